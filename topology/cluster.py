@@ -1,0 +1,262 @@
+"""What the machine is: GPUs, the switches and links between them, NICs, and the fabric between nodes.
+
+A `Cluster` is a list of node groups, each one `Node` description and how often it occurs, so that 16,384 GPUs cost as
+much memory as eight. Everything a cost or a placement needs is derived from it (`topology.graph`); nothing here does
+I/O. Rates are bytes per second **per direction**; every rate carries where it came from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+SCHEMA_VERSION = 1
+
+
+class Source(StrEnum):
+    """Where a number came from, best first. Every estimate says which of these it rests on."""
+
+    MEASURED = "measured"
+    FITTED = "fitted"
+    DATASHEET = "datasheet"
+    ASSUMED = "assumed"
+
+
+class LinkKind(StrEnum):
+    """What a link is made of. The PCIe classes are nvidia-smi's and say where the path goes, not how fast it is."""
+
+    NVLINK = "nvlink"  # GPU to GPU, `count` bonded links
+    NVSWITCH = "nvswitch"  # GPU to an NVSwitch hub, `count` links of that GPU
+    C2C = "c2c"  # GPU to the CPU of the same superchip
+    PCIE = "pcie"  # device to switch, switch to root port, device to CPU
+    SMP = "smp"  # CPU socket to CPU socket (UPI, xGMI)
+    NETWORK = "network"  # NIC to leaf switch
+
+
+class LinkState(StrEnum):
+    UP = "up"
+    DEGRADED = "degraded"
+    ABSENT = "absent"
+    UNKNOWN = "unknown"
+
+
+class VertexKind(StrEnum):
+    """Vertices of a node that are neither GPUs nor NICs. Shared ones are bottlenecks of their own."""
+
+    NVSWITCH = "nvswitch"  # one hub for the whole NVSwitch fabric of the node
+    PCIE_SWITCH = "pcie_switch"
+    ROOT_PORT = "root_port"
+    CPU = "cpu"  # one per NUMA node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuKind:
+    """One GPU model's datasheet and the best rates published for it.
+
+    `peak_flops` and `achieved_flops` map a dtype name (`bfloat16`, `float16`, `float8`, `tfloat32`, `float32`) to
+    dense FLOP/s. `achieved_flops` is the best large matmul anyone published, which boost clocks and the power limit
+    keep below the datasheet. `sources` says where each field is from.
+    """
+
+    name: str
+    title: str
+    aliases: tuple[str, ...] = ()
+    architecture: str
+    compute_capability: int  # 90 for Hopper; 0 where CUDA has no number for it
+    sm_count: int
+    memory_bytes: int  # what the driver reports to a program, not the marketing figure
+    memory_bytes_per_s: float
+    peak_flops: dict[str, float]
+    achieved_flops: dict[str, float] = field(default_factory=dict)
+    l2_bytes: int = 0
+    power_w: float = 0.0
+    nvlink_links: int = 0
+    nvlink_bytes_per_s: float = 0.0  # one link, one direction
+    nvlink_nccl_bytes_per_s: float = 0.0  # what NCCL's topology model assumes for that link
+    c2c_bytes_per_s: float = 0.0
+    pcie_bytes_per_s: float = 0.0  # the whole host link, one direction
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One physical GPU of a node. `index` is nvidia-smi's; `uuid` and `pci_bus_id` are what identifies it."""
+
+    index: int
+    kind: str  # name of a GpuKind of the cluster
+    uuid: str | None = None
+    pci_bus_id: str | None = None
+    name: str | None = None  # as the driver prints it
+    memory_bytes: int | None = None
+    numa: int | None = None
+    cpu_affinity: str | None = None
+    tray: int = 0  # compute tray (operating-system host) within the node, for racks that are one NVLink domain
+    healthy: bool = True
+
+    @property
+    def vertex(self) -> str:
+        return f"gpu{self.index}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nic:
+    """One network port. `label` is how the topology text names it (`mlx5_0`, `NIC0`); `rail` is its leaf switch."""
+
+    label: str
+    name: str | None = None
+    bytes_per_s: float | None = None
+    rail: int | None = None
+    numa: int | None = None
+    tray: int = 0
+    up: bool = True
+
+    @property
+    def vertex(self) -> str:
+        return self.label
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vertex:
+    """A hub inside the node: NVSwitch fabric, PCIe switch, root port or CPU socket."""
+
+    id: str
+    kind: VertexKind
+    multicast: bool = False  # NVSwitch only: can reduce and multicast in the switch (NVLS)
+    tray: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """An undirected cable or trace between two vertices, each direction with the given rate.
+
+    `bytes_per_s` is nominal; `nccl_bytes_per_s` is what NCCL's topology model gives it; `measured_bytes_per_s` is what
+    a probe saw. `label` keeps the class the source printed (`NV18`, `PIX`, `SYS`).
+    """
+
+    a: str
+    b: str
+    kind: LinkKind
+    bytes_per_s: float | None = None
+    nccl_bytes_per_s: float | None = None
+    measured_bytes_per_s: float | None = None
+    latency_s: float = 0.0
+    count: int = 1
+    label: str = ""
+    state: LinkState = LinkState.UP
+    source: Source = Source.DATASHEET
+    confidence: float = 1.0  # 0..1: how much the label says about the rate (a VM's SYS says nothing)
+
+    @property
+    def best_bytes_per_s(self) -> float | None:
+        """The rate to plan with: measured if anyone measured it, else nominal; zero when the link is absent."""
+        if self.state is LinkState.ABSENT:
+            return 0.0
+        return self.measured_bytes_per_s if self.measured_bytes_per_s is not None else self.bytes_per_s
+
+
+class Severity(StrEnum):
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something about the machine a person should know: what, why we think so, what it costs, what to do."""
+
+    severity: Severity
+    what: str
+    why: str
+    consequence: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One scale-up unit: a host, or a rack whose trays share one NVLink domain.
+
+    `pairs` keeps the printed class of every GPU pair (`"0-1": "NV18"`), lower index first, exactly as read.
+    """
+
+    name: str
+    gpus: tuple[Gpu, ...]
+    vertices: tuple[Vertex, ...] = ()
+    nics: tuple[Nic, ...] = ()
+    links: tuple[Link, ...] = ()
+    pairs: dict[str, str] = field(default_factory=dict)
+    closest_nics: dict[str, tuple[str, ...]] = field(default_factory=dict)  # GPU index -> NIC labels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeGroup:
+    node: Node
+    count: int = 1
+
+
+class FabricKind(StrEnum):
+    RAIL_OPTIMISED = "rail-optimised"  # NIC i of every node on leaf i, spine above
+    FAT_TREE = "fat-tree"  # all NICs of a node on one leaf
+    ETHERNET = "ethernet"  # plain: one leaf, TCP or RoCE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """The network between nodes.
+
+    `oversubscription` is downlink over uplink capacity of a leaf (1.0 is non-blocking); `nodes_per_leaf` is how many
+    nodes share a leaf (a "pod"): traffic that leaves it crosses the spine. `efficiency` is the fraction of the line
+    rate that large NCCL messages reach.
+    """
+
+    kind: FabricKind
+    oversubscription: float = 1.0
+    nodes_per_leaf: int = 32
+    latency_s: float = 5e-6
+    rdma: bool = True
+    source: Source = Source.DATASHEET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """GPUs and everything between them. `groups` are in rank order: node 0 is the first node of the first group."""
+
+    name: str
+    gpu_kinds: tuple[GpuKind, ...]
+    groups: tuple[NodeGroup, ...]
+    fabric: Fabric | None = None
+    findings: tuple[Finding, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def node_count(self) -> int:
+        return sum(group.count for group in self.groups)
+
+    @property
+    def gpu_count(self) -> int:
+        return sum(group.count * len(group.node.gpus) for group in self.groups)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs that every node can offer: the smallest count decides."""
+        return min(len(group.node.gpus) for group in self.groups)
+
+    def kind(self, name: str) -> GpuKind:
+        for kind in self.gpu_kinds:
+            if kind.name == name:
+                return kind
+        raise KeyError(name)
+
+    @property
+    def slowest_kind(self) -> GpuKind:
+        """The GPU model that bounds a synchronous step: the one with the lowest dense bfloat16 rate."""
+        used = {gpu.kind for group in self.groups for gpu in group.node.gpus}
+        return min((k for k in self.gpu_kinds if k.name in used), key=lambda k: k.peak_flops.get("bfloat16", 0.0))
+
+    @property
+    def gpu_memory_bytes(self) -> int:
+        """Memory every rank can count on: the smallest GPU decides."""
+        return min(
+            gpu.memory_bytes if gpu.memory_bytes is not None else self.kind(gpu.kind).memory_bytes
+            for group in self.groups
+            for gpu in group.node.gpus
+        )

@@ -1,0 +1,136 @@
+"""The one door for files people hand us: JSON in, typed objects out, and back.
+
+Inputs are data: nothing here can run code, follow a reference or grow without bound. A document larger than
+`MAX_BYTES`, or nested deeper than the decoder's limit, is refused; unknown keys are named, never dropped. Writing is atomic: a reader sees the old file or the new one, never half of either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import tempfile
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from topology.errors import BadInput
+
+MAX_BYTES = 32 * 2**20
+
+T = TypeVar("T")
+
+
+def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
+    """Return a file's text. Raises BadInput when it is missing, too large, binary, or not UTF-8."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(max_bytes + 1)
+    except OSError as error:
+        raise BadInput(f"cannot read {path}", why=error.strerror or str(error), remedy="check the path") from error
+    if len(raw) > max_bytes:
+        raise BadInput(f"{path} is larger than {max_bytes / 2**20:.0f} MiB", remedy="pass a smaller file")
+    if raw.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")):
+        raise BadInput(
+            f"{path} is a pickle or an archive",
+            why="loading one can run code, so it is never opened",
+            remedy="export the data as JSON",
+        )
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not UTF-8 text", why=str(error)) from error
+
+
+def read_json(path: str | Path) -> Any:
+    """Return a JSON file as plain data (dict, list, str, int, float, bool, None). Raises BadInput."""
+    return parse_json(read_text(path), where=str(path))
+
+
+def parse_json(text: str, *, where: str) -> Any:
+    """Return JSON text as plain data. Raises BadInput on syntax errors, NaN, or nesting too deep to read."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadInput(f"{where} is not valid JSON", why=str(error)) from error
+
+
+def convert(data: Any, kind: type[T], *, where: str) -> T:
+    """Return plain `data` as an object of the dataclass `kind`.
+
+    Types are strict, keys that `kind` does not have are an error, and the message names the path to the value.
+    """
+    unknown = list(_unknown_keys(data, kind, "$"))
+    if unknown:
+        raise BadInput(
+            f"{where} has unknown keys: {', '.join(unknown[:8])}",
+            why="a misspelt key would otherwise be ignored silently",
+            remedy="remove or rename them",
+        )
+    try:
+        return msgspec.convert(data, kind, strict=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise BadInput(f"{where} is not a valid {kind.__name__}", why=str(error)) from error
+
+
+def to_builtins(value: Any) -> Any:
+    """Return dataclasses, tuples and enums as plain JSON data, keys in declaration order."""
+    return msgspec.to_builtins(value)
+
+
+def to_json(value: Any, *, indent: int | None = 2) -> str:
+    """Return `value` as JSON text. Floats that JSON cannot hold (nan, inf) become null."""
+    encoded = msgspec.json.encode(value)
+    text = msgspec.json.format(encoded, indent=indent) if indent is not None else encoded
+    return text.decode()
+
+
+def fingerprint(value: Any) -> str:
+    """Return a stable 16-digit hash of `value`'s content: equal content, equal fingerprint, on any machine."""
+    canonical = msgspec.json.encode(msgspec.to_builtins(value), order="sorted")
+    return hashlib.sha256(canonical).hexdigest()[:16]
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write `text` atomically: to a temporary file beside `path`, flushed to disk, then renamed over it."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise BadInput(f"cannot write {path}", why=error.strerror or str(error), remedy="choose another --out") from error
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise BadInput(f"cannot write {path}", why=error.strerror or str(error), remedy="choose another --out") from error
+
+
+def _unknown_keys(data: Any, kind: Any, path: str) -> Iterator[str]:
+    """Walk `data` beside the type hints of `kind`; yield the path of every key that no dataclass field claims."""
+    origin, args = get_origin(kind), get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(data, dict):
+        hints = get_type_hints(kind)
+        for key, value in data.items():
+            if key in hints:
+                yield from _unknown_keys(value, hints[key], f"{path}.{key}")
+            else:
+                yield f"{path}.{key}"
+    elif origin in (list, tuple) and isinstance(data, (list, tuple)):
+        for index, item in enumerate(data):
+            yield from _unknown_keys(item, args[0], f"{path}[{index}]")
+    elif origin is dict and isinstance(data, dict):
+        for key, value in data.items():
+            yield from _unknown_keys(value, args[1], f"{path}.{key}")
+    elif origin in (Union, types.UnionType) and data is not None:
+        for member in args:
+            if member is not type(None):
+                yield from _unknown_keys(data, member, path)

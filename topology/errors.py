@@ -1,0 +1,73 @@
+"""Everything that can go wrong, as one tree. Each error says what, why, and what to do, and knows its exit code.
+
+    PlannerError
+    ├── UserError                2   the question itself cannot be read
+    │   ├── BadInput             2   a file or text: malformed, too large, of another version
+    │   ├── BadModel             2   a model we do not know or cannot read without guessing
+    │   ├── BadCluster           2   likewise a cluster
+    │   └── BadPlan              2   likewise a plan or a case
+    ├── Infeasible               3   a valid question without a legal or fitting answer
+    ├── Stale                    1   made for another cluster, model or profile than the one at hand
+    ├── ProbeError               1   the machine refused to be read
+    └── OutOfTolerance           4   ran, but not as predicted
+
+The tree lives in the lowest package so that every layer can raise it; only the command line turns it into text.
+"""
+
+from __future__ import annotations
+
+
+class PlannerError(Exception):
+    """Base of the tree: `what` happened, `why`, and the `remedy` a person can try."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, why: str = "", remedy: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.why = why
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        parts = [self.what]
+        if self.why:
+            parts.append(f"why: {self.why}")
+        if self.remedy:
+            parts.append(f"do: {self.remedy}")
+        return "\n  ".join(parts)
+
+
+class UserError(PlannerError):
+    exit_code = 2
+
+
+class BadInput(UserError):
+    pass
+
+
+class BadModel(UserError):
+    pass
+
+
+class BadCluster(UserError):
+    pass
+
+
+class BadPlan(UserError):
+    pass
+
+
+class Infeasible(PlannerError):
+    exit_code = 3
+
+
+class Stale(PlannerError):
+    exit_code = 1
+
+
+class ProbeError(PlannerError):
+    exit_code = 1
+
+
+class OutOfTolerance(PlannerError):
+    exit_code = 4
