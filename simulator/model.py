@@ -131,10 +131,7 @@ class Model:
     @property
     def moe_layer_parameters(self) -> int:
         return (
-            self.attention_parameters
-            + self.block_norm_parameters
-            + self.moe_shared_parameters
-            + self.expert_parameters
+            self.attention_parameters + self.block_norm_parameters + self.moe_shared_parameters + self.expert_parameters
         )
 
     @property

@@ -102,7 +102,9 @@ def write_text(path: str | Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
-        raise BadInput(f"cannot write {path}", why=error.strerror or str(error), remedy="choose another --out") from error
+        raise BadInput(
+            f"cannot write {path}", why=error.strerror or str(error), remedy="choose another --out"
+        ) from error
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
@@ -111,7 +113,9 @@ def write_text(path: str | Path, text: str) -> None:
         Path(temporary).replace(path)
     except OSError as error:
         Path(temporary).unlink(missing_ok=True)
-        raise BadInput(f"cannot write {path}", why=error.strerror or str(error), remedy="choose another --out") from error
+        raise BadInput(
+            f"cannot write {path}", why=error.strerror or str(error), remedy="choose another --out"
+        ) from error
 
 
 def _unknown_keys(data: Any, kind: Any, path: str) -> Iterator[str]:
