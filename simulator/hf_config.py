@@ -43,7 +43,9 @@ def model_from_config(config: dict[str, Any], *, name: str) -> Model:
 
 
 def load_model(name_or_path: str) -> Model:
-    """Return a shipped model by name, or the model of a config.json (or of a directory that holds one).
+    """Return a shipped model by its name here or on the Hub, or the model of a config.json or of a directory with one.
+
+    Nothing is downloaded: a Hub name is known only if the model is shipped.
 
     Raises BadModel for an unknown name, with near names; BadInput for a file that cannot be read.
     """
@@ -60,6 +62,8 @@ def load_model(name_or_path: str) -> Model:
         is_file, name = False, ""
     if is_file:
         return model_from_config(read_json(path), name=name or "config")
+    if "/" in key and (alias := _hub_names().get(key)):
+        return load_model(alias)
     if name_or_path.endswith(".json") or path.name == "config.json":
         raise BadModel(f"there is no file {show(name_or_path)}", remedy="check the path of the config.json")
     known = shipped_models()
@@ -75,6 +79,13 @@ def load_model(name_or_path: str) -> Model:
 def shipped_models() -> tuple[str, ...]:
     """Return the names of the models that come with the package, in alphabetical order."""
     return tuple(sorted(path.stem for path in _SHIPPED.glob("*.json") if path.stem != "SOURCES"))
+
+
+@cache
+def _hub_names() -> dict[str, str]:
+    """Return the names under which the shipped models are published, lower case, with ours."""
+    sources = read_json(_SHIPPED / "SOURCES.json")
+    return {entry["hub"].casefold(): name for name, entry in sources.items() if entry["hub"]}
 
 
 def _refuse_family(config: dict[str, Any], model_type: object, name: str) -> None:
@@ -111,6 +122,8 @@ def _read(reader: ConfigReader) -> Model:
     max_positions = reader.count("max_position_embeddings", *(["n_positions"] if family.positions_default else []))
     norm, norm_bias = _norm(reader)
     qkv_bias, out_bias, mlp_bias = _biases(reader)
+    if moe and _is_plain(reader):
+        moe = replace(moe, expert_bias=mlp_bias)
     learned, rotary = _positions(reader, max_positions)
     parallel = family.parallel_residual
     if parallel:
@@ -309,6 +322,8 @@ def _sliding(reader: ConfigReader, layers: int) -> tuple[int, int]:
             reader.assume("sliding_window", window)
     if kind.startswith("qwen"):
         window = window if reader.flag("use_sliding_window", default=False) else 0
+        if window and kind != "qwen-all" and reader.stated("max_window_layers") is None:
+            reader.assume("max_window_layers", 28)
         first = min(layers, reader.count("max_window_layers", default=28))
         chosen = {"qwen": layers - first, "qwen-moe": (first + 1) // 2, "qwen-all": layers}[kind]
     else:

@@ -29,6 +29,7 @@ class MixtureOfExperts:
     ffn: int  # width of one expert
     shared_ffn: int = 0  # total width of the experts every token visits
     shared_gate: bool = False  # a scalar gate on the shared expert (qwen2-moe)
+    expert_bias: bool = False  # biases on the routed experts (transformers' classes have none, even with mlp_bias)
     router_bias: bool = False  # a per-expert selection bias (deepseek-v3's e_score_correction_bias)
     dense_layers: int = 0
     dense_layer_ids: tuple[int, ...] = ()  # indices from 0, in order
@@ -124,14 +125,25 @@ class Model:
         return (3 if self.gated_mlp else 2) * self.hidden * width
 
     def mlp_parameters(self, width: int) -> int:
-        """Parameters of one feed-forward block of the given width."""
+        """Parameters of one dense or shared feed-forward block of the given width."""
+        return self.mlp_matmul_parameters(width) + (self._mlp_biases(width) if self.mlp_bias else 0)
+
+    def _mlp_biases(self, width: int) -> int:
         inner = (2 if self.gated_mlp else 1) * width  # rows that carry a bias before the down projection
-        return self.mlp_matmul_parameters(width) + (inner + self.hidden if self.mlp_bias else 0)
+        return inner + self.hidden
+
+    @property
+    def one_expert_parameters(self) -> int:
+        """Parameters of one routed expert."""
+        if not self.moe:
+            return 0
+        biases = self._mlp_biases(self.moe.ffn) if self.moe.expert_bias else 0
+        return self.mlp_matmul_parameters(self.moe.ffn) + biases
 
     @property
     def expert_parameters(self) -> int:
         """Parameters of all routed experts of one MoE layer."""
-        return self.moe.experts * self.mlp_parameters(self.moe.ffn) if self.moe else 0
+        return self.moe.experts * self.one_expert_parameters if self.moe else 0
 
     @property
     def moe_shared_parameters(self) -> int:
@@ -198,7 +210,7 @@ class Model:
         if not self.moe:
             return self.parameters
         idle = self.moe.experts - self.moe.experts_per_token
-        return self.parameters - self.moe_layers * idle * self.mlp_parameters(self.moe.ffn)
+        return self.parameters - self.moe_layers * idle * self.one_expert_parameters
 
     # --- floating-point operations ------------------------------------------------------------------------------
 
