@@ -361,7 +361,7 @@ def test_tensor_by_tensor(name):
     assert _elements(STATES[name](model)) == model.parameters
 
 
-def test_qwen3_30b_has_the_tensors_its_index_lists():
+def test_qwen3_235b_has_the_tensors_its_index_lists():
     """The index of Qwen3-235B-A22B lists 36,945 tensors: the layout above is that of the checkpoint."""
     model = load_model("qwen3-235b-a22b")
     state = _sparse_state(model, _llama_state(model, qk_norm=True), experts_at="mlp.experts", router="mlp.gate")
