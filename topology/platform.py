@@ -353,9 +353,12 @@ def part_of_node(node: Node, gpus: int) -> Node:
     if node.closest_nics:
         near = {label for index, labels in node.closest_nics.items() if index in indices for label in labels}
         gone |= {nic.vertex for nic in node.nics if nic.label not in near}
+    trays = {gpu.tray for gpu in kept}
+    gone |= {v.id for v in node.vertices if v.tray not in trays and v.kind is not VertexKind.NVSWITCH}
     return replace(
         node,
         gpus=kept,
+        vertices=tuple(vertex for vertex in node.vertices if vertex.id not in gone),
         nics=tuple(nic for nic in node.nics if nic.vertex not in gone),
         links=tuple(link for link in node.links if link.a not in gone and link.b not in gone),
         pairs={pair: label for pair, label in node.pairs.items() if set(pair.split("-")) <= indices},
