@@ -89,7 +89,13 @@ def test_published_figures(name, bf16, fp8, memory_rate, sms, nvlink, nccl):
 
 @pytest.mark.parametrize(
     ("name", "nvidia_smi_mib"),
-    [("h100-sxm", 81559), ("h200-sxm", 143771), ("a100-sxm-80gb", 81920), ("a100-sxm-40gb", 40960), ("b200-sxm", 183359)],
+    [
+        ("h100-sxm", 81559),
+        ("h200-sxm", 143771),
+        ("a100-sxm-80gb", 81920),
+        ("a100-sxm-40gb", 40960),
+        ("b200-sxm", 183359),
+    ],
 )
 def test_programs_see_a_little_less_memory_than_nvidia_smi(name, nvidia_smi_mib):
     assert 0.97 < gpu_kind(name).memory_bytes / (nvidia_smi_mib * 2**20) < 1

@@ -27,7 +27,9 @@ GB = 1e9
 def without_nvlink(target: Cluster, index: int) -> Cluster:
     node = target.groups[0].node
     links = tuple(
-        replace(link, state=LinkState.ABSENT) if f"gpu{index}" in {link.a, link.b} and link.kind in NVLINK_KINDS else link
+        replace(link, state=LinkState.ABSENT)
+        if f"gpu{index}" in {link.a, link.b} and link.kind in NVLINK_KINDS
+        else link
         for link in node.links
     )
     return replace(target, groups=(NodeGroup(node=replace(node, links=links), count=target.groups[0].count),))
@@ -43,7 +45,8 @@ def test_hub_has_ports_not_pairs():
 
 
 @pytest.mark.parametrize(
-    ("name", "gigabytes"), [("gb200-nvl72", 36 * 900), ("dgx-2", 8 * 150), ("mi300x-x8", 16 * 64), ("dgx-a100", 4 * 300)]
+    ("name", "gigabytes"),
+    [("gb200-nvl72", 36 * 900), ("dgx-2", 8 * 150), ("mi300x-x8", 16 * 64), ("dgx-a100", 4 * 300)],
 )
 def test_bisections(name, gigabytes):
     assert bisection_bytes_per_s(graph(cluster(name))) == pytest.approx(gigabytes * GB)

@@ -28,7 +28,9 @@ def test_ring_packing_of_known_graphs():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(3, 6).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, 3), min_size=15, max_size=15))))
+@given(
+    st.integers(3, 6).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, 3), min_size=15, max_size=15)))
+)
 def test_ring_packing_is_within_cuts_and_above_any_single_ring(case):
     n, links = case
     pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
