@@ -238,7 +238,7 @@ def near_ports(rates: NodeRates, gpu: int) -> tuple[Nic, ...]:
     node = rates.node
     ports = [nic for nic in node.nics if nic.up]
     listed = node.closest_nics.get(str(node.gpus[gpu].index), ())
-    near = [nic for nic in ports if nic.label in listed]
+    near = [nic for nic in ports if nic.label in listed or nic.name in listed]
     if near:
         return tuple(near)
     hops = {nic.label: rates.host_path(node.gpus[gpu].vertex, nic.vertex) for nic in ports}

@@ -21,6 +21,10 @@ from topology.cluster import Cluster, Link, LinkKind, LinkState, Node, VertexKin
 
 # An NVSwitch crossing: two ports of ASTRA-sim's validated H100 network. A direct NVLink is taken to be the same.
 NVLINK_LATENCY_S = 2 * 936.25e-9
+# Where a topology is known but not the GPU model: one NVLink of the generations from V100 to H200, and the slowest PCIe
+# slot in use. They keep the shape of the machine (what is joined, what is near) where its speed is not known.
+ASSUMED_NVLINK_BYTES_PER_S = 25e9
+ASSUMED_PCIE_BYTES_PER_S = 15.75e9
 HOST_LATENCY_S = 5e-6  # assumed: a hop over PCIe, most of it software
 MAX_RING_PACKING = 8  # up to here all cycles through a group are listed: 2,520 at most
 MAX_RING_ORDERS = 5  # up to here every order of a ring that leaves NVLink is tried
@@ -34,7 +38,7 @@ Edge = tuple[str, str]
 def link_rates(cluster: Cluster, node: Node, link: Link) -> tuple[float, float]:
     """Return (rate to plan with, rate in NCCL's model) of a link, bytes/s and direction; zeros for an absent one.
 
-    A link of unknown rate gets what the datasheets of its GPUs allow.
+    A link of unknown rate gets what the datasheets of its GPUs allow, and an assumed rate where they are unknown too.
     """
     if link.state is LinkState.ABSENT:
         return 0.0, 0.0
@@ -42,14 +46,14 @@ def link_rates(cluster: Cluster, node: Node, link: Link) -> tuple[float, float]:
     if rate is None:
         kinds = [cluster.kind(gpu.kind) for gpu in node.gpus if gpu.vertex in {link.a, link.b}]
         if link.kind in NVLINK_KINDS:
-            rate = min((link.count * kind.nvlink_bytes_per_s for kind in kinds), default=0.0)
+            rate = link.count * min((k.nvlink_bytes_per_s or ASSUMED_NVLINK_BYTES_PER_S for k in kinds), default=0.0)
         elif link.kind is LinkKind.C2C:
-            rate = min((kind.c2c_bytes_per_s for kind in kinds), default=0.0)
+            rate = min((kind.c2c_bytes_per_s or ASSUMED_PCIE_BYTES_PER_S for kind in kinds), default=0.0)
         elif link.kind is LinkKind.NETWORK:
             rate = 0.0
         else:  # between switches and sockets: no narrower than the slots of the node
             near = kinds or [cluster.kind(gpu.kind) for gpu in node.gpus]
-            rate = max((kind.pcie_bytes_per_s for kind in near), default=0.0)
+            rate = max((kind.pcie_bytes_per_s for kind in near), default=0.0) or ASSUMED_PCIE_BYTES_PER_S
     return rate, link.nccl_bytes_per_s if link.nccl_bytes_per_s is not None else rate
 
 
@@ -268,7 +272,8 @@ class NodeRates:
                 continue
             path = self.host_path(self.node.gpus[a].vertex, self.node.gpus[b].vertex)
             if path is None:  # nothing known in between: the slots of both ends at least
-                slot = min(self.cluster.kind(self.node.gpus[gpu].kind).pcie_bytes_per_s for gpu in (a, b))
+                slots = (self.cluster.kind(self.node.gpus[gpu].kind).pcie_bytes_per_s for gpu in (a, b))
+                slot = min(speed or ASSUMED_PCIE_BYTES_PER_S for speed in slots)
                 rate, nccl = min(rate, slot), min(nccl, slot)
             else:
                 loads.update(path)

@@ -6,8 +6,10 @@ from dataclasses import replace
 import pytest
 
 from topology.catalog import cluster, cluster_from_case
-from topology.cluster import LinkKind, LinkState, NodeGroup, VertexKind
+from topology.cluster import GpuKind, LinkKind, LinkState, NodeGroup, VertexKind
+from topology.graph import graph, islands
 from topology.groups import GroupShape, group_rates, group_shape
+from topology.verify import verify_cluster
 
 GB = 1e9
 
@@ -161,3 +163,33 @@ def test_large_clusters_cost_the_same(monkeypatch):
     assert rates_of(made, 2048, 8) == replace(rates_of(cluster("dgx-h100", 16), 2, 8))
     monkeypatch.setattr("topology.groups._group_rates", None)  # the second question is answered from memory
     assert rates_of(made, 2048, 8).inter_bytes_per_s == 50 * GB
+
+
+def test_topology_text_without_a_gpu_model_keeps_its_shape():
+    """What `nvidia-smi topo -m` alone gives: counts of links, no model, no rates, ports named by their legend."""
+    made = cluster("dgx-1v", 16)
+    node = made.groups[0].node
+    unknown = GpuKind(
+        name="unknown",
+        title="",
+        architecture="",
+        compute_capability=0,
+        sm_count=0,
+        memory_bytes=0,
+        memory_bytes_per_s=0.0,
+        peak_flops={},
+    )
+    node = replace(
+        node,
+        gpus=tuple(replace(gpu, kind="unknown") for gpu in node.gpus),
+        links=tuple(replace(link, bytes_per_s=None, nccl_bytes_per_s=None) for link in node.links),
+        nics=tuple(replace(nic, name=f"ib{i}", bytes_per_s=None) for i, nic in enumerate(node.nics)),
+        closest_nics={str(i): (f"ib{i // 2}",) for i in range(8)},
+    )
+    bare = replace(made, gpu_kinds=(unknown,), groups=(NodeGroup(node=node, count=2),))
+    assert verify_cluster(bare) == []
+    assert islands(graph(bare, 1)) == (tuple(f"n0.gpu{i}" for i in range(8)),)
+    two, eight = rates_of(bare, 2), rates_of(bare, 8)
+    assert two.intra_bytes_per_s == 2 * 25 * GB
+    assert eight.intra_bytes_per_s == 6 * 25 * GB
+    assert rates_of(bare, 2, 8).inter_bytes_per_s == pytest.approx(10e9 / 8 / 2)  # NCCL's 10 Gb/s, two GPUs a port
