@@ -54,7 +54,7 @@ _HW_LATENCY = {
 }  # fmt: skip
 # Columns are 1, 2, and 4 or more nodes; rows the generation: Volta, Ampere, Hopper, Blackwell.
 _LL_CAP = ((39.0, 39.0, 20.4), (87.7, 22.5, 19.0), (141.0, 45.0, 35.0), (282.0, 90.0, 70.0))
-_RING_LL128_PER_CHANNEL = (20.0, 20.0, 36.7, 40.0)
+_RING_LL128_PER_CHANNEL = (20.0, 20.0, 36.7)  # Blackwell's is a field of NcclMachine: releases differ
 _TREE_LL128_PER_CHANNEL = ((20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (36.7, 36.7, 29.0), (55.6, 31.67, 20.0))
 _TREE_PER_CHANNEL = ((26.5, 18.5, 10.0), (24.0, 23.6, 17.8), (38.7, 41.4, 36.0), (70.0, 42.8, 24.0))
 _NVLS_TREE_PER_CHANNEL = ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 57.7, 45.5), (0.0, 96.0, 80.0))
@@ -85,6 +85,7 @@ class NcclMachine:
     nvls: bool = False
     amd_cpu: bool = False
     net_latency: float = 0.0  # microseconds NCCL reads from the network plugin
+    ll128_blackwell: float = 40.0  # GB/s a Blackwell ring channel is believed to carry in LL128
 
     @property
     def ranks_per_node(self) -> int:
@@ -228,7 +229,8 @@ def _bandwidth(machine: NcclMachine, op: str, algorithm: str, row: int) -> float
         if protocol == "LL":
             bus = min(ll_cap, 0.5 * bus)
         elif protocol == "LL128":
-            bus = min((0.7 if ppn < 2 else 0.92) * bus, graph.channels * _RING_LL128_PER_CHANNEL[generation])
+            per_channel = (*_RING_LL128_PER_CHANNEL, machine.ll128_blackwell)[generation]
+            bus = min((0.7 if ppn < 2 else 0.92) * bus, graph.channels * per_channel)
         return bus * n / steps
     if algorithm == "tree":
         if op != "all_reduce":
