@@ -12,7 +12,9 @@ US = 1e-6
 PER_MB = 1e-12  # us per MB = seconds per 1e12 bytes
 
 
-def _bytes(all_reduce: tuple[float, float], gather: tuple[float, float], scatter: tuple[float, float]) -> dict[str, ByteCost]:
+def _bytes(
+    all_reduce: tuple[float, float], gather: tuple[float, float], scatter: tuple[float, float]
+) -> dict[str, ByteCost]:
     """Return byte costs from (sent, buffer) pairs in us per MB. A broadcast forwards like an all-gather."""
     pairs = {"all_reduce": all_reduce, "all_gather": gather, "reduce_scatter": scatter, "broadcast": gather}
     return {op: ByteCost(sent_s=sent * PER_MB, buffer_s=buffer * PER_MB) for op, (sent, buffer) in pairs.items()}
@@ -90,7 +92,9 @@ HOPPER = Generation(
             narrow=0.10,
         ),
         # One group size (8), so latency and work cannot be split by n: all work is counted on the buffer.
-        "nvls/Simple": _curve((18.5, 0.0, 0.0, 0.0), _bytes((0.0, 3.57), (0.0, 3.57), (0.0, 3.57)), sharpness=4.0, fill=(89.6, 7.3)),
+        "nvls/Simple": _curve(
+            (18.5, 0.0, 0.0, 0.0), _bytes((0.0, 3.57), (0.0, 3.57), (0.0, 3.57)), sharpness=4.0, fill=(89.6, 7.3)
+        ),
     },
     peer=PeerCurve(
         base_s=5.21 * US,

@@ -36,6 +36,7 @@ ALGORITHMS = NCCL_ALGORITHMS + CUSTOM_ALGORITHMS
 # Half-width of the 80 % interval, relative, where no fit covers the machine (checked on the public tables).
 SPREAD_BEYOND_FIT = 0.22  # NVLink with more ranks than the tables fitted, or a generation without a table
 SPREAD_NETWORK = 0.30
+SPREAD_CUSTOM = 0.35  # kernels outside NCCL: two or three published points each
 SPREAD_FLAT = 0.55  # PCIe and xGMI: peer access, ACS and shared uplinks are not in the datasheet
 
 # NCCL gives a channel this many bytes before it adds another: threads x threshold (enqueue.cc), per protocol.
@@ -140,17 +141,19 @@ class CollectiveModel:
         sizes = np.atleast_1d(np.asarray(nbytes, dtype=np.float64)).ravel()
         if shape.ranks <= 1:
             nothing = Interval(value=0.0, low=0.0, high=0.0, source=Source.DATASHEET)
-            return tuple(CollectiveCost(algorithm="none", protocol="none", channels=0, sms=0, time_s=nothing) for _ in sizes)
+            return tuple(
+                CollectiveCost(algorithm="none", protocol="none", channels=0, sms=0, time_s=nothing) for _ in sizes
+            )
         options = self._options(op, sizes, shape, narrow=narrow, algorithm=algorithm)
         device = options.time_s
         if not np.all(np.isfinite(device)):
             raise Infeasible(
-                f"{algorithm} cannot run {op} on this group",
-                why="the op, the fabric or the number of nodes does not allow it",
-                remedy=f"leave the algorithm open, or use one of {', '.join(ALGORITHMS)}",
+                f"{op} cannot run by {algorithm or 'any algorithm'} on {shape.ranks} ranks of {shape.nodes} nodes",
+                why="nothing joins them" if algorithm is None else "the op or the fabric does not allow it",
+                remedy="add a network to the cluster" if algorithm is None else "leave the algorithm open",
             )
         comm = self.communicator(shape)
-        spread, source = interval_width(comm)
+        spread, source = interval_width(comm, custom=algorithm in CUSTOM_ALGORITHMS)
         spreads = np.full_like(device, spread)
         sources = [source] * len(sizes)
         if self.measured is not None and algorithm is None:
@@ -177,9 +180,7 @@ class CollectiveModel:
 
         return measured.blend(op, sizes, shape, model)
 
-    def _options(
-        self, op: str, sizes: Floats, shape: GroupShape, *, narrow: bool, algorithm: str | None
-    ) -> _Options:
+    def _options(self, op: str, sizes: Floats, shape: GroupShape, *, narrow: bool, algorithm: str | None) -> _Options:
         if op not in OPS:
             raise BadInput(f"unknown collective {op!r}", remedy=f"use one of {', '.join(OPS)}")
         if algorithm is not None and algorithm not in ALGORITHMS:
@@ -187,8 +188,10 @@ class CollectiveModel:
         return _evaluate(self.communicator(shape), op, sizes, narrow=narrow, algorithm=algorithm)
 
 
-def interval_width(comm: Communicator) -> tuple[float, Source]:
+def interval_width(comm: Communicator, *, custom: bool = False) -> tuple[float, Source]:
     """Return the relative half-width of the 80 % interval and what the value rests on."""
+    if custom:
+        return SPREAD_CUSTOM, Source.DATASHEET
     if comm.nodes > 1:
         return SPREAD_NETWORK, Source.DATASHEET
     if comm.fabric is not Fabric.NVLINK or comm.generation is None:
@@ -205,7 +208,9 @@ def _evaluate(comm: Communicator, op: str, sizes: Floats, *, narrow: bool, algor
         return _Options(((algorithm, "Simple"),), table, np.zeros(sizes.shape, dtype=np.intp))
     if op in {"all_to_all", "send_recv"}:
         if algorithm not in {None, "ring"}:
-            return _Options(((str(algorithm), "Simple"),), np.full((1, len(sizes)), np.inf), np.zeros(sizes.shape, dtype=np.intp))
+            return _Options(
+                ((str(algorithm), "Simple"),), np.full((1, len(sizes)), np.inf), np.zeros(sizes.shape, dtype=np.intp)
+            )
         table = peer_to_peer_s(comm, op, sizes)[None, :]
         return _Options((("p2p", "Simple"),), table, np.zeros(sizes.shape, dtype=np.intp))
     if comm.nodes > 1:
@@ -229,7 +234,8 @@ def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, narrow: bool
     names = tuple((line.algorithm, line.protocol) for line in lines)
     table = np.full((len(names), len(sizes)), np.inf)
     for row in np.unique(pick):
-        table[row] = single_node_s(comm, op, *names[row], sizes, narrow=narrow)
+        algorithm, protocol = names[row]
+        table[row] = single_node_s(comm, op, algorithm, protocol, sizes, narrow=narrow)
         if not np.all(np.isfinite(table[row])):
             table[row] = single_node_s(comm, op, "ring", "Simple", sizes, narrow=narrow)
     return _Options(names, table, pick)

@@ -37,6 +37,8 @@ class Communicator:
     hop_s: float  # one network hop as the fabric declares it
     nccl: NcclMachine
     compute_capability: int
+    architecture: str = ""
+    inter_peer_bytes_per_s: float = 0.0  # the network when every node sends to every other
 
     @property
     def ranks_per_node(self) -> int:
@@ -48,7 +50,9 @@ def communicator(cluster: Cluster, shape: GroupShape) -> Communicator:
     node, kind = cluster.groups[0].node, cluster.slowest_kind
     per_node = min(shape.ranks_per_node, shape.ranks)
     rates = group_rates(cluster, shape)
-    links, nccl_links, multicast = _scale_up(node, kind, per_node, shape.stride)
+    placed: tuple[int, ...] = getattr(rates, "gpus", ())  # where the topology says which GPUs, else the first ones
+    members = placed[:per_node] or tuple(i * shape.stride % len(node.gpus) for i in range(per_node))
+    links, nccl_links, multicast = _scale_up(node, kind, members)
     amd = kind.architecture.startswith("CDNA")
     fabric = Fabric.PCIE if not links else Fabric.XGMI if amd else Fabric.NVLINK
     intra = links or min(rates.intra_bytes_per_s, kind.pcie_bytes_per_s or math.inf)
@@ -77,17 +81,19 @@ def communicator(cluster: Cluster, shape: GroupShape) -> Communicator:
         hop_s=rates.inter_latency_s,
         nccl=nccl,
         compute_capability=kind.compute_capability,
+        architecture=kind.architecture,
+        inter_peer_bytes_per_s=getattr(rates, "inter_all_to_all_bytes_per_s", 0.0) or rates.inter_bytes_per_s,
     )
 
 
-def _scale_up(node: Node, kind: GpuKind, per_node: int, stride: int) -> tuple[float, float, bool]:
+def _scale_up(node: Node, kind: GpuKind, positions: tuple[int, ...]) -> tuple[float, float, bool]:
     """Return (bytes/s of the worst member's links to the group, the same as NCCL counts them, multicast).
 
     Zero when any member has none: one GPU without NVLink takes the whole communicator to PCIe.
     """
-    if per_node < 2:
+    members = [node.gpus[position].vertex for position in positions if position < len(node.gpus)]
+    if len(members) < 2:
         return 0.0, 0.0, False
-    members = [node.gpus[i * stride % len(node.gpus)].vertex for i in range(min(per_node, len(node.gpus)))]
     inside, hubs = set(members), {vertex.id: vertex.multicast for vertex in node.vertices}
     real = dict.fromkeys(members, 0.0)
     nccl = dict.fromkeys(members, 0.0)
@@ -134,7 +140,8 @@ def _scaled(generation: Generation, link_bytes_per_s: float) -> Generation:
 
 def _faster(curve: Curve, ratio: float) -> Curve:
     costs = {
-        op: replace(cost, sent_s=cost.sent_s * ratio, buffer_s=cost.buffer_s * ratio) for op, cost in curve.bytes.items()
+        op: replace(cost, sent_s=cost.sent_s * ratio, buffer_s=cost.buffer_s * ratio)
+        for op, cost in curve.bytes.items()
     }
     return replace(curve, bytes=costs)
 

@@ -12,7 +12,9 @@ Units inside are NCCL's: microseconds, and GB/s (1e9 bytes per second). The publ
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,17 +26,21 @@ PROTOCOLS = ("LL", "LL128", "Simple")
 TUNED_OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 # Per-channel speeds the search tries, GB/s, fastest first (search.cc).
-_INTRA_SPEEDS = {
+_Speeds = Mapping[int, tuple[float, ...]]
+_INTRA_SPEEDS: _Speeds = {
     0: (40, 30, 20, 18, 15, 12, 10, 9, 7, 6, 5, 4, 3),
     90: (60, 50, 40, 30, 24, 20, 15, 12, 11, 6, 3),
     100: (90, 80, 70, 60, 50, 45, 40, 30, 24, 20, 19, 18),
 }
-_INTER_SPEEDS = {
+_INTER_SPEEDS: _Speeds = {
     0: (48, 30, 28, 24, 20, 18, 15, 12, 10, 9, 7, 6, 5, 4, 3, 2.4, 1.2, 0.24, 0.12),
     90: (48, 45, 42, 40, 30, 24, 22, 20, 17.5, 15, 12, 6, 3, 2.4, 1.2, 0.24, 0.12),
     100: (96, 86, 80, 48, 45.1, 42, 40, 30, 24, 22, 20, 17.5, 15, 12, 6, 3, 2.4, 1.2, 0.24, 0.12),
 }
 MAX_CHANNELS = 32
+_NVLS_HEADS = 8
+# Slower than any speed of the SM100 list: PCIe cards of that generation. Which speeds NCCL tries there is not known.
+_PCIE_SPEEDS = (15, 12, 9, 6, 3)
 
 # tuning.cc. Rows are LL, LL128, Simple.
 _BASE_LATENCY = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4), "pat": (8.0, 8.0, 8.0)}
@@ -110,15 +116,18 @@ class Graph:
         return self.channels > 0
 
 
-def _speed_list(table: dict[int, tuple[float, ...]], compute_capability: int) -> tuple[float, ...]:
+def _speed_list(table: _Speeds, compute_capability: int) -> tuple[float, ...]:
     return table[100 if compute_capability >= 100 else 90 if compute_capability >= 90 else 0]
 
 
+@lru_cache(maxsize=1024)
 def ring_graph(machine: NcclMachine) -> Graph:
     """Return the ring channels: the per-channel speed whose whole number of channels uses most of the links."""
     intra = machine.nvlink or machine.pcie
     inside = machine.ranks_per_node > 1
     speeds = _speed_list(_INTRA_SPEEDS if machine.nodes == 1 else _INTER_SPEEDS, machine.compute_capability)
+    if not machine.nvlink and intra < speeds[-1]:
+        speeds = _PCIE_SPEEDS
     best = (0.0, 0)
     for speed in speeds:
         fit = int(intra / speed + 1e-9) if inside else MAX_CHANNELS
@@ -161,8 +170,12 @@ def tree_graph(machine: NcclMachine) -> Graph:
 
 
 def nvls_graph(machine: NcclMachine) -> Graph:
-    """Return the NVLS heads: one for each GPU of a node, each port carrying n + 1 of them."""
-    n = machine.ranks_per_node
+    """Return the NVLS heads: one for each GPU of a node, each port carrying n + 1 of them.
+
+    A rack-wide NVLink domain is given eight, as in the graph dump of two GB300 trays; 8 x 80 GB/s also gives the 839
+    GB/s measured on all 72 GPUs of an NVL72.
+    """
+    n = min(machine.ranks_per_node, _NVLS_HEADS)
     if not (machine.nvls and machine.nvlink and machine.compute_capability >= 90 and n > 1):
         return Graph(channels=0, bw_intra=0.0, bw_inter=0.0)
     speeds = _speed_list(_INTRA_SPEEDS, machine.compute_capability)
@@ -185,6 +198,7 @@ def _node_column(nodes: int) -> int:
     return 0 if nodes == 1 else 1 if nodes == 2 else 2
 
 
+@lru_cache(maxsize=1024)
 def lines(machine: NcclMachine, op: str, *, allow_nvls: bool = True) -> tuple[Line, ...]:
     """Return every enabled (algorithm, protocol) of `op` with its latency and bandwidth."""
     if machine.ranks < 2 or op not in TUNED_OPS:
