@@ -48,7 +48,7 @@ AMPERE = Generation(
     tables="A100-SXM4-80GB, 2, 4 and 8 GPUs, NCCL 2.27.3",
     link_bytes_per_s=300e9,
     fitted_ranks=8,
-    spread=0.08,
+    spread=0.10,
     curves={
         "ring/LL": _curve(
             (7.27, 1.09, 1.19, 4.2), _bytes((1.45, 17.87), (0.97, 11.51), (0.05, 10.16)), sharpness=1.45, narrow=0.13
@@ -116,7 +116,7 @@ BLACKWELL = Generation(
     tables="GB200, 2 and 4 GPUs of one tray, NCCL 2.29.2; NVLS and send/recv from 8 x B200",
     link_bytes_per_s=900e9,
     fitted_ranks=4,
-    spread=0.08,
+    spread=0.10,
     curves={
         "ring/LL": _curve(
             (7.64, 1.37, 1.36, 1.42), _bytes((1.47, 4.49), (0.10, 4.49), (0.24, 3.98)), sharpness=1.51, narrow=0.09

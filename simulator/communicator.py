@@ -13,6 +13,9 @@ from topology.cluster import Cluster, GpuKind, LinkKind, Node
 from topology.groups import GroupShape, group_rates
 
 GB = 1e9
+# 2.30.7 believes 40. Before it Blackwell seems to have had Hopper's figure: four GB200 with 2.29.2 leave LL for Simple
+# and never run LL128, which 40 would make them do at 8 MiB (inferred from public tables).
+LL128_BLACKWELL_GB_S = 36.7
 
 
 class Fabric(StrEnum):
@@ -66,6 +69,7 @@ def communicator(cluster: Cluster, shape: GroupShape) -> Communicator:
         nic=max((nic.bytes_per_s or 0.0 for nic in nics), default=0.0) / GB,
         nics=max(1, len(nics) // max(1, shape.siblings)) if nics else 0,
         nvls=multicast,
+        ll128_blackwell=LL128_BLACKWELL_GB_S,
     )
     generation = None
     if fabric is Fabric.NVLINK:
@@ -89,12 +93,13 @@ def communicator(cluster: Cluster, shape: GroupShape) -> Communicator:
 def _scale_up(node: Node, kind: GpuKind, positions: tuple[int, ...]) -> tuple[float, float, bool]:
     """Return (bytes/s of the worst member's links to the group, the same as NCCL counts them, multicast).
 
-    Zero when any member has none: one GPU without NVLink takes the whole communicator to PCIe.
+    Zero when any member has none, or the links leave islands: the whole communicator then runs over PCIe.
     """
     members = [node.gpus[position].vertex for position in positions if position < len(node.gpus)]
     if len(members) < 2:
         return 0.0, 0.0, False
     inside, hubs = set(members), {vertex.id: vertex.multicast for vertex in node.vertices}
+    joined: dict[str, set[str]] = {member: set() for member in members}
     real = dict.fromkeys(members, 0.0)
     nccl = dict.fromkeys(members, 0.0)
     switched: set[str] = set()
@@ -107,11 +112,19 @@ def _scale_up(node: Node, kind: GpuKind, positions: tuple[int, ...]) -> tuple[fl
             if here in inside and (there in inside or link.kind is LinkKind.NVSWITCH):
                 real[here] += rate
                 nccl[here] += counted if rate else 0.0
+                if rate:
+                    joined[here].add(there)
+                    joined.setdefault(there, set()).add(here)
                 if link.kind is LinkKind.NVSWITCH:
                     switched.add(there)
     multicast = bool(switched) and all(hubs.get(hub, False) for hub in switched)
     slowest = min(real.values())
-    return (slowest, min(nccl.values()), multicast) if slowest > 0 else (0.0, 0.0, False)
+    reached, queue = {members[0]}, [members[0]]
+    while queue:
+        new = joined[queue.pop()] - reached
+        reached |= new
+        queue += new
+    return (slowest, min(nccl.values()), multicast) if slowest > 0 and reached >= inside else (0.0, 0.0, False)
 
 
 def _nccl_pcie(node: Node, kind: GpuKind) -> float:

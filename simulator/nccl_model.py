@@ -38,6 +38,7 @@ _INTER_SPEEDS: _Speeds = {
     100: (96, 86, 80, 48, 45.1, 42, 40, 30, 24, 22, 20, 17.5, 15, 12, 6, 3, 2.4, 1.2, 0.24, 0.12),
 }
 MAX_CHANNELS = 32
+LL128_BLACKWELL = 40.0  # GB/s a ring channel, 2.30.7
 _NVLS_HEADS = 8
 # Slower than any speed of the SM100 list: PCIe cards of that generation. Which speeds NCCL tries there is not known.
 _PCIE_SPEEDS = (15, 12, 9, 6, 3)
@@ -91,7 +92,7 @@ class NcclMachine:
     nvls: bool = False
     amd_cpu: bool = False
     net_latency: float = 0.0  # microseconds NCCL reads from the network plugin
-    ll128_blackwell: float = 40.0  # GB/s a Blackwell ring channel is believed to carry in LL128
+    ll128_blackwell: float = LL128_BLACKWELL  # GB/s a Blackwell ring channel is believed to carry in LL128
 
     @property
     def ranks_per_node(self) -> int:
@@ -331,6 +332,20 @@ def choose(
     table = np.stack([line_time_us(machine, op, line, sizes) for line in options])
     index = np.argmin(table, axis=0)
     return np.min(table, axis=0) * 1e-6, index, options
+
+
+@lru_cache(maxsize=1024)
+def switches(
+    machine: NcclMachine, op: str, *, allow_nvls: bool = True
+) -> tuple[Floats, NDArray[np.intp], tuple[Line, ...]]:
+    """Return (sizes at which the choice changes, lines chosen from each on, lines), for costing many calls at once.
+
+    The first size is 0. Found on a grid of 64 sizes an octave up to 4 TiB that holds every power of two.
+    """
+    grid = 2.0 ** (np.arange(42 * 64 + 1) / 64)
+    _, pick, options = choose(machine, op, grid, allow_nvls=allow_nvls)
+    changes = np.flatnonzero(np.diff(pick)) + 1
+    return np.concatenate(([0.0], grid[changes])), np.concatenate((pick[:1], pick[changes])), options
 
 
 def symmetric_time_s(machine: NcclMachine, op: str, nbytes: ArrayLike, *, sms: int = 16) -> Floats:

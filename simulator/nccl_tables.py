@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -238,14 +238,21 @@ class _Table:
 
     @staticmethod
     def read(table: Mapping[str, Any]) -> _Table:
-        gpus, nodes = table.get("gpus"), table.get("nodes") or 1
+        gpus: Any = table.get("gpus")
+        nodes: Any = table.get("nodes") or 1
         op = _OPS.get(str(table.get("collective", "")).lower())
         if op is None:
             raise _SkipTableError(f"collective {table.get('collective')!r} is not modelled")
-        if not isinstance(gpus, int) or not isinstance(nodes, int) or gpus < 2 or not 1 <= nodes <= gpus:
+        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (gpus, nodes))
+        if not whole or gpus < 2 or not 1 <= nodes <= gpus:
             raise _SkipTableError(f"{gpus!r} GPUs on {nodes!r} nodes")
         tool = str(table.get("tool") or "").lower()
-        rows = [row for row in table.get("rows") or () if isinstance(row, dict) and row.get("bytes")]
+        listed = table.get("rows")
+        rows = [
+            row
+            for row in (listed if isinstance(listed, list) else ())
+            if isinstance(row, dict) and (_positive(row.get("bytes")) or 0.0) >= 1
+        ]
         if not rows:
             raise _SkipTableError("no row says how many bytes it moved")
         # One node: bandwidths are what is printed where a time is missing.
@@ -267,12 +274,18 @@ class _Table:
 
 def _time_s(row: Mapping[str, Any], factor: float) -> float | None:
     """Return a row's seconds, from its time or else its bus bandwidth."""
-    time, busbw = row.get("time_us"), row.get("busbw")
-    if isinstance(time, (int, float)) and time > 0:
-        return float(time) * 1e-6
-    if isinstance(busbw, (int, float)) and busbw > 0:
-        return float(row["bytes"]) * factor / (float(busbw) * 1e9)
+    if time := _positive(row.get("time_us")):
+        return time * 1e-6
+    if busbw := _positive(row.get("busbw")):
+        return float(row["bytes"]) * factor / (busbw * 1e9)
     return None
+
+
+def _positive(value: Any) -> float | None:
+    """Return a finite number above zero and below 1e18, as any size or time is, else None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e18:
+        return None
+    return float(value)
 
 
 def _predict(
@@ -361,7 +374,8 @@ def _by_nccl(model: CollectiveModel, table: _Table, shape: GroupShape) -> tuple[
     comm = model.communicator(shape)
     if not comm.compute_capability:
         raise _SkipTableError("NCCL does not run on this GPU")
-    times, pick, lines = nccl_model.choose(comm.nccl, table.op, list(table.sizes), allow_nvls=not table.narrow)
+    machine = replace(comm.nccl, ll128_blackwell=nccl_model.LL128_BLACKWELL)
+    times, pick, lines = nccl_model.choose(machine, table.op, list(table.sizes), allow_nvls=not table.narrow)
     if not lines:
         raise _SkipTableError(f"NCCL's formulas do not cover {table.op}")
     total = launched(times, table.launch)

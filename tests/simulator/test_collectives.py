@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,13 +19,14 @@ from simulator.launch_mode import LaunchMode
 from simulator.measured_collectives import MeasuredCollectives
 from tests.clusters import cluster
 from topology.cluster import LinkState, Source
+from topology.codec import read_json
 from topology.errors import BadInput, Infeasible
 from topology.groups import GroupShape
 from topology.profile import CollectiveSample
 
 EIGHT = GroupShape(ranks=8, ranks_per_node=8)
 MIB = 2**20
-MONOTONE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+MONOTONE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")  # not what is made of send and receive
 
 
 def model(gpu: str = "h200", gpus: int = 8, **options) -> CollectiveModel:
@@ -102,6 +104,40 @@ def test_send_recv_staircase_of_b200():
     assert peer_channels(8, np.array([64.0, 128.0, 256.0, 512.0]) * MIB).tolist() == [4, 8, 16, 32]
 
 
+def test_all_to_all_falls_only_where_channels_double():
+    sizes = np.logspace(2, 10.3, 400)
+    times = model("b200").time_s("all_to_all", sizes, EIGHT)
+    channels = peer_channels(8, sizes / 8)
+    falls = np.flatnonzero(np.diff(times) < 0)
+    assert all(channels[i + 1] > channels[i] for i in falls)
+
+
+def test_bridged_pairs_do_not_join_four_gpus():
+    # A100 PCIe with NVLink bridges: 208 GB/s in a pair, 20 GB/s once a third card without a bridge joins.
+    pairs = cluster("a100", 4, joined="mesh")
+    node = pairs.groups[0].node
+    bridges = tuple(
+        dataclasses.replace(link, bytes_per_s=300e9, count=12)
+        for link in node.links
+        if {link.a, link.b} in ({"gpu0", "gpu1"}, {"gpu2", "gpu3"})
+    )
+    box = dataclasses.replace(
+        pairs, groups=(dataclasses.replace(pairs.groups[0], node=dataclasses.replace(node, links=bridges)),)
+    )
+    size = 2.0**32
+    two, four = (
+        busbw(
+            "all_reduce",
+            n,
+            size,
+            float(CollectiveModel(box).time_s("all_reduce", size, GroupShape(ranks=n, ranks_per_node=n))),
+        )
+        for n in (2, 4)
+    )
+    assert two == pytest.approx(208, rel=0.10)
+    assert four == pytest.approx(20, rel=0.10)
+
+
 def test_vectorised_shape_is_kept():
     assert model().time_s("all_reduce", np.ones((3, 4)) * MIB, EIGHT).shape == (3, 4)
     assert model().time_s("all_reduce", MIB, EIGHT).shape == ()
@@ -154,6 +190,26 @@ def test_all_pairs_at_once_as_measured_on_four_h200():
     m = model("h200", 4)
     assert m.time_s("all_gather", np.array([1024, 256]) * MIB, pair) == pytest.approx([1988.6e-6, 546.9e-6], rel=0.06)
     assert float(m.time_s("send_recv", 1024 * MIB, pair)) == pytest.approx(2901e-6, rel=0.05)
+
+
+def test_another_h200_machine_under_torch():
+    # 4 x H200, torch 2.11, NCCL 2.28.9, eager: six ops, two group sizes, 1 KiB to 1 GiB. No curve was fitted on it; the
+    # host's issue time and the send/recv ceiling were read off it, so those rows are also left out below.
+    rows = read_json(Path(__file__).parents[1] / "data" / "h200x4_collectives.json")["samples"]
+    m = model("h200", 4)
+    errors, inside, independent = [], [], []
+    for row in rows:
+        shape = GroupShape(ranks=row["ranks"], ranks_per_node=row["ranks"], siblings=4 // row["ranks"])
+        time = m.choose(row["op"], row["nbytes"], shape, launch=LaunchMode.EAGER).time_s
+        errors.append(abs(time.value / row["time_s"] - 1))
+        inside.append(time.low <= row["time_s"] <= time.high)
+        if row["op"] != "send_recv" and row["time_s"] > 23e-6:
+            independent.append(errors[-1])
+    assert len(errors) == 121
+    assert np.mean(errors) < 0.06
+    assert np.mean(inside) >= 0.80
+    assert len(independent) > 35
+    assert np.mean(independent) < 0.06
 
 
 def test_broadcast_follows_the_all_gather_law():

@@ -16,6 +16,7 @@ from simulator.nccl_model import (
     lines,
     nvls_graph,
     ring_graph,
+    switches,
     symmetric_time_s,
     tree_graph,
 )
@@ -127,6 +128,15 @@ def test_choice_is_the_minimum(machine, op, size):
     every = [line_time_us(machine, op, line, np.array([float(size)]))[0] for line in options]
     assert time[0] * 1e6 == pytest.approx(min(every))
     assert {line.protocol for line in options} <= set(PROTOCOLS)
+
+
+def test_switches_agree_with_the_choice():
+    starts, chosen, options = switches(A100, "all_gather")
+    sizes = 2.0 ** np.arange(9, 30)
+    _, index, same = choose(A100, "all_gather", sizes)
+    assert options == same
+    assert chosen[np.searchsorted(starts, sizes, side="right") - 1].tolist() == index.tolist()
+    assert starts[0] == 0.0
 
 
 def test_symmetric_kernels_start_where_ncc_says_and_grow():
