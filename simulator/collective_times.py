@@ -19,7 +19,7 @@ from simulator.collective_curves import (
     send_recv_time_s,
 )
 from simulator.communicator import Communicator, Fabric
-from simulator.nccl_model import _LL_CAP as NCCL_LL_CAP
+from simulator.nccl_model import LL_CAP
 
 # PCIe and xGMI: share of the nominal rate a large NCCL, RCCL or oneCCL message reaches. PCIe: RTX PRO 6000 x8 24.7 to
 # 46.5 of 63 GB/s by switch set-up, L40S x2 20 of 31.5, Arc Pro B60 19 of 31.5. xGMI: MI300X x8 313 of 448, MI355X x8
@@ -154,7 +154,7 @@ def multi_node_s(comm: Communicator, op: str, size: Floats) -> dict[tuple[str, s
     curves = curves_of(comm)
     low, bulk = curves["ring/LL"], curves["ring/Simple"]
     steps, share = steps_and_share(op, n)
-    ll_rate = NCCL_LL_CAP[0][1 if k == 2 else 2] * 1e9
+    ll_rate = LL_CAP[0][1 if k == 2 else 2] * 1e9
     doublings = math.log2(k)
     inside = steps_and_share(op, ppn)
     if op == "all_reduce":

@@ -60,7 +60,7 @@ _HW_LATENCY = {
     },
 }  # fmt: skip
 # Columns are 1, 2, and 4 or more nodes; rows the generation: Volta, Ampere, Hopper, Blackwell.
-_LL_CAP = ((39.0, 39.0, 20.4), (87.7, 22.5, 19.0), (141.0, 45.0, 35.0), (282.0, 90.0, 70.0))
+LL_CAP = ((39.0, 39.0, 20.4), (87.7, 22.5, 19.0), (141.0, 45.0, 35.0), (282.0, 90.0, 70.0))
 _RING_LL128_PER_CHANNEL = (20.0, 20.0, 36.7)  # Blackwell's is a field of NcclMachine: releases differ
 _TREE_LL128_PER_CHANNEL = ((20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (36.7, 36.7, 29.0), (55.6, 31.67, 20.0))
 _TREE_PER_CHANNEL = ((26.5, 18.5, 10.0), (24.0, 23.6, 17.8), (38.7, 41.4, 36.0), (70.0, 42.8, 24.0))
@@ -239,7 +239,7 @@ def _bandwidth(machine: NcclMachine, op: str, algorithm: str, row: int) -> float
     graph = tree_graph(machine) if algorithm == "tree" else ring_graph(machine)
     bus = graph.channels * (graph.bw_intra if k <= 2 else graph.bw_inter)
     ll_row = generation if k == 1 else (1 if machine.amd_cpu else 0)
-    ll_cap = _LL_CAP[ll_row][column]
+    ll_cap = LL_CAP[ll_row][column]
     if algorithm == "ring":
         if protocol == "LL":
             bus = min(ll_cap, 0.5 * bus)
