@@ -132,6 +132,7 @@ class NcclTopology:
     gpus: tuple[GpuElement, ...]
     nets: tuple[NetElement, ...]
     devices: tuple[PciDevice, ...]  # leaves that are neither: NICs that the file names by address only
+    bridges: tuple[PciDevice, ...] = ()
     unknown: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
@@ -223,6 +224,7 @@ def read_topology(root: Element) -> NcclTopology:
     gpus: list[GpuElement] = []
     nets: list[NetElement] = []
     leaves: list[PciDevice] = []
+    bridging: list[PciDevice] = []
     problems: list[str] = []
     for cpu in (child for child in root.children if child.tag == "cpu"):
         place = len(cpus)
@@ -243,6 +245,7 @@ def read_topology(root: Element) -> NcclTopology:
             if element.tag == "pci":
                 pci = _pci(element, place, bridges, problems)
                 if pci.device_class == BRIDGE_CLASS or any(child.tag == "pci" for child in element.children):
+                    bridging.append(pci)
                     bridges = (*bridges, pci.busid)
                 elif not any(node.tag in {"gpu", "net"} for node in element.walk()):
                     if pci.device_class[:6] in {"0x0302", "0x0300"}:
@@ -261,6 +264,7 @@ def read_topology(root: Element) -> NcclTopology:
         gpus=tuple(gpus),
         nets=tuple(nets),
         devices=tuple(leaves),
+        bridges=tuple(bridging),
         unknown=unknown_parts(root),
         problems=tuple(problems),
     )
