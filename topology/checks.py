@@ -50,6 +50,17 @@ def _reading(evidence: Evidence) -> list[Finding]:
         problems.append(("NCCL topology", nccl.problems))
         unknown.append(("NCCL topology", list(nccl.unknown)))
     if nccl is not None:
+        halves = [gpu for gpu in nccl.gpus if gpu.mlopart is not None]
+        if halves:
+            found.append(
+                finding(
+                    INFO,
+                    f"NCCL topology: {len(halves)} entries are halves of a split GPU",
+                    "they carry `mlopart` and share a PCI function",
+                    "each half is counted as a GPU with its share of the NVLinks",
+                    "none needed",
+                )
+            )
         loops = [gpu.pci.busid for gpu in nccl.gpus if any(link.target == gpu.pci.busid for link in gpu.links)]
         if loops:
             found.append(
@@ -131,6 +142,17 @@ def _lost_links(machine: Machine, plans: list[NvlinkPlan]) -> list[Finding]:
                 f"leave GPU {index} out (a group of the others is faster), then restart the fabric manager or reset it",
             )
         )
+    for plan in plans:
+        if plan.hub and len(plan.gpus) in {7, 15} and len(machine.gpus) == len(plan.gpus):
+            found.append(
+                finding(
+                    WARNING,
+                    f"{len(plan.gpus)} GPUs share an NVSwitch fabric, one fewer than such machines have",
+                    f"NVSwitch boards carry {len(plan.gpus) + 1} GPUs, the sources list {len(plan.gpus)}",
+                    f"plans use the group sizes that {len(plan.gpus)} GPUs allow",
+                    "look for a lost GPU with `dmesg | grep Xid`, or check what the container was given",
+                )
+            )
     return found
 
 
@@ -240,7 +262,7 @@ def _bridges(machine: Machine, plans: list[NvlinkPlan]) -> list[Finding]:
         found.append(
             finding(
                 WARNING,
-                f"only some GPUs are bridged: {names(alone)} have no NVLink",
+                f"only some GPUs are bridged; without NVLink: {names(alone)}",
                 f"NVLink joins {groups}",
                 f"a group with {names(alone)} runs over PCIe, about a tenth of a bridge's rate",
                 "keep tensor parallelism inside bridged pairs, or fit (reseat) the missing bridge",
@@ -308,6 +330,8 @@ def _p2p(evidence: Evidence, machine: Machine) -> list[Finding]:
     found = []
     for table in evidence.p2p:
         denied = table.denied
+        if table.capability == "n":  # NVLink access; pairs that only share PCIe rightly lack it
+            denied = {pair: code for pair, code in denied.items() if nv_count(machine.pairs.get(_pair(pair)))}
         if not denied:
             continue
         kind = CAPABILITY.get(table.capability or "", "peer access")
@@ -317,7 +341,7 @@ def _p2p(evidence: Evidence, machine: Machine) -> list[Finding]:
         shown = ", ".join(list(denied)[:16])
         found.append(
             finding(
-                ERROR if broken else WARNING,
+                ERROR if broken and table.capability != "a" else WARNING,
                 f"no P2P ({kind}) between {len(denied)} of the GPU pairs"
                 + (", some of them on NVLink" if broken else ""),
                 f"pairs {shown}: {reasons}",

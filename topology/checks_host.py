@@ -16,7 +16,7 @@ def check_host(evidence: Evidence, machine: Machine) -> list[Finding]:
     """Run the checks of this file."""
     return [
         *_pcie(machine),
-        *(_hidden(reason) for reason in hidden_reasons(evidence, machine)),
+        *_hidden(hidden_reasons(evidence, machine)),
         *_numa(evidence, machine),
         *_nics(evidence, machine),
         *_device_state(machine),
@@ -55,7 +55,7 @@ def hidden_reasons(evidence: Evidence, machine: Machine) -> list[str]:
         ]
         if slow:
             reasons.append(
-                f"bridges above the GPUs claim {slow[0].link_speed_bytes_per_s or 0:.3g} B/s, as emulated ones do"
+                f"bridges above the GPUs claim {(slow[0].link_speed_bytes_per_s or 0) / 1e9:.2f} GB/s, as emulated ones do"
             )
     labels = [label for label in machine.pairs.values() if not label.startswith("NV")]
     if machine.printed and len(machine.gpus) >= 4 and set(machine.pairs.values()) == {"PHB"}:
@@ -70,15 +70,19 @@ def hidden_reasons(evidence: Evidence, machine: Machine) -> list[str]:
     return reasons
 
 
-def _hidden(reason: str) -> Finding:
-    return finding(
-        WARNING,
-        "a virtual machine or container may hide the real PCIe tree",
-        reason,
-        "path classes say nothing about distance here; NCCL may pick slow NICs "
-        "(two H200 nodes fell from 489 to 55 GB/s, NVIDIA/nccl-tests#256)",
-        "measure pairs, or give NCCL a topology file of the bare machine (NCCL_TOPO_FILE)",
-    )
+def _hidden(reasons: list[str]) -> list[Finding]:
+    if not reasons:
+        return []
+    return [
+        finding(
+            WARNING,
+            "a virtual machine or container may hide the real PCIe tree",
+            "; ".join(reasons),
+            "path classes say nothing about distance here; NCCL may pick slow NICs "
+            "(two H200 nodes fell from 489 to 55 GB/s, NVIDIA/nccl-tests#256)",
+            "measure pairs, or give NCCL a topology file of the bare machine (NCCL_TOPO_FILE)",
+        )
+    ]
 
 
 def _numa(evidence: Evidence, machine: Machine) -> list[Finding]:

@@ -285,7 +285,7 @@ def _from_nccl(machine: Machine, nccl: NcclTopology | None) -> None:
         gpu.pcie_bytes_per_s = said.pci.link_speed_bytes_per_s
         gpu.c2c_bytes_per_s = said.c2c_bytes_per_s
         if said.links or (said.dev is not None and any(other.links for other in nccl.gpus)):
-            gpu.active["NCCL XML"] = _nccl_links(said)
+            gpu.active["NCCL XML"] = _nccl_links(said, nccl)
         if any(link.to_switch and link.count for link in said.links):
             gpu.switched = True
         elif said.links and not any(link.to_switch for link in said.links):
@@ -320,8 +320,11 @@ def _from_nccl(machine: Machine, nccl: NcclTopology | None) -> None:
     _distinct_labels(machine)
 
 
-def _nccl_links(said: GpuElement) -> int:
-    return sum(link.count for link in said.links if not link.xgmi)
+def _nccl_links(said: GpuElement, nccl: NcclTopology) -> int:
+    """Links of one GPU. Halves of a split GPU (`mlopart`) each list the links of the whole."""
+    total = sum(link.count for link in said.links if not link.xgmi)
+    halves = sum(1 for other in nccl.gpus if said.mlopart is not None and other.pci.busid == said.pci.busid)
+    return total // max(halves, 1)
 
 
 def _distinct_labels(machine: Machine) -> None:
