@@ -142,17 +142,17 @@ def _lost_links(machine: Machine, plans: list[NvlinkPlan]) -> list[Finding]:
                 f"leave GPU {index} out (a group of the others is faster), then restart the fabric manager or reset it",
             )
         )
-    for plan in plans:
-        if plan.hub and len(plan.gpus) in {7, 15} and len(machine.gpus) == len(plan.gpus):
-            found.append(
-                finding(
-                    WARNING,
-                    f"{len(plan.gpus)} GPUs share an NVSwitch fabric, one fewer than such machines have",
-                    f"NVSwitch boards carry {len(plan.gpus) + 1} GPUs, the sources list {len(plan.gpus)}",
-                    f"plans use the group sizes that {len(plan.gpus)} GPUs allow",
-                    "look for a lost GPU with `dmesg | grep Xid`, or check what the container was given",
-                )
-            )
+    found += [
+        finding(
+            WARNING,
+            f"{len(plan.gpus)} GPUs share an NVSwitch fabric, one fewer than such machines have",
+            f"NVSwitch boards carry {len(plan.gpus) + 1} GPUs, the sources list {len(plan.gpus)}",
+            f"plans use the group sizes that {len(plan.gpus)} GPUs allow",
+            "look for a lost GPU with `dmesg | grep Xid`, or check what the container was given",
+        )
+        for plan in plans
+        if plan.hub and len(plan.gpus) in {7, 15} and len(machine.gpus) == len(plan.gpus)
+    ]
     return found
 
 
