@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 MAX_CHARACTERS = 4 * 2**20
+MAX_LINES = 50_000
 MAX_COLUMNS = 1024
 
 PATH_LABEL = "NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS|SOC"
@@ -58,7 +59,8 @@ class RawMatrix:
 
 def clean_lines(text: str) -> list[str]:
     """Return `text` as lines without terminal codes and quoting marks."""
-    return [_QUOTE.sub("", _ANSI.sub("", line)).rstrip() for line in text[:MAX_CHARACTERS].splitlines()]
+    lines = text[:MAX_CHARACTERS].splitlines()[:MAX_LINES]
+    return [_QUOTE.sub("", _ANSI.sub("", line)).rstrip() for line in lines]
 
 
 def is_affinity(token: str) -> bool:
@@ -72,7 +74,8 @@ def read_matrices(text: str) -> tuple[RawMatrix, ...]:
     drafts = list(_drafts(lines))
     if not any(draft.rows for draft in drafts):
         drafts = [draft for draft in (_headless(lines),) if draft is not None] or drafts
-    return tuple(draft.finish(cut=len(text) > MAX_CHARACTERS) for draft in drafts)
+    cut = len(text) > MAX_CHARACTERS or len(lines) == MAX_LINES
+    return tuple(draft.finish(cut=cut) for draft in drafts)
 
 
 @dataclass(slots=True)
@@ -130,7 +133,7 @@ class _Draft:
     def finish(self, *, cut: bool) -> RawMatrix:
         problems = [*self.problems]
         if cut:
-            problems.append(f"only the first {MAX_CHARACTERS} characters were read")
+            problems.append(f"only the first {MAX_LINES} lines and {MAX_CHARACTERS} characters were read")
         rows: dict[str, RawRow] = {}
         unknown: list[tuple[str, str, str]] = []
         for name, rest, joined in self.rows:
@@ -164,6 +167,8 @@ def _drafts(lines: Iterable[str]) -> Iterator[_Draft]:
         words = line.split(maxsplit=1)
         if not words:
             continue
+        if not open_row and "GPU" not in line and (draft is None or (draft.rows and words[0] not in draft.devices)):
+            continue  # most lines of a long log
         if draft is not None and words[0] in draft.devices and _is_row(line, words, draft):
             draft.rows.append((words[0], line.lstrip()[len(words[0]) :], False))
             # Offsets on the screen only compare with the header's when the row was not indented further.

@@ -91,7 +91,8 @@ def _reasons(why: str, consequence: str, remedy: str) -> list[tuple[str, str]]:
 
 def _title(cluster: Cluster, node: Node) -> str:
     count = len(node.gpus)
-    known = sorted({gpu.name or gpu.kind for gpu in node.gpus if gpu.name or gpu.kind != "unknown"})
+    printed = {gpu.name for gpu in node.gpus if gpu.name}
+    known = sorted(printed or {gpu.kind for gpu in node.gpus} - {"unknown"})
     model = f" ({', '.join(known)})" if known else ""
     return f"{cluster.name}: {count} GPU{'s' if count != 1 else ''}{model}"
 

@@ -350,6 +350,18 @@ def test_bridged_cards_by_the_drivers_name():
     assert (cable.a, cable.b, cable.state) == ("gpu0", "gpu1", LinkState.UP)
 
 
+def test_one_named_gpu_names_its_board_and_says_so():
+    cluster = probe(text("h200x4/nvidia_smi_topo_m.txt"), text("h200x4/nvidia_smi_nvlink_s_gpu0.txt"))
+    assert {gpu.kind for gpu in node(cluster).gpus} == {"h200-sxm"}
+    assert [gpu.name for gpu in node(cluster).gpus] == ["NVIDIA H200", None, None, None]
+    assert found(cluster, Severity.INFO, "GPUs 1, 2, 3 taken to be the same model as GPU 0")
+
+
+def test_cards_that_could_be_bridged_and_are_not():
+    assert found(probe(matrix("62_"), gpu="h200-sxm"), Severity.WARNING, "no NVLink is seen")
+    assert not found(probe(matrix("62_")), Severity.WARNING, "no NVLink is seen")
+
+
 def test_fill_rates_leaves_what_it_does_not_know():
     cluster = probe(matrix("50_"))
     assert fill_rates(cluster, (H200,)) == cluster  # no GPU is called h200-sxm

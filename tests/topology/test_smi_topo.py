@@ -162,6 +162,12 @@ def test_prose_is_not_a_matrix():
     assert parse_topo("") is None
 
 
+def test_a_text_without_end_is_read_in_part():
+    topo = parse_topo("\tGPU0\tGPU1\nGPU0\t X \tNV4\n" + "log line of GPU0\n" * 100_000)
+    assert topo.pairs == {"0-1": "NV4"}
+    assert any("first 50000 lines" in problem for problem in topo.problems)
+
+
 _WORDS = st.sampled_from(
     [
         *("GPU0", "GPU1", "GPU2", "NIC0", "mlx5_0", "X", " X ", "NV18", "NV1", "NV", "8", "PIX", "NODE", "PIXNODE"),
