@@ -60,7 +60,16 @@ class RawMatrix:
 def clean_lines(text: str) -> list[str]:
     """Return `text` as lines without terminal codes and quoting marks."""
     lines = text[:MAX_CHARACTERS].splitlines()[:MAX_LINES]
-    return [_QUOTE.sub("", _ANSI.sub("", line)).rstrip() for line in lines]
+    return [_QUOTE.sub("", _ANSI.sub(_without_code, line)).rstrip() for line in lines]
+
+
+def _without_code(code: re.Match[str]) -> str:
+    """Drop a terminal code, but never let the words on its two sides grow together."""
+    line = code.string
+    inside = (
+        code.start() > 0 and code.end() < len(line) and line[code.start() - 1].isalnum() and line[code.end()].isalnum()
+    )
+    return " " if inside else ""
 
 
 def is_affinity(token: str) -> bool:

@@ -73,7 +73,9 @@ def explain(cluster: Cluster) -> str:
     node = cluster.groups[0].node
     lines = [_title(cluster, node)]
     groups = islands(node)
-    hub_of = {link.a: link.b for link in node.links if link.kind is LinkKind.NVSWITCH}
+    hub_of = {
+        link.a: link.b for link in node.links if link.kind is LinkKind.NVSWITCH and link.state is not LinkState.ABSENT
+    }
     lines += [_island(node, group, hub_of) for group in groups]
     inside = [set(group) for group in groups]
     lines += _between(node, inside)

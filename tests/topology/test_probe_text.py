@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.topology.captures import MATRICES, NCCL, TOPO, matrix, text
@@ -438,3 +438,28 @@ def test_no_texts_crash_the_probe(texts):
     printed = "".join(texts)
     for label in probe_json(cluster)["pairs"].values():
         assert label in printed
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_damaged_captures_of_different_machines_together(data):
+    """Sources that contradict each other in every way still give one connected description."""
+    files = [*sorted(TOPO.rglob("*.txt")), *sorted(NCCL.rglob("*.xml"))]
+    contents = []
+    for path in data.draw(st.lists(st.sampled_from(files), min_size=1, max_size=3)):
+        content = path.read_text()
+        at = data.draw(st.integers(0, len(content)))
+        gone = data.draw(st.sampled_from([0, 1, 5, 40]))
+        new = data.draw(st.sampled_from(["", "\t", "\n", "NV18", "GPU3", "NIC1", "X", "-1", "0", '"', "\x1b[4m"]))
+        contents.append(content[:at] + new + content[at + gone :])
+    try:
+        cluster = probe(*contents)
+    except BadInput:
+        return
+    explain(cluster)
+    vertices = {gpu.vertex for gpu in node(cluster).gpus} | {nic.vertex for nic in node(cluster).nics}
+    vertices |= {vertex.id for vertex in node(cluster).vertices}
+    assert all({link.a, link.b} <= vertices for link in node(cluster).links)
+    if not any("<system" in content for content in contents):
+        printed = "".join(contents).replace("SOC", "SYS")
+        assert all(label in printed for label in node(cluster).pairs.values())

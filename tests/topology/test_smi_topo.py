@@ -117,6 +117,11 @@ def test_a_cut_row_keeps_what_was_printed_but_not_a_half_count():
     assert other_row.pairs == {"0-1": "NV18", "0-2": "NV18", "1-2": "NV18"}
 
 
+def test_a_terminal_code_inside_a_word_does_not_make_another_word():
+    topo = parse_topo("\tGPU0\tGPU1\nGPU0\t X \tNV\x1b[4m2\nGPU1\tNV\x1b[4m2\t X \n")
+    assert topo.pairs == {}
+
+
 def test_a_shifted_row_is_refused_not_believed():
     topo = parse_topo("\tGPU0\tGPU1\tGPU2\nGPU0\t X \tSYS\tSYS\nGPU1\tNV4\tSYS\t X \n")
     assert topo.pairs == {"0-1": "SYS", "0-2": "SYS"}
