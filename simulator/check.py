@@ -249,9 +249,10 @@ class _Untimed:
         self.fired: set[tuple[int, str]] = set()
         self.arrived: dict[Hashable, set[Node]] = {}
         self.over: set[Hashable] = set()
+        self.streams = [tuple(dict.fromkeys(i.stream for i in c.code.instructions)) for c in folding.classes]
         for c in folding.classes:
-            for instruction in c.code.instructions:
-                self.queues.setdefault((c.index, instruction.stream), deque())
+            for stream in self.streams[c.index]:
+                self.queues[c.index, stream] = deque()
 
     def run(self) -> bool:
         """Return whether everything was carried out."""
@@ -280,7 +281,7 @@ class _Untimed:
                     self.queues[index, instruction.stream].append(self.issued[index])
                 self.issued[index] += 1
                 progress = True
-            for stream in dict.fromkeys(instruction.stream for instruction in code):
+            for stream in self.streams[index]:
                 queue = self.queues[index, stream]
                 while queue and self._passes((index, stream), queue[0], woken):
                     queue.popleft()
@@ -355,7 +356,8 @@ def find_deadlock(folding: Folding) -> str:
     machine = _Untimed(folding)
     if machine.run():
         return ""
-    stuck = [node for node in _nodes(folding) if machine.head(node) is not None]
+    nodes = [(c.index, stream) for c in folding.classes for stream in dict.fromkeys([HOST, *machine.streams[c.index]])]
+    stuck = [node for node in nodes if machine.head(node) is not None]
     for start in stuck:
         path: list[Node] = []
         seen: dict[Node, int] = {}
@@ -368,11 +370,6 @@ def find_deadlock(folding: Folding) -> str:
             steps = [_step(machine, n) for n in path[seen[node] :]]
             return " waits for ".join([*steps, steps[0]])
     return "; ".join(f"{_step(machine, node)} waits for what never comes" for node in stuck[:4])
-
-
-def _nodes(folding: Folding) -> list[Node]:
-    streams = {c.index: dict.fromkeys([HOST, *(i.stream for i in c.code.instructions)]) for c in folding.classes}
-    return [(index, stream) for index, names in streams.items() for stream in names]
 
 
 def _step(machine: _Untimed, node: Node) -> str:

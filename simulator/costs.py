@@ -84,7 +84,7 @@ class SimpleCosts:
 
     duration: Callable[[Kernel], float | Cost]
     launch_s: float = 0.0
-    gpu: GpuLimits = GpuLimits()  # noqa: RUF009 - frozen, hence safe to share
+    gpu: GpuLimits = GpuLimits()
 
     def cost(self, instruction: Kernel, ranks: Ranks) -> Cost:  # noqa: ARG002 - part of the protocol
         value = self.duration(instruction)

@@ -227,9 +227,7 @@ class CodeWriter:
         reads: Iterable[str] = (),
         writes: Iterable[str] = (),
     ) -> None:
-        self.add(
-            Collective(op=op, group=group, nbytes=nbytes, stream=stream, reads=tuple(reads), writes=tuple(writes))
-        )
+        self.add(Collective(op=op, group=group, nbytes=nbytes, stream=stream, reads=tuple(reads), writes=tuple(writes)))
 
     def send(
         self,
