@@ -337,9 +337,9 @@ class _Untimed:
                     return [(index, other.stream if position < self.issued[index] else HOST)]
             return []
         position = self.issued[index] if stream == HOST else self.queues[node][0]
-        return [n for n in self._absent(index, instruction, self.keys[index][position]) if n != node]
+        return [n for n in self._absent(self.keys[index][position]) if n != node]
 
-    def _absent(self, index: int, instruction: Instruction, key: Hashable) -> list[Node]:
+    def _absent(self, key: Hashable) -> list[Node]:
         """Return the streams that have yet to come to a transfer."""
         here = self.arrived.get(key, set())
         nodes = []

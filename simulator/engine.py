@@ -108,6 +108,7 @@ class _Machine:
         self.spans: list[tr.Span] = []
         self.flows: list[tr.Flow] = []
         self.link_use: dict[int, list[tuple[float, float]]] = {}
+        self.end_s = 0.0  # when the last process ended; the clock may run on to timers that no longer matter
         self.ranks = [_Rank(self, rank_class) for rank_class in self.folding.classes]
 
     def run(self) -> Run:
@@ -122,7 +123,7 @@ class _Machine:
         self.spans.sort(key=lambda span: (span.start_s, span.rank, span.stream, -span.end_s))
         trace = tr.Trace(spans=tuple(self.spans), flows=tuple(self.flows), counters=tuple(self._counters()))
         memory = {rank.number: rank.memory.peak for rank in self.ranks}
-        return Run(step_s=self.env.now, trace=trace, memory=memory, folding=self.folding)
+        return Run(step_s=self.end_s, trace=trace, memory=memory, folding=self.folding)
 
     def meet(self, rank: _Rank, op: _Op) -> simpy.Event:
         """Arrive at a transfer; return the event of its end. The last to arrive starts it."""
@@ -253,6 +254,7 @@ class _Rank:
                 yield from self._carry_out(op)
             else:
                 self.streams[op.instruction.stream].put(op)
+        self.machine.end_s = self.env.now
         for queue in self.streams.values():
             queue.close()
 
@@ -260,6 +262,7 @@ class _Rank:
         while True:
             if not queue.items:
                 if queue.closed:
+                    self.machine.end_s = self.env.now
                     return
                 yield queue.wait()
                 continue
