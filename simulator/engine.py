@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 
 import simpy
 
@@ -101,9 +102,10 @@ class _Machine:
         self.keep_spans = spans
         self.folding = fold(program, costs, enabled=folded)
         self.env = simpy.Environment()
-        self.contention = Contention(self.env, self._watch if spans else None)
+        self.contention = Contention(self.env)
         for number, link in enumerate(self.folding.link_names):
-            self.contention.add_resource(("link", number), costs.link_bytes_per_s(link))
+            watch = partial(self._watch_link, number) if spans else None
+            self.contention.add_resource(("link", number), costs.link_bytes_per_s(link), watch)
         self.meetings: dict[Hashable, _Rendezvous] = {}
         self.spans: list[tr.Span] = []
         self.flows: list[tr.Flow] = []
@@ -138,31 +140,34 @@ class _Machine:
         expected = len(op.meeting.classes) if isinstance(op.instruction, Collective) else 2
         if len(rendezvous.arrived) == expected:
             del self.meetings[op.key]
-            # The sender's end knows the links of a message; the members of a group all know the same.
-            _, main, _ = next(a for a in rendezvous.arrived if not isinstance(a[1].instruction, Recv))
-            self.env.process(self._transfer(rendezvous, main))
+            self._transfer(rendezvous)
         return rendezvous.done
 
-    def _transfer(self, rendezvous: _Rendezvous, main: _Op) -> Steps:
+    def _transfer(self, rendezvous: _Rendezvous) -> None:
+        """Start what all have arrived for. The sender's end knows the links of a message; group members all know."""
+        main = next(op for _, op, _ in rendezvous.arrived if not isinstance(op.instruction, Recv))
         assert main.meeting is not None  # noqa: S101 - for the type checker, as above
         assert main.cost is not None  # noqa: S101
-        cost, begin = main.cost, self.env.now
+        cost = main.cost
         uses: list[tuple[Hashable, float]] = []
         if cost.hbm_bytes_per_s:
             demand: dict[Hashable, float] = {}
             for rank, _, _ in rendezvous.arrived:
-                demand[("hbm", rank.index)] = demand.get(("hbm", rank.index), 0.0) + cost.hbm_bytes_per_s
+                demand[rank.hbm] = demand.get(rank.hbm, 0.0) + cost.hbm_bytes_per_s
             uses += demand.items()
         if cost.link_bytes_per_s:
             uses += [(("link", link), cost.link_bytes_per_s * share) for link, share in main.meeting.links]
         if uses:
             rate = cost.link_bytes_per_s * main.meeting.share or cost.hbm_bytes_per_s
-            yield self.contention.start(Activity(cost.seconds, tuple(uses), rate))
+            end = self.contention.start(Activity(cost.seconds, tuple(uses), rate))
         else:
-            yield self.env.timeout(cost.seconds)
+            end = self.env.timeout(cost.seconds)
+        end.callbacks.append(partial(self._arrive, rendezvous, main, self.env.now))
+
+    def _arrive(self, rendezvous: _Rendezvous, main: _Op, begin: float, _: simpy.Event) -> None:
         for rank, op, arrived_s in rendezvous.arrived:
-            if cost.sms:
-                self.contention.hold(rank.index, -cost.sms)
+            if op.cost is not None and op.cost.sms:
+                self.contention.hold(rank.index, -op.cost.sms)
             if arrived_s < begin:
                 rank.span(op, arrived_s, begin, tr.WAIT)
             rank.span(op, begin, self.env.now, tr.COMMUNICATION)
@@ -180,9 +185,8 @@ class _Machine:
             )
         )
 
-    def _watch(self, resource: Hashable, time_s: float, used: float) -> None:
-        if isinstance(resource, tuple) and resource[0] == "link":
-            self.link_use.setdefault(resource[1], []).append((time_s, used))
+    def _watch_link(self, number: int, used: float) -> None:
+        self.link_use.setdefault(number, []).append((self.env.now, used))
 
     def _counters(self) -> Generator[tr.Counter, None, None]:
         if not self.keep_spans:
@@ -201,22 +205,26 @@ class _Rank:
     def __init__(self, machine: _Machine, rank_class: RankClass) -> None:
         self.machine = machine
         self.env = machine.env
+        self.rank_class = rank_class
         self.index = rank_class.index
         self.number = rank_class.representative
         self.memory = _Memory(machine.env, keep=machine.keep_spans)
-        self.events: dict[str, simpy.Event] = {}
+        self.events = _Events(machine.env)
+        self.hbm: Hashable = ("hbm", self.index)
         limits = machine.costs.limits(self.number)
         machine.contention.add_gpu(self.index, limits.sms)
-        machine.contention.add_resource(("hbm", self.index), limits.hbm_bytes_per_s)
-        self.ops = self._look_up(rank_class)
+        machine.contention.add_resource(self.hbm, limits.hbm_bytes_per_s)
+        self.ops = self._look_up()
         self.streams = {op.instruction.stream: _Queue(self.env) for op in self.ops if op.instruction.stream != HOST}
 
-    def _look_up(self, rank_class: RankClass) -> list[_Op]:
+    def _look_up(self) -> list[_Op]:
         """Ask the cost model once for every distinct kernel and transfer of this rank."""
         costs = self.machine.costs
         known: dict[Hashable, Cost] = {}
         ops = []
-        for instruction, meeting_key in zip(rank_class.code.instructions, meeting_keys(rank_class), strict=True):
+        for instruction, meeting_key in zip(
+            self.rank_class.code.instructions, meeting_keys(self.rank_class), strict=True
+        ):
             op = _Op(instruction, label(instruction), costs.host_s(instruction), key=meeting_key)
             ranks: Ranks = (self.number,)
             match instruction:
@@ -225,7 +233,7 @@ class _Rank:
                 case Copy():
                     key = (instruction.kind, instruction.nbytes)
                 case Collective() | Send() | Recv():
-                    op.meeting = rank_class.meetings[endpoint(instruction)]
+                    op.meeting = self.rank_class.meetings[endpoint(instruction)]
                     ranks = op.meeting.ranks
                     detail = instruction.op if isinstance(instruction, Collective) else instruction.tag
                     key = (endpoint(instruction), detail, instruction.nbytes)
@@ -260,27 +268,29 @@ class _Rank:
 
     def _stream(self, queue: _Queue) -> Steps:
         while True:
-            if not queue.items:
-                if queue.closed:
-                    self.machine.end_s = self.env.now
-                    return
-                yield queue.wait()
-                continue
-            yield from self._carry_out(queue.items.popleft())
+            while queue.items:
+                yield from self._carry_out(queue.items.popleft())
+            if queue.closed:
+                self.machine.end_s = self.env.now
+                return
+            yield queue.wait()
 
     def _carry_out(self, op: _Op) -> Steps:
         begin = self.env.now
         match op.instruction:
-            case Launch() | Copy():
+            case RecordEvent(event=name):
+                self.events.record(name)
+            case WaitEvent(event=name):
+                if not self.events.happened(name):
+                    yield self.events.wait(name)
+            case Launch():
                 yield self._kernel(op)
-                self.span(op, begin, self.env.now, tr.COMPUTE if isinstance(op.instruction, Launch) else tr.COPY)
+                self.span(op, begin, self.env.now, tr.COMPUTE)
             case Collective() | Send() | Recv():
                 yield self.machine.meet(self, op)
-            case RecordEvent(event=name):
-                self._event(name).succeed()
-            case WaitEvent(event=name):
-                if not self._event(name).processed:
-                    yield self._event(name)
+            case Copy():
+                yield self._kernel(op)
+                self.span(op, begin, self.env.now, tr.COPY)
             case HostWork(duration_s=seconds):
                 yield self.env.timeout(seconds)
                 self.span(op, begin, self.env.now, tr.HOST)
@@ -293,21 +303,41 @@ class _Rank:
         cost = op.cost
         assert cost is not None  # noqa: S101 - for the type checker: kernels have been looked up
         shares_sms = bool(cost.sms) and isinstance(op.instruction, Launch)
-        if not shares_sms and not cost.hbm_bytes_per_s:
+        crosses_links = bool(cost.link_bytes_per_s) and isinstance(op.instruction, Copy)
+        if not (shares_sms or crosses_links or cost.hbm_bytes_per_s):
             return self.env.timeout(cost.seconds)
-        uses = ((("hbm", self.index), cost.hbm_bytes_per_s),) if cost.hbm_bytes_per_s else ()
+        uses = [(self.hbm, cost.hbm_bytes_per_s)] if cost.hbm_bytes_per_s else []
+        rate = cost.hbm_bytes_per_s
+        if crosses_links:
+            uses += [(("link", link), cost.link_bytes_per_s * share) for link, share in self.rank_class.copy_links]
+            rate = cost.link_bytes_per_s * self.rank_class.copy_share or rate
         gpu = self.index if shares_sms else None
-        return self.machine.contention.start(Activity(cost.seconds, uses, cost.hbm_bytes_per_s, gpu, cost.sms))
-
-    def _event(self, name: str) -> simpy.Event:
-        if name not in self.events:
-            self.events[name] = self.env.event()
-        return self.events[name]
+        return self.machine.contention.start(Activity(cost.seconds, tuple(uses), rate, gpu, cost.sms))
 
     def span(self, op: _Op, start_s: float, end_s: float, category: str, stream: str = "") -> None:
         if self.machine.keep_spans:
             stream = stream or op.instruction.stream
             self.machine.spans.append(tr.Span(self.number, stream, op.name, start_s, end_s, category))
+
+
+class _Events:
+    """The events of one rank. Only those that somebody waits for cost anything."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self.env = env
+        self._past: set[str] = set()
+        self._awaited: dict[str, simpy.Event] = {}
+
+    def happened(self, name: str) -> bool:
+        return name in self._past
+
+    def record(self, name: str) -> None:
+        self._past.add(name)
+        if name in self._awaited:
+            self._awaited.pop(name).succeed()
+
+    def wait(self, name: str) -> simpy.Event:
+        return self._awaited.setdefault(name, self.env.event())
 
 
 class _Queue:

@@ -204,6 +204,25 @@ def test_a_message_that_starts_later_takes_half_of_the_port_from_then_on():
     assert ends[2] == pytest.approx(8.0)
 
 
+@pytest.mark.parametrize("folded", [True, False])
+def test_copies_of_two_gpus_share_their_way_to_the_host(folded):
+    code = CodeWriter()
+    code.copy(8, "h2d")
+    program = Program(codes=(code.code("x", [0, 1, 2, 3]),))
+
+    class Switches(SimpleCosts):
+        def routes(self, ranks):
+            return (LinkUse(link=("pcie", ranks[0] // 2)),)
+
+        def link_bytes_per_s(self, link):
+            return 100.0
+
+    run = simulate(program, Switches(lambda _: Cost(seconds=3.0, link_bytes_per_s=80.0)), folded=folded)
+
+    assert run.step_s == pytest.approx(3.0 * 160 / 100)
+    assert len(run.folding.classes) == (1 if folded else 4)
+
+
 # --- memory, ends, sameness -------------------------------------------------------------------------------------------
 
 

@@ -52,6 +52,24 @@ def test_exposed_communication_is_what_no_compute_covers():
     assert (trace.ranks, trace.end_s) == ((0, 1), 10.0)
 
 
+def test_a_breakdown_counts_every_moment_once():
+    trace = Trace(
+        spans=(
+            Span(0, "host", "launch", 0.0, 1.0, "host"),
+            Span(0, "compute", "gemm", 0.5, 4.0),
+            Span(0, "comm", "recv", 2.0, 6.0, "wait"),
+            Span(0, "comm", "recv", 6.0, 7.0, "communication"),
+            Span(0, "copy", "d2h", 5.0, 8.0, "copy"),
+            Span(1, "compute", "gemm", 0.0, 10.0),
+        )
+    )
+
+    parts = trace.breakdown_s(0)
+
+    assert parts == {"compute": 3.5, "communication": 1.0, "copy": 2.0, "wait": 1.0, "host": 0.5, "idle": 2.0}
+    assert sum(parts.values()) == trace.end_s
+
+
 _spans = st.lists(
     st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda p: Span(0, "s", "x", float(p[0]), float(p[0] + p[1]))),
     max_size=7,
