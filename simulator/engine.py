@@ -68,24 +68,28 @@ class Run:
 
 
 def simulate(program: Program, costs: CostModel, *, folded: bool = True, spans: bool = True) -> Run:
-    """Run `program` once on the machine that `costs` describes.
+    """Run `program`, in which `simulator.check.check` finds nothing, once on the machine that `costs` describes.
 
     `folded=False` simulates every rank by itself: same times, for checking and for looking at all of them.
     `spans=False` leaves the trace empty, for when only times and peaks matter. Raises PlannerError when the program
-    does not come to an end; `simulator.check` tells such programs beforehand.
+    does not come to an end.
     """
     return _Machine(program, costs, folded=folded, spans=spans).run()
 
 
+_FREE = Cost(seconds=0.0)
+_ALONE = Meeting((), (), ())
+
+
 @dataclass(slots=True)
 class _Op:
-    """An instruction with all that does not change between runs looked up."""
+    """An instruction with all that is known of it beforehand: kernels have a cost, transfers also a meeting."""
 
     instruction: Instruction
     name: str
     host_s: float
-    cost: Cost | None = None
-    meeting: Meeting | None = None
+    cost: Cost = _FREE
+    meeting: Meeting = _ALONE
     key: Hashable = None  # which meeting on that channel
 
 
@@ -129,8 +133,6 @@ class _Machine:
 
     def meet(self, rank: _Rank, op: _Op) -> simpy.Event:
         """Arrive at a transfer; return the event of its end. The last to arrive starts it."""
-        assert op.meeting is not None  # noqa: S101 - for the type checker: only transfers come here
-        assert op.cost is not None  # noqa: S101
         rendezvous = self.meetings.get(op.key)
         if rendezvous is None:
             rendezvous = self.meetings[op.key] = _Rendezvous(self.env.event())
@@ -146,8 +148,6 @@ class _Machine:
     def _transfer(self, rendezvous: _Rendezvous) -> None:
         """Start what all have arrived for. The sender's end knows the links of a message; group members all know."""
         main = next(op for _, op, _ in rendezvous.arrived if not isinstance(op.instruction, Recv))
-        assert main.meeting is not None  # noqa: S101 - for the type checker, as above
-        assert main.cost is not None  # noqa: S101
         cost = main.cost
         uses: list[tuple[Hashable, float]] = []
         if cost.hbm_bytes_per_s:
@@ -166,7 +166,7 @@ class _Machine:
 
     def _arrive(self, rendezvous: _Rendezvous, main: _Op, begin: float, _: simpy.Event) -> None:
         for rank, op, arrived_s in rendezvous.arrived:
-            if op.cost is not None and op.cost.sms:
+            if op.cost.sms:
                 self.contention.hold(rank.index, -op.cost.sms)
             if arrived_s < begin:
                 rank.span(op, arrived_s, begin, tr.WAIT)
@@ -301,7 +301,6 @@ class _Rank:
 
     def _kernel(self, op: _Op) -> simpy.Event:
         cost = op.cost
-        assert cost is not None  # noqa: S101 - for the type checker: kernels have been looked up
         shares_sms = bool(cost.sms) and isinstance(op.instruction, Launch)
         crosses_links = bool(cost.link_bytes_per_s) and isinstance(op.instruction, Copy)
         if not (shares_sms or crosses_links or cost.hbm_bytes_per_s):

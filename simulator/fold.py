@@ -23,6 +23,7 @@ from simulator.refine import Ints, SharedLinks, columns, number_rows, number_val
 
 COPIES = ("copies",)  # the key of copies among transfers: each rank's own
 Endpoint = tuple[str, str, int, bool]  # (collective or send or recv, family, peer, relative)
+PairKey = tuple[int, Endpoint]  # (code index, endpoint of a message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +219,10 @@ class _Refinement:
         for name, colours in group_colour.items():
             family = self.families[name]
             rows.append(np.where(family.group_of >= 0, colours[family.group_of], -1))
-        # Positions tell apart ranks that name partners by position; ring neighbours are relative and need none.
-        by_position = dict.fromkeys(key[1] for _, key in self.partners if not key[3])
-        rows += [self.families[name].position for name in by_position]
+        # Positions tell apart ranks that name partners by position; for ring neighbours the length of the ring will do.
+        for name, relative in dict.fromkeys((key[1], key[3]) for _, key in self.partners):
+            family = self.families[name]
+            rows.append(family.sizes[family.group_of] if relative else family.position)
         width = max((len(keys) for keys in self.endpoints), default=0)
         block = np.full((len(colour), width), -1, dtype=np.int64)
         for (code, key), colours in pair_colour.items():
@@ -279,8 +281,6 @@ class _Refinement:
 
 
 # --- reading the program ----------------------------------------------------------------------------------------------
-
-PairKey = tuple[int, Endpoint]  # (code index, endpoint)
 
 
 def _code_of_rank(program: Program) -> Ints:
