@@ -105,6 +105,10 @@ class Contention:
         if pool.kernels and (was_full or pool.full):
             self._share(self._affected(pool.kernels))
 
+    def starved(self) -> list[int]:
+        """Return the GPUs whose compute kernels stand still because resident transfers hold every SM."""
+        return [gpu for gpu, pool in self._sms.items() if pool.kernels and pool.held >= pool.total]
+
     # --- who is affected ----------------------------------------------------------------------------------------
 
     def _meets_others(self, activity: Activity) -> bool:

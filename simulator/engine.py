@@ -18,6 +18,7 @@ from functools import partial
 import simpy
 
 from simulator import trace as tr
+from simulator.allocations import Allocations, MemoryPeak, last_at_each_time
 from simulator.check import find_deadlock
 from simulator.contention import Activity, Contention
 from simulator.costs import Cost, CostModel, Ranks
@@ -41,15 +42,6 @@ from simulator.program import (
 from topology.errors import PlannerError
 
 Steps = Generator[simpy.Event, None, None]
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPeak:
-    """The most memory a rank had allocated, when, and what it was made of."""
-
-    peak_bytes: int
-    at_s: float
-    by_category: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,15 +113,25 @@ class _Machine:
         processes = [process for rank in self.ranks for process in rank.start()]
         self.env.run()
         if any(process.is_alive for process in processes):
-            raise PlannerError(
-                "the program does not come to an end",
-                why=find_deadlock(self.folding) or "a stream waits for something that never happens",
-                remedy="simulator.check.check(program) lists what is wrong with it",
-            )
+            raise self._no_end()
         self.spans.sort(key=lambda span: (span.start_s, span.rank, span.stream, -span.end_s))
         trace = tr.Trace(spans=tuple(self.spans), flows=tuple(self.flows), counters=tuple(self._counters()))
         memory = {rank.number: rank.memory.peak for rank in self.ranks}
         return Run(step_s=self.end_s, trace=trace, memory=memory, folding=self.folding)
+
+    def _no_end(self) -> PlannerError:
+        starved = [self.ranks[gpu].number for gpu in self.contention.starved()]
+        if starved:
+            return PlannerError(
+                "the program does not come to an end on this machine",
+                why=f"transfers that wait for each other hold every SM of rank {starved[0]}, its kernels have none left",
+                remedy="let transfers use fewer SMs, or post fewer of them ahead",
+            )
+        return PlannerError(
+            "the program does not come to an end",
+            why=find_deadlock(self.folding) or "a stream waits for something that never happens",
+            remedy="simulator.check.check(program) lists what is wrong with it",
+        )
 
     def meet(self, rank: _Rank, op: _Op) -> simpy.Event:
         """Arrive at a transfer; return the event of its end. The last to arrive starts it."""
@@ -193,10 +195,10 @@ class _Machine:
             return
         for rank in self.ranks:
             if rank.memory.samples:
-                yield tr.Counter(rank.number, "memory", "bytes", _last_at_each_time(rank.memory.samples))
+                yield tr.Counter(rank.number, "memory", "bytes", last_at_each_time(rank.memory.samples))
         for number, samples in sorted(self.link_use.items()):
             name = f"link {self.folding.link_names[number]}"
-            yield tr.Counter(-1, name, "bytes/s", _last_at_each_time(samples))
+            yield tr.Counter(-1, name, "bytes/s", last_at_each_time(samples))
 
 
 class _Rank:
@@ -208,7 +210,7 @@ class _Rank:
         self.rank_class = rank_class
         self.index = rank_class.index
         self.number = rank_class.representative
-        self.memory = _Memory(machine.env, keep=machine.keep_spans)
+        self.memory = Allocations(machine.env, keep=machine.keep_spans)
         self.events = _Events(machine.env)
         self.hbm: Hashable = ("hbm", self.index)
         limits = machine.costs.limits(self.number)
@@ -364,34 +366,3 @@ class _Queue:
         if self._idle is not None:
             self._idle.succeed()
             self._idle = None
-
-
-class _Memory:
-    def __init__(self, env: simpy.Environment, *, keep: bool) -> None:
-        self.env = env
-        self.keep = keep
-        self.live: dict[str, tuple[int, str]] = {}
-        self.total = 0
-        self.by_category: dict[str, int] = {}
-        self.peak = MemoryPeak(0, 0.0, {})
-        self.samples: list[tuple[float, float]] = []
-
-    def allocate(self, name: str, nbytes: int, category: str) -> None:
-        self.live[name] = nbytes, category
-        self._change(nbytes, category)
-        if self.total > self.peak.peak_bytes:
-            self.peak = MemoryPeak(self.total, self.env.now, {k: v for k, v in self.by_category.items() if v})
-
-    def free(self, name: str) -> None:
-        nbytes, category = self.live.pop(name)
-        self._change(-nbytes, category)
-
-    def _change(self, nbytes: int, category: str) -> None:
-        self.total += nbytes
-        self.by_category[category] = self.by_category.get(category, 0) + nbytes
-        if self.keep:
-            self.samples.append((self.env.now, float(self.total)))
-
-
-def _last_at_each_time(samples: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    return tuple(dict(samples).items())

@@ -256,6 +256,26 @@ def test_a_program_that_cannot_end_says_who_waits_for_whom():
         simulate(Program(codes=(a.code("a", [0]), b.code("b", [1])), groups=groups), seconds(all_reduce=1.0))
 
 
+def test_receives_that_take_every_sm_starve_the_kernel_they_wait_for():
+    """As on a real GPU: the partner's message comes only after ours, which needs a kernel that finds no SM."""
+    codes = []
+    for rank in range(2):
+        code = CodeWriter()
+        code.recv("pair", 1 - rank, 8, stream="in")
+        code.launch("a")
+        code.after("out", "compute")
+        code.send("pair", 1 - rank, 8, stream="out")
+        codes.append(code.code(f"r{rank}", [rank]))
+    program = Program(codes=tuple(codes), groups={"pair": ((0, 1),)})
+
+    def run(sms):
+        return simulate(program, SimpleCosts(lambda _: Cost(seconds=1.0, sms=sms), gpu=GpuLimits(sms=8)))
+
+    assert run(4).step_s == 2.0
+    with pytest.raises(PlannerError, match="hold every SM of rank 0"):
+        run(8)
+
+
 def test_without_spans_the_times_are_the_same():
     code = CodeWriter()
     code.alloc("x", 10, "activations")
