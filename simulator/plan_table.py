@@ -1,0 +1,160 @@
+"""Many plans as columns: the form in which thousands of candidates are costed at once.
+
+Row i of every column belongs to `plans[i]`. Columns are float64 so that they broadcast in formulas; degrees stay exact
+well beyond any cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.model import Model
+from simulator.plan import Plan
+from simulator.workload import Workload
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTable:
+    """Columns of length `len(plans)`: degrees, micro batches, and what each kind of state is sharded over.
+
+    `state_shard[k]` is the number of ranks that share one copy of k in (`parameters`, `gradients`, `optimizer`) for
+    everything but routed experts; `expert_shard[k]` likewise for routed experts, which expert parallelism has already
+    divided by `ep`.
+    """
+
+    plans: tuple[Plan, ...]
+    columns: dict[str, Floats]
+    sequence_parallel: NDArray[np.bool_]
+    recompute: NDArray[np.str_]
+    schedule: NDArray[np.str_]
+    tp_overlap: NDArray[np.str_]
+    micro_batches: Floats
+    state_shard: dict[str, Floats]
+    expert_shard: dict[str, Floats]
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __getitem__(self, name: str) -> Floats:
+        return self.columns[name]
+
+
+DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "micro_batch_size")
+STATES = ("parameters", "gradients", "optimizer")
+# ZeRO stage from which each kind of state is sharded (Rajbhandari et al., arXiv 1910.02054, section 5).
+SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
+
+
+def plan_table(plans: Sequence[Plan], workload: Workload) -> PlanTable:
+    """Return `plans` as columns. Micro batches are fractional where the global batch does not divide evenly."""
+    columns = {name: np.array([getattr(p, name) for p in plans], dtype=np.float64) for name in DEGREES}
+    dp = columns["dp_replicate"] * columns["dp_shard"]
+    zero = np.array([-1 if p.zero_stage is None else p.zero_stage for p in plans])
+    # Where the runtime speaks of ZeRO, the data-parallel ranks it shards over are whichever degree was given.
+    spoken = np.where(columns["dp_shard"] > 1, columns["dp_shard"], columns["dp_replicate"])
+    group = np.where(zero < 0, columns["dp_shard"], spoken) * columns["cp"]
+    stage = np.where(zero < 0, 3, zero)
+    columns["dp"] = dp
+    columns["sharded_over"] = group
+    # Experts live on ep ranks taken from (dp_shard x cp x tp); what is left of that product shards each expert.
+    expert_ranks = np.where(zero < 0, columns["dp_shard"], dp) * columns["cp"] * columns["tp"]
+    expert_group = np.maximum(expert_ranks / columns["ep"], 1.0)
+    state_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], group, 1.0) for k in STATES}
+    expert_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], expert_group, 1.0) for k in STATES}
+    return PlanTable(
+        plans=tuple(plans),
+        columns=columns,
+        sequence_parallel=np.array([p.sequence_parallel for p in plans], dtype=bool),
+        recompute=np.array([p.recompute for p in plans]),
+        schedule=np.array([p.schedule or ("1F1B" if p.pp > 1 else "") for p in plans]),
+        tp_overlap=np.array([p.tp_overlap for p in plans]),
+        micro_batches=workload.global_batch_size / (dp * columns["micro_batch_size"]),
+        state_shard=state_shard,
+        expert_shard=expert_shard,
+    )
+
+
+def axis_sizes(model: Model, workload: Workload, table: PlanTable) -> dict[str, Floats]:
+    """Return the size of every named axis on one rank, one value per plan.
+
+    b sequences of a micro batch; s query positions, S key positions and j keys a query
+    sees on average; t tokens inside a tensor-parallel region and u
+    outside it (fewer with sequence parallelism); h hidden; d head width; a query and k key/value heads; q, kv and qkv
+    their widths; f feed-forward width and gf with the gate beside it; v vocabulary. MoE: E experts in all, e on this
+    rank, x rows of each, r routed rows of the rank, fe and gfe expert widths, fs and gfs shared-expert widths. Latent
+    attention: ql, cl compressed ranks (cr with the rotary part), qk and vv total head widths, kx expanded keys/values.
+    """
+    tp, cp, ep = table["tp"], table["cp"], table["ep"]
+    ones = np.ones(len(table))
+    gate = 2.0 if model.gated_mlp else 1.0
+    b = table["micro_batch_size"]
+    s = workload.seq_len / cp
+    t = b * s
+    u = np.where(table.sequence_parallel, t / tp, t)
+    a = model.heads / tp
+    # Fewer key/value heads than ranks: Megatron replicates them, so a rank never holds less than one.
+    k = np.maximum(model.kv_heads / tp, 1.0)
+    sizes = {
+        "b": b,
+        "s": s,
+        "S": workload.seq_len * ones,
+        "j": _keys_per_query(model, workload.seq_len) * ones,
+        "t": t,
+        "u": u,
+        "h": model.hidden * ones,
+        "d": model.head_dim * ones,
+        "a": a,
+        "k": k,
+        "q": a * model.head_dim,
+        "kv": k * model.head_dim,
+        "qkv": a * model.head_dim + 2 * k * model.head_dim,
+        "f": model.ffn / tp,
+        "gf": gate * model.ffn / tp,
+        "v": model.vocab / tp,
+        "one": ones,
+    }
+    if model.latent:
+        m = model.latent
+        sizes |= {
+            "ql": m.q_lora_rank * ones,
+            "cl": m.kv_lora_rank * ones,
+            "cr": (m.kv_lora_rank + m.qk_rope_head_dim) * ones,
+            "rd": m.qk_rope_head_dim * ones,
+            "qk": a * model.qk_dim,
+            "vv": a * model.v_dim,
+            "kx": a * (m.qk_nope_head_dim + m.v_head_dim),
+        }
+    if model.moe:
+        moe = model.moe
+        # With sequence parallelism every rank dispatches its own tokens to whole experts; without it the
+        # tensor-parallel ranks hold the same tokens and split each expert instead.
+        expert_tp = np.where(table.sequence_parallel, 1.0, tp)
+        routed = u * moe.experts_per_token
+        local = moe.experts / ep
+        sizes |= {
+            "E": moe.experts * ones,
+            "e": local,
+            "r": routed,
+            "x": routed / local,
+            "fe": moe.ffn / expert_tp,
+            "gfe": gate * moe.ffn / expert_tp,
+            "fs": moe.shared_ffn / tp,
+            "gfs": gate * moe.shared_ffn / tp,
+        }
+    return sizes
+
+
+def _keys_per_query(model: Model, seq_len: int) -> float:
+    """Return how many keys a causal query attends to, on average over positions and layers."""
+    causal = (seq_len + 1) / 2
+    window = min(model.sliding_window or seq_len, seq_len)
+    # The first `window` positions see 1..window keys, all later ones exactly `window`.
+    sliding = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+    share = model.sliding_layers / model.layers
+    return share * sliding + (1 - share) * causal

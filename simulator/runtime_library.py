@@ -1,0 +1,246 @@
+"""Runtime descriptions: which kernels a framework runs for a layer, what it saves, what the host costs.
+
+A description is a TOML file under `simulator/runtimes`; adding a runtime is adding a file. It is read once, checked
+against the types here, and turned into the operators of one model (`operators_for`), with every `when` decided.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import tomllib
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from simulator.model import Model
+from simulator.operators import OperatorSpec
+from simulator.runtime import DTYPE_BYTES, Runtime
+from topology.codec import convert
+from topology.errors import BadPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeDefaults:
+    param_dtype: str
+    compute_dtype: str
+    reduce_dtype: str
+    optimizer: str
+    compile: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """`master_weights`: a float32 copy beside 16-bit parameters. Gradient dtypes are `param`, `compute`, `reduce`."""
+
+    master_weights: bool
+    gradient_dtype: str
+    unsharded_gradient_dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FsdpSpec:
+    copy_in_copy_out: bool
+    prefetch: int
+    overlap: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdpSpec:
+    bucket_bytes: float
+    overlap: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSpec:
+    """`embedding_weight` and `head_weight`: how many layers the splitter counts them as."""
+
+    embedding_weight: float
+    head_weight: float
+    p2p_overlap: bool
+    scatter_p2p: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSpec:
+    """Host seconds per kernel launch, per DTensor operator, per collective, per layer and per step."""
+
+    launch_s: float
+    backward_launch_s: float
+    dtensor_launch_s: float
+    collective_s: float
+    layer_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    attention: tuple[OperatorSpec, ...]
+    latent_attention: tuple[OperatorSpec, ...]
+    mlp: tuple[OperatorSpec, ...]
+    moe: tuple[OperatorSpec, ...]
+    embedding: tuple[OperatorSpec, ...]
+    head: tuple[OperatorSpec, ...]
+    head_peak: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeSpec:
+    """One recompute mode. `recomputes` are operator name patterns run again in the backward pass.
+
+    With `keeps` the layer stores just those tensors; with `drops` it stores everything except what those operators
+    save. `layers` is the share of layers the mode applies to.
+    """
+
+    recomputes: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
+    keeps_sharded: tuple[str, ...] = ()
+    drops: tuple[str, ...] = ()
+    layers: float = 1.0
+
+    def runs_again(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.recomputes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeSpec:
+    names: tuple[str, ...]
+    frameworks: tuple[str, ...]
+    attention_kernel: str
+    defaults: RuntimeDefaults
+    state: StateSpec
+    fsdp: FsdpSpec
+    ddp: DdpSpec
+    pipeline: PipelineSpec
+    host: HostSpec
+    layer: LayerSpec
+    recompute: dict[str, RecomputeSpec]
+    dropout: bool = False
+
+
+# Other words for the recompute modes, as frameworks and papers spell them.
+RECOMPUTE_SYNONYMS = {
+    "per-op selective": "selective-op",
+    "op": "selective-op",
+    "selective_op": "selective-op",
+    "core_attn": "selective",
+    "uniform": "full",
+    "block": "full",
+}
+
+
+@cache
+def runtime_spec(name: str) -> RuntimeSpec:
+    """Return the description that claims `name`. Raises BadPlan with the known names otherwise."""
+    for spec in _all_specs():
+        if name in spec.names:
+            return spec
+    raise BadPlan(f"runtime {name!r} is unknown", why=f"known: {', '.join(runtime_names())}")
+
+
+def runtime_names() -> tuple[str, ...]:
+    return tuple(name for spec in _all_specs() for name in spec.names)
+
+
+@cache
+def _all_specs() -> tuple[RuntimeSpec, ...]:
+    folder = resources.files("simulator") / "runtimes"
+    files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
+    return tuple(convert(tomllib.loads(f.read_text("utf-8")), RuntimeSpec, where=f"runtimes/{f.name}") for f in files)
+
+
+def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
+    """Return the runtime a case states, what it left open filled with that runtime's defaults, and what was assumed."""
+    name = str(stated.get("name") or "pytorch")
+    spec = runtime_spec(name)
+    chosen: dict[str, Any] = {}
+    assumed = []
+    for key in ("param_dtype", "compute_dtype", "reduce_dtype", "optimizer", "compile"):
+        value = stated.get(key)
+        if value is None or value == "unknown":
+            value = getattr(spec.defaults, key)
+            if key == "param_dtype" and spec.state.master_weights and stated.get("compute_dtype") in DTYPE_BYTES:
+                value = stated["compute_dtype"]
+            assumed.append(f"runtime.{key} = {value} ({spec.names[0]} default)")
+        if key.endswith("dtype") and value not in DTYPE_BYTES:
+            raise BadPlan(f"runtime.{key} {value!r} is unknown", why=f"known: {', '.join(DTYPE_BYTES)}")
+        chosen[key] = value
+    version = stated.get("version")
+    return Runtime(name=name, version=str(version) if version else None, **chosen), tuple(assumed)
+
+
+def attention_implementation(runtime: Runtime) -> str:
+    """Return `flash` or `unfused`. A Megatron run in float16 that states no version predates FlashAttention there.
+
+    Megatron-LM gained `--use-flash-attn` in November 2022 and trained GPT in float16 until bfloat16 became usual; a
+    stated version settles it.
+    """
+    spec = runtime_spec(runtime.name)
+    early = "megatron" in spec.frameworks and runtime.version is None and runtime.compute_dtype == "float16"
+    return "unfused" if early else "flash"
+
+
+def canonical_recompute(word: str, runtime: Runtime) -> str:
+    """Return the description's own name for a recompute word. Raises BadPlan when the runtime has no such mode."""
+    spec = runtime_spec(runtime.name)
+    name = RECOMPUTE_SYNONYMS.get(word, word)
+    if name not in spec.recompute:
+        raise BadPlan(f"recompute {word!r} is unknown to {runtime.name}", why=f"known: {', '.join(spec.recompute)}")
+    return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOperators:
+    """The operators of one model under one runtime, in execution order, conditions on the model already decided.
+
+    `when` of these operators holds only what depends on the plan (`sp`, `!sp`).
+    """
+
+    spec: RuntimeSpec
+    dense_layer: tuple[OperatorSpec, ...]
+    moe_layer: tuple[OperatorSpec, ...]
+    embedding: tuple[OperatorSpec, ...]
+    head: tuple[OperatorSpec, ...]
+    features: frozenset[str] = field(default_factory=frozenset)
+
+
+PLAN_CONDITIONS = frozenset({"sp", "!sp"})
+
+
+def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
+    """Return the operators `runtime` runs for `model`."""
+    spec = runtime_spec(runtime.name)
+    features = _features(model, runtime, spec)
+    attention = spec.layer.latent_attention if model.latent else spec.layer.attention
+
+    def active(operators: tuple[OperatorSpec, ...]) -> tuple[OperatorSpec, ...]:
+        kept = []
+        for operator in operators:
+            plan_side = tuple(c for c in operator.when if c in PLAN_CONDITIONS)
+            model_side = [c for c in operator.when if c not in PLAN_CONDITIONS]
+            if all((c[1:] not in features) if c.startswith("!") else (c in features) for c in model_side):
+                kept.append(replace(operator, when=plan_side))
+        return tuple(kept)
+
+    return ModelOperators(
+        spec=spec,
+        dense_layer=active(attention + spec.layer.mlp),
+        moe_layer=active(attention + spec.layer.moe),
+        embedding=active(spec.layer.embedding),
+        head=active(spec.layer.head),
+        features=features,
+    )
+
+
+def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[str]:
+    gpt = model.family in {"gpt", "gpt2"}
+    named = {
+        "gated": model.gated_mlp,
+        "qk_norm": model.qk_norm,
+        "rotary": not gpt,
+        "dropout": spec.dropout and gpt,
+        "shared_expert": bool(model.moe and model.moe.shared_ffn),
+        "q_lora": bool(model.latent and model.latent.q_lora_rank),
+        attention_implementation(runtime): True,
+    }
+    return frozenset(name for name, holds in named.items() if holds)
