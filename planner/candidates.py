@@ -38,6 +38,7 @@ class Bounds:
     max_pp: int | None = None
     max_micro_batch: int | None = 16
     max_virtual_stages: int | None = 8
+    recomputes: tuple[str, ...] | None = None  # None: all that the framework has
     min_tokens_per_context_rank: int = 1024  # context parallelism beyond it slices attention into crumbs
 
 
@@ -83,7 +84,7 @@ def enumerate_candidates(
     table = _prune(table, _grid_bounds(table, asked, bounds), pruned)
     table = _batches(table, asked, bounds, pruned)
     table = _sift(table, asked, Level.BATCH, rejected)
-    table = _policies(table, asked)
+    table = _policies(table, asked, bounds)
     table = _sift(table, asked, Level.POLICY, rejected)
     return Candidates(columns=table, rejected=_ordered(rejected), pruned=_ordered(pruned))
 
@@ -209,9 +210,9 @@ def _orders(pp: int, asked: Question, bounds: Bounds) -> list[tuple[str, int]]:
     ]
 
 
-def _policies(table: Columns, asked: Question) -> Columns:
+def _policies(table: Columns, asked: Question, bounds: Bounds) -> Columns:
     """Multiply by recompute policies, and by whether FSDP reshards parameters after the forward pass."""
-    recomputes = np.array(asked.framework.recomputes, dtype=np.str_)
+    recomputes = np.array(bounds.recomputes or asked.framework.recomputes, dtype=np.str_)
     sharded = (table.dp_shard * table.cp > 1) & (table.zero_stage < 0)
     repeats = np.where(sharded, 2, 1) * len(recomputes)
     index = np.repeat(np.arange(len(table)), repeats)

@@ -39,6 +39,7 @@ _PLAN_KEYS = (
     "layers_per_stage",
     "placement",
 )
+_RUNTIME_KEYS = ("name", "version", "compile", "param_dtype", "compute_dtype", "reduce_dtype", "optimizer")
 # One meaning, many spellings. A word not listed here is kept: it is the runtime's own.
 _RECOMPUTE = {
     "per-op selective": "selective-op",
@@ -107,11 +108,8 @@ def read_cases(path: str | Path) -> tuple[list[dict[str, Any]], bool]:
     return cases, many
 
 
-def load_case(data: Mapping[str, Any], *, profile_runtime: Mapping[str, Any] | None = None) -> Case:
-    """Return a Case from its dictionary. Raises BadModel, BadCluster or BadPlan, naming the field.
-
-    `profile_runtime` overrides keys of the case's runtime (flags of the command line).
-    """
+def load_case(data: Mapping[str, Any]) -> Case:
+    """Return a Case from its dictionary. Raises BadModel, BadCluster or BadPlan, naming the field."""
     name = case_id(data)
     _known_keys(data, _CASE_KEYS, f"case {name}")
     assumed: list[str] = []
@@ -120,12 +118,12 @@ def load_case(data: Mapping[str, Any], *, profile_runtime: Mapping[str, Any] | N
     cluster, from_cluster = _cluster(data.get("cluster"), name)
     assumed += from_cluster
     workload = _workload(data.get("workload"), name)
-    stated_runtime = {**_section(data, "runtime", name), **(profile_runtime or {})}
     stated_plan = _section(data, "plan", name)
-    framework = framework_of_runtime(str(stated_runtime.get("name") or "torchtitan"))
+    stated_runtime = _runtime_section(data, name, assumed)
+    framework = framework_of_runtime(stated_runtime["name"])
     stated_runtime, implied = _implied_runtime(stated_runtime, stated_plan, framework)
-    runtime, from_runtime = _runtime(stated_runtime)
-    assumed += [*implied, *(line for line in from_runtime if not (implied and line.startswith("compile")))]
+    runtime, from_runtime = resolve_runtime(stated_runtime)
+    assumed += [*implied, *from_runtime]
     plan, from_plan = complete_plan(stated_plan, workload, framework, where=f"case {name}")
     assumed += from_plan
     measured = data.get("measured") or {}
@@ -239,11 +237,28 @@ def _cluster(value: Any, name: str) -> tuple[Cluster, list[str]]:
     )
 
 
-def _runtime(stated: Mapping[str, Any]) -> tuple[Runtime, list[str]]:
+def resolve_runtime(stated: Mapping[str, Any]) -> tuple[Runtime, list[str]]:
+    """Return the runtime that `stated` describes, the rest at its defaults, and what was assumed. Raises BadPlan."""
     from simulator.runtime_library import resolve  # noqa: PLC0415 - keeps `--help` light
 
     runtime, assumed = resolve({k: (None if _unsaid(v) else v) for k, v in stated.items()})
     return runtime, list(assumed)
+
+
+def _runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> dict[str, Any]:
+    stated = _section(data, "runtime", name)
+    _known_keys(stated, _RUNTIME_KEYS, f"case {name}: runtime")
+    for key, value in stated.items():
+        if _unsaid(value):
+            continue
+        if key == "compile":
+            _flag(value, f"case {name}: runtime.compile")
+        else:
+            _word(value, f"case {name}: runtime.{key}")
+    if _unsaid(stated.get("name")):
+        stated["name"] = "torchtitan"
+        assumed.append("runtime torchtitan (not stated)")
+    return stated
 
 
 def _implied_runtime(

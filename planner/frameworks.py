@@ -102,6 +102,7 @@ PYTORCH = Framework(
     kv_heads=KvHeads.DIVIDE,
     expert_grid=ExpertGrid.SHARD_CONTEXT_TENSOR,
     torch_pipelining=True,
+    recomputes=("none", "full"),
     overlap_needs_compile=True,
 )
 MEGATRON = Framework(
@@ -159,7 +160,13 @@ LLM_FOUNDRY = Framework(
     sequence_parallel=False,
     sequence_parallel_default=False,
 )
-ANY = Framework(name="any", title="any framework", any_recompute=True, zero_stages=(0, 1, 2, 3))
+ANY = Framework(
+    name="any",
+    title="any framework",
+    recomputes=("none", "full"),
+    any_recompute=True,
+    zero_stages=(0, 1, 2, 3),
+)
 
 FRAMEWORKS = {
     framework.name: framework
@@ -175,6 +182,7 @@ _ALIASES = {
     "fsdp": "pytorch",
     "fsdp2": "pytorch",
     "torch": "pytorch",
+    "accelerate": "pytorch",
 }
 
 
