@@ -52,4 +52,5 @@ class Estimate:
     peak_flops: float
     memory: MemoryEstimate
     breakdown_s: dict[str, float]
+    exposed_by_axis_s: dict[str, float] = field(default_factory=dict)  # parts of breakdown_s['exposed_communication']
     assumed: tuple[str, ...] = field(default=())

@@ -37,7 +37,8 @@ class OperatorSpec:
 
     `when` lists features of the model, plan or runtime that must hold (`gated`, `!sp`). `saves` are tensors autograd
     keeps for the backward pass. A matmul's backward is its two products; other operators give `backward_reads` and
-    `backward_writes`. `launches` are kernels (and host dispatches) forward, `backward_launches` backward.
+    `backward_writes`. `hidden_by` names the
+    operator, earlier in the block, whose kernels a collective runs beside. `launches` are kernels (and host dispatches) forward, `backward_launches` backward.
     """
 
     name: str
@@ -51,6 +52,7 @@ class OperatorSpec:
     collective: str = ""
     tensor: str = ""
     over: str = ""
+    hidden_by: str = ""
     saves: tuple[str, ...] = ()
     weight_gradient: bool = True
     weight_gradient_dtype: str = "compute"

@@ -94,7 +94,6 @@ class RecomputeSpec:
 
     recomputes: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
-    keeps_sharded: tuple[str, ...] = ()
     drops: tuple[str, ...] = ()
     layers: float = 1.0
 

@@ -1,0 +1,354 @@
+"""Step time and memory of many plans at once, without simulating: sums, maxima and schedule formulas over columns.
+
+The order of the file is the order of a training step: micro batches through the slowest pipeline rank, the schedule's
+bubble, data-parallel traffic and what hides it, the host if it is slower than the device, the optimizer. It never
+overlaps what the simulation would not; where it must approximate (uneven stages, overlap) it takes the slower side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.collectives import CollectiveModel
+from simulator.estimate import Estimate, Interval, MemoryEstimate
+from simulator.group_times import GroupTimes
+from simulator.layer_cost import BlockCost, CostContext, block_cost
+from simulator.memory import CONTEXT_BYTES, MemoryColumns, Parameters, keeps_gathered, local_parameters, memory_columns
+from simulator.model import Model
+from simulator.plan import Plan
+from simulator.plan_table import Floats, PlanTable, axis_sizes, plan_table
+from simulator.roofline import Roofline, efficiency
+from simulator.runtime import DTYPE_BYTES, Runtime
+from simulator.runtime_library import ModelOperators, canonical_recompute, operators_for
+from simulator.stages import StageLayout, bubble_s, last_rank, stage_layout
+from simulator.workload import Workload
+from topology.cluster import Cluster, Source
+from topology.profile import Profile
+
+# Half-width of the 80% interval of an uncalibrated step time and peak memory, as fractions. Source: the spread of
+# signed errors over the development cases, `planner validate` (examples/validation).
+STEP_SPREAD = 0.25
+MEMORY_SPREAD = 0.12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateTable:
+    """Estimates of many plans: columns in the order of `plans`. `estimate(i)` gives one row as an `Estimate`."""
+
+    plans: tuple[Plan, ...]
+    step_s: Floats
+    breakdown_s: dict[str, Floats]
+    exposed_by_axis_s: dict[str, Floats]
+    lower_bound_s: Floats
+    peak_bytes: Floats
+    reserved_bytes: Floats
+    capacity_bytes: float
+    fits: NDArray[np.bool_]
+    memory: MemoryColumns
+    tokens_per_step: float
+    model_flops: float
+    peak_flops: float
+
+    def estimate(self, index: int) -> Estimate:
+        """Return row `index` with intervals, memory by category, and rates per GPU."""
+        plan, step = self.plans[index], float(self.step_s[index])
+        worst = int(self.memory.worst_rank[index])
+        peak, reserved = float(self.peak_bytes[index]), float(self.reserved_bytes[index])
+        by_stage = tuple(
+            {name: float(column[index, rank]) for name, column in self.memory.categories.items()}
+            for rank in range(plan.pp)
+        )
+        flops = self.model_flops / plan.gpus / step
+        return Estimate(
+            step_s=_interval(step, STEP_SPREAD),
+            tokens_per_s_per_gpu=self.tokens_per_step / plan.gpus / step,
+            mfu=flops / self.peak_flops,
+            tflops_per_gpu=flops / 1e12,
+            peak_flops=self.peak_flops,
+            memory=MemoryEstimate(
+                peak_bytes=_interval(peak, MEMORY_SPREAD),
+                reserved_bytes=reserved,
+                by_category=by_stage[worst],
+                worst_rank=worst * (plan.gpus // plan.pp),
+                capacity_bytes=self.capacity_bytes,
+                fits=bool(self.fits[index]),
+                by_stage=by_stage,
+            ),
+            breakdown_s={name: float(column[index]) for name, column in self.breakdown_s.items()},
+            exposed_by_axis_s={name: float(column[index]) for name, column in self.exposed_by_axis_s.items()},
+        )
+
+
+def estimate_plans(
+    model: Model,
+    cluster: Cluster,
+    workload: Workload,
+    plans: Sequence[Plan],
+    runtime: Runtime,
+    profile: Profile | None = None,
+) -> EstimateTable:
+    """Return step time and memory of every plan, assuming each is legal for the model and the workload.
+
+    Raises BadPlan when the runtime has no description or does not know a plan's recompute word. Without a `profile`
+    every figure rests on datasheets and published efficiencies.
+    """
+    del profile  # calibrated costs arrive with `planner calibrate`; until then a profile changes nothing here
+    spelled = [replace(plan, recompute=canonical_recompute(plan.recompute, runtime)) for plan in plans]
+    table = plan_table(spelled, workload)
+    operators = operators_for(model, runtime)
+    roofline = Roofline(
+        gpu=cluster.slowest_kind,
+        dtype=runtime.compute_dtype,
+        attention_kernel=operators.spec.attention_kernel,
+    )
+    context = CostContext(
+        table=table,
+        sizes=axis_sizes(model, workload, table),
+        roofline=roofline,
+        groups=GroupTimes(cluster, table, CollectiveModel(cluster)),
+        runtime=runtime,
+        spec=operators.spec,
+    )
+    blocks = {
+        "dense": block_cost(operators.dense_layer, context),
+        "embedding": block_cost(operators.embedding, context, wrapped=False),
+        "head": block_cost(operators.head, context, wrapped=False),
+    }
+    if model.moe:
+        blocks["moe"] = block_cost(operators.moe_layer, context)
+    layout = stage_layout(model, table, operators.spec.pipeline)
+    parameters = local_parameters(model, context)
+    memory = memory_columns(model, operators, context, layout, blocks, parameters)
+    step = _step(model, operators, context, layout, blocks, parameters)
+    capacity = cluster.gpu_memory_bytes - CONTEXT_BYTES
+    reserved = memory.reserved_bytes.max(axis=1)
+    flops = 3.0 * model.forward_flops_per_token(workload.seq_len) * workload.tokens_per_step
+    return EstimateTable(
+        plans=tuple(plans),
+        step_s=step.total_s,
+        breakdown_s=step.breakdown_s,
+        exposed_by_axis_s=step.exposed_s,
+        lower_bound_s=step.lower_bound_s,
+        peak_bytes=memory.peak_bytes.max(axis=1),
+        reserved_bytes=reserved,
+        capacity_bytes=capacity,
+        fits=reserved <= capacity,
+        memory=memory,
+        tokens_per_step=float(workload.tokens_per_step),
+        model_flops=flops,
+        peak_flops=roofline.peak_flops,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    breakdown_s: dict[str, Floats]
+    exposed_s: dict[str, Floats]
+    lower_bound_s: Floats
+
+    @property
+    def total_s(self) -> Floats:
+        return sum(self.breakdown_s.values(), np.zeros_like(self.lower_bound_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankSum:
+    """A block quantity summed over the layers of each pipeline rank, then read on the rank that decides."""
+
+    layout: StageLayout
+    table: PlanTable
+    blocks: dict[str, BlockCost]
+    has_moe: bool
+
+    def of(self, quantity: str) -> Floats:
+        """Return per-rank sums of a dotted quantity such as `forward.compute_s`, shape (plans, ranks)."""
+        exists = self.layout.exists
+        ranks = np.arange(exists.shape[1])[None, :]
+        first, last = (ranks == 0) & exists, (ranks == last_rank(self.table)[:, None]) & exists
+        total = (
+            np.where(exists, self.layout.dense, 0) * self._read("dense", quantity)
+            + first * self._read("embedding", quantity)
+            + last * self._read("head", quantity)
+        )
+        if self.has_moe:
+            total = total + np.where(exists, self.layout.moe, 0) * self._read("moe", quantity)
+        return np.asarray(total)
+
+    def _read(self, block: str, quantity: str) -> Floats:
+        value: object = self.blocks[block]
+        for name in quantity.split("."):
+            value = value.get(name, 0.0) if isinstance(value, dict) else getattr(value, name)
+        return np.broadcast_to(np.asarray(value, dtype=np.float64), (len(self.table),))[:, None]
+
+
+def _step(
+    model: Model,
+    operators: ModelOperators,
+    context: CostContext,
+    layout: StageLayout,
+    blocks: dict[str, BlockCost],
+    parameters: Parameters,
+) -> _Step:
+    table, spec, groups = context.table, operators.spec, context.groups
+    rank_sum = _RankSum(layout=layout, table=table, blocks=blocks, has_moe="moe" in blocks)
+    m = table.micro_batches
+
+    # One micro batch on the slowest pipeline rank.
+    passes = ("forward", "backward", "recompute")
+    device = np.sum([rank_sum.of(f"{p}.device_s") for p in passes], axis=0)
+    host = np.sum([rank_sum.of(f"{p}.host_s") for p in passes], axis=0)
+    layers = np.where(layout.exists, layout.dense + layout.moe, 0)
+    host = host + layers * spec.host.layer_s
+    slowest = np.argmax(np.maximum(device, host), axis=1)
+
+    def here(values: Floats) -> Floats:
+        return np.asarray(np.take_along_axis(values, slowest[:, None], axis=1)[:, 0])
+
+    compute = here(rank_sum.of("forward.compute_s")) + here(rank_sum.of("backward.compute_s"))
+    recompute = here(rank_sum.of("recompute.compute_s"))
+    exposed = {
+        axis: sum((here(rank_sum.of(f"{p}.communication_s.{axis}")) for p in passes), np.zeros(len(table)))
+        for axis in ("tp", "cp", "ep")
+    }
+    busy = here(device)
+    starved = np.maximum(here(host) - busy, 0.0)
+
+    # The schedule: ranks wait for the pipe to fill and drain, and for what neighbours send.
+    forward = here(rank_sum.of("forward.device_s"))
+    backward = here(rank_sum.of("backward.device_s")) + here(rank_sum.of("recompute.device_s"))
+    weight = here(rank_sum.of("backward.matmul_s")) / 2  # half of a backward's products are weight gradients
+    bubble = bubble_s(table, forward, backward - weight, weight)
+    boundary = context.sizes["u"] * model.hidden * DTYPE_BYTES[context.runtime.compute_dtype]
+    if spec.pipeline.scatter_p2p:
+        boundary = np.where(table.sequence_parallel, boundary, boundary / table["tp"])
+    hop = groups.time_s("send_recv", "pp", boundary)
+    crossings = 2.0 * (table["pp"] - 1)
+    if not spec.pipeline.p2p_overlap:
+        crossings = crossings + np.where(table["pp"] > 1, 2.0 * table["virtual_stages"] * m, 0.0)
+    exposed["pp"] = crossings * hop
+
+    data = _data_parallel(operators, context, layout, parameters, forward, backward, slowest)
+    exposed = {axis: value * (m if axis in {"tp", "cp", "ep"} else 1.0) for axis, value in exposed.items()}
+    exposed["dp"] = data.exposed_s
+
+    optimizer = _optimizer_s(operators, context, layout, parameters)
+    breakdown = {
+        "compute": m * compute,
+        "recompute": m * recompute,
+        "copies": data.copies_s,
+        "contention": data.contention_s,
+        "exposed_communication": sum(exposed.values(), np.zeros(len(table))),
+        "bubble": bubble,
+        "host": m * starved + spec.host.step_s,
+        "optimizer": optimizer,
+    }
+    return _Step(breakdown_s=breakdown, exposed_s=exposed, lower_bound_s=m * (compute + recompute) + optimizer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DataParallel:
+    exposed_s: Floats
+    copies_s: Floats
+    contention_s: Floats
+
+
+def _data_parallel(
+    operators: ModelOperators,
+    context: CostContext,
+    layout: StageLayout,
+    parameters: Parameters,
+    forward: Floats,
+    backward: Floats,
+    slowest: NDArray[np.int64],
+) -> _DataParallel:
+    """Parameter gathering and gradient reduction of a step: what compute hides, what it does not, what it costs it."""
+    table, spec, groups = context.table, operators.spec, context.groups
+    m = table.micro_batches
+    rows = np.arange(len(table))
+    exists = layout.exists
+    dense, moe = np.where(exists, layout.dense, 0), np.where(exists, layout.moe, 0)
+    ranks = np.arange(exists.shape[1])[None, :]
+    ends = ((ranks == 0) & exists, (ranks == last_rank(table)[:, None]) & exists)
+    shared, experts = parameters.of_stage(dense, moe, *ends)
+    shared, experts = shared[rows, slowest], experts[rows, slowest]
+    count = np.maximum((dense + moe)[rows, slowest], 1.0)
+
+    compute_bytes, reduce_bytes = context.dtype_bytes("compute"), context.dtype_bytes("reduce")
+    full = table.state_shard["parameters"] > 1
+    optimizer_only = ~full & (table.state_shard["optimizer"] > 1)
+    gathers = np.where([keeps_gathered(p) for p in table.plans], 1.0, 2.0 * m)
+    reductions = np.where(table["pp"] > 1, 1.0, m)
+
+    gather = groups.time_s("all_gather", "fsdp", shared * compute_bytes) + groups.time_s(
+        "all_gather", "expert_fsdp", experts * compute_bytes
+    )
+    reduce = groups.time_s("reduce_scatter", "fsdp", shared * reduce_bytes) + groups.time_s(
+        "reduce_scatter", "expert_fsdp", experts * reduce_bytes
+    )
+    # Hybrid sharding sums the shards over replicas, right behind each reduce-scatter.
+    replicas = groups.time_s("all_reduce", "replicate", (shared + experts) / table["sharded_over"] * reduce_bytes)
+    reduce = reduce + np.where(table["dp_replicate"] > 1, replicas, 0.0)
+
+    # Fully sharded: each layer's traffic hides behind the layer before it; the first gather and the last reduction
+    # have nothing to hide behind.
+    passes_of_gather = gathers / np.where(gathers > 1, 2.0, 1.0)
+    exposed_forward = gather / count + np.maximum(gather - forward, 0.0) * (1 - 1 / count)
+    again = np.where(gathers > 1, gather, 0.0)
+    exposed_backward = reduce / count + np.maximum(again + reduce - backward, 0.0) * (1 - 1 / count)
+    sharded_exposed = passes_of_gather * exposed_forward + reductions * exposed_backward
+    sharded_total = gathers * gather + reductions * reduce
+    hbm = context.roofline.memory_bytes_per_s
+    copied = 2 * gathers * (shared + experts) * compute_bytes + reductions * (shared + experts) * (
+        compute_bytes + reduce_bytes
+    )
+    copies = np.where(full & spec.fsdp.copy_in_copy_out, copied / hbm, 0.0)
+
+    # Replicated parameters: gradients are summed once a step, behind the last backward where the runtime overlaps;
+    # a sharded optimizer scatters them and gathers parameters back.
+    reduce_all = groups.time_s("all_reduce", "dp", shared * reduce_bytes) + groups.time_s(
+        "all_reduce", "expert_dp", experts * reduce_bytes
+    )
+    hidden = np.minimum(reduce_all, backward) * (1 - 1 / count) if spec.ddp.overlap else np.zeros(len(table))
+    scattered = (
+        groups.time_s("reduce_scatter", "dp", shared * reduce_bytes)
+        + groups.time_s("all_gather", "dp", shared * compute_bytes)
+        + groups.time_s("reduce_scatter", "expert_dp", experts * reduce_bytes)
+        + groups.time_s("all_gather", "expert_dp", experts * compute_bytes)
+    )
+    replicated_exposed = np.where(optimizer_only, scattered, reduce_all - hidden)
+
+    exposed = np.where(full, sharded_exposed, replicated_exposed)
+    overlapped = np.where(full, sharded_total - sharded_exposed, np.where(optimizer_only, 0.0, hidden))
+    # While a collective runs beside compute it holds some SMs; compute slows by that share.
+    gpu = context.roofline.gpu
+    share = efficiency(gpu.architecture).nccl_sms / gpu.sm_count
+    return _DataParallel(exposed_s=exposed, copies_s=copies, contention_s=np.maximum(overlapped, 0.0) * share)
+
+
+# Bytes a fused AdamW moves per parameter it owns in float32: reads parameter, gradient and two moments, writes three.
+# Clipping reads gradients for the norm, then reads and writes them to scale.
+ADAM_BYTES = 28.0
+CLIP_BYTES = 12.0
+
+
+def _optimizer_s(
+    operators: ModelOperators, context: CostContext, layout: StageLayout, parameters: Parameters
+) -> Floats:
+    """Return seconds of gradient clipping and the optimizer update on the rank with most parameters."""
+    table = context.table
+    exists = layout.exists
+    ranks = np.arange(exists.shape[1])[None, :]
+    ends = ((ranks == 0) & exists, (ranks == last_rank(table)[:, None]) & exists)
+    dense, moe = np.where(exists, layout.dense, 0), np.where(exists, layout.moe, 0)
+    shared, experts = parameters.of_stage(dense, moe, *ends)
+    owned = shared / table.state_shard["optimizer"][:, None] + experts / table.expert_shard["optimizer"][:, None]
+    per_parameter = ADAM_BYTES + CLIP_BYTES + (2.0 if operators.spec.state.master_weights else 0.0)
+    return np.asarray(owned.max(axis=1) * per_parameter / context.roofline.memory_bytes_per_s)
+
+
+def _interval(value: float, spread: float) -> Interval:
+    return Interval(value=value, low=value * (1 - spread), high=value * (1 + spread), source=Source.DATASHEET)

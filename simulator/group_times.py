@@ -1,0 +1,81 @@
+"""Collective times for whole columns of plans: one call per distinct group on the machine, not per plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.collectives import CollectiveModel
+from simulator.plan_table import Floats, PlanTable
+from topology.cluster import Cluster
+from topology.groups import GroupShape, group_shape
+
+
+@dataclass(slots=True)
+class GroupTimes:
+    """Where each plan's groups lie on `cluster`, and what collectives cost there.
+
+    Axes: `tp`, `cp`, `ep`, `pp`, `fsdp` (dp_shard x cp), `replicate` (dp_replicate), `dp` (both, and cp),
+    `expert_fsdp` and `expert_dp` (what expert parallelism leaves of them).
+    """
+
+    cluster: Cluster
+    table: PlanTable
+    collectives: CollectiveModel
+    _shapes: dict[str, tuple[tuple[GroupShape, ...], NDArray[np.int64]]] = field(default_factory=dict)
+
+    def time_s(self, op: str, axis: str, nbytes: Floats | float) -> Floats:
+        """Return the seconds of `op` with `nbytes` (nccl-tests' size column) along `axis`, one value per plan."""
+        shapes, which = self._axis(axis)
+        size = np.broadcast_to(np.asarray(nbytes, dtype=np.float64), (len(self.table),))
+        out = np.zeros(len(self.table))
+        for index, shape in enumerate(shapes):
+            mask = which == index
+            if shape.ranks > 1:
+                out[mask] = self.collectives.time_s(op, size[mask], shape)
+        return out
+
+    def _axis(self, axis: str) -> tuple[tuple[GroupShape, ...], NDArray[np.int64]]:
+        if axis not in self._shapes:
+            size, stride = self._extent(axis)
+            world = np.array([plan.gpus for plan in self.table.plans])
+            keys = np.stack([size, stride, world], axis=1).astype(np.int64)
+            unique, which = np.unique(keys, axis=0, return_inverse=True)
+            per_node = self.cluster.gpus_per_node
+            shapes = tuple(
+                group_shape(size=int(n), stride=int(d), gpus_per_node=per_node, world=int(w)) for n, d, w in unique
+            )
+            self._shapes[axis] = (shapes, which.reshape(-1))
+        return self._shapes[axis]
+
+    def _extent(self, axis: str) -> tuple[Floats, Floats]:
+        """Return the number of ranks and their distance in rank along an axis, per plan; see plan.MESH_AXES."""
+        t = self.table
+        one = np.ones(len(t))
+        inner = t["cp"] * t["tp"]
+        # Expert groups are laid over dp_shard x cp x tp, innermost first; without sequence parallelism the
+        # tensor-parallel ranks split each expert instead of holding different ones.
+        expert_stride = np.where(t.sequence_parallel, one, t["tp"])
+        everything = t["dp"] * t["cp"] * t["tp"]
+        match axis:
+            case "tp":
+                return t["tp"], one
+            case "cp":
+                return t["cp"], t["tp"]
+            case "ep":
+                return t["ep"], expert_stride
+            case "pp":
+                return np.where(t["pp"] > 1, 2.0, 1.0), everything
+            case "fsdp":
+                return t["sharded_over"], t["tp"]
+            case "replicate":
+                return t["dp_replicate"], t["dp_shard"] * inner
+            case "dp":
+                return t["dp"] * t["cp"], t["tp"]
+            case "expert_fsdp":
+                return t.expert_shard["gradients"], expert_stride * t["ep"]
+            case "expert_dp":
+                return np.maximum(everything / (t["ep"] * expert_stride), 1.0), expert_stride * t["ep"]
+        raise ValueError(axis)

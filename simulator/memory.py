@@ -1,0 +1,165 @@
+"""Peak memory of every pipeline rank, by category.
+
+Allocated memory peaks when the first backward pass starts: activations of all micro batches in flight, the loss turning
+round on the last rank, layers gathered for use. What the allocator *reserves* is more: it keeps a pool per CUDA stream
+and a block freed on one stream is not reused on another, so gradients and gathered parameters that FSDP allocates on
+its communication streams add to the peak of the compute stream even when they never coincide.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.layer_cost import BlockCost, CostContext
+from simulator.model import Model
+from simulator.operators import tensor_bytes
+from simulator.plan import Plan
+from simulator.plan_table import Floats
+from simulator.runtime_library import ModelOperators
+from simulator.stages import StageLayout, in_flight, last_rank
+
+# Bytes beside the allocator's: CUDA context, kernels and NCCL buffers of a few communicators. Source: assumed; a bare
+# torch process with NCCL shows 1 to 2 GiB in nvidia-smi on Hopper.
+CONTEXT_BYTES = 1.5 * 2**30
+# Rounding and fragmentation of the caching allocator as a share of what is allocated. Source: assumed.
+FRAGMENTATION = 0.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryColumns:
+    """Bytes, shape (plans, pipeline ranks); ranks a plan does not have hold zero."""
+
+    categories: dict[str, Floats]
+    peak_bytes: Floats
+    reserved_bytes: Floats
+
+    @property
+    def worst_rank(self) -> NDArray[np.int64]:
+        worst: NDArray[np.int64] = np.argmax(self.reserved_bytes, axis=1)
+        return worst
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Parameters of one rank before data-parallel sharding, by part of the network. Columns (constants broadcast)."""
+
+    dense_layer: Floats
+    moe_layer: Floats
+    experts: Floats  # routed experts of one MoE layer
+    embedding: Floats
+    head: Floats
+
+    def of_stage(self, dense: Floats, moe: Floats, first: Floats, last: Floats) -> tuple[Floats, Floats]:
+        """Return (everything but routed experts, routed experts) of pipeline ranks, shape (plans, ranks)."""
+        shared = (
+            dense * self.dense_layer[:, None]
+            + moe * self.moe_layer[:, None]
+            + first * self.embedding[:, None]
+            + last * self.head[:, None]
+        )
+        return shared, moe * self.experts[:, None]
+
+
+def local_parameters(model: Model, context: CostContext) -> Parameters:
+    """Return parameters per rank: matrices divided over tensor-parallel ranks, norms and routers replicated."""
+    table = context.table
+    tp, ep = table["tp"], table["ep"]
+    expert_tp = np.where(table.sequence_parallel, 1.0, tp)
+    attention = model.attention_parameters / tp + model.block_norm_parameters
+    final_norm = model.norm_parameters if model.final_norm else 0
+    # A tied head still exists on the last pipeline rank when the embedding lives on another one.
+    tied_copy = np.where((table["pp"] > 1) & model.tied_embeddings, model.vocab * model.hidden / tp, 0.0)
+    return Parameters(
+        dense_layer=attention + model.mlp_parameters(model.ffn) / tp,
+        moe_layer=attention + model.moe_shared_parameters + 0 * tp,
+        experts=model.expert_parameters / (ep * expert_tp),
+        embedding=model.vocab * model.hidden / tp + model.learned_positions * model.hidden,
+        head=model.head_parameters / tp + final_norm + tied_copy,
+    )
+
+
+def memory_columns(
+    model: Model,
+    operators: ModelOperators,
+    context: CostContext,
+    layout: StageLayout,
+    blocks: dict[str, BlockCost],
+    parameters: Parameters,
+) -> MemoryColumns:
+    """Return peak memory of every pipeline rank under every plan."""
+    table, spec, runtime = context.table, operators.spec, context.runtime
+    exists = layout.exists
+    dense, moe = np.where(exists, layout.dense, 0), np.where(exists, layout.moe, 0)
+    ranks = np.arange(exists.shape[1])[None, :]
+    first = (ranks == 0) & exists
+    last = (ranks == last_rank(table)[:, None]) & exists
+    shared, experts = parameters.of_stage(dense, moe, first, last)
+
+    def sharded(kind: str) -> Floats:
+        return shared / table.state_shard[kind][:, None] + experts / table.expert_shard[kind][:, None]
+
+    param_bytes = context.dtype_bytes("param")
+    gradient_bytes = context.dtype_bytes(spec.state.gradient_dtype)
+    fully_sharded = (table.state_shard["parameters"] > 1)[:, None]
+
+    master = 4.0 if spec.state.master_weights and param_bytes < 4 else 0.0
+    states = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0}.get(runtime.optimizer, 8.0)
+    optimizer = sharded("optimizer") * (states + master)
+
+    # Layers in flight under full sharding: the one computing, those gathered ahead, and the two ends of the network,
+    # which are units of their own. Backward holds their unsharded gradients until they are reduced.
+    per_layer = np.maximum(parameters.dense_layer, (parameters.moe_layer + parameters.experts) * (model.moe_layers > 0))
+    ends = np.maximum(first * parameters.embedding[:, None], last * parameters.head[:, None])
+    keep_gathered = np.array([keeps_gathered(plan) for plan in table.plans])
+    window = np.where(keep_gathered[:, None], shared + experts, (1.0 + spec.fsdp.prefetch) * per_layer[:, None] + ends)
+    gathered = np.where(fully_sharded, window * context.dtype_bytes("compute"), 0.0)
+    unsharded_gradients = np.maximum(per_layer[:, None], ends) * (
+        context.dtype_bytes(spec.state.unsharded_gradient_dtype) + context.dtype_bytes("reduce")
+    )
+    # A data-parallel reduction through buckets keeps them beside the gradients.
+    buckets = np.where(table["dp_replicate"] > 1, spec.ddp.bucket_bytes, 0.0)[:, None] * np.ones_like(shared)
+    reduction = np.where(fully_sharded, unsharded_gradients, buckets)
+
+    flying = in_flight(table)
+    saved = (
+        dense * blocks["dense"].saved_bytes[:, None]
+        + (moe * blocks["moe"].saved_bytes[:, None] if "moe" in blocks else 0.0)
+        + first * blocks["embedding"].saved_bytes[:, None]
+    )
+    activations = saved * flying + last * blocks["head"].saved_bytes[:, None] * np.minimum(flying, 1.0)
+    # A recomputed block's intermediates live again, one block at a time.
+    widest = np.max([blocks[name].everything_bytes for name in ("dense", "moe") if name in blocks], axis=0)
+    recomputed = np.where((table.recompute != "none")[:, None], widest[:, None], 0.0)
+    head_peak = sum(
+        (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in operators.spec.layer.head_peak),
+        np.zeros(len(table)),
+    )
+    loss = last * np.maximum(head_peak - blocks["head"].saved_bytes, 0.0)[:, None]
+    turning = np.maximum(loss, recomputed * exists)
+
+    categories = {
+        "parameters": sharded("parameters") * param_bytes,
+        "optimizer": optimizer,
+        "gradients": sharded("gradients") * gradient_bytes,
+        "activations": activations,
+        "gathered_parameters": gathered,
+        "gradient_buffers": reduction,
+        "loss_and_recompute": turning,
+    }
+    categories = {k: np.where(exists, v, 0.0) for k, v in categories.items()}
+    everything = sum(categories.values(), np.zeros_like(shared))
+    # The loss and the last gradients do not coincide: under full sharding gradients appear as activations go.
+    early = everything - np.where(fully_sharded, categories["gradients"] + categories["gradient_buffers"], 0.0)
+    late = everything - categories["activations"] - categories["loss_and_recompute"]
+    peak = np.maximum(early, late)
+    # One pool per stream: the compute stream's peak and the communication streams' peak add up.
+    reserved = everything * (1.0 + FRAGMENTATION)
+    return MemoryColumns(categories=categories, peak_bytes=peak, reserved_bytes=np.where(exists, reserved, 0.0))
+
+
+def keeps_gathered(plan: Plan) -> bool:
+    """Whether a plan leaves parameters gathered between forward and backward: the default under pipelining."""
+    return plan.pp > 1 if plan.reshard_after_forward is None else not plan.reshard_after_forward

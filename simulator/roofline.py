@@ -1,0 +1,130 @@
+"""How long a kernel takes on a GPU, from its datasheet: the slower of arithmetic and memory, with known inefficiency.
+
+Matmuls lose to tiles that do not fill (edges), waves that do not fill (the last one), and the pipeline that fills and
+drains along k. Everything else is bytes over bandwidth. A floor of a few microseconds keeps tiny kernels honest. All
+functions take plan-table columns and return seconds.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+import numpy as np
+
+from simulator.operators import Work, WorkKind
+from simulator.plan_table import Floats
+from topology.cluster import GpuKind
+from topology.codec import convert
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionEfficiency:
+    forward: float
+    backward: float
+    ramp_s: float
+    narrow: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Fractions of the datasheet an architecture's kernels reach; see efficiency.toml for meaning and source."""
+
+    sustained: float
+    ramp_k: float
+    hbm: float
+    kernel_s: float
+    nccl_sms: float
+    attention: dict[str, AttentionEfficiency]
+
+
+# Thread-block tiles a library chooses from (rows, columns) and the arithmetic rate a tile of that size sustains
+# relative to the largest: smaller tiles reload operands more often. Rows and columns are interchangeable.
+TILES = (
+    (128.0, 256.0, 1.0),
+    (256.0, 128.0, 1.0),
+    (128.0, 128.0, 0.90),
+    (64.0, 256.0, 0.82),
+    (256.0, 64.0, 0.82),
+    (64.0, 128.0, 0.72),
+    (128.0, 64.0, 0.72),
+    (64.0, 64.0, 0.50),
+)
+# A product with few tiles can cut k into pieces and add the partial results, at some cost.
+SPLITS = ((1.0, 1.0), (2.0, 0.93), (4.0, 0.86))
+
+
+@cache
+def efficiency(architecture: str) -> Efficiency:
+    """Return the efficiency of an architecture; one we have no figures for borrows its nearest relative's."""
+    text = (resources.files("simulator") / "efficiency.toml").read_text("utf-8")
+    tables = {k: v for k, v in tomllib.loads(text).items() if k != "source"}
+    relative = {"volta": "ampere", "pascal": "ampere", "rubin": "blackwell"}
+    name = architecture.lower()
+    name = name if name in tables else relative.get(name, "ampere")
+    return convert(tables[name], Efficiency, where=f"efficiency.toml [{name}]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """Kernel times on one GPU model with one compute dtype and one attention kernel."""
+
+    gpu: GpuKind
+    dtype: str = "bfloat16"
+    attention_kernel: str = "cudnn"
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense datasheet rate of the compute dtype; matmuls in float32 run as TF32 where the GPU has it."""
+        for dtype in (self.dtype, "bfloat16", "float16"):
+            if self.gpu.peak_flops.get(dtype):
+                return self.gpu.peak_flops[dtype]
+        return max(self.gpu.peak_flops.values())
+
+    @property
+    def sustained_flops(self) -> float:
+        """What a large matmul keeps up for minutes: the best published rate, less what the power limit takes."""
+        best = self.gpu.achieved_flops.get(self.dtype)
+        if best is None:
+            # Rates scale together across dtypes: borrow bfloat16's fraction of its peak, else a typical one.
+            reference = self.gpu.achieved_flops.get("bfloat16", 0.0) / self.gpu.peak_flops.get("bfloat16", np.inf)
+            best = self.peak_flops * (reference or 0.82)
+        return best * efficiency(self.gpu.architecture).sustained
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        return self.gpu.memory_bytes_per_s * efficiency(self.gpu.architecture).hbm
+
+    def seconds(self, work: Work) -> Floats:
+        """Return the time of a compute kernel; collectives are not ours to time."""
+        if work.kind is WorkKind.MATMUL:
+            return self._matmul(work)
+        if work.kind is WorkKind.ATTENTION:
+            return self._attention(work)
+        floor = efficiency(self.gpu.architecture).kernel_s * work.launches
+        return np.asarray(work.bytes / self.memory_bytes_per_s + floor)
+
+    def _matmul(self, work: Work) -> Floats:
+        known = efficiency(self.gpu.architecture)
+        best = np.zeros(1)
+        for rows, columns, rate in TILES:
+            across = np.ceil(work.m / rows) * np.ceil(work.n / columns) * work.batch
+            used = (work.m * work.n * work.batch) / (across * rows * columns)
+            for pieces, cost in SPLITS:
+                waves = across * pieces / self.gpu.sm_count
+                filled = waves / np.ceil(waves)
+                depth = work.k / pieces
+                best = np.maximum(best, used * filled * rate * cost * depth / (depth + known.ramp_k))
+        arithmetic = work.flops / (self.sustained_flops * best)
+        return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s
+
+    def _attention(self, work: Work) -> Floats:
+        known = efficiency(self.gpu.architecture)
+        curve = known.attention.get(self.attention_kernel) or known.attention["flash2"]
+        fraction = curve.backward if work.backward else curve.forward
+        narrow = np.where(np.asarray(work.k) < 128, curve.narrow, 1.0)
+        reached = fraction * narrow * work.n / (work.n + curve.ramp_s)
+        arithmetic = work.flops / (self.peak_flops * reached)
+        return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s * work.launches

@@ -1,0 +1,139 @@
+"""How layers spread over pipeline ranks, and what a schedule loses: both as columns, one row per plan.
+
+Bubbles are the schedules' closed forms: GPipe (arXiv 1811.06965), 1F1B and interleaving (arXiv 2104.04473, section
+2.2), zero bubble (arXiv 2401.10241, section 2 and table 1), ZB-V (arXiv 2405.15362, section 3), DualPipeV
+(deepseek-ai/DualPipe README, bubble comparison). They assume equal stages; the slowest stage stands for all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.model import Model
+from simulator.plan import Plan
+from simulator.plan_table import Floats, PlanTable
+from simulator.runtime_library import PipelineSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayout:
+    """Layers held by each pipeline rank, shape (plans, ranks); ranks a plan does not have hold -1."""
+
+    dense: NDArray[np.int64]
+    moe: NDArray[np.int64]
+
+    @property
+    def exists(self) -> NDArray[np.bool_]:
+        return self.dense >= 0
+
+
+def stage_layers(model_layers: int, plan: Plan, spec: PipelineSpec) -> tuple[int, ...]:
+    """Return the layers of each of the pp * virtual_stages stages, first stage first.
+
+    The embedding and the head count as `embedding_weight` and `head_weight` layers; what does not divide goes to the
+    first stages, as torchtitan's splitter does.
+    """
+    if plan.layers_per_stage:
+        return plan.layers_per_stage
+    stages = plan.pp * plan.virtual_stages
+    if stages == 1:
+        return (model_layers,)
+    weights = [0.0] * stages
+    weights[0] += spec.embedding_weight
+    weights[-1] += spec.head_weight
+    total = model_layers + int(sum(weights))
+    counts = [total // stages + (1 if i < total % stages else 0) for i in range(stages)]
+    return tuple(max(0, count - int(weight)) for count, weight in zip(counts, weights, strict=True))
+
+
+def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
+    """Return the pipeline rank that holds a stage: round robin, or a V for the schedules that fold back."""
+    if schedule in {"ZBVZeroBubble", "DualPipeV"}:
+        return stage if stage < pp else 2 * pp - 1 - stage
+    return stage % pp
+
+
+def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec) -> StageLayout:
+    """Return how many dense and MoE layers every pipeline rank holds under every plan."""
+    ranks = int(table["pp"].max())
+    dense = np.full((len(table), ranks), -1, dtype=np.int64)
+    moe = np.full((len(table), ranks), -1, dtype=np.int64)
+    leading = model.moe.dense_layers if model.moe else model.layers
+    known: dict[tuple[object, ...], tuple[list[int], list[int]]] = {}
+    for row, plan in enumerate(table.plans):
+        schedule = str(table.schedule[row])
+        key = (plan.pp, plan.virtual_stages, plan.layers_per_stage, schedule in {"ZBVZeroBubble", "DualPipeV"})
+        if key not in known:
+            held_dense, held_moe, start = [0] * plan.pp, [0] * plan.pp, 0
+            for stage, count in enumerate(stage_layers(model.layers, plan, spec)):
+                rank = rank_of_stage(stage, plan.pp, schedule)
+                first = max(0, min(leading, start + count) - start)
+                held_dense[rank] += first
+                held_moe[rank] += count - first
+                start += count
+            known[key] = (held_dense, held_moe)
+        dense[row, : plan.pp], moe[row, : plan.pp] = known[key]
+    return StageLayout(dense=dense, moe=moe)
+
+
+def last_rank(table: PlanTable) -> NDArray[np.int64]:
+    """Return the pipeline rank that holds the head: the first one where the schedule folds back."""
+    folded = np.isin(table.schedule, ["ZBVZeroBubble", "DualPipeV"])
+    return np.where(folded, 0, table["pp"] - 1).astype(np.int64)
+
+
+def bubble_s(table: PlanTable, forward: Floats, input_gradient: Floats, weight_gradient: Floats) -> Floats:
+    """Return idle seconds of a rank over a step, given one micro batch's seconds on the slowest rank."""
+    p, v = table["pp"], np.maximum(table["virtual_stages"], 1.0)
+    backward = input_gradient + weight_gradient
+    whole = (p - 1) * (forward + backward)
+    result = whole.copy()
+    for name in np.unique(table.schedule):
+        mask = table.schedule == name
+        match str(name):
+            case "Interleaved1F1B" | "LoopedBFS":
+                value = whole / v
+            case "ZBH1":
+                value = (p - 1) * np.maximum(forward + input_gradient - weight_gradient, 0.0)
+            case "InterleavedZeroBubble":
+                value = (p - 1) * np.maximum(forward + input_gradient - weight_gradient, 0.0) / v
+            case "ZBVZeroBubble":
+                # Bubble-free when the three passes take equally long; what differs between them remains.
+                longest = np.maximum(np.maximum(forward, input_gradient), weight_gradient)
+                value = (p - 1) * (3 * longest - forward - backward) / v
+            case "DualPipeV":
+                value = (
+                    np.maximum(p / 2 - 1, 0.0) * np.maximum(forward + 2 * input_gradient - 2 * weight_gradient, 0) / v
+                )
+            case _:
+                value = whole
+        result = np.where(mask, value, result)
+    return np.where(p > 1, result, 0.0)
+
+
+def in_flight(table: PlanTable) -> Floats:
+    """Return micro batches whose activations a pipeline rank holds at once, shape (plans, ranks).
+
+    In units of one micro batch through all of the rank's layers. 1F1B: p - i on rank i; GPipe: all; interleaved:
+    (p v + p - 2 i - 1) / v model chunks (arXiv 2104.04473, section 2.2; 2205.05198, section 4.2.3: 1 + (p-1)/(p v)
+    of the model on the first rank).
+    """
+    ranks = np.arange(int(table["pp"].max()), dtype=np.float64)[None, :]
+    p, m, v = table["pp"][:, None], table.micro_batches[:, None], np.maximum(table["virtual_stages"], 1.0)[:, None]
+    held = np.minimum(p - ranks, m)
+    for name in np.unique(table.schedule):
+        mask = (table.schedule == name)[:, None]
+        match str(name):
+            case "GPipe" | "LoopedBFS":
+                value = m + 0 * ranks
+            case "Interleaved1F1B" | "InterleavedZeroBubble":
+                value = np.minimum(p + (p - 2 * ranks - 1) / v, m)
+            case "ZBVZeroBubble" | "DualPipeV" | "ZBH1":
+                value = np.minimum(p, m) + 0 * ranks
+            case _:
+                value = held
+        held = np.where(mask, value, held)
+    return np.maximum(held, 1.0)
