@@ -6,8 +6,8 @@ Nothing is guessed in silence, and a key nobody knows is an error, because it wo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from simulator.runtime import Runtime
     from topology.cluster import Cluster
 
+SEQUENCES_PER_GPU = 8  # the global batch assumed when flags give none
 MAX_COUNT = 1 << 31  # a degree or batch beyond this is a mistake or an attack, and would overflow 64-bit products
 
 _CASE_KEYS = ("id", "model", "cluster", "workload", "plan", "runtime", "measured", "outcome", "source", "note", "peers")
@@ -75,6 +76,7 @@ class Case:
     plan: Plan
     runtime: Runtime
     framework: Framework
+    gpus: int | None = None  # None: the plan must fill the cluster
     assumed: tuple[str, ...] = ()
     measured: dict[str, Any] = field(default_factory=dict)
     outcome: str | None = None
@@ -145,6 +147,70 @@ def load_case(data: Mapping[str, Any]) -> Case:
     )
 
 
+def case_from_flags(
+    *,
+    model: str | None,
+    cluster: str | None,
+    gpus: int | None,
+    seq_len: int,
+    global_batch: int | None,
+    plan: Mapping[str, Any],
+    runtime: Mapping[str, Any],
+) -> Case:
+    """Return the case that flags of the command line describe; None where a flag was not given.
+
+    The data-parallel degree left unsaid fills the GPUs; so does the GPU count when only degrees are given.
+    """
+    from planner.inputs import cluster_of  # noqa: PLC0415 - keeps `--help` light
+    from simulator.hf_config import load_model  # noqa: PLC0415 - keeps `--help` light
+
+    assumed: list[str] = []
+    if model is None:
+        model = "llama3-8b"
+        assumed.append("model llama3-8b")
+    if cluster is None:
+        cluster = "dgx-h100"
+        assumed.append("cluster dgx-h100")
+    framework = framework_of_runtime(str(runtime["name"]))
+    network = load_model(model)
+    machine = cluster_of(cluster, gpus)
+    count = gpus or machine.gpu_count
+    batch = global_batch or SEQUENCES_PER_GPU * count
+    if global_batch is None:
+        assumed.append(f"global batch {batch} sequences ({SEQUENCES_PER_GPU} a GPU)")
+    workload = Workload(seq_len=seq_len, global_batch_size=batch)
+    stated_plan = {key: value for key, value in plan.items() if value is not None}
+    by_stage = stated_plan.get("zero_stage") is not None or not framework.shard_degree
+    if not {"dp_replicate", "dp_shard"} & set(stated_plan):
+        degree = _filling(stated_plan, count)
+        if degree > 1:
+            name = "dp_replicate" if by_stage else "dp_shard"
+            stated_plan[name] = degree
+            assumed.append(f"{name} {degree} (fills {count} GPUs)")
+    stated_runtime, implied = _implied_runtime(dict(runtime), stated_plan, framework)
+    resolved, from_runtime = resolve_runtime(stated_runtime)
+    chosen, from_plan = complete_plan(stated_plan, workload, framework, where="flags")
+    return Case(
+        id="flags",
+        model=network,
+        cluster=machine,
+        workload=workload,
+        plan=chosen,
+        runtime=resolved,
+        framework=framework,
+        gpus=count,
+        assumed=tuple(dict.fromkeys([*assumed, *network.assumed, *implied, *from_runtime, *from_plan])),
+    )
+
+
+def _filling(stated: Mapping[str, Any], gpus: int) -> int:
+    """Return the data-parallel degree that fills `gpus`; 1 where none does, for the world-size rule to complain."""
+    inner = 1
+    for axis in ("tp", "cp", "pp"):
+        inner *= int(stated.get(axis, 1))
+    return gpus // inner if gpus % inner == 0 else 1
+
+
 def case_id(data: Mapping[str, Any]) -> str:
     """Return a case's id, or `case` where it has none."""
     name = data.get("id")
@@ -191,16 +257,6 @@ def complete_plan(
     values["tp_overlap"] = "none" if overlap is None else _word(overlap, f"{where}: plan.tp_overlap")
     values["micro_batch_size"] = _micro_batch(stated, values, workload, assumed, where)
     return Plan(**values), assumed
-
-
-def fill_data_parallel(plan: Plan, gpus: int, *, zero: bool) -> tuple[Plan, list[str]]:
-    """Return `plan` with the data-parallel degree that fills `gpus`, as `-1` does in torchtitan; else as it is."""
-    inner = plan.tp * plan.cp * plan.pp
-    if gpus % inner:
-        return plan, []  # no degree fills it: the rule on the world size will say so with the numbers
-    degree = gpus // inner
-    name = "dp_replicate" if zero else "dp_shard"
-    return replace(plan, **{name: degree}), [f"{name} {degree} (fills {gpus} GPUs)"] if degree > 1 else []
 
 
 # --- one field at a time ------------------------------------------------------------------------------------------
@@ -391,8 +447,3 @@ def _kind(value: Any) -> str:
     names: dict[type, str] = {type(None): "missing", dict: "an object", list: "a list", str: "a string", bool: "a flag"}
     return names.get(type(value), "a number")
 
-
-def each_case(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (id, raw case) of a file."""
-    for data in read_cases(path)[0]:
-        yield case_id(data), data

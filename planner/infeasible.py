@@ -96,6 +96,19 @@ def nothing_fits(
     )
 
 
+def _shorter(fits: Callable[[Workload], bool], workload: Workload) -> int | None:
+    """Return the longest halving of the sequence that fits, None when even the shortest does not."""
+    lengths = []
+    length = workload.seq_len // 2
+    while length >= SHORTEST_SEQUENCE:
+        lengths.append(length)
+        length //= 2
+    # If the shortest does not fit, the state alone is too large and no length will.
+    if not lengths or not fits(replace(workload, seq_len=lengths[-1])):
+        return None
+    return next(n for n in lengths if fits(replace(workload, seq_len=n)))
+
+
 def describe(plan: Plan) -> str:
     """Return a plan in a few words: degrees above one, micro batch and recompute."""
     degrees = [

@@ -116,7 +116,7 @@ def suggest(
     if objective not in OBJECTIVES:
         raise UserError(f"unknown objective {objective!r}", remedy=f"one of {', '.join(OBJECTIVES)}")
     framework = framework_named(framework) if isinstance(framework, str) else framework
-    runtime = runtime or Runtime(name=framework.name)
+    runtime = runtime or default_runtime(framework)
     found = enumerate_candidates(model, cluster, workload, framework, gpus=gpus, runtime=runtime, bounds=bounds)
     if not len(found):
         from planner.infeasible import nothing_legal  # noqa: PLC0415 - only on this path
@@ -176,6 +176,13 @@ def suggest(
         plans=ranked,
         rejected=dict(sorted(rejected.items(), key=lambda item: (-item[1], item[0]))),
     )
+
+
+def default_runtime(framework: Framework) -> Runtime:
+    """Return the runtime a framework's plans run in, at its defaults. Raises BadPlan if none is described."""
+    from simulator.runtime_library import resolve  # noqa: PLC0415 - keeps `--help` light
+
+    return resolve({"name": "pytorch" if framework.name == "any" else framework.name})[0]
 
 
 def evaluate(
