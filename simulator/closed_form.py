@@ -23,7 +23,7 @@ from simulator.plan import Plan
 from simulator.plan_table import Floats, PlanTable, axis_sizes, plan_table
 from simulator.roofline import Roofline, efficiency
 from simulator.runtime import DTYPE_BYTES, Runtime
-from simulator.runtime_library import ModelOperators, canonical_recompute, operators_for
+from simulator.runtime_library import ModelOperators, RuntimeSpec, canonical_recompute, operators_for
 from simulator.stages import StageLayout, bubble_s, last_rank, stage_layout
 from simulator.workload import Workload
 from topology.cluster import Cluster, Source
@@ -197,13 +197,19 @@ def _step(
     rank_sum = _RankSum(layout=layout, table=table, blocks=blocks, has_moe="moe" in blocks)
     m = table.micro_batches
 
-    # One micro batch on the slowest pipeline rank.
+    # One micro batch on the slowest pipeline rank: each pass takes as long as the device or the host, whichever is
+    # slower.
     passes = ("forward", "backward", "recompute")
-    device = np.sum([rank_sum.of(f"{p}.device_s") for p in passes], axis=0)
-    host = np.sum([rank_sum.of(f"{p}.host_s") for p in passes], axis=0)
+    device = {name: rank_sum.of(f"{name}.device_s") for name in passes}
+    host = {name: rank_sum.of(f"{name}.host_s") for name in passes}
     layers = np.where(layout.exists, layout.dense + layout.moe, 0)
-    host = host + layers * spec.host.layer_s
-    slowest = np.argmax(np.maximum(device, host), axis=1)
+    host["forward"] = host["forward"] + layers * spec.host.forward_layer_s
+    host["backward"] = host["backward"] + layers * spec.host.backward_layer_s
+    again = _recomputed_share(spec, table)[:, None]
+    host["recompute"] = host["recompute"] + layers * again * (spec.host.forward_layer_s + spec.host.checkpoint_s)
+    forward_s = np.maximum(device["forward"], host["forward"])
+    behind_s = np.maximum(device["backward"] + device["recompute"], host["backward"] + host["recompute"])
+    slowest = np.argmax(forward_s + behind_s, axis=1)
 
     def here(values: Floats) -> Floats:
         return np.asarray(np.take_along_axis(values, slowest[:, None], axis=1)[:, 0])
@@ -214,12 +220,10 @@ def _step(
         axis: sum((here(rank_sum.of(f"{p}.communication_s.{axis}")) for p in passes), np.zeros(len(table)))
         for axis in ("tp", "cp", "ep")
     }
-    busy = here(device)
-    starved = np.maximum(here(host) - busy, 0.0)
+    forward, backward = here(forward_s), here(behind_s)
+    starved = forward + backward - here(device["forward"] + device["backward"] + device["recompute"])
 
     # The schedule: ranks wait for the pipe to fill and drain, and for what neighbours send.
-    forward = here(rank_sum.of("forward.device_s"))
-    backward = here(rank_sum.of("backward.device_s")) + here(rank_sum.of("recompute.device_s"))
     weight = here(rank_sum.of("backward.matmul_s")) / 2  # half of a backward's products are weight gradients
     bubble = bubble_s(table, forward, backward - weight, weight)
     boundary = context.sizes["u"] * model.hidden * DTYPE_BYTES[context.runtime.compute_dtype]
@@ -327,6 +331,12 @@ def _data_parallel(
     gpu = context.roofline.gpu
     share = efficiency(gpu.architecture).nccl_sms / gpu.sm_count
     return _DataParallel(exposed_s=exposed, copies_s=copies, contention_s=np.maximum(overlapped, 0.0) * share)
+
+
+def _recomputed_share(spec: RuntimeSpec, table: PlanTable) -> Floats:
+    """Return the share of layers each plan wraps for recomputation."""
+    share = {name: mode.layers if mode.recomputes else 0.0 for name, mode in spec.recompute.items()}
+    return np.array([share[str(mode)] for mode in table.recompute])
 
 
 # Bytes a fused AdamW moves per parameter it owns in float32: reads parameter, gradient and two moments, writes three.

@@ -116,8 +116,8 @@ def _active(operator: OperatorSpec, table: PlanTable) -> Floats:
     """Return 1 where the operator runs under the plan, else 0."""
     active = np.ones(len(table))
     for condition in operator.when:
-        holds = table.sequence_parallel if condition == "sp" else ~table.sequence_parallel
-        active = active * holds
+        holds = table.conditions[condition.removeprefix("!")]
+        active = active * (~holds if condition.startswith("!") else holds)
     return active
 
 

@@ -106,7 +106,8 @@ def memory_columns(
     fully_sharded = (table.state_shard["parameters"] > 1)[:, None]
 
     master = 4.0 if spec.state.master_weights and param_bytes < 4 else 0.0
-    states = {"adamw": 8.0, "adam": 8.0, "sgd": 0.0}.get(runtime.optimizer, 8.0)
+    # Adam keeps its two moments in the type of the parameters it updates.
+    states = {"sgd": 0.0}.get(runtime.optimizer, 2.0 * (4.0 if master else param_bytes))
     optimizer = sharded("optimizer") * (states + master)
 
     # Layers in flight under full sharding: the one computing, those gathered ahead, and the two ends of the network,
@@ -116,11 +117,15 @@ def memory_columns(
     keep_gathered = np.array([keeps_gathered(plan) for plan in table.plans])
     window = np.where(keep_gathered[:, None], shared + experts, (1.0 + spec.fsdp.prefetch) * per_layer[:, None] + ends)
     gathered = np.where(fully_sharded, window * context.dtype_bytes("compute"), 0.0)
+    # Autocast keeps a 16-bit copy of every weight from its first use to the end of backward.
+    cast = table.conditions["autocast"] & (param_bytes > context.dtype_bytes("compute"))
+    gathered = np.where(cast[:, None], (shared + experts) * context.dtype_bytes("compute"), gathered)
     unsharded_gradients = np.maximum(per_layer[:, None], ends) * (
         context.dtype_bytes(spec.state.unsharded_gradient_dtype) + context.dtype_bytes("reduce")
     )
-    # A data-parallel reduction through buckets keeps them beside the gradients.
-    buckets = np.where(table["dp_replicate"] > 1, spec.ddp.bucket_bytes, 0.0)[:, None] * np.ones_like(shared)
+    # A data-parallel reduction through buckets may hold them beside the gradients.
+    copied = spec.ddp.bucket_copy & (table["dp_replicate"] > 1)
+    buckets = np.where(copied[:, None], (shared + experts) * gradient_bytes, 0.0)
     reduction = np.where(fully_sharded, unsharded_gradients, buckets)
 
     flying = in_flight(table)

@@ -22,20 +22,27 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOfExperts:
-    """Sparse feed-forward layers. `dense_layers` counts the layers that stay dense."""
+    """Sparse feed-forward layers. `dense_layers` counts the layers that stay dense, `dense_layer_ids` names them."""
 
     experts: int
     experts_per_token: int
     ffn: int  # width of one expert
     shared_ffn: int = 0  # total width of the experts every token visits
     shared_gate: bool = False  # a scalar gate on the shared expert (qwen2-moe)
+    expert_bias: bool = False  # biases on the routed experts (transformers' classes have none, even with mlp_bias)
     router_bias: bool = False  # a per-expert selection bias (deepseek-v3's e_score_correction_bias)
     dense_layers: int = 0
+    dense_layer_ids: tuple[int, ...] = ()  # indices from 0, in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A decoder-only transformer. All widths in elements, all counts exact."""
+    """A decoder-only transformer. All widths in elements, all counts exact.
+
+    Biases: `qkv_bias` and `attention_out_bias` with `latent` mean the biases that DeepSeek's modules have (on the
+    compressing projections and on the output), never one on the up-projections. `assumed` lists, in words, what the
+    configuration did not say and what of it was ignored.
+    """
 
     name: str
     family: str
@@ -54,6 +61,7 @@ class Model:
     norms_per_layer: int = 2  # gemma2 and gemma3 have 4
     final_norm: bool = True
     qk_norm: bool = False  # a norm of width d on queries and on keys
+    qk_norm_wide: bool = False  # that norm spans all heads: a d and k d wide (olmo2)
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
@@ -64,6 +72,8 @@ class Model:
     sliding_layers: int = 0  # how many of the layers attend within `sliding_window` only
     max_positions: int = 0
     multi_token_layers: int = 0  # extra prediction layers that the base count leaves out (deepseek-v3's MTP)
+    rotary: bool = True  # rotary position embedding: no parameters, but an operator on queries and keys
+    parallel_residual: bool = False  # attention and feed-forward read the same input and are added once (gpt-neox)
     assumed: tuple[str, ...] = ()
 
     # --- parameters ---------------------------------------------------------------------------------------------
@@ -82,34 +92,58 @@ class Model:
         return self.hidden * (2 if self.norm_bias else 1)
 
     @property
-    def attention_parameters(self) -> int:
-        """Parameters of one attention block without its norms before and after."""
+    def attention_matmul_parameters(self) -> int:
+        """Weights of one attention block's matrices: projections only, no biases and no norms."""
         h = self.hidden
         if self.latent:
             m = self.latent
-            qk_dim = m.qk_nope_head_dim + m.qk_rope_head_dim
-            if m.q_lora_rank:
-                query = h * m.q_lora_rank + m.q_lora_rank + m.q_lora_rank * self.heads * qk_dim
-            else:
-                query = h * self.heads * qk_dim
-            compress = h * (m.kv_lora_rank + m.qk_rope_head_dim) + m.kv_lora_rank
+            queries = self.heads * self.qk_dim
+            query = h * m.q_lora_rank + m.q_lora_rank * queries if m.q_lora_rank else h * queries
+            compress = h * (m.kv_lora_rank + m.qk_rope_head_dim)
             expand = m.kv_lora_rank * self.heads * (m.qk_nope_head_dim + m.v_head_dim)
             return query + compress + expand + self.heads * m.v_head_dim * h
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        weights = h * (q + 2 * kv) + q * h
-        biases = (q + 2 * kv if self.qkv_bias else 0) + (h if self.attention_out_bias else 0)
-        return weights + biases + (2 * self.head_dim if self.qk_norm else 0)
+        return h * (q + 2 * kv) + q * h
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of one attention block without its norms before and after."""
+        out_bias = self.hidden if self.attention_out_bias else 0
+        if self.latent:
+            m = self.latent
+            norms = m.q_lora_rank + m.kv_lora_rank  # one norm on each compressed vector
+            compressed = m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim
+            return self.attention_matmul_parameters + norms + (compressed if self.qkv_bias else 0) + out_bias
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        norms = 0
+        if self.qk_norm:
+            norms = q + kv if self.qk_norm_wide else 2 * self.head_dim
+        return self.attention_matmul_parameters + (q + 2 * kv if self.qkv_bias else 0) + out_bias + norms
+
+    def mlp_matmul_parameters(self, width: int) -> int:
+        """Weights of one feed-forward block's matrices: gate (if any), up and down."""
+        return (3 if self.gated_mlp else 2) * self.hidden * width
 
     def mlp_parameters(self, width: int) -> int:
-        """Parameters of one feed-forward block of the given width."""
-        matrices = 3 if self.gated_mlp else 2
-        biases = (matrices - 1) * width + self.hidden if self.mlp_bias else 0
-        return matrices * self.hidden * width + biases
+        """Parameters of one dense or shared feed-forward block of the given width."""
+        return self.mlp_matmul_parameters(width) + (self._mlp_biases(width) if self.mlp_bias else 0)
+
+    def _mlp_biases(self, width: int) -> int:
+        inner = (2 if self.gated_mlp else 1) * width  # rows that carry a bias before the down projection
+        return inner + self.hidden
+
+    @property
+    def one_expert_parameters(self) -> int:
+        """Parameters of one routed expert."""
+        if not self.moe:
+            return 0
+        biases = self._mlp_biases(self.moe.ffn) if self.moe.expert_bias else 0
+        return self.mlp_matmul_parameters(self.moe.ffn) + biases
 
     @property
     def expert_parameters(self) -> int:
         """Parameters of all routed experts of one MoE layer."""
-        return self.moe.experts * self.mlp_parameters(self.moe.ffn) if self.moe else 0
+        return self.moe.experts * self.one_expert_parameters if self.moe else 0
 
     @property
     def moe_shared_parameters(self) -> int:
@@ -154,13 +188,29 @@ class Model:
             + self.head_parameters
         )
 
+    def layer_is_moe(self, index: int) -> bool:
+        """Whether layer `index` (from 0) routes its tokens to experts."""
+        return self.moe is not None and index not in self.moe.dense_layer_ids
+
+    @property
+    def multi_token_parameters(self) -> int:
+        """Parameters of the extra prediction layers, which `parameters` leaves out.
+
+        Each has two norms on its inputs (hidden state and embedding), a projection of both to h, one more layer of
+        the model's last kind and a norm before the head; embedding and head are the model's own (DeepSeek-V3,
+        README_WEIGHTS.md, "Multi-Token Prediction modules").
+        """
+        layer = self.moe_layer_parameters if self.moe else self.dense_layer_parameters
+        extra = 2 * self.hidden * self.hidden + 3 * self.norm_parameters
+        return self.multi_token_layers * (layer + extra)
+
     @property
     def active_parameters(self) -> int:
         """Parameters one token passes through: routed experts count as often as they are chosen."""
         if not self.moe:
             return self.parameters
         idle = self.moe.experts - self.moe.experts_per_token
-        return self.parameters - self.moe_layers * idle * self.mlp_parameters(self.moe.ffn)
+        return self.parameters - self.moe_layers * idle * self.one_expert_parameters
 
     # --- floating-point operations ------------------------------------------------------------------------------
 
@@ -174,20 +224,57 @@ class Model:
         """Width of one value head."""
         return self.latent.v_head_dim if self.latent else self.head_dim
 
+    @property
+    def layer_matmul_parameters(self) -> int:
+        """Matrix weights of all layers that one token is multiplied with: chosen experts only, head left out."""
+        total = self.layers * self.attention_matmul_parameters
+        total += self.dense_layers * self.mlp_matmul_parameters(self.ffn)
+        if self.moe:
+            moe = self.moe
+            routed = moe.experts_per_token * self.mlp_matmul_parameters(moe.ffn)
+            shared = self.mlp_matmul_parameters(moe.shared_ffn) + (self.hidden if moe.shared_gate else 0)
+            total += self.moe_layers * (self.hidden * moe.experts + routed + shared)
+        return total
+
     def matmul_parameters(self) -> int:
-        """Weights that one token is multiplied with: active matrices, the embedding look-up left out."""
-        norms = self.layers * self.block_norm_parameters + (self.norm_parameters if self.final_norm else 0)
-        head = self.vocab * self.hidden if self.tied_embeddings else 0
-        return self.active_parameters - self.embedding_parameters - norms + head
+        """Weights that one token is multiplied with: active matrices and the head, tied or not; no look-up table."""
+        return self.layer_matmul_parameters + self.vocab * self.hidden
 
-    def forward_flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of one token's forward pass: two per matmul weight, plus causal attention.
+    def attended_keys(self, seq_len: int, *, causal: bool = True) -> float:
+        """Keys that a token's query meets, averaged over the sequence and summed over layers.
 
-        Attention is counted at half the square (causal), as torchtitan, PaLM (arXiv 2204.02311, appendix B) and
-        Megatron do not agree on: `full_attention_flops_per_token` gives the other convention.
+        Causal: s/2 in a full layer (the diagonal's half is left out, as every published formula does) and
+        w - w^2/2s in a layer with a window of w < s. Not causal: s, or w.
         """
-        return 2.0 * self.matmul_parameters() + 0.5 * self.full_attention_flops_per_token(seq_len)
+        window = min(self.sliding_window, seq_len) if self.sliding_layers else seq_len
+        full, windowed = float(seq_len), float(window)
+        if causal and seq_len:
+            full, windowed = seq_len / 2, window - window * window / (2 * seq_len)
+        return (self.layers - self.sliding_layers) * full + self.sliding_layers * windowed
+
+    def attention_flops_per_token(self, seq_len: int, *, causal: bool = True) -> float:
+        """FLOPs of scores and context for one token over all layers: 2 a (d_qk + d_v) for each key it meets."""
+        return 2.0 * self.heads * (self.qk_dim + self.v_dim) * self.attended_keys(seq_len, causal=causal)
+
+    def forward_flops_per_token(self, seq_len: int, *, causal: bool = True) -> float:
+        """FLOPs of one token's forward pass: two per matmul weight, plus attention over the keys it meets.
+
+        Megatron (arXiv 2104.04473), PaLM (arXiv 2204.02311, appendix B) and torchtitan count the whole square of
+        scores; pass `causal=False` to compare with them.
+        """
+        return 2.0 * self.matmul_parameters() + self.attention_flops_per_token(seq_len, causal=causal)
 
     def full_attention_flops_per_token(self, seq_len: int) -> float:
         """FLOPs of scores and context for one token over all layers, no causal saving: 2 s a (d_qk + d_v) a layer."""
-        return 2.0 * seq_len * self.heads * (self.qk_dim + self.v_dim) * self.layers
+        return self.attention_flops_per_token(seq_len, causal=False)
+
+    def training_flops_per_token(self, seq_len: int, *, causal: bool = False, recompute_layers: float = 0.0) -> float:
+        """FLOPs of one token's forward and backward pass (twice the forward), plus recomputed layers.
+
+        `recompute_layers` is the fraction of layers whose forward pass runs again in the backward pass: 0 gives model
+        FLOPs (the numerator of MFU), 1 the hardware FLOPs of full recompute. The head is never recomputed. With 1 and
+        `causal=False` this is Megatron's 96 l h^2 (1 + s/6h + V/16lh) for a GPT (arXiv 2104.04473, section 5.1).
+        """
+        attention = self.attention_flops_per_token(seq_len, causal=causal)
+        layers = 2.0 * self.layer_matmul_parameters + attention
+        return (3.0 + recompute_layers) * layers + 3.0 * 2.0 * self.vocab * self.hidden

@@ -25,7 +25,8 @@ class PlanTable:
 
     `state_shard[k]` is the number of ranks that share one copy of k in (`parameters`, `gradients`, `optimizer`) for
     everything but routed experts; `expert_shard[k]` likewise for routed experts, which expert parallelism has already
-    divided by `ep`.
+    divided by `ep`. `conditions` are what operators of a runtime description may ask of a plan: `sp`, and `autocast`
+    (16-bit compute by autocast rather than by a sharded copy: data parallel or a single GPU, nothing else).
     """
 
     plans: tuple[Plan, ...]
@@ -37,6 +38,7 @@ class PlanTable:
     micro_batches: Floats
     state_shard: dict[str, Floats]
     expert_shard: dict[str, Floats]
+    conditions: dict[str, NDArray[np.bool_]]
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -67,16 +69,20 @@ def plan_table(plans: Sequence[Plan], workload: Workload) -> PlanTable:
     expert_group = np.maximum(expert_ranks / columns["ep"], 1.0)
     state_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], group, 1.0) for k in STATES}
     expert_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], expert_group, 1.0) for k in STATES}
+    sequence_parallel = np.array([p.sequence_parallel for p in plans], dtype=bool)
+    unsharded = (zero == 0) | ((zero < 0) & (group <= 1))
+    autocast = unsharded & (columns["tp"] == 1) & (columns["pp"] == 1)
     return PlanTable(
         plans=tuple(plans),
         columns=columns,
-        sequence_parallel=np.array([p.sequence_parallel for p in plans], dtype=bool),
+        sequence_parallel=sequence_parallel,
         recompute=np.array([p.recompute for p in plans]),
         schedule=np.array([p.schedule or ("1F1B" if p.pp > 1 else "") for p in plans]),
         tp_overlap=np.array([p.tp_overlap for p in plans]),
         micro_batches=workload.global_batch_size / (dp * columns["micro_batch_size"]),
         state_shard=state_shard,
         expert_shard=expert_shard,
+        conditions={"sp": sequence_parallel, "autocast": autocast},
     )
 
 

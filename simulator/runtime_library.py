@@ -47,8 +47,8 @@ class FsdpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpSpec:
-    bucket_bytes: float
     overlap: bool
+    bucket_copy: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +63,17 @@ class PipelineSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
-    """Host seconds per kernel launch, per DTensor operator, per collective, per layer and per step."""
+    """Host seconds: per kernel launch, per operator on DTensors, per collective, per layer and pass, per recomputed
+    layer, per step.
+    """
 
     launch_s: float
     backward_launch_s: float
     dtensor_launch_s: float
     collective_s: float
-    layer_s: float
+    forward_layer_s: float
+    backward_layer_s: float
+    checkpoint_s: float
     step_s: float
 
 
@@ -169,14 +173,14 @@ def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
 
 
 def attention_implementation(runtime: Runtime) -> str:
-    """Return `flash` or `unfused`. A Megatron run in float16 that states no version predates FlashAttention there.
+    """Return `flash` or `unfused`. Fused attention kernels need 16-bit operands.
 
-    Megatron-LM gained `--use-flash-attn` in November 2022 and trained GPT in float16 until bfloat16 became usual; a
+    A Megatron run in float16 that states no version is taken to predate FlashAttention there: Megatron-LM gained `--use-flash-attn` in November 2022 and trained GPT in float16 until bfloat16 became usual; a
     stated version settles it.
     """
     spec = runtime_spec(runtime.name)
     early = "megatron" in spec.frameworks and runtime.version is None and runtime.compute_dtype == "float16"
-    return "unfused" if early else "flash"
+    return "unfused" if early or DTYPE_BYTES[runtime.compute_dtype] > 2 else "flash"
 
 
 def canonical_recompute(word: str, runtime: Runtime) -> str:
@@ -192,7 +196,7 @@ def canonical_recompute(word: str, runtime: Runtime) -> str:
 class ModelOperators:
     """The operators of one model under one runtime, in execution order, conditions on the model already decided.
 
-    `when` of these operators holds only what depends on the plan (`sp`, `!sp`).
+    `when` of these operators holds only what depends on the plan (`PLAN_CONDITIONS`).
     """
 
     spec: RuntimeSpec
@@ -203,7 +207,7 @@ class ModelOperators:
     features: frozenset[str] = field(default_factory=frozenset)
 
 
-PLAN_CONDITIONS = frozenset({"sp", "!sp"})
+PLAN_CONDITIONS = frozenset({"sp", "!sp", "autocast", "!autocast"})
 
 
 def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
@@ -239,6 +243,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "rotary": not gpt,
         "dropout": spec.dropout and gpt,
         "shared_expert": bool(model.moe and model.moe.shared_ffn),
+        "compiled": runtime.compile,
         "q_lora": bool(model.latent and model.latent.q_lora_rank),
         attention_implementation(runtime): True,
     }

@@ -44,10 +44,7 @@ class GroupRates:
 
 def group_shape(*, size: int, stride: int, gpus_per_node: int, world: int) -> GroupShape:
     """Return the shape of the groups of a mesh axis with `size` ranks, `stride` apart, ranks filling nodes in order."""
-    if stride >= gpus_per_node:
-        per_node = 1
-    else:
-        per_node = min(size, max(1, gpus_per_node // stride))
+    per_node = 1 if stride >= gpus_per_node else min(size, max(1, gpus_per_node // stride))
     on_node = min(gpus_per_node, world)
     siblings = max(1, on_node // per_node) if size > per_node else max(1, on_node // max(size, 1))
     return GroupShape(ranks=size, ranks_per_node=per_node, siblings=siblings, stride=stride if per_node > 1 else 1)

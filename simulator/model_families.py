@@ -1,0 +1,265 @@
+"""What each family of models is, as data: the shapes its modules have and the defaults its config class gives.
+
+`config_class` is the class of Hugging Face transformers 5.23 (src/transformers/models/<family>/configuration_*.py)
+whose defaults stand here; which projections and norms exist, and which carry biases, is from modeling_*.py beside it.
+One family has no such class: `gpt` is Megatron-LM's GPTModel with the defaults of its command line
+(megatron/training/arguments.py: biases, LayerNorm, learned positions, output tied to the embedding).
+
+Sizes (layers, hidden, heads, feed-forward, vocabulary, experts) never have a default here: a class's own default size
+is one particular model, and to assume it would be to answer for another network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Shapes and defaults of one `model_type`.
+
+    `kv_heads` and `head_dim` are what the class assumes for an absent key (None: as many as query heads; hidden over
+    heads). A bias is fixed when its `*_key` is empty, else the key decides and the value here is its default.
+    Latent attention takes the widths of DeepSeek's classes, which are the same in V2 and V3 (`LATENT_DEFAULTS`).
+    """
+
+    config_class: str
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    tied: bool = False
+    gated_mlp: bool = True
+    norm: str = "rmsnorm"
+    norms_per_layer: int = 2
+    rotary: bool = True
+    parallel_residual: bool = False
+    qk_norm: bool = False
+    qk_norm_wide: bool = False
+    qkv_bias: bool = False
+    qkv_bias_key: str = ""
+    out_bias: bool = False  # used when `out_bias_key` is empty
+    out_bias_key: str = ""
+    mlp_bias: bool = False
+    mlp_bias_key: str = ""
+    multi_head_only: bool = False  # no grouped queries: heads and key/value heads are the same
+    latent: bool = False
+    experts: str = "optional"  # optional (dense without the keys), required
+    expert_width_key: str = "moe_intermediate_size"
+    shared_gate: bool = False
+    router_bias: bool = False
+    shared_experts: int | None = None  # default of n_shared_experts; None: the family has none unless it says so
+    shared_expert_width: int | None = None  # default of shared_expert_intermediate_size
+    dense_first: int = 0  # default of first_k_dense_replace
+    sliding: str = "none"  # see hf_config._sliding
+    sliding_window: int = 0  # default when the key is absent; 0: none
+    inner_is_4h: bool = False  # feed-forward width is 4 h unless stated
+    positions_default: int = 0  # rows of the learned position table when unstated
+
+
+# Both DeepseekV2Config and DeepseekV3Config.
+LATENT_DEFAULTS = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        config_class="LlamaConfig",
+        qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias",
+        mlp_bias_key="mlp_bias",
+    ),
+    "mistral": Family(config_class="MistralConfig", kv_heads=8, sliding="all", sliding_window=4096),
+    "mixtral": Family(
+        config_class="MixtralConfig",
+        kv_heads=8,
+        sliding="all",
+        experts="required",
+        expert_width_key="intermediate_size",
+    ),
+    "qwen2": Family(config_class="Qwen2Config", kv_heads=32, qkv_bias=True, sliding="qwen", sliding_window=4096),
+    "qwen2_moe": Family(
+        config_class="Qwen2MoeConfig",
+        kv_heads=16,
+        qkv_bias=True,
+        qkv_bias_key="qkv_bias",
+        sliding="qwen-moe",
+        sliding_window=4096,
+        experts="required",
+        shared_gate=True,
+        shared_expert_width=5632,
+    ),
+    "qwen3": Family(
+        config_class="Qwen3Config",
+        kv_heads=32,
+        head_dim=128,
+        qk_norm=True,
+        qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias",
+        sliding="qwen",
+        sliding_window=4096,
+    ),
+    "qwen3_moe": Family(
+        config_class="Qwen3MoeConfig",
+        kv_heads=4,
+        qk_norm=True,
+        qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias",
+        sliding="qwen-all",
+        sliding_window=4096,
+        experts="required",
+    ),
+    "deepseek_v2": Family(
+        config_class="DeepseekV2Config",
+        latent=True,
+        qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias",
+        mlp_bias_key="mlp_bias",
+        experts="required",
+        shared_experts=2,
+    ),
+    "deepseek_v3": Family(
+        config_class="DeepseekV3Config",
+        latent=True,
+        qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias",
+        experts="required",
+        shared_experts=1,
+        dense_first=3,
+        router_bias=True,
+    ),
+    "gpt2": Family(
+        config_class="GPT2Config",
+        tied=True,
+        gated_mlp=False,
+        norm="layernorm",
+        rotary=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        multi_head_only=True,
+        inner_is_4h=True,
+        positions_default=1024,
+    ),
+    "gpt_neox": Family(
+        config_class="GPTNeoXConfig",
+        gated_mlp=False,
+        norm="layernorm",
+        parallel_residual=True,
+        qkv_bias=True,
+        qkv_bias_key="attention_bias",
+        out_bias=True,
+        out_bias_key="attention_bias",
+        mlp_bias=True,
+        multi_head_only=True,
+    ),
+    "gpt": Family(
+        config_class="Megatron-LM GPTModel",
+        tied=True,
+        gated_mlp=False,
+        norm="layernorm",
+        rotary=False,
+        qkv_bias=True,
+        qkv_bias_key="attention_bias",
+        out_bias=True,
+        out_bias_key="attention_bias",
+        mlp_bias=True,
+        mlp_bias_key="mlp_bias",
+        inner_is_4h=True,
+    ),
+    "gemma": Family(
+        config_class="GemmaConfig",
+        kv_heads=16,
+        head_dim=256,
+        tied=True,
+        qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias",
+    ),
+    "gemma2": Family(
+        config_class="Gemma2Config",
+        kv_heads=4,
+        head_dim=256,
+        tied=True,
+        norms_per_layer=4,
+        qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias",
+        sliding="every-other",
+        sliding_window=4096,
+    ),
+    "gemma3_text": Family(
+        config_class="Gemma3TextConfig",
+        kv_heads=4,
+        head_dim=256,
+        tied=True,
+        norms_per_layer=4,
+        qk_norm=True,
+        qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias",
+        sliding="five-of-six",
+        sliding_window=4096,
+    ),
+    "phi3": Family(config_class="Phi3Config", sliding="all"),
+    "olmo2": Family(
+        config_class="Olmo2Config",
+        qk_norm=True,
+        qk_norm_wide=True,
+        qkv_bias_key="attention_bias",
+        out_bias_key="attention_bias",
+    ),
+    "starcoder2": Family(
+        config_class="Starcoder2Config",
+        kv_heads=2,
+        tied=True,
+        gated_mlp=False,
+        norm="layernorm",
+        qkv_bias=True,
+        qkv_bias_key="use_bias",
+        out_bias=True,
+        out_bias_key="use_bias",
+        mlp_bias=True,
+        mlp_bias_key="use_bias",
+        sliding="all",
+    ),
+}
+
+# Keys that every config.json may carry and that change no shape. Some change cost a little (activation, rope
+# variant); none changes a count of parameters or of matmul FLOPs.
+IRRELEVANT = frozenset({
+    "_name_or_path", "_commit_hash", "_attn_implementation", "_attn_implementation_autoset", "_source", "name",
+    "architectures", "transformers_version", "torch_dtype", "dtype", "use_cache", "pretraining_tp", "tokenizer_class",
+    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
+    "hidden_act", "hidden_activation", "activation_function", "initializer_range", "initializer_factor",
+    "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps",
+    "rope_theta", "rope_scaling", "rope_parameters", "rope_interleave", "rope_local_base_freq", "rotary_emb_base",
+    "rotary_pct", "partial_rotary_factor", "original_max_position_embeddings", "rope_type",
+    "attention_dropout", "hidden_dropout", "classifier_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+    "residual_dropout", "embedding_dropout", "dropout", "attention_probs_dropout_prob", "hidden_dropout_prob",
+    "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux",
+    "norm_topk_prob", "scoring_func", "topk_method", "topk_group", "n_group", "routed_scaling_factor", "ep_size",
+    "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "scale_attn_weights",
+    "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj",
+    "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "task_specific_params", "n_ctx",
+    "id2label", "label2id", "num_labels", "problem_type", "return_dict", "output_attentions", "output_hidden_states",
+    "use_bidirectional_attention", "cache_implementation", "bad_words_ids", "is_decoder", "gradient_checkpointing",
+    "chunk_size_feed_forward", "max_length", "min_length", "temperature", "top_k", "top_p", "do_sample",
+    "begin_suppress_tokens", "suppress_tokens", "prefix", "finetuning_task", "torchscript", "tie_encoder_decoder",
+    "attention_type", "use_flash_attn", "flash_attn", "mamba_ssm_dtype", "seq_length", "unsloth_version", "unsloth_fixed",
+    "qk_head_dim", "embd_layer_norm", "tf_legacy_loss", "use_bfloat16", "trust_remote_code",
+})  # fmt: skip
+
+# Keys that do change shapes. A family that does not know one of these refuses it rather than answer for a network
+# that the file does not describe; false, null, 0 and an empty list say that the feature is absent.
+SHAPE_CHANGING = frozenset({
+    "text_config", "vision_config", "audio_config", "encoder", "is_encoder_decoder", "add_cross_attention",
+    "cross_attention_layers", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size", "num_experts", "num_local_experts",
+    "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers",
+    "first_k_dense_replace", "moe_layer_freq", "layer_types", "hybrid_override_pattern", "full_attention_interval",
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "ssm_state_size", "mamba_num_heads", "attn_layer_period", "num_kv_shared_layers", "embedding_size",
+    "word_embed_proj_dim", "n_inner", "ffn_hidden_size", "ffn_dim", "n_embd", "n_layer", "n_head", "d_model",
+    "n_layers", "n_heads", "num_layers", "multi_query", "index_n_heads", "index_head_dim", "block_configs",
+    "hidden_size_per_layer_input", "o_lora_rank", "attn_output_gate", "use_qk_norm", "qk_layernorm", "layer_group_size",
+})  # fmt: skip
