@@ -446,4 +446,3 @@ def _show(value: Any) -> str:
 def _kind(value: Any) -> str:
     names: dict[type, str] = {type(None): "missing", dict: "an object", list: "a list", str: "a string", bool: "a flag"}
     return names.get(type(value), "a number")
-

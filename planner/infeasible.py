@@ -218,7 +218,7 @@ def minimal_gpus(
         if missing <= 0:
             return n, at(n), reason
         reason = bound(n, missing)
-    whole = nearest_gpus(lambda on, n: gap(n) <= 0, cluster, 0, at)
+    whole = nearest_gpus(lambda _, n: gap(n) <= 0, cluster, 0, at)
     if whole is None or whole > limit:
         raise Infeasible(
             f"{model.name} fits on no cluster of up to {limit} GPUs of this kind", why=reason, remedy="use larger GPUs"

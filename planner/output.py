@@ -47,5 +47,10 @@ def console() -> Console:
 
     plain = not sys.stdout.isatty() or bool(os.environ.get("NO_COLOR"))
     return RichConsole(
-        file=sys.stdout, markup=False, highlight=False, emoji=False, no_color=plain, color_system=None if plain else "auto"
+        file=sys.stdout,
+        markup=False,
+        highlight=False,
+        emoji=False,
+        no_color=plain,
+        color_system=None if plain else "auto",
     )

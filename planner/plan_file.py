@@ -86,7 +86,9 @@ def refuse_overwrite(path: str | Path, *, force: bool) -> None:
     if target.is_dir():
         raise BadInput(f"{path} is a directory", remedy="name a file: --out plan.json")
     if (target.exists() or target.is_symlink()) and not force:
-        raise BadInput(f"{path} exists", why="a saved plan is not overwritten by accident", remedy="--force or another --out")
+        raise BadInput(
+            f"{path} exists", why="a saved plan is not overwritten by accident", remedy="--force or another --out"
+        )
 
 
 def load_plan(path: str | Path) -> PlanFile:

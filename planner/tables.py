@@ -20,9 +20,12 @@ from topology.cluster import Cluster
 if TYPE_CHECKING:
     from planner.legality import Problem
     from planner.search import RankedPlan, SearchResult
+    from rich.console import Console
+
     from simulator.model import Model
 
 WIDE = 150
+LABEL = 10  # width of the labels at the left
 
 
 def arithmetic(plan: Plan) -> str:
@@ -88,7 +91,7 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
         f"model     {model_line(result.model)}",
         f"workload  {workload_line(result.workload)}",
         f"runtime   {runtime_line(result.runtime, result.framework.title)}",
-        *(f"assumed   {line}" for line in result.assumed),
+        *assumed_lines(result.assumed),
         f"searched  {search_line(result)}",
     ]
     _say(screen, lines)
@@ -98,9 +101,7 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
         flips = "; ".join(flip_text(flip) for flip in ranked.flips)
         reasons.append(f"why #{ranked.rank} lost: {ranked.lost_because}" + (f"; {flips}" if flips else ""))
     memory = best.estimate.memory
-    notes = [
-        f"[{problem.grade}] {problem.message}" for problem in best.problems
-    ]
+    notes = [f"[{problem.grade}] {problem.message}" for problem in best.problems]
     _say(screen, [*reasons, *(f"note on #1: {line}" for line in notes), *legend(best.estimate)])
     _say(screen, [f"memory of #1: {memory.verdict}; {memory_line(best.estimate)}"])
     if out:
@@ -169,7 +170,7 @@ def print_estimate(
             f"workload  {workload_line(workload)}",
             f"runtime   {runtime_line(runtime, framework)}",
             f"plan      {arithmetic(plan)}; {policy(plan)}",
-            *(f"assumed   {line}" for line in assumed),
+            *assumed_lines(assumed),
             *(f"{problem.grade!s:9} {problem.message}" for problem in problems),
         ],
     )
@@ -201,6 +202,10 @@ def legend(estimate: Estimate) -> list[str]:
         f"MFU counts model FLOPs (no recompute) against the dense peak of {estimate.peak_flops / 1e12:.0f} TFLOP/s",
         f"peak GiB is what the allocator holds on the worst rank, of {estimate.memory.capacity_bytes / GIB:.1f} GiB",
     ]
+
+
+def assumed_lines(assumed: Sequence[str]) -> list[str]:
+    return [f"assumed   {'; '.join(assumed)}"] if assumed else []
 
 
 def memory_line(estimate: Estimate) -> str:
@@ -271,6 +276,12 @@ def flip_text(flip: Flip) -> str:
     return f"wins if {flip.quantity} {sign} {flip.at / scale:.1f} {unit} (now {flip.now / scale:.1f})"
 
 
-def _say(screen: object, lines: Sequence[str]) -> None:
+def _say(screen: Console, lines: Sequence[str]) -> None:
+    """Print lines, long ones folded under their text rather than under their label."""
+    from textwrap import wrap  # noqa: PLC0415 - only where something is printed
+
     for line in lines:
-        screen.print(printable(line), soft_wrap=False)  # type: ignore[attr-defined]  # rich is imported late
+        labelled = len(line) > LABEL and line[LABEL - 1] == " " and line[LABEL] != " "
+        indent = " " * (LABEL if labelled else 2)
+        for folded in wrap(printable(line), max(40, screen.width), subsequent_indent=indent) or [""]:
+            screen.print(folded)

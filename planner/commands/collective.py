@@ -41,16 +41,20 @@ def collective(
     from planner.inputs import cluster_of, profile_of  # noqa: PLC0415 - as above
 
     measured = profile_of(profile)
+    summary = None
     if tables is not None:
-        rows = table_rows(tables, cost_model=cost_model.value, profile=measured)
+        rows, summary = table_rows(tables, cost_model=cost_model.value)
     else:
         rows = predicted_rows(
             cluster_of(cluster, gpus), op, _sizes(sizes), gpus=gpus, cost_model=cost_model.value, profile=measured
         )
     if json:
-        output.emit_json({"schema_version": output.SCHEMA_VERSION, "rows": rows})
-    else:
-        _print(rows)
+        document = {"schema_version": output.SCHEMA_VERSION, "rows": rows}
+        output.emit_json(document if summary is None else {**document, "summary": summary})
+        return
+    _print(rows)
+    if summary is not None:
+        _print_scores(summary)
 
 
 def _sizes(text: str) -> list[int]:
@@ -60,7 +64,9 @@ def _sizes(text: str) -> list[int]:
     for part in text.split(","):
         word = part.strip()
         if not (word.isascii() and word.isdigit() and 0 < int(word[:16]) <= 1 << 44):
-            raise UserError(f"--bytes has {part!r}", why="sizes are whole numbers of bytes", remedy="--bytes 1024,1048576")
+            raise UserError(
+                f"--bytes has {part!r}", why="sizes are whole numbers of bytes", remedy="--bytes 1024,1048576"
+            )
         sizes.append(int(word))
     return sizes
 
@@ -89,3 +95,16 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
             "-" if error is None else f"{error:+.1%}",
         )
     console().print(table)
+
+
+def _print_scores(summary: dict[str, Any]) -> None:
+    from planner.output import printable  # noqa: PLC0415 - keeps `--help` light
+
+    for skipped in summary["skipped"]:
+        print(printable(f"skipped table {skipped['id']} ({skipped['machine']}): {skipped['reason']}"))
+    overall = summary["overall"]
+    if overall is not None:
+        print(
+            f"{overall['points']} measured points: mean absolute error {overall['mean_error']:.1%}, median "
+            f"{overall['median_error']:.1%}, inside the 80% interval {overall['within_interval']:.0%}"
+        )

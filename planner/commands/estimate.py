@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from simulator.estimate import Estimate
 
 
-
 def estimate(
     case: Annotated[str | None, typer.Option("--case", help="Case file: one case or a list; - reads stdin.")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Plan file saved by planner suggest --out.")] = None,
@@ -30,7 +29,9 @@ def estimate(
     ] = None,
     micro_batch: Annotated[int | None, typer.Option("--micro-batch", min=1, help="Sequences in a micro batch.")] = None,
     dp_replicate: Annotated[int | None, typer.Option("--dp-replicate", min=1, help="Replicas.")] = None,
-    dp_shard: Annotated[int | None, typer.Option("--dp-shard", min=1, help="FSDP shards; default fills the GPUs.")] = None,
+    dp_shard: Annotated[
+        int | None, typer.Option("--dp-shard", min=1, help="FSDP shards; default fills the GPUs.")
+    ] = None,
     zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="ZeRO stage over --dp-replicate.")] = None,
     tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel degree.")] = 1,
     sequence_parallel: Annotated[
@@ -142,7 +143,13 @@ def _from_flags(
     from planner.cases import case_from_flags  # noqa: PLC0415 - keeps `--help` light
 
     return case_from_flags(
-        model=model, cluster=cluster, gpus=gpus, seq_len=seq_len, global_batch=global_batch, plan=stated, runtime=software
+        model=model,
+        cluster=cluster,
+        gpus=gpus,
+        seq_len=seq_len,
+        global_batch=global_batch,
+        plan=stated,
+        runtime=software,
     )
 
 

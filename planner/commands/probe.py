@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def probe(
     sources: Annotated[
         list[str] | None,
-        typer.Option("--from", help="Captured nvidia-smi topo -m, nvlink, p2p or NCCL XML; again for more; - for stdin."),
+        typer.Option(
+            "--from", help="Captured nvidia-smi topo -m, nvlink, p2p or NCCL XML; again for more; - for stdin."
+        ),
     ] = None,
     gpu: Annotated[
         str | None, typer.Option("--gpu", help="GPU model, where the text does not say it (such as h100-sxm).")

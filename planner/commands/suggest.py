@@ -38,7 +38,9 @@ def suggest(
     ] = None,
     framework: Annotated[
         str,
-        typer.Option("--framework", help="torchtitan, megatron-lm, deepspeed, megatron-deepspeed, llm-foundry, pytorch, any."),
+        typer.Option(
+            "--framework", help="torchtitan, megatron-lm, deepspeed, megatron-deepspeed, llm-foundry, pytorch, any."
+        ),
     ] = "torchtitan",
     objective: Annotated[Objective, typer.Option("--objective", help="What the best plan has least of, or most.")] = (
         Objective.TIME
@@ -162,7 +164,7 @@ def _search(
     named = {"name": "pytorch" if rules.name == "any" else rules.name, "version": version, **runtime}
     resolved, assumed = resolve_runtime(named)
     assumed = [*network.assumed, *assumed]
-    machine = cluster_of(cluster, count if count else None)
+    machine = cluster_of(cluster, count or None)
 
     def grow(n: int) -> Cluster:
         return cluster_of(cluster, n)

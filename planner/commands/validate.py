@@ -63,7 +63,8 @@ def _hold(summary: Mapping[str, Any], tolerance: float) -> None:
     ]
     if over:
         raise OutOfTolerance(
-            f"mean absolute error above {tolerance:g}%: {', '.join(over)}", remedy="look at the worst rows of the report"
+            f"mean absolute error above {tolerance:g}%: {', '.join(over)}",
+            remedy="look at the worst rows of the report",
         )
 
 
@@ -91,8 +92,8 @@ def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Non
         if row["skipped"]:
             screen.print(printable(f"skipped {row['id']}: {row['skipped']}"))
     totals = Table(box=None, pad_edge=False)
-    totals.add_column("file", overflow="fold")
-    for heading in ("rows", "skipped", "step", "bias", "in range", "memory", "bias", "in range", "outcome"):
+    totals.add_column("file", overflow="fold", min_width=18)
+    for heading in ("rows", "skip", "step", "bias", "held", "mem", "bias", "held", "outcome"):
         totals.add_column(heading, justify="right")
     for name, part in [*summary["by_file"].items(), ("all", summary)]:
         outcome = part["outcomes"]
@@ -101,7 +102,7 @@ def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Non
         totals.add_row(printable(name), *cells)
     screen.print()
     screen.print(totals)
-    screen.print("step and memory: mean absolute error; bias: mean signed error; in range: inside the 80% interval;")
+    screen.print("step and memory: mean absolute error; bias: mean signed error; held: inside the 80% interval;")
     screen.print("outcome: predicted fit or out-of-memory as it happened. Errors are predicted/measured - 1.")
 
 
