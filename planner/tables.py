@@ -18,10 +18,10 @@ from simulator.workload import Workload
 from topology.cluster import Cluster
 
 if TYPE_CHECKING:
-    from planner.legality import Problem
-    from planner.search import RankedPlan, SearchResult
     from rich.console import Console
 
+    from planner.legality import Problem
+    from planner.search import RankedPlan, SearchResult
     from simulator.model import Model
 
 WIDE = 150
