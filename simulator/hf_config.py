@@ -128,6 +128,8 @@ def _read(reader: ConfigReader) -> Model:
     parallel = family.parallel_residual
     if parallel:
         parallel = reader.flag("use_parallel_residual", default=True)
+    if family.qk_norm and reader.config.get("use_qk_norm") is True:
+        reader.read.add("use_qk_norm")  # some files of the family say what its class always does
     tied = reader.flag("tie_word_embeddings", default=family.tied)
     if reader.config.get("tie_word_embeddings") is None:
         reader.assume("tie_word_embeddings", family.tied)
@@ -247,7 +249,7 @@ def _experts(reader: ConfigReader, layers: int) -> MixtureOfExperts | None:
     every = reader.integer("moe_layer_freq", high=MAX_LAYERS) or 1
     dense = tuple(i for i in range(layers) if i in only_dense or (i + 1) % step or i < first or i % every)
     per_token = reader.integer("num_experts_per_tok", "num_experts_per_token", "moe_topk")
-    width = reader.integer(family.expert_width_key)
+    width = reader.integer(*family.expert_width_keys)
     shared = _shared_experts(reader, width)
     if experts == 0 or len(dense) == layers:
         if experts:
@@ -263,7 +265,7 @@ def _experts(reader: ConfigReader, layers: int) -> MixtureOfExperts | None:
     return MixtureOfExperts(
         experts=experts,
         experts_per_token=per_token,
-        ffn=width if width is not None else reader.size(family.expert_width_key),
+        ffn=width if width is not None else reader.size(*family.expert_width_keys),
         shared_ffn=shared,
         shared_gate=family.shared_gate and shared > 0,
         router_bias=family.router_bias,
@@ -390,6 +392,6 @@ def _positions(reader: ConfigReader, max_positions: int) -> tuple[int, bool]:
         return 0, kind == "rope"
     if not max_positions:
         reader.assumed.append(
-            "max_position_embeddings not stated: the learned position table (hidden_size parameters a row) is not counted"
+            "max_position_embeddings not stated: the learned position table (hidden_size elements a row) is left out"
         )
     return max_positions, False

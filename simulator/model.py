@@ -190,7 +190,11 @@ class Model:
 
     def layer_is_moe(self, index: int) -> bool:
         """Whether layer `index` (from 0) routes its tokens to experts."""
-        return self.moe is not None and index not in self.moe.dense_layer_ids
+        if self.moe is None:
+            return False
+        if not self.moe.dense_layer_ids:  # a Model made by hand: the dense layers come first, as in DeepSeek's
+            return index >= self.moe.dense_layers
+        return index not in self.moe.dense_layer_ids
 
     @property
     def multi_token_parameters(self) -> int:

@@ -43,7 +43,7 @@ class Family:
     multi_head_only: bool = False  # no grouped queries: heads and key/value heads are the same
     latent: bool = False
     experts: str = "optional"  # optional (dense without the keys), required
-    expert_width_key: str = "moe_intermediate_size"
+    expert_width_keys: tuple[str, ...] = ("moe_intermediate_size",)
     shared_gate: bool = False
     router_bias: bool = False
     shared_experts: int | None = None  # default of n_shared_experts; None: the family has none unless it says so
@@ -77,7 +77,7 @@ FAMILIES: dict[str, Family] = {
         kv_heads=8,
         sliding="all",
         experts="required",
-        expert_width_key="intermediate_size",
+        expert_width_keys=("intermediate_size", "moe_intermediate_size"),
     ),
     "qwen2": Family(config_class="Qwen2Config", kv_heads=32, qkv_bias=True, sliding="qwen", sliding_window=4096),
     "qwen2_moe": Family(
@@ -245,7 +245,8 @@ IRRELEVANT = frozenset({
     "use_bidirectional_attention", "cache_implementation", "bad_words_ids", "is_decoder", "gradient_checkpointing",
     "chunk_size_feed_forward", "max_length", "min_length", "temperature", "top_k", "top_p", "do_sample",
     "begin_suppress_tokens", "suppress_tokens", "prefix", "finetuning_task", "torchscript", "tie_encoder_decoder",
-    "attention_type", "use_flash_attn", "flash_attn", "mamba_ssm_dtype", "seq_length", "unsloth_version", "unsloth_fixed",
+    "attention_type", "use_flash_attn", "flash_attn", "mamba_ssm_dtype", "seq_length", "unsloth_version",
+    "unsloth_fixed",
     "qk_head_dim", "embd_layer_norm", "tf_legacy_loss", "use_bfloat16", "trust_remote_code",
 })  # fmt: skip
 
@@ -256,10 +257,11 @@ SHAPE_CHANGING = frozenset({
     "cross_attention_layers", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     "n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size", "num_experts", "num_local_experts",
     "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers",
+    "mlp_layer_types",
     "first_k_dense_replace", "moe_layer_freq", "layer_types", "hybrid_override_pattern", "full_attention_interval",
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "ssm_state_size", "mamba_num_heads", "attn_layer_period", "num_kv_shared_layers", "embedding_size",
     "word_embed_proj_dim", "n_inner", "ffn_hidden_size", "ffn_dim", "n_embd", "n_layer", "n_head", "d_model",
     "n_layers", "n_heads", "num_layers", "multi_query", "index_n_heads", "index_head_dim", "block_configs",
-    "hidden_size_per_layer_input", "o_lora_rank", "attn_output_gate", "use_qk_norm", "qk_layernorm", "layer_group_size",
+    "hidden_size_per_layer_input", "o_lora_rank", "attn_output_gate", "layer_group_size",
 })  # fmt: skip

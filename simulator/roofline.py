@@ -32,7 +32,11 @@ class AttentionEfficiency:
 class Efficiency:
     """Fractions of the datasheet an architecture's kernels reach; see efficiency.toml for meaning and source."""
 
+    reference: str
+    reference_w: float
+    reference_flops: float
     sustained: float
+    power_exponent: float
     ramp_k: float
     hbm: float
     kernel_s: float
@@ -85,13 +89,13 @@ class Roofline:
 
     @property
     def sustained_flops(self) -> float:
-        """What a large matmul keeps up for minutes: the best published rate, less what the power limit takes."""
-        best = self.gpu.achieved_flops.get(self.dtype)
-        if best is None:
-            # Rates scale together across dtypes: borrow bfloat16's fraction of its peak, else a typical one.
-            reference = self.gpu.achieved_flops.get("bfloat16", 0.0) / self.gpu.peak_flops.get("bfloat16", np.inf)
-            best = self.peak_flops * (reference or 0.82)
-        return best * efficiency(self.gpu.architecture).sustained
+        """What a large matmul keeps up for minutes: what the power limit leaves of the peak, see efficiency.toml."""
+        known = efficiency(self.gpu.architecture)
+        bf16 = self.gpu.peak_flops.get("bfloat16", self.peak_flops)
+        watts = self.gpu.power_w or known.reference_w
+        supply = (watts / bf16) / (known.reference_w / known.reference_flops)
+        sustained = self.peak_flops * known.sustained * min(1.0, supply) ** known.power_exponent
+        return min(sustained, self.gpu.achieved_flops.get(self.dtype, np.inf))
 
     @property
     def memory_bytes_per_s(self) -> float:

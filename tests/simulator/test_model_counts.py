@@ -61,12 +61,19 @@ def _llama_like(layers, hidden, heads, kv, ffn, vocab, **more):
 
 
 QWEN_MOE = {"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408}
+QWEN_CODER = {"num_experts": 160, "num_experts_per_tok": 8, "moe_intermediate_size": 2560}
 NOT_SHIPPED = [
     (
         "qwen2_moe",
         _llama_like(24, 2048, 16, 16, 5632, 151936, shared_expert_intermediate_size=5632, **QWEN_MOE),
         14_315_784_192,
         KERAS + "qwen1.5_moe_2.7b_en",
+    ),
+    (
+        "qwen3_moe",
+        _llama_like(62, 6144, 96, 8, 8192, 151936, head_dim=128, **QWEN_CODER),
+        480_154_875_392,
+        HUB + "Qwen/Qwen3-Coder-480B-A35B-Instruct @9d90cf8f",
     ),
     ("olmo2", _llama_like(32, 4096, 32, 32, 11008, 100352), 7_298_617_344, HUB + "allenai/OLMo-2-1124-7B @7df9a825"),
     ("olmo2", _llama_like(40, 5120, 40, 40, 13824, 100352), 13_716_198_400, HUB + "allenai/OLMo-2-1124-13B @3fefddc1"),
@@ -354,7 +361,7 @@ def test_tensor_by_tensor(name):
     assert _elements(STATES[name](model)) == model.parameters
 
 
-def test_qwen3_30b_has_the_tensors_its_index_lists():
+def test_qwen3_235b_has_the_tensors_its_index_lists():
     """The index of Qwen3-235B-A22B lists 36,945 tensors: the layout above is that of the checkpoint."""
     model = load_model("qwen3-235b-a22b")
     state = _sparse_state(model, _llama_state(model, qk_norm=True), experts_at="mlp.experts", router="mlp.gate")

@@ -1,5 +1,7 @@
 """FLOPs per token against the closed forms that papers and frameworks print."""
 
+from dataclasses import replace
+
 import pytest
 
 from simulator.describe import describe
@@ -90,6 +92,8 @@ def test_sparse_layers_know_their_places():
     assert [model.layer_is_moe(i) for i in (0, 2, 3, 60)] == [False, False, True, True]
     assert model.dense_layers == 3
     assert not load_model("llama3-8b").layer_is_moe(0)
+    by_hand = replace(model, moe=replace(model.moe, dense_layer_ids=()))
+    assert [by_hand.layer_is_moe(i) for i in range(61)] == [model.layer_is_moe(i) for i in range(61)]
 
 
 @pytest.mark.parametrize("name", shipped_models())
