@@ -146,7 +146,7 @@ def _datasheet_limit(link: Link, kind_of: dict[str, GpuKind]) -> float:
     if link.kind is LinkKind.PCIE and ends:
         return min(kind.pcie_bytes_per_s for kind in ends)
     if link.kind is LinkKind.PCIE:
-        return max(max(PCIE_BYTES_PER_S.values()), MAX_NIC_BYTES_PER_S)
+        return max(*PCIE_BYTES_PER_S.values(), MAX_NIC_BYTES_PER_S)
     return MAX_SMP_BYTES_PER_S
 
 
