@@ -142,17 +142,17 @@ def _lost_links(machine: Machine, plans: list[NvlinkPlan]) -> list[Finding]:
                 f"leave GPU {index} out (a group of the others is faster), then restart the fabric manager or reset it",
             )
         )
-    for plan in plans:
-        if plan.hub and len(plan.gpus) in {7, 15} and len(machine.gpus) == len(plan.gpus):
-            found.append(
-                finding(
-                    WARNING,
-                    f"{len(plan.gpus)} GPUs share an NVSwitch fabric, one fewer than such machines have",
-                    f"NVSwitch boards carry {len(plan.gpus) + 1} GPUs, the sources list {len(plan.gpus)}",
-                    f"plans use the group sizes that {len(plan.gpus)} GPUs allow",
-                    "look for a lost GPU with `dmesg | grep Xid`, or check what the container was given",
-                )
-            )
+    found += [
+        finding(
+            WARNING,
+            f"{len(plan.gpus)} GPUs share an NVSwitch fabric, one fewer than such machines have",
+            f"NVSwitch boards carry {len(plan.gpus) + 1} GPUs, the sources list {len(plan.gpus)}",
+            f"plans use the group sizes that {len(plan.gpus)} GPUs allow",
+            "look for a lost GPU with `dmesg | grep Xid`, or check what the container was given",
+        )
+        for plan in plans
+        if plan.hub and len(plan.gpus) in {7, 15} and len(machine.gpus) == len(plan.gpus)
+    ]
     return found
 
 
@@ -162,9 +162,7 @@ def _link_counts(machine: Machine, plans: list[NvlinkPlan]) -> list[Finding]:
     hubs = {gpu: plan for plan in plans if plan.hub for gpu in plan.gpus}
     for index, gpu in sorted(machine.gpus.items()):
         counts = dict(gpu.active)
-        printed = (
-            machine.nv_total(index) if index in hubs else sum(n for pair, n in machine.nv.items() if index in pair)
-        )
+        printed = machine.nv_total(index) if index in hubs else machine.nv_sum(index)
         if printed and machine.printed:
             counts["topo -m"] = printed
         if len(set(counts.values())) > 1:
@@ -296,6 +294,17 @@ def _bridges(machine: Machine, plans: list[NvlinkPlan]) -> list[Finding]:
 def _expected_links(machine: Machine, plans: list[NvlinkPlan], kinds: dict[int, GpuKind]) -> list[Finding]:
     """Compare with the datasheet, where the model is known."""
     found = []
+    able = [index for index, kind in sorted(kinds.items()) if kind.nvlink_links]
+    if len(able) > 1 and not machine.islands() and not machine.hides_nvlink:
+        found.append(
+            finding(
+                WARNING,
+                f"no NVLink is seen between GPUs that can have it ({kinds[able[0]].title})",
+                "no source shows a link between any two of them",
+                "collectives run over PCIe and the host",
+                "fit bridges to cards; on boards with NVSwitch, or in a container, check what the driver is allowed to see",
+            )
+        )
     for index, gpu in sorted(machine.gpus.items()):
         kind = kinds.get(index)
         if kind is None or not kind.nvlink_links:

@@ -34,7 +34,7 @@ def nvlink_plans(machine: Machine, max_links: int | None = None) -> list[NvlinkP
     hubs = 0
     for island in machine.islands():
         said = {machine.gpus[index].switched for index in island} - {None}
-        over = any(sum(count for pair, count in machine.nv.items() if gpu in pair) > limit for gpu in island)
+        over = any(machine.nv_sum(gpu) > limit for gpu in island)
         hub = over or (True in said) or any(_scattered(machine, gpu) for gpu in island)
         if said == {False} and not over:
             hub = False
@@ -48,7 +48,7 @@ def nvlink_plans(machine: Machine, max_links: int | None = None) -> list[NvlinkP
 
 def _scattered(machine: Machine, index: int) -> bool:
     """Link ends of one GPU at more addresses than it has peers: those are switches (`nvlink -R`)."""
-    peers = sum(1 for pair, count in machine.nv.items() if index in pair and count)
+    peers = len(machine.counts.get(index, ()))
     return peers > 0 and len(machine.gpus[index].remotes) > peers
 
 
@@ -110,7 +110,7 @@ def nvlink_fabric(
             if count and pair[0] in plan.gpus:
                 ends = [machine.gpus[index] for index in pair]
                 # Which cable lost its links is not known from counts per GPU, so both ends are marked.
-                weak = any(min(end.active.values(), default=count) < _expected(machine, end) for end in ends)
+                weak = any(min(end.active.values(), default=count) < machine.nv_sum(end.index) for end in ends)
                 links.append(
                     Link(
                         a=f"gpu{pair[0]}",
@@ -141,11 +141,6 @@ def nvlink_fabric(
         for a, b in sorted(machine.xgmi)
     ]
     return vertices, links
-
-
-def _expected(machine: Machine, gpu: GpuFacts) -> int:
-    """Links that a GPU on cables should have in use: what its pairs add up to."""
-    return sum(count for pair, count in machine.nv.items() if gpu.index in pair)
 
 
 def _line_rate(ends: list[GpuFacts], count: int) -> float | None:

@@ -95,6 +95,7 @@ class Machine:
     pairs: dict[tuple[int, int], str] = field(default_factory=dict)
     nv: dict[tuple[int, int], int] = field(default_factory=dict)
     classes: dict[tuple[str, str], str] = field(default_factory=dict)
+    counts: dict[int, list[int]] = field(default_factory=dict)  # GPU -> NVLink counts of its pairs, none of them zero
     xgmi: set[tuple[int, int]] = field(default_factory=set)  # pairs joined by AMD's direct links, one each
     printed: bool = False  # the classes are nvidia-smi's own
     hides_nvlink: bool = False  # and leave NVLink out (`topo -mp`)
@@ -108,7 +109,11 @@ class Machine:
 
     def nv_total(self, index: int) -> int:
         """The largest link count of any pair of this GPU: through switches, that is how many links it has."""
-        return max((count for pair, count in self.nv.items() if index in pair), default=0)
+        return max(self.counts.get(index, ()), default=0)
+
+    def nv_sum(self, index: int) -> int:
+        """The link counts of this GPU's pairs added up: on cables, that is how many links it has."""
+        return sum(self.counts.get(index, ()))
 
 
 def components(members: list[T], joined: list[tuple[T, T]]) -> list[list[T]]:
@@ -142,6 +147,9 @@ def assemble(evidence: Evidence) -> Machine:
     _classes(machine)
     _far_ends(machine)
     _nvlink_pairs(machine)
+    for pair, count in machine.nv.items():
+        for index in pair if count else ():
+            machine.counts.setdefault(index, []).append(count)
     for a in sorted(machine.gpus):
         for b in sorted(machine.gpus):
             if a < b and (a, b) not in machine.pairs:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 MAX_CHARACTERS = 4 * 2**20
+MAX_LINES = 50_000
 MAX_COLUMNS = 1024
 
 PATH_LABEL = "NV[0-9]{1,3}|PIX|PXB|PHB|NODE|SYS|SOC"
@@ -55,14 +56,20 @@ class RawMatrix:
     unknown: tuple[tuple[str, str, str], ...]  # (row, column, token)
     problems: tuple[str, ...]
 
-    @property
-    def labels(self) -> set[str]:
-        return {cell for row in self.rows for cell in row.cells}
-
 
 def clean_lines(text: str) -> list[str]:
     """Return `text` as lines without terminal codes and quoting marks."""
-    return [_QUOTE.sub("", _ANSI.sub("", line)).rstrip() for line in text[:MAX_CHARACTERS].splitlines()]
+    lines = text[:MAX_CHARACTERS].splitlines()[:MAX_LINES]
+    return [_QUOTE.sub("", _ANSI.sub(_without_code, line)).rstrip() for line in lines]
+
+
+def _without_code(code: re.Match[str]) -> str:
+    """Drop a terminal code, but never let the words on its two sides grow together."""
+    line = code.string
+    inside = (
+        code.start() > 0 and code.end() < len(line) and line[code.start() - 1].isalnum() and line[code.end()].isalnum()
+    )
+    return " " if inside else ""
 
 
 def is_affinity(token: str) -> bool:
@@ -72,11 +79,12 @@ def is_affinity(token: str) -> bool:
 
 def read_matrices(text: str) -> tuple[RawMatrix, ...]:
     """Return every table found in `text`, in order. Never raises; what was not understood is in `problems`."""
-    lines = clean_lines(text)
+    lines = [line.replace("|", " ") for line in clean_lines(text)]  # a table someone drew in Markdown
     drafts = list(_drafts(lines))
     if not any(draft.rows for draft in drafts):
         drafts = [draft for draft in (_headless(lines),) if draft is not None] or drafts
-    return tuple(draft.finish(cut=len(text) > MAX_CHARACTERS) for draft in drafts)
+    cut = len(text) > MAX_CHARACTERS or len(lines) == MAX_LINES
+    return tuple(draft.finish(cut=cut) for draft in drafts)
 
 
 @dataclass(slots=True)
@@ -84,6 +92,7 @@ class _Draft:
     """A table while its lines are still coming in."""
 
     command: str | None
+    header: str
     devices: list[str]
     extras: list[tuple[str, int]]
     rows: list[tuple[str, str, bool]] = field(default_factory=list)  # name, rest of the line, joined from several
@@ -92,21 +101,29 @@ class _Draft:
     def extend(self, line: str) -> bool:
         """Take a line that continues the header or the last row; return False when it does neither."""
         if not self.rows:
-            header = _read_header(line, first=False)
-            if header is None:
-                return False
-            self.devices += header[0]
-            self.extras = [(name, -1) for name, _ in self.extras + header[1]]
-            return True
+            return self._extend_header(line)
         name, rest, _ = self.rows[-1]
         tokens = line.split()
-        labels, rest_of_row = _cells(rest, len(self.devices))[:2]
-        short = len(labels) < len(self.devices)
-        if not tokens or not (rest_of_row == "" and all(split_cell(token) or is_affinity(token) for token in tokens)):
+        cells, tail, _ = _cells(rest, len(self.devices))
+        if not all(split_cell(token) or is_affinity(token) for token in tokens):
             return self._heal(line)
-        if not short and not (self.extras and all(map(is_affinity, tokens))):
+        lists_only = all(map(is_affinity, tokens))
+        broken_list = tail.endswith(",") and lists_only
+        room = len(tail.split()) + len(tokens) - broken_list <= len(self.extras)
+        if (len(cells) < len(self.devices) and not tail) or (len(cells) == len(self.devices) and lists_only and room):
+            self.rows[-1] = (name, rest + ("" if broken_list else " ") + line.strip(), True)
+            return True
+        return self._heal(line)
+
+    def _extend_header(self, line: str) -> bool:
+        """A terminal breaks a header between columns, between the words of one, or in the middle of a word."""
+        wholes = [self.header + " " + line.strip(), self.header + line.strip()]
+        read = [(whole, header) for whole in wholes if (header := _read_header(whole, first=True)) is not None]
+        if not read:
             return False
-        self.rows[-1] = (name, f"{rest} {line.strip()}", True)
+        # The right joint makes the most devices and, next, the fewest words that are no known column.
+        self.header, (self.devices, extras) = max(read, key=lambda item: (len(item[1][0]), -len(item[1][1])))
+        self.extras = [(column, -1) for column, _ in extras]
         return True
 
     def _heal(self, line: str) -> bool:
@@ -125,7 +142,7 @@ class _Draft:
     def finish(self, *, cut: bool) -> RawMatrix:
         problems = [*self.problems]
         if cut:
-            problems.append(f"only the first {MAX_CHARACTERS} characters were read")
+            problems.append(f"only the first {MAX_LINES} lines and {MAX_CHARACTERS} characters were read")
         rows: dict[str, RawRow] = {}
         unknown: list[tuple[str, str, str]] = []
         for name, rest, joined in self.rows:
@@ -159,16 +176,18 @@ def _drafts(lines: Iterable[str]) -> Iterator[_Draft]:
         words = line.split(maxsplit=1)
         if not words:
             continue
+        if not open_row and "GPU" not in line and (draft is None or (draft.rows and words[0] not in draft.devices)):
+            continue  # most lines of a long log
         if draft is not None and words[0] in draft.devices and _is_row(line, words, draft):
             draft.rows.append((words[0], line.lstrip()[len(words[0]) :], False))
             # Offsets on the screen only compare with the header's when the row was not indented further.
             open_row = True
             continue
-        header = _read_header(line, first=True)
-        if header is not None and (draft is None or draft.rows):
+        header = _read_header(line, first=True) if draft is None or draft.rows else None
+        if header is not None:
             if draft is not None:
                 yield draft
-            draft = _Draft(command=command, devices=header[0], extras=header[1])
+            draft = _Draft(command=command, header=line, devices=header[0], extras=header[1])
             command, open_row = None, False
             continue
         if draft is not None and (open_row or not draft.rows):
@@ -291,7 +310,7 @@ def _headless(lines: Iterable[str]) -> _Draft | None:
                 rows.append((words[0], words[1]))
     if not rows or len(set(place.values())) != len(place) or sorted(place) != list(range(len(place))):
         return None
-    draft = _Draft(command=None, devices=[place[index] for index in range(len(place))], extras=[])
+    draft = _Draft(command=None, header="", devices=[place[index] for index in range(len(place))], extras=[])
     for name, rest in rows:
         cells = _cells(rest, MAX_COLUMNS)[0][: len(place)]
         draft.rows.append((name, " " + " ".join(cell.removeprefix("?") for cell in cells), True))

@@ -31,7 +31,7 @@ from topology.cluster import (
 from topology.codec import convert, parse_json
 from topology.errors import BadCluster, BadInput
 from topology.fabric import NvlinkPlan, host_fabric, nvlink_fabric, nvlink_plans, off_fabric
-from topology.finding import ERROR, INFO, WARNING, finding
+from topology.finding import ERROR, INFO, WARNING, finding, names
 from topology.machine import Evidence, Machine, assemble
 from topology.nccl_xml import parse_xml, read_graphs, read_topology
 from topology.smi_nvlink import parse_nvlink
@@ -241,6 +241,13 @@ def _kinds(evidence: Evidence, machine: Machine, gpu: str | None, catalogue: Cat
     for index, facts in machine.gpus.items():
         match = catalogue.match_driver_name(facts.name) if catalogue is not None and facts.name else None
         found[index] = match or (saved[0] if len(saved) == 1 else UNKNOWN_KIND)
+    # `nvlink -s -i 0` names one GPU of a board; the nameless rest is taken to be alike, and `_notes` says so.
+    named = {found[index].name: found[index] for index, facts in machine.gpus.items() if facts.name}
+    if len(named) == 1:
+        (only,) = named.values()
+        found.update(
+            {index: only for index, facts in machine.gpus.items() if not facts.name and only is not UNKNOWN_KIND}
+        )
     return found
 
 
@@ -265,7 +272,7 @@ def _notes(
     notes = []
     unknown = [index for index, kind in kinds.items() if kind is UNKNOWN_KIND]
     if unknown and gpu is None:
-        printed = sorted({facts.name for facts in machine.gpus.values() if facts.name})
+        printed = sorted({name for index in unknown if (name := machine.gpus[index].name)})
         most = max(
             (machine.nv_total(index) for index in unknown if any(p.hub and index in p.gpus for p in plans)), default=0
         )
@@ -284,6 +291,18 @@ def _notes(
                 "; ".join(hints) or "the texts do not name it",
                 "link rates and memory are left empty instead of guessed",
                 "name it with --gpu",
+            )
+        )
+    alike = [index for index, facts in sorted(machine.gpus.items()) if not facts.name and index not in unknown]
+    named = [facts for _, facts in sorted(machine.gpus.items()) if facts.name and facts.index not in unknown]
+    if gpu is None and alike and named:
+        notes.append(
+            finding(
+                INFO,
+                f"{names(alike)} taken to be the same model as GPU {named[0].index}",
+                f"only {names(facts.index for facts in named)} is named in the texts: {named[0].name}",
+                "their rates and memory follow from that",
+                "add `nvidia-smi -L`, which names every GPU",
             )
         )
     unsure = [plan for plan in plans if not plan.sure]

@@ -6,6 +6,7 @@ NVIDIA/nccl#557) or hangs in `nvlink` for good (the GB300 of nccl-eBPF). A sourc
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import threading
@@ -68,6 +69,8 @@ def run_command(arguments: Sequence[str], timeout_s: float) -> Answer:
         raw, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=1.0)
         return Answer(failure="timeout")
     text = raw[:MAX_OUTPUT_BYTES].decode("utf-8", errors="replace")
     return Answer(text=text, failure=None if process.returncode == 0 else text.strip()[:300] or "it failed silently")

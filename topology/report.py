@@ -73,7 +73,9 @@ def explain(cluster: Cluster) -> str:
     node = cluster.groups[0].node
     lines = [_title(cluster, node)]
     groups = islands(node)
-    hub_of = {link.a: link.b for link in node.links if link.kind is LinkKind.NVSWITCH}
+    hub_of = {
+        link.a: link.b for link in node.links if link.kind is LinkKind.NVSWITCH and link.state is not LinkState.ABSENT
+    }
     lines += [_island(node, group, hub_of) for group in groups]
     inside = [set(group) for group in groups]
     lines += _between(node, inside)
@@ -91,7 +93,8 @@ def _reasons(why: str, consequence: str, remedy: str) -> list[tuple[str, str]]:
 
 def _title(cluster: Cluster, node: Node) -> str:
     count = len(node.gpus)
-    known = sorted({gpu.name or gpu.kind for gpu in node.gpus if gpu.name or gpu.kind != "unknown"})
+    printed = {gpu.name for gpu in node.gpus if gpu.name}
+    known = sorted(printed or {gpu.kind for gpu in node.gpus} - {"unknown"})
     model = f" ({', '.join(known)})" if known else ""
     return f"{cluster.name}: {count} GPU{'s' if count != 1 else ''}{model}"
 

@@ -81,11 +81,11 @@ def parse_topo(text: str) -> TopoMatrix | None:
 
 def is_path_matrix(matrix: RawMatrix) -> bool:
     """Tell `topo -m` from `topo -p2p`: by the cells, or for a single GPU (only `X`) by the affinity columns."""
-    labels = matrix.labels - {"X"}
-    p2p = sum(1 for label in labels if _P2P.fullmatch(label))
-    if not labels:
+    cells = [cell for row in matrix.rows for cell in row.cells if cell != "X" and not cell.startswith("?")]
+    access = sum(1 for cell in cells if _P2P.fullmatch(cell))
+    if not cells:
         return bool(matrix.rows) and (bool(matrix.extras) or not (matrix.command or "").startswith("-p2p"))
-    return 2 * p2p <= len(labels)
+    return 2 * access <= len(cells)
 
 
 def closest_nics(matrix: TopoMatrix) -> dict[int, tuple[str, tuple[str, ...]]]:
