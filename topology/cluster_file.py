@@ -75,9 +75,7 @@ def parse_cluster(document: Any, *, where: str) -> Cluster:
     elif "gpu" in document:
         loaded = _small(document, where)
     else:
-        raise BadInput(
-            f"{where} is not a cluster", why='it has neither "groups" nor "gpu"', remedy=_FORMS
-        )
+        raise BadInput(f"{where} is not a cluster", why='it has neither "groups" nor "gpu"', remedy=_FORMS)
     problems = verify_cluster(loaded)
     if problems:
         more = f" (and {len(problems) - 6} more)" if len(problems) > 6 else ""

@@ -62,9 +62,7 @@ def match_driver_name(text: str) -> GpuKind | None:
 
 def unconfirmed(kind: GpuKind) -> tuple[str, ...]:
     """Return the fields of `kind`, with the reason, that no published source confirms: estimates list them."""
-    return tuple(
-        f"{kind.name}.{field}: {source}" for field, source in kind.sources.items() if "unconfirmed" in source
-    )
+    return tuple(f"{kind.name}.{field}: {source}" for field, source in kind.sources.items() if "unconfirmed" in source)
 
 
 @lru_cache(maxsize=1)

@@ -118,7 +118,7 @@ def test_placement_of_sparse_layers():
     assert everywhere.assumed
 
 
-CASE_MODELS = json.loads((Path(__file__).parent / "data" / "case_models.json").read_text())
+CASE_MODELS = json.loads((Path(__file__).parents[1] / "data" / "models" / "case_models.json").read_text())
 
 
 @pytest.mark.parametrize("row", CASE_MODELS, ids=lambda row: f"{row['from']}-{row['model']['hidden_size']}")

@@ -194,7 +194,7 @@ def test_llm_foundry_benchmark_table(layers, hidden, heads, seq_len, count):
     assert model_from_config(config, name="mpt").parameters == count
 
 
-TRANSFORMERS = json.loads((Path(__file__).parent / "data" / "transformers_counts.json").read_text())
+TRANSFORMERS = json.loads((Path(__file__).parents[1] / "data" / "models" / "transformers_counts.json").read_text())
 
 
 @pytest.mark.parametrize("row", TRANSFORMERS["rows"], ids=lambda row: row["id"])

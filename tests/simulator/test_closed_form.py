@@ -1,0 +1,111 @@
+"""Step times: columns equal rows, bounds hold, and what should cost more does."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from simulator.closed_form import estimate_plans
+from simulator.hf_config import load_model
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.workload import Workload
+from topology.catalog import cluster
+from topology.errors import BadPlan
+
+WORKLOAD = Workload(seq_len=4096, global_batch_size=64)
+PLANS = [
+    Plan(dp_shard=16),
+    Plan(dp_shard=16, recompute="full"),
+    Plan(dp_shard=2, tp=8, sequence_parallel=True),
+    Plan(dp_shard=4, pp=4, schedule="1F1B"),
+    Plan(dp_shard=4, pp=2, tp=2, sequence_parallel=True, virtual_stages=2, schedule="Interleaved1F1B"),
+    Plan(dp_replicate=2, dp_shard=8, micro_batch_size=2),
+    Plan(dp_shard=4, cp=4),
+]
+
+
+def table(plans, *, model="llama3-8b", runtime=None, machine=None, workload=WORKLOAD):
+    return estimate_plans(
+        load_model(model), machine or cluster("dgx-h100", gpus=16), workload, plans, runtime or Runtime()
+    )
+
+
+def test_columns_equal_one_plan_at_a_time() -> None:
+    """Vectorising changes nothing, to the last bit but one."""
+    together = table(PLANS)
+    for index, plan in enumerate(PLANS):
+        alone = table([plan])
+
+        assert together.step_s[index] == pytest.approx(alone.step_s[0], rel=1e-12)
+        assert together.reserved_bytes[index] == pytest.approx(alone.reserved_bytes[0], rel=1e-12)
+        assert together.estimate(index).breakdown_s == pytest.approx(alone.estimate(0).breakdown_s, rel=1e-9)
+
+
+def test_breakdown_adds_up_and_bounds_hold() -> None:
+    got = table(PLANS)
+    total = sum(got.breakdown_s.values())
+
+    np.testing.assert_allclose(total, got.step_s, rtol=1e-12)
+    assert (got.lower_bound_s <= got.step_s).all()
+    assert all((column >= 0).all() for column in got.breakdown_s.values())
+    exposed = sum(got.exposed_by_axis_s.values())
+    np.testing.assert_allclose(exposed, got.breakdown_s["exposed_communication"], rtol=1e-12)
+
+
+def test_no_plan_beats_the_datasheet() -> None:
+    """Model FLOPs over the dense peak of all GPUs is a floor under any step."""
+    model = load_model("llama3-8b")
+    floor = 3 * model.forward_flops_per_token(4096) * WORKLOAD.tokens_per_step / (16 * 989e12)
+
+    got = table(PLANS)
+    assert (got.step_s > floor).all()
+    assert all(0 < got.estimate(i).mfu < 1 for i in range(len(PLANS)))
+
+
+def test_one_gpu_step_is_the_sum_of_its_kernels() -> None:
+    """No communication, no bubble, no recomputation on a single GPU."""
+    estimate = table([Plan()], machine=cluster("dgx-h100", gpus=1), model="llama3.2-1b").estimate(0)
+
+    for term in ("exposed_communication", "bubble", "recompute", "contention", "copies"):
+        assert estimate.breakdown_s[term] == 0
+
+
+def test_full_recomputation_costs_about_a_forward_pass_and_saves_memory() -> None:
+    got = table([Plan(dp_shard=16), Plan(dp_shard=16, recompute="full")])
+    compute, extra = got.breakdown_s["compute"][0], got.breakdown_s["recompute"][1]
+
+    assert 0.2 < extra / compute < 0.4
+    assert got.reserved_bytes[1] < got.reserved_bytes[0]
+
+
+def test_slower_network_never_helps() -> None:
+    """The same plans on nodes with an eighth of the NIC rate take as long or longer."""
+    fast = cluster("dgx-h100", gpus=16)
+    (group,) = fast.groups
+    nics = tuple(replace(nic, bytes_per_s=nic.bytes_per_s / 8) for nic in group.node.nics)
+    throttled = replace(fast, groups=(replace(group, node=replace(group.node, nics=nics)),))
+
+    assert (table(PLANS, machine=throttled).step_s >= table(PLANS, machine=fast).step_s - 1e-12).all()
+
+
+def test_unknown_recompute_word_lists_the_known() -> None:
+    with pytest.raises(BadPlan, match="selective-op"):
+        table([Plan(dp_shard=16, recompute="everything")])
+
+
+def test_synonyms_of_recompute_are_understood() -> None:
+    got = table([Plan(dp_shard=16, recompute="per-op selective"), Plan(dp_shard=16, recompute="selective-op")])
+
+    assert got.step_s[0] == got.step_s[1]
+
+
+def test_estimate_is_deterministic() -> None:
+    assert table(PLANS).step_s.tolist() == table(PLANS).step_s.tolist()
+
+
+def test_ten_thousand_plans_cost_little_memory_each() -> None:
+    """Columns, not objects: 10,000 plans in one call."""
+    plans = [Plan(dp_shard=16, micro_batch_size=1 + i % 4) for i in range(10_000)]
+
+    assert len(set(table(plans).step_s.tolist())) == 4

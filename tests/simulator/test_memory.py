@@ -1,0 +1,117 @@
+"""Memory against hand arithmetic: states per parameter, activations per layer, what sharding leaves."""
+
+import pytest
+
+from simulator.closed_form import estimate_plans
+from simulator.hf_config import load_model, model_from_config
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.runtime_library import operators_for
+from simulator.workload import Workload
+from topology.catalog import cluster
+
+GIB = 2**30
+
+
+def categories(model, plan, runtime, workload, machine="dgx-h100", rank=0):
+    table = estimate_plans(model, cluster(machine, gpus=max(8, plan.gpus)), workload, [plan], runtime)
+    return {name: float(column[0, rank]) for name, column in table.memory.categories.items()}
+
+
+def test_llama3_8b_fully_sharded_over_eight_holds_sixteen_bytes_a_parameter() -> None:
+    """8.03e9 parameters x 16 bytes is 119.7 GiB of state, 15.0 GiB on each of 8 GPUs."""
+    got = categories(load_model("llama3-8b"), Plan(dp_shard=8), Runtime(), Workload(seq_len=8192, global_batch_size=8))
+    state = got["parameters"] + got["gradients"] + got["optimizer"]
+
+    assert state * 8 / GIB == pytest.approx(119.66, abs=0.02)
+    assert state / GIB == pytest.approx(14.96, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("zero", "bytes_per_parameter"),
+    [(0, 18.0), (1, 6 + 12 / 8), (2, 2 + 16 / 8), (3, 18 / 8)],
+)
+def test_megatron_mixed_precision_state_by_zero_stage(zero: int, bytes_per_parameter: float) -> None:
+    """2 bytes of parameter, 4 of gradient, 12 of float32 copy and moments (arXiv 2205.05198 reports 18 in all)."""
+    model = load_model("llama2-7b")
+    runtime = Runtime(name="megatron-lm", param_dtype="bfloat16")
+    plan = Plan(dp_replicate=8, zero_stage=zero)
+    got = categories(model, plan, runtime, Workload(seq_len=2048, global_batch_size=8))
+    state = got["parameters"] + got["gradients"] + got["optimizer"]
+
+    assert state / model.parameters == pytest.approx(bytes_per_parameter, rel=1e-6)
+
+
+def megatron_gpt(layers: int = 4):
+    config = {
+        "model_type": "gpt",
+        "num_hidden_layers": layers,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 64,
+        "intermediate_size": 4096,
+        "vocab_size": 51200,
+        "gated_mlp": False,
+    }
+    return model_from_config(config, name="gpt")
+
+
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel", "recompute", "expected"),
+    [
+        # Korthikanti et al., arXiv 2205.05198, table 2; s b h = 1, a s / h = A
+        (1, False, "none", lambda a: 34 + 5 * a),
+        (4, False, "none", lambda a: 10 + 24 / 4 + 5 * a / 4),
+        (4, True, "none", lambda a: (34 + 5 * a) / 4),
+        (4, True, "selective", lambda a: 34 / 4),
+        (4, False, "selective", lambda a: 10 + 24 / 4),
+        (4, False, "full", lambda a: 2),
+    ],
+)
+def test_megatron_activations_per_layer_are_the_papers(tp, sequence_parallel, recompute, expected) -> None:
+    """Bytes per layer in units of s b h. Full recomputation here keeps the layer's input whole on every rank."""
+    runtime = Runtime(name="megatron-lm", param_dtype="float16", compute_dtype="float16")
+    plan = Plan(tp=tp, sequence_parallel=sequence_parallel, recompute=recompute)
+    workload = Workload(seq_len=2048, global_batch_size=1)
+    few, many = (categories(megatron_gpt(n), plan, runtime, workload)["activations"] for n in (4, 5))
+
+    unit = 2048 * 1 * 1024
+    assert (many - few) / unit == pytest.approx(expected(16 * 2048 / 1024))
+
+
+def test_activations_grow_with_micro_batches_in_flight() -> None:
+    """Four stages: the first holds four micro batches, the third two, of equally many layers."""
+    model = megatron_gpt(16)
+    runtime = Runtime(name="megatron-lm", param_dtype="float16", compute_dtype="float16")
+    workload = Workload(seq_len=2048, global_batch_size=16)
+    plan = Plan(pp=4, schedule="1F1B")
+
+    second, third = (categories(model, plan, runtime, workload, rank=r)["activations"] for r in (1, 2))
+    assert second / third == pytest.approx(3 / 2)
+
+
+def test_float32_attention_stores_the_square() -> None:
+    """Fused attention needs 16-bit operands: in float32 the scores are materialised and saved."""
+    model = load_model("llama3-8b")
+    assert any(op.attention for op in operators_for(model, Runtime()).dense_layer)
+
+    wide = operators_for(model, Runtime(compute_dtype="float32")).dense_layer
+    assert not any(op.attention for op in wide)
+    assert any("b a s S" in op.saves for op in wide)
+
+
+def test_worst_rank_is_named_in_ranks() -> None:
+    """Of eight ranks in four stages the first stage is worst here, the second starts at rank 2."""
+    table = estimate_plans(
+        load_model("llama3-8b"),
+        cluster("dgx-h100"),
+        Workload(seq_len=8192, global_batch_size=16),
+        [Plan(pp=4, dp_shard=2, schedule="1F1B")],
+        Runtime(),
+    )
+    memory = table.estimate(0).memory
+
+    assert memory.worst_rank in {0, 6}
+    assert len(memory.by_stage) == 4
+    assert memory.by_category == memory.by_stage[memory.worst_rank // 2]

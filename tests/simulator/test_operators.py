@@ -1,0 +1,118 @@
+"""An operator's work is counted from its annotation: checked against counting by hand."""
+
+import numpy as np
+import pytest
+
+from simulator.operators import OperatorSpec, WorkKind, backward_work, forward_work, parse_matmul, tensor_bytes
+from topology.errors import BadInput
+
+SIZES = {
+    name: np.array([float(value)])
+    for name, value in {
+        "one": 1,
+        "b": 2,
+        "s": 16,
+        "S": 16,
+        "t": 32,
+        "j": 8.5,
+        "h": 64,
+        "q": 64,
+        "kv": 16,
+        "a": 4,
+        "d": 16,
+        "v": 100,
+    }.items()
+}
+
+
+def dtype_bytes(name: str) -> float:
+    return {"compute": 2.0, "f32": 4.0, "mask": 1.0, "reduce": 4.0}[name]
+
+
+def test_plain_product_has_two_flops_per_multiply() -> None:
+    """2 m n k FLOPs; each operand and the result move once."""
+    (work,) = forward_work(OperatorSpec(name="w", matmul="t h, h q -> t q"), SIZES, dtype_bytes)
+
+    assert work.kind is WorkKind.MATMUL
+    assert (work.m[0], work.n[0], work.k[0], work.batch[0]) == (32, 64, 64, 1)
+    assert work.flops[0] == 2 * 32 * 64 * 64
+    assert work.bytes[0] == 2 * (32 * 64 + 64 * 64 + 32 * 64)
+
+
+def test_axes_in_all_three_tensors_are_batch() -> None:
+    """Scores are one product per sequence and head."""
+    (work,) = forward_work(OperatorSpec(name="qk", matmul="b a s d, b a d S -> b a s S"), SIZES, dtype_bytes)
+
+    assert (work.batch[0], work.m[0], work.n[0], work.k[0]) == (8, 16, 16, 16)
+
+
+def test_backward_of_a_product_is_its_two_products() -> None:
+    """The input's gradient and the weight's gradient cost as much as forward each."""
+    spec = OperatorSpec(name="w", matmul="t h, h q -> t q")
+    (forward,) = forward_work(spec, SIZES, dtype_bytes)
+
+    dgrad, wgrad = backward_work(spec, SIZES, dtype_bytes)
+
+    assert dgrad.flops[0] == wgrad.flops[0] == forward.flops[0]
+    assert (dgrad.m[0], dgrad.n[0], dgrad.k[0]) == (32, 64, 64)
+    assert (wgrad.m[0], wgrad.n[0], wgrad.k[0]) == (64, 64, 32)
+
+
+def test_weight_gradient_in_float32_moves_two_more_bytes_per_weight() -> None:
+    plain = OperatorSpec(name="w", matmul="t h, h q -> t q")
+    wide = OperatorSpec(name="w", matmul="t h, h q -> t q", weight_gradient_dtype="reduce")
+
+    extra = backward_work(wide, SIZES, dtype_bytes)[1].bytes - backward_work(plain, SIZES, dtype_bytes)[1].bytes
+
+    assert extra[0] == 2 * 64 * 64
+
+
+def test_causal_attention_counts_the_triangle() -> None:
+    """Scores and context over the (s + 1) / 2 keys a query sees on average, two FLOPs each; backward 2.5 times."""
+    spec = OperatorSpec(name="sdpa", attention="flash")
+    triangle = sum(range(1, 17))  # query-key pairs of one head of one sequence
+
+    (forward,) = forward_work(spec, SIZES, dtype_bytes)
+    (backward,) = backward_work(spec, SIZES, dtype_bytes)
+
+    assert forward.flops[0] == 2 * (2 * triangle * 16) * 4 * 2
+    assert backward.flops[0] == 2.5 * forward.flops[0]
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [("all_gather", "reduce_scatter"), ("reduce_scatter", "all_gather"), ("all_to_all", "all_to_all")],
+)
+def test_backward_of_a_collective_is_its_transpose(forward: str, backward: str) -> None:
+    spec = OperatorSpec(name="c", collective=forward, tensor="t h", over="tp")
+
+    assert [w.collective for w in forward_work(spec, SIZES, dtype_bytes)] == [forward]
+    assert [w.collective for w in backward_work(spec, SIZES, dtype_bytes)] == [backward]
+
+
+def test_identity_into_a_tensor_parallel_region_sums_in_backward() -> None:
+    """Megatron's f: nothing forward, an all-reduce backward; its g is the reverse."""
+    f = OperatorSpec(name="f", collective="copy", tensor="t h", over="tp")
+    g = OperatorSpec(name="g", collective="all_reduce", tensor="t h", over="tp")
+
+    assert forward_work(f, SIZES, dtype_bytes) == []
+    assert [w.collective for w in backward_work(f, SIZES, dtype_bytes)] == ["all_reduce"]
+    assert [w.collective for w in forward_work(g, SIZES, dtype_bytes)] == ["all_reduce"]
+    assert backward_work(g, SIZES, dtype_bytes) == []
+
+
+def test_tensor_annotations_take_a_dtype_and_a_factor() -> None:
+    assert tensor_bytes("t h", SIZES, dtype_bytes)[0] == 32 * 64 * 2
+    assert tensor_bytes("t v:f32", SIZES, dtype_bytes)[0] == 32 * 100 * 4
+    assert tensor_bytes("3*t h", SIZES, dtype_bytes)[0] == 3 * 32 * 64 * 2
+
+
+def test_unknown_axis_is_named() -> None:
+    with pytest.raises(BadInput, match="'zz'"):
+        tensor_bytes("t zz", SIZES, dtype_bytes)
+
+
+@pytest.mark.parametrize("text", ["t h -> t q", "t h, h q", "", "t h h q t q"])
+def test_malformed_product_is_refused(text: str) -> None:
+    with pytest.raises(BadInput):
+        parse_matmul(text)

@@ -1,0 +1,96 @@
+"""Layers on stages, bubbles and micro batches in flight, against the papers' formulas and a replay of the schedule."""
+
+import numpy as np
+import pytest
+
+from simulator.hf_config import load_model
+from simulator.plan import Plan
+from simulator.plan_table import plan_table
+from simulator.runtime_library import runtime_spec
+from simulator.stages import bubble_s, in_flight, rank_of_stage, stage_layers, stage_layout
+from simulator.workload import Workload
+
+TITAN = runtime_spec("torchtitan").pipeline
+MEGATRON = runtime_spec("megatron-lm").pipeline
+
+
+@pytest.mark.parametrize(
+    ("layers", "plan", "expected"),
+    [
+        # torchtitan 0.2.2, generate_llm_fqn_per_model_part: embedding and head count one layer each
+        (32, Plan(pp=2), (16, 16)),
+        (32, Plan(pp=4), (8, 9, 8, 7)),
+        (126, Plan(pp=16), (7, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 7)),
+        (16, Plan(pp=2, virtual_stages=2), (4, 5, 4, 3)),
+        (32, Plan(pp=2, layers_per_stage=(20, 12)), (20, 12)),
+    ],
+)
+def test_torchtitan_splits_layers_with_the_ends_counted(layers: int, plan: Plan, expected: tuple[int, ...]) -> None:
+    assert stage_layers(layers, plan, TITAN) == expected
+    assert sum(expected) == layers
+
+
+def test_megatron_splits_layers_evenly() -> None:
+    assert stage_layers(96, Plan(pp=8, virtual_stages=3), MEGATRON) == (4,) * 24
+
+
+def test_folding_schedules_place_stages_in_a_v() -> None:
+    assert [rank_of_stage(s, 4, "ZBVZeroBubble") for s in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert [rank_of_stage(s, 4, "Interleaved1F1B") for s in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_leading_dense_layers_stay_on_the_first_stage() -> None:
+    """DeepSeek-V3: three dense layers, then 58 of experts."""
+    table = plan_table([Plan(pp=4, dp_shard=1)], Workload(seq_len=128, global_batch_size=4))
+    layout = stage_layout(load_model("deepseek-v3"), table, TITAN)
+
+    assert layout.dense[0].tolist() == [3, 0, 0, 0]
+    assert layout.moe[0].sum() == 58
+
+
+def bubble(schedule: str, *, pp: int, m: int, v: int = 1, f: float = 1.0, b: float = 1.0, w: float = 1.0) -> float:
+    plan = Plan(pp=pp, schedule=schedule, virtual_stages=v)
+    table = plan_table([plan], Workload(seq_len=8, global_batch_size=m))
+    one = np.ones(1)
+    return float(bubble_s(table, f * one, b * one, w * one)[0])
+
+
+@pytest.mark.parametrize(("pp", "m"), [(2, 4), (4, 8), (8, 64)])
+def test_bubbles_of_published_schedules(pp: int, m: int) -> None:
+    """With tF = 1, tB = tW = 1: 1F1B (p-1)(F+B+W); interleaved over v; ZB-H1 (p-1)(F+B-W); ZB-V none."""
+    assert bubble("GPipe", pp=pp, m=m) == bubble("1F1B", pp=pp, m=m) == 3 * (pp - 1)
+    assert bubble("Interleaved1F1B", pp=pp, m=m, v=3) == pp - 1
+    assert bubble("ZBH1", pp=pp, m=m) == pp - 1
+    assert bubble("ZBVZeroBubble", pp=pp, m=m, v=2) == 0
+
+
+def test_a_single_stage_has_no_bubble() -> None:
+    assert bubble("", pp=1, m=8) == 0
+
+
+def replay_1f1b(pp: int, m: int, rank: int) -> int:
+    """Most micro batches between forward and backward when rank runs 1F1B: warm-up, then one each, then drain."""
+    warm_up = min(pp - rank - 1, m)
+    held = most = warm_up
+    for _ in range(m - warm_up):
+        held += 1
+        most = max(most, held)
+        held -= 1
+    return most
+
+
+@pytest.mark.parametrize(("pp", "m"), [(2, 1), (4, 2), (4, 8), (8, 16)])
+def test_1f1b_holds_what_a_replay_holds(pp: int, m: int) -> None:
+    table = plan_table([Plan(pp=pp, schedule="1F1B")], Workload(seq_len=8, global_batch_size=m))
+
+    assert in_flight(table)[0].tolist() == [replay_1f1b(pp, m, r) for r in range(pp)]
+
+
+def test_interleaving_holds_more_on_the_first_rank() -> None:
+    """Korthikanti et al., section 4.2.3: L (1 + (p - 1) / (p m)) layers' activations on the first rank."""
+    table = plan_table(
+        [Plan(pp=8, virtual_stages=3, schedule="Interleaved1F1B")], Workload(seq_len=8, global_batch_size=64)
+    )
+    layers_per_rank = 96 / 8
+
+    assert in_flight(table)[0, 0] * layers_per_rank == pytest.approx(96 * (1 + 7 / (8 * 3)))
