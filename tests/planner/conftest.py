@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from planner.cli import main
 from simulator.model import MixtureOfExperts, Model
 from simulator.workload import Workload
 from topology.cluster import (
@@ -50,7 +52,13 @@ def make_cluster(nodes=1, gpus_per_node=8, *, memory_gib=80.0, nvlink=True, netw
         power_w=700.0,
     )
     links = tuple(
-        Link(a=f"gpu{i}", b="nvswitch" if nvlink else "cpu0", kind=LinkKind.NVSWITCH if nvlink else LinkKind.PCIE, bytes_per_s=450e9 if nvlink else 64e9, count=18)
+        Link(
+            a=f"gpu{i}",
+            b="nvswitch" if nvlink else "cpu0",
+            kind=LinkKind.NVSWITCH if nvlink else LinkKind.PCIE,
+            bytes_per_s=450e9 if nvlink else 64e9,
+            count=18,
+        )
         for i in range(gpus_per_node)
     )
     node = Node(
@@ -70,7 +78,15 @@ def make_cluster(nodes=1, gpus_per_node=8, *, memory_gib=80.0, nvlink=True, netw
 
 TINY = Model(name="tiny", family="llama", layers=4, hidden=512, heads=8, kv_heads=4, head_dim=64, ffn=1536, vocab=32000)
 LLAMA8B = Model(
-    name="llama3-8b", family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256
+    name="llama3-8b",
+    family="llama",
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    ffn=14336,
+    vocab=128256,
 )
 MIXTRAL = replace(
     LLAMA8B, name="mixtral", ffn=14336, vocab=32000, moe=MixtureOfExperts(experts=8, experts_per_token=2, ffn=14336)
@@ -107,21 +123,42 @@ def workload():
     return Workload(seq_len=4096, global_batch_size=64)
 
 
+@dataclass
+class Finished:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
 @pytest.fixture
-def planner():
+def planner(capsys, monkeypatch):
+    """Run the command line in this process; return its exit code and both streams."""
+
+    def run(*arguments, stdin="", env=None):
+        with monkeypatch.context() as patch:
+            for name, value in {"COLUMNS": "80", **(env or {})}.items():
+                patch.setenv(name, value)
+            patch.setattr("sys.stdin", io.StringIO(stdin))
+            capsys.readouterr()
+            code = main([str(argument) for argument in arguments])
+        return Finished(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def planner_process():
     """Run the command line in a process of its own; return its CompletedProcess."""
 
-    def run(*arguments, stdin=None, env=None, cwd=None):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **(env or {})}
+    def run(*arguments, **options):
         return subprocess.run(
             [sys.executable, "-m", "planner", *map(str, arguments)],
-            input=stdin,
-            capture_output=True,
             text=True,
             timeout=120,
             check=False,
-            env=environment,
-            cwd=cwd or ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"},
+            cwd=ROOT,
+            **(options or {"capture_output": True}),
         )
 
     return run

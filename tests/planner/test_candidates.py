@@ -23,7 +23,7 @@ def brute_force(model, workload, gpus, name):
     """Return every legal plan by trying all of them, judged by the reference of test_legality."""
     framework = framework_named(name)
     numbers = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    experts = [e for e in range(1, (model.moe.experts if model.moe else 1) + 1)]
+    experts = range(1, (model.moe.experts if model.moe else 1) + 1)
     found = set()
     for tp, cp, pp, dr, ds in itertools.product(numbers, repeat=5):
         if tp * cp * pp * dr * ds != gpus:
@@ -34,9 +34,16 @@ def brute_force(model, workload, gpus, name):
             zeros = [z for z in framework.searched_zero_stages or framework.zero_stages if z == 0 or dr > 1]
         else:
             zeros = [None]
-        orders = [(None, 1)] if pp == 1 else [("1F1B", 1)] + [
-            ("Interleaved1F1B", v) for v in range(2, model.layers + 1) if "Interleaved1F1B" in framework.searched_schedules
-        ]
+        orders = (
+            [(None, 1)]
+            if pp == 1
+            else [("1F1B", 1)]
+            + [
+                ("Interleaved1F1B", v)
+                for v in range(2, model.layers + 1)
+                if "Interleaved1F1B" in framework.searched_schedules
+            ]
+        )
         sequence = (False, True) if tp > 1 and framework.sequence_parallel else (False,)
         for zero, ep, (schedule, v), sp in itertools.product(zeros, experts, orders, sequence):
             for b in range(1, workload.global_batch_size + 1):
@@ -106,7 +113,9 @@ def test_bounds_only_prune(llama8b):
     """A bounded search is a part of the unbounded one."""
     cluster, workload = make_cluster(1, 8), Workload(seq_len=8192, global_batch_size=16)
     everything = set(enumerate_candidates(llama8b, cluster, workload, "torchtitan", bounds=UNBOUNDED).plans())
-    some = set(enumerate_candidates(llama8b, cluster, workload, "torchtitan", bounds=Bounds(max_virtual_stages=2)).plans())
+    some = set(
+        enumerate_candidates(llama8b, cluster, workload, "torchtitan", bounds=Bounds(max_virtual_stages=2)).plans()
+    )
 
     assert some < everything
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from planner.flips import find_flips, lost_because
+from planner.flips import find_flips, lost_because, memory_flip
 from planner.scaling import (
     network_bytes_per_s,
     nvlink_bytes_per_s,
@@ -54,22 +54,30 @@ def test_the_flip_is_where_the_two_costs_cross():
     assert flips[0].wins == "below"
 
 
-def test_a_plan_can_win_above_and_by_memory():
-    """Other is better once NVLink exceeds 900 GB/s, and where memory is too little for the best to fit (40 GiB)."""
+def test_a_plan_can_win_above():
+    """Other is better once NVLink exceeds 900 GB/s; on one node the network is not asked about."""
     cluster = make_cluster(1, 8)
 
     def judge(changed, plans):
-        fast = nvlink_bytes_per_s(changed)
-        room = changed.gpu_memory_bytes
-        costs = {BEST: (1.0, room >= 40 * 2**30), OTHER: (0.5 + 450e9 / fast, room >= 10 * 2**30)}
+        costs = {BEST: (1.0, True), OTHER: (0.5 + 450e9 / nvlink_bytes_per_s(changed), True)}
         return [costs[plan] for plan in plans]
 
     (flips,) = find_flips(cluster, BEST, [OTHER], judge)
-    at = {(flip.quantity, flip.wins): flip.at for flip in flips}
 
-    assert at[("NVLink per GPU", "above")] == pytest.approx(900e9, rel=2e-3)
-    assert at[("memory per GPU", "below")] == pytest.approx(40 * 2**30, rel=2e-3)
-    assert len(at) == 2  # one node: the network is not asked about
+    assert [(flip.quantity, flip.wins) for flip in flips] == [("NVLink per GPU", "above")]
+    assert flips[0].at == pytest.approx(900e9, rel=2e-3)
+
+
+def test_less_memory_lets_the_smaller_plan_win():
+    """80 GiB GPUs, of which a rank can use all: the best needs 60, so below 60 only the 10 GiB plan is left."""
+    cluster = make_cluster(1, 8)
+    large, small = estimate({"compute": 1.0}, reserved=60 * 2.0**30), estimate({"compute": 2.0})
+
+    (flip,) = memory_flip(cluster, large, small)
+
+    assert flip.at == 60 * 2.0**30
+    assert flip.wins == "below"
+    assert memory_flip(cluster, small, large) == ()
 
 
 def test_no_flip_within_a_factor_of_sixteen_is_no_flip():
@@ -119,5 +127,3 @@ def test_other_gpu_counts(gpus, nodes, per_node):
 def test_a_part_of_a_node_beside_whole_ones_is_refused():
     with pytest.raises(ValueError, match="no whole number"):
         with_gpus(make_cluster(2, 8), 12)
-
-

@@ -8,8 +8,8 @@ import pytest
 
 from planner.plan_file import load_plan, plan_file, require_fresh, save_plan
 from planner.search import suggest
-from tests.planner.conftest import LLAMA8B, make_cluster
 from simulator.workload import Workload
+from tests.planner.conftest import LLAMA8B, make_cluster
 from topology.errors import BadInput, BadPlan, Stale
 
 

@@ -10,17 +10,23 @@ import pytest
 
 from planner.candidates import Bounds, enumerate_candidates
 from planner.cases import resolve_runtime
+from planner.frameworks import TORCHTITAN
 from planner.infeasible import leanest_gap, minimal_gpus
 from planner.legality import is_legal
 from planner.search import evaluate, irregular, ranked_rows, suggest
-from planner.frameworks import TORCHTITAN
 from simulator.closed_form import estimate_plans
 from simulator.hf_config import load_model
 from simulator.workload import Workload
 from tests.planner.conftest import make_cluster
 from topology import codec
-from topology.cluster import LinkKind, Link
+from topology.cluster import Link, LinkKind
 from topology.errors import Infeasible, UserError
+
+
+@pytest.fixture
+def workload():
+    return Workload(seq_len=4096, global_batch_size=16)
+
 
 RUNTIME = resolve_runtime({"name": "torchtitan"})[0]
 
@@ -73,9 +79,10 @@ def test_objectives_differ(llama8b, cluster, workload):
 
 def test_the_same_question_has_the_same_answer(llama8b, cluster, workload):
     """Byte for byte, but for how long the search took."""
-    first, second = (codec.to_json(replace(r, search=replace(r.search, seconds=0.0))) for r in (
-        suggest(llama8b, cluster, workload, seed=s) for s in (0, 1)
-    ))
+    first, second = (
+        codec.to_json(replace(r, search=replace(r.search, seconds=0.0)))
+        for r in (suggest(llama8b, cluster, workload, seed=s) for s in (0, 1))
+    )
 
     assert first == second
 
