@@ -16,7 +16,14 @@ from simulator.workload import Workload
 from tests.planner.conftest import LLAMA8B, MIXTRAL, TINY, make_cluster
 from tests.planner.test_legality import reference
 
-UNBOUNDED = Bounds(max_tp=1 << 20, max_micro_batch=None, max_virtual_stages=None, min_tokens_per_context_rank=1)
+UNBOUNDED = Bounds(
+    max_tp=1 << 20,
+    max_micro_batch=None,
+    max_virtual_stages=None,
+    min_tokens_per_context_rank=1,
+    without_sequence_parallel=True,
+    odd_virtual_stages=True,
+)
 
 
 def brute_force(model, workload, gpus, name):
