@@ -39,6 +39,8 @@ class Bounds:
     max_micro_batch: int | None = 16
     max_virtual_stages: int | None = 8
     recomputes: tuple[str, ...] | None = None  # None: all that the framework has
+    without_sequence_parallel: bool = False  # also without it where it could be on: same traffic, more memory
+    odd_virtual_stages: bool = False  # also counts that neither divide the layers nor are powers of two
     min_tokens_per_context_rank: int = 1024  # context parallelism beyond it slices attention into crumbs
 
 
@@ -147,12 +149,17 @@ def _grid_bounds(table: Columns, asked: Question, bounds: Bounds) -> dict[str, N
     def over(values: NDArray[np.int64], limit: int | None) -> NDArray[np.bool_]:
         return values > limit if limit is not None else np.zeros(len(values), dtype=np.bool_)
 
+    could = (table.tp > 1) & ((asked.workload.seq_len // table.cp) % table.tp == 0)
+    off = (
+        could & ~table.sequence_parallel & (asked.framework.sequence_parallel and not bounds.without_sequence_parallel)
+    )
     crumbs = (table.cp > 1) & (asked.workload.seq_len // table.cp < bounds.min_tokens_per_context_rank)
     return {
         f"tp > {bounds.max_tp}": over(table.tp, bounds.max_tp),
         f"cp > {bounds.max_cp}": over(table.cp, bounds.max_cp),
         f"pp > {bounds.max_pp}": over(table.pp, bounds.max_pp),
         f"seq / cp < {bounds.min_tokens_per_context_rank}": crumbs,
+        "sequence parallelism off": off,
     }
 
 
@@ -178,7 +185,9 @@ def _batches(table: Columns, asked: Question, bounds: Bounds, pruned: Counter[st
         # A share that does not come out whole stays in as micro batch 1, so that the rule counts its rejection.
         sizes = divisors(local) if local and batch % int(table.dp[row]) == 0 else [1]
         limit = bounds.max_micro_batch or max(sizes)
-        orders = _orders(int(table.pp[row]), asked, bounds)
+        orders, odd = _orders(int(table.pp[row]), asked, bounds)
+        if odd:
+            pruned["odd virtual stages"] += odd * sum(size <= limit for size in sizes)
         too_large = sum(size > limit for size in sizes)
         if too_large:
             pruned[f"micro batch > {limit}"] += too_large
@@ -197,17 +206,24 @@ def _batches(table: Columns, asked: Question, bounds: Bounds, pruned: Counter[st
     )
 
 
-def _orders(pp: int, asked: Question, bounds: Bounds) -> list[tuple[str, int]]:
-    """Return (schedule, stages per rank) to try for a pipeline of `pp` ranks."""
+def _orders(pp: int, asked: Question, bounds: Bounds) -> tuple[list[tuple[str, int]], int]:
+    """Return (schedule, stages per rank) to try for a pipeline of `pp` ranks, and how many a bound left out."""
     if pp == 1:
-        return [("", 1)]
-    most = min(bounds.max_virtual_stages or asked.model.layers, max(1, asked.model.layers // pp))
-    return [
+        return [("", 1)], 0
+    layers = asked.model.layers
+    most = min(bounds.max_virtual_stages or layers, max(1, layers // pp))
+    every = [
         (name, count)
         for name in asked.framework.searched_schedules
         for count in range(SCHEDULES[name].least_stages, max(SCHEDULES[name].least_stages, most) + 1)
         if count <= (SCHEDULES[name].most_stages or count)
     ]
+    kept = [
+        (name, count)
+        for name, count in every
+        if bounds.odd_virtual_stages or count & (count - 1) == 0 or layers % (pp * count) == 0
+    ]
+    return kept, len(every) - len(kept)
 
 
 def _policies(table: Columns, asked: Question, bounds: Bounds) -> Columns:

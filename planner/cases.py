@@ -8,15 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from planner.case_fields import (
+    flag,
+    ignored_keys,
+    kind_of,
+    refuse_unknown,
+    section_of,
+    stated_value,
+    unsaid,
+    whole_number,
+    whole_numbers,
+    word_of,
+)
 from planner.frameworks import Framework, framework_of_runtime
 from simulator.plan import Plan
 from simulator.workload import Workload
 from topology import codec
-from topology.errors import BadCluster, BadInput, BadModel, BadPlan, UserError
+from topology.errors import BadCluster, BadInput, BadModel, UserError
 
 if TYPE_CHECKING:
     from simulator.model import Model
@@ -24,7 +35,6 @@ if TYPE_CHECKING:
     from topology.cluster import Cluster
 
 SEQUENCES_PER_GPU = 8  # the global batch assumed when flags give none
-MAX_COUNT = 1 << 31  # a degree or batch beyond this is a mistake or an attack, and would overflow 64-bit products
 
 _CASE_KEYS = ("id", "model", "cluster", "workload", "plan", "runtime", "measured", "outcome", "source", "note", "peers")
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages")
@@ -103,7 +113,7 @@ def read_cases(path: str | Path) -> tuple[list[dict[str, Any]], bool]:
     for index, case in enumerate(cases):
         if not isinstance(case, dict):
             raise BadInput(
-                f"{where}[{index}] is {_kind(case)}, not a case",
+                f"{where}[{index}] is {kind_of(case)}, not a case",
                 why="a case is an object with model, cluster, workload, plan and runtime",
                 remedy="pass one case or a list of cases",
             )
@@ -113,14 +123,13 @@ def read_cases(path: str | Path) -> tuple[list[dict[str, Any]], bool]:
 def load_case(data: Mapping[str, Any]) -> Case:
     """Return a Case from its dictionary. Raises BadModel, BadCluster or BadPlan, naming the field."""
     name = case_id(data)
-    _known_keys(data, _CASE_KEYS, f"case {name}")
-    assumed: list[str] = []
+    assumed = ignored_keys(data, _CASE_KEYS, f"case {name}")
     model = _model(data.get("model"), name)
     assumed += model.assumed
     cluster, from_cluster = _cluster(data.get("cluster"), name)
     assumed += from_cluster
-    workload = _workload(data.get("workload"), name)
-    stated_plan = _section(data, "plan", name)
+    workload = _workload(data.get("workload"), name, assumed)
+    stated_plan = section_of(data, "plan", name)
     stated_runtime = _runtime_section(data, name, assumed)
     framework = framework_of_runtime(stated_runtime["name"])
     stated_runtime, implied = _implied_runtime(stated_runtime, stated_plan, framework)
@@ -130,7 +139,7 @@ def load_case(data: Mapping[str, Any]) -> Case:
     assumed += from_plan
     measured = data.get("measured") or {}
     if not isinstance(measured, dict):
-        raise BadInput(f"case {name}: measured is {_kind(measured)}, not an object")
+        raise BadInput(f"case {name}: measured is {kind_of(measured)}, not an object")
     outcome = data.get("outcome")
     return Case(
         id=name,
@@ -225,36 +234,36 @@ def complete_plan(
     An unstated micro batch is one sequence in a pipeline (torchtitan's default) and else the whole share of a
     data-parallel rank, which is what a run without gradient accumulation does.
     """
-    _known_keys(stated, _PLAN_KEYS, f"{where}: plan")
+    refuse_unknown(stated, _PLAN_KEYS, f"{where}: plan")
     assumed: list[str] = []
     values: dict[str, Any] = {}
     for key in _DEGREES:
-        value = _stated(stated, key)
-        values[key] = 1 if value is None else _count(value, f"{where}: plan.{key}")
+        value = stated_value(stated, key)
+        values[key] = 1 if value is None else whole_number(value, f"{where}: plan.{key}")
         if value is None and key in stated:
             assumed.append(f"{key} 1 (not stated)")
-    zero = _stated(stated, "zero_stage")
+    zero = stated_value(stated, "zero_stage")
     if zero is not None:
-        values["zero_stage"] = _count(zero, f"{where}: plan.zero_stage", least=0, most=3)
-    sp = _stated(stated, "sequence_parallel")
+        values["zero_stage"] = whole_number(zero, f"{where}: plan.zero_stage", least=0, most=3)
+    sp = stated_value(stated, "sequence_parallel")
     values["sequence_parallel"] = (
         framework.sequence_parallel_default and values["tp"] > 1
         if sp is None
-        else _flag(sp, f"{where}: plan.sequence_parallel")
+        else flag(sp, f"{where}: plan.sequence_parallel")
     )
     if sp is None and values["tp"] > 1:
         assumed.append(f"sequence_parallel {str(values['sequence_parallel']).lower()} ({framework.title}'s default)")
-    reshard = _stated(stated, "reshard_after_forward")
+    reshard = stated_value(stated, "reshard_after_forward")
     if reshard is not None:
-        values["reshard_after_forward"] = _flag(reshard, f"{where}: plan.reshard_after_forward")
+        values["reshard_after_forward"] = flag(reshard, f"{where}: plan.reshard_after_forward")
     for key in ("layers_per_stage", "placement"):
-        listed = _stated(stated, key)
+        listed = stated_value(stated, key)
         if listed:
-            values[key] = _counts(listed, f"{where}: plan.{key}")
+            values[key] = whole_numbers(listed, f"{where}: plan.{key}")
     values["schedule"] = _schedule(stated, values, assumed, where)
     values["recompute"] = _recompute(stated, framework, assumed, where)
-    overlap = _stated(stated, "tp_overlap")
-    values["tp_overlap"] = "none" if overlap is None else _word(overlap, f"{where}: plan.tp_overlap")
+    overlap = stated_value(stated, "tp_overlap")
+    values["tp_overlap"] = "none" if overlap is None else word_of(overlap, f"{where}: plan.tp_overlap")
     values["micro_batch_size"] = _micro_batch(stated, values, workload, assumed, where)
     return Plan(**values), assumed
 
@@ -270,7 +279,7 @@ def _model(value: Any, name: str) -> Model:
     if isinstance(value, dict):
         return model_from_config(value, name=str(value.get("_name_or_path") or value.get("name") or name))
     raise BadModel(
-        f"case {name}: model is {_kind(value)}",
+        f"case {name}: model is {kind_of(value)}",
         why="a model is a config.json dictionary or the name of a shipped one",
         remedy='for example "llama3-8b"',
     )
@@ -287,7 +296,7 @@ def _cluster(value: Any, name: str) -> tuple[Cluster, list[str]]:
         cluster, assumed = cluster_from_case(value)
         return cluster, list(assumed)
     raise BadCluster(
-        f"case {name}: cluster is {_kind(value)}",
+        f"case {name}: cluster is {kind_of(value)}",
         why="a cluster is {gpu, gpus_per_node, nodes, interconnect, nic_gbit_per_gpu} or a name or file",
         remedy='for example "dgx-h100"',
     )
@@ -297,21 +306,22 @@ def resolve_runtime(stated: Mapping[str, Any]) -> tuple[Runtime, list[str]]:
     """Return the runtime that `stated` describes, the rest at its defaults, and what was assumed. Raises BadPlan."""
     from simulator.runtime_library import resolve  # noqa: PLC0415 - keeps `--help` light
 
-    runtime, assumed = resolve({k: (None if _unsaid(v) else v) for k, v in stated.items()})
+    runtime, assumed = resolve({k: (None if unsaid(v) else v) for k, v in stated.items()})
     return runtime, list(assumed)
 
 
 def _runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> dict[str, Any]:
-    stated = _section(data, "runtime", name)
-    _known_keys(stated, _RUNTIME_KEYS, f"case {name}: runtime")
+    stated = section_of(data, "runtime", name)
+    assumed += ignored_keys(stated, _RUNTIME_KEYS, f"case {name}: runtime")
+    stated = {key: value for key, value in stated.items() if key in _RUNTIME_KEYS}
     for key, value in stated.items():
-        if _unsaid(value):
+        if unsaid(value):
             continue
         if key == "compile":
-            _flag(value, f"case {name}: runtime.compile")
+            flag(value, f"case {name}: runtime.compile")
         else:
-            _word(value, f"case {name}: runtime.{key}")
-    if _unsaid(stated.get("name")):
+            word_of(value, f"case {name}: runtime.{key}")
+    if unsaid(stated.get("name")):
         stated["name"] = "torchtitan"
         assumed.append("runtime torchtitan (not stated)")
     return stated
@@ -322,16 +332,16 @@ def _implied_runtime(
 ) -> tuple[dict[str, Any], list[str]]:
     """Fill in what a stated plan implies: asynchronous tensor parallelism exists in compiled models only."""
     overlap = plan.get("tp_overlap")
-    overlaps = not _unsaid(overlap) and overlap != "none"
-    if overlaps and framework.overlap_needs_compile and _unsaid(runtime.get("compile")):
+    overlaps = not unsaid(overlap) and overlap != "none"
+    if overlaps and framework.overlap_needs_compile and unsaid(runtime.get("compile")):
         return {**runtime, "compile": True}, [f"compile true (tp_overlap={overlap} exists in compiled models only)"]
     return runtime, []
 
 
-def _workload(value: Any, name: str) -> Workload:
+def _workload(value: Any, name: str, assumed: list[str]) -> Workload:
     if not isinstance(value, dict):
-        raise BadInput(f"case {name}: workload is {_kind(value)}, not an object with seq_len and global_batch_size")
-    _known_keys(value, ("task", "seq_len", "global_batch_size"), f"case {name}: workload")
+        raise BadInput(f"case {name}: workload is {kind_of(value)}, not an object with seq_len and global_batch_size")
+    assumed += ignored_keys(value, ("task", "seq_len", "global_batch_size"), f"case {name}: workload")
     task = value.get("task") or "train"
     if task != "train":
         raise UserError(
@@ -341,15 +351,15 @@ def _workload(value: Any, name: str) -> Workload:
         )
     return Workload(
         task="train",
-        seq_len=_count(value.get("seq_len"), f"case {name}: workload.seq_len"),
-        global_batch_size=_count(value.get("global_batch_size"), f"case {name}: workload.global_batch_size"),
+        seq_len=whole_number(value.get("seq_len"), f"case {name}: workload.seq_len"),
+        global_batch_size=whole_number(value.get("global_batch_size"), f"case {name}: workload.global_batch_size"),
     )
 
 
 def _schedule(stated: Mapping[str, Any], values: dict[str, Any], assumed: list[str], where: str) -> str | None:
-    schedule = _stated(stated, "schedule")
+    schedule = stated_value(stated, "schedule")
     if schedule is not None:
-        word = _word(schedule, f"{where}: plan.schedule")
+        word = word_of(schedule, f"{where}: plan.schedule")
         return _SCHEDULES.get(word.lower().replace("-", "").replace("_", ""), word)
     if values["pp"] == 1:
         return None
@@ -359,90 +369,24 @@ def _schedule(stated: Mapping[str, Any], values: dict[str, Any], assumed: list[s
 
 
 def _recompute(stated: Mapping[str, Any], framework: Framework, assumed: list[str], where: str) -> str:
-    value = _stated(stated, "recompute")
+    value = stated_value(stated, "recompute")
     if value is None:
         default = framework.default_recompute()
         assumed.append(f"recompute {default} ({framework.title}'s default)")
         return default
-    word = _word(value, f"{where}: plan.recompute")
+    word = word_of(value, f"{where}: plan.recompute")
     return _RECOMPUTE.get(word.lower(), word)
 
 
 def _micro_batch(
     stated: Mapping[str, Any], values: dict[str, Any], workload: Workload, assumed: list[str], where: str
 ) -> int:
-    value = _stated(stated, "micro_batch_size")
+    value = stated_value(stated, "micro_batch_size")
     if value is not None:
-        return _count(value, f"{where}: plan.micro_batch_size")
+        return whole_number(value, f"{where}: plan.micro_batch_size")
     dp = values["dp_replicate"] * values["dp_shard"]
     whole = workload.global_batch_size % dp == 0
     size = workload.global_batch_size // dp if values["pp"] == 1 and whole else 1
     reason = "a pipeline's default" if values["pp"] > 1 else "the whole share of a data-parallel rank"
     assumed.append(f"micro_batch_size {size} ({reason})")
     return size
-
-
-# --- strict readers -----------------------------------------------------------------------------------------------
-
-
-def _unsaid(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value.strip().lower() in {"", "unknown"})
-
-
-def _stated(section: Mapping[str, Any], key: str) -> Any:
-    value = section.get(key)
-    return None if _unsaid(value) else value
-
-
-def _section(data: Mapping[str, Any], key: str, name: str) -> dict[str, Any]:
-    value = data.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise BadPlan(f"case {name}: {key} is {_kind(value)}, not an object")
-    return dict(value)
-
-
-def _known_keys(data: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    unknown = [key for key in data if key not in known]
-    if unknown:
-        near = get_close_matches(str(unknown[0]), known, n=1)
-        raise BadPlan(
-            f"{where} has unknown keys: {', '.join(map(repr, unknown[:8]))}",
-            why="a misspelt key would otherwise be a setting ignored",
-            remedy=f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}",
-        )
-
-
-def _count(value: Any, where: str, *, least: int = 1, most: int = MAX_COUNT) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise BadPlan(f"{where} is {_show(value)}", why=f"it must be a whole number from {least} to {most}")
-    return value
-
-
-def _counts(value: Any, where: str) -> tuple[int, ...]:
-    if not isinstance(value, list):
-        raise BadPlan(f"{where} is {_kind(value)}, not a list of whole numbers")
-    return tuple(_count(item, f"{where}[{index}]", least=0) for index, item in enumerate(value))
-
-
-def _flag(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise BadPlan(f"{where} is {_show(value)}", why="it must be true or false")
-    return value
-
-
-def _word(value: Any, where: str) -> str:
-    if not isinstance(value, str) or len(value) > 64 or not value.isprintable():
-        raise BadPlan(f"{where} is {_show(value)}", why="it must be one short word")
-    return value
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _kind(value: Any) -> str:
-    names: dict[type, str] = {type(None): "missing", dict: "an object", list: "a list", str: "a string", bool: "a flag"}
-    return names.get(type(value), "a number")

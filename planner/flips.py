@@ -1,8 +1,8 @@
 """Why a plan lost, and what would have to be true for it to win.
 
-The reason is read off the two breakdowns: the terms that differ, in seconds. The flip point is found by asking again
-on a cluster whose network, NVLink or memory is scaled, and bisecting. A flip further away than a factor of 16 is not
-reported: nobody will re-plan for it.
+The reason is read off the two breakdowns: the terms that differ, in seconds. The flip point of a link rate is found by
+asking again on a cluster whose links are scaled, and bisecting; that of memory follows from what the two plans need. A
+flip further away than a factor of 16 is not reported: nobody will re-plan for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from planner.scaling import (
     network_bytes_per_s,
     nvlink_bytes_per_s,
-    scale_memory,
     scale_network,
     scale_nvlink,
 )
@@ -22,9 +21,8 @@ from simulator.plan import Plan
 from topology.cluster import Cluster
 
 GIB = 2.0**30
-FURTHEST = 16.0
-GRID_STEPS = 8  # factors 2^(1/2), 2, ... 16 in each direction
-BISECTIONS = 8  # leaves 2^(0.5/256) - 1 = 0.14% between the last two factors
+OCTAVES = 4  # factors 2, 4, 8 and 16 in each direction
+BISECTIONS = 9  # leaves 2^(1/512) - 1 = 0.14% between the last two factors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +52,6 @@ class Knob:
 KNOBS = (
     Knob(quantity="network per GPU", unit="bytes_per_s", now=network_bytes_per_s, scale=scale_network),
     Knob(quantity="NVLink per GPU", unit="bytes_per_s", now=nvlink_bytes_per_s, scale=scale_nvlink),
-    Knob(quantity="memory per GPU", unit="bytes", now=lambda c: float(c.gpu_memory_bytes), scale=scale_memory),
 )
 
 
@@ -83,7 +80,7 @@ def seconds(value: float) -> str:
 
 
 def find_flips(cluster: Cluster, best: Plan, others: Sequence[Plan], judge: Judge) -> list[tuple[Flip, ...]]:
-    """Return, for each of `others`, the nearest value of each quantity at which it would beat `best`."""
+    """Return, for each of `others`, the nearest link rates at which it would beat `best`."""
     found: list[list[Flip]] = [[] for _ in others]
     for knob in KNOBS:
         now = knob.now(cluster)
@@ -103,6 +100,18 @@ def find_flips(cluster: Cluster, best: Plan, others: Sequence[Plan], judge: Judg
     return [tuple(flips) for flips in found]
 
 
+def memory_flip(cluster: Cluster, best: Estimate, other: Estimate) -> tuple[Flip, ...]:
+    """Return the GPU memory below which `best` no longer fits but `other` does; empty when there is none.
+
+    Both fit now, so more memory changes nothing between them.
+    """
+    now = float(cluster.gpu_memory_bytes)
+    at = now - (best.memory.capacity_bytes - best.memory.reserved_bytes)
+    if other.memory.reserved_bytes >= best.memory.reserved_bytes or at < now / 2**OCTAVES:
+        return ()
+    return (Flip(quantity="memory per GPU", now=now, at=at, unit="bytes", wins="below"),)
+
+
 def _crossings(
     cluster: Cluster, best: Plan, others: Sequence[Plan], judge: Judge, knob: Knob, sign: int
 ) -> list[tuple[int, float]]:
@@ -114,11 +123,11 @@ def _crossings(
         return [other_fits and (not fits or other < value) for other, other_fits in rest]
 
     crossed: dict[int, float] = {}
-    for step in range(1, GRID_STEPS + 1):
-        wins = winners(step / 2)
+    for octave in range(1, OCTAVES + 1):
+        wins = winners(octave)
         for index, won in enumerate(wins):
             if won and index not in crossed:
-                crossed[index] = _bisect(winners, index, (step - 1) / 2, step / 2)
+                crossed[index] = _bisect(winners, index, octave - 1, octave)
         if len(crossed) == len(others):
             break
     return [(index, 2.0 ** (sign * exponent)) for index, exponent in sorted(crossed.items())]

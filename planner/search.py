@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.candidates import Bounds, Candidates, enumerate_candidates
-from planner.flips import Flip, Verdict, find_flips, lost_because
+from planner.flips import Flip, Verdict, find_flips, lost_because, memory_flip
 from planner.frameworks import Framework, framework_named
 from planner.legality import Columns, Problem, check
 from simulator.estimate import Estimate
@@ -148,7 +148,7 @@ def suggest(
             plan=plan,
             estimate=estimate,
             lost_because=lost_because(estimates[0], estimate, objective=objective) if i else None,
-            flips=flips[i - 1] if i else (),
+            flips=(*flips[i - 1], *memory_flip(cluster, estimates[0], estimate)) if i else (),
             problems=check(plan, model, cluster, workload, framework, runtime=runtime, gpus=gpus),
         )
         for i, (plan, estimate) in enumerate(zip(plans, estimates, strict=True))

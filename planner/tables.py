@@ -15,7 +15,7 @@ from simulator.estimate import Estimate, Interval
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.workload import Workload
-from topology.cluster import Cluster
+from topology.cluster import Cluster, LinkKind
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -226,11 +226,14 @@ def cluster_line(cluster: Cluster) -> str:
     link = nvlink_bytes_per_s(cluster)
     network = network_bytes_per_s(cluster)
     plural = "s" if cluster.node_count > 1 else ""
-    parts = [
-        f"{cluster.name}: {cluster.node_count} node{plural} x {cluster.gpus_per_node} {kind.title}",
-        f"{cluster.gpu_memory_bytes / GIB:.1f} GiB",
-        f"NVLink {link / 1e9:.0f} GB/s/GPU" if link else "no NVLink",
-    ]
+    joined = any(link.kind in {LinkKind.NVLINK, LinkKind.NVSWITCH} for link in cluster.groups[0].node.links)
+    parts = [f"{cluster.name}: {cluster.node_count} node{plural} x {cluster.gpus_per_node} {kind.title}"]
+    if cluster.gpu_memory_bytes:
+        parts.append(f"{cluster.gpu_memory_bytes / GIB:.1f} GiB")
+    if link:
+        parts.append(f"NVLink {link / 1e9:.0f} GB/s/GPU")
+    else:
+        parts.append("NVLink of unknown rate" if joined else "no NVLink")
     if cluster.node_count > 1:
         parts.append(f"network {network / 1e9:.1f} GB/s/GPU" if network else "no network described")
     return " | ".join(parts)

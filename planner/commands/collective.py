@@ -72,29 +72,30 @@ def _sizes(text: str) -> list[int]:
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
-    from rich.table import Table  # noqa: PLC0415 - keeps `--help` light
+    from itertools import groupby  # noqa: PLC0415 - keeps `--help` light
+
+    from rich.table import Table  # noqa: PLC0415 - as above
 
     from planner.output import console, printable  # noqa: PLC0415 - as above
 
-    table = Table(box=None, pad_edge=False)
-    for heading in ("machine", "op", "algorithm"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("GPUs", "bytes", "us (80% range)", "busbw GB/s", "measured us", "error"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        time, seen, error = row["time_s"], row.get("measured_s"), row.get("error")
-        table.add_row(
-            printable(str(row["machine"])),
-            str(row["op"]),
-            str(row.get("algorithm") or "-"),
-            str(row["gpus"]),
-            str(row["bytes"]),
-            f"{time['value'] * 1e6:.1f} ({time['low'] * 1e6:.1f}-{time['high'] * 1e6:.1f})",
-            f"{row['busbw_bytes_per_s'] / 1e9:.1f}",
-            "-" if seen is None else f"{seen * 1e6:.1f}",
-            "-" if error is None else f"{error:+.1%}",
-        )
-    console().print(table)
+    screen = console()
+    for (machine, op, gpus), group in groupby(rows, key=lambda row: (row["machine"], row["op"], row["gpus"])):
+        table = Table(box=None, pad_edge=False)
+        for heading in ("bytes", "us (80% range)", "busbw GB/s", "measured us", "error"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("algorithm")
+        for row in group:
+            time, seen, error = row["time_s"], row.get("measured_s"), row.get("error")
+            table.add_row(
+                f"{row['bytes']:,}",
+                f"{time['value'] * 1e6:.1f} ({time['low'] * 1e6:.1f}-{time['high'] * 1e6:.1f})",
+                f"{row['busbw_bytes_per_s'] / 1e9:.1f}",
+                "-" if seen is None else f"{seen * 1e6:.1f}",
+                "-" if error is None else f"{error:+.1%}",
+                str(row.get("algorithm") or "-"),
+            )
+        screen.print(printable(f"{op} of {gpus} GPUs on {machine}"))
+        screen.print(table)
 
 
 def _print_scores(summary: dict[str, Any]) -> None:

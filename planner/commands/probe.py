@@ -53,11 +53,13 @@ def probe(
 
 
 def _read(sources: list[str] | None, gpu: str | None) -> Cluster:
-    from topology import probe as reader  # noqa: PLC0415 - keeps `--help` light
+    from topology.probe import probe_text  # noqa: PLC0415 - keeps `--help` light
 
     if not sources:
-        return reader.probe_machine()
-    return reader.probe_text([(name, _text(name)) for name in sources], gpu=gpu)
+        from topology.probe_machine import probe_machine  # noqa: PLC0415 - as above
+
+        return probe_machine()
+    return probe_text([(name, _text(name)) for name in sources], gpu=gpu)
 
 
 def _text(name: str) -> str:
@@ -79,11 +81,10 @@ def _print(cluster: Cluster, *, explain: bool) -> None:
     from planner.tables import cluster_line  # noqa: PLC0415 - as above
     from topology import report  # noqa: PLC0415 - as above
 
-    if cluster.gpu_count:
-        print(printable(cluster_line(cluster)))
     if explain or not cluster.gpu_count:
         print(printable(report.explain(cluster)))
         return
+    print(printable(cluster_line(cluster)))
     for finding in cluster.findings:
         print(printable(f"{finding.severity}: {finding.what}"))
         for label, text in (("why", finding.why), ("so", finding.consequence), ("do", finding.remedy)):
