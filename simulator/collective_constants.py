@@ -12,7 +12,9 @@ US = 1e-6
 PER_MB = 1e-12  # us per MB = seconds per 1e12 bytes
 
 
-def _bytes(all_reduce: tuple[float, float], gather: tuple[float, float], scatter: tuple[float, float]) -> dict[str, ByteCost]:
+def _bytes(
+    all_reduce: tuple[float, float], gather: tuple[float, float], scatter: tuple[float, float]
+) -> dict[str, ByteCost]:
     """Return byte costs from (sent, buffer) pairs in us per MB. A broadcast forwards like an all-gather."""
     pairs = {"all_reduce": all_reduce, "all_gather": gather, "reduce_scatter": scatter, "broadcast": gather}
     return {op: ByteCost(sent_s=sent * PER_MB, buffer_s=buffer * PER_MB) for op, (sent, buffer) in pairs.items()}
@@ -46,7 +48,7 @@ AMPERE = Generation(
     tables="A100-SXM4-80GB, 2, 4 and 8 GPUs, NCCL 2.27.3",
     link_bytes_per_s=300e9,
     fitted_ranks=8,
-    spread=0.08,
+    spread=0.10,
     curves={
         "ring/LL": _curve(
             (7.27, 1.09, 1.19, 4.2), _bytes((1.45, 17.87), (0.97, 11.51), (0.05, 10.16)), sharpness=1.45, narrow=0.13
@@ -90,7 +92,9 @@ HOPPER = Generation(
             narrow=0.10,
         ),
         # One group size (8), so latency and work cannot be split by n: all work is counted on the buffer.
-        "nvls/Simple": _curve((18.5, 0.0, 0.0, 0.0), _bytes((0.0, 3.57), (0.0, 3.57), (0.0, 3.57)), sharpness=4.0, fill=(89.6, 7.3)),
+        "nvls/Simple": _curve(
+            (18.5, 0.0, 0.0, 0.0), _bytes((0.0, 3.57), (0.0, 3.57), (0.0, 3.57)), sharpness=4.0, fill=(89.6, 7.3)
+        ),
     },
     peer=PeerCurve(
         base_s=5.21 * US,
@@ -112,7 +116,7 @@ BLACKWELL = Generation(
     tables="GB200, 2 and 4 GPUs of one tray, NCCL 2.29.2; NVLS and send/recv from 8 x B200",
     link_bytes_per_s=900e9,
     fitted_ranks=4,
-    spread=0.08,
+    spread=0.10,
     curves={
         "ring/LL": _curve(
             (7.64, 1.37, 1.36, 1.42), _bytes((1.47, 4.49), (0.10, 4.49), (0.24, 3.98)), sharpness=1.51, narrow=0.09

@@ -6,6 +6,7 @@ Each function takes a `Communicator` and sizes in bytes (float array, nccl-tests
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from simulator.collective_curves import (
     send_recv_time_s,
 )
 from simulator.communicator import Communicator, Fabric
-from simulator.nccl_model import _LL_CAP as NCCL_LL_CAP
+from simulator.nccl_model import LL_CAP
 
 # PCIe and xGMI: share of the nominal rate a large NCCL, RCCL or oneCCL message reaches. PCIe: RTX PRO 6000 x8 24.7 to
 # 46.5 of 63 GB/s by switch set-up, L40S x2 20 of 31.5, Arc Pro B60 19 of 31.5. xGMI: MI300X x8 313 of 448, MI355X x8
@@ -36,10 +37,9 @@ NET_STEP_S = 11e-6
 NET_BULK_BASE_S, NET_BULK_DOUBLING_S = 140e-6, 65e-6
 # Register load/store, TMA and copy engines reach 76, 78 and 82 % of NVLink on H100 (ParallelKittens, table 1).
 LOAD_STORE_EFFICIENCY, COPY_ENGINE_EFFICIENCY = 0.76, 0.82
-# One-shot kernels start in 3.2 to 5.2 us (TensorRT-LLM, H100 and B200, 256 B); one more flag exchange for two-shot.
-CUSTOM_BASE_S, CUSTOM_SYNC_S = 4e-6, 1.5e-6
+# One-shot kernels take 3.2 to 5.2 us at 256 B (TensorRT-LLM, H100 and B200), 4.7 in a graph (vLLM, H100); one more flag exchange for two-shot.
+CUSTOM_BASE_S, CUSTOM_SYNC_S = 4.5e-6, 1.5e-6
 COPY_ENGINE_BASE_S, COPY_ENGINE_CALL_S = 8e-6, 2e-6  # assumed: a stream memory operation each side, one copy a peer
-
 
 
 def steps_and_share(op: str, ranks: int) -> tuple[int, float]:
@@ -62,12 +62,24 @@ def _flat_curves(comm: Communicator) -> dict[str, Curve]:
         )
         return Curve(base_s=base, step_s=step, reduce_step_s=step, bytes=ops)
 
-    # RTX PRO 6000 x8 all-reduce: 17 us at 4 KiB over 14 steps; Arc Pro B60 x2: 14 us over 2.
+    if comm.architecture.startswith("Xe"):
+        # oneCCL on Arc Pro B60, 2 and 4 GPUs: no low-latency protocol, and an all-gather takes as long as n
+        # reduce-scatters (9.5 and 4.6 GB/s bus against 19), so each rank seems to fetch every part on its own.
+        direct = curve(12.0e-6, 0.9e-6, per_byte)
+        gather = {op: ByteCost(sent_s=per_byte * comm.ranks, buffer_s=0.0) for op in ("all_gather", "broadcast")}
+        direct = replace(direct, bytes=direct.bytes | gather)
+        return {"ring/LL": direct, "ring/Simple": direct}
+    # RTX PRO 6000 x8 all-reduce: 17 us at 4 KiB over 14 steps.
     return {"ring/LL": curve(7e-6, 0.9e-6, per_byte / LL_PAYLOAD), "ring/Simple": curve(18e-6, 4e-6, per_byte)}
 
 
+def curves_of(comm: Communicator) -> dict[str, Curve]:
+    """Return the curves of the group's fabric; every fabric has "ring/LL" and "ring/Simple"."""
+    return comm.generation.curves if comm.generation else _flat_curves(comm)
+
+
 def curve_of(comm: Communicator, algorithm: str, protocol: str) -> Curve | None:
-    curves = comm.generation.curves if comm.generation else _flat_curves(comm)
+    curves = curves_of(comm)
     key = f"{algorithm}/{protocol}"
     if key in curves:
         return curves[key]
@@ -105,7 +117,7 @@ def peer_to_peer_s(comm: Communicator, op: str, size: Floats) -> Floats:
     """Return seconds of an all-to-all or of a ring shift by send/recv, inside one node or across."""
     n = comm.ranks
     if comm.nodes > 1:
-        return _multi_node_peer_s(comm, op, size)
+        return _multi_node_peer_s(comm, op, size) if comm.inter_bytes_per_s else np.full_like(size, np.inf)
     if comm.generation is not None:
         law = all_to_all_time_s if op == "all_to_all" else send_recv_time_s
         return law(comm.generation.peer, size, ranks=n, link_bytes_per_s=comm.link_bytes_per_s)
@@ -117,7 +129,7 @@ def peer_to_peer_s(comm: Communicator, op: str, size: Floats) -> Floats:
 def _multi_node_peer_s(comm: Communicator, op: str, size: Floats) -> Floats:
     n, ppn = comm.ranks, comm.ranks_per_node
     hop = NET_STEP_S + comm.hop_s
-    network = _network(comm) * NET_PEER
+    network = comm.inter_peer_bytes_per_s * NET_PEER
     if op == "send_recv":  # all the node's ranks cross at once in the worst case: pipeline stages on separate nodes
         return np.asarray(12e-6 + hop + size * ppn / network)
     outside = size * ppn * (n - ppn) / n / network
@@ -136,12 +148,13 @@ def multi_node_s(comm: Communicator, op: str, size: Floats) -> dict[tuple[str, s
     are pipelined. An all-reduce sends 2 (k - 1) / k of the buffer per node of k; a gather or scatter (n - 1) / n.
     """
     n, k, ppn = comm.ranks, comm.nodes, comm.ranks_per_node
-    hop, network = NET_STEP_S + comm.hop_s, _network(comm)
-    low, bulk = curve_of(comm, "ring", "LL"), curve_of(comm, "ring", "Simple")
-    assert low is not None  # noqa: S101 - both tables hold ring/LL and ring/Simple for every fabric
-    assert bulk is not None  # noqa: S101 - as above
+    if not comm.inter_bytes_per_s:
+        return {("ring", "Simple"): np.full_like(size, np.inf)}
+    hop, network = NET_STEP_S + comm.hop_s, comm.inter_bytes_per_s
+    curves = curves_of(comm)
+    low, bulk = curves["ring/LL"], curves["ring/Simple"]
     steps, share = steps_and_share(op, n)
-    ll_rate = NCCL_LL_CAP[0][1 if k == 2 else 2] * 1e9
+    ll_rate = LL_CAP[0][1 if k == 2 else 2] * 1e9
     doublings = math.log2(k)
     inside = steps_and_share(op, ppn)
     if op == "all_reduce":
@@ -150,7 +163,7 @@ def multi_node_s(comm: Communicator, op: str, size: Floats) -> dict[tuple[str, s
         local = np.zeros_like(size)
         algorithm = "tree"
         if ppn > 1:
-            nvls = curve_of(comm, "nvls", "Simple") if comm.nvls else None
+            nvls = curves.get("nvls/Simple") if comm.nvls else None
             algorithm = "nvls_tree" if nvls else "tree"
             cost = (nvls or bulk).bytes[op]
             local = size * (cost.sent_s * inside[1] + cost.buffer_s)
@@ -166,12 +179,10 @@ def multi_node_s(comm: Communicator, op: str, size: Floats) -> dict[tuple[str, s
     start = bulk.base_s + bulk.step_s * (steps - crossings) + 2 * crossings * hop
     found = {("ring", "LL"): small, ("ring", "Simple"): np.asarray(start + _both(local, outside))}
     if ppn == 1 and op in {"all_gather", "reduce_scatter"}:
-        found["pat", "Simple"] = np.asarray(bulk.base_s + doublings * 2 * hop + size * share / (network * NET_RING * 0.75))
+        found["pat", "Simple"] = np.asarray(
+            bulk.base_s + doublings * 2 * hop + size * share / (network * NET_RING * 0.75)
+        )
     return found
-
-
-def _network(comm: Communicator) -> float:
-    return comm.inter_bytes_per_s or 1.0  # nodes without a network: absurdly slow rather than a division by zero
 
 
 def _both(a: Floats, b: Floats) -> Floats:
@@ -185,7 +196,7 @@ def custom_s(comm: Communicator, op: str, algorithm: str, size: Floats) -> Float
     moves without SMs, so it cannot reduce.
     """
     n, link = comm.ranks, comm.link_bytes_per_s
-    steps, share = steps_and_share(op, n)
+    _, share = steps_and_share(op, n)
     impossible = comm.nodes > 1 or comm.fabric is Fabric.PCIE
     if algorithm in {"one_shot", "two_shot"} and op == "all_reduce" and not impossible:
         rate = LOAD_STORE_EFFICIENCY * link

@@ -11,7 +11,7 @@ all-gather; the input of a reduce-scatter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -36,13 +36,12 @@ ALGORITHMS = NCCL_ALGORITHMS + CUSTOM_ALGORITHMS
 # Half-width of the 80 % interval, relative, where no fit covers the machine (checked on the public tables).
 SPREAD_BEYOND_FIT = 0.22  # NVLink with more ranks than the tables fitted, or a generation without a table
 SPREAD_NETWORK = 0.30
+SPREAD_CUSTOM = 0.35  # kernels outside NCCL: two or three published points each
 SPREAD_FLAT = 0.55  # PCIe and xGMI: peer access, ACS and shared uplinks are not in the datasheet
 
 # NCCL gives a channel this many bytes before it adds another: threads x threshold (enqueue.cc), per protocol.
 _BYTES_PER_CHANNEL = {"LL": 512 * 8, "LL128": 640 * 8, "Simple": 512 * 64}
 _NVLS_CHANNELS = {2: 16, 3: 24}  # by tuner generation: Hopper 16, Blackwell 24 (GB300 log of 2.29.7)
-# Before 2.30 Blackwell seems to have had Hopper's cap: four GB200 leave LL for Simple, never LL128 (inferred).
-_LL128_BLACKWELL_GB_S = 36.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +57,11 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """All candidates of one (op, shape), evaluated at sizes: rows are candidates."""
+    """One (op, shape) costed at sizes: device seconds, and which (algorithm, protocol) runs."""
 
     names: tuple[tuple[str, str], ...]
-    table: Floats
+    time_s: Floats
     pick: NDArray[np.intp]
-
-    @property
-    def time_s(self) -> Floats:
-        return np.asarray(np.take_along_axis(self.table, self.pick[None, :], axis=0)[0], dtype=np.float64)
 
 
 @dataclass(slots=True)
@@ -140,17 +135,19 @@ class CollectiveModel:
         sizes = np.atleast_1d(np.asarray(nbytes, dtype=np.float64)).ravel()
         if shape.ranks <= 1:
             nothing = Interval(value=0.0, low=0.0, high=0.0, source=Source.DATASHEET)
-            return tuple(CollectiveCost(algorithm="none", protocol="none", channels=0, sms=0, time_s=nothing) for _ in sizes)
+            return tuple(
+                CollectiveCost(algorithm="none", protocol="none", channels=0, sms=0, time_s=nothing) for _ in sizes
+            )
         options = self._options(op, sizes, shape, narrow=narrow, algorithm=algorithm)
         device = options.time_s
         if not np.all(np.isfinite(device)):
             raise Infeasible(
-                f"{algorithm} cannot run {op} on this group",
-                why="the op, the fabric or the number of nodes does not allow it",
-                remedy=f"leave the algorithm open, or use one of {', '.join(ALGORITHMS)}",
+                f"{op} cannot run by {algorithm or 'any algorithm'} on {shape.ranks} ranks of {shape.nodes} nodes",
+                why="nothing joins them" if algorithm is None else "the op or the fabric does not allow it",
+                remedy="add a network to the cluster" if algorithm is None else "leave the algorithm open",
             )
         comm = self.communicator(shape)
-        spread, source = interval_width(comm)
+        spread, source = interval_width(comm, custom=algorithm in CUSTOM_ALGORITHMS)
         spreads = np.full_like(device, spread)
         sources = [source] * len(sizes)
         if self.measured is not None and algorithm is None:
@@ -177,9 +174,7 @@ class CollectiveModel:
 
         return measured.blend(op, sizes, shape, model)
 
-    def _options(
-        self, op: str, sizes: Floats, shape: GroupShape, *, narrow: bool, algorithm: str | None
-    ) -> _Options:
+    def _options(self, op: str, sizes: Floats, shape: GroupShape, *, narrow: bool, algorithm: str | None) -> _Options:
         if op not in OPS:
             raise BadInput(f"unknown collective {op!r}", remedy=f"use one of {', '.join(OPS)}")
         if algorithm is not None and algorithm not in ALGORITHMS:
@@ -187,8 +182,10 @@ class CollectiveModel:
         return _evaluate(self.communicator(shape), op, sizes, narrow=narrow, algorithm=algorithm)
 
 
-def interval_width(comm: Communicator) -> tuple[float, Source]:
+def interval_width(comm: Communicator, *, custom: bool = False) -> tuple[float, Source]:
     """Return the relative half-width of the 80 % interval and what the value rests on."""
+    if custom:
+        return SPREAD_CUSTOM, Source.DATASHEET
     if comm.nodes > 1:
         return SPREAD_NETWORK, Source.DATASHEET
     if comm.fabric is not Fabric.NVLINK or comm.generation is None:
@@ -199,15 +196,13 @@ def interval_width(comm: Communicator) -> tuple[float, Source]:
 
 
 def _evaluate(comm: Communicator, op: str, sizes: Floats, *, narrow: bool, algorithm: str | None) -> _Options:
-    """Cost every candidate at every size and pick: NCCL's choice on one NVLink node, else the fastest."""
+    """Cost `op` at every size: by NCCL's choice on one NVLink node, else by the fastest candidate."""
     if algorithm in CUSTOM_ALGORITHMS:
-        table = custom_s(comm, op, algorithm, sizes)[None, :]
-        return _Options(((algorithm, "Simple"),), table, np.zeros(sizes.shape, dtype=np.intp))
+        return _fastest({(algorithm, "Simple"): custom_s(comm, op, algorithm, sizes)})
     if op in {"all_to_all", "send_recv"}:
-        if algorithm not in {None, "ring"}:
-            return _Options(((str(algorithm), "Simple"),), np.full((1, len(sizes)), np.inf), np.zeros(sizes.shape, dtype=np.intp))
-        table = peer_to_peer_s(comm, op, sizes)[None, :]
-        return _Options((("p2p", "Simple"),), table, np.zeros(sizes.shape, dtype=np.intp))
+        possible = algorithm in {None, "ring"}
+        times = peer_to_peer_s(comm, op, sizes) if possible else np.full_like(sizes, np.inf)
+        return _fastest({("p2p", "Simple"): times})
     if comm.nodes > 1:
         candidates = multi_node_s(comm, op, sizes)
     elif comm.fabric is Fabric.NVLINK and algorithm is None:
@@ -218,21 +213,28 @@ def _evaluate(comm: Communicator, op: str, sizes: Floats, *, narrow: bool, algor
     if algorithm is not None:
         candidates = {name: times for name, times in candidates.items() if name[0] == algorithm}
         candidates = candidates or {(algorithm, "Simple"): np.full_like(sizes, np.inf)}
+    return _fastest(candidates)
+
+
+def _fastest(candidates: dict[tuple[str, str], Floats]) -> _Options:
     table = np.stack(list(candidates.values()))
-    return _Options(tuple(candidates), table, np.argmin(table, axis=0))
+    return _Options(tuple(candidates), np.asarray(table.min(axis=0)), np.argmin(table, axis=0))
 
 
 def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, narrow: bool) -> _Options:
-    """Cost what NCCL's formulas pick. A pair our curves do not cover is costed as the ring in the same protocol."""
-    machine = replace(comm.nccl, ll128_blackwell=_LL128_BLACKWELL_GB_S)
-    _, pick, lines = nccl_model.choose(machine, op, sizes, allow_nvls=not narrow)
+    """Cost what NCCL's formulas pick. A pair our curves do not cover is costed as the ring in Simple."""
+    starts, chosen, lines = nccl_model.switches(comm.nccl, op, allow_nvls=not narrow)
     names = tuple((line.algorithm, line.protocol) for line in lines)
-    table = np.full((len(names), len(sizes)), np.inf)
-    for row in np.unique(pick):
-        table[row] = single_node_s(comm, op, *names[row], sizes, narrow=narrow)
-        if not np.all(np.isfinite(table[row])):
-            table[row] = single_node_s(comm, op, "ring", "Simple", sizes, narrow=narrow)
-    return _Options(names, table, pick)
+    pick = chosen[np.searchsorted(starts, sizes, side="right") - 1]
+    times = np.empty_like(sizes)
+    for row in set(pick.tolist()):
+        here = pick == row
+        algorithm, protocol = names[row]
+        found = single_node_s(comm, op, algorithm, protocol, sizes[here], narrow=narrow)
+        if not np.all(np.isfinite(found)):
+            found = single_node_s(comm, op, "ring", "Simple", sizes[here], narrow=narrow)
+        times[here] = found
+    return _Options(names, times, pick)
 
 
 def channel_count(comm: Communicator, op: str, algorithm: str, protocol: str, size: float) -> int:

@@ -13,6 +13,9 @@ from topology.cluster import Cluster, GpuKind, LinkKind, Node
 from topology.groups import GroupShape, group_rates
 
 GB = 1e9
+# 2.30.7 believes 40. Before it Blackwell seems to have had Hopper's figure: four GB200 with 2.29.2 leave LL for Simple
+# and never run LL128, which 40 would make them do at 8 MiB (inferred from public tables).
+LL128_BLACKWELL_GB_S = 36.7
 
 
 class Fabric(StrEnum):
@@ -37,6 +40,8 @@ class Communicator:
     hop_s: float  # one network hop as the fabric declares it
     nccl: NcclMachine
     compute_capability: int
+    architecture: str = ""
+    inter_peer_bytes_per_s: float = 0.0  # the network when every node sends to every other
 
     @property
     def ranks_per_node(self) -> int:
@@ -48,7 +53,9 @@ def communicator(cluster: Cluster, shape: GroupShape) -> Communicator:
     node, kind = cluster.groups[0].node, cluster.slowest_kind
     per_node = min(shape.ranks_per_node, shape.ranks)
     rates = group_rates(cluster, shape)
-    links, nccl_links, multicast = _scale_up(node, kind, per_node, shape.stride)
+    placed: tuple[int, ...] = getattr(rates, "gpus", ())  # where the topology says which GPUs, else the first ones
+    members = placed[:per_node] or tuple(i * shape.stride % len(node.gpus) for i in range(per_node))
+    links, nccl_links, multicast = _scale_up(node, kind, members)
     amd = kind.architecture.startswith("CDNA")
     fabric = Fabric.PCIE if not links else Fabric.XGMI if amd else Fabric.NVLINK
     intra = links or min(rates.intra_bytes_per_s, kind.pcie_bytes_per_s or math.inf)
@@ -62,6 +69,7 @@ def communicator(cluster: Cluster, shape: GroupShape) -> Communicator:
         nic=max((nic.bytes_per_s or 0.0 for nic in nics), default=0.0) / GB,
         nics=max(1, len(nics) // max(1, shape.siblings)) if nics else 0,
         nvls=multicast,
+        ll128_blackwell=LL128_BLACKWELL_GB_S,
     )
     generation = None
     if fabric is Fabric.NVLINK:
@@ -77,18 +85,21 @@ def communicator(cluster: Cluster, shape: GroupShape) -> Communicator:
         hop_s=rates.inter_latency_s,
         nccl=nccl,
         compute_capability=kind.compute_capability,
+        architecture=kind.architecture,
+        inter_peer_bytes_per_s=getattr(rates, "inter_all_to_all_bytes_per_s", 0.0) or rates.inter_bytes_per_s,
     )
 
 
-def _scale_up(node: Node, kind: GpuKind, per_node: int, stride: int) -> tuple[float, float, bool]:
+def _scale_up(node: Node, kind: GpuKind, positions: tuple[int, ...]) -> tuple[float, float, bool]:
     """Return (bytes/s of the worst member's links to the group, the same as NCCL counts them, multicast).
 
-    Zero when any member has none: one GPU without NVLink takes the whole communicator to PCIe.
+    Zero when any member has none, or the links leave islands: the whole communicator then runs over PCIe.
     """
-    if per_node < 2:
+    members = [node.gpus[position].vertex for position in positions if position < len(node.gpus)]
+    if len(members) < 2:
         return 0.0, 0.0, False
-    members = [node.gpus[i * stride % len(node.gpus)].vertex for i in range(min(per_node, len(node.gpus)))]
     inside, hubs = set(members), {vertex.id: vertex.multicast for vertex in node.vertices}
+    joined: dict[str, set[str]] = {member: set() for member in members}
     real = dict.fromkeys(members, 0.0)
     nccl = dict.fromkeys(members, 0.0)
     switched: set[str] = set()
@@ -101,11 +112,19 @@ def _scale_up(node: Node, kind: GpuKind, per_node: int, stride: int) -> tuple[fl
             if here in inside and (there in inside or link.kind is LinkKind.NVSWITCH):
                 real[here] += rate
                 nccl[here] += counted if rate else 0.0
+                if rate:
+                    joined[here].add(there)
+                    joined.setdefault(there, set()).add(here)
                 if link.kind is LinkKind.NVSWITCH:
                     switched.add(there)
     multicast = bool(switched) and all(hubs.get(hub, False) for hub in switched)
     slowest = min(real.values())
-    return (slowest, min(nccl.values()), multicast) if slowest > 0 else (0.0, 0.0, False)
+    reached, queue = {members[0]}, [members[0]]
+    while queue:
+        new = joined[queue.pop()] - reached
+        reached |= new
+        queue += new
+    return (slowest, min(nccl.values()), multicast) if slowest > 0 and reached >= inside else (0.0, 0.0, False)
 
 
 def _nccl_pcie(node: Node, kind: GpuKind) -> float:
@@ -134,7 +153,8 @@ def _scaled(generation: Generation, link_bytes_per_s: float) -> Generation:
 
 def _faster(curve: Curve, ratio: float) -> Curve:
     costs = {
-        op: replace(cost, sent_s=cost.sent_s * ratio, buffer_s=cost.buffer_s * ratio) for op, cost in curve.bytes.items()
+        op: replace(cost, sent_s=cost.sent_s * ratio, buffer_s=cost.buffer_s * ratio)
+        for op, cost in curve.bytes.items()
     }
     return replace(curve, bytes=costs)
 

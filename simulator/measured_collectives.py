@@ -3,7 +3,7 @@
 Between two measured sizes a straight line in log-log is wrong where the protocol changes: the time jumps. The model
 knows where such regions lie, so what is interpolated is the *ratio* measured / model, in log-log, and the result is the
 model bent through the samples. As a time cannot fall with size inside a region, it is kept between its neighbours.
-Outside the measured range the end's ratio holds; other group sizes and ops get half of the ratio for each step away,
+Outside the measured range the end's ratio fades, by half every factor of 64 in size, as latency says nothing of bandwidth; other group sizes and ops get half of the ratio for each step away,
 since part of an error is the machine's (a slow host, a link at half rate) and part is the curve's.
 """
 
@@ -24,6 +24,8 @@ from topology.profile import CollectiveSample
 Floats = NDArray[np.float64]
 Model = Callable[[str, Floats, GroupShape], Floats]
 
+NOISE = 0.033  # two runs of one point differ by 3.3 % in the median (public tables)
+FADE = 64.0  # beyond the measured range, half of a correction is left after this factor in size
 REACH_BYTES = 4.0  # a size counts as known when a sample lies within this factor on either side
 
 
@@ -84,11 +86,16 @@ class MeasuredCollectives:
         return np.asarray(base * np.exp(correction)), np.zeros(sizes.shape, dtype=bool)
 
     def _interpolate(self, op: str, series: _Series, sizes: Floats, shape: GroupShape, model: Model) -> Floats:
-        """Return log(measured / model) at `sizes`, linear in log size, constant beyond the ends."""
+        """Return log(measured / model) at `sizes`, linear in log size, fading beyond the ends."""
         key = (op, shape)
         if key not in self._ratios:
-            self._ratios[key] = np.log(series.times / model(op, series.sizes, shape))
-        return np.asarray(np.interp(np.log(sizes), np.log(series.sizes), self._ratios[key]), dtype=np.float64)
+            ratios = np.log(series.times / model(op, series.sizes, shape))
+            power = float(np.mean(ratios**2))
+            # Where model and samples agree within the noise, the noise is not worth following.
+            self._ratios[key] = ratios * power / (power + NOISE**2)
+        inside = np.interp(np.log(sizes), np.log(series.sizes), self._ratios[key])
+        beyond = np.maximum(np.maximum(series.sizes[0] / sizes, sizes / series.sizes[-1]), 1.0)
+        return np.asarray(inside * 0.5 ** (np.log(beyond) / np.log(FADE)), dtype=np.float64)
 
 
 def _neighbours(series: _Series, sizes: Floats) -> tuple[Floats, Floats]:

@@ -12,7 +12,9 @@ Units inside are NCCL's: microseconds, and GB/s (1e9 bytes per second). The publ
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,17 +26,22 @@ PROTOCOLS = ("LL", "LL128", "Simple")
 TUNED_OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 # Per-channel speeds the search tries, GB/s, fastest first (search.cc).
-_INTRA_SPEEDS = {
+_Speeds = Mapping[int, tuple[float, ...]]
+_INTRA_SPEEDS: _Speeds = {
     0: (40, 30, 20, 18, 15, 12, 10, 9, 7, 6, 5, 4, 3),
     90: (60, 50, 40, 30, 24, 20, 15, 12, 11, 6, 3),
     100: (90, 80, 70, 60, 50, 45, 40, 30, 24, 20, 19, 18),
 }
-_INTER_SPEEDS = {
+_INTER_SPEEDS: _Speeds = {
     0: (48, 30, 28, 24, 20, 18, 15, 12, 10, 9, 7, 6, 5, 4, 3, 2.4, 1.2, 0.24, 0.12),
     90: (48, 45, 42, 40, 30, 24, 22, 20, 17.5, 15, 12, 6, 3, 2.4, 1.2, 0.24, 0.12),
     100: (96, 86, 80, 48, 45.1, 42, 40, 30, 24, 22, 20, 17.5, 15, 12, 6, 3, 2.4, 1.2, 0.24, 0.12),
 }
 MAX_CHANNELS = 32
+LL128_BLACKWELL = 40.0  # GB/s a ring channel, 2.30.7
+_NVLS_HEADS = 8
+# Slower than any speed of the SM100 list: PCIe cards of that generation. Which speeds NCCL tries there is not known.
+_PCIE_SPEEDS = (15, 12, 9, 6, 3)
 
 # tuning.cc. Rows are LL, LL128, Simple.
 _BASE_LATENCY = {"tree": (6.8, 14.0, 8.4), "ring": (6.6, 14.0, 8.4), "pat": (8.0, 8.0, 8.0)}
@@ -53,7 +60,7 @@ _HW_LATENCY = {
     },
 }  # fmt: skip
 # Columns are 1, 2, and 4 or more nodes; rows the generation: Volta, Ampere, Hopper, Blackwell.
-_LL_CAP = ((39.0, 39.0, 20.4), (87.7, 22.5, 19.0), (141.0, 45.0, 35.0), (282.0, 90.0, 70.0))
+LL_CAP = ((39.0, 39.0, 20.4), (87.7, 22.5, 19.0), (141.0, 45.0, 35.0), (282.0, 90.0, 70.0))
 _RING_LL128_PER_CHANNEL = (20.0, 20.0, 36.7)  # Blackwell's is a field of NcclMachine: releases differ
 _TREE_LL128_PER_CHANNEL = ((20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (36.7, 36.7, 29.0), (55.6, 31.67, 20.0))
 _TREE_PER_CHANNEL = ((26.5, 18.5, 10.0), (24.0, 23.6, 17.8), (38.7, 41.4, 36.0), (70.0, 42.8, 24.0))
@@ -85,7 +92,7 @@ class NcclMachine:
     nvls: bool = False
     amd_cpu: bool = False
     net_latency: float = 0.0  # microseconds NCCL reads from the network plugin
-    ll128_blackwell: float = 40.0  # GB/s a Blackwell ring channel is believed to carry in LL128
+    ll128_blackwell: float = LL128_BLACKWELL  # GB/s a Blackwell ring channel is believed to carry in LL128
 
     @property
     def ranks_per_node(self) -> int:
@@ -110,15 +117,18 @@ class Graph:
         return self.channels > 0
 
 
-def _speed_list(table: dict[int, tuple[float, ...]], compute_capability: int) -> tuple[float, ...]:
+def _speed_list(table: _Speeds, compute_capability: int) -> tuple[float, ...]:
     return table[100 if compute_capability >= 100 else 90 if compute_capability >= 90 else 0]
 
 
+@lru_cache(maxsize=1024)
 def ring_graph(machine: NcclMachine) -> Graph:
     """Return the ring channels: the per-channel speed whose whole number of channels uses most of the links."""
     intra = machine.nvlink or machine.pcie
     inside = machine.ranks_per_node > 1
     speeds = _speed_list(_INTRA_SPEEDS if machine.nodes == 1 else _INTER_SPEEDS, machine.compute_capability)
+    if not machine.nvlink and intra < speeds[-1]:
+        speeds = _PCIE_SPEEDS
     best = (0.0, 0)
     for speed in speeds:
         fit = int(intra / speed + 1e-9) if inside else MAX_CHANNELS
@@ -161,8 +171,12 @@ def tree_graph(machine: NcclMachine) -> Graph:
 
 
 def nvls_graph(machine: NcclMachine) -> Graph:
-    """Return the NVLS heads: one for each GPU of a node, each port carrying n + 1 of them."""
-    n = machine.ranks_per_node
+    """Return the NVLS heads: one for each GPU of a node, each port carrying n + 1 of them.
+
+    A rack-wide NVLink domain is given eight, as in the graph dump of two GB300 trays; 8 x 80 GB/s also gives the 839
+    GB/s measured on all 72 GPUs of an NVL72.
+    """
+    n = min(machine.ranks_per_node, _NVLS_HEADS)
     if not (machine.nvls and machine.nvlink and machine.compute_capability >= 90 and n > 1):
         return Graph(channels=0, bw_intra=0.0, bw_inter=0.0)
     speeds = _speed_list(_INTRA_SPEEDS, machine.compute_capability)
@@ -185,6 +199,7 @@ def _node_column(nodes: int) -> int:
     return 0 if nodes == 1 else 1 if nodes == 2 else 2
 
 
+@lru_cache(maxsize=1024)
 def lines(machine: NcclMachine, op: str, *, allow_nvls: bool = True) -> tuple[Line, ...]:
     """Return every enabled (algorithm, protocol) of `op` with its latency and bandwidth."""
     if machine.ranks < 2 or op not in TUNED_OPS:
@@ -224,7 +239,7 @@ def _bandwidth(machine: NcclMachine, op: str, algorithm: str, row: int) -> float
     graph = tree_graph(machine) if algorithm == "tree" else ring_graph(machine)
     bus = graph.channels * (graph.bw_intra if k <= 2 else graph.bw_inter)
     ll_row = generation if k == 1 else (1 if machine.amd_cpu else 0)
-    ll_cap = _LL_CAP[ll_row][column]
+    ll_cap = LL_CAP[ll_row][column]
     if algorithm == "ring":
         if protocol == "LL":
             bus = min(ll_cap, 0.5 * bus)
@@ -317,6 +332,20 @@ def choose(
     table = np.stack([line_time_us(machine, op, line, sizes) for line in options])
     index = np.argmin(table, axis=0)
     return np.min(table, axis=0) * 1e-6, index, options
+
+
+@lru_cache(maxsize=1024)
+def switches(
+    machine: NcclMachine, op: str, *, allow_nvls: bool = True
+) -> tuple[Floats, NDArray[np.intp], tuple[Line, ...]]:
+    """Return (sizes at which the choice changes, lines chosen from each on, lines), for costing many calls at once.
+
+    The first size is 0. Found on a grid of 64 sizes an octave up to 4 TiB that holds every power of two.
+    """
+    grid = 2.0 ** (np.arange(42 * 64 + 1) / 64)
+    _, pick, options = choose(machine, op, grid, allow_nvls=allow_nvls)
+    changes = np.flatnonzero(np.diff(pick)) + 1
+    return np.concatenate(([0.0], grid[changes])), np.concatenate((pick[:1], pick[changes])), options
 
 
 def symmetric_time_s(machine: NcclMachine, op: str, nbytes: ArrayLike, *, sms: int = 16) -> Floats:

@@ -19,15 +19,12 @@ from topology.groups import GroupShape, group_rates
 PROFILE_SCHEMA_VERSION = 1
 FASTEST_OVER_DATASHEET = 1.1  # nominal link rates are rounded down by up to 6 % (26.56 GB/s of "25" on H100)
 
-# Bytes each rank must put on the wire for one byte of the size column, as a function of the number of ranks.
-_SENT_SHARE = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: 1.0,  # noqa: ARG005 - one signature for all
-    "send_recv": lambda n: 1.0,  # noqa: ARG005 - one signature for all
-}
+_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+
+
+def _least_sent(op: str, ranks: int) -> float:
+    """Return the bytes a rank must send for each byte of the size column. A switch that adds makes an all-reduce one."""
+    return 1.0 if op in {"broadcast", "send_recv"} else (ranks - 1) / ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,22 +76,21 @@ def check_profile(profile: Profile, *, where: str = "profile", cluster: Cluster 
 
 
 def _check_sample(sample: CollectiveSample, where: str, cluster: Cluster | None) -> None:
-    if sample.op not in _SENT_SHARE:
-        raise BadInput(f"{where}.op is {sample.op!r}", remedy=f"use one of {', '.join(_SENT_SHARE)}")
+    if sample.op not in _OPS:
+        raise BadInput(f"{where}.op is {sample.op!r}", remedy=f"use one of {', '.join(_OPS)}")
     if not math.isfinite(sample.time_s) or sample.time_s <= 0:
         raise BadInput(f"{where}.time_s is {sample.time_s}", why="a time is finite and positive")
     if sample.nbytes <= 0:
         raise BadInput(f"{where}.nbytes is {sample.nbytes}", why="a message has at least one byte")
     if sample.ranks < 2 or not 1 <= sample.nodes <= sample.ranks:
         raise BadInput(
-            f"{where} has {sample.ranks} ranks on {sample.nodes} nodes", why="a group has two or more, a node one or more"
+            f"{where} has {sample.ranks} ranks on {sample.nodes} nodes",
+            why="a group has two or more, a node one or more",
         )
     if cluster is None:
         return
     limit = _wire_limit(cluster, sample)
-    rate = sample.nbytes * _SENT_SHARE[sample.op](sample.ranks) / sample.time_s
-    if sample.op == "all_reduce":
-        rate /= 2  # a switch that reduces halves what a rank sends
+    rate = sample.nbytes * _least_sent(sample.op, sample.ranks) / sample.time_s
     if rate > FASTEST_OVER_DATASHEET * limit:
         raise BadInput(
             f"{where}.time_s means {rate / 1e9:.0f} GB/s out of each GPU",

@@ -88,7 +88,9 @@ def rows_by_protocol(tables: list[dict[str, Any]]) -> dict[tuple[str, str], Floa
         best, ordered = grid.argmin(0), np.sort(grid, 0)
         for b, t, i, first, second in zip(sizes, times, best, ordered[0], ordered[1], strict=True):
             line = lines[i]
-            tie = second / first < 1.05 and "Simple" not in lines[int(np.argsort(grid[:, sizes == b][:, 0])[1])].protocol
+            tie = (
+                second / first < 1.05 and "Simple" not in lines[int(np.argsort(grid[:, sizes == b][:, 0])[1])].protocol
+            )
             found[machine, f"{line.algorithm}/{line.protocol}"].append((OPS.index(op), n, b, t, narrow, tie))
     return {key: np.array(rows, dtype=float) for key, rows in found.items()}
 
@@ -142,9 +144,7 @@ def fit(kind: str, rows: Floats) -> tuple[Floats, Callable[[Floats, Floats], Flo
             high[4], high[5] = 1.0001, 1e-9
     weight = np.where(rows[:, 5] > 0, 0.2, 1.0)
     target = rows[:, 3]
-    x = levenberg(
-        lambda at: np.log(law(at, rows) / target) * weight, np.array(start), np.array(low), np.array(high)
-    )
+    x = levenberg(lambda at: np.log(law(at, rows) / target) * weight, np.array(start), np.array(low), np.array(high))
     return x, law
 
 
