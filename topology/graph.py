@@ -83,7 +83,7 @@ def _add_node(result: Graph, cluster: Cluster, number: int, node: Node) -> None:
             "rate_bytes_per_s": rate,
             "latency_s": link.latency_s,
             "state": link.state,
-            "source": link.source,
+            "source": link.source if link.best_bytes_per_s is not None else Source.ASSUMED,
             "confidence": link.confidence,
         }
         result.add_edge(at + link.a, at + link.b, **attributes)

@@ -10,6 +10,7 @@ kind is ever looked at, so 16,384 GPUs cost as much as sixteen.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from topology.partition import best_partition
 
 # NCCL takes 10 Gb/s for a port whose speed it cannot read: NVIDIA/nccl @5067397c src/graph/topo.cc.
 UNKNOWN_NIC_BYTES_PER_S = 10e9 / 8
+MAX_SCORED_EXACTLY = 2000  # sets of GPUs of one size; all those of a node with 12 GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +195,12 @@ def gpu_order(rates: NodeRates, block: int, need: int) -> tuple[int, ...]:
 
 
 def group_score(rates: NodeRates, group: tuple[int, ...]) -> tuple[float, float]:
-    """Return how good a group is: its ring's rate, then how few shared edges it uses."""
-    ring = rates.ring(group)
+    """Return how good a group is: its ring's rate, then how few shared edges it uses.
+
+    On nodes with thousands of such groups a single ring stands for the best mix of rings.
+    """
+    many = math.comb(len(rates.node.gpus), len(group)) > MAX_SCORED_EXACTLY
+    ring = rates.one_ring(group) if many else rates.ring(group)
     return ring.bytes_per_s, -float(sum(ring.loads.values()))
 
 
@@ -232,7 +238,7 @@ def near_ports(rates: NodeRates, gpu: int) -> tuple[Nic, ...]:
     node = rates.node
     ports = [nic for nic in node.nics if nic.up]
     listed = node.closest_nics.get(str(node.gpus[gpu].index), ())
-    near = [nic for nic in ports if nic.label in listed]
+    near = [nic for nic in ports if nic.label in listed or nic.name in listed]
     if near:
         return tuple(near)
     hops = {nic.label: rates.host_path(node.gpus[gpu].vertex, nic.vertex) for nic in ports}

@@ -21,8 +21,13 @@ from topology.cluster import Cluster, Link, LinkKind, LinkState, Node, VertexKin
 
 # An NVSwitch crossing: two ports of ASTRA-sim's validated H100 network. A direct NVLink is taken to be the same.
 NVLINK_LATENCY_S = 2 * 936.25e-9
+# Where a topology is known but not the GPU model: one NVLink of the generations from V100 to H200, and the slowest PCIe
+# slot in use. They keep the shape of the machine (what is joined, what is near) where its speed is not known.
+ASSUMED_NVLINK_BYTES_PER_S = 25e9
+ASSUMED_PCIE_BYTES_PER_S = 15.75e9
 HOST_LATENCY_S = 5e-6  # assumed: a hop over PCIe, most of it software
-MAX_RING_SEARCH = 8  # up to here every order of a ring is tried: 2,520 of them
+MAX_RING_PACKING = 8  # up to here all cycles through a group are listed: 2,520 at most
+MAX_RING_ORDERS = 5  # up to here every order of a ring that leaves NVLink is tried
 
 NVLINK_KINDS = frozenset({LinkKind.NVLINK, LinkKind.NVSWITCH})
 HOST_KINDS = frozenset({LinkKind.PCIE, LinkKind.SMP, LinkKind.C2C})
@@ -33,7 +38,7 @@ Edge = tuple[str, str]
 def link_rates(cluster: Cluster, node: Node, link: Link) -> tuple[float, float]:
     """Return (rate to plan with, rate in NCCL's model) of a link, bytes/s and direction; zeros for an absent one.
 
-    A link of unknown rate gets what the datasheets of its GPUs allow.
+    A link of unknown rate gets what the datasheets of its GPUs allow, and an assumed rate where they are unknown too.
     """
     if link.state is LinkState.ABSENT:
         return 0.0, 0.0
@@ -41,14 +46,14 @@ def link_rates(cluster: Cluster, node: Node, link: Link) -> tuple[float, float]:
     if rate is None:
         kinds = [cluster.kind(gpu.kind) for gpu in node.gpus if gpu.vertex in {link.a, link.b}]
         if link.kind in NVLINK_KINDS:
-            rate = min((link.count * kind.nvlink_bytes_per_s for kind in kinds), default=0.0)
+            rate = link.count * min((k.nvlink_bytes_per_s or ASSUMED_NVLINK_BYTES_PER_S for k in kinds), default=0.0)
         elif link.kind is LinkKind.C2C:
-            rate = min((kind.c2c_bytes_per_s for kind in kinds), default=0.0)
+            rate = min((kind.c2c_bytes_per_s or ASSUMED_PCIE_BYTES_PER_S for kind in kinds), default=0.0)
         elif link.kind is LinkKind.NETWORK:
             rate = 0.0
         else:  # between switches and sockets: no narrower than the slots of the node
             near = kinds or [cluster.kind(gpu.kind) for gpu in node.gpus]
-            rate = max((kind.pcie_bytes_per_s for kind in near), default=0.0)
+            rate = max((kind.pcie_bytes_per_s for kind in near), default=0.0) or ASSUMED_PCIE_BYTES_PER_S
     return rate, link.nccl_bytes_per_s if link.nccl_bytes_per_s is not None else rate
 
 
@@ -82,6 +87,7 @@ class NodeRates:
     host: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     multicast: frozenset[str] = frozenset()
     on_fabric: tuple[int, ...] = ()
+    _places: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _uniform: bool | None = None
 
     def __post_init__(self) -> None:
@@ -170,6 +176,13 @@ class NodeRates:
             self._rings[key] = self._ring_of(key, nvlink=True)
         return self._rings[key]
 
+    def one_ring(self, gpus: Iterable[int]) -> Ring:
+        """Return a good single ring through `gpus`: a quick stand-in for `ring` where thousands of sets are compared."""
+        order = sorted(set(gpus), key=self._place)
+        if len(order) < 2 or (order[0] in self.ports and self._one_hub(order)):
+            return self.ring(order)
+        return self._mixed(self._islands_in_turn(order), nvlink=True)
+
     def rings_together(self, groups: Sequence[Iterable[int]]) -> tuple[Ring, ...]:
         """Return the rings of several groups that run at the same time, each slowed by the host edges it shares."""
         rings = [self.ring(group) for group in groups]
@@ -212,7 +225,7 @@ class NodeRates:
         in_tree_order = sorted(gpus, key=self._place)
         if not joined:
             return self._mixed(in_tree_order, nvlink=nvlink)
-        if len(gpus) > MAX_RING_SEARCH:
+        if len(gpus) > MAX_RING_ORDERS:
             return self._mixed(self._islands_in_turn(in_tree_order), nvlink=nvlink)
         first, *rest = in_tree_order
         return max(
@@ -222,6 +235,11 @@ class NodeRates:
 
     def _place(self, gpu: int) -> tuple[str, ...]:
         """Return where a GPU hangs, root first: a sort key that keeps neighbours in the PCIe tree together."""
+        if gpu not in self._places:
+            self._places[gpu] = self._climb(gpu)
+        return self._places[gpu]
+
+    def _climb(self, gpu: int) -> tuple[str, ...]:
         vertex = self.node.gpus[gpu].vertex
         trail: list[str] = []
         leaves = {g.vertex for g in self.node.gpus} | {nic.vertex for nic in self.node.nics}
@@ -254,7 +272,8 @@ class NodeRates:
                 continue
             path = self.host_path(self.node.gpus[a].vertex, self.node.gpus[b].vertex)
             if path is None:  # nothing known in between: the slots of both ends at least
-                slot = min(self.cluster.kind(self.node.gpus[gpu].kind).pcie_bytes_per_s for gpu in (a, b))
+                slots = (self.cluster.kind(self.node.gpus[gpu].kind).pcie_bytes_per_s for gpu in (a, b))
+                slot = min(speed or ASSUMED_PCIE_BYTES_PER_S for speed in slots)
                 rate, nccl = min(rate, slot), min(nccl, slot)
             else:
                 loads.update(path)
@@ -275,7 +294,10 @@ def ring_packing(capacity: dict[tuple[int, int], float], gpus: Sequence[int]) ->
         return capacity.get((min(gpus), max(gpus)), 0.0)
     if len(capacity) == len(gpus) * (len(gpus) - 1) // 2 and len(set(capacity.values())) == 1:
         return (len(gpus) - 1) * next(iter(capacity.values()))  # an even mesh: all cycles alike fill every wire
-    if len(gpus) > MAX_RING_SEARCH:
+    ends = [gpu for pair in capacity for gpu in pair]
+    if any(ends.count(gpu) < 2 for gpu in gpus):
+        return 0.0  # a ring enters and leaves every GPU
+    if len(gpus) > MAX_RING_PACKING:
         return 0.0  # too many to list: the caller takes a single ring
     cycles = _cycles(capacity, gpus)
     if not cycles:

@@ -352,7 +352,7 @@ def part_of_node(node: Node, gpus: int) -> Node:
     indices = {str(gpu.index) for gpu in kept}
     if node.closest_nics:
         near = {label for index, labels in node.closest_nics.items() if index in indices for label in labels}
-        gone |= {nic.vertex for nic in node.nics if nic.label not in near}
+        gone |= {nic.vertex for nic in node.nics if nic.label not in near and nic.name not in near}
     trays = {gpu.tray for gpu in kept}
     gone |= {v.id for v in node.vertices if v.tray not in trays and v.kind is not VertexKind.NVSWITCH}
     return replace(
