@@ -6,6 +6,7 @@ the wish survives the exec; elsewhere the command simply runs.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -17,10 +18,8 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def main(argv: list[str]) -> None:
     """Ask for SIGTERM when the parent dies, then become the command. Does not return."""
     if sys.platform == "linux":
-        try:
+        with contextlib.suppress(OSError, AttributeError):  # a C library without prctl: run unguarded
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        except (OSError, AttributeError):  # a C library without prctl: run unguarded
-            pass
     if os.getppid() != int(argv[0]):  # it died before we could ask
         raise SystemExit(1)
     os.execv(argv[1], argv[1:])  # noqa: S606 - an argument list without a shell, given by our own launcher

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 from executor.records import Deadline, Recorder, middle
@@ -32,7 +33,7 @@ INIT_TIMEOUT_S = 60.0
 
 @dataclass(slots=True)
 class Rank:
-    """This process: torch, its place, its buffers, and what the groups agreed on."""
+    """One process of the run: torch, its place, its buffers, and what the groups agreed on."""
 
     torch: Any
     dist: Any
@@ -117,7 +118,7 @@ def timed_calls(me: Rank, call: Callable[[], None], count: int) -> list[float]:
         call()
         event.record()
     cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
 
 
 def graph_calls(me: Rank, call: Callable[[], None]) -> list[float]:

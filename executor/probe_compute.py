@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from executor.gpu_state import read_states
@@ -71,7 +72,7 @@ def _timed(torch: Any, call: Any, count: int) -> list[float]:
         call()
         event.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
 
 
 def _sustained(torch: Any, operands: list[Any], seconds: float) -> tuple[list[float], dict[int, dict[str, Any]]]:

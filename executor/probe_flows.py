@@ -95,9 +95,7 @@ def measure(device: Any, names: Sequence[str], recorder: Recorder, deadline: Dea
         recorder.missing(f"{count} sets of flows {pattern}: out of time")
 
 
-def _measure_set(
-    device: Any, pattern: str, flows: Sequence[Ends], names: Sequence[str], recorder: Recorder
-) -> None:
+def _measure_set(device: Any, pattern: str, flows: Sequence[Ends], names: Sequence[str], recorder: Recorder) -> None:
     device.prepare(flows)
     first = max(device.timed(flows, 1))  # also the warm-up: first use of a pair maps its memory
     copies = max(1, min(MAX_COPIES, int(ROUND_S / first)))
