@@ -119,15 +119,15 @@ def document(case: Case, problems: tuple[Problem, ...], estimated: Estimate | No
 
 
 def _answer(case: Case, profile: Any) -> tuple[tuple[Problem, ...], Estimate | None]:
-    from planner.legality import check, is_legal  # noqa: PLC0415 - keeps `--help` light
-    from simulator.closed_form import estimate_plans  # noqa: PLC0415 - as above
+    from planner.costs import cost_table  # noqa: PLC0415 - keeps `--help` light
+    from planner.legality import check, is_legal  # noqa: PLC0415 - as above
 
     problems = check(
         case.plan, case.model, case.cluster, case.workload, case.framework, runtime=case.runtime, gpus=case.gpus
     )
     if not is_legal(problems):
         return problems, None
-    table = estimate_plans(case.model, case.cluster, case.workload, [case.plan], case.runtime, profile)
+    table = cost_table(case.model, case.cluster, case.workload, [case.plan], case.runtime, profile)
     return problems, table.estimate(0)
 
 
