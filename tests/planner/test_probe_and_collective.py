@@ -133,3 +133,22 @@ def test_collective_refusals(planner, arguments, code):
 
     assert done.returncode == code
     assert "Traceback" not in done.stderr
+
+
+def test_a_profile_goes_before_the_model_and_is_checked(planner, tmp_path):
+    """A measured size is answered by its measurement; a profile of other GPUs warns; an impossible one is refused."""
+    path = tmp_path / "profile.json"
+    sample = {"op": "all_reduce", "ranks": 8, "nodes": 1, "nbytes": 1048576, "time_s": 55e-6}
+    profile = {"machine": "m", "gpu": "h100-sxm", "collectives": [sample]}
+    asked = ("collective", "--gpus", "8", "--bytes", "1048576", "--json", "--profile", path)
+    path.write_text(json.dumps(profile))
+    done = planner(*asked)
+    path.write_text(json.dumps({**profile, "gpu": "h200-sxm"}))
+    other = planner(*asked)
+    path.write_text(json.dumps({**profile, "collectives": [{**sample, "time_s": 1e-9}]}))
+    refused = planner(*asked)
+
+    assert json.loads(done.stdout)["rows"][0]["time_s"]["value"] == pytest.approx(55e-6, rel=0.02)
+    assert done.stderr == ""
+    assert "the profile was taken on h200-sxm" in other.stderr
+    assert refused.returncode == 2
