@@ -3,7 +3,7 @@
 Sources, checked against these versions: torchtitan 0.3.0 (`torchtitan/distributed/parallel_dims.py`,
 `pipeline_parallel.py`), torch 2.11 (`torch/distributed/pipelining/schedules.py`), Megatron-LM
 (`megatron/training/arguments.py`, `megatron/core/transformer/transformer_config.py`), DeepSpeed 0.19.8
-(`deepspeed/runtime/pipe/engine.py`, `runtime/engine.py`), llm-foundry (its FSDP section).
+(`deepspeed/runtime/pipe/engine.py`, `runtime/engine.py`, deepspeed.ai/tutorials/autotp-training), llm-foundry (its FSDP section).
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Framework:
     pads_vocabulary: bool = False
     ulysses: bool = False  # context parallelism splits heads
     zero_pipeline: bool = True  # ZeRO-2 and 3 work together with pipeline parallelism
+    zero_tensor: bool = True  # ZeRO-3 works together with tensor parallelism
     ddp_alone: bool = False  # plain replication refuses company
     overlap_needs_compile: bool = False
 
@@ -132,6 +133,7 @@ DEEPSPEED = Framework(
     sequence_parallel_default=False,
     ulysses=True,
     zero_pipeline=False,
+    zero_tensor=False,
 )
 MEGATRON_DEEPSPEED = Framework(
     name="megatron-deepspeed",

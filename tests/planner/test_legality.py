@@ -29,7 +29,7 @@ def reference(plan, model, workload, gpus, framework, *, compiled=False):
         return False
     if framework == "megatron-lm" and model.kv_heads % p.tp and p.tp % model.kv_heads:
         return False
-    if framework == "torchtitan" and s % (2 * p.cp * p.tp):
+    if framework == "torchtitan" and p.cp * p.tp > 1 and s % (2 * p.cp * p.tp):
         return False
     if framework == "megatron-lm" and p.cp > 1 and s % (2 * p.cp):
         return False
@@ -59,6 +59,8 @@ def reference(plan, model, workload, gpus, framework, *, compiled=False):
         if p.zero_stage in {2, 3} and p.pp > 1:
             return False
         if p.dp_shard > 1 and not p.zero_stage:
+            return False
+        if p.zero_stage == 3 and p.tp > 1:
             return False
     if framework == "torchtitan" and p.zero_stage == 1:
         return False
