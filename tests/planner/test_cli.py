@@ -208,7 +208,7 @@ def test_validate_holds_a_tolerance(planner):
     ("arguments", "code", "words"),
     [
         ((), 2, "Usage"),
-        (("sugest",), 2, "No such command"),
+        (("plan",), 2, "No such command"),
         (("suggest", "--top", "0"), 2, "--top"),
         (("suggest", "--nonsense"), 2, "--nonsense"),
         (("suggest", "--model", "llama3-9b"), 2, "llama3-8b"),
