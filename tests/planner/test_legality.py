@@ -300,6 +300,25 @@ def test_meaningless_degrees_are_problems_not_crashes(field):
     assert found["positive"].grade is Grade.ILLEGAL
 
 
+def test_degrees_that_overflow_are_problems_not_wrapped_around(cluster, workload, llama8b):
+    """2^31 to the fifth power wraps to zero in 64 bits."""
+    huge = Plan(dp_replicate=1 << 31, dp_shard=1 << 31, tp=1 << 31, cp=1 << 31, pp=1 << 31)
+    (problem,) = check(huge, llama8b, cluster, workload, "torchtitan")
+
+    assert (problem.rule, problem.grade) == ("range", Grade.ILLEGAL)
+
+
+def test_torchtitan_counts_embedding_and_head_as_layers(llama8b):
+    """126 layers on 8 stages are 128 units, 16 each: nothing to complain about; 125 are not even."""
+    workload = Workload(seq_len=8192, global_batch_size=8)
+    plan = Plan(pp=8, schedule="1F1B")
+
+    assert "layers-even" not in rules(
+        plan, framework="torchtitan", model=replace(llama8b, layers=126), workload=workload
+    )
+    assert "layers-even" in rules(plan, framework="torchtitan", model=replace(llama8b, layers=125), workload=workload)
+
+
 def test_listed_layers_and_placement_must_add_up(cluster, workload, llama8b):
     listed = check(
         Plan(dp_shard=4, pp=2, schedule="1F1B", layers_per_stage=(16, 15)), llama8b, cluster, workload, "torchtitan"
