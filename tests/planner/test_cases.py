@@ -190,7 +190,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     section=st.sampled_from(["model", "cluster", "workload", "plan", "runtime", "measured"]),
     key=st.sampled_from(["tp", "pp", "schedule", "seq_len", "gpu", "nodes", "name", "compile", "placement", "x"]),
