@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from topology.errors import BadInput
+from planner.output import warn
 
 if TYPE_CHECKING:
     from topology.cluster import Cluster
@@ -19,19 +19,19 @@ def cluster_of(name: str, gpus: int | None = None) -> Cluster:
     return load_cluster(name, gpus=gpus)
 
 
-def profile_of(path: Path | None) -> Profile | None:
-    """Return a profile file's content, or None. Raises BadInput when it is malformed or of a newer schema."""
+def profile_of(path: Path | None, cluster: Cluster | None = None) -> Profile | None:
+    """Return a profile file's content, checked against `cluster` if given, or None without a path.
+
+    Raises BadInput when it is malformed or cannot be true. A profile of other GPUs is used, with a warning.
+    """
     if path is None:
         return None
-    from topology import codec  # noqa: PLC0415 - keeps `--help` light
-    from topology.profile import SCHEMA_VERSION, Profile  # noqa: PLC0415 - keeps `--help` light
+    from topology.profile import read_profile  # noqa: PLC0415 - keeps `--help` light
 
-    data = codec.read_json(path)
-    version = data.get("schema_version", SCHEMA_VERSION) if isinstance(data, dict) else None
-    if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise BadInput(
-            f"{path} is a profile of schema {version}",
-            why=f"this version reads up to {SCHEMA_VERSION}",
-            remedy="update meshwright, or measure again",
-        )
-    return codec.convert(data, Profile, where=str(path))
+    profile = read_profile(path, cluster=cluster)
+    if cluster is not None:
+        kind = cluster.slowest_kind
+        names = {name.casefold() for name in (kind.name, kind.title, *kind.aliases)}
+        if profile.gpu.casefold() not in names:
+            warn(f"warning: the profile was taken on {profile.gpu}, the cluster has {kind.title}")
+    return profile

@@ -159,12 +159,12 @@ def _search(
     count = _gpu_count(gpus)
     rules = framework_named(framework)
     network = load_model(model)
-    measured = profile_of(profile)
     version = framework.partition("@")[2] or None
     named = {"name": "pytorch" if rules.name == "any" else rules.name, "version": version, **runtime}
     resolved, assumed = resolve_runtime(named)
     assumed = [*network.assumed, *assumed]
     machine = cluster_of(cluster, count or None)
+    measured = profile_of(profile, machine)
 
     def grow(n: int) -> Cluster:
         return cluster_of(cluster, n)
