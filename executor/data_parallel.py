@@ -47,6 +47,7 @@ def apply_fsdp(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and there is nothing to scale
 
 
 def apply_ddp(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> DistributedDataParallel:

@@ -13,6 +13,7 @@ because AdamW divides a gradient by its own size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -133,6 +134,7 @@ def _difference(part: torch.Tensor | None, whole: torch.Tensor) -> float:
     return float((mine.double() - theirs.double()).abs().max() / whole.double().abs().max().clamp(min=1e-30))
 
 
+@lru_cache(maxsize=4)
 def reference(model: Model, workload: Workload, runtime: Runtime, *, device: torch.device, seed: int) -> _Reference:
     """Return what one process computes, with nothing of ours but the decoder, the batches and the first weights."""
     dtype = DTYPES[runtime.compute_dtype]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from topology import codec
 LLAMA = {
     "name": "tiny",
     "family": "llama",
-    "layers": 4,
+    "layers": 2,
     "hidden": 32,
     "heads": 4,
     "kv_heads": 2,
@@ -35,6 +36,7 @@ def tiny(**changes: object) -> Model:
 
 MODELS = {
     "llama": tiny(),
+    "four": tiny(layers=4),
     "qk_norm": tiny(qk_norm=True, qkv_bias=True),
     "tied": tiny(tied_embeddings=True),
     "moe": tiny(moe=MixtureOfExperts(experts=4, experts_per_token=2, ffn=32)),
@@ -49,6 +51,7 @@ def main() -> None:
     for case in cases:
         plan = codec.convert(case["plan"], Plan, where=case["id"])
         dtype = case.get("dtype", "float64")
+        begin = time.perf_counter()
         try:
             verdict = verify(
                 plan,
@@ -66,7 +69,7 @@ def main() -> None:
             (out / f"{case['id']}.rank{dist.get_rank()}.txt").write_text(traceback.format_exc())
             continue
         if dist.get_rank() == 0:
-            (out / f"{case['id']}.json").write_text(codec.to_json({"ok": verdict.ok, "verdict": verdict}))
+            (out / f"{case['id']}.json").write_text(codec.to_json({"ok": verdict.ok, "seconds": time.perf_counter() - begin, "verdict": verdict}))
     dist.destroy_process_group()
 
 
