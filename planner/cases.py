@@ -161,6 +161,7 @@ def case_from_flags(
     model: str | None,
     cluster: str | None,
     gpus: int | None,
+    gpu: str | None = None,
     seq_len: int,
     global_batch: int | None,
     plan: Mapping[str, Any],
@@ -168,7 +169,8 @@ def case_from_flags(
 ) -> Case:
     """Return the case that flags of the command line describe; None where a flag was not given.
 
-    The data-parallel degree left unsaid fills the GPUs; so does the GPU count when only degrees are given.
+    The data-parallel degree left unsaid fills the GPUs; a GPU count left unsaid follows from the degrees, where they
+    say more than the cluster's own count.
     """
     from planner.inputs import cluster_of  # noqa: PLC0415 - keeps `--help` light
     from simulator.hf_config import load_model  # noqa: PLC0415 - keeps `--help` light
@@ -182,20 +184,22 @@ def case_from_flags(
         assumed.append("cluster dgx-h100")
     framework = framework_of_runtime(str(runtime["name"]))
     network = load_model(model)
-    machine = cluster_of(cluster, gpus)
-    count = gpus or machine.gpu_count
+    stated_plan = {key: value for key, value in plan.items() if value is not None}
+    whole = cluster_of(cluster, gpu=gpu)
+    count = gpus or _gpus_of(stated_plan, whole.gpu_count)
+    machine = cluster_of(cluster, count, gpu=gpu)
+    if gpus is None and count != whole.gpu_count:
+        assumed.append(f"{count} GPUs (the product of the degrees)")
     batch = global_batch or SEQUENCES_PER_GPU * count
     if global_batch is None:
         assumed.append(f"global batch {batch} sequences ({SEQUENCES_PER_GPU} a GPU)")
     workload = Workload(seq_len=seq_len, global_batch_size=batch)
-    stated_plan = {key: value for key, value in plan.items() if value is not None}
-    by_stage = stated_plan.get("zero_stage") is not None or not framework.shard_degree
-    if not {"dp_replicate", "dp_shard"} & set(stated_plan):
-        degree = _filling(stated_plan, count)
-        if degree > 1:
-            name = "dp_replicate" if by_stage else "dp_shard"
-            stated_plan[name] = degree
-            assumed.append(f"{name} {degree} (fills {count} GPUs)")
+    by_stage = bool(framework.zero_stages) and "zero_stage" in stated_plan
+    filled = "dp_replicate" if by_stage else framework.fills
+    degree = _filling(stated_plan, count)
+    if degree > 1 and filled not in stated_plan and not (filled == "dp_replicate" and "dp_shard" in stated_plan):
+        stated_plan[filled] = degree
+        assumed.append(f"{filled} {degree} (fills {count} GPUs)")
     stated_runtime, implied = _implied_runtime(dict(runtime), stated_plan, framework)
     resolved, from_runtime = resolve_runtime(stated_runtime)
     chosen, from_plan = complete_plan(stated_plan, workload, framework, where="flags")
@@ -212,12 +216,23 @@ def case_from_flags(
     )
 
 
+def _product(stated: Mapping[str, Any]) -> int:
+    product = 1
+    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"):
+        product *= int(stated.get(axis, 1))
+    return product
+
+
+def _gpus_of(stated: Mapping[str, Any], available: int) -> int:
+    """Return the GPUs that degrees ask for: their product where data parallelism is stated or it exceeds a cluster."""
+    product = _product(stated)
+    return product if {"dp_replicate", "dp_shard"} & set(stated) or product > available else available
+
+
 def _filling(stated: Mapping[str, Any], gpus: int) -> int:
-    """Return the data-parallel degree that fills `gpus`; 1 where none does, for the world-size rule to complain."""
-    inner = 1
-    for axis in ("tp", "cp", "pp"):
-        inner *= int(stated.get(axis, 1))
-    return gpus // inner if gpus % inner == 0 else 1
+    """Return the degree that fills `gpus`; 1 where none does, for the world-size rule to complain."""
+    product = _product(stated)
+    return gpus // product if gpus % product == 0 else 1
 
 
 def case_id(data: Mapping[str, Any]) -> str:

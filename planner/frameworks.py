@@ -3,7 +3,7 @@
 Sources, checked against these versions: torchtitan 0.3.0 (`torchtitan/distributed/parallel_dims.py`,
 `pipeline_parallel.py`), torch 2.11 (`torch/distributed/pipelining/schedules.py`), Megatron-LM
 (`megatron/training/arguments.py`, `megatron/core/transformer/transformer_config.py`), DeepSpeed 0.19.8
-(`deepspeed/runtime/pipe/engine.py`, `runtime/engine.py`), llm-foundry (its FSDP section).
+(`deepspeed/runtime/pipe/engine.py`, `runtime/engine.py`, deepspeed.ai/tutorials/autotp-training), llm-foundry (its FSDP section).
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Framework:
     zero_stages: tuple[int, ...] = ()
     searched_zero_stages: tuple[int, ...] = ()  # empty: all of them
     shard_degree: bool = True  # dp_shard may exceed one without a ZeRO stage
+    fills: str = "dp_shard"  # the data-parallel degree that takes the GPUs nobody claimed
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     searched_schedules: tuple[str, ...] = ("1F1B", "Interleaved1F1B")
     torch_pipelining: bool = False  # runs torch.distributed.pipelining, with its checks
@@ -80,6 +81,7 @@ class Framework:
     pads_vocabulary: bool = False
     ulysses: bool = False  # context parallelism splits heads
     zero_pipeline: bool = True  # ZeRO-2 and 3 work together with pipeline parallelism
+    zero_tensor: bool = True  # ZeRO-3 works together with tensor parallelism
     ddp_alone: bool = False  # plain replication refuses company
     overlap_needs_compile: bool = False
 
@@ -108,6 +110,7 @@ PYTORCH = Framework(
 MEGATRON = Framework(
     name="megatron-lm",
     title="Megatron-LM",
+    fills="dp_replicate",
     kv_heads=KvHeads.REPLICATE,
     expert_grid=ExpertGrid.WORLD,
     zero_stages=(0, 1, 2, 3),
@@ -121,6 +124,7 @@ MEGATRON = Framework(
 DEEPSPEED = Framework(
     name="deepspeed",
     title="DeepSpeed",
+    fills="dp_replicate",
     kv_heads=KvHeads.SLOW,
     expert_grid=ExpertGrid.DATA,
     zero_stages=(0, 1, 2, 3),
@@ -132,10 +136,12 @@ DEEPSPEED = Framework(
     sequence_parallel_default=False,
     ulysses=True,
     zero_pipeline=False,
+    zero_tensor=False,
 )
 MEGATRON_DEEPSPEED = Framework(
     name="megatron-deepspeed",
     title="Megatron-DeepSpeed",
+    fills="dp_replicate",
     kv_heads=KvHeads.SLOW,
     expert_grid=ExpertGrid.DATA,
     zero_stages=(0, 1, 2, 3),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from planner.candidates import Bounds, Candidates, enumerate_candidates
+from planner.costs import cost_table
 from planner.frameworks import Framework
 from planner.legality import check
 from planner.scaling import with_gpus
@@ -64,11 +65,9 @@ def nothing_fits(
     Says how many GiB are missing on the worst rank of the leanest plan, by what factor, the nearest GPU count that
     fits, and what each relaxation comes to.
     """
-    from planner.search import _estimate  # noqa: PLC0415 - the two files call each other, once
-
     row = int(np.argmin(costs.reserved_bytes))
     plan = found.columns.plan(row)
-    memory = _estimate(model, cluster, workload, [plan], runtime, profile).estimate(0).memory
+    memory = cost_table(model, cluster, workload, [plan], runtime, profile).estimate(0).memory
     need, have = float(costs.reserved_bytes[row]), float(memory.capacity_bytes)
     count = gpus if gpus is not None else cluster.gpu_count
     largest = sorted(memory.by_category.items(), key=lambda item: (-item[1], item[0]))[:3]
@@ -142,7 +141,7 @@ def leanest_gap(
     Micro batch 1, full recompute and no virtual stages are where memory is least, so only those are costed. Infinite
     when nothing is legal.
     """
-    from planner.search import _estimate, evaluate  # noqa: PLC0415 - the two files call each other, once
+    from planner.search import evaluate  # noqa: PLC0415 - the two files call each other, once
 
     lean = Bounds(max_micro_batch=1, max_virtual_stages=1, recomputes=("full",))
     found = enumerate_candidates(model, cluster, workload, framework, gpus=gpus, runtime=runtime, bounds=lean)
@@ -152,7 +151,7 @@ def leanest_gap(
     row = int(np.argmin(np.where(costs.fits, -1.0, costs.reserved_bytes)))
     if costs.fits[row]:
         return -1.0
-    table = _estimate(model, cluster, workload, [found.columns.plan(row)], runtime, profile)
+    table = cost_table(model, cluster, workload, [found.columns.plan(row)], runtime, profile)
     return float(costs.reserved_bytes[row] - table.estimate(0).memory.capacity_bytes)
 
 

@@ -195,7 +195,7 @@ def check(
 
     asked = question(model, cluster, workload, framework, runtime=runtime, gpus=gpus)
     problems = list(plan_problems(plan, asked))
-    if not any(problem.rule == "positive" for problem in problems):
+    if not any(problem.rule in {"positive", "range"} for problem in problems):
         table = columns([plan])
         problems += [
             rule.problem(plan, asked) for rule in RULES if rule.applies(asked) and bool(rule.broken(table, asked)[0])

@@ -10,12 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.candidates import Bounds, Candidates, enumerate_candidates
+from planner.costs import cost_table
 from planner.flips import Flip, Verdict, find_flips, lost_because, memory_flip
 from planner.frameworks import Framework, framework_named
 from planner.legality import Columns, Problem, check
@@ -26,9 +27,6 @@ from simulator.runtime import Runtime
 from simulator.workload import Workload
 from topology.cluster import Cluster, LinkKind
 from topology.errors import UserError
-
-if TYPE_CHECKING:
-    from simulator.closed_form import EstimateTable
 
 CHUNK = 4096  # plans per call of the closed form: bounds its memory, and gives progress something to say
 OBJECTIVES = ("time", "throughput", "memory")
@@ -133,11 +131,11 @@ def suggest(
     values = costs.reserved_bytes if objective == "memory" else costs.step_s
     rows = ranked_rows(found.columns, values, costs.fits, top=top, all_variants=all_variants)
     plans = [_placed(found.columns.plan(row), cluster) for row in rows]
-    table = _estimate(model, cluster, workload, plans, runtime, profile)
+    table = cost_table(model, cluster, workload, plans, runtime, profile)
     estimates = [table.estimate(i) for i in range(len(plans))]
 
     def judge(changed: Cluster, which: Sequence[Plan]) -> list[Verdict]:
-        judged = _estimate(model, changed, workload, which, runtime, profile)
+        judged = cost_table(model, changed, workload, which, runtime, profile)
         value = judged.reserved_bytes if objective == "memory" else judged.step_s
         return [(float(v), bool(f)) for v, f in zip(value, judged.fits, strict=True)]
 
@@ -198,7 +196,7 @@ def evaluate(
     """Return the closed form's verdict on every candidate, in chunks."""
     step, reserved, fits = [], [], []
     for start in range(0, len(found), CHUNK):
-        table = _estimate(model, cluster, workload, found.plans(start, start + CHUNK), runtime, profile)
+        table = cost_table(model, cluster, workload, found.plans(start, start + CHUNK), runtime, profile)
         step.append(np.asarray(table.step_s, dtype=np.float64))
         reserved.append(np.asarray(table.reserved_bytes, dtype=np.float64))
         fits.append(np.asarray(table.fits, dtype=np.bool_))
@@ -207,14 +205,6 @@ def evaluate(
     return Costs(
         step_s=np.concatenate(step), reserved_bytes=np.concatenate(reserved), fits=np.concatenate(fits).astype(np.bool_)
     )
-
-
-def _estimate(
-    model: Model, cluster: Cluster, workload: Workload, plans: Sequence[Plan], runtime: Runtime, profile: Any
-) -> EstimateTable:
-    from simulator.closed_form import estimate_plans  # noqa: PLC0415 - keeps `--help` light
-
-    return estimate_plans(model, cluster, workload, plans, runtime, profile)
 
 
 def ranked_rows(
@@ -262,9 +252,16 @@ def _placed(plan: Plan, cluster: Cluster) -> Plan:
 
 
 def irregular(cluster: Cluster) -> bool:
-    """Return whether it matters which GPUs of a node talk: no switch between them, and pairs of different classes."""
-    for group in cluster.groups:
+    """Return whether it matters which GPUs of a node talk.
+
+    It does without a switch between pairs of different classes, and where some GPUs are off the switch.
+    """
+    from topology.node_rates import node_rates  # noqa: PLC0415 - keeps the module light
+
+    for position, group in enumerate(cluster.groups):
         node = group.node
+        if len(node_rates(cluster, position).on_fabric) < len(node.gpus):
+            return True
         switched = any(link.kind is LinkKind.NVSWITCH for link in node.links)
         if not switched and len(set(node.pairs.values())) > 1:
             return True

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from planner.cases import Case, case_id, load_case
+from planner.costs import cost_table
 from planner.legality import check, is_legal
 from topology.errors import PlannerError
 
@@ -52,9 +53,7 @@ def validate_case(data: Mapping[str, Any], *, profile: Profile | None = None) ->
 
 
 def _estimate(case: Case, profile: Profile | None) -> Estimate:
-    from simulator.closed_form import estimate_plans  # noqa: PLC0415 - keeps `--help` light
-
-    return estimate_plans(case.model, case.cluster, case.workload, [case.plan], case.runtime, profile).estimate(0)
+    return cost_table(case.model, case.cluster, case.workload, [case.plan], case.runtime, profile).estimate(0)
 
 
 def _compare(row: dict[str, Any], case: Case, estimate: Estimate) -> None:

@@ -21,6 +21,7 @@ class CostModel(StrEnum):
 
 def collective(
     cluster: options.Cluster = "dgx-h100",
+    gpu: options.Gpu = None,
     op: Annotated[str, typer.Option("--op", help="all_reduce, all_gather, reduce_scatter, all_to_all, broadcast.")] = (
         "all_reduce"
     ),
@@ -40,14 +41,13 @@ def collective(
     from planner.collective_rows import predicted_rows, table_rows  # noqa: PLC0415 - as above
     from planner.inputs import cluster_of, profile_of  # noqa: PLC0415 - as above
 
-    measured = profile_of(profile)
     summary = None
     if tables is not None:
         rows, summary = table_rows(tables, cost_model=cost_model.value)
     else:
-        rows = predicted_rows(
-            cluster_of(cluster, gpus), op, _sizes(sizes), gpus=gpus, cost_model=cost_model.value, profile=measured
-        )
+        machine = cluster_of(cluster, gpus, gpu=gpu)
+        measured = profile_of(profile, machine)
+        rows = predicted_rows(machine, op, _sizes(sizes), gpus=gpus, cost_model=cost_model.value, profile=measured)
     if json:
         document = {"schema_version": output.SCHEMA_VERSION, "rows": rows}
         output.emit_json(document if summary is None else {**document, "summary": summary})

@@ -22,6 +22,7 @@ def estimate(
         str | None, typer.Option("--model", "--config", help="Shipped model, config.json or its directory.")
     ] = None,
     cluster: Annotated[str | None, typer.Option("--cluster", help="Catalogue name or cluster file.")] = None,
+    gpu: options.Gpu = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=1 << 20, help="How many GPUs of it.")] = None,
     seq_len: options.SeqLen = 8192,
     global_batch: Annotated[
@@ -63,14 +64,16 @@ def estimate(
     from topology.errors import UserError  # noqa: PLC0415 - as above
 
     measured = profile_of(profile)
-    many = False
     if case is not None and plan is not None:
         raise UserError("--case and --plan exclude each other", remedy="give one of them")
     if case is not None:
         raw, many = read_cases(case)
-        cases = [load_case(data) for data in raw]
+        if many:
+            _answer_list(raw, measured, json=json)
+            return
+        asked = load_case(raw[0])
     elif plan is not None:
-        cases = [_saved(plan, cluster, gpus)]
+        asked = _saved(plan, cluster, gpus, gpu)
     else:
         stated = {
             "dp_replicate": dp_replicate,
@@ -88,15 +91,54 @@ def estimate(
             "tp_overlap": tp_overlap,
         }
         software = {"name": runtime or "torchtitan", "compile": compile_model, "param_dtype": param_dtype}
-        cases = [_from_flags(model, cluster, gpus, seq_len, global_batch, stated, software)]
-    answers = [(one, *_answer(one, measured)) for one in cases]
+        asked = _from_flags(model, cluster, gpus, gpu, seq_len, global_batch, stated, software)
+    problems, estimated = _answer(asked, measured)
     if json:
-        documents = [document(*answer) for answer in answers]
-        output.emit_json(documents if many else documents[0])
+        output.emit_json(document(asked, problems, estimated))
     else:
-        _print(answers)
-    if answers and all(estimated is None for _, _, estimated in answers):
+        _print(asked, problems, estimated)
+    if estimated is None:
         raise typer.Exit(3)
+
+
+def _answer_list(raw: list[dict[str, Any]], profile: Any, *, json: bool) -> None:
+    """Answer every case of a list; one that cannot be read is answered with what is wrong. Exit 3 if none is legal."""
+    from planner import output  # noqa: PLC0415 - keeps `--help` light
+    from planner.cases import case_id, load_case  # noqa: PLC0415 - as above
+    from topology.errors import UserError  # noqa: PLC0415 - as above
+
+    documents = []
+    for index, data in enumerate(raw):
+        try:
+            case = load_case(data)
+            problems, estimated = _answer(case, profile)
+        except UserError as error:
+            documents.append(_unreadable(case_id(data), str(error)))
+            output.warn(f"case {case_id(data)}: {error}")
+            continue
+        documents.append(document(case, problems, estimated))
+        if not json:
+            if index:
+                print()
+            _print(case, problems, estimated)
+    if json:
+        output.emit_json(documents)
+    if documents and not any(one["legal"] for one in documents):
+        raise typer.Exit(3)
+
+
+def _unreadable(name: str, message: str) -> dict[str, Any]:
+    from planner.output import SCHEMA_VERSION  # noqa: PLC0415 - keeps `--help` light
+
+    problem = {"rule": "input", "grade": "illegal", "message": message, "nearest": [], "nearest_of": ""}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "id": name,
+        "legal": False,
+        "problems": [problem],
+        "assumed": [],
+        "estimate": None,
+    }
 
 
 def document(case: Case, problems: tuple[Problem, ...], estimated: Estimate | None) -> dict[str, Any]:
@@ -119,15 +161,15 @@ def document(case: Case, problems: tuple[Problem, ...], estimated: Estimate | No
 
 
 def _answer(case: Case, profile: Any) -> tuple[tuple[Problem, ...], Estimate | None]:
-    from planner.legality import check, is_legal  # noqa: PLC0415 - keeps `--help` light
-    from simulator.closed_form import estimate_plans  # noqa: PLC0415 - as above
+    from planner.costs import cost_table  # noqa: PLC0415 - keeps `--help` light
+    from planner.legality import check, is_legal  # noqa: PLC0415 - as above
 
     problems = check(
         case.plan, case.model, case.cluster, case.workload, case.framework, runtime=case.runtime, gpus=case.gpus
     )
     if not is_legal(problems):
         return problems, None
-    table = estimate_plans(case.model, case.cluster, case.workload, [case.plan], case.runtime, profile)
+    table = cost_table(case.model, case.cluster, case.workload, [case.plan], case.runtime, profile)
     return problems, table.estimate(0)
 
 
@@ -135,6 +177,7 @@ def _from_flags(
     model: str | None,
     cluster: str | None,
     gpus: int | None,
+    gpu: str | None,
     seq_len: int,
     global_batch: int | None,
     stated: dict[str, Any],
@@ -146,6 +189,7 @@ def _from_flags(
         model=model,
         cluster=cluster,
         gpus=gpus,
+        gpu=gpu,
         seq_len=seq_len,
         global_batch=global_batch,
         plan=stated,
@@ -153,7 +197,7 @@ def _from_flags(
     )
 
 
-def _saved(path: Path, cluster: str | None, gpus: int | None) -> Case:
+def _saved(path: Path, cluster: str | None, gpus: int | None, gpu: str | None) -> Case:
     """Return a saved plan as a case; with a cluster given, refuse one the plan was not made for."""
     from planner.cases import Case as Question  # noqa: PLC0415 - keeps `--help` light
     from planner.frameworks import framework_named  # noqa: PLC0415 - as above
@@ -162,7 +206,7 @@ def _saved(path: Path, cluster: str | None, gpus: int | None) -> Case:
 
     content = load_plan(path)
     if cluster is not None:
-        require_fresh(content, cluster=cluster_of(cluster, gpus or content.plan.gpus))
+        require_fresh(content, cluster=cluster_of(cluster, gpus or content.plan.gpus, gpu=gpu))
     return Question(
         id=path.name,
         model=content.model,
@@ -175,21 +219,18 @@ def _saved(path: Path, cluster: str | None, gpus: int | None) -> Case:
     )
 
 
-def _print(answers: list[tuple[Case, tuple[Problem, ...], Estimate | None]]) -> None:
+def _print(case: Case, problems: tuple[Problem, ...], estimated: Estimate | None) -> None:
     from planner.tables import print_estimate  # noqa: PLC0415 - keeps `--help` light
 
-    for index, (case, problems, estimated) in enumerate(answers):
-        if index:
-            print()
-        print_estimate(
-            name=case.id,
-            plan=case.plan,
-            model=case.model,
-            cluster=case.cluster,
-            workload=case.workload,
-            runtime=case.runtime,
-            framework=case.framework.title,
-            assumed=case.assumed,
-            problems=problems,
-            estimate=estimated,
-        )
+    print_estimate(
+        name=case.id,
+        plan=case.plan,
+        model=case.model,
+        cluster=case.cluster,
+        workload=case.workload,
+        runtime=case.runtime,
+        framework=case.framework.title,
+        assumed=case.assumed,
+        problems=problems,
+        estimate=estimated,
+    )

@@ -48,8 +48,11 @@ def probe(
         return
     _print(cluster, explain=explain)
     if out is not None:
+        from planner.costs import plannable  # noqa: PLC0415 - as above
+
         print(f"saved {out}")
-        print(f"next: planner suggest --cluster {out}")
+        if plannable(cluster):
+            print(f"next: planner suggest --cluster {out}")
 
 
 def read_cluster(sources: list[str] | None, gpu: str | None) -> Cluster:

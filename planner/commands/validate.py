@@ -91,10 +91,10 @@ def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Non
     for row in rows:
         if row["skipped"]:
             screen.print(printable(f"skipped {row['id']}: {row['skipped']}"))
-    totals = Table(box=None, pad_edge=False)
-    totals.add_column("file", overflow="fold", min_width=18)
-    for heading in ("rows", "skip", "step", "bias", "held", "mem", "bias", "held", "outcome"):
-        totals.add_column(heading, justify="right")
+    totals = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    totals.add_column("file", overflow="fold")
+    for heading in ("rows", "skip", "step", "bias", "held", "mem", "bias", "held", "fit"):
+        totals.add_column(heading, justify="right", no_wrap=True)
     for name, part in [*summary["by_file"].items(), ("all", summary)]:
         outcome = part["outcomes"]
         right = f"{outcome['right']}/{outcome['right'] + outcome['wrong']}"
@@ -103,7 +103,7 @@ def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> Non
     screen.print()
     screen.print(totals)
     screen.print("step and memory: mean absolute error; bias: mean signed error; held: inside the 80% interval;")
-    screen.print("outcome: predicted fit or out-of-memory as it happened. Errors are predicted/measured - 1.")
+    screen.print("fit: predicted fit or out-of-memory as it happened. Errors are predicted/measured - 1.")
 
 
 def _cells(part: Mapping[str, Any] | None) -> list[str]:

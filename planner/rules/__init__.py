@@ -29,6 +29,9 @@ def plan_problems(plan: Plan, asked: Question) -> Iterator[Problem]:
         if getattr(plan, name) < 1:
             message = f"{name}={getattr(plan, name)} must be at least 1"
             yield Problem(rule="positive", grade=Grade.ILLEGAL, message=message, nearest=(1,), nearest_of=name)
+    # Columns are 64-bit: a product beyond that would wrap around and might look legal.
+    if plan.gpus * plan.ep * plan.virtual_stages * plan.micro_batch_size >= 1 << 62:
+        yield Problem(rule="range", grade=Grade.ILLEGAL, message=f"the degrees multiply to {plan.gpus:.3g} GPUs")
     stages = plan.pp * plan.virtual_stages
     listed = plan.layers_per_stage
     if listed and (len(listed) != stages or sum(listed) != asked.model.layers or min(listed) < 0):

@@ -101,6 +101,14 @@ DATA_RULES: list[Rule] = [
         applies=lambda q: not q.framework.zero_pipeline,
     ),
     rule(
+        "zero-tensor",
+        lambda c, q: (c.zero_stage == 3) & (c.tp > 1),
+        lambda p, q: (
+            f"{q.framework.title}'s automatic tensor parallelism (tp={p.tp}) works up to ZeRO-2, not with ZeRO-3"
+        ),
+        applies=lambda q: not q.framework.zero_tensor,
+    ),
+    rule(
         "shard-degree",
         lambda c, q: (c.dp_shard > 1) & (c.zero_stage < 1),
         lambda p, q: f"{q.framework.title} shards by ZeRO stage, not by a degree: dp_shard={p.dp_shard} needs a stage",

@@ -112,7 +112,13 @@ PIPELINE_RULES: list[Rule] = [
     ),
     rule(
         "layers-even",
-        lambda c, q: ~c.listed & (c.stages <= q.model.layers) & (q.model.layers % c.stages != 0),
+        lambda c, q: (
+            ~c.listed
+            & (c.stages <= q.model.layers)
+            & (q.model.layers % c.stages != 0)
+            # torchtitan's splitter counts the embedding and the head as a layer each
+            & ((q.framework.name != "torchtitan") | ((q.model.layers + 2) % c.stages != 0))
+        ),
         lambda p, q: near(
             "pp",
             [d for d in range(1, q.model.layers + 1) if q.model.layers % (d * p.virtual_stages) == 0],

@@ -14,7 +14,7 @@ POLICY_RULES: list[Rule] = [
         "recompute",
         lambda c, q: ~np.isin(c.recompute, q.framework.recomputes),
         lambda p, q: (
-            f"{q.framework.title} has no recompute policy {p.recompute!r}; it has {', '.join(q.framework.recomputes)}"
+            f"recompute {p.recompute!r} is not known for {q.framework.title}; known: {', '.join(q.framework.recomputes)}"
         ),
         level=Level.POLICY,
         applies=lambda q: not q.framework.any_recompute,

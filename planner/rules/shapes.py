@@ -152,7 +152,7 @@ SHAPE_RULES: list[Rule] = [
     ),
     rule(
         "sequence",
-        lambda c, q: q.workload.seq_len % (2 * c.cp * c.tp) != 0,
+        lambda c, q: (c.cp * c.tp > 1) & (q.workload.seq_len % (2 * c.cp * c.tp) != 0),
         lambda p, q: (
             f"sequence {q.workload.seq_len} % (2 x cp {p.cp} x tp {p.tp}) = "
             f"{q.workload.seq_len % (2 * p.cp * p.tp)}, must be 0 in {q.framework.title}"

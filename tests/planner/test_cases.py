@@ -148,6 +148,29 @@ def test_flags_describe_the_same_case():
     assert flags.runtime == case.runtime
 
 
+@pytest.mark.parametrize(
+    ("runtime", "gpus", "plan", "degrees"),
+    [
+        ("torchtitan", None, {"tp": 2}, (8, 1, 4)),  # a DGX has 8: dp_shard 4 fills it
+        ("torchtitan", None, {"tp": 2, "dp_shard": 2}, (4, 1, 2)),  # the degrees say 4
+        ("torchtitan", None, {"tp": 8, "pp": 4}, (32, 1, 1)),  # more than one node has
+        ("torchtitan", 16, {"dp_replicate": 2}, (16, 2, 8)),
+        ("torchtitan", 8, {"tp": 3}, (8, 1, 1)),  # does not divide: left to the world-size rule
+        ("megatron-lm", 16, {"tp": 2}, (16, 8, 1)),  # Megatron replicates unless told otherwise
+        ("megatron-lm", 16, {"dp_replicate": 16, "zero_stage": 1}, (16, 16, 1)),
+        ("megatron-lm", 16, {"dp_shard": 4, "tp": 4}, (16, 1, 4)),
+        ("deepspeed", 16, {"zero_stage": 1, "tp": 2}, (16, 8, 1)),
+        ("llm-foundry", 8, {}, (8, 1, 8)),
+    ],
+)
+def test_degrees_and_gpu_counts_complete_each_other(runtime, gpus, plan, degrees):
+    case = case_from_flags(
+        model=None, cluster=None, gpus=gpus, seq_len=8192, global_batch=None, plan=plan, runtime={"name": runtime}
+    )
+
+    assert (case.gpus, case.plan.dp_replicate, case.plan.dp_shard) == degrees
+
+
 def test_lists_and_single_cases_are_told_apart(tmp_path):
     one, many, wrong = tmp_path / "one.json", tmp_path / "many.json", tmp_path / "wrong.json"
     one.write_text(json.dumps(BASE))
@@ -167,7 +190,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     section=st.sampled_from(["model", "cluster", "workload", "plan", "runtime", "measured"]),
     key=st.sampled_from(["tp", "pp", "schedule", "seq_len", "gpu", "nodes", "name", "compile", "placement", "x"]),

@@ -146,6 +146,21 @@ def test_estimate_of_a_case_has_the_keys_of_the_contract(planner):
     assert many[0] == answer
 
 
+def test_one_unreadable_case_does_not_spoil_a_list(planner):
+    """The others are answered; it is answered with what is wrong. Alone, it is exit code 2."""
+    good = json.loads((CASES / "torchtitan_h200x4.json").read_text())[0]
+    bad = {**good, "id": "bad", "model": "no-such-model"}
+    done = planner("estimate", "--case", "-", "--json", stdin=json.dumps([bad, good]))
+    first, second = json.loads(done.stdout)
+
+    assert done.returncode == 0
+    assert (first["id"], first["legal"], first["estimate"]) == ("bad", False, None)
+    assert "no-such-model" in first["problems"][0]["message"]
+    assert second["legal"] is True
+    alone = planner("estimate", "--case", "-", "--json", stdin=json.dumps(bad))
+    assert (alone.returncode, alone.stdout) == (2, "")
+
+
 def test_an_illegal_plan_is_code_3_with_its_problems(planner):
     done = planner("estimate", "--tp", "16", "--gpus", "16", "--json")
     answer = json.loads(done.stdout)
@@ -193,7 +208,7 @@ def test_validate_holds_a_tolerance(planner):
     ("arguments", "code", "words"),
     [
         ((), 2, "Usage"),
-        (("sugest",), 2, "No such command"),
+        (("plan",), 2, "No such command"),
         (("suggest", "--top", "0"), 2, "--top"),
         (("suggest", "--nonsense"), 2, "--nonsense"),
         (("suggest", "--model", "llama3-9b"), 2, "llama3-8b"),
@@ -206,7 +221,7 @@ def test_validate_holds_a_tolerance(planner):
         (("validate",), 2, "FILE"),
         (("collective", "--bytes", "1k"), 2, "whole numbers"),
         (("suggest", "--model", "llama3-405b"), 3, "GiB missing"),
-        (("suggest", "--seq-len", "8191"), 3, "no legal plan"),
+        (("suggest", "--gpus", "7", "--global-batch", "3", "--framework", "llm-foundry"), 3, "no legal plan"),
     ],
 )
 def test_exit_codes(planner, arguments, code, words):

@@ -20,7 +20,7 @@ from simulator.workload import Workload
 from tests.planner.conftest import make_cluster
 from topology import codec
 from topology.cluster import Link, LinkKind
-from topology.errors import Infeasible, UserError
+from topology.errors import BadCluster, Infeasible, UserError
 
 
 @pytest.fixture
@@ -169,3 +169,12 @@ def test_irregular_nodes_are_those_whose_pairs_differ_without_a_switch(cluster):
 
     assert not irregular(cluster)
     assert irregular(replace(cluster, groups=(replace(cluster.groups[0], node=bridged),)))
+
+
+def test_a_gpu_nobody_knows_is_refused_not_guessed(llama8b, cluster, workload):
+    """A captured topology that does not name its GPU has no rates: exit 2, with the way to name it."""
+    unknown = replace(cluster, gpu_kinds=(replace(cluster.gpu_kinds[0], peak_flops={}, memory_bytes=0),))
+    with pytest.raises(BadCluster, match="unknown model") as caught:
+        suggest(llama8b, unknown, workload)
+
+    assert "--gpu" in caught.value.remedy

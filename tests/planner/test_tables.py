@@ -17,7 +17,9 @@ from tests.planner.conftest import LLAMA8B, make_cluster
 
 @pytest.fixture(scope="module")
 def result():
-    return suggest(LLAMA8B, make_cluster(2), Workload(seq_len=4096, global_batch_size=64), top=4)
+    return suggest(
+        LLAMA8B, make_cluster(2), Workload(seq_len=4096, global_batch_size=16), framework="megatron-lm", top=4
+    )
 
 
 @pytest.mark.parametrize(
