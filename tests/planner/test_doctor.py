@@ -269,11 +269,33 @@ def test_a_terminated_measurement_leaves_no_process(tmp_path) -> None:
     worker.send_signal(signal.SIGTERM)
 
     assert worker.wait(timeout=20) == 130
-    _wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
+    _wait_until(lambda: not any(_alive(pid) for pid in children))
+
+
+def test_a_killed_planner_leaves_no_measurement_behind() -> None:
+    code = "from planner.measure_process import measure\nmeasure(range(8), budget_s=60, machine='x', device='cpu')"
+    planner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    _wait_until(lambda: any(_children(child) for child in _children(planner.pid)))
+    family = [*(workers := _children(planner.pid)), *(pid for worker in workers for pid in _children(worker))]
+
+    planner.kill()
+    planner.wait(timeout=10)
+
+    _wait_until(lambda: not any(_alive(pid) for pid in family))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    except OSError:
+        return False
 
 
 def _children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def _wait_until(true, seconds: float = 15.0) -> None:
