@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from planner.commands.collective import collective
+from planner.commands.doctor import doctor
 from planner.commands.estimate import estimate
 from planner.commands.probe import probe
 from planner.commands.suggest import suggest
@@ -55,6 +56,7 @@ app.command("suggest")(suggest)
 app.command("estimate")(estimate)
 app.command("validate")(validate)
 app.command("probe")(probe)
+app.command("doctor")(doctor)
 app.command("collective")(collective)
 
 

@@ -38,7 +38,7 @@ def probe(
 
     if out is not None:
         refuse_overwrite(out, force=force)
-    cluster = _read(sources, gpu)
+    cluster = read_cluster(sources, gpu)
     if out is not None:
         from topology.cluster_file import save_cluster  # noqa: PLC0415 - as above
 
@@ -55,7 +55,8 @@ def probe(
             print(f"next: planner suggest --cluster {out}")
 
 
-def _read(sources: list[str] | None, gpu: str | None) -> Cluster:
+def read_cluster(sources: list[str] | None, gpu: str | None) -> Cluster:
+    """Return what captured files say, or this machine where there are none."""
     from topology.probe import probe_text  # noqa: PLC0415 - keeps `--help` light
 
     if not sources:
