@@ -3,7 +3,7 @@
 Run as `python tests/bench/case_table.py OUT.md FILE...`; writes OUT.md and, with every row, OUT.json.
 """
 
-import datetime
+import datetime as dt
 import json
 import platform
 import subprocess
@@ -24,8 +24,10 @@ def main(out: Path, files: list[str]) -> None:
     lines = [
         "# Step time and memory: predicted against published runs",
         "",
-        f"Made on {datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d} by `planner validate {names}` "
-        f"(Python {platform.python_version()}), from datasheets and published efficiencies alone: no run was calibrated on.",
+        (
+            f"Made on {dt.datetime.now(tz=dt.UTC):%Y-%m-%d} by `planner validate {names}` "
+            f"(Python {platform.python_version()}), from datasheets and published efficiencies alone: no run was calibrated on."
+        ),
         "Errors are signed, predicted / measured - 1. *Held* is the share of rows inside the 80 % interval; *fit* counts",
         "rows whose fitting, or running out of memory, was predicted as it happened.",
         "",
