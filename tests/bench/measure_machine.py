@@ -65,13 +65,14 @@ def piece(name: str, command: Sequence[str], limit_s: float, folder: Path) -> di
     return {"name": name, "ended": ended, "exit_code": code, "seconds": round(time.monotonic() - started, 1)}
 
 
-def run(folder: Path, budget_s: float) -> list[dict[str, Any]]:
+def run(folder: Path, budget_s: float, *, allow_busy: bool = False) -> list[dict[str, Any]]:
     """Run the pieces in order of worth; return how each ended."""
     end = time.monotonic() + budget_s
     python = [sys.executable, "-m"]
     raw = folder / "raw"
     raw.mkdir(parents=True, exist_ok=True)
     done = []
+    busy = ["--allow-busy"] if allow_busy else []
 
     def left(reserve: float = 0.0) -> float:
         return end - time.monotonic() - reserve
@@ -93,6 +94,7 @@ def run(folder: Path, budget_s: float) -> list[dict[str, Any]]:
                 f"--out={folder}/measured_cluster.json",
                 f"--save-measured={folder}/measured.json",
                 f"--save-profile={folder}/profile.json",
+                *busy,
             ],
             measuring + 15,
             folder,
@@ -101,7 +103,13 @@ def run(folder: Path, budget_s: float) -> list[dict[str, Any]]:
     if not (folder / "measured.json").is_file() and left(REPORT_S) > 15:
         # The command failed: the executor alone may still measure.
         again = left(REPORT_S)
-        command = [*python, "executor.doctor_worker", f"--budget={again - 5:.0f}", f"--out={folder}/measured.json"]
+        command = [
+            *python,
+            "executor.doctor_worker",
+            f"--budget={again - 5:.0f}",
+            f"--out={folder}/measured.json",
+            *busy,
+        ]
         done.append(piece("executor", command, again, folder))
     report = [*python, "planner", "doctor", "--json"]
     report += [f"--measured={folder}/measured.json"] if (folder / "measured.json").is_file() else []
@@ -189,10 +197,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--budget", type=float, default=150.0, help="seconds for everything")
+    parser.add_argument("--allow-busy", action="store_true", help="measure though others use the GPUs")
     options = parser.parse_args(argv)
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    done = run(folder, options.budget)
+    done = run(folder, options.budget, allow_busy=options.allow_busy)
     for name in ("report.txt",):
         if (folder / name).is_file():
             print((folder / name).read_text(errors="replace"))
