@@ -31,6 +31,7 @@ ALWAYS = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVS
 # With one connection the copies and kernels of different streams queue behind each other, which falsifies overlap.
 NEVER = ("CUDA_DEVICE_MAX_CONNECTIONS",)
 TAG = "MESHWRIGHT_RUN"
+LAUNCHED = "MESHWRIGHT_LAUNCHED"  # when, on the clock that all processes of a host share
 TAIL_BYTES = 16 * 1024
 POLL_S = 0.05
 ROOT = Path(__file__).resolve().parents[1]
@@ -125,6 +126,7 @@ def child_environment(
     environment["PYTHONSAFEPATH"] = "1"  # a torch.py in the current folder is not torch
     environment["PYTHONUNBUFFERED"] = "1"  # a killed rank's last words are on disk
     environment[TAG] = run_id
+    environment[LAUNCHED] = f"{time.monotonic():.3f}"
     return environment
 
 

@@ -290,7 +290,7 @@ def versions(me: Rank) -> dict[str, str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    deadline = Deadline(options.seconds)
+    deadline = Deadline.since_launch(options.seconds)
     me = start(options)
     recorder = Recorder(options.out if me.rank == 0 else None)
     indices = [int(index) for index in options.indices.split(",")]

@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.device == "cpu":
         measure_cpu(indices, recorder)
     else:
-        measure_cuda(indices, recorder, Deadline(options.seconds), min(SUSTAIN_S, options.seconds / 3))
+        measure_cuda(indices, recorder, Deadline.since_launch(options.seconds), min(SUSTAIN_S, options.seconds / 3))
     recorder.close()
     return 0
 

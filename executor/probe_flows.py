@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nbytes", type=int, default=FLOW_BYTES)
     options = parser.parse_args(argv)
     names = [f"gpu{index}" for index in options.indices.split(",")]
-    deadline, recorder = Deadline(options.seconds), Recorder(options.out)
+    deadline, recorder = Deadline.since_launch(options.seconds), Recorder(options.out)
     device = CudaCopies(options.nbytes) if options.device == "cuda" else HostCopies(options.nbytes)
     measure(device, names, recorder, deadline)
     recorder.close()

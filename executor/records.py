@@ -6,6 +6,7 @@ Each record is flushed when it is made: a worker that is killed leaves all but i
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,12 @@ class Deadline:
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
+
+    @classmethod
+    def since_launch(cls, seconds: float) -> Deadline:
+        """Count from when our launcher started this process: importing torch cold can take most of a budget."""
+        launched = os.environ.get("MESHWRIGHT_LAUNCHED")
+        return cls(seconds - (time.monotonic() - float(launched) if launched else 0.0))
 
     @property
     def left_s(self) -> float:

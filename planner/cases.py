@@ -161,6 +161,7 @@ def case_from_flags(
     model: str | None,
     cluster: str | None,
     gpus: int | None,
+    gpu: str | None = None,
     seq_len: int,
     global_batch: int | None,
     plan: Mapping[str, Any],
@@ -184,9 +185,10 @@ def case_from_flags(
     framework = framework_of_runtime(str(runtime["name"]))
     network = load_model(model)
     stated_plan = {key: value for key, value in plan.items() if value is not None}
-    count = gpus or _gpus_of(stated_plan, cluster_of(cluster).gpu_count)
-    machine = cluster_of(cluster, count)
-    if gpus is None and count != cluster_of(cluster).gpu_count:
+    whole = cluster_of(cluster, gpu=gpu)
+    count = gpus or _gpus_of(stated_plan, whole.gpu_count)
+    machine = cluster_of(cluster, count, gpu=gpu)
+    if gpus is None and count != whole.gpu_count:
         assumed.append(f"{count} GPUs (the product of the degrees)")
     batch = global_batch or SEQUENCES_PER_GPU * count
     if global_batch is None:

@@ -27,10 +27,9 @@ def predicted_rows(
 
     Raises UserError for an unknown `op` or more ranks than GPUs, Infeasible where the cost model does not cover `op`.
     """
+    from simulator.collectives import OPS, CollectiveModel  # noqa: PLC0415 - numpy
     from simulator.measured_collectives import MeasuredCollectives  # noqa: PLC0415 - as above
     from simulator.nccl_tables import evaluate  # noqa: PLC0415 - as above
-
-    from simulator.collectives import OPS, CollectiveModel  # noqa: PLC0415 - numpy
     from topology.groups import GroupShape  # noqa: PLC0415 - as above
 
     ranks = gpus or cluster.gpu_count

@@ -12,11 +12,54 @@ if TYPE_CHECKING:
     from topology.profile import Profile
 
 
-def cluster_of(name: str, gpus: int | None = None) -> Cluster:
-    """Return the named cluster, or as much of it as `gpus` needs. Raises BadCluster when it does not come that size."""
-    from topology.cluster_file import load_cluster  # noqa: PLC0415 - keeps `--help` light
+def cluster_of(name: str, gpus: int | None = None, *, gpu: str | None = None) -> Cluster:
+    """Return the named cluster, or as much of it as `gpus` needs.
 
-    return load_cluster(name, gpus=gpus)
+    `name` is a catalogue name, a cluster file, a capture (`nvidia-smi topo -m`, NCCL XML; `gpu` says which GPU where
+    the text does not), or `local` for the machine at hand. A node with GPUs off the fabric is not cut to size: which
+    of its GPUs to leave out is for placement to say. Raises BadCluster when it does not come that size.
+    """
+    from topology.cluster_file import load_cluster  # noqa: PLC0415 - keeps `--help` light
+    from topology.platform import take_gpus  # noqa: PLC0415 - as above
+
+    captured = _captured(name, gpu)
+    if captured is None:
+        if gpu is not None:
+            warn(f"warning: --gpu {gpu} is for captured texts; {name} says itself which GPUs it has")
+        captured = load_cluster(name) if Path(name).is_file() else None
+    if captured is None:
+        return load_cluster(name, gpus=gpus)
+    if gpus is None or (unsound_gpus(captured) and gpus <= captured.gpus_per_node):
+        return captured
+    return take_gpus(captured, gpus)
+
+
+def unsound_gpus(cluster: Cluster) -> tuple[int, ...]:
+    """Return the indices of GPUs in the first node that are unhealthy or off its NVLink fabric."""
+    from topology.node_rates import node_rates  # noqa: PLC0415 - keeps `--help` light
+
+    if not cluster.gpu_count:
+        return ()
+    node = cluster.groups[0].node
+    sound = set(node_rates(cluster).on_fabric)
+    return tuple(gpu.index for position, gpu in enumerate(node.gpus) if position not in sound)
+
+
+def _captured(name: str, gpu: str | None) -> Cluster | None:
+    """Return the cluster that a captured text or this machine describes; None if `name` is neither."""
+    from topology import codec  # noqa: PLC0415 - keeps `--help` light
+    from topology.probe import probe_text  # noqa: PLC0415 - as above
+
+    if name == "local":
+        from topology.probe_machine import probe_machine  # noqa: PLC0415 - as above
+
+        return probe_machine()
+    if not Path(name).is_file():
+        return None
+    text = codec.read_text(name)
+    if text.lstrip().startswith("{"):
+        return None
+    return probe_text([(name, text)], gpu=gpu)
 
 
 def profile_of(path: Path | None, cluster: Cluster | None = None) -> Profile | None:

@@ -252,9 +252,16 @@ def _placed(plan: Plan, cluster: Cluster) -> Plan:
 
 
 def irregular(cluster: Cluster) -> bool:
-    """Return whether it matters which GPUs of a node talk: no switch between them, and pairs of different classes."""
-    for group in cluster.groups:
+    """Return whether it matters which GPUs of a node talk.
+
+    It does without a switch between pairs of different classes, and where some GPUs are off the switch.
+    """
+    from topology.node_rates import node_rates  # noqa: PLC0415 - keeps the module light
+
+    for position, group in enumerate(cluster.groups):
         node = group.node
+        if len(node_rates(cluster, position).on_fabric) < len(node.gpus):
+            return True
         switched = any(link.kind is LinkKind.NVSWITCH for link in node.links)
         if not switched and len(set(node.pairs.values())) > 1:
             return True

@@ -21,6 +21,7 @@ class CostModel(StrEnum):
 
 def collective(
     cluster: options.Cluster = "dgx-h100",
+    gpu: options.Gpu = None,
     op: Annotated[str, typer.Option("--op", help="all_reduce, all_gather, reduce_scatter, all_to_all, broadcast.")] = (
         "all_reduce"
     ),
@@ -44,7 +45,7 @@ def collective(
     if tables is not None:
         rows, summary = table_rows(tables, cost_model=cost_model.value)
     else:
-        machine = cluster_of(cluster, gpus)
+        machine = cluster_of(cluster, gpus, gpu=gpu)
         measured = profile_of(profile, machine)
         rows = predicted_rows(machine, op, _sizes(sizes), gpus=gpus, cost_model=cost_model.value, profile=measured)
     if json:

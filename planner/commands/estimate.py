@@ -22,6 +22,7 @@ def estimate(
         str | None, typer.Option("--model", "--config", help="Shipped model, config.json or its directory.")
     ] = None,
     cluster: Annotated[str | None, typer.Option("--cluster", help="Catalogue name or cluster file.")] = None,
+    gpu: options.Gpu = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=1 << 20, help="How many GPUs of it.")] = None,
     seq_len: options.SeqLen = 8192,
     global_batch: Annotated[
@@ -72,7 +73,7 @@ def estimate(
             return
         asked = load_case(raw[0])
     elif plan is not None:
-        asked = _saved(plan, cluster, gpus)
+        asked = _saved(plan, cluster, gpus, gpu)
     else:
         stated = {
             "dp_replicate": dp_replicate,
@@ -90,7 +91,7 @@ def estimate(
             "tp_overlap": tp_overlap,
         }
         software = {"name": runtime or "torchtitan", "compile": compile_model, "param_dtype": param_dtype}
-        asked = _from_flags(model, cluster, gpus, seq_len, global_batch, stated, software)
+        asked = _from_flags(model, cluster, gpus, gpu, seq_len, global_batch, stated, software)
     problems, estimated = _answer(asked, measured)
     if json:
         output.emit_json(document(asked, problems, estimated))
@@ -176,6 +177,7 @@ def _from_flags(
     model: str | None,
     cluster: str | None,
     gpus: int | None,
+    gpu: str | None,
     seq_len: int,
     global_batch: int | None,
     stated: dict[str, Any],
@@ -187,6 +189,7 @@ def _from_flags(
         model=model,
         cluster=cluster,
         gpus=gpus,
+        gpu=gpu,
         seq_len=seq_len,
         global_batch=global_batch,
         plan=stated,
@@ -194,7 +197,7 @@ def _from_flags(
     )
 
 
-def _saved(path: Path, cluster: str | None, gpus: int | None) -> Case:
+def _saved(path: Path, cluster: str | None, gpus: int | None, gpu: str | None) -> Case:
     """Return a saved plan as a case; with a cluster given, refuse one the plan was not made for."""
     from planner.cases import Case as Question  # noqa: PLC0415 - keeps `--help` light
     from planner.frameworks import framework_named  # noqa: PLC0415 - as above
@@ -203,7 +206,7 @@ def _saved(path: Path, cluster: str | None, gpus: int | None) -> Case:
 
     content = load_plan(path)
     if cluster is not None:
-        require_fresh(content, cluster=cluster_of(cluster, gpus or content.plan.gpus))
+        require_fresh(content, cluster=cluster_of(cluster, gpus or content.plan.gpus, gpu=gpu))
     return Question(
         id=path.name,
         model=content.model,

@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 
 Model = Annotated[str, typer.Option("--model", "--config", help="Shipped model name, config.json or its directory.")]
-Cluster = Annotated[str, typer.Option("--cluster", help="Catalogue name or cluster file.")]
+Cluster = Annotated[
+    str, typer.Option("--cluster", help="Catalogue name, cluster file, captured topology text, or local.")
+]
+Gpu = Annotated[str | None, typer.Option("--gpu", help="GPU model where a captured text does not name it (h200-sxm).")]
 SeqLen = Annotated[int, typer.Option("--seq-len", "--seq", min=1, max=1 << 31, help="Tokens in a sequence.")]
 Profile = Annotated[Path | None, typer.Option("--profile", help="Measured profile of the cluster.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]

@@ -30,6 +30,7 @@ class Objective(StrEnum):
 def suggest(
     model: options.Model = "llama3-8b",
     cluster: options.Cluster = "dgx-h100",
+    gpu: options.Gpu = None,
     gpus: Annotated[str | None, typer.Option("--gpus", help="Number of GPUs to use, or min for the fewest.")] = None,
     task: Annotated[Task, typer.Option("--task", help="Only train is covered so far.")] = Task.TRAIN,
     seq_len: options.SeqLen = 8192,
@@ -73,6 +74,7 @@ def suggest(
     result = _search(
         model=model,
         cluster=cluster,
+        gpu=gpu,
         gpus=gpus,
         task=task,
         seq_len=seq_len,
@@ -131,6 +133,7 @@ def _search(
     *,
     model: str,
     cluster: str,
+    gpu: str | None,
     gpus: str | None,
     task: Task,
     seq_len: int,
@@ -147,11 +150,12 @@ def _search(
     from dataclasses import replace  # noqa: PLC0415 - keeps `--help` light
 
     from planner import output, search  # noqa: PLC0415 - as above
+    from planner.around import with_or_without  # noqa: PLC0415 - as above
     from planner.candidates import Bounds  # noqa: PLC0415 - as above
     from planner.cases import SEQUENCES_PER_GPU, resolve_runtime  # noqa: PLC0415 - as above
     from planner.frameworks import framework_named  # noqa: PLC0415 - as above
     from planner.infeasible import minimal_gpus  # noqa: PLC0415 - as above
-    from planner.inputs import cluster_of, profile_of  # noqa: PLC0415 - as above
+    from planner.inputs import cluster_of, profile_of, unsound_gpus  # noqa: PLC0415 - as above
     from simulator.hf_config import load_model  # noqa: PLC0415 - as above
     from simulator.workload import Workload  # noqa: PLC0415 - as above
 
@@ -163,11 +167,12 @@ def _search(
     named = {"name": "pytorch" if rules.name == "any" else rules.name, "version": version, **runtime}
     resolved, assumed = resolve_runtime(named)
     assumed = [*network.assumed, *assumed]
-    machine = cluster_of(cluster, count or None)
+    machine = cluster_of(cluster, count or None, gpu=gpu)
+    unsound = unsound_gpus(machine) if count is None and machine.node_count == 1 else ()
     measured = profile_of(profile, machine)
 
     def grow(n: int) -> Cluster:
-        return cluster_of(cluster, n)
+        return cluster_of(cluster, n, gpu=gpu)
 
     if count == 0:
         # The batch is fixed before the count is known: it must not grow with the answer.
@@ -179,15 +184,16 @@ def _search(
         asked = Workload(seq_len=seq_len, global_batch_size=global_batch or SEQUENCES_PER_GPU * count)
     if global_batch is None:
         assumed.append(f"global batch {asked.global_batch_size} sequences ({SEQUENCES_PER_GPU} a GPU of the question)")
-    try:
-        found = search.suggest(
+
+    def run(number: int) -> SearchResult:
+        return search.suggest(
             network,
             machine,
             asked,
             framework=rules,
             objective=objective,
             top=top,
-            gpus=count,
+            gpus=number,
             seed=seed,
             runtime=resolved,
             profile=measured,
@@ -196,9 +202,12 @@ def _search(
             grow=grow,
             progress=output.progress,
         )
+
+    try:
+        found = with_or_without(run, gpus=count, unsound=unsound) if unsound else run(count)
     finally:
         output.end_progress()
-    return replace(found, assumed=tuple(dict.fromkeys(assumed)))
+    return replace(found, assumed=tuple(dict.fromkeys([*found.assumed, *assumed])))
 
 
 def _training_only(task: Task) -> None:
