@@ -136,9 +136,7 @@ class _RingAttention(torch.autograd.Function):
                 out, lse = part_forward(q, keys[0], keys[1], causal=True)
             else:
                 queries, seen = _halves(source, ring.rank, half)
-                part, part_lse = part_forward(
-                    q[:, :, queries], keys[0][:, :, seen], keys[1][:, :, seen], causal=False
-                )
+                part, part_lse = part_forward(q[:, :, queries], keys[0][:, :, seen], keys[1][:, :, seen], causal=False)
                 merged = merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
                 out[:, :, queries], lse[:, :, queries] = merged
             _wait(works)

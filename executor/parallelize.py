@@ -110,9 +110,7 @@ def parallelize(
     sharded = not alone and (plan.data_parallel * plan.cp > 1 or compute is not store)
     for part in parts:
         if tp_mesh is not None:
-            apply_tensor_parallel(
-                part, tp_mesh, sequence_parallel=plan.sequence_parallel, experts_cut=plan.ep > 1
-            )
+            apply_tensor_parallel(part, tp_mesh, sequence_parallel=plan.sequence_parallel, experts_cut=plan.ep > 1)
         if plan.cp > 1:
             for block in part.layers.values():
                 block.attention.core = RingAttention(meshes.group("cp"))

@@ -149,6 +149,8 @@ def vocabulary_loss(logits: Tensor, targets: Tensor, *, vocab: int, mesh: Device
     """Return the cross-entropy summed over the tokens here; logits (B, S, V) or this rank's columns of them."""
     flat, wanted = logits.flatten(0, 1), targets.flatten()
     if mesh is None or mesh.size() == 1:
-        return functional.cross_entropy(flat.to(torch.promote_types(flat.dtype, torch.float32)), wanted, reduction="sum")
+        return functional.cross_entropy(
+            flat.to(torch.promote_types(flat.dtype, torch.float32)), wanted, reduction="sum"
+        )
     share = -(-vocab // mesh.size())  # DTensor cuts like torch.chunk
     return _VocabularyLoss.apply(flat, wanted, share * mesh.get_local_rank(), mesh.get_group())

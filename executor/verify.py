@@ -147,9 +147,7 @@ def reference(model: Model, workload: Workload, runtime: Runtime, *, device: tor
     optimizer = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     losses, norms, first = [], [], {}
     for step in range(STEPS):
-        tokens, targets = rank_batch(
-            Plan(), workload, vocab=model.vocab, step=step, seed=seed, data_rank=0, cp_rank=0
-        )
+        tokens, targets = rank_batch(Plan(), workload, vocab=model.vocab, step=step, seed=seed, data_rank=0, cp_rank=0)
         logits = whole(tokens.to(device))
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
         loss.backward()

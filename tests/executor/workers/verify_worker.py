@@ -57,9 +57,7 @@ def main() -> None:
                 plan,
                 MODELS[case.get("model", "llama")],
                 Workload(seq_len=case.get("seq_len", 16), global_batch_size=case.get("batch", 8)),
-                Runtime(
-                    param_dtype=dtype, compute_dtype=dtype, reduce_dtype=dtype, compile=case.get("compile", False)
-                ),
+                Runtime(param_dtype=dtype, compute_dtype=dtype, reduce_dtype=dtype, compile=case.get("compile", False)),
                 build_meshes(plan, "cpu"),
                 device=torch.device("cpu"),
                 own_table=case.get("own_table", False),
@@ -69,7 +67,9 @@ def main() -> None:
             (out / f"{case['id']}.rank{dist.get_rank()}.txt").write_text(traceback.format_exc())
             continue
         if dist.get_rank() == 0:
-            (out / f"{case['id']}.json").write_text(codec.to_json({"ok": verdict.ok, "seconds": time.perf_counter() - begin, "verdict": verdict}))
+            (out / f"{case['id']}.json").write_text(
+                codec.to_json({"ok": verdict.ok, "seconds": time.perf_counter() - begin, "verdict": verdict})
+            )
     dist.destroy_process_group()
 
 
