@@ -80,7 +80,11 @@ def worker_arguments(request_path: str, records: Path, seconds: float) -> list[s
 
 def environment(request: Request) -> dict[str, str]:
     """Return what our ranks need besides the caller's environment."""
-    added = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TORCH_NCCL_AVOID_RECORD_STREAMS": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    added = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
     if request.device == "cpu":
         added |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if Path("/sys/class/net/lo").exists():  # one host needs no network to find itself

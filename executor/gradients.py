@@ -57,4 +57,4 @@ def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     grads = [here(p.grad) for p in parameters if p.grad is not None]
     for kind in {g.dtype for g in grads}:
-        torch._foreach_mul_([g for g in grads if g.dtype is kind], factor.to(kind))  # noqa: SLF001 - as above
+        torch._foreach_mul_([g for g in grads if g.dtype is kind], factor.to(kind))

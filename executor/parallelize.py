@@ -39,7 +39,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """This rank's part of a plan. `schedule` is None without a pipeline; `parts` are decoders without wrappers."""
+    """What one rank holds of a plan. `schedule` is None without a pipeline; `parts` are decoders without wrappers."""
 
     parts: tuple[Decoder, ...]
     modules: tuple[nn.Module, ...]  # what is called: the parts, or DDP around the only one

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="executor.worker")
     parser.add_argument("--request", required=True)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--seconds", required=True, type=float, help="stop taking steps after this long")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="stop taking steps after this long")
     options = parser.parse_args(argv)
     deadline = Deadline(options.seconds)
     rank = int(os.environ["RANK"])
