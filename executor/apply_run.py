@@ -12,6 +12,7 @@ import importlib.metadata
 import platform
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,7 +60,7 @@ def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict
     for stale in records.glob("rank*"):
         stale.unlink()
     ending = min(ENDING_S, 0.2 * budget_s)
-    arguments = worker_arguments(request_path, records, budget_s - ending)
+    arguments = worker_arguments(request_path, records, time.time() + budget_s - ending)
     done = launch(
         "executor.worker",
         arguments,
@@ -74,8 +75,9 @@ def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict
     return document
 
 
-def worker_arguments(request_path: str, records: Path, seconds: float) -> list[str]:
-    return [f"--request={request_path}", f"--out={records}", f"--seconds={seconds:g}"]
+def worker_arguments(request_path: str, records: Path, until: float) -> list[str]:
+    """`until` is a time of the clock: ranks need seconds to start, and those count."""
+    return [f"--request={request_path}", f"--out={records}", f"--until={until:.3f}"]
 
 
 def environment(request: Request) -> dict[str, str]:

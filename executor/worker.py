@@ -39,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="executor.worker")
     parser.add_argument("--request", required=True)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="stop taking steps after this long")
+    parser.add_argument("--until", type=float, default=float("inf"), help="take no step after this time of the clock")
     options = parser.parse_args(argv)
-    deadline = Deadline(options.seconds)
+    deadline = Deadline(options.until - time.time())
     rank = int(os.environ["RANK"])
     beat = Heartbeat(options.out, rank)
     recorder = Recorder(options.out / f"rank{rank}.jsonl")
@@ -124,10 +124,11 @@ def _run_joined(
     )
     held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in trainer.parameters())
     recorder.write("built", parameters_here=held, **_memory(device.type))
+    longest = 0.0
     for index in range(request.warm_up + request.steps):
         warm = index < request.warm_up
         beat.enter(f"{'warm-up ' if warm else ''}step {index if warm else index - request.warm_up}")
-        if not _all_have_time(deadline, device):
+        if not _all_have_time(deadline, longest, device):
             recorder.write("out_of_time", steps=max(0, index - request.warm_up))
             break
         if index == request.warm_up and device.type == "cuda":
@@ -138,6 +139,7 @@ def _run_joined(
         result = trainer.step(index)
         _synchronize(device)
         seconds = time.perf_counter() - begin
+        longest = max(longest, seconds)
         recorder.write(
             "warm_up" if warm else "step",
             index=index,
@@ -168,9 +170,9 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _all_have_time(deadline: Deadline, device: torch.device) -> bool:
-    """Return whether every rank has time left; all must decide alike, or some would wait for a step that is not."""
-    left = torch.tensor(float(deadline.left_s > 0), device=device)
+def _all_have_time(deadline: Deadline, step_s: float, device: torch.device) -> bool:
+    """Return whether every rank has time for another step; all must decide alike, or some would wait for a step that is not."""
+    left = torch.tensor(float(deadline.has(step_s)), device=device)
     dist.all_reduce(left, dist.ReduceOp.MIN)
     return bool(left.item())
 
