@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from executor.heartbeat import read_beats, suspects
 from executor.launch import Launched, command, launch
+from executor.legal import check
 from executor.records import middle, read_records
 from executor.request import Request
 from simulator.plan import rank_grid
@@ -35,7 +36,10 @@ GRACE_S = 4.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; return 0 when all steps were taken, 1 when not, 4 when memory was full, 130 when interrupted."""
+    """Run; return 0 when all steps were taken, 1 when not, 2 for a plan we cannot run, 4 when memory was full.
+
+    130 when interrupted.
+    """
     parser = argparse.ArgumentParser(prog="executor.apply_run")
     parser.add_argument("--request", required=True)
     parser.add_argument("--out", required=True, type=Path)
@@ -44,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)  # whoever stops us by SIGTERM wants our ranks gone, too
     try:
         request = codec.convert(codec.read_json(options.request), Request, where=options.request)
+        check(request.plan, request.model, request.workload, request.runtime, device=request.device)
         document = run(request, options.request, options.out, options.budget)
     except KeyboardInterrupt:
         return 130

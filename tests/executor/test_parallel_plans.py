@@ -145,3 +145,26 @@ def test_a_gradient_wrong_by_a_billionth_is_seen(results) -> None:
 
     assert not found["ok"]
     assert found["verdict"]["gradient"] == pytest.approx(1e-9, rel=1e-3)
+
+
+def test_computing_in_bfloat16_keeps_parameters_wide_and_the_loss_near(tmp_path) -> None:
+    """Losses of about ln 128 = 4.85 differ by the rounding of bfloat16 logits, 2^-9 of numbers below 1."""
+    out = tmp_path / "losses.json"
+
+    launched = launch(
+        "tests.executor.workers.precision_worker",
+        [str(out)],
+        ranks=2,
+        budget_s=120,
+        environment={"OMP_NUM_THREADS": "1"},
+    )
+
+    assert launched.ok, launched.failure or launched.stderr_tail[-3000:]
+    found = json.loads(out.read_text())
+    names = {name.rpartition("-")[0] for name in found}
+    assert len(names) == 7
+    for name in names:
+        wide, narrow = found[f"{name}-float32"], found[f"{name}-bfloat16"]
+        assert narrow[0] != wide[0], name
+        assert narrow[0] == pytest.approx(wide[0], abs=2e-3), name
+        assert narrow[1] == ["torch.float32"], name
