@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from executor.heartbeat import Heartbeat
-from executor.meshes import build_meshes, effective
+from executor.meshes import Meshes, build_meshes, effective, set_timeout
+from executor.parallelize import DTYPES
 from executor.records import Deadline, Recorder
 from executor.request import Request
 from executor.train_step import Trainer
 from executor.verify import shrink, small_plan, small_workload, verify
+from executor.verify_kernels import KernelVerdict, check_experts, check_ring
 from simulator.runtime import Runtime
 from topology import codec
 
@@ -87,7 +89,7 @@ def _run_joined(
     recorder.write("mesh", **mesh)
     if not mesh["as_requested"]:
         raise RuntimeError(f"torch's mesh is not the plan's: {mesh}")
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=request.collective_timeout_s))  # noqa: SLF001 - the only way to change it
+    set_timeout(meshes, request.collective_timeout_s)
 
     beat.enter("verifying the plan's numbers")
     small = shrink(request.model, plan)
@@ -107,7 +109,10 @@ def _run_joined(
         own_table=request.own_table,
     )
     recorder.write("verified", ok=verdict.ok, dtype=VERIFY_DTYPE, **codec.to_builtins(verdict))
-    if not verdict.ok:
+    kernels = _check_kernels(request, meshes, device)
+    for kernel in kernels:
+        recorder.write("kernel", ok=kernel.ok, **codec.to_builtins(kernel))
+    if not (verdict.ok and all(kernel.ok for kernel in kernels)):
         recorder.close()
         os._exit(WRONG_NUMBERS)  # a plan whose numbers are wrong is never timed
 
@@ -150,6 +155,22 @@ def _run_joined(
         )
     dist.barrier()
     beat.enter("done")
+
+
+def _check_kernels(request: Request, meshes: Meshes, device: torch.device) -> list[KernelVerdict]:
+    """Compare what the plan uses in its own type; float32 and wider have been compared with the whole plan."""
+    dtype = DTYPES[request.runtime.compute_dtype]
+    found = []
+    if dtype.itemsize < 4 and request.plan.cp > 1:
+        found.append(check_ring(meshes.group("cp"), device=device, dtype=dtype))
+    if dtype.itemsize < 4 and request.model.moe is not None:
+        found.append(check_experts(device=device, dtype=dtype))
+    # All ranks must stop together, so that none is left in a collective.
+    worst = torch.tensor(float(any(not kernel.ok for kernel in found)), device=device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    if worst.item() and all(kernel.ok for kernel in found):
+        found.append(KernelVerdict(name="another rank's", dtype="", difference=float("inf"), tolerance=0.0))
+    return found
 
 
 def _device(request: Request) -> torch.device:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from executor.meshes import build_meshes
 from executor.train_step import Trainer
+from executor.verify_kernels import check_experts, check_ring
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.workload import Workload
@@ -41,6 +42,11 @@ def main() -> None:
             )
             stored = {str(p.dtype) for p in trainer.parameters()}
             losses[f"{name}-{compute}"] = [[trainer.step(i).loss for i in range(2)], sorted(stored)]
+    cpu = torch.device("cpu")
+    for dtype in (torch.bfloat16, torch.float64):
+        ring = check_ring(dist.group.WORLD, device=cpu, dtype=dtype)
+        experts = check_experts(device=cpu, dtype=dtype)
+        losses[f"kernels-{dtype}"] = [[ring.difference, ring.tolerance], [experts.difference, experts.tolerance]]
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(losses))
     dist.destroy_process_group()
