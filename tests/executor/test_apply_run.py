@@ -1,6 +1,7 @@
 """What the records of ranks are turned into."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -110,8 +111,8 @@ def test_wrong_numbers_are_told_and_not_timed(tmp_path) -> None:
 
 
 def test_a_report_is_json_and_says_what_was_asked(tmp_path) -> None:
-    write(tmp_path, 0, step(0, 1.0))
-    write(tmp_path, 1, step(0, 1.0))
+    write(tmp_path, 0, step(0, 1.0), {"kind": "done"})
+    write(tmp_path, 1, step(0, 1.0), {"kind": "done"})
 
     found = json.loads(json.dumps(report(REQUEST, DONE, tmp_path, ["--x"])))
 
@@ -119,3 +120,20 @@ def test_a_report_is_json_and_says_what_was_asked(tmp_path) -> None:
     assert found["plan"]["dp_shard"] == 2
     assert found["mesh"]["requested"] == [[[[[0]], [[1]]]]]
     assert found["command"][-1] == "--x"
+
+
+def test_ranks_that_are_done_but_slow_to_leave_have_finished(tmp_path) -> None:
+    for rank in range(2):
+        write(tmp_path, rank, step(0, 1.0), {"kind": "done"})
+
+    assert report(REQUEST, replace(DONE, outcome="timeout"), tmp_path, [])["status"] == "finished"
+    assert report(REQUEST, replace(DONE, outcome="timeout", survivors=(7,)), tmp_path, [])["status"] == "timeout"
+
+
+def test_ranks_that_ended_early_without_a_word_have_failed(tmp_path) -> None:
+    write(tmp_path, 0, step(0, 1.0), {"kind": "done"})
+    write(tmp_path, 1, step(0, 1.0))
+
+    found = report(REQUEST, DONE, tmp_path, [])
+
+    assert (found["status"], found["exit_code"]) == ("failed", 1)
