@@ -1,0 +1,368 @@
+"""The machine that runs a Program, on SimPy.
+
+Each rank's host thread is a process that issues instructions in order and pays for each; each of its streams is a
+process that carries them out in order. A step is launch-bound when streams run dry, with no rule that says so. Events
+order streams; a collective starts when the last of its ranks has come to it; what overlaps slows each other down
+(`simulator.contention`). Symmetric ranks are simulated once (`simulator.fold`).
+
+Deterministic: SimPy breaks ties in time by order of scheduling, and nothing here depends on hashes or addresses.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Hashable
+from dataclasses import dataclass, field
+
+import simpy
+
+from simulator import trace as tr
+from simulator.check import find_deadlock
+from simulator.contention import Activity, Contention
+from simulator.costs import Cost, CostModel, Ranks
+from simulator.fold import Folding, Meeting, RankClass, endpoint, fold, meeting_keys
+from simulator.program import (
+    HOST,
+    Alloc,
+    Collective,
+    Copy,
+    Free,
+    HostWork,
+    Instruction,
+    Launch,
+    Program,
+    RecordEvent,
+    Recv,
+    Send,
+    WaitEvent,
+    label,
+)
+from topology.errors import PlannerError
+
+Steps = Generator[simpy.Event, None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPeak:
+    """The most memory a rank had allocated, when, and what it was made of."""
+
+    peak_bytes: int
+    at_s: float
+    by_category: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The outcome. Traces and peaks are of one rank per class, `folding.classes[i].representative`."""
+
+    step_s: float
+    trace: tr.Trace
+    memory: dict[int, MemoryPeak]
+    folding: Folding
+
+    @property
+    def worst_rank(self) -> int:
+        """The simulated rank with the highest memory peak, the lowest of them if several."""
+        return max(self.memory, key=lambda rank: (self.memory[rank].peak_bytes, -rank))
+
+
+def simulate(program: Program, costs: CostModel, *, folded: bool = True, spans: bool = True) -> Run:
+    """Run `program` once on the machine that `costs` describes.
+
+    `folded=False` simulates every rank by itself: same times, for checking and for looking at all of them.
+    `spans=False` leaves the trace empty, for when only times and peaks matter. Raises PlannerError when the program
+    does not come to an end; `simulator.check` tells such programs beforehand.
+    """
+    return _Machine(program, costs, folded=folded, spans=spans).run()
+
+
+@dataclass(slots=True)
+class _Op:
+    """An instruction with all that does not change between runs looked up."""
+
+    instruction: Instruction
+    name: str
+    host_s: float
+    cost: Cost | None = None
+    meeting: Meeting | None = None
+    key: Hashable = None  # which meeting on that channel
+
+
+@dataclass(slots=True)
+class _Rendezvous:
+    done: simpy.Event
+    arrived: list[tuple[_Rank, _Op, float]] = field(default_factory=list)
+
+
+class _Machine:
+    def __init__(self, program: Program, costs: CostModel, *, folded: bool, spans: bool) -> None:
+        self.program = program
+        self.costs = costs
+        self.keep_spans = spans
+        self.folding = fold(program, costs, enabled=folded)
+        self.env = simpy.Environment()
+        self.contention = Contention(self.env, self._watch if spans else None)
+        for number, link in enumerate(self.folding.link_names):
+            self.contention.add_resource(("link", number), costs.link_bytes_per_s(link))
+        self.meetings: dict[Hashable, _Rendezvous] = {}
+        self.spans: list[tr.Span] = []
+        self.flows: list[tr.Flow] = []
+        self.link_use: dict[int, list[tuple[float, float]]] = {}
+        self.end_s = 0.0  # when the last process ended; the clock may run on to timers that no longer matter
+        self.ranks = [_Rank(self, rank_class) for rank_class in self.folding.classes]
+
+    def run(self) -> Run:
+        processes = [process for rank in self.ranks for process in rank.start()]
+        self.env.run()
+        if any(process.is_alive for process in processes):
+            raise PlannerError(
+                "the program does not come to an end",
+                why=find_deadlock(self.folding) or "a stream waits for something that never happens",
+                remedy="simulator.check.check(program) lists what is wrong with it",
+            )
+        self.spans.sort(key=lambda span: (span.start_s, span.rank, span.stream, -span.end_s))
+        trace = tr.Trace(spans=tuple(self.spans), flows=tuple(self.flows), counters=tuple(self._counters()))
+        memory = {rank.number: rank.memory.peak for rank in self.ranks}
+        return Run(step_s=self.end_s, trace=trace, memory=memory, folding=self.folding)
+
+    def meet(self, rank: _Rank, op: _Op) -> simpy.Event:
+        """Arrive at a transfer; return the event of its end. The last to arrive starts it."""
+        assert op.meeting is not None  # noqa: S101 - for the type checker: only transfers come here
+        assert op.cost is not None  # noqa: S101
+        rendezvous = self.meetings.get(op.key)
+        if rendezvous is None:
+            rendezvous = self.meetings[op.key] = _Rendezvous(self.env.event())
+        rendezvous.arrived.append((rank, op, self.env.now))
+        if op.cost.sms:
+            self.contention.hold(rank.index, op.cost.sms)
+        expected = len(op.meeting.classes) if isinstance(op.instruction, Collective) else 2
+        if len(rendezvous.arrived) == expected:
+            del self.meetings[op.key]
+            # The sender's end knows the links of a message; the members of a group all know the same.
+            _, main, _ = next(a for a in rendezvous.arrived if not isinstance(a[1].instruction, Recv))
+            self.env.process(self._transfer(rendezvous, main))
+        return rendezvous.done
+
+    def _transfer(self, rendezvous: _Rendezvous, main: _Op) -> Steps:
+        assert main.meeting is not None  # noqa: S101 - for the type checker, as above
+        assert main.cost is not None  # noqa: S101
+        cost, begin = main.cost, self.env.now
+        uses: list[tuple[Hashable, float]] = []
+        if cost.hbm_bytes_per_s:
+            demand: dict[Hashable, float] = {}
+            for rank, _, _ in rendezvous.arrived:
+                demand[("hbm", rank.index)] = demand.get(("hbm", rank.index), 0.0) + cost.hbm_bytes_per_s
+            uses += demand.items()
+        if cost.link_bytes_per_s:
+            uses += [(("link", link), cost.link_bytes_per_s * share) for link, share in main.meeting.links]
+        if uses:
+            rate = cost.link_bytes_per_s * main.meeting.share or cost.hbm_bytes_per_s
+            yield self.contention.start(Activity(cost.seconds, tuple(uses), rate))
+        else:
+            yield self.env.timeout(cost.seconds)
+        for rank, op, arrived_s in rendezvous.arrived:
+            if cost.sms:
+                self.contention.hold(rank.index, -cost.sms)
+            if arrived_s < begin:
+                rank.span(op, arrived_s, begin, tr.WAIT)
+            rank.span(op, begin, self.env.now, tr.COMMUNICATION)
+        if self.keep_spans and not isinstance(main.instruction, Collective):
+            self._draw(rendezvous, begin)
+        rendezvous.done.succeed()
+
+    def _draw(self, rendezvous: _Rendezvous, begin: float) -> None:
+        (a, first, _), (b, second, _) = rendezvous.arrived
+        if isinstance(first.instruction, Recv):
+            a, first, b, second = b, second, a, first
+        self.flows.append(
+            tr.Flow(
+                first.name, a.number, first.instruction.stream, begin, b.number, second.instruction.stream, self.env.now
+            )
+        )
+
+    def _watch(self, resource: Hashable, time_s: float, used: float) -> None:
+        if isinstance(resource, tuple) and resource[0] == "link":
+            self.link_use.setdefault(resource[1], []).append((time_s, used))
+
+    def _counters(self) -> Generator[tr.Counter, None, None]:
+        if not self.keep_spans:
+            return
+        for rank in self.ranks:
+            if rank.memory.samples:
+                yield tr.Counter(rank.number, "memory", "bytes", _last_at_each_time(rank.memory.samples))
+        for number, samples in sorted(self.link_use.items()):
+            name = f"link {self.folding.link_names[number]}"
+            yield tr.Counter(-1, name, "bytes/s", _last_at_each_time(samples))
+
+
+class _Rank:
+    """One simulated rank: its host, its streams, its events, its memory."""
+
+    def __init__(self, machine: _Machine, rank_class: RankClass) -> None:
+        self.machine = machine
+        self.env = machine.env
+        self.index = rank_class.index
+        self.number = rank_class.representative
+        self.memory = _Memory(machine.env, keep=machine.keep_spans)
+        self.events: dict[str, simpy.Event] = {}
+        limits = machine.costs.limits(self.number)
+        machine.contention.add_gpu(self.index, limits.sms)
+        machine.contention.add_resource(("hbm", self.index), limits.hbm_bytes_per_s)
+        self.ops = self._look_up(rank_class)
+        self.streams = {op.instruction.stream: _Queue(self.env) for op in self.ops if op.instruction.stream != HOST}
+
+    def _look_up(self, rank_class: RankClass) -> list[_Op]:
+        """Ask the cost model once for every distinct kernel and transfer of this rank."""
+        costs = self.machine.costs
+        known: dict[Hashable, Cost] = {}
+        ops = []
+        for instruction, meeting_key in zip(rank_class.code.instructions, meeting_keys(rank_class), strict=True):
+            op = _Op(instruction, label(instruction), costs.host_s(instruction), key=meeting_key)
+            ranks: Ranks = (self.number,)
+            match instruction:
+                case Launch():
+                    key: Hashable = (instruction.name, instruction.shape, instruction.dtype)
+                case Copy():
+                    key = (instruction.kind, instruction.nbytes)
+                case Collective() | Send() | Recv():
+                    op.meeting = rank_class.meetings[endpoint(instruction)]
+                    ranks = op.meeting.ranks
+                    detail = instruction.op if isinstance(instruction, Collective) else instruction.tag
+                    key = (endpoint(instruction), detail, instruction.nbytes)
+                case _:
+                    ops.append(op)
+                    continue
+            if key not in known:
+                known[key] = costs.cost(instruction, ranks)
+            op.cost = known[key]
+            ops.append(op)
+        return ops
+
+    def start(self) -> list[simpy.Process]:
+        streams = [self.env.process(self._stream(queue)) for queue in self.streams.values()]
+        return [self.env.process(self._host()), *streams]
+
+    # --- processes ----------------------------------------------------------------------------------------------
+
+    def _host(self) -> Steps:
+        for op in self.ops:
+            if op.host_s > 0.0:
+                begin = self.env.now
+                yield self.env.timeout(op.host_s)
+                self.span(op, begin, self.env.now, tr.HOST, HOST)
+            if op.instruction.stream == HOST:
+                yield from self._carry_out(op)
+            else:
+                self.streams[op.instruction.stream].put(op)
+        self.machine.end_s = self.env.now
+        for queue in self.streams.values():
+            queue.close()
+
+    def _stream(self, queue: _Queue) -> Steps:
+        while True:
+            if not queue.items:
+                if queue.closed:
+                    self.machine.end_s = self.env.now
+                    return
+                yield queue.wait()
+                continue
+            yield from self._carry_out(queue.items.popleft())
+
+    def _carry_out(self, op: _Op) -> Steps:
+        begin = self.env.now
+        match op.instruction:
+            case Launch() | Copy():
+                yield self._kernel(op)
+                self.span(op, begin, self.env.now, tr.COMPUTE if isinstance(op.instruction, Launch) else tr.COPY)
+            case Collective() | Send() | Recv():
+                yield self.machine.meet(self, op)
+            case RecordEvent(event=name):
+                self._event(name).succeed()
+            case WaitEvent(event=name):
+                if not self._event(name).processed:
+                    yield self._event(name)
+            case HostWork(duration_s=seconds):
+                yield self.env.timeout(seconds)
+                self.span(op, begin, self.env.now, tr.HOST)
+            case Alloc(buffer=name, nbytes=nbytes, category=category):
+                self.memory.allocate(name, nbytes, category)
+            case Free(buffer=name):
+                self.memory.free(name)
+
+    def _kernel(self, op: _Op) -> simpy.Event:
+        cost = op.cost
+        assert cost is not None  # noqa: S101 - for the type checker: kernels have been looked up
+        shares_sms = bool(cost.sms) and isinstance(op.instruction, Launch)
+        if not shares_sms and not cost.hbm_bytes_per_s:
+            return self.env.timeout(cost.seconds)
+        uses = ((("hbm", self.index), cost.hbm_bytes_per_s),) if cost.hbm_bytes_per_s else ()
+        gpu = self.index if shares_sms else None
+        return self.machine.contention.start(Activity(cost.seconds, uses, cost.hbm_bytes_per_s, gpu, cost.sms))
+
+    def _event(self, name: str) -> simpy.Event:
+        if name not in self.events:
+            self.events[name] = self.env.event()
+        return self.events[name]
+
+    def span(self, op: _Op, start_s: float, end_s: float, category: str, stream: str = "") -> None:
+        if self.machine.keep_spans:
+            stream = stream or op.instruction.stream
+            self.machine.spans.append(tr.Span(self.number, stream, op.name, start_s, end_s, category))
+
+
+class _Queue:
+    """What a host has issued to a stream and the stream has not begun."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self.env = env
+        self.items: deque[_Op] = deque()
+        self.closed = False
+        self._idle: simpy.Event | None = None
+
+    def put(self, op: _Op) -> None:
+        self.items.append(op)
+        self._wake()
+
+    def close(self) -> None:
+        self.closed = True
+        self._wake()
+
+    def wait(self) -> simpy.Event:
+        self._idle = self.env.event()
+        return self._idle
+
+    def _wake(self) -> None:
+        if self._idle is not None:
+            self._idle.succeed()
+            self._idle = None
+
+
+class _Memory:
+    def __init__(self, env: simpy.Environment, *, keep: bool) -> None:
+        self.env = env
+        self.keep = keep
+        self.live: dict[str, tuple[int, str]] = {}
+        self.total = 0
+        self.by_category: dict[str, int] = {}
+        self.peak = MemoryPeak(0, 0.0, {})
+        self.samples: list[tuple[float, float]] = []
+
+    def allocate(self, name: str, nbytes: int, category: str) -> None:
+        self.live[name] = nbytes, category
+        self._change(nbytes, category)
+        if self.total > self.peak.peak_bytes:
+            self.peak = MemoryPeak(self.total, self.env.now, {k: v for k, v in self.by_category.items() if v})
+
+    def free(self, name: str) -> None:
+        nbytes, category = self.live.pop(name)
+        self._change(-nbytes, category)
+
+    def _change(self, nbytes: int, category: str) -> None:
+        self.total += nbytes
+        self.by_category[category] = self.by_category.get(category, 0) + nbytes
+        if self.keep:
+            self.samples.append((self.env.now, float(self.total)))
+
+
+def _last_at_each_time(samples: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    return tuple(dict(samples).items())

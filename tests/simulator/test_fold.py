@@ -1,0 +1,109 @@
+"""Folding is exact: ranks that are not simulated have the timeline of the one that is."""
+
+import random
+
+import pytest
+from engine_toys import ToyMachine, training_step
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.check import check
+from simulator.costs import SimpleCosts
+from simulator.engine import simulate
+from simulator.fold import fold
+from simulator.plan import Plan
+from simulator.program import CodeWriter, Program, mesh_groups
+
+PLANS = {
+    "dp": Plan(dp_replicate=4),
+    "fsdp": Plan(dp_shard=8),
+    "tp": Plan(tp=4),
+    "cp ring": Plan(cp=4),
+    "pp": Plan(pp=4),
+    "pp tp": Plan(pp=2, tp=2),
+    "pp dp": Plan(pp=2, dp_replicate=4),
+    "pp interleaved": Plan(pp=2, dp_shard=2, schedule="Interleaved1F1B", virtual_stages=2),
+    "pp v": Plan(pp=2, tp=2, schedule="DualPipeV", virtual_stages=2),
+    "hsdp cp": Plan(dp_replicate=2, dp_shard=2, cp=2),
+    "all": Plan(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2),
+}
+
+
+def timelines(run, class_of):
+    """Every rank's spans, as the run implies them."""
+    spans = {}
+    for span in run.trace.spans:
+        spans.setdefault(span.rank, []).append((span.stream, span.name, span.start_s, span.end_s))
+    return {rank: sorted(spans[run.folding.classes[class_of[rank]].representative]) for rank in sorted(class_of)}
+
+
+def assert_same(program, machine):
+    """Run folded and unfolded; compare all spans of all ranks to the nanosecond. Return the number of classes."""
+    folded, full = simulate(program, machine), simulate(program, machine, folded=False)
+    assert folded.step_s == pytest.approx(full.step_s, abs=1e-9)
+    left, right = timelines(folded, folded.folding.class_of()), timelines(full, full.folding.class_of())
+    assert left.keys() == right.keys()
+    for rank, mine in left.items():
+        assert [span[:2] for span in mine] == [span[:2] for span in right[rank]]
+        for a, b in zip(mine, right[rank], strict=True):
+            assert a[2:] == pytest.approx(b[2:], abs=1e-9)
+    return len(folded.folding.classes)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_folded_equals_unfolded(name):
+    plan = PLANS[name]
+    program = training_step(plan)
+    assert check(program) == []
+
+    assert assert_same(program, ToyMachine(launch_s=0.01)) <= plan.gpus
+
+
+@pytest.mark.parametrize(("name", "classes"), [("dp", 1), ("fsdp", 1), ("tp", 1), ("pp tp", 2), ("pp dp", 2)])
+def test_symmetric_ranks_are_one_class(name, classes):
+    assert len(fold(training_step(PLANS[name]), ToyMachine()).classes) == classes
+
+
+def test_a_ring_of_relative_neighbours_is_one_class():
+    assert len(fold(training_step(Plan(cp=8)), ToyMachine(per_node=8)).classes) == 1
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32), name=st.sampled_from(["pp tp", "hsdp cp", "pp dp"]))
+def test_folded_equals_unfolded_on_irregular_placements(seed, name):
+    plan = PLANS[name]
+    placement = list(range(plan.gpus))
+    random.Random(seed).shuffle(placement)
+    machine = ToyMachine(per_node=3, placement=tuple(placement), slow_gpus=frozenset({seed % plan.gpus}))
+
+    assert_same(training_step(plan, micro_batches=2), machine)
+
+
+def test_one_slow_gpu_splits_only_what_it_touches():
+    """In 4 groups of 2, the slow rank and its partner differ from each other and from the other six."""
+    code = CodeWriter()
+    code.launch("a")
+    code.after("comm", "compute")
+    code.collective("all_reduce", "tp", 8)
+    program = Program(codes=(code.code("all", range(8)),), groups=mesh_groups(Plan(dp_replicate=4, tp=2)))
+
+    classes = fold(program, ToyMachine(slow_gpus=frozenset({5}))).classes
+
+    assert [c.ranks for c in classes] == [(0, 1, 2, 3, 6, 7), (4,), (5,)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "groups", "message"),
+    [
+        ([0, 2], {"g": ((0, 2),)}, "0..n-1"),
+        ([0, 1], {"g": ((0, 1), (1,))}, "overlap"),
+        ([0, 1], {"g": ((0,),)}, "not all of its ranks"),
+        ([0, 1], {}, "not all of its ranks"),
+    ],
+)
+def test_nonsense_is_refused(ranks, groups, message):
+    code = CodeWriter()
+    code.collective("all_reduce", "g", 8)
+
+    with pytest.raises(ValueError, match=message):
+        simulate(Program(codes=(code.code("x", ranks),), groups=groups), SimpleCosts(lambda _: 1.0))
