@@ -39,7 +39,7 @@ class GroupTimes:
 
     def _axis(self, axis: str) -> tuple[tuple[GroupShape, ...], NDArray[np.int64]]:
         if axis not in self._shapes:
-            size, stride = self._extent(axis)
+            size, stride = self.extent(axis)
             world = np.array([plan.gpus for plan in self.table.plans])
             keys = np.stack([size, stride, world], axis=1).astype(np.int64)
             unique, which = np.unique(keys, axis=0, return_inverse=True)
@@ -50,7 +50,12 @@ class GroupTimes:
             self._shapes[axis] = (shapes, which.reshape(-1))
         return self._shapes[axis]
 
-    def _extent(self, axis: str) -> tuple[Floats, Floats]:
+    def shape(self, axis: str, row: int = 0) -> GroupShape:
+        """Return how one plan's groups along `axis` lie on the machine."""
+        shapes, which = self._axis(axis)
+        return shapes[int(which[row])]
+
+    def extent(self, axis: str) -> tuple[Floats, Floats]:
         """Return the number of ranks and their distance in rank along an axis, per plan; see plan.MESH_AXES."""
         t = self.table
         one = np.ones(len(t))

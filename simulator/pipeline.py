@@ -270,13 +270,19 @@ def pipeline_program(
     message_bytes: int,
     groups: dict[str, Groups],
     ranks_of: Callable[[int], Iterable[int]],
+    early_receives: bool = True,
 ) -> Program:
     """Return a program that runs `schedule`, with `body(code, action, rank)` writing what an action does.
 
     `groups["pp"]` are the pipelines, position s of each being pipeline rank s; `ranks_of(s)` lists the ranks there.
     An overlapped pair reaches `body` whole. The body works on the `compute` stream, or joins it before it returns.
+    With `early_receives` a message can arrive while the rank still computes; without, a receive is launched behind
+    the compute before it, as torch.distributed.pipelining and Megatron do: a waiting receive would hold SMs.
     """
-    codes = (_rank_code(schedule, rank, body, message_bytes, ranks_of(rank)) for rank in range(schedule.ranks))
+    codes = (
+        _rank_code(schedule, rank, body, message_bytes, ranks_of(rank), early=early_receives)
+        for rank in range(schedule.ranks)
+    )
     return Program(codes=tuple(codes), groups=groups)
 
 
@@ -286,6 +292,8 @@ def _rank_code(
     body: Callable[[CodeWriter, Action, int], None],
     nbytes: int,
     members: Iterable[int],
+    *,
+    early: bool,
 ) -> RankCode:
     code = CodeWriter()
     for action in schedule.table[rank]:
@@ -293,6 +301,8 @@ def _rank_code(
             for stage, kind, _ in needs(leaf, schedule.stages):
                 if schedule.rank_of(stage) != rank:
                     channel = f"{stage}{kind}"
+                    if not early:
+                        code.after(f"recv {channel}", COMPUTE)
                     code.recv("pp", schedule.rank_of(stage), nbytes, tag=channel, stream=f"recv {channel}")
                     code.after(COMPUTE, f"recv {channel}")
         body(code, action, rank)
