@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from simulator import trace as tr
@@ -21,7 +20,10 @@ def to_chrome(trace: tr.Trace) -> dict[str, Any]:
     Messages are flow arrows, memory and link use are counters. Raises ValueError when two spans of a stream cross,
     because viewers drop or mangle such spans.
     """
-    pair = tr.crossing(trace.spans)
+    # Compared as they will be written: float noise below a nanosecond is no crossing.
+    pair = tr.crossing(
+        tr.Span(s.rank, s.stream, s.name, _microseconds(s.start_s), _microseconds(s.end_s)) for s in trace.spans
+    )
     if pair:
         raise ValueError(f"spans of one stream must be nested or disjoint: {pair[0]} and {pair[1]}")
     threads: dict[tuple[int, str], int] = {}
@@ -95,17 +97,19 @@ def from_kineto(data: Any, *, rank: int | None = None) -> tr.Trace:
             spans.append(_span(event, position, rank))
         elif event.get("ph") == "i" and event.get("name") == "[memory]":
             memory += _allocated(event, position)
-    origin = min((span.start_s for span in spans), default=0.0)
+    # So far in whole nanoseconds: spans that touch in the file must touch here, not overlap by a rounding error.
+    origin = min((span.start_s for span in spans), default=0)
     moved = [
-        tr.Span(s.rank, s.stream, s.name, s.start_s - origin, s.end_s - origin, s.category)
+        tr.Span(s.rank, s.stream, s.name, (s.start_s - origin) * 1e-9, (s.end_s - origin) * 1e-9, s.category)
         for s in sorted(spans, key=lambda s: (s.start_s, s.stream, -s.end_s))
     ]
-    samples = tuple((time - origin, value) for time, value in sorted(memory))
+    samples = tuple(((time - origin) * 1e-9, value) for time, value in sorted(memory))
     counters = (tr.Counter(rank, "memory", "bytes", samples),) if samples else ()
     return tr.Trace(spans=tuple(moved), counters=counters, source="measured")
 
 
 def _span(event: dict[str, Any], position: int, rank: int) -> tr.Span:
+    """Return the span of one event, its times still in nanoseconds of the file's clock."""
     name, thread = str(event.get("name", "")), event.get("tid")
     start, duration = _number(event, "ts", position), _number(event, "dur", position)
     category = str(event["cat"])
@@ -117,7 +121,7 @@ def _span(event: dict[str, Any], position: int, rank: int) -> tr.Span:
             kind = tr.COMMUNICATION
     else:
         stream, kind = f"{tr.HOST} {thread}", tr.HOST
-    return tr.Span(rank, stream, name, start * 1e-6, (start + duration) * 1e-6, kind)
+    return tr.Span(rank, stream, name, round(start * 1e3), round((start + duration) * 1e3), kind)
 
 
 def _allocated(event: dict[str, Any], position: int) -> list[tuple[float, float]]:
@@ -125,11 +129,12 @@ def _allocated(event: dict[str, Any], position: int) -> list[tuple[float, float]
     args = event.get("args")
     if not isinstance(args, dict) or args.get("Device Type") != 1 or "Total Allocated" not in args:
         return []
-    return [(_number(event, "ts", position) * 1e-6, _number(args, "Total Allocated", position))]
+    return [(round(_number(event, "ts", position) * 1e3), _number(args, "Total Allocated", position))]
 
 
 def _number(fields: dict[str, Any], key: str, position: int) -> float:
     value = fields.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    # Beyond 1e18 microseconds (30,000 years) there is no time, only a broken file; this also refuses nan and inf.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e18:
         raise BadInput("this is not a profiler trace", why=f"{key} of event {position} is {value!r}, not a number >= 0")
     return float(value)

@@ -1,7 +1,7 @@
 """What happens while things overlap: in-flight work shares SMs, memory bandwidth and links, and is re-timed.
 
-The model, in three sentences. Communication kernels and copies that occupy SMs are resident: they hold them from
-launch to end, and compute kernels of that GPU share the SMs that are left, max-min fair. Every activity asks for bytes
+The model, in three sentences. Communication kernels are resident: they hold their SMs from arrival (while they wait
+for partners, too) to end, and compute kernels of that GPU share the SMs that are left, max-min fair. Every activity asks for bytes
 per second of HBM on each of its ranks and of the links it crosses; where the sum exceeds a capacity, rates are max-min
 fair (`simulator.fair_share`), and an activity advances at the speed of its tightest resource. Speeds are constant
 between two events; whenever something starts or ends, the work left of those affected is re-timed.
@@ -45,6 +45,7 @@ class Activity:
 @dataclass(slots=True)
 class _Resource:
     capacity: float
+    watch: Callable[[float], None] | None = None
     load: float = 0.0  # if every user ran at full speed
     users: dict[Activity, float] = field(default_factory=dict)
 
@@ -67,15 +68,14 @@ class _Sms:
 class Contention:
     """All resources of a machine, and what is in flight on them. Work that meets nobody costs two events."""
 
-    def __init__(self, env: simpy.Environment, watch: Callable[[Hashable, float, float], None] | None = None) -> None:
-        """`watch(resource, time_s, used_per_s)` is told whenever the use of a resource changes."""
+    def __init__(self, env: simpy.Environment) -> None:
         self._env = env
-        self._watch = watch
         self._resources: dict[Hashable, _Resource] = {}
         self._sms: dict[int, _Sms] = {}
 
-    def add_resource(self, key: Hashable, capacity: float) -> None:
-        self._resources.setdefault(key, _Resource(capacity))
+    def add_resource(self, key: Hashable, capacity: float, watch: Callable[[float], None] | None = None) -> None:
+        """Add a resource; `watch(used_per_s)` is told whenever its use changes."""
+        self._resources[key] = _Resource(capacity, watch)
 
     def add_gpu(self, gpu: int, sms: float) -> None:
         self._sms[gpu] = _Sms(sms)
@@ -104,6 +104,10 @@ class Contention:
         pool.held += sms
         if pool.kernels and (was_full or pool.full):
             self._share(self._affected(pool.kernels))
+
+    def starved(self) -> list[int]:
+        """Return the GPUs whose compute kernels stand still because resident transfers hold every SM."""
+        return [gpu for gpu, pool in self._sms.items() if pool.kernels and pool.held >= pool.total]
 
     # --- who is affected ----------------------------------------------------------------------------------------
 
@@ -145,9 +149,13 @@ class Contention:
                 parts = water_fill([kernel.sms for kernel in kernels], max(0.0, pool.total - pool.held))
                 for kernel, part in zip(kernels, parts, strict=True):
                     caps[kernel] = part / kernel.sms if kernel.sms else 1.0
-        flows = [Flow(a.rate, a.uses, caps[a]) for a in activities]
-        capacity = {key: self._resources[key].capacity for a in activities for key, _ in a.uses}
-        for activity, speed in zip(activities, max_min_speeds(flows, capacity), strict=True):
+        if any(self._resources[key].full for activity in activities for key, _ in activity.uses):
+            flows = [Flow(a.rate, a.uses, caps[a]) for a in activities]
+            capacity = {key: self._resources[key].capacity for a in activities for key, _ in a.uses}
+            speeds = max_min_speeds(flows, capacity)
+        else:
+            speeds = list(caps.values())
+        for activity, speed in zip(activities, speeds, strict=True):
             if activity.timer == 0 or speed != activity.speed:
                 now = self._env.now
                 activity.left_s = max(0.0, activity.left_s - (now - activity.since_s) * activity.speed)
@@ -179,7 +187,7 @@ class Contention:
         activity.done.succeed()
 
     def _report(self, activity: Activity) -> None:
-        if self._watch is not None:
-            for key, _ in activity.uses:
-                users = self._resources[key].users
-                self._watch(key, self._env.now, sum(user.speed * amount for user, amount in users.items()))
+        for key, _ in activity.uses:
+            resource = self._resources[key]
+            if resource.watch is not None:
+                resource.watch(sum(user.speed * amount for user, amount in resource.users.items()))

@@ -63,7 +63,10 @@ class CostModel(Protocol):
         ...
 
     def routes(self, ranks: Ranks) -> tuple[LinkUse, ...]:
-        """Return the shared links that a transfer among `ranks` crosses; links nobody shares may be left out."""
+        """Return the shared links that a transfer among `ranks` crosses; links nobody shares may be left out.
+
+        For one rank: the links its copies to and from the host cross.
+        """
         ...
 
     def link_bytes_per_s(self, link: Hashable) -> float:

@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 
 import simpy
 
 from simulator import trace as tr
+from simulator.allocations import Allocations, MemoryPeak, last_at_each_time
 from simulator.check import find_deadlock
 from simulator.contention import Activity, Contention
 from simulator.costs import Cost, CostModel, Ranks
@@ -42,15 +44,6 @@ from topology.errors import PlannerError
 Steps = Generator[simpy.Event, None, None]
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPeak:
-    """The most memory a rank had allocated, when, and what it was made of."""
-
-    peak_bytes: int
-    at_s: float
-    by_category: dict[str, int]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """The outcome. Traces and peaks are of one rank per class, `folding.classes[i].representative`."""
@@ -67,24 +60,28 @@ class Run:
 
 
 def simulate(program: Program, costs: CostModel, *, folded: bool = True, spans: bool = True) -> Run:
-    """Run `program` once on the machine that `costs` describes.
+    """Run `program`, in which `simulator.check.check` finds nothing, once on the machine that `costs` describes.
 
     `folded=False` simulates every rank by itself: same times, for checking and for looking at all of them.
     `spans=False` leaves the trace empty, for when only times and peaks matter. Raises PlannerError when the program
-    does not come to an end; `simulator.check` tells such programs beforehand.
+    does not come to an end.
     """
     return _Machine(program, costs, folded=folded, spans=spans).run()
 
 
+_FREE = Cost(seconds=0.0)
+_ALONE = Meeting((), (), ())
+
+
 @dataclass(slots=True)
 class _Op:
-    """An instruction with all that does not change between runs looked up."""
+    """An instruction with all that is known of it beforehand: kernels have a cost, transfers also a meeting."""
 
     instruction: Instruction
     name: str
     host_s: float
-    cost: Cost | None = None
-    meeting: Meeting | None = None
+    cost: Cost = _FREE
+    meeting: Meeting = _ALONE
     key: Hashable = None  # which meeting on that channel
 
 
@@ -101,9 +98,10 @@ class _Machine:
         self.keep_spans = spans
         self.folding = fold(program, costs, enabled=folded)
         self.env = simpy.Environment()
-        self.contention = Contention(self.env, self._watch if spans else None)
+        self.contention = Contention(self.env)
         for number, link in enumerate(self.folding.link_names):
-            self.contention.add_resource(("link", number), costs.link_bytes_per_s(link))
+            watch = partial(self._watch_link, number) if spans else None
+            self.contention.add_resource(("link", number), costs.link_bytes_per_s(link), watch)
         self.meetings: dict[Hashable, _Rendezvous] = {}
         self.spans: list[tr.Span] = []
         self.flows: list[tr.Flow] = []
@@ -115,20 +113,28 @@ class _Machine:
         processes = [process for rank in self.ranks for process in rank.start()]
         self.env.run()
         if any(process.is_alive for process in processes):
-            raise PlannerError(
-                "the program does not come to an end",
-                why=find_deadlock(self.folding) or "a stream waits for something that never happens",
-                remedy="simulator.check.check(program) lists what is wrong with it",
-            )
+            raise self._no_end()
         self.spans.sort(key=lambda span: (span.start_s, span.rank, span.stream, -span.end_s))
         trace = tr.Trace(spans=tuple(self.spans), flows=tuple(self.flows), counters=tuple(self._counters()))
         memory = {rank.number: rank.memory.peak for rank in self.ranks}
         return Run(step_s=self.end_s, trace=trace, memory=memory, folding=self.folding)
 
+    def _no_end(self) -> PlannerError:
+        starved = [self.ranks[gpu].number for gpu in self.contention.starved()]
+        if starved:
+            return PlannerError(
+                "the program does not come to an end on this machine",
+                why=f"transfers that wait for each other hold every SM of rank {starved[0]}, its kernels have none left",
+                remedy="let transfers use fewer SMs, or post fewer of them ahead",
+            )
+        return PlannerError(
+            "the program does not come to an end",
+            why=find_deadlock(self.folding) or "a stream waits for something that never happens",
+            remedy="simulator.check.check(program) lists what is wrong with it",
+        )
+
     def meet(self, rank: _Rank, op: _Op) -> simpy.Event:
         """Arrive at a transfer; return the event of its end. The last to arrive starts it."""
-        assert op.meeting is not None  # noqa: S101 - for the type checker: only transfers come here
-        assert op.cost is not None  # noqa: S101
         rendezvous = self.meetings.get(op.key)
         if rendezvous is None:
             rendezvous = self.meetings[op.key] = _Rendezvous(self.env.event())
@@ -138,31 +144,32 @@ class _Machine:
         expected = len(op.meeting.classes) if isinstance(op.instruction, Collective) else 2
         if len(rendezvous.arrived) == expected:
             del self.meetings[op.key]
-            # The sender's end knows the links of a message; the members of a group all know the same.
-            _, main, _ = next(a for a in rendezvous.arrived if not isinstance(a[1].instruction, Recv))
-            self.env.process(self._transfer(rendezvous, main))
+            self._transfer(rendezvous)
         return rendezvous.done
 
-    def _transfer(self, rendezvous: _Rendezvous, main: _Op) -> Steps:
-        assert main.meeting is not None  # noqa: S101 - for the type checker, as above
-        assert main.cost is not None  # noqa: S101
-        cost, begin = main.cost, self.env.now
+    def _transfer(self, rendezvous: _Rendezvous) -> None:
+        """Start what all have arrived for. The sender's end knows the links of a message; group members all know."""
+        main = next(op for _, op, _ in rendezvous.arrived if not isinstance(op.instruction, Recv))
+        cost = main.cost
         uses: list[tuple[Hashable, float]] = []
         if cost.hbm_bytes_per_s:
             demand: dict[Hashable, float] = {}
             for rank, _, _ in rendezvous.arrived:
-                demand[("hbm", rank.index)] = demand.get(("hbm", rank.index), 0.0) + cost.hbm_bytes_per_s
+                demand[rank.hbm] = demand.get(rank.hbm, 0.0) + cost.hbm_bytes_per_s
             uses += demand.items()
         if cost.link_bytes_per_s:
             uses += [(("link", link), cost.link_bytes_per_s * share) for link, share in main.meeting.links]
         if uses:
             rate = cost.link_bytes_per_s * main.meeting.share or cost.hbm_bytes_per_s
-            yield self.contention.start(Activity(cost.seconds, tuple(uses), rate))
+            end = self.contention.start(Activity(cost.seconds, tuple(uses), rate))
         else:
-            yield self.env.timeout(cost.seconds)
+            end = self.env.timeout(cost.seconds)
+        end.callbacks.append(partial(self._arrive, rendezvous, main, self.env.now))
+
+    def _arrive(self, rendezvous: _Rendezvous, main: _Op, begin: float, _: simpy.Event) -> None:
         for rank, op, arrived_s in rendezvous.arrived:
-            if cost.sms:
-                self.contention.hold(rank.index, -cost.sms)
+            if op.cost.sms:
+                self.contention.hold(rank.index, -op.cost.sms)
             if arrived_s < begin:
                 rank.span(op, arrived_s, begin, tr.WAIT)
             rank.span(op, begin, self.env.now, tr.COMMUNICATION)
@@ -180,19 +187,18 @@ class _Machine:
             )
         )
 
-    def _watch(self, resource: Hashable, time_s: float, used: float) -> None:
-        if isinstance(resource, tuple) and resource[0] == "link":
-            self.link_use.setdefault(resource[1], []).append((time_s, used))
+    def _watch_link(self, number: int, used: float) -> None:
+        self.link_use.setdefault(number, []).append((self.env.now, used))
 
     def _counters(self) -> Generator[tr.Counter, None, None]:
         if not self.keep_spans:
             return
         for rank in self.ranks:
             if rank.memory.samples:
-                yield tr.Counter(rank.number, "memory", "bytes", _last_at_each_time(rank.memory.samples))
+                yield tr.Counter(rank.number, "memory", "bytes", last_at_each_time(rank.memory.samples))
         for number, samples in sorted(self.link_use.items()):
             name = f"link {self.folding.link_names[number]}"
-            yield tr.Counter(-1, name, "bytes/s", _last_at_each_time(samples))
+            yield tr.Counter(-1, name, "bytes/s", last_at_each_time(samples))
 
 
 class _Rank:
@@ -201,22 +207,26 @@ class _Rank:
     def __init__(self, machine: _Machine, rank_class: RankClass) -> None:
         self.machine = machine
         self.env = machine.env
+        self.rank_class = rank_class
         self.index = rank_class.index
         self.number = rank_class.representative
-        self.memory = _Memory(machine.env, keep=machine.keep_spans)
-        self.events: dict[str, simpy.Event] = {}
+        self.memory = Allocations(machine.env, keep=machine.keep_spans)
+        self.events = _Events(machine.env)
+        self.hbm: Hashable = ("hbm", self.index)
         limits = machine.costs.limits(self.number)
         machine.contention.add_gpu(self.index, limits.sms)
-        machine.contention.add_resource(("hbm", self.index), limits.hbm_bytes_per_s)
-        self.ops = self._look_up(rank_class)
+        machine.contention.add_resource(self.hbm, limits.hbm_bytes_per_s)
+        self.ops = self._look_up()
         self.streams = {op.instruction.stream: _Queue(self.env) for op in self.ops if op.instruction.stream != HOST}
 
-    def _look_up(self, rank_class: RankClass) -> list[_Op]:
+    def _look_up(self) -> list[_Op]:
         """Ask the cost model once for every distinct kernel and transfer of this rank."""
         costs = self.machine.costs
         known: dict[Hashable, Cost] = {}
         ops = []
-        for instruction, meeting_key in zip(rank_class.code.instructions, meeting_keys(rank_class), strict=True):
+        for instruction, meeting_key in zip(
+            self.rank_class.code.instructions, meeting_keys(self.rank_class), strict=True
+        ):
             op = _Op(instruction, label(instruction), costs.host_s(instruction), key=meeting_key)
             ranks: Ranks = (self.number,)
             match instruction:
@@ -225,7 +235,7 @@ class _Rank:
                 case Copy():
                     key = (instruction.kind, instruction.nbytes)
                 case Collective() | Send() | Recv():
-                    op.meeting = rank_class.meetings[endpoint(instruction)]
+                    op.meeting = self.rank_class.meetings[endpoint(instruction)]
                     ranks = op.meeting.ranks
                     detail = instruction.op if isinstance(instruction, Collective) else instruction.tag
                     key = (endpoint(instruction), detail, instruction.nbytes)
@@ -260,27 +270,29 @@ class _Rank:
 
     def _stream(self, queue: _Queue) -> Steps:
         while True:
-            if not queue.items:
-                if queue.closed:
-                    self.machine.end_s = self.env.now
-                    return
-                yield queue.wait()
-                continue
-            yield from self._carry_out(queue.items.popleft())
+            while queue.items:
+                yield from self._carry_out(queue.items.popleft())
+            if queue.closed:
+                self.machine.end_s = self.env.now
+                return
+            yield queue.wait()
 
     def _carry_out(self, op: _Op) -> Steps:
         begin = self.env.now
         match op.instruction:
-            case Launch() | Copy():
+            case RecordEvent(event=name):
+                self.events.record(name)
+            case WaitEvent(event=name):
+                if not self.events.happened(name):
+                    yield self.events.wait(name)
+            case Launch():
                 yield self._kernel(op)
-                self.span(op, begin, self.env.now, tr.COMPUTE if isinstance(op.instruction, Launch) else tr.COPY)
+                self.span(op, begin, self.env.now, tr.COMPUTE)
             case Collective() | Send() | Recv():
                 yield self.machine.meet(self, op)
-            case RecordEvent(event=name):
-                self._event(name).succeed()
-            case WaitEvent(event=name):
-                if not self._event(name).processed:
-                    yield self._event(name)
+            case Copy():
+                yield self._kernel(op)
+                self.span(op, begin, self.env.now, tr.COPY)
             case HostWork(duration_s=seconds):
                 yield self.env.timeout(seconds)
                 self.span(op, begin, self.env.now, tr.HOST)
@@ -291,23 +303,42 @@ class _Rank:
 
     def _kernel(self, op: _Op) -> simpy.Event:
         cost = op.cost
-        assert cost is not None  # noqa: S101 - for the type checker: kernels have been looked up
         shares_sms = bool(cost.sms) and isinstance(op.instruction, Launch)
-        if not shares_sms and not cost.hbm_bytes_per_s:
+        crosses_links = bool(cost.link_bytes_per_s) and isinstance(op.instruction, Copy)
+        if not (shares_sms or crosses_links or cost.hbm_bytes_per_s):
             return self.env.timeout(cost.seconds)
-        uses = ((("hbm", self.index), cost.hbm_bytes_per_s),) if cost.hbm_bytes_per_s else ()
+        uses = [(self.hbm, cost.hbm_bytes_per_s)] if cost.hbm_bytes_per_s else []
+        rate = cost.hbm_bytes_per_s
+        if crosses_links:
+            uses += [(("link", link), cost.link_bytes_per_s * share) for link, share in self.rank_class.copy_links]
+            rate = cost.link_bytes_per_s * self.rank_class.copy_share or rate
         gpu = self.index if shares_sms else None
-        return self.machine.contention.start(Activity(cost.seconds, uses, cost.hbm_bytes_per_s, gpu, cost.sms))
-
-    def _event(self, name: str) -> simpy.Event:
-        if name not in self.events:
-            self.events[name] = self.env.event()
-        return self.events[name]
+        return self.machine.contention.start(Activity(cost.seconds, tuple(uses), rate, gpu, cost.sms))
 
     def span(self, op: _Op, start_s: float, end_s: float, category: str, stream: str = "") -> None:
         if self.machine.keep_spans:
             stream = stream or op.instruction.stream
             self.machine.spans.append(tr.Span(self.number, stream, op.name, start_s, end_s, category))
+
+
+class _Events:
+    """The events of one rank. Only those that somebody waits for cost anything."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self.env = env
+        self._past: set[str] = set()
+        self._awaited: dict[str, simpy.Event] = {}
+
+    def happened(self, name: str) -> bool:
+        return name in self._past
+
+    def record(self, name: str) -> None:
+        self._past.add(name)
+        if name in self._awaited:
+            self._awaited.pop(name).succeed()
+
+    def wait(self, name: str) -> simpy.Event:
+        return self._awaited.setdefault(name, self.env.event())
 
 
 class _Queue:
@@ -335,34 +366,3 @@ class _Queue:
         if self._idle is not None:
             self._idle.succeed()
             self._idle = None
-
-
-class _Memory:
-    def __init__(self, env: simpy.Environment, *, keep: bool) -> None:
-        self.env = env
-        self.keep = keep
-        self.live: dict[str, tuple[int, str]] = {}
-        self.total = 0
-        self.by_category: dict[str, int] = {}
-        self.peak = MemoryPeak(0, 0.0, {})
-        self.samples: list[tuple[float, float]] = []
-
-    def allocate(self, name: str, nbytes: int, category: str) -> None:
-        self.live[name] = nbytes, category
-        self._change(nbytes, category)
-        if self.total > self.peak.peak_bytes:
-            self.peak = MemoryPeak(self.total, self.env.now, {k: v for k, v in self.by_category.items() if v})
-
-    def free(self, name: str) -> None:
-        nbytes, category = self.live.pop(name)
-        self._change(-nbytes, category)
-
-    def _change(self, nbytes: int, category: str) -> None:
-        self.total += nbytes
-        self.by_category[category] = self.by_category.get(category, 0) + nbytes
-        if self.keep:
-            self.samples.append((self.env.now, float(self.total)))
-
-
-def _last_at_each_time(samples: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    return tuple(dict(samples).items())

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from simulator.costs import CostModel, Ranks
-from simulator.program import Collective, Program, RankCode, Recv, Send, Transfer
+from simulator.program import Collective, Copy, Program, RankCode, Recv, Send, Transfer
 from simulator.refine import Ints, SharedLinks, columns, number_rows, number_values
 
+COPIES = ("copies",)  # the key of copies among transfers: each rank's own
 Endpoint = tuple[str, str, int, bool]  # (collective or send or recv, family, peer, relative)
+PairKey = tuple[int, Endpoint]  # (code index, endpoint of a message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class RankClass:
     ranks: Ranks
     code: RankCode
     meetings: dict[Endpoint, Meeting]  # by endpoint(instruction)
+    copy_links: tuple[tuple[int, float], ...] = ()  # as Meeting.links, for the copies of all ranks of the class
+    copy_share: float = 0.0
 
     @property
     def representative(self) -> int:
@@ -139,8 +143,8 @@ class _Refinement:
         while True:
             group_colour = {name: self._colour_groups(name, colour, link_colour) for name in self.collective_families}
             pair_colour = {key: self._colour_pairs(key, colour, link_colour) for key in self.partners}
-            new = self._refine(colour, group_colour, pair_colour)
-            new_link = self.links.refine(link_colour, [*group_colour.items(), *pair_colour.items()])
+            new = self._refine(colour, group_colour, pair_colour, link_colour)
+            new_link = self.links.refine(link_colour, [*group_colour.items(), *pair_colour.items(), (COPIES, colour)])
             # Colours only ever split, so equal counts mean that nothing did.
             if new.max() == colour.max() and new_link.max(initial=-1) == link_colour.max(initial=-1):
                 return self._result(colour, group_colour, link_colour)
@@ -185,6 +189,8 @@ class _Refinement:
         self.pair_kinds = {
             key: number_values([costs.kind(pair) for pair in rows], known) for key, rows in pairs.items()
         }
+        if any(isinstance(instruction, Copy) for code in self.program.codes for instruction in code.instructions):
+            self.links.add(COPIES, [costs.routes((rank,)) for rank in range(len(self.code_of))])
         for name, members in groups.items():
             self.links.add(name, [costs.routes(group) for group in members])
         for key, rows in pairs.items():
@@ -206,14 +212,17 @@ class _Refinement:
         ends = colour[self.partners[key]]
         return number_rows(columns(ends, self.pair_kinds[key], self.links.signature(key, link_colour)))
 
-    def _refine(self, colour: Ints, group_colour: dict[str, Ints], pair_colour: dict[PairKey, Ints]) -> Ints:
-        rows = [colour]
+    def _refine(
+        self, colour: Ints, group_colour: dict[str, Ints], pair_colour: dict[PairKey, Ints], link_colour: Ints
+    ) -> Ints:
+        rows = [colour, self.links.signature(COPIES, link_colour)]
         for name, colours in group_colour.items():
             family = self.families[name]
             rows.append(np.where(family.group_of >= 0, colours[family.group_of], -1))
-        # Positions tell apart ranks that name partners by position; ring neighbours are relative and need none.
-        by_position = dict.fromkeys(key[1] for _, key in self.partners if not key[3])
-        rows += [self.families[name].position for name in by_position]
+        # Positions tell apart ranks that name partners by position; for ring neighbours the length of the ring will do.
+        for name, relative in dict.fromkeys((key[1], key[3]) for _, key in self.partners):
+            family = self.families[name]
+            rows.append(family.sizes[family.group_of] if relative else family.position)
         width = max((len(keys) for keys in self.endpoints), default=0)
         block = np.full((len(colour), width), -1, dtype=np.int64)
         for (code, key), colours in pair_colour.items():
@@ -240,7 +249,8 @@ class _Refinement:
                 )
                 for key in self.endpoints[code]
             }
-            classes.append(RankClass(index, tuple(ranks.tolist()), self.program.codes[code], meetings))
+            copies = self.links.total(COPIES, ranks, link_colour)
+            classes.append(RankClass(index, tuple(ranks.tolist()), self.program.codes[code], meetings, *copies))
         return Folding(tuple(classes), self.links.samples(link_colour))
 
     def _group_meeting(
@@ -271,8 +281,6 @@ class _Refinement:
 
 
 # --- reading the program ----------------------------------------------------------------------------------------------
-
-PairKey = tuple[int, Endpoint]  # (code index, endpoint)
 
 
 def _code_of_rank(program: Program) -> Ints:

@@ -259,6 +259,28 @@ class CodeWriter:
             Recv(group=group, peer=peer, nbytes=nbytes, tag=tag, relative=relative, stream=stream, writes=tuple(writes))
         )
 
+    def exchange(
+        self,
+        group: str,
+        step: int,
+        nbytes: int,
+        *,
+        tag: str = "",
+        stream: str = COMM,
+        reads: Iterable[str] = (),
+        writes: Iterable[str] = (),
+    ) -> None:
+        """Send `step` places further round the group's ring and receive from as far back, both at once.
+
+        What NCCL does with the two in one group call: one after the other on one stream, every rank of the ring would
+        wait for the next one's receive for ever. The receive runs on a stream beside `stream`, which waits for it.
+        """
+        beside = f"{stream} in"
+        self.after(beside, stream)
+        self.send(group, step, nbytes, tag=tag, relative=True, stream=stream, reads=reads)
+        self.recv(group, -step, nbytes, tag=tag, relative=True, stream=beside, writes=writes)
+        self.after(stream, beside)
+
     def copy(
         self,
         nbytes: int,

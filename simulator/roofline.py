@@ -95,7 +95,7 @@ class Roofline:
         watts = self.gpu.power_w or known.reference_w
         supply = (watts / bf16) / (known.reference_w / known.reference_flops)
         sustained = self.peak_flops * known.sustained * min(1.0, supply) ** known.power_exponent
-        return min(sustained, self.gpu.achieved_flops.get(self.dtype, np.inf))
+        return float(min(sustained, self.gpu.achieved_flops.get(self.dtype, np.inf)))
 
     @property
     def memory_bytes_per_s(self) -> float:

@@ -94,6 +94,20 @@ class Trace:
         cover = union(_interval(span) for span in self.of(rank, category=behind))
         return length_s(difference(shown, cover))
 
+    def breakdown_s(self, rank: int) -> dict[str, float]:
+        """Return where the time of `rank` went; the parts add up to the end of the trace.
+
+        Each moment counts for the first that applies: compute, (exposed) communication, copy, waiting for partners,
+        the host alone, and `idle`.
+        """
+        seen: list[Interval] = []
+        parts: dict[str, float] = {}
+        for category in (COMPUTE, COMMUNICATION, COPY, WAIT, HOST):
+            own = union(_interval(span) for span in self.of(rank, category=category))
+            parts[category] = length_s(difference(own, seen))
+            seen = union([*seen, *own])
+        return {**parts, "idle": self.end_s - length_s(seen)}
+
     def idle_s(self, rank: int, streams: Callable[[str], bool] = lambda stream: stream != HOST) -> float:
         """Return for how long no stream chosen by `streams` did anything, of the whole trace from 0 to its end."""
         spans = (span for span in self.of(rank) if streams(span.stream) and span.category != WAIT)

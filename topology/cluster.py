@@ -89,6 +89,7 @@ class Gpu:
     name: str | None = None  # as the driver prints it
     memory_bytes: int | None = None
     numa: int | None = None
+    numa_affinity: str | None = None  # as printed; a list where several nodes are near (POWER9, GB200)
     cpu_affinity: str | None = None
     tray: int = 0  # compute tray (operating-system host) within the node, for racks that are one NVLink domain
     healthy: bool = True
@@ -109,6 +110,7 @@ class Nic:
     numa: int | None = None
     tray: int = 0
     up: bool = True
+    pci_bus_id: str | None = None
 
     @property
     def vertex(self) -> str:

@@ -41,9 +41,9 @@ MAX_GPUS_PER_NODE = 1024  # the largest NVLink domain announced has 576
 # GPU pairs of the 8-GPU hybrid cube mesh and the links between them: NVIDIA/nccl issue 671, `nvidia-smi topo -m` of
 # a DGX-1 with V100.
 CUBE_MESH = (
-    ((0, 1, 1), (0, 2, 1), (0, 3, 2), (0, 4, 2), (1, 2, 2), (1, 3, 1), (1, 5, 2), (2, 3, 2))
-    + ((2, 6, 1), (3, 7, 1), (4, 5, 1), (4, 6, 1), (4, 7, 2), (5, 6, 2), (5, 7, 1), (6, 7, 2))
-)  # fmt: skip
+    *((0, 1, 1), (0, 2, 1), (0, 3, 2), (0, 4, 2), (1, 2, 2), (1, 3, 1), (1, 5, 2), (2, 3, 2)),
+    *((2, 6, 1), (3, 7, 1), (4, 5, 1), (4, 6, 1), (4, 7, 2), (5, 6, 2), (5, 7, 1), (6, 7, 2)),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,8 +259,8 @@ def _scale_up(platform: Platform, kind: GpuKind, gpus: list[Gpu]) -> list[Link]:
         result.append(_nvlink(f"gpu{a}", f"gpu{b}", links, kind, LinkKind.NVLINK))
     used: dict[str, int] = {}
     for link in result:
-        for end in (link.a, link.b):
-            used[end] = used.get(end, 0) + link.count
+        for vertex in (link.a, link.b):
+            used[vertex] = used.get(vertex, 0) + link.count
     too_many = [end for end, links in used.items() if links > kind.nvlink_links]
     if too_many:
         raise BadCluster(
@@ -352,10 +352,13 @@ def part_of_node(node: Node, gpus: int) -> Node:
     indices = {str(gpu.index) for gpu in kept}
     if node.closest_nics:
         near = {label for index, labels in node.closest_nics.items() if index in indices for label in labels}
-        gone |= {nic.vertex for nic in node.nics if nic.label not in near}
+        gone |= {nic.vertex for nic in node.nics if nic.label not in near and nic.name not in near}
+    trays = {gpu.tray for gpu in kept}
+    gone |= {v.id for v in node.vertices if v.tray not in trays and v.kind is not VertexKind.NVSWITCH}
     return replace(
         node,
         gpus=kept,
+        vertices=tuple(vertex for vertex in node.vertices if vertex.id not in gone),
         nics=tuple(nic for nic in node.nics if nic.vertex not in gone),
         links=tuple(link for link in node.links if link.a not in gone and link.b not in gone),
         pairs={pair: label for pair, label in node.pairs.items() if set(pair.split("-")) <= indices},

@@ -17,6 +17,7 @@ from topology.platform import MAX_GPUS_PER_NODE, PCIE_BYTES_PER_S
 SLACK = 1.1  # a rate may exceed the datasheet by a tenth: signalling rates and rounding
 MAX_NIC_BYTES_PER_S = 200e9  # 1.6 Tb/s, twice the fastest port of today
 MAX_SMP_BYTES_PER_S = 1e12
+UNKNOWN_KIND = "unknown"  # a GPU whose model the topology text did not name: its datasheet is all zeros
 
 
 def verify_cluster(cluster: Cluster) -> list[str]:
@@ -27,7 +28,8 @@ def verify_cluster(cluster: Cluster) -> list[str]:
     kinds = {kind.name: kind for kind in cluster.gpu_kinds}
     problems += _twice("GPU kind", (kind.name for kind in cluster.gpu_kinds))
     for kind in cluster.gpu_kinds:
-        problems += _check_kind(kind)
+        if kind.name != UNKNOWN_KIND:
+            problems += _check_kind(kind)
     for position, group in enumerate(cluster.groups):
         where = f"node group {position}"
         if not 1 <= group.count <= 10**6:
@@ -94,18 +96,22 @@ def _check_node(node: Node, kinds: dict[str, GpuKind]) -> Iterator[str]:
         kind = kinds.get(gpu.kind)
         if kind is None:
             yield f"GPU {gpu.index} is a {gpu.kind!r}, which gpu_kinds does not list"
-        elif gpu.memory_bytes is not None and not 0 < gpu.memory_bytes <= SLACK * kind.memory_bytes:
+        elif (
+            kind.name != UNKNOWN_KIND
+            and gpu.memory_bytes is not None
+            and not 0 < gpu.memory_bytes <= SLACK * kind.memory_bytes
+        ):
             yield f"GPU {gpu.index} has {gpu.memory_bytes} bytes of memory, a {kind.name} has {kind.memory_bytes}"
     for nic in node.nics:
         rate = nic.bytes_per_s
         if rate is not None and not 0 <= rate <= MAX_NIC_BYTES_PER_S:
             yield f"network port {nic.label} runs at {rate:g} bytes/s, expected 0 to {MAX_NIC_BYTES_PER_S:g}"
-    labels = {nic.label for nic in node.nics}
+    labels = {name for nic in node.nics for name in (nic.label, nic.name)}
     indices = {str(gpu.index) for gpu in node.gpus}
     for index, near in node.closest_nics.items():
         if index not in indices or not set(near) <= labels:
             yield f"closest_nics of GPU {index} names a GPU or port that is not there"
-    kind_of = {gpu.vertex: kinds[gpu.kind] for gpu in node.gpus if gpu.kind in kinds}
+    kind_of = {g.vertex: kinds[g.kind] for g in node.gpus if g.kind in kinds and g.kind != UNKNOWN_KIND}
     for link in node.links:
         yield from _check_link(link, vertices, kind_of)
 
@@ -146,7 +152,7 @@ def _datasheet_limit(link: Link, kind_of: dict[str, GpuKind]) -> float:
     if link.kind is LinkKind.PCIE and ends:
         return min(kind.pcie_bytes_per_s for kind in ends)
     if link.kind is LinkKind.PCIE:
-        return max(max(PCIE_BYTES_PER_S.values()), MAX_NIC_BYTES_PER_S)
+        return max(*PCIE_BYTES_PER_S.values(), MAX_NIC_BYTES_PER_S)
     return MAX_SMP_BYTES_PER_S
 
 

@@ -78,11 +78,8 @@ def layer(code: CodeWriter, plan: Plan, name: str, width: int) -> None:
         code.after("compute", "comm")
     if plan.cp > 1:
         code.after("ring", "compute")
-        code.send("cp", 1, 30, relative=True, tag="kv", stream="ring", reads=["x"])
-        code.after("ring in", "compute")  # the buffer's last reader must be through
-        code.recv("cp", -1, 30, relative=True, tag="kv", stream="ring in", writes=[f"{name} kv"])
-        code.after("compute", "ring in")
-        code.after("compute", "ring")  # the send must have read x before it is overwritten
+        code.exchange("cp", 1, 30, tag="kv", stream="ring", reads=["x"], writes=[f"{name} kv"])
+        code.after("compute", "ring")
         code.launch("attention", [width], reads=[f"{name} kv"], writes=["x"])
 
 

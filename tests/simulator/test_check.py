@@ -210,6 +210,17 @@ def test_two_blocking_sends_facing_each_other_deadlock():
         assert kinds(*codes) == expected
 
 
+def test_a_ring_needs_send_and_receive_at_once():
+    one_by_one, grouped = CodeWriter(), CodeWriter()
+    one_by_one.send("ring", 1, 8, relative=True)
+    one_by_one.recv("ring", -1, 8, relative=True)
+    grouped.exchange("ring", 1, 8)
+
+    for code, expected in ((one_by_one, [ck.DEADLOCK]), (grouped, [])):
+        program = Program(codes=(code.code("all", range(4)),), groups={"ring": ((0, 1, 2, 3),)})
+        assert [problem.kind for problem in check(program)] == expected
+
+
 def test_a_rank_in_two_groups_of_a_family_is_a_structure_problem():
     code = CodeWriter()
     code.collective("all_reduce", "world", 8)

@@ -204,6 +204,25 @@ def test_a_message_that_starts_later_takes_half_of_the_port_from_then_on():
     assert ends[2] == pytest.approx(8.0)
 
 
+@pytest.mark.parametrize("folded", [True, False])
+def test_copies_of_two_gpus_share_their_way_to_the_host(folded):
+    code = CodeWriter()
+    code.copy(8, "h2d")
+    program = Program(codes=(code.code("x", [0, 1, 2, 3]),))
+
+    class Switches(SimpleCosts):
+        def routes(self, ranks):
+            return (LinkUse(link=("pcie", ranks[0] // 2)),)
+
+        def link_bytes_per_s(self, link):
+            return 100.0
+
+    run = simulate(program, Switches(lambda _: Cost(seconds=3.0, link_bytes_per_s=80.0)), folded=folded)
+
+    assert run.step_s == pytest.approx(3.0 * 160 / 100)
+    assert len(run.folding.classes) == (1 if folded else 4)
+
+
 # --- memory, ends, sameness -------------------------------------------------------------------------------------------
 
 
@@ -235,6 +254,26 @@ def test_a_program_that_cannot_end_says_who_waits_for_whom():
 
     with pytest.raises(PlannerError, match=r"rank 0 comm \(all_reduce x\) waits for rank 1 comm \(all_reduce y\)"):
         simulate(Program(codes=(a.code("a", [0]), b.code("b", [1])), groups=groups), seconds(all_reduce=1.0))
+
+
+def test_receives_that_take_every_sm_starve_the_kernel_they_wait_for():
+    """As on a real GPU: the partner's message comes only after ours, which needs a kernel that finds no SM."""
+    codes = []
+    for rank in range(2):
+        code = CodeWriter()
+        code.recv("pair", 1 - rank, 8, stream="in")
+        code.launch("a")
+        code.after("out", "compute")
+        code.send("pair", 1 - rank, 8, stream="out")
+        codes.append(code.code(f"r{rank}", [rank]))
+    program = Program(codes=tuple(codes), groups={"pair": ((0, 1),)})
+
+    def run(sms):
+        return simulate(program, SimpleCosts(lambda _: Cost(seconds=1.0, sms=sms), gpu=GpuLimits(sms=8)))
+
+    assert run(4).step_s == 2.0
+    with pytest.raises(PlannerError, match="hold every SM of rank 0"):
+        run(8)
 
 
 def test_without_spans_the_times_are_the_same():

@@ -1,6 +1,7 @@
 """Folding is exact: ranks that are not simulated have the timeline of the one that is."""
 
 import random
+from dataclasses import dataclass
 
 import pytest
 from engine_toys import ToyMachine, training_step
@@ -8,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.check import check
-from simulator.costs import SimpleCosts
+from simulator.costs import Cost, LinkUse, SimpleCosts
 from simulator.engine import simulate
 from simulator.fold import fold
 from simulator.plan import Plan
-from simulator.program import CodeWriter, Program, mesh_groups
+from simulator.program import CodeWriter, Launch, Program, mesh_groups
 
 PLANS = {
     "dp": Plan(dp_replicate=4),
@@ -77,6 +78,80 @@ def test_folded_equals_unfolded_on_irregular_placements(seed, name):
     machine = ToyMachine(per_node=3, placement=tuple(placement), slow_gpus=frozenset({seed % plan.gpus}))
 
     assert_same(training_step(plan, micro_batches=2), machine)
+
+
+@dataclass(frozen=True)
+class RandomLinks(ToyMachine):
+    """Each rank hangs on a random hub of its own capacity; transfers cross the hubs of their ranks."""
+
+    hubs: tuple[int, ...] = ()
+    capacities: tuple[float, ...] = ()
+
+    def cost(self, instruction, ranks):
+        if isinstance(instruction, Launch):
+            return Cost(seconds=instruction.shape[0] / 4, sms=100, hbm_bytes_per_s=60.0)
+        return Cost(seconds=1.5, sms=20, hbm_bytes_per_s=20.0, link_bytes_per_s=10.0)
+
+    def routes(self, ranks):
+        return tuple(LinkUse(link=self.hubs[rank]) for rank in ranks)
+
+    def link_bytes_per_s(self, link):
+        return self.capacities[link]
+
+    def kind(self, ranks):
+        return len(ranks)
+
+
+@st.composite
+def tangles(draw):
+    """Random groups, codes and links: everything that folding has to keep apart."""
+    ranks = draw(st.integers(2, 8))
+    order = st.permutations(range(ranks))
+    groups = {}
+    for family in ("a", "b", "ring"):
+        members, size = draw(order), draw(st.sampled_from([1, 2, 2, 4, ranks]))
+        groups[family] = tuple(tuple(members[i : i + size]) for i in range(0, ranks, size))
+    calls = draw(st.lists(st.sampled_from(["a", "b", "ring", "copy"]), min_size=1, max_size=5))
+    codes, owner = [], [draw(st.integers(0, 2)) for _ in range(ranks)]
+    for kind in sorted(set(owner)):
+        code = CodeWriter()
+        for turn, call in enumerate(calls):
+            code.launch("work", [1 + (kind + turn) % 3], stream=f"compute {turn % 2}")
+            code.after("comm", f"compute {turn % 2}")
+            if call == "ring":
+                code.after("in", "comm")
+                code.send("ring", 1, 8, relative=True)
+                code.recv("ring", -1, 8, relative=True, stream="in")
+            elif call == "copy":
+                code.copy(8, "d2h")
+            else:
+                code.collective("all_reduce", call, 8)
+        codes.append(code.code(f"kind {kind}", [r for r in range(ranks) if owner[r] == kind]))
+    hubs = tuple(draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks)))
+    capacities = tuple(draw(st.lists(st.sampled_from([10.0, 15.0, 40.0]), min_size=3, max_size=3)))
+    return Program(codes=tuple(codes), groups=groups), RandomLinks(hubs=hubs, capacities=capacities)
+
+
+@settings(max_examples=80, deadline=None)
+@given(tangles())
+def test_folded_equals_unfolded_on_anything(tangle):
+    program, machine = tangle
+    assert check(program) == []
+
+    assert_same(program, machine)
+
+
+def test_rings_of_different_lengths_stay_apart():
+    """Two steps round a ring of 2 is oneself, of 3 the left neighbour."""
+    first, second = CodeWriter(), CodeWriter()
+    for code in (first, second):
+        code.launch("work")
+        code.exchange("ring", 2, 8)
+    groups = {"ring": ((0, 1), (2, 3, 4), (5, 6))}
+    program = Program(codes=(first.code("a", [0, 1, 2, 3, 4]), second.code("b", [5, 6])), groups=groups)
+    assert check(program) == []
+
+    assert assert_same(program, ToyMachine(per_node=8)) == 3
 
 
 def test_one_slow_gpu_splits_only_what_it_touches():

@@ -52,6 +52,24 @@ def test_exposed_communication_is_what_no_compute_covers():
     assert (trace.ranks, trace.end_s) == ((0, 1), 10.0)
 
 
+def test_a_breakdown_counts_every_moment_once():
+    trace = Trace(
+        spans=(
+            Span(0, "host", "launch", 0.0, 1.0, "host"),
+            Span(0, "compute", "gemm", 0.5, 4.0),
+            Span(0, "comm", "recv", 2.0, 6.0, "wait"),
+            Span(0, "comm", "recv", 6.0, 7.0, "communication"),
+            Span(0, "copy", "d2h", 5.0, 8.0, "copy"),
+            Span(1, "compute", "gemm", 0.0, 10.0),
+        )
+    )
+
+    parts = trace.breakdown_s(0)
+
+    assert parts == {"compute": 3.5, "communication": 1.0, "copy": 2.0, "wait": 1.0, "host": 0.5, "idle": 2.0}
+    assert sum(parts.values()) == trace.end_s
+
+
 _spans = st.lists(
     st.tuples(st.integers(0, 12), st.integers(0, 6)).map(lambda p: Span(0, "s", "x", float(p[0]), float(p[0] + p[1]))),
     max_size=7,
@@ -173,6 +191,21 @@ def test_a_profiler_trace_becomes_a_trace():
     assert len(memory.samples) == 1  # host memory is left out
 
 
+@given(st.lists(st.integers(0, 10**7), min_size=2, max_size=30), st.integers(0, 10**15))
+def test_kernels_that_touch_in_the_file_do_not_overlap(durations_ns, origin_ns):
+    """Microseconds with three decimals, as written, add up with float errors; the spans must not."""
+    events, at = [], origin_ns
+    for duration in durations_ns:
+        kernel = {"ph": "X", "cat": "kernel", "name": "k", "tid": 7, "ts": at / 1000, "dur": duration / 1000}
+        events.append(kernel)
+        at += duration
+
+    trace = from_kineto({"traceEvents": events})
+
+    assert crossing(trace.spans) is None
+    assert len(to_chrome(trace)["traceEvents"]) == 4 + len(events)
+
+
 def test_a_rank_can_be_given():
     assert from_kineto(KINETO, rank=1).ranks == (1,)
     assert from_kineto({"traceEvents": KINETO["traceEvents"]}).ranks == (0,)
@@ -194,6 +227,8 @@ def test_a_trace_goes_out_as_it_came_in():
         {"traceEvents": [{"ph": "X", "cat": "kernel", "ts": "1", "dur": 2}]},
         {"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1}]},
         {"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": 1, "dur": -2}]},
+        {"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": 1e308, "dur": 2}]},
+        {"traceEvents": [{"ph": "X", "cat": "cpu_op", "ts": 1, "dur": float("nan")}]},
     ],
 )
 def test_anything_else_is_refused(data):

@@ -1,0 +1,150 @@
+"""Exports: parsed back, compared with known files of the tools."""
+
+from dataclasses import replace
+
+import pytest
+import yaml
+from defusedxml import ElementTree
+
+from topology.catalog import cluster
+from topology.cluster import LinkKind, LinkState, NodeGroup
+from topology.errors import BadCluster, Infeasible
+from topology.export_topology import to_astra_sim, to_nccl_xml, to_simai
+
+
+def test_nccl_file_of_a_switched_node():
+    root = ElementTree.fromstring(to_nccl_xml(cluster("dgx-h100")))
+    assert root.tag == "system"
+    gpus = root.findall(".//gpu")
+    assert [int(gpu.get("dev")) for gpu in gpus] == list(range(8))
+    assert {gpu.get("sm") for gpu in gpus} == {"90"}
+    links = [link for gpu in gpus for link in gpu.findall("nvlink")]
+    assert [(link.get("count"), link.get("tclass")) for link in links] == [("18", "0x068000")] * 8
+    assert {net.get("speed") for net in root.findall(".//net")} == {"400000"}
+    assert len(root.findall("cpu")) == 2
+    bus = [pci.get("busid") for pci in root.findall(".//pci")]
+    assert len(set(bus)) == len(bus) == 8 + 8 + 8
+    # Each GPU has its network port below the same switch, as nvidia-smi's PIX says of such nodes.
+    for switch in root.findall("cpu/pci"):
+        assert switch.get("class") == "0x060400"
+        assert {child.get("class") for child in switch} == {"0x030200", "0x020700"}
+    assert {pci.get("link_speed") for pci in root.findall(".//pci")} == {"32.0 GT/s PCIe"}
+
+
+def test_nccl_file_of_a_mesh_names_peers_by_bus_id():
+    root = ElementTree.fromstring(to_nccl_xml(cluster("dgx-1v")))
+    bus = {pci.get("busid"): pci.find("gpu") for pci in root.findall(".//pci") if pci.find("gpu") is not None}
+    assert len(bus) == 8
+    for own, gpu in bus.items():
+        assert sum(int(link.get("count")) for link in gpu.findall("nvlink")) == 6
+        for link in gpu.findall("nvlink"):
+            back = [int(b.get("count")) for b in bus[link.get("target")].findall("nvlink") if b.get("target") == own]
+            assert back == [int(link.get("count"))]
+
+
+def test_nccl_file_keeps_a_lost_gpu_with_count_zero():
+    made = cluster("gb300-nvl72")
+    node = made.groups[0].node
+    links = tuple(
+        replace(link, state=LinkState.ABSENT) if link.a == "gpu1" and link.kind is LinkKind.NVSWITCH else link
+        for link in node.links
+    )
+    lost = replace(made, groups=(NodeGroup(node=replace(node, links=links)),))
+    root = ElementTree.fromstring(to_nccl_xml(lost))
+    counts = {gpu.get("dev"): gpu.find("nvlink").get("count") for gpu in root.findall(".//gpu")}
+    assert counts == {"0": "18", "1": "0", "2": "18", "3": "18"}
+    assert {c2c.get("bw") for c2c in root.findall(".//c2c")} == {"223560"}
+    assert {cpu.get("arch") for cpu in root.findall("cpu")} == {"arm64"}
+    other = ElementTree.fromstring(to_nccl_xml(lost, tray=17))
+    assert [gpu.get("dev") for gpu in other.findall(".//gpu")] == ["68", "69", "70", "71"]
+
+
+def test_nccl_file_escapes_names():
+    made = cluster("dgx-h100")
+    node = made.groups[0].node
+    gpus = (replace(node.gpus[0], pci_bus_id='"><x a="&'), *node.gpus[1:])
+    root = ElementTree.fromstring(to_nccl_xml(replace(made, groups=(NodeGroup(node=replace(node, gpus=gpus)),))))
+    assert any(pci.get("busid") == '"><x a="&' for pci in root.findall(".//pci"))
+
+
+@pytest.mark.parametrize(("node", "tray"), [(1, 0), (-1, 0), (0, 18)])
+def test_nccl_file_of_a_host_that_is_not_there(node, tray):
+    with pytest.raises(BadCluster):
+        to_nccl_xml(cluster("gb200-nvl72"), node, tray)
+
+
+def test_astra_sim_h100_matches_the_validated_file():
+    """astra-sim @518bd513 inputs/network/hgx_h100_8gpu.yml and hgx_h100_32gpu.yml: 400 GB/s is what was measured."""
+    made = cluster("dgx-h100", 32)
+    node = made.groups[0].node
+    links = tuple(
+        replace(link, measured_bytes_per_s=400e9) if link.kind is LinkKind.NVSWITCH else link for link in node.links
+    )
+    measured = replace(
+        made,
+        groups=(NodeGroup(node=replace(node, links=links), count=4),),
+        fabric=replace(made.fabric, latency_s=1e-6),
+    )
+    assert yaml.safe_load(to_astra_sim(measured, between_nodes="Ring")) == {
+        "topology": ["Switch", "Ring"],
+        "npus_count": [8, 4],
+        "bandwidth": [400, 50],
+        "latency": [936.25, 1000],
+    }
+    one = replace(measured, groups=(NodeGroup(node=measured.groups[0].node),))
+    assert yaml.safe_load(to_astra_sim(one)) == {
+        "topology": ["Switch"],
+        "npus_count": [8],
+        "bandwidth": [400],
+        "latency": [936.25],
+    }
+
+
+def test_astra_sim_of_other_regular_machines():
+    mesh = yaml.safe_load(to_astra_sim(cluster("mi300x-x8")))
+    assert (mesh["topology"], mesh["npus_count"], mesh["bandwidth"]) == (["FullyConnected"], [8], [64])
+    single = yaml.safe_load(to_astra_sim(cluster("gh200", 4)))
+    assert (single["topology"], single["npus_count"], single["bandwidth"]) == (["Switch"], [4], [50])
+
+
+@pytest.mark.parametrize("name", ["dgx-1v", "a100-pcie-x4", "l40s-x8"])
+def test_astra_sim_refuses_what_it_cannot_say(name):
+    with pytest.raises(Infeasible):
+        to_astra_sim(cluster(name))
+
+
+def test_astra_sim_refuses_unlike_nodes_and_missing_networks():
+    a, b = cluster("dgx-h100"), cluster("dgx-h200")
+    with pytest.raises(Infeasible):
+        to_astra_sim(replace(a, gpu_kinds=a.gpu_kinds + b.gpu_kinds, groups=a.groups + b.groups))
+    with pytest.raises(Infeasible):
+        to_astra_sim(replace(cluster("dgx-h100", 16), fabric=None))
+    with pytest.raises(BadCluster):
+        to_astra_sim(a, between_nodes="Torus")
+
+
+def test_simai_header_counts_what_follows():
+    text = to_simai(cluster("dgx-h100", 64 * 8))
+    header, ids, *lines = text.splitlines()
+    vertices, per_node, nvswitches, switches, links, kind = header.split()
+    assert (int(per_node), int(nvswitches), kind) == (8, 64, "H100")
+    assert int(switches) == 2 * 8 + 1  # two pods of eight rails, and the spine
+    assert int(vertices) == 512 + 64 + 17
+    assert [int(i) for i in ids.split()] == list(range(512, int(vertices)))
+    assert int(links) == len(lines) == 512 + 512 + 16
+    for line in lines:
+        a, b, rate, latency, error = line.split()
+        assert 0 <= int(a) < int(vertices)
+        assert 512 <= int(b) < int(vertices)
+        assert rate.endswith("Gbps")
+        assert latency.endswith("ms")
+        assert error == "0"
+    assert lines[0].split()[2] == "3600Gbps"  # SimAI's own figure for the NVLinks of an H100
+    assert "0 576 400Gbps 0.0025ms 0" in lines
+    assert lines[-1].split()[2] == f"{32 * 400}Gbps"
+
+
+@pytest.mark.parametrize("name", ["dgx-1v", "l40s-x8", "a100-pcie-x4"])
+def test_simai_refuses_nodes_without_a_switch(name):
+    with pytest.raises(Infeasible):
+        to_simai(cluster(name))

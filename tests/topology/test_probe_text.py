@@ -1,0 +1,465 @@
+"""Texts to clusters: what is concluded, which real faults are found, and that nothing is made up."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.topology.captures import MATRICES, NCCL, TOPO, matrix, text
+from topology.cluster import Cluster, GpuKind, LinkKind, LinkState, Severity, Source, VertexKind
+from topology.codec import convert, to_builtins, to_json
+from topology.errors import BadCluster, BadInput
+from topology.probe import fill_rates, probe_text
+from topology.report import explain, islands, probe_json
+from topology.smi_topo import nv_count
+
+
+def kind(name, links, link_gigabytes, pcie_gigabytes=63.0, c2c=0.0):
+    return GpuKind(
+        name=name,
+        title=name.upper(),
+        architecture="test",
+        compute_capability=90,
+        sm_count=132,
+        memory_bytes=10**9,
+        memory_bytes_per_s=1e12,
+        peak_flops={"bfloat16": 1e15},
+        nvlink_links=links,
+        nvlink_bytes_per_s=link_gigabytes * 1e9,
+        nvlink_nccl_bytes_per_s=20e9,
+        c2c_bytes_per_s=c2c,
+        pcie_bytes_per_s=pcie_gigabytes * 1e9,
+    )
+
+
+H200 = kind("h200-sxm", 18, 25.0)
+A6000 = kind("rtx-a6000", 4, 14.062, 31.5)
+V100 = kind("v100-sxm2", 6, 25.0, 15.75)
+
+
+class Shelf:
+    """A catalogue of three models."""
+
+    def gpu_kind(self, name):
+        for one in (H200, A6000, V100):
+            if one.name == name:
+                return one
+        raise BadCluster(f"unknown GPU {name!r}", remedy="use one of: h200-sxm")
+
+    def match_driver_name(self, text):
+        return {"NVIDIA H200": H200, "NVIDIA RTX A6000": A6000, "Tesla V100-SXM2-32GB": V100}.get(text)
+
+
+def probe(*contents, gpu=None):
+    return probe_text([(f"text {at}", content) for at, content in enumerate(contents)], gpu=gpu, catalogue=Shelf())
+
+
+def node(cluster):
+    return cluster.groups[0].node
+
+
+def found(cluster, severity, words):
+    """Findings of a severity whose `what` contains `words`; each must say why, what it costs and what to do."""
+    hits = [item for item in cluster.findings if item.severity is severity and words in item.what]
+    assert all(item.why and item.consequence and item.remedy for item in hits)
+    return hits
+
+
+def links(cluster, wanted):
+    return [link for link in node(cluster).links if link.kind is wanted]
+
+
+@pytest.mark.parametrize("key", MATRICES, ids=lambda key: key["file"][:2])
+def test_islands_pairs_and_nics_of_every_capture(key):
+    said = probe_json(probe((TOPO / key["file"]).read_text()))
+    assert said["islands"] == key["nvlink_islands"]
+    assert {pair: nv_count(label) for pair, label in said["pairs"].items() if nv_count(label)} == key["nvlink_pairs"]
+    assert [gpu["index"] for gpu in said["gpus"]] == list(range(key["gpu_count"]))
+    legend = key["nic_legend"] or {}
+    assert [nic["label"] for nic in said["nics"]] == key["nic_labels"]
+    assert all(nic["name"] == legend.get(nic["label"], nic["name"]) for nic in said["nics"])
+    closest = {gpu[3:]: best["nics"] for gpu, best in (key["closest_nic_per_gpu"] or {}).items()}
+    assert said["closest_nics"] == closest
+    for gpu in key["per_gpu"] or []:
+        index = int(gpu["gpu"][3:])
+        assert said["gpus"][index]["cpu_affinity"] == gpu["cpu_affinity"]
+        if (gpu["numa_affinity"] or "").isdigit():
+            assert said["gpus"][index]["numa"] == int(gpu["numa_affinity"])
+    json.dumps(said)
+
+
+SWITCHED = {"09", "31", "33", "50", "51", "52", "55", "56", "58", "61", "64", "65", "67", "69", "86"}
+
+
+@pytest.mark.parametrize("key", MATRICES, ids=lambda key: key["file"][:2])
+def test_switched_machines_get_a_hub_and_meshes_get_cables(key):
+    """A hub carries each GPU's links once; on a mesh no GPU has more cables than it has links."""
+    cluster = probe((TOPO / key["file"]).read_text())
+    hubs = [vertex for vertex in node(cluster).vertices if vertex.kind is VertexKind.NVSWITCH]
+    assert len(hubs) == (key["file"][:2] in SWITCHED)
+    spokes, cables = links(cluster, LinkKind.NVSWITCH), links(cluster, LinkKind.NVLINK)
+    assert len(spokes) == (key["gpu_count"] if hubs else 0)
+    assert not (hubs and cables)
+    assert {(*(int(end[3:]) for end in (link.a, link.b)),): link.count for link in cables} == (
+        {} if hubs else {tuple(map(int, pair.split("-"))): count for pair, count in key["nvlink_pairs"].items()}
+    )
+
+
+@pytest.mark.parametrize("path", [*TOPO.glob("*.txt"), *NCCL.rglob("*.xml")], ids=lambda path: path.stem)
+def test_every_source_gives_a_whole_graph_and_english(path):
+    if "graph" in path.stem:
+        return  # a search result alone describes no machine
+    cluster = probe(path.read_text())
+    vertices = {gpu.vertex for gpu in node(cluster).gpus}
+    vertices |= {nic.vertex for nic in node(cluster).nics} | {vertex.id for vertex in node(cluster).vertices}
+    assert len(vertices) == len(node(cluster).gpus) + len(node(cluster).nics) + len(node(cluster).vertices)
+    for link in node(cluster).links:
+        assert {link.a, link.b} <= vertices
+        assert link.a != link.b
+    climbs = [link.a for link in links(cluster, LinkKind.PCIE)]
+    assert len(set(climbs)) == len(climbs)  # every device has one way up
+    assert {gpu.vertex for gpu in node(cluster).gpus} <= set(climbs)
+    assert explain(cluster).startswith(f"probed: {len(node(cluster).gpus)} GPU")
+    assert convert(to_builtins(cluster), Cluster, where="itself") == cluster
+
+
+def test_pcie_tree_of_a_workstation():
+    """Three switches in a tree: PIX pairs below PXB groups below one CPU each."""
+    cluster = probe(matrix("83_"))
+    up = {link.a: link.b for link in links(cluster, LinkKind.PCIE)}
+    assert up["gpu0"] == up["gpu1"] != up["gpu2"] == up["gpu3"]
+    assert up[up["gpu0"]] == up[up["gpu2"]] != up[up["gpu4"]]
+    assert up[up[up["gpu0"]]] == up[up[up["gpu4"]]]  # NODE: the same CPU
+    assert not links(cluster, LinkKind.SMP)
+
+
+def test_sockets_are_joined_where_the_matrix_says_sys():
+    cluster = probe(matrix("80_"))
+    up = {link.a: link.b for link in links(cluster, LinkKind.PCIE)}
+    assert {up[f"gpu{gpu}"] for gpu in range(4)} == {"cpu0"}
+    assert {up[f"gpu{gpu}"] for gpu in range(4, 8)} == {"cpu1"}
+    (smp,) = links(cluster, LinkKind.SMP)
+    assert {smp.a, smp.b} == {"cpu0", "cpu1"}
+    assert all(link.confidence < 1 for link in links(cluster, LinkKind.PCIE))  # no column named the NUMA node
+
+
+def test_texts_of_one_machine_are_fused():
+    cluster = probe(
+        text("h200x4/nvidia_smi_topo_m.txt"),
+        text("h200x4/nvidia_smi_topo_p2p.txt"),
+        text("h200x4/nvidia_smi_nvlink_s_gpu0.txt"),
+        text("h200x4/nccl_topo.xml"),
+        text("h200x4/nccl_graph.xml"),
+        "GPU 1: NVIDIA H200 (UUID: GPU-1)\nGPU 2: NVIDIA H200 (UUID: GPU-2)\nGPU 3: NVIDIA H200 (UUID: GPU-3)\n",
+    )
+    assert [gpu.kind for gpu in node(cluster).gpus] == ["h200-sxm"] * 4
+    assert node(cluster).gpus[3].pci_bus_id == "0000:00:09.0"
+    (hub,) = [vertex for vertex in node(cluster).vertices if vertex.kind is VertexKind.NVSWITCH]
+    assert not hub.multicast  # its NCCL graph found no NVLS channel
+    for link in links(cluster, LinkKind.NVSWITCH):
+        assert link.bytes_per_s == 18 * 25e9  # payload, not the printed line rate of 26.562
+        assert link.source is Source.DATASHEET
+    # A virtual machine: NCCL sees NUMA node -1 and links of width 0.
+    (hidden,) = found(cluster, Severity.WARNING, "hide the real PCIe tree")
+    assert "-1" in hidden.why
+    assert "width 0" in hidden.why
+    assert all(link.confidence <= 0.3 for link in links(cluster, LinkKind.PCIE))
+    assert not found(cluster, Severity.ERROR, "")
+
+
+def test_multicast_is_read_from_the_nccl_graph():
+    cluster = probe(
+        (NCCL / "gb300_nvl72_2tray_healthy_8gpu.xml").read_text(), (NCCL / "gb300_1tray_graph.xml").read_text()
+    )
+    assert [vertex.multicast for vertex in node(cluster).vertices if vertex.kind is VertexKind.NVSWITCH] == [True]
+    assert islands(node(cluster)) == [list(range(8))]  # two trays, one NVLink domain
+    assert [gpu.tray for gpu in node(cluster).gpus] == [0] * 4 + [1] * 4
+    assert not found(cluster, Severity.ERROR, "")
+
+
+# ---- faults that were seen on real machines ----
+
+
+def without_gpu(capture, lost):
+    """The matrix as it prints when GPU `lost` has left the fabric: its NV cells become SYS (vllm-project/vllm#16336)."""
+    lines = []
+    for line in capture.splitlines():
+        cells = line.split("\t") if "\t" in line else line.split()
+        if cells and cells[0] == f"GPU{lost}":
+            cells = [cell.replace("NV18", "SYS") for cell in cells]
+        elif cells and cells[0].startswith("GPU") and "X" in cells:
+            cells[1 + lost] = cells[1 + lost].replace("NV18", "SYS")
+        lines.append("\t".join(cells) if "X" in cells else line)
+    return "\n".join(lines)
+
+
+def test_b200_with_one_gpu_off_the_fabric():
+    cluster = probe(without_gpu(matrix("64_"), 2))
+    (lost,) = found(cluster, Severity.ERROR, "GPU 2 is off the NVLink fabric")
+    assert "leave GPU 2 out" in lost.remedy
+    assert islands(node(cluster)) == [[0, 1, 3, 4, 5, 6, 7]]
+    spoke = next(link for link in node(cluster).links if link.a == "gpu2" and link.kind is LinkKind.NVSWITCH)
+    assert (spoke.state, spoke.best_bytes_per_s) == (LinkState.ABSENT, 0.0)
+    assert [gpu.healthy for gpu in node(cluster).gpus] == [True, True, False] + [True] * 5
+
+
+@pytest.mark.parametrize(
+    ("file", "gpu"), [("gb300_1tray_fault_gpu1_count0.xml", 1), ("gb300_nvl72_2tray_rank5_no_nvlink.xml", 5)]
+)
+def test_gb300_with_a_gpu_without_nvlink(file, gpu):
+    cluster = probe((NCCL / file).read_text())
+    assert found(cluster, Severity.ERROR, f"GPU {gpu} is off the NVLink fabric")
+    assert [one.index for one in node(cluster).gpus if not one.healthy] == [gpu]
+    assert gpu not in islands(node(cluster))[0]
+
+
+def test_half_bridged_a100s():
+    """Four A100 PCIe whose owner expected two bridges and the matrix shows one (NVIDIA/k8s-device-plugin#436)."""
+    cluster = probe(
+        "\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity\n"
+        "GPU0\t X \tNV12\tSYS\tSYS\t0-31\t0\nGPU1\tNV12\t X \tSYS\tSYS\t0-31\t0\n"
+        "GPU2\tSYS\tSYS\t X \tNODE\t32-63\t1\nGPU3\tSYS\tSYS\tNODE\t X \t32-63\t1\n"
+    )
+    (bridges,) = found(cluster, Severity.WARNING, "only some GPUs are bridged")
+    assert "2, 3" in bridges.what
+    assert all(gpu.healthy for gpu in node(cluster).gpus)
+    assert found(probe(matrix("47_")), Severity.WARNING, "only some GPUs are bridged")
+    assert not found(probe(matrix("48_")), Severity.WARNING, "only some GPUs are bridged")  # both pairs have theirs
+
+
+def test_v100_with_inactive_links():
+    cluster = probe(text("topo/nvlink_status/v100_gpu3_two_inactive.txt"))
+    (inactive,) = found(cluster, Severity.WARNING, "GPU 3 has 2 of 6 NVLinks inactive")
+    assert "4/6" in inactive.consequence
+
+
+def test_virtual_machines_that_hide_switches():
+    for file in ("h200_vm_numa_minus1_fragment.xml", "ibm_cloud_h100_vm_8subnet.xml"):
+        assert found(probe((NCCL / file).read_text()), Severity.WARNING, "hide the real PCIe tree")
+    assert found(probe(matrix("15_")), Severity.WARNING, "hide the real PCIe tree")  # SYS inside a NUMA node
+    everything_phb = matrix("81_").replace("PIX", "PHB")
+    assert found(probe(everything_phb), Severity.WARNING, "hide the real PCIe tree")
+    for file in ("oci_bm.gpu.h100.8.xml", "gb300_nvl72_2tray_healthy_8gpu.xml"):
+        assert not found(probe((NCCL / file).read_text()), Severity.WARNING, "hide the real PCIe tree")
+    assert not found(probe(matrix("81_")), Severity.WARNING, "hide the real PCIe tree")
+
+
+def smi_links(gpu, active, total=18, rate="26.562 GB/s", name="NVIDIA H200"):
+    lines = [f"\t Link {link}: {rate if link < active else '<inactive>'}" for link in range(total)]
+    return "\n".join([f"GPU {gpu}: {name} (UUID: GPU-{gpu})", *lines, ""])
+
+
+def test_matrix_and_link_list_that_disagree():
+    cluster = probe(text("h200x4/nvidia_smi_topo_m.txt"), "".join(smi_links(g, 14 if g == 2 else 18) for g in range(4)))
+    (disagree,) = found(cluster, Severity.WARNING, "sources disagree on the NVLinks of GPU 2")
+    assert "14" in disagree.why
+    assert "18" in disagree.why
+    weak = next(link for link in links(cluster, LinkKind.NVSWITCH) if link.a == "gpu2")
+    assert (weak.count, weak.state, weak.bytes_per_s) == (14, LinkState.DEGRADED, 14 * 25e9)
+    assert found(cluster, Severity.WARNING, "GPU 2: fewer NVLinks than the other GPUs")
+    others = [link for link in links(cluster, LinkKind.NVSWITCH) if link.a != "gpu2"]
+    assert all(link.count == 18 and link.state is LinkState.UP for link in others)
+
+
+def test_a_link_below_its_speed_is_degraded():
+    cluster = probe(
+        text("h200x4/nvidia_smi_topo_m.txt"), "".join(smi_links(g, 18, rate="13.281 GB/s") for g in range(4))
+    )
+    assert found(cluster, Severity.WARNING, "run below their speed")
+    for link in links(cluster, LinkKind.NVSWITCH):
+        assert link.state is LinkState.DEGRADED
+        assert link.bytes_per_s == pytest.approx(18 * 13.281e9)
+
+
+def test_far_ends_decide_between_switch_and_cable():
+    pair = "\tGPU0\tGPU1\nGPU0\t X \tNV18\nGPU1\tNV18\t X \n"
+    cables = probe(pair)
+    assert links(cables, LinkKind.NVLINK)
+    assert found(cables, Severity.INFO, "taken as cables")
+    hub = probe(pair, text("topo/nvlink_status/h100_gpu0_nvlink_R_remote.txt"))
+    assert len(links(hub, LinkKind.NVSWITCH)) == 2
+    assert not found(hub, Severity.INFO, "taken as cables")
+
+
+def test_missing_peer_access():
+    cluster = probe(matrix("48_"), text("topo/p2p/4gpu_crossed_nv4_p2p_rw.txt"))
+    (denied,) = found(cluster, Severity.WARNING, "no P2P")
+    assert "CNS" in denied.why
+    assert "0-1" in denied.why
+    broken = probe("\tGPU0\tGPU1\nGPU0\t X \tNV4\nGPU1\tNV4\t X \n\n\tGPU0\tGPU1\nGPU0\tX\tNS\nGPU1\tNS\tX\n")
+    assert found(broken, Severity.ERROR, "some of them on NVLink")
+
+
+def test_seven_of_eight_gpus():
+    lines = [line.split() for line in matrix("51_").splitlines()]
+    seven = "\n".join("\t".join(line[:8]) for line in lines[:8]).replace("\tGPU6\tGPU7", "\tGPU6")
+    header = "\t" + "\t".join(f"GPU{gpu}" for gpu in range(7))
+    cluster = probe(header + "\n" + seven.split("\n", 1)[1])
+    assert found(cluster, Severity.WARNING, "one fewer than such machines have")
+
+
+def test_link_errors_and_mixed_models():
+    cluster = probe(
+        "GPU 0: NVIDIA H200 (UUID: GPU-0)\n\t Link 0: Replay Errors: 12\nGPU 1: NVIDIA RTX A6000 (UUID: GPU-1)\n"
+    )
+    assert found(cluster, Severity.WARNING, "12 NVLink errors")
+    assert found(cluster, Severity.WARNING, "2 GPU models")
+    assert {gpu.kind for gpu in node(cluster).gpus} == {"h200-sxm", "rtx-a6000"}
+
+
+def test_nvlinks_that_end_at_their_own_gpu_join_nobody():
+    cluster = probe((NCCL / "azure_ncv4-topo.xml").read_text())
+    assert found(cluster, Severity.WARNING, "end at the GPU itself")
+    assert islands(node(cluster)) == []
+
+
+def test_mp_says_nothing_about_nvlink():
+    mp = "$ nvidia-smi topo -mp\n\tGPU0\tGPU1\nGPU0\t X \tSYS\nGPU1\tSYS\t X \n"
+    cluster = probe(mp)
+    assert found(cluster, Severity.INFO, "leaves NVLink out")
+    assert not found(cluster, Severity.ERROR, "")
+
+
+# ---- kinds, rates, files ----
+
+
+def test_the_model_is_never_guessed():
+    cluster = probe(matrix("50_"))
+    assert {gpu.kind for gpu in node(cluster).gpus} == {"unknown"}
+    (note,) = found(cluster, Severity.INFO, "model is not known")
+    assert "Hopper or Blackwell" in note.why
+    assert all(link.bytes_per_s is None for link in links(cluster, LinkKind.NVSWITCH))
+    assert cluster.kind("unknown").peak_flops == {}
+
+
+def test_a_named_model_gives_rates():
+    cluster = probe(matrix("50_"), gpu="h200-sxm")
+    assert all(link.bytes_per_s == 450e9 for link in links(cluster, LinkKind.NVSWITCH))
+    assert all(link.nccl_bytes_per_s == 18 * 20e9 for link in links(cluster, LinkKind.NVSWITCH))
+    assert all(link.bytes_per_s == 63e9 for link in links(cluster, LinkKind.PCIE))
+    assert not found(cluster, Severity.INFO, "model is not known")
+    with pytest.raises(BadCluster):
+        probe(matrix("50_"), gpu="h2000")
+
+
+def test_bridged_cards_by_the_drivers_name():
+    cluster = probe(matrix("47_"), text("topo/nvlink_status/3x_a6000_one_pair.txt"))
+    (cable,) = links(cluster, LinkKind.NVLINK)
+    assert cable.bytes_per_s == pytest.approx(4 * 14.062e9)
+    assert (cable.a, cable.b, cable.state) == ("gpu0", "gpu1", LinkState.UP)
+
+
+def test_one_named_gpu_names_its_board_and_says_so():
+    cluster = probe(text("h200x4/nvidia_smi_topo_m.txt"), text("h200x4/nvidia_smi_nvlink_s_gpu0.txt"))
+    assert {gpu.kind for gpu in node(cluster).gpus} == {"h200-sxm"}
+    assert [gpu.name for gpu in node(cluster).gpus] == ["NVIDIA H200", None, None, None]
+    assert found(cluster, Severity.INFO, "GPUs 1, 2, 3 taken to be the same model as GPU 0")
+
+
+def test_cards_that_could_be_bridged_and_are_not():
+    assert found(probe(matrix("62_"), gpu="h200-sxm"), Severity.WARNING, "no NVLink is seen")
+    assert not found(probe(matrix("62_")), Severity.WARNING, "no NVLink is seen")
+
+
+def test_fill_rates_leaves_what_it_does_not_know():
+    cluster = probe(matrix("50_"))
+    assert fill_rates(cluster, (H200,)) == cluster  # no GPU is called h200-sxm
+    tree = probe((NCCL / "oci_bm.gpu.h100.8.xml").read_text(), gpu="h200-sxm")
+    read = {link.a: link for link in links(tree, LinkKind.PCIE) if link.a == "gpu0"}["gpu0"]
+    assert read.bytes_per_s == pytest.approx(63.0e9, rel=1e-3)  # gen 5 x16 from the file itself
+    uplink = next(link for link in links(tree, LinkKind.PCIE) if link.b.startswith("cpu"))
+    assert uplink.source is Source.ASSUMED
+
+
+def test_a_cluster_file_is_returned_as_it_is():
+    cluster = probe(matrix("50_"), gpu="h200-sxm")
+    assert probe(to_json(cluster)) == cluster
+    both = probe(to_json(cluster), matrix("51_"))
+    assert found(both, Severity.INFO, "a cluster file and readings")
+    assert {gpu.kind for gpu in node(both).gpus} == {"h200-sxm"}
+    newer = to_json(cluster).replace('"schema_version": 1', '"schema_version": 99')
+    with pytest.raises(BadInput, match="describes"):
+        probe(newer)
+
+
+def test_text_that_is_nothing_is_refused_alone_and_noted_in_company():
+    with pytest.raises(BadInput):
+        probe("hello")
+    with pytest.raises(BadInput):
+        probe_text([])
+    assert found(probe("hello", matrix("50_")), Severity.WARNING, "text 0 was not recognised")
+    assert found(probe("<system>", matrix("50_")), Severity.WARNING, "text 0 was not read")
+    assert found(probe(matrix("50_"), matrix("51_")), Severity.WARNING, "a second `topo -m`")
+
+
+def test_cut_text_and_unknown_words_are_told():
+    assert found(probe(matrix("09_")), Severity.WARNING, "not everything could be read")
+    odd = probe("\tGPU0\tGPU1\nGPU0\t X \tXLINK7\nGPU1\tXLINK7\t X \n")
+    assert found(odd, Severity.WARNING, "not known to this version")
+    assert node(odd).pairs == {}
+    assert "XLINK7" in explain(odd)
+    assert "nothing was read about: 0-1" in explain(odd)
+
+
+# ---- English ----
+
+
+def test_english_names_cliques_and_detours():
+    said = explain(
+        probe(
+            "\tGPU0\tGPU1\tGPU2\tGPU3\tGPU4\tNIC0\n"
+            "GPU0\t X \tNV4\tNV4\tNV4\tSYS\tPIX\nGPU1\tNV4\t X \tNV4\tNV4\tSYS\tPHB\nGPU2\tNV4\tNV4\t X \tNV4\tSYS\tPHB\n"
+            "GPU3\tNV4\tNV4\tNV4\t X \tSYS\tPHB\nGPU4\tSYS\tSYS\tSYS\tSYS\t X \tSYS\nNIC0\tPIX\tPHB\tPHB\tPHB\tSYS\t X \n"
+        )
+    )
+    assert "0,1,2,3 fully connected by NV4" in said
+    assert "only by SYS (across CPU sockets): 0-4 1-4 2-4 3-4" in said
+    assert "nearest NIC of 0,1,2,3,4: NIC0" in said
+
+
+def test_english_says_that_a_hub_is_not_a_clique():
+    assert "share an NVSwitch fabric: 18 links a GPU" in explain(probe(matrix("50_")))
+    assert "partly connected by NVLink" in explain(probe(matrix("03_")))
+
+
+@given(
+    st.lists(
+        st.one_of(st.text(), st.sampled_from([matrix("03_")[:400], matrix("48_"), "GPU 0: X (UUID: a)", "{}", "<a/>"])),
+        max_size=4,
+    )
+)
+def test_no_texts_crash_the_probe(texts):
+    try:
+        cluster = probe(*texts)
+    except BadInput:
+        return
+    explain(cluster)
+    printed = "".join(texts)
+    for label in probe_json(cluster)["pairs"].values():
+        assert label in printed
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_damaged_captures_of_different_machines_together(data):
+    """Sources that contradict each other in every way still give one connected description."""
+    files = [*sorted(TOPO.rglob("*.txt")), *sorted(NCCL.rglob("*.xml"))]
+    contents = []
+    for path in data.draw(st.lists(st.sampled_from(files), min_size=1, max_size=3)):
+        content = path.read_text()
+        at = data.draw(st.integers(0, len(content)))
+        gone = data.draw(st.sampled_from([0, 1, 5, 40]))
+        new = data.draw(st.sampled_from(["", "\t", "\n", "NV18", "GPU3", "NIC1", "X", "-1", "0", '"', "\x1b[4m"]))
+        contents.append(content[:at] + new + content[at + gone :])
+    try:
+        cluster = probe(*contents)
+    except BadInput:
+        return
+    explain(cluster)
+    vertices = {gpu.vertex for gpu in node(cluster).gpus} | {nic.vertex for nic in node(cluster).nics}
+    vertices |= {vertex.id for vertex in node(cluster).vertices}
+    assert all({link.a, link.b} <= vertices for link in node(cluster).links)
+    if not any("<system" in content for content in contents):
+        printed = "".join(contents).replace("SOC", "SYS")
+        assert all(label in printed for label in node(cluster).pairs.values())
