@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
-from simulator.collectives import CollectiveModel
+from simulator.collectives import CollectiveCost, CollectiveModel
 from simulator.costs import Cost, GpuLimits, LinkUse, Ranks
 from simulator.lowering.block_code import KernelKey, launch_key
 from simulator.program import Collective, Copy, Instruction, Kernel, Launch, Recv, Send
@@ -34,7 +34,7 @@ class MachineCosts:
     collective_host_s: float
     placement: tuple[int, ...] = ()
     families: Mapping[str, GroupShape] = field(default_factory=dict)
-    _times: dict[tuple[str, int, GroupShape], float] = field(default_factory=dict)
+    _known: dict[tuple[str, int, GroupShape], CollectiveCost] = field(default_factory=dict)
 
     def cost(self, instruction: Kernel, ranks: Ranks) -> Cost:
         if isinstance(instruction, Launch):
@@ -44,12 +44,12 @@ class MachineCosts:
             return Cost(seconds=instruction.nbytes / rate, hbm_bytes_per_s=rate)
         op = instruction.op if isinstance(instruction, Collective) else "send_recv"
         shape = self.shape(instruction.group, ranks)
-        seconds = self._time_s(op, instruction.nbytes, shape)
+        chosen = self._chosen(op, instruction.nbytes, shape)
+        seconds = chosen.time_s.value
         sent = instruction.nbytes * TRAFFIC[op](shape.ranks)
-        kind = self.cluster.slowest_kind
         return Cost(
             seconds=seconds,
-            sms=efficiency(kind.architecture).nccl_sms,
+            sms=float(chosen.sms),
             hbm_bytes_per_s=2 * sent / seconds if seconds else 0.0,
             link_bytes_per_s=sent / seconds if seconds else 0.0,
         )
@@ -76,7 +76,10 @@ class MachineCosts:
         medium, share = ("port", 1.0) if per_node == len(ranks) else ("nic", 1.0 / per_node)
         if len(ranks) == 2:
             source, target = (self._physical(rank) for rank in ranks)
-            return (LinkUse(link=(medium, "out", source), share=share), LinkUse(link=(medium, "in", target), share=share))
+            return (
+                LinkUse(link=(medium, "out", source), share=share),
+                LinkUse(link=(medium, "in", target), share=share),
+            )
         physical = [self._physical(rank) for rank in ranks]
         return tuple(LinkUse(link=(medium, way, gpu), share=share) for way in ("out", "in") for gpu in physical)
 
@@ -106,11 +109,11 @@ class MachineCosts:
         siblings = max(1, gpus // per_node) if planned is None else planned.siblings
         return GroupShape(ranks=len(ranks), ranks_per_node=per_node, siblings=siblings)
 
-    def _time_s(self, op: str, nbytes: int, shape: GroupShape) -> float:
+    def _chosen(self, op: str, nbytes: int, shape: GroupShape) -> CollectiveCost:
         key = (op, nbytes, shape)
-        if key not in self._times:
-            self._times[key] = float(self.collectives.time_s(op, float(nbytes), shape))
-        return self._times[key]
+        if key not in self._known:
+            self._known[key] = self.collectives.choose(op, float(nbytes), shape)
+        return self._known[key]
 
     def _physical(self, rank: int) -> int:
         return self.placement[rank] if self.placement else rank
