@@ -111,8 +111,6 @@ class _Lowering:
                 writers[rank] = self._begin(code, rank)
             for leaf in action.leaves:
                 self._action(code, writers[rank], leaf)
-            if action is self.schedule.table[rank][-1]:
-                self._end(code, writers[rank], rank)
 
         per_rank = self.plan.gpus // self.plan.pp
         program = pipeline_program(
@@ -122,6 +120,7 @@ class _Lowering:
             groups=self._groups(),
             ranks_of=lambda rank: range(rank * per_rank, (rank + 1) * per_rank),
             early_receives=self.spec.pipeline.p2p_overlap,
+            finish=lambda code, rank: self._end(code, writers[rank], rank),
         )
         costs = MachineCosts(
             cluster=self.cluster,
