@@ -27,6 +27,7 @@ from simulator.runtime_library import ModelOperators, RuntimeSpec, canonical_rec
 from simulator.stages import StageLayout, bubble_s, last_rank, stage_layout
 from simulator.workload import Workload
 from topology.cluster import Cluster, Source
+from topology.errors import BadPlan
 from topology.profile import Profile
 
 # Half-width of the 80% interval of an uncalibrated step time and peak memory, as fractions. Source: the spread of
@@ -97,9 +98,8 @@ def estimate_plans(
     every figure rests on datasheets and published efficiencies.
     """
     del profile  # calibrated costs arrive with `planner calibrate`; until then a profile changes nothing here
-    spelled = [replace(plan, recompute=canonical_recompute(plan.recompute, runtime)) for plan in plans]
-    table = plan_table(spelled, workload)
     operators = operators_for(model, runtime)
+    table = plan_table([spelled(plan, runtime) for plan in plans], workload, cp_method=operators.spec.context_parallel)
     roofline = Roofline(
         gpu=cluster.slowest_kind,
         dtype=runtime.compute_dtype,
@@ -144,6 +144,18 @@ def estimate_plans(
     )
 
 
+def spelled(plan: Plan, runtime: Runtime) -> Plan:
+    """Return `plan` with its recompute words as the runtime's description spells them. Raises BadPlan."""
+    stages = plan.pp * plan.virtual_stages
+    if plan.recompute_per_stage and len(plan.recompute_per_stage) != stages:
+        raise BadPlan(f"recompute_per_stage has {len(plan.recompute_per_stage)} entries for {stages} stages")
+    return replace(
+        plan,
+        recompute=canonical_recompute(plan.recompute, runtime),
+        recompute_per_stage=tuple(canonical_recompute(word, runtime) for word in plan.recompute_per_stage),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
     breakdown_s: dict[str, Floats]
@@ -178,6 +190,15 @@ class _RankSum:
             total = total + np.where(exists, self.layout.moe, 0) * self._read("moe", quantity)
         return np.asarray(total)
 
+    def again(self, quantity: str) -> Floats:
+        """Return per-rank sums of what recomputation runs again: each layer under its own mode."""
+        total = np.zeros(self.layout.exists.shape)
+        for mode, counts in self.layout.by_mode.items():
+            for name, layers in zip(("dense", "moe"), counts, strict=True):
+                if name in self.blocks and mode in self.blocks[name].recompute:
+                    total = total + layers * self._read(name, f"recompute.{mode}.{quantity}")
+        return total
+
     def _read(self, block: str, quantity: str) -> Floats:
         value: object = self.blocks[block]
         for name in quantity.split("."):
@@ -199,14 +220,19 @@ def _step(
 
     # One micro batch on the slowest pipeline rank: each pass takes as long as the device or the host, whichever is
     # slower.
-    passes = ("forward", "backward", "recompute")
-    device = {name: rank_sum.of(f"{name}.device_s") for name in passes}
-    host = {name: rank_sum.of(f"{name}.host_s") for name in passes}
+    def passes(quantity: str) -> dict[str, Floats]:
+        return {
+            "forward": rank_sum.of(f"forward.{quantity}"),
+            "backward": rank_sum.of(f"backward.{quantity}"),
+            "recompute": rank_sum.again(quantity),
+        }
+
+    device, host = passes("device_s"), passes("host_s")
     layers = np.where(layout.exists, layout.dense + layout.moe, 0)
     host["forward"] = host["forward"] + layers * spec.host.forward_layer_s
     host["backward"] = host["backward"] + layers * spec.host.backward_layer_s
-    again = _recomputed_share(spec, table)[:, None]
-    host["recompute"] = host["recompute"] + layers * again * (spec.host.forward_layer_s + spec.host.checkpoint_s)
+    again = _wrapped_layers(spec, layout)
+    host["recompute"] = host["recompute"] + again * (spec.host.forward_layer_s + spec.host.checkpoint_s)
     forward_s = np.maximum(device["forward"], host["forward"])
     behind_s = np.maximum(device["backward"] + device["recompute"], host["backward"] + host["recompute"])
     slowest = np.argmax(forward_s + behind_s, axis=1)
@@ -215,24 +241,32 @@ def _step(
         return np.asarray(np.take_along_axis(values, slowest[:, None], axis=1)[:, 0])
 
     compute = here(rank_sum.of("forward.compute_s")) + here(rank_sum.of("backward.compute_s"))
-    recompute = here(rank_sum.of("recompute.compute_s"))
+    recompute = here(rank_sum.again("compute_s"))
     exposed = {
-        axis: sum((here(rank_sum.of(f"{p}.communication_s.{axis}")) for p in passes), np.zeros(len(table)))
+        axis: sum((here(x) for x in passes(f"communication_s.{axis}").values()), np.zeros(len(table)))
         for axis in ("tp", "cp", "ep")
     }
+    hidden = sum((here(x) for x in passes("hidden_s").values()), np.zeros(len(table)))
     forward, backward = here(forward_s), here(behind_s)
     starved = forward + backward - here(device["forward"] + device["backward"] + device["recompute"])
 
     # The schedule: ranks wait for the pipe to fill and drain, and for what neighbours send.
-    weight = here(rank_sum.of("backward.matmul_s")) / 2  # half of a backward's products are weight gradients
-    bubble = bubble_s(table, forward, backward - weight, weight)
+    # The pipe fills and drains through all the other ranks, at each one's own pace.
+    weight_s = rank_sum.of("backward.weight_s")
+    others = np.maximum(table["pp"] - 1, 1.0)
+
+    def elsewhere(values: Floats) -> Floats:
+        return np.asarray((values.sum(axis=1) - here(values)) / others)
+
+    bubble = bubble_s(table, elsewhere(forward_s), elsewhere(behind_s - weight_s), elsewhere(weight_s))
     boundary = context.sizes["u"] * model.hidden * DTYPE_BYTES[context.runtime.compute_dtype]
     if spec.pipeline.scatter_p2p:
         boundary = np.where(table.sequence_parallel, boundary, boundary / table["tp"])
     hop = groups.time_s("send_recv", "pp", boundary)
     crossings = 2.0 * (table["pp"] - 1)
-    if not spec.pipeline.p2p_overlap:
-        crossings = crossings + np.where(table["pp"] > 1, 2.0 * table["virtual_stages"] * m, 0.0)
+    # One forward, one backward leaves no slack: what a rank sends is what its neighbour waits for, early receive or not.
+    breadth = np.isin(table.schedule, ["GPipe", "LoopedBFS"]) & spec.pipeline.p2p_overlap
+    crossings = crossings + np.where((table["pp"] > 1) & ~breadth, 2.0 * table["virtual_stages"] * m, 0.0)
     exposed["pp"] = crossings * hop
 
     data = _data_parallel(operators, context, layout, parameters, forward, backward, slowest)
@@ -240,17 +274,26 @@ def _step(
     exposed["dp"] = data.exposed_s
 
     optimizer = _optimizer_s(operators, context, layout, parameters)
+    # Clipping needs the norm of all gradients: one number summed over shards, tensor-parallel ranks and stages.
+    norm = sum((groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES), np.zeros(len(table)))
+    exposed["dp"] = exposed["dp"] + norm
     breakdown = {
         "compute": m * compute,
         "recompute": m * recompute,
         "copies": data.copies_s,
-        "contention": data.contention_s,
+        "contention": data.contention_s + m * hidden * _sm_share(context),
         "exposed_communication": sum(exposed.values(), np.zeros(len(table))),
         "bubble": bubble,
         "host": m * starved + spec.host.step_s,
         "optimizer": optimizer,
     }
     return _Step(breakdown_s=breakdown, exposed_s=exposed, lower_bound_s=m * (compute + recompute) + optimizer)
+
+
+def buckets_of(spec: RuntimeSpec, nbytes: Floats) -> Floats:
+    """Return into how many reductions data-parallel gradients of `nbytes` go."""
+    size = spec.ddp.bucket_bytes
+    return np.maximum(np.ceil(nbytes / size), 1.0) if size else np.ones_like(nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,30 +356,47 @@ def _data_parallel(
 
     # Replicated parameters: gradients are summed once a step, behind the last backward where the runtime overlaps;
     # a sharded optimizer scatters them and gathers parameters back.
-    reduce_all = groups.time_s("all_reduce", "dp", shared * reduce_bytes) + groups.time_s(
-        "all_reduce", "expert_dp", experts * reduce_bytes
+    buckets = buckets_of(spec, (shared + experts) * reduce_bytes)
+    reduce_all = buckets * (
+        groups.time_s("all_reduce", "dp", shared * reduce_bytes / buckets)
+        + groups.time_s("all_reduce", "expert_dp", experts * reduce_bytes / buckets)
     )
-    hidden = np.minimum(reduce_all, backward) * (1 - 1 / count) if spec.ddp.overlap else np.zeros(len(table))
+    last = np.minimum(1 / count, 1 / buckets) if spec.ddp.bucket_bytes else 1 / count
+    hidden = np.minimum(reduce_all, backward) * (1 - last) if spec.ddp.overlap else np.zeros(len(table))
+    # With sharded gradients (ZeRO-2) there is nowhere to add up whole ones: each micro batch's are scattered.
+    scatters = np.where((table.state_shard["gradients"] > 1) & (table["pp"] == 1), m, 1.0)
     scattered = (
-        groups.time_s("reduce_scatter", "dp", shared * reduce_bytes)
+        scatters * groups.time_s("reduce_scatter", "dp", shared * reduce_bytes)
         + groups.time_s("all_gather", "dp", shared * compute_bytes)
-        + groups.time_s("reduce_scatter", "expert_dp", experts * reduce_bytes)
+        + scatters * groups.time_s("reduce_scatter", "expert_dp", experts * reduce_bytes)
         + groups.time_s("all_gather", "expert_dp", experts * compute_bytes)
     )
     replicated_exposed = np.where(optimizer_only, scattered, reduce_all - hidden)
 
     exposed = np.where(full, sharded_exposed, replicated_exposed)
     overlapped = np.where(full, sharded_total - sharded_exposed, np.where(optimizer_only, 0.0, hidden))
-    # While a collective runs beside compute it holds some SMs; compute slows by that share.
+    contention = np.maximum(overlapped, 0.0) * _sm_share(context)
+    return _DataParallel(exposed_s=exposed, copies_s=copies, contention_s=contention)
+
+
+def _sm_share(context: CostContext) -> float:
+    """Return the share of the SMs that a collective holds, and compute beside it lacks."""
     gpu = context.roofline.gpu
-    share = efficiency(gpu.architecture).nccl_sms / gpu.sm_count
-    return _DataParallel(exposed_s=exposed, copies_s=copies, contention_s=np.maximum(overlapped, 0.0) * share)
+    return efficiency(gpu.architecture).nccl_sms / gpu.sm_count
 
 
-def _recomputed_share(spec: RuntimeSpec, table: PlanTable) -> Floats:
-    """Return the share of layers each plan wraps for recomputation."""
-    share = {name: mode.layers if mode.recomputes else 0.0 for name, mode in spec.recompute.items()}
-    return np.array([share[str(mode)] for mode in table.recompute])
+def _wrapped_layers(spec: RuntimeSpec, layout: StageLayout) -> Floats:
+    """Return how many layers of each pipeline rank recompute anything."""
+    total = np.zeros(layout.exists.shape)
+    for name, (dense, moe) in layout.by_mode.items():
+        mode = spec.recompute[name]
+        total = total + (dense + moe) * (mode.layers if mode.recomputes else 0.0)
+    return total
+
+
+# What the gradient norm is summed over, and the bytes of it.
+NORM_AXES = ("dp", "tp", "pipeline")
+NORM_BYTES = 4.0
 
 
 # Bytes a fused AdamW moves per parameter it owns in float32: reads parameter, gradient and two moments, writes three.

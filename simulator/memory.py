@@ -129,20 +129,22 @@ def memory_columns(
     reduction = np.where(fully_sharded, unsharded_gradients, buckets)
 
     flying = in_flight(table)
-    saved = (
-        dense * blocks["dense"].saved_bytes[:, None]
-        + (moe * blocks["moe"].saved_bytes[:, None] if "moe" in blocks else 0.0)
-        + first * blocks["embedding"].saved_bytes[:, None]
-    )
-    activations = saved * flying + last * blocks["head"].saved_bytes[:, None] * np.minimum(flying, 1.0)
+    saved = first * blocks["embedding"].saved_bytes["none"][:, None]
+    for mode, (in_dense, in_moe) in layout.by_mode.items():
+        saved = saved + in_dense * blocks["dense"].saved_bytes[mode][:, None]
+        if "moe" in blocks:
+            saved = saved + in_moe * blocks["moe"].saved_bytes[mode][:, None]
+    head_saved = blocks["head"].saved_bytes["none"]
+    activations = saved * flying + last * head_saved[:, None] * np.minimum(flying, 1.0)
     # A recomputed block's intermediates live again, one block at a time.
     widest = np.max([blocks[name].everything_bytes for name in ("dense", "moe") if name in blocks], axis=0)
-    recomputed = np.where((table.recompute != "none")[:, None], widest[:, None], 0.0)
+    wrapped = sum((a + b for mode, (a, b) in layout.by_mode.items() if mode != "none"), np.zeros_like(shared))
+    recomputed = np.where(wrapped > 0, widest[:, None], 0.0)
     head_peak = sum(
         (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in operators.spec.layer.head_peak),
         np.zeros(len(table)),
     )
-    loss = last * np.maximum(head_peak - blocks["head"].saved_bytes, 0.0)[:, None]
+    loss = last * np.maximum(head_peak - head_saved, 0.0)[:, None]
     turning = np.maximum(loss, recomputed * exists)
 
     categories = {

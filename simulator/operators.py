@@ -3,7 +3,7 @@
     matmul = "t h, h q -> t q"          a matrix product, batched over axes that all three share
     reads = ["u h"], writes = ["u h"]   a kernel that only moves memory
     attention = "flash"                 a fused attention kernel over the axes b s j a d
-    collective = "all_gather", tensor = "t h", over = "tp"
+    collective = "all_gather", tensor = "t h", over = "tp"; "ring" passes a tensor's shards round its ranks
 
 A tensor is its axes, optionally with a dtype: `"t v:f32"`; without one it is in the compute dtype. Axis sizes are
 numbers or columns of a plan table, so the same description costs one plan or ten thousand.
@@ -85,6 +85,7 @@ TRANSPOSED = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
     "all_to_all": "all_to_all",
+    "ring": "ring",  # keys and values forward; backward their gradients travel with them
     "all_reduce": "",  # forward reduction of a row-parallel product: its backward is the identity
     "copy": "all_reduce",  # forward identity into a column-parallel region: its backward sums
 }
@@ -227,7 +228,7 @@ def _collective(
     return Work(
         kind=WorkKind.COLLECTIVE,
         name=f"{spec.name}.backward" if backward else spec.name,
-        bytes=tensor_bytes(spec.tensor, sizes, dtype_bytes),
+        bytes=tensor_bytes(spec.tensor, sizes, dtype_bytes) * (2.0 if op == "ring" and backward else 1.0),
         collective=op,
         over=spec.over,
         launches=spec.backward_launches if backward else spec.launches,

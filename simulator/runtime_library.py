@@ -47,8 +47,11 @@ class FsdpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpSpec:
+    """`bucket_bytes` of gradients are reduced at once; 0 is a layer's."""
+
     overlap: bool
     bucket_copy: bool
+    bucket_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +122,7 @@ class RuntimeSpec:
     layer: LayerSpec
     recompute: dict[str, RecomputeSpec]
     dropout: bool = False
+    context_parallel: str = "all_gather"
 
 
 # Other words for the recompute modes, as frameworks and papers spell them.
@@ -207,7 +211,7 @@ class ModelOperators:
     features: frozenset[str] = field(default_factory=frozenset)
 
 
-PLAN_CONDITIONS = frozenset({"sp", "!sp", "autocast", "!autocast"})
+PLAN_CONDITIONS = frozenset({"sp", "!sp", "autocast", "!autocast", "cp_ring", "cp_all_gather", "cp_all_to_all"})
 
 
 def operators_for(model: Model, runtime: Runtime) -> ModelOperators:

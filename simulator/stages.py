@@ -7,7 +7,7 @@ Bubbles are the schedules' closed forms: GPipe (arXiv 1811.06965), 1F1B and inte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,14 @@ from simulator.runtime_library import PipelineSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayout:
-    """Layers held by each pipeline rank, shape (plans, ranks); ranks a plan does not have hold -1."""
+    """Layers held by each pipeline rank, shape (plans, ranks); ranks a plan does not have hold -1.
+
+    `by_mode[mode]` counts the (dense, MoE) layers that run under each recompute mode, zero where there are none.
+    """
 
     dense: NDArray[np.int64]
     moe: NDArray[np.int64]
+    by_mode: dict[str, tuple[Floats, Floats]] = field(default_factory=dict)
 
     @property
     def exists(self) -> NDArray[np.bool_]:
@@ -63,6 +67,7 @@ def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec) -> StageLay
     moe = np.full((len(table), ranks), -1, dtype=np.int64)
     leading = model.moe.dense_layers if model.moe else model.layers
     known: dict[tuple[object, ...], tuple[list[int], list[int]]] = {}
+    modes = {mode: (np.zeros(dense.shape), np.zeros(dense.shape)) for mode in table.recompute_modes}
     for row, plan in enumerate(table.plans):
         schedule = str(table.schedule[row])
         key = (plan.pp, plan.virtual_stages, plan.layers_per_stage, schedule in {"ZBVZeroBubble", "DualPipeV"})
@@ -76,7 +81,31 @@ def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec) -> StageLay
                 start += count
             known[key] = (held_dense, held_moe)
         dense[row, : plan.pp], moe[row, : plan.pp] = known[key]
-    return StageLayout(dense=dense, moe=moe)
+        if plan.recompute_per_stage:
+            _count_modes(model, plan, spec, schedule, leading, {k: (v[0][row], v[1][row]) for k, v in modes.items()})
+        else:
+            mine = modes[str(table.recompute[row])]
+            mine[0][row, : plan.pp], mine[1][row, : plan.pp] = known[key]
+    return StageLayout(dense=dense, moe=moe, by_mode=modes)
+
+
+def _count_modes(
+    model: Model,
+    plan: Plan,
+    spec: PipelineSpec,
+    schedule: str,
+    leading: int,
+    counts: dict[str, tuple[Floats, Floats]],
+) -> None:
+    """Add the layers of one plan to the counts of the mode that each of its stages runs under."""
+    start = 0
+    for stage, count in enumerate(stage_layers(model.layers, plan, spec)):
+        rank = rank_of_stage(stage, plan.pp, schedule)
+        first = max(0, min(leading, start + count) - start)
+        dense, moe = counts[plan.recompute_per_stage[stage]]
+        dense[rank] += first
+        moe[rank] += count - first
+        start += count
 
 
 def last_rank(table: PlanTable) -> NDArray[np.int64]:
