@@ -353,6 +353,12 @@ def _data_parallel(
         compute_bytes + reduce_bytes
     )
     copies = np.where(full & spec.fsdp.copy_in_copy_out, copied / hbm, 0.0)
+    # Gradients of further micro batches are added up by kernels of their own, unless a product does it on the fly.
+    if spec.state.gradient_dtype != "reduce":
+        width = context.dtype_bytes(spec.state.gradient_dtype)
+        piped = np.where(table["pp"] > 1, m * (compute_bytes + 2 * reduce_bytes), 0.0)
+        added = np.where(full, piped, (m - 1) * 3 * width) * (shared + experts)
+        copies = copies + added / hbm
 
     # Replicated parameters: gradients are summed once a step, behind the last backward where the runtime overlaps;
     # a sharded optimizer scatters them and gathers parameters back.
@@ -405,6 +411,11 @@ ADAM_BYTES = 28.0
 CLIP_BYTES = 12.0
 
 
+def optimizer_bytes(spec: RuntimeSpec) -> float:
+    """Return bytes that clipping and updating move per parameter owned; a 16-bit copy is written back."""
+    return ADAM_BYTES + CLIP_BYTES + (2.0 if spec.state.master_weights else 0.0)
+
+
 def _optimizer_s(
     operators: ModelOperators, context: CostContext, layout: StageLayout, parameters: Parameters
 ) -> Floats:
@@ -416,8 +427,7 @@ def _optimizer_s(
     dense, moe = np.where(exists, layout.dense, 0), np.where(exists, layout.moe, 0)
     shared, experts = parameters.of_stage(dense, moe, *ends)
     owned = shared / table.state_shard["optimizer"][:, None] + experts / table.expert_shard["optimizer"][:, None]
-    per_parameter = ADAM_BYTES + CLIP_BYTES + (2.0 if operators.spec.state.master_weights else 0.0)
-    return np.asarray(owned.max(axis=1) * per_parameter / context.roofline.memory_bytes_per_s)
+    return np.asarray(owned.max(axis=1) * optimizer_bytes(operators.spec) / context.roofline.memory_bytes_per_s)
 
 
 def _interval(value: float, spread: float) -> Interval:

@@ -39,6 +39,8 @@ SPREAD_NETWORK = 0.30
 SPREAD_CUSTOM = 0.35  # kernels outside NCCL: two or three published points each
 SPREAD_FLAT = 0.55  # PCIe and xGMI: peer access, ACS and shared uplinks are not in the datasheet
 
+# Channels to one peer on another node where nChannelsPerNetPeer is not set (NCCL src/graph/paths.cc).
+NET_PEER_CHANNELS = 2
 # NCCL gives a channel this many bytes before it adds another: threads x threshold (enqueue.cc), per protocol.
 _BYTES_PER_CHANNEL = {"LL": 512 * 8, "LL128": 640 * 8, "Simple": 512 * 64}
 _NVLS_CHANNELS = {2: 16, 3: 24}  # by tuner generation: Hopper 16, Blackwell 24 (GB300 log of 2.29.7)
@@ -240,6 +242,8 @@ def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, narrow: bool
 def channel_count(comm: Communicator, op: str, algorithm: str, protocol: str, size: float) -> int:
     """Return NCCL's channels for one call: one CTA, so one SM, each. Small messages get fewer."""
     if algorithm == "p2p":
+        if op == "send_recv" and comm.nodes > 1:
+            return NET_PEER_CHANNELS
         if op == "send_recv":
             return int(peer_channels(comm.ranks, np.array([size]))[0])
         peers = max(1, min(comm.ranks, P2P_CHANNELS))

@@ -9,6 +9,7 @@ its communication streams add to the peak of the compute stream even when they n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,7 +91,7 @@ def memory_columns(
     parameters: Parameters,
 ) -> MemoryColumns:
     """Return peak memory of every pipeline rank under every plan."""
-    table, spec, runtime = context.table, operators.spec, context.runtime
+    table, spec = context.table, operators.spec
     exists = layout.exists
     dense, moe = np.where(exists, layout.dense, 0), np.where(exists, layout.moe, 0)
     ranks = np.arange(exists.shape[1])[None, :]
@@ -101,14 +102,11 @@ def memory_columns(
     def sharded(kind: str) -> Floats:
         return shared / table.state_shard[kind][:, None] + experts / table.expert_shard[kind][:, None]
 
-    param_bytes = context.dtype_bytes("param")
-    gradient_bytes = context.dtype_bytes(spec.state.gradient_dtype)
+    widths = state_bytes(context)
+    param_bytes, gradient_bytes = widths["parameters"], widths["gradients"]
     fully_sharded = (table.state_shard["parameters"] > 1)[:, None]
 
-    master = 4.0 if spec.state.master_weights and param_bytes < 4 else 0.0
-    # Adam keeps its two moments in the type of the parameters it updates.
-    states = {"sgd": 0.0}.get(runtime.optimizer, 2.0 * (4.0 if master else param_bytes))
-    optimizer = sharded("optimizer") * (states + master)
+    optimizer = sharded("optimizer") * widths["optimizer"]
 
     # Layers in flight under full sharding: the one computing, those gathered ahead, and the two ends of the network,
     # which are units of their own. Backward holds their unsharded gradients until they are reduced.
@@ -126,7 +124,9 @@ def memory_columns(
     # A data-parallel reduction through buckets may hold them beside the gradients.
     copied = spec.ddp.bucket_copy & (table["dp_replicate"] > 1)
     buckets = np.where(copied[:, None], (shared + experts) * gradient_bytes, 0.0)
-    reduction = np.where(fully_sharded, unsharded_gradients, buckets)
+    # Micro batches of a pipeline add up whole gradients, in the type they are reduced in, until the last one.
+    adding = (table["pp"] > 1)[:, None] * (shared + experts) * context.dtype_bytes("reduce")
+    reduction = np.where(fully_sharded, unsharded_gradients + adding, buckets)
 
     flying = in_flight(table)
     saved = first * blocks["embedding"].saved_bytes["none"][:, None]
@@ -140,11 +140,7 @@ def memory_columns(
     widest = np.max([blocks[name].everything_bytes for name in ("dense", "moe") if name in blocks], axis=0)
     wrapped = sum((a + b for mode, (a, b) in layout.by_mode.items() if mode != "none"), np.zeros_like(shared))
     recomputed = np.where(wrapped > 0, widest[:, None], 0.0)
-    head_peak = sum(
-        (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in operators.spec.layer.head_peak),
-        np.zeros(len(table)),
-    )
-    loss = last * np.maximum(head_peak - head_saved, 0.0)[:, None]
+    loss = last * np.maximum(head_peak_bytes(context) - head_saved, 0.0)[:, None]
     turning = np.maximum(loss, recomputed * exists)
 
     categories = {
@@ -165,6 +161,27 @@ def memory_columns(
     # One pool per stream: the compute stream's peak and the communication streams' peak add up.
     reserved = everything * (1.0 + FRAGMENTATION)
     return MemoryColumns(categories=categories, peak_bytes=peak, reserved_bytes=np.where(exists, reserved, 0.0))
+
+
+State = Literal["parameters", "gradients", "optimizer"]
+
+
+def state_bytes(context: CostContext) -> dict[State, float]:
+    """Return bytes per parameter of each kind of state, before sharding.
+
+    Adam keeps its two moments in the type of the parameters it updates: the float32 copy where there is one.
+    """
+    state, param = context.spec.state, context.dtype_bytes("param")
+    master = 4.0 if state.master_weights and param < 4 else 0.0
+    moments = 0.0 if context.runtime.optimizer == "sgd" else 2.0 * (4.0 if master else param)
+    gradients = context.dtype_bytes(state.gradient_dtype)
+    return {"parameters": param, "gradients": gradients, "optimizer": moments + master}
+
+
+def head_peak_bytes(context: CostContext) -> Floats:
+    """Return the bytes of the tensors that are alive together when the loss turns round."""
+    tensors = (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in context.spec.layer.head_peak)
+    return sum(tensors, np.zeros(len(context.table)))
 
 
 def keeps_gathered(plan: Plan) -> bool:

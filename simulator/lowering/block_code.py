@@ -8,16 +8,24 @@ GPUs. Merging adds times up, so on an otherwise idle machine it changes no end t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
 
 from simulator.costs import Cost
-from simulator.layer_cost import CostContext
+from simulator.layer_cost import (
+    WEIGHT_GRADIENT,
+    CostContext,
+    active_rows,
+    overlap_parts_s,
+    pieces_s,
+    saved_bytes,
+    tensors_bytes,
+)
 from simulator.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
-from simulator.program import COMPUTE, CodeWriter, Launch
 from simulator.runtime_library import RecomputeSpec
+from simulator.tp_overlap import together_s
 
 KernelKey = tuple[str, tuple[int, ...], str]
 
@@ -30,51 +38,97 @@ class Detail(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelStep:
-    """One launch on the compute stream. `weight`: a weight gradient, which split backwards run later."""
+    """One launch on the compute stream. `weight`: a weight gradient, which split backwards run later.
+
+    `pieces_s` is what it takes cut into one piece for each tensor-parallel rank; zero for what is no product.
+    """
 
     key: KernelKey
     cost: Cost
     host_s: float
     weight: bool = False
+    pieces_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStep:
-    """One collective the next kernel waits for; `beside` kernels before it run at the same time."""
+    """One collective that the next kernel waits for. `mode` says how products next to it may hide it."""
 
     op: str
     group: str
     nbytes: int
     host_s: float
-    beside: int = 0
-    chunks: int = 1  # runs in so many pieces beside the products next to it
+    seconds: float
+    mode: str = "none"
+    chunk_s: float = 0.0
+    hop_s: float = 0.0
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapStep:
-    """A product and the collective it feeds on (`gathers`) or feeds, cut into chunks that run beside each other.
-
-    The first chunk gathered, or the last one reduced, has nothing to hide behind.
-    """
+    """A product and the collective it feeds on (`gathers`) or feeds, run beside each other; see tp_overlap."""
 
     product: KernelStep
     transfer: TransferStep
     gathers: bool
-    chunks: int
+
+    @property
+    def ranks(self) -> int:
+        return self.transfer.ranks
 
     @property
     def piece(self) -> KernelStep:
-        """One chunk of the product."""
+        """What is launched: one piece of the product, or all of it where one kernel does both."""
+        if self.transfer.mode == "fused":
+            return self.product
         name, shape, dtype = self.product.key
-        cost = self.product.cost
+        seconds = self.product.pieces_s / self.ranks
         return KernelStep(
-            key=(f"{name}/{self.chunks}", shape, dtype),
-            cost=Cost(seconds=cost.seconds / self.chunks, sms=cost.sms, hbm_bytes_per_s=cost.hbm_bytes_per_s),
-            host_s=self.product.host_s / self.chunks,
+            key=(f"{name}/{self.ranks}", shape, dtype),
+            cost=replace(self.product.cost, seconds=seconds),
+            host_s=self.product.host_s / self.ranks,
+        )
+
+    @property
+    def seconds(self) -> float:
+        """How long both take together on an idle machine."""
+        t = self.transfer
+        return together_s(
+            t.mode,
+            whole_s=t.seconds,
+            chunk_s=t.chunk_s,
+            hop_s=t.hop_s,
+            product_s=self.product.cost.seconds,
+            pieces_s=self.product.pieces_s,
+            ranks=float(self.ranks),
         )
 
 
-Step = KernelStep | TransferStep | OverlapStep
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingStep:
+    """A kernel in `ranks` pieces; while one computes, the shard that the next one needs comes round the ring."""
+
+    kernel: KernelStep
+    group: str
+    nbytes: int  # of one shard
+    hop_s: float
+    host_s: float
+    ranks: int
+
+    @property
+    def piece(self) -> KernelStep:
+        name, shape, dtype = self.kernel.key
+        cost = replace(self.kernel.cost, seconds=self.kernel.cost.seconds / self.ranks)
+        return KernelStep(key=(f"{name}/{self.ranks}", shape, dtype), cost=cost, host_s=self.kernel.host_s)
+
+    @property
+    def seconds(self) -> float:
+        piece = self.kernel.cost.seconds / self.ranks
+        return piece + (self.ranks - 1) * max(piece, self.hop_s)
+
+
+Step = KernelStep | TransferStep | OverlapStep | RingStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,41 +146,40 @@ def block_code(
     name: str,
     operators: Sequence[OperatorSpec],
     context: CostContext,
+    mode: RecomputeSpec,
     *,
-    saved_bytes: int,
-    everything_bytes: int,
-    wrapped: bool,
     host_forward_s: float = 0.0,
     host_backward_s: float = 0.0,
 ) -> BlockCode:
-    """Return the code of one block under the single plan of `context`; `wrapped` layers obey its recompute mode."""
-    mode = context.spec.recompute[str(context.table.recompute[0])] if wrapped else RecomputeSpec()
-    active = [operator for operator in operators if _holds(operator, context)]
+    """Return the code of one block under the single plan of `context`, recomputing what `mode` says."""
+    active = [operator for operator in operators if active_rows(operator, context.table)[0]]
     forward: list[Step] = []
     backward: list[Step] = []
     again: list[Step] = []
     for operator in active:
         works = forward_work(operator, context.sizes, context.dtype_bytes)
         _extend(forward, works, operator, context)
-        if mode.layers == 1.0 and mode.runs_again(operator.name):
+        if mode.runs_again(operator.name):
             _extend(again, works, operator, context)
     for operator in reversed(active):
         works = backward_work(operator, context.sizes, context.dtype_bytes)
         _extend(backward, works, operator, context)
-    forward.insert(0, _host_only(f"{name} forward", host_forward_s))
+    _add_host(forward, f"{name} forward", host_forward_s)
     extra = context.spec.host.forward_layer_s + context.spec.host.checkpoint_s if again else 0.0
-    backward.insert(0, _host_only(f"{name} backward", host_backward_s + extra))
+    _add_host(backward, f"{name} backward", host_backward_s + extra)
+    kept = round(float(saved_bytes(active, mode, context)[0]))
+    everything = round(float(tensors_bytes(active, context)[0]))
     return BlockCode(
         name=name,
-        forward=tuple(forward),
-        backward=(*again, *backward),
-        saved_bytes=saved_bytes,
-        again_bytes=max(0, everything_bytes - saved_bytes) if again else 0,
+        forward=tuple(_rings(forward)),
+        backward=(*_rings(again), *_rings(backward)),
+        saved_bytes=kept,
+        again_bytes=everything if again else 0,
     )
 
 
-def merged(steps: Iterable[Step], name: str, detail: Detail, transfer_s: TransferSeconds) -> list[Step]:
-    """Return `steps` as coarse as `detail` asks for; `transfer_s` prices a collective that is folded in."""
+def merged(steps: Iterable[Step], name: str, detail: Detail, *, split: bool = False) -> list[Step]:
+    """Return `steps` as coarse as `detail` asks for. With `split`, weight gradients stay launches of their own."""
     steps = _overlapped(list(steps), name)
     if detail is Detail.KERNEL:
         return steps
@@ -140,19 +193,11 @@ def merged(steps: Iterable[Step], name: str, detail: Detail, transfer_s: Transfe
 
     for step in steps:
         if isinstance(step, KernelStep):
-            if run and run[-1].weight is not step.weight:
+            if split and run and run[-1].weight is not step.weight:
                 close()
             run.append(step)
-        elif isinstance(step, OverlapStep):
-            if detail is Detail.STAGE:
-                run.append(_folded(step, transfer_s))
-            else:
-                close()
-                out.append(step)
         elif detail is Detail.STAGE:
-            exposed = transfer_s(step)
-            cost = Cost(seconds=exposed)
-            run.append(KernelStep(key=(step.op, (step.nbytes,), step.group), cost=cost, host_s=step.host_s))
+            run.append(_folded(step))
         else:
             close()
             out.append(step)
@@ -160,161 +205,134 @@ def merged(steps: Iterable[Step], name: str, detail: Detail, transfer_s: Transfe
     return out
 
 
+def _folded(step: TransferStep | OverlapStep | RingStep) -> KernelStep:
+    """Return what moves, and what runs beside it, as one kernel of the same length on an idle machine."""
+    if isinstance(step, TransferStep):
+        return KernelStep(key=(step.op, (step.nbytes,), step.group), cost=Cost(seconds=step.seconds), host_s=step.host_s)
+    kernel = step.product if isinstance(step, OverlapStep) else step.kernel
+    moved = kernel.cost.seconds * kernel.cost.hbm_bytes_per_s
+    cost = replace(kernel.cost, seconds=step.seconds, hbm_bytes_per_s=moved / step.seconds if step.seconds else 0.0)
+    return KernelStep(key=kernel.key, cost=cost, host_s=kernel.host_s)
+
+
 def _overlapped(steps: list[Step], name: str) -> list[Step]:
-    """Join every chunked collective with the run of kernels it gathers for, or reduces after."""
+    """Join every collective that may be hidden with the run of products it gathers for, or reduces after."""
     out: list[Step] = []
     position = 0
     while position < len(steps):
         step = steps[position]
         position += 1
-        if not isinstance(step, TransferStep) or step.chunks == 1:
+        if not isinstance(step, TransferStep) or step.mode == "none" or step.op == "all_reduce":
             out.append(step)
             continue
         partners: list[KernelStep] = []
         if step.op == "all_gather":
-            while position < len(steps) and isinstance(follower := steps[position], KernelStep):
-                partners.append(follower)
+            while position < len(steps) and _joins(steps[position], partners):
+                partners.append(steps[position])  # type: ignore[arg-type]  # _joins lets only kernels through
                 position += 1
         else:
-            while out and isinstance(leader := out[-1], KernelStep):
+            while out and isinstance(leader := out[-1], KernelStep) and leader.pieces_s:
                 partners.insert(0, leader)
                 out.pop()
-        if not partners:
-            out.append(step)
+        if not any(p.pieces_s for p in partners):
+            out += [step, *partners]
             continue
         product = _sum(partners, f"{name}.{step.op}.{len(out)}")
-        out.append(OverlapStep(product=product, transfer=step, gathers=step.op == "all_gather", chunks=step.chunks))
+        out.append(OverlapStep(product=product, transfer=step, gathers=step.op == "all_gather"))
     return out
 
 
-def _folded(step: OverlapStep, transfer_s: TransferSeconds) -> KernelStep:
-    """Return an overlapped pair as one kernel: the longer of the two, and one chunk of the other sticking out."""
-    moving, computing = transfer_s(step.transfer), step.product.cost.seconds
-    seconds = max(moving, computing) + min(moving, computing) / step.chunks
-    return KernelStep(key=step.product.key, cost=Cost(seconds=seconds), host_s=step.product.host_s)
+def _joins(step: Step, partners: Sequence[KernelStep]) -> bool:
+    """Whether a step belongs to the products behind a gather: all up to the first that is none, after one has come."""
+    if not isinstance(step, KernelStep):
+        return False
+    return bool(step.pieces_s) or not any(p.pieces_s for p in partners)
 
 
-class TransferSeconds:
-    """Seconds of a transfer step on an idle machine."""
-
-    def __init__(self, context: CostContext) -> None:
-        self._context = context
-        self._known: dict[tuple[str, str, int], float] = {}
-
-    def __call__(self, step: TransferStep) -> float:
-        key = (step.op, step.group, step.nbytes)
-        if key not in self._known:
-            seconds = self._context.groups.time_s(step.op, step.group, np.array([float(step.nbytes)]))
-            self._known[key] = float(seconds[0])
-        return self._known[key]
-
-
-def write(code: CodeWriter, steps: Sequence[Step]) -> None:
-    """Write steps as instructions: kernels in order on the compute stream, each collective between its neighbours."""
-    pending: list[tuple[str, TransferStep]] = []
-    for position, step in enumerate(steps):
-        beside = _runs_beside(steps, position)
-        if beside is not None:
-            # Issued before the kernel it hides behind, joined after it.
-            stream = f"{beside.group} comm"
-            code.after(stream, COMPUTE)
-            code.collective(beside.op, beside.group, beside.nbytes, stream=stream)
-            pending.append((stream, beside))
-        if isinstance(step, KernelStep):
-            code.launch(*step.key)
-        elif isinstance(step, OverlapStep):
-            _write_overlap(code, step)
-        elif step.beside:
-            stream, _ = pending.pop()
-            code.after(COMPUTE, stream)
+def _rings(steps: list[Step]) -> list[Step]:
+    """Join every ring of keys and values with the attention kernel beside it, before it (forward) or after."""
+    out: list[Step] = []
+    waiting: RingStep | None = None
+    for step in steps:
+        if isinstance(step, RingStep):
+            before = out[-1] if out else None
+            if isinstance(before, KernelStep) and before.key[0] == step.kernel.key[0]:
+                out[-1] = replace(step, kernel=before)
+            else:
+                waiting = step
+        elif waiting is not None and isinstance(step, KernelStep) and step.key[0] == waiting.kernel.key[0]:
+            out.append(replace(waiting, kernel=step))
+            waiting = None
         else:
-            stream = f"{step.group} comm"
-            code.after(stream, COMPUTE)
-            code.collective(step.op, step.group, step.nbytes, stream=stream)
-            code.after(COMPUTE, stream)
+            out.append(step)
+    return out
 
 
-def _write_overlap(code: CodeWriter, step: OverlapStep) -> None:
-    stream = f"{step.transfer.group} comm"
-    nbytes = round(step.transfer.nbytes / step.chunks)
-    code.after(stream, COMPUTE)
-    for _ in range(step.chunks):
-        if step.gathers:
-            code.collective(step.transfer.op, step.transfer.group, nbytes, stream=stream)
-            code.after(COMPUTE, stream)
-            code.launch(*step.piece.key)
-        else:
-            code.launch(*step.piece.key)
-            code.after(stream, COMPUTE)
-            code.collective(step.transfer.op, step.transfer.group, nbytes, stream=stream)
-    code.after(COMPUTE, stream)
-
-
-def costs_of(step: Step) -> KernelStep | None:
-    """Return the kernel whose cost a step needs registered, if it launches one."""
-    if isinstance(step, OverlapStep):
-        return step.piece
-    return step if isinstance(step, KernelStep) else None
-
-
-def _runs_beside(steps: Sequence[Step], position: int) -> TransferStep | None:
-    following = steps[position + 1] if position + 1 < len(steps) else None
-    if isinstance(following, TransferStep) and following.beside and isinstance(steps[position], KernelStep):
-        return following
-    return None
-
-
-def _holds(operator: OperatorSpec, context: CostContext) -> bool:
-    conditions = context.table.conditions
-    return all(bool(conditions[c.removeprefix("!")][0]) is not c.startswith("!") for c in operator.when)
+def _add_host(steps: list[Step], name: str, seconds: float) -> None:
+    """Put Python between kernels in front: a launch that costs the host and nothing on the device."""
+    if seconds:
+        steps.insert(0, KernelStep(key=(name, (), "host"), cost=Cost(seconds=0.0), host_s=seconds))
 
 
 def _extend(steps: list[Step], works: Sequence[Work], operator: OperatorSpec, context: CostContext) -> None:
     host = context.spec.host
     for work in works:
-        if work.kind is WorkKind.COLLECTIVE:
-            ranks, _ = context.groups.extent(work.over)
-            if float(np.asarray(ranks).flat[0]) > 1:
-                steps.append(
-                    TransferStep(
-                        op=work.collective,
-                        group=work.over,
-                        nbytes=_whole(work.bytes),
-                        host_s=host.collective_s,
-                        beside=1 if operator.hidden_by else 0,
-                        chunks=_chunks(work, context),
-                    )
-                )
+        if work.kind is not WorkKind.COLLECTIVE:
+            steps.append(_kernel(work, context))
             continue
-        seconds = float(np.asarray(context.roofline.seconds(work)).flat[0])
-        launch = host.backward_launch_s if work.backward else host.launch_s
-        if context.table["tp"][0] > 1 and not context.runtime.compile:
-            launch = host.dtensor_launch_s
-        moved = float(np.asarray(work.bytes).flat[0])
-        cost = Cost(
+        ranks = _whole(context.groups.extent(work.over)[0])
+        if ranks <= 1:
+            continue
+        if work.collective == "ring":
+            shard = np.asarray(work.bytes, dtype=np.float64) / ranks
+            hop = float(context.groups.time_s("send_recv", f"{work.over}_pair", shard)[0])
+            beside = f"{operator.hidden_by}.backward" if work.backward else operator.hidden_by
+            kernel = KernelStep(key=(beside, (), ""), cost=Cost(seconds=0.0), host_s=0.0)
+            steps.append(
+                RingStep(
+                    kernel=kernel, group=work.over, nbytes=_whole(shard), hop_s=hop, host_s=host.collective_s, ranks=ranks
+                )
+            )
+            continue
+        steps.append(_transfer(work, ranks, context))
+
+
+def _transfer(work: Work, ranks: int, context: CostContext) -> TransferStep:
+    size = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), (1,))
+    step = TransferStep(
+        op=work.collective,
+        group=work.over,
+        nbytes=_whole(size),
+        host_s=context.spec.host.collective_s,
+        seconds=float(context.groups.time_s(work.collective, work.over, size)[0]),
+        ranks=ranks,
+    )
+    mode = str(context.table.tp_overlap[0])
+    if work.over != "tp" or mode == "none" or work.collective not in {"all_gather", "reduce_scatter"}:
+        return step
+    chunk, hop = overlap_parts_s(mode, work.collective, size, context)
+    return replace(step, mode=mode, chunk_s=float(chunk[0]), hop_s=float(hop[0]))
+
+
+def _kernel(work: Work, context: CostContext) -> KernelStep:
+    host = context.spec.host
+    seconds = float(np.asarray(context.roofline.seconds(work)).flat[0])
+    launch = host.backward_launch_s if work.backward else host.launch_s
+    if context.table["tp"][0] > 1 and not context.runtime.compile:
+        launch = host.dtensor_launch_s
+    moved = float(np.asarray(work.bytes).flat[0])
+    overlaps = work.kind is WorkKind.MATMUL and str(context.table.tp_overlap[0]) != "none"
+    return KernelStep(
+        key=(work.name, _shape(work), context.runtime.compute_dtype),
+        cost=Cost(
             seconds=seconds,
             sms=float(context.roofline.gpu.sm_count),
             hbm_bytes_per_s=min(moved / seconds, context.roofline.memory_bytes_per_s) if seconds else 0.0,
-        )
-        steps.append(
-            KernelStep(
-                key=(work.name, _shape(work), context.runtime.compute_dtype),
-                cost=cost,
-                host_s=launch * work.launches,
-                weight=work.name.endswith(".wgrad"),
-            )
-        )
-
-
-def _chunks(work: Work, context: CostContext) -> int:
-    """Return into how many pieces the plan cuts a collective: one per rank for overlapped tensor parallelism."""
-    overlaps = work.over == "tp" and str(context.table.tp_overlap[0]) != "none"
-    return int(context.table["tp"][0]) if overlaps and work.collective in {"all_gather", "reduce_scatter"} else 1
-
-
-def _host_only(name: str, seconds: float) -> KernelStep:
-    """A launch that costs the host and nothing on the device: Python between kernels."""
-    return KernelStep(key=(name, (), "host"), cost=Cost(seconds=0.0), host_s=seconds)
+        ),
+        host_s=launch * work.launches,
+        weight=work.name.endswith(WEIGHT_GRADIENT),
+        pieces_s=float(pieces_s(work, context).flat[0]) if overlaps else 0.0,
+    )
 
 
 def _sum(run: Sequence[KernelStep], name: str) -> KernelStep:
@@ -331,6 +349,7 @@ def _sum(run: Sequence[KernelStep], name: str) -> KernelStep:
         ),
         host_s=sum(step.host_s for step in run),
         weight=run[0].weight,
+        pieces_s=sum(step.pieces_s or step.cost.seconds for step in run),
     )
 
 
@@ -342,8 +361,3 @@ def _shape(work: Work) -> tuple[int, ...]:
 
 def _whole(value: object) -> int:
     return round(float(np.asarray(value, dtype=np.float64).flat[0]))
-
-
-def launch_key(launch: Launch) -> KernelKey:
-    """Return the key under which a launch's cost was registered."""
-    return (launch.name, launch.shape, launch.dtype)

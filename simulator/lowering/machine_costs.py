@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from simulator.collectives import CollectiveCost, CollectiveModel
 from simulator.costs import Cost, GpuLimits, LinkUse, Ranks
-from simulator.lowering.block_code import KernelKey, launch_key
+from simulator.lowering.block_code import KernelKey
+from simulator.lowering.writing import PEER_COPY, launch_key
 from simulator.program import Collective, Copy, Instruction, Kernel, Launch, Recv, Send
 from simulator.roofline import efficiency
 from topology.cluster import Cluster
@@ -34,12 +35,17 @@ class MachineCosts:
     collective_host_s: float
     placement: tuple[int, ...] = ()
     families: Mapping[str, GroupShape] = field(default_factory=dict)
+    peer_copies: Mapping[int, float] = field(default_factory=dict)  # bytes -> seconds
     _known: dict[tuple[str, int, GroupShape], CollectiveCost] = field(default_factory=dict)
 
     def cost(self, instruction: Kernel, ranks: Ranks) -> Cost:
         if isinstance(instruction, Launch):
             return self.kernels[launch_key(instruction)][0]
         if isinstance(instruction, Copy):
+            if instruction.kind == PEER_COPY:
+                seconds = self.peer_copies[instruction.nbytes]
+                rate = instruction.nbytes / seconds if seconds else 0.0
+                return Cost(seconds=seconds, hbm_bytes_per_s=rate, link_bytes_per_s=rate)
             rate = self.cluster.slowest_kind.pcie_bytes_per_s
             return Cost(seconds=instruction.nbytes / rate, hbm_bytes_per_s=rate)
         op = instruction.op if isinstance(instruction, Collective) else "send_recv"

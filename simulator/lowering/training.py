@@ -2,47 +2,34 @@
 
 Reads like the loop it stands for. A pipeline rank runs its schedule's actions in order; an action runs the units of its
 stage (embedding, layers, head) forward, or backward in reverse; each unit is gathered before use and its gradients are
-sent on their way after. Buffers are allocated as the host goes, as a caching allocator sees it.
+sent on their way after. Memory is counted as the compute stream gets there, in the order in which the host asks for it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
-
-from simulator.closed_form import ADAM_BYTES, CLIP_BYTES
+from simulator.closed_form import NORM_BYTES, optimizer_bytes, spelled
 from simulator.collectives import CollectiveModel
 from simulator.costs import Cost
 from simulator.group_times import GroupTimes
-from simulator.layer_cost import CostContext, block_cost
-from simulator.lowering.block_code import (
-    BlockCode,
-    Detail,
-    KernelKey,
-    KernelStep,
-    Step,
-    TransferSeconds,
-    block_code,
-    costs_of,
-    merged,
-    write,
-)
+from simulator.layer_cost import CostContext
+from simulator.lowering.block_code import BlockCode, Detail, KernelStep, Step, merged
 from simulator.lowering.machine_costs import MachineCosts
+from simulator.lowering.network import Network, StageUnits
 from simulator.lowering.sharded_data import DataTraffic, DataWriter, Unit
-from simulator.memory import keeps_gathered, local_parameters
+from simulator.lowering.writing import StepWriter
+from simulator.memory import State, keeps_gathered, state_bytes
 from simulator.model import Model
-from simulator.operators import tensor_bytes
 from simulator.pipeline import pipeline_program
 from simulator.plan import Plan
 from simulator.plan_table import axis_sizes, plan_table
-from simulator.program import CodeWriter, Groups, Program
+from simulator.program import COMPUTE, CodeWriter, Groups, Program
 from simulator.roofline import Roofline
 from simulator.runtime import DTYPE_BYTES, Runtime
-from simulator.runtime_library import ModelOperators, canonical_recompute, operators_for
+from simulator.runtime_library import operators_for
 from simulator.schedule_tables import build_schedule
 from simulator.schedules import Action, Kind, Schedule
-from simulator.stages import stage_layers
 from simulator.workload import Workload
 from topology.cluster import Cluster
 
@@ -69,39 +56,41 @@ def lower_training(
     return _Lowering(model, cluster, workload, plan, runtime, detail).lower()
 
 
+def plan_context(model: Model, cluster: Cluster, workload: Workload, plan: Plan, runtime: Runtime) -> CostContext:
+    """Return what the costs of a single plan depend on: the closed form's context, with one row."""
+    spec = operators_for(model, runtime).spec
+    table = plan_table([spelled(plan, runtime)], workload, cp_method=spec.context_parallel)
+    return CostContext(
+        table=table,
+        sizes=axis_sizes(model, workload, table),
+        roofline=Roofline(
+            gpu=cluster.slowest_kind, dtype=runtime.compute_dtype, attention_kernel=spec.attention_kernel
+        ),
+        groups=GroupTimes(cluster, table, CollectiveModel(cluster)),
+        runtime=runtime,
+        spec=spec,
+    )
+
+
 class _Lowering:
     def __init__(
         self, model: Model, cluster: Cluster, workload: Workload, plan: Plan, runtime: Runtime, detail: Detail
     ) -> None:
-        self.model, self.cluster, self.workload, self.runtime, self.detail = model, cluster, workload, runtime, detail
-        self.plan = replace(plan, recompute=canonical_recompute(plan.recompute, runtime))
-        self.operators: ModelOperators = operators_for(model, runtime)
-        self.spec = self.operators.spec
-        table = plan_table([self.plan], workload)
-        collectives = CollectiveModel(cluster)
-        self.context = CostContext(
-            table=table,
-            sizes=axis_sizes(model, workload, table),
-            roofline=Roofline(
-                gpu=cluster.slowest_kind,
-                dtype=runtime.compute_dtype,
-                attention_kernel=self.spec.attention_kernel,
-            ),
-            groups=GroupTimes(cluster, table, collectives),
-            runtime=runtime,
-            spec=self.spec,
-        )
-        self.parameters = local_parameters(model, self.context)
-        self.kernels: dict[KernelKey, tuple[Cost, float]] = {}
-        self.transfer_s = TransferSeconds(self.context)
+        self.cluster, self.runtime, self.detail = cluster, runtime, detail
+        self.context = plan_context(model, cluster, workload, plan, runtime)
+        self.plan = self.context.table.plans[0]
+        self.spec = self.context.spec
         self.schedule = build_schedule(
             self.plan.schedule or "1F1B",
             ranks=self.plan.pp,
             micro_batches=self.plan.micro_batches(workload.global_batch_size),
             stages_per_rank=self.plan.virtual_stages,
         )
-        self.blocks = self._blocks()
-        self.stages = self._stages()
+        self.network = Network(model, operators_for(model, runtime), self.context, collapse=detail is Detail.STAGE)
+        self.steps = StepWriter()
+        self.traffic = self._traffic()
+        self.message_bytes = self._message_bytes(model)
+        self._merged: dict[tuple[str, str], list[Step]] = {}
 
     def lower(self) -> Lowered:
         writers: dict[int, DataWriter] = {}
@@ -116,7 +105,7 @@ class _Lowering:
         program = pipeline_program(
             self.schedule,
             body,
-            message_bytes=self._message_bytes(),
+            message_bytes=self.message_bytes,
             groups=self._groups(),
             ranks_of=lambda rank: range(rank * per_rank, (rank + 1) * per_rank),
             early_receives=self.spec.pipeline.p2p_overlap,
@@ -125,10 +114,11 @@ class _Lowering:
         costs = MachineCosts(
             cluster=self.cluster,
             collectives=self.context.groups.collectives,
-            kernels=self.kernels,
+            kernels=self.steps.kernels,
             collective_host_s=self.spec.host.collective_s,
             placement=self.plan.placement,
             families={name: self.context.groups.shape(name) for name in FAMILIES},
+            peer_copies=self.steps.peer_copies,
         )
         return Lowered(program=program, costs=costs, schedule=self.schedule)
 
@@ -136,78 +126,101 @@ class _Lowering:
 
     def _begin(self, code: CodeWriter, rank: int) -> DataWriter:
         """What is there before the first micro batch: parameters, optimizer state, and the step's own host work."""
-        units = self._units(rank)
-        table = self.context.table
-        spec, bytes_of = self.spec.state, self.context.dtype_bytes
-        master = 4.0 if spec.master_weights and bytes_of("param") < 4 else 0.0
-        moments = 2.0 * (4.0 if master else bytes_of("param")) if self.runtime.optimizer != "sgd" else 0.0
+        units, table = self._units(rank), self.context.table
+        widths = state_bytes(self.context)
 
-        def held(kind: str, width: float) -> int:
+        def held(kind: State, width: float) -> int:
             shard, expert = float(table.state_shard[kind][0]), float(table.expert_shard[kind][0])
             return round(sum(u.shared / shard + u.experts / expert for u in units) * width)
 
         code.host_work("step", self.spec.host.step_s)
-        code.alloc("parameters", held("parameters", bytes_of("param")), "parameters", filled=True)
-        code.alloc("optimizer", held("optimizer", moments + master), "optimizer", filled=True)
-        traffic = self._traffic()
-        if not traffic.gradients_appear:
-            code.alloc("gradients", held("gradients", bytes_of(spec.gradient_dtype)), "gradients", filled=True)
-        return DataWriter(code=code, traffic=traffic, kernels=self.kernels)
+        code.alloc("parameters", held("parameters", widths["parameters"]), "parameters", filled=True, stream=COMPUTE)
+        code.alloc("optimizer", held("optimizer", widths["optimizer"]), "optimizer", filled=True, stream=COMPUTE)
+        if not self.traffic.gradients_appear:
+            nbytes = held("gradients", widths["gradients"])
+            code.alloc("gradients", nbytes, "gradients", filled=True, stream=COMPUTE)
+        whole = sum(u.elements for u in units)
+        if not self.traffic.fully_sharded and self.spec.ddp.bucket_copy and self.plan.dp_replicate > 1:
+            code.alloc("buckets", round(whole * widths["gradients"]), "gradient_buffers", filled=True, stream=COMPUTE)
+        if table.conditions["autocast"][0] and widths["parameters"] > self.context.dtype_bytes("compute"):
+            nbytes = round(whole * self.context.dtype_bytes("compute"))
+            code.alloc("cast weights", nbytes, "gathered_parameters", filled=True, stream=COMPUTE)
+        return DataWriter(code=code, traffic=self.traffic, steps=self.steps)
 
     def _action(self, code: CodeWriter, data: DataWriter, action: Action) -> None:
-        units = self.stages[action.stage]
-        last = action.micro_batch == self.schedule.micro_batches - 1
+        units = self.network.stages[action.stage]
         if action.kind is Kind.FORWARD:
-            for position, (unit, block) in enumerate(units):
-                following = units[position + 1][0] if position + 1 < len(units) else None
-                data.before(unit, following)
-                self._allocate(code, block, unit, action)
-                self._write(code, block, "forward")
-                if position + 1 < len(units):  # the last unit is needed again at once
-                    data.after(unit, last_use=False)
-            return
+            self._forward(code, data, units, action)
+        else:
+            self._backward(code, data, units, action)
+
+    def _forward(self, code: CodeWriter, data: DataWriter, units: StageUnits, action: Action) -> None:
+        for position, (unit, block) in enumerate(units):
+            following = units[position + 1][0] if position + 1 < len(units) else None
+            data.before(unit, following)
+            if block.saved_bytes:
+                name = f"saved {unit.name} {action.micro_batch}"
+                code.alloc(name, block.saved_bytes, "activations", stream=COMPUTE)
+            self._write(code, block, "forward")
+            if position + 1 < len(units):  # the last unit is needed again at once
+                data.after(unit, last_use=False)
+
+    def _backward(self, code: CodeWriter, data: DataWriter, units: StageUnits, action: Action) -> None:
+        last = action.micro_batch == self.schedule.micro_batches - 1
+        reducing = data.reduces(last_micro_batch=last) and action.kind is not Kind.INPUT_GRAD
         for position in reversed(range(len(units))):
             unit, block = units[position]
+            name = f"{unit.name} {action.micro_batch}"
             if action.kind is Kind.WEIGHT_GRAD:
                 self._write(code, block, "weight")
             else:
                 following = units[position - 1][0] if position else None
-                reducing = action.kind is Kind.BACKWARD and data.reduces(last_micro_batch=last)
                 data.before(unit, following, reducing=reducing)
                 if block.again_bytes:
-                    code.alloc(f"again {unit.name} {action.micro_batch}", block.again_bytes, "loss_and_recompute")
+                    code.alloc(f"again {name}", block.again_bytes, "loss_and_recompute", stream=COMPUTE)
+                buffered = self._unsharded_gradient(code, unit, name)
                 self._write(code, block, "backward" if action.kind is Kind.BACKWARD else "input")
                 if block.again_bytes:
-                    code.free(f"again {unit.name} {action.micro_batch}")
+                    code.free(f"again {name}", stream=COMPUTE)
+                if buffered:
+                    code.free(f"gradient of {name}", stream=COMPUTE)
             if action.kind is not Kind.INPUT_GRAD:
                 if block.saved_bytes:
-                    code.free(f"saved {unit.name} {action.micro_batch}")
+                    code.free(f"saved {name}", stream=COMPUTE)
+                data.turned(unit, reducing=reducing)
                 data.after(unit, last_use=last)
-                if data.reduces(last_micro_batch=last):
-                    data.reduce(unit)
+
+    def _unsharded_gradient(self, code: CodeWriter, unit: Unit, name: str) -> bool:
+        """Allocate the whole gradient that a fully sharded unit's backward fills; return whether there is one."""
+        nbytes = round(unit.in_use * self.traffic.unsharded_gradient_bytes)
+        if self.traffic.fully_sharded and nbytes:
+            code.alloc(f"gradient of {name}", nbytes, "gradient_buffers", stream=COMPUTE)
+        return bool(self.traffic.fully_sharded and nbytes)
 
     def _end(self, code: CodeWriter, data: DataWriter, rank: int) -> None:
-        units = self._units(rank)
+        """Join what is under way, sum the gradient norm over all that share it, and update."""
+        units, table = self._units(rank), self.context.table
         data.finish(units)
-        shard = float(self.context.table.state_shard["optimizer"][0])
-        expert = float(self.context.table.expert_shard["optimizer"][0])
+        for family, stream in (("dp", "dp norm"), ("tp", "tp comm"), ("pp", "pp norm")):
+            if len(self._groups()[family][0] if family in self._groups() else ()) > 1:
+                code.after(stream, COMPUTE)
+                code.collective("all_reduce", family, round(NORM_BYTES), stream=stream)
+                code.after(COMPUTE, stream)
+        shard, expert = float(table.state_shard["optimizer"][0]), float(table.expert_shard["optimizer"][0])
         owned = sum(u.shared / shard + u.experts / expert for u in units)
-        moved = owned * (ADAM_BYTES + CLIP_BYTES + (2.0 if self.spec.state.master_weights else 0.0))
-        rate = self.context.roofline.memory_bytes_per_s
-        self._launch(
-            code, KernelStep(key=("optimizer", (round(owned),), "float32"), cost=Cost(seconds=moved / rate), host_s=0.0)
+        seconds = owned * optimizer_bytes(self.spec) / self.context.roofline.memory_bytes_per_s
+        self.steps.launch(
+            code, KernelStep(key=("optimizer", (round(owned),), "float32"), cost=Cost(seconds=seconds), host_s=0.0)
         )
         data.redistribute(units)
 
     # --- writing ------------------------------------------------------------------------------------------------
 
     def _write(self, code: CodeWriter, block: BlockCode, which: str) -> None:
-        steps = self._steps(block, which)
-        for step in steps:
-            kernel = costs_of(step)
-            if kernel is not None:
-                self.kernels[kernel.key] = (kernel.cost, kernel.host_s)
-        write(code, steps)
+        key = (block.name, which)
+        if key not in self._merged:
+            self._merged[key] = self._steps(block, which)
+        self.steps.write(code, self._merged[key])
 
     def _steps(self, block: BlockCode, which: str) -> list[Step]:
         match which:
@@ -219,117 +232,57 @@ class _Lowering:
                 wanted = [s for s in block.backward if isinstance(s, KernelStep) and s.weight]
             case _:
                 wanted = [s for s in block.backward if not (isinstance(s, KernelStep) and s.weight)]
-        return merged(wanted, f"{block.name} {which}", self.detail, self.transfer_s)
+        return merged(wanted, f"{block.name} {which}", self.detail)
 
-    def _launch(self, code: CodeWriter, step: KernelStep) -> None:
-        self.kernels[step.key] = (step.cost, step.host_s)
-        code.launch(*step.key)
-
-    def _allocate(self, code: CodeWriter, block: BlockCode, unit: Unit, action: Action) -> None:
-        if block.saved_bytes:
-            code.alloc(f"saved {unit.name} {action.micro_batch}", block.saved_bytes, "activations")
-
-    # --- what stages are made of --------------------------------------------------------------------------------
-
-    def _blocks(self) -> dict[str, BlockCode]:
-        host = self.spec.host
-        parts = {
-            "dense": (self.operators.dense_layer, True),
-            "embedding": (self.operators.embedding, False),
-            "head": (self.operators.head, False),
-        }
-        if self.model.moe:
-            parts["moe"] = (self.operators.moe_layer, True)
-        blocks = {}
-        for name, (operators, wrapped) in parts.items():
-            cost = block_cost(operators, self.context, wrapped=wrapped)
-            saved = float(cost.saved_bytes[0])
-            if name == "head":
-                peak = sum(
-                    float(tensor_bytes(x, self.context.sizes, self.context.dtype_bytes).flat[0])
-                    for x in self.spec.layer.head_peak
-                )
-                saved = max(saved, peak)
-            blocks[name] = block_code(
-                name,
-                operators,
-                self.context,
-                saved_bytes=round(saved),
-                everything_bytes=round(float(cost.everything_bytes[0])),
-                wrapped=wrapped,
-                host_forward_s=host.forward_layer_s if wrapped else 0.0,
-                host_backward_s=host.backward_layer_s if wrapped else 0.0,
-            )
-        return blocks
-
-    def _stages(self) -> list[list[tuple[Unit, BlockCode]]]:
-        """Return the units of every stage in forward order."""
-        p = self.parameters
-        counts = stage_layers(self.model.layers, self.plan, self.spec.pipeline)
-        leading = self.model.dense_layers if self.model.moe else self.model.layers
-        stages: list[list[tuple[Unit, BlockCode]]] = []
-        layer = 0
-        for stage, count in enumerate(counts):
-            units: list[tuple[Unit, BlockCode]] = []
-            if stage == 0:
-                units.append(
-                    (Unit(name="embedding", shared=float(np.asarray(p.embedding).flat[0])), self.blocks["embedding"])
-                )
-            for _ in range(count):
-                if layer < leading:
-                    unit, block = Unit(name=f"layer {layer}", shared=float(p.dense_layer.flat[0])), self.blocks["dense"]
-                else:
-                    unit = Unit(
-                        name=f"layer {layer}", shared=float(p.moe_layer.flat[0]), experts=float(p.experts.flat[0])
-                    )
-                    block = self.blocks["moe"]
-                units.append((unit, block))
-                layer += 1
-            if stage == len(counts) - 1:
-                units.append((Unit(name="head", shared=float(np.asarray(p.head).flat[0])), self.blocks["head"]))
-            stages.append(_collapsed(units, stage) if self.detail is Detail.STAGE else units)
-        return stages
+    # --- what the parts are told --------------------------------------------------------------------------------
 
     def _units(self, rank: int) -> list[Unit]:
-        return [unit for stage in self.schedule.stages_of(rank) for unit, _ in self.stages[stage]]
+        return [unit for stage in self.schedule.stages_of(rank) for unit, _ in self.network.stages[stage]]
 
     def _traffic(self) -> DataTraffic:
         table, spec = self.context.table, self.spec
         full = bool(table.state_shard["parameters"][0] > 1)
+        bytes_of = self.context.dtype_bytes
 
         def ranks(axis: str) -> int:
-            return int(np.asarray(self.context.groups.extent(axis)[0]).flat[0])
+            return int(self.context.groups.extent(axis)[0][0])
 
         return DataTraffic(
             fully_sharded=full,
             keeps_gathered=keeps_gathered(self.plan),
             optimizer_sharded=not full and bool(table.state_shard["optimizer"][0] > 1),
+            gradients_sharded=not full and bool(table.state_shard["gradients"][0] > 1),
             overlap=spec.fsdp.overlap if full else spec.ddp.overlap,
             replicated_sharding=full and self.plan.dp_replicate > 1 and self.plan.dp_shard > 1,
             shard_ranks=ranks("fsdp"),
             expert_shard_ranks=ranks("expert_fsdp"),
             every_micro_batch=self.plan.pp == 1,
-            compute_bytes=self.context.dtype_bytes("compute"),
-            reduce_bytes=self.context.dtype_bytes("reduce"),
+            compute_bytes=bytes_of("compute"),
+            reduce_bytes=bytes_of("reduce"),
             copies=spec.fsdp.copy_in_copy_out,
-            gradient_bytes=self.context.dtype_bytes(spec.state.gradient_dtype),
+            gradient_bytes=bytes_of(spec.state.gradient_dtype),
+            unsharded_gradient_bytes=bytes_of(spec.state.unsharded_gradient_dtype),
             gradients_appear=full and spec.state.gradient_dtype != "reduce",
+            adds_up=spec.state.gradient_dtype != "reduce",
+            bucket_bytes=spec.ddp.bucket_bytes,
             hbm_bytes_per_s=self.context.roofline.memory_bytes_per_s,
             dp_ranks=ranks("dp"),
             expert_dp_ranks=ranks("expert_dp"),
         )
 
     def _groups(self) -> dict[str, Groups]:
-        world = self.plan.gpus
-        groups: dict[str, Groups] = {"pp": strided_groups(world, self.plan.pp, world // self.plan.pp)}
-        for name in FAMILIES:
-            size, stride = (int(np.asarray(x).flat[0]) for x in self.context.groups.extent(name))
-            if size > 1:
-                groups[name] = strided_groups(world, size, stride)
-        return groups
+        if not hasattr(self, "_known_groups"):
+            world = self.plan.gpus
+            groups: dict[str, Groups] = {"pp": strided_groups(world, self.plan.pp, world // self.plan.pp)}
+            for name in FAMILIES:
+                size, stride = (int(x[0]) for x in self.context.groups.extent(name))
+                if size > 1:
+                    groups[name] = strided_groups(world, size, stride)
+            self._known_groups = groups
+        return self._known_groups
 
-    def _message_bytes(self) -> int:
-        nbytes = float(self.context.sizes["u"][0]) * self.model.hidden * DTYPE_BYTES[self.runtime.compute_dtype]
+    def _message_bytes(self, model: Model) -> int:
+        nbytes = float(self.context.sizes["u"][0]) * model.hidden * DTYPE_BYTES[self.runtime.compute_dtype]
         if self.spec.pipeline.scatter_p2p and not self.plan.sequence_parallel:
             nbytes /= self.plan.tp
         return round(nbytes)
@@ -341,23 +294,9 @@ FAMILIES = ("tp", "cp", "ep", "fsdp", "replicate", "dp", "expert_fsdp", "expert_
 
 def strided_groups(world: int, size: int, stride: int) -> Groups:
     """Return all groups of `size` ranks that lie `stride` apart, in order of their first rank."""
-    starts = [r for r in range(world) if (r // stride) % size == 0]
-    return tuple(tuple(range(r, r + size * stride, stride)) for r in starts)
-
-
-def _collapsed(units: list[tuple[Unit, BlockCode]], stage: int) -> list[tuple[Unit, BlockCode]]:
-    """Return a stage as one unit: parameters, bytes and steps of its units together."""
-    whole = Unit(
-        name=f"stage {stage}",
-        shared=sum(u.shared for u, _ in units),
-        experts=sum(u.experts for u, _ in units),
-        pieces=len(units),
+    span = size * stride
+    return tuple(
+        tuple(range(block + offset, block + offset + span, stride))
+        for block in range(0, world, span)
+        for offset in range(stride)
     )
-    block = BlockCode(
-        name=f"stage {stage}",
-        forward=tuple(step for _, b in units for step in b.forward),
-        backward=tuple(step for _, b in reversed(units) for step in b.backward),
-        saved_bytes=sum(b.saved_bytes for _, b in units),
-        again_bytes=max((b.again_bytes for _, b in units), default=0),
-    )
-    return [(whole, block)]
