@@ -248,7 +248,11 @@ def _step(
     }
     hidden = sum((here(x) for x in passes("hidden_s").values()), np.zeros(len(table)))
     forward, backward = here(forward_s), here(behind_s)
-    starved = forward + backward - here(device["forward"] + device["backward"] + device["recompute"])
+    # A host that is slower in one pass and quicker in the other runs ahead where it can: what counts is the whole
+    # step's issue time against the device's, and the first pass, which nothing ran ahead of.
+    on_device = here(device["forward"] + device["backward"] + device["recompute"])
+    on_host = here(host["forward"] + host["backward"] + host["recompute"])
+    first = forward - here(device["forward"])
 
     # The schedule: ranks wait for the pipe to fill and drain, and for what neighbours send.
     # The pipe fills and drains through all the other ranks, at each one's own pace.
@@ -284,7 +288,7 @@ def _step(
         "contention": data.contention_s + m * hidden * _sm_share(context),
         "exposed_communication": sum(exposed.values(), np.zeros(len(table))),
         "bubble": bubble,
-        "host": m * starved + spec.host.step_s,
+        "host": np.maximum(m * on_host - m * on_device - bubble, first) + spec.host.step_s,
         "optimizer": optimizer,
     }
     return _Step(breakdown_s=breakdown, exposed_s=exposed, lower_bound_s=m * (compute + recompute) + optimizer)
@@ -336,18 +340,20 @@ def _data_parallel(
     reduce = groups.time_s("reduce_scatter", "fsdp", shared * reduce_bytes) + groups.time_s(
         "reduce_scatter", "expert_fsdp", experts * reduce_bytes
     )
-    # Hybrid sharding sums the shards over replicas, right behind each reduce-scatter.
-    replicas = groups.time_s("all_reduce", "replicate", (shared + experts) / table["sharded_over"] * reduce_bytes)
-    reduce = reduce + np.where(table["dp_replicate"] > 1, replicas, 0.0)
+    # Hybrid sharding sums the shards over replicas, behind each reduce-scatter.
+    shard = shared / table["sharded_over"] + experts / np.maximum(table.expert_shard["gradients"], 1.0)
+    replicas = groups.time_s("all_reduce", "replicate", shard * reduce_bytes)
+    replicas = np.where((table["dp_replicate"] > 1) & (table["dp_shard"] > 1), replicas, 0.0)
 
     # Fully sharded: each layer's traffic hides behind the layer before it; the first gather and the last reduction
     # have nothing to hide behind.
     passes_of_gather = gathers / np.where(gathers > 1, 2.0, 1.0)
     exposed_forward = gather / count + np.maximum(gather - forward, 0.0) * (1 - 1 / count)
     again = np.where(gathers > 1, gather, 0.0)
-    exposed_backward = reduce / count + np.maximum(again + reduce - backward, 0.0) * (1 - 1 / count)
+    busiest = np.maximum(again + reduce, replicas)  # replicas have a communicator, and a stream, of their own
+    exposed_backward = (reduce + replicas) / count + np.maximum(busiest - backward, 0.0) * (1 - 1 / count)
     sharded_exposed = passes_of_gather * exposed_forward + reductions * exposed_backward
-    sharded_total = gathers * gather + reductions * reduce
+    sharded_total = gathers * gather + reductions * (reduce + replicas)
     hbm = context.roofline.memory_bytes_per_s
     copied = 2 * gathers * (shared + experts) * compute_bytes + reductions * (shared + experts) * (
         compute_bytes + reduce_bytes
@@ -377,7 +383,9 @@ def _data_parallel(
         + scatters * groups.time_s("reduce_scatter", "expert_dp", experts * reduce_bytes)
         + groups.time_s("all_gather", "expert_dp", experts * compute_bytes)
     )
-    replicated_exposed = np.where(optimizer_only, scattered, reduce_all - hidden)
+    times = np.where((table["pp"] == 1) & spec.ddp.every_micro_batch, m, 1.0)
+    replicated_exposed = np.where(optimizer_only, scattered, times * (reduce_all - hidden))
+    hidden = times * hidden
 
     exposed = np.where(full, sharded_exposed, replicated_exposed)
     overlapped = np.where(full, sharded_total - sharded_exposed, np.where(optimizer_only, 0.0, hidden))

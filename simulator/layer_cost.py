@@ -22,7 +22,7 @@ from simulator.plan_table import Floats, PlanTable
 from simulator.roofline import Roofline
 from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import RecomputeSpec, RuntimeSpec
-from simulator.tp_overlap import COPY_ENGINE_MODES, PEER_MODES, together_s
+from simulator.tp_overlap import COPY_ENGINE_MODES, PEER_MODES, extra_calls, together_s
 
 Rows = NDArray[np.bool_]
 
@@ -217,8 +217,9 @@ class PassWriter:
             exposed, hidden = self._ring(work, operator)
             cost.expose(work.over, active * exposed)
             cost.hidden_s = cost.hidden_s + active * hidden
-            steps = np.where(runs, context.table["cp"], 0.0)
-            cost.host_s = cost.host_s + active * steps * (2 * context.spec.host.collective_s)
+            hops = np.where(runs, context.table["cp"] - 1, 0.0)
+            launch = context.spec.host.launch_s
+            cost.host_s = cost.host_s + active * hops * (2 * context.spec.host.collective_s + launch)
             return
         seconds = active * context.groups.time_s(work.collective, work.over, work.bytes)
         cost.host_s = cost.host_s + active * context.spec.host.collective_s * runs
@@ -276,8 +277,9 @@ class PassWriter:
             exposed = np.where(paired, np.maximum(together - product_s, 0.0), exposed)
             if mode not in COPY_ENGINE_MODES:
                 self.cost.hidden_s = self.cost.hidden_s + np.where(paired, np.maximum(whole_s - exposed, 0.0), 0.0)
-            issued = np.where(paired & (mode != "fused"), 2 * self._ranks, 0.0)
-            self.cost.host_s = self.cost.host_s + (active > 0) * issued * self.context.spec.host.launch_s
+            issued = np.array([extra_calls(str(mode), ranks) for ranks in self._ranks])
+            issued_s = issued * self.context.spec.host.collective_s
+            self.cost.host_s = self.cost.host_s + np.where(paired & (active > 0), issued_s, 0.0)
         self.cost.expose("tp", exposed * (active > 0))
 
 

@@ -20,7 +20,7 @@ from simulator.operators import tensor_bytes
 from simulator.plan import Plan
 from simulator.plan_table import Floats
 from simulator.runtime_library import ModelOperators
-from simulator.stages import StageLayout, in_flight, last_rank
+from simulator.stages import StageLayout, head_in_flight, in_flight, last_rank
 
 # Bytes beside the allocator's: CUDA context, kernels and NCCL buffers of a few communicators. Source: assumed; a bare
 # torch process with NCCL shows 1 to 2 GiB in nvidia-smi on Hopper.
@@ -135,7 +135,7 @@ def memory_columns(
         if "moe" in blocks:
             saved = saved + in_moe * blocks["moe"].saved_bytes[mode][:, None]
     head_saved = blocks["head"].saved_bytes["none"]
-    activations = saved * flying + last * head_saved[:, None] * np.minimum(flying, 1.0)
+    activations = saved * flying + last * (head_saved * head_in_flight(table))[:, None]
     # A recomputed block's intermediates live again, one block at a time.
     widest = np.max([blocks[name].everything_bytes for name in ("dense", "moe") if name in blocks], axis=0)
     wrapped = sum((a + b for mode, (a, b) in layout.by_mode.items() if mode != "none"), np.zeros_like(shared))

@@ -85,7 +85,9 @@ def plan_table(plans: Sequence[Plan], workload: Workload, *, cp_method: str = "a
     columns["dp"] = dp
     columns["sharded_over"] = group
     # Experts live on ep ranks taken from (dp_shard x cp x tp); what is left of that product shards each expert.
-    expert_ranks = np.where(zero < 0, columns["dp_shard"], dp) * columns["cp"] * columns["tp"]
+    # Without sequence parallelism tensor-parallel ranks split each expert, and hold no others between them.
+    apart = np.where([p.sequence_parallel for p in plans], columns["tp"], 1.0)
+    expert_ranks = np.where(zero < 0, columns["dp_shard"], dp) * columns["cp"] * apart
     expert_group = np.maximum(expert_ranks / columns["ep"], 1.0)
     state_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], group, 1.0) for k in STATES}
     expert_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], expert_group, 1.0) for k in STATES}

@@ -47,11 +47,12 @@ class FsdpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpSpec:
-    """`bucket_bytes` of gradients are reduced at once; 0 is a layer's."""
+    """`bucket_bytes` of gradients are reduced at once; 0 is a layer's. `every_micro_batch`: not only the last one's."""
 
     overlap: bool
     bucket_copy: bool
     bucket_bytes: float = 0.0
+    every_micro_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,14 +8,18 @@ Bubbles are the schedules' closed forms: GPipe (arXiv 1811.06965), 1F1B and inte
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.model import Model
+from simulator.pipeline import peak_activations
 from simulator.plan import Plan
 from simulator.plan_table import Floats, PlanTable
 from simulator.runtime_library import PipelineSpec
+from simulator.schedule_tables import build_schedule
+from topology.errors import BadPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +138,8 @@ def bubble_s(table: PlanTable, forward: Floats, input_gradient: Floats, weight_g
                 longest = np.maximum(np.maximum(forward, input_gradient), weight_gradient)
                 value = (p - 1) * (3 * longest - forward - backward) / v
             case "DualPipeV":
-                value = (
-                    np.maximum(p / 2 - 1, 0.0) * np.maximum(forward + 2 * input_gradient - 2 * weight_gradient, 0) / v
-                )
+                # Where a pair takes as long as its two parts; what overlaps inside a pair comes off elsewhere.
+                value = (p - 1) * np.maximum(forward + 2 * input_gradient - weight_gradient, 0.0) / v
             case _:
                 value = whole
         result = np.where(mask, value, result)
@@ -160,9 +163,52 @@ def in_flight(table: PlanTable) -> Floats:
                 value = m + 0 * ranks
             case "Interleaved1F1B" | "InterleavedZeroBubble":
                 value = np.minimum(p + (p - 2 * ranks - 1) / v, m)
-            case "ZBVZeroBubble" | "DualPipeV" | "ZBH1":
-                value = np.minimum(p, m) + 0 * ranks
             case _:
                 value = held
         held = np.where(mask, value, held)
-    return np.maximum(held, 1.0)
+    return _replayed(table, np.maximum(held, 1.0), of_last_stage=False)
+
+
+def head_in_flight(table: PlanTable) -> Floats:
+    """Return micro batches whose saved logits the rank with the head holds at once, per plan: one, unless weight
+    gradients are put off, or all forwards go first.
+    """
+    one = np.ones((len(table), 1))
+    first = np.isin(table.schedule, ["GPipe", "LoopedBFS"])[:, None]
+    return _replayed(table, np.where(first, table.micro_batches[:, None], one), of_last_stage=True)[:, 0]
+
+
+def _replayed(table: PlanTable, otherwise: Floats, *, of_last_stage: bool) -> Floats:
+    """Return `otherwise`, except for schedules that put weight gradients off or turn back: those are counted out."""
+    result = otherwise.copy()
+    for row in np.nonzero(np.isin(table.schedule, COUNTED_OUT))[0]:
+        p, m, v = int(table["pp"][row]), int(table.micro_batches[row]), int(table["virtual_stages"][row])
+        if p > 1 and m >= 1:
+            held, last = _held(str(table.schedule[row]), p, m, v)
+            if of_last_stage:
+                result[row] = last
+            else:
+                result[row, :p] = held
+    return result
+
+
+COUNTED_OUT = ("ZBH1", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+@lru_cache(maxsize=1024)
+def _held(name: str, p: int, m: int, v: int) -> tuple[tuple[float, ...], float]:
+    """Return (micro batches in flight on each rank, on the last stage) of a schedule, in whole passes of a rank.
+
+    Beyond a few rounds of the pipeline the steady state repeats, so that a long step is counted on a shorter one.
+    """
+    rounds = 2 * p * max(v, 2)
+    if m > 2 * rounds:
+        m = rounds + m % rounds if name in {"ZBH1", "ZBVZeroBubble", "DualPipeV"} else rounds
+    try:
+        schedule = build_schedule(name, ranks=p, micro_batches=m, stages_per_rank=v)
+    except BadPlan:
+        return (float(min(p, m)),) * p, 1.0
+    stages = p * v
+    held = tuple(peak / v for peak in peak_activations(schedule, [1.0] * stages))
+    last = max(peak_activations(schedule, [0.0] * (stages - 1) + [1.0]))
+    return held, last

@@ -25,6 +25,13 @@ MODES = ("none", "chunked", "ring", "copy_engine", "fused", "async")
 PEER_MODES = frozenset({"ring", "copy_engine", "async"})
 COPY_ENGINE_MODES = frozenset({"copy_engine", "async"})
 
+
+
+def extra_calls(mode: str, ranks: float) -> float:
+    """Return how many more collectives and messages the host issues than the one collective that is cut up."""
+    return {"chunked": ranks - 1, "ring": 2 * (ranks - 1) - 1, "fused": 1.0}.get(mode, 0.0)
+
+
 Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 
 

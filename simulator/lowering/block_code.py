@@ -25,7 +25,7 @@ from simulator.layer_cost import (
 )
 from simulator.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
 from simulator.runtime_library import RecomputeSpec
-from simulator.tp_overlap import together_s
+from simulator.tp_overlap import extra_calls, together_s
 
 KernelKey = tuple[str, tuple[int, ...], str]
 
@@ -48,6 +48,7 @@ class KernelStep:
     host_s: float
     weight: bool = False
     pieces_s: float = 0.0
+    merged: bool = False  # stands for many launches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,10 +210,15 @@ def _folded(step: TransferStep | OverlapStep | RingStep) -> KernelStep:
     """Return what moves, and what runs beside it, as one kernel of the same length on an idle machine."""
     if isinstance(step, TransferStep):
         return KernelStep(key=(step.op, (step.nbytes,), step.group), cost=Cost(seconds=step.seconds), host_s=step.host_s)
-    kernel = step.product if isinstance(step, OverlapStep) else step.kernel
+    if isinstance(step, OverlapStep):
+        kernel = step.product
+        host = kernel.host_s + (1 + extra_calls(step.transfer.mode, step.ranks)) * step.transfer.host_s
+    else:
+        kernel = step.kernel
+        host = kernel.host_s * step.ranks + 2 * (step.ranks - 1) * step.host_s
     moved = kernel.cost.seconds * kernel.cost.hbm_bytes_per_s
     cost = replace(kernel.cost, seconds=step.seconds, hbm_bytes_per_s=moved / step.seconds if step.seconds else 0.0)
-    return KernelStep(key=kernel.key, cost=cost, host_s=kernel.host_s)
+    return KernelStep(key=kernel.key, cost=cost, host_s=host)
 
 
 def _overlapped(steps: list[Step], name: str) -> list[Step]:
@@ -350,6 +356,7 @@ def _sum(run: Sequence[KernelStep], name: str) -> KernelStep:
         host_s=sum(step.host_s for step in run),
         weight=run[0].weight,
         pieces_s=sum(step.pieces_s or step.cost.seconds for step in run),
+        merged=True,
     )
 
 

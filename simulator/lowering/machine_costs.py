@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from simulator.collectives import CollectiveCost, CollectiveModel
@@ -37,6 +38,21 @@ class MachineCosts:
     families: Mapping[str, GroupShape] = field(default_factory=dict)
     peer_copies: Mapping[int, float] = field(default_factory=dict)  # bytes -> seconds
     _known: dict[tuple[str, int, GroupShape], CollectiveCost] = field(default_factory=dict)
+    _gpus_per_node: int = field(init=False)
+    _one_kind: str = field(init=False)  # empty where GPUs differ
+    _link_rates: dict[str, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look up once what every group of ranks asks for."""
+        node, kind = self.cluster.groups[0].node, self.cluster.slowest_kind
+        self._gpus_per_node = self.cluster.gpus_per_node
+        kinds = {gpu.kind for group in self.cluster.groups for gpu in group.node.gpus}
+        self._one_kind = kind.name if len(kinds) == 1 else ""
+        network = sum(nic.bytes_per_s or 0.0 for nic in node.nics if nic.up)
+        self._link_rates = {
+            "nic": max(network / max(len(node.gpus), 1), 1.0),
+            "port": kind.nvlink_links * kind.nvlink_bytes_per_s or kind.pcie_bytes_per_s,
+        }
 
     def cost(self, instruction: Kernel, ranks: Ranks) -> Cost:
         if isinstance(instruction, Launch):
@@ -77,43 +93,51 @@ class MachineCosts:
         ranks' NICs; so each NIC carries that many times less than a port. Two ranks are taken for a message, which
         loads one direction.
         """
-        nodes = [self._node(rank) for rank in ranks]
-        per_node = max(nodes.count(node) for node in set(nodes))
-        medium, share = ("port", 1.0) if per_node == len(ranks) else ("nic", 1.0 / per_node)
+        physical = [self.placement[rank] for rank in ranks] if self.placement else list(ranks)
+        per_node, nodes = self._spread(physical)
+        medium, share = ("port", 1.0) if nodes == 1 else ("nic", 1.0 / per_node)
         if len(ranks) == 2:
-            source, target = (self._physical(rank) for rank in ranks)
+            source, target = physical
             return (
                 LinkUse(link=(medium, "out", source), share=share),
                 LinkUse(link=(medium, "in", target), share=share),
             )
-        physical = [self._physical(rank) for rank in ranks]
         return tuple(LinkUse(link=(medium, way, gpu), share=share) for way in ("out", "in") for gpu in physical)
 
     def link_bytes_per_s(self, link: Hashable) -> float:
         assert isinstance(link, tuple)  # noqa: S101 - made by routes above
-        kind = self.cluster.slowest_kind
-        node = self.cluster.groups[0].node
-        if link[0] == "nic":
-            total = sum(nic.bytes_per_s or 0.0 for nic in node.nics if nic.up)
-            return max(total / max(len(node.gpus), 1), 1.0)
-        return kind.nvlink_links * kind.nvlink_bytes_per_s or kind.pcie_bytes_per_s
+        return self._link_rates[link[0]]
 
     def kind(self, ranks: Ranks) -> Hashable:
         """Groups that lie alike on nodes of the same GPU cost the same."""
-        nodes = [self._node(rank) for rank in ranks]
-        pattern = tuple(sorted(nodes.count(node) for node in set(nodes)))
-        return (len(ranks), pattern, tuple(sorted({self._gpu_kind(rank) for rank in ranks})))
+        if len(ranks) == 1:
+            return self._gpu_kind(ranks[0])
+        physical = [self.placement[rank] for rank in ranks] if self.placement else ranks
+        kinds = self._one_kind or tuple(sorted({self._gpu_kind(rank) for rank in ranks}))
+        if not self.placement and len(ranks) > 2:
+            # Ranks of a family lie evenly, so how the first node is filled says how all are.
+            return (len(ranks), *self._spread(physical), kinds)
+        per = self._gpus_per_node
+        nodes = [gpu // per for gpu in physical]
+        return (len(ranks), tuple(sorted(nodes.count(node) for node in set(nodes))), kinds)
 
     def shape(self, family: str, ranks: Ranks) -> GroupShape:
         """Return how a group lies on the machine: as planned for its family, else as its ranks are placed."""
         planned = self.families.get(family)
         if planned is not None and planned.ranks == len(ranks) and not self.placement:
             return planned
-        nodes = [self._node(rank) for rank in ranks]
-        per_node = max(nodes.count(node) for node in set(nodes))
-        gpus = self.cluster.gpus_per_node
-        siblings = max(1, gpus // per_node) if planned is None else planned.siblings
+        per_node, _ = self._spread([self._physical(rank) for rank in ranks])
+        siblings = max(1, self._gpus_per_node // per_node) if planned is None else planned.siblings
         return GroupShape(ranks=len(ranks), ranks_per_node=per_node, siblings=siblings)
+
+    def _spread(self, physical: Sequence[int]) -> tuple[int, int]:
+        """Return (most GPUs on one node, nodes) of a group."""
+        per = self._gpus_per_node
+        first, last = physical[0] // per, physical[-1] // per
+        if first == last and all(gpu // per == first for gpu in physical):
+            return len(physical), 1
+        count = Counter(gpu // per for gpu in physical)
+        return max(count.values()), len(count)
 
     def _chosen(self, op: str, nbytes: int, shape: GroupShape) -> CollectiveCost:
         key = (op, nbytes, shape)
@@ -124,13 +148,13 @@ class MachineCosts:
     def _physical(self, rank: int) -> int:
         return self.placement[rank] if self.placement else rank
 
-    def _node(self, rank: int) -> int:
-        return self._physical(rank) // self.cluster.gpus_per_node
-
     def _gpu_kind(self, rank: int) -> str:
-        node = self._node(rank)
+        if self._one_kind:
+            return self._one_kind
+        gpu = self._physical(rank)
         for group in self.cluster.groups:
-            if node < group.count:
-                return group.node.gpus[self._physical(rank) % len(group.node.gpus)].kind
-            node -= group.count
+            size = group.count * len(group.node.gpus)
+            if gpu < size:
+                return group.node.gpus[gpu % len(group.node.gpus)].kind
+            gpu -= size
         return self.cluster.slowest_kind.name

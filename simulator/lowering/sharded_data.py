@@ -61,6 +61,7 @@ class DataTraffic:
     shard_ranks: int
     expert_shard_ranks: int
     every_micro_batch: bool
+    scatters_each: bool  # sharded gradients (ZeRO-2) go out after every micro batch
     compute_bytes: float
     reduce_bytes: float
     copies: bool
@@ -85,7 +86,8 @@ class DataWriter:
     _resident: set[str] = field(default_factory=set)
     _with_gradient: set[str] = field(default_factory=set)
     _accumulated: set[str] = field(default_factory=set)
-    _reducing: str = ""  # the unit whose reduction may still be under way
+    _reducing: str = ""  # the buffer of a reduction that may still be under way
+    _turn: int = 0
 
     def before(self, unit: Unit, following: Unit | None, *, reducing: bool = False) -> None:
         """Have `unit` gathered, and the gather of `following` under way, before `unit` computes.
@@ -143,14 +145,15 @@ class DataWriter:
 
     def reduces(self, *, last_micro_batch: bool) -> bool:
         """Whether gradients go out after this micro batch's backward."""
-        return self.traffic.every_micro_batch or last_micro_batch
+        t = self.traffic
+        return t.every_micro_batch or last_micro_batch or (t.gradients_sharded and t.scatters_each)
 
     def finish(self, units: list[Unit]) -> None:
         """Reduce what has not been reduced yet and join the compute stream, before the optimizer."""
         t = self.traffic
         shared, experts = sum(u.shared for u in units), sum(u.experts for u in units)
-        late = (t.optimizer_sharded and not t.gradients_sharded) or not t.overlap
-        if not t.fully_sharded and late and not (t.gradients_sharded and t.every_micro_batch):
+        late = t.optimizer_sharded or not t.overlap
+        if not t.fully_sharded and late and not t.gradients_sharded:
             self.code.after(STREAM, COMPUTE)
             op = "reduce_scatter" if t.optimizer_sharded else "all_reduce"
             self._send(op, "dp", shared * t.reduce_bytes, t.dp_ranks)
@@ -183,15 +186,17 @@ class DataWriter:
             if t.copies:
                 self._copy(f"copy_in {unit.name}", unit.elements * (width + t.reduce_bytes))
             # The buffer of the reduction before is let go when the next one has one of its own.
+            self._turn += 1
+            name = f"reduction {unit.name} {self._turn}"
             self.code.alloc(
-                f"reduction {unit.name}",
+                name,
                 round(unit.in_use * t.reduce_bytes),
                 "gradient_buffers",
                 stream=COMPUTE,
                 pool=REDUCE_POOL,
             )
             self._release()
-            self._reducing = unit.name
+            self._reducing = name
             if not t.every_micro_batch:
                 self.code.free(f"accumulated {unit.name}", stream=COMPUTE)
                 self._accumulated.discard(unit.name)
@@ -210,7 +215,7 @@ class DataWriter:
 
     def _release(self) -> None:
         if self._reducing:
-            self.code.free(f"reduction {self._reducing}", stream=COMPUTE)
+            self.code.free(self._reducing, stream=COMPUTE)
             self._reducing = ""
 
     def _reduce(self, unit: Unit, share: float) -> None:

@@ -76,7 +76,7 @@ class _Lowering:
     def __init__(
         self, model: Model, cluster: Cluster, workload: Workload, plan: Plan, runtime: Runtime, detail: Detail
     ) -> None:
-        self.cluster, self.runtime, self.detail = cluster, runtime, detail
+        self.model, self.cluster, self.runtime, self.detail = model, cluster, runtime, detail
         self.context = plan_context(model, cluster, workload, plan, runtime)
         self.plan = self.context.table.plans[0]
         self.spec = self.context.spec
@@ -89,7 +89,7 @@ class _Lowering:
         self.network = Network(model, operators_for(model, runtime), self.context, collapse=detail is Detail.STAGE)
         self.steps = StepWriter()
         self.traffic = self._traffic()
-        self.message_bytes = self._message_bytes(model)
+        self.message_bytes = self._message_bytes()
         self._merged: dict[tuple[str, str], list[Step]] = {}
 
     def lower(self) -> Lowered:
@@ -162,7 +162,8 @@ class _Lowering:
                 name = f"saved {unit.name} {action.micro_batch}"
                 code.alloc(name, block.saved_bytes, "activations", stream=COMPUTE)
             self._write(code, block, "forward")
-            if position + 1 < len(units):  # the last unit is needed again at once
+            # The last unit is needed again at once; a whole stage in one is not, but for its last layer.
+            if position + 1 < len(units) or unit.pieces > 1:
                 data.after(unit, last_use=False)
 
     def _backward(self, code: CodeWriter, data: DataWriter, units: StageUnits, action: Action) -> None:
@@ -256,7 +257,8 @@ class _Lowering:
             replicated_sharding=full and self.plan.dp_replicate > 1 and self.plan.dp_shard > 1,
             shard_ranks=ranks("fsdp"),
             expert_shard_ranks=ranks("expert_fsdp"),
-            every_micro_batch=self.plan.pp == 1,
+            every_micro_batch=self.plan.pp == 1 and (full or spec.ddp.every_micro_batch),
+            scatters_each=self.plan.pp == 1,
             compute_bytes=bytes_of("compute"),
             reduce_bytes=bytes_of("reduce"),
             copies=spec.fsdp.copy_in_copy_out,
@@ -275,21 +277,24 @@ class _Lowering:
             world = self.plan.gpus
             groups: dict[str, Groups] = {"pp": strided_groups(world, self.plan.pp, world // self.plan.pp)}
             for name in FAMILIES:
+                if name in EXPERT_FAMILIES and self.model.moe is None:
+                    continue
                 size, stride = (int(x[0]) for x in self.context.groups.extent(name))
                 if size > 1:
                     groups[name] = strided_groups(world, size, stride)
             self._known_groups = groups
         return self._known_groups
 
-    def _message_bytes(self, model: Model) -> int:
-        nbytes = float(self.context.sizes["u"][0]) * model.hidden * DTYPE_BYTES[self.runtime.compute_dtype]
+    def _message_bytes(self) -> int:
+        nbytes = float(self.context.sizes["u"][0]) * self.model.hidden * DTYPE_BYTES[self.runtime.compute_dtype]
         if self.spec.pipeline.scatter_p2p and not self.plan.sequence_parallel:
             nbytes /= self.plan.tp
         return round(nbytes)
 
 
 # Families of groups besides the pipeline; see GroupTimes for what each is.
-FAMILIES = ("tp", "cp", "ep", "fsdp", "replicate", "dp", "expert_fsdp", "expert_dp")
+EXPERT_FAMILIES = ("ep", "expert_fsdp", "expert_dp")
+FAMILIES = ("tp", "cp", "fsdp", "replicate", "dp", *EXPERT_FAMILIES)
 
 
 def strided_groups(world: int, size: int, stride: int) -> Groups:

@@ -46,8 +46,11 @@ class StepWriter:
         if launch is None:
             name, shape, dtype = step.key
             launch = self._launches[step.key] = Launch(name=name, shape=shape, dtype=dtype)
-            self.kernels[step.key] = (step.cost, step.host_s)
+            self.kernels[step.key] = (step.cost, 0.0 if step.merged else step.host_s)
         code.add(launch)
+        if step.merged and step.host_s:
+            # The device starts on the first of many launches while the host is still issuing the others.
+            code.host_work(f"issue {step.key[0]}", step.host_s)
 
     def _ring(self, code: CodeWriter, piece: KernelStep, group: str, nbytes: int, ranks: int) -> None:
         """Pass a shard on while the piece at hand computes; the next piece waits for both."""

@@ -65,7 +65,8 @@ def test_no_plan_beats_the_datasheet() -> None:
 
 def test_one_gpu_step_is_the_sum_of_its_kernels() -> None:
     """No communication, no bubble, no recomputation on a single GPU."""
-    estimate = table([Plan()], machine=cluster("dgx-h100", gpus=1), model="llama3.2-1b").estimate(0)
+    one = Workload(seq_len=4096, global_batch_size=1)
+    estimate = table([Plan()], machine=cluster("dgx-h100", gpus=1), model="llama3.2-1b", workload=one).estimate(0)
 
     for term in ("exposed_communication", "bubble", "recompute", "contention", "copies"):
         assert estimate.breakdown_s[term] == 0
