@@ -78,6 +78,7 @@ class EstimateTable:
                 capacity_bytes=self.capacity_bytes,
                 fits=bool(self.fits[index]),
                 by_stage=by_stage,
+                reserved_by_stage=tuple(self.memory.reserved_bytes[index, : plan.pp].tolist()),
             ),
             breakdown_s={name: float(column[index]) for name, column in self.breakdown_s.items()},
             exposed_by_axis_s={name: float(column[index]) for name, column in self.exposed_by_axis_s.items()},
@@ -263,6 +264,8 @@ def _step(
         return np.asarray((values.sum(axis=1) - here(values)) / others)
 
     bubble = bubble_s(table, elsewhere(forward_s), elsewhere(behind_s - weight_s), elsewhere(weight_s))
+    ahead = np.maximum(m * on_host - m * on_device - bubble, first)
+    starved = m * (forward + backward - on_device) if spec.host.synchronizes else ahead
     boundary = context.sizes["u"] * model.hidden * DTYPE_BYTES[context.runtime.compute_dtype]
     if spec.pipeline.scatter_p2p:
         boundary = np.where(table.sequence_parallel, boundary, boundary / table["tp"])
@@ -288,7 +291,7 @@ def _step(
         "contention": data.contention_s + m * hidden * _sm_share(context),
         "exposed_communication": sum(exposed.values(), np.zeros(len(table))),
         "bubble": bubble,
-        "host": np.maximum(m * on_host - m * on_device - bubble, first) + spec.host.step_s,
+        "host": starved + spec.host.step_s,
         "optimizer": optimizer,
     }
     return _Step(breakdown_s=breakdown, exposed_s=exposed, lower_bound_s=m * (compute + recompute) + optimizer)

@@ -127,6 +127,7 @@ def memory_columns(
     # Micro batches of a pipeline add up whole gradients, in the type they are reduced in, until the last one.
     adding = (table["pp"] > 1)[:, None] * (shared + experts) * context.dtype_bytes("reduce")
     reduction = np.where(fully_sharded, unsharded_gradients + adding, buckets)
+    passing = np.where(fully_sharded, unsharded_gradients, 0.0)
 
     flying = in_flight(table)
     saved = first * blocks["embedding"].saved_bytes["none"][:, None]
@@ -154,8 +155,10 @@ def memory_columns(
     }
     categories = {k: np.where(exists, v, 0.0) for k, v in categories.items()}
     everything = sum(categories.values(), np.zeros_like(shared))
-    # The loss and the last gradients do not coincide: under full sharding gradients appear as activations go.
-    early = everything - np.where(fully_sharded, categories["gradients"] + categories["gradient_buffers"], 0.0)
+    # The loss and a unit's whole gradient do not coincide: under full sharding gradients appear as activations go, and
+    # shards of them are there before only if an earlier micro batch has left them.
+    fresh = fully_sharded & ((table["pp"] > 1) | (table.micro_batches <= 1))[:, None]
+    early = everything - np.where(exists, passing, 0.0) - np.where(fresh, categories["gradients"], 0.0)
     late = everything - categories["activations"] - categories["loss_and_recompute"]
     peak = np.maximum(early, late)
     # One pool per stream: the compute stream's peak and the communication streams' peak add up.

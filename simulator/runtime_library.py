@@ -68,7 +68,8 @@ class PipelineSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
     """Host seconds: per kernel launch, per operator on DTensors, per collective, per layer and pass, per recomputed
-    layer, per step.
+    layer, per step. `synchronizes`: the host waits for the device after every pass of a micro batch, instead of running
+    ahead.
     """
 
     launch_s: float
@@ -79,6 +80,7 @@ class HostSpec:
     backward_layer_s: float
     checkpoint_s: float
     step_s: float
+    synchronizes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

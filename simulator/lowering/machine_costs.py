@@ -25,6 +25,9 @@ TRAFFIC: dict[str, Callable[[int], float]] = {
     "send_recv": lambda _: 1.0,
 }
 
+# Algorithms that reduce inside a node before anything leaves it.
+REDUCES_INSIDE = frozenset({"tree", "nvls", "nvls_tree"})
+
 
 @dataclass(slots=True)
 class MachineCosts:
@@ -68,13 +71,11 @@ class MachineCosts:
         shape = self.shape(instruction.group, ranks)
         chosen = self._chosen(op, instruction.nbytes, shape)
         seconds = chosen.time_s.value
-        sent = instruction.nbytes * TRAFFIC[op](shape.ranks)
-        return Cost(
-            seconds=seconds,
-            sms=float(chosen.sms),
-            hbm_bytes_per_s=2 * sent / seconds if seconds else 0.0,
-            link_bytes_per_s=sent / seconds if seconds else 0.0,
-        )
+        sent = instruction.nbytes * self._traffic(op, chosen.algorithm, shape)
+        # By itself a transfer gets what its time says, whatever the time was measured or modelled from.
+        medium, share = ("port", 1.0) if shape.nodes == 1 else ("nic", 1.0 / shape.ranks_per_node)
+        rate = min(sent / seconds, self._link_rates[medium] / share) if seconds else 0.0
+        return Cost(seconds=seconds, sms=float(chosen.sms), hbm_bytes_per_s=2 * rate, link_bytes_per_s=rate)
 
     def host_s(self, instruction: Instruction) -> float:
         if isinstance(instruction, Launch):
@@ -138,6 +139,12 @@ class MachineCosts:
             return len(physical), 1
         count = Counter(gpu // per for gpu in physical)
         return max(count.values()), len(count)
+
+    def _traffic(self, op: str, algorithm: str, shape: GroupShape) -> float:
+        """Return bytes through a rank's port, or a node's NICs, per byte of the buffer."""
+        if op == "all_reduce" and shape.nodes > 1 and algorithm in REDUCES_INSIDE:
+            return 2 * (shape.nodes - 1) / shape.nodes
+        return TRAFFIC[op](shape.ranks)
 
     def _chosen(self, op: str, nbytes: int, shape: GroupShape) -> CollectiveCost:
         key = (op, nbytes, shape)

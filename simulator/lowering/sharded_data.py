@@ -148,6 +148,13 @@ class DataWriter:
         t = self.traffic
         return t.every_micro_batch or last_micro_batch or (t.gradients_sharded and t.scatters_each)
 
+    def settle(self) -> None:
+        """End a backward pass: FSDP2 waits there for all reductions (`_root_post_backward_final_callback`)."""
+        if self.traffic.fully_sharded:
+            self.code.after(COMPUTE, STREAM)
+            if self.traffic.replicated_sharding:
+                self.code.after(COMPUTE, REPLICAS)
+
     def finish(self, units: list[Unit]) -> None:
         """Reduce what has not been reduced yet and join the compute stream, before the optimizer."""
         t = self.traffic
@@ -222,10 +229,13 @@ class DataWriter:
         t = self.traffic
         shared, experts = share * unit.shared * t.reduce_bytes, share * unit.experts * t.reduce_bytes
         if t.fully_sharded:
+            if t.replicated_sharding and unit.pieces > 1:
+                self.code.after(REPLICAS, STREAM)  # the pieces of a stage follow each other through both
             self._send("reduce_scatter", "fsdp", shared, t.shard_ranks)
             self._send("reduce_scatter", "expert_fsdp", experts, t.expert_shard_ranks)
             if t.replicated_sharding:
-                self.code.after(REPLICAS, STREAM)
+                if unit.pieces == 1:
+                    self.code.after(REPLICAS, STREAM)
                 shard = shared / t.shard_ranks + experts / t.expert_shard_ranks
                 self.code.collective("all_reduce", "replicate", max(1, round(shard)), stream=REPLICAS)
         elif t.gradients_sharded:

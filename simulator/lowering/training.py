@@ -153,6 +153,8 @@ class _Lowering:
             self._forward(code, data, units, action)
         else:
             self._backward(code, data, units, action)
+        if self.spec.host.synchronizes:
+            code.synchronize(COMPUTE)
 
     def _forward(self, code: CodeWriter, data: DataWriter, units: StageUnits, action: Action) -> None:
         for position, (unit, block) in enumerate(units):
@@ -179,24 +181,22 @@ class _Lowering:
                 data.before(unit, following, reducing=reducing)
                 if block.again_bytes:
                     code.alloc(f"again {name}", block.again_bytes, "loss_and_recompute", stream=COMPUTE)
-                buffered = self._unsharded_gradient(code, unit, name)
                 self._write(code, block, "backward" if action.kind is Kind.BACKWARD else "input")
                 if block.again_bytes:
                     code.free(f"again {name}", stream=COMPUTE)
-                if buffered:
-                    code.free(f"gradient of {name}", stream=COMPUTE)
             if action.kind is not Kind.INPUT_GRAD:
                 if block.saved_bytes:
                     code.free(f"saved {name}", stream=COMPUTE)
+                # Its gradient is whole by the time its activations are gone.
+                whole = round(unit.in_use * self.traffic.unsharded_gradient_bytes) if self.traffic.fully_sharded else 0
+                if whole:
+                    code.alloc(f"gradient of {name}", whole, "gradient_buffers", stream=COMPUTE)
                 data.turned(unit, reducing=reducing)
+                if whole:
+                    code.free(f"gradient of {name}", stream=COMPUTE)
                 data.after(unit, last_use=last)
-
-    def _unsharded_gradient(self, code: CodeWriter, unit: Unit, name: str) -> bool:
-        """Allocate the whole gradient that a fully sharded unit's backward fills; return whether there is one."""
-        nbytes = round(unit.in_use * self.traffic.unsharded_gradient_bytes)
-        if self.traffic.fully_sharded and nbytes:
-            code.alloc(f"gradient of {name}", nbytes, "gradient_buffers", stream=COMPUTE)
-        return bool(self.traffic.fully_sharded and nbytes)
+        if reducing and action.stage == 0:
+            data.settle()
 
     def _end(self, code: CodeWriter, data: DataWriter, rank: int) -> None:
         """Join what is under way, sum the gradient norm over all that share it, and update."""
