@@ -64,14 +64,16 @@ class SharedLinks:
         links: list[int] = []
         numbers: list[int] = []
         for instance, route in enumerate(routes):
-            total: dict[int, float] = {}
-            for use in route:
-                link = index.setdefault(use.link, len(index))
-                total[link] = total.get(link, 0.0) + use.share
-            for link, share in total.items():
-                instances.append(instance)
-                links.append(link)
-                numbers.append(shares.setdefault(share, len(shares)))
+            crossed = [index.setdefault(use.link, len(index)) for use in route]
+            parts = [use.share for use in route]
+            if len(set(crossed)) < len(crossed):
+                total: dict[int, float] = {}
+                for link, share in zip(crossed, parts, strict=True):
+                    total[link] = total.get(link, 0.0) + share
+                crossed, parts = list(total), list(total.values())
+            instances += [instance] * len(crossed)
+            links += crossed
+            numbers += [shares.setdefault(share, len(shares)) for share in parts]
         if instances:
             columns_of = (np.array(part, dtype=np.int64) for part in (instances, links, numbers))
             self._uses[key] = _Uses(len(routes), *columns_of)

@@ -41,6 +41,7 @@ class MachineCosts:
     families: Mapping[str, GroupShape] = field(default_factory=dict)
     peer_copies: Mapping[int, float] = field(default_factory=dict)  # bytes -> seconds
     _known: dict[tuple[str, int, GroupShape], CollectiveCost] = field(default_factory=dict)
+    _uses: dict[tuple[str, str, int, float], LinkUse] = field(default_factory=dict)
     _gpus_per_node: int = field(init=False)
     _one_kind: str = field(init=False)  # empty where GPUs differ
     _link_rates: dict[str, float] = field(init=False)
@@ -98,12 +99,15 @@ class MachineCosts:
         per_node, nodes = self._spread(physical)
         medium, share = ("port", 1.0) if nodes == 1 else ("nic", 1.0 / per_node)
         if len(ranks) == 2:
-            source, target = physical
-            return (
-                LinkUse(link=(medium, "out", source), share=share),
-                LinkUse(link=(medium, "in", target), share=share),
-            )
-        return tuple(LinkUse(link=(medium, way, gpu), share=share) for way in ("out", "in") for gpu in physical)
+            return self._use(medium, "out", physical[0], share), self._use(medium, "in", physical[1], share)
+        return tuple([self._use(medium, way, gpu, share) for way in ("out", "in") for gpu in physical])
+
+    def _use(self, medium: str, way: str, gpu: int, share: float) -> LinkUse:
+        key = (medium, way, gpu, share)
+        use = self._uses.get(key)
+        if use is None:
+            use = self._uses[key] = LinkUse(link=(medium, way, gpu), share=share)
+        return use
 
     def link_bytes_per_s(self, link: Hashable) -> float:
         assert isinstance(link, tuple)  # noqa: S101 - made by routes above
@@ -135,8 +139,11 @@ class MachineCosts:
         """Return (most GPUs on one node, nodes) of a group."""
         per = self._gpus_per_node
         first, last = physical[0] // per, physical[-1] // per
-        if first == last and all(gpu // per == first for gpu in physical):
+        if first == last and (not self.placement or all(gpu // per == first for gpu in physical)):
             return len(physical), 1
+        if not self.placement:  # families lie evenly
+            nodes = len({gpu // per for gpu in physical})
+            return -(-len(physical) // nodes), nodes
         count = Counter(gpu // per for gpu in physical)
         return max(count.values()), len(count)
 
