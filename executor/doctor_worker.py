@@ -179,7 +179,7 @@ def _refuse_busy(devices: Sequence[dict[str, Any]], *, allow: bool) -> None:
         return
     index_of = {device["uuid"]: device["index"] for device in devices}
     said = "; ".join(
-        f"GPU {index_of[who.gpu_uuid]}: pid {who.pid} of {who.owner or 'another container'}"
+        f"GPU {index_of[who.gpu_uuid]}: pid {who.pid} of {who.owner or 'an unknown user'}"
         + (f", {who.memory_bytes / 2**30:.1f} GiB" if who.memory_bytes is not None else "")
         for who in busy[:8]
     )

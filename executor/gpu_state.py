@@ -1,18 +1,17 @@
 """Clocks, throttle reasons and other people's processes, as nvidia-smi tells them.
 
 nvidia-smi rather than NVML: it is there wherever the driver is, and a hung driver hangs a child that can be killed
-instead of this process. Only the standard library.
+instead of this process.
 """
 
 from __future__ import annotations
 
-import os
-import pwd
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from topology.processes import owner
 
 TIMEOUT_S = 10.0
 # Bits of nvmlClocksEventReasons that mean "slower than asked" (nvml.h).
@@ -104,19 +103,3 @@ def occupants(run: Run = run_text) -> list[Occupant]:
             pid = int(cells[1])
             found.append(Occupant(cells[0], pid, owner(pid), int(used * 2**20) if used is not None else None))
     return found
-
-
-def owner(pid: int) -> str | None:
-    """Return the user name of a process, its number where it has no name, None where the process cannot be seen."""
-    try:
-        uid = Path(f"/proc/{pid}").stat().st_uid
-    except OSError:
-        return None
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-def cpu_count() -> int:
-    return os.cpu_count() or 1

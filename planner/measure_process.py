@@ -36,6 +36,10 @@ def measure(
         command = [
             sys.executable,
             "-m",
+            "executor.guard",  # if we are killed, the kernel tells the worker, which then ends its own children
+            str(os.getpid()),
+            sys.executable,
+            "-m",
             "executor.doctor_worker",
             f"--out={out}",
             f"--budget={budget_s:g}",

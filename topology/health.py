@@ -32,6 +32,7 @@ __all__ = ["Health", "HealthItem", "diagnose"]
 
 # The probe's findings, by what they are about. Each is tested against a real capture, so a change of wording shows.
 TOPICS = (
+    ("stuck", r"driver does not answer"),
     ("no_gpu", r"^no NVIDIA driver found"),
     ("lost_gpu", r"off the NVLink fabric"),
     ("missing_gpu", r"one fewer than such machines have"),
@@ -48,6 +49,7 @@ TOPICS = (
     ("mixed", r"GPU models in one machine"),
     ("throttled", r"is throttled"),
     ("busy", r"is in use by other processes"),
+    ("not_measured", r"^nothing could be measured"),
     ("nic_down", r"^NIC .* is down"),
     ("not_offered", r"not offered by the driver"),
     ("silent", r"gave nothing$"),
@@ -56,8 +58,8 @@ TOPICS = (
         r"was not read|was not recognised|not everything could be read|not known to this version|the first is used",
     ),
 )
-# A warning about the texts, not about the machine; and GPUs on the bus that a container simply was not given.
-ADVICE = frozenset({"reading", "not_offered"})
+# About the texts or the tools, not the machine; and GPUs on the bus that a container simply was not given.
+ADVICE = frozenset({"reading", "not_offered", "silent"})
 ORDER = {ERROR: 0, WARNING: 1, INFO: 2}
 
 
@@ -109,7 +111,17 @@ def diagnose(cluster: Cluster, measured: Measured | None = None, *, expected: Cl
 
 
 def _from_finding(cluster: Cluster, finding: Finding) -> HealthItem:
+    if re.search(r"^no NVIDIA driver found", finding.what) and "timeout" in finding.why:
+        finding = replace(
+            finding,
+            severity=ERROR,
+            what="the NVIDIA driver does not answer",
+            consequence="no GPU can be used while it hangs",
+            remedy="look for Xid messages in `dmesg`; reset the GPU or reboot",
+        )
     code = next((code for code, pattern in TOPICS if re.search(pattern, finding.what)), "note")
+    if code == "silent" and re.search(r"in time|hung", finding.why):
+        code = "stuck"  # a command an old driver lacks is no fault, a driver that does not answer is
     gpus = mentioned(finding.what)
     severity = finding.severity
     if code == "hidden" and _nvlink_joins_all(cluster):

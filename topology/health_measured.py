@@ -46,18 +46,37 @@ def check_measured(cluster: Cluster, measured: Measured) -> tuple[list[HealthIte
         *_collectives(cluster, measured),
         *_together(measured, shared),
     ]
-    if measured.missing:
-        items.append(
+    return [*items, *_missing(measured)], shared
+
+
+def _missing(measured: Measured) -> list[HealthItem]:
+    """Parts that failed are a sign of a fault; parts that found no time are not."""
+    late = [what for what in measured.missing if "out of time" in what]
+    failed = [what for what in measured.missing if "out of time" not in what]
+    found = []
+    if failed:
+        found.append(
+            _item(
+                "not_measured",
+                WARNING,
+                f"{len(failed)} parts of the measurement failed",
+                "; ".join(failed[:6]),
+                "training uses the same copies, kernels and collectives",
+                "run the part by hand: python -m executor.doctor_worker --pieces=flows (compute, collectives)",
+            )
+        )
+    if late:
+        found.append(
             _item(
                 "partial",
                 INFO,
-                f"the measurement is partial: {len(measured.missing)} parts are missing",
-                "; ".join(measured.missing[:6]),
+                f"the measurement is partial: {len(late)} parts found no time",
+                "; ".join(late[:6]),
                 "what is missing was not judged",
                 "measure again with a larger --budget",
             )
         )
-    return items, shared
+    return found
 
 
 def _wrong(measured: Measured) -> list[HealthItem]:

@@ -75,9 +75,9 @@ def health_text(cluster: Cluster, health: Health, measured: Measured | None, ver
     for gpu in node.gpus:
         memory = f", {gpu.memory_bytes / 2**30:.1f} GiB" if gpu.memory_bytes else ""
         uuid = f", {gpu.uuid}" if gpu.uuid else ""
-        lines.append(
-            f"  GPU {gpu.index}: {gpu.name or gpu.kind}{memory}, {links_of(node, gpu.vertex)} NVLinks in use{uuid}"
-        )
+        # One GPU alone has no far ends here, so its links are not drawn; zero would be a false statement.
+        nvlinks = f", {links_of(node, gpu.vertex)} NVLinks in use" if len(node.gpus) > 1 else ""
+        lines.append(f"  GPU {gpu.index}: {gpu.name or gpu.kind}{memory}{nvlinks}{uuid}")
     for item in health.items:
         lines += ["", f"{item.severity.value.upper()} [{item.code}] {item.what}"]
         lines += [

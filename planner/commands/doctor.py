@@ -60,7 +60,7 @@ def doctor(
     _refuse(out, save_measured, save_profile, force=force)
     found = _owners(_machine(sources, cluster, gpu))
     should = _load(expect) if expect is not None else None
-    samples = _samples(found, measure=measure, saved=measured, seconds=seconds, allow_busy=allow_busy)
+    found, samples = _samples(found, measure=measure, saved=measured, seconds=seconds, allow_busy=allow_busy)
     health = diagnose(found, samples, expected=should)
     if samples is not None:
         from topology.apply_measured import with_measured  # noqa: PLC0415 - as above
@@ -107,26 +107,17 @@ def _owners(cluster: Cluster) -> Cluster:
     """Add the owner to each process that the probe's findings name; the probe itself reads no process table."""
     from dataclasses import replace  # noqa: PLC0415 - keeps `--help` light
 
+    from topology.processes import owner  # noqa: PLC0415 - as above
+
     def named(finding: Finding) -> Finding:
         if "in use by other processes" not in finding.what:
             return finding
-        why = re.sub(r"\bpid (\d+)\b(?! of )", lambda m: f"pid {m[1]} of {owner(int(m[1]))}", finding.why)
+        why = re.sub(
+            r"\bpid (\d+)\b(?! of )", lambda m: f"pid {m[1]} of {owner(int(m[1])) or 'an unknown user'}", finding.why
+        )
         return replace(finding, why=why)
 
     return replace(cluster, findings=tuple(named(finding) for finding in cluster.findings))
-
-
-def owner(pid: int) -> str:
-    """Return the user name of a process here, or `another container` when it cannot be seen."""
-    import pwd  # noqa: PLC0415 - absent on some systems, and needed here only
-
-    try:
-        uid = Path(f"/proc/{pid}").stat().st_uid
-        return pwd.getpwuid(uid).pw_name
-    except OSError:
-        return "another container"
-    except KeyError:
-        return f"user {uid}"
 
 
 def installed() -> dict[str, str]:
@@ -152,17 +143,28 @@ def installed() -> dict[str, str]:
 
 def _samples(
     cluster: Cluster, *, measure: bool, saved: Path | None, seconds: float, allow_busy: bool
-) -> Measured | None:
-    from topology.measured import read_measured  # noqa: PLC0415 - keeps `--help` light
+) -> tuple[Cluster, Measured | None]:
+    """Return the measurement, and the cluster with a finding more where it failed: what was read is still an answer."""
+    from dataclasses import replace  # noqa: PLC0415 - keeps `--help` light
+
+    from topology.errors import ProbeError  # noqa: PLC0415 - as above
+    from topology.finding import ERROR  # noqa: PLC0415 - as above
+    from topology.finding import finding as make_finding  # noqa: PLC0415 - as above
+    from topology.measured import read_measured  # noqa: PLC0415 - as above
 
     if saved is not None:
-        return read_measured(saved)
+        return cluster, read_measured(saved)
     node = cluster.groups[0].node
     if not measure or not node.gpus:
-        return None
+        return cluster, None
     from planner.measure_process import measure as run  # noqa: PLC0415 - as above
 
-    return run([gpu.index for gpu in node.gpus], budget_s=seconds, machine=cluster.name, allow_busy=allow_busy)
+    indices = [gpu.index for gpu in node.gpus]
+    try:
+        return cluster, run(indices, budget_s=seconds, machine=cluster.name, allow_busy=allow_busy)
+    except ProbeError as error:
+        failed = make_finding(ERROR, error.what, error.why, "the machine is judged by what can be read", error.remedy)
+        return replace(cluster, findings=(*cluster.findings, failed)), None
 
 
 def _save(

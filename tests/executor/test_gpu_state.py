@@ -1,8 +1,7 @@
 """What nvidia-smi prints, read field by field."""
 
-import os
-
-from executor.gpu_state import occupants, owner, read_states
+from executor import gpu_state
+from executor.gpu_state import occupants, read_states
 from topology.codec import convert
 from topology.measured import GpuState
 
@@ -40,10 +39,10 @@ def test_nothing_and_nonsense_give_nothing() -> None:
     assert occupants(lambda _: "garbage\n") == []
 
 
-def test_occupants_have_an_owner() -> None:
-    found = occupants(lambda _: f"GPU-1, {os.getpid()}, 3072\nGPU-2, 999999999, [N/A]\n")
+def test_occupants_have_an_owner(monkeypatch) -> None:
+    monkeypatch.setattr(gpu_state, "owner", {42: "alice"}.get)
 
-    assert (found[0].gpu_uuid, found[0].pid, found[0].memory_bytes) == ("GPU-1", os.getpid(), 3 * 2**30)
-    assert found[0].owner == owner(os.getpid())
-    assert found[0].owner
-    assert (found[1].owner, found[1].memory_bytes) == (None, None)
+    found = occupants(lambda _: "GPU-1, 42, 3072\nGPU-2, 43, [N/A]\n")
+
+    assert [(one.gpu_uuid, one.pid, one.owner) for one in found] == [("GPU-1", 42, "alice"), ("GPU-2", 43, None)]
+    assert [one.memory_bytes for one in found] == [3 * 2**30, None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from planner.cli import main
-from planner.commands.doctor import budget_s, owner
+from planner.commands.doctor import budget_s
 from planner.measure_process import measure
 from topology.catalog import cluster as catalogue
 from topology.cluster_file import load_cluster, save_cluster
@@ -188,9 +187,57 @@ def test_redaction_of_a_sentence() -> None:
     assert redact(said, names=["node-7"]) == ("GPU-<redacted> on <host> at <address>: pid 42 of <user>, MIG-<redacted>")
 
 
-def test_owners() -> None:
-    assert owner(os.getpid())
-    assert owner(999_999_999) == "another container"
+# A machine that nvidia-smi describes
+
+SMI = """#!/bin/sh
+case "$*" in
+  "-L") for i in 0 1 2 3; do echo "GPU $i: NVIDIA H200 (UUID: {uuid}$i)"; done ;;
+  "topo -m") cat {data}/nvidia_smi_topo_m.txt ;;
+  "topo -p2p r"|"topo -p2p w") cat {data}/nvidia_smi_topo_p2p.txt ;;
+  *index,uuid,name\\ --format*) for i in 0 1 2 3; do echo "$i, {uuid}$i, NVIDIA H200"; done ;;
+  *compute-apps*) test -n "$BUSY" && echo "{uuid}2, 42, 2048" ;;
+  *) echo not supported; exit 6 ;;
+esac
+"""
+
+
+@pytest.fixture
+def h200_machine(monkeypatch, tmp_path):
+    """Put a `nvidia-smi` that repeats a captured machine first on the path."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    script = folder / "nvidia-smi"
+    script.write_text(SMI.format(uuid=UUID[:-1], data=DATA / "h200x4"))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_probe_then_doctor_on_a_machine(h200_machine, tmp_path, capsys) -> None:
+    out = tmp_path / "cluster.json"
+
+    assert main(["probe", "--out", str(out)]) == 0
+    assert main(["doctor"]) == 0
+    assert "GPU 3: NVIDIA H200, 18 NVLinks in use" in capsys.readouterr().out
+    assert main(["doctor", "--cluster", str(out), "--expect", "h200x4"]) == 0
+    assert load_cluster(str(out)).gpu_count == 4
+
+
+def test_a_measurement_that_fails_leaves_the_report(h200_machine, capfd) -> None:
+    """nvidia-smi lists GPUs that CUDA does not have: every part fails, and the machine is judged by what was read."""
+    assert main(["doctor", "--measure", "--budget", "30s"]) == 1
+
+    out = capfd.readouterr().out
+    assert "[not_measured]" in out
+    assert "GPU 3: NVIDIA H200" in out
+
+
+def test_busy_gpus_are_refused_with_the_process(h200_machine, monkeypatch, capfd) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("BUSY", "1")
+
+    assert main(["doctor", "--measure", "--budget", "30s"]) == 1
+    assert "GPU 2: pid 42 of" in capfd.readouterr().err
 
 
 # The measuring process
@@ -222,11 +269,33 @@ def test_a_terminated_measurement_leaves_no_process(tmp_path) -> None:
     worker.send_signal(signal.SIGTERM)
 
     assert worker.wait(timeout=20) == 130
-    _wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
+    _wait_until(lambda: not any(_alive(pid) for pid in children))
+
+
+def test_a_killed_planner_leaves_no_measurement_behind() -> None:
+    code = "from planner.measure_process import measure\nmeasure(range(8), budget_s=60, machine='x', device='cpu')"
+    planner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    _wait_until(lambda: any(_children(child) for child in _children(planner.pid)))
+    family = [*(workers := _children(planner.pid)), *(pid for worker in workers for pid in _children(worker))]
+
+    planner.kill()
+    planner.wait(timeout=10)
+
+    _wait_until(lambda: not any(_alive(pid) for pid in family))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
+    except OSError:
+        return False
 
 
 def _children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
 
 
 def _wait_until(true, seconds: float = 15.0) -> None:

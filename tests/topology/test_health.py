@@ -16,6 +16,7 @@ from topology.machine import Evidence
 from topology.measured import ComputeSample, Flow, FlowSet, GpuState, GroupSample, Measured
 from topology.nvml import NvmlGpu, NvmlLink, NvmlSnapshot
 from topology.probe import build, probe_text, shipped_catalogue
+from topology.probe_machine import Answer, probe_machine
 from topology.profile import CollectiveSample
 from topology.smi_topo import parse_topo
 
@@ -365,6 +366,21 @@ def test_a_warning_about_a_text_is_not_a_fault_of_the_machine() -> None:
     assert health.healthy
 
 
+@pytest.mark.parametrize(
+    ("failure", "healthy"), [("Field 'x' is not a valid field to query.", True), ("timeout", False)]
+)
+def test_a_tool_that_says_no_is_no_fault_and_one_that_hangs_is(failure: str, healthy: bool, tmp_path) -> None:
+    """Partly seated bridges made `topo -m` take 112 s (NVIDIA/nccl#557)."""
+
+    def run(command, timeout_s):
+        return Answer(text=nvswitch_matrix(4)) if command[1:] == ("topo", "-m") else Answer(failure=failure)
+
+    found = probe_machine(run=run, environment={}, nvml=lambda: NvmlSnapshot(failure="no library"), root=tmp_path)
+
+    assert diagnose(found).healthy is healthy
+    assert any(one.code == "stuck" for one in diagnose(found).items) is not healthy
+
+
 # Measured
 
 
@@ -566,7 +582,11 @@ def test_a_partial_measurement_says_so_and_a_dry_run_says_nothing() -> None:
     partial = diagnose(H200, measured(missing=("collectives: out of time",)))
     dry = diagnose(H200, measured(device="cpu", flows=changed(measured().flows, lambda f: replace(f, bytes_per_s=1.0))))
 
+    failed = diagnose(H200, measured(missing=("collectives: rank 3 failed first (SIGKILL): no words",)))
+
     assert "out of time" in item(partial, "partial").why
+    assert "rank 3" in item(failed, "not_measured").why
+    assert not failed.healthy
     assert partial.healthy
     assert dry.healthy
     assert not dry.measured
