@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from planner.cli import main
+
 pytest.importorskip("topology.probe", reason="the readers are a part of their own")
 pytest.importorskip("topology.report", reason="the readers are a part of their own")
 

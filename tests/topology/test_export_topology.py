@@ -78,7 +78,7 @@ def test_astra_sim_h100_matches_the_validated_file():
     made = cluster("dgx-h100", 32)
     node = made.groups[0].node
     links = tuple(
-        replace(link, measured_bytes_per_s=400e9) if link.kind is LinkKind.NVSWITCH else link for link in node.links
+        replace(link, bytes_per_s=400e9) if link.kind is LinkKind.NVSWITCH else link for link in node.links
     )
     measured = replace(
         made,
