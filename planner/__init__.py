@@ -1,0 +1,1 @@
+"""Which plan: legality, enumeration, search, and the command line."""

@@ -1,0 +1,324 @@
+"""Worker, one per GPU under torchrun: how long collectives take, by group, size and way of launching.
+
+Small messages are timed twice: `eager`, a loop of torch.distributed calls in which the host may be the slower part, and
+`graph`, replayed as a CUDA graph, which is device time. Above `EAGER_LIMIT` the host runs ahead of the device, so the
+loop is device time too (`queued`). A time is the median over calls of the slowest rank.
+
+All decisions (go on, stop, use graphs) are taken by rank 0 or by vote and told to everyone over gloo: ranks that
+disagree about what comes next would wait for each other for ever.
+
+`--device cpu` runs gloo with small sizes: it tests this file, not a machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+from executor.records import Deadline, Recorder, middle
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+SMALLEST, LARGEST = 2**10, 2**30
+EAGER_LIMIT = 4 * 2**20
+WARMUP, ITERATIONS = 5, 20
+PER_GRAPH = 10  # calls in one graph: its launch, some 8 us, is shared by them
+INIT_TIMEOUT_S = 60.0
+
+
+@dataclass(slots=True)
+class Rank:
+    """One process of the run: torch, its place, its buffers, and what the groups agreed on."""
+
+    torch: Any
+    dist: Any
+    rank: int
+    world: int
+    cuda: bool
+    source: Any
+    sink: Any
+    graphs: bool = True
+    groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
+
+    def agree(self, values: Sequence[float], *, least: bool = False) -> list[float]:
+        """Return the maximum (or minimum) of each value over all ranks. Also a barrier."""
+        dist, box = self.dist, self.torch.tensor(values, dtype=self.torch.float64)
+        dist.all_reduce(box, op=dist.ReduceOp.MIN if least else dist.ReduceOp.MAX)
+        return [float(value) for value in box]
+
+
+def group_sets(world: int) -> list[tuple[tuple[int, ...], ...]]:
+    """Return sets of groups that work at the same time: 2, 4, ... and all ranks alone, then two pairs at once."""
+    sizes = [size for power in range(1, world.bit_length()) if (size := 2**power) < world]
+    sets = [(tuple(range(size)),) for size in (world, *sizes) if size > 1]
+    if world >= 4:
+        sets.append(((0, 1), (2, 3)))
+    return sets
+
+
+def sizes(largest: int) -> list[list[int]]:
+    """Return message sizes in passes: powers of 4 first, the powers of 2 between them if time allows."""
+    powers = range(SMALLEST.bit_length() - 1, largest.bit_length())
+    return [[2**power for power in powers if power % 2 == 0], [2**power for power in powers if power % 2]]
+
+
+def bytes_needed(op: str, nbytes: int, ranks: int, element: int) -> int:
+    """Return `nbytes` rounded down so that every rank's share is whole elements; at least one element each."""
+    share = element * ranks if op in {"all_gather", "reduce_scatter", "all_to_all"} else element
+    return max(share, nbytes // share * share)
+
+
+def caller(me: Rank, op: str, ranks: tuple[int, ...], nbytes: int) -> Callable[[], None]:
+    """Return a function that does the collective once. `nbytes` is nccl-tests' size column: the larger buffer."""
+    dist, group = me.dist, me.groups[ranks]
+    count, n = nbytes // me.source.element_size(), len(ranks)
+    source, sink = me.source, me.sink
+    if op == "all_reduce":
+        return lambda: dist.all_reduce(source[:count], group=group)
+    if op == "all_gather":
+        return lambda: dist.all_gather_into_tensor(sink[:count], source[: count // n], group=group)
+    if op == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(sink[: count // n], source[:count], group=group)
+    if op == "all_to_all":
+        return lambda: dist.all_to_all_single(sink[:count], source[:count], group=group)
+    if op == "broadcast":
+        return lambda: dist.broadcast(source[:count], src=ranks[0], group=group)
+    at = ranks.index(me.rank)
+    after, before = ranks[(at + 1) % n], ranks[at - 1]
+
+    def exchange() -> None:
+        moves = [
+            dist.P2POp(dist.isend, source[:count], after, group=group),
+            dist.P2POp(dist.irecv, sink[:count], before, group=group),
+        ]
+        for move in dist.batch_isend_irecv(moves):
+            move.wait()
+
+    return exchange
+
+
+def timed_calls(me: Rank, call: Callable[[], None], count: int) -> list[float]:
+    """Return seconds of each of `count` calls issued back to back."""
+    if not me.cuda:
+        seconds = []
+        for _ in range(count):
+            started = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - started)
+        return seconds
+    cuda = me.torch.cuda
+    events = [cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+
+
+def graph_calls(me: Rank, call: Callable[[], None]) -> list[float]:
+    """Return seconds of one call inside a replayed CUDA graph. Raises RuntimeError where capture is refused."""
+    cuda = me.torch.cuda
+    graph = cuda.CUDAGraph()
+    cuda.synchronize()
+    # Thread-local: NCCL's watchdog thread queries events at any time, which a global capture would forbid.
+    with cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(PER_GRAPH):
+            call()
+    try:
+        for _ in range(2):
+            graph.replay()
+        return [seconds / PER_GRAPH for seconds in timed_calls(me, graph.replay, ITERATIONS)]
+    finally:
+        cuda.synchronize()
+        graph.reset()  # a communicator cannot be destroyed while a graph holds it
+
+
+def measure(me: Rank, indices: Sequence[int], recorder: Recorder, deadline: Deadline, largest: int) -> None:
+    """Time every set of groups, op and size that fits into the budget. All ranks call this alike."""
+    for number, some in enumerate(sizes(largest)):
+        for together in group_sets(me.world):
+            for op in OPS:
+                reached = _series(me, op, together, some, indices, recorder, deadline)
+                if reached < len(some):
+                    what = f"{op} on {len(together)} x {len(together[0])} GPUs from {some[reached]} bytes on"
+                    recorder.missing(f"{what}: out of time" + (" (sizes between powers of 4)" if number else ""))
+
+
+def _series(
+    me: Rank,
+    op: str,
+    together: tuple[tuple[int, ...], ...],
+    some: Sequence[int],
+    indices: Sequence[int],
+    recorder: Recorder,
+    deadline: Deadline,
+) -> int:
+    """Time one op over sizes; return how many were done. Stops before a size that would not fit."""
+    last_s, last_bytes = 0.0, some[0]
+    for at, size in enumerate(some):
+        # Every rank must take the same way: rank 0's clock and the slowest rank's time decide.
+        expected = last_s * max(1.0, size / last_bytes) * (WARMUP + 2 * ITERATIONS)
+        (stop,) = me.agree([0.0 if me.rank else float(not deadline.has(expected + 0.05))])
+        if stop:
+            return at
+        for launch in ("eager", "graph") if size <= EAGER_LIMIT and me.cuda else ("queued",):
+            if launch == "graph" and not me.graphs:
+                continue
+            times = _point(me, op, together, size, launch, indices, recorder)
+            if launch != "graph":
+                last_s, last_bytes = times, size
+    return len(some)
+
+
+def _point(
+    me: Rank,
+    op: str,
+    together: tuple[tuple[int, ...], ...],
+    size: int,
+    launch: str,
+    indices: Sequence[int],
+    recorder: Recorder,
+) -> float:
+    """Time one size one way, on all groups of the set at once; rank 0 records. Returns the slowest group's seconds."""
+    mine = next((ranks for ranks in together if me.rank in ranks), None)
+    nbytes = bytes_needed(op, size, len(together[0]), me.source.element_size())
+    seconds: list[float] = []
+    problem = ""
+    if mine is not None:
+        call = caller(me, op, mine, nbytes)
+        try:
+            if launch == "graph":
+                seconds = graph_calls(me, call)
+            else:
+                timed_calls(me, call, WARMUP)
+                seconds = timed_calls(me, call, ITERATIONS)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            problem = str(error).splitlines()[0][:200]
+    (failed,) = me.agree([float(bool(problem))])
+    if failed:
+        if launch == "graph":
+            me.graphs = False
+        if not recorder_told(recorder, op, launch):
+            recorder.missing(f"{op} ({launch}): {problem or 'another rank failed'}")
+        return 0.0
+    each, spread = middle(seconds) if seconds else (0.0, 0.0)
+    table = [value for ranks in together for value in ((each, spread) if ranks == mine else (0.0, 0.0))]
+    table = me.agree(table)
+    for position, ranks in enumerate(together):
+        recorder.write(
+            "group",
+            sample={
+                "op": op,
+                "ranks": len(ranks),
+                "nodes": 1,
+                "nbytes": nbytes,
+                "time_s": table[2 * position],
+                "launch": launch,
+            },
+            gpus=[indices[rank] for rank in ranks],
+            iterations=ITERATIONS,
+            spread=table[2 * position + 1],
+            alongside=len(together) - 1,
+        )
+    return max(table[::2])
+
+
+_told: set[tuple[str, str]] = set()
+
+
+def recorder_told(recorder: Recorder, op: str, launch: str) -> bool:
+    """Whether this failure was recorded before: one line for each, not one for each size."""
+    del recorder
+    seen = (op, launch) in _told
+    _told.add((op, launch))
+    return seen
+
+
+def check_sum(me: Rank, ranks: tuple[int, ...]) -> bool:
+    """Whether an all-reduce of ones counts the ranks: numbers come before times."""
+    box = me.source[:256]
+    box.fill_(1)
+    me.dist.all_reduce(box, group=me.groups[ranks])
+    good = bool((box == len(ranks)).all())
+    me.source.zero_()  # repeated sums of zeros stay finite
+    return good
+
+
+def start(options: argparse.Namespace) -> Rank:
+    """Join the process group and allocate buffers as large as every GPU can spare."""
+    import torch  # noqa: PLC0415 - only workers have it
+    import torch.distributed as dist  # noqa: PLC0415 - as above
+
+    rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    cuda = options.device == "cuda"
+    if cuda:
+        torch.cuda.set_device(local)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=max(INIT_TIMEOUT_S, options.seconds))
+    )
+    device = f"cuda:{local}" if cuda else "cpu"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    empty = torch.zeros(1, dtype=dtype, device=device)
+    me = Rank(torch, dist, rank, world, cuda, empty, empty)
+    largest = options.largest
+    if cuda:
+        (free,) = me.agree([float(torch.cuda.mem_get_info(local)[0])], least=True)
+        while largest > SMALLEST and 3 * largest > free:
+            largest //= 2
+    options.largest = largest
+    me.source, me.sink = (torch.zeros(largest // empty.element_size(), dtype=dtype, device=device) for _ in range(2))
+    for together in group_sets(world):
+        for ranks in together:
+            if ranks not in me.groups:
+                me.groups[ranks] = dist.group.WORLD if len(ranks) == world else dist.new_group(list(ranks))
+    return me
+
+
+def versions(me: Rank) -> dict[str, str]:
+    """Return what the times depend on, by name."""
+    found = {"torch": str(me.torch.__version__)}
+    if me.cuda:
+        found["nccl"] = ".".join(map(str, me.torch.cuda.nccl.version()))
+        found["cuda"] = str(me.torch.version.cuda)
+    return found
+
+
+def run(options: argparse.Namespace) -> int:
+    deadline = Deadline.since_launch(options.seconds)
+    me = start(options)
+    recorder = Recorder(options.out if me.rank == 0 else None)
+    indices = [int(index) for index in options.indices.split(",")]
+    recorder.write("header", versions=versions(me))
+    everyone = tuple(range(me.world))
+    good = check_sum(me, everyone) if me.world > 1 else True
+    (correct,) = me.agree([float(good)], least=True)
+    if correct:
+        measure(me, indices, recorder, deadline, options.largest)
+    else:
+        recorder.missing("collectives: an all-reduce of ones does not count the ranks, so none was timed")
+    recorder.close()
+    me.dist.destroy_process_group()
+    return 0 if correct else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="executor.probe_collectives")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--indices", required=True)
+    parser.add_argument("--largest", type=int, default=LARGEST)
+    options = parser.parse_args(argv)
+    from torch.distributed.elastic.multiprocessing.errors import record  # noqa: PLC0415 - only workers have torch
+
+    return int(record(run)(options))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

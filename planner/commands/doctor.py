@@ -1,0 +1,202 @@
+"""`planner doctor`: is this machine as it should be, what does each fault cost, and what to do about it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planner.commands import options
+
+if TYPE_CHECKING:
+    from topology.cluster import Cluster, Finding
+    from topology.health import Health
+    from topology.measured import Measured
+
+MAX_BUDGET_S = 3600.0
+
+
+def doctor(
+    sources: Annotated[
+        list[str] | None,
+        typer.Option("--from", help="Captured nvidia-smi or NCCL output instead of this machine; again for more."),
+    ] = None,
+    cluster: Annotated[str | None, typer.Option("--cluster", help="Judge a cluster file, not this machine.")] = None,
+    expect: Annotated[
+        str | None, typer.Option("--expect", help="What it should be: a catalogue name or cluster file.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="GPU model, where the text does not say it (such as h100-sxm).")
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure links, GPUs and collectives; needs torch.")] = (
+        False
+    ),
+    measured: Annotated[Path | None, typer.Option("--measured", help="Use a saved measurement.")] = None,
+    budget: Annotated[str, typer.Option("--budget", help="Time for --measure, such as 60s or 2m.")] = "60s",
+    allow_busy: Annotated[bool, typer.Option("--allow-busy", help="Measure though others use the GPUs.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Save the cluster, with measured rates.")] = None,
+    save_measured: Annotated[Path | None, typer.Option("--save-measured", help="Save the raw measurement.")] = None,
+    save_profile: Annotated[
+        Path | None, typer.Option("--save-profile", help="Save measured collectives as a profile.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Let --out and --save-... replace files.")] = False,
+    redact: Annotated[bool, typer.Option("--redact", help="Leave out UUIDs, addresses, host and user names.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Compare the machine with its datasheet, its siblings and itself; say what each fault costs.
+
+    Exit code 1 when it is unhealthy, 0 when it is healthy or has no GPU. Nothing is changed, no process is ended.
+    """
+    from topology.errors import UserError  # noqa: PLC0415 - keeps `--help` light
+    from topology.health import diagnose  # noqa: PLC0415 - as above
+
+    seconds = budget_s(budget)
+    if (sources or cluster) and measure:
+        raise UserError("--measure needs this machine", why="--from and --cluster describe another", remedy="drop one")
+    if sources and cluster:
+        raise UserError("--from and --cluster both say what to judge", remedy="give one of them, and --expect")
+    _refuse(out, save_measured, save_profile, force=force)
+    found = _owners(_machine(sources, cluster, gpu))
+    should = _load(expect) if expect is not None else None
+    found, samples = _samples(found, measure=measure, saved=measured, seconds=seconds, allow_busy=allow_busy)
+    health = diagnose(found, samples, expected=should)
+    if samples is not None:
+        from topology.apply_measured import with_measured  # noqa: PLC0415 - as above
+
+        found = with_measured(found, samples)
+    _save(found, samples, out, save_measured, save_profile)
+    _answer(found, health, samples, here=not sources and not cluster, as_json=json, hide=redact)
+    if not health.healthy:
+        raise typer.Exit(1)
+
+
+def budget_s(text: str) -> float:
+    """Return the seconds of `60`, `60s`, `1.5m`. Raises UserError for anything else, or more than an hour."""
+    from topology.errors import UserError  # noqa: PLC0415 - keeps `--help` light
+
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)(s|m)?", text.strip())
+    seconds = float(match[1]) * (60 if match[2] == "m" else 1) if match else 0.0
+    if not 5 <= seconds <= MAX_BUDGET_S:
+        raise UserError(f"--budget is {text!r}", why="it is 5s to 60m", remedy="--budget 60s")
+    return seconds
+
+
+def _refuse(*paths: Path | None, force: bool) -> None:
+    from planner.plan_file import refuse_overwrite  # noqa: PLC0415 - keeps `--help` light
+
+    for path in paths:
+        if path is not None:
+            refuse_overwrite(path, force=force)
+
+
+def _machine(sources: list[str] | None, cluster: str | None, gpu: str | None) -> Cluster:
+    from planner.commands.probe import read_cluster  # noqa: PLC0415 - keeps `--help` light
+
+    return _load(cluster) if cluster is not None else read_cluster(sources, gpu)
+
+
+def _load(name: str) -> Cluster:
+    from planner.inputs import cluster_of  # noqa: PLC0415 - keeps `--help` light
+
+    return cluster_of(name)
+
+
+def _owners(cluster: Cluster) -> Cluster:
+    """Add the owner to each process that the probe's findings name; the probe itself reads no process table."""
+    from dataclasses import replace  # noqa: PLC0415 - keeps `--help` light
+
+    from topology.processes import owner  # noqa: PLC0415 - as above
+
+    def named(finding: Finding) -> Finding:
+        if "in use by other processes" not in finding.what:
+            return finding
+        why = re.sub(
+            r"\bpid (\d+)\b(?! of )", lambda m: f"pid {m[1]} of {owner(int(m[1])) or 'an unknown user'}", finding.why
+        )
+        return replace(finding, why=why)
+
+    return replace(cluster, findings=tuple(named(finding) for finding in cluster.findings))
+
+
+def installed() -> dict[str, str]:
+    """Return versions of what matters on this machine, without importing any of it."""
+    import platform  # noqa: PLC0415 - keeps `--help` light
+    from importlib import metadata  # noqa: PLC0415 - as above
+
+    found = {"python": platform.python_version(), "kernel": platform.release()}
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    driver = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", text)
+    if driver:
+        found["driver"] = driver[1]
+    for package in ("torch", "triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _samples(
+    cluster: Cluster, *, measure: bool, saved: Path | None, seconds: float, allow_busy: bool
+) -> tuple[Cluster, Measured | None]:
+    """Return the measurement, and the cluster with a finding more where it failed: what was read is still an answer."""
+    from dataclasses import replace  # noqa: PLC0415 - keeps `--help` light
+
+    from topology.errors import ProbeError  # noqa: PLC0415 - as above
+    from topology.finding import ERROR  # noqa: PLC0415 - as above
+    from topology.finding import finding as make_finding  # noqa: PLC0415 - as above
+    from topology.measured import read_measured  # noqa: PLC0415 - as above
+
+    if saved is not None:
+        return cluster, read_measured(saved)
+    node = cluster.groups[0].node
+    if not measure or not node.gpus:
+        return cluster, None
+    from planner.measure_process import measure as run  # noqa: PLC0415 - as above
+
+    indices = [gpu.index for gpu in node.gpus]
+    try:
+        return cluster, run(indices, budget_s=seconds, machine=cluster.name, allow_busy=allow_busy)
+    except ProbeError as error:
+        failed = make_finding(ERROR, error.what, error.why, "the machine is judged by what can be read", error.remedy)
+        return replace(cluster, findings=(*cluster.findings, failed)), None
+
+
+def _save(
+    cluster: Cluster, measured: Measured | None, out: Path | None, raw: Path | None, profile: Path | None
+) -> None:
+    from topology import codec  # noqa: PLC0415 - keeps `--help` light
+    from topology.cluster_file import save_cluster  # noqa: PLC0415 - as above
+    from topology.measured import profile_of  # noqa: PLC0415 - as above
+
+    if out is not None and cluster.gpu_count:
+        save_cluster(cluster, out)
+    if measured is not None and raw is not None:
+        codec.write_text(raw, codec.to_json(measured) + "\n")
+    if measured is not None and profile is not None:
+        kind = cluster.groups[0].node.gpus[0].kind if cluster.gpu_count else "unknown"
+        codec.write_text(profile, codec.to_json(profile_of(measured, gpu=kind)) + "\n")
+
+
+def _answer(
+    cluster: Cluster, health: Health, measured: Measured | None, *, here: bool, as_json: bool, hide: bool
+) -> None:
+    import platform  # noqa: PLC0415 - keeps `--help` light
+
+    from planner.output import printable  # noqa: PLC0415 - as above
+    from planner.version import version  # noqa: PLC0415 - as above
+    from topology import codec, health_report  # noqa: PLC0415 - as above
+
+    versions = {"meshwright": version(), **(installed() if here else {})}
+    if measured is not None:
+        versions |= {"driver": measured.driver or versions.get("driver", ""), **(measured.versions or {})}
+    if as_json:
+        text = codec.to_json(health_report.health_json(cluster, health, measured, versions))
+    else:
+        text = printable(health_report.health_text(cluster, health, measured, versions)).rstrip("\n")
+    print(health_report.redact(text, names=[platform.node()]) if hide else text)

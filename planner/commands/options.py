@@ -1,0 +1,21 @@
+"""Options that several commands share, spelled once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[str, typer.Option("--model", "--config", help="Shipped model name, config.json or its directory.")]
+Cluster = Annotated[
+    str, typer.Option("--cluster", help="Catalogue name, cluster file, captured topology text, or local.")
+]
+Gpu = Annotated[str | None, typer.Option("--gpu", help="GPU model where a captured text does not name it (h200-sxm).")]
+SeqLen = Annotated[int, typer.Option("--seq-len", "--seq", min=1, max=1 << 31, help="Tokens in a sequence.")]
+Profile = Annotated[Path | None, typer.Option("--profile", help="Measured profile of the cluster.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile the model.")]
+ParamDtype = Annotated[
+    str | None, typer.Option("--param-dtype", help="Type parameters are stored in: float32, bfloat16 or float16.")
+]

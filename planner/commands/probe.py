@@ -1,0 +1,139 @@
+"""`planner probe`: what the machine is, read from itself or from captured files."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planner.commands import options
+
+if TYPE_CHECKING:
+    from topology.cluster import Cluster
+
+
+class Export(StrEnum):
+    """Formats of other tools: an NCCL topology file, an ASTRA-sim network file, a SimAI edge list."""
+
+    NCCL_XML = "nccl-xml"
+    ASTRA_SIM = "astra-sim"
+    SIMAI = "simai"
+
+
+def probe(
+    sources: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from",
+            help="Captured nvidia-smi topo -m, nvlink, p2p or NCCL XML, or a catalogue name; again for more; - for stdin.",
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="GPU model, where the text does not say it (such as h100-sxm).")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Save the cluster to this file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
+    to: Annotated[
+        Export | None, typer.Option("--to", help="Print the cluster for another tool instead, or save it with --out.")
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say in English what is connected how.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Read the GPUs, links and NICs of this machine, or of files captured on another.
+
+    Tokens that are not understood are reported, never guessed.
+    """
+    from planner import output  # noqa: PLC0415 - keeps `--help` light
+    from planner.plan_file import refuse_overwrite  # noqa: PLC0415 - as above
+    from topology import report  # noqa: PLC0415 - as above
+
+    if out is not None:
+        refuse_overwrite(out, force=force)
+    cluster = read_cluster(sources, gpu)
+    if to is not None:
+        _export(cluster, to, out)
+        return
+    if out is not None:
+        from topology.cluster_file import save_cluster  # noqa: PLC0415 - as above
+
+        save_cluster(cluster, out)
+    if json:
+        output.emit_json({"schema_version": output.SCHEMA_VERSION, **report.probe_json(cluster)})
+        return
+    _print(cluster, explain=explain)
+    if out is not None:
+        from planner.costs import plannable  # noqa: PLC0415 - as above
+
+        print(f"saved {out}")
+        if plannable(cluster):
+            print(f"next: planner suggest --cluster {out}")
+
+
+def _export(cluster: Cluster, to: Export, out: Path | None) -> None:
+    from topology import codec, export_topology  # noqa: PLC0415 - keeps `--help` light
+
+    match to:
+        case Export.NCCL_XML:
+            text = export_topology.to_nccl_xml(cluster)
+        case Export.ASTRA_SIM:
+            text = export_topology.to_astra_sim(cluster)
+        case Export.SIMAI:
+            text = export_topology.to_simai(cluster)
+    if out is None:
+        print(text, end="" if text.endswith("\n") else "\n")
+    else:
+        codec.write_text(out, text)
+        print(f"saved {out}")
+
+
+def read_cluster(sources: list[str] | None, gpu: str | None) -> Cluster:
+    """Return what captured files say, or this machine where there are none."""
+    from topology.probe import probe_text  # noqa: PLC0415 - keeps `--help` light
+
+    if sources and len(sources) == 1 and _named(sources[0]):
+        from planner.inputs import cluster_of  # noqa: PLC0415 - as above
+
+        return cluster_of(sources[0])
+    if not sources:
+        from topology.probe_machine import probe_machine  # noqa: PLC0415 - as above
+
+        return probe_machine()
+    return probe_text([(name, _text(name)) for name in sources], gpu=gpu)
+
+
+def _named(source: str) -> bool:
+    from topology.catalog import is_catalog_name  # noqa: PLC0415 - keeps `--help` light
+
+    return is_catalog_name(source) and not Path(source).exists()
+
+
+def _text(name: str) -> str:
+    import sys  # noqa: PLC0415 - only for standard input
+
+    from topology import codec  # noqa: PLC0415 - keeps `--help` light
+    from topology.errors import BadInput  # noqa: PLC0415 - as above
+
+    if name != "-":
+        return codec.read_text(name)
+    text = sys.stdin.read(codec.MAX_BYTES + 1)
+    if len(text) > codec.MAX_BYTES:
+        raise BadInput("standard input is larger than 32 MiB", remedy="pass a smaller file")
+    return text
+
+
+def _print(cluster: Cluster, *, explain: bool) -> None:
+    from planner.output import printable  # noqa: PLC0415 - keeps `--help` light
+    from planner.tables import cluster_line  # noqa: PLC0415 - as above
+    from topology import report  # noqa: PLC0415 - as above
+
+    if explain or not cluster.gpu_count:
+        print(printable(report.explain(cluster)))
+        return
+    print(printable(cluster_line(cluster)))
+    for finding in cluster.findings:
+        print(printable(f"{finding.severity}: {finding.what}"))
+        for label, text in (("why", finding.why), ("so", finding.consequence), ("do", finding.remedy)):
+            if text:
+                print(printable(f"  {label}: {text}"))

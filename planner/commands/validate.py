@@ -1,0 +1,116 @@
+"""`planner validate`: the predictor against measured runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.commands import options
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+def validate(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Case files with measurements.")],
+    profile: options.Profile = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option("--tolerance", min=0.0, help="Exit 4 when a mean absolute error exceeds this many percent."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Compare predictions with measured runs, row by row, and sum up each file.
+
+    A row that cannot be predicted is listed as skipped, with the reason.
+    """
+    from pathlib import Path  # noqa: PLC0415 - keeps `--help` light
+
+    from planner import output  # noqa: PLC0415 - as above
+    from planner.cases import read_cases  # noqa: PLC0415 - as above
+    from planner.inputs import profile_of  # noqa: PLC0415 - as above
+    from planner.validation import summarise, validate_case  # noqa: PLC0415 - as above
+
+    measured = profile_of(profile)
+    rows: list[dict[str, Any]] = []
+    try:
+        for name in files:
+            for index, data in enumerate(read_cases(name)[0]):
+                rows.append({**validate_case(data, profile=measured), "file": Path(name).name})
+                if index % 20 == 0:
+                    output.progress(f"{name}: row {index + 1}")
+    finally:
+        output.end_progress()
+    names = list(dict.fromkeys(row["file"] for row in rows))
+    by_file = {name: summarise([row for row in rows if row["file"] == name]) for name in names}
+    summary = {**summarise(rows), "by_file": by_file}
+    if json:
+        output.emit_json({"schema_version": output.SCHEMA_VERSION, "rows": rows, "summary": summary})
+    else:
+        _print(rows, summary)
+    if tolerance is not None:
+        _hold(summary, tolerance)
+
+
+def _hold(summary: Mapping[str, Any], tolerance: float) -> None:
+    from topology.errors import OutOfTolerance  # noqa: PLC0415 - keeps `--help` light
+
+    over = [
+        f"{quantity} {100 * figures['mean_abs']:.1f}%"
+        for quantity in ("step", "memory")
+        if (figures := summary[quantity]) and 100 * figures["mean_abs"] > tolerance
+    ]
+    if over:
+        raise OutOfTolerance(
+            f"mean absolute error above {tolerance:g}%: {', '.join(over)}",
+            remedy="look at the worst rows of the report",
+        )
+
+
+def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
+    from rich.table import Table  # noqa: PLC0415 - keeps `--help` light
+
+    from planner.output import console, printable  # noqa: PLC0415 - as above
+
+    screen = console()
+    table = Table(box=None, pad_edge=False)
+    table.add_column("case", overflow="fold")
+    for heading in ("step s", "measured", "error", "GiB error", "in range"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        if row["skipped"]:
+            continue
+        error, predicted = row["error"], row["predicted"]
+        step = predicted["step_s"]
+        measured = "-" if error["step"] is None else f"{step / (1 + error['step']):.4g}"
+        held = {True: "yes", False: "no", None: "-"}[row["within_interval"]]
+        cells = [f"{step:.4g}", measured, _percent(error["step"]), _percent(error["memory"]), held]
+        table.add_row(printable(str(row["id"])), *cells)
+    screen.print(table)
+    for row in rows:
+        if row["skipped"]:
+            screen.print(printable(f"skipped {row['id']}: {row['skipped']}"))
+    totals = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    totals.add_column("file", overflow="fold")
+    for heading in ("rows", "skip", "step", "bias", "held", "mem", "bias", "held", "fit"):
+        totals.add_column(heading, justify="right", no_wrap=True)
+    for name, part in [*summary["by_file"].items(), ("all", summary)]:
+        outcome = part["outcomes"]
+        right = f"{outcome['right']}/{outcome['right'] + outcome['wrong']}"
+        cells = [str(part["rows"]), str(part["skipped"]), *_cells(part["step"]), *_cells(part["memory"]), right]
+        totals.add_row(printable(name), *cells)
+    screen.print()
+    screen.print(totals)
+    screen.print("step and memory: mean absolute error; bias: mean signed error; held: inside the 80% interval;")
+    screen.print("fit: predicted fit or out-of-memory as it happened. Errors are predicted/measured - 1.")
+
+
+def _cells(part: Mapping[str, Any] | None) -> list[str]:
+    if part is None:
+        return ["-", "-", "-"]
+    return [f"{part['mean_abs']:.1%}", f"{part['bias']:+.1%}", f"{part['coverage']:.0%}"]
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.1%}"

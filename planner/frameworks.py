@@ -1,0 +1,212 @@
+"""What each training framework can express, as data. The rules in `planner.rules` read it; nothing else decides.
+
+Sources, checked against these versions: torchtitan 0.3.0 (`torchtitan/distributed/parallel_dims.py`,
+`pipeline_parallel.py`), torch 2.11 (`torch/distributed/pipelining/schedules.py`), Megatron-LM
+(`megatron/training/arguments.py`, `megatron/core/transformer/transformer_config.py`), DeepSpeed 0.19.8
+(`deepspeed/runtime/pipe/engine.py`, `runtime/engine.py`, deepspeed.ai/tutorials/autotp-training), llm-foundry (its FSDP section).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import StrEnum
+
+from topology.errors import UserError
+
+
+class KvHeads(StrEnum):
+    """What happens when the tensor-parallel degree does not divide the key/value heads."""
+
+    DIVIDE = "divide"  # refused
+    REPLICATE = "replicate"  # heads are copied; the degree must be a multiple of their number
+    SLOW = "slow"  # accepted, but attention stops scaling
+
+
+class ExpertGrid(StrEnum):
+    """Which ranks expert parallelism is folded into."""
+
+    SHARD_CONTEXT_TENSOR = "shard-context-tensor"  # dp_shard * cp * tp
+    WORLD = "world"  # world / (etp * pp)
+    DATA = "data"  # the data-parallel ranks
+    STAGE = "stage"  # anything inside one pipeline stage
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A pipeline schedule. `stages` are the stages a rank holds: least and most (0: no limit)."""
+
+    name: str
+    least_stages: int
+    most_stages: int
+    splits_backward: bool = False  # separates input and weight gradients, which torch.compile'd stages cannot
+
+
+SCHEDULES = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule(name="1F1B", least_stages=1, most_stages=1),
+        Schedule(name="GPipe", least_stages=1, most_stages=1),
+        Schedule(name="Interleaved1F1B", least_stages=2, most_stages=0),
+        Schedule(name="LoopedBFS", least_stages=2, most_stages=0),
+        Schedule(name="InterleavedZeroBubble", least_stages=2, most_stages=0, splits_backward=True),
+        Schedule(name="ZBVZeroBubble", least_stages=2, most_stages=2, splits_backward=True),
+        Schedule(name="DualPipeV", least_stages=2, most_stages=2, splits_backward=True),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """One training framework. Empty `zero_stages` means that it shards by a degree (FSDP2), not by a ZeRO stage."""
+
+    name: str
+    title: str
+    kv_heads: KvHeads = KvHeads.REPLICATE
+    expert_grid: ExpertGrid = ExpertGrid.STAGE
+    axes: frozenset[str] = frozenset({"tp", "cp", "pp", "ep"})  # what may exceed one
+    zero_stages: tuple[int, ...] = ()
+    searched_zero_stages: tuple[int, ...] = ()  # empty: all of them
+    shard_degree: bool = True  # dp_shard may exceed one without a ZeRO stage
+    fills: str = "dp_shard"  # the data-parallel degree that takes the GPUs nobody claimed
+    schedules: tuple[str, ...] = tuple(SCHEDULES)
+    searched_schedules: tuple[str, ...] = ("1F1B", "Interleaved1F1B")
+    torch_pipelining: bool = False  # runs torch.distributed.pipelining, with its checks
+    recomputes: tuple[str, ...] = ("none", "selective", "selective-op", "full")
+    any_recompute: bool = False  # other words are the runtime's own
+    sequence_parallel: bool = True
+    sequence_parallel_default: bool = True  # on with tensor parallelism unless switched off
+    uneven_stages: bool = True  # may put different numbers of layers on stages without being told
+    pads_vocabulary: bool = False
+    ulysses: bool = False  # context parallelism splits heads
+    zero_pipeline: bool = True  # ZeRO-2 and 3 work together with pipeline parallelism
+    zero_tensor: bool = True  # ZeRO-3 works together with tensor parallelism
+    ddp_alone: bool = False  # plain replication refuses company
+    overlap_needs_compile: bool = False
+
+    def default_recompute(self) -> str:
+        return "selective" if self.name == "torchtitan" else "none"
+
+
+TORCHTITAN = Framework(
+    name="torchtitan",
+    title="torchtitan 0.3",
+    kv_heads=KvHeads.DIVIDE,
+    expert_grid=ExpertGrid.SHARD_CONTEXT_TENSOR,
+    torch_pipelining=True,
+    ddp_alone=True,
+    overlap_needs_compile=True,
+)
+PYTORCH = Framework(
+    name="pytorch",
+    title="PyTorch (FSDP2, DTensor, pipelining)",
+    kv_heads=KvHeads.DIVIDE,
+    expert_grid=ExpertGrid.SHARD_CONTEXT_TENSOR,
+    torch_pipelining=True,
+    recomputes=("none", "full"),
+    overlap_needs_compile=True,
+)
+MEGATRON = Framework(
+    name="megatron-lm",
+    title="Megatron-LM",
+    fills="dp_replicate",
+    kv_heads=KvHeads.REPLICATE,
+    expert_grid=ExpertGrid.WORLD,
+    zero_stages=(0, 1, 2, 3),
+    searched_zero_stages=(0, 1),  # 2 and 3 mean another implementation (Megatron-FSDP), asked for by name
+    schedules=("1F1B", "Interleaved1F1B"),
+    recomputes=("none", "selective", "full"),
+    sequence_parallel_default=False,
+    uneven_stages=False,
+    pads_vocabulary=True,
+)
+DEEPSPEED = Framework(
+    name="deepspeed",
+    title="DeepSpeed",
+    fills="dp_replicate",
+    kv_heads=KvHeads.SLOW,
+    expert_grid=ExpertGrid.DATA,
+    zero_stages=(0, 1, 2, 3),
+    shard_degree=False,
+    schedules=("1F1B",),
+    searched_schedules=("1F1B",),
+    recomputes=("none", "full"),
+    sequence_parallel=False,
+    sequence_parallel_default=False,
+    ulysses=True,
+    zero_pipeline=False,
+    zero_tensor=False,
+)
+MEGATRON_DEEPSPEED = Framework(
+    name="megatron-deepspeed",
+    title="Megatron-DeepSpeed",
+    fills="dp_replicate",
+    kv_heads=KvHeads.SLOW,
+    expert_grid=ExpertGrid.DATA,
+    zero_stages=(0, 1, 2, 3),
+    shard_degree=False,
+    schedules=("1F1B",),
+    searched_schedules=("1F1B",),
+    recomputes=("none", "selective", "full"),
+    sequence_parallel_default=False,
+    pads_vocabulary=True,
+    ulysses=True,
+    zero_pipeline=False,
+)
+LLM_FOUNDRY = Framework(
+    name="llm-foundry",
+    title="llm-foundry",
+    expert_grid=ExpertGrid.NONE,
+    axes=frozenset(),
+    zero_stages=(0, 2, 3),
+    schedules=(),
+    searched_schedules=(),
+    recomputes=("none", "full"),
+    sequence_parallel=False,
+    sequence_parallel_default=False,
+)
+ANY = Framework(
+    name="any",
+    title="any framework",
+    recomputes=("none", "full"),
+    any_recompute=True,
+    zero_stages=(0, 1, 2, 3),
+)
+
+FRAMEWORKS = {
+    framework.name: framework
+    for framework in (TORCHTITAN, MEGATRON, DEEPSPEED, MEGATRON_DEEPSPEED, LLM_FOUNDRY, PYTORCH, ANY)
+}
+_ALIASES = {
+    "titan": "torchtitan",
+    "megatron": "megatron-lm",
+    "megatron-core": "megatron-lm",
+    "megatron-bridge": "megatron-lm",
+    "nemo": "megatron-lm",
+    "composer": "llm-foundry",
+    "fsdp": "pytorch",
+    "fsdp2": "pytorch",
+    "torch": "pytorch",
+    "accelerate": "pytorch",
+}
+
+
+def framework_named(name: str) -> Framework:
+    """Return the framework a person asked for, `name` or `name@version`. Raises UserError with near names."""
+    bare = name.partition("@")[0].strip().lower()
+    bare = _ALIASES.get(bare, bare)
+    if bare in FRAMEWORKS:
+        return FRAMEWORKS[bare]
+    near = get_close_matches(bare, [*FRAMEWORKS, *_ALIASES], n=3)
+    raise UserError(
+        f"unknown framework {name!r}",
+        why=f"rules exist for {', '.join(FRAMEWORKS)}",
+        remedy=f"did you mean {' or '.join(near)}?" if near else "use --framework any for the rules all share",
+    )
+
+
+def framework_of_runtime(name: str) -> Framework:
+    """Return the framework whose rules a runtime follows; a runtime nobody described follows those all share."""
+    bare = name.partition("@")[0].strip().lower()
+    return FRAMEWORKS.get(_ALIASES.get(bare, bare), ANY)

@@ -1,0 +1,80 @@
+"""What several commands load: clusters of a given size, and profiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from planner.output import warn
+
+if TYPE_CHECKING:
+    from topology.cluster import Cluster
+    from topology.profile import Profile
+
+
+def cluster_of(name: str, gpus: int | None = None, *, gpu: str | None = None) -> Cluster:
+    """Return the named cluster, or as much of it as `gpus` needs.
+
+    `name` is a catalogue name, a cluster file, a capture (`nvidia-smi topo -m`, NCCL XML; `gpu` says which GPU where
+    the text does not), or `local` for the machine at hand. A node with GPUs off the fabric is not cut to size: which
+    of its GPUs to leave out is for placement to say. Raises BadCluster when it does not come that size.
+    """
+    from topology.cluster_file import load_cluster  # noqa: PLC0415 - keeps `--help` light
+    from topology.platform import take_gpus  # noqa: PLC0415 - as above
+
+    captured = _captured(name, gpu)
+    if captured is None:
+        if gpu is not None:
+            warn(f"warning: --gpu {gpu} is for captured texts; {name} says itself which GPUs it has")
+        captured = load_cluster(name) if Path(name).is_file() else None
+    if captured is None:
+        return load_cluster(name, gpus=gpus)
+    if gpus is None or (unsound_gpus(captured) and gpus <= captured.gpus_per_node):
+        return captured
+    return take_gpus(captured, gpus)
+
+
+def unsound_gpus(cluster: Cluster) -> tuple[int, ...]:
+    """Return the indices of GPUs in the first node that are unhealthy or off its NVLink fabric."""
+    from topology.node_rates import node_rates  # noqa: PLC0415 - keeps `--help` light
+
+    if not cluster.gpu_count:
+        return ()
+    node = cluster.groups[0].node
+    sound = set(node_rates(cluster).on_fabric)
+    return tuple(gpu.index for position, gpu in enumerate(node.gpus) if position not in sound)
+
+
+def _captured(name: str, gpu: str | None) -> Cluster | None:
+    """Return the cluster that a captured text or this machine describes; None if `name` is neither."""
+    from topology import codec  # noqa: PLC0415 - keeps `--help` light
+    from topology.probe import probe_text  # noqa: PLC0415 - as above
+
+    if name == "local":
+        from topology.probe_machine import probe_machine  # noqa: PLC0415 - as above
+
+        return probe_machine()
+    if not Path(name).is_file():
+        return None
+    text = codec.read_text(name)
+    if text.lstrip().startswith("{"):
+        return None
+    return probe_text([(name, text)], gpu=gpu)
+
+
+def profile_of(path: Path | None, cluster: Cluster | None = None) -> Profile | None:
+    """Return a profile file's content, checked against `cluster` if given, or None without a path.
+
+    Raises BadInput when it is malformed or cannot be true. A profile of other GPUs is used, with a warning.
+    """
+    if path is None:
+        return None
+    from topology.profile import read_profile  # noqa: PLC0415 - keeps `--help` light
+
+    profile = read_profile(path, cluster=cluster)
+    if cluster is not None:
+        kind = cluster.slowest_kind
+        names = {name.casefold() for name in (kind.name, kind.title, *kind.aliases)}
+        if profile.gpu.casefold() not in names:
+            warn(f"warning: the profile was taken on {profile.gpu}, the cluster has {kind.title}")
+    return profile

@@ -1,0 +1,150 @@
+"""Saved plans: what was asked, what was chosen, and fingerprints of what it was chosen for.
+
+A plan file holds its model, cluster, workload and runtime whole, so that it can be explained and re-costed anywhere,
+and their fingerprints, so that it can be refused where the machine is no longer the one it was made for. The same
+question writes the same bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planner.version import version
+from simulator.estimate import Estimate
+from simulator.model import Model
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.workload import Workload
+from topology import codec
+from topology.cluster import Cluster
+from topology.errors import BadInput, BadPlan, Stale
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFile:
+    """The content of a plan file. `fingerprints` has the keys model, cluster and workload."""
+
+    schema_version: int
+    tool_version: str
+    framework: str
+    fingerprints: dict[str, str]
+    plan: Plan
+    estimate: Estimate
+    model: Model
+    cluster: Cluster
+    workload: Workload
+    runtime: Runtime
+
+
+def plan_file(
+    *,
+    plan: Plan,
+    estimate: Estimate,
+    model: Model,
+    cluster: Cluster,
+    workload: Workload,
+    runtime: Runtime,
+    framework: str,
+) -> PlanFile:
+    """Return the file content for a chosen plan."""
+    return PlanFile(
+        schema_version=SCHEMA_VERSION,
+        tool_version=version(),
+        framework=framework,
+        fingerprints=fingerprints(model, cluster, workload),
+        plan=plan,
+        estimate=estimate,
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        runtime=runtime,
+    )
+
+
+def fingerprints(model: Model, cluster: Cluster, workload: Workload) -> dict[str, str]:
+    """Return the fingerprints a plan is tied to."""
+    return {
+        "model": codec.fingerprint(model),
+        "cluster": codec.fingerprint(cluster),
+        "workload": codec.fingerprint(workload),
+    }
+
+
+def save_plan(content: PlanFile, path: str | Path, *, force: bool = False) -> None:
+    """Write a plan file atomically. Raises BadInput when the file exists and `force` is not given."""
+    refuse_overwrite(path, force=force)
+    codec.write_text(path, codec.to_json(content) + "\n")
+
+
+def refuse_overwrite(path: str | Path, *, force: bool) -> None:
+    """Raise BadInput when something is at `path` already, so that a long search is not started in vain."""
+    target = Path(path)
+    if target.is_dir():
+        raise BadInput(f"{path} is a directory", remedy="name a file: --out plan.json")
+    if (target.exists() or target.is_symlink()) and not force:
+        raise BadInput(
+            f"{path} exists", why="a saved plan is not overwritten by accident", remedy="--force or another --out"
+        )
+
+
+def load_plan(path: str | Path) -> PlanFile:
+    """Return a plan file's content, verified to be one. Raises BadInput or BadPlan (exit 2)."""
+    data = codec.read_json(path)
+    if not isinstance(data, dict) or "plan" not in data or "fingerprints" not in data:
+        raise BadPlan(f"{path} is not a plan file", remedy="make one with planner suggest --out plan.json")
+    found = data.get("schema_version")
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise BadPlan(f"{path} has no readable schema_version", why=f"found {found!r}")
+    if found > SCHEMA_VERSION:
+        raise BadPlan(
+            f"{path} was made by meshwright {_text(data.get('tool_version'))}, in schema {found}",
+            why=f"this is {version()}, which reads schema {SCHEMA_VERSION}",
+            remedy="update meshwright",
+        )
+    content = codec.convert(data, PlanFile, where=str(path))
+    if content.fingerprints != fingerprints(content.model, content.cluster, content.workload):
+        raise BadPlan(
+            f"{path} was edited: its contents do not match their fingerprints",
+            remedy="make it again with planner suggest --out",
+        )
+    return content
+
+
+def require_fresh(
+    content: PlanFile,
+    *,
+    model: Model | None = None,
+    cluster: Cluster | None = None,
+    workload: Workload | None = None,
+) -> None:
+    """Raise Stale (exit 1) when the plan was made for another model, cluster or workload than those given."""
+    now = {"model": model, "cluster": cluster, "workload": workload}
+    differ = []
+    for name, value in now.items():
+        if value is None:
+            continue
+        fresh = codec.fingerprint(value)
+        if fresh != content.fingerprints[name]:
+            differ.append(f"{name} {content.fingerprints[name]} -> {fresh}{_difference(content, name, value)}")
+    if differ:
+        raise Stale(
+            "the plan was made for something else than what is here",
+            why="; ".join(differ),
+            remedy="plan again with planner suggest",
+        )
+
+
+def _difference(content: PlanFile, name: str, value: Any) -> str:
+    if name == "cluster":
+        return f" ({content.cluster.gpu_count} GPUs then, {value.gpu_count} now)"
+    if name == "workload":
+        return f" (seq {content.workload.seq_len} then, {value.seq_len} now)"
+    return f" ({content.model.name} then, {value.name} now)"
+
+
+def _text(value: Any) -> str:
+    return value[:32] if isinstance(value, str) else "an unknown version"

@@ -1,0 +1,78 @@
+"""What a rule is: a name, a grade, a predicate over columns, and a sentence with the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.legality import Columns, Grade, Problem, Question
+from simulator.plan import Plan
+
+Mask = NDArray[np.bool_]
+
+
+class Level(IntEnum):
+    """The first stage of the enumeration at which all columns of a rule are known."""
+
+    GRID = 0  # degrees, ZeRO stage, sequence parallelism
+    BATCH = 1  # micro batch, virtual stages, schedule
+    POLICY = 2  # recompute, resharding, overlap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """`say` returns the message, and optionally a field with its nearest legal values."""
+
+    name: str
+    grade: Grade
+    level: Level
+    broken: Callable[[Columns, Question], Mask]
+    say: Callable[[Plan, Question], tuple[str, str, tuple[int, ...]]]
+    applies: Callable[[Question], bool]
+
+    def problem(self, plan: Plan, asked: Question) -> Problem:
+        message, field, nearest = self.say(plan, asked)
+        return Problem(rule=self.name, grade=self.grade, message=message, nearest=nearest, nearest_of=field)
+
+
+def divisors(n: int) -> list[int]:
+    """Return the divisors of `n` >= 1 in ascending order."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def around(values: list[int], value: int) -> tuple[int, ...]:
+    """Return the largest of `values` below `value` and the smallest above it."""
+    below = [v for v in values if v < value]
+    above = [v for v in values if v > value]
+    return tuple(([max(below)] if below else []) + ([min(above)] if above else []))
+
+
+Say = Callable[[Plan, Question], tuple[str, str, tuple[int, ...]] | str]
+Predicate = Callable[[Columns, Question], Mask]
+
+
+def rule(
+    name: str,
+    broken: Predicate,
+    say: Say,
+    *,
+    grade: Grade = Grade.ILLEGAL,
+    level: Level = Level.GRID,
+    applies: Callable[[Question], bool] = lambda q: True,  # noqa: ARG005 - the signature is the interface
+) -> Rule:
+    def full(plan: Plan, asked: Question) -> tuple[str, str, tuple[int, ...]]:
+        said = say(plan, asked)
+        return (said, "", ()) if isinstance(said, str) else said
+
+    return Rule(name=name, grade=grade, level=level, broken=broken, say=full, applies=applies)
+
+
+def near(field: str, values: list[int], value: int, text: str) -> tuple[str, str, tuple[int, ...]]:
+    nearest = around(values, value)
+    hint = f"; nearest legal {field}: {' or '.join(map(str, nearest))}" if nearest else ""
+    return text + hint, field, nearest

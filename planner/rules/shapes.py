@@ -1,0 +1,185 @@
+"""Which degrees exist, and what they must divide: heads, widths, vocabulary, sequence."""
+
+# ruff: noqa: ARG005 - every predicate and sentence has the same signature, whether or not it reads all of it
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from planner.frameworks import KvHeads
+from planner.legality import Columns, Grade, Question
+from planner.rules.rule import Mask, Rule, divisors, near, rule
+
+
+def _axis_rules() -> Iterator[Rule]:
+    for axis, words in {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert"}.items():
+        yield rule(
+            f"{axis}-supported",
+            lambda c, q, axis=axis: np.asarray(getattr(c, axis) > 1),  # type: ignore[misc]  # mypy: default of a lambda
+            lambda p, q, axis=axis, words=words: near(  # type: ignore[misc]  # mypy: default of a lambda
+                axis,
+                [1],
+                getattr(p, axis),
+                f"{q.framework.title} has no {words} parallelism, {axis}={getattr(p, axis)}",
+            ),
+            applies=lambda q, axis=axis: axis not in q.framework.axes,  # type: ignore[misc]  # mypy: as above
+        )
+
+
+def _tensor_degrees(asked: Question) -> list[int]:
+    """Return tensor-parallel degrees that the head counts of the model allow in this framework."""
+    model = asked.model
+    degrees = divisors(model.heads)
+    if model.latent is None and asked.framework.kv_heads is KvHeads.DIVIDE:
+        degrees = [d for d in degrees if model.kv_heads % d == 0]
+    return degrees
+
+
+def _kv_uneven(c: Columns, q: Question) -> Mask:
+    """Neither whole heads per rank nor whole copies of a head."""
+    kv = q.model.kv_heads
+    return np.asarray((kv % c.tp != 0) & (c.tp % kv != 0))
+
+
+SHAPE_RULES: list[Rule] = [
+    *_axis_rules(),
+    rule(
+        "world-size",
+        lambda c, q: c.gpus != q.gpus,
+        lambda p, q: (
+            f"dp_replicate {p.dp_replicate} x dp_shard {p.dp_shard} x cp {p.cp} x tp {p.tp} x pp {p.pp} = {p.gpus}, "
+            f"but there are {q.gpus} GPUs"
+            + (f"; {q.gpus - p.gpus} would idle: pass --gpus {p.gpus} to leave them out" if p.gpus < q.gpus else "")
+        ),
+    ),
+    rule(
+        "heads",
+        lambda c, q: q.model.heads % c.tp != 0,
+        lambda p, q: near(
+            "tp",
+            _tensor_degrees(q),
+            p.tp,
+            f"{q.model.heads} query heads % tp {p.tp} = {q.model.heads % p.tp}, must be 0",
+        ),
+    ),
+    rule(
+        "ulysses-heads",
+        lambda c, q: (c.cp > 1) & (q.model.heads % (c.tp * c.cp) != 0),
+        lambda p, q: (
+            f"{q.framework.title} splits heads over context parallelism (Ulysses): {q.model.heads} heads % "
+            f"(tp {p.tp} x cp {p.cp}) = {q.model.heads % (p.tp * p.cp)}, must be 0"
+        ),
+        applies=lambda q: q.framework.ulysses,
+    ),
+    rule(
+        "kv-heads",
+        lambda c, q: q.model.kv_heads % c.tp != 0,
+        lambda p, q: near(
+            "tp",
+            _tensor_degrees(q),
+            p.tp,
+            f"{q.model.kv_heads} key/value heads % tp {p.tp} = {q.model.kv_heads % p.tp}: {q.framework.title} needs 0 "
+            "(Megatron-LM would replicate them)",
+        ),
+        applies=lambda q: q.model.latent is None and q.framework.kv_heads is KvHeads.DIVIDE,
+    ),
+    rule(
+        "kv-heads",
+        _kv_uneven,
+        lambda p, q: near(
+            "tp",
+            [d for d in divisors(q.model.heads) if q.model.kv_heads % d == 0 or d % q.model.kv_heads == 0],
+            p.tp,
+            f"{q.model.kv_heads} key/value heads neither divide by tp {p.tp} nor divide it, so ranks would hold parts "
+            "of heads",
+        ),
+        applies=lambda q: q.model.latent is None and q.framework.kv_heads is KvHeads.REPLICATE,
+    ),
+    rule(
+        "kv-heads",
+        lambda c, q: (c.tp > q.model.kv_heads) & (c.tp % q.model.kv_heads == 0),
+        lambda p, q: (
+            f"{q.model.kv_heads} key/value heads are copied to tp {p.tp} ranks, {p.tp // q.model.kv_heads} ranks a head"
+        ),
+        grade=Grade.LEGAL,
+        applies=lambda q: q.model.latent is None and q.framework.kv_heads is KvHeads.REPLICATE,
+    ),
+    rule(
+        "kv-heads",
+        lambda c, q: q.model.kv_heads % c.tp != 0,
+        lambda p, q: (
+            f"{q.model.kv_heads} key/value heads over tp {p.tp}: {q.framework.title} warns and runs, but attention "
+            f"stops scaling beyond {q.model.kv_heads} ranks"
+        ),
+        grade=Grade.SLOW,
+        applies=lambda q: q.model.latent is None and q.framework.kv_heads is KvHeads.SLOW,
+    ),
+    rule(
+        "ffn",
+        lambda c, q: q.model.ffn % c.tp != 0,
+        lambda p, q: near(
+            "tp",
+            [d for d in _tensor_degrees(q) if q.model.ffn % d == 0],
+            p.tp,
+            f"feed-forward width {q.model.ffn} % tp {p.tp} = {q.model.ffn % p.tp}, must be 0",
+        ),
+        applies=lambda q: q.model.dense_layers > 0,
+    ),
+    rule(
+        "expert-ffn",
+        lambda c, q: (c.ep == 1) & ((q.model.moe.ffn if q.model.moe else 0) % c.tp != 0),
+        lambda p, q: f"expert width {q.model.moe.ffn if q.model.moe else 0} does not divide by tp {p.tp}; use ep > 1",
+        applies=lambda q: q.model.moe is not None,
+    ),
+    rule(
+        "vocabulary",
+        lambda c, q: q.model.vocab % c.tp != 0,
+        lambda p, q: (
+            f"vocabulary {q.model.vocab} % tp {p.tp} = {q.model.vocab % p.tp}: the last rank's shard is padded, its "
+            "collectives are uneven"
+        ),
+        grade=Grade.SLOW,
+        applies=lambda q: not q.framework.pads_vocabulary,
+    ),
+    rule(
+        "vocabulary",
+        lambda c, q: q.model.vocab % c.tp != 0,
+        lambda p, q: f"vocabulary {q.model.vocab} is padded to a multiple of 128 x tp {p.tp}",
+        grade=Grade.LEGAL,
+        applies=lambda q: q.framework.pads_vocabulary,
+    ),
+    rule(
+        "sequence",
+        lambda c, q: (c.cp * c.tp > 1) & (q.workload.seq_len % (2 * c.cp * c.tp) != 0),
+        lambda p, q: (
+            f"sequence {q.workload.seq_len} % (2 x cp {p.cp} x tp {p.tp}) = "
+            f"{q.workload.seq_len % (2 * p.cp * p.tp)}, must be 0 in {q.framework.title}"
+        ),
+        applies=lambda q: q.framework.name == "torchtitan",
+    ),
+    rule(
+        "sequence",
+        lambda c, q: (c.cp > 1) & (q.workload.seq_len % (c.cp * (1 if q.framework.ulysses else 2)) != 0),
+        lambda p, q: (
+            f"sequence {q.workload.seq_len} % ({'' if q.framework.ulysses else '2 x '}cp {p.cp}) is not 0: the halves "
+            "of a rank's causal share must be equal"
+        ),
+        applies=lambda q: q.framework.name != "torchtitan",
+    ),
+    rule(
+        "sequence-parallel",
+        lambda c, q: c.sequence_parallel & (c.tp > 1) & ((q.workload.seq_len // c.cp) % c.tp != 0),
+        lambda p, q: (
+            f"sequence parallelism splits {q.workload.seq_len // p.cp} tokens over tp {p.tp}: remainder "
+            f"{(q.workload.seq_len // p.cp) % p.tp}, must be 0"
+        ),
+    ),
+    rule(
+        "sequence-parallel-supported",
+        lambda c, q: c.sequence_parallel & (c.tp > 1),
+        lambda p, q: f"{q.framework.title} has no sequence parallelism beside tensor parallelism",
+        applies=lambda q: not q.framework.sequence_parallel,
+    ),
+]

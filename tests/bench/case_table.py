@@ -1,0 +1,103 @@
+"""Predicted beside measured for case files: the table that later work must lower.
+
+Run as `python tests/bench/case_table.py OUT.md FILE...`; writes OUT.md and, with every row, OUT.json.
+"""
+
+import datetime as dt
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:+.1%}"
+
+
+def main(out: Path, files: list[str]) -> None:
+    """Run `planner validate` over all files and write its summary and rows."""
+    command = [sys.executable, "-m", "planner", "validate", *files, "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    answer = json.loads(run.stdout)
+    names = " ".join(Path(name).name for name in files)
+    lines = [
+        "# Step time and memory: predicted against published runs",
+        "",
+        (
+            f"Made on {dt.datetime.now(tz=dt.UTC):%Y-%m-%d} by `planner validate {names}` "
+            f"(Python {platform.python_version()}), from datasheets and published efficiencies alone: no run was calibrated on."
+        ),
+        "Errors are signed, predicted / measured - 1. *Held* is the share of rows inside the 80 % interval; *fit* counts",
+        "rows whose fitting, or running out of memory, was predicted as it happened.",
+        "",
+        "| file | rows | step: mean absolute | bias | worst | held | memory: mean absolute | bias | held | fit |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, summary in {**answer["summary"]["by_file"], "all": answer["summary"]}.items():
+        lines.append(summary_line(name, summary))
+    lines += ["", *peer_lines(files, answer["rows"])]
+    lines += [
+        "",
+        "## Rows",
+        "",
+        "| row | step predicted s | measured s | error | memory error | inside | note |",
+        "|---|--:|--:|--:|--:|---|---|",
+    ]
+    for row in answer["rows"]:
+        predicted, measured, error = row["predicted"] or {}, row["measured"] or {}, row["error"] or {}
+        lines.append(
+            f"| {row['id']} | {predicted.get('step_s') or 0:.4g} | {measured.get('step_s') or '-'} "
+            f"| {percent(error.get('step'))} | {percent(error.get('memory'))} "
+            f"| {row.get('within_interval')} | {row.get('skipped') or ''} |"
+        )
+    out.write_text("\n".join(lines) + "\n")
+    out.with_suffix(".json").write_text(json.dumps(answer, indent=1) + "\n")
+
+
+def summary_line(name: str, summary: dict) -> str:
+    """One row of the table of files."""
+    step, memory, outcome = summary["step"] or {}, summary["memory"] or {}, summary["outcomes"]
+    cells = [
+        name,
+        str(summary["rows"]),
+        plain(step.get("mean_abs")),
+        percent(step.get("bias")),
+        percent(step.get("worst")),
+        plain(step.get("coverage")),
+        plain(memory.get("mean_abs")),
+        percent(memory.get("bias")),
+        plain(memory.get("coverage")),
+        f"{outcome['right']}/{outcome['right'] + outcome['wrong']}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def peer_lines(files: list[str], rows: list[dict]) -> list[str]:
+    """What other predictors said of the same rows, where the case files hold it."""
+    ours = {row["id"]: (row["error"] or {}).get("step") for row in rows}
+    errors: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for name in files:
+        for case in json.loads(Path(name).read_text()):
+            for peer, said in (case.get("peers") or {}).items():
+                theirs = said.get("time_err_pct", said.get("error_pct"))
+                if theirs is not None and ours.get(case["id"]) is not None:
+                    errors.setdefault((Path(name).name, peer), []).append((abs(theirs) / 100, abs(ours[case["id"]])))
+    lines = [
+        "## Beside other predictors, same rows",
+        "",
+        "| file | predictor | rows | theirs | ours |",
+        "|---|---|--:|--:|--:|",
+    ]
+    for (name, peer), pairs in errors.items():
+        theirs, mine = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
+        lines.append(f"| {name} | {peer} | {len(pairs)} | {theirs:.1%} | {mine:.1%} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,211 @@
+"""The launcher: budgets, kills, first failures and orphans, with workers that need nothing but Python."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from executor.launch import ALWAYS, TAG, child_environment, command, family, launch
+
+WORKERS = {"PYTHONPATH": str(Path(__file__).parent / "workers")}
+ROOT = Path(__file__).parents[2]
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+
+
+def plain(module: str, *arguments: str, budget_s: float = 20.0, **more):
+    return launch(module, arguments, elastic=False, budget_s=budget_s, environment=WORKERS, **more)
+
+
+def ours() -> list[int]:
+    """Processes of any run of ours that still live."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{TAG}=".encode() in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_worker_that_ends_well(monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+
+    done = plain("finish_worker", "a b", "; rm -rf /tmp/nothing", "$HOME")
+
+    assert done.ok, done.stderr_tail
+    assert (done.outcome, done.exit_code, done.failure) == ("finished", 0, None)
+    said = json.loads(done.stdout_tail)
+    assert said["argv"] == ["a b", "; rm -rf /tmp/nothing", "$HOME"]
+    assert said["env"] == {**ALWAYS, "CUDA_DEVICE_MAX_CONNECTIONS": None}
+    assert len(done.stderr_tail) <= 16 * 1024
+
+
+def test_a_worker_that_hangs_is_gone_with_its_grandchild() -> None:
+    started = time.monotonic()
+
+    done = plain("hang_worker", budget_s=2.0, grace_s=0.5)
+
+    assert done.outcome == "timeout"
+    assert done.failure is None
+    assert done.survivors == ()
+    assert "started" in done.stdout_tail
+    assert time.monotonic() - started < 15
+    assert ours() == []
+
+
+@pytest.mark.parametrize(
+    ("how", "what", "code", "name"), [("exit", "7", 7, None), ("signal", "9", None, "SIGKILL"), ("raise", "x", 1, None)]
+)
+def test_a_worker_that_dies_is_named(how: str, what: str, code: int | None, name: str | None) -> None:
+    done = plain("die_worker", how, what)
+
+    assert done.outcome == "failed"
+    assert done.failure is not None
+    assert (done.failure.rank, done.failure.exit_code, done.failure.signal) == (0, code, name)
+    if how == "raise":
+        assert done.failure.message == "RuntimeError: x"
+
+
+def test_a_module_that_does_not_exist() -> None:
+    done = plain("no_such_worker")
+
+    assert done.outcome == "failed"
+    assert "no_such_worker" in done.failure.message
+
+
+def test_what_a_finished_worker_leaves_behind_is_ended() -> None:
+    done = plain("orphan_worker", grace_s=2.0)
+
+    assert done.outcome == "finished"
+    assert done.survivors == ()
+    assert ours() == []
+
+
+def test_output_is_kept_where_asked(tmp_path) -> None:
+    plain("finish_worker", directory=tmp_path / "new" / "folder")
+
+    assert (tmp_path / "new" / "folder" / "stdout.txt").read_text().startswith("{")
+
+
+@pytest.mark.parametrize(
+    "how", [{"ranks": 0}, {"ranks": 2, "elastic": False}, {"budget_s": 0.0}, {"budget_s": float("nan")}]
+)
+def test_calls_that_cannot_be_meant(how) -> None:
+    with pytest.raises(ValueError, match=r"ranks|budget"):
+        launch("finish_worker", **{"budget_s": 5.0, **how})
+
+
+def test_ctrl_c_tidies_up() -> None:
+    """SIGINT to the process that launches: the answer is `interrupted`, and nobody is left."""
+    code = textwrap.dedent(
+        f"""
+        from executor.launch import launch
+        done = launch("hang_worker", elastic=False, budget_s=60, grace_s=0.5, environment={WORKERS!r})
+        print(done.outcome, done.survivors)
+        raise SystemExit(130)
+        """
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    _wait_until(lambda: len(ours()) >= 2)
+
+    parent.send_signal(signal.SIGINT)
+    out, _ = parent.communicate(timeout=20)
+
+    assert (parent.returncode, out.strip()) == (130, "interrupted ()")
+    assert ours() == []
+
+
+def test_a_killed_launcher_takes_its_worker_along() -> None:
+    """Nobody can tidy up after SIGKILL, so the kernel tells the worker that its parent died."""
+    code = f"""
+from executor.launch import launch
+launch("die_worker", ["exit", "0", "never"], elastic=False, budget_s=60, environment={WORKERS!r})
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    _wait_until(lambda: any(b"die_worker" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in ours()))
+
+    parent.kill()
+    parent.wait(timeout=10)
+
+    _wait_until(lambda: ours() == [])
+
+
+def test_family_is_found_by_its_tag_only() -> None:
+    environment = {**os.environ, TAG: "meshwright-test-a"}
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=environment)
+    try:
+        _wait_until(lambda: family("meshwright-test-a") == [child.pid])
+        assert family("meshwright-test") == []
+        assert family("meshwright-test-b") == []
+    finally:
+        child.kill()
+        child.wait()
+    assert family("meshwright-test-a") == []
+
+
+def test_the_command_is_torchruns_agent() -> None:
+    got = command("a.module", ["--x=1"], ranks=4, elastic=True, run_id="id", logs=Path("logs"))
+
+    assert got[:4] == [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    assert "--nproc-per-node=4" in got
+    assert "--rdzv-id=id" in got
+    assert got[-3:] == ["-m", "a.module", "--x=1"]
+
+
+def test_the_callers_path_stays_behind_ours() -> None:
+    got = child_environment({"A": "b"}, run_id="r", base={"PYTHONPATH": "/elsewhere"})
+
+    assert got["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/elsewhere"]
+    assert got["A"] == "b"
+    assert got["PYTHONSAFEPATH"] == "1"
+
+
+@needs_torch
+def test_elastic_ranks_that_end_well() -> None:
+    done = launch("finish_worker", ranks=2, budget_s=60, environment=WORKERS)
+
+    assert done.ok, done.stderr_tail
+
+
+@needs_torch
+def test_elastic_names_the_rank_that_was_killed() -> None:
+    done = launch("die_worker", ["signal", "9", "1"], ranks=2, budget_s=60, environment=WORKERS)
+
+    assert done.outcome == "failed"
+    assert (done.failure.rank, done.failure.signal) == (1, "SIGKILL"), done.stderr_tail
+    assert done.seconds < 50
+    assert ours() == []
+
+
+@needs_torch
+def test_elastic_passes_on_what_a_rank_said() -> None:
+    done = launch("recorded_worker", ranks=2, budget_s=60, environment=WORKERS)
+
+    assert done.failure.rank == 1
+    assert "rank one has had enough" in done.failure.message
+    assert ours() == []
+
+
+@needs_torch
+def test_elastic_ranks_that_hang_are_ended_within_the_budget() -> None:
+    done = launch("hang_worker", ranks=2, budget_s=8, grace_s=1.0, environment=WORKERS)
+
+    assert done.outcome == "timeout"
+    assert done.survivors == ()
+    assert ours() == []
+
+
+def _wait_until(true, seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)

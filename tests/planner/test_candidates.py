@@ -1,0 +1,146 @@
+"""The enumeration against brute force: every legal plan, none twice, and an account that adds up."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.candidates import Bounds, enumerate_candidates
+from planner.frameworks import framework_named
+from planner.legality import check, is_legal
+from simulator.plan import Plan
+from simulator.workload import Workload
+from tests.planner.conftest import LLAMA8B, MIXTRAL, TINY, make_cluster
+from tests.planner.test_legality import reference
+
+UNBOUNDED = Bounds(
+    max_tp=1 << 20,
+    max_micro_batch=None,
+    max_virtual_stages=None,
+    min_tokens_per_context_rank=1,
+    without_sequence_parallel=True,
+    odd_virtual_stages=True,
+)
+
+
+def brute_force(model, workload, gpus, name):
+    """Return every legal plan by trying all of them, judged by the reference of test_legality."""
+    framework = framework_named(name)
+    numbers = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    experts = range(1, (model.moe.experts if model.moe else 1) + 1)
+    found = set()
+    for tp, cp, pp, dr, ds in itertools.product(numbers, repeat=5):
+        if tp * cp * pp * dr * ds != gpus:
+            continue
+        if framework.zero_stages:
+            if ds > 1:
+                continue
+            zeros = [z for z in framework.searched_zero_stages or framework.zero_stages if z == 0 or dr > 1]
+        else:
+            zeros = [None]
+        orders = (
+            [(None, 1)]
+            if pp == 1
+            else [("1F1B", 1)]
+            + [
+                ("Interleaved1F1B", v)
+                for v in range(2, model.layers + 1)
+                if "Interleaved1F1B" in framework.searched_schedules
+            ]
+        )
+        sequence = (False, True) if tp > 1 and framework.sequence_parallel else (False,)
+        for zero, ep, (schedule, v), sp in itertools.product(zeros, experts, orders, sequence):
+            for b in range(1, workload.global_batch_size + 1):
+                plan = Plan(
+                    dp_replicate=dr,
+                    dp_shard=ds,
+                    zero_stage=zero,
+                    tp=tp,
+                    sequence_parallel=sp,
+                    cp=cp,
+                    pp=pp,
+                    ep=ep,
+                    virtual_stages=v,
+                    schedule=schedule,
+                    micro_batch_size=b,
+                )
+                if not reference(plan, model, workload, gpus, name):
+                    continue
+                reshards = (True, False) if zero is None and ds * cp > 1 else (None,)
+                for recompute, reshard in itertools.product(framework.recomputes, reshards):
+                    found.add(replace(plan, recompute=recompute, reshard_after_forward=reshard))
+    return found
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "megatron-lm", "deepspeed"])
+@pytest.mark.parametrize("gpus", [1, 2, 6, 8, 12, 16])
+def test_the_enumeration_is_complete_and_has_no_doubles(name, gpus):
+    """For small clusters, the legal plans are exactly those that brute force finds."""
+    model = replace(TINY, heads=12, kv_heads=6, ffn=1536, layers=6)
+    workload = Workload(seq_len=192, global_batch_size=12)
+    cluster = make_cluster(1, gpus)
+    found = enumerate_candidates(model, cluster, workload, name, bounds=UNBOUNDED)
+    plans = found.plans()
+
+    assert len(plans) == len(set(plans))
+    assert set(plans) == brute_force(model, workload, gpus, name)
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "megatron-lm"])
+def test_expert_parallel_plans_are_complete(name):
+    model = replace(MIXTRAL, layers=4, moe=replace(MIXTRAL.moe, experts=6))
+    workload = Workload(seq_len=64, global_batch_size=4)
+    found = enumerate_candidates(model, make_cluster(1, 12), workload, name, bounds=UNBOUNDED)
+
+    assert set(found.plans()) == brute_force(model, workload, 12, name)
+
+
+def test_every_candidate_passes_the_check(llama8b):
+    """What the enumeration lets through, `check` lets through: they are the same rules."""
+    cluster, workload = make_cluster(2, 8), Workload(seq_len=8192, global_batch_size=64)
+    found = enumerate_candidates(llama8b, cluster, workload, "torchtitan")
+    for row in np.linspace(0, len(found) - 1, 300, dtype=int):
+        assert is_legal(check(found.columns.plan(int(row)), llama8b, cluster, workload, "torchtitan"))
+
+
+def test_the_account_adds_up_and_bounds_are_named(llama8b):
+    cluster, workload = make_cluster(2, 8), Workload(seq_len=8192, global_batch_size=64)
+    found = enumerate_candidates(llama8b, cluster, workload, "megatron-lm", bounds=Bounds(max_tp=2, max_micro_batch=2))
+
+    assert found.total == len(found) + sum(found.rejected.values()) + sum(found.pruned.values())
+    assert {"tp > 2", "micro batch > 2"} <= set(found.pruned)
+    assert found.columns.tp.max() == 2
+    assert found.columns.micro_batch_size.max() == 2
+
+
+def test_bounds_only_prune(llama8b):
+    """A bounded search is a part of the unbounded one."""
+    cluster, workload = make_cluster(1, 8), Workload(seq_len=8192, global_batch_size=16)
+    everything = set(enumerate_candidates(llama8b, cluster, workload, "torchtitan", bounds=UNBOUNDED).plans())
+    some = set(
+        enumerate_candidates(llama8b, cluster, workload, "torchtitan", bounds=Bounds(max_virtual_stages=2)).plans()
+    )
+
+    assert some < everything
+
+
+def test_a_very_large_cluster_stays_enumerable():
+    """16,384 GPUs: only divisors are tried, and rules cut before micro batches and policies multiply."""
+    model = replace(LLAMA8B, name="405b", layers=126, heads=128, hidden=16384, ffn=53248)
+    found = enumerate_candidates(
+        model, make_cluster(2048, 8), Workload(seq_len=8192, global_batch_size=2048), "torchtitan"
+    )
+
+    assert 10_000 < len(found) < 500_000
+    assert set(np.unique(found.columns.gpus)) == {16384}
+
+
+def test_the_order_is_the_same_every_time(llama8b):
+    cluster, workload = make_cluster(1, 8), Workload(seq_len=8192, global_batch_size=16)
+    first, second = (enumerate_candidates(llama8b, cluster, workload, "torchtitan") for _ in range(2))
+
+    assert first.plans() == second.plans()
+    assert list(first.rejected) == list(second.rejected)

@@ -1,0 +1,216 @@
+"""Cases: what a source says, what it leaves unsaid, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cases import case_from_flags, load_case, read_cases
+from tests.planner.conftest import CASES
+from topology.errors import BadInput, BadModel, BadPlan, UserError
+
+ALL = [(path.name, case) for path in sorted(CASES.glob("*.json")) for case in json.loads(path.read_text())]
+BASE = {
+    "id": "base",
+    "model": "llama3-8b",
+    "cluster": "dgx-h100",
+    "workload": {"task": "train", "seq_len": 8192, "global_batch_size": 64},
+    "plan": {"dp_shard": 8, "micro_batch_size": 1, "recompute": "none"},
+    "runtime": {"name": "torchtitan"},
+}
+
+
+def changed(**sections):
+    case = copy.deepcopy(BASE)
+    for name, value in sections.items():
+        case[name] = {**case[name], **value} if isinstance(value, dict) and isinstance(case[name], dict) else value
+    return case
+
+
+@pytest.mark.parametrize(("file", "data"), ALL, ids=[case["id"] for _, case in ALL])
+def test_every_case_of_the_fixtures_loads_as_stated(file, data):
+    """Whatever the source states reaches the plan unchanged; the GPU count is the product of the degrees."""
+    case = load_case(data)
+
+    for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "zero_stage"):
+        if data["plan"].get(name) is not None:
+            assert getattr(case.plan, name) == data["plan"][name]
+    if data["plan"]["micro_batch_size"] is not None:
+        assert case.plan.micro_batch_size == data["plan"]["micro_batch_size"]
+    assert case.plan.gpus == case.cluster.gpu_count == data["cluster"]["nodes"] * data["cluster"]["gpus_per_node"]
+    assert case.runtime.name == data["runtime"]["name"]
+
+
+def test_unstated_fields_are_listed():
+    """null, absent and "unknown" all mean that the source does not say, and each leaves a line."""
+    case = load_case(changed(plan={"micro_batch_size": None, "recompute": "unknown"}))
+
+    assert case.plan.micro_batch_size == 8  # 64 sequences over 8 ranks, in one piece
+    assert case.plan.recompute == "selective"
+    assert any("micro_batch_size 8" in line for line in case.assumed)
+    assert any(line.startswith("recompute selective") for line in case.assumed)
+    assert any("compile" in line for line in case.assumed)
+
+
+def test_a_pipelines_unstated_micro_batch_is_one():
+    case = load_case(changed(plan={"dp_shard": 4, "pp": 2, "micro_batch_size": None}))
+
+    assert case.plan.micro_batch_size == 1
+    assert case.plan.schedule == "1F1B"
+
+
+@pytest.mark.parametrize(
+    ("word", "meaning"),
+    [
+        ("per-op selective", "selective-op"),
+        ("selective", "selective"),
+        ("full", "full"),
+        ("memory-budget", "memory-budget"),
+    ],
+)
+def test_recompute_words(word, meaning):
+    """Synonyms of ours are translated; a runtime's own word is kept."""
+    assert load_case(changed(plan={"recompute": word})).plan.recompute == meaning
+
+
+def test_overlap_implies_a_compiled_model():
+    case = load_case(changed(plan={"dp_shard": 4, "tp": 2, "tp_overlap": "async"}))
+
+    assert case.runtime.compile
+    assert any("compile true" in line for line in case.assumed)
+
+
+@pytest.mark.parametrize(
+    ("sections", "error", "names"),
+    [
+        ({"plan": {"tensor_parallel": 2}}, BadPlan, "tensor_parallel"),
+        ({"plan": {"tp": 0}}, BadPlan, "plan.tp"),
+        ({"plan": {"tp": 2.0}}, BadPlan, "plan.tp"),
+        ({"plan": {"tp": True}}, BadPlan, "plan.tp"),
+        ({"plan": {"tp": 10**30}}, BadPlan, "plan.tp"),
+        ({"plan": {"zero_stage": 4}}, BadPlan, "zero_stage"),
+        ({"plan": {"sequence_parallel": "yes"}}, BadPlan, "sequence_parallel"),
+        ({"plan": {"recompute": "x" * 100}}, BadPlan, "recompute"),
+        ({"plan": {"recompute": "a\nb"}}, BadPlan, "recompute"),
+        ({"plan": {"placement": [0, -1]}}, BadPlan, r"placement\[1\]"),
+        ({"workload": {"seq_len": "8k"}}, BadPlan, "seq_len"),
+        ({"workload": {"task": "serve"}}, UserError, "not covered yet"),
+        ({"workload": None}, BadInput, "workload"),
+        ({"model": 7}, BadModel, "model"),
+        ({"model": "llama9-9z"}, BadModel, "llama9"),
+        ({"runtime": {"compile": "yes"}}, BadPlan, "compile"),
+        ({"runtime": {"name": "torchtitn"}}, BadPlan, "torchtitn"),
+        ({"runtime": {"compiled": True}}, BadPlan, "compile"),
+        ({"workload": {"seqlen": 4096}}, BadPlan, "seq_len"),
+    ],
+)
+def test_refusals_name_the_field(sections, error, names):
+    with pytest.raises(error, match=names) as caught:
+        load_case(changed(**sections))
+
+    assert caught.value.exit_code == 2
+
+
+def test_flags_describe_the_same_case():
+    """The flag form and the case form of one question give the same plan, workload and runtime."""
+    flags = case_from_flags(
+        model="llama3-8b",
+        cluster="dgx-h100",
+        gpus=16,
+        seq_len=4096,
+        global_batch=32,
+        plan={"tp": 2, "pp": 2, "micro_batch_size": 1, "recompute": "full", "dp_shard": None},
+        runtime={"name": "torchtitan", "compile": True, "param_dtype": None},
+    )
+    case = load_case(
+        changed(
+            cluster={
+                "gpu": "h100-sxm",
+                "gpus_per_node": 8,
+                "nodes": 2,
+                "interconnect": "nvswitch",
+                "nic_gbit_per_gpu": 400,
+            },
+            workload={"seq_len": 4096, "global_batch_size": 32},
+            plan={"tp": 2, "pp": 2, "dp_shard": 4, "recompute": "full"},
+            runtime={"compile": True},
+        )
+    )
+
+    assert flags.plan == case.plan
+    assert flags.plan.dp_shard == 4
+    assert flags.workload == case.workload
+    assert flags.runtime == case.runtime
+
+
+@pytest.mark.parametrize(
+    ("runtime", "gpus", "plan", "degrees"),
+    [
+        ("torchtitan", None, {"tp": 2}, (8, 1, 4)),  # a DGX has 8: dp_shard 4 fills it
+        ("torchtitan", None, {"tp": 2, "dp_shard": 2}, (4, 1, 2)),  # the degrees say 4
+        ("torchtitan", None, {"tp": 8, "pp": 4}, (32, 1, 1)),  # more than one node has
+        ("torchtitan", 16, {"dp_replicate": 2}, (16, 2, 8)),
+        ("torchtitan", 8, {"tp": 3}, (8, 1, 1)),  # does not divide: left to the world-size rule
+        ("megatron-lm", 16, {"tp": 2}, (16, 8, 1)),  # Megatron replicates unless told otherwise
+        ("megatron-lm", 16, {"dp_replicate": 16, "zero_stage": 1}, (16, 16, 1)),
+        ("megatron-lm", 16, {"dp_shard": 4, "tp": 4}, (16, 1, 4)),
+        ("deepspeed", 16, {"zero_stage": 1, "tp": 2}, (16, 8, 1)),
+        ("llm-foundry", 8, {}, (8, 1, 8)),
+    ],
+)
+def test_degrees_and_gpu_counts_complete_each_other(runtime, gpus, plan, degrees):
+    case = case_from_flags(
+        model=None, cluster=None, gpus=gpus, seq_len=8192, global_batch=None, plan=plan, runtime={"name": runtime}
+    )
+
+    assert (case.gpus, case.plan.dp_replicate, case.plan.dp_shard) == degrees
+
+
+def test_lists_and_single_cases_are_told_apart(tmp_path):
+    one, many, wrong = tmp_path / "one.json", tmp_path / "many.json", tmp_path / "wrong.json"
+    one.write_text(json.dumps(BASE))
+    many.write_text(json.dumps([BASE, BASE]))
+    wrong.write_text('[{"id": "x"}, 3]')
+
+    assert read_cases(one) == ([BASE], False)
+    assert read_cases(many) == ([BASE, BASE], True)
+    with pytest.raises(BadInput, match=r"\[1\] is a number"):
+        read_cases(wrong)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    section=st.sampled_from(["model", "cluster", "workload", "plan", "runtime", "measured"]),
+    key=st.sampled_from(["tp", "pp", "schedule", "seq_len", "gpu", "nodes", "name", "compile", "placement", "x"]),
+    value=json_values,
+    whole=st.booleans(),
+)
+def test_no_case_crashes_the_reader(section, key, value, whole):
+    """Any JSON in any place gives a case or an error of exit code 2, never a traceback."""
+    case = copy.deepcopy(BASE)
+    if whole or not isinstance(case.get(section), dict):
+        case[section] = value
+    else:
+        case[section][key] = value
+    with contextlib.suppress(UserError):
+        load_case(case)
+
+
+def test_keys_beside_the_point_are_noted():
+    """What a source adds of its own is listed, not obeyed and not fatal."""
+    case = load_case({**changed(runtime={"colour": "red"}), "reviewed_by": "somebody"})
+
+    assert "key 'colour' of case base: runtime is not understood and was ignored" in case.assumed
+    assert any("'reviewed_by'" in line for line in case.assumed)

@@ -1,0 +1,333 @@
+"""The command line as people and scripts meet it: exit codes, streams, JSON shapes, and a light `--help`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from planner import cli
+from tests.planner.conftest import CASES, ROOT
+from topology.errors import BadInput, Infeasible, OutOfTolerance, Stale
+
+# A question small enough to ask often: a few hundred candidates.
+SUGGEST = ("suggest", "--top", "2", "--seq-len", "4096", "--global-batch", "8", "--gpus", "4")
+
+
+def modules_after(*arguments):
+    """Return the top-level modules that a run of the command line loads."""
+    code = (
+        "import sys\nfrom planner.cli import main\n"
+        f"main({list(arguments)!r})\n"
+        "print('\\n'.join(sorted({m.partition('.')[0] for m in sys.modules})), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=60
+    )
+    return set(done.stderr.split()), done.stdout
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("suggest", "--help"), ("validate", "--help")])
+def test_help_loads_nothing_heavy(arguments):
+    """`--help` is fast because it loads only typer: none of the libraries that answer questions."""
+    loaded, text = modules_after(*arguments)
+
+    assert text.strip()
+    assert not loaded & {"numpy", "networkx", "ortools", "rich", "simpy", "msgspec", "yaml", "torch", "streamlit"}
+
+
+def test_help_states_units_and_exit_codes(planner):
+    done = planner("--help")
+
+    assert done.returncode == 0
+    assert "GiB" in done.stdout
+    assert "decimal GB/s" in done.stdout
+    for code in (0, 1, 2, 3, 4, 130):
+        assert re.search(rf"^\s+{code}\s+\w", done.stdout, re.MULTILINE), code
+    for command in ("suggest", "estimate", "validate", "probe", "collective"):
+        assert re.search(rf"^\s+{command}\s", done.stdout, re.MULTILINE)
+
+
+def test_version(planner):
+    assert re.match(r"planner \(meshwright\) \S+$", planner("--version").stdout.strip())
+
+
+def test_suggest_without_flags_answers(planner):
+    """A laptop with nothing but this package gets an answer, its assumptions, and the words that it is uncalibrated."""
+    done = planner("suggest")
+
+    assert done.returncode == 0, done.stderr
+    for words in ("llama3-8b", "dgx-h100", "assumed", "global batch 64", "uncalibrated", "* 1  8 = ", "why #2 lost"):
+        assert words in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "\x1b" not in done.stdout
+    commands = re.search(r"^next: planner (\w+)", done.stdout, re.MULTILINE)
+    assert commands[1] in {"suggest", "estimate"}
+
+
+def test_suggest_json_has_the_keys_of_the_contract(planner):
+    done = planner(*SUGGEST, "--json")
+    answer = json.loads(done.stdout)
+
+    assert answer["schema_version"] == 1
+    assert {"candidates", "legal", "pruned", "simulated", "seconds", "status", "bound_s", "gap"} <= set(
+        answer["search"]
+    )
+    assert answer["search"]["status"] == "optimal within the closed form"
+    first, second = answer["plans"]
+    assert {"rank", "plan", "estimate", "lost_because", "flips"} <= set(first)
+    case_keys = set(json.loads((CASES / "torchtitan.json").read_text())[0]["plan"])
+    assert case_keys | {"placement"} <= set(first["plan"])
+    estimate = first["estimate"]
+    assert {"step_s", "tokens_per_s_per_gpu", "mfu", "tflops_per_gpu", "memory", "breakdown_s"} <= set(estimate)
+    assert {"value", "low", "high", "source"} <= set(estimate["step_s"])
+    assert {"peak_bytes", "reserved_bytes", "by_category", "worst_rank", "fits"} <= set(estimate["memory"])
+    assert sum(estimate["breakdown_s"].values()) == pytest.approx(estimate["step_s"]["value"])
+    assert {"compute", "exposed_communication", "bubble", "host", "optimizer"} <= set(estimate["breakdown_s"])
+    assert all(isinstance(n, int) for n in answer["rejected"].values())
+    for flip in second["flips"]:
+        assert {"quantity", "now", "at", "unit"} <= set(flip)
+
+
+def test_the_same_question_prints_the_same_bytes(planner_process, tmp_path):
+    """In two processes: JSON but for the seconds the search took, and the plan file to the last byte."""
+    texts = []
+    for name in ("a.json", "b.json"):
+        done = planner_process(*SUGGEST, "--json", "--out", tmp_path / name)
+        texts.append(re.sub(r'"seconds": [\d.e-]+', '"seconds": 0', done.stdout))
+
+    assert texts[0] == texts[1]
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_a_saved_plan_can_be_estimated_and_goes_stale(planner, tmp_path):
+    path = tmp_path / "plan.json"
+    assert planner(*SUGGEST, "--out", path).returncode == 0
+    again = planner("estimate", "--plan", path, "--json")
+    other = planner("estimate", "--plan", path, "--cluster", "dgx-a100")
+    same = planner("estimate", "--plan", path, "--cluster", "dgx-h100", "--json")
+
+    saved = json.loads(path.read_text())
+    assert json.loads(again.stdout)["estimate"] == saved["estimate"]
+    assert other.returncode == 1
+    assert "cluster" in other.stderr
+    assert same.returncode == 0
+    refused = planner(*SUGGEST, "--out", path)
+    assert refused.returncode == 2
+    assert "--force" in refused.stderr
+    assert json.loads(path.read_text()) == saved
+
+
+def test_a_newer_plan_file_is_refused(planner, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text('{"schema_version": 99, "tool_version": "9.9", "plan": {}, "fingerprints": {}}')
+    done = planner("estimate", "--plan", path)
+
+    assert done.returncode == 2
+    assert "9.9" in done.stderr
+
+
+def test_estimate_of_a_case_has_the_keys_of_the_contract(planner):
+    one = json.loads((CASES / "torchtitan_h200x4.json").read_text())[0]
+    done = planner("estimate", "--case", "-", "--json", stdin=json.dumps(one))
+    answer = json.loads(done.stdout)
+
+    assert done.returncode == 0
+    assert {"id", "legal", "problems", "assumed", "estimate"} <= set(answer)
+    assert answer["id"] == one["id"]
+    assert answer["legal"] is True
+    many = json.loads(planner("estimate", "--case", CASES / "torchtitan_h200x4.json", "--json").stdout)
+    assert isinstance(many, list)
+    assert many[0] == answer
+
+
+def test_one_unreadable_case_does_not_spoil_a_list(planner):
+    """The others are answered; it is answered with what is wrong. Alone, it is exit code 2."""
+    good = json.loads((CASES / "torchtitan_h200x4.json").read_text())[0]
+    bad = {**good, "id": "bad", "model": "no-such-model"}
+    done = planner("estimate", "--case", "-", "--json", stdin=json.dumps([bad, good]))
+    first, second = json.loads(done.stdout)
+
+    assert done.returncode == 0
+    assert (first["id"], first["legal"], first["estimate"]) == ("bad", False, None)
+    assert "no-such-model" in first["problems"][0]["message"]
+    assert second["legal"] is True
+    alone = planner("estimate", "--case", "-", "--json", stdin=json.dumps(bad))
+    assert (alone.returncode, alone.stdout) == (2, "")
+
+
+def test_an_illegal_plan_is_code_3_with_its_problems(planner):
+    done = planner("estimate", "--tp", "16", "--gpus", "16", "--json")
+    answer = json.loads(done.stdout)
+
+    assert done.returncode == 3
+    assert answer["legal"] is False
+    assert answer["estimate"] is None
+    assert any(p["rule"] == "kv-heads" and p["grade"] == "illegal" and p["nearest"] == [8] for p in answer["problems"])
+
+
+def test_estimate_prints_text_with_units(planner):
+    done = planner("estimate", "--gpus", "16", "--tp", "2", "--micro-batch", "1", "--recompute", "full")
+
+    assert done.returncode == 0
+    for words in ("16 = dp 1 x fsdp 8 x tp 2 x pp 1", "GiB", "GB/s", "fits", "dp_shard 8 (fills 16 GPUs)"):
+        assert words in done.stdout
+
+
+def test_validate_json_has_the_keys_of_the_contract(planner):
+    done = planner("validate", CASES / "torchtitan_h200x4.json", CASES / "vtrain_multi.json", "--json")
+    answer = json.loads(done.stdout)
+
+    assert done.returncode == 0
+    for row in answer["rows"]:
+        assert {"id", "predicted", "measured", "error", "within_interval", "skipped"} <= set(row)
+        assert {"step_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "peak_memory_bytes", "fits"} <= set(
+            row["predicted"]
+        )
+        assert {"step", "memory"} == set(row["error"])
+    assert {"mean_abs", "bias", "worst", "coverage"} <= set(answer["summary"]["step"])
+    assert set(answer["summary"]["by_file"]) == {"torchtitan_h200x4.json", "vtrain_multi.json"}
+
+
+def test_validate_holds_a_tolerance(planner):
+    path = CASES / "vtrain_multi.json"
+
+    assert planner("validate", path, "--tolerance", "1000").returncode == 0
+    strict = planner("validate", path, "--tolerance", "0.001")
+    assert strict.returncode == 4
+    assert "mean absolute error" in strict.stderr
+    assert "vtrain" in strict.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ((), 2, "Usage"),
+        (("plan",), 2, "No such command"),
+        (("suggest", "--top", "0"), 2, "--top"),
+        (("suggest", "--nonsense"), 2, "--nonsense"),
+        (("suggest", "--model", "llama3-9b"), 2, "llama3-8b"),
+        (("suggest", "--cluster", "dgx-h10"), 2, "dgx-h100"),
+        (("suggest", "--gpus", "lots"), 2, "neither a number"),
+        (("suggest", "--framework", "torchtitn"), 2, "torchtitan"),
+        (("suggest", "--task", "serve"), 2, "not covered yet"),
+        (("suggest", "--profile", "/nonexistent"), 2, "cannot read"),
+        (("estimate", "--case", "/nonexistent"), 2, "cannot read"),
+        (("validate",), 2, "FILE"),
+        (("collective", "--bytes", "1k"), 2, "whole numbers"),
+        (("suggest", "--model", "llama3-405b"), 3, "GiB missing"),
+        (("suggest", "--gpus", "7", "--global-batch", "3", "--framework", "llm-foundry"), 3, "no legal plan"),
+    ],
+)
+def test_exit_codes(planner, arguments, code, words):
+    """Every refusal has its code and says what is wrong on standard error, with nothing on standard output."""
+    done = planner(*arguments)
+
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr + (done.stdout if not arguments else "")
+    assert "Traceback" not in done.stderr
+    if arguments:
+        assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BadInput("what", why="why", remedy="do"), 2),
+        (Infeasible("what", why="why", remedy="do"), 3),
+        (Stale("what", why="why", remedy="do"), 1),
+        (OutOfTolerance("what", why="why", remedy="do"), 4),
+        (KeyboardInterrupt(), 130),
+        (ZeroDivisionError("division by zero"), 1),
+        (BrokenPipeError(), 1),
+    ],
+    ids=lambda e: type(e).__name__ if isinstance(e, BaseException) else str(e),
+)
+def test_every_ending_has_its_code(monkeypatch, capsys, error, code):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("planner.commands.suggest._search", fail)
+    monkeypatch.delenv("MESHWRIGHT_DEBUG", raising=False)
+    monkeypatch.setattr(cli, "_silence_stdout", lambda: None)
+
+    assert cli.main(["suggest"]) == code
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    if isinstance(error, (BadInput, Infeasible, Stale, OutOfTolerance)):
+        assert said == "error: what\n  why: why\n  do: do\n"
+    if isinstance(error, ZeroDivisionError):
+        assert "internal error: ZeroDivisionError: division by zero; please report" in said
+    monkeypatch.setenv("MESHWRIGHT_DEBUG", "1")
+    if isinstance(error, ZeroDivisionError):
+        assert cli.main(["suggest"]) == 1
+        assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_closed_pipe_is_quiet(planner_process):
+    """`planner ... | head` must not end in a traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = planner_process(*SUGGEST, "--json", stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+
+    assert done.stderr == ""
+    assert done.returncode == 1
+
+
+def test_an_interrupt_is_130(tmp_path):
+    """Ctrl-C while waiting for standard input."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "planner", "estimate", "--case", "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=1.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+def test_colours_stay_off_a_pipe_and_under_no_color(planner):
+    done = planner(*SUGGEST, env={"NO_COLOR": "1", "FORCE_COLOR": "1"})
+
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ['"; rm -rf ~ #', "a\nb", "!!python/object", "../../etc/passwd", "\x1b[2J"])
+def test_hostile_names_are_text(planner, name):
+    """A model's name is looked up and quoted back; it is never run, and never reaches the terminal raw."""
+    done = planner("suggest", "--model", name)
+
+    assert done.returncode == 2
+    assert "\x1b" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("framework", ["torchtitan@0.3.0", "megatron-lm", "deepspeed", "llm-foundry", "pytorch", "any"])
+def test_every_framework_has_an_answer(planner, framework):
+    done = planner(*SUGGEST, "--framework", framework, "--json")
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["plans"]
+
+
+def test_the_fewest_gpus(planner):
+    """An 8B model with float32 Adam needs 16 bytes a parameter, 120 GiB: two 80 GB GPUs at least."""
+    done = planner("suggest", "--gpus", "min", "--seq-len", "4096", "--global-batch", "16", "--json")
+    answer = json.loads(done.stdout)
+
+    assert answer["question"]["gpus"] >= 2
+    assert any("fewest that fit" in line for line in answer["assumed"])

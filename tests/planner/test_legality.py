@@ -1,0 +1,355 @@
+"""Legality against an independent reading of the frameworks' rules, and against runs that happened."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+
+from planner.cases import load_case
+from planner.legality import Grade, check, is_legal
+from simulator.model import Model
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.workload import Workload
+from tests.planner.conftest import CASES, LLAMA8B, MIXTRAL, TINY, make_cluster
+from topology.errors import UserError
+
+
+def reference(plan, model, workload, gpus, framework, *, compiled=False):
+    """Return whether a plan is legal, by plain divisibility: written without looking at planner.rules."""
+    p, s = plan, workload.seq_len
+    if p.dp_replicate * p.dp_shard * p.cp * p.tp * p.pp != gpus:
+        return False
+    if model.heads % p.tp or (model.dense_layers and model.ffn % p.tp):
+        return False
+    if framework == "torchtitan" and model.kv_heads % p.tp:
+        return False
+    if framework == "megatron-lm" and model.kv_heads % p.tp and p.tp % model.kv_heads:
+        return False
+    if framework == "torchtitan" and p.cp * p.tp > 1 and s % (2 * p.cp * p.tp):
+        return False
+    if framework == "megatron-lm" and p.cp > 1 and s % (2 * p.cp):
+        return False
+    if p.sequence_parallel and p.tp > 1 and (s // p.cp) % p.tp:
+        return False
+    if framework == "deepspeed" and p.sequence_parallel and p.tp > 1:
+        return False
+    if framework == "deepspeed" and p.cp > 1 and (s % p.cp or model.heads % (p.tp * p.cp)):
+        return False
+    if p.ep > 1 and not model.moe:
+        return False
+    if model.moe:
+        if model.moe.experts % p.ep:
+            return False
+        if p.ep == 1 and model.moe.ffn % p.tp:
+            return False
+        inside = {
+            "torchtitan": p.dp_shard * p.cp * p.tp,
+            "megatron-lm": p.dp_replicate * p.dp_shard * p.cp * p.tp,
+            "deepspeed": p.dp_replicate * p.dp_shard,
+        }[framework]
+        if inside % p.ep:
+            return False
+    if framework == "torchtitan" and p.dp_replicate > 1 and p.dp_shard == 1 and p.cp == 1 and p.tp * p.pp > 1:
+        return False
+    if framework == "deepspeed":
+        if p.zero_stage in {2, 3} and p.pp > 1:
+            return False
+        if p.dp_shard > 1 and not p.zero_stage:
+            return False
+        if p.zero_stage == 3 and p.tp > 1:
+            return False
+    if framework == "torchtitan" and p.zero_stage == 1:
+        return False
+    if framework == "torchtitan" and p.zero_stage in {2, 3} and p.dp_shard * p.cp == 1 and p.dp_replicate > 1:
+        return False
+    dp = p.dp_replicate * p.dp_shard
+    if workload.global_batch_size % (dp * p.micro_batch_size):
+        return False
+    m = workload.global_batch_size // (dp * p.micro_batch_size)
+    stages = p.pp * p.virtual_stages
+    if stages > model.layers or (p.pp == 1 and p.virtual_stages > 1):
+        return False
+    if framework == "megatron-lm" and all((model.layers + extra) % stages for extra in (0, 1, 2)):
+        return False
+    if p.pp > 1:
+        single = p.schedule in {"1F1B", "GPipe"}
+        available = {
+            "torchtitan": {"1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"},
+            "megatron-lm": {"1F1B", "Interleaved1F1B"},
+            "deepspeed": {"1F1B"},
+        }[framework]
+        if p.schedule not in available:
+            return False
+        if single != (p.virtual_stages == 1):
+            return False
+        if p.schedule in {"ZBVZeroBubble", "DualPipeV"} and (p.virtual_stages != 2 or compiled):
+            return False
+        if p.schedule == "DualPipeV" and m < stages:
+            return False
+        if framework == "torchtitan" and p.schedule == "1F1B" and m < p.pp:
+            return False
+        if p.schedule == "Interleaved1F1B":
+            if framework == "megatron-lm" and m % p.pp:
+                return False
+            if framework == "torchtitan" and m % max(1, m // p.pp):
+                return False
+    return (
+        p.recompute
+        in {
+            "torchtitan": {"none", "selective", "selective-op", "full"},
+            "megatron-lm": {"none", "selective", "full"},
+            "deepspeed": {"none", "full"},
+        }[framework]
+    )
+
+
+ODD = Model(name="odd", family="llama", layers=6, hidden=384, heads=12, kv_heads=6, head_dim=32, ffn=1032, vocab=1000)
+SMALL_MOE = replace(TINY, name="small-moe", moe=replace(MIXTRAL.moe, experts=6, ffn=96, dense_layers=1))
+DEGREES = (1, 2, 3, 4, 6, 8)
+
+
+def universe(framework):
+    """Yield a few thousand plans, most of them illegal in one way or another."""
+    zeros = (None, 1, 3) if framework == "torchtitan" else (0, 1, 3)
+    for tp, cp, pp, dr, ds in itertools.product(DEGREES, (1, 2, 3), (1, 2, 3, 4), (1, 2), (1, 2, 4)):
+        if tp * cp * pp * dr * ds not in {8, 12, 24}:
+            continue
+        for zero, ep, sp in itertools.product(zeros, (1, 2, 3), (False, True)):
+            for (schedule, v), b, r in itertools.product(
+                ((None, 1), ("1F1B", 1), ("Interleaved1F1B", 2), ("Interleaved1F1B", 1), ("DualPipeV", 2)),
+                (1, 3),
+                ("none", "selective-op"),
+            ):
+                if (schedule is None) != (pp == 1):
+                    continue
+                yield Plan(
+                    dp_replicate=dr,
+                    dp_shard=ds,
+                    zero_stage=zero,
+                    tp=tp,
+                    sequence_parallel=sp,
+                    cp=cp,
+                    pp=pp,
+                    ep=ep,
+                    virtual_stages=v,
+                    schedule=schedule,
+                    micro_batch_size=b,
+                    recompute=r,
+                )
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm", "deepspeed"])
+@pytest.mark.parametrize("model", [ODD, TINY, SMALL_MOE], ids=lambda m: m.name)
+def test_every_plan_is_judged_as_plain_divisibility_judges_it(framework, model):
+    """All rules together agree with an independent reading, on plans that break them in every combination."""
+    workload = Workload(seq_len=288, global_batch_size=24)
+    clusters = {n: make_cluster(n // 4, 4) for n in (8, 12, 24)}
+    legal = 0
+    # Every 37th plan, from a start of its own for each model: 37 is coprime to the sizes of all the inner loops.
+    for plan in itertools.islice(universe(framework), len(model.name), None, 37):
+        expected = reference(plan, model, workload, plan.gpus, framework)
+        problems = check(plan, model, clusters[plan.gpus], workload, framework)
+
+        assert is_legal(problems) == expected, (plan, problems)
+        legal += expected
+    assert legal >= 3  # the universe is not all refusals
+
+
+def test_all_runs_that_happened_are_legal():
+    """Every measured case ran, so calling one illegal would be a wrong rule."""
+    for path in sorted(CASES.glob("*.json")):
+        for data in json.loads(path.read_text()):
+            case = load_case(data)
+            problems = check(case.plan, case.model, case.cluster, case.workload, case.framework, runtime=case.runtime)
+
+            assert is_legal(problems), (case.id, problems)
+
+
+def rules(plan, *, framework, model=LLAMA8B, cluster=None, workload=None, runtime=None):
+    problems = check(
+        plan,
+        model,
+        cluster or make_cluster(plan.gpus // 8 or 1, min(8, plan.gpus)),
+        workload or Workload(seq_len=8192, global_batch_size=64),
+        framework,
+        runtime=runtime,
+    )
+    return {problem.rule: problem for problem in problems}
+
+
+def test_kv_heads_have_three_grades():
+    """Tensor parallelism above the KV heads: refused by torchtitan, copied by Megatron, slow in DeepSpeed."""
+    plan = Plan(tp=16)
+    grades = {f: rules(plan, framework=f)["kv-heads"] for f in ("torchtitan", "megatron-lm", "deepspeed")}
+
+    assert grades["torchtitan"].grade is Grade.ILLEGAL
+    assert grades["torchtitan"].nearest == (8,)
+    assert "8 key/value heads % tp 16 = 8" in grades["torchtitan"].message
+    assert grades["megatron-lm"].grade is Grade.LEGAL
+    assert grades["deepspeed"].grade is Grade.SLOW
+
+
+def test_story_s12_six_gpus_give_different_answers():
+    """64 heads and 8 KV heads on 6 GPUs: tp 3 is illegal everywhere, tp 2 x pp 3 legal, and tp 6 names 64 % 6."""
+    model = replace(LLAMA8B, name="64-heads", heads=64, hidden=8192, layers=30)
+    cluster = make_cluster(1, 6)
+    workload = Workload(seq_len=8192, global_batch_size=48)
+    for framework in ("torchtitan", "megatron-lm", "deepspeed"):
+        for tp in (3, 6):
+            found = rules(
+                Plan(tp=tp, pp=6 // tp, schedule="1F1B" if tp == 3 else None),
+                framework=framework,
+                model=model,
+                cluster=cluster,
+                workload=workload,
+            )
+            assert found["heads"].grade is Grade.ILLEGAL
+            assert f"64 query heads % tp {tp}" in found["heads"].message
+            assert 2 in found["heads"].nearest or 4 in found["heads"].nearest
+        good = check(Plan(tp=2, pp=3, schedule="1F1B"), model, cluster, workload, framework)
+        assert is_legal(good)
+    # 16-way tensor parallelism is where they part: the question is the same, the answers are three.
+    wide = Plan(tp=16)
+    big = make_cluster(2, 8)
+    verdicts = [
+        (is_legal(found), found[0].grade)
+        for f in ("torchtitan", "megatron-lm", "deepspeed")
+        for found in [check(wide, model, big, workload, f)]
+    ]
+    assert verdicts == [(False, Grade.ILLEGAL), (True, Grade.SLOW), (True, Grade.SLOW)]
+
+
+def test_unused_gpus_are_named():
+    problem = rules(
+        Plan(dp_shard=6),
+        framework="torchtitan",
+        cluster=make_cluster(),
+        workload=Workload(seq_len=8192, global_batch_size=48),
+    )["world-size"]
+
+    assert problem.grade is Grade.ILLEGAL
+    assert "2 would idle" in problem.message
+
+
+@pytest.mark.parametrize(("zero", "legal"), [(0, True), (1, True), (2, False), (3, False)])
+def test_deepspeed_refuses_pipelines_beyond_zero_1(zero, legal):
+    plan = Plan(dp_replicate=4, pp=2, schedule="1F1B", zero_stage=zero)
+
+    assert ("zero-pipeline" not in rules(plan, framework="deepspeed")) == legal
+    assert "zero-pipeline" not in rules(plan, framework="megatron-lm")
+
+
+def test_asynchronous_tensor_parallelism_has_preconditions():
+    """It needs compile and sequence parallelism; on the torch that drops it silently there is a note; no NVLink is slow."""
+    plan = Plan(dp_shard=4, tp=2, sequence_parallel=True, tp_overlap="async")
+    eager, compiled = Runtime(compile=False), Runtime(compile=True, version="0.2.2")
+
+    assert rules(plan, framework="torchtitan", runtime=eager)["overlap-compile"].grade is Grade.ILLEGAL
+    assert "overlap-compile" not in rules(plan, framework="torchtitan", runtime=compiled)
+    assert rules(plan, framework="torchtitan", runtime=compiled)["overlap-effective"].grade is Grade.LEGAL
+    assert (
+        rules(plan.with_(sequence_parallel=False), framework="torchtitan", runtime=compiled)["overlap"].grade
+        is Grade.ILLEGAL
+    )
+    pcie = make_cluster(1, 8, nvlink=False)
+    assert rules(plan, framework="torchtitan", runtime=compiled, cluster=pcie)["overlap-pcie"].grade is Grade.SLOW
+
+
+def test_split_backward_schedules_refuse_compiled_stages():
+    plan = Plan(dp_shard=4, pp=2, virtual_stages=2, schedule="ZBVZeroBubble")
+
+    assert "schedule-compile" in rules(plan, framework="torchtitan", runtime=Runtime(compile=True))
+    assert "schedule-compile" not in rules(plan, framework="torchtitan", runtime=Runtime(compile=False))
+
+
+def test_tensor_parallelism_across_nodes_is_legal_but_slow():
+    assert rules(Plan(tp=16), framework="megatron-lm")["tensor-domain"].grade is Grade.SLOW
+    assert "tensor-domain" not in rules(Plan(tp=8), framework="megatron-lm")
+
+
+def test_megatron_spreads_126_layers_over_16_stages_by_counting_embedding_and_loss():
+    """126 + 2 = 128 divides: Megatron can, if told to count embedding and loss; 125 layers it cannot."""
+    workload = Workload(seq_len=8192, global_batch_size=64)
+    plan = Plan(dp_replicate=1, tp=1, pp=16, schedule="1F1B")
+    even = rules(plan, framework="megatron-lm", model=replace(LLAMA8B, layers=126), workload=workload)
+    odd = rules(plan, framework="megatron-lm", model=replace(LLAMA8B, layers=125), workload=workload)
+    told = rules(
+        plan.with_(layers_per_stage=(*[8] * 13, 7, 7, 7)),
+        framework="megatron-lm",
+        model=replace(LLAMA8B, layers=125),
+        workload=workload,
+    )
+
+    assert even["layers-even"].grade is Grade.LEGAL
+    assert odd["layers-even"].grade is Grade.ILLEGAL
+    assert "layers-even" not in told
+    assert (
+        rules(plan, framework="torchtitan", model=replace(LLAMA8B, layers=125), workload=workload)["layers-even"].grade
+        is Grade.SLOW
+    )
+
+
+@pytest.mark.parametrize("field", ["tp", "dp_shard", "micro_batch_size", "virtual_stages"])
+def test_meaningless_degrees_are_problems_not_crashes(field):
+    found = rules(Plan(dp_shard=8).with_(**{field: 0}), framework="torchtitan", cluster=make_cluster())
+
+    assert found["positive"].grade is Grade.ILLEGAL
+
+
+def test_degrees_that_overflow_are_problems_not_wrapped_around(cluster, workload, llama8b):
+    """2^31 to the fifth power wraps to zero in 64 bits."""
+    huge = Plan(dp_replicate=1 << 31, dp_shard=1 << 31, tp=1 << 31, cp=1 << 31, pp=1 << 31)
+    (problem,) = check(huge, llama8b, cluster, workload, "torchtitan")
+
+    assert (problem.rule, problem.grade) == ("range", Grade.ILLEGAL)
+
+
+def test_torchtitan_counts_embedding_and_head_as_layers(llama8b):
+    """126 layers on 8 stages are 128 units, 16 each: nothing to complain about; 125 are not even."""
+    workload = Workload(seq_len=8192, global_batch_size=8)
+    plan = Plan(pp=8, schedule="1F1B")
+
+    assert "layers-even" not in rules(
+        plan, framework="torchtitan", model=replace(llama8b, layers=126), workload=workload
+    )
+    assert "layers-even" in rules(plan, framework="torchtitan", model=replace(llama8b, layers=125), workload=workload)
+
+
+def test_listed_layers_and_placement_must_add_up(cluster, workload, llama8b):
+    listed = check(
+        Plan(dp_shard=4, pp=2, schedule="1F1B", layers_per_stage=(16, 15)), llama8b, cluster, workload, "torchtitan"
+    )
+    placed = check(Plan(dp_shard=8, placement=(0, 0, 1, 2, 3, 4, 5, 6)), llama8b, cluster, workload, "torchtitan")
+
+    assert "layers-per-stage" in {p.rule for p in listed if p.grade is Grade.ILLEGAL}
+    assert "placement" in {p.rule for p in placed if p.grade is Grade.ILLEGAL}
+
+
+def test_experts_follow_each_frameworks_grid(mixtral):
+    """Torchtitan folds experts into dp_shard x cp x tp, so replicas do not count; Megatron counts them."""
+    plan = Plan(dp_replicate=8, ep=8, zero_stage=1)
+
+    assert "expert-grid" not in rules(plan, framework="megatron-lm", model=mixtral)
+    assert (
+        rules(plan.with_(zero_stage=None), framework="torchtitan", model=mixtral)["expert-grid"].grade is Grade.ILLEGAL
+    )
+    assert "expert-grid" not in rules(Plan(dp_shard=8, ep=8), framework="torchtitan", model=mixtral)
+    assert rules(Plan(dp_shard=8, ep=8), framework="torchtitan")["experts-dense"].grade is Grade.ILLEGAL
+
+
+def test_frameworks_without_an_axis_say_so():
+    found = rules(Plan(dp_shard=4, tp=2), framework="llm-foundry")
+
+    assert "tensor parallelism" in found["tp-supported"].message
+    assert found["tp-supported"].nearest == (1,)
+
+
+def test_unknown_frameworks_get_near_names(cluster, workload, llama8b):
+    with pytest.raises(UserError, match="unknown framework") as caught:
+        check(Plan(dp_shard=8), llama8b, cluster, workload, "torchtitn")
+
+    assert "torchtitan" in caught.value.remedy

@@ -1,0 +1,180 @@
+"""The search: exhaustive, honest about what it left out, the same every time, and helpful when there is no answer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from planner.candidates import Bounds, enumerate_candidates
+from planner.cases import resolve_runtime
+from planner.frameworks import TORCHTITAN
+from planner.infeasible import leanest_gap, minimal_gpus
+from planner.legality import is_legal
+from planner.search import evaluate, irregular, ranked_rows, suggest
+from simulator.closed_form import estimate_plans
+from simulator.hf_config import load_model
+from simulator.workload import Workload
+from tests.planner.conftest import make_cluster
+from topology import codec
+from topology.cluster import Link, LinkKind
+from topology.errors import BadCluster, Infeasible, UserError
+
+
+@pytest.fixture
+def workload():
+    return Workload(seq_len=4096, global_batch_size=16)
+
+
+RUNTIME = resolve_runtime({"name": "torchtitan"})[0]
+
+
+def test_no_candidate_beats_the_first(llama8b, cluster, workload):
+    """The best plan is the minimum over every feasible candidate, costed one by one."""
+    result = suggest(llama8b, cluster, workload, top=3)
+    found = enumerate_candidates(llama8b, cluster, workload, "torchtitan", runtime=RUNTIME)
+    table = estimate_plans(llama8b, cluster, workload, found.plans(), RUNTIME)
+    best = min(step for step, fits in zip(table.step_s, table.fits, strict=True) if fits)
+
+    assert result.plans[0].estimate.step_s.value == pytest.approx(best, rel=1e-12)
+    assert result.search.bound_s == pytest.approx(best, rel=1e-12)
+    assert result.search.gap == 0
+    assert result.search.legal == len(found)
+    assert result.search.fitting == int(table.fits.sum())
+    assert result.rejected["memory"] == len(found) - result.search.fitting
+
+
+def test_the_answer_is_ranked_feasible_and_explained(llama8b, cluster, workload):
+    result = suggest(llama8b, cluster, workload, top=4)
+    steps = [ranked.estimate.step_s.value for ranked in result.plans]
+    grids = [(p.plan.dp_replicate, p.plan.dp_shard, p.plan.tp, p.plan.cp, p.plan.pp) for p in result.plans]
+
+    assert steps == sorted(steps)
+    assert [ranked.rank for ranked in result.plans] == [1, 2, 3, 4]
+    assert len(set(grids)) == 4
+    assert all(ranked.estimate.memory.fits and is_legal(ranked.problems) for ranked in result.plans)
+    assert result.plans[0].lost_because is None
+    assert all(ranked.lost_because for ranked in result.plans[1:])
+
+
+def test_variants_of_one_grid_are_listed_on_request(llama8b, cluster, workload):
+    result = suggest(llama8b, cluster, workload, top=6, all_variants=True)
+    grids = {(p.plan.dp_replicate, p.plan.dp_shard, p.plan.tp, p.plan.cp, p.plan.pp) for p in result.plans}
+
+    assert len(result.plans) == 6
+    assert len(grids) < 6
+
+
+def test_objectives_differ(llama8b, cluster, workload):
+    fast = suggest(llama8b, cluster, workload, objective="time", top=1).plans[0].estimate
+    small = suggest(llama8b, cluster, workload, objective="memory", top=1).plans[0].estimate
+
+    assert small.memory.reserved_bytes < fast.memory.reserved_bytes
+    assert small.step_s.value > fast.step_s.value
+    with pytest.raises(UserError, match="objective"):
+        suggest(llama8b, cluster, workload, objective="beauty")
+
+
+def test_the_same_question_has_the_same_answer(llama8b, cluster, workload):
+    """Byte for byte, but for how long the search took."""
+    first, second = (
+        codec.to_json(replace(r, search=replace(r.search, seconds=0.0)))
+        for r in (suggest(llama8b, cluster, workload, seed=s) for s in (0, 1))
+    )
+
+    assert first == second
+
+
+def test_chunks_do_not_change_the_costs(llama8b, cluster, workload, monkeypatch):
+    found = enumerate_candidates(llama8b, cluster, workload, "torchtitan", bounds=Bounds(max_micro_batch=1))
+    whole = evaluate(found, llama8b, cluster, workload, RUNTIME)
+    monkeypatch.setattr("planner.search.CHUNK", 97)
+    parts = evaluate(found, llama8b, cluster, workload, RUNTIME)
+
+    np.testing.assert_array_equal(whole.step_s, parts.step_s)
+    np.testing.assert_array_equal(whole.fits, parts.fits)
+
+
+def test_ties_go_to_the_simpler_plan(llama8b, cluster, workload):
+    """With all costs equal, the first plan has no pipeline, context or tensor parallelism and micro batch 1."""
+    found = enumerate_candidates(llama8b, cluster, workload, "torchtitan")
+    equal = np.ones(len(found))
+    row = ranked_rows(found.columns, equal, equal > 0, top=1, all_variants=False)[0]
+    plan = found.columns.plan(row)
+
+    assert (plan.pp, plan.cp, plan.tp, plan.micro_batch_size) == (1, 1, 1, 1)
+
+
+def test_story_s18_an_infeasible_question_names_what_is_missing():
+    """405B on 8 H100: state alone is 16 bytes a parameter over 8 GPUs; the message has GiB, factor and a way out."""
+    model, workload = load_model("llama3-405b"), Workload(seq_len=8192, global_batch_size=64)
+    with pytest.raises(Infeasible) as caught:
+        suggest(model, make_cluster(1, 8), workload)
+    text = str(caught.value)
+    needs, has = (float(x) for x in re.findall(r"([\d.]+) GiB", caught.value.what))
+    missing, factor = re.search(r"([\d.]+) GiB missing, a factor of ([\d.]+)", text).groups()
+    offered = int(re.search(r"--gpus (\d+)", text)[1])
+
+    assert caught.value.exit_code == 3
+    assert needs >= 16 * model.parameters / 8 / 2**30
+    assert float(missing) == pytest.approx(needs - has, abs=0.11)
+    assert float(factor) == pytest.approx(needs / has, abs=0.01)
+    # The offer holds, and a node fewer than a sixteenth below it would not.
+    assert suggest(model, make_cluster(offered // 8, 8), workload, top=1).plans
+    fewer = offered // 8 - max(1, offered // 8 // 16) - 1
+    assert leanest_gap(model, make_cluster(fewer, 8), workload, TORCHTITAN, RUNTIME, fewer * 8) > 0
+
+
+def test_a_shorter_sequence_is_offered_when_it_helps(llama8b):
+    """One GPU too small for 32k tokens but not for fewer: the offered length fits, twice of it does not."""
+    cluster = make_cluster(1, 8, memory_gib=20)
+    workload = Workload(seq_len=131072, global_batch_size=8)
+    with pytest.raises(Infeasible) as caught:
+        suggest(llama8b, cluster, workload)
+    length = int(re.search(r"--seq-len (\d+)", caught.value.remedy)[1])
+
+    assert leanest_gap(llama8b, cluster, replace(workload, seq_len=length), TORCHTITAN, RUNTIME, 8) <= 0
+    assert leanest_gap(llama8b, cluster, replace(workload, seq_len=2 * length), TORCHTITAN, RUNTIME, 8) > 0
+
+
+def test_nothing_legal_names_the_rules(llama8b):
+    with pytest.raises(Infeasible, match="no legal plan") as caught:
+        suggest(replace(llama8b, layers=1), make_cluster(1, 7), Workload(seq_len=8191, global_batch_size=3))
+
+    assert "sequence" in caught.value.why
+    assert caught.value.exit_code == 3
+
+
+def test_the_fewest_gpus_are_the_fewest(llama8b):
+    """Every smaller part of the node misses memory; the answer fits."""
+    workload = Workload(seq_len=8192, global_batch_size=64)
+    cluster = make_cluster(1, 8)
+    count, machine, bound = minimal_gpus(llama8b, cluster, workload, TORCHTITAN, RUNTIME)
+
+    assert machine.gpu_count == count
+    assert leanest_gap(llama8b, machine, workload, TORCHTITAN, RUNTIME, count) <= 0
+    assert leanest_gap(llama8b, make_cluster(1, count // 2), workload, TORCHTITAN, RUNTIME, count // 2) > 0
+    assert f"{count // 2} GPUs" in bound
+
+
+def test_irregular_nodes_are_those_whose_pairs_differ_without_a_switch(cluster):
+    node = cluster.groups[0].node
+    bridged = replace(
+        node,
+        links=(Link(a="gpu0", b="gpu1", kind=LinkKind.NVLINK, bytes_per_s=50e9),),
+        pairs={"0-1": "NV4", "0-2": "SYS"},
+    )
+
+    assert not irregular(cluster)
+    assert irregular(replace(cluster, groups=(replace(cluster.groups[0], node=bridged),)))
+
+
+def test_a_gpu_nobody_knows_is_refused_not_guessed(llama8b, cluster, workload):
+    """A captured topology that does not name its GPU has no rates: exit 2, with the way to name it."""
+    unknown = replace(cluster, gpu_kinds=(replace(cluster.gpu_kinds[0], peak_flops={}, memory_bytes=0),))
+    with pytest.raises(BadCluster, match="unknown model") as caught:
+        suggest(llama8b, unknown, workload)
+
+    assert "--gpu" in caught.value.remedy

@@ -1,0 +1,80 @@
+"""Text for people: arithmetic, units, narrow terminals, and names that try to be clever."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from planner.flips import Flip
+from planner.output import printable
+from planner.search import suggest
+from planner.tables import arithmetic, flip_text, policy, print_search
+from simulator.plan import Plan
+from simulator.workload import Workload
+from tests.planner.conftest import LLAMA8B, make_cluster
+
+
+@pytest.fixture(scope="module")
+def result():
+    return suggest(
+        LLAMA8B, make_cluster(2), Workload(seq_len=4096, global_batch_size=16), framework="megatron-lm", top=4
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (Plan(dp_shard=4, tp=8), "32 = dp 1 x fsdp 4 x tp 8 x pp 1"),
+        (Plan(dp_replicate=4, zero_stage=1, tp=2, pp=2), "16 = dp 4 (ZeRO-1) x tp 2 x pp 2"),
+        (Plan(dp_shard=2, cp=4), "8 = dp 1 x fsdp 2 x cp 4 x tp 1 x pp 1"),
+        (Plan(dp_replicate=2, dp_shard=4, zero_stage=3), "8 = dp 2 (ZeRO-3) x fsdp 4 x tp 1 x pp 1"),
+    ],
+)
+def test_the_label_is_the_product(plan, text):
+    assert arithmetic(plan) == text
+
+
+def test_the_policy_says_what_is_beside_the_degrees():
+    plan = Plan(
+        tp=2, pp=2, ep=4, schedule="Interleaved1F1B", virtual_stages=3, sequence_parallel=True, recompute="full"
+    )
+
+    assert policy(plan) == "ep 4, micro batch 1, recompute full, sp, Interleaved1F1B x3"
+
+
+def test_flips_carry_decimal_rates_and_binary_memory():
+    link = Flip(quantity="network per GPU", now=50e9, at=31e9, unit="bytes_per_s", wins="below")
+    memory = Flip(quantity="memory per GPU", now=80 * 2.0**30, at=96 * 2.0**30, unit="bytes", wins="above")
+
+    assert flip_text(link) == "wins if network per GPU < 31.0 GB/s (now 50.0)"
+    assert flip_text(memory) == "wins if memory per GPU > 96.0 GiB (now 80.0)"
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_no_line_is_wider_than_the_terminal(result, width, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_search(result, out=None)
+    lines = capsys.readouterr().out.splitlines()
+
+    assert max(map(len, lines)) <= width
+    assert sum(line.startswith(("* 1", "  2", "  3", "  4")) for line in lines) >= 4
+    assert "tok/s/GPU" in "".join(lines)
+    assert "peak GiB" in "".join(lines)
+    assert "\x1b" not in "".join(lines)
+
+
+def test_odd_names_are_printed_not_obeyed(result, capsys, monkeypatch):
+    """Markup, escape sequences and newlines in a model's name reach the terminal as text."""
+    monkeypatch.setenv("COLUMNS", "200")
+    name = '[red]"; rm -rf ~ #\x1b[2J\r[link=http://x]'
+    print_search(replace(result, model=replace(result.model, name=name)), out=None)
+    out = capsys.readouterr().out
+
+    assert "\x1b" not in out
+    assert "\r" not in out
+    assert '[red]"; rm -rf ~ #\\x1b[2J\\r[link=http://x]' in out
+
+
+def test_printable_keeps_text_and_newlines():
+    assert printable("a\nb\tc\x07\u202e") == "a\nb\\tc\\x07\\u202e"

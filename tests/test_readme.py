@@ -1,0 +1,56 @@
+"""What the README says is what CI runs and what the program has."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def commands() -> list[str]:
+    return re.findall(r"^python3 -m venv \.venv && .*$", README, re.MULTILINE)
+
+
+def test_two_commands_set_everything_up() -> None:
+    main, tests = commands()
+
+    assert main.endswith(".venv/bin/planner suggest")
+    assert "pytest" in tests
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    """Word for word, but for where the environment lies."""
+    _, tests = commands()
+    gate = (ROOT / ".ci" / "run").read_text()
+    ours = (
+        tests.replace(".venv/bin", '"$venv/bin').replace("/pip install", '/pip" install').replace("/pytest", '/pytest"')
+    )
+    ours = ours.replace("venv .venv", 'venv "$venv"')
+
+    assert ours in gate
+
+
+def test_every_command_named_exists() -> None:
+    """Each `planner X` of the README answers --help."""
+    named = set(re.findall(r"^planner (\w+)", README, re.MULTILINE))
+
+    assert {"suggest", "estimate", "probe", "validate", "collective"} <= named
+    for command in sorted(named):
+        run = subprocess.run(
+            [sys.executable, "-m", "planner", command, "--help"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+        assert run.returncode == 0, (command, run.stderr)
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        if "://" not in target:
+            assert (ROOT / target).exists(), target
