@@ -256,12 +256,14 @@ def _step(
     first = forward - here(device["forward"])
 
     # The schedule: ranks wait for the pipe to fill and drain, and for what neighbours send.
-    # The pipe fills and drains through all the other ranks, at each one's own pace.
+    # The pipe fills and drains through all the other ranks, at each one's own pace. Where ranks hold several stages,
+    # uneven ones stall each other in every round: there the slowest rank stands for all.
     weight_s = rank_sum.of("backward.weight_s")
     others = np.maximum(table["pp"] - 1, 1.0)
 
     def elsewhere(values: Floats) -> Floats:
-        return np.asarray((values.sum(axis=1) - here(values)) / others)
+        mean = (values.sum(axis=1) - here(values)) / others
+        return np.asarray(np.where(table["virtual_stages"] > 1, np.maximum(mean, here(values)), mean))
 
     bubble = bubble_s(table, elsewhere(forward_s), elsewhere(behind_s - weight_s), elsewhere(weight_s))
     ahead = np.maximum(m * on_host - m * on_device - bubble, first)
@@ -290,7 +292,7 @@ def _step(
         "copies": data.copies_s,
         "contention": data.contention_s + m * hidden * _sm_share(context),
         "exposed_communication": sum(exposed.values(), np.zeros(len(table))),
-        "bubble": bubble,
+        "bubble": bubble + data.fill_s,
         "host": starved + spec.host.step_s,
         "optimizer": optimizer,
     }
@@ -308,6 +310,7 @@ class _DataParallel:
     exposed_s: Floats
     copies_s: Floats
     contention_s: Floats
+    fill_s: Floats  # what the ranks before and after add to the time the pipe takes to fill and drain
 
 
 def _data_parallel(
@@ -363,11 +366,13 @@ def _data_parallel(
     )
     copies = np.where(full & spec.fsdp.copy_in_copy_out, copied / hbm, 0.0)
     # Gradients of further micro batches are added up by kernels of their own, unless a product does it on the fly.
+    adding = np.zeros(len(table))
     if spec.state.gradient_dtype != "reduce":
         width = context.dtype_bytes(spec.state.gradient_dtype)
         piped = np.where(table["pp"] > 1, m * (compute_bytes + 2 * reduce_bytes), 0.0)
         added = np.where(full, piped, (m - 1) * 3 * width) * (shared + experts)
         copies = copies + added / hbm
+        adding = (compute_bytes + 2 * reduce_bytes) * (shared + experts) / hbm
 
     # Replicated parameters: gradients are summed once a step, behind the last backward where the runtime overlaps;
     # a sharded optimizer scatters them and gathers parameters back.
@@ -393,7 +398,10 @@ def _data_parallel(
     exposed = np.where(full, sharded_exposed, replicated_exposed)
     overlapped = np.where(full, sharded_total - sharded_exposed, np.where(optimizer_only, 0.0, hidden))
     contention = np.maximum(overlapped, 0.0) * _sm_share(context)
-    return _DataParallel(exposed_s=exposed, copies_s=copies, contention_s=contention)
+    # Each rank gathers layer by layer when the first micro batch comes by, and each adds gradients up as it leaves.
+    once = exposed_forward + 2 * (shared + experts) * compute_bytes / hbm + np.where(table["pp"] > 1, adding, 0.0)
+    fill = np.where(full & (table["pp"] > 1), (table["pp"] - 1) * once, 0.0)
+    return _DataParallel(exposed_s=exposed, copies_s=copies, contention_s=contention, fill_s=fill)
 
 
 def _sm_share(context: CostContext) -> float:
