@@ -87,6 +87,7 @@ class DataWriter:
     _with_gradient: set[str] = field(default_factory=set)
     _accumulated: set[str] = field(default_factory=set)
     _reducing: str = ""  # the buffer of a reduction that may still be under way
+    _inner: str = ""  # event of the gathers beside a collapsed unit
     _turn: int = 0
 
     def before(self, unit: Unit, following: Unit | None, *, reducing: bool = False) -> None:
@@ -111,10 +112,17 @@ class DataWriter:
             if fresh and inner:
                 self._send("all_gather", "fsdp", inner * unit.shared * t.compute_bytes, t.shard_ranks)
                 self._send("all_gather", "expert_fsdp", inner * unit.experts * t.compute_bytes, t.expert_shard_ranks)
+                self._inner = self.code.record(STREAM)
             if following is not None:
                 self._gather(following, 1 / following.pieces)
         if reducing and inner and self._reduces_behind_compute:
             self._reduce(unit, inner)
+
+    def join(self) -> None:
+        """End the compute of a collapsed unit no sooner than the gathers that ran beside it."""
+        if self._inner:
+            self.code.wait(COMPUTE, self._inner)
+            self._inner = ""
 
     def after(self, unit: Unit, *, last_use: bool) -> None:
         """Let go of a unit's gathered parameters unless the plan keeps them for later."""

@@ -164,6 +164,7 @@ class _Lowering:
                 name = f"saved {unit.name} {action.micro_batch}"
                 code.alloc(name, block.saved_bytes, "activations", stream=COMPUTE)
             self._write(code, block, "forward")
+            data.join()
             # The last unit is needed again at once; a whole stage in one is not, but for its last layer.
             if position + 1 < len(units) or unit.pieces > 1:
                 data.after(unit, last_use=False)
@@ -182,6 +183,7 @@ class _Lowering:
                 if block.again_bytes:
                     code.alloc(f"again {name}", block.again_bytes, "loss_and_recompute", stream=COMPUTE)
                 self._write(code, block, "backward" if action.kind is Kind.BACKWARD else "input")
+                data.join()
                 if block.again_bytes:
                     code.free(f"again {name}", stream=COMPUTE)
             if action.kind is not Kind.INPUT_GRAD:
