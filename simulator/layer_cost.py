@@ -283,7 +283,7 @@ class PassWriter:
         self.cost.expose("tp", exposed * (active > 0))
 
 
-def attention_work(name: str, context: CostContext, backward: bool) -> Work:  # noqa: FBT001 - of the work beside it
+def attention_work(name: str, context: CostContext, backward: bool) -> Work:
     """Return the fused attention kernel called `name`."""
     spec = OperatorSpec(name=name, attention="flash")
     works = (backward_work if backward else forward_work)(spec, context.sizes, context.dtype_bytes)
@@ -297,8 +297,11 @@ WEIGHT_GRADIENT = ".wgrad"
 def pieces_s(work: Work, context: CostContext) -> Floats:
     """Return seconds of a product cut into one piece for each tensor-parallel rank, along tokens."""
     ranks = context.table["tp"]
-    tokens = {"k": work.k / ranks} if work.name.endswith(WEIGHT_GRADIENT) else {"m": work.m / ranks}
-    piece = replace(work, flops=work.flops / ranks, bytes=work.bytes / ranks, **tokens)
+    piece = replace(work, flops=work.flops / ranks, bytes=work.bytes / ranks)
+    if work.name.endswith(WEIGHT_GRADIENT):
+        piece = replace(piece, k=work.k / ranks)
+    else:
+        piece = replace(piece, m=work.m / ranks)
     return np.asarray(ranks * context.roofline.seconds(piece))
 
 

@@ -72,7 +72,9 @@ def plan_table(plans: Sequence[Plan], workload: Workload, *, cp_method: str = "a
     """
     for plan in plans:
         if (plan.cp_method or cp_method) not in CP_METHODS:
-            raise BadPlan(f"context-parallel method {plan.cp_method!r} is unknown", why=f"known: {', '.join(CP_METHODS)}")
+            raise BadPlan(
+                f"context-parallel method {plan.cp_method!r} is unknown", why=f"known: {', '.join(CP_METHODS)}"
+            )
         if plan.tp_overlap not in MODES:
             raise BadPlan(f"tp_overlap {plan.tp_overlap!r} is unknown", why=f"known: {', '.join(MODES)}")
     columns = {name: np.array([getattr(p, name) for p in plans], dtype=np.float64) for name in DEGREES}

@@ -1,7 +1,7 @@
 """One plan, simulated: its step as a Program on SimPy, read back as an Estimate.
 
-    simulated = simulate_plan(model, cluster, workload, plan, runtime)
-    simulated.estimate.step_s.value, simulated.run.trace
+simulated = simulate_plan(model, cluster, workload, plan, runtime)
+simulated.estimate.step_s.value, simulated.run.trace
 """
 
 from __future__ import annotations

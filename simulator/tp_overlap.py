@@ -26,7 +26,6 @@ PEER_MODES = frozenset({"ring", "copy_engine", "async"})
 COPY_ENGINE_MODES = frozenset({"copy_engine", "async"})
 
 
-
 def extra_calls(mode: str, ranks: float) -> float:
     """Return how many more collectives and messages the host issues than the one collective that is cut up."""
     return {"chunked": ranks - 1, "ring": 2 * (ranks - 1) - 1, "fused": 1.0}.get(mode, 0.0)
@@ -36,7 +35,14 @@ Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 
 
 def together_s(
-    mode: str, *, whole_s: Seconds, chunk_s: Seconds, hop_s: Seconds, product_s: Seconds, pieces_s: Seconds, ranks: Seconds
+    mode: str,
+    *,
+    whole_s: Seconds,
+    chunk_s: Seconds,
+    hop_s: Seconds,
+    product_s: Seconds,
+    pieces_s: Seconds,
+    ranks: Seconds,
 ) -> Seconds:
     """Return seconds of the product and its collective, SM contention aside.
 
@@ -47,9 +53,16 @@ def together_s(
     if mode == "none":
         return whole_s + product_s
     if mode == "chunked":
-        return chunk_s + (ranks - 1) * np.maximum(chunk_s, piece_s) + piece_s
+        return chunk_s + (ranks - 1) * _longer(chunk_s, piece_s) + piece_s
     if mode in PEER_MODES:
-        return piece_s + (ranks - 1) * np.maximum(hop_s, piece_s)
+        return piece_s + (ranks - 1) * _longer(hop_s, piece_s)
     if mode == "fused":
-        return chunk_s + np.maximum(product_s, whole_s - chunk_s)
+        return chunk_s + _longer(product_s, whole_s - chunk_s)
     raise ValueError(mode)
+
+
+def _longer(a: Seconds, b: Seconds) -> Seconds:
+    """Return the larger, element by element where they are columns."""
+    if isinstance(a, float) and isinstance(b, float):
+        return max(a, b)
+    return np.maximum(a, b)

@@ -209,7 +209,9 @@ def merged(steps: Iterable[Step], name: str, detail: Detail, *, split: bool = Fa
 def _folded(step: TransferStep | OverlapStep | RingStep) -> KernelStep:
     """Return what moves, and what runs beside it, as one kernel of the same length on an idle machine."""
     if isinstance(step, TransferStep):
-        return KernelStep(key=(step.op, (step.nbytes,), step.group), cost=Cost(seconds=step.seconds), host_s=step.host_s)
+        return KernelStep(
+            key=(step.op, (step.nbytes,), step.group), cost=Cost(seconds=step.seconds), host_s=step.host_s
+        )
     if isinstance(step, OverlapStep):
         kernel = step.product
         host = kernel.host_s + (1 + extra_calls(step.transfer.mode, step.ranks)) * step.transfer.host_s
@@ -296,7 +298,12 @@ def _extend(steps: list[Step], works: Sequence[Work], operator: OperatorSpec, co
             kernel = KernelStep(key=(beside, (), ""), cost=Cost(seconds=0.0), host_s=0.0)
             steps.append(
                 RingStep(
-                    kernel=kernel, group=work.over, nbytes=_whole(shard), hop_s=hop, host_s=host.collective_s, ranks=ranks
+                    kernel=kernel,
+                    group=work.over,
+                    nbytes=_whole(shard),
+                    hop_s=hop,
+                    host_s=host.collective_s,
+                    ranks=ranks,
                 )
             )
             continue

@@ -38,8 +38,7 @@ class Network:
             if stage == 0:
                 units.append((self._unit("embedding", self.parameters.embedding), self._block("embedding")))
             word = plan.recompute_per_stage[stage] if plan.recompute_per_stage else plan.recompute
-            for index in range(layer, layer + count):
-                units.append(self._layer(index, word))
+            units += [self._layer(index, word) for index in range(layer, layer + count)]
             layer += count
             if stage == len(counts) - 1:
                 units.append((self._unit("head", self.parameters.head), self._block("head")))

@@ -219,9 +219,7 @@ class DataWriter:
             self._with_gradient.add(unit.name)
             elements = unit.shared / t.shard_ranks + unit.experts / t.expert_shard_ranks
             nbytes = round(elements * t.gradient_bytes)
-            self.code.alloc(
-                f"gradient {unit.name}", nbytes, "gradients", filled=True, stream=COMPUTE, pool=REDUCE_POOL
-            )
+            self.code.alloc(f"gradient {unit.name}", nbytes, "gradients", filled=True, stream=COMPUTE, pool=REDUCE_POOL)
         if self._reduces_behind_compute or t.gradients_sharded:
             self.code.after(STREAM, COMPUTE)
             self._reduce(unit, 1 / unit.pieces if self._reduces_behind_compute else 1.0)

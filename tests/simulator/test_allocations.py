@@ -1,5 +1,7 @@
 """The caching allocator model: its rounding rules, reuse, and what it can never do."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,5 +46,5 @@ def test_live_blocks_never_overlap(steps) -> None:
             pool.free(live.pop(victim)[0])
         live.append((pool.allocate(size), -(-size // BLOCK) * BLOCK))
         spans = sorted(live)
-        assert all(a + n <= b for (a, n), (b, _) in zip(spans, spans[1:], strict=False))
+        assert all(a + n <= b for (a, n), (b, _) in pairwise(spans))
         assert pool.reserved_bytes >= sum(n for _, n in live)

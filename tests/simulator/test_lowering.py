@@ -80,7 +80,7 @@ def test_one_gpu_is_the_sum_of_its_kernels_and_the_optimizer(detail: Detail) -> 
 
 
 def test_without_overlap_tensor_parallel_collectives_add_to_compute() -> None:
-    """tp 4 with sequence parallelism: every gather and scatter stands between two products."""
+    """Degree 4 with sequence parallelism: every gather and scatter stands between two products."""
     model, plan = shortened("llama3-8b", 4), Plan(tp=4, sequence_parallel=True)
     workload = Workload(seq_len=8192, global_batch_size=1)
 
@@ -182,7 +182,7 @@ def test_hybrid_sharding_sums_replicas_beside_the_next_scatter() -> None:
 
 
 def test_ring_attention_is_balanced_and_exchanges_all_shards() -> None:
-    """cp 4: every rank computes as long as any other, and passes on cp - 1 shards a layer and pass."""
+    """Four ranks: every rank computes as long as any other, and passes on cp - 1 shards a layer and pass."""
     model, plan = shortened("llama3-8b", 4), Plan(cp=4, cp_method="ring")
     lowered, got = run((model, H100, Workload(seq_len=8192, global_batch_size=1), plan, QUIET), folded=False)
 
@@ -211,7 +211,7 @@ def test_overlap_modes_take_what_their_formula_says(mode: str) -> None:
 
 
 def test_copy_engines_leave_the_sms_to_the_products() -> None:
-    """ring and copy_engine move the same shards; only the ring takes SMs from the products beside it."""
+    """Both move the same shards; only the ring takes SMs from the products beside it."""
     model = shortened("llama3-8b", 4)
     times = {}
     for mode in ("none", "ring", "copy_engine"):
@@ -222,7 +222,7 @@ def test_copy_engines_leave_the_sms_to_the_products() -> None:
 
 
 def test_a_share_of_layers_is_wrapped_layer_by_layer() -> None:
-    """torchtitan `selective` wraps every second block: half as many layers recompute, and keep only their input."""
+    """The mode `selective` of torchtitan wraps every second block: half as many layers recompute, and keep only their input."""
     model = shortened("llama3-8b", 4)
     workload = Workload(seq_len=2048, global_batch_size=1)
     count = {}
@@ -242,7 +242,11 @@ def test_recomputation_by_stage() -> None:
     layers = (4, 4)
     assert passes == [4 * 2 * layers[0], 4 * layers[1]]
 
-    formula = estimate_plans(*question[:3], [plan, replace(plan, recompute_per_stage=()), replace(plan, recompute="full", recompute_per_stage=())], Runtime())
+    formula = estimate_plans(
+        *question[:3],
+        [plan, replace(plan, recompute_per_stage=()), replace(plan, recompute="full", recompute_per_stage=())],
+        Runtime(),
+    )
     kept = formula.memory.categories["activations"]
     assert kept[0, 0] == kept[2, 0]
     assert kept[0, 1] == kept[1, 1]
