@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulator.closed_form import NORM_BYTES, optimizer_bytes, spelled
+from simulator.closed_form import NORM_BYTES, spelled
 from simulator.collectives import CollectiveModel
 from simulator.costs import Cost
+from simulator.data_parallel import optimizer_bytes
 from simulator.group_times import GroupTimes
 from simulator.layer_cost import CostContext
 from simulator.lowering.block_code import BlockCode, Detail, KernelStep, Step, merged

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from simulator.check import check
-from simulator.closed_form import estimate_plans, optimizer_bytes
+from simulator.closed_form import estimate_plans
+from simulator.data_parallel import optimizer_bytes
 from simulator.engine import simulate
 from simulator.hf_config import load_model
 from simulator.lowering.block_code import Detail, KernelStep, block_code
