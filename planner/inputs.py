@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.output import warn
+from topology.errors import BadCluster
 
 if TYPE_CHECKING:
     from topology.cluster import Cluster
@@ -53,13 +54,21 @@ def _captured(name: str, gpu: str | None) -> Cluster | None:
     if name == "local":
         from topology.probe_machine import probe_machine  # noqa: PLC0415 - as above
 
-        return probe_machine()
-    if not Path(name).is_file():
+        found = probe_machine()
+    elif not Path(name).is_file():
         return None
-    text = codec.read_text(name)
-    if text.lstrip().startswith("{"):
-        return None
-    return probe_text([(name, text)], gpu=gpu)
+    else:
+        text = codec.read_text(name)
+        if text.lstrip().startswith("{"):
+            return None
+        found = probe_text([(name, text)], gpu=gpu)
+    if not found.gpu_count:
+        raise BadCluster(
+            "this machine has no GPU to plan for" if name == "local" else f"{name} shows no GPU",
+            why="; ".join(finding.what for finding in found.findings),
+            remedy="name a catalogue cluster, or a capture of another machine",
+        )
+    return found
 
 
 def profile_of(path: Path | None, cluster: Cluster | None = None) -> Profile | None:
