@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from planner.commands.apply import apply
 from planner.commands.collective import collective
 from planner.commands.doctor import doctor
 from planner.commands.estimate import estimate
@@ -59,6 +60,7 @@ app.command("validate")(validate)
 app.command("trace")(trace)
 app.command("probe")(probe)
 app.command("doctor")(doctor)
+app.command("apply")(apply)
 app.command("collective")(collective)
 
 

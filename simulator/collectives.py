@@ -21,7 +21,7 @@ from simulator.collective_curves import P2P_CHANNELS, Floats, peer_channels
 from simulator.collective_times import custom_s, multi_node_s, peer_to_peer_s, single_node_s
 from simulator.communicator import Communicator, Fabric, communicator
 from simulator.estimate import Interval
-from simulator.launch_mode import LaunchMode, launched
+from simulator.launch_mode import EAGER_ISSUE_S, LaunchMode, launched
 from simulator.measured_collectives import MeasuredCollectives
 from topology.cluster import Cluster, Source
 from topology.errors import BadInput, Infeasible
@@ -108,7 +108,7 @@ class CollectiveModel:
             device, _ = self._blended(self.measured, op, flat, shape, narrow=narrow)
         else:
             device = self._options(op, flat, shape, narrow=narrow, algorithm=algorithm).time_s
-        return np.asarray(launched(device, launch), dtype=np.float64).reshape(size.shape)
+        return np.asarray(self._launched(op, device, launch), dtype=np.float64).reshape(size.shape)
 
     def choose(
         self,
@@ -156,7 +156,7 @@ class CollectiveModel:
             device, known = self._blended(self.measured, op, sizes, shape, narrow=narrow)
             spreads = np.where(known, self.measured.spread, spreads)
             sources = [Source.MEASURED if k else source for k in known]
-        total = launched(device, launch)
+        total = self._launched(op, device, launch)
         costs = []
         for size, value, width, origin, pick in zip(sizes, total, spreads, sources, options.pick, strict=True):
             name, protocol = options.names[pick]
@@ -167,6 +167,10 @@ class CollectiveModel:
             sms = 0 if name == "copy_engine" else channels
             costs.append(CollectiveCost(algorithm=name, protocol=protocol, channels=channels, sms=sms, time_s=interval))
         return tuple(costs)
+
+    def _launched(self, op: str, device_s: Floats, launch: LaunchMode) -> Floats:
+        issue_s = self.measured.issue_s(op) if self.measured is not None else EAGER_ISSUE_S
+        return launched(device_s, launch, issue_s=issue_s)
 
     def _blended(
         self, measured: MeasuredCollectives, op: str, sizes: Floats, shape: GroupShape, *, narrow: bool

@@ -1,0 +1,239 @@
+"""Run a plan for real and write what happened: `python -m executor.apply_run --request FILE --out DIR --budget S`.
+
+Started by `planner apply` as a process of its own. It starts the ranks through `executor.launch`, waits, and turns
+what they recorded into `run.json`, however they ended: a run that was cut short is reported as far as it came, and
+labelled so. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+import signal
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any, NoReturn
+
+from executor.heartbeat import read_beats, suspects
+from executor.launch import Launched, command, launch
+from executor.records import middle, read_records
+from executor.request import Request
+from simulator.plan import rank_grid
+from topology import codec
+from topology.errors import PlannerError
+
+OUT_OF_MEMORY = 64  # as in executor.worker, which cannot be imported without torch
+WRONG_NUMBERS = 65
+ENDING_S = 10.0  # of the budget, for ending ranks and writing the report
+GRACE_S = 4.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; return 0 when all steps were taken, 1 when not, 4 when memory was full, 130 when interrupted."""
+    parser = argparse.ArgumentParser(prog="executor.apply_run")
+    parser.add_argument("--request", required=True)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds for everything")
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, _interrupt)  # whoever stops us by SIGTERM wants our ranks gone, too
+    try:
+        request = codec.convert(codec.read_json(options.request), Request, where=options.request)
+        document = run(request, options.request, options.out, options.budget)
+    except KeyboardInterrupt:
+        return 130
+    except PlannerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return int(document["exit_code"])
+
+
+def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict[str, Any]:
+    """Launch the ranks, write `run.json` into `out` and return it."""
+    records = out / "records"
+    records.mkdir(parents=True, exist_ok=True)
+    for stale in records.glob("rank*"):
+        stale.unlink()
+    ending = min(ENDING_S, 0.2 * budget_s)
+    arguments = worker_arguments(request_path, records, budget_s - ending)
+    done = launch(
+        "executor.worker",
+        arguments,
+        ranks=request.plan.gpus,
+        budget_s=max(1.0, budget_s - 0.5 * ending),
+        grace_s=min(GRACE_S, 0.25 * ending),
+        environment=environment(request),
+        directory=out / "logs",
+    )
+    document = report(request, done, records, arguments)
+    codec.write_text(out / "run.json", codec.to_json(document) + "\n")
+    return document
+
+
+def worker_arguments(request_path: str, records: Path, seconds: float) -> list[str]:
+    return [f"--request={request_path}", f"--out={records}", f"--seconds={seconds:g}"]
+
+
+def environment(request: Request) -> dict[str, str]:
+    """Return what our ranks need besides the caller's environment."""
+    added = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    if request.device == "cpu":
+        added |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    if Path("/sys/class/net/lo").exists():  # one host needs no network to find itself
+        added |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return added
+
+
+def report(request: Request, done: Launched, folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the report of a run from what its ranks recorded; `arguments` are those the ranks were given."""
+    ranks = request.plan.gpus
+    by_rank = [list(read_records(folder / f"rank{rank}.jsonl")) for rank in range(ranks)]
+    status, failure = _status(request, done, by_rank, folder)
+    measured = measure(request, by_rank)
+    complete = status == "finished"
+    return {
+        "schema_version": 1,
+        "status": status,
+        "complete": complete,
+        "exit_code": {"finished": 0, "out_of_memory": 4, "interrupted": 130}.get(status, 1),
+        "failure": failure,
+        "taken_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": done.seconds,
+        "survivors": list(done.survivors),
+        "command": command(
+            "executor.worker",
+            arguments,
+            ranks=ranks,
+            elastic=True,
+            run_id="RUN",  # drawn anew for each run
+            logs=folder.parent / "logs" / "ranks",
+        ),
+        "device": request.device,
+        "plan": codec.to_builtins(request.plan),
+        "model": codec.to_builtins(request.model),
+        "workload": codec.to_builtins(request.workload),
+        "runtime": codec.to_builtins(request.runtime),
+        "fingerprints": request.fingerprints,
+        "predicted": request.predicted,
+        "verified": _first(by_rank, "verified"),
+        "measured": measured,
+        "mesh": {"requested": rank_grid(request.plan).tolist(), "effective": _first(by_rank, "mesh")},
+        "versions": {**versions(), **(_first(by_rank, "versions") or {})},
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("meshwright", "torch", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _first(by_rank: Sequence[Sequence[dict[str, Any]]], kind: str) -> dict[str, Any] | None:
+    for records in by_rank:
+        for entry in records:
+            if entry["kind"] == kind:
+                return {key: value for key, value in entry.items() if key != "kind"}
+    return None
+
+
+def _status(
+    request: Request, done: Launched, by_rank: Sequence[Sequence[dict[str, Any]]], folder: Path
+) -> tuple[str, dict[str, Any] | None]:
+    """Return how the run ended and, if badly, who was first and why."""
+    ranks = request.plan.gpus
+    kinds = [{entry["kind"] for entry in records} for records in by_rank]
+    full = [rank for rank, kind in enumerate(kinds) if "out_of_memory" in kind]
+    if full:
+        memory = {rank: _last(by_rank[rank], "out_of_memory") for rank in full}
+        return "out_of_memory", {"rank": full[0], "message": "memory is full", "memory": memory}
+    verdict = _first(by_rank, "verified")
+    if verdict is not None and not verdict["ok"]:
+        return "wrong_numbers", {
+            "rank": None,
+            "message": f"the plan computes something else than one process (worst at {verdict['worst']}): not timed",
+        }
+    if done.outcome == "interrupted":
+        return "interrupted", None
+    # A finished run leaves no one behind; otherwise the beats say who kept the others waiting.
+    blamed = [] if done.ok else suspects(read_beats(folder, ranks), ranks)
+    if done.outcome == "timeout":
+        return "timeout", {"rank": None, "message": "the budget ended", "suspects": blamed}
+    if done.failure is not None:
+        failure = {**codec.to_builtins(done.failure), "suspects": blamed}
+        return "failed", failure
+    if done.survivors:
+        return "failed", {"rank": None, "message": f"processes {list(done.survivors)} could not be ended"}
+    if any("out_of_time" in kind for kind in kinds):
+        return "out_of_time", {"rank": None, "message": "the budget ended before all steps were taken"}
+    return "finished", None
+
+
+def _last(records: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+    return [entry for entry in records if entry["kind"] == kind][-1]
+
+
+def measure(request: Request, by_rank: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """Return what the records say of time, throughput and memory; steps count only where every rank took them.
+
+    A step takes as long as its slowest rank. The spread is (90th - 10th percentile) / median.
+    """
+    steps = [[entry for entry in records if entry["kind"] == "step"] for records in by_rank]
+    count = min((len(taken) for taken in steps), default=0)
+    seconds = [max(taken[i]["seconds"] for taken in steps) for i in range(count)]
+    first = steps[0] if steps else []
+    memory = [_peaks(records) for records in by_rank]
+    answer: dict[str, Any] = {
+        "steps": count,
+        "steps_asked": request.steps,
+        "step_s": None,
+        "losses": [entry["loss"] for entry in first[:count]],
+        "gradient_norms": [entry["gradient_norm"] for entry in first[:count]],
+        "memory_by_rank": memory,
+        "source": "measured",
+    }
+    if not seconds:
+        return answer
+    mid, spread = middle(seconds)
+    gpus, tokens = request.plan.gpus, request.workload.tokens_per_step
+    flops = request.model.training_flops_per_token(request.workload.seq_len) * tokens
+    peak = request.peak_flops
+    answer |= {
+        "step_s": {"median": median(seconds), "spread": spread, "all": seconds},
+        "tokens_per_s": tokens / mid,
+        "tokens_per_s_per_gpu": tokens / mid / gpus,
+        "tflops_per_gpu": flops / mid / gpus / 1e12,
+        "mfu": flops / mid / gpus / peak if peak else None,
+        "mfu_denominator": {"peak_flops": peak, "source": request.peak_flops_source or "none given for this device"},
+    }
+    return answer
+
+
+def _peaks(records: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Return the largest of each peak that a rank recorded while it took steps, or at all if it took none."""
+    timed = [entry for entry in records if entry["kind"] == "step"] or list(records)
+    peaks: dict[str, int] = {}
+    for entry in timed:
+        for key, value in entry.items():
+            if key.startswith("peak_") or key == "retries":
+                peaks[key] = max(peaks.get(key, 0), value)
+    return peaks
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

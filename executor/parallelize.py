@@ -1,0 +1,186 @@
+"""A plan, applied: each line of `parallelize` is one choice of the plan, in the only order in which they compose.
+
+Pipeline stages are cut while nothing has memory yet; tensor parallelism cuts parameters first and FSDP cuts the rest;
+recomputation lies inside compilation, and compilation inside FSDP's hooks, so that a gathered block is compiled whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from executor import pipeline
+from executor.activation_checkpoint import apply_activation_checkpoint
+from executor.context_parallel import RingAttention, positions
+from executor.data_parallel import apply_ddp, apply_fsdp
+from executor.expert_parallel import apply_expert_parallel
+from executor.init_weights import init_weights
+from executor.meshes import Meshes
+from executor.model import Decoder
+from executor.tensor_parallel import apply_tensor_parallel, vocabulary_loss
+from simulator.model import Model
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.workload import Workload
+from topology.errors import BadPlan
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """What one rank holds of a plan. `schedule` is None without a pipeline; `parts` are decoders without wrappers."""
+
+    parts: tuple[Decoder, ...]
+    modules: tuple[nn.Module, ...]  # what is called: the parts, or DDP around the only one
+    schedule: Any
+    tp_mesh: DeviceMesh | None
+    has_first: bool
+    has_last: bool
+    compute_dtype: torch.dtype
+
+
+def check(plan: Plan, model: Model, workload: Workload, device: torch.device) -> None:
+    """Raise BadPlan for what this executor cannot run as asked; it never runs something else instead."""
+    problems = []
+    if plan.zero_stage not in {None, 0}:
+        problems.append(f"ZeRO stage {plan.zero_stage}: say dp_shard, which is FSDP2")
+    if plan.tp_overlap != "none":
+        problems.append(f"tp_overlap {plan.tp_overlap}: only none yet")
+    if model.heads % plan.tp or model.kv_heads % plan.tp:
+        problems.append(f"tp {plan.tp} must divide {model.heads} heads and {model.kv_heads} key/value heads")
+    if model.vocab % plan.tp:
+        problems.append(f"tp {plan.tp} must divide the vocabulary of {model.vocab}")
+    multiple = (plan.tp if plan.sequence_parallel else 1) * (2 * plan.cp if plan.cp > 1 else 1)
+    if workload.seq_len % multiple:
+        problems.append(f"sequence length {workload.seq_len} must be a multiple of {multiple}")
+    if plan.ep > 1 and model.moe is None:
+        problems.append(f"ep {plan.ep}: {model.name} has no experts")
+    if plan.ep > 1 and model.moe is not None and model.moe.experts % plan.ep:
+        problems.append(f"ep {plan.ep} must divide {model.moe.experts} experts")
+    if plan.ep > 1 and plan.tp > 1 and not plan.sequence_parallel:
+        problems.append("ep with tp needs sequence_parallel, or each token would be routed tp times")
+    if plan.virtual_stages > 1 and plan.pp == 1:
+        problems.append("virtual stages need a pipeline")
+    if plan.placement and len(plan.placement) != plan.gpus:
+        problems.append(f"placement names {len(plan.placement)} GPUs for {plan.gpus} ranks")
+    if device.type == "cuda" and plan.gpus > 1 and len(set(plan.placement or range(plan.gpus))) != plan.gpus:
+        problems.append("placement puts two ranks on one GPU")
+    try:
+        plan.micro_batches(workload.global_batch_size)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise BadPlan("the executor cannot run this plan", why="; ".join(problems))
+
+
+def parallelize(
+    plan: Plan,
+    model: Model,
+    workload: Workload,
+    runtime: Runtime,
+    meshes: Meshes,
+    *,
+    device: torch.device,
+    seed: int,
+    own_table: bool = False,
+) -> Parallel:
+    """Build this rank's part of `model` as `plan` says, with weights drawn from `seed`; a collective call."""
+    check(plan, model, workload, device)
+    store, compute, reduce = (DTYPES[d] for d in (runtime.param_dtype, runtime.compute_dtype, runtime.reduce_dtype))
+    micro_batches = plan.micro_batches(workload.global_batch_size)
+    table = pipeline.schedule_table(plan, micro_batches)
+    stages = pipeline.split(model, plan, table, meshes.coordinate("pp"), runtime=runtime.name)
+    tp_mesh = meshes.dense["tp"] if plan.tp > 1 else None
+    with torch.device("meta"):
+        parts = tuple(Decoder(model, s.layers, first=s.first, last=s.last).to(store) for s in stages)
+
+    alone = plan.dp_replicate > 1 and plan.dp_shard * plan.cp * plan.tp * plan.pp == 1
+    # Without FSDP nothing casts parameters, so a plan in two precisions is wrapped even when it shards nothing.
+    sharded = not alone and (plan.data_parallel * plan.cp > 1 or compute is not store)
+    for part in parts:
+        if tp_mesh is not None:
+            apply_tensor_parallel(part, tp_mesh, sequence_parallel=plan.sequence_parallel, experts_cut=plan.ep > 1)
+        if plan.cp > 1:
+            for block in part.layers.values():
+                block.attention.core = RingAttention(meshes.group("cp"))
+        if meshes.sparse is not None:
+            apply_expert_parallel(part, meshes.sparse["ep"])
+        apply_activation_checkpoint(part, plan.recompute)
+        if runtime.compile:
+            for block in part.layers.values():
+                block.compile()
+        if sharded:
+            apply_fsdp(
+                part,
+                _data_mesh(meshes.dense, "fsdp", plan),
+                expert_mesh=None if meshes.sparse is None else _data_mesh(meshes.sparse, "efsdp", plan),
+                precision=MixedPrecisionPolicy(param_dtype=_if(compute is not store, compute), reduce_dtype=reduce),
+                reshard_after_forward=plan.pp == 1
+                if plan.reshard_after_forward is None
+                else plan.reshard_after_forward,
+            )
+        part.to_empty(device=device)
+        init_weights(part, seed=seed)
+        part.set_positions(positions(workload.seq_len, meshes.coordinate("cp"), plan.cp, device), compute)
+
+    modules: tuple[nn.Module, ...] = parts
+    if alone:
+        modules = tuple(apply_ddp(part, meshes.group("dp_replicate"), device) for part in parts)
+    schedule = None
+    if plan.pp > 1:
+
+        def loss(logits: Tensor, targets: Tensor) -> Tensor:
+            total = vocabulary_loss(logits, targets, vocab=model.vocab, mesh=tp_mesh)
+            return total / workload.tokens_per_step
+
+        schedule = pipeline.build_runtime(
+            stages,
+            modules,
+            table,
+            group=meshes.group("pp"),
+            device=device,
+            shapes=_shapes(plan, model, workload),
+            dtype=compute if sharded else store,
+            loss=loss,
+            own_table=own_table,
+        )
+    return Parallel(
+        parts=parts,
+        modules=modules,
+        schedule=schedule,
+        tp_mesh=tp_mesh,
+        has_first=any(s.first for s in stages),
+        has_last=any(s.last for s in stages),
+        compute_dtype=compute,
+    )
+
+
+def _data_mesh(mesh: DeviceMesh, shards: str, plan: Plan) -> DeviceMesh:
+    """Return the axes that data parallelism uses: replicas only where there are any."""
+    return mesh["dp_replicate", shards] if plan.dp_replicate > 1 else mesh[shards]
+
+
+def _if(wanted: bool, dtype: torch.dtype) -> torch.dtype | None:
+    return dtype if wanted else None
+
+
+def _shapes(plan: Plan, model: Model, workload: Workload) -> dict[str, tuple[int, ...]]:
+    """Return what crosses the boundaries of stages, per micro batch and rank."""
+    batch, tokens = plan.micro_batch_size, workload.seq_len // plan.cp
+    share = tokens // plan.tp if plan.sequence_parallel else tokens
+    return {
+        "tokens": (batch, tokens),
+        "hidden": (batch, share, model.hidden),
+        "logits": (batch, tokens, model.vocab // plan.tp),
+    }

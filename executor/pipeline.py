@@ -1,0 +1,143 @@
+"""Pipeline parallelism: which layers a rank holds, and in what order it runs its micro batches.
+
+The schedule is torch.distributed.pipelining's of the plan's name, or a table of our own (`simulator.schedules`), which
+the same runtime loads: what was simulated is what runs. What moves: hidden states to the next stage, their gradients
+back, one message per micro batch and boundary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+
+from simulator.model import Model
+from simulator.plan import Plan
+from simulator.runtime_library import runtime_spec
+from simulator.schedule_tables import V_SHAPED, build_schedule
+from simulator.schedules import Schedule
+from simulator.stages import stage_layers
+from topology.errors import BadPlan
+
+TORCH_NAMES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+DEFAULT = "1F1B"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePart:
+    """One stage's share of the model."""
+
+    index: int
+    layers: range
+    first: bool
+    last: bool
+
+
+def schedule_table(plan: Plan, micro_batches: int) -> Schedule:
+    """Return the table of a plan's schedule. Raises BadPlan when there is none for these degrees."""
+    name = plan.schedule or ("Interleaved1F1B" if plan.virtual_stages > 1 else DEFAULT)
+    return build_schedule(name, ranks=plan.pp, micro_batches=micro_batches, stages_per_rank=plan.virtual_stages)
+
+
+def split(model: Model, plan: Plan, table: Schedule, rank: int, *, runtime: str) -> tuple[StagePart, ...]:
+    """Return the stages that pipeline rank `rank` holds. Raises BadPlan when layers and stages do not fit."""
+    if model.tied_embeddings and plan.pp > 1:
+        raise BadPlan(
+            f"{model.name} ties its embedding and its head, which are on different stages",
+            why="their gradients would have to be added across the pipeline, which the executor does not do",
+            remedy="use pp 1",
+        )
+    counts = stage_layers(model.layers, plan, runtime_spec(runtime).pipeline)
+    if len(counts) != table.stages or sum(counts) != model.layers:
+        raise BadPlan(f"{model.layers} layers do not spread over {table.stages} stages as {counts}")
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    return tuple(
+        StagePart(
+            index=stage,
+            layers=range(starts[stage], starts[stage] + counts[stage]),
+            first=stage == 0,
+            last=stage == table.stages - 1,
+        )
+        for stage in table.stages_of(rank)
+    )
+
+
+def build_runtime(
+    parts: Sequence[StagePart],
+    modules: Sequence[nn.Module],
+    table: Schedule,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    own_table: bool,
+) -> Any:
+    """Return torch's schedule object for this rank's stages. `shapes`: of tokens, hidden and logits of a micro batch.
+
+    `own_table` runs our table even where torch has the schedule; one that torch lacks is always ours.
+    Raises BadPlan for schedules that hang on gloo.
+    """
+    if table.v_shaped and device.type == "cpu":
+        raise BadPlan(
+            f"{table.name} cannot run on gloo",
+            why="neighbouring stages share a rank and torch sends from a rank to itself, which gloo never finishes",
+            remedy=f"a schedule other than {', '.join(V_SHAPED)}, or --device cuda",
+        )
+    stages = [
+        PipelineStage(
+            module,
+            part.index,
+            table.stages,
+            device,
+            input_args=_tokens(shapes["tokens"]) if part.first else _states(shapes["hidden"], dtype),
+            output_args=_states(shapes["logits"] if part.last else shapes["hidden"], dtype),
+            group=group,
+        )
+        for part, module in zip(parts, modules, strict=True)
+    ]
+    settings: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
+    if not own_table and table.name in TORCH_NAMES:
+        kind = get_schedule_class(table.name)
+        if issubclass(kind, PipelineScheduleSingle):
+            return kind(stages[0], table.micro_batches, **settings)
+        return kind(stages, table.micro_batches, **settings)
+    runtime = _PipelineScheduleRuntime(stages, table.micro_batches, **settings)
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        path = Path(folder) / "schedule.csv"
+        path.write_text(table.csv(), encoding="utf-8")
+        runtime._load_csv(str(path), format="compute_only")  # noqa: SLF001 - the runtime's only door for tables
+    return runtime
+
+
+def _tokens(shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.long, device="meta")
+
+
+def _states(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """From torch 2.13 on, a stage sends gradients only for examples that say they need them."""
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+
+def run(schedule: Any, tokens: Tensor | None, targets: Tensor | None) -> list[Tensor]:
+    """Run one step's micro batches; return their losses, empty where the last stage is not here."""
+    losses: list[Tensor] = []
+    # The logits of all micro batches, joined, are no use to us and would be the largest tensor of the run.
+    extra = {"return_outputs": False} if "return_outputs" in inspect.signature(schedule.step).parameters else {}
+    arguments = () if tokens is None else (tokens,)
+    schedule.step(*arguments, target=targets, losses=losses, **extra)
+    return losses

@@ -1,0 +1,40 @@
+"""What the executor is asked to run: one JSON file, written by `planner apply`, read by every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from simulator.model import Model
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.workload import Workload
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """`gpus` are device numbers as CUDA counts them, rank by rank. `peak_flops` is MFU's denominator, per GPU.
+
+    `start_timeout_s` and `collective_timeout_s` bound how long a rank waits for another one. `predicted` is carried
+    into the report as it is.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    plan: Plan
+    model: Model
+    workload: Workload
+    runtime: Runtime
+    device: str = "cuda"
+    gpus: tuple[int, ...] = ()
+    steps: int = 10
+    warm_up: int = 3
+    seed: int = 0
+    own_table: bool = False
+    peak_flops: float | None = None
+    peak_flops_source: str = ""
+    start_timeout_s: float = 60.0
+    collective_timeout_s: float = 60.0
+    predicted: dict[str, Any] | None = None
+    fingerprints: dict[str, str] | None = None

@@ -1,0 +1,156 @@
+"""Tensor parallelism, with or without sequence parallelism, as DTensor styles; and a loss over a cut vocabulary.
+
+Projections into heads or inner width are cut by output ("colwise"), those out of it by input ("rowwise"), so that a
+pair needs one sum (Megatron-LM, arXiv 1909.08053). Without sequence parallelism that sum is an all-reduce and
+everything between pairs is computed on each rank; with it (arXiv 2205.05198) tokens are cut between pairs: the sum is
+a reduce-scatter and an all-gather stands before the next pair. What moves per layer, forward: two of each; backward:
+their mirror images.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional
+
+from executor.model import Block, Decoder
+
+
+def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool, experts_cut: bool) -> None:
+    """Cut a decoder over the one-dimensional `mesh`.
+
+    Hidden states between blocks are plain tensors: of all tokens, or with `sequence_parallel` of this rank's share.
+    `experts_cut`: experts lie whole on the ranks (expert parallelism), so tokens are routed where they are; otherwise
+    each rank takes a slice of every expert's width.
+    """
+    between: Placement = Shard(1) if sequence_parallel else Replicate()
+    ends: dict[str, ParallelStyle] = {}
+    if model.tok_embeddings is not None:
+        ends["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+    if model.output is not None:
+        # The logits stay cut: vocabulary_loss takes them as they are.
+        ends["output"] = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1))
+        if sequence_parallel:
+            ends["norm"] = SequenceParallel()
+    parallelize_module(model, mesh, ends)
+    model.tie()
+    for block in model.layers.values():
+        parallelize_module(block, mesh, _block_styles(block, between, experts_cut=experts_cut))
+
+
+def _block_styles(block: Block, between: Placement, *, experts_cut: bool) -> dict[str, ParallelStyle]:
+    whole = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
+    styles: dict[str, ParallelStyle] = {
+        "attention": whole,
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=between),
+    }
+    if between.is_shard():
+        styles |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
+    if block.attention.q_norm is not None:
+        # One weight for heads that are on different ranks: its gradient is a sum over them.
+        heads = SequenceParallel(sequence_dim=2, use_local_output=True)
+        styles |= {"attention.q_norm": heads, "attention.k_norm": heads}
+    if block.moe is not None:
+        styles["moe"] = SparseParallel(between, experts_cut=experts_cut)
+    else:
+        styles |= {
+            "feed_forward": whole,
+            "feed_forward.w1": ColwiseParallel(),
+            "feed_forward.w3": ColwiseParallel(),
+            "feed_forward.w2": RowwiseParallel(output_layouts=between),
+        }
+    return styles
+
+
+class SparseParallel(ParallelStyle):
+    """Gives a sparse layer plain tensors to route.
+
+    With experts whole on ranks, each rank routes its share of the tokens. Otherwise every rank routes all of them
+    through a slice of each expert, and whatever lies inside has gradients that are parts of a sum.
+    """
+
+    def __init__(self, between: Placement, *, experts_cut: bool) -> None:
+        super().__init__()
+        self.between, self.experts_cut = between, experts_cut
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        gate = distribute_tensor(module.router.weight, device_mesh, [Replicate()])
+        module.router.register_parameter("weight", nn.Parameter(gate))
+        if not self.experts_cut:
+            for name, dim in (("w1", 1), ("w3", 1), ("w2", 2)):
+                weight = distribute_tensor(getattr(module.experts, name), device_mesh, [Shard(dim)])
+                module.experts.register_parameter(name, nn.Parameter(weight))
+
+        def enter(_module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
+            x = inputs[0]
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, device_mesh, [self.between], run_check=False)
+            if self.experts_cut:
+                return x.to_local()
+            return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+        def leave(_module: nn.Module, _inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            if self.experts_cut:
+                return out
+            total = DTensor.from_local(out, device_mesh, [Partial()], run_check=False)
+            return total.redistribute(placements=[self.between]).to_local()
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+        return module
+
+
+# --- loss -------------------------------------------------------------------------------------------------------------
+
+
+class _VocabularyLoss(torch.autograd.Function):
+    """Cross-entropy when each rank has some columns of the logits: three numbers per token travel, not V of them."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        top = wide.amax(-1)
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+        weights = (wide - top[:, None]).exp()
+        mine = (targets >= first) & (targets < first + logits.shape[-1])
+        column = torch.where(mine, targets - first, 0)
+        chosen = torch.where(mine, wide.gather(-1, column[:, None])[:, 0] - top, 0)
+        sums = torch.stack((weights.sum(-1), chosen))
+        dist.all_reduce(sums, group=group)
+        weights /= sums[0][:, None]
+        ctx.save_for_backward(weights, column, mine)
+        ctx.dtype = logits.dtype
+        return (sums[0].log() - sums[1]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        weights, column, mine = ctx.saved_tensors
+        slope = weights.scatter_add(-1, column[:, None], -mine[:, None].to(weights.dtype))
+        return (slope * grad).to(ctx.dtype), None, None, None
+
+
+def vocabulary_loss(logits: Tensor, targets: Tensor, *, vocab: int, mesh: DeviceMesh | None) -> Tensor:
+    """Return the cross-entropy summed over the tokens here; logits (B, S, V) or this rank's columns of them."""
+    flat, wanted = logits.flatten(0, 1), targets.flatten()
+    if mesh is None or mesh.size() == 1:
+        return functional.cross_entropy(
+            flat.to(torch.promote_types(flat.dtype, torch.float32)), wanted, reduction="sum"
+        )
+    share = -(-vocab // mesh.size())  # DTensor cuts like torch.chunk
+    return _VocabularyLoss.apply(flat, wanted, share * mesh.get_local_rank(), mesh.get_group())

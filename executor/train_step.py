@@ -1,0 +1,159 @@
+"""One optimizer step under a plan, from token ids to updated parameters."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from executor import gradients, pipeline
+from executor.batches import rank_batch
+from executor.meshes import Meshes
+from executor.parallelize import Parallel, parallelize
+from executor.tensor_parallel import vocabulary_loss
+from simulator.model import Model
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.workload import Workload
+
+LEARNING_RATE = 3e-4
+CLIP = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The loss per token of the whole batch, before the update, and the norm of its gradient before clipping."""
+
+    loss: float
+    gradient_norm: float
+
+
+class Trainer:
+    """A plan, ready to take steps. Building one is a collective call."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: Model,
+        workload: Workload,
+        runtime: Runtime,
+        meshes: Meshes,
+        *,
+        device: torch.device,
+        seed: int = 0,
+        own_table: bool = False,
+    ) -> None:
+        self.plan, self.model, self.workload, self.meshes = plan, model, workload, meshes
+        self.device, self.seed = device, seed
+        self.parallel: Parallel = parallelize(
+            plan, model, workload, runtime, meshes, device=device, seed=seed, own_table=own_table
+        )
+        self.micro_batches = plan.micro_batches(workload.global_batch_size)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._locals: list[tuple[nn.Parameter, nn.Parameter]] = []
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return this rank's parameters under the names they have in the whole model."""
+        return [pair for part in self.parallel.parts for pair in part.named_parameters()]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.named_parameters()]
+
+    def step(self, index: int) -> StepResult:
+        """Take one whole step on batch `index`."""
+        loss = self.backward(index)
+        norm = self.update()
+        return StepResult(loss=self.total_loss(loss), gradient_norm=float(norm))
+
+    def backward(self, index: int) -> Tensor:
+        """Run forward and backward over all micro batches; return this rank's part of the loss.
+
+        The loss is divided by the tokens of the whole batch, so that parts add up whatever ranks and micro batches
+        there are.
+        """
+        tokens, targets = self.batch(index)
+        if self.parallel.schedule is not None:
+            losses = pipeline.run(
+                self.parallel.schedule,
+                tokens if self.parallel.has_first else None,
+                targets if self.parallel.has_last else None,
+            )
+            total = torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros(())
+        else:
+            total = self._accumulate(tokens, targets)
+        gradients.finish(self.parameters())
+        return total.to(self.device)
+
+    def batch(self, index: int) -> tuple[Tensor, Tensor]:
+        place = self.meshes.coordinate
+        tokens, targets = rank_batch(
+            self.plan,
+            self.workload,
+            vocab=self.model.vocab,
+            step=index,
+            seed=self.seed,
+            data_rank=place("dp_replicate") * self.plan.dp_shard + place("dp_shard"),
+            cp_rank=place("cp"),
+        )
+        return tokens.to(self.device), targets.to(self.device)
+
+    def _accumulate(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        module = self.parallel.modules[0]
+        total = torch.zeros((), device=self.device)
+        pieces = zip(tokens.chunk(self.micro_batches), targets.chunk(self.micro_batches), strict=True)
+        for turn, (some, wanted) in enumerate(pieces):
+            last = turn == self.micro_batches - 1
+            # DDP adds what it has summed to what it sums next, so only the last micro batch may travel.
+            quiet = isinstance(module, DistributedDataParallel) and not last
+            with module.no_sync() if quiet else nullcontext():
+                logits = module(some)
+                loss = vocabulary_loss(logits, wanted, vocab=self.model.vocab, mesh=self.parallel.tp_mesh)
+                loss = loss / self.workload.tokens_per_step
+                del logits
+                loss.backward()
+            total = total + loss.detach()
+        return total
+
+    def total_loss(self, part: Tensor) -> float:
+        """Return the loss of the whole batch from each rank's part; a collective call."""
+        total = part.detach().double().clone()
+        axes = ("dp_replicate", "dp_shard", "cp", "pp")
+        for axis in axes:
+            if self.meshes.grid[axis].size() > 1:
+                dist.all_reduce(total, group=self.meshes.group(axis))
+        return float(total)
+
+    def update(self) -> Tensor:
+        """Clip, step and forget the gradients; return their norm before clipping."""
+        parameters = self.parameters()
+        stages = self.meshes.group("pp") if self.plan.pp > 1 else None
+        norm = gradients.global_norm(parameters, stages, self.device)
+        gradients.clip(parameters, norm, CLIP)
+        if self._optimizer is None:
+            self._optimizer = self._build_optimizer()
+        for parameter, local in self._locals:
+            local.grad = None if parameter.grad is None else gradients.here(parameter.grad)
+        self._optimizer.step()
+        for parameter, local in self._locals:
+            parameter.grad = local.grad = None
+        return norm
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        """Return AdamW over the shards held here.
+
+        Its arithmetic is element by element, so shards need no meshes, and parameters of different meshes (experts
+        and the rest) go through one call. Built after the first backward pass: FSDP moves its shards in the first
+        forward pass.
+        """
+        self._locals = [(p, nn.Parameter(gradients.here(p.detach()))) for p in self.parameters()]
+        return torch.optim.AdamW(
+            [local for _, local in self._locals],
+            lr=LEARNING_RATE,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            fused=self.device.type == "cuda",
+        )

@@ -1,0 +1,214 @@
+"""A plan is right when it computes what one process computes; only then is it worth a time.
+
+The reference is the same decoder without any parallelism, run on every rank with the whole batch, from the same seed.
+Compared are the loss and gradient norm of each step, every gradient of the first step and every parameter after the
+last: each rank compares the shards it holds, so nothing is gathered.
+
+Differences are relative: |a - b| over the largest |b| of that tensor. Sums are taken in another order by every plan,
+so they agree to rounding only: the tolerances are 2^10 units in the last place of the type that is computed in (one
+sum over ranks, blocks or keys costs a few units; a few layers multiply them), and twenty times that for parameters,
+because AdamW divides a gradient by its own size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from executor import gradients
+from executor.batches import rank_batch
+from executor.init_weights import init_weights, shard_of
+from executor.meshes import Meshes
+from executor.model import Decoder
+from executor.parallelize import DTYPES
+from executor.train_step import CLIP, LEARNING_RATE, Trainer
+from simulator.model import Model
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.workload import Workload
+
+STEPS = 2
+UNITS = 2.0**10
+PARAMETER_UNITS = 20 * UNITS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Largest relative differences over all ranks, steps and tensors, and where the worst gradient is."""
+
+    loss: float
+    gradient_norm: float
+    gradient: float
+    parameter: float
+    worst: str
+    tolerance: float
+    parameter_tolerance: float
+    compared: int  # tensors compared, over all ranks
+
+    @property
+    def ok(self) -> bool:
+        small = max(self.loss, self.gradient_norm, self.gradient) <= self.tolerance
+        return small and self.parameter <= self.parameter_tolerance and self.compared > 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+
+
+def verify(
+    plan: Plan,
+    model: Model,
+    workload: Workload,
+    runtime: Runtime,
+    meshes: Meshes,
+    *,
+    device: torch.device,
+    seed: int = 0,
+    own_table: bool = False,
+    fault: float = 0.0,
+) -> Verdict:
+    """Run `STEPS` steps of the plan and of one process, and compare; a collective call, equal on all ranks.
+
+    `fault` scales the first rank's gradients by 1 + fault before they are compared: a check of the check.
+    """
+    trainer = Trainer(plan, model, workload, runtime, meshes, device=device, seed=seed, own_table=own_table)
+    wanted = reference(model, workload, runtime, device=device, seed=seed)
+    loss = norm = worst_gradient = worst_parameter = 0.0
+    worst, compared = "", 0
+    for step in range(STEPS):
+        part = trainer.backward(step)
+        if step == 0:
+            if fault and dist.get_rank() == 0:
+                for parameter in trainer.parameters():
+                    gradients.here(parameter.grad).mul_(1 + fault)
+            for name, parameter in trainer.named_parameters():
+                difference = _difference(parameter.grad, wanted.gradients[name])
+                compared += 1
+                if not difference <= worst_gradient:
+                    worst_gradient, worst = difference, name
+        found = float(trainer.update())
+        norm = _larger(norm, abs(found - wanted.norms[step]) / wanted.norms[step])
+        loss = _larger(loss, abs(trainer.total_loss(part) - wanted.losses[step]) / wanted.losses[step])
+    for name, parameter in trainer.named_parameters():
+        worst_parameter = _larger(worst_parameter, _difference(parameter.detach(), wanted.parameters[name]))
+    # NaN must not win or lose a maximum by accident: it becomes infinity.
+    mine = torch.tensor([loss, norm, worst_gradient, worst_parameter], dtype=torch.float64, device=device)
+    mine = mine.nan_to_num(torch.inf, torch.inf, torch.inf)
+    named: list[tuple[float, str, int]] = [(0.0, "", 0)] * dist.get_world_size()
+    dist.all_gather_object(named, (float(mine[2]), worst, compared))
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    unit = torch.finfo(DTYPES[runtime.compute_dtype]).eps
+    return Verdict(
+        loss=float(mine[0]),
+        gradient_norm=float(mine[1]),
+        gradient=float(mine[2]),
+        parameter=float(mine[3]),
+        worst=max(named)[1],
+        tolerance=UNITS * unit,
+        parameter_tolerance=PARAMETER_UNITS * unit,
+        compared=sum(entry[2] for entry in named),
+    )
+
+
+def _larger(a: float, b: float) -> float:
+    return b if not b <= a else a
+
+
+def _difference(part: torch.Tensor | None, whole: torch.Tensor) -> float:
+    """Return the largest relative difference of this rank's part to the same part of `whole`."""
+    if part is None:
+        return float("inf")
+    mine, theirs = gradients.here(part), shard_of(whole, part)
+    if mine.shape != theirs.shape:
+        return float("inf")
+    if not mine.numel():
+        return 0.0
+    return float((mine.double() - theirs.double()).abs().max() / whole.double().abs().max().clamp(min=1e-30))
+
+
+@lru_cache(maxsize=4)
+def reference(model: Model, workload: Workload, runtime: Runtime, *, device: torch.device, seed: int) -> _Reference:
+    """Return what one process computes, with nothing of ours but the decoder, the batches and the first weights."""
+    dtype = DTYPES[runtime.compute_dtype]
+    with torch.device("meta"):
+        whole = Decoder(model).to(dtype)
+    whole.to_empty(device=device)
+    whole.tie()
+    init_weights(whole, seed=seed)
+    whole.set_positions(torch.arange(workload.seq_len, device=device), dtype)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    losses, norms, first = [], [], {}
+    for step in range(STEPS):
+        tokens, targets = rank_batch(Plan(), workload, vocab=model.vocab, step=step, seed=seed, data_rank=0, cp_rank=0)
+        logits = whole(tokens.to(device))
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+        loss.backward()
+        if step == 0:
+            first = {name: p.grad.clone() for name, p in whole.named_parameters() if p.grad is not None}
+        losses.append(float(loss.detach()))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(whole.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return _Reference(losses, norms, first, {name: p.detach() for name, p in whole.named_parameters()})
+
+
+def shrink(model: Model, plan: Plan) -> Model:
+    """Return a small model of the same kind on which `plan` is legal: as many layers as stages, but at least two."""
+    heads = model.heads // model.kv_heads
+    kv_heads = plan.tp * max(1, min(2, model.kv_heads // plan.tp))
+    stages = plan.pp * plan.virtual_stages
+    layers = max(2, stages)
+    if plan.layers_per_stage:
+        layers = len(plan.layers_per_stage)
+    moe = model.moe
+    if moe is not None:
+        experts = max(plan.ep, min(moe.experts, 8 if 8 % plan.ep == 0 else plan.ep))
+        dense = min(moe.dense_layers, 1)
+        moe = replace(
+            moe,
+            experts=experts,
+            experts_per_token=min(2, moe.experts_per_token, experts),
+            ffn=32 * plan.tp,
+            dense_layers=dense,
+            dense_layer_ids=tuple(range(dense)) if moe.dense_layer_ids else (),
+        )
+    return replace(
+        model,
+        layers=layers,
+        hidden=64,
+        heads=kv_heads * min(heads, 4),
+        kv_heads=kv_heads,
+        head_dim=16,
+        ffn=64 * plan.tp,
+        vocab=128 * plan.tp,
+        moe=moe,
+    )
+
+
+def small_plan(plan: Plan) -> Plan:
+    """Return the plan for a shrunken model: the same but for layer counts, one layer a stage."""
+    return plan.with_(layers_per_stage=(1,) * (plan.pp * plan.virtual_stages) if plan.pp > 1 else (), placement=())
+
+
+def small_workload(plan: Plan, workload: Workload) -> Workload:
+    """Return a short batch on which the plan is legal, with as many micro batches as the workload, up to 2 pp v."""
+    multiple = plan.tp * 2 * plan.cp
+    rounds = workload.global_batch_size // (plan.data_parallel * plan.micro_batch_size)
+    if plan.pp > 1:
+        most = 2 * plan.pp * plan.virtual_stages
+        rounds = next((n for n in range(most, plan.pp - 1, -1) if n <= rounds and n % plan.pp == 0), min(rounds, most))
+    else:
+        rounds = min(rounds, 2)
+    return replace(
+        workload,
+        seq_len=max(multiple, 32 // multiple * multiple),
+        global_batch_size=plan.data_parallel * plan.micro_batch_size * rounds,
+    )

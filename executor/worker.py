@@ -1,0 +1,192 @@
+"""One rank of a run: check the numbers, then take steps and time them. Started by `executor.apply_run`.
+
+Everything measured is written as it is measured (`rank<r>.jsonl`), so that a run cut short leaves what it had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from executor.heartbeat import Heartbeat
+from executor.meshes import build_meshes, effective
+from executor.records import Deadline, Recorder
+from executor.request import Request
+from executor.train_step import Trainer
+from executor.verify import shrink, small_plan, small_workload, verify
+from simulator.runtime import Runtime
+from topology import codec
+
+# A distinct code, so that the report can tell a full memory from a crash (exit code 4 of the command).
+OUT_OF_MEMORY = 64
+WRONG_NUMBERS = 65
+VERIFY_DTYPE = "float64"
+
+
+@record
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run this rank. Ends the process with a code of its own when memory is full or numbers are wrong."""
+    parser = argparse.ArgumentParser(prog="executor.worker")
+    parser.add_argument("--request", required=True)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="stop taking steps after this long")
+    options = parser.parse_args(argv)
+    deadline = Deadline(options.seconds)
+    rank = int(os.environ["RANK"])
+    beat = Heartbeat(options.out, rank)
+    recorder = Recorder(options.out / f"rank{rank}.jsonl")
+    request = codec.convert(codec.read_json(options.request), Request, where=options.request)
+    try:
+        run(request, deadline, recorder, beat)
+    except torch.OutOfMemoryError as error:
+        recorder.write("out_of_memory", message=str(error)[:2000], phase=beat.phase, **_memory(request.device))
+        recorder.close()
+        # Not an exception: unwinding would run collectives that the other ranks never join.
+        os._exit(OUT_OF_MEMORY)
+    recorder.close()
+
+
+def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbeat) -> None:
+    """Join the others, verify, warm up, measure."""
+    device = _device(request)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    beat.enter("joining the process group")
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=request.start_timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        _run_joined(request, device, deadline, recorder, beat)
+    finally:
+        # After a failure others may be gone: leaving the group would wait for them.
+        if dist.is_initialized() and beat.phase == "done":
+            dist.destroy_process_group()
+
+
+def _run_joined(
+    request: Request, device: torch.device, deadline: Deadline, recorder: Recorder, beat: Heartbeat
+) -> None:
+    plan = request.plan
+    dist.barrier()  # the first collective: whoever is missing is found here, under the short timeout
+    recorder.write("versions", torch=torch.__version__, backend=dist.get_backend(), device=_device_name(device))
+    beat.enter("building meshes")
+    meshes = build_meshes(plan, device.type)
+    mesh = effective(meshes, plan)
+    recorder.write("mesh", **mesh)
+    if not mesh["as_requested"]:
+        raise RuntimeError(f"torch's mesh is not the plan's: {mesh}")
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=request.collective_timeout_s))  # noqa: SLF001 - the only way to change it
+
+    beat.enter("verifying the plan's numbers")
+    small = shrink(request.model, plan)
+    verdict = verify(
+        small_plan(plan),
+        small,
+        small_workload(plan, request.workload),
+        Runtime(
+            name=request.runtime.name,
+            param_dtype=VERIFY_DTYPE,
+            compute_dtype=VERIFY_DTYPE,
+            reduce_dtype=VERIFY_DTYPE,
+        ),
+        meshes,
+        device=device,
+        seed=request.seed,
+        own_table=request.own_table,
+    )
+    recorder.write("verified", ok=verdict.ok, dtype=VERIFY_DTYPE, **codec.to_builtins(verdict))
+    if not verdict.ok:
+        recorder.close()
+        os._exit(WRONG_NUMBERS)  # a plan whose numbers are wrong is never timed
+
+    beat.enter("building the model")
+    trainer = Trainer(
+        plan,
+        request.model,
+        request.workload,
+        request.runtime,
+        meshes,
+        device=device,
+        seed=request.seed,
+        own_table=request.own_table,
+    )
+    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in trainer.parameters())
+    recorder.write("built", parameters_here=held, **_memory(device.type))
+    for index in range(request.warm_up + request.steps):
+        warm = index < request.warm_up
+        beat.enter(f"{'warm-up ' if warm else ''}step {index if warm else index - request.warm_up}")
+        if not _all_have_time(deadline, device):
+            recorder.write("out_of_time", steps=max(0, index - request.warm_up))
+            break
+        if index == request.warm_up and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        _synchronize(device)
+        dist.barrier()
+        begin = time.perf_counter()
+        result = trainer.step(index)
+        _synchronize(device)
+        seconds = time.perf_counter() - begin
+        recorder.write(
+            "warm_up" if warm else "step",
+            index=index,
+            seconds=seconds,
+            loss=result.loss,
+            gradient_norm=result.gradient_norm,
+            **_memory(device.type),
+        )
+    dist.barrier()
+    beat.enter("done")
+
+
+def _device(request: Request) -> torch.device:
+    if request.device == "cpu":
+        return torch.device("cpu")
+    local = int(os.environ["LOCAL_RANK"])
+    index = request.gpus[int(os.environ["RANK"])] if request.gpus else local
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _all_have_time(deadline: Deadline, device: torch.device) -> bool:
+    """Return whether every rank has time left; all must decide alike, or some would wait for a step that is not."""
+    left = torch.tensor(float(deadline.left_s > 0), device=device)
+    dist.all_reduce(left, dist.ReduceOp.MIN)
+    return bool(left.item())
+
+
+def _memory(device_type: str) -> dict[str, Any]:
+    """Return peaks in bytes: of torch's allocator on a GPU, of the process on a CPU."""
+    if device_type == "cuda":
+        stats = torch.cuda.memory_stats()
+        return {
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+            "allocated_bytes": stats.get("allocated_bytes.all.current", 0),
+            "retries": stats.get("num_alloc_retries", 0),
+        }
+    return {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+if __name__ == "__main__":
+    main()

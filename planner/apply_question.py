@@ -1,0 +1,192 @@
+"""What `planner apply` is to run, and whether this machine is the one it was planned for.
+
+Pure but for the probe that the caller hands in. The executor reads the request as JSON; the planner never imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner.plan_file import PlanFile
+from simulator.model import Model
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.workload import Workload
+from topology import codec
+from topology.cluster import Cluster
+from topology.errors import BadPlan, Infeasible, PlannerError, Stale
+from topology.health import Health
+
+# Without a plan: a model that any laptop holds, cut two ways.
+DEFAULT_MODEL = "tiny-llama"
+DEFAULT_SEQ_LEN = 256
+DEFAULT_BATCH = 8
+BYTES_PER_PARAMETER_ON_CPU = 16  # float32 parameter, gradient and AdamW's two moments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A run to be made. `notes` say in words what differs from the plan file. `gpus` is empty on a CPU."""
+
+    plan: Plan
+    model: Model
+    workload: Workload
+    runtime: Runtime
+    device: str
+    gpus: tuple[int, ...] = ()
+    peak_flops: float | None = None
+    peak_flops_source: str = ""
+    predicted: dict[str, Any] | None = None
+    fingerprints: dict[str, str] | None = None
+    notes: tuple[str, ...] = ()
+
+    def request(self, *, steps: int, budget_s: float, own_table: bool) -> dict[str, Any]:
+        """Return the executor's request as plain data. A rank waits for another for at most a quarter of the budget."""
+        patience = min(60.0, max(5.0, 0.25 * budget_s))
+        return {
+            "schema_version": 1,
+            "plan": codec.to_builtins(self.plan),
+            "model": codec.to_builtins(self.model),
+            "workload": codec.to_builtins(self.workload),
+            "runtime": codec.to_builtins(self.runtime),
+            "device": self.device,
+            "gpus": list(self.gpus),
+            "steps": steps,
+            "warm_up": 3 if self.device == "cuda" else 1,
+            "seed": 0,
+            "own_table": own_table,
+            "peak_flops": self.peak_flops,
+            "peak_flops_source": self.peak_flops_source,
+            "start_timeout_s": patience,
+            "collective_timeout_s": patience,
+            "predicted": self.predicted,
+            "fingerprints": self.fingerprints,
+        }
+
+
+def default_question(cpus: int) -> Question:
+    """Return the built-in run: tiny-llama on two gloo processes, or on four where there are as many CPUs."""
+    from simulator.hf_config import load_model  # noqa: PLC0415 - keeps `--help` light
+
+    return Question(
+        plan=Plan(dp_shard=2 if cpus >= 4 else 1, tp=2, sequence_parallel=True, micro_batch_size=2),
+        model=load_model(DEFAULT_MODEL),
+        workload=Workload(seq_len=DEFAULT_SEQ_LEN, global_batch_size=DEFAULT_BATCH),
+        runtime=Runtime(param_dtype="float32", compute_dtype="float32"),
+        device="cpu",
+        notes=("no plan given: the built-in one for a CPU",),
+    )
+
+
+def cpu_question(content: PlanFile, free_bytes: int) -> Question:
+    """Return a plan file's run on gloo processes: its numbers can be checked there, its times not.
+
+    Raises Infeasible (exit 3) when parameters and optimizer do not fit into `free_bytes`.
+    """
+    copies = content.plan.gpus / _shards(content.plan)
+    needed = content.model.parameters * BYTES_PER_PARAMETER_ON_CPU * copies
+    if needed > free_bytes:
+        raise Infeasible(
+            f"{content.model.name} on {content.plan.gpus} processes needs {needed / 2**30:.0f} GiB of memory",
+            why=f"{free_bytes / 2**30:.0f} GiB are free, and all ranks share them on a CPU",
+            remedy="run it on the planned GPUs, or plan for a smaller model",
+        )
+    wide = replace(
+        content.runtime, param_dtype="float32", compute_dtype="float32", reduce_dtype="float32", compile=False
+    )
+    return Question(
+        plan=replace(content.plan, placement=()),
+        model=content.model,
+        workload=content.workload,
+        runtime=wide,
+        device="cpu",
+        fingerprints=content.fingerprints,
+        notes=(
+            "on a CPU: numbers are checked, times say nothing about the planned machine, so nothing is compared",
+            "in float32 and eager, placement left out",
+        ),
+    )
+
+
+def _shards(plan: Plan) -> int:
+    """Return over how many ranks one copy of parameters and optimizer is spread."""
+    return plan.dp_shard * plan.cp * plan.tp * plan.pp
+
+
+def cuda_question(content: PlanFile, here: Cluster, health: Health, *, allow_busy: bool) -> Question:
+    """Return a plan file's run on this machine's GPUs. Raises Stale or PlannerError (both exit 1)."""
+    require_machine(content, here)
+    require_healthy(health, allow_busy=allow_busy)
+    kind = here.slowest_kind
+    compute = content.runtime.compute_dtype
+    return Question(
+        plan=content.plan,
+        model=content.model,
+        workload=content.workload,
+        runtime=content.runtime,
+        device="cuda",
+        gpus=cuda_numbers(content.plan, here),
+        peak_flops=kind.peak_flops.get(compute),
+        peak_flops_source=f"datasheet, {kind.title}, dense {compute}",
+        predicted=codec.to_builtins(content.estimate),
+        fingerprints={**content.fingerprints, "machine": codec.fingerprint(here)},
+    )
+
+
+def require_machine(content: PlanFile, here: Cluster) -> None:
+    """Raise Stale with the differences when the plan was made for another machine than `here`.
+
+    The same fingerprint is the same machine. A plan made from a catalogue has another fingerprint than the probed
+    machine, so what decides a plan is compared: how many GPUs there are and of which model.
+    """
+    planned = content.cluster
+    if codec.fingerprint(planned) == content.fingerprints["cluster"] == codec.fingerprint(here):
+        return
+    differ = []
+    if here.gpu_count < content.plan.gpus:
+        differ.append(f"{content.plan.gpus} GPUs planned, {here.gpu_count} here")
+    if planned.node_count > 1 and content.plan.gpus > planned.gpus_per_node:
+        differ.append(f"planned for {planned.node_count} nodes; apply starts ranks on one")
+    kinds = sorted({gpu.kind for group in here.groups for gpu in group.node.gpus})
+    wanted = sorted({gpu.kind for group in planned.groups for gpu in group.node.gpus})
+    if kinds and kinds != wanted:
+        differ.append(f"planned for {', '.join(wanted)}, here is {', '.join(kinds)}")
+    if differ:
+        raise Stale(
+            "the plan was made for another machine",
+            why="; ".join(differ),
+            remedy="plan again: planner probe --out here.json, then planner suggest --cluster here.json",
+        )
+
+
+def require_healthy(health: Health, *, allow_busy: bool) -> None:
+    """Raise PlannerError (exit 1) when something about the machine would spoil the run."""
+    if health.healthy:
+        return
+    bad = [item for item in health.items if item.severity != "info" and not (allow_busy and item.code == "busy")]
+    if not bad:
+        return
+    raise PlannerError(
+        "this machine is not as it should be, so nothing was started",
+        why="; ".join(f"{item.what} ({item.why})" if item.why else item.what for item in bad[:4]),
+        remedy="planner doctor says what each costs"
+        + ("; --allow-busy to run beside others" if any(item.code == "busy" for item in bad) else ""),
+    )
+
+
+def cuda_numbers(plan: Plan, here: Cluster) -> tuple[int, ...]:
+    """Return CUDA's device number for each rank: a GPU's place among those a CUDA program sees.
+
+    Raises BadPlan when the placement names a GPU that is not visible.
+    """
+    order = [gpu.index for gpu in here.groups[0].node.gpus]
+    placement: Sequence[int] = plan.placement or order[: plan.gpus]
+    missing = sorted(set(placement) - set(order))
+    if missing:
+        raise BadPlan(
+            f"the plan places ranks on GPU {', '.join(map(str, missing))}, visible are {', '.join(map(str, order))}",
+            remedy="plan again, or change CUDA_VISIBLE_DEVICES",
+        )
+    return tuple(order.index(index) for index in placement)

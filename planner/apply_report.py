@@ -1,0 +1,87 @@
+"""What a run showed, against what was predicted, as text and as a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+GIB = 2**30
+
+
+def compare(document: Mapping[str, Any], tolerance: float | None) -> dict[str, Any] | None:
+    """Return how far the prediction is off, or None where there is nothing to compare.
+
+    Errors are predicted / measured - 1. Within means: the measured median lies in the predicted interval, or, with a
+    `tolerance` given, the error is at most that.
+    """
+    predicted, step = document.get("predicted"), (document.get("measured") or {}).get("step_s")
+    if not predicted or not step or not document.get("complete"):
+        return None
+    interval, measured = predicted["step_s"], step["median"]
+    error = interval["value"] / measured - 1
+    within = interval["low"] <= measured <= interval["high"] if tolerance is None else abs(error) <= tolerance
+    peaks = [rank.get("peak_allocated_bytes") for rank in document["measured"]["memory_by_rank"]]
+    peak = max((p for p in peaks if p), default=None)
+    memory = predicted["memory"]["peak_bytes"]["value"] / peak - 1 if peak else None
+    return {"step_error": error, "memory_error": memory, "within": within, "tolerance": tolerance}
+
+
+def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> list[str]:
+    """Return the report as lines of text."""
+    said = []
+    measured, verified = document["measured"], document["verified"]
+    if document["status"] != "finished":
+        said += _failure(document)
+    if verified:
+        verdict = "as one process computes" if verified["ok"] else "NOT what one process computes"
+        said.append(
+            f"numbers   {verdict}: gradients within {verified['gradient']:.1e} (tolerance {verified['tolerance']:.1e},"
+            f" {verified['dtype']}, {verified['compared']} tensors of a small model)"
+        )
+    step = measured["step_s"]
+    if step:
+        partial = "" if document["complete"] else f" (partial: {measured['steps']} of {measured['steps_asked']} steps)"
+        said.append(
+            f"step      {step['median']:.4g} s median of {measured['steps']}, spread {step['spread']:.0%}, measured"
+            + partial
+        )
+        said.append(
+            f"speed     {measured['tokens_per_s']:,.0f} tokens/s, {measured['tokens_per_s_per_gpu']:,.0f} a rank,"
+            f" {measured['tflops_per_gpu']:.4g} TFLOP/s a rank"
+        )
+        denominator = measured["mfu_denominator"]
+        if measured["mfu"] is not None:
+            said.append(
+                f"MFU       {measured['mfu']:.1%} of {denominator['peak_flops'] / 1e12:.0f} TFLOP/s"
+                f" ({denominator['source']})"
+            )
+    peaks = _peaks(measured["memory_by_rank"])
+    if peaks:
+        said.append(f"memory    {peaks}")
+    if comparison is not None:
+        word = "within" if comparison["within"] else "OUTSIDE"
+        of = "the predicted interval" if comparison["tolerance"] is None else f"{comparison['tolerance']:.0%}"
+        said.append(f"predicted step {comparison['step_error']:+.1%} (predicted/measured - 1), {word} {of}")
+    return said
+
+
+def _failure(document: Mapping[str, Any]) -> list[str]:
+    failure = document.get("failure") or {}
+    who = "" if failure.get("rank") is None else f"rank {failure['rank']} failed first: "
+    how = failure.get("signal") or ""
+    text = " ".join(str(failure.get("message") or "").split())[:400]
+    said = [f"status    {document['status']}: {who}{how}{' ' if how and text else ''}{text}".rstrip(": ")]
+    said += [f"          {line}" for line in failure.get("suspects") or ()]
+    if document["survivors"]:
+        said.append(f"          processes {document['survivors']} could not be ended")
+    return said
+
+
+def _peaks(memory: list[dict[str, int]]) -> str:
+    for key, word in (("peak_allocated_bytes", "allocated"), ("peak_resident_bytes", "resident (whole process)")):
+        values = [rank[key] for rank in memory if key in rank]
+        if values:
+            reserved = [rank.get("peak_reserved_bytes", 0) for rank in memory]
+            more = f", {max(reserved) / GIB:.2f} GiB reserved" if any(reserved) else ""
+            return f"{max(values) / GIB:.2f} GiB {word} on the fullest rank{more}, measured"
+    return ""

@@ -1,0 +1,192 @@
+"""`planner apply`: run a plan for real, check its numbers, and lay what was measured beside what was predicted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.commands import options
+
+if TYPE_CHECKING:
+    from planner.apply_question import Question
+
+DEVICES = ("cuda", "cpu")
+
+
+def apply(
+    plan: Annotated[
+        Path | None, typer.Argument(help="Plan file of planner suggest --out; without one, a tiny built-in CPU run.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be started, and start nothing.")] = False,
+    budget: Annotated[str, typer.Option("--budget", help="Time for everything, such as 60s or 2m.")] = "120s",
+    device: Annotated[str | None, typer.Option("--device", help="cuda, or cpu to check numbers only.")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, max=1000, help="Steps to measure, after warm-up.")] = 10,
+    out: Annotated[Path | None, typer.Option("--out", help="Directory for the run; default: a new one here.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Use --out though it is not empty.")] = False,
+    allow_busy: Annotated[bool, typer.Option("--allow-busy", help="Run though others use the GPUs.")] = False,
+    own_table: Annotated[bool, typer.Option("--own-table", help="Run the simulator's pipeline table.")] = False,
+    tolerance: Annotated[
+        float | None, typer.Option("--tolerance", min=0, help="Allowed error of the step; default: its interval.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Run a plan on this machine and report measured against predicted.
+
+    Machine and plan are compared before anything starts. Numbers are checked against one process before anything is
+    timed. Exit code 1 when the plan is stale or the run failed, 4 when it ran but was not as predicted or memory was
+    full.
+    """
+    from planner import apply_process, apply_report, output  # noqa: PLC0415 - keeps `--help` light
+    from planner.commands.doctor import budget_s  # noqa: PLC0415 - as above
+    from topology import codec  # noqa: PLC0415 - as above
+    from topology.errors import UserError  # noqa: PLC0415 - as above
+
+    seconds = budget_s(budget)
+    if device is not None and device not in DEVICES:
+        raise UserError(f"--device is {device!r}", remedy=f"one of {', '.join(DEVICES)}")
+    question = _question(plan, device, allow_busy=allow_busy)
+    folder = _folder(out, force=force)
+    request = question.request(steps=steps, budget_s=seconds, own_table=own_table)
+    if dry_run:
+        _show(question, request, folder, seconds, json=json)
+        return
+    apply_process.require_torch()
+    folder.mkdir(parents=True, exist_ok=True)
+    for note in question.notes:
+        output.warn(f"note: {note}")
+    try:
+        document = apply_process.run(request, folder, seconds, lambda phase: output.progress(f"{phase} ..."))
+    except KeyboardInterrupt:
+        output.end_progress()
+        _interrupted(folder, json=json)
+        raise
+    output.end_progress()
+    comparison = apply_report.compare(document, tolerance)
+    document["comparison"] = comparison
+    codec.write_text(folder / "run.json", codec.to_json(document) + "\n")
+    _report(document, comparison, folder, json=json)
+    code = int(document["exit_code"])
+    if code == 0 and comparison is not None and not comparison["within"]:
+        code = 4
+    if code:
+        raise typer.Exit(code)
+
+
+def _question(plan: Path | None, device: str | None, *, allow_busy: bool) -> Question:
+    import os  # noqa: PLC0415 - keeps `--help` light
+
+    from planner.apply_question import cpu_question, cuda_question, default_question  # noqa: PLC0415 - as above
+    from planner.plan_file import load_plan  # noqa: PLC0415 - as above
+    from topology.errors import UserError  # noqa: PLC0415 - as above
+
+    if plan is None:
+        if device == "cuda":
+            raise UserError("--device cuda needs a plan", remedy="planner suggest ... --out plan.json, then apply that")
+        return default_question(os.cpu_count() or 1)
+    content = load_plan(plan)
+    if device == "cpu":
+        return cpu_question(content, _free_bytes())
+    from topology.health import diagnose  # noqa: PLC0415 - keeps `--help` light
+    from topology.probe_machine import probe_machine  # noqa: PLC0415 - as above
+
+    here = probe_machine()
+    return cuda_question(content, here, diagnose(here), allow_busy=allow_busy)
+
+
+def _free_bytes() -> int:
+    """Return the memory that new processes can have, or no limit where the system does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+    except OSError:
+        return 1 << 62
+    for line in text.splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 1 << 62
+
+
+def _folder(out: Path | None, *, force: bool) -> Path:
+    """Return the run's directory. Raises BadInput when it has something in it already."""
+    from datetime import datetime  # noqa: PLC0415 - keeps `--help` light
+
+    from topology.errors import BadInput  # noqa: PLC0415 - as above
+
+    if out is None:
+        stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
+        out = Path(f"meshwright-run-{stamp}")
+    if out.exists() and not out.is_dir():
+        raise BadInput(f"{out} is a file", remedy="name a directory: --out run")
+    if out.is_dir() and any(out.iterdir()) and not force:
+        raise BadInput(f"{out} is not empty", why="a run is not overwritten by accident", remedy="--force")
+    return out.resolve()
+
+
+def _show(question: Question, request: dict[str, Any], folder: Path, seconds: float, *, json: bool) -> None:
+    import shlex  # noqa: PLC0415 - keeps `--help` light
+
+    from planner import apply_process, output  # noqa: PLC0415 - as above
+    from planner.output import SCHEMA_VERSION, printable  # noqa: PLC0415 - as above
+    from planner.tables import arithmetic  # noqa: PLC0415 - as above
+    from simulator.plan import MESH_AXES, rank_grid  # noqa: PLC0415 - as above
+
+    plan, path = question.plan, folder / "request.json"
+    started = apply_process.command(path, folder, seconds)
+    ranks = apply_process.ranks_command(plan.gpus, path, folder)
+    grid = rank_grid(plan)
+    places = [
+        {
+            "rank": rank,
+            "device": f"cuda:{question.gpus[rank]}" if question.gpus else question.device,
+            **{axis: int(at) for axis, at in zip(MESH_AXES, place, strict=True)},
+        }
+        for rank in range(plan.gpus)
+        for place in zip(*(grid == rank).nonzero(), strict=True)
+    ]
+    if json:
+        mesh = {"axes": {axis: int(getattr(plan, axis)) for axis in MESH_AXES}, "ranks": grid.tolist()}
+        output.emit_json(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "dry_run": True,
+                "command": started,
+                "ranks_command": ranks,
+                "directory": str(folder),
+                "mesh": mesh,
+                "placement": places,
+                "notes": list(question.notes),
+                "request": request,
+            }
+        )
+        return
+    print(printable(f"would run {question.model.name}, {arithmetic(plan)}, on {plan.gpus} {question.device} ranks"))
+    for note in question.notes:
+        print(printable(f"note      {note}"))
+    print(printable(f"command   {shlex.join(started)}"))
+    print(printable(f"  starts  {shlex.join(ranks)}"))
+    for place in places:
+        at = ", ".join(f"{axis} {place[axis]}" for axis in MESH_AXES if int(getattr(plan, axis)) > 1)
+        print(f"rank {place['rank']:<4} {place['device']:<8} {at}")
+
+
+def _report(document: dict[str, Any], comparison: dict[str, Any] | None, folder: Path, *, json: bool) -> None:
+    from planner import apply_report, output  # noqa: PLC0415 - keeps `--help` light
+
+    if json:
+        output.emit_json({**document, "directory": str(folder)})
+        return
+    for line in apply_report.lines(document, comparison):
+        print(output.printable(line))
+    print(output.printable(f"saved {folder / 'run.json'}"))
+
+
+def _interrupted(folder: Path, *, json: bool) -> None:
+    """Show what there is of a run that was interrupted."""
+    from topology import codec  # noqa: PLC0415 - keeps `--help` light
+
+    report = folder / "run.json"
+    if report.is_file():
+        document = codec.read_json(report)
+        document["comparison"] = None
+        _report(document, None, folder, json=json)

@@ -1,0 +1,183 @@
+"""Ranks that are killed or stopped, for real, on gloo: who is named, what is kept, and that nothing is left behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from executor.launch import TAG
+from executor.request import Request
+from simulator.model import Model
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.workload import Workload
+from topology import codec
+
+pytest.importorskip("torch", reason="torch is not installed: plans cannot be run")
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+TINY = Model(
+    name="tiny",
+    family="llama",
+    layers=2,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ffn=64,
+    vocab=128,
+)
+
+
+def start(folder: Path, *, steps: int = 1000, budget_s: float = 60.0, timeout_s: float = 4.0, environment=None):
+    """Start a run of two ranks; its report is to be `folder/run.json`."""
+    request = Request(
+        plan=Plan(dp_shard=2, micro_batch_size=1),
+        model=TINY,
+        workload=Workload(seq_len=32, global_batch_size=2),
+        runtime=Runtime(param_dtype="float32", compute_dtype="float32"),
+        device="cpu",
+        steps=steps,
+        warm_up=1,
+        start_timeout_s=timeout_s,
+        collective_timeout_s=timeout_s,
+    )
+    codec.write_text(folder / "request.json", codec.to_json(request))
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "executor.apply_run",
+            f"--request={folder / 'request.json'}",
+            f"--out={folder}",
+            f"--budget={budget_s}",
+        ],
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def pid_when(folder: Path, rank: int, phase: str) -> int:
+    """Return a rank's pid as soon as it is in a phase."""
+    path = folder / "records" / f"rank{rank}.beat"
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            beat = json.loads(path.read_text())
+        except (OSError, ValueError):
+            beat = {"phase": ""}
+        if beat["phase"].startswith(phase):
+            return int(beat["pid"])
+        time.sleep(0.02)
+    raise AssertionError(f"rank {rank} never came to {phase!r}")
+
+
+def finished(process: subprocess.Popen, folder: Path, within_s: float) -> dict:
+    process.wait(within_s)
+    report = json.loads((folder / "run.json").read_text())
+    assert report["exit_code"] == process.returncode
+    assert left(folder) == []
+    return report
+
+
+def left(folder: Path) -> list[int]:
+    """Return processes that still live and were started for this folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            ours = f"{TAG}=".encode() in (entry / "environ").read_bytes()
+            if ours and str(folder).encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_killed_rank_is_named_and_what_was_measured_is_kept(tmp_path) -> None:
+    process = start(tmp_path)
+    pid = pid_when(tmp_path, 1, "step 5")
+
+    os.kill(pid, signal.SIGKILL)
+    report = finished(process, tmp_path, 30)
+
+    assert (report["status"], report["complete"]) == ("failed", False)
+    assert report["failure"]["rank"] == 1
+    assert report["failure"]["signal"] == "SIGKILL"
+    assert report["measured"]["steps"] >= 4
+    assert report["measured"]["step_s"]["median"] > 0
+    assert process.returncode == 1
+
+
+def test_a_stopped_rank_is_named_within_the_budget(tmp_path) -> None:
+    process = start(tmp_path, budget_s=25)
+    pid = pid_when(tmp_path, 1, "step 5")
+
+    os.kill(pid, signal.SIGSTOP)
+    report = finished(process, tmp_path, 40)
+
+    assert report["status"] in {"failed", "timeout"}
+    assert [line for line in report["failure"]["suspects"] if line.startswith("rank 1 ")], report["failure"]
+    assert not [line for line in report["failure"]["suspects"] if line.startswith("rank 0 ")], report["failure"]
+    assert report["measured"]["steps"] >= 4
+    assert report["seconds"] < 30
+
+
+def test_a_rank_that_hangs_at_the_start_is_named(tmp_path) -> None:
+    process = start(tmp_path, budget_s=25)
+    pid = pid_when(tmp_path, 1, "")
+
+    os.kill(pid, signal.SIGSTOP)
+    report = finished(process, tmp_path, 40)
+
+    assert report["status"] in {"failed", "timeout"}
+    assert report["failure"]["suspects"][0].startswith("rank 1 "), report["failure"]
+    assert report["measured"]["steps"] == 0
+    assert report["measured"]["step_s"] is None
+
+
+def test_the_budget_ends_a_run_between_steps(tmp_path) -> None:
+    process = start(tmp_path, steps=100_000, budget_s=20)
+
+    report = finished(process, tmp_path, 30)
+
+    assert (report["status"], report["complete"]) == ("out_of_time", False)
+    assert 0 < report["measured"]["steps"] < 100_000
+    assert report["seconds"] < 20
+
+
+def test_an_interrupt_ends_everything_and_keeps_the_report(tmp_path) -> None:
+    process = start(tmp_path)
+    pid_when(tmp_path, 0, "step 5")
+
+    process.send_signal(signal.SIGTERM)
+    report = finished(process, tmp_path, 30)
+
+    assert (report["status"], process.returncode) == ("interrupted", 130)
+    assert report["measured"]["steps"] >= 4
+    assert report["complete"] is False
+
+
+def test_a_busy_port_does_not_matter(tmp_path) -> None:
+    """The rendezvous asks the system for a free port, whatever the environment suggests."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+
+        process = start(tmp_path, steps=2, environment={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        report = finished(process, tmp_path, 60)
+
+    assert report["status"] == "finished", report["failure"]
+    assert report["measured"]["steps"] == 2
+    assert report["verified"]["ok"]
+    assert report["mesh"]["effective"]["as_requested"]

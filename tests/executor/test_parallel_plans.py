@@ -1,0 +1,147 @@
+"""Every plan computes what one process computes: losses, gradients and updated parameters, on gloo processes.
+
+One launch runs many plans, because starting processes costs more than the plans do. The tolerances are those of
+`executor.verify` (2^10 units in the last place of the type); float64 is used so that a mistake cannot hide in rounding.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from executor.launch import launch
+
+pytest.importorskip("torch", reason="torch is not installed: plans cannot be run")
+
+pytestmark = pytest.mark.slow
+
+WORKER = "tests.executor.workers.verify_worker"
+
+# id, what differs from the default case, plan. Two layers, 8 sequences of 16 tokens, float64, if nothing else is said.
+TWO = {
+    "ddp": ({}, {"dp_replicate": 2, "micro_batch_size": 2}),
+    "fsdp": ({}, {"dp_shard": 2, "micro_batch_size": 2}),
+    "fsdp-float32": ({"dtype": "float32"}, {"dp_shard": 2, "micro_batch_size": 2}),
+    "fsdp-tied": ({"model": "tied"}, {"dp_shard": 2, "micro_batch_size": 4}),
+    "tp": ({}, {"tp": 2, "micro_batch_size": 8}),
+    "tp-sp": ({"model": "qk_norm"}, {"tp": 2, "sequence_parallel": True, "micro_batch_size": 8}),
+    "cp": ({}, {"cp": 2, "micro_batch_size": 8}),
+    "ep": ({"model": "moe"}, {"dp_shard": 2, "ep": 2, "micro_batch_size": 4}),
+    "pp-gpipe": ({}, {"pp": 2, "schedule": "GPipe", "micro_batch_size": 2}),
+    "pp-1f1b": ({}, {"pp": 2, "schedule": "1F1B", "micro_batch_size": 2}),
+    "pp-1f1b-own-table": ({"own_table": True}, {"pp": 2, "schedule": "1F1B", "micro_batch_size": 2}),
+    "pp-zbh1-own-table": ({}, {"pp": 2, "schedule": "ZBH1", "micro_batch_size": 2}),
+    "pp-interleaved": (
+        {"model": "four"},
+        {"pp": 2, "virtual_stages": 2, "schedule": "Interleaved1F1B", "micro_batch_size": 2},
+    ),
+    "pp-looped-bfs": (
+        {"model": "four"},
+        {"pp": 2, "virtual_stages": 2, "schedule": "LoopedBFS", "micro_batch_size": 2},
+    ),
+    "pp-uneven": ({"model": "four"}, {"pp": 2, "layers_per_stage": [3, 1], "micro_batch_size": 2}),
+}
+FOUR = {
+    "hsdp": ({}, {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}),
+    "fsdp-selective": ({}, {"dp_shard": 4, "recompute": "selective", "micro_batch_size": 2}),
+    "replicate-tp": ({}, {"dp_replicate": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 4}),
+    "fsdp-tp-selective-op": (
+        {"model": "qk_norm"},
+        {"dp_shard": 2, "tp": 2, "sequence_parallel": True, "recompute": "selective-op", "micro_batch_size": 4},
+    ),
+    "fsdp-tp-float32": (
+        {"dtype": "float32"},
+        {"dp_shard": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 4},
+    ),
+    "fsdp-tp-tied": ({"model": "tied"}, {"dp_shard": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 4}),
+    "cp4": ({"seq_len": 32}, {"cp": 4, "micro_batch_size": 8}),
+    "fsdp-cp-full": ({}, {"dp_shard": 2, "cp": 2, "recompute": "full", "micro_batch_size": 4}),
+    "cp-tp": ({}, {"cp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 8}),
+    "fsdp-ep2": ({"model": "half_moe"}, {"dp_shard": 4, "ep": 2, "micro_batch_size": 2}),
+    "hsdp-ep-full": (
+        {"model": "moe"},
+        {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "recompute": "full", "micro_batch_size": 2},
+    ),
+    "ep-cp": ({"model": "moe"}, {"dp_shard": 2, "cp": 2, "ep": 4, "micro_batch_size": 4}),
+    "ep-tp": ({"model": "moe"}, {"dp_shard": 2, "tp": 2, "ep": 4, "sequence_parallel": True, "micro_batch_size": 4}),
+    "moe-tp": ({"model": "moe"}, {"dp_shard": 2, "tp": 2, "micro_batch_size": 4}),
+    "pp-fsdp": ({}, {"pp": 2, "dp_shard": 2, "micro_batch_size": 1}),
+    "pp-fsdp-own-table": ({"own_table": True}, {"pp": 2, "dp_shard": 2, "schedule": "1F1B", "micro_batch_size": 1}),
+    "pp-fsdp-interleaved-zero-bubble": (
+        {"model": "four"},
+        {
+            "pp": 2,
+            "virtual_stages": 2,
+            "dp_shard": 2,
+            "schedule": "InterleavedZeroBubble",
+            "micro_batch_size": 1,
+        },
+    ),
+    "pp-tp": ({}, {"pp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 2}),
+    "pp-cp": ({}, {"pp": 2, "cp": 2, "micro_batch_size": 2}),
+    "pp-ep": ({"model": "moe"}, {"pp": 2, "dp_shard": 2, "ep": 2, "micro_batch_size": 1}),
+    "pp4": ({"model": "four"}, {"pp": 4, "micro_batch_size": 1}),
+}
+EIGHT = {
+    "fsdp-cp-tp": ({}, {"dp_shard": 2, "cp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 4}),
+    "hsdp-tp": (
+        {},
+        {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 2},
+    ),
+    "pp-fsdp-tp": ({}, {"pp": 2, "dp_shard": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 2}),
+    "pp-cp-tp": ({}, {"pp": 2, "cp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 4}),
+    "pp-fsdp-cp": ({}, {"pp": 2, "dp_shard": 2, "cp": 2, "micro_batch_size": 2}),
+    "pp-fsdp-tp-ep": (
+        {"model": "moe"},
+        {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 4, "sequence_parallel": True, "micro_batch_size": 2},
+    ),
+}
+# A gradient that is wrong by one part in 1e9 on one rank.
+WRONG = {"wrong-gradient": ({"fault": 1e-9}, {"dp_shard": 2, "micro_batch_size": 4})}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Return a function that launches a list of cases once and returns the folder of its answers."""
+    done = {}
+
+    def run(ranks: int) -> Path:
+        if ranks not in done:
+            folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+            cases = {2: TWO | WRONG, 4: FOUR, 8: EIGHT}[ranks]
+            listed = [{"id": name, **changes, "plan": plan} for name, (changes, plan) in cases.items()]
+            (folder / "cases.json").write_text(json.dumps(listed))
+            launched = launch(
+                WORKER,
+                [str(folder / "cases.json"), str(folder)],
+                ranks=ranks,
+                budget_s=240,
+                environment={"OMP_NUM_THREADS": "1"},
+            )
+            done[ranks] = folder
+            assert launched.ok, launched.failure or launched.stderr_tail[-3000:]
+        return done[ranks]
+
+    return run
+
+
+def _verdict(folder: Path, name: str) -> dict:
+    path = folder / f"{name}.json"
+    assert path.is_file(), "\n".join(p.read_text() for p in folder.glob(f"{name}.rank0.txt"))
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(2, name) for name in TWO] + [(4, name) for name in FOUR] + [(8, name) for name in EIGHT]
+)
+def test_a_plan_computes_what_one_process_computes(results, ranks: int, name: str) -> None:
+    found = _verdict(results(ranks), name)
+
+    assert found["ok"], found["verdict"]
+
+
+def test_a_gradient_wrong_by_a_billionth_is_seen(results) -> None:
+    found = _verdict(results(2), "wrong-gradient")
+
+    assert not found["ok"]
+    assert found["verdict"]["gradient"] == pytest.approx(1e-9, rel=1e-3)

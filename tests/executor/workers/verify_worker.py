@@ -1,0 +1,77 @@
+"""Verify a list of plans in one process group: `python -m tests.executor.workers.verify_worker CASES OUT`."""
+
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from executor.meshes import build_meshes
+from executor.verify import verify
+from simulator.model import MixtureOfExperts, Model
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.workload import Workload
+from topology import codec
+
+LLAMA = {
+    "name": "tiny",
+    "family": "llama",
+    "layers": 2,
+    "hidden": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "ffn": 64,
+    "vocab": 128,
+}
+
+
+def tiny(**changes: object) -> Model:
+    return Model(**{**LLAMA, **changes})  # type: ignore[arg-type]
+
+
+MODELS = {
+    "llama": tiny(),
+    "four": tiny(layers=4),
+    "qk_norm": tiny(qk_norm=True, qkv_bias=True),
+    "tied": tiny(tied_embeddings=True),
+    "moe": tiny(moe=MixtureOfExperts(experts=4, experts_per_token=2, ffn=32)),
+    "half_moe": tiny(moe=MixtureOfExperts(experts=4, experts_per_token=2, ffn=32, dense_layers=1)),
+}
+
+
+def main() -> None:
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for case in cases:
+        plan = codec.convert(case["plan"], Plan, where=case["id"])
+        dtype = case.get("dtype", "float64")
+        begin = time.perf_counter()
+        try:
+            verdict = verify(
+                plan,
+                MODELS[case.get("model", "llama")],
+                Workload(seq_len=case.get("seq_len", 16), global_batch_size=case.get("batch", 8)),
+                Runtime(param_dtype=dtype, compute_dtype=dtype, reduce_dtype=dtype, compile=case.get("compile", False)),
+                build_meshes(plan, "cpu"),
+                device=torch.device("cpu"),
+                own_table=case.get("own_table", False),
+                fault=case.get("fault", 0.0),
+            )
+        except Exception:  # noqa: BLE001 - told by the missing answer; the same on all ranks, or the budget ends it
+            (out / f"{case['id']}.rank{dist.get_rank()}.txt").write_text(traceback.format_exc())
+            continue
+        if dist.get_rank() == 0:
+            (out / f"{case['id']}.json").write_text(
+                codec.to_json({"ok": verdict.ok, "seconds": time.perf_counter() - begin, "verdict": verdict})
+            )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
