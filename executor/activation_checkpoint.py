@@ -15,9 +15,6 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from executor.model import Block, Decoder
-from topology.errors import BadPlan
-
-MODES = ("none", "selective-op", "selective", "full")
 
 # Recomputing these costs a collective, or an attention.
 _DEAR = (
@@ -56,9 +53,7 @@ def _keep_dear(dear: set[Any]) -> Any:
 
 
 def apply_activation_checkpoint(model: Decoder, mode: str) -> None:
-    """Apply a mode of `MODES` to every block. Raises BadPlan for another word."""
-    if mode not in MODES:
-        raise BadPlan(f"recompute {mode!r} is not known to the executor", remedy=f"one of {', '.join(MODES)}")
+    """Apply a mode of `executor.legal.RECOMPUTE` to every block."""
     if mode == "none":
         return
     dear = _dear() if mode == "selective-op" else set()

@@ -12,6 +12,7 @@ import importlib.metadata
 import platform
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any, NoReturn
 
 from executor.heartbeat import read_beats, suspects
 from executor.launch import Launched, command, launch
+from executor.legal import check
 from executor.records import middle, read_records
 from executor.request import Request
 from simulator.plan import rank_grid
@@ -34,7 +36,10 @@ GRACE_S = 4.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run; return 0 when all steps were taken, 1 when not, 4 when memory was full, 130 when interrupted."""
+    """Run; return 0 when all steps were taken, 1 when not, 2 for a plan we cannot run, 4 when memory was full.
+
+    130 when interrupted.
+    """
     parser = argparse.ArgumentParser(prog="executor.apply_run")
     parser.add_argument("--request", required=True)
     parser.add_argument("--out", required=True, type=Path)
@@ -43,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)  # whoever stops us by SIGTERM wants our ranks gone, too
     try:
         request = codec.convert(codec.read_json(options.request), Request, where=options.request)
+        check(request.plan, request.model, request.workload, request.runtime, device=request.device)
         document = run(request, options.request, options.out, options.budget)
     except KeyboardInterrupt:
         return 130
@@ -56,17 +62,17 @@ def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict
     """Launch the ranks, write `run.json` into `out` and return it."""
     records = out / "records"
     records.mkdir(parents=True, exist_ok=True)
-    for stale in records.glob("rank*"):
+    for stale in (*records.glob("rank*"), *records.glob("flight*")):
         stale.unlink()
     ending = min(ENDING_S, 0.2 * budget_s)
-    arguments = worker_arguments(request_path, records, budget_s - ending)
+    arguments = worker_arguments(request_path, records, time.time() + budget_s - ending)
     done = launch(
         "executor.worker",
         arguments,
         ranks=request.plan.gpus,
         budget_s=max(1.0, budget_s - 0.5 * ending),
         grace_s=min(GRACE_S, 0.25 * ending),
-        environment=environment(request),
+        environment=environment(request, records),
         directory=out / "logs",
     )
     document = report(request, done, records, arguments)
@@ -74,17 +80,21 @@ def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict
     return document
 
 
-def worker_arguments(request_path: str, records: Path, seconds: float) -> list[str]:
-    return [f"--request={request_path}", f"--out={records}", f"--seconds={seconds:g}"]
+def worker_arguments(request_path: str, records: Path, until: float) -> list[str]:
+    """`until` is a time of the clock: ranks need seconds to start, and those count."""
+    return [f"--request={request_path}", f"--out={records}", f"--until={until:.3f}"]
 
 
-def environment(request: Request) -> dict[str, str]:
-    """Return what our ranks need besides the caller's environment."""
+def environment(request: Request, records: Path) -> dict[str, str]:
+    """Return what our ranks need besides the caller's environment; NCCL's last operations go to `records`."""
     added = {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
+    # The flight recorder's variables have two names, by version of torch.
+    added |= dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
+    added |= dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(records / "flight"))
     if request.device == "cpu":
         added |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if Path("/sys/class/net/lo").exists():  # one host needs no network to find itself
@@ -124,6 +134,8 @@ def report(request: Request, done: Launched, folder: Path, arguments: Sequence[s
         "fingerprints": request.fingerprints,
         "predicted": request.predicted,
         "verified": _first(by_rank, "verified"),
+        "kernels": [entry for entry in by_rank[0] if entry["kind"] == "kernel"],
+        "flight_records": sorted(path.name for path in folder.glob("flight*")),
         "measured": measured,
         "mesh": {"requested": rank_grid(request.plan).tolist(), "effective": _first(by_rank, "mesh")},
         "versions": {**versions(), **(_first(by_rank, "versions") or {})},
@@ -159,6 +171,12 @@ def _status(
         memory = {rank: _last(by_rank[rank], "out_of_memory") for rank in full}
         return "out_of_memory", {"rank": full[0], "message": "memory is full", "memory": memory}
     verdict = _first(by_rank, "verified")
+    wrong = [entry["name"] for records in by_rank for entry in records if entry["kind"] == "kernel" and not entry["ok"]]
+    if wrong:
+        return "wrong_numbers", {
+            "rank": None,
+            "message": f"wrong results of {', '.join(sorted(set(wrong)))}: not timed",
+        }
     if verdict is not None and not verdict["ok"]:
         return "wrong_numbers", {
             "rank": None,

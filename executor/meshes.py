@@ -9,6 +9,7 @@ All meshes are unflattened from one root, because FSDP2 composes only with meshe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -57,3 +58,12 @@ def effective(meshes: Meshes, plan: Plan) -> dict[str, object]:
     shape = dict(zip(meshes.grid.mesh_dim_names or (), meshes.grid.mesh.shape, strict=True))
     ranks = meshes.grid.mesh.tolist()
     return {"axes": shape, "ranks": ranks, "as_requested": ranks == rank_grid(plan).tolist()}
+
+
+def set_timeout(meshes: Meshes, seconds: float) -> None:
+    """Bound every collective of every group; groups made for a mesh would else wait for half an hour."""
+    views = [mesh for mesh in (meshes.grid, meshes.dense, meshes.sparse) if mesh is not None]
+    groups = [None, *(group for mesh in views for group in mesh.get_all_groups())]
+    dist.barrier()  # nobody is still inside a collective that was begun with more patience
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)  # noqa: SLF001 - the only way to change it

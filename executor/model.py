@@ -16,42 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from executor.legal import refuse_unsupported
 from executor.moe import MixtureOfExperts
 from simulator.model import Model
-from topology.errors import BadModel
 
 ROPE_BASE = 500_000.0  # Llama 3's; the shapes do not say it and no cost depends on it
 NORM_EPS = 1e-5
-
-
-def refuse_unsupported(model: Model) -> None:
-    """Raise BadModel naming everything that this decoder cannot express."""
-    moe = model.moe
-    missing = [
-        what
-        for present, what in (
-            (model.latent is not None, "latent attention"),
-            (model.learned_positions > 0, "learned positions"),
-            (model.norm != "rmsnorm" or model.norm_bias, f"norms of kind {model.norm}"),
-            (model.norms_per_layer != 2, f"{model.norms_per_layer} norms in a layer"),
-            (not model.final_norm, "no final norm"),
-            (not model.gated_mlp, "feed-forward without a gate"),
-            (model.qk_norm and model.qk_norm_wide, "a query norm over all heads"),
-            (model.attention_out_bias or model.mlp_bias or model.head_bias, "biases other than on q, k and v"),
-            (model.sliding_layers > 0, "sliding windows"),
-            (not model.rotary, "attention without rotary positions"),
-            (model.parallel_residual, "parallel residuals"),
-            (moe is not None and (moe.shared_ffn > 0 or moe.shared_gate), "shared experts"),
-            (moe is not None and (moe.expert_bias or moe.router_bias), "biases on experts or router"),
-        )
-        if present
-    ]
-    if missing:
-        raise BadModel(
-            f"the executor's model has no {', no '.join(missing)}",
-            why=f"{model.name} needs it; a run without it would measure another model",
-            remedy="run a Llama, Qwen or Mixtral shape, or export the plan to a framework",
-        )
 
 
 class CausalAttention(nn.Module):

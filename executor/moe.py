@@ -78,7 +78,7 @@ class MixtureOfExperts(nn.Module):
         sent = tokens[source]
         done = self.experts(sent, counts) if self.exchange is None else self.exchange(self.experts, sent, counts)
         done = done * weights.flatten()[order, None].to(done.dtype)
-        return torch.zeros_like(tokens).index_add(0, source, done).view_as(x)
+        return torch.zeros_like(tokens).index_add(0, source, done.to(tokens.dtype)).view_as(x)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights (T, k), which add up to one, and expert numbers (T, k) (arXiv 2401.04088, section 2.1)."""

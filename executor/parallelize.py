@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from executor import pipeline
+from executor import legal, pipeline
 from executor.activation_checkpoint import apply_activation_checkpoint
 from executor.context_parallel import RingAttention, positions
 from executor.data_parallel import apply_ddp, apply_fsdp
@@ -27,7 +27,6 @@ from simulator.model import Model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.workload import Workload
-from topology.errors import BadPlan
 
 DTYPES = {
     "float64": torch.float64,
@@ -47,41 +46,7 @@ class Parallel:
     tp_mesh: DeviceMesh | None
     has_first: bool
     has_last: bool
-    compute_dtype: torch.dtype
-
-
-def check(plan: Plan, model: Model, workload: Workload, device: torch.device) -> None:
-    """Raise BadPlan for what this executor cannot run as asked; it never runs something else instead."""
-    problems = []
-    if plan.zero_stage not in {None, 0}:
-        problems.append(f"ZeRO stage {plan.zero_stage}: say dp_shard, which is FSDP2")
-    if plan.tp_overlap != "none":
-        problems.append(f"tp_overlap {plan.tp_overlap}: only none yet")
-    if model.heads % plan.tp or model.kv_heads % plan.tp:
-        problems.append(f"tp {plan.tp} must divide {model.heads} heads and {model.kv_heads} key/value heads")
-    if model.vocab % plan.tp:
-        problems.append(f"tp {plan.tp} must divide the vocabulary of {model.vocab}")
-    multiple = (plan.tp if plan.sequence_parallel else 1) * (2 * plan.cp if plan.cp > 1 else 1)
-    if workload.seq_len % multiple:
-        problems.append(f"sequence length {workload.seq_len} must be a multiple of {multiple}")
-    if plan.ep > 1 and model.moe is None:
-        problems.append(f"ep {plan.ep}: {model.name} has no experts")
-    if plan.ep > 1 and model.moe is not None and model.moe.experts % plan.ep:
-        problems.append(f"ep {plan.ep} must divide {model.moe.experts} experts")
-    if plan.ep > 1 and plan.tp > 1 and not plan.sequence_parallel:
-        problems.append("ep with tp needs sequence_parallel, or each token would be routed tp times")
-    if plan.virtual_stages > 1 and plan.pp == 1:
-        problems.append("virtual stages need a pipeline")
-    if plan.placement and len(plan.placement) != plan.gpus:
-        problems.append(f"placement names {len(plan.placement)} GPUs for {plan.gpus} ranks")
-    if device.type == "cuda" and plan.gpus > 1 and len(set(plan.placement or range(plan.gpus))) != plan.gpus:
-        problems.append("placement puts two ranks on one GPU")
-    try:
-        plan.micro_batches(workload.global_batch_size)
-    except ValueError as error:
-        problems.append(str(error))
-    if problems:
-        raise BadPlan("the executor cannot run this plan", why="; ".join(problems))
+    autocast: torch.dtype | None  # the type to compute in where FSDP does not see to it
 
 
 def parallelize(
@@ -96,17 +61,18 @@ def parallelize(
     own_table: bool = False,
 ) -> Parallel:
     """Build this rank's part of `model` as `plan` says, with weights drawn from `seed`; a collective call."""
-    check(plan, model, workload, device)
+    legal.check(plan, model, workload, runtime, device=device.type)
     store, compute, reduce = (DTYPES[d] for d in (runtime.param_dtype, runtime.compute_dtype, runtime.reduce_dtype))
     micro_batches = plan.micro_batches(workload.global_batch_size)
-    table = pipeline.schedule_table(plan, micro_batches)
-    stages = pipeline.split(model, plan, table, meshes.coordinate("pp"), runtime=runtime.name)
+    table = legal.schedule_table(plan, micro_batches)
+    stages = legal.split(model, plan, table, meshes.coordinate("pp"), runtime=runtime.name)
     tp_mesh = meshes.dense["tp"] if plan.tp > 1 else None
     with torch.device("meta"):
         parts = tuple(Decoder(model, s.layers, first=s.first, last=s.last).to(store) for s in stages)
 
-    alone = plan.dp_replicate > 1 and plan.dp_shard * plan.cp * plan.tp * plan.pp == 1
-    # Without FSDP nothing casts parameters, so a plan in two precisions is wrapped even when it shards nothing.
+    # Whole copies, or one GPU: no FSDP, so autocast does what FSDP's precision does elsewhere. With tensor or pipeline
+    # parallelism, FSDP is applied for the sake of precision even when it shards nothing.
+    alone = plan.dp_shard * plan.cp * plan.tp * plan.pp == 1
     sharded = not alone and (plan.data_parallel * plan.cp > 1 or compute is not store)
     for part in parts:
         if tp_mesh is not None:
@@ -135,7 +101,7 @@ def parallelize(
         part.set_positions(positions(workload.seq_len, meshes.coordinate("cp"), plan.cp, device), compute)
 
     modules: tuple[nn.Module, ...] = parts
-    if alone:
+    if alone and plan.dp_replicate > 1:
         modules = tuple(apply_ddp(part, meshes.group("dp_replicate"), device) for part in parts)
     schedule = None
     if plan.pp > 1:
@@ -162,7 +128,7 @@ def parallelize(
         tp_mesh=tp_mesh,
         has_first=any(s.first for s in stages),
         has_last=any(s.last for s in stages),
-        compute_dtype=compute,
+        autocast=_if(alone and compute is not store, compute),
     )
 
 

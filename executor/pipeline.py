@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,55 +23,10 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from simulator.model import Model
-from simulator.plan import Plan
-from simulator.runtime_library import runtime_spec
-from simulator.schedule_tables import V_SHAPED, build_schedule
+from executor.legal import StagePart
 from simulator.schedules import Schedule
-from simulator.stages import stage_layers
-from topology.errors import BadPlan
 
 TORCH_NAMES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-DEFAULT = "1F1B"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePart:
-    """One stage's share of the model."""
-
-    index: int
-    layers: range
-    first: bool
-    last: bool
-
-
-def schedule_table(plan: Plan, micro_batches: int) -> Schedule:
-    """Return the table of a plan's schedule. Raises BadPlan when there is none for these degrees."""
-    name = plan.schedule or ("Interleaved1F1B" if plan.virtual_stages > 1 else DEFAULT)
-    return build_schedule(name, ranks=plan.pp, micro_batches=micro_batches, stages_per_rank=plan.virtual_stages)
-
-
-def split(model: Model, plan: Plan, table: Schedule, rank: int, *, runtime: str) -> tuple[StagePart, ...]:
-    """Return the stages that pipeline rank `rank` holds. Raises BadPlan when layers and stages do not fit."""
-    if model.tied_embeddings and plan.pp > 1:
-        raise BadPlan(
-            f"{model.name} ties its embedding and its head, which are on different stages",
-            why="their gradients would have to be added across the pipeline, which the executor does not do",
-            remedy="use pp 1",
-        )
-    counts = stage_layers(model.layers, plan, runtime_spec(runtime).pipeline)
-    if len(counts) != table.stages or sum(counts) != model.layers:
-        raise BadPlan(f"{model.layers} layers do not spread over {table.stages} stages as {counts}")
-    starts = [sum(counts[:i]) for i in range(len(counts))]
-    return tuple(
-        StagePart(
-            index=stage,
-            layers=range(starts[stage], starts[stage] + counts[stage]),
-            first=stage == 0,
-            last=stage == table.stages - 1,
-        )
-        for stage in table.stages_of(rank)
-    )
 
 
 def build_runtime(
@@ -90,14 +44,7 @@ def build_runtime(
     """Return torch's schedule object for this rank's stages. `shapes`: of tokens, hidden and logits of a micro batch.
 
     `own_table` runs our table even where torch has the schedule; one that torch lacks is always ours.
-    Raises BadPlan for schedules that hang on gloo.
     """
-    if table.v_shaped and device.type == "cpu":
-        raise BadPlan(
-            f"{table.name} cannot run on gloo",
-            why="neighbouring stages share a rank and torch sends from a rank to itself, which gloo never finishes",
-            remedy=f"a schedule other than {', '.join(V_SHAPED)}, or --device cuda",
-        )
     stages = [
         PipelineStage(
             module,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -110,13 +110,18 @@ class Trainer:
             # DDP adds what it has summed to what it sums next, so only the last micro batch may travel.
             quiet = isinstance(module, DistributedDataParallel) and not last
             with module.no_sync() if quiet else nullcontext():
-                logits = module(some)
+                with self._precision():
+                    logits = module(some)
                 loss = vocabulary_loss(logits, wanted, vocab=self.model.vocab, mesh=self.parallel.tp_mesh)
                 loss = loss / self.workload.tokens_per_step
                 del logits
                 loss.backward()
             total = total + loss.detach()
         return total
+
+    def _precision(self) -> AbstractContextManager[object]:
+        kind = self.parallel.autocast
+        return nullcontext() if kind is None else torch.autocast(self.device.type, dtype=kind)
 
     def total_loss(self, part: Tensor) -> float:
         """Return the loss of the whole batch from each rank's part; a collective call."""

@@ -19,11 +19,13 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from executor.heartbeat import Heartbeat
-from executor.meshes import build_meshes, effective
+from executor.meshes import Meshes, build_meshes, effective, set_timeout
+from executor.parallelize import DTYPES
 from executor.records import Deadline, Recorder
 from executor.request import Request
 from executor.train_step import Trainer
 from executor.verify import shrink, small_plan, small_workload, verify
+from executor.verify_kernels import KernelVerdict, check_experts, check_ring
 from simulator.runtime import Runtime
 from topology import codec
 
@@ -39,9 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="executor.worker")
     parser.add_argument("--request", required=True)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="stop taking steps after this long")
+    parser.add_argument("--until", type=float, default=float("inf"), help="take no step after this time of the clock")
     options = parser.parse_args(argv)
-    deadline = Deadline(options.seconds)
+    deadline = Deadline(options.until - time.time())
     rank = int(os.environ["RANK"])
     beat = Heartbeat(options.out, rank)
     recorder = Recorder(options.out / f"rank{rank}.jsonl")
@@ -87,7 +89,7 @@ def _run_joined(
     recorder.write("mesh", **mesh)
     if not mesh["as_requested"]:
         raise RuntimeError(f"torch's mesh is not the plan's: {mesh}")
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=request.collective_timeout_s))  # noqa: SLF001 - the only way to change it
+    set_timeout(meshes, request.collective_timeout_s)
 
     beat.enter("verifying the plan's numbers")
     small = shrink(request.model, plan)
@@ -107,7 +109,10 @@ def _run_joined(
         own_table=request.own_table,
     )
     recorder.write("verified", ok=verdict.ok, dtype=VERIFY_DTYPE, **codec.to_builtins(verdict))
-    if not verdict.ok:
+    kernels = _check_kernels(request, meshes, device)
+    for kernel in kernels:
+        recorder.write("kernel", ok=kernel.ok, **codec.to_builtins(kernel))
+    if not (verdict.ok and all(kernel.ok for kernel in kernels)):
         recorder.close()
         os._exit(WRONG_NUMBERS)  # a plan whose numbers are wrong is never timed
 
@@ -124,10 +129,11 @@ def _run_joined(
     )
     held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in trainer.parameters())
     recorder.write("built", parameters_here=held, **_memory(device.type))
+    longest = 0.0
     for index in range(request.warm_up + request.steps):
         warm = index < request.warm_up
         beat.enter(f"{'warm-up ' if warm else ''}step {index if warm else index - request.warm_up}")
-        if not _all_have_time(deadline, device):
+        if not _all_have_time(deadline, longest, device):
             recorder.write("out_of_time", steps=max(0, index - request.warm_up))
             break
         if index == request.warm_up and device.type == "cuda":
@@ -138,6 +144,7 @@ def _run_joined(
         result = trainer.step(index)
         _synchronize(device)
         seconds = time.perf_counter() - begin
+        longest = max(longest, seconds)
         recorder.write(
             "warm_up" if warm else "step",
             index=index,
@@ -148,6 +155,22 @@ def _run_joined(
         )
     dist.barrier()
     beat.enter("done")
+
+
+def _check_kernels(request: Request, meshes: Meshes, device: torch.device) -> list[KernelVerdict]:
+    """Compare what the plan uses in its own type; float32 and wider have been compared with the whole plan."""
+    dtype = DTYPES[request.runtime.compute_dtype]
+    found = []
+    if dtype.itemsize < 4 and request.plan.cp > 1:
+        found.append(check_ring(meshes.group("cp"), device=device, dtype=dtype))
+    if dtype.itemsize < 4 and request.model.moe is not None:
+        found.append(check_experts(device=device, dtype=dtype))
+    # All ranks must stop together, so that none is left in a collective.
+    worst = torch.tensor(float(any(not kernel.ok for kernel in found)), device=device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    if worst.item() and all(kernel.ok for kernel in found):
+        found.append(KernelVerdict(name="another rank's", dtype="", difference=float("inf"), tolerance=0.0))
+    return found
 
 
 def _device(request: Request) -> torch.device:
@@ -168,9 +191,9 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _all_have_time(deadline: Deadline, device: torch.device) -> bool:
-    """Return whether every rank has time left; all must decide alike, or some would wait for a step that is not."""
-    left = torch.tensor(float(deadline.left_s > 0), device=device)
+def _all_have_time(deadline: Deadline, step_s: float, device: torch.device) -> bool:
+    """Return whether every rank has time for another step; all must decide alike, or some would wait for a step that is not."""
+    left = torch.tensor(float(deadline.has(step_s)), device=device)
     dist.all_reduce(left, dist.ReduceOp.MIN)
     return bool(left.item())
 

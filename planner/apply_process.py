@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from topology import codec
-from topology.errors import PlannerError
+from topology.errors import BadPlan, PlannerError, UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 LATE_S = 15.0  # beyond the budget: ending ranks takes time when a driver is stuck
@@ -61,7 +61,7 @@ def require_torch() -> None:
 def run(request: dict[str, Any], out: Path, budget_s: float, progress: Callable[[str], None]) -> dict[str, Any]:
     """Run the request into the directory `out` and return its report, `run.json`.
 
-    Raises PlannerError when there is no report, and KeyboardInterrupt when interrupted, after the ranks are gone; the
+    Raises BadPlan when the executor cannot run the plan, PlannerError when there is no report, and KeyboardInterrupt when interrupted, after the ranks are gone; the
     report of what had been measured then lies in `out`.
     """
     path = out / "request.json"
@@ -90,7 +90,10 @@ def run(request: dict[str, Any], out: Path, budget_s: float, progress: Callable[
     if process.returncode == 130:
         raise KeyboardInterrupt
     if not report.is_file():
-        words = codec.read_text(out / "executor.txt").strip().splitlines()
+        text = codec.read_text(out / "executor.txt").strip()
+        if process.returncode == UserError.exit_code:
+            raise BadPlan(text.removeprefix("error: "))
+        words = text.splitlines()
         raise PlannerError(
             "the run left no report",
             why=words[-1] if words else f"the executor ended with code {process.returncode}",

@@ -76,14 +76,17 @@ def pid_when(folder: Path, rank: int, phase: str) -> int:
             beat = json.loads(path.read_text())
         except (OSError, ValueError):
             beat = {"phase": ""}
-        if beat["phase"].startswith(phase):
+        if "pid" in beat and beat["phase"].startswith(phase):
             return int(beat["pid"])
         time.sleep(0.02)
     raise AssertionError(f"rank {rank} never came to {phase!r}")
 
 
 def finished(process: subprocess.Popen, folder: Path, within_s: float) -> dict:
-    process.wait(within_s)
+    try:
+        process.wait(within_s)
+    finally:
+        process.kill()  # a test that fails leaves nothing running, either
     report = json.loads((folder / "run.json").read_text())
     assert report["exit_code"] == process.returncode
     assert left(folder) == []
@@ -119,7 +122,7 @@ def test_a_killed_rank_is_named_and_what_was_measured_is_kept(tmp_path) -> None:
 
 
 def test_a_stopped_rank_is_named_within_the_budget(tmp_path) -> None:
-    process = start(tmp_path, budget_s=25)
+    process = start(tmp_path, budget_s=22)
     pid = pid_when(tmp_path, 1, "step 5")
 
     os.kill(pid, signal.SIGSTOP)
@@ -133,7 +136,7 @@ def test_a_stopped_rank_is_named_within_the_budget(tmp_path) -> None:
 
 
 def test_a_rank_that_hangs_at_the_start_is_named(tmp_path) -> None:
-    process = start(tmp_path, budget_s=25)
+    process = start(tmp_path, budget_s=15)
     pid = pid_when(tmp_path, 1, "")
 
     os.kill(pid, signal.SIGSTOP)
@@ -146,13 +149,13 @@ def test_a_rank_that_hangs_at_the_start_is_named(tmp_path) -> None:
 
 
 def test_the_budget_ends_a_run_between_steps(tmp_path) -> None:
-    process = start(tmp_path, steps=100_000, budget_s=20)
+    process = start(tmp_path, steps=100_000, budget_s=16)
 
     report = finished(process, tmp_path, 30)
 
     assert (report["status"], report["complete"]) == ("out_of_time", False)
     assert 0 < report["measured"]["steps"] < 100_000
-    assert report["seconds"] < 20
+    assert report["seconds"] < 16
 
 
 def test_an_interrupt_ends_everything_and_keeps_the_report(tmp_path) -> None:

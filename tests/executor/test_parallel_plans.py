@@ -145,3 +145,37 @@ def test_a_gradient_wrong_by_a_billionth_is_seen(results) -> None:
 
     assert not found["ok"]
     assert found["verdict"]["gradient"] == pytest.approx(1e-9, rel=1e-3)
+
+
+@pytest.fixture(scope="module")
+def precisions(tmp_path_factory) -> dict:
+    """Losses of plans in two precisions, and differences of kernels, from one launch."""
+    out = tmp_path_factory.mktemp("precision") / "losses.json"
+    launched = launch(
+        "tests.executor.workers.precision_worker",
+        [str(out)],
+        ranks=2,
+        budget_s=120,
+        environment={"OMP_NUM_THREADS": "1"},
+    )
+    assert launched.ok, launched.failure or launched.stderr_tail[-3000:]
+    return json.loads(out.read_text())
+
+
+def test_computing_in_bfloat16_keeps_parameters_wide_and_the_loss_near(precisions) -> None:
+    """Losses of about ln 128 = 4.85 differ by the rounding of bfloat16 logits, 2^-9 of numbers below 1."""
+    names = {name.rpartition("-")[0] for name in precisions if not name.startswith("kernels")}
+
+    assert len(names) == 7
+    for name in names:
+        wide, narrow = precisions[f"{name}-float32"], precisions[f"{name}-bfloat16"]
+        assert narrow[0] != wide[0], name
+        assert narrow[0] == pytest.approx(wide[0], abs=2e-3), name
+        assert narrow[1] == ["torch.float32"], name
+
+
+def test_kernels_agree_with_float64_to_the_rounding_of_their_type(precisions) -> None:
+    for difference, tolerance in precisions["kernels-torch.bfloat16"]:
+        assert 1e-4 < difference <= tolerance < 0.2  # rounding is seen, and bounded
+    for difference, _ in precisions["kernels-torch.float64"]:
+        assert difference < 1e-13

@@ -1,0 +1,140 @@
+"""What this executor can run, decided from shapes alone: before any process is started, and without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simulator.model import Model
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.runtime_library import runtime_spec
+from simulator.schedule_tables import V_SHAPED, build_schedule
+from simulator.schedules import Schedule
+from simulator.stages import stage_layers
+from simulator.workload import Workload
+from topology.errors import BadModel, BadPlan
+
+RECOMPUTE = ("none", "selective-op", "selective", "full")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+DEFAULT_SCHEDULE = "1F1B"
+
+
+def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime, *, device: str) -> None:
+    """Raise BadPlan or BadModel for what this executor cannot run as asked; it never runs something else instead."""
+    refuse_unsupported(model)
+    problems = []
+    if plan.zero_stage not in {None, 0}:
+        problems.append(f"ZeRO stage {plan.zero_stage}: say dp_shard, which is FSDP2")
+    if plan.tp_overlap != "none":
+        problems.append(f"tp_overlap {plan.tp_overlap}: only none yet")
+    if model.heads % plan.tp or model.kv_heads % plan.tp:
+        problems.append(f"tp {plan.tp} must divide {model.heads} heads and {model.kv_heads} key/value heads")
+    if model.vocab % plan.tp:
+        problems.append(f"tp {plan.tp} must divide the vocabulary of {model.vocab}")
+    multiple = (plan.tp if plan.sequence_parallel else 1) * (2 * plan.cp if plan.cp > 1 else 1)
+    if workload.seq_len % multiple:
+        problems.append(f"sequence length {workload.seq_len} must be a multiple of {multiple}")
+    if plan.ep > 1 and model.moe is None:
+        problems.append(f"ep {plan.ep}: {model.name} has no experts")
+    if plan.ep > 1 and model.moe is not None and model.moe.experts % plan.ep:
+        problems.append(f"ep {plan.ep} must divide {model.moe.experts} experts")
+    if plan.ep > 1 and plan.tp > 1 and not plan.sequence_parallel:
+        problems.append("ep with tp needs sequence_parallel, or each token would be routed tp times")
+    if plan.virtual_stages > 1 and plan.pp == 1:
+        problems.append("virtual stages need a pipeline")
+    if plan.placement and len(plan.placement) != plan.gpus:
+        problems.append(f"placement names {len(plan.placement)} GPUs for {plan.gpus} ranks")
+    if device == "cuda" and plan.gpus > 1 and len(set(plan.placement or range(plan.gpus))) != plan.gpus:
+        problems.append("placement puts two ranks on one GPU")
+    if plan.recompute not in RECOMPUTE:
+        problems.append(f"recompute {plan.recompute!r}: one of {', '.join(RECOMPUTE)}")
+    types = (runtime.param_dtype, runtime.compute_dtype, runtime.reduce_dtype)
+    problems += [f"type {name}: one of {', '.join(DTYPES)}" for name in types if name not in DTYPES]
+    if runtime.optimizer != "adamw":
+        problems.append(f"optimizer {runtime.optimizer}: only adamw")
+    try:
+        plan.micro_batches(workload.global_batch_size)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise BadPlan("the executor cannot run this plan", why="; ".join(problems))
+    table = schedule_table(plan, plan.micro_batches(workload.global_batch_size))
+    split(model, plan, table, 0, runtime=runtime.name)
+    if table.v_shaped and device == "cpu":
+        raise BadPlan(
+            f"{table.name} cannot run on gloo",
+            why="neighbouring stages share a rank and torch sends from a rank to itself, which gloo never finishes",
+            remedy=f"a schedule other than {', '.join(V_SHAPED)}, or --device cuda",
+        )
+
+
+def refuse_unsupported(model: Model) -> None:
+    """Raise BadModel naming everything that this decoder cannot express."""
+    moe = model.moe
+    missing = [
+        what
+        for present, what in (
+            (model.latent is not None, "latent attention"),
+            (model.learned_positions > 0, "learned positions"),
+            (model.norm != "rmsnorm" or model.norm_bias, f"norms of kind {model.norm}"),
+            (model.norms_per_layer != 2, f"{model.norms_per_layer} norms in a layer"),
+            (not model.final_norm, "no final norm"),
+            (not model.gated_mlp, "feed-forward without a gate"),
+            (model.qk_norm and model.qk_norm_wide, "a query norm over all heads"),
+            (model.attention_out_bias or model.mlp_bias or model.head_bias, "biases other than on q, k and v"),
+            (model.sliding_layers > 0, "sliding windows"),
+            (not model.rotary, "attention without rotary positions"),
+            (model.parallel_residual, "parallel residuals"),
+            (moe is not None and (moe.shared_ffn > 0 or moe.shared_gate), "shared experts"),
+            (moe is not None and (moe.expert_bias or moe.router_bias), "biases on experts or router"),
+        )
+        if present
+    ]
+    if missing:
+        raise BadModel(
+            f"the executor's model has no {', no '.join(missing)}",
+            why=f"{model.name} needs it; a run without it would measure another model",
+            remedy="run a Llama, Qwen or Mixtral shape, or export the plan to a framework",
+        )
+
+
+# --- pipeline stages ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePart:
+    """One stage's share of the model."""
+
+    index: int
+    layers: range
+    first: bool
+    last: bool
+
+
+def schedule_table(plan: Plan, micro_batches: int) -> Schedule:
+    """Return the table of a plan's schedule. Raises BadPlan when there is none for these degrees."""
+    name = plan.schedule or ("Interleaved1F1B" if plan.virtual_stages > 1 else DEFAULT_SCHEDULE)
+    return build_schedule(name, ranks=plan.pp, micro_batches=micro_batches, stages_per_rank=plan.virtual_stages)
+
+
+def split(model: Model, plan: Plan, table: Schedule, rank: int, *, runtime: str) -> tuple[StagePart, ...]:
+    """Return the stages that pipeline rank `rank` holds. Raises BadPlan when layers and stages do not fit."""
+    if model.tied_embeddings and plan.pp > 1:
+        raise BadPlan(
+            f"{model.name} ties its embedding and its head, which are on different stages",
+            why="their gradients would have to be added across the pipeline, which the executor does not do",
+            remedy="use pp 1",
+        )
+    counts = stage_layers(model.layers, plan, runtime_spec(runtime).pipeline)
+    if len(counts) != table.stages or sum(counts) != model.layers:
+        raise BadPlan(f"{model.layers} layers do not spread over {table.stages} stages as {counts}")
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    return tuple(
+        StagePart(
+            index=stage,
+            layers=range(starts[stage], starts[stage] + counts[stage]),
+            first=stage == 0,
+            last=stage == table.stages - 1,
+        )
+        for stage in table.stages_of(rank)
+    )

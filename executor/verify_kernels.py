@@ -1,0 +1,94 @@
+"""The kernels that only the fast types use, against plain float64 arithmetic.
+
+`executor.verify` compares plans in float64, where rounding hides nothing; but flash attention inside the ring and the
+grouped product of experts exist only for half precision. Here they are compared where they will run, in the type they
+will run in. Differences are relative to the largest number of the reference. The tolerance is 2^4 units in the last
+place: inputs, results and the factors in between are each rounded to the type, and sums are kept in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from executor.context_parallel import RingAttention, positions
+from executor.moe import Experts
+
+UNITS = 2.0**4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelVerdict:
+    """The largest relative difference of results and gradients, over the ranks that took part."""
+
+    name: str
+    dtype: str
+    difference: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= self.tolerance
+
+
+def check_ring(group: dist.ProcessGroup, *, device: torch.device, dtype: torch.dtype) -> KernelVerdict:
+    """Compare attention in a ring with attention over the whole sequence; a collective call over `group`."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    length = 64 * world
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, length, 64), (2, 2, length, 64), (2, 2, length, 64), (2, 4, length, 64))
+    whole = [torch.randn(shape, generator=generator).to(device=device, dtype=dtype) for shape in shapes]
+    q, k, v = (t.double().requires_grad_() for t in whole[:3])
+    expected = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    expected.backward(whole[3].double())
+
+    held = positions(length, rank, world, device)
+    parts = [t[:, :, held].detach().requires_grad_() for t in whole[:3]]
+    found = RingAttention(group)(*parts)
+    found.backward(whole[3][:, :, held])
+    pairs = [(found, expected), *zip((p.grad for p in parts), (q.grad, k.grad, v.grad), strict=True)]
+    worst = torch.stack([_difference(mine, theirs[:, :, held], theirs) for mine, theirs in pairs]).max()
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+    return _verdict("ring attention", dtype, worst)
+
+
+def check_experts(*, device: torch.device, dtype: torch.dtype) -> KernelVerdict:
+    """Compare the product with sorted tokens (grouped where there is such a kernel) with one expert after another."""
+    generator = torch.Generator().manual_seed(0)
+    wide = Experts(64, 128, 4).to(device=device, dtype=torch.float64)
+    for parameter in wide.parameters():
+        drawn = torch.randn(parameter.shape, generator=generator) / 8  # so that products stay near one
+        parameter.data = drawn.to(device=device, dtype=dtype).double()
+    narrow = Experts(64, 128, 4).to(device=device, dtype=dtype)
+    narrow.load_state_dict(wide.state_dict())
+    counts = torch.tensor([24, 0, 8, 32], device=device)
+    tokens = torch.randn((64, 64), generator=generator).to(device=device, dtype=dtype)
+    sent, exact = tokens.detach().requires_grad_(), tokens.double().requires_grad_()
+    found, expected = narrow(sent, counts), wide(exact, counts)
+    slope = torch.randn((64, 64), generator=generator).to(device=device, dtype=dtype)
+    found.backward(slope)
+    expected.backward(slope.double())
+    pairs = [(found, expected), (sent.grad, exact.grad)]
+    pairs += [(a.grad, b.grad) for a, b in zip(narrow.parameters(), wide.parameters(), strict=True)]
+    worst = torch.stack([_difference(mine, theirs, theirs) for mine, theirs in pairs]).max()
+    return _verdict("experts", dtype, worst)
+
+
+def _difference(mine: Tensor | None, theirs: Tensor, whole: Tensor) -> Tensor:
+    if mine is None or mine.shape != theirs.shape:
+        return torch.tensor(torch.inf, dtype=torch.float64, device=theirs.device)
+    gap = (mine.detach().double() - theirs.detach()).abs().max() / whole.detach().abs().max()
+    return gap.nan_to_num(torch.inf, torch.inf, torch.inf)
+
+
+def _verdict(name: str, dtype: torch.dtype, worst: Tensor) -> KernelVerdict:
+    return KernelVerdict(
+        name=name,
+        dtype=str(dtype).removeprefix("torch."),
+        difference=float(worst),
+        tolerance=UNITS * torch.finfo(dtype).eps,
+    )

@@ -1,0 +1,121 @@
+"""What the records of ranks are turned into."""
+
+import json
+
+import pytest
+
+from executor.apply_run import measure, report
+from executor.launch import Failure, Launched
+from executor.records import Recorder
+from executor.request import Request
+from simulator.hf_config import load_model
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.workload import Workload
+
+MODEL = load_model("llama3-8b")
+REQUEST = Request(
+    plan=Plan(dp_shard=2),
+    model=MODEL,
+    workload=Workload(seq_len=8192, global_batch_size=2),
+    runtime=Runtime(),
+    device="cuda",
+    steps=3,
+    peak_flops=989e12,
+    peak_flops_source="datasheet",
+)
+DONE = Launched(outcome="finished", exit_code=0, seconds=9.0, failure=None, stdout_tail="", stderr_tail="")
+
+
+def step(index: int, seconds: float, peak: int = 0) -> dict:
+    return {
+        "kind": "step",
+        "index": index,
+        "seconds": seconds,
+        "loss": 5.0 - index,
+        "gradient_norm": 1.0,
+        "peak_allocated_bytes": peak,
+    }
+
+
+def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
+    found = measure(REQUEST, [[step(0, 1.0), step(1, 2.0), step(2, 4.0)], [step(0, 3.0), step(1, 1.0), step(2, 1.0)]])
+
+    assert found["step_s"]["all"] == [3.0, 2.0, 4.0]
+    assert found["step_s"]["median"] == 3.0
+    assert found["tokens_per_s"] == pytest.approx(2 * 8192 / 3)
+    assert found["losses"] == [5.0, 4.0, 3.0]
+
+
+def test_mfu_counts_six_flops_a_weight_and_the_whole_square_of_attention() -> None:
+    """Llama-3-8B: 7.5e9 matrix weights that a token meets, and 12 L h s of attention (arXiv 2204.02311, app. B)."""
+    found = measure(REQUEST, [[step(0, 2.0)], [step(0, 2.0)]])
+
+    weights = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # all but the embedding and the norms
+    flops = (6 * weights + 12 * 32 * 4096 * 8192) * 2 * 8192
+    assert found["mfu"] == pytest.approx(flops / 2.0 / 2 / 989e12, rel=1e-6)
+    assert found["mfu_denominator"] == {"peak_flops": 989e12, "source": "datasheet"}
+
+
+def test_only_steps_that_all_ranks_took_count() -> None:
+    found = measure(REQUEST, [[step(0, 1.0), step(1, 9.0)], [step(0, 1.5)]])
+
+    assert found["steps"] == 1
+    assert found["step_s"]["all"] == [1.5]
+
+
+def test_no_steps_give_no_time() -> None:
+    found = measure(REQUEST, [[], []])
+
+    assert found["step_s"] is None
+    assert "mfu" not in found
+
+
+def write(folder, rank: int, *entries: dict) -> None:
+    recorder = Recorder(folder / f"rank{rank}.jsonl")
+    for entry in entries:
+        recorder.write(**entry)
+    recorder.close()
+
+
+def test_a_full_memory_is_told_with_its_rank_and_its_table(tmp_path) -> None:
+    write(tmp_path, 0, step(0, 1.0, 10))
+    full = {"kind": "out_of_memory", "phase": "step 1", "peak_allocated_bytes": 99, "message": "CUDA out of memory"}
+    write(tmp_path, 1, step(0, 1.0, 20), full)
+    failed = Launched(
+        outcome="failed",
+        exit_code=1,
+        seconds=3.0,
+        failure=Failure(rank=0, exit_code=1, signal=None, message="peer is gone"),
+        stdout_tail="",
+        stderr_tail="",
+    )
+
+    found = report(REQUEST, failed, tmp_path, [])
+
+    assert (found["status"], found["exit_code"], found["complete"]) == ("out_of_memory", 4, False)
+    assert found["failure"]["rank"] == 1
+    assert found["failure"]["memory"][1]["phase"] == "step 1"
+    assert found["measured"]["steps"] == 1
+
+
+def test_wrong_numbers_are_told_and_not_timed(tmp_path) -> None:
+    write(tmp_path, 0, {"kind": "verified", "ok": False, "worst": "layers.0.attention.wq.weight"})
+
+    found = report(REQUEST, DONE, tmp_path, [])
+
+    assert (found["status"], found["exit_code"]) == ("wrong_numbers", 1)
+    assert "layers.0.attention.wq.weight" in found["failure"]["message"]
+    assert found["measured"]["step_s"] is None
+
+
+def test_a_report_is_json_and_says_what_was_asked(tmp_path) -> None:
+    write(tmp_path, 0, step(0, 1.0))
+    write(tmp_path, 1, step(0, 1.0))
+
+    found = json.loads(json.dumps(report(REQUEST, DONE, tmp_path, ["--x"])))
+
+    assert found["complete"] is True
+    assert found["plan"]["dp_shard"] == 2
+    assert found["mesh"]["requested"] == [[[[[0]], [[1]]]]]
+    assert found["command"][-1] == "--x"

@@ -1,0 +1,45 @@
+"""Who is blamed for a hang, from what ranks last said."""
+
+import json
+import os
+import threading
+
+from executor.heartbeat import Beat, Heartbeat, read_beats, suspects
+
+
+def beat(rank: int, *, written: float = 100.0, waiting: bool = True, where: str = "executor/train_step.py:9") -> Beat:
+    return Beat(rank=rank, pid=1000 + rank, phase="step 3", where=where, waiting=waiting, written=written)
+
+
+def test_a_rank_that_fell_silent_is_blamed_not_those_that_waited() -> None:
+    said = suspects([beat(0), beat(1, written=90.0), beat(2, written=99.5)], 3)
+
+    assert len(said) == 1
+    assert said[0].startswith("rank 1 (pid 1001) stopped answering 10 s before the others, in step 3")
+
+
+def test_a_rank_that_is_busy_elsewhere_is_blamed_by_its_line() -> None:
+    said = suspects([beat(0), beat(1, waiting=False, where="executor/batches.py:20"), beat(2)], 3)
+
+    assert said == ["rank 1 (pid 1001) was in step 3 at executor/batches.py:20 while others waited for it"]
+
+
+def test_a_rank_that_never_came_is_blamed() -> None:
+    assert suspects([beat(0)], 2) == ["rank 1 never started"]
+    assert suspects([], 2) == ["no rank got as far as its first line"]
+
+
+def test_nobody_is_blamed_when_all_wait() -> None:
+    """Everyone waits for everyone: a lost message, not a lost rank."""
+    assert suspects([beat(0), beat(1)], 2) == []
+
+
+def test_beats_are_written_and_read(tmp_path) -> None:
+    Heartbeat(tmp_path, 0).enter("step 1")
+    (tmp_path / "rank1.beat").write_text('{"pid": 1')  # cut short
+
+    (read,) = read_beats(tmp_path, 3)
+
+    assert (read.rank, read.pid, read.phase, read.waiting) == (0, os.getpid(), "step 1", False)
+    assert threading.active_count() >= 2
+    assert json.loads((tmp_path / "rank0.beat").read_text())["phase"] == "step 1"

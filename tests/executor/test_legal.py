@@ -1,0 +1,106 @@
+"""What the executor refuses, before it starts anything and without torch."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from executor.legal import check, schedule_table, split
+from simulator.hf_config import load_model
+from simulator.model import MixtureOfExperts, Model
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.workload import Workload
+from topology.errors import BadModel, BadPlan
+
+ROOT = Path(__file__).parents[2]
+LLAMA = load_model("tiny-llama")  # 4 layers, 8 heads, 4 key/value heads, vocabulary 1024
+WORK = Workload(seq_len=64, global_batch_size=8)
+
+
+def complaint(plan: Plan, model: Model = LLAMA, work: Workload = WORK, device: str = "cpu", **runtime: object) -> str:
+    with pytest.raises((BadPlan, BadModel)) as caught:
+        check(plan, model, work, Runtime(**runtime), device=device)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_legal_plans_pass() -> None:
+    for plan in (
+        Plan(),
+        Plan(dp_shard=2, tp=2, cp=2, sequence_parallel=True),
+        Plan(pp=2, virtual_stages=2, schedule="Interleaved1F1B"),
+    ):
+        check(plan, LLAMA, WORK, Runtime(), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (Plan(tp=8), "4 key/value heads"),
+        (Plan(tp=2, sequence_parallel=True, cp=32), "multiple of 128"),
+        (Plan(ep=2, dp_shard=2), "no experts"),
+        (Plan(virtual_stages=2), "need a pipeline"),
+        (Plan(dp_shard=3), "not a multiple"),
+        (Plan(zero_stage=3, dp_replicate=2), "say dp_shard"),
+        (Plan(tp=2, tp_overlap="async"), "only none"),
+        (Plan(recompute="block"), "recompute 'block'"),
+        (Plan(placement=(0, 1)), "2 GPUs for 1 ranks"),
+        (Plan(pp=8), "do not spread"),
+        (Plan(pp=2, schedule="Nothing"), "unknown pipeline schedule"),
+        (Plan(pp=2, virtual_stages=2, schedule="ZBVZeroBubble"), "gloo"),
+    ],
+)
+def test_what_it_cannot_run_it_refuses(plan: Plan, words: str) -> None:
+    assert words in complaint(plan)
+
+
+def test_v_schedules_are_only_refused_on_gloo() -> None:
+    plan = Plan(pp=2, virtual_stages=2, schedule="ZBVZeroBubble")
+
+    check(plan, LLAMA, WORK, Runtime(), device="cuda")
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    assert "two ranks on one GPU" in complaint(Plan(dp_shard=2, placement=(1, 1)), device="cuda")
+
+
+def test_models_it_cannot_express_are_refused_by_name() -> None:
+    assert "latent attention" in complaint(Plan(), load_model("deepseek-v3"))
+    assert "layernorm" in complaint(Plan(), load_model("gpt2"))
+
+
+def test_experts_are_refused_where_tokens_would_be_routed_twice() -> None:
+    moe = Model(
+        name="moe", family="moe", layers=2, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=64, vocab=64,
+        moe=MixtureOfExperts(experts=4, experts_per_token=2, ffn=32),
+    )  # fmt: skip
+
+    assert "sequence_parallel" in complaint(Plan(tp=2, ep=2), moe)
+    assert "divide 4 experts" in complaint(Plan(dp_shard=8, ep=8), moe)
+
+
+def test_stages_cover_the_layers_once_and_only_the_ends_have_ends() -> None:
+    plan = Plan(pp=2, virtual_stages=2, schedule="Interleaved1F1B", layers_per_stage=(1, 1, 1, 1))
+    table = schedule_table(plan, 4)
+
+    parts = [part for rank in range(2) for part in split(LLAMA, plan, table, rank, runtime="torchtitan")]
+
+    assert sorted(layer for part in parts for layer in part.layers) == [0, 1, 2, 3]
+    assert [part.index for part in parts if part.first] == [0]
+    assert [part.index for part in parts if part.last] == [3]
+    assert [part.index for part in split(LLAMA, plan, table, 0, runtime="torchtitan")] == [0, 2]
+
+
+def test_tied_embeddings_are_refused_in_a_pipeline() -> None:
+    tied = load_model("gemma-2b")
+
+    with pytest.raises(BadPlan, match="ties its embedding"):
+        split(tied, Plan(pp=2), schedule_table(Plan(pp=2), 4), 0, runtime="torchtitan")
+
+
+def test_the_controller_needs_no_torch() -> None:
+    """A machine without torch, or with a broken one, still gets a report."""
+    code = "import sys, executor.apply_run, executor.legal; sys.exit('torch' in sys.modules)"
+
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)

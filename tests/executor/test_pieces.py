@@ -1,0 +1,126 @@
+"""Parts of the executor that need no second process, against torch's own or closed forms."""
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from torch.nn import functional  # noqa: E402 - after the check for torch
+
+from executor.batches import rank_batch, row  # noqa: E402 - as above
+from executor.context_parallel import merge, part_backward, part_forward, positions  # noqa: E402 - as above
+from executor.init_weights import draw  # noqa: E402 - as above
+from executor.model import Decoder  # noqa: E402 - as above
+from executor.moe import Experts  # noqa: E402 - as above
+from executor.verify import shrink, small_plan, small_workload  # noqa: E402 - as above
+from simulator.hf_config import load_model  # noqa: E402 - as above
+from simulator.plan import Plan  # noqa: E402 - as above
+from simulator.workload import Workload  # noqa: E402 - as above
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_token_is_held_once_and_causal_work_is_even(world: int) -> None:
+    length = 24
+    held = [positions(length, rank, world, torch.device("cpu")) for rank in range(world)]
+
+    assert sorted(torch.cat(held).tolist()) == list(range(length))
+    assert len({int((part + 1).sum()) for part in held}) == 1  # keys that a rank's queries meet
+
+
+def test_attention_over_parts_is_attention_over_all() -> None:
+    q, k, v = random(2, 4, 6, 8), random(2, 2, 10, 8, seed=1), random(2, 2, 10, 8, seed=2)
+
+    halves = [part_forward(q, k[:, :, s], v[:, :, s], causal=False) for s in (slice(0, 3), slice(3, 10))]
+    out, _ = merge(*halves[0], *halves[1])
+
+    expected = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_a_part_are_those_of_autograd(causal: bool) -> None:
+    q, k, v = (random(2, heads, 6, 8, seed=heads).requires_grad_() for heads in (4, 2, 2))
+    grad = random(2, 4, 6, 8, seed=9)
+    expected = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    expected.backward(grad)
+
+    with torch.no_grad():
+        out, lse = part_forward(q, k, v, causal=causal)
+        found = part_backward(grad, q, k, v, out, lse, causal=causal)
+
+    for mine, theirs in zip(found, (q.grad, k.grad, v.grad), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "llama3-8b", "qwen3-8b", "mixtral-8x7b", "qwen3-30b-a3b", "qwen2.5-7b"])
+def test_the_decoder_has_as_many_parameters_as_the_model_says(name: str) -> None:
+    model = load_model(name)
+    with torch.device("meta"):
+        decoder = Decoder(model)
+
+    assert sum(p.numel() for p in decoder.parameters()) == model.parameters
+
+
+def test_parts_of_a_model_have_the_names_of_the_whole() -> None:
+    model = load_model("tiny-llama")
+    with torch.device("meta"):
+        whole = dict(Decoder(model).named_parameters())
+        head, tail = Decoder(model, range(3), last=False), Decoder(model, range(3, 4), first=False)
+
+    assert {*dict(head.named_parameters()), *dict(tail.named_parameters())} == set(whole)
+
+
+def test_weights_depend_on_name_and_seed_alone() -> None:
+    def one(name: str, seed: int) -> torch.Tensor:
+        return draw(name, torch.Size((8, 4)), seed=seed, device=torch.device("cpu"), dtype=torch.float32)
+
+    assert torch.equal(one("layers.0.attention.wq.weight", 1), one("layers.0.attention.wq.weight", 1))
+    assert not torch.equal(one("layers.0.attention.wq.weight", 1), one("layers.1.attention.wq.weight", 1))
+    assert not torch.equal(one("layers.0.attention.wq.weight", 1), one("layers.0.attention.wq.weight", 2))
+
+
+def test_ranks_together_hold_the_batch_once() -> None:
+    plan, work = Plan(dp_shard=2, cp=2), Workload(seq_len=16, global_batch_size=4)
+    whole = torch.stack([row(i, 0, vocab=50, seq_len=16, seed=0) for i in range(4)])
+
+    for data in range(2):
+        for cp in range(2):
+            tokens, targets = rank_batch(plan, work, vocab=50, step=0, seed=0, data_rank=data, cp_rank=cp)
+            held = positions(16, cp, 2, torch.device("cpu"))
+            assert torch.equal(tokens, whole[2 * data : 2 * data + 2][:, held])
+            assert torch.equal(targets, whole[2 * data : 2 * data + 2][:, held + 1])
+
+
+def test_experts_without_tokens_have_a_gradient_of_zero() -> None:
+    experts = Experts(4, 8, 3).double()
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+
+    experts(random(5, 4), torch.tensor([2, 0, 3])).sum().backward()
+
+    assert experts.w1.grad[1].abs().max() == 0
+    assert experts.w1.grad[0].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("llama3-70b", Plan(dp_shard=2, tp=8, sequence_parallel=True)),
+        ("llama3-8b", Plan(pp=4, virtual_stages=2, schedule="Interleaved1F1B", dp_shard=2)),
+        ("qwen3-30b-a3b", Plan(dp_shard=2, tp=4, ep=8, sequence_parallel=True)),
+        ("mixtral-8x7b", Plan(cp=4, dp_shard=2, ep=8)),
+    ],
+)
+def test_the_small_model_of_a_check_suits_the_plan(name: str, plan: Plan) -> None:
+    from executor.legal import check
+    from simulator.runtime import Runtime
+
+    model = shrink(load_model(name), plan)
+    work = small_workload(plan, Workload(seq_len=8192, global_batch_size=128))
+
+    check(small_plan(plan), model, work, Runtime(param_dtype="float64", compute_dtype="float64"), device="cpu")
+    assert model.parameters < 1e6
+    assert model.qk_norm == load_model(name).qk_norm

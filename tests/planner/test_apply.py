@@ -1,0 +1,388 @@
+"""`planner apply`: what is refused before anything starts, what is handed to the executor, and what is said after."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from executor.request import Request
+from planner import apply_process
+from planner.apply_question import cpu_question, cuda_numbers, cuda_question, default_question, require_machine
+from planner.apply_report import compare
+from planner.plan_file import plan_file, save_plan
+from planner.search import suggest
+from simulator.plan import Plan
+from simulator.workload import Workload
+from tests.planner.conftest import LLAMA8B, ROOT, TINY, make_cluster
+from topology import codec
+from topology.cluster import Finding
+from topology.errors import BadPlan, Infeasible, PlannerError, Stale
+from topology.finding import WARNING
+from topology.health import diagnose
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+
+
+@pytest.fixture(scope="module")
+def content():
+    """A plan for eight H100s."""
+    result = suggest(LLAMA8B, make_cluster(), Workload(seq_len=4096, global_batch_size=64), top=1)
+    return plan_file(
+        plan=result.plans[0].plan,
+        estimate=result.plans[0].estimate,
+        model=result.model,
+        cluster=result.cluster,
+        workload=result.workload,
+        runtime=result.runtime,
+        framework="torchtitan",
+    )
+
+
+@pytest.fixture
+def saved(content, tmp_path):
+    path = tmp_path / "plan.json"
+    save_plan(content, path)
+    return path
+
+
+def busy(cluster):
+    finding = Finding(
+        severity=WARNING,
+        what="GPU 0 is in use by other processes",
+        why="pid 7",
+        consequence="slower",
+        remedy="wait",
+    )
+    return replace(cluster, findings=(finding,))
+
+
+# --- what is asked of the executor ------------------------------------------------------------------------------------
+
+
+def test_a_request_is_what_the_executor_reads(content) -> None:
+    here = make_cluster()
+    for question in (
+        default_question(2),
+        default_question(8),
+        cuda_question(content, here, diagnose(here), allow_busy=False),
+    ):
+        data = json.loads(codec.to_json(question.request(steps=5, budget_s=60, own_table=False)))
+
+        request = codec.convert(data, Request, where="request")
+
+        assert request.plan == question.plan
+        assert request.model == question.model
+        assert request.runtime == question.runtime
+        assert request.steps == 5
+        assert 0 < request.collective_timeout_s <= 60
+
+
+def test_the_built_in_run_suits_the_machine() -> None:
+    assert default_question(2).plan.gpus == 2
+    assert default_question(64).plan.gpus == 4
+
+
+def test_mfu_is_counted_against_the_datasheet_of_the_machine_at_hand(content) -> None:
+    here = make_cluster()
+
+    question = cuda_question(content, here, diagnose(here), allow_busy=False)
+
+    assert question.peak_flops == 989e12
+    assert "datasheet" in question.peak_flops_source
+    assert question.predicted["step_s"]["value"] == content.estimate.step_s.value
+
+
+def test_ranks_go_to_the_gpus_of_the_placement_as_cuda_counts_them() -> None:
+    """With GPUs 2, 3, 6, 7 visible, CUDA calls GPU 6 number 2."""
+    here = make_cluster()
+    group = here.groups[0]
+    seen = tuple(gpu for gpu in group.node.gpus if gpu.index in {2, 3, 6, 7})
+    here = replace(here, groups=(replace(group, node=replace(group.node, gpus=seen)),))
+
+    assert cuda_numbers(Plan(dp_shard=2, placement=(6, 3)), here) == (2, 1)
+    assert cuda_numbers(Plan(dp_shard=4), here) == (0, 1, 2, 3)
+    with pytest.raises(BadPlan, match="GPU 0"):
+        cuda_numbers(Plan(placement=(0,)), here)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_the_machine_it_was_made_for_is_accepted(content) -> None:
+    require_machine(content, content.cluster)
+    require_machine(content, replace(content.cluster, name="the same, probed"))
+
+
+def test_fewer_gpus_or_others_are_stale(content) -> None:
+    with pytest.raises(Stale, match="another machine") as caught:
+        require_machine(content, make_cluster(gpus_per_node=4))
+    assert "8 GPUs planned, 4 here" in str(caught.value)
+
+    other = make_cluster()
+    kind = replace(other.gpu_kinds[0], name="a100-sxm-80")
+    node = other.groups[0].node
+    gpus = tuple(replace(gpu, kind="a100-sxm-80") for gpu in node.gpus)
+    other = replace(other, gpu_kinds=(kind,), groups=(replace(other.groups[0], node=replace(node, gpus=gpus)),))
+    with pytest.raises(Stale) as caught:
+        require_machine(content, other)
+    assert "planned for h100-sxm, here is a100-sxm-80" in str(caught.value)
+
+
+def test_a_busy_machine_is_refused_unless_allowed(content) -> None:
+    here = busy(make_cluster())
+
+    with pytest.raises(PlannerError, match="not as it should be") as caught:
+        cuda_question(content, here, diagnose(here), allow_busy=False)
+    assert caught.value.exit_code == 1
+    assert "--allow-busy" in str(caught.value)
+
+    assert cuda_question(content, here, diagnose(here), allow_busy=True).device == "cuda"
+
+
+def test_a_model_that_does_not_fit_a_cpu_is_refused(content) -> None:
+    """Llama-3-8B with AdamW in float32: 16 bytes for each of 8.03e9 parameters is 120 GiB."""
+    sharded = replace(content, plan=Plan(dp_shard=8))
+
+    with pytest.raises(Infeasible, match="120 GiB"):
+        cpu_question(sharded, 100 * 2**30)
+    assert cpu_question(sharded, 200 * 2**30).runtime.compute_dtype == "float32"
+    with pytest.raises(Infeasible, match="957 GiB"):
+        cpu_question(replace(content, plan=Plan(dp_replicate=8)), 200 * 2**30)
+
+
+def test_a_machine_without_the_gpus_ends_with_1_and_starts_nothing(planner, saved, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("topology.probe_machine.probe_machine", lambda: make_cluster(gpus_per_node=2))
+
+    done = planner("apply", saved, "--out", tmp_path / "run")
+
+    assert done.returncode == 1
+    assert "8 GPUs planned, 2 here" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--device", "tpu"), 2),
+        (("--device", "cuda"), 2),
+        (("--budget", "1s"), 2),
+        (("nothing.json",), 2),
+        (("--steps", "0"), 2),
+    ],
+)
+def test_questions_that_cannot_be_read(planner, arguments, code) -> None:
+    assert planner("apply", *arguments).returncode == code
+
+
+def test_a_directory_with_something_in_it_is_not_overwritten(planner, tmp_path) -> None:
+    (tmp_path / "precious").write_text("")
+
+    done = planner("apply", "--out", tmp_path)
+
+    assert done.returncode == 2
+    assert "not empty" in done.stderr
+
+
+def test_without_torch_the_remedy_is_named(planner, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(apply_process.importlib.util, "find_spec", lambda name: None)
+
+    done = planner("apply", "--out", tmp_path / "run")
+
+    assert done.returncode == 1
+    assert 'pip install "meshwright[exec]"' in done.stderr
+
+
+# --- dry run ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_command_mesh_and_placement_and_starts_nothing(
+    planner, saved, content, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("topology.probe_machine.probe_machine", make_cluster)
+    monkeypatch.setattr(apply_process, "run", lambda *_: pytest.fail("started"))
+
+    done = planner("apply", saved, "--dry-run", "--json", "--out", tmp_path / "run")
+
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["command"][1:3] == ["-m", "executor.apply_run"]
+    assert "--nproc-per-node=8" in said["ranks_command"]
+    axes = said["mesh"]["axes"]
+    product = 1
+    for degree in axes.values():
+        product *= degree
+    assert product == 8
+    assert [place["device"] for place in said["placement"]] == [f"cuda:{i}" for i in range(8)]
+    assert said["placement"][-1]["dp_shard"] == content.plan.dp_shard - 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_as_text(planner) -> None:
+    done = planner("apply", "--dry-run")
+
+    assert done.returncode == 0
+    assert "executor.apply_run" in done.stdout
+    assert "rank 0" in done.stdout
+
+
+# --- afterwards -------------------------------------------------------------------------------------------------------
+
+
+def document(content, step_s: float, *, status: str = "finished", code: int = 0) -> dict:
+    return {
+        "status": status,
+        "complete": status == "finished",
+        "exit_code": code,
+        "failure": None,
+        "survivors": [],
+        "predicted": codec.to_builtins(content.estimate),
+        "verified": None,
+        "measured": {
+            "steps": 5,
+            "steps_asked": 5,
+            "step_s": {"median": step_s, "spread": 0.01, "all": [step_s] * 5},
+            "tokens_per_s": 1.0,
+            "tokens_per_s_per_gpu": 1.0,
+            "tflops_per_gpu": 1.0,
+            "mfu": 0.4,
+            "mfu_denominator": {"peak_flops": 989e12, "source": "datasheet"},
+            "memory_by_rank": [{"peak_allocated_bytes": 2**30, "peak_reserved_bytes": 2**31}],
+        },
+    }
+
+
+def test_the_error_is_predicted_over_measured(content) -> None:
+    value = content.estimate.step_s.value
+
+    assert compare(document(content, value), None)["step_error"] == pytest.approx(0)
+    assert compare(document(content, 2 * value), None)["step_error"] == pytest.approx(-0.5)
+    assert compare(document(content, 1.05 * value), 0.1)["within"]
+    assert not compare(document(content, 1.5 * value), 0.1)["within"]
+    assert compare(document(content, value, status="failed", code=1), None) is None
+
+
+@pytest.mark.parametrize(
+    ("factor", "status", "given", "code"),
+    [(1.0, "finished", 0, 0), (10.0, "finished", 0, 4), (1.0, "failed", 1, 1), (1.0, "out_of_memory", 4, 4)],
+)
+def test_exit_codes_tell_how_it_went(
+    planner, saved, content, tmp_path, monkeypatch, factor, status, given, code
+) -> None:
+    monkeypatch.setattr("topology.probe_machine.probe_machine", make_cluster)
+    monkeypatch.setattr(apply_process, "require_torch", lambda: None)
+    ran = document(content, factor * content.estimate.step_s.value, status=status, code=given)
+    monkeypatch.setattr(apply_process, "run", lambda *_: ran)
+
+    done = planner("apply", saved, "--out", tmp_path / "run")
+
+    assert done.returncode == code
+    assert "step " in done.stdout
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["comparison"] == compare(ran, None)
+
+
+# --- for real ---------------------------------------------------------------------------------------------------------
+
+
+def start(*arguments: object) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "planner", "apply", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+@pytest.fixture
+def small_plan_file(content, tmp_path):
+    """A plan of two ranks for a model that a CPU runs."""
+    model = replace(TINY, hidden=32, head_dim=8, heads=4, kv_heads=2, ffn=64, vocab=128, layers=2)
+    result = suggest(model, make_cluster(gpus_per_node=2), Workload(seq_len=64, global_batch_size=4), top=1)
+    small = plan_file(
+        plan=Plan(pp=2, schedule="1F1B", micro_batch_size=1),
+        estimate=result.plans[0].estimate,
+        model=model,
+        cluster=result.cluster,
+        workload=result.workload,
+        runtime=result.runtime,
+        framework="torchtitan",
+    )
+    path = tmp_path / "small.json"
+    save_plan(small, path)
+    return path
+
+
+@needs_torch
+@pytest.mark.slow
+def test_a_saved_plan_runs_on_a_cpu(small_plan_file, tmp_path) -> None:
+    process = start(
+        small_plan_file, "--device", "cpu", "--steps", "2", "--budget", "60s", "--out", tmp_path / "run", "--json"
+    )
+    out, err = process.communicate(timeout=90)
+
+    assert process.returncode == 0, err
+    said = json.loads(out)
+    assert said["verified"]["ok"]
+    assert said["measured"]["steps"] == 2
+    assert said["measured"]["tokens_per_s"] > 0
+    assert said["measured"]["mfu"] is None
+    assert said["mesh"]["effective"]["axes"]["pp"] == 2
+    assert said["comparison"] is None
+    assert said["plan"]["schedule"] == "1F1B"
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+
+
+@needs_torch
+@pytest.mark.slow
+def test_one_ctrl_c_ends_it_and_shows_what_there_is(small_plan_file, tmp_path) -> None:
+    folder = tmp_path / "run"
+    process = start(small_plan_file, "--device", "cpu", "--steps", "1000", "--budget", "60s", "--out", folder)
+    end = time.monotonic() + 60
+    beat = folder / "records" / "rank0.beat"
+    while time.monotonic() < end and not (beat.is_file() and '"step 5"' in beat.read_text()):
+        time.sleep(0.05)
+
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=40)
+
+    assert process.returncode == 130, err
+    assert "interrupted" in out
+    assert "partial" in out
+    report = json.loads((folder / "run.json").read_text())
+    assert (report["status"], report["complete"]) == ("interrupted", False)
+    for path in folder.glob("records/rank*.beat"):
+        assert not os.path.exists(f"/proc/{json.loads(path.read_text())['pid']}")  # noqa: PTH110 - a process, not a file
+
+
+@needs_torch
+@pytest.mark.slow
+def test_a_plan_that_cannot_be_run_is_bad_input(content, tmp_path) -> None:
+    path = tmp_path / "odd.json"
+    odd = replace(content.plan, tp=1, pp=1, dp_shard=8, dp_replicate=1, cp=1, virtual_stages=1, recompute="block")
+    small = replace(TINY, layers=2, hidden=64, head_dim=8, vocab=128)
+    save_plan(
+        plan_file(
+            plan=odd,
+            estimate=content.estimate,
+            model=small,
+            cluster=content.cluster,
+            workload=content.workload,
+            runtime=content.runtime,
+            framework="torchtitan",
+        ),
+        path,
+    )
+    process = start(path, "--device", "cpu", "--out", tmp_path / "run")
+    _, err = process.communicate(timeout=60)
+
+    assert process.returncode == 2
+    assert "recompute 'block'" in err
