@@ -35,7 +35,7 @@ from topology.profile import Profile
 # of measured over predicted on the development cases (350 step times, 44 peaks of memory), rounded outward. Three bases,
 # because they differ there: one node, several nodes, and parts whose sustained rate is not measured as sold: a lower
 # power limit than the part that efficiency.toml refers to, or an architecture with one published table. No difference
-# was found between steps that hosts bound and others.
+# was found between steps that hosts bound and others. Only two peaks are of several nodes: that width is assumed.
 STEP_SPREAD = {"node": (0.88, 1.20), "nodes": (0.95, 1.30), "unsettled": (0.80, 1.45)}
 MEMORY_SPREAD = {"node": (0.90, 1.10), "nodes": (0.83, 1.25), "unsettled": (0.83, 1.25)}
 

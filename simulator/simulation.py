@@ -24,8 +24,8 @@ from topology.profile import Profile
 
 # Up to so many instructions the finer detail is used: a second or two of simulation. Beyond, stages are folded.
 FINE_INSTRUCTIONS = 60_000
-# Instructions of a layer and pass, and of a stage and pass, as `layer` and `stage` code have them; measured on programs
-# of all three runtimes, for choosing only.
+# Instructions of a layer and pass, and of a stage and pass, as `layer` and `stage` code have them: rough
+# counts, for choosing only.
 PER_LAYER, PER_STAGE = 24, 14
 
 
