@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.collectives import CollectiveModel
+from simulator.collectives import collective_model
 from simulator.data_parallel import data_parallel, optimizer_s, sm_share
 from simulator.estimate import Estimate, Interval, MemoryEstimate
 from simulator.group_times import GroupTimes
@@ -103,7 +103,6 @@ def estimate_plans(
     Raises BadPlan when the runtime has no description or does not know a plan's recompute word. Without a `profile`
     every figure rests on datasheets and published efficiencies.
     """
-    del profile  # calibrated costs arrive with `planner calibrate`; until then a profile changes nothing here
     operators = operators_for(model, runtime)
     table = plan_table([spelled(plan, runtime) for plan in plans], workload, cp_method=operators.spec.context_parallel)
     roofline = Roofline(
@@ -115,7 +114,7 @@ def estimate_plans(
         table=table,
         sizes=axis_sizes(model, workload, table),
         roofline=roofline,
-        groups=GroupTimes(cluster, table, CollectiveModel(cluster)),
+        groups=GroupTimes(cluster, table, collective_model(cluster, profile)),
         runtime=runtime,
         spec=operators.spec,
     )

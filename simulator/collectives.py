@@ -25,7 +25,9 @@ from simulator.launch_mode import EAGER_ISSUE_S, LaunchMode, launched
 from simulator.measured_collectives import MeasuredCollectives
 from topology.cluster import Cluster, Source
 from topology.errors import BadInput, Infeasible
+from topology.gpus import gpu_kind
 from topology.groups import GroupRates, GroupShape, group_rates
+from topology.profile import Profile
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 NCCL_ALGORITHMS = ("ring", "tree", "nvls", "nvls_tree", "pat")
@@ -64,6 +66,13 @@ class _Options:
     names: tuple[tuple[str, str], ...]
     time_s: Floats
     pick: NDArray[np.intp]
+
+
+def collective_model(cluster: Cluster, profile: Profile | None = None) -> CollectiveModel:
+    """Return the model of `cluster`, with what `profile` measured going before it where the GPUs are the same."""
+    same = profile is not None and gpu_kind(profile.gpu).name == cluster.slowest_kind.name
+    measured = MeasuredCollectives(profile.collectives) if profile is not None and same else None
+    return CollectiveModel(cluster, measured=measured if measured and measured.samples else None)
 
 
 @dataclass(slots=True)

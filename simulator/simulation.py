@@ -64,7 +64,7 @@ def simulate_plan(
     """
     table = estimate_plans(model, cluster, workload, [plan], runtime, profile)
     detail = detail or choose_detail(model, workload, plan)
-    lowered = lower_training(model, cluster, workload, plan, runtime, detail=detail)
+    lowered = lower_training(model, cluster, workload, plan, runtime, detail=detail, profile=profile)
     run = simulate(lowered.program, lowered.costs, spans=spans)
     return Simulated(estimate=_estimate(table, run, plan, spans=spans), run=run, detail=detail)
 

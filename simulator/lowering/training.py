@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simulator.closed_form import NORM_BYTES, spelled
-from simulator.collectives import CollectiveModel
+from simulator.collectives import collective_model
 from simulator.costs import Cost
 from simulator.data_parallel import optimizer_bytes
 from simulator.group_times import GroupTimes
@@ -33,6 +33,7 @@ from simulator.schedule_tables import build_schedule
 from simulator.schedules import Action, Kind, Schedule
 from simulator.workload import Workload
 from topology.cluster import Cluster
+from topology.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +53,20 @@ def lower_training(
     runtime: Runtime,
     *,
     detail: Detail = Detail.LAYER,
+    profile: Profile | None = None,
 ) -> Lowered:
     """Return the program of one training step. Raises BadPlan for a schedule or recompute word that does not exist."""
-    return _Lowering(model, cluster, workload, plan, runtime, detail).lower()
+    return _Lowering(model, cluster, workload, plan, runtime, detail, profile).lower()
 
 
-def plan_context(model: Model, cluster: Cluster, workload: Workload, plan: Plan, runtime: Runtime) -> CostContext:
+def plan_context(
+    model: Model,
+    cluster: Cluster,
+    workload: Workload,
+    plan: Plan,
+    runtime: Runtime,
+    profile: Profile | None = None,
+) -> CostContext:
     """Return what the costs of a single plan depend on: the closed form's context, with one row."""
     spec = operators_for(model, runtime).spec
     table = plan_table([spelled(plan, runtime)], workload, cp_method=spec.context_parallel)
@@ -67,7 +76,7 @@ def plan_context(model: Model, cluster: Cluster, workload: Workload, plan: Plan,
         roofline=Roofline(
             gpu=cluster.slowest_kind, dtype=runtime.compute_dtype, attention_kernel=spec.attention_kernel
         ),
-        groups=GroupTimes(cluster, table, CollectiveModel(cluster)),
+        groups=GroupTimes(cluster, table, collective_model(cluster, profile)),
         runtime=runtime,
         spec=spec,
     )
@@ -75,10 +84,17 @@ def plan_context(model: Model, cluster: Cluster, workload: Workload, plan: Plan,
 
 class _Lowering:
     def __init__(
-        self, model: Model, cluster: Cluster, workload: Workload, plan: Plan, runtime: Runtime, detail: Detail
+        self,
+        model: Model,
+        cluster: Cluster,
+        workload: Workload,
+        plan: Plan,
+        runtime: Runtime,
+        detail: Detail,
+        profile: Profile | None,
     ) -> None:
         self.model, self.cluster, self.runtime, self.detail = model, cluster, runtime, detail
-        self.context = plan_context(model, cluster, workload, plan, runtime)
+        self.context = plan_context(model, cluster, workload, plan, runtime, profile)
         self.plan = self.context.table.plans[0]
         self.spec = self.context.spec
         self.schedule = build_schedule(
