@@ -100,8 +100,8 @@ class MeasuredCollectives:
             power = float(np.mean(ratios**2))
             # Where model and samples agree within the noise, the noise is not worth following.
             self._ratios[key] = ratios * power / (power + NOISE**2)
-        inside = np.interp(np.log(sizes), np.log(series.sizes), self._ratios[key])
-        beyond = np.maximum(np.maximum(series.sizes[0] / sizes, sizes / series.sizes[-1]), 1.0)
+        inside = np.interp(np.log(np.maximum(sizes, 1.0)), np.log(series.sizes), self._ratios[key])
+        beyond = np.maximum(np.maximum(series.sizes[0] / np.maximum(sizes, 1.0), sizes / series.sizes[-1]), 1.0)
         return np.asarray(inside * 0.5 ** (np.log(beyond) / np.log(FADE)), dtype=np.float64)
 
 
