@@ -97,6 +97,8 @@ def parallelize(
                 else plan.reshard_after_forward,
             )
         part.to_empty(device=device)
+        if not sharded:
+            part.tie()  # FSDP keeps shared parameters shared; plain modules come back from the meta device without
         init_weights(part, seed=seed)
         part.set_positions(positions(workload.seq_len, meshes.coordinate("cp"), plan.cp, device), compute)
 

@@ -18,6 +18,7 @@ from planner.commands.doctor import doctor
 from planner.commands.estimate import estimate
 from planner.commands.probe import probe
 from planner.commands.suggest import suggest
+from planner.commands.trace import trace
 from planner.commands.validate import validate
 from topology.errors import PlannerError
 
@@ -56,6 +57,7 @@ app = typer.Typer(
 app.command("suggest")(suggest)
 app.command("estimate")(estimate)
 app.command("validate")(validate)
+app.command("trace")(trace)
 app.command("probe")(probe)
 app.command("doctor")(doctor)
 app.command("apply")(apply)

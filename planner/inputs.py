@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.output import warn
+from topology.errors import BadCluster
 
 if TYPE_CHECKING:
     from topology.cluster import Cluster
@@ -16,22 +17,22 @@ def cluster_of(name: str, gpus: int | None = None, *, gpu: str | None = None) ->
     """Return the named cluster, or as much of it as `gpus` needs.
 
     `name` is a catalogue name, a cluster file, a capture (`nvidia-smi topo -m`, NCCL XML; `gpu` says which GPU where
-    the text does not), or `local` for the machine at hand. A node with GPUs off the fabric is not cut to size: which
-    of its GPUs to leave out is for placement to say. Raises BadCluster when it does not come that size.
+    the text does not), or `local` for the machine at hand. A node in which it matters which GPUs talk is not cut to
+    size: which of them to leave out is for placement to say. Raises BadCluster when it does not come that size.
     """
-    from topology.cluster_file import load_cluster  # noqa: PLC0415 - keeps `--help` light
+    from planner.search import irregular  # noqa: PLC0415 - keeps `--help` light
+    from topology.cluster_file import load_cluster  # noqa: PLC0415 - as above
     from topology.platform import take_gpus  # noqa: PLC0415 - as above
 
-    captured = _captured(name, gpu)
-    if captured is None:
+    found = _captured(name, gpu)
+    captured = found is not None or Path(name).is_file()
+    if found is None:
         if gpu is not None:
             warn(f"warning: --gpu {gpu} is for captured texts; {name} says itself which GPUs it has")
-        captured = load_cluster(name) if Path(name).is_file() else None
-    if captured is None:
-        return load_cluster(name, gpus=gpus)
-    if gpus is None or (unsound_gpus(captured) and gpus <= captured.gpus_per_node):
-        return captured
-    return take_gpus(captured, gpus)
+        found = load_cluster(name)
+    if gpus is None or (gpus <= found.gpus_per_node and irregular(found)):
+        return found
+    return take_gpus(found, gpus) if captured else load_cluster(name, gpus=gpus)
 
 
 def unsound_gpus(cluster: Cluster) -> tuple[int, ...]:
@@ -53,13 +54,21 @@ def _captured(name: str, gpu: str | None) -> Cluster | None:
     if name == "local":
         from topology.probe_machine import probe_machine  # noqa: PLC0415 - as above
 
-        return probe_machine()
-    if not Path(name).is_file():
+        found = probe_machine()
+    elif not Path(name).is_file():
         return None
-    text = codec.read_text(name)
-    if text.lstrip().startswith("{"):
-        return None
-    return probe_text([(name, text)], gpu=gpu)
+    else:
+        text = codec.read_text(name)
+        if text.lstrip().startswith("{"):
+            return None
+        found = probe_text([(name, text)], gpu=gpu)
+    if not found.gpu_count:
+        raise BadCluster(
+            "this machine has no GPU to plan for" if name == "local" else f"{name} shows no GPU",
+            why="; ".join(finding.what for finding in found.findings),
+            remedy="name a catalogue cluster, or a capture of another machine",
+        )
+    return found
 
 
 def profile_of(path: Path | None, cluster: Cluster | None = None) -> Profile | None:

@@ -15,7 +15,7 @@ from planner.legality import check, is_legal
 from topology.errors import PlannerError
 
 if TYPE_CHECKING:
-    from simulator.estimate import Estimate
+    from simulator.estimate import Estimate, MemoryEstimate
     from topology.profile import Profile
 
 GIB = 2.0**30
@@ -59,7 +59,7 @@ def _estimate(case: Case, profile: Profile | None) -> Estimate:
 def _compare(row: dict[str, Any], case: Case, estimate: Estimate) -> None:
     memory = estimate.memory
     reserved, row["memory_is"] = _memory_convention(case)
-    compared = memory.reserved_bytes if reserved else memory.peak_bytes.value
+    compared = _reserved_on(case, memory) if reserved else memory.peak_bytes.value
     row["predicted"] = {
         "step_s": estimate.step_s.value,
         "step_low_s": estimate.step_s.low,
@@ -88,6 +88,15 @@ def _compare(row: dict[str, Any], case: Case, estimate: Estimate) -> None:
     row["within_interval"] = all(held) if held else None
     if step is None and peak is None and row["outcome_right"] is None:
         row["skipped"] = "the source states nothing to compare: no time, throughput, FLOP/s, memory or outcome"
+
+
+def _reserved_on(case: Case, memory: MemoryEstimate) -> float:
+    """Return the bytes reserved on the rank that the source looked at, or on the worst one where it names none."""
+    rank = case.measured.get("memory_rank")
+    plan = case.plan
+    if not isinstance(rank, int) or not memory.reserved_by_stage or not 0 <= rank < plan.gpus:
+        return memory.reserved_bytes
+    return memory.reserved_by_stage[rank // (plan.gpus // plan.pp)]
 
 
 def measured_step_s(case: Case) -> tuple[float | None, str | None]:

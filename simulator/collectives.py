@@ -21,11 +21,13 @@ from simulator.collective_curves import P2P_CHANNELS, Floats, peer_channels
 from simulator.collective_times import custom_s, multi_node_s, peer_to_peer_s, single_node_s
 from simulator.communicator import Communicator, Fabric, communicator
 from simulator.estimate import Interval
-from simulator.launch_mode import LaunchMode, launched
+from simulator.launch_mode import EAGER_ISSUE_S, LaunchMode, launched
 from simulator.measured_collectives import MeasuredCollectives
 from topology.cluster import Cluster, Source
 from topology.errors import BadInput, Infeasible
+from topology.gpus import gpu_kind
 from topology.groups import GroupRates, GroupShape, group_rates
+from topology.profile import Profile
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 NCCL_ALGORITHMS = ("ring", "tree", "nvls", "nvls_tree", "pat")
@@ -39,6 +41,8 @@ SPREAD_NETWORK = 0.30
 SPREAD_CUSTOM = 0.35  # kernels outside NCCL: two or three published points each
 SPREAD_FLAT = 0.55  # PCIe and xGMI: peer access, ACS and shared uplinks are not in the datasheet
 
+# Channels to one peer on another node where nChannelsPerNetPeer is not set (NCCL src/graph/paths.cc).
+NET_PEER_CHANNELS = 2
 # NCCL gives a channel this many bytes before it adds another: threads x threshold (enqueue.cc), per protocol.
 _BYTES_PER_CHANNEL = {"LL": 512 * 8, "LL128": 640 * 8, "Simple": 512 * 64}
 _NVLS_CHANNELS = {2: 16, 3: 24}  # by tuner generation: Hopper 16, Blackwell 24 (GB300 log of 2.29.7)
@@ -62,6 +66,13 @@ class _Options:
     names: tuple[tuple[str, str], ...]
     time_s: Floats
     pick: NDArray[np.intp]
+
+
+def collective_model(cluster: Cluster, profile: Profile | None = None) -> CollectiveModel:
+    """Return the model of `cluster`, with what `profile` measured going before it where the GPUs are the same."""
+    same = profile is not None and gpu_kind(profile.gpu).name == cluster.slowest_kind.name
+    measured = MeasuredCollectives(profile.collectives) if profile is not None and same else None
+    return CollectiveModel(cluster, measured=measured if measured and measured.samples else None)
 
 
 @dataclass(slots=True)
@@ -106,7 +117,7 @@ class CollectiveModel:
             device, _ = self._blended(self.measured, op, flat, shape, narrow=narrow)
         else:
             device = self._options(op, flat, shape, narrow=narrow, algorithm=algorithm).time_s
-        return np.asarray(launched(device, launch), dtype=np.float64).reshape(size.shape)
+        return np.asarray(self._launched(op, device, launch), dtype=np.float64).reshape(size.shape)
 
     def choose(
         self,
@@ -154,7 +165,7 @@ class CollectiveModel:
             device, known = self._blended(self.measured, op, sizes, shape, narrow=narrow)
             spreads = np.where(known, self.measured.spread, spreads)
             sources = [Source.MEASURED if k else source for k in known]
-        total = launched(device, launch)
+        total = self._launched(op, device, launch)
         costs = []
         for size, value, width, origin, pick in zip(sizes, total, spreads, sources, options.pick, strict=True):
             name, protocol = options.names[pick]
@@ -165,6 +176,10 @@ class CollectiveModel:
             sms = 0 if name == "copy_engine" else channels
             costs.append(CollectiveCost(algorithm=name, protocol=protocol, channels=channels, sms=sms, time_s=interval))
         return tuple(costs)
+
+    def _launched(self, op: str, device_s: Floats, launch: LaunchMode) -> Floats:
+        issue_s = self.measured.issue_s(op) if self.measured is not None else EAGER_ISSUE_S
+        return launched(device_s, launch, issue_s=issue_s)
 
     def _blended(
         self, measured: MeasuredCollectives, op: str, sizes: Floats, shape: GroupShape, *, narrow: bool
@@ -240,6 +255,8 @@ def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, narrow: bool
 def channel_count(comm: Communicator, op: str, algorithm: str, protocol: str, size: float) -> int:
     """Return NCCL's channels for one call: one CTA, so one SM, each. Small messages get fewer."""
     if algorithm == "p2p":
+        if op == "send_recv" and comm.nodes > 1:
+            return NET_PEER_CHANNELS
         if op == "send_recv":
             return int(peer_channels(comm.ranks, np.array([size]))[0])
         peers = max(1, min(comm.ranks, P2P_CHANNELS))

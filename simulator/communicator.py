@@ -26,6 +26,12 @@ class Fabric(StrEnum):
     PCIE = "pcie"
 
 
+# Among GPUs on an NVSwitch one without links poisons the communicator: NCCL's search falls back to two channels through
+# host memory, whatever PCIe could do. A GB300 tray then reaches 4.5 to 6.7 GB/s bus bandwidth in all-reduce (datacrunch
+# report of 2026-08-14, topology file with count=0), which at the efficiency of this path is a link of 9.3 GB/s.
+LOST_GPU_BYTES_PER_S = 9.3e9
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communicator:
     """One group of ranks. Rates are bytes per second and direction; latencies seconds."""
@@ -53,12 +59,14 @@ def communicator(cluster: Cluster, shape: GroupShape) -> Communicator:
     node, kind = cluster.groups[0].node, cluster.slowest_kind
     per_node = min(shape.ranks_per_node, shape.ranks)
     rates = group_rates(cluster, shape)
-    placed: tuple[int, ...] = getattr(rates, "gpus", ())  # where the topology says which GPUs, else the first ones
-    members = placed[:per_node] or tuple(i * shape.stride % len(node.gpus) for i in range(per_node))
+    members = rates.gpus[:per_node] or tuple(i * shape.stride % len(node.gpus) for i in range(per_node))
     links, nccl_links, multicast = _scale_up(node, kind, members)
+    lost = shape.nodes == 1 and not links and _some_on_a_switch(node, members)
     amd = kind.architecture.startswith("CDNA")
     fabric = Fabric.PCIE if not links else Fabric.XGMI if amd else Fabric.NVLINK
-    intra = links or min(rates.intra_bytes_per_s, kind.pcie_bytes_per_s or math.inf)
+    intra = links or min(
+        rates.intra_bytes_per_s, kind.pcie_bytes_per_s or math.inf, LOST_GPU_BYTES_PER_S if lost else math.inf
+    )
     nics = [nic for nic in node.nics if nic.up and nic.bytes_per_s]
     nccl = NcclMachine(
         ranks=shape.ranks,
@@ -86,7 +94,16 @@ def communicator(cluster: Cluster, shape: GroupShape) -> Communicator:
         nccl=nccl,
         compute_capability=kind.compute_capability,
         architecture=kind.architecture,
-        inter_peer_bytes_per_s=getattr(rates, "inter_all_to_all_bytes_per_s", 0.0) or rates.inter_bytes_per_s,
+        inter_peer_bytes_per_s=rates.inter_all_to_all_bytes_per_s or rates.inter_bytes_per_s,
+    )
+
+
+def _some_on_a_switch(node: Node, positions: tuple[int, ...]) -> bool:
+    """Whether some of the GPUs hang on a working NVSwitch port; with `_scale_up` finding none for all, one is lost."""
+    members = {node.gpus[position].vertex for position in positions if position < len(node.gpus)}
+    return any(
+        link.kind is LinkKind.NVSWITCH and (link.best_bytes_per_s or 0.0) > 0 and members & {link.a, link.b}
+        for link in node.links
     )
 
 

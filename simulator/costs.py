@@ -65,7 +65,8 @@ class CostModel(Protocol):
     def routes(self, ranks: Ranks) -> tuple[LinkUse, ...]:
         """Return the shared links that a transfer among `ranks` crosses; links nobody shares may be left out.
 
-        For one rank: the links its copies to and from the host cross.
+        For one rank: the links its copies to and from the host cross. For two: a message from the first to the second;
+        a collective of two is asked for both ways.
         """
         ...
 

@@ -296,8 +296,8 @@ class _Rank:
             case HostWork(duration_s=seconds):
                 yield self.env.timeout(seconds)
                 self.span(op, begin, self.env.now, tr.HOST)
-            case Alloc(buffer=name, nbytes=nbytes, category=category):
-                self.memory.allocate(name, nbytes, category)
+            case Alloc(buffer=name, nbytes=nbytes, category=category, pool=pool):
+                self.memory.allocate(name, nbytes, category, pool)
             case Free(buffer=name):
                 self.memory.free(name)
 

@@ -27,7 +27,8 @@ class MemoryEstimate:
     worst_rank: int
     capacity_bytes: float  # what a rank can use
     fits: bool
-    by_stage: tuple[dict[str, float], ...] = ()  # bytes by category, one entry per pipeline stage
+    by_stage: tuple[dict[str, float], ...] = ()  # bytes by category, one entry per pipeline rank
+    reserved_by_stage: tuple[float, ...] = ()  # what the allocator holds, one entry per pipeline rank
 
     @property
     def verdict(self) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simulator.costs import CostModel, Ranks
+from simulator.costs import CostModel, LinkUse, Ranks
 from simulator.program import Collective, Copy, Program, RankCode, Recv, Send, Transfer
 from simulator.refine import Ints, SharedLinks, columns, number_rows, number_values
 
@@ -192,7 +192,7 @@ class _Refinement:
         if any(isinstance(instruction, Copy) for code in self.program.codes for instruction in code.instructions):
             self.links.add(COPIES, [costs.routes((rank,)) for rank in range(len(self.code_of))])
         for name, members in groups.items():
-            self.links.add(name, [costs.routes(group) for group in members])
+            self.links.add(name, [_both_ways(costs, group) for group in members])
         for key, rows in pairs.items():
             if key[1][0] == "send":  # a message is one transfer: its sender's end carries the link use
                 self.links.add(key, [costs.routes(pair) for pair in rows])
@@ -278,6 +278,11 @@ class _Refinement:
         use = self.links.total((code, key), alike, link_colour) if kind == "send" else ((), 0.0)
         channel = ("pair", name, step, sender, receiver)
         return Meeting(channel, (source, target), tuple(dict.fromkeys((sender, receiver))), *use)
+
+
+def _both_ways(costs: CostModel, group: Ranks) -> tuple[LinkUse, ...]:
+    """Return the links of a collective: two ranks would be taken for a message, which goes one way."""
+    return costs.routes(group) if len(group) != 2 else (*costs.routes(group), *costs.routes(group[::-1]))
 
 
 # --- reading the program ----------------------------------------------------------------------------------------------

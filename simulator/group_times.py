@@ -17,7 +17,7 @@ from topology.groups import GroupShape, group_shape
 class GroupTimes:
     """Where each plan's groups lie on `cluster`, and what collectives cost there.
 
-    Axes: `tp`, `cp`, `ep`, `pp`, `fsdp` (dp_shard x cp), `replicate` (dp_replicate), `dp` (both, and cp),
+    Axes: `tp`, `cp`, `ep`, `pp` (neighbouring stages), `pipeline` (all of them), `fsdp` (dp_shard x cp), `replicate` (dp_replicate), `dp` (both, and cp),
     `expert_fsdp` and `expert_dp` (what expert parallelism leaves of them).
     """
 
@@ -26,7 +26,7 @@ class GroupTimes:
     collectives: CollectiveModel
     _shapes: dict[str, tuple[tuple[GroupShape, ...], NDArray[np.int64]]] = field(default_factory=dict)
 
-    def time_s(self, op: str, axis: str, nbytes: Floats | float) -> Floats:
+    def time_s(self, op: str, axis: str, nbytes: Floats | float, *, algorithm: str | None = None) -> Floats:
         """Return the seconds of `op` with `nbytes` (nccl-tests' size column) along `axis`, one value per plan."""
         shapes, which = self._axis(axis)
         size = np.broadcast_to(np.asarray(nbytes, dtype=np.float64), (len(self.table),))
@@ -34,12 +34,12 @@ class GroupTimes:
         for index, shape in enumerate(shapes):
             mask = which == index
             if shape.ranks > 1:
-                out[mask] = self.collectives.time_s(op, size[mask], shape)
+                out[mask] = self.collectives.time_s(op, size[mask], shape, algorithm=algorithm)
         return out
 
     def _axis(self, axis: str) -> tuple[tuple[GroupShape, ...], NDArray[np.int64]]:
         if axis not in self._shapes:
-            size, stride = self._extent(axis)
+            size, stride = self.extent(axis)
             world = np.array([plan.gpus for plan in self.table.plans])
             keys = np.stack([size, stride, world], axis=1).astype(np.int64)
             unique, which = np.unique(keys, axis=0, return_inverse=True)
@@ -50,7 +50,12 @@ class GroupTimes:
             self._shapes[axis] = (shapes, which.reshape(-1))
         return self._shapes[axis]
 
-    def _extent(self, axis: str) -> tuple[Floats, Floats]:
+    def shape(self, axis: str, row: int = 0) -> GroupShape:
+        """Return how one plan's groups along `axis` lie on the machine."""
+        shapes, which = self._axis(axis)
+        return shapes[int(which[row])]
+
+    def extent(self, axis: str) -> tuple[Floats, Floats]:
         """Return the number of ranks and their distance in rank along an axis, per plan; see plan.MESH_AXES."""
         t = self.table
         one = np.ones(len(t))
@@ -66,6 +71,12 @@ class GroupTimes:
                 return t["cp"], t["tp"]
             case "ep":
                 return t["ep"], expert_stride
+            case "tp_pair" | "cp_pair":  # two neighbours of a ring; those that are furthest apart decide
+                size, stride = self.extent(axis.removesuffix("_pair"))
+                node = float(self.cluster.gpus_per_node)
+                return np.minimum(size, 2.0), np.where(size * stride > node, np.maximum(stride, node), stride)
+            case "pipeline":
+                return t["pp"], everything
             case "pp":
                 return np.where(t["pp"] > 1, 2.0, 1.0), everything
             case "fsdp":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.group_times import GroupTimes
 from simulator.operators import (
@@ -21,15 +22,23 @@ from simulator.plan_table import Floats, PlanTable
 from simulator.roofline import Roofline
 from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import RecomputeSpec, RuntimeSpec
+from simulator.tp_overlap import COPY_ENGINE_MODES, PEER_MODES, extra_calls, together_s
+
+Rows = NDArray[np.bool_]
 
 
 @dataclass(slots=True)
 class PassCost:
-    """One pass over a block: kernel seconds, exposed communication by axis, host seconds. Columns."""
+    """One pass over a block: kernel seconds, exposed communication by axis, host seconds. Columns.
+
+    `hidden_s` is communication that kernels hide while it takes SMs from them.
+    """
 
     compute_s: Floats
     matmul_s: Floats
+    weight_s: Floats  # weight gradients, which split backwards put off
     host_s: Floats
+    hidden_s: Floats
     communication_s: dict[str, Floats] = field(default_factory=dict)
     operator_s: dict[str, Floats] = field(default_factory=dict)
 
@@ -41,15 +50,21 @@ class PassCost:
     def device_s(self) -> Floats:
         return self.compute_s + self.exposed_s
 
+    def expose(self, axis: str, seconds: Floats) -> None:
+        self.communication_s[axis] = self.communication_s.get(axis, np.zeros_like(self.compute_s)) + seconds
+
 
 @dataclass(slots=True)
 class BlockCost:
-    """Forward, backward without recomputation, and the recomputation, of one block; bytes per micro batch."""
+    """Forward, backward without recomputation, and for each recompute mode what runs again and what is kept.
+
+    Bytes are of one micro batch. A mode that wraps a share of the layers is averaged over layers.
+    """
 
     forward: PassCost
     backward: PassCost
-    recompute: PassCost
-    saved_bytes: Floats
+    recompute: dict[str, PassCost]
+    saved_bytes: dict[str, Floats]
     everything_bytes: Floats  # what it would save without recomputation
 
 
@@ -76,43 +91,35 @@ class CostContext:
 
 
 def block_cost(operators: Sequence[OperatorSpec], context: CostContext, *, wrapped: bool = True) -> BlockCost:
-    """Return the cost of a block. `wrapped` says whether the plan's recompute mode applies to it (layers only)."""
-    table = context.table
-    rows = len(table)
-    modes = _modes(context) if wrapped else [(RecomputeSpec(), np.ones(rows, dtype=bool))]
-    cost = BlockCost(
-        forward=_empty(rows),
-        backward=_empty(rows),
-        recompute=_empty(rows),
-        saved_bytes=np.zeros(rows),
-        everything_bytes=np.zeros(rows),
-    )
+    """Return the cost of a block. `wrapped` says whether recomputation applies to it (layers only)."""
+    forward, backward = PassWriter(context), PassWriter(context)
+    modes = {name: context.spec.recompute[name] for name in context.table.recompute_modes} if wrapped else {}
+    again = {name: PassWriter(context) for name, mode in modes.items() if mode.recomputes}
     for operator in operators:
-        active = _active(operator, table)
-        again = np.zeros(rows)
-        for mode, mask in modes:
-            if mode.runs_again(operator.name):
-                again = np.where(mask, mode.layers, again)
-        forward = forward_work(operator, context.sizes, context.dtype_bytes)
-        _add(cost.forward, forward, active, operator, context)
-        _add(cost.backward, backward_work(operator, context.sizes, context.dtype_bytes), active, operator, context)
-        if again.any():
-            _add(cost.recompute, forward, active * again, operator, context)
-    cost.saved_bytes, cost.everything_bytes = _saved(operators, modes, context)
-    for each in (cost.forward, cost.backward, cost.recompute):
-        _overlap(each, table)
-    return cost
+        active = active_rows(operator, context.table)
+        works = forward_work(operator, context.sizes, context.dtype_bytes)
+        forward.add(works, active, operator)
+        for name, writer in again.items():
+            if modes[name].runs_again(operator.name):
+                writer.add(works, active * modes[name].layers, operator)
+    for operator in reversed(operators):
+        works = backward_work(operator, context.sizes, context.dtype_bytes)
+        backward.add(works, active_rows(operator, context.table), operator)
+    everything = tensors_bytes(operators, context)
+    return BlockCost(
+        forward=forward.done(),
+        backward=backward.done(),
+        recompute={name: writer.done() for name, writer in again.items()},
+        saved_bytes={
+            name: mode.layers * saved_bytes(operators, mode, context) + (1 - mode.layers) * everything
+            for name, mode in modes.items()
+        }
+        | ({} if wrapped else {"none": everything}),
+        everything_bytes=everything,
+    )
 
 
-def _empty(rows: int) -> PassCost:
-    return PassCost(compute_s=np.zeros(rows), matmul_s=np.zeros(rows), host_s=np.zeros(rows))
-
-
-def _modes(context: CostContext) -> list[tuple[RecomputeSpec, np.ndarray[tuple[int], np.dtype[np.bool_]]]]:
-    return [(context.spec.recompute[str(m)], context.table.recompute == m) for m in np.unique(context.table.recompute)]
-
-
-def _active(operator: OperatorSpec, table: PlanTable) -> Floats:
+def active_rows(operator: OperatorSpec, table: PlanTable) -> Floats:
     """Return 1 where the operator runs under the plan, else 0."""
     active = np.ones(len(table))
     for condition in operator.when:
@@ -121,67 +128,189 @@ def _active(operator: OperatorSpec, table: PlanTable) -> Floats:
     return active
 
 
-def _add(total: PassCost, works: Sequence[Work], active: Floats, operator: OperatorSpec, context: CostContext) -> None:
-    host = context.spec.host
-    tensor_parallel = context.table["tp"] > 1
-    for work in works:
-        if work.kind is WorkKind.COLLECTIVE:
-            seconds = active * context.groups.time_s(work.collective, work.over, work.bytes)
-            if operator.hidden_by:
-                seconds = np.maximum(seconds - total.operator_s[operator.hidden_by], 0.0)
-            known = total.communication_s.get(work.over, np.zeros_like(active))
-            total.communication_s[work.over] = known + seconds
-            total.host_s = total.host_s + active * host.collective_s * (seconds > 0)
-            continue
-        seconds = active * context.roofline.seconds(work)
-        total.compute_s = total.compute_s + seconds
-        total.operator_s[operator.name] = total.operator_s.get(operator.name, np.zeros_like(active)) + seconds
-        if work.kind is WorkKind.MATMUL:
-            total.matmul_s = total.matmul_s + seconds
-        launch = host.backward_launch_s if work.backward else host.launch_s
-        launch_s = np.where(tensor_parallel & (not context.runtime.compile), host.dtensor_launch_s, launch)
-        total.host_s = total.host_s + active * work.launches * launch_s
-
-
-def _overlap(cost: PassCost, table: PlanTable) -> None:
-    """Hide tensor-parallel communication behind the products it feeds, where the plan says so.
-
-    Decomposed into tp chunks, all but the first chunk's transfer can run beside a product of the other chunks
-    (facts of asynchronous tensor parallelism: discuss.pytorch.org/t/209487).
-    """
-    if "tp" not in cost.communication_s:
-        return
-    whole = cost.communication_s["tp"]
-    exposed = np.maximum(whole / table["tp"], whole - cost.matmul_s)
-    cost.communication_s["tp"] = np.where(table.tp_overlap == "none", whole, exposed)
-
-
-def _saved(
-    operators: Sequence[OperatorSpec],
-    modes: Sequence[tuple[RecomputeSpec, np.ndarray[tuple[int], np.dtype[np.bool_]]]],
-    context: CostContext,
-) -> tuple[Floats, Floats]:
-    """Return the bytes a block keeps per micro batch under each plan's recompute mode, and without any."""
-
-    def size(tensors: Sequence[str]) -> Floats:
-        zero = np.zeros(len(context.table))
-        return sum((tensor_bytes(x, context.sizes, context.dtype_bytes) for x in tensors), zero)
-
-    everything = np.zeros(len(context.table))
-    kept_by_drops = {id(mode): np.zeros(len(context.table)) for mode, _ in modes}
+def tensors_bytes(operators: Sequence[OperatorSpec], context: CostContext, *, without: Sequence[str] = ()) -> Floats:
+    """Return the bytes that operators save, those named in `without` left out."""
+    total = np.zeros(len(context.table))
     for operator in operators:
-        saved = _active(operator, context.table) * size(operator.saves)
-        everything = everything + saved
-        for mode, _ in modes:
-            if operator.name not in mode.drops:
-                kept_by_drops[id(mode)] = kept_by_drops[id(mode)] + saved
-    result = everything
-    for mode, mask in modes:
-        if mode.keeps:
-            kept = size(mode.keeps)
-        elif mode.drops:
-            kept = kept_by_drops[id(mode)]
+        if operator.saves and operator.name not in without:
+            active = active_rows(operator, context.table)
+            for tensor in operator.saves:
+                total = total + active * tensor_bytes(tensor, context.sizes, context.dtype_bytes)
+    return total
+
+
+def saved_bytes(operators: Sequence[OperatorSpec], mode: RecomputeSpec, context: CostContext) -> Floats:
+    """Return the bytes a block wrapped in `mode` keeps per micro batch."""
+    if mode.keeps:
+        zero = np.zeros(len(context.table))
+        return sum((tensor_bytes(x, context.sizes, context.dtype_bytes) for x in mode.keeps), zero)
+    return tensors_bytes(operators, context, without=mode.drops)
+
+
+class PassWriter:
+    """Adds up one pass, operator by operator, and pairs tensor-parallel collectives with the products beside them.
+
+    A gather runs beside the products that follow it, a reduce-scatter beside those just before it, as the plan's
+    `tp_overlap` says; a product serves one collective. All columns, since plans differ in which operators run.
+    """
+
+    def __init__(self, context: CostContext) -> None:
+        rows = len(context.table)
+        self.context = context
+        self.cost = PassCost(
+            compute_s=np.zeros(rows),
+            matmul_s=np.zeros(rows),
+            weight_s=np.zeros(rows),
+            host_s=np.zeros(rows),
+            hidden_s=np.zeros(rows),
+        )
+        self._ranks = context.table["tp"]
+        self._modes = [m for m in np.unique(context.table.tp_overlap) if m != "none"]
+        self._open = np.zeros(rows, dtype=bool)  # a gather waits for the end of its products
+        self._seen = np.zeros(rows, dtype=bool)  # and has met one
+        self._whole = np.zeros(rows)
+        self._bytes = np.zeros(rows)
+        self._beside = np.zeros((2, rows))  # its products: at once, in pieces
+        self._tail = np.zeros((2, rows))  # products at the end of what has been added, claimed by no gather
+
+    def add(self, works: Sequence[Work], active: Floats, operator: OperatorSpec) -> None:
+        for work in works:
+            if work.kind is WorkKind.COLLECTIVE:
+                self._collective(work, active, operator)
+            else:
+                self._kernel(work, active, operator)
+
+    def done(self) -> PassCost:
+        self._close(self._open)
+        return self.cost
+
+    def _kernel(self, work: Work, active: Floats, operator: OperatorSpec) -> None:
+        cost, host = self.cost, self.context.spec.host
+        seconds = active * self.context.roofline.seconds(work)
+        cost.compute_s = cost.compute_s + seconds
+        cost.operator_s[operator.name] = cost.operator_s.get(operator.name, np.zeros_like(active)) + seconds
+        if work.kind is WorkKind.MATMUL:
+            cost.matmul_s = cost.matmul_s + seconds
+        if work.name.endswith(WEIGHT_GRADIENT):
+            cost.weight_s = cost.weight_s + seconds
+        launch = host.backward_launch_s if work.backward else host.launch_s
+        eager = not self.context.runtime.compile
+        launch_s = np.where((self._ranks > 1) & eager, host.dtensor_launch_s, launch)
+        cost.host_s = cost.host_s + active * work.launches * launch_s
+        if not self._modes:
+            return
+        runs = active > 0
+        if work.kind is WorkKind.MATMUL:
+            both = np.stack([seconds, active * pieces_s(work, self.context)])
+            self._beside = self._beside + np.where(self._open, both, 0.0)
+            self._seen = self._seen | (self._open & runs)
+            self._tail = np.where(self._open, self._tail, self._tail + both)
+            return
+        self._close(self._open & self._seen & runs)
+        self._beside = self._beside + np.where(self._open & runs, seconds, 0.0)
+        self._tail = np.where(runs, 0.0, self._tail)
+
+    def _collective(self, work: Work, active: Floats, operator: OperatorSpec) -> None:
+        cost, context = self.cost, self.context
+        runs = (active > 0) & (context.groups.extent(work.over)[0] > 1)
+        if work.collective == "ring":
+            exposed, hidden = self._ring(work, operator)
+            cost.expose(work.over, active * exposed)
+            cost.hidden_s = cost.hidden_s + active * hidden
+            hops = np.where(runs, context.table["cp"] - 1, 0.0)
+            launch = context.spec.host.launch_s
+            cost.host_s = cost.host_s + active * hops * (2 * context.spec.host.collective_s + launch)
+            return
+        seconds = active * context.groups.time_s(work.collective, work.over, work.bytes)
+        cost.host_s = cost.host_s + active * context.spec.host.collective_s * runs
+        if work.over != "tp" or not self._modes:
+            cost.expose(work.over, seconds)
+            self._close(self._open & runs)
+            self._tail = np.where(runs, 0.0, self._tail)
+            return
+        self._close(self._open & runs)
+        size = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), runs.shape)
+        if work.collective == "all_gather":
+            self._open = self._open | runs
+            self._seen = self._seen & ~runs
+            self._whole, self._bytes = np.where(runs, seconds, self._whole), np.where(runs, size, self._bytes)
+            self._beside = np.where(runs, 0.0, self._beside)
+        elif work.collective == "reduce_scatter":
+            self._pair(work.collective, seconds, size, self._tail, active)
         else:
-            continue
-        result = np.where(mask, mode.layers * kept + (1 - mode.layers) * everything, result)
-    return result, everything
+            cost.expose("tp", seconds)
+        self._tail = np.where(runs, 0.0, self._tail)
+
+    def _ring(self, work: Work, operator: OperatorSpec) -> tuple[Floats, Floats]:
+        """Return (exposed, hidden) seconds of shards passed round while attention works on the one before.
+
+        Forward the attention kernel has just been added, backward it comes next; either way its work is the same.
+        """
+        ranks = self.context.groups.extent(work.over)[0]
+        hop = self.context.groups.time_s("send_recv", f"{work.over}_pair", work.bytes / ranks)
+        attention = self.context.roofline.seconds(attention_work(operator.hidden_by, self.context, work.backward))
+        exposed = (ranks - 1) * np.maximum(hop - attention / ranks, 0.0)
+        return exposed, (ranks - 1) * hop - exposed
+
+    def _close(self, rows: Rows) -> None:
+        """End the products beside the gathers of `rows`."""
+        if rows.any():
+            active = rows.astype(np.float64)
+            self._pair("all_gather", self._whole * active, self._bytes, self._beside * active, active)
+            self._open = self._open & ~rows
+
+    def _pair(self, op: str, whole_s: Floats, nbytes: Floats, products: Floats, active: Floats) -> None:
+        product_s, in_pieces_s = products
+        exposed = whole_s
+        for mode in self._modes:
+            chunk_s, hop_s = overlap_parts_s(str(mode), op, nbytes, self.context)
+            together = together_s(
+                str(mode),
+                whole_s=whole_s,
+                chunk_s=chunk_s,
+                hop_s=hop_s,
+                product_s=product_s,
+                pieces_s=in_pieces_s,
+                ranks=self._ranks,
+            )
+            paired = (self.context.table.tp_overlap == mode) & (product_s > 0)
+            exposed = np.where(paired, np.maximum(together - product_s, 0.0), exposed)
+            if mode not in COPY_ENGINE_MODES:
+                self.cost.hidden_s = self.cost.hidden_s + np.where(paired, np.maximum(whole_s - exposed, 0.0), 0.0)
+            issued = np.array([extra_calls(str(mode), ranks) for ranks in self._ranks])
+            issued_s = issued * self.context.spec.host.collective_s
+            self.cost.host_s = self.cost.host_s + np.where(paired & (active > 0), issued_s, 0.0)
+        self.cost.expose("tp", exposed * (active > 0))
+
+
+def attention_work(name: str, context: CostContext, backward: bool) -> Work:
+    """Return the fused attention kernel called `name`."""
+    spec = OperatorSpec(name=name, attention="flash")
+    works = (backward_work if backward else forward_work)(spec, context.sizes, context.dtype_bytes)
+    return works[0]
+
+
+# The ending of a weight gradient's name.
+WEIGHT_GRADIENT = ".wgrad"
+
+
+def pieces_s(work: Work, context: CostContext) -> Floats:
+    """Return seconds of a product cut into one piece for each tensor-parallel rank, along tokens."""
+    ranks = context.table["tp"]
+    piece = replace(work, flops=work.flops / ranks, bytes=work.bytes / ranks)
+    if work.name.endswith(WEIGHT_GRADIENT):
+        piece = replace(piece, k=work.k / ranks)
+    else:
+        piece = replace(piece, m=work.m / ranks)
+    return np.asarray(ranks * context.roofline.seconds(piece))
+
+
+def overlap_parts_s(mode: str, op: str, nbytes: Floats, context: CostContext) -> tuple[Floats, Floats]:
+    """Return seconds of (a chunk as a collective of its own, a shard to a peer) under an overlap mode."""
+    ranks, groups = context.table["tp"], context.groups
+    if mode not in PEER_MODES:
+        chunk = groups.time_s(op, "tp", nbytes / ranks)
+        return chunk, chunk
+    algorithm = "copy_engine" if mode in COPY_ENGINE_MODES else None
+    hop = groups.time_s("send_recv", "tp_pair", nbytes / ranks, algorithm=algorithm)
+    return hop, hop

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.launch_mode import LaunchMode, device_time_s
+from simulator.launch_mode import EAGER_ISSUE_S, LaunchMode, device_time_s
 from topology.groups import GroupShape
 from topology.profile import CollectiveSample
 
@@ -26,6 +26,7 @@ Model = Callable[[str, Floats, GroupShape], Floats]
 
 NOISE = 0.033  # two runs of one point differ by 3.3 % in the median (public tables)
 FADE = 64.0  # beyond the measured range, half of a correction is left after this factor in size
+DEVICE_ALONE = (LaunchMode.GRAPH, LaunchMode.QUEUED)
 REACH_BYTES = 4.0  # a size counts as known when a sample lies within this factor on either side
 
 
@@ -45,14 +46,16 @@ class MeasuredCollectives:
     spread: float = 0.08
     _series: dict[tuple[str, int, int], _Series] = field(default_factory=dict)
     _ratios: dict[tuple[str, GroupShape], Floats] = field(default_factory=dict)
+    _issue_s: dict[str, float] = field(default_factory=dict)
 
     def __init__(self, samples: Iterable[CollectiveSample], *, spread: float = 0.08) -> None:
         self.samples = tuple(samples)
         self.spread = spread
         self._ratios = {}
         grouped: dict[tuple[str, int, int], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self._issue_s = _issue_times(self.samples)
         for sample in self.samples:
-            device = device_time_s(sample.time_s, LaunchMode(sample.launch))
+            device = device_time_s(sample.time_s, LaunchMode(sample.launch), issue_s=self.issue_s(sample.op))
             if device is not None:
                 grouped[sample.op, sample.ranks, sample.nodes][sample.nbytes].append(device)
         self._series = {
@@ -62,6 +65,10 @@ class MeasuredCollectives:
             )
             for key, by_size in grouped.items()
         }
+
+    def issue_s(self, op: str) -> float:
+        """Return how long this machine's host takes to issue an eager call of `op`, as far as the samples show it."""
+        return self._issue_s.get(op, EAGER_ISSUE_S)
 
     def blend(self, op: str, sizes: Floats, shape: GroupShape, model: Model) -> tuple[Floats, NDArray[np.bool_]]:
         """Return (seconds, which of them rest on samples of this very op and group)."""
@@ -93,9 +100,23 @@ class MeasuredCollectives:
             power = float(np.mean(ratios**2))
             # Where model and samples agree within the noise, the noise is not worth following.
             self._ratios[key] = ratios * power / (power + NOISE**2)
-        inside = np.interp(np.log(sizes), np.log(series.sizes), self._ratios[key])
-        beyond = np.maximum(np.maximum(series.sizes[0] / sizes, sizes / series.sizes[-1]), 1.0)
+        inside = np.interp(np.log(np.maximum(sizes, 1.0)), np.log(series.sizes), self._ratios[key])
+        beyond = np.maximum(np.maximum(series.sizes[0] / np.maximum(sizes, 1.0), sizes / series.sizes[-1]), 1.0)
         return np.asarray(inside * 0.5 ** (np.log(beyond) / np.log(FADE)), dtype=np.float64)
+
+
+def _issue_times(samples: tuple[CollectiveSample, ...]) -> dict[str, float]:
+    """Return the host's time per eager call, by op: what eager calls take where the device alone is well below it.
+
+    Only sizes measured both eagerly and without the host tell the two apart.
+    """
+    alone = {(s.op, s.ranks, s.nodes, s.nbytes): s.time_s for s in samples if s.launch in DEVICE_ALONE}
+    hosts: dict[str, list[float]] = defaultdict(list)
+    for s in samples:
+        device = alone.get((s.op, s.ranks, s.nodes, s.nbytes))
+        if s.launch == LaunchMode.EAGER and device is not None and s.time_s > 1.3 * device:
+            hosts[s.op].append(s.time_s)
+    return {op: float(np.median(times)) for op, times in hosts.items()}
 
 
 def _neighbours(series: _Series, sizes: Floats) -> tuple[Floats, Floats]:

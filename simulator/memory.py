@@ -9,6 +9,7 @@ its communication streams add to the peak of the compute stream even when they n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from simulator.operators import tensor_bytes
 from simulator.plan import Plan
 from simulator.plan_table import Floats
 from simulator.runtime_library import ModelOperators
-from simulator.stages import StageLayout, in_flight, last_rank
+from simulator.stages import StageLayout, head_in_flight, in_flight, last_rank
 
 # Bytes beside the allocator's: CUDA context, kernels and NCCL buffers of a few communicators. Source: assumed; a bare
 # torch process with NCCL shows 1 to 2 GiB in nvidia-smi on Hopper.
@@ -90,7 +91,7 @@ def memory_columns(
     parameters: Parameters,
 ) -> MemoryColumns:
     """Return peak memory of every pipeline rank under every plan."""
-    table, spec, runtime = context.table, operators.spec, context.runtime
+    table, spec = context.table, operators.spec
     exists = layout.exists
     dense, moe = np.where(exists, layout.dense, 0), np.where(exists, layout.moe, 0)
     ranks = np.arange(exists.shape[1])[None, :]
@@ -101,14 +102,11 @@ def memory_columns(
     def sharded(kind: str) -> Floats:
         return shared / table.state_shard[kind][:, None] + experts / table.expert_shard[kind][:, None]
 
-    param_bytes = context.dtype_bytes("param")
-    gradient_bytes = context.dtype_bytes(spec.state.gradient_dtype)
+    widths = state_bytes(context)
+    param_bytes, gradient_bytes = widths["parameters"], widths["gradients"]
     fully_sharded = (table.state_shard["parameters"] > 1)[:, None]
 
-    master = 4.0 if spec.state.master_weights and param_bytes < 4 else 0.0
-    # Adam keeps its two moments in the type of the parameters it updates.
-    states = {"sgd": 0.0}.get(runtime.optimizer, 2.0 * (4.0 if master else param_bytes))
-    optimizer = sharded("optimizer") * (states + master)
+    optimizer = sharded("optimizer") * widths["optimizer"]
 
     # Layers in flight under full sharding: the one computing, those gathered ahead, and the two ends of the network,
     # which are units of their own. Backward holds their unsharded gradients until they are reduced.
@@ -126,23 +124,24 @@ def memory_columns(
     # A data-parallel reduction through buckets may hold them beside the gradients.
     copied = spec.ddp.bucket_copy & (table["dp_replicate"] > 1)
     buckets = np.where(copied[:, None], (shared + experts) * gradient_bytes, 0.0)
-    reduction = np.where(fully_sharded, unsharded_gradients, buckets)
+    # Micro batches of a pipeline add up whole gradients, in the type they are reduced in, until the last one.
+    adding = (table["pp"] > 1)[:, None] * (shared + experts) * context.dtype_bytes("reduce")
+    reduction = np.where(fully_sharded, unsharded_gradients + adding, buckets)
+    passing = np.where(fully_sharded, unsharded_gradients, 0.0)
 
     flying = in_flight(table)
-    saved = (
-        dense * blocks["dense"].saved_bytes[:, None]
-        + (moe * blocks["moe"].saved_bytes[:, None] if "moe" in blocks else 0.0)
-        + first * blocks["embedding"].saved_bytes[:, None]
-    )
-    activations = saved * flying + last * blocks["head"].saved_bytes[:, None] * np.minimum(flying, 1.0)
+    saved = first * blocks["embedding"].saved_bytes["none"][:, None]
+    for mode, (in_dense, in_moe) in layout.by_mode.items():
+        saved = saved + in_dense * blocks["dense"].saved_bytes[mode][:, None]
+        if "moe" in blocks:
+            saved = saved + in_moe * blocks["moe"].saved_bytes[mode][:, None]
+    head_saved = blocks["head"].saved_bytes["none"]
+    activations = saved * flying + last * (head_saved * head_in_flight(table))[:, None]
     # A recomputed block's intermediates live again, one block at a time.
     widest = np.max([blocks[name].everything_bytes for name in ("dense", "moe") if name in blocks], axis=0)
-    recomputed = np.where((table.recompute != "none")[:, None], widest[:, None], 0.0)
-    head_peak = sum(
-        (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in operators.spec.layer.head_peak),
-        np.zeros(len(table)),
-    )
-    loss = last * np.maximum(head_peak - blocks["head"].saved_bytes, 0.0)[:, None]
+    wrapped = sum((a + b for mode, (a, b) in layout.by_mode.items() if mode != "none"), np.zeros_like(shared))
+    recomputed = np.where(wrapped > 0, widest[:, None], 0.0)
+    loss = last * np.maximum(head_peak_bytes(context) - head_saved, 0.0)[:, None]
     turning = np.maximum(loss, recomputed * exists)
 
     categories = {
@@ -156,13 +155,36 @@ def memory_columns(
     }
     categories = {k: np.where(exists, v, 0.0) for k, v in categories.items()}
     everything = sum(categories.values(), np.zeros_like(shared))
-    # The loss and the last gradients do not coincide: under full sharding gradients appear as activations go.
-    early = everything - np.where(fully_sharded, categories["gradients"] + categories["gradient_buffers"], 0.0)
+    # The loss and a unit's whole gradient do not coincide: under full sharding gradients appear as activations go, and
+    # shards of them are there before only if an earlier micro batch has left them.
+    fresh = fully_sharded & ((table["pp"] > 1) | (table.micro_batches <= 1))[:, None]
+    early = everything - np.where(exists, passing, 0.0) - np.where(fresh, categories["gradients"], 0.0)
     late = everything - categories["activations"] - categories["loss_and_recompute"]
     peak = np.maximum(early, late)
     # One pool per stream: the compute stream's peak and the communication streams' peak add up.
     reserved = everything * (1.0 + FRAGMENTATION)
     return MemoryColumns(categories=categories, peak_bytes=peak, reserved_bytes=np.where(exists, reserved, 0.0))
+
+
+State = Literal["parameters", "gradients", "optimizer"]
+
+
+def state_bytes(context: CostContext) -> dict[State, float]:
+    """Return bytes per parameter of each kind of state, before sharding.
+
+    Adam keeps its two moments in the type of the parameters it updates: the float32 copy where there is one.
+    """
+    state, param = context.spec.state, context.dtype_bytes("param")
+    master = 4.0 if state.master_weights and param < 4 else 0.0
+    moments = 0.0 if context.runtime.optimizer == "sgd" else 2.0 * (4.0 if master else param)
+    gradients = context.dtype_bytes(state.gradient_dtype)
+    return {"parameters": param, "gradients": gradients, "optimizer": moments + master}
+
+
+def head_peak_bytes(context: CostContext) -> Floats:
+    """Return the bytes of the tensors that are alive together when the loss turns round."""
+    tensors = (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in context.spec.layer.head_peak)
+    return sum(tensors, np.zeros(len(context.table)))
 
 
 def keeps_gathered(plan: Plan) -> bool:

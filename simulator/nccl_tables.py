@@ -88,6 +88,7 @@ _GPU_WORDS = (
 )
 
 ClusterOf = Callable[[str, int, int, str], Cluster | None]
+SamplesOf = Callable[[Cluster], tuple[CollectiveSample, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,11 +197,15 @@ def evaluate(
     model: str = "meshwright",
     known_every: int | None = None,
     cluster_of: ClusterOf = cluster_for_machine,
+    samples_of: SamplesOf | None = None,
+    launch: LaunchMode | None = None,
+    algorithm: str | None = None,
 ) -> TableEvaluation:
     """Predict every row of every table and score it where it was measured.
 
     `model` is one of COST_MODELS. With `known_every` k, rows 0, k, 2k, ... of each table are given to the model as
-    samples of the machine and only the others are predicted. Intervals of NCCL's formulas are the value itself.
+    samples of the machine and only the others are predicted. `samples_of` gives what a profile measured on a cluster.
+    `launch` and `algorithm` are taken instead of what a table says. Intervals of NCCL's formulas are the value itself.
     """
     if model not in COST_MODELS:
         raise BadInput(f"unknown cost model {model!r}", remedy=f"use one of {', '.join(COST_MODELS)}")
@@ -211,7 +216,9 @@ def evaluate(
     models: dict[tuple[str, int, int, str], CollectiveModel | None] = {}
     for index, table in enumerate(tables):
         try:
-            rows += _predict(_Table.read(table), model, known_every, cluster_of, models)
+            asked = _Table.read(table)
+            asked = replace(asked, launch=launch or asked.launch, algorithm=algorithm or asked.algorithm)
+            rows += _predict(asked, model, known_every, cluster_of, samples_of, models)
         except (_SkipTableError, PlannerError) as problem:
             name = str(table.get("machine", ""))
             skipped.append(SkippedTable(id=table.get("id", index), machine=name, reason=str(problem)))
@@ -293,12 +300,15 @@ def _predict(
     cost_model: str,
     known_every: int | None,
     cluster_of: ClusterOf,
+    samples_of: SamplesOf | None,
     models: dict[tuple[str, int, int, str], CollectiveModel | None],
 ) -> list[TableRow]:
     key = (table.machine, table.gpus, table.nodes, table.interconnect)
     if key not in models:
         found = cluster_of(*key)
-        models[key] = None if found is None else CollectiveModel(found)
+        samples = samples_of(found) if found is not None and samples_of is not None else ()
+        profiled = MeasuredCollectives(samples) if samples else None
+        models[key] = None if found is None else CollectiveModel(found, measured=profiled)
     known = models[key]
     if known is None:
         raise _SkipTableError("no GPU of the catalogue is named in the machine's description")
@@ -342,7 +352,8 @@ def _by_us(
             for size, time, use in zip(table.sizes, table.times_s, given, strict=True)
             if use and time
         ]
-        model = CollectiveModel(model.cluster, measured=MeasuredCollectives(samples))
+        profiled = model.measured.samples if model.measured is not None else ()
+        model = CollectiveModel(model.cluster, measured=MeasuredCollectives((*profiled, *samples)))
     forced = [row or table.algorithm for row in table.algorithms]
     seconds, names = [], []
     groups: dict[str | None, list[int]] = defaultdict(list)

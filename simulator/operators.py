@@ -3,7 +3,7 @@
     matmul = "t h, h q -> t q"          a matrix product, batched over axes that all three share
     reads = ["u h"], writes = ["u h"]   a kernel that only moves memory
     attention = "flash"                 a fused attention kernel over the axes b s j a d
-    collective = "all_gather", tensor = "t h", over = "tp"
+    collective = "all_gather", tensor = "t h", over = "tp"; "ring" passes a tensor's shards round its ranks
 
 A tensor is its axes, optionally with a dtype: `"t v:f32"`; without one it is in the compute dtype. Axis sizes are
 numbers or columns of a plan table, so the same description costs one plan or ten thousand.
@@ -12,7 +12,7 @@ numbers or columns of a plan table, so the same description costs one plan or te
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
@@ -36,7 +36,7 @@ class OperatorSpec:
     """One operator of a runtime description, forward, with what it saves and how its backward differs.
 
     `when` lists features of the model, plan or runtime that must hold (`gated`, `!sp`). `saves` are tensors autograd
-    keeps for the backward pass. A matmul's backward is its two products; other operators give `backward_reads` and
+    keeps for the backward pass. `scattered` operators move rows to where an index says. A matmul's backward is its two products; other operators give `backward_reads` and
     `backward_writes`. `hidden_by` names the
     operator, earlier in the block, whose kernels a collective runs beside. `launches` are kernels (and host dispatches) forward, `backward_launches` backward.
     """
@@ -56,6 +56,7 @@ class OperatorSpec:
     saves: tuple[str, ...] = ()
     weight_gradient: bool = True
     weight_gradient_dtype: str = "compute"
+    scattered: bool = False
     launches: float = 1.0
     backward_launches: float = 1.0
 
@@ -76,6 +77,8 @@ class Work:
     over: str = ""
     launches: float = 1.0
     backward: bool = False
+    scattered: bool = False  # moves rows to where an index says
+    accumulates: bool = False  # adds its result to what is there, in a wider type
 
 
 DtypeBytes = Callable[[str], float]
@@ -85,6 +88,7 @@ TRANSPOSED = {
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
     "all_to_all": "all_to_all",
+    "ring": "ring",  # keys and values forward; backward their gradients travel with them
     "all_reduce": "",  # forward reduction of a row-parallel product: its backward is the identity
     "copy": "all_reduce",  # forward identity into a column-parallel region: its backward sums
 }
@@ -118,7 +122,7 @@ def forward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: D
     if spec.collective:
         return [] if spec.collective == "copy" else [_collective(spec.collective, spec, sizes, dtype_bytes)]
     moved = sum((tensor_bytes(x, sizes, dtype_bytes) for x in (*spec.reads, *spec.writes)), np.zeros(1))
-    return [Work(kind=WorkKind.MOVE, name=spec.name, bytes=moved, launches=spec.launches)]
+    return [Work(kind=WorkKind.MOVE, name=spec.name, bytes=moved, launches=spec.launches, scattered=spec.scattered)]
 
 
 def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: DtypeBytes) -> list[Work]:
@@ -129,7 +133,7 @@ def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: 
         if spec.weight_gradient:
             extra = product(right, sizes) * (dtype_bytes(spec.weight_gradient_dtype) - dtype_bytes("compute"))
             wgrad = _matmul(f"{spec.name}.wgrad", left, out, right, sizes, dtype_bytes, backward=True, extra=extra)
-            work.append(wgrad)
+            work.append(replace(wgrad, accumulates=spec.weight_gradient_dtype != "compute"))
         return work
     if spec.attention:
         return [_attention(spec, sizes, dtype_bytes, backward=True)]
@@ -148,6 +152,7 @@ def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: 
             bytes=moved,
             launches=spec.backward_launches,
             backward=True,
+            scattered=spec.scattered,
         )
     ]
 
@@ -227,7 +232,7 @@ def _collective(
     return Work(
         kind=WorkKind.COLLECTIVE,
         name=f"{spec.name}.backward" if backward else spec.name,
-        bytes=tensor_bytes(spec.tensor, sizes, dtype_bytes),
+        bytes=tensor_bytes(spec.tensor, sizes, dtype_bytes) * (2.0 if op == "ring" and backward else 1.0),
         collective=op,
         over=spec.over,
         launches=spec.backward_launches if backward else spec.launches,

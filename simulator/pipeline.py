@@ -270,13 +270,23 @@ def pipeline_program(
     message_bytes: int,
     groups: dict[str, Groups],
     ranks_of: Callable[[int], Iterable[int]],
+    early_receives: bool = True,
+    finish: Callable[[CodeWriter, int], None] | None = None,
 ) -> Program:
     """Return a program that runs `schedule`, with `body(code, action, rank)` writing what an action does.
 
+    `finish(code, rank)` writes what follows a rank's last action and its message: the optimizer must not hold up the
+    gradient that the rank before still waits for.
+
     `groups["pp"]` are the pipelines, position s of each being pipeline rank s; `ranks_of(s)` lists the ranks there.
     An overlapped pair reaches `body` whole. The body works on the `compute` stream, or joins it before it returns.
+    With `early_receives` a message can arrive while the rank still computes; without, a receive is launched behind
+    the compute before it, as torch.distributed.pipelining and Megatron do: a waiting receive would hold SMs.
     """
-    codes = (_rank_code(schedule, rank, body, message_bytes, ranks_of(rank)) for rank in range(schedule.ranks))
+    codes = (
+        _rank_code(schedule, rank, body, message_bytes, ranks_of(rank), early=early_receives, finish=finish)
+        for rank in range(schedule.ranks)
+    )
     return Program(codes=tuple(codes), groups=groups)
 
 
@@ -286,6 +296,9 @@ def _rank_code(
     body: Callable[[CodeWriter, Action, int], None],
     nbytes: int,
     members: Iterable[int],
+    *,
+    early: bool,
+    finish: Callable[[CodeWriter, int], None] | None,
 ) -> RankCode:
     code = CodeWriter()
     for action in schedule.table[rank]:
@@ -293,6 +306,8 @@ def _rank_code(
             for stage, kind, _ in needs(leaf, schedule.stages):
                 if schedule.rank_of(stage) != rank:
                     channel = f"{stage}{kind}"
+                    if not early:
+                        code.after(f"recv {channel}", COMPUTE)
                     code.recv("pp", schedule.rank_of(stage), nbytes, tag=channel, stream=f"recv {channel}")
                     code.after(COMPUTE, f"recv {channel}")
         body(code, action, rank)
@@ -303,4 +318,6 @@ def _rank_code(
                 channel = f"{stage}{kind}"
                 code.after(f"send {channel}", COMPUTE)
                 code.send("pp", target, nbytes, tag=channel, stream=f"send {channel}")
+    if finish is not None:
+        finish(code, rank)
     return code.code(f"pipeline rank {rank}", members)

@@ -21,6 +21,11 @@ class Plan:
     over it); otherwise sharding is `dp_shard` (FSDP2: parameters, gradients and optimizer). `recompute` is `none`,
     `selective`, `selective-op`, `full` or a runtime's own word. `placement` lists, rank by rank, the physical GPU
     (node * gpus_per_node + index); empty means rank r runs on GPU r.
+
+    `cp_method` is how ranks see each other's keys and values: `ring`, `all_gather` or `all_to_all` (Ulysses).
+    `recompute_per_stage` names a mode for each of the pp * virtual_stages stages and then goes before `recompute`.
+    `tp_overlap` is one of `simulator.tp_overlap.MODES`. With `capacity_factor` every expert computes that multiple of
+    its mean load, padded or dropped; None is dropless.
     """
 
     dp_replicate: int = 1
@@ -39,6 +44,9 @@ class Plan:
     reshard_after_forward: bool | None = None  # None: the runtime's default
     layers_per_stage: tuple[int, ...] = ()  # empty: as even as the runtime makes it
     placement: tuple[int, ...] = ()
+    cp_method: str | None = None  # None: the runtime's own
+    recompute_per_stage: tuple[str, ...] = ()
+    capacity_factor: float | None = None
 
     @property
     def gpus(self) -> int:

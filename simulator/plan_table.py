@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 
 from simulator.model import Model
 from simulator.plan import Plan
+from simulator.tp_overlap import MODES
 from simulator.workload import Workload
+from topology.errors import BadPlan
 
 Floats = NDArray[np.float64]
 
@@ -25,8 +27,9 @@ class PlanTable:
 
     `state_shard[k]` is the number of ranks that share one copy of k in (`parameters`, `gradients`, `optimizer`) for
     everything but routed experts; `expert_shard[k]` likewise for routed experts, which expert parallelism has already
-    divided by `ep`. `conditions` are what operators of a runtime description may ask of a plan: `sp`, and `autocast`
-    (16-bit compute by autocast rather than by a sharded copy: data parallel or a single GPU, nothing else).
+    divided by `ep`. `conditions` are what operators of a runtime description may ask of a plan: `sp`, `autocast`
+    (16-bit compute by autocast rather than by a sharded copy: data parallel or a single GPU, nothing else) and the
+    three methods of context parallelism.
     """
 
     plans: tuple[Plan, ...]
@@ -43,6 +46,12 @@ class PlanTable:
     def __len__(self) -> int:
         return len(self.plans)
 
+    @property
+    def recompute_modes(self) -> tuple[str, ...]:
+        """Every recompute mode that some layer of some plan runs under."""
+        per_stage = {mode for plan in self.plans for mode in plan.recompute_per_stage}
+        return tuple(sorted({str(mode) for mode in np.unique(self.recompute)} | per_stage))
+
     def __getitem__(self, name: str) -> Floats:
         return self.columns[name]
 
@@ -53,8 +62,21 @@ STATES = ("parameters", "gradients", "optimizer")
 SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
 
 
-def plan_table(plans: Sequence[Plan], workload: Workload) -> PlanTable:
-    """Return `plans` as columns. Micro batches are fractional where the global batch does not divide evenly."""
+CP_METHODS = ("ring", "all_gather", "all_to_all")
+
+
+def plan_table(plans: Sequence[Plan], workload: Workload, *, cp_method: str = "all_gather") -> PlanTable:
+    """Return `plans` as columns. Micro batches are fractional where the global batch does not divide evenly.
+
+    `cp_method` is the runtime's own. Raises BadPlan for a method or an overlap mode that does not exist.
+    """
+    for plan in plans:
+        if (plan.cp_method or cp_method) not in CP_METHODS:
+            raise BadPlan(
+                f"context-parallel method {plan.cp_method!r} is unknown", why=f"known: {', '.join(CP_METHODS)}"
+            )
+        if plan.tp_overlap not in MODES:
+            raise BadPlan(f"tp_overlap {plan.tp_overlap!r} is unknown", why=f"known: {', '.join(MODES)}")
     columns = {name: np.array([getattr(p, name) for p in plans], dtype=np.float64) for name in DEGREES}
     dp = columns["dp_replicate"] * columns["dp_shard"]
     zero = np.array([-1 if p.zero_stage is None else p.zero_stage for p in plans])
@@ -65,7 +87,9 @@ def plan_table(plans: Sequence[Plan], workload: Workload) -> PlanTable:
     columns["dp"] = dp
     columns["sharded_over"] = group
     # Experts live on ep ranks taken from (dp_shard x cp x tp); what is left of that product shards each expert.
-    expert_ranks = np.where(zero < 0, columns["dp_shard"], dp) * columns["cp"] * columns["tp"]
+    # Without sequence parallelism tensor-parallel ranks split each expert, and hold no others between them.
+    apart = np.where([p.sequence_parallel for p in plans], columns["tp"], 1.0)
+    expert_ranks = np.where(zero < 0, columns["dp_shard"], dp) * columns["cp"] * apart
     expert_group = np.maximum(expert_ranks / columns["ep"], 1.0)
     state_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], group, 1.0) for k in STATES}
     expert_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], expert_group, 1.0) for k in STATES}
@@ -82,7 +106,11 @@ def plan_table(plans: Sequence[Plan], workload: Workload) -> PlanTable:
         micro_batches=workload.global_batch_size / (dp * columns["micro_batch_size"]),
         state_shard=state_shard,
         expert_shard=expert_shard,
-        conditions={"sp": sequence_parallel, "autocast": autocast},
+        conditions={
+            "sp": sequence_parallel,
+            "autocast": autocast,
+            **{f"cp_{m}": np.array([(p.cp_method or cp_method) == m for p in plans], dtype=bool) for m in CP_METHODS},
+        },
     )
 
 
@@ -141,7 +169,10 @@ def axis_sizes(model: Model, workload: Workload, table: PlanTable) -> dict[str, 
         # With sequence parallelism every rank dispatches its own tokens to whole experts; without it the
         # tensor-parallel ranks hold the same tokens and split each expert instead.
         expert_tp = np.where(table.sequence_parallel, 1.0, tp)
-        routed = u * moe.experts_per_token
+        # The busiest expert rank decides: its share of the rows, or what its capacity lets through.
+        capacity = np.array([p.capacity_factor or 0.0 for p in table.plans])
+        load = np.where(capacity > 0, capacity, np.where(ep > 1, workload.expert_imbalance, 1.0))
+        routed = u * moe.experts_per_token * load
         local = moe.experts / ep
         sizes |= {
             "E": moe.experts * ones,

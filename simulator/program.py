@@ -121,7 +121,8 @@ class WaitEvent:
 class Alloc:
     """`nbytes` of `category` from here on. On `host`, as a caching allocator counts; on a stream, when it gets there.
 
-    `filled` buffers (parameters, optimizer state) hold a value from the start.
+    `filled` buffers (parameters, optimizer state) hold a value from the start. A caching allocator keeps a `pool` for
+    each stream that memory is allocated on, and what one has freed another cannot use.
     """
 
     buffer: str
@@ -129,6 +130,7 @@ class Alloc:
     category: str
     filled: bool = False
     stream: str = HOST
+    pool: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,8 +297,10 @@ class CodeWriter:
     def host_work(self, name: str, duration_s: float) -> None:
         self.add(HostWork(name=name, duration_s=duration_s))
 
-    def alloc(self, buffer: str, nbytes: int, category: str, *, filled: bool = False, stream: str = HOST) -> None:
-        self.add(Alloc(buffer=buffer, nbytes=nbytes, category=category, filled=filled, stream=stream))
+    def alloc(
+        self, buffer: str, nbytes: int, category: str, *, filled: bool = False, stream: str = HOST, pool: str = ""
+    ) -> None:
+        self.add(Alloc(buffer=buffer, nbytes=nbytes, category=category, filled=filled, stream=stream, pool=pool))
 
     def free(self, buffer: str, *, stream: str = HOST) -> None:
         self.add(Free(buffer=buffer, stream=stream))

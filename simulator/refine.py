@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,26 +35,48 @@ def number_values(values: Sequence[Hashable], known: dict[Hashable, int] | None 
     return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
 
 
+def number_bags(owner: Ints, token: Ints, owners: int) -> Ints:
+    """Return a number for each of `owners`, equal where the bags of tokens they own are equal."""
+    order = np.lexsort((token, owner))
+    owner, token = owner[order], token[order]
+    sizes = np.bincount(owner, minlength=owners)
+    starts = np.cumsum(sizes) - sizes
+    bags = np.full((owners, max(1, int(sizes.max(initial=0)))), -1, dtype=np.int64)
+    bags[owner, np.arange(len(owner)) - starts[owner]] = token
+    return number_rows(bags)
+
+
 class SharedLinks:
     """Who crosses which links: the third side of the refinement, beside ranks and transfers. Free if nobody does."""
 
     def __init__(self) -> None:
         self.names: list[Hashable] = []
         self._index: dict[Hashable, int] = {}
-        self._uses: dict[Hashable, list[list[tuple[int, float]]]] = {}  # by transfer key, then instance
+        self._shares: dict[float, int] = {}
+        self._uses: dict[Hashable, _Uses] = {}
         self._capacity: list[Hashable] = []
+        self._known_first: tuple[Ints, Ints] | None = None
 
     def add(self, key: Hashable, routes: Sequence[Sequence[LinkUse]]) -> None:
         """Say which links each instance of transfer `key` crosses, and with what share."""
-        instances = []
-        for route in routes:
-            total: dict[int, float] = {}
-            for use in route:
-                link = self._index.setdefault(use.link, len(self._index))
-                total[link] = total.get(link, 0.0) + use.share
-            instances.append(list(total.items()))
-        if any(instances):
-            self._uses[key] = instances
+        index, shares = self._index, self._shares
+        instances: list[int] = []
+        links: list[int] = []
+        numbers: list[int] = []
+        for instance, route in enumerate(routes):
+            crossed = [index.setdefault(use.link, len(index)) for use in route]
+            parts = [use.share for use in route]
+            if len(set(crossed)) < len(crossed):
+                total: dict[int, float] = {}
+                for link, share in zip(crossed, parts, strict=True):
+                    total[link] = total.get(link, 0.0) + share
+                crossed, parts = list(total), list(total.values())
+            instances += [instance] * len(crossed)
+            links += crossed
+            numbers += [shares.setdefault(share, len(shares)) for share in parts]
+        if instances:
+            columns_of = (np.array(part, dtype=np.int64) for part in (instances, links, numbers))
+            self._uses[key] = _Uses(len(routes), *columns_of)
 
     def close(self, costs: CostModel) -> None:
         self.names = list(self._index)
@@ -66,25 +89,25 @@ class SharedLinks:
         """Return a number per instance of transfer `key` that tells apart the link classes and shares it uses."""
         if key not in self._uses:
             return np.zeros(1, dtype=np.int64)
-        return number_values(
-            [tuple(sorted((int(colour[link]), share) for link, share in uses)) for uses in self._uses[key]]
-        )
+        uses = self._uses[key]
+        return number_bags(uses.instance, colour[uses.link] * len(self._shares) + uses.share, uses.instances)
 
     def refine(self, colour: Ints, transfers: Iterable[tuple[Hashable, Ints]]) -> Ints:
         """Split link classes by the classes of the transfers that cross them."""
         if not self.names:
             return colour
-        crossed: list[dict[tuple[int, int, float], int]] = [{} for _ in self.names]
+        rows = []
         for number, (key, transfer_colour) in enumerate(transfers):
-            for instance, uses in enumerate(self._uses.get(key, [])):
-                for link, share in uses:
-                    seen = (number, int(transfer_colour[instance]), share)
-                    crossed[link][seen] = crossed[link].get(seen, 0) + 1
-        return number_values([(int(colour[link]), *sorted(seen.items())) for link, seen in enumerate(crossed)])
+            if key in self._uses:
+                uses = self._uses[key]
+                rows.append(columns(uses.link, np.array([number]), transfer_colour[uses.instance], uses.share))
+        table = np.concatenate(rows)
+        crossed = number_bags(table[:, 0], number_rows(table[:, 1:]), len(self.names))
+        return number_rows(columns(colour, crossed))
 
     def samples(self, colour: Ints) -> tuple[Hashable, ...]:
         """Return the first link of each class."""
-        return tuple(self.names[link] for link in self._first(colour))
+        return tuple(self.names[link] for link in self._first(colour).tolist())
 
     def total(self, key: Hashable, instances: Ints, colour: Ints) -> tuple[tuple[tuple[int, float], ...], float]:
         """Return the share of `instances` of a transfer together on one link of each class, as ((class, share), ...),
@@ -92,16 +115,29 @@ class SharedLinks:
         """
         if key not in self._uses:
             return (), 0.0
-        first = self._first(colour)
+        uses = self._uses[key]
+        chosen = np.zeros(uses.instances, dtype=bool)
+        chosen[instances] = True
+        mine = chosen[uses.instance]
+        values = np.array(list(self._shares))
+        largest = float(values[uses.share[mine]].max(initial=0.0))
+        here = mine & (uses.link == self._first(colour)[colour[uses.link]])
         total: dict[int, float] = {}
-        largest = 0.0
-        for instance in instances.tolist():
-            for link, share in self._uses[key][instance]:
-                largest = max(largest, share)
-                if link == first[colour[link]]:
-                    total[int(colour[link])] = total.get(int(colour[link]), 0.0) + share
+        for link, share in zip(colour[uses.link[here]].tolist(), values[uses.share[here]].tolist(), strict=True):
+            total[link] = total.get(link, 0.0) + share
         return tuple(sorted(total.items())), largest
 
-    @staticmethod
-    def _first(colour: Ints) -> list[int]:
-        return [int(link) for link in np.unique(colour, return_index=True)[1]]
+    def _first(self, colour: Ints) -> Ints:
+        if self._known_first is None or self._known_first[0] is not colour:
+            self._known_first = (colour, np.unique(colour, return_index=True)[1])
+        return self._known_first[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    """Links crossed by the `instances` of one transfer: parallel columns, one entry a link and instance."""
+
+    instances: int
+    instance: Ints
+    link: Ints
+    share: Ints  # its number, not its value

@@ -41,6 +41,8 @@ class Efficiency:
     hbm: float
     kernel_s: float
     nccl_sms: float
+    scattered: float = 1.0
+    accumulated: float = 1.0
     attention: dict[str, AttentionEfficiency]
 
 
@@ -107,8 +109,9 @@ class Roofline:
             return self._matmul(work)
         if work.kind is WorkKind.ATTENTION:
             return self._attention(work)
-        floor = efficiency(self.gpu.architecture).kernel_s * work.launches
-        return np.asarray(work.bytes / self.memory_bytes_per_s + floor)
+        known = efficiency(self.gpu.architecture)
+        rate = self.memory_bytes_per_s * (known.scattered if work.scattered else 1.0)
+        return np.asarray(work.bytes / rate + known.kernel_s * work.launches)
 
     def _matmul(self, work: Work) -> Floats:
         known = efficiency(self.gpu.architecture)
@@ -121,6 +124,7 @@ class Roofline:
                 filled = waves / np.ceil(waves)
                 depth = work.k / pieces
                 best = np.maximum(best, used * filled * rate * cost * depth / (depth + known.ramp_k))
+        best = best * (known.accumulated if work.accumulates else 1.0)
         arithmetic = work.flops / (self.sustained_flops * best)
         return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s
 

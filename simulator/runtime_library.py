@@ -47,8 +47,12 @@ class FsdpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpSpec:
+    """`bucket_bytes` of gradients are reduced at once; 0 is a layer's. `every_micro_batch`: not only the last one's."""
+
     overlap: bool
     bucket_copy: bool
+    bucket_bytes: float = 0.0
+    every_micro_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +68,8 @@ class PipelineSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
     """Host seconds: per kernel launch, per operator on DTensors, per collective, per layer and pass, per recomputed
-    layer, per step.
+    layer, per step. `synchronizes`: the host waits for the device after every pass of a micro batch, instead of running
+    ahead.
     """
 
     launch_s: float
@@ -75,6 +80,7 @@ class HostSpec:
     backward_layer_s: float
     checkpoint_s: float
     step_s: float
+    synchronizes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +125,7 @@ class RuntimeSpec:
     layer: LayerSpec
     recompute: dict[str, RecomputeSpec]
     dropout: bool = False
+    context_parallel: str = "all_gather"
 
 
 # Other words for the recompute modes, as frameworks and papers spell them.
@@ -207,7 +214,7 @@ class ModelOperators:
     features: frozenset[str] = field(default_factory=frozenset)
 
 
-PLAN_CONDITIONS = frozenset({"sp", "!sp", "autocast", "!autocast"})
+PLAN_CONDITIONS = frozenset({"sp", "!sp", "autocast", "!autocast", "cp_ring", "cp_all_gather", "cp_all_to_all"})
 
 
 def operators_for(model: Model, runtime: Runtime) -> ModelOperators:

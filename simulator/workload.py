@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One optimizer step of training: `global_batch_size` sequences of `seq_len` tokens."""
+    """One optimizer step of training: `global_batch_size` sequences of `seq_len` tokens.
+
+    `expert_imbalance` is the load of the busiest expert rank over the mean; it belongs to data and router, not a plan.
+    """
 
     task: str = "train"
     seq_len: int
     global_batch_size: int
+    expert_imbalance: float = 1.0
 
     @property
     def tokens_per_step(self) -> int:

@@ -12,6 +12,10 @@ from enum import StrEnum
 
 SCHEMA_VERSION = 1
 
+# Share of a link's nominal rate that one large copy reaches: 396 of 450 GB/s between two H200 over NVSwitch, 55.4 of 63
+# over PCIe 5 (nvbandwidth figures in stas00/ml-engineering, network/README.md).
+COPY_SHARE = 0.88
+
 
 class Source(StrEnum):
     """Where a number came from, best first. Every estimate says which of these it rests on."""
@@ -150,10 +154,18 @@ class Link:
 
     @property
     def best_bytes_per_s(self) -> float | None:
-        """The rate to plan with: measured if anyone measured it, else nominal; zero when the link is absent."""
+        """The rate to plan with, in nominal terms; zero when the link is absent.
+
+        What is measured is what a copy reached, and a copy over a sound link reaches `COPY_SHARE` of it. Cost models
+        start from nominal rates and know their own efficiency, so a measurement is read as the link it was copied
+        over: it lowers a rate that is not delivered, and leaves a sound one as it is.
+        """
         if self.state is LinkState.ABSENT:
             return 0.0
-        return self.measured_bytes_per_s if self.measured_bytes_per_s is not None else self.bytes_per_s
+        if self.measured_bytes_per_s is None:
+            return self.bytes_per_s
+        delivered = self.measured_bytes_per_s / COPY_SHARE
+        return delivered if self.bytes_per_s is None else min(self.bytes_per_s, delivered)
 
 
 class Severity(StrEnum):

@@ -157,8 +157,8 @@ def _node_at(cluster: Cluster, number: int) -> Node:
 def to_astra_sim(cluster: Cluster, *, between_nodes: str = "Switch") -> str:
     """Return the cluster as an ASTRA-sim analytical network file: one dimension in a node, one between nodes.
 
-    Rates are GB/s per direction and GPU, latencies ns per link: a `Switch` is crossed by two. Measured rates are used
-    where there are any. Raises Infeasible for what such dimensions cannot say: unlike nodes or GPUs, bridged pairs,
+    Rates are GB/s per direction and GPU, latencies ns per link: a `Switch` is crossed by two. A measured rate that
+    falls short of the nominal one lowers it. Raises Infeasible for what such dimensions cannot say: unlike nodes or GPUs, bridged pairs,
     meshes with gaps, or a GPU off the fabric.
     """
     if between_nodes not in {"Switch", "Ring", "FullyConnected"}:

@@ -19,6 +19,13 @@ class CostModel(StrEnum):
     NCCL = "nccl"
 
 
+class Launch(StrEnum):
+    QUEUED = "queued"
+    GRAPH = "graph"
+    EAGER = "eager"
+    ISOLATED = "isolated"
+
+
 def collective(
     cluster: options.Cluster = "dgx-h100",
     gpu: options.Gpu = None,
@@ -33,6 +40,16 @@ def collective(
     cost_model: Annotated[
         CostModel, typer.Option("--cost-model", help="Ours, or the formulas of NCCL's own tuner.")
     ] = CostModel.MESHWRIGHT,
+    algorithm: Annotated[
+        str | None,
+        typer.Option("--algorithm", help="ring, tree, nvls, nvls_tree, pat, one_shot, two_shot or copy_engine."),
+    ] = None,
+    launch: Annotated[
+        Launch | None, typer.Option("--launch", help="What a time contains: default queued, device time alone.")
+    ] = None,
+    known_every: Annotated[
+        int | None, typer.Option("--known-every", min=2, help="Give away every Nth row of a table, score the others.")
+    ] = None,
     profile: options.Profile = None,
     json: options.Json = False,
 ) -> None:
@@ -43,11 +60,22 @@ def collective(
 
     summary = None
     if tables is not None:
-        rows, summary = table_rows(tables, cost_model=cost_model.value)
+        rows, summary = table_rows(
+            tables, cost_model=cost_model.value, profile=profile_of(profile), known_every=known_every
+        )
     else:
         machine = cluster_of(cluster, gpus, gpu=gpu)
         measured = profile_of(profile, machine)
-        rows = predicted_rows(machine, op, _sizes(sizes), gpus=gpus, cost_model=cost_model.value, profile=measured)
+        rows = predicted_rows(
+            machine,
+            op,
+            _sizes(sizes),
+            gpus=gpus,
+            cost_model=cost_model.value,
+            profile=measured,
+            launch=launch.value if launch else None,
+            algorithm=algorithm,
+        )
     if json:
         document = {"schema_version": output.SCHEMA_VERSION, "rows": rows}
         output.emit_json(document if summary is None else {**document, "summary": summary})

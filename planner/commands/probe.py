@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,11 +14,20 @@ if TYPE_CHECKING:
     from topology.cluster import Cluster
 
 
+class Export(StrEnum):
+    """Formats of other tools: an NCCL topology file, an ASTRA-sim network file, a SimAI edge list."""
+
+    NCCL_XML = "nccl-xml"
+    ASTRA_SIM = "astra-sim"
+    SIMAI = "simai"
+
+
 def probe(
     sources: Annotated[
         list[str] | None,
         typer.Option(
-            "--from", help="Captured nvidia-smi topo -m, nvlink, p2p or NCCL XML; again for more; - for stdin."
+            "--from",
+            help="Captured nvidia-smi topo -m, nvlink, p2p or NCCL XML, or a catalogue name; again for more; - for stdin.",
         ),
     ] = None,
     gpu: Annotated[
@@ -25,6 +35,9 @@ def probe(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Save the cluster to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
+    to: Annotated[
+        Export | None, typer.Option("--to", help="Print the cluster for another tool instead, or save it with --out.")
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say in English what is connected how.")] = False,
     json: options.Json = False,
 ) -> None:
@@ -39,6 +52,9 @@ def probe(
     if out is not None:
         refuse_overwrite(out, force=force)
     cluster = read_cluster(sources, gpu)
+    if to is not None:
+        _export(cluster, to, out)
+        return
     if out is not None:
         from topology.cluster_file import save_cluster  # noqa: PLC0415 - as above
 
@@ -55,15 +71,42 @@ def probe(
             print(f"next: planner suggest --cluster {out}")
 
 
+def _export(cluster: Cluster, to: Export, out: Path | None) -> None:
+    from topology import codec, export_topology  # noqa: PLC0415 - keeps `--help` light
+
+    match to:
+        case Export.NCCL_XML:
+            text = export_topology.to_nccl_xml(cluster)
+        case Export.ASTRA_SIM:
+            text = export_topology.to_astra_sim(cluster)
+        case Export.SIMAI:
+            text = export_topology.to_simai(cluster)
+    if out is None:
+        print(text, end="" if text.endswith("\n") else "\n")
+    else:
+        codec.write_text(out, text)
+        print(f"saved {out}")
+
+
 def read_cluster(sources: list[str] | None, gpu: str | None) -> Cluster:
     """Return what captured files say, or this machine where there are none."""
     from topology.probe import probe_text  # noqa: PLC0415 - keeps `--help` light
 
+    if sources and len(sources) == 1 and _named(sources[0]):
+        from planner.inputs import cluster_of  # noqa: PLC0415 - as above
+
+        return cluster_of(sources[0])
     if not sources:
         from topology.probe_machine import probe_machine  # noqa: PLC0415 - as above
 
         return probe_machine()
     return probe_text([(name, _text(name)) for name in sources], gpu=gpu)
+
+
+def _named(source: str) -> bool:
+    from topology.catalog import is_catalog_name  # noqa: PLC0415 - keeps `--help` light
+
+    return is_catalog_name(source) and not Path(source).exists()
 
 
 def _text(name: str) -> str:

@@ -20,6 +20,7 @@ WORKER = "tests.executor.workers.verify_worker"
 # id, what differs from the default case, plan. Two layers, 8 sequences of 16 tokens, float64, if nothing else is said.
 TWO = {
     "ddp": ({}, {"dp_replicate": 2, "micro_batch_size": 2}),
+    "ddp-tied": ({"model": "tied"}, {"dp_replicate": 2, "micro_batch_size": 2}),
     "fsdp": ({}, {"dp_shard": 2, "micro_batch_size": 2}),
     "fsdp-float32": ({"dtype": "float32"}, {"dp_shard": 2, "micro_batch_size": 2}),
     "fsdp-tied": ({"model": "tied"}, {"dp_shard": 2, "micro_batch_size": 4}),

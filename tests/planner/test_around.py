@@ -1,6 +1,7 @@
 """One GPU off the NVLink fabric: the answer leaves it out when that is faster, and says so."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -70,3 +71,32 @@ def test_neither_with_nor_without_is_infeasible() -> None:
 
     with pytest.raises(Infeasible, match="no plan for 8"):
         with_or_without(nothing, gpus=8, unsound=(2,))
+
+
+FAULTS = Path(__file__).parents[1] / "data"
+
+
+def test_a_tray_with_one_gpu_without_links_is_planned_on_the_others(capsys) -> None:
+    """The GB300 fault file: three GPUs on NVLink beat four of which one poisons the communicator."""
+    assert main(
+        ["suggest", "--json", "--top", "1", "--gpu", "gb300", "--global-batch", "24", "--seq-len", "4096",
+         "--cluster", str(FAULTS / "nccl_xml" / "gb300_1tray_fault_gpu1_count0.xml")]
+    ) == 0  # fmt: skip
+    answer = json.loads(capsys.readouterr().out)
+
+    assert sorted(answer["plans"][0]["plan"]["placement"]) == [0, 2, 3]
+    assert any("GPU 1" in note and "left out" in note for note in answer["assumed"])
+
+
+@pytest.mark.parametrize(
+    ("matrix_file", "gpu", "bridged"),
+    [("47_3x_a6000_one_pair.txt", "rtx-a6000", {0, 1}), ("48_4gpu_nv4_crossed_pairs_phb.txt", "rtx-3090", {0, 3})],
+)
+def test_two_gpus_of_a_half_bridged_box_are_the_bridged_ones(matrix_file, gpu, bridged, capsys) -> None:
+    """Asked for two GPUs, placement takes a bridged pair, whatever their numbers."""
+    path = str(FAULTS / "topo" / matrix_file)
+    assert main(["suggest", "--json", "--model", "llama3.2-1b", "--seq-len", "2048", "--global-batch", "8",
+                 "--cluster", path, "--gpu", gpu, "--gpus", "2", "--top", "1"]) == 0  # fmt: skip
+    plan = json.loads(capsys.readouterr().out)["plans"][0]["plan"]
+
+    assert set(plan["placement"]) in ({0, 3}, {1, 2}) if "crossed" in matrix_file else set(plan["placement"]) == bridged

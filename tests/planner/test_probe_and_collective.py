@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from planner.cli import main
+
 pytest.importorskip("topology.probe", reason="the readers are a part of their own")
 pytest.importorskip("topology.report", reason="the readers are a part of their own")
 
@@ -152,3 +154,53 @@ def test_a_profile_goes_before_the_model_and_is_checked(planner, tmp_path):
     assert done.stderr == ""
     assert "the profile was taken on h200-sxm" in other.stderr
     assert refused.returncode == 2
+
+
+# --- what the flags reach ---------------------------------------------------------------------------------------------
+
+
+def test_a_named_cluster_is_written_for_other_tools(capsys) -> None:
+    """ASTRA-sim's validated H100 file is one switch of 8; NCCL's XML has eight GPUs; SimAI's list counts its nodes."""
+    outputs = {}
+    for target in ("astra-sim", "nccl-xml", "simai"):
+        assert main(["probe", "--from", "dgx-h100", "--to", target]) == 0
+        outputs[target] = capsys.readouterr().out
+
+    assert "topology: [ Switch ]" in outputs["astra-sim"]
+    assert "npus_count: [ 8 ]" in outputs["astra-sim"]
+    assert outputs["nccl-xml"].count("<gpu ") == 8
+    assert outputs["simai"].split()[0].isdigit()
+
+
+def rows(capsys, *flags: str) -> list[dict]:
+    assert main(["collective", "--json", "--gpus", "8", "--bytes", "4096,1048576", *flags]) == 0
+    return json.loads(capsys.readouterr().out)["rows"]
+
+
+def test_algorithm_and_launch_mode_reach_the_model(capsys) -> None:
+    """A forced ring is a ring; a loop of eager calls is never faster than a replayed graph."""
+    assert all(row["algorithm"].startswith("ring/") for row in rows(capsys, "--algorithm", "ring"))
+    eager, graph = rows(capsys, "--launch", "eager"), rows(capsys, "--launch", "graph")
+    assert all(e["time_s"]["value"] >= g["time_s"]["value"] for e, g in zip(eager, graph, strict=True))
+
+
+def test_unknown_algorithm_lists_the_known(capsys) -> None:
+    assert main(["collective", "--gpus", "8", "--algorithm", "teleport"]) == 2
+    assert "one_shot" in capsys.readouterr().err
+
+
+def test_known_rows_of_a_table_are_given_away_not_scored(tmp_path, capsys) -> None:
+    """Of 9 measured sizes with every 4th known, 6 are predicted; a profile of that GPU goes before the model."""
+    sizes = [1 << (12 + 2 * i) for i in range(9)]
+    table = {
+        "machine": "dgx (NVIDIA H100 80GB HBM3)",
+        "gpus": 8,
+        "nodes": 1,
+        "collective": "all_reduce",
+        "rows": [{"bytes": size, "time_us": 20 + size / 4e5} for size in sizes],
+    }
+    path = tmp_path / "tables.json"
+    path.write_text(json.dumps({"tables": [table]}))
+
+    assert main(["collective", "--tables", str(path), "--known-every", "4", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == 6

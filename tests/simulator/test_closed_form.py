@@ -12,6 +12,7 @@ from simulator.runtime import Runtime
 from simulator.workload import Workload
 from topology.catalog import cluster
 from topology.errors import BadPlan
+from topology.profile import CollectiveSample, Profile
 
 WORKLOAD = Workload(seq_len=4096, global_batch_size=64)
 PLANS = [
@@ -65,7 +66,8 @@ def test_no_plan_beats_the_datasheet() -> None:
 
 def test_one_gpu_step_is_the_sum_of_its_kernels() -> None:
     """No communication, no bubble, no recomputation on a single GPU."""
-    estimate = table([Plan()], machine=cluster("dgx-h100", gpus=1), model="llama3.2-1b").estimate(0)
+    one = Workload(seq_len=4096, global_batch_size=1)
+    estimate = table([Plan()], machine=cluster("dgx-h100", gpus=1), model="llama3.2-1b", workload=one).estimate(0)
 
     for term in ("exposed_communication", "bubble", "recompute", "contention", "copies"):
         assert estimate.breakdown_s[term] == 0
@@ -109,3 +111,22 @@ def test_ten_thousand_plans_cost_little_memory_each() -> None:
     plans = [Plan(dp_shard=16, micro_batch_size=1 + i % 4) for i in range(10_000)]
 
     assert len(set(table(plans).step_s.tolist())) == 4
+
+
+def test_a_profile_of_this_gpu_prices_collectives() -> None:
+    """Collectives measured ten times slower make communication-bound plans slower; another GPU's profile does not."""
+    sizes = [2**k for k in range(10, 31, 2)]
+    slow = tuple(
+        CollectiveSample(op=op, ranks=8, nodes=1, nbytes=size, time_s=1e-4 + size / 2e10)
+        for op in ("all_gather", "reduce_scatter", "all_reduce")
+        for size in sizes
+    )
+    plan, machine = Plan(tp=8, sequence_parallel=True), cluster("dgx-h100")
+
+    def step(gpu: str | None) -> float:
+        profile = Profile(machine="test", gpu=gpu, collectives=slow) if gpu else None
+        table = estimate_plans(load_model("llama3-8b"), machine, WORKLOAD, [plan], Runtime(), profile)
+        return float(table.step_s[0])
+
+    assert step("h100-sxm") > 1.5 * step(None)
+    assert step("a100-sxm-80gb") == step(None)

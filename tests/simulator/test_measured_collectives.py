@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from simulator.collectives import CollectiveModel
+from simulator.launch_mode import LaunchMode
 from simulator.measured_collectives import MeasuredCollectives
+from topology.catalog import cluster
 from topology.groups import GroupShape
 from topology.profile import CollectiveSample
 
@@ -84,3 +87,18 @@ def test_repeated_samples_count_as_their_median():
     rows = [CollectiveSample(op="all_reduce", ranks=8, nodes=1, nbytes=10**6, time_s=t) for t in (40e-6, 41e-6, 900e-6)]
     times, _ = MeasuredCollectives(rows).blend("all_reduce", np.array([1e6]), EIGHT, line)
     assert times == pytest.approx([41e-6], rel=0.02)
+
+
+def test_a_slow_host_is_told_from_a_slow_network() -> None:
+    """Eager calls of 30 us beside replayed graphs of 10 us: the host takes 30 us a call, the device 10."""
+    sizes = [2**k for k in range(10, 21, 2)]
+    samples = [
+        CollectiveSample(op="all_gather", ranks=4, nodes=1, nbytes=size, time_s=time, launch=launch)
+        for size in sizes
+        for launch, time in (("graph", 10e-6), ("eager", 30e-6))
+    ]
+    model = CollectiveModel(cluster("h200x4"), measured=MeasuredCollectives(samples))
+    shape = GroupShape(ranks=4, ranks_per_node=4)
+
+    assert model.time_s("all_gather", 2**15, shape, launch=LaunchMode.GRAPH) == pytest.approx(10e-6, rel=0.15)
+    assert model.time_s("all_gather", 2**15, shape, launch=LaunchMode.EAGER) == pytest.approx(30e-6)

@@ -77,9 +77,7 @@ def test_astra_sim_h100_matches_the_validated_file():
     """astra-sim @518bd513 inputs/network/hgx_h100_8gpu.yml and hgx_h100_32gpu.yml: 400 GB/s is what was measured."""
     made = cluster("dgx-h100", 32)
     node = made.groups[0].node
-    links = tuple(
-        replace(link, measured_bytes_per_s=400e9) if link.kind is LinkKind.NVSWITCH else link for link in node.links
-    )
+    links = tuple(replace(link, bytes_per_s=400e9) if link.kind is LinkKind.NVSWITCH else link for link in node.links)
     measured = replace(
         made,
         groups=(NodeGroup(node=replace(node, links=links), count=4),),

@@ -120,10 +120,10 @@ def test_measured_rate_wins_and_edges_say_where_they_are_from():
     base = cluster("dgx-h100")
     node = base.groups[0].node
     links = tuple(
-        replace(link, measured_bytes_per_s=396 * GB) if link.kind is LinkKind.NVSWITCH else link for link in node.links
+        replace(link, measured_bytes_per_s=198 * GB) if link.kind is LinkKind.NVSWITCH else link for link in node.links
     )
     g = graph(replace(base, groups=(NodeGroup(node=replace(node, links=links)),)))
-    assert bisection_bytes_per_s(g) == 4 * 396 * GB
+    assert bisection_bytes_per_s(g) == pytest.approx(4 * 198 * GB / 0.88)
     facts = g["n0.gpu0"]["n0.nvswitch"][0]
     assert facts["nominal_bytes_per_s"] == 450 * GB
     assert facts["nccl_bytes_per_s"] == pytest.approx(370.8 * GB)

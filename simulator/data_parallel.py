@@ -1,0 +1,152 @@
+"""Data-parallel traffic and the optimizer of many plans at once: what compute hides, what it does not, what it costs.
+
+The closed form's side of `simulator.lowering.sharded_data`, which writes the same traffic as instructions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.layer_cost import CostContext
+from simulator.memory import Parameters, keeps_gathered
+from simulator.plan_table import Floats
+from simulator.roofline import efficiency
+from simulator.runtime_library import ModelOperators, RuntimeSpec
+from simulator.stages import StageLayout, last_rank
+
+
+def buckets_of(spec: RuntimeSpec, nbytes: Floats) -> Floats:
+    """Return into how many reductions data-parallel gradients of `nbytes` go."""
+    size = spec.ddp.bucket_bytes
+    return np.maximum(np.ceil(nbytes / size), 1.0) if size else np.ones_like(nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallel:
+    exposed_s: Floats
+    copies_s: Floats
+    contention_s: Floats
+    fill_s: Floats  # what the ranks before and after add to the time the pipe takes to fill and drain
+
+
+def data_parallel(
+    operators: ModelOperators,
+    context: CostContext,
+    layout: StageLayout,
+    parameters: Parameters,
+    forward: Floats,
+    backward: Floats,
+    slowest: NDArray[np.int64],
+) -> DataParallel:
+    """Parameter gathering and gradient reduction of a step: what compute hides, what it does not, what it costs it."""
+    table, spec, groups = context.table, operators.spec, context.groups
+    m = table.micro_batches
+    rows = np.arange(len(table))
+    exists = layout.exists
+    dense, moe = np.where(exists, layout.dense, 0), np.where(exists, layout.moe, 0)
+    ranks = np.arange(exists.shape[1])[None, :]
+    ends = ((ranks == 0) & exists, (ranks == last_rank(table)[:, None]) & exists)
+    shared, experts = parameters.of_stage(dense, moe, *ends)
+    shared, experts = shared[rows, slowest], experts[rows, slowest]
+    count = np.maximum((dense + moe)[rows, slowest], 1.0)
+
+    compute_bytes, reduce_bytes = context.dtype_bytes("compute"), context.dtype_bytes("reduce")
+    full = table.state_shard["parameters"] > 1
+    optimizer_only = ~full & (table.state_shard["optimizer"] > 1)
+    gathers = np.where([keeps_gathered(p) for p in table.plans], 1.0, 2.0 * m)
+    reductions = np.where(table["pp"] > 1, 1.0, m)
+
+    gather = groups.time_s("all_gather", "fsdp", shared * compute_bytes) + groups.time_s(
+        "all_gather", "expert_fsdp", experts * compute_bytes
+    )
+    reduce = groups.time_s("reduce_scatter", "fsdp", shared * reduce_bytes) + groups.time_s(
+        "reduce_scatter", "expert_fsdp", experts * reduce_bytes
+    )
+    # Hybrid sharding sums the shards over replicas, behind each reduce-scatter.
+    shard = shared / table["sharded_over"] + experts / np.maximum(table.expert_shard["gradients"], 1.0)
+    replicas = groups.time_s("all_reduce", "replicate", shard * reduce_bytes)
+    replicas = np.where((table["dp_replicate"] > 1) & (table["dp_shard"] > 1), replicas, 0.0)
+
+    # Fully sharded: each layer's traffic hides behind the layer before it; the first gather and the last reduction
+    # have nothing to hide behind.
+    passes_of_gather = gathers / np.where(gathers > 1, 2.0, 1.0)
+    exposed_forward = gather / count + np.maximum(gather - forward, 0.0) * (1 - 1 / count)
+    again = np.where(gathers > 1, gather, 0.0)
+    busiest = np.maximum(again + reduce, replicas)  # replicas have a communicator, and a stream, of their own
+    exposed_backward = (reduce + replicas) / count + np.maximum(busiest - backward, 0.0) * (1 - 1 / count)
+    sharded_exposed = passes_of_gather * exposed_forward + reductions * exposed_backward
+    sharded_total = gathers * gather + reductions * (reduce + replicas)
+    hbm = context.roofline.memory_bytes_per_s
+    copied = 2 * gathers * (shared + experts) * compute_bytes + reductions * (shared + experts) * (
+        compute_bytes + reduce_bytes
+    )
+    copies = np.where(full & spec.fsdp.copy_in_copy_out, copied / hbm, 0.0)
+    # Gradients of further micro batches are added up by kernels of their own, unless a product does it on the fly.
+    adding = np.zeros(len(table))
+    if spec.state.gradient_dtype != "reduce":
+        width = context.dtype_bytes(spec.state.gradient_dtype)
+        piped = np.where(table["pp"] > 1, m * (compute_bytes + 2 * reduce_bytes), 0.0)
+        added = np.where(full, piped, (m - 1) * 3 * width) * (shared + experts)
+        copies = copies + added / hbm
+        adding = (compute_bytes + 2 * reduce_bytes) * (shared + experts) / hbm
+
+    # Replicated parameters: gradients are summed once a step, behind the last backward where the runtime overlaps;
+    # a sharded optimizer scatters them and gathers parameters back.
+    buckets = buckets_of(spec, (shared + experts) * reduce_bytes)
+    reduce_all = buckets * (
+        groups.time_s("all_reduce", "dp", shared * reduce_bytes / buckets)
+        + groups.time_s("all_reduce", "expert_dp", experts * reduce_bytes / buckets)
+    )
+    last = np.minimum(1 / count, 1 / buckets) if spec.ddp.bucket_bytes else 1 / count
+    hidden = np.minimum(reduce_all, backward) * (1 - last) if spec.ddp.overlap else np.zeros(len(table))
+    # With sharded gradients (ZeRO-2) there is nowhere to add up whole ones: each micro batch's are scattered.
+    scatters = np.where((table.state_shard["gradients"] > 1) & (table["pp"] == 1), m, 1.0)
+    scattered = (
+        scatters * groups.time_s("reduce_scatter", "dp", shared * reduce_bytes)
+        + groups.time_s("all_gather", "dp", shared * compute_bytes)
+        + scatters * groups.time_s("reduce_scatter", "expert_dp", experts * reduce_bytes)
+        + groups.time_s("all_gather", "expert_dp", experts * compute_bytes)
+    )
+    times = np.where((table["pp"] == 1) & spec.ddp.every_micro_batch, m, 1.0)
+    replicated_exposed = np.where(optimizer_only, scattered, times * (reduce_all - hidden))
+    hidden = times * hidden
+
+    exposed = np.where(full, sharded_exposed, replicated_exposed)
+    overlapped = np.where(full, sharded_total - sharded_exposed, np.where(optimizer_only, 0.0, hidden))
+    contention = np.maximum(overlapped, 0.0) * sm_share(context)
+    # Each rank gathers layer by layer when the first micro batch comes by, and each adds gradients up as it leaves.
+    once = exposed_forward + 2 * (shared + experts) * compute_bytes / hbm + np.where(table["pp"] > 1, adding, 0.0)
+    fill = np.where(full & (table["pp"] > 1), (table["pp"] - 1) * once, 0.0)
+    return DataParallel(exposed_s=exposed, copies_s=copies, contention_s=contention, fill_s=fill)
+
+
+def sm_share(context: CostContext) -> float:
+    """Return the share of the SMs that a collective holds, and compute beside it lacks."""
+    gpu = context.roofline.gpu
+    return efficiency(gpu.architecture).nccl_sms / gpu.sm_count
+
+
+# Bytes a fused AdamW moves per parameter it owns in float32: reads parameter, gradient and two moments, writes three.
+# Clipping reads gradients for the norm, then reads and writes them to scale.
+ADAM_BYTES = 28.0
+CLIP_BYTES = 12.0
+
+
+def optimizer_bytes(spec: RuntimeSpec) -> float:
+    """Return bytes that clipping and updating move per parameter owned; a 16-bit copy is written back."""
+    return ADAM_BYTES + CLIP_BYTES + (2.0 if spec.state.master_weights else 0.0)
+
+
+def optimizer_s(operators: ModelOperators, context: CostContext, layout: StageLayout, parameters: Parameters) -> Floats:
+    """Return seconds of gradient clipping and the optimizer update on the rank with most parameters."""
+    table = context.table
+    exists = layout.exists
+    ranks = np.arange(exists.shape[1])[None, :]
+    ends = ((ranks == 0) & exists, (ranks == last_rank(table)[:, None]) & exists)
+    dense, moe = np.where(exists, layout.dense, 0), np.where(exists, layout.moe, 0)
+    shared, experts = parameters.of_stage(dense, moe, *ends)
+    owned = shared / table.state_shard["optimizer"][:, None] + experts / table.expert_shard["optimizer"][:, None]
+    return np.asarray(owned.max(axis=1) * optimizer_bytes(operators.spec) / context.roofline.memory_bytes_per_s)

@@ -1,0 +1,174 @@
+"""What the instructions of a lowered plan cost on a cluster: the engine's `CostModel` over our own cost tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from simulator.collectives import CollectiveCost, CollectiveModel
+from simulator.costs import Cost, GpuLimits, LinkUse, Ranks
+from simulator.lowering.block_code import KernelKey
+from simulator.lowering.writing import PEER_COPY, launch_key
+from simulator.program import Collective, Copy, Instruction, Kernel, Launch, Recv, Send
+from simulator.roofline import efficiency
+from topology.cluster import Cluster
+from topology.groups import GroupShape
+
+# Which share of what a collective's ranks send through their ports each of them carries, per byte of the buffer.
+TRAFFIC: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda _: 1.0,
+    "send_recv": lambda _: 1.0,
+}
+
+# Algorithms that reduce inside a node before anything leaves it.
+REDUCES_INSIDE = frozenset({"tree", "nvls", "nvls_tree"})
+
+
+@dataclass(slots=True)
+class MachineCosts:
+    """Costs of one lowered plan. `placement[r]` is the physical GPU of rank r (node * gpus_per_node + index)."""
+
+    cluster: Cluster
+    collectives: CollectiveModel
+    kernels: Mapping[KernelKey, tuple[Cost, float]]
+    collective_host_s: float
+    placement: tuple[int, ...] = ()
+    families: Mapping[str, GroupShape] = field(default_factory=dict)
+    peer_copies: Mapping[int, float] = field(default_factory=dict)  # bytes -> seconds
+    _known: dict[tuple[str, int, GroupShape], CollectiveCost] = field(default_factory=dict)
+    _uses: dict[tuple[str, str, int, float], LinkUse] = field(default_factory=dict)
+    _gpus_per_node: int = field(init=False)
+    _one_kind: str = field(init=False)  # empty where GPUs differ
+    _link_rates: dict[str, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Look up once what every group of ranks asks for."""
+        node, kind = self.cluster.groups[0].node, self.cluster.slowest_kind
+        self._gpus_per_node = self.cluster.gpus_per_node
+        kinds = {gpu.kind for group in self.cluster.groups for gpu in group.node.gpus}
+        self._one_kind = kind.name if len(kinds) == 1 else ""
+        network = sum(nic.bytes_per_s or 0.0 for nic in node.nics if nic.up)
+        self._link_rates = {
+            "nic": max(network / max(len(node.gpus), 1), 1.0),
+            "port": kind.nvlink_links * kind.nvlink_bytes_per_s or kind.pcie_bytes_per_s,
+        }
+
+    def cost(self, instruction: Kernel, ranks: Ranks) -> Cost:
+        if isinstance(instruction, Launch):
+            return self.kernels[launch_key(instruction)][0]
+        if isinstance(instruction, Copy):
+            if instruction.kind == PEER_COPY:
+                seconds = self.peer_copies[instruction.nbytes]
+                rate = instruction.nbytes / seconds if seconds else 0.0
+                return Cost(seconds=seconds, hbm_bytes_per_s=rate, link_bytes_per_s=rate)
+            rate = self.cluster.slowest_kind.pcie_bytes_per_s
+            return Cost(seconds=instruction.nbytes / rate, hbm_bytes_per_s=rate)
+        op = instruction.op if isinstance(instruction, Collective) else "send_recv"
+        shape = self.shape(instruction.group, ranks)
+        chosen = self._chosen(op, instruction.nbytes, shape)
+        seconds = chosen.time_s.value
+        sent = instruction.nbytes * self._traffic(op, chosen.algorithm, shape)
+        # By itself a transfer gets what its time says, whatever the time was measured or modelled from.
+        medium, share = ("port", 1.0) if shape.nodes == 1 else ("nic", 1.0 / shape.ranks_per_node)
+        rate = min(sent / seconds, self._link_rates[medium] / share) if seconds else 0.0
+        return Cost(seconds=seconds, sms=float(chosen.sms), hbm_bytes_per_s=2 * rate, link_bytes_per_s=rate)
+
+    def host_s(self, instruction: Instruction) -> float:
+        if isinstance(instruction, Launch):
+            return self.kernels[launch_key(instruction)][1]
+        return self.collective_host_s if isinstance(instruction, (Collective, Send, Recv)) else 0.0
+
+    def limits(self, rank: int) -> GpuLimits:
+        kind = self.cluster.kind(self._gpu_kind(rank))
+        known = efficiency(kind.architecture)
+        return GpuLimits(sms=float(kind.sm_count), hbm_bytes_per_s=kind.memory_bytes_per_s * known.hbm)
+
+    def routes(self, ranks: Ranks) -> tuple[LinkUse, ...]:
+        """Ports of the ranks, each direction apart: NVLink or PCIe inside a node, NICs between nodes.
+
+        A ring enters and leaves every node once, whatever it has ranks there, and its channels spread that over the
+        ranks' NICs; so each NIC carries that many times less than a port. Two ranks are taken for a message, which
+        loads one direction.
+        """
+        physical = [self.placement[rank] for rank in ranks] if self.placement else list(ranks)
+        per_node, nodes = self._spread(physical)
+        medium, share = ("port", 1.0) if nodes == 1 else ("nic", 1.0 / per_node)
+        if len(ranks) == 2:
+            return self._use(medium, "out", physical[0], share), self._use(medium, "in", physical[1], share)
+        return tuple([self._use(medium, way, gpu, share) for way in ("out", "in") for gpu in physical])
+
+    def _use(self, medium: str, way: str, gpu: int, share: float) -> LinkUse:
+        key = (medium, way, gpu, share)
+        use = self._uses.get(key)
+        if use is None:
+            use = self._uses[key] = LinkUse(link=(medium, way, gpu), share=share)
+        return use
+
+    def link_bytes_per_s(self, link: Hashable) -> float:
+        assert isinstance(link, tuple)  # noqa: S101 - made by routes above
+        return self._link_rates[link[0]]
+
+    def kind(self, ranks: Ranks) -> Hashable:
+        """Groups that lie alike on nodes of the same GPU cost the same."""
+        if len(ranks) == 1:
+            return self._gpu_kind(ranks[0])
+        physical = [self.placement[rank] for rank in ranks] if self.placement else ranks
+        kinds = self._one_kind or tuple(sorted({self._gpu_kind(rank) for rank in ranks}))
+        if not self.placement and len(ranks) > 2:
+            # Ranks of a family lie evenly, so how the first node is filled says how all are.
+            return (len(ranks), *self._spread(physical), kinds)
+        per = self._gpus_per_node
+        nodes = [gpu // per for gpu in physical]
+        return (len(ranks), tuple(sorted(nodes.count(node) for node in set(nodes))), kinds)
+
+    def shape(self, family: str, ranks: Ranks) -> GroupShape:
+        """Return how a group lies on the machine: as planned for its family, else as its ranks are placed."""
+        planned = self.families.get(family)
+        if planned is not None and planned.ranks == len(ranks) and not self.placement:
+            return planned
+        per_node, _ = self._spread([self._physical(rank) for rank in ranks])
+        siblings = max(1, self._gpus_per_node // per_node) if planned is None else planned.siblings
+        return GroupShape(ranks=len(ranks), ranks_per_node=per_node, siblings=siblings)
+
+    def _spread(self, physical: Sequence[int]) -> tuple[int, int]:
+        """Return (most GPUs on one node, nodes) of a group."""
+        per = self._gpus_per_node
+        first, last = physical[0] // per, physical[-1] // per
+        if first == last and (not self.placement or all(gpu // per == first for gpu in physical)):
+            return len(physical), 1
+        if not self.placement:  # families lie evenly
+            nodes = len({gpu // per for gpu in physical})
+            return -(-len(physical) // nodes), nodes
+        count = Counter(gpu // per for gpu in physical)
+        return max(count.values()), len(count)
+
+    def _traffic(self, op: str, algorithm: str, shape: GroupShape) -> float:
+        """Return bytes through a rank's port, or a node's NICs, per byte of the buffer."""
+        if op == "all_reduce" and shape.nodes > 1 and algorithm in REDUCES_INSIDE:
+            return 2 * (shape.nodes - 1) / shape.nodes
+        return TRAFFIC[op](shape.ranks)
+
+    def _chosen(self, op: str, nbytes: int, shape: GroupShape) -> CollectiveCost:
+        key = (op, nbytes, shape)
+        if key not in self._known:
+            self._known[key] = self.collectives.choose(op, float(nbytes), shape)
+        return self._known[key]
+
+    def _physical(self, rank: int) -> int:
+        return self.placement[rank] if self.placement else rank
+
+    def _gpu_kind(self, rank: int) -> str:
+        if self._one_kind:
+            return self._one_kind
+        gpu = self._physical(rank)
+        for group in self.cluster.groups:
+            size = group.count * len(group.node.gpus)
+            if gpu < size:
+                return group.node.gpus[gpu % len(group.node.gpus)].kind
+            gpu -= size
+        return self.cluster.slowest_kind.name

@@ -1,0 +1,116 @@
+"""The network of one plan as stages of units: which block each layer is, under which recompute mode, of what size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from simulator.layer_cost import CostContext
+from simulator.lowering.block_code import BlockCode, block_code
+from simulator.lowering.sharded_data import Unit
+from simulator.memory import Parameters, head_peak_bytes, local_parameters
+from simulator.model import Model
+from simulator.runtime_library import ModelOperators, RecomputeSpec
+from simulator.stages import stage_layers
+
+StageUnits = Sequence[tuple[Unit, BlockCode]]
+
+
+class Network:
+    """`stages[s]` lists the units of stage s in forward order, each with its code.
+
+    With `collapse` a stage is a single unit: parameters, bytes and steps of all its units together.
+    """
+
+    def __init__(self, model: Model, operators: ModelOperators, context: CostContext, *, collapse: bool) -> None:
+        self.model, self.operators, self.context = model, operators, context
+        self.parameters: Parameters = local_parameters(model, context)
+        self._blocks: dict[tuple[str, str, bool], BlockCode] = {}
+        self.stages: list[StageUnits] = []
+        plan = context.table.plans[0]
+        layer = 0
+        counts = stage_layers(model.layers, plan, context.spec.pipeline)
+        same: dict[tuple[object, ...], BlockCode] = {}
+        for stage, count in enumerate(counts):
+            units: list[tuple[Unit, BlockCode]] = []
+            if stage == 0:
+                units.append((self._unit("embedding", self.parameters.embedding), self._block("embedding")))
+            word = plan.recompute_per_stage[stage] if plan.recompute_per_stage else plan.recompute
+            units += [self._layer(index, word) for index in range(layer, layer + count)]
+            layer += count
+            if stage == len(counts) - 1:
+                units.append((self._unit("head", self.parameters.head), self._block("head")))
+            self.stages.append(_collapsed(units, stage, same) if collapse else units)
+
+    def _layer(self, index: int, word: str) -> tuple[Unit, BlockCode]:
+        mode = self.context.spec.recompute[word]
+        # A mode for a share of the layers wraps every so many of them, the last of each run.
+        every = round(1 / mode.layers)
+        wrapped = bool(mode.recomputes) and index % every == every - 1
+        dense = self.model.moe is None or index < self.model.dense_layers
+        p, name = self.parameters, f"layer {index}"
+        if dense:
+            return self._unit(name, p.dense_layer), self._block("dense", word, wrapped=wrapped)
+        return self._unit(name, p.moe_layer, p.experts), self._block("moe", word, wrapped=wrapped)
+
+    def _unit(self, name: str, shared: object, experts: object = 0.0) -> Unit:
+        return Unit(name=name, shared=_number(shared), experts=_number(experts))
+
+    def _block(self, name: str, word: str = "none", *, wrapped: bool = False) -> BlockCode:
+        key = (name, word, wrapped)
+        if key not in self._blocks:
+            self._blocks[key] = self._new_block(name, word, wrapped=wrapped)
+        return self._blocks[key]
+
+    def _new_block(self, name: str, word: str, *, wrapped: bool) -> BlockCode:
+        layer = name in {"dense", "moe"}
+        host = self.context.spec.host
+        operators = {
+            "dense": self.operators.dense_layer,
+            "moe": self.operators.moe_layer,
+            "embedding": self.operators.embedding,
+            "head": self.operators.head,
+        }[name]
+        mode = replace(self.context.spec.recompute[word], layers=1.0) if wrapped else RecomputeSpec()
+        block = block_code(
+            f"{name} {word}" if wrapped else name,
+            operators,
+            self.context,
+            mode,
+            host_forward_s=host.forward_layer_s if layer else 0.0,
+            host_backward_s=host.backward_layer_s if layer else 0.0,
+        )
+        if name == "head":
+            # The loss turning round: what is alive together then, beyond what the head saves.
+            peak = float(head_peak_bytes(self.context)[0])
+            return replace(block, again_bytes=round(max(0.0, peak - block.saved_bytes)))
+        return block
+
+
+def _collapsed(
+    units: list[tuple[Unit, BlockCode]], stage: int, same: dict[tuple[object, ...], BlockCode]
+) -> list[tuple[Unit, BlockCode]]:
+    """Return a stage as one unit; stages made of equal blocks share one code."""
+    whole = Unit(
+        name=f"stage {stage}",
+        shared=sum(u.shared for u, _ in units),
+        experts=sum(u.experts for u, _ in units),
+        pieces=len(units),
+        widest=max((u.elements for u, _ in units), default=0.0),
+    )
+    key = tuple(id(block) for _, block in units)
+    if key not in same:
+        same[key] = BlockCode(
+            name=f"stage kind {len(same)}",
+            forward=tuple(step for _, b in units for step in b.forward),
+            backward=tuple(step for _, b in reversed(units) for step in b.backward),
+            saved_bytes=sum(b.saved_bytes for _, b in units),
+            again_bytes=max((b.again_bytes for _, b in units), default=0),
+        )
+    return [(whole, same[key])]
+
+
+def _number(value: object) -> float:
+    return float(np.asarray(value, dtype=np.float64).flat[0])

@@ -1,0 +1,115 @@
+"""Steps of a block as instructions: kernels in order on the compute stream, transfers between or beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from simulator.costs import Cost
+from simulator.lowering.block_code import KernelKey, KernelStep, OverlapStep, RingStep, Step, TransferStep
+from simulator.program import COMPUTE, CodeWriter, Launch
+from simulator.tp_overlap import COPY_ENGINE_MODES
+
+PEER_COPY = "peer"  # a copy engine reads a shard from another GPU of the node
+
+
+def launch_key(launch: Launch) -> KernelKey:
+    """Return the key under which a launch's cost was registered."""
+    return (launch.name, launch.shape, launch.dtype)
+
+
+@dataclass(slots=True)
+class StepWriter:
+    """Writes steps into the code of any rank and remembers what each launch and peer copy costs."""
+
+    kernels: dict[KernelKey, tuple[Cost, float]] = field(default_factory=dict)
+    peer_copies: dict[int, float] = field(default_factory=dict)  # bytes -> seconds
+    _launches: dict[KernelKey, Launch] = field(default_factory=dict)
+
+    def write(self, code: CodeWriter, steps: Iterable[Step]) -> None:
+        for step in steps:
+            match step:
+                case KernelStep():
+                    self.launch(code, step)
+                case TransferStep():
+                    stream = f"{step.group} comm"
+                    code.after(stream, COMPUTE)
+                    code.collective(step.op, step.group, step.nbytes, stream=stream)
+                    code.after(COMPUTE, stream)
+                case RingStep():
+                    self._ring(code, step.piece, step.group, step.nbytes, step.ranks)
+                case OverlapStep():
+                    self._overlap(code, step)
+
+    def launch(self, code: CodeWriter, step: KernelStep) -> None:
+        launch = self._launches.get(step.key)
+        if launch is None:
+            name, shape, dtype = step.key
+            launch = self._launches[step.key] = Launch(name=name, shape=shape, dtype=dtype)
+            self.kernels[step.key] = (step.cost, 0.0 if step.merged else step.host_s)
+        code.add(launch)
+        if step.merged and step.host_s:
+            # The device starts on the first of many launches while the host is still issuing the others.
+            code.host_work(f"issue {step.key[0]}", step.host_s)
+
+    def _ring(self, code: CodeWriter, piece: KernelStep, group: str, nbytes: int, ranks: int) -> None:
+        """Pass a shard on while the piece at hand computes; the next piece waits for both."""
+        stream = f"{group} comm"
+        for turn in range(ranks):
+            if turn < ranks - 1:
+                code.after(stream, COMPUTE)
+                code.exchange(group, 1, nbytes, tag="ring", stream=stream)
+            self.launch(code, piece)
+            if turn < ranks - 1:
+                code.after(COMPUTE, stream)
+
+    def _overlap(self, code: CodeWriter, step: OverlapStep) -> None:
+        transfer, stream = step.transfer, f"{step.transfer.group} comm"
+        shard = round(transfer.nbytes / step.ranks)
+        match transfer.mode:
+            case "ring":
+                self._ring(code, step.piece, transfer.group, shard, step.ranks)
+            case mode if mode in COPY_ENGINE_MODES:
+                self._copies(code, step, shard)
+            case "fused":
+                self._fused(code, step, shard)
+            case _:
+                code.after(stream, COMPUTE)
+                for _ in range(step.ranks):
+                    if step.gathers:
+                        code.collective(transfer.op, transfer.group, shard, stream=stream)
+                        code.after(COMPUTE, stream)
+                        self.launch(code, step.piece)
+                    else:
+                        self.launch(code, step.piece)
+                        code.after(stream, COMPUTE)
+                        code.collective(transfer.op, transfer.group, shard, stream=stream)
+                code.after(COMPUTE, stream)
+
+    def _copies(self, code: CodeWriter, step: OverlapStep, shard: int) -> None:
+        """The ring's pattern with copy engines: the rank's own shard first, the others while pieces compute."""
+        stream = f"{step.transfer.group} copies"
+        self.peer_copies[shard] = step.transfer.hop_s
+        for turn in range(step.ranks):
+            if turn < step.ranks - 1:
+                code.after(stream, COMPUTE)
+                code.copy(shard, PEER_COPY, stream=stream)
+            self.launch(code, step.piece)
+            if turn < step.ranks - 1:
+                code.after(COMPUTE, stream)
+
+    def _fused(self, code: CodeWriter, step: OverlapStep, shard: int) -> None:
+        """One kernel: the first shard is waited for (or the last one sent behind it), the rest moves beside it."""
+        transfer, stream = step.transfer, f"{step.transfer.group} comm"
+        rest = transfer.nbytes - shard
+        code.after(stream, COMPUTE)
+        if step.gathers:
+            code.collective(transfer.op, transfer.group, shard, stream=stream)
+            code.after(COMPUTE, stream)
+        code.collective(transfer.op, transfer.group, rest, stream=stream)
+        self.launch(code, step.piece)
+        code.after(COMPUTE, stream)
+        if not step.gathers:
+            code.after(stream, COMPUTE)
+            code.collective(transfer.op, transfer.group, shard, stream=stream)
+            code.after(COMPUTE, stream)

@@ -1,0 +1,68 @@
+"""How long a product and the tensor-parallel collective beside it take together, by overlap mode.
+
+A row-parallel product feeds a reduce-scatter, a column-parallel one feeds on an all-gather. Both can be cut into as
+many pieces as there are ranks, one for each shard, and a piece moves while another computes.
+
+    none         one after the other
+    chunked      NCCL collectives on pieces; the first (or last) piece moves alone, and pieces pay NCCL's latency each
+    ring         tp - 1 hops to the neighbour, each beside a piece; the first piece is the rank's own and waits for none
+    copy_engine  the ring, moved by copy engines: no SM is taken
+    async        torch's asynchronous tensor parallelism: decomposed products over symmetric memory, copy engines
+    fused        one persistent kernel that waits for tiles: no piece loses efficiency, the first shard is exposed
+
+Sources: Wang et al., ASPLOS 2023 (decomposition); discuss.pytorch.org/t/209487 (async); FLUX, arXiv 2406.06858 (fused).
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+MODES = ("none", "chunked", "ring", "copy_engine", "fused", "async")
+# Modes that move shards from peer to peer, tp - 1 of them, and those whose shards copy engines move.
+PEER_MODES = frozenset({"ring", "copy_engine", "async"})
+COPY_ENGINE_MODES = frozenset({"copy_engine", "async"})
+
+
+def extra_calls(mode: str, ranks: float) -> float:
+    """Return how many more collectives and messages the host issues than the one collective that is cut up."""
+    return {"chunked": ranks - 1, "ring": 2 * (ranks - 1) - 1, "fused": 1.0}.get(mode, 0.0)
+
+
+Seconds = TypeVar("Seconds", float, NDArray[np.float64])
+
+
+def together_s(
+    mode: str,
+    *,
+    whole_s: Seconds,
+    chunk_s: Seconds,
+    hop_s: Seconds,
+    product_s: Seconds,
+    pieces_s: Seconds,
+    ranks: Seconds,
+) -> Seconds:
+    """Return seconds of the product and its collective, SM contention aside.
+
+    `whole_s` is the collective at once, `chunk_s` a `ranks`-th of its bytes, `hop_s` one shard to a peer; `product_s`
+    is the product at once and `pieces_s` all of its pieces together.
+    """
+    piece_s = pieces_s / ranks
+    if mode == "none":
+        return whole_s + product_s
+    if mode == "chunked":
+        return chunk_s + (ranks - 1) * _longer(chunk_s, piece_s) + piece_s
+    if mode in PEER_MODES:
+        return piece_s + (ranks - 1) * _longer(hop_s, piece_s)
+    if mode == "fused":
+        return chunk_s + _longer(product_s, whole_s - chunk_s)
+    raise ValueError(mode)
+
+
+def _longer(a: Seconds, b: Seconds) -> Seconds:
+    """Return the larger, element by element where they are columns."""
+    if isinstance(a, float) and isinstance(b, float):
+        return max(a, b)
+    return np.maximum(a, b)

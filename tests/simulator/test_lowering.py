@@ -1,0 +1,331 @@
+"""Lowered steps against theory: where a formula gives equality, the simulation must give the same number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from simulator.check import check
+from simulator.closed_form import estimate_plans
+from simulator.data_parallel import optimizer_bytes
+from simulator.engine import simulate
+from simulator.hf_config import load_model
+from simulator.lowering.block_code import Detail, KernelStep, block_code
+from simulator.lowering.training import lower_training, plan_context, strided_groups
+from simulator.pipeline import bubble_fraction
+from simulator.plan import Plan
+from simulator.program import Collective, Launch, Send
+from simulator.runtime import Runtime
+from simulator.runtime_library import RecomputeSpec, operators_for
+from simulator.simulation import choose_detail, simulate_plan
+from simulator.tp_overlap import MODES, together_s
+from simulator.workload import Workload
+from tests.simulator.lowering_plans import run, shortened
+from topology.catalog import cluster
+from topology.errors import BadPlan
+
+H100 = cluster("dgx-h100")
+QUIET = Runtime(name="pytorch", compile=True)
+
+
+def free_network(machine, factor: float = 1e6):
+    """Return `machine` with links so fast that messages cost their latency only."""
+    (group,) = machine.groups
+    node = replace(
+        group.node,
+        links=tuple(replace(x, bytes_per_s=(x.bytes_per_s or 0.0) * factor) for x in group.node.links),
+        nics=tuple(replace(x, bytes_per_s=(x.bytes_per_s or 0.0) * factor) for x in group.node.nics),
+    )
+    return replace(machine, groups=(replace(group, node=node),))
+
+
+class Undisturbed:
+    """Costs of another model, except that transfers take nothing from the kernels beside them."""
+
+    def __init__(self, costs) -> None:
+        self._costs = costs
+
+    def __getattr__(self, name):
+        return getattr(self._costs, name)
+
+    def cost(self, instruction, ranks):
+        cost = self._costs.cost(instruction, ranks)
+        return cost if isinstance(instruction, Launch) else replace(cost, sms=0.0, hbm_bytes_per_s=0.0)
+
+
+def kernels_s(model, workload, plan, runtime, passes=("forward", "backward")):
+    """Return the seconds of all kernels of one micro batch, added up by hand from the operators."""
+    context = plan_context(model, H100, workload, plan, runtime)
+    operators = operators_for(model, runtime)
+    total = 0.0
+    for name, count in (("dense_layer", model.layers), ("embedding", 1), ("head", 1)):
+        block = block_code(name, getattr(operators, name), context, RecomputeSpec())
+        for which in passes:
+            total += count * sum(s.cost.seconds for s in getattr(block, which) if isinstance(s, KernelStep))
+    return total, context
+
+
+@pytest.mark.parametrize("detail", list(Detail))
+def test_one_gpu_is_the_sum_of_its_kernels_and_the_optimizer(detail: Detail) -> None:
+    """Device-bound, no neighbours: compute time is the sum over operators, whatever the detail."""
+    model, plan = shortened("llama3-8b", 4), Plan()
+    workload = Workload(seq_len=8192, global_batch_size=1)
+    compute, context = kernels_s(model, workload, plan, QUIET)
+    update = model.parameters * optimizer_bytes(context.spec) / context.roofline.memory_bytes_per_s
+
+    _, got = run((model, H100, workload, plan, QUIET), detail)
+    assert got.trace.busy_s(0, "compute") == pytest.approx(compute + update, rel=1e-3)
+    assert got.step_s == pytest.approx(compute + update + context.spec.host.step_s, rel=0.02)
+
+
+def test_without_overlap_tensor_parallel_collectives_add_to_compute() -> None:
+    """Degree 4 with sequence parallelism: every gather and scatter stands between two products."""
+    model, plan = shortened("llama3-8b", 4), Plan(tp=4, sequence_parallel=True)
+    workload = Workload(seq_len=8192, global_batch_size=1)
+
+    lowered, got = run((model, H100, workload, plan, QUIET), Detail.KERNEL)
+    breakdown = got.trace.breakdown_s(0)
+    moved = sum(s.duration_s for s in got.trace.of(0, "tp comm") if s.category == "communication")
+    assert breakdown["communication"] == pytest.approx(moved, rel=1e-9)
+    assert breakdown["compute"] + moved == pytest.approx(got.step_s - breakdown["host"] - breakdown["wait"], rel=1e-6)
+    (code,) = {c.instructions for c in lowered.program.codes}
+    per_layer = sum(isinstance(i, Collective) and i.group == "tp" for i in code) / model.layers
+    assert 8 <= per_layer <= 10  # 4 forward, 4 backward, and those of embedding, head and norm
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2), ("ZBH1", 1), ("LoopedBFS", 2)],
+)
+def test_bubbles_are_the_published_ones(schedule: str, stages: int) -> None:
+    """Equal stages, free messages: idle time is the closed form's for the passes' own lengths."""
+    model = replace(shortened("llama3-8b", 16), vocab=256)  # ends that weigh nothing
+    plan = Plan(pp=4, schedule=schedule, virtual_stages=stages, layers_per_stage=(16 // (4 * stages),) * (4 * stages))
+    workload = Workload(seq_len=8192, global_batch_size=8)
+    runtime = Runtime(name="megatron-lm", param_dtype="bfloat16")
+    lowered = lower_training(model, free_network(H100), workload, plan, runtime, detail=Detail.STAGE)
+    got = simulate(lowered.program, Undisturbed(lowered.costs))
+
+    rank = 1  # a middle stage: no embedding, no head
+    busy = [s for s in got.trace.of(rank, category="compute") if s.name != "optimizer"]
+    window = max(s.end_s for s in got.trace.spans if s.name != "optimizer") - 10e-3
+    compute = sum(s.duration_s for s in busy)
+    split = schedule == "ZBH1"
+    weights = [s for s in busy if "weight" in s.name or s.name.endswith(".wgrad")]
+    w = sum(s.duration_s for s in weights) / 8 / stages if split else 0.0
+    f = sum(s.duration_s for s in busy if "forward" in s.name) / 8 / stages
+    i = compute / 8 / stages - f - w
+    fraction = bubble_fraction(
+        schedule,
+        ranks=4,
+        micro_batches=8,
+        stages_per_rank=stages,
+        forward_s=f,
+        input_grad_s=i if split else i / 2,
+        weight_grad_s=w if split else i / 2,
+    )
+    assert 1 - compute / window == pytest.approx(fraction, abs=0.02)
+
+
+def test_optimizer_does_not_hold_up_the_last_gradient() -> None:
+    """The last message of a rank leaves before its gradient reduction and optimizer: drains do not add them up."""
+    model = shortened("llama3-8b", 16)
+    plan = Plan(pp=8, dp_replicate=2, zero_stage=0, schedule="1F1B")
+    runtime = Runtime(name="megatron-lm", param_dtype="bfloat16")
+    lowered, _ = run((model, cluster("dgx-h100", gpus=16), Workload(seq_len=2048, global_batch_size=16), plan, runtime))
+
+    for code in lowered.program.codes[1:]:
+        sends = [n for n, i in enumerate(code.instructions) if isinstance(i, Send)]
+        reduces = [n for n, i in enumerate(code.instructions) if isinstance(i, Collective) and i.group == "dp"]
+        update = next(n for n, i in enumerate(code.instructions) if isinstance(i, Launch) and i.name == "optimizer")
+        assert max(sends) < min(reduces) < update
+
+
+def test_fsdp_hides_all_but_the_ends_when_compute_dominates() -> None:
+    """Exposed: the first gather and the last reduction; long sequences hide the rest."""
+    model, plan = shortened("llama3-8b", 6), Plan(dp_shard=8)
+    workload = Workload(seq_len=16384, global_batch_size=8)
+    context = plan_context(model, H100, workload, plan, QUIET)
+    # An embedding computes next to nothing: the first layer's traffic has nothing to hide behind either.
+    layer = (model.parameters - 2 * model.vocab * model.hidden) / model.layers
+    ends = (model.vocab * model.hidden, layer)
+    first = sum(context.groups.time_s("all_gather", "fsdp", n * 2.0)[0] for n in ends)
+    last = sum(context.groups.time_s("reduce_scatter", "fsdp", n * 2.0)[0] for n in ends)
+
+    _, got = run((model, H100, workload, plan, QUIET))
+    exposed = got.trace.exposed_s(0)
+    assert exposed == pytest.approx(first + last, rel=0.25)
+
+
+def test_fsdp_is_bound_by_traffic_when_it_dominates() -> None:
+    """On a slow network the step is as long as its gathers and reductions, one after the other."""
+    machine = free_network(cluster("dgx-h100", gpus=16), 0.02)
+    model, plan = shortened("llama3-8b", 6), Plan(dp_shard=16)
+    _, got = run((model, machine, Workload(seq_len=2048, global_batch_size=16), plan, QUIET))
+
+    traffic = got.trace.busy_s(0, "communication", "fsdp comm")
+    assert traffic < got.step_s < 1.1 * traffic
+
+
+def test_hybrid_sharding_sums_replicas_beside_the_next_scatter() -> None:
+    """HSDP: the all-reduce over replicas has a communicator of its own and overlaps later reduce-scatters."""
+    model, plan = shortened("llama3-8b", 6), Plan(dp_replicate=2, dp_shard=8)
+    machine = cluster("dgx-h100", gpus=16)
+    _, got = run((model, machine, Workload(seq_len=2048, global_batch_size=16), plan, QUIET))
+
+    sums = [s for s in got.trace.of(0, "replicate comm") if s.category == "communication"]
+    scatters = [s for s in got.trace.of(0, "fsdp comm") if s.name.startswith("reduce_scatter")]
+    assert len(sums) == len(scatters) == model.layers + 2
+    assert all(a.start_s >= b.end_s - 1e-9 for a, b in zip(sums, scatters, strict=True))
+    assert any(a.start_s < b.end_s and b.start_s < a.end_s for a in sums for b in scatters)
+
+
+def test_ring_attention_is_balanced_and_exchanges_all_shards() -> None:
+    """Four ranks: every rank computes as long as any other, and passes on cp - 1 shards a layer and pass."""
+    model, plan = shortened("llama3-8b", 4), Plan(cp=4, cp_method="ring")
+    lowered, got = run((model, H100, Workload(seq_len=8192, global_batch_size=1), plan, QUIET), folded=False)
+
+    busy = [got.trace.busy_s(rank, "compute") for rank in range(4)]
+    assert max(busy) == pytest.approx(min(busy), rel=1e-9)
+    (code,) = {c.instructions for c in lowered.program.codes}
+    assert sum(isinstance(i, Send) for i in code) == 2 * 3 * model.layers
+    keys_values = 2 * 8192 / 4 * model.kv_heads * model.head_dim * 2
+    assert {i.nbytes for i in code if isinstance(i, Send)} == {round(keys_values), round(2 * keys_values)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_overlap_modes_take_what_their_formula_says(mode: str) -> None:
+    """One pair of 4 ms product and 2 ms collective on 4 ranks; no mode beats the longer of the two."""
+    got = together_s(mode, whole_s=2.0, chunk_s=0.6, hop_s=0.6, product_s=4.0, pieces_s=4.4, ranks=4.0)
+    expected = {
+        "none": 6.0,
+        "chunked": 0.6 + 3 * 1.1 + 1.1,
+        "ring": 4.4,
+        "copy_engine": 4.4,
+        "async": 4.4,
+        "fused": 4.6,
+    }
+    assert got == pytest.approx(expected[mode])
+    assert got >= 4.0
+
+
+def test_copy_engines_leave_the_sms_to_the_products() -> None:
+    """Both move the same shards; only the ring takes SMs from the products beside it."""
+    model = shortened("llama3-8b", 4)
+    times = {}
+    for mode in ("none", "ring", "copy_engine"):
+        plan = Plan(tp=4, sequence_parallel=True, tp_overlap=mode)
+        _, got = run((model, H100, Workload(seq_len=8192, global_batch_size=4), plan, QUIET))
+        times[mode] = got.trace.busy_s(0, "compute")
+    assert times["copy_engine"] < times["ring"]
+
+
+def test_a_share_of_layers_is_wrapped_layer_by_layer() -> None:
+    """The mode `selective` of torchtitan wraps every second block: half as many layers recompute, and keep only their input."""
+    model = shortened("llama3-8b", 4)
+    workload = Workload(seq_len=2048, global_batch_size=1)
+    count = {}
+    for mode in ("none", "selective", "full"):
+        _, got = run((model, H100, workload, Plan(recompute=mode), Runtime()), Detail.KERNEL)
+        count[mode] = sum(s.name == "sdpa" for s in got.trace.of(0, category="compute"))
+    assert count == {"none": 4, "selective": 6, "full": 8}
+
+
+def test_recomputation_by_stage() -> None:
+    """Only the stage that is told to recompute does, in both forms; a wrong count is refused."""
+    model = shortened("llama3-8b", 8)
+    plan = Plan(pp=2, schedule="1F1B", recompute_per_stage=("full", "none"))
+    question = (model, H100, Workload(seq_len=2048, global_batch_size=4), plan, Runtime())
+    _, got = run(question, Detail.KERNEL)
+    passes = [sum(s.name == "sdpa" for s in got.trace.of(rank, category="compute")) for rank in (0, 1)]
+    layers = (4, 4)
+    assert passes == [4 * 2 * layers[0], 4 * layers[1]]
+
+    formula = estimate_plans(
+        *question[:3],
+        [plan, replace(plan, recompute_per_stage=()), replace(plan, recompute="full", recompute_per_stage=())],
+        Runtime(),
+    )
+    kept = formula.memory.categories["activations"]
+    assert kept[0, 0] == kept[2, 0]
+    assert kept[0, 1] == kept[1, 1]
+    with pytest.raises(BadPlan, match="recompute_per_stage"):
+        run((*question[:3], replace(plan, recompute_per_stage=("full",)), Runtime()))
+
+
+def test_busiest_expert_rank_decides_and_capacity_caps_it() -> None:
+    model, plan = shortened("qwen3-30b-a3b", 4), Plan(dp_shard=8, ep=8)
+    workload = Workload(seq_len=2048, global_batch_size=8)
+
+    def step(imbalance=1.0, capacity=None):
+        asked = replace(workload, expert_imbalance=imbalance)
+        chosen = replace(plan, capacity_factor=capacity)
+        formula = estimate_plans(model, H100, asked, [chosen], QUIET).step_s[0]
+        return formula, run((model, H100, asked, chosen, QUIET))[1].step_s
+
+    even, skewed, capped = step(), step(2.0), step(2.0, 1.25)
+    assert even[0] < capped[0] < skewed[0]
+    assert even[1] < capped[1] < skewed[1]
+
+
+def test_unknown_methods_are_refused() -> None:
+    for wrong in (Plan(cp=2, cp_method="gossip"), Plan(tp=2, tp_overlap="magic")):
+        with pytest.raises(BadPlan, match="unknown"):
+            run((shortened("llama3-8b", 4), H100, Workload(seq_len=2048, global_batch_size=1), wrong, Runtime()))
+
+
+def test_groups_partition_the_world() -> None:
+    for size, stride in ((2, 4), (4, 2), (8, 1)):
+        groups = strided_groups(16, size, stride)
+        assert sorted(rank for group in groups for rank in group) == list(range(16))
+        assert {tuple(np.diff(group)) for group in groups} == {(stride,) * (size - 1)}
+
+
+def test_irregular_placement_folds_to_the_nanosecond() -> None:
+    """Ranks dealt over nodes out of order: fewer symmetries, the same times."""
+    model = shortened("llama3-8b", 8)
+    machine = cluster("dgx-h100", gpus=16)
+    dealt = tuple(int(x) for x in np.random.default_rng(3).permutation(16))
+    for plan in (
+        Plan(dp_shard=4, tp=2, pp=2, sequence_parallel=True, schedule="1F1B", placement=dealt),
+        Plan(dp_replicate=2, dp_shard=4, cp=2, cp_method="ring", placement=dealt),
+    ):
+        question = (model, machine, Workload(seq_len=2048, global_batch_size=16), plan, Runtime())
+        lowered, folded = run(question)
+        unfolded = simulate(lowered.program, lowered.costs, folded=False, spans=False)
+
+        assert check(lowered.program) == []
+        assert folded.step_s == pytest.approx(unfolded.step_s, abs=1e-9)
+
+
+def test_simulate_plan_reads_the_run_back() -> None:
+    """The estimate is the run's: step, peak, reserved bytes by pipeline rank; parts add up."""
+    model = shortened("llama3-8b", 8)
+    plan = Plan(dp_shard=2, pp=2, schedule="1F1B")
+    got = simulate_plan(model, H100, Workload(seq_len=2048, global_batch_size=8), plan, Runtime())
+
+    assert got.estimate.step_s.value == got.run.step_s
+    assert sum(got.estimate.breakdown_s.values()) == pytest.approx(got.run.step_s)
+    assert got.estimate.step_s.low < got.run.step_s < got.estimate.step_s.high
+    memory = got.estimate.memory
+    assert len(memory.reserved_by_stage) == len(memory.by_stage) == 2
+    assert memory.peak_bytes.value <= memory.reserved_bytes
+    assert max(memory.reserved_by_stage) <= memory.reserved_bytes
+    assert got.run.memory[memory.worst_rank].buffer
+
+
+def test_sixteen_thousand_gpus_fold_to_their_stages() -> None:
+    """llama3-405b, tp 8, cp 2, pp 16, 64 micro batches: 16 classes, tens of thousands of instructions."""
+    model, machine = load_model("llama3-405b"), cluster("dgx-h100", gpus=16384)
+    plan = Plan(dp_shard=64, tp=8, sequence_parallel=True, cp=2, pp=16, schedule="1F1B")
+    workload = Workload(seq_len=8192, global_batch_size=64 * 64)
+
+    assert choose_detail(model, workload, plan) is Detail.STAGE
+    lowered = lower_training(model, machine, workload, plan, Runtime(), detail=Detail.STAGE)
+    got = simulate(lowered.program, lowered.costs, spans=False)
+    assert len(got.folding.classes) == 16
+    assert lowered.program.instructions < 60_000
+    formula = estimate_plans(model, machine, workload, [plan], Runtime())
+    assert got.step_s == pytest.approx(formula.step_s[0], rel=0.1)
