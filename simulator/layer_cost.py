@@ -22,7 +22,14 @@ from simulator.plan_table import Floats, PlanTable
 from simulator.roofline import Roofline
 from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import RecomputeSpec, RuntimeSpec
-from simulator.tp_overlap import COPY_ENGINE_MODES, PEER_MODES, extra_calls, together_s
+from simulator.tp_overlap import (
+    COPY_ENGINE_MODES,
+    MATCHED_MODES,
+    PEER_MODES,
+    extra_calls,
+    partials_bytes,
+    together_s,
+)
 
 Rows = NDArray[np.bool_]
 
@@ -168,10 +175,13 @@ class PassWriter:
         self._modes = [m for m in np.unique(context.table.tp_overlap) if m != "none"]
         self._open = np.zeros(rows, dtype=bool)  # a gather waits for the end of its products
         self._seen = np.zeros(rows, dtype=bool)  # and has met one
+        self._gathered = ""  # the tensor of the last gather
         self._whole = np.zeros(rows)
         self._bytes = np.zeros(rows)
         self._beside = np.zeros((2, rows))  # its products: at once, in pieces
         self._tail = np.zeros((2, rows))  # products at the end of what has been added, claimed by no gather
+        self._results: list[tuple[str, Rows]] = []  # what products since the last collective gave, and in which rows
+        self._matched = np.isin(context.table.tp_overlap, list(MATCHED_MODES))
 
     def add(self, works: Sequence[Work], active: Floats, operator: OperatorSpec) -> None:
         for work in works:
@@ -179,6 +189,7 @@ class PassWriter:
                 self._collective(work, active, operator)
             else:
                 self._kernel(work, active, operator)
+                self._results.append((ends_of(work, operator)[1], active > 0))
 
     def done(self) -> PassCost:
         self._close(self._open)
@@ -202,13 +213,19 @@ class PassWriter:
         runs = active > 0
         if work.kind is WorkKind.MATMUL:
             both = np.stack([seconds, active * pieces_s(work, self.context)])
+            if work.name.endswith(WEIGHT_GRADIENT):
+                both = np.where(self._matched, 0.0, both)
+                self._seen = self._seen | (self._open & runs & ~self._matched)
+            else:
+                if ends_of(work, operator)[0] != self._gathered:
+                    self._close(self._open & self._seen & runs & self._matched)
+                self._seen = self._seen | (self._open & runs)
             self._beside = self._beside + np.where(self._open, both, 0.0)
-            self._seen = self._seen | (self._open & runs)
             self._tail = np.where(self._open, self._tail, self._tail + both)
             return
         self._close(self._open & self._seen & runs)
         self._beside = self._beside + np.where(self._open & runs, seconds, 0.0)
-        self._tail = np.where(runs, 0.0, self._tail)
+        self._end_tail(runs)
 
     def _collective(self, work: Work, active: Floats, operator: OperatorSpec) -> None:
         cost, context = self.cost, self.context
@@ -223,23 +240,34 @@ class PassWriter:
             return
         seconds = active * context.groups.time_s(work.collective, work.over, work.bytes)
         cost.host_s = cost.host_s + active * context.spec.host.collective_s * runs
+        if work.over == "tp" and work.collective != "reduce_scatter":
+            self._results = [(tensor, r & ~runs) for tensor, r in self._results]
         if work.over != "tp" or not self._modes:
             cost.expose(work.over, seconds)
             self._close(self._open & runs)
-            self._tail = np.where(runs, 0.0, self._tail)
+            self._end_tail(runs)
             return
         self._close(self._open & runs)
         size = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), runs.shape)
         if work.collective == "all_gather":
             self._open = self._open | runs
+            self._gathered = operator.tensor
             self._seen = self._seen & ~runs
             self._whole, self._bytes = np.where(runs, seconds, self._whole), np.where(runs, size, self._bytes)
             self._beside = np.where(runs, 0.0, self._beside)
         elif work.collective == "reduce_scatter":
-            self._pair(work.collective, seconds, size, self._tail, active)
+            terms = sum(
+                (r.astype(int) for tensor, r in self._results if tensor == operator.tensor), np.zeros(len(runs))
+            )
+            hides = ~self._matched | (terms == 1)
+            self._pair(work.collective, seconds, size, np.where(hides, self._tail, 0.0), active)
+            self._results = [(tensor, r & ~runs) for tensor, r in self._results]
         else:
             cost.expose("tp", seconds)
-        self._tail = np.where(runs, 0.0, self._tail)
+        self._end_tail(runs)
+
+    def _end_tail(self, rows: Rows) -> None:
+        self._tail = np.where(rows, 0.0, self._tail)
 
     def _ring(self, work: Work, operator: OperatorSpec) -> tuple[Floats, Floats]:
         """Return (exposed, hidden) seconds of shards passed round while attention works on the one before.
@@ -275,6 +303,10 @@ class PassWriter:
             )
             paired = (self.context.table.tp_overlap == mode) & (product_s > 0)
             exposed = np.where(paired, np.maximum(together - product_s, 0.0), exposed)
+            if mode in MATCHED_MODES and op == "reduce_scatter":
+                moved = partials_bytes(str(mode), op, nbytes, self._ranks)
+                adding_s = np.where(paired, moved / self.context.roofline.memory_bytes_per_s, 0.0) * (active > 0)
+                self.cost.compute_s = self.cost.compute_s + adding_s
             if mode not in COPY_ENGINE_MODES:
                 self.cost.hidden_s = self.cost.hidden_s + np.where(paired, np.maximum(whole_s - exposed, 0.0), 0.0)
             issued = np.array([extra_calls(str(mode), ranks) for ranks in self._ranks])
@@ -292,6 +324,15 @@ def attention_work(name: str, context: CostContext, backward: bool) -> Work:
 
 # The ending of a weight gradient's name.
 WEIGHT_GRADIENT = ".wgrad"
+
+
+def ends_of(work: Work, operator: OperatorSpec) -> tuple[str, str]:
+    """Return (the tensor a product reads, the one it gives) in the words of the runtime's description, else ("", "")."""
+    if work.kind is not WorkKind.MATMUL or work.name.endswith(WEIGHT_GRADIENT) or not operator.matmul:
+        return "", ""
+    operands, _, result = operator.matmul.partition("->")
+    ends = operands.split(",")[0].strip(), result.strip()
+    return (ends[1], ends[0]) if work.backward else ends
 
 
 def pieces_s(work: Work, context: CostContext) -> Floats:

@@ -7,10 +7,14 @@ many pieces as there are ranks, one for each shard, and a piece moves while anot
     chunked      NCCL collectives on pieces; the first (or last) piece moves alone, and pieces pay NCCL's latency each
     ring         tp - 1 hops to the neighbour, each beside a piece; the first piece is the rank's own and waits for none
     copy_engine  the ring, moved by copy engines: no SM is taken
-    async        torch's asynchronous tensor parallelism: decomposed products over symmetric memory, copy engines
+    async        torch's asynchronous tensor parallelism: decomposed products over symmetric memory, copy engines. A pass
+                 over the compiled graph finds them: a gather with the products that read it, weight gradients aside,
+                 and a reduce-scatter that reads one product. Where several products add up first (backward of queries,
+                 keys and values) nothing is hidden. Partial results of a reduce-scatter are summed in a pass of its own
     fused        one persistent kernel that waits for tiles: no piece loses efficiency, the first shard is exposed
 
-Sources: Wang et al., ASPLOS 2023 (decomposition); discuss.pytorch.org/t/209487 (async); FLUX, arXiv 2406.06858 (fused).
+Sources: Wang et al., ASPLOS 2023 (decomposition); discuss.pytorch.org/t/209487 and torch 2.11's
+_inductor/fx_passes/micro_pipeline_tp.py (async); FLUX, arXiv 2406.06858 (fused).
 """
 
 from __future__ import annotations
@@ -20,10 +24,21 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+Bytes = TypeVar("Bytes", float, NDArray[np.float64])
+
 MODES = ("none", "chunked", "ring", "copy_engine", "fused", "async")
 # Modes that move shards from peer to peer, tp - 1 of them, and those whose shards copy engines move.
 PEER_MODES = frozenset({"ring", "copy_engine", "async"})
 COPY_ENGINE_MODES = frozenset({"copy_engine", "async"})
+# Modes that a graph pass sets up by pattern, and that sum partial results afterwards.
+MATCHED_MODES = frozenset({"async"})
+
+
+def partials_bytes(mode: str, op: str, nbytes: Bytes, ranks: Bytes) -> Bytes:
+    """Return bytes of memory read and written to add up what the peers delivered for one shard of `nbytes` / ranks."""
+    if mode not in MATCHED_MODES or op != "reduce_scatter":
+        return 0.0 * nbytes
+    return nbytes * (1 + 1 / ranks)
 
 
 def extra_calls(mode: str, ranks: float) -> float:

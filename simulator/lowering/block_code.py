@@ -18,6 +18,7 @@ from simulator.layer_cost import (
     WEIGHT_GRADIENT,
     CostContext,
     active_rows,
+    ends_of,
     overlap_parts_s,
     pieces_s,
     saved_bytes,
@@ -25,7 +26,7 @@ from simulator.layer_cost import (
 )
 from simulator.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
 from simulator.runtime_library import RecomputeSpec
-from simulator.tp_overlap import extra_calls, together_s
+from simulator.tp_overlap import MATCHED_MODES, extra_calls, partials_bytes, together_s
 
 KernelKey = tuple[str, tuple[int, ...], str]
 
@@ -49,6 +50,8 @@ class KernelStep:
     weight: bool = False
     pieces_s: float = 0.0
     merged: bool = False  # stands for many launches
+    reads: str = ""  # the tensor a product reads, in the runtime's words
+    result: str = ""  # and the one it gives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,8 @@ class TransferStep:
     mode: str = "none"
     chunk_s: float = 0.0
     hop_s: float = 0.0
+    tensor: str = ""
+    adding: Cost | None = None  # of the pass that adds up partial results, where the mode has one
     ranks: int = 1
 
 
@@ -234,26 +239,56 @@ def _overlapped(steps: list[Step], name: str) -> list[Step]:
             out.append(step)
             continue
         partners: list[KernelStep] = []
+        earlier = tuple(out)
         if step.op == "all_gather":
-            while position < len(steps) and _joins(steps[position], partners):
+            while position < len(steps) and _joins(steps[position], partners, step):
                 partners.append(steps[position])  # type: ignore[arg-type]  # _joins lets only kernels through
                 position += 1
         else:
             while out and isinstance(leader := out[-1], KernelStep) and leader.pieces_s:
                 partners.insert(0, leader)
                 out.pop()
-        if not any(p.pieces_s for p in partners):
-            out += [step, *partners]
+        gathers = step.op == "all_gather"
+        joined, apart = _matched(partners, step, _terms(earlier, step))
+        if not any(p.pieces_s for p in joined):
+            out += [step, *partners] if gathers else [*partners, step]
             continue
-        product = _sum(partners, f"{name}.{step.op}.{len(out)}")
-        out.append(OverlapStep(product=product, transfer=step, gathers=step.op == "all_gather"))
+        product = _sum(joined, f"{name}.{step.op}.{len(out)}")
+        together = OverlapStep(product=product, transfer=step, gathers=gathers)
+        out += [together, *apart] if gathers else [*apart, together]
+        if step.adding is not None:
+            out.append(KernelStep(key=("add_partials", (step.nbytes,), step.group), cost=step.adding, host_s=0.0))
     return out
 
 
-def _joins(step: Step, partners: Sequence[KernelStep]) -> bool:
+def _terms(steps: Sequence[Step], transfer: TransferStep) -> int:
+    """Return how many products since the last collective add up to what `transfer` reduces."""
+    count = 0
+    for step in reversed(steps):
+        if isinstance(step, OverlapStep) or (isinstance(step, TransferStep) and step.group == transfer.group):
+            break
+        count += isinstance(step, KernelStep) and step.result == transfer.tensor
+    return count
+
+
+def _matched(
+    partners: Sequence[KernelStep], step: TransferStep, terms: int
+) -> tuple[list[KernelStep], list[KernelStep]]:
+    """Return which of `partners` run in pieces beside the transfer, and which stay whole."""
+    if step.mode not in MATCHED_MODES:
+        return list(partners), []
+    joined = [p for p in partners if not p.weight]
+    if step.op == "reduce_scatter" and terms != 1:
+        return [], list(partners)
+    return joined, [p for p in partners if p.weight]
+
+
+def _joins(step: Step, partners: Sequence[KernelStep], gather: TransferStep) -> bool:
     """Whether a step belongs to the products behind a gather: all up to the first that is none, after one has come."""
     if not isinstance(step, KernelStep):
         return False
+    if gather.mode in MATCHED_MODES and step.pieces_s and not step.weight and step.reads != gather.tensor:
+        return not any(p.pieces_s and not p.weight for p in partners)
     return bool(step.pieces_s) or not any(p.pieces_s for p in partners)
 
 
@@ -286,7 +321,8 @@ def _extend(steps: list[Step], works: Sequence[Work], operator: OperatorSpec, co
     host = context.spec.host
     for work in works:
         if work.kind is not WorkKind.COLLECTIVE:
-            steps.append(_kernel(work, context))
+            reads, result = ends_of(work, operator)
+            steps.append(replace(_kernel(work, context), reads=reads, result=result))
             continue
         ranks = _whole(context.groups.extent(work.over)[0])
         if ranks <= 1:
@@ -307,7 +343,7 @@ def _extend(steps: list[Step], works: Sequence[Work], operator: OperatorSpec, co
                 )
             )
             continue
-        steps.append(_transfer(work, ranks, context))
+        steps.append(replace(_transfer(work, ranks, context), tensor=operator.tensor))
 
 
 def _transfer(work: Work, ranks: int, context: CostContext) -> TransferStep:
@@ -324,7 +360,13 @@ def _transfer(work: Work, ranks: int, context: CostContext) -> TransferStep:
     if work.over != "tp" or mode == "none" or work.collective not in {"all_gather", "reduce_scatter"}:
         return step
     chunk, hop = overlap_parts_s(mode, work.collective, size, context)
-    return replace(step, mode=mode, chunk_s=float(chunk[0]), hop_s=float(hop[0]))
+    step = replace(step, mode=mode, chunk_s=float(chunk[0]), hop_s=float(hop[0]))
+    moved = partials_bytes(mode, work.collective, float(size[0]), float(ranks))
+    if not moved:
+        return step
+    memory = context.roofline.memory_bytes_per_s
+    adding = Cost(seconds=moved / memory, sms=float(context.roofline.gpu.sm_count), hbm_bytes_per_s=memory)
+    return replace(step, adding=adding)
 
 
 def _kernel(work: Work, context: CostContext) -> KernelStep:

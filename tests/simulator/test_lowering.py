@@ -329,3 +329,23 @@ def test_sixteen_thousand_gpus_fold_to_their_stages() -> None:
     assert lowered.program.instructions < 60_000
     formula = estimate_plans(model, machine, workload, [plan], Runtime())
     assert got.step_s == pytest.approx(formula.step_s[0], rel=0.1)
+
+
+def test_async_tensor_parallelism_hides_only_what_its_graph_pass_matches() -> None:
+    """micro_pipeline_tp matches a reduce-scatter that reads one product. Backward of the gated MLP adds up two first,
+    and that of queries, keys and values up to three.
+    """
+    layers, tp = 4, 4
+    model = shortened("llama3-8b", layers)
+    workload = Workload(seq_len=8192, global_batch_size=1)
+    summed = {}
+    for name in ("pytorch", "torchtitan"):
+        for mode in ("copy_engine", "async"):
+            plan = Plan(tp=tp, sequence_parallel=True, tp_overlap=mode)
+            runtime = Runtime(name=name, compile=True)
+            _, got = run((model, H100, workload, plan, runtime), Detail.KERNEL)
+            summed[name, mode] = sum(s.name == "add_partials" for s in got.trace.of(0))
+    # Both of a layer's forward, and the head's backward, which is one product.
+    assert summed["torchtitan", "async"] == 2 * layers + 1
+    assert summed["pytorch", "async"] == 2 * layers + 1
+    assert summed["torchtitan", "copy_engine"] == 0
