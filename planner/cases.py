@@ -23,7 +23,8 @@ from planner.case_fields import (
     whole_numbers,
     word_of,
 )
-from planner.frameworks import Framework, framework_of_runtime
+from planner.frameworks import Framework, framework_named, framework_of_runtime
+from planner.plan_file import load_plan
 from simulator.plan import Plan
 from simulator.workload import Workload
 from topology import codec
@@ -153,6 +154,31 @@ def load_case(data: Mapping[str, Any]) -> Case:
         measured=measured,
         outcome=outcome if isinstance(outcome, str) else None,
         note=str(data.get("note") or ""),
+    )
+
+
+def named_case(path: str | Path, name: str | None) -> Case:
+    """Return the case of a file whose id is `name`, the first if None. Raises UserError when the file has no such case."""
+    raw, _ = read_cases(path)
+    for data in raw:
+        if name is None or case_id(data) == name:
+            return load_case(data)
+    known = ", ".join(case_id(data) for data in raw[:8]) or "no case"
+    raise UserError(f"no case {name!r} in {path}", why=f"it has {known}", remedy="pass one of these to --id")
+
+
+def case_of_plan_file(path: Path) -> Case:
+    """Return the question that a saved plan answers. Raises what `load_plan` raises."""
+    content = load_plan(path)
+    return Case(
+        id=path.name,
+        model=content.model,
+        cluster=content.cluster,
+        workload=content.workload,
+        plan=content.plan,
+        runtime=content.runtime,
+        framework=framework_named(content.framework),
+        gpus=content.plan.gpus,
     )
 
 

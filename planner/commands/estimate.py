@@ -46,7 +46,7 @@ def estimate(
     recompute: Annotated[
         str | None, typer.Option("--recompute", help="none, selective, selective-op, full, or the runtime's own word.")
     ] = None,
-    tp_overlap: Annotated[str | None, typer.Option("--tp-overlap", help="none or async.")] = None,
+    tp_overlap: Annotated[str | None, typer.Option("--tp-overlap", help="none, ring, chunked, async, ...")] = None,
     runtime: Annotated[str | None, typer.Option("--runtime", "--framework", help="The software that runs it.")] = None,
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
@@ -59,8 +59,9 @@ def estimate(
     but does not fit is an answer, and ends with 0.
     """
     from planner import output  # noqa: PLC0415 - keeps `--help` light
-    from planner.cases import load_case, read_cases  # noqa: PLC0415 - as above
-    from planner.inputs import profile_of  # noqa: PLC0415 - as above
+    from planner.cases import case_from_flags, case_of_plan_file, load_case, read_cases  # noqa: PLC0415 - as above
+    from planner.inputs import cluster_of, profile_of  # noqa: PLC0415 - as above
+    from planner.plan_file import load_plan, require_fresh  # noqa: PLC0415 - as above
     from topology.errors import UserError  # noqa: PLC0415 - as above
 
     measured = profile_of(profile)
@@ -73,25 +74,34 @@ def estimate(
             return
         asked = load_case(raw[0])
     elif plan is not None:
-        asked = _saved(plan, cluster, gpus, gpu)
+        asked = case_of_plan_file(plan)
+        if cluster is not None:
+            require_fresh(load_plan(plan), cluster=cluster_of(cluster, gpus or asked.plan.gpus, gpu=gpu))
     else:
-        stated = {
-            "dp_replicate": dp_replicate,
-            "dp_shard": dp_shard,
-            "zero_stage": zero,
-            "tp": tp,
-            "sequence_parallel": sequence_parallel,
-            "cp": cp,
-            "pp": pp,
-            "ep": ep,
-            "virtual_stages": virtual_stages,
-            "schedule": schedule,
-            "micro_batch_size": micro_batch,
-            "recompute": recompute,
-            "tp_overlap": tp_overlap,
-        }
-        software = {"name": runtime or "torchtitan", "compile": compile_model, "param_dtype": param_dtype}
-        asked = _from_flags(model, cluster, gpus, gpu, seq_len, global_batch, stated, software)
+        asked = case_from_flags(
+            model=model,
+            cluster=cluster,
+            gpus=gpus,
+            gpu=gpu,
+            seq_len=seq_len,
+            global_batch=global_batch,
+            plan={
+                "dp_replicate": dp_replicate,
+                "dp_shard": dp_shard,
+                "zero_stage": zero,
+                "tp": tp,
+                "sequence_parallel": sequence_parallel,
+                "cp": cp,
+                "pp": pp,
+                "ep": ep,
+                "virtual_stages": virtual_stages,
+                "schedule": schedule,
+                "micro_batch_size": micro_batch,
+                "recompute": recompute,
+                "tp_overlap": tp_overlap,
+            },
+            runtime={"name": runtime or "torchtitan", "compile": compile_model, "param_dtype": param_dtype},
+        )
     problems, estimated = _answer(asked, measured)
     if json:
         output.emit_json(document(asked, problems, estimated))
@@ -171,52 +181,6 @@ def _answer(case: Case, profile: Any) -> tuple[tuple[Problem, ...], Estimate | N
         return problems, None
     table = cost_table(case.model, case.cluster, case.workload, [case.plan], case.runtime, profile)
     return problems, table.estimate(0)
-
-
-def _from_flags(
-    model: str | None,
-    cluster: str | None,
-    gpus: int | None,
-    gpu: str | None,
-    seq_len: int,
-    global_batch: int | None,
-    stated: dict[str, Any],
-    software: dict[str, Any],
-) -> Case:
-    from planner.cases import case_from_flags  # noqa: PLC0415 - keeps `--help` light
-
-    return case_from_flags(
-        model=model,
-        cluster=cluster,
-        gpus=gpus,
-        gpu=gpu,
-        seq_len=seq_len,
-        global_batch=global_batch,
-        plan=stated,
-        runtime=software,
-    )
-
-
-def _saved(path: Path, cluster: str | None, gpus: int | None, gpu: str | None) -> Case:
-    """Return a saved plan as a case; with a cluster given, refuse one the plan was not made for."""
-    from planner.cases import Case as Question  # noqa: PLC0415 - keeps `--help` light
-    from planner.frameworks import framework_named  # noqa: PLC0415 - as above
-    from planner.inputs import cluster_of  # noqa: PLC0415 - as above
-    from planner.plan_file import load_plan, require_fresh  # noqa: PLC0415 - as above
-
-    content = load_plan(path)
-    if cluster is not None:
-        require_fresh(content, cluster=cluster_of(cluster, gpus or content.plan.gpus, gpu=gpu))
-    return Question(
-        id=path.name,
-        model=content.model,
-        cluster=content.cluster,
-        workload=content.workload,
-        plan=content.plan,
-        runtime=content.runtime,
-        framework=framework_named(content.framework),
-        gpus=content.plan.gpus,
-    )
 
 
 def _print(case: Case, problems: tuple[Problem, ...], estimated: Estimate | None) -> None:

@@ -51,19 +51,18 @@ def trace(
     Ranks that behave alike are drawn once. Open the file at https://ui.perfetto.dev or chrome://tracing. Exit code 3
     when the plan is not legal.
     """
-    from planner.plan_file import refuse_overwrite  # noqa: PLC0415 - keeps `--help` light
+    from planner.cases import case_from_flags, case_of_plan_file, named_case  # noqa: PLC0415 - keeps `--help` light
+    from planner.plan_file import refuse_overwrite  # noqa: PLC0415 - as above
     from topology.errors import UserError  # noqa: PLC0415 - as above
 
     if case is not None and plan is not None:
         raise UserError("--case and --plan exclude each other", remedy="give one of them")
     refuse_overwrite(out, force=force)
     if plan is not None:
-        asked = _saved(plan)
+        asked = case_of_plan_file(plan)
     elif case is not None:
-        asked = _from_file(case, case_id)
+        asked = named_case(case, case_id)
     else:
-        from planner.cases import case_from_flags  # noqa: PLC0415 - as above
-
         asked = case_from_flags(
             model=model,
             cluster=cluster,
@@ -87,35 +86,6 @@ def trace(
             runtime={"name": runtime or "torchtitan", "compile": compile_model, "param_dtype": param_dtype},
         )
     _write(asked, out, detail=detail, json=json)
-
-
-def _saved(path: Path) -> Case:
-    from planner.cases import Case as Question  # noqa: PLC0415 - keeps `--help` light
-    from planner.frameworks import framework_named  # noqa: PLC0415 - as above
-    from planner.plan_file import load_plan  # noqa: PLC0415 - as above
-
-    content = load_plan(path)
-    return Question(
-        id=path.name,
-        model=content.model,
-        cluster=content.cluster,
-        workload=content.workload,
-        plan=content.plan,
-        runtime=content.runtime,
-        framework=framework_named(content.framework),
-        gpus=content.plan.gpus,
-    )
-
-
-def _from_file(path: str, name: str | None) -> Case:
-    from planner.cases import case_id, load_case, read_cases  # noqa: PLC0415 - keeps `--help` light
-    from topology.errors import UserError  # noqa: PLC0415 - as above
-
-    raw, _ = read_cases(path)
-    for data in raw:
-        if name is None or case_id(data) == name:
-            return load_case(data)
-    raise UserError(f"no case {name!r} in {path}", why=f"it has {', '.join(case_id(data) for data in raw[:8])}")
 
 
 def _write(case: Case, out: Path, *, detail: str | None, json: bool) -> None:
