@@ -138,7 +138,7 @@ def _lost_links(machine: Machine, plans: list[NvlinkPlan]) -> list[Finding]:
                 ERROR,
                 f"GPU {index} is off the NVLink fabric: it has no working NVLink, its peers have",
                 "; ".join(said) or "no source gives it a link",
-                "one such GPU pulls every collective it takes part in down to the PCIe path, about a tenth of the rate",
+                "one such GPU pulls every collective it takes part in down to the PCIe path",
                 f"leave GPU {index} out (a group of the others is faster), then restart the fabric manager or reset it",
             )
         )
@@ -262,7 +262,7 @@ def _bridges(machine: Machine, plans: list[NvlinkPlan]) -> list[Finding]:
                 WARNING,
                 f"only some GPUs are bridged; without NVLink: {names(alone)}",
                 f"NVLink joins {groups}",
-                f"a group with {names(alone)} runs over PCIe, about a tenth of a bridge's rate",
+                f"a group with {names(alone)} runs over PCIe, slower than a bridge",
                 "keep tensor parallelism inside bridged pairs, or fit (reseat) the missing bridge",
             )
         )

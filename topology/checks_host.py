@@ -88,7 +88,7 @@ def _hidden(reasons: list[str]) -> list[Finding]:
 def _numa(evidence: Evidence, machine: Machine) -> list[Finding]:
     found = []
     listed = {
-        gpu.numa_affinity: index
+        index: gpu.numa_affinity
         for index, gpu in sorted(machine.gpus.items())
         if gpu.numa_affinity and not gpu.numa_affinity.isdigit() and gpu.numa_affinity != "N/A"
     }
@@ -97,7 +97,7 @@ def _numa(evidence: Evidence, machine: Machine) -> list[Finding]:
             finding(
                 INFO,
                 "some GPUs are near several NUMA nodes; the lowest is taken as their CPU's",
-                ", ".join(f"GPU {index}: {text}" for text, index in listed.items()),
+                ", ".join(f"GPU {index}: {text}" for index, text in listed.items()),
                 "nodes that are GPU memory (GB200, POWER9) are listed there too",
                 "bind processes to the CPU list, not to the node list",
             )

@@ -1,8 +1,8 @@
 """What the machine is: GPUs, the switches and links between them, NICs, and the fabric between nodes.
 
 A `Cluster` is a list of node groups, each one `Node` description and how often it occurs, so that 16,384 GPUs cost as
-much memory as eight. Everything a cost or a placement needs is derived from it (`topology.graph`); nothing here does
-I/O. Rates are bytes per second **per direction**; every rate carries where it came from.
+much memory as eight. Everything a cost or a placement needs is derived from it (`topology.node_rates`,
+`topology.graph`); nothing here does I/O. Rates are bytes per second **per direction**; every rate carries where it came from.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import stat
 import tempfile
 import types
 from collections.abc import Iterator
@@ -96,7 +97,10 @@ def fingerprint(value: Any) -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write `text` atomically: to a temporary file beside `path`, flushed to disk, then renamed over it."""
+    """Write `text` atomically: to a temporary file beside `path`, flushed to disk, then renamed over it.
+
+    The file keeps its permissions, a new one gets those of the umask. Raises BadInput when the place cannot be written.
+    """
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,12 +114,23 @@ def write_text(path: str | Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        Path(temporary).chmod(_mode(path))
         Path(temporary).replace(path)
     except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
         raise BadInput(
             f"cannot write {path}", why=error.strerror or str(error), remedy="choose another --out"
         ) from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _mode(path: Path) -> int:
+    """Return the permissions a file at `path` has, or would get from an ordinary open."""
+    if path.exists():
+        return stat.S_IMODE(path.stat().st_mode)
+    mask = os.umask(0)  # the only way to read it
+    os.umask(mask)
+    return 0o666 & ~mask
 
 
 def _unknown_keys(data: Any, kind: Any, path: str) -> Iterator[str]:

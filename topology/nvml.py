@@ -171,14 +171,14 @@ def _numa(value: Any) -> int | None:
 
 
 def _links(nvml: Any, errors: tuple[type[Exception], ...], handle: Any) -> tuple[NvmlLink, ...] | None:
-    """Ask for every link until the GPU has no more. An error at link 0 other than `not supported` is a failure."""
+    """Ask for every link until the GPU has no more. Any error that does not say so is a failure."""
     links: list[NvmlLink] = []
     for number in range(int(getattr(nvml, "NVML_NVLINK_MAX_LINKS", MAX_LINKS))):
         try:
             active = bool(nvml.nvmlDeviceGetNvLinkState(handle, number))
         except errors as error:
             ends = {getattr(nvml, "NVML_ERROR_NOT_SUPPORTED", 3), getattr(nvml, "NVML_ERROR_INVALID_ARGUMENT", 2)}
-            if number == 0 and getattr(error, "value", None) not in ends:
+            if getattr(error, "value", None) not in ends:
                 return None
             break
         kind = _get(errors, lambda link=number: int(nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)))  # type: ignore[misc]  # the default argument binds the loop variable

@@ -15,7 +15,6 @@ from typing import Protocol, cast
 from topology.checks import check_links, fabric_ready
 from topology.checks_host import check_host, hidden_reasons
 from topology.cluster import (
-    SCHEMA_VERSION,
     Cluster,
     Finding,
     Gpu,
@@ -28,7 +27,8 @@ from topology.cluster import (
     NodeGroup,
     Source,
 )
-from topology.codec import convert, parse_json
+from topology.cluster_file import parse_cluster
+from topology.codec import parse_json
 from topology.errors import BadCluster, BadInput
 from topology.fabric import NvlinkPlan, host_fabric, nvlink_fabric, nvlink_plans, off_fabric
 from topology.finding import ERROR, INFO, WARNING, finding, names
@@ -98,6 +98,8 @@ def probe_text(
             remedy="pass the output of `nvidia-smi topo -m`, or a NCCL topology file",
         )
     if evidence.saved is not None and sum(recognised) == 1:
+        if gpu is not None:
+            raise BadCluster("--gpu names what a cluster file already says", remedy="leave --gpu out")
         return replace(evidence.saved, findings=(*evidence.saved.findings, *evidence.findings))
     return build(evidence, gpu=gpu, name=name, catalogue=catalogue or shipped_catalogue())
 
@@ -107,7 +109,7 @@ def _sniff(evidence: Evidence, label: str, text: str) -> bool:
     body = text.lstrip("\ufeff \t\r\n")
     try:
         if body.startswith("{"):
-            evidence.saved = _read_cluster(text, label)
+            evidence.saved = parse_cluster(parse_json(text, where=label), where=label)
             return True
         if body.startswith("<"):
             root = parse_xml(body, where=label)
@@ -118,7 +120,7 @@ def _sniff(evidence: Evidence, label: str, text: str) -> bool:
             else:
                 evidence.findings.append(_set_aside(label, "a second NCCL topology"))
             return True
-    except BadInput as error:
+    except (BadInput, BadCluster) as error:
         evidence.findings.append(
             finding(WARNING, f"{label} was not read", str(error), "what it says is missing here", "check the file")
         )
@@ -154,18 +156,6 @@ def _set_aside(label: str, what: str) -> Finding:
         "it is not used",
         "probe one machine at a time",
     )
-
-
-def _read_cluster(text: str, label: str) -> Cluster:
-    data = parse_json(text, where=label)
-    version = data.get("schema_version", SCHEMA_VERSION) if isinstance(data, dict) else None
-    if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise BadInput(
-            f"{label} was made by a newer version",
-            why=f"its schema version is {version}, this version reads {SCHEMA_VERSION}",
-            remedy="update meshwright",
-        )
-    return convert(data, Cluster, where=label)
 
 
 def build(evidence: Evidence, *, gpu: str | None, name: str, catalogue: Catalogue | None) -> Cluster:

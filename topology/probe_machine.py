@@ -78,6 +78,7 @@ def run_command(arguments: Sequence[str], timeout_s: float) -> Answer:
 
 def probe_machine(
     *,
+    gpu: str | None = None,
     name: str = "this machine",
     environment: Mapping[str, str] | None = None,
     run: Runner = run_command,
@@ -88,6 +89,7 @@ def probe_machine(
 ) -> Cluster:
     """Return this machine as a Cluster of one node: the GPUs a CUDA program would see, in the order it would see them.
 
+    `gpu` names the GPU model in the catalogue where the driver's own name is not one it knows.
     Without a GPU or driver the cluster has no GPUs and a finding says why. Raises ProbeError if the driver and its
     library have different versions: nothing that uses CUDA works then.
     """
@@ -100,7 +102,7 @@ def probe_machine(
     evidence.sysfs = read_sysfs(root)
     gpus = bool(evidence.topo or evidence.nvlink or evidence.query or (evidence.nvml and evidence.nvml.gpus))
     _missing_sources(evidence, answers, snapshot, gpus=gpus)
-    cluster = build(evidence, gpu=None, name=name, catalogue=catalogue or shipped_catalogue())
+    cluster = build(evidence, gpu=gpu, name=name, catalogue=catalogue or shipped_catalogue())
     return _visible(cluster, evidence, environment)
 
 

@@ -57,8 +57,11 @@ def collective(
     from planner import output  # noqa: PLC0415 - keeps `--help` light
     from planner.collective_rows import predicted_rows, table_rows  # noqa: PLC0415 - as above
     from planner.inputs import cluster_of, profile_of  # noqa: PLC0415 - as above
+    from topology.errors import UserError  # noqa: PLC0415 - as above
 
     summary = None
+    if known_every is not None and tables is None:
+        raise UserError("--known-every splits a file of measured tables", remedy="give one with --tables")
     if tables is not None:
         rows, summary = table_rows(
             tables, cost_model=cost_model.value, profile=profile_of(profile), known_every=known_every

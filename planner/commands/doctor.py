@@ -55,6 +55,8 @@ def doctor(
     seconds = budget_s(budget)
     if (sources or cluster) and measure:
         raise UserError("--measure needs this machine", why="--from and --cluster describe another", remedy="drop one")
+    if measure and measured is not None:
+        raise UserError("--measure and --measured both say what was measured", remedy="give one of them")
     if sources and cluster:
         raise UserError("--from and --cluster both say what to judge", remedy="give one of them, and --expect")
     _refuse(out, save_measured, save_profile, force=force)
@@ -93,8 +95,13 @@ def _refuse(*paths: Path | None, force: bool) -> None:
 
 def _machine(sources: list[str] | None, cluster: str | None, gpu: str | None) -> Cluster:
     from planner.commands.probe import read_cluster  # noqa: PLC0415 - keeps `--help` light
+    from topology.errors import UserError  # noqa: PLC0415 - as above
 
-    return _load(cluster) if cluster is not None else read_cluster(sources, gpu)
+    if cluster is None:
+        return read_cluster(sources, gpu)
+    if gpu is not None:
+        raise UserError("--gpu names what --cluster already says", remedy="leave --gpu out")
+    return _load(cluster)
 
 
 def _load(name: str) -> Cluster:
@@ -147,14 +154,20 @@ def _samples(
     """Return the measurement, and the cluster with a finding more where it failed: what was read is still an answer."""
     from dataclasses import replace  # noqa: PLC0415 - keeps `--help` light
 
-    from topology.errors import ProbeError  # noqa: PLC0415 - as above
+    from topology.errors import ProbeError, Stale  # noqa: PLC0415 - as above
     from topology.finding import ERROR  # noqa: PLC0415 - as above
     from topology.finding import finding as make_finding  # noqa: PLC0415 - as above
     from topology.measured import read_measured  # noqa: PLC0415 - as above
 
-    if saved is not None:
-        return cluster, read_measured(saved)
     node = cluster.groups[0].node
+    if saved is not None:
+        samples = read_measured(saved)
+        here = tuple(gpu.uuid for gpu in node.gpus)
+        if all(here) and samples.uuids and set(samples.uuids).isdisjoint(here):
+            raise Stale(
+                f"{saved} was measured on other GPUs", why="no UUID is the same", remedy="measure here with --measure"
+            )
+        return cluster, samples
     if not measure or not node.gpus:
         return cluster, None
     from planner.measure_process import measure as run  # noqa: PLC0415 - as above

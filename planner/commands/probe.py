@@ -90,16 +90,19 @@ def _export(cluster: Cluster, to: Export, out: Path | None) -> None:
 
 def read_cluster(sources: list[str] | None, gpu: str | None) -> Cluster:
     """Return what captured files say, or this machine where there are none."""
-    from topology.probe import probe_text  # noqa: PLC0415 - keeps `--help` light
+    from topology.errors import UserError  # noqa: PLC0415 - keeps `--help` light
+    from topology.probe import probe_text  # noqa: PLC0415 - as above
 
     if sources and len(sources) == 1 and _named(sources[0]):
+        if gpu is not None:
+            raise UserError("--gpu names what a catalogue cluster already says", remedy="leave --gpu out")
         from planner.inputs import cluster_of  # noqa: PLC0415 - as above
 
         return cluster_of(sources[0])
     if not sources:
         from topology.probe_machine import probe_machine  # noqa: PLC0415 - as above
 
-        return probe_machine()
+        return probe_machine(gpu=gpu)
     return probe_text([(name, _text(name)) for name in sources], gpu=gpu)
 
 
