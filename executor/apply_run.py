@@ -29,8 +29,6 @@ from simulator.plan import rank_grid
 from topology import codec
 from topology.errors import PlannerError
 
-OUT_OF_MEMORY = 64  # as in executor.worker, which cannot be imported without torch
-WRONG_NUMBERS = 65
 ENDING_S = 10.0  # of the budget, for ending ranks and writing the report
 GRACE_S = 4.0
 
@@ -134,6 +132,7 @@ def report(request: Request, done: Launched, folder: Path, arguments: Sequence[s
         "fingerprints": request.fingerprints,
         "predicted": request.predicted,
         "verified": _first(by_rank, "verified"),
+        "verified_types": _first(by_rank, "verified_types"),
         "kernels": [entry for entry in by_rank[0] if entry["kind"] == "kernel"],
         "flight_records": sorted(path.name for path in folder.glob("flight*")),
         "measured": measured,
@@ -170,18 +169,9 @@ def _status(
     if full:
         memory = {rank: _last(by_rank[rank], "out_of_memory") for rank in full}
         return "out_of_memory", {"rank": full[0], "message": "memory is full", "memory": memory}
-    verdict = _first(by_rank, "verified")
-    wrong = [entry["name"] for records in by_rank for entry in records if entry["kind"] == "kernel" and not entry["ok"]]
+    wrong = _wrong_numbers(by_rank)
     if wrong:
-        return "wrong_numbers", {
-            "rank": None,
-            "message": f"wrong results of {', '.join(sorted(set(wrong)))}: not timed",
-        }
-    if verdict is not None and not verdict["ok"]:
-        return "wrong_numbers", {
-            "rank": None,
-            "message": f"the plan computes something else than one process (worst at {verdict['worst']}): not timed",
-        }
+        return "wrong_numbers", {"rank": None, "message": f"{wrong}: not timed"}
     if done.outcome == "interrupted":
         return "interrupted", None
     short = any("out_of_time" in kind for kind in kinds)
@@ -200,6 +190,24 @@ def _status(
     if done.survivors:
         return "failed", {"rank": None, "message": f"processes {list(done.survivors)} could not be ended"}
     return "failed", {"rank": None, "message": "ranks ended without an error, but before they were done"}
+
+
+def _wrong_numbers(by_rank: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """Say what was computed wrongly, or nothing."""
+    every = [entry for records in by_rank for entry in records]
+    kernels = {entry["name"] for entry in every if entry["kind"] == "kernel" and not entry["ok"]}
+    if kernels:
+        return f"wrong results of {', '.join(sorted(kernels))}"
+    for entry in every:
+        if entry["kind"] in {"verified", "verified_types"} and not entry["ok"]:
+            number = "" if entry["gradient"] is not None and entry["loss"] is not None else ", which is no number"
+            return (
+                f"in {entry['dtype']} the plan computes something else than one process"
+                f" (worst at {entry['worst'] or 'the loss'}{number})"
+            )
+        if entry["kind"] == "not_finite":
+            return f"the loss or the gradient of step {entry['index']} is no number"
+    return ""
 
 
 def _last(records: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:

@@ -46,8 +46,21 @@ def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime, *, dev
         problems.append(f"placement names {len(plan.placement)} GPUs for {plan.gpus} ranks")
     if device == "cuda" and plan.gpus > 1 and len(set(plan.placement or range(plan.gpus))) != plan.gpus:
         problems.append("placement puts two ranks on one GPU")
-    if plan.recompute not in RECOMPUTE:
-        problems.append(f"recompute {plan.recompute!r}: one of {', '.join(RECOMPUTE)}")
+    modes = sorted({plan.recompute, *plan.recompute_per_stage} - set(RECOMPUTE))
+    problems += [f"recompute {mode!r}: one of {', '.join(RECOMPUTE)}" for mode in modes]
+    if len(plan.recompute_per_stage) not in {0, plan.pp * plan.virtual_stages}:
+        problems.append(
+            f"recompute_per_stage names {len(plan.recompute_per_stage)} modes for {plan.pp * plan.virtual_stages} stages"
+        )
+    if plan.cp > 1 and plan.cp_method not in {None, "ring"}:
+        problems.append(f"cp_method {plan.cp_method}: only ring, whose keys go round while others are attended to")
+    if plan.capacity_factor is not None:
+        problems.append(f"capacity_factor {plan.capacity_factor:g}: no token is dropped here, and none padded")
+    if workload.expert_imbalance != 1.0:
+        problems.append(
+            f"expert_imbalance {workload.expert_imbalance:g}: the model's own router spreads synthetic tokens, as evenly"
+            " as it does; the load cannot be asked for"
+        )
     types = (runtime.param_dtype, runtime.compute_dtype, runtime.reduce_dtype)
     problems += [f"type {name}: one of {', '.join(DTYPES)}" for name in types if name not in DTYPES]
     if runtime.optimizer != "adamw":

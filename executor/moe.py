@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 
+from executor.shards import local
 from simulator.model import MixtureOfExperts as Shapes
 
 
@@ -31,24 +32,16 @@ class Experts(nn.Module):
         return multiply(inner, w2, ends)
 
 
-def local(weight: Tensor) -> Tensor:
-    """Return the shard held here; the gradient goes back to it with the same sharding."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
 def can_group(tokens: Tensor) -> bool:
     """One kernel for all experts exists for bfloat16 on Hopper and newer; rows must be 16-byte aligned."""
     return (
-        tokens.is_cuda
-        and tokens.dtype is torch.bfloat16
-        and hasattr(torch, "_grouped_mm")
-        and torch.cuda.get_device_capability(tokens.device) >= (9, 0)
+        tokens.is_cuda and tokens.dtype is torch.bfloat16 and torch.cuda.get_device_capability(tokens.device) >= (9, 0)
     )
 
 
 def grouped(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """All experts in one kernel: (T k, x) with (E, y, x) to (T k, y)."""
-    return torch._grouped_mm(tokens, weights.transpose(-2, -1), offs=ends)  # noqa: SLF001 - public only from 2.10 on under another name
+    return functional.grouped_mm(tokens, weights.transpose(-2, -1), offs=ends)
 
 
 def looped(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
