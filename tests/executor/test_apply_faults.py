@@ -54,7 +54,7 @@ def request(*, steps: int = 100_000, start_s: float = 40.0, collective_s: float 
     )
 
 
-def start(folder: Path, *, budget_s: float = 120.0, environment=None, **asked):
+def start(folder: Path, *, budget_s: float = 240.0, environment=None, **asked):
     """Start a run of two ranks; its report is to be `folder/run.json`."""
     codec.write_text(folder / "request.json", codec.to_json(request(**asked)))
     return subprocess.Popen(
@@ -76,7 +76,7 @@ def start(folder: Path, *, budget_s: float = 120.0, environment=None, **asked):
 def pid_when(folder: Path, rank: int, phase: str) -> int:
     """Return a rank's pid as soon as it is in a phase."""
     path = folder / "records" / f"rank{rank}.beat"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 150  # starting torch three times over takes a minute on a loaded machine
     while time.monotonic() < end:
         try:
             beat = json.loads(path.read_text())
@@ -88,9 +88,9 @@ def pid_when(folder: Path, rank: int, phase: str) -> int:
     raise AssertionError(f"rank {rank} never came to {phase!r}")
 
 
-def finished(process: subprocess.Popen, folder: Path, within_s: float) -> dict:
+def finished(process: subprocess.Popen, folder: Path) -> dict:
     try:
-        process.wait(within_s)
+        process.wait(200)
     finally:
         process.kill()  # a test that fails leaves nothing running, either
     report = json.loads((folder / "run.json").read_text())
@@ -117,7 +117,7 @@ def test_a_killed_rank_is_named_and_what_was_measured_is_kept(tmp_path) -> None:
     pid = pid_when(tmp_path, 1, "step 5")
 
     os.kill(pid, signal.SIGKILL)
-    report = finished(process, tmp_path, 60)
+    report = finished(process, tmp_path)
 
     assert (report["status"], report["complete"]) == ("failed", False)
     assert report["failure"]["rank"] == 1
@@ -132,7 +132,7 @@ def test_a_stopped_rank_is_named_within_the_budget(tmp_path) -> None:
     pid = pid_when(tmp_path, 1, "step 5")
 
     os.kill(pid, signal.SIGSTOP)
-    report = finished(process, tmp_path, 60)
+    report = finished(process, tmp_path)
 
     assert report["status"] == "failed"
     assert [line for line in report["failure"]["suspects"] if line.startswith("rank 1 ")], report["failure"]
@@ -145,7 +145,7 @@ def test_a_rank_that_hangs_at_the_start_is_named(tmp_path) -> None:
     pid = pid_when(tmp_path, 1, "")
 
     os.kill(pid, signal.SIGSTOP)
-    report = finished(process, tmp_path, 90)
+    report = finished(process, tmp_path)
 
     assert report["status"] in {"failed", "timeout"}
     assert report["failure"]["suspects"][0].startswith("rank 1 "), report["failure"]
@@ -154,10 +154,10 @@ def test_a_rank_that_hangs_at_the_start_is_named(tmp_path) -> None:
 
 
 def test_the_budget_ends_a_run_between_steps(tmp_path) -> None:
-    budget_s = 45.0
+    budget_s = 60.0
     process = start(tmp_path, budget_s=budget_s)
 
-    report = finished(process, tmp_path, 60)
+    report = finished(process, tmp_path)
 
     assert (report["status"], report["complete"]) == ("out_of_time", False)
     assert 0 < report["measured"]["steps"] < 100_000
@@ -169,7 +169,7 @@ def test_an_interrupt_ends_everything_and_keeps_the_report(tmp_path) -> None:
     pid_when(tmp_path, 0, "step 5")
 
     process.send_signal(signal.SIGTERM)
-    report = finished(process, tmp_path, 60)
+    report = finished(process, tmp_path)
 
     assert (report["status"], process.returncode) == ("interrupted", 130)
     assert report["measured"]["steps"] >= 4
@@ -184,7 +184,7 @@ def test_a_busy_port_does_not_matter(tmp_path) -> None:
         port = str(taken.getsockname()[1])
 
         process = start(tmp_path, steps=2, environment={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
-        report = finished(process, tmp_path, 60)
+        report = finished(process, tmp_path)
 
     assert report["status"] == "finished", report["failure"]
     assert report["measured"]["steps"] == 2
