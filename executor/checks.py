@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from executor.heartbeat import Heartbeat
+from executor.legal import cp_method
 from executor.meshes import Meshes
 from executor.parallelize import DTYPES
 from executor.records import Recorder, finite
@@ -50,6 +51,7 @@ def check_numbers(request: Request, meshes: Meshes, device: torch.device, record
         ok = ok and kernel.ok
     # The timed model has other sizes. What was compiled for these would be recompiled for sizes unknown, and slower.
     torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()  # noqa: SLF001 - what is compiled from here on is counted for the report
     return ok
 
 
@@ -58,7 +60,9 @@ def _check_kernels(request: Request, meshes: Meshes, device: torch.device) -> li
     dtype = DTYPES[request.runtime.compute_dtype]
     found = []
     if dtype.itemsize < 4 and request.plan.cp > 1:
-        found.append(check_ring(meshes.group("cp"), device=device, dtype=dtype))
+        found.append(
+            check_ring(meshes.group("cp"), device=device, dtype=dtype, method=cp_method(request.plan, request.runtime))
+        )
     if dtype.itemsize < 4 and request.model.moe is not None:
         found.append(check_experts(device=device, dtype=dtype))
     # All ranks must stop together, so that none is left in a collective.

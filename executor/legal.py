@@ -16,6 +16,7 @@ from topology.errors import BadModel, BadPlan
 
 RECOMPUTE = ("none", "selective-op", "selective", "full")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+CP_METHODS = ("ring", "all_gather")
 DEFAULT_SCHEDULE = "1F1B"
 
 
@@ -52,8 +53,8 @@ def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime, *, dev
         problems.append(
             f"recompute_per_stage names {len(plan.recompute_per_stage)} modes for {plan.pp * plan.virtual_stages} stages"
         )
-    if plan.cp > 1 and plan.cp_method not in {None, "ring"}:
-        problems.append(f"cp_method {plan.cp_method}: only ring, whose keys go round while others are attended to")
+    if plan.cp > 1 and cp_method(plan, runtime) not in CP_METHODS:
+        problems.append(f"cp_method {cp_method(plan, runtime)}: one of {', '.join(CP_METHODS)}")
     if plan.capacity_factor is not None:
         problems.append(f"capacity_factor {plan.capacity_factor:g}: no token is dropped here, and none padded")
     if workload.expert_imbalance != 1.0:
@@ -79,6 +80,11 @@ def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime, *, dev
             why="neighbouring stages share a rank and torch sends from a rank to itself, which gloo never finishes",
             remedy=f"a schedule other than {', '.join(V_SHAPED)}, or --device cuda",
         )
+
+
+def cp_method(plan: Plan, runtime: Runtime) -> str:
+    """Return how keys and values travel: as the plan says, or as the runtime does where it leaves that open."""
+    return plan.cp_method or runtime_spec(runtime.name).context_parallel
 
 
 def refuse_unsupported(model: Model) -> None:

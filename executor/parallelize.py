@@ -80,7 +80,7 @@ def parallelize(
             apply_tensor_parallel(part, tp_mesh, sequence_parallel=plan.sequence_parallel, experts_cut=plan.ep > 1)
         if plan.cp > 1:
             for block in part.layers.values():
-                block.attention.core = RingAttention(meshes.group("cp"))
+                block.attention.core = RingAttention(meshes.group("cp"), legal.cp_method(plan, runtime))
         if meshes.sparse is not None:
             apply_expert_parallel(part, meshes.sparse["ep"])
         modes = plan.recompute_per_stage

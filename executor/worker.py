@@ -19,14 +19,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from executor.built import built
 from executor.checks import check_numbers
 from executor.heartbeat import Heartbeat
 from executor.meshes import build_meshes, effective, entered, set_timeout
+from executor.profile_step import profile_step
 from executor.records import OUT_OF_MEMORY, WRONG_NUMBERS, Deadline, Recorder
 from executor.request import Request
 from executor.shards import local
 from executor.train_step import Trainer
 from topology import codec
+
+PROFILE_S = 10.0
 
 
 @record
@@ -43,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     recorder = Recorder(options.out / f"rank{rank}.jsonl")
     request = codec.convert(codec.read_json(options.request), Request, where=options.request)
     try:
-        run(request, deadline, recorder, beat)
+        run(request, deadline, recorder, beat, options.out)
     except torch.OutOfMemoryError as error:
         recorder.write("out_of_memory", message=str(error)[:2000], phase=beat.phase, **_memory(request.device))
         recorder.close()
@@ -52,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     recorder.close()
 
 
-def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbeat) -> None:
+def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbeat, out: Path) -> None:
     """Join the others, verify, warm up, measure."""
     device = _device(request)
     if device.type == "cpu":
@@ -64,7 +68,7 @@ def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbea
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        _run_joined(request, device, deadline, recorder, beat)
+        _run_joined(request, device, deadline, recorder, beat, out)
     finally:
         # After a failure others may be gone: leaving the group would wait for them.
         if dist.is_initialized() and beat.phase == "done":
@@ -72,7 +76,7 @@ def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbea
 
 
 def _run_joined(
-    request: Request, device: torch.device, deadline: Deadline, recorder: Recorder, beat: Heartbeat
+    request: Request, device: torch.device, deadline: Deadline, recorder: Recorder, beat: Heartbeat, out: Path
 ) -> None:
     plan = request.plan
     dist.barrier()  # the first collective: whoever is missing is found here, under the short timeout
@@ -128,10 +132,20 @@ def _run_joined(
             "warm_up" if warm else "step",
             index=index,
             seconds=seconds,
+            ended_at=time.time(),
             loss=result.loss,
             gradient_norm=result.gradient_norm,
             **_memory(device.type),
         )
+    beat.enter("profiling a step")
+    # Reading the profile takes seconds, and is worth them only where a step is left over.
+    if request.profile and _all_have_time(deadline, 2 * longest + PROFILE_S, device):
+        rank = dist.get_rank()
+        last = request.warm_up + request.steps
+        why = profile_step(lambda: trainer.step(last), device, out / f"rank{rank}.trace.json", rank=rank)
+        if why:
+            recorder.missing(f"profile: {why}")
+    recorder.write("effects", **built(trainer))
     dist.barrier()
     recorder.write("done")
     beat.enter("done")

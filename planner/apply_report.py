@@ -48,6 +48,14 @@ def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> 
     peaks = _peaks(measured["memory_by_rank"])
     if peaks:
         said.append(f"memory    {peaks}")
+    said += [
+        f"setting   {e['what']}: requested {e['requested']}, took effect {e['effective']}"
+        for e in document.get("effects") or ()
+        if not e["ok"]
+    ]
+    slow = {reason for gpu in document.get("gpus") or () for reason in gpu["throttle"]}
+    if slow:
+        said.append(f"clocks    throttled while steps were timed: {', '.join(sorted(slow))}")
     if comparison is not None:
         word = "within" if comparison["within"] else "OUTSIDE"
         asked = comparison["tolerance_percent"]

@@ -48,7 +48,6 @@ def test_legal_plans_pass() -> None:
         (Plan(recompute_per_stage=("full", "none")), "2 modes for 1 stages"),
         (Plan(pp=2, recompute_per_stage=("full", "some")), "recompute 'some'"),
         (Plan(cp=2, cp_method="all_to_all"), "cp_method all_to_all"),
-        (Plan(cp=2, cp_method="all_gather"), "cp_method all_gather"),
         (Plan(capacity_factor=1.25), "capacity_factor 1.25"),
         (Plan(placement=(0, 1)), "2 GPUs for 1 ranks"),
         (Plan(pp=8), "do not spread"),
