@@ -133,7 +133,8 @@ class _Ring:
         """Yield (rank they are of, keys and values), one's own first; others travel while these are worked on."""
         if self.gathers:
             everyone = keys.new_empty((self.world, *keys.shape))
-            work = dist.all_gather_into_tensor(everyone, keys, group=self.group, async_op=True)
+            # Flat: gloo joins tensors along the first dimension, and knows no stacks.
+            work = dist.all_gather_into_tensor(everyone.view(-1), keys.view(-1), group=self.group, async_op=True)
             yield self.rank, keys
             work.wait()
             for turn in range(1, self.world):
@@ -208,7 +209,7 @@ class _RingAttention(torch.autograd.Function):
         home = d_keys[0]
         if ring.gathers:
             home = torch.empty_like(keys, dtype=wide)
-            dist.reduce_scatter_tensor(home, d_keys, group=ring.group)
+            dist.reduce_scatter_tensor(home.view(-1), d_keys.view(-1), group=ring.group)
         return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None
 
 

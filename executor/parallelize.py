@@ -77,7 +77,13 @@ def parallelize(
     sharded = not alone
     for part, stage in zip(parts, stages, strict=True):
         if tp_mesh is not None:
-            apply_tensor_parallel(part, tp_mesh, sequence_parallel=plan.sequence_parallel, experts_cut=plan.ep > 1)
+            apply_tensor_parallel(
+                part,
+                tp_mesh,
+                sequence_parallel=plan.sequence_parallel,
+                experts_cut=plan.ep > 1,
+                overlap=plan.tp_overlap,
+            )
         if plan.cp > 1:
             for block in part.layers.values():
                 block.attention.core = RingAttention(meshes.group("cp"), legal.cp_method(plan, runtime))

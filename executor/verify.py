@@ -97,6 +97,8 @@ def verify(
                 for parameter in trainer.parameters():
                     local(parameter.grad).mul_(1 + fault)
             for name, parameter in trainer.named_parameters():
+                if not parameter.requires_grad:
+                    continue
                 difference = relative(parameter.grad, wanted.gradients[name])
                 compared += 1
                 if not difference <= worst_gradient:
@@ -202,11 +204,27 @@ def shrink(model: Model, plan: Plan) -> Model:
             experts=experts,
             experts_per_token=min(2, moe.experts_per_token, experts),
             ffn=32 * plan.tp,
+            shared_ffn=32 * plan.tp if moe.shared_ffn else 0,
             dense_layers=dense,
             dense_layer_ids=tuple(range(dense)) if moe.dense_layer_ids else (),
         )
+    latent = model.latent
+    if latent is not None:
+        latent = replace(
+            latent,
+            q_lora_rank=min(latent.q_lora_rank, 24),
+            kv_lora_rank=16,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+        )
+        kv_heads, heads = 2 * plan.tp, 1
+    sliding = model.sliding_layers
     return replace(
         model,
+        latent=latent,
+        sliding_window=min(model.sliding_window, 8),
+        sliding_layers=layers if sliding == model.layers else min(sliding, 1),
         layers=layers,
         hidden=64,
         heads=kv_heads * min(heads, 4),

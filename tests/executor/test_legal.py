@@ -43,7 +43,8 @@ def test_legal_plans_pass() -> None:
         (Plan(virtual_stages=2), "need a pipeline"),
         (Plan(dp_shard=3), "not a multiple"),
         (Plan(zero_stage=3, dp_replicate=2), "say dp_shard"),
-        (Plan(tp=2, tp_overlap="async"), "only none"),
+        (Plan(tp=2, tp_overlap="async"), "needs sequence_parallel"),
+        (Plan(tp=2, tp_overlap="hope"), "one of none, chunked"),
         (Plan(recompute="block"), "recompute 'block'"),
         (Plan(recompute_per_stage=("full", "none")), "2 modes for 1 stages"),
         (Plan(pp=2, recompute_per_stage=("full", "some")), "recompute 'some'"),
@@ -65,6 +66,12 @@ def test_a_load_of_experts_that_cannot_be_asked_for_is_refused() -> None:
     )
 
 
+def test_overlapped_products_are_eager() -> None:
+    plan = Plan(tp=2, sequence_parallel=True, tp_overlap="ring")
+
+    assert "overlapped products are eager" in complaint(plan, compile=True)
+
+
 def test_v_schedules_are_only_refused_on_gloo() -> None:
     plan = Plan(pp=2, virtual_stages=2, schedule="ZBVZeroBubble")
 
@@ -76,7 +83,7 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
 
 
 def test_models_it_cannot_express_are_refused_by_name() -> None:
-    assert "latent attention" in complaint(Plan(), load_model("deepseek-v3"))
+    assert "latent attention" in complaint(Plan(cp=2), load_model("deepseek-v3"))
     assert "layernorm" in complaint(Plan(), load_model("gpt2"))
 
 

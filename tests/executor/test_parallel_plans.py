@@ -4,6 +4,7 @@ One launch runs many plans, because starting processes costs more than the plans
 `executor.verify` (2^10 units in the last place of the type); float64 is used so that a mistake cannot hide in rounding.
 """
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -41,8 +42,26 @@ TWO = {
         {"model": "four"},
         {"pp": 2, "virtual_stages": 2, "schedule": "LoopedBFS", "micro_batch_size": 2},
     ),
+    "pp-recompute-per-stage": (
+        {"model": "four"},
+        {
+            "pp": 2,
+            "virtual_stages": 2,
+            "schedule": "Interleaved1F1B",
+            "recompute_per_stage": ["full", "none", "selective-op", "selective"],
+            "micro_batch_size": 2,
+        },
+    ),
     "pp-uneven": ({"model": "four"}, {"pp": 2, "layers_per_stage": [3, 1], "micro_batch_size": 2}),
 }
+OVERLAP = {
+    f"tp-overlap-{mode}": (
+        {"model": "qk_norm"},
+        {"tp": 2, "sequence_parallel": True, "tp_overlap": mode, "micro_batch_size": 8},
+    )
+    for mode in ("chunked", "ring", "copy_engine", "fused", "async")
+}
+TWO |= OVERLAP if importlib.util.find_spec("executor.overlap") else {}
 FOUR = {
     "hsdp": ({}, {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}),
     "fsdp-selective": ({}, {"dp_shard": 4, "recompute": "selective", "micro_batch_size": 2}),
