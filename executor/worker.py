@@ -9,6 +9,7 @@ import argparse
 import math
 import os
 import resource
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -154,8 +155,14 @@ def _run_joined(
 def _device(request: Request) -> torch.device:
     if request.device == "cpu":
         return torch.device("cpu")
-    local = int(os.environ["LOCAL_RANK"])
-    index = request.gpus[int(os.environ["RANK"])] if request.gpus else local
+    local, several = int(os.environ["LOCAL_RANK"]), os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]
+    # On several nodes each counts its own GPUs, and a rank takes that of its place in the node.
+    index = local if several or not request.gpus else request.gpus[int(os.environ["RANK"])]
+    seen = torch.cuda.device_count()
+    if index >= seen:
+        raise RuntimeError(
+            f"{socket.gethostname()} shows {seen} GPUs to this job; the plan's rank here needs GPU {index}"
+        )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
