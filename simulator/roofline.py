@@ -92,12 +92,17 @@ class Roofline:
     @property
     def sustained_flops(self) -> float:
         """What a large matmul keeps up for minutes: what the power limit leaves of the peak, see efficiency.toml."""
+        sustained = self.peak_flops * efficiency(self.gpu.architecture).sustained * self.powered
+        return float(min(sustained, self.gpu.achieved_flops.get(self.dtype, np.inf)))
+
+    @property
+    def powered(self) -> float:
+        """Fraction of the reference part's arithmetic rate that this part's power limit lets tensor cores keep up."""
         known = efficiency(self.gpu.architecture)
         bf16 = self.gpu.peak_flops.get("bfloat16", self.peak_flops)
         watts = self.gpu.power_w or known.reference_w
         supply = (watts / bf16) / (known.reference_w / known.reference_flops)
-        sustained = self.peak_flops * known.sustained * min(1.0, supply) ** known.power_exponent
-        return float(min(sustained, self.gpu.achieved_flops.get(self.dtype, np.inf)))
+        return float(min(1.0, supply) ** known.power_exponent)
 
     @property
     def memory_bytes_per_s(self) -> float:
@@ -134,5 +139,5 @@ class Roofline:
         fraction = curve.backward if work.backward else curve.forward
         narrow = np.where(np.asarray(work.k) < 128, curve.narrow, 1.0)
         reached = fraction * narrow * work.n / (work.n + curve.ramp_s)
-        arithmetic = work.flops / (self.peak_flops * reached)
+        arithmetic = work.flops / (self.peak_flops * self.powered * reached)
         return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s * work.launches

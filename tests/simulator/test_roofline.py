@@ -64,3 +64,14 @@ def test_attention_backward_takes_longer_than_forward() -> None:
     backward = Work(kind=WorkKind.ATTENTION, name="a", flops=np.array([2.5e13]), backward=True, **shape)
 
     assert roofline.seconds(backward)[0] > 2.5 * roofline.seconds(forward)[0]
+
+
+def test_a_power_limit_slows_attention_as_it_slows_products() -> None:
+    """Both run on tensor cores: an arithmetic-bound kernel loses the same share of its rate."""
+    full, capped = gpu_kind("h100-sxm"), gpu_kind("h100-sxm-96gb-hbm2e-500w")
+    shape = {"m": np.array([65536.0]), "n": np.array([65536.0]), "k": np.array([128.0])}
+    work = Work(kind=WorkKind.ATTENTION, name="a", flops=np.array([1e15]), **shape)
+    products = Roofline(gpu=capped).sustained_flops / Roofline(gpu=full).sustained_flops
+    attention = Roofline(gpu=full).seconds(work)[0] / Roofline(gpu=capped).seconds(work)[0]
+
+    assert attention == pytest.approx(products, rel=1e-3)
