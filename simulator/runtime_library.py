@@ -7,6 +7,7 @@ against the types here, and turned into the operators of one model (`operators_f
 from __future__ import annotations
 
 import fnmatch
+import re
 import tomllib
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -112,6 +113,19 @@ class RecomputeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierSpec:
+    """What versions older than `before` do otherwise: their attention kernel, but for the architectures `except_on`.
+
+    `unstated`: the version that a published run is taken for where it states none, one of these older ones.
+    """
+
+    before: str
+    unstated: str
+    attention_kernel: str
+    except_on: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSpec:
     names: tuple[str, ...]
     frameworks: tuple[str, ...]
@@ -126,6 +140,7 @@ class RuntimeSpec:
     recompute: dict[str, RecomputeSpec]
     dropout: bool = False
     context_parallel: str = "all_gather"
+    earlier: EarlierSpec | None = None
 
 
 # Other words for the recompute modes, as frameworks and papers spell them.
@@ -188,6 +203,25 @@ def attention_implementation(runtime: Runtime) -> str:
     spec = runtime_spec(runtime.name)
     early = "megatron" in spec.frameworks and runtime.version is None and runtime.compute_dtype == "float16"
     return "unfused" if early or DTYPE_BYTES[runtime.compute_dtype] > 2 else "flash"
+
+
+def attention_kernel(runtime: Runtime, architecture: str) -> str:
+    """Return the attention library that `runtime` calls on GPUs of an architecture, a column of efficiency.toml."""
+    spec = runtime_spec(runtime.name)
+    earlier = spec.earlier
+    if earlier and runtime.version and _release(runtime.version) < _release(earlier.before):
+        return spec.attention_kernel if architecture.lower() in earlier.except_on else earlier.attention_kernel
+    return spec.attention_kernel
+
+
+def version_of_published_run(name: str) -> str | None:
+    """Return the version that a published run of runtime `name` is taken for where it states none; None: any."""
+    earlier = runtime_spec(name).earlier
+    return earlier.unstated if earlier else None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 def canonical_recompute(word: str, runtime: Runtime) -> str:

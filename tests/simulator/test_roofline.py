@@ -5,6 +5,8 @@ import pytest
 
 from simulator.operators import Work, WorkKind
 from simulator.roofline import Roofline, efficiency
+from simulator.runtime import Runtime
+from simulator.runtime_library import attention_kernel
 from topology.gpus import gpu_kind, gpu_kinds
 
 
@@ -75,3 +77,18 @@ def test_a_power_limit_slows_attention_as_it_slows_products() -> None:
     attention = Roofline(gpu=full).seconds(work)[0] / Roofline(gpu=capped).seconds(work)[0]
 
     assert attention == pytest.approx(products, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("version", "architecture", "kernel"),
+    [
+        (None, "Hopper", "cudnn"),
+        ("0.2.2", "Hopper", "cudnn"),
+        ("0.1", "Hopper", "flash2"),
+        ("v0.1.0", "Ampere", "flash2"),
+        ("0.1", "Blackwell", "cudnn"),
+    ],
+)
+def test_torchtitan_calls_the_attention_of_its_version(version, architecture, kernel) -> None:
+    """As models/attention.py of each time lists them: FlashAttention first until 0.2, except on Blackwell."""
+    assert attention_kernel(Runtime(name="torchtitan", version=version), architecture) == kernel
