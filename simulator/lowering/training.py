@@ -161,6 +161,9 @@ class _Lowering:
         whole = sum(u.elements for u in units)
         if not self.traffic.fully_sharded and self.spec.ddp.bucket_copy and self.plan.dp_replicate > 1:
             code.alloc("buckets", round(whole * widths["gradients"]), "gradient_buffers", filled=True, stream=COMPUTE)
+        placeholders = round(self.network.placeholder_bytes(self.schedule.stages_of(rank)))
+        if placeholders and not self.traffic.fully_sharded:
+            code.alloc("placeholders", placeholders, "gradient_buffers", filled=True, stream=COMPUTE)
         if table.conditions["autocast"][0] and widths["parameters"] > self.context.dtype_bytes("compute"):
             nbytes = round(whole * self.context.dtype_bytes("compute"))
             code.alloc("cast weights", nbytes, "gathered_parameters", filled=True, stream=COMPUTE)
