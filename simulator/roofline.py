@@ -35,7 +35,8 @@ class Efficiency:
     reference: str
     reference_w: float
     reference_flops: float
-    sustained: float
+    burst: float
+    holds: float
     power_exponent: float
     ramp_k: float
     hbm: float
@@ -66,11 +67,12 @@ SPLITS = ((1.0, 1.0), (2.0, 0.93), (4.0, 0.86))
 def efficiency(architecture: str) -> Efficiency:
     """Return the efficiency of an architecture; one we have no figures for borrows its nearest relative's."""
     text = (resources.files("simulator") / "efficiency.toml").read_text("utf-8")
-    tables = {k: v for k, v in tomllib.loads(text).items() if k != "source"}
+    known = tomllib.loads(text)
+    tables = {k: v for k, v in known.items() if isinstance(v, dict) and k != "source"}
     relative = {"volta": "ampere", "pascal": "ampere", "rubin": "blackwell"}
     name = architecture.lower()
     name = name if name in tables else relative.get(name, "ampere")
-    return convert(tables[name], Efficiency, where=f"efficiency.toml [{name}]")
+    return convert({**tables[name], "holds": known["holds"]}, Efficiency, where=f"efficiency.toml [{name}]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +93,9 @@ class Roofline:
 
     @property
     def sustained_flops(self) -> float:
-        """What a large matmul keeps up for minutes: what the power limit leaves of the peak, see efficiency.toml."""
-        sustained = self.peak_flops * efficiency(self.gpu.architecture).sustained * self.powered
+        """What a large matmul keeps up inside training: what power and heat leave of the peak, see efficiency.toml."""
+        known = efficiency(self.gpu.architecture)
+        sustained = self.peak_flops * known.burst * known.holds * self.powered
         return float(min(sustained, self.gpu.achieved_flops.get(self.dtype, np.inf)))
 
     @property

@@ -55,7 +55,8 @@ def test_every_architecture_of_the_catalogue_has_efficiencies() -> None:
     for kind in gpu_kinds():
         known = efficiency(kind.architecture)
 
-        assert 0 < known.sustained < 1
+        assert 0 < known.burst < 1
+        assert 0.9 < known.holds < 1
         assert 0 < known.hbm < 1
 
 
