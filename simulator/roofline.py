@@ -26,6 +26,7 @@ class AttentionEfficiency:
     backward: float
     ramp_s: float
     narrow: float
+    rows: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,9 @@ TILES = (
 )
 # A product with few tiles can cut k into pieces and add the partial results, at some cost.
 SPLITS = ((1.0, 1.0), (2.0, 0.93), (4.0, 0.86))
+# Queries times heads of the benchmarks behind the curves of attention: 16k tokens with 16 heads of 128 (arXiv 2307.08691,
+# section 4.1; 2407.08608, section 4.1). They include the tail of a grid of that size.
+FULL_GRID = 262144.0
 
 
 @cache
@@ -142,5 +146,9 @@ class Roofline:
         fraction = curve.backward if work.backward else curve.forward
         narrow = np.where(np.asarray(work.k) < 128, curve.narrow, 1.0)
         reached = fraction * narrow * work.n / (work.n + curve.ramp_s)
+        if not work.backward:
+            # All tiles by all SMs, then the longest by one: twice the mean, since causal tiles grow to the whole row.
+            tail = 2 * curve.rows * self.gpu.sm_count
+            reached = reached * np.minimum((1 + tail / FULL_GRID) / (1 + tail / (work.batch * work.m)), 1.0)
         arithmetic = work.flops / (self.peak_flops * self.powered * reached)
         return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s * work.launches
