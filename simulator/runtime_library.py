@@ -280,7 +280,8 @@ class ModelOperators:
     features: frozenset[str] = field(default_factory=frozenset)
 
 
-PLAN_CONDITIONS = frozenset({"sp", "!sp", "autocast", "!autocast", "cp_ring", "cp_all_gather", "cp_all_to_all"})
+_OF_PLANS = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all")
+PLAN_CONDITIONS = frozenset(_OF_PLANS) | {f"!{name}" for name in _OF_PLANS}
 
 
 def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
