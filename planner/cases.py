@@ -99,16 +99,8 @@ def read_cases(path: str | Path) -> tuple[list[dict[str, Any]], bool]:
 
     `-` reads standard input. Raises BadInput when the file is not a case or a list of cases.
     """
-    import sys  # noqa: PLC0415 - only for standard input
-
-    where = "standard input" if str(path) == "-" else str(path)
-    if str(path) == "-":
-        text = sys.stdin.read(codec.MAX_BYTES + 1)
-        if len(text) > codec.MAX_BYTES:
-            raise BadInput("standard input is larger than 32 MiB", remedy="pass a smaller file")
-        data = codec.parse_json(text, where=where)
-    else:
-        data = codec.read_json(path)
+    text, where = codec.read_given(path)
+    data = codec.parse_json(text, where=where)
     many = isinstance(data, list)
     cases = data if many else [data]
     for index, case in enumerate(cases):
