@@ -17,6 +17,8 @@ from planner.commands.collective import collective
 from planner.commands.doctor import doctor
 from planner.commands.estimate import estimate
 from planner.commands.probe import probe
+from planner.commands.report import report
+from planner.commands.runs import runs
 from planner.commands.suggest import suggest
 from planner.commands.trace import trace
 from planner.commands.validate import validate
@@ -61,6 +63,8 @@ app.command("trace")(trace)
 app.command("probe")(probe)
 app.command("doctor")(doctor)
 app.command("apply")(apply)
+app.command("report")(report)
+app.command("runs")(runs)
 app.command("collective")(collective)
 
 
