@@ -16,6 +16,7 @@ from planner.commands.apply import apply
 from planner.commands.collective import collective
 from planner.commands.doctor import doctor
 from planner.commands.estimate import estimate
+from planner.commands.export import export
 from planner.commands.probe import probe
 from planner.commands.suggest import suggest
 from planner.commands.trace import trace
@@ -61,6 +62,7 @@ app.command("trace")(trace)
 app.command("probe")(probe)
 app.command("doctor")(doctor)
 app.command("apply")(apply)
+app.command("export")(export)
 app.command("collective")(collective)
 
 
