@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
 from planner.export.degrees import as_degrees
 from planner.export.draft import Draft, Target
 from planner.export.job import Job, require_legal
 from planner.export.script import host_order, one_device_list
+from planner.export.yaml_text import yaml_text
 from topology.errors import Infeasible
 
 VERSION = "1.15.0"
@@ -35,26 +34,14 @@ def write(job: Job) -> Draft:
             )
     if plan.cp_method == "all_to_all" and plan.cp > 1:
         raise Infeasible(f"{TITLE} splits heads for context parallelism only with DeepSpeed", remedy="--to deepspeed")
-    degrees = as_degrees(plan, TITLE)
-    if degrees.shard == 1 and degrees.replicate > 1 and plan.tp * plan.cp > 1:
+    plan, told = as_degrees(plan, TITLE)
+    if plan.dp_shard == 1 and plan.dp_replicate > 1 and plan.tp * plan.cp > 1:
         raise Infeasible(
             f"{TITLE} combines tensor or context parallelism with sharding only", remedy="plan with dp_shard > 1"
         )
     recompute = plan.recompute if plan.recompute in {"none", "full"} else "full"
-    asked = plan.with_(recompute=recompute, tp_overlap="none")
-    notes = require_legal(
-        Job(
-            name=job.name,
-            plan=asked,
-            model=job.model,
-            cluster=job.cluster,
-            workload=job.workload,
-            runtime=runtime,
-            framework="pytorch",
-        ),
-        "pytorch",
-        TITLE,
-    )
+    written = plan.with_(recompute=recompute, tp_overlap="none")
+    notes = require_legal(job.with_plan(written), "pytorch", TITLE)
     hosts = job.hosts()
     document: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -69,29 +56,29 @@ def write(job: Job) -> Draft:
         "fsdp_config": {
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": degrees.reshard is not False,
+            "fsdp_reshard_after_forward": plan.reshard_after_forward is not False,
             "fsdp_activation_checkpointing": recompute == "full",
             "fsdp_offload_params": False,
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         },
         "parallelism_config": {
-            "parallelism_config_dp_replicate_size": degrees.replicate,
-            "parallelism_config_dp_shard_size": degrees.shard,
+            "parallelism_config_dp_replicate_size": plan.dp_replicate,
+            "parallelism_config_dp_shard_size": plan.dp_shard,
             "parallelism_config_tp_size": plan.tp,
             "parallelism_config_cp_size": plan.cp,
         },
     }
-    if degrees.shard * plan.tp * plan.cp == 1:  # plain replicas: nothing to shard, so no FSDP
-        document["distributed_type"] = "MULTI_GPU" if degrees.replicate > 1 else "NO"
+    if plan.dp_shard * plan.tp * plan.cp == 1:  # plain replicas: nothing to shard, so no FSDP
+        document["distributed_type"] = "MULTI_GPU" if plan.dp_replicate > 1 else "NO"
         del document["fsdp_config"], document["parallelism_config"]
     if plan.cp > 1:
         document["parallelism_config"]["parallelism_config_cp_comm_strategy"] = ROTATE[plan.cp_method or "all_gather"]
     if runtime.compile:
-        document["dynamo_config"] = {"dynamo_backend": "INDUCTOR"}
+        document["dynamo_config"] = {"dynamo_backend": "inductor"}
     settings = {key: value for key, value in document.items() if not isinstance(value, dict)}
     for section in ("fsdp_config", "parallelism_config", "dynamo_config"):
         settings |= {f"{section}.{key}": value for key, value in document.get(section, {}).items()}
-    unsaid = [*degrees.unsaid, f"sequence length {job.workload.seq_len}: set it in the program"]
+    unsaid = [*told, f"sequence length {job.workload.seq_len}: set it in the program"]
     unsaid.append(
         f"micro batch {plan.micro_batch_size} and {job.micro_batches} accumulated: set them in the program "
         f"(per_device_train_batch_size, gradient_accumulation_steps)"
@@ -110,7 +97,7 @@ def write(job: Job) -> Draft:
         else ()
     )
     return Draft(
-        body=yaml.safe_dump(document, sort_keys=False),
+        body=yaml_text(document),
         settings=settings,
         unsaid=tuple(unsaid),
         needed=(f"to run: accelerate launch --config_file {FILE} YOUR_PROGRAM.py", *machines),

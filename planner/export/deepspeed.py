@@ -36,28 +36,21 @@ def write(job: Job) -> Draft:
         )
     # A degree of FSDP2 is a ZeRO stage here; the rules are asked about the plan as it will be written.
     stage = as_stage(plan)
-    stated = plan.with_(zero_stage=stage, dp_replicate=plan.data_parallel, dp_shard=1, sequence_parallel=False)
-    if plan.recompute not in {"none", "full"}:
-        stated = stated.with_(recompute="full")
-    notes = require_legal(
-        Job(
-            name=job.name,
-            plan=stated.with_(tp_overlap="none"),
-            model=job.model,
-            cluster=job.cluster,
-            workload=job.workload,
-            runtime=runtime,
-            framework="deepspeed",
-        ),
-        "deepspeed",
-        TITLE,
+    written = plan.with_(
+        zero_stage=stage,
+        dp_replicate=plan.data_parallel,
+        dp_shard=1,
+        sequence_parallel=False,
+        tp_overlap="none",
+        recompute=plan.recompute if plan.recompute in {"none", "full"} else "full",
     )
+    notes = require_legal(job.with_plan(written), "deepspeed", TITLE)
     zero: dict[str, Any] = {"stage": stage}
     if stage:
         zero |= {"overlap_comm": True, "contiguous_gradients": True}
-    hybrid = plan.zero_stage is None and plan.dp_replicate > 1 and plan.dp_shard > 1
+    hybrid = stage == 3 and plan.zero_stage is None and plan.dp_replicate > 1
     if hybrid:
-        zero["mics_shard_size"] = plan.dp_shard
+        zero["zero_hpz_partition_size"] = plan.dp_shard
     document: dict[str, Any] = {
         "train_batch_size": job.workload.global_batch_size,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
@@ -81,8 +74,7 @@ def write(job: Job) -> Draft:
         settings=_flat(document),
         unsaid=_unsaid(job, hybrid=hybrid),
         needed=(
-            f"a program that calls deepspeed.initialize(config={FILE!r}); sequence length, optimizer and learning rate "
-            "are its business",
+            f"a program that calls deepspeed.initialize(config={FILE!r}) and sets optimizer and learning rate",
             f"to run: torchrun --nproc-per-node={hosts.ranks_each} YOUR_PROGRAM.py",
             *placed,
         ),
@@ -96,7 +88,10 @@ def _unsaid(job: Job, *, hybrid: bool) -> tuple[str, ...]:
     if plan.zero_stage is None and plan.dp_shard > 1:
         unsaid.append("FSDP2 is written as ZeRO, an implementation of its own")
     if hybrid:
-        unsaid.append("sharding inside replicas is written as MiCS: build the model under deepspeed.zero.MiCS_Init")
+        unsaid.append(
+            f"{plan.dp_replicate} replicas of shards: gradients and optimizer are sharded over all ranks, and parameters "
+            f"gathered among {plan.dp_shard} (ZeRO++ hpZ)"
+        )
     if plan.sequence_parallel and plan.tp > 1:
         unsaid.append("sequence parallelism beside tensor parallelism: DeepSpeed's AutoTP has none")
     if plan.recompute != "none":

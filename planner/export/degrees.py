@@ -6,39 +6,32 @@ that keeps parameters gathered after the forward pass is stage 2 in traffic, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from simulator.plan import Plan
 from topology.errors import Infeasible
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Degrees:
-    """`reshard` is whether parameters are dropped after the forward pass; None leaves it to the framework."""
+def as_degrees(plan: Plan, title: str) -> tuple[Plan, tuple[str, ...]]:
+    """Return the plan with its sharding as FSDP2 says it, and what that changes.
 
-    replicate: int
-    shard: int
-    reshard: bool | None
-    unsaid: tuple[str, ...] = ()
-
-
-def as_degrees(plan: Plan, title: str) -> Degrees:
-    """Return the sharding as FSDP2 says it. Raises Infeasible for ZeRO-1, which FSDP2 does not have."""
-    stage = plan.zero_stage
+    Ranks keep their coordinates: both data-parallel axes are neighbours in the mesh. Raises Infeasible for ZeRO-1,
+    which FSDP2 does not have.
+    """
+    stage, ranks = plan.zero_stage, plan.data_parallel
     if stage is None:
-        return Degrees(replicate=plan.dp_replicate, shard=plan.dp_shard, reshard=plan.reshard_after_forward)
-    ranks = plan.data_parallel
+        return plan, ()
     if stage == 0 or ranks == 1:
-        return Degrees(replicate=ranks, shard=1, reshard=plan.reshard_after_forward)
+        return plan.with_(zero_stage=None, dp_replicate=ranks, dp_shard=1), ()
     if stage == 1:
         raise Infeasible(
             f"{title} has no ZeRO-1: it shards parameters and gradients together with the optimizer",
             remedy="plan for FSDP2 with planner suggest --framework torchtitan",
         )
     if stage == 2:
-        told = "ZeRO-2 is written as FSDP that keeps parameters gathered after the forward pass; between steps it shards them too"
-        return Degrees(replicate=1, shard=ranks, reshard=False, unsaid=(told,))
-    return Degrees(replicate=1, shard=ranks, reshard=True)
+        told = (
+            "ZeRO-2 is written as FSDP that keeps parameters gathered until the backward pass; it shards them after it"
+        )
+        return plan.with_(zero_stage=None, dp_replicate=1, dp_shard=ranks, reshard_after_forward=False), (told,)
+    return plan.with_(zero_stage=None, dp_replicate=1, dp_shard=ranks, reshard_after_forward=True), ()
 
 
 def as_stage(plan: Plan) -> int:

@@ -6,19 +6,25 @@ many: then the order of hosts and `CUDA_VISIBLE_DEVICES` on each of them say eve
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from simulator.plan import Plan
-from topology.cluster import Cluster
+from topology.cluster import Cluster, Gpu
 from topology.errors import Infeasible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosts:
-    """`order[k]` is the physical host that gets node rank k; `devices[k]` its GPUs, one for each local rank."""
+    """`order[k]` is the physical host that gets node rank k; `devices[k]` its GPUs, one for each local rank.
+
+    `installed` is how many GPUs the fullest host has.
+    """
 
     order: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
+    installed: int
 
     @property
     def count(self) -> int:
@@ -27,6 +33,11 @@ class Hosts:
     @property
     def ranks_each(self) -> int:
         return len(self.devices[0])
+
+    @property
+    def gpus_to_ask(self) -> int:
+        """GPUs to ask a scheduler for: the whole host where ranks use certain ones of it."""
+        return self.installed if self.devices_matter else self.ranks_each
 
     @property
     def same_devices(self) -> bool:
@@ -71,7 +82,14 @@ def hosts_of(plan: Plan, cluster: Cluster) -> Hosts:
             why="a launcher starts equally many on each",
             remedy="plan for a number of GPUs that fills hosts evenly",
         )
-    return Hosts(order=order, devices=tuple(tuple(devices) for _, devices in runs))
+    installed = max(Counter((group_index, gpu.tray) for group_index, gpu in _installed(cluster)).values())
+    return Hosts(order=order, devices=tuple(tuple(devices) for _, devices in runs), installed=installed)
+
+
+def _installed(cluster: Cluster) -> Iterator[tuple[int, Gpu]]:
+    for number, group in enumerate(cluster.groups):
+        for gpu in group.node.gpus:
+            yield number, gpu
 
 
 def _slots(cluster: Cluster, wanted: int) -> dict[int, tuple[int, int]]:

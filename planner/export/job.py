@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.export.hosts import Hosts, hosts_of
 from planner.legality import Grade, check
@@ -39,6 +39,10 @@ class Job:
         """Micro batches of a data-parallel rank in a step. Legality has made sure that they divide."""
         return self.plan.micro_batches(self.workload.global_batch_size)
 
+    def with_plan(self, plan: Plan) -> Job:
+        """Return the same job with another plan, as a target will write it."""
+        return replace(self, plan=plan)
+
     def hosts(self) -> Hosts:
         """Which ranks start on which host, and on which of its GPUs. Raises Infeasible."""
         return hosts_of(self.plan, self.cluster)
@@ -46,9 +50,7 @@ class Job:
 
 def require_legal(job: Job, framework: str, title: str) -> tuple[str, ...]:
     """Return what `framework` has to say about the plan short of refusing it. Raises Infeasible when it refuses."""
-    problems = check(
-        job.plan, job.model, job.cluster, job.workload, framework, runtime=job.runtime, gpus=job.plan.gpus
-    )
+    problems = check(job.plan, job.model, job.cluster, job.workload, framework, runtime=job.runtime, gpus=job.plan.gpus)
     refused = [problem.message for problem in problems if problem.grade is Grade.ILLEGAL]
     if refused:
         raise Infeasible(

@@ -89,7 +89,6 @@ def parallel_flags(job: Job) -> dict[str, Any]:
     fully = stage in SHARDING
     overlaps = stage >= 1 and plan.data_parallel * plan.cp > 1
     uneven = bool(plan.layers_per_stage) and plan.pp > 1
-    selective = plan.recompute.startswith("selective")
     low = {"bfloat16": "--bf16", "float16": "--fp16", "float8": "--bf16"}.get(runtime.compute_dtype, "")
     flags: dict[str, Any] = {
         "--tensor-model-parallel-size": plan.tp,
@@ -119,7 +118,11 @@ def parallel_flags(job: Job) -> dict[str, Any]:
         else None,
         "--ckpt-format": "fsdp_dtensor" if fully else None,
         "--no-gradient-accumulation-fusion": fully,
-        "--recompute-granularity": "full" if plan.recompute == "full" else "selective" if selective else None,
+        "--recompute-granularity": "full"
+        if plan.recompute == "full"
+        else "selective"
+        if plan.recompute == "selective"
+        else None,
         "--recompute-method": "uniform" if plan.recompute == "full" else None,
         "--recompute-num-layers": 1 if plan.recompute == "full" else None,
         "--tp-comm-overlap": plan.tp_overlap != "none",
@@ -153,19 +156,20 @@ def words_of(flags: dict[str, Any]) -> list[str]:
 
 def program(job: Job) -> tuple[list[str], Draft]:
     """Return what torchrun is to start, and a draft of what it sets. Raises Infeasible."""
+    unsaid = []
+    if job.plan.recompute not in {"none", "full", "selective"}:
+        unsaid.append(f"recompute {job.plan.recompute!r}: written as selective, which recomputes core attention only")
+        job = job.with_plan(job.plan.with_(recompute="selective"))
     notes = require_legal(job, "megatron-lm", TITLE)
     plan, model, runtime = job.plan, job.model, job.runtime
     flags = model_flags(model) | parallel_flags(job)
-    unsaid = []
     if plan.zero_stage is None and plan.dp_shard > 1:
         unsaid.append("FSDP2 is written as Megatron-FSDP, an implementation of its own")
-    if plan.recompute not in {"none", "full", "selective"}:
-        unsaid.append(f"recompute {plan.recompute!r}: written as selective, which recomputes core attention only")
     if plan.recompute_per_stage:
         unsaid.append(f"recompute per stage ({', '.join(plan.recompute_per_stage)}): one mode holds for all stages")
     if plan.tp_overlap not in {"none", "ring"}:
         unsaid.append(f"tensor-parallel overlap {plan.tp_overlap!r}: written as --tp-comm-overlap, which takes rings")
-    if runtime.param_dtype == "bfloat16":
+    if runtime.param_dtype == "bfloat16" and job.framework != "megatron-lm":  # there it means just that
         unsaid.append("parameters stored in bfloat16 only: Megatron-LM keeps float32 copies in its optimizer")
     if runtime.compile:
         unsaid.append("torch.compile of the model: Megatron-LM compiles single functions only")

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from planner.export import deepspeed, megatron, torchtitan_cli, torchtitan_toml
 from planner.export.draft import Draft
-from planner.export.job import Job
 from planner.export.hosts import Hosts
+from planner.export.job import Job
 from planner.frameworks import framework_of_runtime
 from topology.errors import Infeasible
 
@@ -19,10 +19,12 @@ def program_of(job: Job) -> tuple[list[str], Draft]:
     framework = framework_of_runtime(job.framework).name
     if framework == "torchtitan":
         try:
-            return torchtitan_cli.program(job)
+            if not (job.runtime.version or "").startswith("0.2"):
+                return torchtitan_cli.program(job)
         except Infeasible:
-            words, draft = torchtitan_toml.program(job)
-            return words, _beside(draft, torchtitan_toml.FILE, f"torchtitan@{torchtitan_toml.VERSION}")
+            pass
+        words, draft = torchtitan_toml.program(job)
+        return words, _beside(draft, torchtitan_toml.FILE, f"torchtitan@{torchtitan_toml.VERSION}")
     if framework == "megatron-lm":
         return megatron.program(job)
     if framework == "deepspeed":

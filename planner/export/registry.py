@@ -38,7 +38,13 @@ TARGETS: tuple[Target, ...] = (
     trainjob.TARGET,
     skypilot.TARGET,
 )
-ALIASES = {"executor": "torchrun", "megatron-lm": "megatron", "fsdp2": "accelerate", "sbatch": "slurm", "sky": "skypilot"}
+ALIASES = {
+    "executor": "torchrun",
+    "megatron-lm": "megatron",
+    "fsdp2": "accelerate",
+    "sbatch": "slurm",
+    "sky": "skypilot",
+}
 
 
 def target_named(text: str, wanted: str | None = None) -> Target:

@@ -20,9 +20,7 @@ FOLDER = Path(__file__).parent / "schema"
 @lru_cache
 def schema(name: str, version: str) -> dict[str, Any]:
     """Return a target's schema: `package`, `version`, `keys` (key -> type, choices), and `models` where it ships some."""
-    document = codec.read_json(FOLDER / f"{name}_{version}.json")
-    assert isinstance(document, dict)
-    return document
+    return dict(codec.read_json(FOLDER / f"{name}_{version}.json"))
 
 
 def shipped_model(name: str, version: str, model: Model) -> dict[str, Any]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
 from planner.export.draft import Draft, Target
 from planner.export.job import Job
 from planner.export.program import network, network_values, program_of
 from planner.export.script import Raw, command, device_lines, host_order, torchrun
 from planner.export.slug import slug
+from planner.export.yaml_text import yaml_text
 from topology.errors import Infeasible
 
 VERSION = "0.14.1"
@@ -49,7 +48,7 @@ def write(job: Job) -> Draft:
     variables = network(job, hosts) | draft.environment
     envs = (network_values(job) if network(job, hosts) else {}) | dict.fromkeys(draft.environment, "1")
     started = torchrun(hosts, node_rank=NODE, address=ADDRESS)
-    resources: dict[str, Any] = {"accelerators": {accelerator: hosts.ranks_each}}
+    resources: dict[str, Any] = {"accelerators": {accelerator: hosts.gpus_to_ask}}
     if hosts.count > 1:
         resources["network_tier"] = "best"
     document: dict[str, Any] = {"name": slug(job.name), "num_nodes": hosts.count, "resources": resources}
@@ -62,7 +61,7 @@ def write(job: Job) -> Draft:
     if hosts.order_matters:
         unsaid = (*unsaid, "the order of hosts: SkyPilot numbers the machines it gets")
     return Draft(
-        body=yaml.safe_dump(document, sort_keys=False),
+        body=yaml_text(document),
         settings={**{k: v for k, v in document.items() if k != "resources"}}
         | {f"resources.{key}": value for key, value in resources.items()},
         unsaid=unsaid,

@@ -11,6 +11,6 @@ LONGEST = 40
 def slug(name: str) -> str:
     """Return a DNS label that stands for `name`: itself where it is one, else cleaned, with a hash so that names differ."""
     cleaned = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    if cleaned == name and len(name) <= LONGEST:
+    if name and cleaned == name and len(name) <= LONGEST:
         return name
     return f"{cleaned[:LONGEST].strip('-') or 'job'}-{hashlib.sha256(name.encode()).hexdigest()[:6]}"

@@ -27,24 +27,28 @@ def write(job: Job) -> Draft:
         "job-name": slug(job.name),
         "nodes": hosts.count,
         "ntasks-per-node": 1,
-        "gpus-per-node": hosts.ranks_each,
-        "exclusive": "user" if hosts.devices_matter else None,
+        "gpus-per-node": hosts.gpus_to_ask,
     }
     unsaid = draft.unsaid
     if slug(job.name) != job.name:
         unsaid = (*unsaid, f"the job's name {job.name!r}: written as {slug(job.name)!r}")
+    rack: tuple[str, ...] = ()
     trays = {gpu.tray for gpu in job.cluster.groups[0].node.gpus}
     if len(trays) > 1:
-        # Hosts of one NVLink domain must not be mixed with others: block topology allocates whole segments.
-        options["segment"] = min(hosts.count, len(trays))
-    asked = {name: value for name, value in options.items() if value is not None}
+        segment = min(hosts.count, len(trays))
+        rack = (
+            f"hosts of one NVLink domain belong together: with topology/block add --segment={segment} (SLURM 24.11)",
+        )
     lines, reasons = device_lines(hosts, NODE)
     variables = network(job, hosts) | draft.environment
     values = (network_values(job) if network(job, hosts) else {}) | dict.fromkeys(draft.environment, "1")
     started = torchrun(hosts, node_rank=NODE, address=ADDRESS)
     # Every node runs the same few lines; what differs is its number, which the shell on the node fills in.
     inner = f"{lines}exec {command([*started, *words])}\n"
-    directives = "".join(f"#SBATCH --{name}={shlex.quote(str(value))}\n" for name, value in asked.items())
+    directives = "".join(f"#SBATCH --{name}={shlex.quote(str(value))}\n" for name, value in options.items())
+    if hosts.devices_matter:
+        # Else SLURM would show each job some GPUs under numbers of its own.
+        directives += "#SBATCH --exclusive\n"
     head = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\nexport head\n' if hosts.count > 1 else ""
     body = (
         f"{directives}\nset -eu\n{exports(variables, values)}{head}"
@@ -52,10 +56,10 @@ def write(job: Job) -> Draft:
     )
     return Draft(
         body=body,
-        settings=asked,
+        settings=options,
         unsaid=unsaid,
         needed=("partition, account, time limit and container, which your site decides", *draft.needed),
-        notes=(*draft.notes, *host_order(hosts)),
+        notes=(*draft.notes, *rack, *host_order(hosts)),
         environment=variables | reasons,
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from planner.export.degrees import as_degrees
 from planner.export.draft import Draft, Target
 from planner.export.job import Job, require_legal
 from planner.export.script import (
@@ -47,10 +48,16 @@ def request(job: Job) -> dict[str, Any]:
 
 def write(job: Job) -> Draft:
     """Return a shell script that is its own request file. Raises Infeasible."""
-    notes = require_legal(job, "pytorch", "meshwright's executor")
+    title, named = "meshwright's executor", job.plan_hash
+    fsdp, told = as_degrees(job.plan, title)
+    if fsdp.recompute not in {"none", "full"}:
+        told = (*told, f"recompute {fsdp.recompute!r}: {title} recomputes whole blocks or nothing; written as full")
+        fsdp = fsdp.with_(recompute="full")
+    job = job.with_plan(fsdp)
+    notes = require_legal(job, "pytorch", title)
     hosts = job.hosts()
     lines, reasons = device_lines(hosts, NODE_RANK_VALUE)
-    folder = f"meshwright-{job.plan_hash}"
+    folder = f"meshwright-{named}"
     started = torchrun(hosts, node_rank=NODE_RANK, address=MASTER_ADDRESS)
     worker = ["-m", "executor.worker", f"--request={folder}/request.json", f"--out={folder}/records"]
     body = (
@@ -69,6 +76,7 @@ def write(job: Job) -> Draft:
     return Draft(
         body=body,
         settings=settings,
+        unsaid=told,
         needed=('torch and meshwright on every host: pip install "meshwright[exec]"',),
         notes=(*notes, *host_order(hosts)),
         environment=dict.fromkeys(ENVIRONMENT, MULTICAST) | reasons,

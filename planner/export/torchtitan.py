@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from planner.export.degrees import as_degrees
 from planner.export.job import Job
 from simulator.plan import Plan
 from simulator.runtime_library import runtime_spec
@@ -44,24 +43,25 @@ def training(job: Job) -> dict[str, Any]:
 def parallelism(job: Job) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the parallelism section that both versions share, and what of the plan it cannot say."""
     plan = job.plan
-    degrees = as_degrees(plan, TITLE)
     section: dict[str, Any] = {
-        "data_parallel_replicate_degree": degrees.replicate,
-        "data_parallel_shard_degree": degrees.shard,
+        "data_parallel_replicate_degree": plan.dp_replicate,
+        "data_parallel_shard_degree": plan.dp_shard,
         "tensor_parallel_degree": plan.tp,
         "context_parallel_degree": plan.cp,
         "pipeline_parallel_degree": plan.pp,
         "expert_parallel_degree": plan.ep,
-        "fsdp_reshard_after_forward": {None: "default", True: "always", False: "never"}[degrees.reshard],
+        "fsdp_reshard_after_forward": {None: "default", True: "always", False: "never"}[plan.reshard_after_forward],
     }
-    unsaid = list(degrees.unsaid)
+    unsaid = []
     if plan.pp > 1:
         section["pipeline_parallel_schedule"] = plan.schedule or "1F1B"
         section["pipeline_parallel_microbatch_size"] = plan.micro_batch_size
     if plan.capacity_factor is not None:
         unsaid.append(f"expert capacity factor {plan.capacity_factor:g}: {TITLE} drops no tokens")
     if plan.recompute_per_stage:
-        unsaid.append(f"recompute per stage ({', '.join(plan.recompute_per_stage)}): {TITLE} has one mode for all stages")
+        unsaid.append(
+            f"recompute per stage ({', '.join(plan.recompute_per_stage)}): {TITLE} has one mode for all stages"
+        )
     if job.runtime.reduce_dtype != "float32":
         unsaid.append(f"gradients reduced in {job.runtime.reduce_dtype}: {TITLE} reduces in float32")
     if job.runtime.compute_dtype == "float8":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from planner.export.degrees import as_degrees
 from planner.export.draft import Draft, Target
 from planner.export.job import Job, require_legal
 from planner.export.schema import shipped_model
@@ -31,6 +32,8 @@ RECOMPUTE = {"none": "none", "full": "full", "selective-op": "selective"}
 def program(job: Job) -> tuple[list[str], Draft]:
     """Return what torchrun is to start, and a draft of what it sets. Raises Infeasible."""
     title = f"{TITLE} {VERSION}"
+    fsdp, told = as_degrees(job.plan, title)
+    job = job.with_plan(fsdp)
     notes = require_legal(job, "torchtitan", title)
     known = shipped_model("torchtitan", VERSION, job.model)
     plan = job.plan
@@ -62,7 +65,7 @@ def program(job: Job) -> tuple[list[str], Draft]:
     draft = Draft(
         body="",
         settings={"--module": known["module"], "--config": known["config"], **settings, SUBCOMMAND: mode},
-        unsaid=(*unsaid, *overlap_unsaid(plan)),
+        unsaid=(*told, *unsaid, *overlap_unsaid(plan)),
         needed=(
             "--hf_assets_path: the folder of the tokenizer",
             "data set, steps, optimizer and learning rate, which no plan decides",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import tomli_w
 
+from planner.export.degrees import as_degrees
 from planner.export.draft import Draft, Target
 from planner.export.job import Job, require_legal
 from planner.export.schema import shipped_model
-from planner.export.script import host_order, one_device_list
+from planner.export.script import host_order, one_device_list, torchrun
 from planner.export.torchtitan import ROTATE, TITLE, overlap_unsaid, parallelism, stage_modules, training, uses_async
 
 VERSION = "0.2.2"
@@ -26,6 +28,8 @@ RECOMPUTE = {
 def write(job: Job) -> Draft:
     """Return the configuration; launch it with the plan's torchrun words. Raises Infeasible."""
     title = f"{TITLE} {VERSION}"
+    fsdp, told = as_degrees(job.plan, title)
+    job = job.with_plan(fsdp)
     notes = require_legal(job, "torchtitan", title)
     known = shipped_model("torchtitan", VERSION, job.model)
     degrees, unsaid = parallelism(job)
@@ -54,6 +58,9 @@ def write(job: Job) -> Draft:
     if plan.recompute not in RECOMPUTE:
         unsaid = (*unsaid, f"recompute {plan.recompute!r} is not a mode of {title}; written as none")
     hosts = job.hosts()
+    started = shlex.join(torchrun(hosts, node_rank="0", address="FIRST_HOST"))
+    if hosts.count > 1:
+        started += f" (--node-rank 0 to {hosts.count - 1})"
     devices = one_device_list(hosts, title) if hosts.same_devices else ""
     placed = (f"start it with CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={devices}",) if devices else ()
     if hosts.devices_matter and not hosts.same_devices:
@@ -61,11 +68,11 @@ def write(job: Job) -> Draft:
     return Draft(
         body=tomli_w.dumps(document),
         settings={f"{section}.{key}": value for section, table in document.items() for key, value in table.items()},
-        unsaid=(*unsaid, *overlap_unsaid(plan)),
+        unsaid=(*told, *unsaid, *overlap_unsaid(plan)),
         needed=(
             "model.hf_assets_path: the folder of the tokenizer",
             "training.dataset, training.steps, optimizer and learning rate, which no plan decides",
-            f"to run: torchrun --nproc-per-node={hosts.ranks_each} -m torchtitan.train --job.config_file {FILE}",
+            f"to run: {started} -m torchtitan.train --job.config_file {FILE}",
             *placed,
         ),
         notes=(*notes, *host_order(hosts)),

@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import yaml
-
 from planner.export.draft import Draft, Target
 from planner.export.job import Job
 from planner.export.program import network, network_values, program_of
 from planner.export.script import BUS_ORDER, PLACED, host_order, one_device_list
 from planner.export.slug import slug
+from planner.export.yaml_text import yaml_text
 
 VERSION = "2.3.0"
 TITLE = f"Kubeflow Trainer {VERSION}"
@@ -36,7 +35,7 @@ def write(job: Job) -> Draft:
         "numNodes": hosts.count,
         "numProcPerNode": hosts.ranks_each,
         "command": ["torchrun", *words],
-        "resourcesPerNode": {"limits": {"nvidia.com/gpu": hosts.ranks_each}},
+        "resourcesPerNode": {"limits": {"nvidia.com/gpu": hosts.gpus_to_ask}},
     }
     if environment:
         trainer["env"] = [{"name": name, "value": value} for name, value in environment.items()]
@@ -62,7 +61,7 @@ def write(job: Job) -> Draft:
     if hosts.count > 1:
         unsaid = (*unsaid, "which nodes: hosts that share a switch are the scheduler's and the runtime's business")
     return Draft(
-        body=yaml.safe_dump(document, sort_keys=False),
+        body=yaml_text(document),
         settings=_flat(document, ""),
         unsaid=unsaid,
         needed=("spec.trainer.image, or a runtime whose image has the framework", *draft.needed),
@@ -81,6 +80,4 @@ def _flat(value: Any, path: str) -> dict[str, Any]:
     return {path: json.loads(json.dumps(value))}
 
 
-TARGET = Target(
-    name="trainjob", version=VERSION, title="Kubernetes TrainJob", file_name="trainjob.yaml", write=write
-)
+TARGET = Target(name="trainjob", version=VERSION, title="Kubernetes TrainJob", file_name="trainjob.yaml", write=write)

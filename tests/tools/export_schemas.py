@@ -128,7 +128,9 @@ def _models_of_registries() -> Any:
             continue
         for name, function in inspect.getmembers(registry, inspect.isfunction):
             # Configurations that are a model of their own: no other numerics, data or loss than pre-training's.
-            if function.__module__ != registry.__name__ or not re.fullmatch(rf"{module}_[0-9a-z.]+b(?:_a[0-9]+b)?", name):
+            if function.__module__ != registry.__name__ or not re.fullmatch(
+                rf"{module}_[0-9a-z.]+b(?:_a[0-9]+b)?", name
+            ):
                 continue
             try:
                 config = function()
@@ -182,7 +184,9 @@ def deepspeed() -> dict[str, Any]:
         "tensor_parallel": TPTrainingConfig,
     }
     for section, model in sections.items():
-        keys |= {f"{section}.{field.alias or name}": typed(field.annotation) for name, field in model.model_fields.items()}
+        keys |= {
+            f"{section}.{field.alias or name}": typed(field.annotation) for name, field in model.model_fields.items()
+        }
     return {"keys": keys}
 
 
@@ -192,7 +196,11 @@ def accelerate() -> dict[str, Any]:
 
     keys = {field.name: typed(field.type) for field in dataclasses.fields(ClusterConfig)}
     for flag, entry in actions_of(launch_command_parser()).items():
-        for section, prefix in (("fsdp_config", "fsdp_"), ("parallelism_config", "parallelism_config_"), ("dynamo_config", "dynamo_")):
+        for section, prefix in (
+            ("fsdp_config", "fsdp_"),
+            ("parallelism_config", "parallelism_config_"),
+            ("dynamo_config", "dynamo_"),
+        ):
             if flag.startswith(f"--{prefix}"):
                 keys[f"{section}.{flag[2:]}"] = entry
     return {"keys": keys}
