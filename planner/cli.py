@@ -16,6 +16,7 @@ from planner.commands.apply import apply
 from planner.commands.collective import collective
 from planner.commands.doctor import doctor
 from planner.commands.estimate import estimate
+from planner.commands.export import export
 from planner.commands.probe import probe
 from planner.commands.report import report
 from planner.commands.runs import runs
@@ -65,6 +66,7 @@ app.command("doctor")(doctor)
 app.command("apply")(apply)
 app.command("report")(report)
 app.command("runs")(runs)
+app.command("export")(export)
 app.command("collective")(collective)
 
 
