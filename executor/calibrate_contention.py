@@ -55,7 +55,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         for number, one in enumerate(wanted):
             if not _together(torch, dist, deadline.has(3.0)):
-                recorder.missing(f"contention: {len(wanted) - number} pairs from {one['op']} {one['nbytes']} on: out of time")
+                recorder.missing(
+                    f"contention: {len(wanted) - number} pairs from {one['op']} {one['nbytes']} on: out of time"
+                )
                 break
             _pair(torch, dist, device, one, recorder, watch, options.gpu)
     finally:
@@ -92,7 +94,9 @@ def _pair(
     ended = time.monotonic()
     conditions = watch.between(began, ended, gpu) if watch is not None else {}
     if not all(beside):
-        recorder.missing(f"contention of {one['compute']} {one['shape']} with {one['op']} {one['nbytes']}: no overlap seen")
+        recorder.missing(
+            f"contention of {one['compute']} {one['shape']} with {one['op']} {one['nbytes']}: no overlap seen"
+        )
         return
     recorder.write(
         "contention",

@@ -34,7 +34,7 @@ def operator_call(torch: Any, device: Any, *, kind: str, name: str, shape: Shape
     if build is None:
         raise Unsupported(f"no operator called {name}")
     forward, inputs = build(make, shape)
-    return _directed(make, forward, inputs, direction)
+    return _directed(make, forward, inputs, "forward" if name in _SAME_BACKWARD else direction)
 
 
 class _Maker:
@@ -101,9 +101,7 @@ def _attention(make: _Maker, shape: Shape, direction: str) -> Call:
 
     def forward() -> Any:
         with torch.nn.attention.sdpa_kernel(order, set_priority=True):
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=causal, enable_gqa=a != kv
-            )
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=a != kv)
 
     return _directed(make, forward, [q, k, v], direction)
 
@@ -120,7 +118,9 @@ def _rotary_complex(make: _Maker, shape: Shape) -> tuple[Call, list[Any]]:
     """Rotate pairs as complex numbers in float32 (torchtitan's Llama)."""
     torch, d = make.torch, shape["d"]
     q, k = (make(1, shape["t"], shape[axis] // d, d, grad=True) for axis in ("q", "kv"))
-    angles = torch.outer(torch.arange(shape["t"], device=make.device).float(), ROPE_BASE ** -torch.rand(d // 2, device=make.device))
+    angles = torch.outer(
+        torch.arange(shape["t"], device=make.device).float(), ROPE_BASE ** -torch.rand(d // 2, device=make.device)
+    )
     turn = torch.polar(torch.ones_like(angles), angles).view(1, shape["t"], 1, d // 2)
 
     def rotate(x: Any) -> Any:
@@ -204,7 +204,7 @@ def _gather_pack(make: _Maker, shape: Shape) -> tuple[Call, list[Any]]:
     shards = _pieces(make, shape, torch.float32)
     flat = torch.empty(sum(s.numel() for s in shards), dtype=make.dtype, device=make.device)
     views = list(flat.split([s.numel() for s in shards]))
-    return lambda: torch._foreach_copy_(views, shards), []  # noqa: SLF001 - what FSDP2 calls
+    return lambda: torch._foreach_copy_(views, shards), []
 
 
 def _gather_unpack(make: _Maker, shape: Shape) -> tuple[Call, list[Any]]:
@@ -220,7 +220,9 @@ def _gather_unpack(make: _Maker, shape: Shape) -> tuple[Call, list[Any]]:
 def _reduce_pack(make: _Maker, shape: Shape) -> tuple[Call, list[Any]]:
     """FSDP's reduce-scatter copy-in: whole gradients chunked by rank and cast to float32."""
     torch, ranks = make.torch, shape["ranks"]
-    grads = [torch.zeros(s.numel() * ranks, dtype=make.dtype, device=make.device) for s in _pieces(make, shape, make.dtype)]
+    grads = [
+        torch.zeros(s.numel() * ranks, dtype=make.dtype, device=make.device) for s in _pieces(make, shape, make.dtype)
+    ]
     width = sum(-(-g.numel() // ranks) for g in grads)
     out = torch.empty(ranks, width, dtype=torch.float32, device=make.device)
     return lambda: torch._chunk_cat(grads, dim=0, num_chunks=ranks, out=out), []  # noqa: SLF001 - what FSDP2 calls
@@ -243,6 +245,9 @@ def _clip(make: _Maker, shape: Shape) -> tuple[Call, list[Any]]:
         p.grad = torch.ones_like(p)
     return lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True), []
 
+
+# A residual's backward adds two gradients: the kernel of its forward.
+_SAME_BACKWARD = frozenset({"residual"})
 
 _MOVES: dict[str, Callable[[_Maker, Shape], tuple[Call, list[Any]]]] = {
     "rms_norm": _rms_norm,

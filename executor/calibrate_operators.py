@@ -19,7 +19,7 @@ from topology.samples import FAULTS
 
 HEAT_S = 1.5
 HEAT_SIZE = 8192
-SAMPLE_S = 0.08
+SAMPLE_S = 0.05
 BURST_REST_S = 0.5
 LAUNCHES = 400
 

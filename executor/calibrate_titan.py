@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from simulator.model import Model
@@ -71,8 +71,8 @@ def flags(name: str, plan: Plan, workload: Workload, runtime: Runtime, text: str
     yield from ("--metrics.log_freq=1", "--metrics.disable_color_printing", f"--model.name={name}")
     yield from (f"--model.flavor={FLAVOR}", "--job.dump_folder=/tmp/meshwright-titan")
     if text:
-        yield from (f"--model.hf_assets_path={os.path.join(text, 'tokenizer')}", "--training.dataset=c4_test")
-        yield f"--training.dataset_path={os.path.join(text, 'c4_test')}"
+        yield from (f"--model.hf_assets_path={Path(text) / 'tokenizer'}", "--training.dataset=c4_test")
+        yield f"--training.dataset_path={Path(text) / 'c4_test'}"
     yield from (f"--training.seq_len={workload.seq_len}", f"--training.steps={STEPS}")
     pipelined = plan.pp > 1
     local = workload.global_batch_size // plan.data_parallel if pipelined else plan.micro_batch_size

@@ -123,7 +123,9 @@ class ClockWatch:
         A sample shorter than the interval of readings gets the next one after it.
         """
         rows = [cells for at, line in tuple(self._lines) if began <= at and (cells := _cells(line, gpu))]
-        inside = [cells for at, line in tuple(self._lines) if began <= at <= ended + 0.1 and (cells := _cells(line, gpu))]
+        inside = [
+            cells for at, line in tuple(self._lines) if began <= at <= ended + 0.1 and (cells := _cells(line, gpu))
+        ]
         rows = inside or rows[:1]
         if not rows:
             return {}

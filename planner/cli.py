@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from planner.commands.apply import apply
+from planner.commands.calibrate import calibrate
 from planner.commands.collective import collective
 from planner.commands.doctor import doctor
 from planner.commands.estimate import estimate
@@ -62,6 +63,7 @@ app.command("probe")(probe)
 app.command("doctor")(doctor)
 app.command("apply")(apply)
 app.command("collective")(collective)
+app.command("calibrate")(calibrate)
 
 
 def _show_version(value: bool) -> None:

@@ -46,8 +46,9 @@ def run_name(provenance: Provenance) -> str:
 
 def software(provenance: Provenance) -> tuple[Hashable, ...]:
     """Return what a kernel's time depends on besides its shape: GPU, driver and the libraries that launch it."""
-    versions = tuple(provenance.versions.get(name, "") for name in KERNEL_LIBRARIES)
-    return provenance.gpu.casefold(), provenance.device, provenance.driver, *versions
+    # What follows a plus sign says which build it is, and not every source tells.
+    versions = tuple(provenance.versions.get(name, "").partition("+")[0] for name in KERNEL_LIBRARIES)
+    return provenance.gpu.casefold(), provenance.driver, *versions
 
 
 def head(profile: Profile) -> Provenance:
