@@ -26,7 +26,7 @@ from simulator.layer_cost import (
 )
 from simulator.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
 from simulator.runtime_library import RecomputeSpec
-from simulator.tp_overlap import MATCHED_MODES, extra_calls, partials_bytes, together_s
+from simulator.tp_overlap import MATCHED_MODES, extra_calls, launch_s, partials_bytes, together_s
 
 KernelKey = tuple[str, tuple[int, ...], str]
 
@@ -86,29 +86,30 @@ class OverlapStep:
     @property
     def piece(self) -> KernelStep:
         """What is launched: one piece of the product, or all of it where one kernel does both."""
-        if self.transfer.mode == "fused":
-            return self.product
         name, shape, dtype = self.product.key
-        seconds = self.product.pieces_s / self.ranks
+        pieces = 1 if self.transfer.mode == "fused" else self.ranks
         return KernelStep(
-            key=(f"{name}/{self.ranks}", shape, dtype),
-            cost=replace(self.product.cost, seconds=seconds),
-            host_s=self.product.host_s / self.ranks,
+            key=(f"{name}/{pieces}", shape, dtype),
+            cost=replace(self.product.cost, seconds=launch_s(self.transfer.mode, **self._times)),
+            host_s=self.product.host_s / pieces,
         )
 
     @property
     def seconds(self) -> float:
         """How long both take together on an idle machine."""
+        return together_s(self.transfer.mode, **self._times)
+
+    @property
+    def _times(self) -> dict[str, float]:
         t = self.transfer
-        return together_s(
-            t.mode,
-            whole_s=t.seconds,
-            chunk_s=t.chunk_s,
-            hop_s=t.hop_s,
-            product_s=self.product.cost.seconds,
-            pieces_s=self.product.pieces_s,
-            ranks=float(self.ranks),
-        )
+        return {
+            "whole_s": t.seconds,
+            "chunk_s": t.chunk_s,
+            "hop_s": t.hop_s,
+            "product_s": self.product.cost.seconds,
+            "pieces_s": self.product.pieces_s,
+            "ranks": float(self.ranks),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
