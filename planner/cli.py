@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from planner.commands.apply import apply
+from planner.commands.calibrate import calibrate
 from planner.commands.collective import collective
 from planner.commands.doctor import doctor
 from planner.commands.estimate import estimate
@@ -68,6 +69,7 @@ app.command("report")(report)
 app.command("runs")(runs)
 app.command("export")(export)
 app.command("collective")(collective)
+app.command("calibrate")(calibrate)
 
 
 def _show_version(value: bool) -> None:
