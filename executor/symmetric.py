@@ -67,11 +67,8 @@ class Allocation:
         """Set the `index`-th 32-bit word on a rank after all that the current stream has copied so far."""
         from torch._C._distributed_c10d import _SymmetricMemory  # noqa: PLC0415, PLC2701 - torch exposes it nowhere else
 
-        word = self.on(rank, (1,), torch.uint32, 4 * index)
-        if torch.cuda.is_current_stream_capturing():
-            _SymmetricMemory.memset32(word, 0, value, 1)  # a write of the stream itself cannot be captured
-        else:
-            _SymmetricMemory.stream_write_value32(word, 0, value)
+        # A memset rather than a write of the stream itself: it can be captured in a graph, too.
+        _SymmetricMemory.memset32(self.on(rank, (1,), torch.uint32, 4 * index), 0, value, 1)
 
 
 class Workspace:

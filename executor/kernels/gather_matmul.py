@@ -19,11 +19,11 @@ from executor.kernels.tiles import first_at_or_after, place_in_shard
 
 @triton.jit
 def _piece_of(
-    tile, per_shard, tiles_m, tiles_n, rows, piece_rows, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
+    tile, per_shard, tiles_m, tiles_n, rows, piece_rows, pieces, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
 ):
     """Return the number, in order of arrival, of the last piece that a tile touches; those before it are there, too."""
     m, _ = place_in_shard(tile % per_shard, tiles_m, tiles_n, GROUP_M)
-    return tile // per_shard * PIECES + tl.minimum(m * BLOCK_M + BLOCK_M - 1, rows - 1) // piece_rows
+    return tile // per_shard * pieces + tl.minimum(m * BLOCK_M + BLOCK_M - 1, rows - 1) // piece_rows
 
 
 @triton.jit
@@ -39,9 +39,9 @@ def _shards(
     columns,
     depth,
     piece_rows,
+    pieces,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
-    PIECES: tl.constexpr,
     WAIT: tl.constexpr,
     B_TURNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -62,12 +62,12 @@ def _shards(
         m, n = place_in_shard(tile % per_shard, tiles_m, tiles_n, GROUP_M)
         row = m * BLOCK_M
         if WAIT:
-            number = _piece_of(tile, per_shard, tiles_m, tiles_n, rows, piece_rows, PIECES, BLOCK_M, GROUP_M)
+            number = _piece_of(tile, per_shard, tiles_m, tiles_n, rows, piece_rows, pieces, BLOCK_M, GROUP_M)
             # What an earlier tile of this program has waited for needs no second look. That is computed from the tile,
             # not remembered: a value carried from tile to tile would tie the loads to the end of the tile before.
-            before = _piece_of(tile - programs, per_shard, tiles_m, tiles_n, rows, piece_rows, PIECES, BLOCK_M, GROUP_M)
+            before = _piece_of(tile - programs, per_shard, tiles_m, tiles_n, rows, piece_rows, pieces, BLOCK_M, GROUP_M)
             if (tile - programs < first) | (number > before):
-                wait_for(flags + shard * PIECES + number % PIECES, 1, error, 1 + shard, LIMIT)
+                wait_for(flags + shard * pieces + number % pieces, 1, error, 1 + shard, LIMIT)
                 before_bulk_loads(ASM)
             a_row = shard * rows + row
         else:
@@ -89,7 +89,7 @@ def _shards(
             c.store([shard, row, n * BLOCK_N], acc.to(c.dtype).reshape(1, BLOCK_M, BLOCK_N))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "columns", "depth", "piece_rows", "pieces"])
 def gather_matmul(
     own,
     gathered,
@@ -102,9 +102,9 @@ def gather_matmul(
     columns,
     depth,
     piece_rows,
+    pieces,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
-    PIECES: tl.constexpr,
     B_TURNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -118,19 +118,19 @@ def gather_matmul(
 
     Descriptors for TMA: own, gathered (BLOCK_M, BLOCK_K); b of (N, K) as (BLOCK_N, BLOCK_K) if B_TURNED, else of (K, N)
     as (BLOCK_K, BLOCK_N); c (W, rows, N) as (1, BLOCK_M, BLOCK_N), half as wide with HALVES.
-    `flags` (W, PIECES), zero before the call, becomes zero again.
+    `flags` (W, pieces), zero before the call, becomes zero again.
     """
     per_shard = tl.cdiv(rows, BLOCK_M) * tl.cdiv(columns, BLOCK_N)
     _shards(
-        own, b, c, flags, error, 0, per_shard, rows, columns, depth, piece_rows,
-        RANK, WORLD, PIECES, False, B_TURNED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, HALVES, LIMIT, ASM,
+        own, b, c, flags, error, 0, per_shard, rows, columns, depth, piece_rows, pieces,
+        RANK, WORLD, False, B_TURNED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, HALVES, LIMIT, ASM,
     )  # fmt: skip
     _shards(
-        gathered, b, c, flags, error, per_shard, WORLD * per_shard, rows, columns, depth, piece_rows,
-        RANK, WORLD, PIECES, True, B_TURNED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, HALVES, LIMIT, ASM,
+        gathered, b, c, flags, error, per_shard, WORLD * per_shard, rows, columns, depth, piece_rows, pieces,
+        RANK, WORLD, True, B_TURNED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, HALVES, LIMIT, ASM,
     )  # fmt: skip
     # The last program to leave has seen all others past their waits: it lowers the flags for the next call.
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.atomic_xchg(ticket, 0, sem="relaxed", scope="gpu")
-        for index in range(WORLD * PIECES):
+        for index in range(WORLD * pieces):
             tl.atomic_xchg(flags + index, 0, sem="relaxed", scope="sys")

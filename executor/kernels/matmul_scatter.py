@@ -43,11 +43,17 @@ def _add_and_store(acc, mine, c, half, slot_rows, row, column, RANK: tl.constexp
     c.store([row, column + WIDTH], two.to(c.dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "slot_rows", "columns", "depth"])
 def matmul_scatter(
     a,
     b,
-    slots,
+    slot_1,
+    slot_2,
+    slot_3,
+    slot_4,
+    slot_5,
+    slot_6,
+    slot_7,
     mine,
     c,
     flags,
@@ -72,7 +78,7 @@ def matmul_scatter(
     """c = the sum over ranks of a[rows of this rank] @ b.
 
     Descriptors for TMA: `a` (W·rows, K) as (BLOCK_M, BLOCK_K); `b` (N, K) as (BLOCK_N, BLOCK_K) if B_TURNED, else (K, N)
-    as (BLOCK_K, BLOCK_N); `slots`, one for each of the peers rank + 1, ..., two sets (2, W·slot_rows, N) as
+    as (BLOCK_K, BLOCK_N); `slot_i` of peer rank + i (any, from W on), two sets (2, W·slot_rows, N) as
     (1, BLOCK_M, BLOCK_N); `mine`, this rank's, (1, BLOCK_M, BLOCK_N / 4); `c` (rows, N) as (BLOCK_M, BLOCK_N / 4).
     `slot_rows` is `rows` rounded up to BLOCK_M. `flags` (W, tiles of a shard) is this rank's, `peer_flags` (W) holds
     the addresses of all ranks' flags (int64).
@@ -80,6 +86,7 @@ def matmul_scatter(
     program, programs = tl.program_id(0), tl.num_programs(0)
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
     per_shard = tiles_m * tiles_n
+    slots = (slot_1, slot_2, slot_3, slot_4, slot_5, slot_6, slot_7)  # triton 3.6 takes no tuple of descriptors
     call = tl.load(epoch, volatile=True)
     half = call % 2
     others = (WORLD - 1) * per_shard

@@ -16,6 +16,7 @@ from executor.overlap.copy_engine import CopyEngine
 from executor.overlap.mode import Pair, shard_rows
 
 TMA_BYTES = 16
+MAX_WORLD = 8  # descriptors of peers that the kernel has parameters for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class Fused(CopyEngine):
     def gather_matmul(
         self, x: Tensor, operands: tuple[Tensor, ...], group: dist.ProcessGroup, *, keep: bool = False
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        if not fits(x, operands[0]):
+        if not fits(x, operands[0], dist.get_world_size(group)):
             return super().gather_matmul(x, operands, group, keep=keep)
         # The first product hides the gather; the others find everything in place and are the library's.
         keep_all = keep or len(operands) > 1
@@ -58,7 +59,7 @@ class Fused(CopyEngine):
         return (first, *others), moving.gathered if keep else None
 
     def matmul_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Tensor:
-        if len(pairs) > 1 or not fits(*pairs[0]):
+        if len(pairs) > 1 or not fits(*pairs[0], dist.get_world_size(group)):
             return super().matmul_scatter(pairs, group)
         return _matmul_scatter(*pairs[0], group)
 
@@ -68,11 +69,12 @@ class Fused(CopyEngine):
         return super().matmul_reduce(x, operand, group)
 
 
-def fits(x: Tensor, operand: Tensor) -> bool:
+def fits(x: Tensor, operand: Tensor, world: int) -> bool:
     """Say whether the kernels take these operands."""
     row_bytes = (x.shape[1] * x.element_size(), operand.shape[1] * x.element_size())
     return (
         x.is_cuda
+        and world <= MAX_WORLD
         and x.dtype in {torch.bfloat16, torch.float16}
         and operand.dtype == x.dtype
         and not any(n % TMA_BYTES for n in row_bytes)
@@ -121,9 +123,9 @@ def _gather_matmul(
         columns,
         depth,
         moving.piece_rows,
+        len(moving.bounds),
         space.rank,
         space.world,
-        len(moving.bounds),
         turned,
         tile.block_m,
         tile.block_n,
@@ -168,7 +170,7 @@ def _matmul_scatter(x: Tensor, operand: Tensor, group: dist.ProcessGroup, tile: 
     matmul_scatter[(programs,)](
         left,
         right,
-        tuple(slots((rank + step) % world, [1, tile.block_m, tile.block_n]) for step in range(1, world)),
+        *(slots((rank + step) % world, [1, tile.block_m, tile.block_n]) for step in range(1, MAX_WORLD)),
         slots(rank, [1, tile.block_m, tile.block_n // 4]),
         TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 4]),
         space.flags.on(rank, (world * tiles,), torch.int32),

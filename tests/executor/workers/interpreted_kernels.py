@@ -50,7 +50,7 @@ def gather(world: int, rank: int, rows: int, depth: int, columns: int, pieces: i
     gather_matmul[(programs,)](
         TensorDescriptor.from_tensor(whole[rank].contiguous(), [m, k]), TensorDescriptor.from_tensor(gathered, [m, k]),
         operand(weight, k, n, turned=turned), TensorDescriptor.from_tensor(out, [1, m, n // 2 if halves else n]),
-        flags, ticket, error, rows, columns, depth, piece_rows, rank, world, pieces, turned, m, n, k, 2, halves, LIMIT, False,
+        flags, ticket, error, rows, columns, depth, piece_rows, pieces, rank, world, turned, m, n, k, 2, halves, LIMIT, False,
     )  # fmt: skip
     assert not error.any() and not flags.any() and not ticket.any()
     return difference(out, whole.double() @ weight.double().t())
@@ -78,7 +78,7 @@ def scatter(world: int, rank: int, rows: int, depth: int, columns: int, *, dtype
 
     matmul_scatter[(3,)](
         TensorDescriptor.from_tensor(x[rank], [m, k]), operand(weight[rank], k, n, turned=turned),
-        tuple(slots((rank + step) % world, [1, m, n]) for step in range(1, world)), slots(rank, [1, m, n // 4]),
+        *(slots((rank + step) % world, [1, m, n]) for step in range(1, 8)), slots(rank, [1, m, n // 4]),
         TensorDescriptor.from_tensor(out, [m, n // 4]), flags[rank], addresses, epoch, ticket, error,
         rows, slot_rows, columns, depth, rank, world, turned, m, n, k, 2, LIMIT, False,
     )  # fmt: skip
