@@ -19,6 +19,7 @@ from planner.commands.estimate import estimate
 from planner.commands.probe import probe
 from planner.commands.suggest import suggest
 from planner.commands.trace import trace
+from planner.commands.ui import ui
 from planner.commands.validate import validate
 from topology.errors import PlannerError
 
@@ -62,6 +63,7 @@ app.command("probe")(probe)
 app.command("doctor")(doctor)
 app.command("apply")(apply)
 app.command("collective")(collective)
+app.command("ui")(ui)
 
 
 def _show_version(value: bool) -> None:

@@ -7,6 +7,8 @@ Cached values are frozen, so they are shared between sessions as they are (`cach
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from simulator.simulation import Simulated
     from topology.cluster import Cluster
     from topology.health import Health
+    from ui.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,3 +224,46 @@ def question() -> Question:
     """Return the question that the frame read from the sidebar."""
     asked: Question = results()["question"]
     return asked
+
+
+# --- traces and files -------------------------------------------------------------------------------------------------
+
+
+def columns_of(found: Simulated, key: str) -> Timeline:
+    """Return the spans of a simulated step as columns, worked out once a session."""
+    from ui.timeline import timeline  # noqa: PLC0415 - as above
+
+    kept: dict[str, Timeline] = results().setdefault("columns", {})
+    if key not in kept:
+        kept.clear()  # one at a time: a long trace has tens of megabytes
+        kept[key] = timeline(found.run.trace)
+    return kept[key]
+
+
+def trace_text(found: Simulated) -> str:
+    """Return the trace file that `planner trace --out` would write."""
+    from simulator.chrome import to_chrome  # noqa: PLC0415 - as above
+    from topology import codec  # noqa: PLC0415 - as above
+
+    return codec.to_json(to_chrome(found.run.trace), indent=None)
+
+
+def export_targets() -> tuple[Any, ...]:
+    """Return the tools that plans can be written for; none where this version has no exporters."""
+    if find_spec("planner.export") is None:
+        return ()
+    return tuple(import_module("planner.export.registry").TARGETS)
+
+
+def exported(result: SearchResult, ranked: RankedPlan, target: Any) -> Any:
+    """Return the file that `planner export --to` would write. Raises Infeasible where the tool has no such plan."""
+    job = import_module("planner.export.job").Job(
+        name=result.model.name,
+        plan=ranked.plan,
+        model=result.model,
+        cluster=result.cluster,
+        workload=result.workload,
+        runtime=result.runtime,
+        framework=result.framework.name,
+    )
+    return import_module("planner.export.registry").export(job, target)
