@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -61,8 +62,7 @@ def _flags(settings: Mapping[str, Any], section: str = "") -> Iterator[str]:
         if isinstance(value, Mapping):
             yield from _flags(value, name)
         else:
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            yield from (f"--{name}", text)
+            yield from (f"--{name}", value if isinstance(value, str) else json.dumps(value))
 
 
 def environment() -> dict[str, str]:

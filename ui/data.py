@@ -206,11 +206,12 @@ def plan_file_text(result: SearchResult, ranked: RankedPlan) -> str:
 
 
 def frame(asked: Question) -> None:
-    """Find the answer that a page is about to show, and let the sidebar choose one of its plans."""
+    """Find the answer that a page is about to show, and let a menu choose one of its plans."""
     result = search(asked)
     names = [plan_name(ranked.plan) for ranked in result.plans]
-    with st.sidebar:
-        name = st.selectbox("Plan", names, key="plan", bind="query-params", help="The best first. Pages show this one.")
+    name = st.selectbox(
+        "Plan", names, key="plan", bind="query-params", help="The best first; every page shows this one."
+    )
     results()["answer"] = (result, chosen(result, str(name)))
 
 

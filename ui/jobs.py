@@ -2,7 +2,8 @@
 
 A page asks for the answer to a key. The first asking starts a thread and waits a moment, so that quick answers come
 without a flicker; then a panel shows progress and a stop button until the answer is there. Work that reports progress
-stops at its next report; work that does not is left to end by itself, and its answer is dropped.
+stops at its next report; work that does not is left to end by itself, and its answer is dropped. Finished answers are
+shared between sessions, so that a link that was answered once opens at once.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from topology.errors import PlannerError
 from ui import state
 
 Progress = Callable[[str], None]
-KEPT = 6  # answers a session; a large trace has 50 MB
+KEPT = {"search": 64, "timeline": 2}  # answers in all; those of a search are small, a large trace has 50 MB
 PATIENCE_S = 0.8  # before the panel replaces the page
 
 
@@ -69,6 +70,9 @@ class Job:
 
 def ask(kind: str, key: str, work: Callable[[Progress], Any], *, title: str) -> Any:
     """Return the answer of `work`, or show its progress and end the page here. Raises what the work raises."""
+    finished = _finished()
+    if (kind, key) in finished:
+        return finished[kind, key]
     kept: dict[str, Job] = state.results().setdefault(kind, {})
     for other, job in kept.items():
         if other != key and not job.done.is_set():
@@ -76,8 +80,7 @@ def ask(kind: str, key: str, work: Callable[[Progress], Any], *, title: str) -> 
     if key in kept and kept[key].stopped and not st.session_state.get(f"_stopped_{kind}") == key:
         del kept[key]
     if key not in kept:
-        for old in list(kept)[: max(0, len(kept) + 1 - KEPT)]:
-            del kept[old]
+        kept.clear()
         kept[key] = Job(work)
     job = kept[key]
     if st.session_state.get(f"_stopped_{kind}") == key:
@@ -87,7 +90,22 @@ def ask(kind: str, key: str, work: Callable[[Progress], Any], *, title: str) -> 
         st.stop()
     if job.error is not None:
         raise job.error
+    _share(finished, kind, key, job.result)
     return job.result
+
+
+@st.cache_resource(show_spinner=False)
+def _finished() -> dict[tuple[str, str], Any]:
+    """Return the answers of all sessions, by kind and key. They are frozen, so nobody can change another's."""
+    return {}
+
+
+def _share(finished: dict[tuple[str, str], Any], kind: str, key: str, result: Any) -> None:
+    """Keep an answer for everybody; of each kind only the newest stay."""
+    alike = [pair for pair in list(finished) if pair[0] == kind]
+    for old in alike[: max(0, len(alike) + 1 - KEPT[kind])]:
+        finished.pop(old, None)
+    finished[kind, key] = result
 
 
 @st.fragment(run_every=0.4)

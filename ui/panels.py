@@ -23,11 +23,6 @@ def plain(text: object) -> str:
     return re.sub(r"([\\`*_{}\[\]()<>#+!|~$:])", r"\\\1", str(text)).replace("\n", " ")
 
 
-def heading(title: str, about: str) -> None:
-    st.title(title, anchor=False)
-    st.caption(about)
-
-
 def section(title: str, about: str = "") -> None:
     st.subheader(title, anchor=False)
     if about:

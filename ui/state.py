@@ -23,7 +23,7 @@ from topology.gpus import gpu_kinds
 from ui import uploads
 
 OBJECTIVES = ("time", "throughput", "memory")
-LISTED = 20  # plans in an answer: enough for a scatter, few enough to read
+LISTED = 10  # plans in an answer: enough for a scatter, few enough to read
 AS_WRITTEN = "as the file says"
 TOO_MANY = 1 << 17  # GPUs; the largest machines built have fewer
 
@@ -134,15 +134,12 @@ def sidebar() -> Question:
         framework = _choice(
             "Framework", list(FRAMEWORKS), default.framework, "framework", "Its legality rules, and its kernels."
         )
-        objective = st.segmented_control(
+        objective = _choice(
             "Best by",
-            OBJECTIVES,
-            default=default.objective,
-            required=True,
-            key="objective",
-            bind="query-params",
-            help="Least step time, most tokens/s per GPU, or least memory.",
-            width="stretch",
+            list(OBJECTIVES),
+            default.objective,
+            "objective",
+            "Least step time, most tokens/s per GPU, least memory.",
         )
         compiled = st.toggle("torch.compile", key="compile", bind="query-params")
     return Question(
@@ -153,7 +150,7 @@ def sidebar() -> Question:
         seq_len=seq_len,
         global_batch=batch,
         framework=framework,
-        objective=objective or default.objective,
+        objective=objective,
         compile=compiled,
     )
 
@@ -166,7 +163,14 @@ def _choice(label: str, options: list[str], default: str, key: str, text: str) -
 
 def plan_name(plan: Plan) -> str:
     """Return a plan in a few words that fit a URL and a menu: `fsdp256 cp2 mb1 selective-op reshard`."""
-    degrees = {"dp": plan.dp_replicate, "fsdp": plan.dp_shard, "cp": plan.cp, "tp": plan.tp, "pp": plan.pp, "ep": plan.ep}
+    degrees = {
+        "dp": plan.dp_replicate,
+        "fsdp": plan.dp_shard,
+        "cp": plan.cp,
+        "tp": plan.tp,
+        "pp": plan.pp,
+        "ep": plan.ep,
+    }
     words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1] or ["one-gpu"]
     if plan.zero_stage is not None:
         words.append(f"zero{plan.zero_stage}")

@@ -12,7 +12,7 @@ from math import inf
 from typing import Any
 
 from topology.cluster import Cluster, LinkState
-from topology.graph import graph
+from topology.graph import Graph, graph
 
 TIERS = ("nvswitch", "gpu", "pcie_switch", "root_port", "nic", "cpu")
 ARC_POINTS = 16
@@ -71,11 +71,16 @@ class NodeView:
         return max((part.y for part in self.parts), default=0.0) + 1
 
 
-def node_view(cluster: Cluster) -> NodeView:
-    """Return the first node of `cluster`, laid out; every vertex has a place and every link two ends."""
+def node_view(cluster: Cluster, most: int | None = None) -> NodeView:
+    """Return the first node of `cluster`, laid out; every vertex has a place and every link two ends.
+
+    Of more than `most` GPUs only the first are there, those that are not healthy, and what they hang on.
+    """
     g = graph(cluster, nodes=1)
     at = "n0."
     kinds = {v: str(facts["kind"]) for v, facts in g.nodes(data=True) if v.startswith(at)}
+    if most is not None:
+        kinds = _some(g, kinds, most)
     links: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for a, b, facts in g.edges(data=True):
         if a in kinds and b in kinds and (b, a) not in links:
@@ -118,6 +123,28 @@ def node_view(cluster: Cluster) -> NodeView:
                 )
             )
     return NodeView(parts=parts, cables=tuple(cables))
+
+
+def _some(g: Graph, kinds: dict[str, str], most: int) -> dict[str, str]:
+    """Return the vertices to show: `most` GPUs and the unhealthy ones, then whatever hangs together with them."""
+    gpus = sorted((v for v, kind in kinds.items() if kind == "gpu"), key=lambda v: g.nodes[v]["index"])
+    left_out = {v for v in gpus[most:] if g.nodes[v].get("healthy", True)}
+    if not left_out:
+        return kinds
+    shown = set(gpus) - left_out
+    for tier in ("nvswitch", "pcie_switch", "root_port", "cpu", "nic"):  # outward from the GPUs
+        shown |= {
+            v
+            for v, kind in kinds.items()
+            if kind == tier and any(n in shown for n in g.successors(v)) and _held(g, v, left_out)
+        }
+    return {v: kind for v, kind in kinds.items() if v in shown}
+
+
+def _held(g: Graph, vertex: str, left_out: set[str]) -> bool:
+    """Return whether a part is not only there for GPUs that are left out."""
+    below = [n for n in g.successors(vertex) if g.nodes[n]["kind"] == "gpu"]
+    return not below or any(n not in left_out for n in below)
 
 
 def _places(kinds: dict[str, str], neighbours: dict[str, set[str]], facts: object) -> tuple[dict, dict]:  # type: ignore[type-arg]
@@ -213,15 +240,3 @@ def pair_rows(cluster: Cluster) -> list[dict[str, object]]:
 
 def degraded(cable: Cable) -> bool:
     return cable.state in {LinkState.DEGRADED, LinkState.ABSENT}
-
-
-def runs_of(values: list[int]) -> str:
-    """Return sorted numbers as ranges: `0-3, 6`."""
-    ranges: list[list[int]] = []
-    for value in sorted(values):
-        if ranges and value == ranges[-1][1] + 1:
-            ranges[-1][1] = value
-        else:
-            ranges.append([value, value])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ranges)
-

@@ -78,7 +78,9 @@ def keep(kind: Kind, name: str, content: bytes) -> Upload:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise BadInput(f"{name} is not text", why=str(error)[:120], remedy="upload the text itself, as UTF-8") from error
+        raise BadInput(
+            f"{name} is not text", why=str(error)[:120], remedy="upload the text itself, as UTF-8"
+        ) from error
     existed = path.is_file()
     codec.write_text(path, text)
     try:

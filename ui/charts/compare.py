@@ -22,7 +22,15 @@ def differences(rows: Sequence[dict[str, Any]], *, unit: str, dark: bool) -> alt
     )
     more = alt.condition("datum.delta > 0", alt.value(VERMILION), alt.value(GOOD))
     bars = base.mark_bar(height=18, cornerRadius=2).encode(color=more)
-    right = base.transform_filter("datum.delta > 0").mark_text(align="left", dx=5, fontSize=12, color=p.ink).encode(text="said:N")
-    left = base.transform_filter("datum.delta <= 0").mark_text(align="right", dx=-5, fontSize=12, color=p.ink).encode(text="said:N")
+    right = (
+        base.transform_filter("datum.delta > 0")
+        .mark_text(align="left", dx=5, fontSize=12, color=p.ink)
+        .encode(text="said:N")
+    )
+    left = (
+        base.transform_filter("datum.delta <= 0")
+        .mark_text(align="right", dx=-5, fontSize=12, color=p.ink)
+        .encode(text="said:N")
+    )
     zero = alt.Chart(alt.Data(values=[{"delta": 0}])).mark_rule(color=p.quiet).encode(x="delta:Q")
     return finished(alt.layer(zero, bars, right, left).properties(height=30 * max(1, len(rows)) + 40), dark)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -12,7 +12,9 @@ from ui.charts.look import GIB, finished, paper, scale, seconds, words
 from ui.timeline import LANES, Bar
 
 
-def memory(stages: Sequence[Mapping[str, float]], held: Sequence[float], capacity: float, *, dark: bool) -> alt.LayerChart:
+def memory(
+    stages: Sequence[Mapping[str, float]], held: Sequence[float], capacity: float, *, dark: bool
+) -> alt.LayerChart:
     """Draw bytes by category, a bar for each pipeline stage, up to what the allocator holds, with what there is.
 
     `stages` and `held` have one entry a stage (bytes); `capacity` is what a rank can use.
@@ -44,7 +46,9 @@ def memory(stages: Sequence[Mapping[str, float]], held: Sequence[float], capacit
         .encode(
             x=x,
             y=y,
-            color=alt.Color("category:N", title=None, scale=scale("memory", names), sort=names, legend=alt.Legend(columns=0)),
+            color=alt.Color(
+                "category:N", title=None, scale=scale("memory", names), sort=names, legend=alt.Legend(columns=0)
+            ),
             order="order:Q",
             tooltip=["stage:N", "category:N", alt.Tooltip("said:N", title="size")],
         )
@@ -87,9 +91,13 @@ def waterfall(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChar
     return finished(alt.layer(bars, text).properties(height=30 * len(values) + 30), dark)
 
 
-# Forward and backward are both compute: one hue, two strengths.
+def _lighter(colour: str) -> str:
+    """Return a colour half way to white: forward and backward are both compute, one hue in two strengths."""
+    return "#" + "".join(f"{(int(colour[i : i + 2], 16) + 255) // 2:02X}" for i in (1, 3, 5))
+
+
 _COLOURS = {
-    "forward": SPANS["compute"],
+    "forward": _lighter(SPANS["compute"]),
     "backward": SPANS["compute"],
     "recompute": TIME["recompute"],
     "copies": SPANS["copy"],
@@ -98,7 +106,7 @@ _COLOURS = {
     "wait": GREY,
     "host": SPANS["host"],
 }
-_STRENGTH = {"forward": 0.5, "wait": 0.5}
+_STRENGTH = {"wait": 0.5}
 
 
 def timeline(bars: Sequence[Bar], *, window: tuple[float, float], dark: bool) -> alt.Chart:
@@ -159,15 +167,16 @@ def timeline(bars: Sequence[Bar], *, window: tuple[float, float], dark: bool) ->
     return finished(chart.interactive(bind_y=False), dark)
 
 
-def memory_over_time(points: Iterable[tuple[float, float]], capacity: float, *, dark: bool) -> alt.LayerChart:
+def memory_over_time(points: Sequence[tuple[float, float]], capacity: float, *, dark: bool) -> alt.LayerChart:
     """Draw allocated bytes of one rank over the step, with what there is."""
-    values = [{"ms": time * 1e3, "gib": nbytes / GIB} for time, nbytes in points]
+    unit, size = ("ms", 1e-3) if points and points[-1][0] < 2 else ("s", 1.0)
+    values = [{"at": time / size, "gib": nbytes / GIB} for time, nbytes in points]
     top = max([capacity / GIB, *(v["gib"] for v in values)]) * 1.05
     y = alt.Y("gib:Q", title="allocated, GiB", scale=alt.Scale(domain=[0, top], nice=False))
     area = (
         alt.Chart(alt.Data(values=values))
         .mark_area(interpolate="step-after", color=SPANS["compute"], opacity=0.25, line={"color": SPANS["compute"]})
-        .encode(x=alt.X("ms:Q", title="ms from the start of the step", scale=alt.Scale(nice=False)), y=y)
+        .encode(x=alt.X("at:Q", title=f"{unit} from the start of the step", scale=alt.Scale(nice=False)), y=y)
     )
     limit = (
         alt.Chart(alt.Data(values=[{"gib": capacity / GIB}]))

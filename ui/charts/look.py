@@ -51,8 +51,8 @@ def finished(chart: alt.Chart | alt.LayerChart | alt.VConcatChart, dark: bool) -
     """Return the chart with axes and words in the ink of the theme and no box around it."""
     p = paper(dark)
     return (
-        chart.configure_view(strokeWidth=0)
-        .configure(background="transparent", font=FONT)
+        chart.configure(background="transparent", font=FONT)
+        .configure_view(strokeWidth=0)
         .configure_axis(
             labelColor=p.quiet,
             titleColor=p.quiet,
@@ -65,8 +65,13 @@ def finished(chart: alt.Chart | alt.LayerChart | alt.VConcatChart, dark: bool) -
             titleFontWeight="normal",
         )
         .configure_legend(
-            labelColor=p.ink, titleColor=p.quiet, labelFontSize=12, titleFontSize=12, titleFontWeight="normal",
-            symbolType="square", orient="top", offset=4, columnPadding=16,
-        )  # fmt: skip
-        .configure_text(font=FONT)
+            labelColor=p.ink,
+            titleColor=p.quiet,
+            labelFontSize=12,
+            titleFontSize=12,
+            titleFontWeight="normal",
+            orient="top",
+            offset=4,
+            columnPadding=16,
+        )
     )

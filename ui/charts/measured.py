@@ -47,15 +47,21 @@ def against(rows: Sequence[Mapping[str, Any]], *, unit: str, dark: bool) -> alt.
 def errors(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChart:
     """Draw signed errors, a row of ticks for each source, the median marked. Rows: source, error, id, held."""
     p = paper(dark)
-    values = [{**row, "percent": max(-60.0, min(60.0, 100 * row["error"])), "said": f"{row['error']:+.1%}"} for row in rows]
+    values = [
+        {**row, "percent": max(-60.0, min(60.0, 100 * row["error"])), "said": f"{row['error']:+.1%}"} for row in rows
+    ]
     sources = list(dict.fromkeys(row["source"] for row in rows))
-    y = alt.Y("source:N", sort=sources, title=None, axis=alt.Axis(labelLimit=240, domain=False, ticks=False))
+    y = alt.Y("source:N", sort=sources, title=None, axis=alt.Axis(labelLimit=330, domain=False, ticks=False))
     x = alt.X("percent:Q", title="predicted less measured, %", scale=alt.Scale(domain=[-60, 60], nice=False))
     base = alt.Chart(alt.Data(values=values)).encode(x=x, y=y)
     ticks = base.mark_tick(thickness=1.6, size=18, opacity=0.7).encode(
-        color=alt.Color("held:N", title=None, scale=alt.Scale(domain=list(HELD), range=list(HELD.values())), legend=None),
+        color=alt.Color(
+            "held:N", title=None, scale=alt.Scale(domain=list(HELD), range=list(HELD.values())), legend=None
+        ),
         tooltip=["id:N", alt.Tooltip("said:N", title="error")],
     )
     middle = base.mark_point(shape="diamond", size=90, filled=True, color=p.ink).encode(x="median(percent):Q")
-    zero = alt.Chart(alt.Data(values=[{"percent": 0}])).mark_rule(color=p.quiet, strokeDash=[4, 3]).encode(x="percent:Q")
+    zero = (
+        alt.Chart(alt.Data(values=[{"percent": 0}])).mark_rule(color=p.quiet, strokeDash=[4, 3]).encode(x="percent:Q")
+    )
     return finished(alt.layer(zero, ticks, middle).properties(height=34 * max(1, len(sources)) + 40), dark)

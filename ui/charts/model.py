@@ -16,7 +16,11 @@ def parameters(rows: Sequence[dict[str, Any]], *, dark: bool) -> alt.LayerChart:
     p = paper(dark)
     total = sum(row["parameters"] for row in rows) or 1
     values = [
-        {**row, "said": f"{row['parameters'] / 1e9:.3g} B  {row['parameters'] / total:.0%}", "b": row["parameters"] / 1e9}
+        {
+            **row,
+            "said": f"{row['parameters'] / 1e9:.3g} B  {row['parameters'] / total:.0%}",
+            "b": row["parameters"] / 1e9,
+        }
         for row in rows
     ]
     top = max((v["b"] for v in values), default=1.0)

@@ -37,12 +37,17 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
         for row in rows
     ]
     times = [row["step_s"] for row in rows] or [1.0]
+    held = [row["peak_gib"] for row in rows]
     x = alt.X(
         "step_s:Q",
         title="step time, s",
         scale=alt.Scale(domain=[min(times) * 0.985, max(times) * 1.015], nice=False, zero=False),
     )
-    y = alt.Y("peak_gib:Q", title="memory on the worst rank, GiB", scale=alt.Scale(domain=[0, limit_gib * 1.06], nice=False))
+    y = alt.Y(
+        "peak_gib:Q",
+        title="memory on the worst rank, GiB",
+        scale=alt.Scale(domain=[max(0.0, min([*held, limit_gib]) * 0.9), limit_gib * 1.05], nice=False, zero=False),
+    )
     told = [
         alt.Tooltip("rank:O", title="#"),
         alt.Tooltip("plan:N"),
@@ -65,11 +70,14 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
         ),
         tooltip=told,
     )
-    numbers = base.mark_text(dx=11, dy=-9, fontSize=11, color=p.quiet).encode(text="rank:Q")
+    named = alt.FieldOneOfPredicate(field="place", oneOf=["on the front"])
+    numbers = base.mark_text(dy=17, fontSize=11, color=p.quiet).encode(text="rank:Q").transform_filter(named)
     ring = base.mark_point(size=320, strokeWidth=2.5, color=ORANGE).transform_filter(alt.datum.plan == (chosen or ""))
     wall = alt.Chart(alt.Data(values=[{"limit": limit_gib, "said": f"{limit_gib:.1f} GiB a rank can use"}]))
     limit = wall.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.4).encode(y="limit:Q")
-    said = wall.mark_text(align="left", dy=-7, color=BAD, fontSize=11).encode(y="limit:Q", x=alt.value(6), text="said:N")
+    said = wall.mark_text(align="left", dy=-7, color=BAD, fontSize=11).encode(
+        y="limit:Q", x=alt.value(6), text="said:N"
+    )
     return finished(alt.layer(line, limit, said, points, numbers, ring).properties(height=380), dark)
 
 
@@ -111,9 +119,15 @@ def sensitivity(
                 "plan:N",
                 title=None,
                 scale=alt.Scale(domain=names, range=[COLOURS[i % len(COLOURS)] for i in range(len(names))]),
-                legend=alt.Legend(labelLimit=420, orient="top", direction="vertical"),
+                legend=alt.Legend(
+                    labelLimit=420, orient="top", direction="vertical", symbolType="stroke", symbolStrokeWidth=4
+                ),
             ),
-            tooltip=["plan:N", alt.Tooltip("gb:Q", format=".3~g", title="GB/s"), alt.Tooltip("step_s:Q", format=".4~g", title="step, s")],
+            tooltip=[
+                "plan:N",
+                alt.Tooltip("gb:Q", format=".3~g", title="GB/s"),
+                alt.Tooltip("step_s:Q", format=".4~g", title="step, s"),
+            ],
         )
     )
     marks = [{"gb": now / 1e9, "said": f"now {now / 1e9:.3g}"}]

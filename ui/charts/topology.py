@@ -58,7 +58,11 @@ def node(view: NodeView, *, dark: bool, ranks: dict[int, tuple[str, int]] | None
         layers.append(
             base.mark_line(strokeCap="round", opacity=0.85).encode(
                 color=alt.condition(
-                    "datum.bad", alt.value(BAD), alt.Color("kind:N", scale=colours, legend=alt.Legend(title="Links"))
+                    "datum.bad",
+                    alt.value(BAD),
+                    alt.Color(
+                        "kind:N", scale=colours, legend=alt.Legend(title=None, symbolType="stroke", symbolStrokeWidth=4)
+                    ),
                 ),
                 size=alt.Size("wide:Q", scale=None, legend=None),
                 strokeDash=alt.condition("datum.bad", alt.value([4, 4]), alt.value([1, 0])),
@@ -72,6 +76,14 @@ def node(view: NodeView, *, dark: bool, ranks: dict[int, tuple[str, int]] | None
 def _width(bytes_per_s: float) -> float:
     """Return a line width that grows with the rate: 1 pixel for 1 GB/s, 5 for 450."""
     return min(6.0, max(1.0, (bytes_per_s / 1e9) ** 0.27)) if bytes_per_s else 1.0
+
+
+# Where a part's name goes: beside what hangs in the middle, so that no line runs through it.
+_SIDES: dict[str, dict[str, Any]] = {
+    "above": {"dy": -17},
+    "below": {"dy": 19},
+    "right": {"dx": 11, "dy": -9, "align": "left"},
+}
 
 
 def _parts(
@@ -98,12 +110,20 @@ def _parts(
     if rest:
         base = alt.Chart(alt.Data(values=rest)).encode(x=x, y=y, tooltip=told)
         layers.append(
-            base.mark_point(filled=True, fillOpacity=1, strokeWidth=1.2, shape="square", size=60 if many else 170).encode(
-                fill=alt.Fill("fill:N", scale=None), stroke=alt.Stroke("edge:N", scale=None)
-            )
+            base.mark_point(
+                filled=True, fillOpacity=1, strokeWidth=1.2, shape="square", size=60 if many else 170
+            ).encode(fill=alt.Fill("fill:N", scale=None), stroke=alt.Stroke("edge:N", scale=None))
         )
-        if not many:
-            layers.append(base.mark_text(dy=19, color=quiet, fontSize=11).encode(text="label:N"))
+        for row in rest:
+            row["side"] = {"nvswitch": "above", "cpu": "below", "nic": "below"}.get(str(row["kind"]), "right")
+        for side, how in _SIDES.items():
+            named = [row for row in rest if row["side"] == side and not (many and side != "above")]
+            if named:
+                layers.append(
+                    alt.Chart(alt.Data(values=named))
+                    .mark_text(color=quiet, fontSize=11, **how)
+                    .encode(x=x, y=y, text="label:N")
+                )
     if gpus:
         base = alt.Chart(alt.Data(values=gpus)).encode(x=x, y=y, tooltip=told)
         layers.append(
@@ -113,7 +133,9 @@ def _parts(
         )
         if not many:
             layers.append(
-                base.mark_text(fontSize=12, fontWeight="bold").encode(text="label:N", color=alt.Color("on:N", scale=None))
+                base.mark_text(fontSize=12, fontWeight="bold").encode(
+                    text="label:N", color=alt.Color("on:N", scale=None)
+                )
             )
     return layers
 
@@ -127,21 +149,26 @@ def pairs(rows: list[dict[str, object]], *, dark: bool) -> alt.LayerChart:
         for row in rows
         if row["class"] != "self"
     ]
-    base = alt.Chart(alt.Data(values=values)).encode(
-        x=alt.X("to:O", title="to GPU", axis=alt.Axis(orient="top", labelAngle=0, grid=False, domain=False, ticks=False)),
-        y=alt.Y("from:O", title="from GPU", axis=alt.Axis(grid=False, domain=False, ticks=False)),
-        tooltip=["from:O", "to:O", "class:N", alt.Tooltip("said:N", title="alone, one way")],
-    )
     top = max((v["gb"] for v in values if v["gb"]), default=1.0)
     low = min((v["gb"] for v in values if v["gb"]), default=1.0)
-    boxes = base.mark_rect(cornerRadius=3, stroke=p.page, strokeWidth=2).encode(
+    floor = min(low, top / 10)
+    few = count <= 16
+    axis = {"labelAngle": 0, "grid": False, "domain": False, "ticks": False}
+    if not few:
+        axis["values"] = list(range(0, count, 8))
+    base = alt.Chart(alt.Data(values=values)).encode(
+        x=alt.X("to:O", title="to GPU", axis=alt.Axis(orient="top", **axis)),
+        y=alt.Y("from:O", title="from GPU", axis=alt.Axis(**axis)),
+        tooltip=["from:O", "to:O", "class:N", alt.Tooltip("said:N", title="alone, one way")],
+    )
+    boxes = base.mark_rect(cornerRadius=3 if few else 0, stroke=p.page, strokeWidth=2 if few else 0).encode(
         color=alt.condition(
             "datum.gb === null",
             alt.value(p.rule),
             alt.Color(
                 "gb:Q",
                 title="GB/s one way",
-                scale=alt.Scale(type="log", domain=[min(low, top / 10), top], scheme="viridis", reverse=not dark),
+                scale=alt.Scale(type="log", domain=[floor, top], scheme="viridis", reverse=not dark),
                 legend=alt.Legend(gradientLength=140) if top > low else None,
             ),
         )
@@ -149,8 +176,10 @@ def pairs(rows: list[dict[str, object]], *, dark: bool) -> alt.LayerChart:
     chart = alt.layer(boxes)
     if count <= 10:
         size = 11 if count <= 8 else 10
-        bright = "datum.gb !== null && datum.gb < " + str((top * max(low, top / 10)) ** 0.5)
-        ink = alt.condition(bright, alt.value("#FFFFFF" if dark else "#1B1F24"), alt.value("#1B1F24" if dark else "#FFFFFF"))
+        bright = f"datum.gb !== null && datum.gb < {floor * (top / floor) ** 0.45}"
+        ink = alt.condition(
+            bright, alt.value("#FFFFFF" if dark else "#1B1F24"), alt.value("#1B1F24" if dark else "#FFFFFF")
+        )
         chart = alt.layer(boxes, base.mark_text(fontSize=size, fontWeight="bold").encode(text="class:N", color=ink))
     return finished(chart.properties(height=max(220, min(520, 44 * count + 60))), dark)
 
@@ -162,7 +191,11 @@ def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> alt.Layer
     columns = len({row["gpu"] for row in rows})
     values = [{**row, "colour": GROUPS[row[axis] % len(GROUPS)], "group": row[axis]} for row in rows]
     base = alt.Chart(alt.Data(values=values)).encode(
-        x=alt.X("gpu:O", title="GPU of the node", axis=alt.Axis(orient="top", labelAngle=0, grid=False, domain=False, ticks=False)),
+        x=alt.X(
+            "gpu:O",
+            title="GPU of the node",
+            axis=alt.Axis(orient="top", labelAngle=0, grid=False, domain=False, ticks=False),
+        ),
         y=alt.Y("node:O", title="node", axis=alt.Axis(grid=False, domain=False, ticks=False)),
         tooltip=["rank:Q", "node:O", "gpu:O", "pp:O", "dp_replicate:O", "dp_shard:O", "cp:O", "tp:O"],
     )
@@ -171,5 +204,3 @@ def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> alt.Layer
     if columns <= 16:
         layers.append(base.mark_text(fontSize=11, color="#FFFFFF", fontWeight="bold").encode(text="group:Q"))
     return finished(alt.layer(*layers).properties(height=max(110, min(620, 22 * nodes + 60))), dark)
-
-

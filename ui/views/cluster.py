@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import streamlit as st
 
@@ -11,10 +11,10 @@ from planner.costs import plannable
 from planner.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from topology import codec
 from topology.errors import PlannerError
-from ui import data, panels, state, uploads
+from ui import data, panels, rows, state, uploads
 from ui.charts import topology as charts
 from ui.charts.look import GIB, rate
-from ui.topology_view import NodeView, node_view, pair_rows
+from ui.topology_view import node_view, pair_rows
 
 if TYPE_CHECKING:
     from topology.cluster import Cluster
@@ -34,13 +34,15 @@ def upload() -> None:
 
 def show(question: state.Question) -> None:
     found = data.cluster(question.cluster, question.gpus, question.gpu)
-    panels.heading("Cluster", _summary(found))
+    st.caption(_summary(found))
     _figures(found)
-    view = node_view(found)
+    view = node_view(found, most=SHOWN_GPUS)
+    here = len(found.groups[0].node.gpus)
     left, right = st.columns([3, 2], gap="large")
     with left:
         name = "The machine" if found.node_count == 1 else f"One of {found.node_count} nodes"
-        panels.section(name, "Thicker lines are wider links. Point at a part or a line for its rates.")
+        some = f"{SHOWN_GPUS} of {here} GPUs, and those that are not well. " if here > SHOWN_GPUS else ""
+        panels.section(name, f"{some}Thicker lines are wider links. Point at a part or a line for its rates.")
         panels.chart(
             charts.node(view, dark=panels.dark()),
             key="topology",
@@ -51,11 +53,15 @@ def show(question: state.Question) -> None:
         panels.chart(
             charts.pairs(pair_rows(found), dark=panels.dark()), key="pairs", alt="Matrix of link classes between GPUs"
         )
-    panels.section("Expected against measured", "Rates are one way, decimal GB/s. A sound link copies at about 88 % of nominal.")
-    st.dataframe(link_table(view), hide_index=True, width="stretch", column_config=_COLUMNS)
+    panels.section(
+        "Expected against measured", "Rates are one way, decimal GB/s. A sound link copies at about 88 % of nominal."
+    )
+    st.dataframe(rows.link_rows(node_view(found)), hide_index=True, width="stretch", column_config=_COLUMNS)
     _findings(found)
     _add()
 
+
+SHOWN_GPUS = 16  # a rack has 72, alike by tray
 
 _COLUMNS = {
     "share": st.column_config.ProgressColumn("measured / nominal", format="percent", min_value=0, max_value=1),
@@ -66,7 +72,11 @@ _COLUMNS = {
 def _summary(cluster: Cluster) -> str:
     from planner.tables import cluster_line  # noqa: PLC0415 - rich is not needed for the frame
 
-    return panels.plain(cluster_line(cluster)) if plannable(cluster) else panels.plain(f"{cluster.name}: GPU model not known")
+    return (
+        panels.plain(cluster_line(cluster))
+        if plannable(cluster)
+        else panels.plain(f"{cluster.name}: GPU model not known")
+    )
 
 
 def _figures(cluster: Cluster) -> None:
@@ -75,6 +85,9 @@ def _figures(cluster: Cluster) -> None:
     verdict = "sound" if health.healthy else f"{worst['error'] + worst['warning']} findings"
     known = plannable(cluster)
     kind = cluster.slowest_kind if known else None
+    dtype = next(
+        (name for name in ("bfloat16", "float16", "float32") if kind and kind.peak_flops.get(name)), "bfloat16"
+    )
     nodes = f"{cluster.node_count} x {cluster.gpus_per_node}" if cluster.node_count > 1 else str(cluster.gpu_count)
     network = network_bytes_per_s(cluster) if cluster.fabric else 0.0
     measured = any(link.measured_bytes_per_s for group in cluster.groups for link in group.node.links)
@@ -82,48 +95,29 @@ def _figures(cluster: Cluster) -> None:
     panels.figures(
         [
             ("GPUs", nodes, "nodes x GPUs of a node"),
-            ("GPU memory", f"{cluster.gpu_memory_bytes / GIB:.1f} GiB" if known else "unknown", "What the driver reports; datasheet."),
             (
-                "Dense bf16",
-                f"{kind.peak_flops.get('bfloat16', 0) / 1e12:.0f} TFLOP/s" if kind else "unknown",
-                "Per GPU, without sparsity; datasheet.",
+                "GPU memory",
+                f"{cluster.gpu_memory_bytes / GIB:.1f} GiB" if known else "unknown",
+                "What the driver reports; datasheet.",
             ),
-            ("NVLink per GPU", rate(nvlink_bytes_per_s(cluster)) if nvlink_bytes_per_s(cluster) else "none", f"One way; {source}."),
-            ("Network per GPU", rate(network) if network else "none", "One way, its share of the node's ports; datasheet."),
+            (
+                f"Dense {dtype}",
+                f"{kind.peak_flops[dtype] / 1e12:.0f} T" if kind else "unknown",
+                "FLOP/s per GPU in 1e12, without sparsity; datasheet.",
+            ),
+            (
+                "NVLink",
+                rate(nvlink_bytes_per_s(cluster)) if nvlink_bytes_per_s(cluster) else "none",
+                f"Per GPU, one way; {source}.",
+            ),
+            (
+                "Network",
+                rate(network) if network else "none",
+                "Per GPU, one way: its share of the node's ports; datasheet.",
+            ),
             ("Health", verdict, "What planner doctor says without measuring."),
         ]
     )
-
-
-def link_table(view: NodeView) -> list[dict[str, Any]]:
-    """Return links that are alike as one row: how many, nominal and measured rate, state and source."""
-    alike: dict[tuple[Any, ...], list[Any]] = {}
-    for cable in view.cables:
-        alike.setdefault((cable.kind, cable.label, cable.count, cable.nominal, cable.state, cable.source), []).append(cable)
-    rows = []
-    for (kind, label, count, nominal, link_state, source), cables in alike.items():
-        seen = [cable.measured for cable in cables if cable.measured]
-        low, high = (rate(min(seen)), rate(max(seen))) if seen else ("", "")
-        rows.append(
-            {
-                "link": charts.NAMES[kind],
-                "class": label or "-",
-                "count": len(cables),
-                "links": count,
-                "nominal": rate(nominal),
-                "measured": (low if low == high else f"{low} to {high}") or "not measured",
-                "share": min(seen) / nominal if seen and nominal else None,
-                "state": link_state,
-                "source": source,
-                "between": _between(cables),
-            }
-        )
-    return rows
-
-
-def _between(cables: list[Any]) -> str:
-    shown = ", ".join(f"{cable.a} - {cable.b}" for cable in cables[:4])
-    return shown + (f" and {len(cables) - 4} more" if len(cables) > 4 else "")
 
 
 def _findings(cluster: Cluster) -> None:

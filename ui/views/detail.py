@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from planner.palette import TIME, colour
 from planner.tables import arithmetic, flip_text, policy
 from planner.waterfall import waterfall
 from topology.errors import PlannerError
-from ui import data, panels, state
+from ui import data, panels, rows, state
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
 from ui.charts import topology as topology_charts
 from ui.charts.look import GIB, seconds, words
 from ui.placement_view import SHOWN_NODES, axes_used, placement_rows
-from ui.timeline import LANES, bars, samples, timeline
+from ui.timeline import LANES, bars, samples
 from ui.topology_view import node_view
 
 if TYPE_CHECKING:
@@ -24,14 +23,20 @@ if TYPE_CHECKING:
     from simulator.estimate import Estimate
     from simulator.simulation import Simulated
 
-AXIS_NAMES = {"pp": "pipeline stage", "dp_replicate": "replica", "dp_shard": "FSDP shard", "cp": "context", "tp": "tensor"}
+AXIS_NAMES = {
+    "pp": "pipeline stage",
+    "dp_replicate": "replica",
+    "dp_shard": "FSDP shard",
+    "cp": "context",
+    "tp": "tensor",
+}
 TABS = ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Change it")
 MANY_LANES = 8  # ranks; beyond it one lane each is enough for an eye
 
 
 def show(question: state.Question) -> None:
     result, ranked = data.answer()
-    panels.heading("Plan detail", f"#{ranked.rank} · {panels.plain(arithmetic(ranked.plan))} · {panels.plain(policy(ranked.plan))}")
+    st.caption(f"#{ranked.rank} · {panels.plain(arithmetic(ranked.plan))} · {panels.plain(policy(ranked.plan))}")
     _figures(ranked.estimate)
     for problem in ranked.problems:
         st.markdown(f":orange[{panels.ICONS['warning']}] {panels.plain(problem.message)}")
@@ -48,10 +53,18 @@ def _figures(estimate: Estimate) -> None:
     fall = waterfall(estimate)
     panels.figures(
         [
-            ("Step", seconds(step.value), f"80 % of steps within {seconds(step.low)} to {seconds(step.high)} ({step.source})."),
+            (
+                "Step",
+                seconds(step.value),
+                f"80 % of steps within {seconds(step.low)} to {seconds(step.high)} ({step.source}).",
+            ),
             ("Tokens/s per GPU", f"{estimate.tokens_per_s_per_gpu:,.0f}", f"{step.source} numbers"),
             ("MFU", f"{estimate.mfu:.1%}", f"Against {estimate.peak_flops / 1e12:.0f} TFLOP/s dense."),
-            ("Memory", f"{memory.reserved_bytes / GIB:.1f} GiB", f"Of {memory.capacity_bytes / GIB:.1f} GiB: {memory.verdict}."),
+            (
+                "Memory",
+                f"{memory.reserved_bytes / GIB:.1f} GiB",
+                f"Of {memory.capacity_bytes / GIB:.1f} GiB: {memory.verdict}.",
+            ),
             ("Largest loss", words(fall.top_loss.name), f"{seconds(fall.top_loss.seconds)}: {fall.top_loss.meaning}."),
         ]
     )
@@ -90,49 +103,8 @@ def _step(question: state.Question, result: SearchResult, ranked: RankedPlan) ->
         "From the peak down to this step",
         f"The model's FLOPs at {fall.peak_flops / 1e12:.0f} TFLOP/s would take {seconds(fall.peak_s)}; the rest is lost on top.",
     )
-    drawn = charts.waterfall(fall_rows(ranked.estimate), dark=panels.dark())
+    drawn = charts.waterfall(rows.fall_rows(ranked.estimate), dark=panels.dark())
     panels.chart(drawn, key="waterfall", alt="Step time built up from the peak, loss by loss")
-
-
-def fall_rows(estimate: Estimate) -> list[dict[str, Any]]:
-    """Return the waterfall of an estimate as rows of the chart, each in the palette's colour of its idea."""
-    fall = waterfall(estimate)
-    rows = [
-        {
-            "name": "model FLOPs at peak",
-            "seconds": fall.peak_s,
-            "share": fall.peak_s / fall.step_s,
-            "meaning": "what the datasheet would allow",
-            "colour": TIME["compute"],
-        }
-    ]
-    rows += [
-        {
-            "name": term.name,
-            "seconds": term.seconds,
-            "share": term.share,
-            "meaning": term.meaning,
-            "colour": _colour(term.name),
-        }
-        for term in fall.terms
-    ]
-    return [
-        *rows,
-        {
-            "name": "step",
-            "seconds": fall.step_s,
-            "share": 1.0,
-            "meaning": "predicted step time",
-            "colour": "#8B949E",
-            "total": True,
-        },
-    ]
-
-
-def _colour(name: str) -> str:
-    if name.startswith("exposed"):
-        return TIME["exposed_communication"]
-    return colour("time", "compute" if name.startswith("compute") else name.replace(" ", "_"))
 
 
 def _placement(question: state.Question, result: SearchResult, ranked: RankedPlan) -> None:
@@ -143,24 +115,37 @@ def _placement(question: state.Question, result: SearchResult, ranked: RankedPla
         panels.empty("One GPU", "There is nothing to place.", icon=":material/crop_square:")
         return
     axis = st.segmented_control(
-        "Coloured by", used, default=used[-1], key="axis", bind="query-params", required=True, format_func=AXIS_NAMES.__getitem__
+        "Coloured by",
+        used,
+        default=used[-1],
+        key="axis",
+        bind="query-params",
+        required=True,
+        format_func=AXIS_NAMES.__getitem__,
     )
-    rows = placement_rows(plan, result.cluster.gpus_per_node)
+    ranks = placement_rows(plan, result.cluster.gpus_per_node)
     left, right = st.columns([2, 3], gap="large")
     with left:
         nodes = -(-plan.gpus // result.cluster.gpus_per_node)
         more = f"The first {SHOWN_NODES} of {nodes} nodes. " if nodes > SHOWN_NODES else ""
-        panels.section("Ranks on nodes", f"{more}The number is the {AXIS_NAMES[str(axis)]} coordinate. Point at a cell for its rank.")
+        panels.section(
+            "Ranks on nodes",
+            f"{more}The number is the {AXIS_NAMES[str(axis)]} coordinate. Point at a cell for its rank.",
+        )
         panels.chart(
-            topology_charts.placement(rows, str(axis), dark=panels.dark()), key="placement", alt="Ranks on nodes and GPUs"
+            topology_charts.placement(ranks, str(axis), dark=panels.dark()),
+            key="placement",
+            alt="Ranks on nodes and GPUs",
         )
     with right:
         panels.section("On the wires of the first node", "Each GPU carries its rank.")
-        here = {row["gpu"]: (str(row["rank"]), row[str(axis)]) for row in rows if row["node"] == 0}
-        view = node_view(result.cluster)
+        here = {row["gpu"]: (str(row["rank"]), row[str(axis)]) for row in ranks if row["node"] == 0}
+        view = node_view(result.cluster, most=16)
         by_index = {gpu.index: here[i] for i, gpu in enumerate(result.cluster.groups[0].node.gpus) if i in here}
         panels.chart(
-            topology_charts.node(view, dark=panels.dark(), ranks=by_index), key="wires", alt="Ranks on the node's topology"
+            topology_charts.node(view, dark=panels.dark(), ranks=by_index),
+            key="wires",
+            alt="Ranks on the node's topology",
         )
 
 
@@ -176,13 +161,23 @@ def _timeline(question: state.Question, result: SearchResult, ranked: RankedPlan
     left, right = st.columns([3, 2], gap="large")
     many = len(ranks) > MANY_LANES
     lanes = right.segmented_control(
-        "Lanes", LANES, default=["compute"] if many else ["compute", "communication"], selection_mode="multi", key="lanes", bind="query-params"
+        "Lanes",
+        LANES,
+        default=["compute"] if many else ["compute", "communication"],
+        selection_mode="multi",
+        key="lanes",
+        bind="query-params",
     )
-    end_ms = line.length_s * 1e3
-    window = left.slider("Window, ms", 0.0, end_ms, (0.0, end_ms), key="window", bind="query-params", format="%.0f")
-    begin, finish = (value / 1e3 for value in window)
+    unit, size = ("ms", 1e-3) if line.length_s < 2 else ("s", 1.0)
+    end = line.length_s / size
+    window = left.slider(f"Window, {unit}", 0.0, end, (0.0, end), key="window", bind="query-params", format="%.2f")
+    begin, finish = (value * size for value in window)
     if not lanes or finish <= begin:
-        panels.empty("Nothing is selected", "Choose at least one lane, and a window that has a length.", icon=":material/timeline:")
+        panels.empty(
+            "Nothing is selected",
+            "Choose at least one lane, and a window that has a length.",
+            icon=":material/timeline:",
+        )
         return
     drawn = bars(line, window=(begin, finish), lanes=set(lanes), ranks=set(ranks))
     panels.chart(
@@ -229,14 +224,21 @@ def _sensitivity(question: state.Question, result: SearchResult, ranked: RankedP
             st.markdown(":material/block: No link rate or memory within a factor of 16 of today's would make it win.")
     else:
         panels.section("This is the best plan", "It stays so until one of these is true.")
-        flips = [(r, flip) for r in result.plans[1:] for flip in r.flips]
-        for runner, flip in sorted(flips, key=lambda item: abs(item[1].at / item[1].now - 1))[:8]:
-            st.markdown(f":material/swap_vert: **{panels.plain(state.plan_name(runner.plan))}** {panels.plain(flip_text(flip))}")
+        flips = rows.flips_together(result)
+        for text, names in flips[:8]:
+            more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+            st.markdown(f":material/swap_vert: **{panels.plain(names[0])}**{more}: {panels.plain(text)}")
         if not flips:
-            st.markdown(":material/verified: No listed plan wins within a factor of 16 of any link rate, or with other memory.")
+            st.markdown(
+                ":material/verified: No listed plan wins within a factor of 16 of any link rate, or with other memory."
+            )
     turned = data.knobs(result)
     if not turned:
-        panels.empty("No link to turn", "This plan runs on GPUs without NVLink or a network between them.", icon=":material/link_off:")
+        panels.empty(
+            "No link to turn",
+            "This plan runs on GPUs without NVLink or a network between them.",
+            icon=":material/link_off:",
+        )
         return
     for column, (quantity, now) in zip(st.columns(len(turned), gap="large"), turned, strict=True):
         plans = tuple(r.plan for r in (best, other) if r is not None)
@@ -252,11 +254,16 @@ def _sensitivity(question: state.Question, result: SearchResult, ranked: RankedP
 def _change(question: state.Question, result: SearchResult, ranked: RankedPlan) -> None:
     plan = ranked.plan
     framework = result.framework
-    panels.section("Change it", "Answers as planner estimate does: what the rules say, and what it would cost. The other degrees fill the GPUs.")
+    panels.section(
+        "Change it",
+        "Answers as planner estimate does: what the rules say, and what it would cost. The other degrees fill the GPUs.",
+    )
     columns = st.columns(5)
 
     def degree(column: Any, label: str, name: str) -> int:
-        return int(column.number_input(label, 1, 4096, int(getattr(plan, name)), key=f"x_{name}_{state.plan_name(plan)}"))
+        return int(
+            column.number_input(label, 1, 4096, int(getattr(plan, name)), key=f"x_{name}_{state.plan_name(plan)}")
+        )
 
     flags: dict[str, Any] = {
         "tp": degree(columns[0], "Tensor", "tp"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def show(question: state.Question) -> None:
     del question
     result, ranked = data.answer()
-    panels.heading("Exports", f"{panels.plain(arithmetic(ranked.plan))} · {panels.plain(policy(ranked.plan))}")
+    st.caption(f"{panels.plain(arithmetic(ranked.plan))} · {panels.plain(policy(ranked.plan))}")
     _own(result, ranked)
     targets = data.export_targets()
     panels.section("For other tools")

@@ -6,84 +6,59 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from planner.tables import arithmetic, flip_text, legend, policy
+from planner.tables import legend
 from simulator.plan import MESH_AXES
-from ui import data, panels, state
+from ui import data, panels, rows, state
 from ui.charts import plans as charts
 from ui.charts.look import GIB
 
 if TYPE_CHECKING:
-    from planner.search import RankedPlan, SearchResult
+    from planner.search import SearchResult
 
-AXES = {"dp_replicate": "replicas", "dp_shard": "FSDP", "cp": "context", "tp": "tensor", "pp": "pipeline", "ep": "expert"}
-
-
-def rows(result: SearchResult) -> list[dict[str, Any]]:
-    """Return the listed plans as rows of the table: the numbers are those of `planner suggest --json`."""
-    return [
-        {
-            "rank": ranked.rank,
-            "plan": state.plan_name(ranked.plan),
-            "gpus": arithmetic(ranked.plan),
-            "policy": policy(ranked.plan),
-            "step_s": ranked.estimate.step_s.value,
-            "low_s": ranked.estimate.step_s.low,
-            "high_s": ranked.estimate.step_s.high,
-            "range": f"{_digits(ranked.estimate.step_s.low)} to {_digits(ranked.estimate.step_s.high)}",
-            "tokens": round(ranked.estimate.tokens_per_s_per_gpu),
-            "mfu": ranked.estimate.mfu,
-            "peak_gib": ranked.estimate.memory.reserved_bytes / GIB,
-            "exposed": _share(ranked, "exposed_communication"),
-            "bubble": _share(ranked, "bubble"),
-            "why": _why(ranked),
-        }
-        for ranked in result.plans
-    ]
-
-
-def _share(ranked: RankedPlan, part: str) -> float:
-    step = ranked.estimate.step_s.value
-    return ranked.estimate.breakdown_s.get(part, 0.0) / step if step else 0.0
-
-
-def _digits(value: float) -> str:
-    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
-
-
-def _why(ranked: RankedPlan) -> str:
-    if ranked.rank == 1:
-        return "best"
-    return "; ".join([ranked.lost_because or "", *(flip_text(flip) for flip in ranked.flips)]).strip("; ")
+AXES = {
+    "dp_replicate": "replicas",
+    "dp_shard": "FSDP",
+    "cp": "context",
+    "tp": "tensor",
+    "pp": "pipeline",
+    "ep": "expert",
+}
 
 
 def show(question: state.Question) -> None:
     result, chosen = data.answer()
     search = result.search
     best = result.plans[0].estimate
-    panels.heading("Plans", _about(result))
+    st.caption(_about(result))
     sure = "datasheet" if best.step_s.source in {"datasheet", "assumed"} else str(best.step_s.source)
     panels.figures(
         [
             (
                 "Best step",
-                f"{_digits(best.step_s.value)} s",
-                f"80 % of steps are expected within {_digits(best.step_s.low)} to {_digits(best.step_s.high)} s ({sure}).",
+                f"{rows.digits(best.step_s.value)} s",
+                f"80 % of steps are expected within {rows.digits(best.step_s.low)} to {rows.digits(best.step_s.high)} s ({sure}).",
             ),
             ("Tokens/s per GPU", f"{best.tokens_per_s_per_gpu:,.0f}", f"{sure} numbers"),
             ("MFU", f"{best.mfu:.1%}", f"Model FLOPs against the dense peak of {best.peak_flops / 1e12:.0f} TFLOP/s."),
             (
                 "Memory",
-                f"{best.memory.reserved_bytes / GIB:.1f} of {best.memory.capacity_bytes / GIB:.1f} GiB",
-                f"What the allocator holds on the worst rank: {best.memory.verdict}.",
+                f"{best.memory.reserved_bytes / GIB:.1f} GiB",
+                f"What the allocator holds on the worst rank, of {best.memory.capacity_bytes / GIB:.1f} GiB: {best.memory.verdict}.",
             ),
-            ("Legal plans", f"{search.legal:,}", f"Of {search.candidates:,} candidates; {search.fitting:,} fit into memory."),
+            (
+                "Legal plans",
+                f"{search.legal:,}",
+                f"Of {search.candidates:,} candidates; {search.fitting:,} fit into memory.",
+            ),
         ]
     )
-    table = rows(result)
+    table = rows.plan_rows(result)
     shown = _filtered(table, result)
     left, right = st.columns([3, 2], gap="large")
     with left:
-        panels.section("Time against memory", "One point a grid of degrees. The line joins plans that nothing beats in both.")
+        panels.section(
+            "Time against memory", "One point a grid of degrees. The line joins plans that nothing beats in both."
+        )
         if shown:
             drawn = charts.scatter(
                 shown,
@@ -94,7 +69,9 @@ def show(question: state.Question) -> None:
             panels.chart(drawn, key="scatter", alt=f"Step time against memory of {len(shown)} plans")
     with right:
         panels.section("What was left out", _left_out(result))
-        panels.chart(charts.counts(result.rejected, dark=panels.dark()), key="rejected", alt="Rejected candidates by rule")
+        panels.chart(
+            charts.counts(result.rejected, dark=panels.dark()), key="rejected", alt="Rejected candidates by rule"
+        )
         if result.search.pruned:
             with st.expander("Bounds of the search"):
                 st.dataframe(
@@ -104,8 +81,7 @@ def show(question: state.Question) -> None:
                 )
     _table(shown, table)
     panels.assumed(result.assumed)
-    for line in legend(best):
-        st.caption(panels.plain(line))
+    st.caption("  \n".join(panels.plain(line) for line in legend(best)))
     with st.expander("The same answer in a terminal", icon=":material/terminal:"):
         st.code(question.command(), language="bash", wrap_lines=True)
 
@@ -113,7 +89,12 @@ def show(question: state.Question) -> None:
 def _about(result: SearchResult) -> str:
     from planner.tables import cluster_line, model_line, workload_line  # noqa: PLC0415 - rich is not needed for the frame
 
-    lines = (model_line(result.model), cluster_line(result.cluster), workload_line(result.workload), result.framework.title)
+    lines = (
+        model_line(result.model),
+        cluster_line(result.cluster),
+        workload_line(result.workload),
+        result.framework.title,
+    )
     return "  \n".join([panels.plain(" · ".join(lines[:2])), panels.plain(" · ".join(lines[2:]))])
 
 
@@ -148,7 +129,8 @@ def _filtered(table: list[dict[str, Any]], result: SearchResult) -> list[dict[st
 
 def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]]) -> None:
     panels.section(
-        f"{len(shown)} of {len(table)} listed plans", "Best of each grid. Sort by a heading; tick a row to look into that plan."
+        f"{len(shown)} of {len(table)} listed plans",
+        "Best of each grid. Sort by a heading; tick a row to look into that plan.",
     )
 
     def pick() -> None:
@@ -163,7 +145,20 @@ def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]]) -> None:
         on_select=pick,
         selection_mode="single-row",
         width="stretch",
-        column_order=("rank", "plan", "step_s", "range", "tokens", "mfu", "peak_gib", "exposed", "bubble", "why", "gpus", "policy"),
+        column_order=(
+            "rank",
+            "plan",
+            "step_s",
+            "range",
+            "tokens",
+            "mfu",
+            "peak_gib",
+            "exposed",
+            "bubble",
+            "why",
+            "gpus",
+            "policy",
+        ),
         column_config={
             "rank": st.column_config.NumberColumn("#", width=40),
             "plan": st.column_config.TextColumn("plan", width=290),
