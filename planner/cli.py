@@ -23,6 +23,7 @@ from planner.commands.report import report
 from planner.commands.runs import runs
 from planner.commands.suggest import suggest
 from planner.commands.trace import trace
+from planner.commands.ui import ui
 from planner.commands.validate import validate
 from topology.errors import PlannerError
 
@@ -70,6 +71,7 @@ app.command("runs")(runs)
 app.command("export")(export)
 app.command("collective")(collective)
 app.command("calibrate")(calibrate)
+app.command("ui")(ui)
 
 
 def _show_version(value: bool) -> None:
