@@ -185,8 +185,8 @@ def block_code(
     )
 
 
-def merged(steps: Iterable[Step], name: str, detail: Detail, *, split: bool = False) -> list[Step]:
-    """Return `steps` as coarse as `detail` asks for. With `split`, weight gradients stay launches of their own."""
+def merged(steps: Iterable[Step], name: str, detail: Detail) -> list[Step]:
+    """Return `steps` as coarse as `detail` asks for."""
     steps = _overlapped(list(steps), name)
     if detail is Detail.KERNEL:
         return steps
@@ -200,8 +200,6 @@ def merged(steps: Iterable[Step], name: str, detail: Detail, *, split: bool = Fa
 
     for step in steps:
         if isinstance(step, KernelStep):
-            if split and run and run[-1].weight is not step.weight:
-                close()
             run.append(step)
         elif detail is Detail.STAGE:
             run.append(_folded(step))

@@ -14,7 +14,6 @@ from simulator.engine import simulate
 from simulator.hf_config import load_model
 from simulator.lowering.block_code import Detail, KernelStep, block_code
 from simulator.lowering.training import lower_training, plan_context, strided_groups
-from simulator.pipeline import bubble_fraction
 from simulator.plan import Plan
 from simulator.program import Collective, Launch, Send
 from simulator.runtime import Runtime
@@ -23,6 +22,7 @@ from simulator.simulation import choose_detail, simulate_plan
 from simulator.tp_overlap import MODES, together_s
 from simulator.workload import Workload
 from tests.simulator.lowering_plans import run, shortened
+from tests.simulator.published_bubbles import bubble_fraction
 from topology.catalog import cluster
 from topology.errors import BadPlan
 
