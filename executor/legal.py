@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 
 from simulator.model import Model
@@ -103,8 +102,6 @@ def _overlap_problems(plan: Plan, runtime: Runtime) -> list[str]:
     if plan.tp_overlap not in OVERLAP_MODES:
         return [f"tp_overlap {plan.tp_overlap}: one of none, {', '.join(OVERLAP_MODES)}"]
     found = []
-    if importlib.util.find_spec("executor.overlap") is None:
-        found.append(f"tp_overlap {plan.tp_overlap}: this installation has no overlapped products")
     if not plan.sequence_parallel:
         found.append(f"tp_overlap {plan.tp_overlap} needs sequence_parallel: it hides gathers and scatters of tokens")
     if runtime.compile:

@@ -4,7 +4,6 @@ One launch runs many plans, because starting processes costs more than the plans
 `executor.verify` (2^10 units in the last place of the type); float64 is used so that a mistake cannot hide in rounding.
 """
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -69,7 +68,7 @@ OVERLAP = {
     )
     for mode in ("chunked", "ring", "copy_engine", "fused", "async")
 }
-TWO |= OVERLAP if importlib.util.find_spec("executor.overlap") else {}
+TWO |= OVERLAP
 FOUR = {
     "hsdp": ({}, {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}),
     "fsdp-selective": ({}, {"dp_shard": 4, "recompute": "selective", "micro_batch_size": 2}),
