@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     request = codec.convert(codec.read_json(options.request), Request, where=options.request)
     try:
         run(request, deadline, recorder, beat, options.out)
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not _is_full_memory(error):
+            raise
         recorder.write("out_of_memory", message=str(error)[:2000], phase=beat.phase, **_memory(request.device))
         recorder.close()
         # Not an exception: unwinding would run collectives that the other ranks never join.
@@ -150,6 +152,13 @@ def _run_joined(
     dist.barrier()
     recorder.write("done")
     beat.enter("done")
+
+
+def _is_full_memory(error: Exception) -> bool:
+    """Return whether an allocation failed: on a GPU torch says so by a class, on a CPU in words."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return "can't allocate memory" in str(error) or "Cannot allocate memory" in str(error)
 
 
 def _device(request: Request) -> torch.device:
