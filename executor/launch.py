@@ -44,7 +44,8 @@ ROOT = Path(__file__).resolve().parents[1]
 class Meeting:
     """How many nodes there are, where their agents meet (HOST:PORT), and the name of their meeting.
 
-    `address` is this node's for the others, where its host name does not lead to it.
+    `address` is this node's for the others, where its host name does not lead to it; the agent then cannot tell by itself
+    that the endpoint is its own.
     """
 
     count: int
@@ -55,7 +56,19 @@ class Meeting:
     @property
     def loopback(self) -> bool:
         """Whether all agents are on one host."""
-        return self.endpoint.rpartition(":")[0] in {"127.0.0.1", "localhost", "::1"}
+        return self._host in {"127.0.0.1", "localhost", "::1"}
+
+    @property
+    def address_arguments(self) -> list[str]:
+        if self.loopback:
+            return ["--local-addr=127.0.0.1"]
+        if not self.address:
+            return []
+        return [f"--local-addr={self.address}", f"--rdzv-conf=is_host={int(self.address == self._host)}"]
+
+    @property
+    def _host(self) -> str:
+        return self.endpoint.rpartition(":")[0].strip("[]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +150,7 @@ def command(
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={nodes.endpoint}",
             f"--rdzv-id={nodes.run_id}",
-            *([f"--local-addr={address}"] if (address := "127.0.0.1" if nodes.loopback else nodes.address) else []),
+            *nodes.address_arguments,
         ]
     return [
         sys.executable,

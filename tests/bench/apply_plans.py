@@ -55,6 +55,9 @@ PLANS: dict[str, dict[str, Asked]] = {
         "8b-tp2-fsdp2": Asked(model="llama3-8b", seq_len=8192, batch=2, plan=Plan(tp=2, dp_shard=2, **SP)),
         "8b-pp2-fsdp2": Asked(model="llama3-8b", seq_len=8192, batch=8, plan=Plan(pp=2, dp_shard=2, schedule="1F1B")),
         "8b-cp4": Asked(model="llama3-8b", seq_len=32768, batch=1, plan=Plan(cp=4, cp_method="ring", recompute="full")),
+        "8b-cp4-gather": Asked(
+            model="llama3-8b", seq_len=32768, batch=1, plan=Plan(cp=4, cp_method="all_gather", recompute="full")
+        ),
         "1b-ddp4": Asked(model="llama3.2-1b", seq_len=4096, batch=16, plan=Plan(dp_replicate=4, micro_batch_size=4)),
         "8b-hsdp": Asked(model="llama3-8b", seq_len=4096, batch=4, plan=Plan(dp_replicate=2, dp_shard=2)),
         "8b-fsdp4-compiled": Asked(model="llama3-8b", seq_len=8192, batch=4, plan=Plan(dp_shard=4), compiled=True),
@@ -66,12 +69,22 @@ PLANS: dict[str, dict[str, Asked]] = {
         "3b-cp2-gather": Asked(
             model="llama3.2-3b", seq_len=32768, batch=1, plan=Plan(cp=2, cp_method="all_gather", recompute="full")
         ),
+        # The same again, to be run with TORCH_NCCL_HIGH_PRIORITY=0: what the priority of hops is worth.
+        "3b-cp2-ring-normal": Asked(
+            model="llama3.2-3b", seq_len=32768, batch=1, plan=Plan(cp=2, cp_method="ring", recompute="full")
+        ),
         "3b-tp2": Asked(model="llama3.2-3b", seq_len=8192, batch=2, plan=Plan(tp=2, micro_batch_size=2, **SP)),
         "3b-tp2-compiled": Asked(
             model="llama3.2-3b", seq_len=8192, batch=2, plan=Plan(tp=2, micro_batch_size=2, **SP), compiled=True
         ),
         "moe-ep2": Asked(
             model="qwen3-30b-a3b", layers=8, seq_len=4096, batch=8, plan=Plan(dp_shard=2, ep=2, micro_batch_size=2)
+        ),
+        "3b-tp2-fused": Asked(
+            model="llama3.2-3b",
+            seq_len=8192,
+            batch=2,
+            plan=Plan(tp=2, micro_batch_size=2, tp_overlap="fused", **SP),
         ),
         "8b-pp2": Asked(model="llama3-8b", seq_len=4096, batch=8, plan=Plan(pp=2, schedule="1F1B")),
         "1b-ddp2": Asked(model="llama3.2-1b", seq_len=4096, batch=8, plan=Plan(dp_replicate=2, micro_batch_size=4)),
