@@ -278,8 +278,6 @@ def _step(
         return np.asarray(np.where(table["virtual_stages"] > 1, np.maximum(mean, here(values)), mean))
 
     bubble = bubble_s(table, elsewhere(forward_s), elsewhere(behind_s - weight_s), elsewhere(weight_s))
-    ahead = np.maximum(m * on_host - m * on_device - bubble, first)
-    starved = m * (forward + backward - on_device) if spec.host.synchronizes else ahead
     boundary = context.sizes["u"] * model.hidden * DTYPE_BYTES[context.runtime.compute_dtype]
     if spec.pipeline.scatter_p2p:
         boundary = np.where(table.sequence_parallel, boundary, boundary / table["tp"])
@@ -291,6 +289,9 @@ def _step(
     exposed["pp"] = crossings * hop
 
     data = data_parallel(operators, context, layout, parameters, forward, backward, slowest)
+    beside = data.copies_s + data.contention_s  # keeps the device busy too
+    ahead = np.maximum(m * (on_host - on_device) - bubble - beside, first)
+    starved = m * (forward + backward - on_device) if spec.host.synchronizes else ahead
     exposed = {axis: value * (m if axis in {"tp", "cp", "ep"} else 1.0) for axis, value in exposed.items()}
     exposed["dp"] = data.exposed_s
 
