@@ -75,6 +75,14 @@ def run(
     return process.returncode
 
 
+def our_standard_error() -> int:
+    """Return where a child's words go when our standard output holds the answer."""
+    try:
+        return sys.stderr.fileno()
+    except (OSError, ValueError):  # a stream without a descriptor, as in tests
+        return subprocess.DEVNULL
+
+
 @contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
     """Whoever stops us by SIGTERM wants our processes gone, too. Only the main thread may listen."""

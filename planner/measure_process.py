@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +38,7 @@ def measure(
             "executor.doctor_worker",
             arguments,
             budget_s=budget_s,
-            output=_our_standard_error(),  # our standard output holds the answer
+            output=child.our_standard_error(),  # our standard output holds the answer
         )
         if not out.is_file():
             how = "overran its budget and was ended" if code is None else f"ended with code {code}"
@@ -50,10 +48,3 @@ def measure(
                 remedy="run planner doctor without --measure for what can be read",
             )
         return read_measured(out)
-
-
-def _our_standard_error() -> int:
-    try:
-        return sys.stderr.fileno()
-    except (OSError, ValueError):  # a stream without a descriptor, as in tests
-        return subprocess.DEVNULL
