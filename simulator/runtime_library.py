@@ -124,7 +124,7 @@ class EarlierSpec:
     """What an older generation of the software does otherwise; empty fields are as they are today.
 
     A run is of that generation if its version is lower than `before`, or if it states none and computes in `dtype`.
-    `unstated` is the version that a published run is taken for where it states none. The generation calls another
+    `unstated` is the version of a run that is reported without one. The generation calls another
     `attention_kernel` (`unfused`: none), but on the architectures `except_on`.
     """
 
@@ -246,8 +246,8 @@ def holds_placeholders(runtime: Runtime) -> bool:
     return spec.state.placeholder_gradients and not early
 
 
-def version_of_published_run(name: str) -> str | None:
-    """Return the version that a published run of runtime `name` is taken for where it states none; None: any."""
+def version_of_reports(name: str) -> str | None:
+    """Return the version that a run reported without one is taken for; None where versions make no difference."""
     earlier = runtime_spec(name).earlier
     return (earlier.unstated or None) if earlier else None
 
