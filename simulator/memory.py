@@ -159,7 +159,8 @@ def memory_columns(
     everything = sum(categories.values(), np.zeros_like(shared))
     # The loss and a unit's whole gradient do not coincide: under full sharding gradients appear as activations go, and
     # shards of them are there before only if an earlier micro batch has left them.
-    fresh = fully_sharded & ((table["pp"] > 1) | (table.micro_batches <= 1))[:, None]
+    appear = spec.state.gradient_dtype != "reduce"  # else main gradients are there from the beginning
+    fresh = fully_sharded & appear & ((table["pp"] > 1) | (table.micro_batches <= 1))[:, None]
     early = everything - np.where(exists, passing, 0.0) - np.where(fresh, categories["gradients"], 0.0)
     late = everything - categories["activations"] - categories["loss_and_recompute"]
     peak = np.maximum(early, late)
