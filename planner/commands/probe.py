@@ -88,11 +88,11 @@ def _draw(cluster: Cluster, path: Path) -> None:
 
 
 def _export(cluster: Cluster, to: Export, out: Path | None) -> None:
-    from topology import codec, export_topology  # noqa: PLC0415 - keeps `--help` light
+    from topology import codec, export_nccl, export_topology  # noqa: PLC0415 - keeps `--help` light
 
     match to:
         case Export.NCCL_XML:
-            text = export_topology.to_nccl_xml(cluster)
+            text = export_nccl.to_nccl_xml(cluster)
         case Export.ASTRA_SIM:
             text = export_topology.to_astra_sim(cluster)
         case Export.SIMAI:
