@@ -4,6 +4,7 @@
 # 32 = dp 1 x fsdp 1 x tp 8 x pp 4; micro batch 1, recompute full, sp, Interleaved1F1B x2
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 4 x 1 x 1 x 1 x 8, the last fastest
 # needed: torch and meshwright on every host: pip install "meshwright[exec]"
+# note: each host keeps the records of its own ranks; several hosts have not been tried yet
 #
 set -eu
 # NVLink multicast stays off: in virtual machines and on shared hosts it can hang the fabric
