@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.frameworks import SCHEDULES, Framework
-from planner.legality import Columns, Grade, Question, question
+from planner.legality import Grade, Question, question
 from planner.rules import RULES, Level, divisors
 from simulator.model import Model
 from simulator.plan import Plan
+from simulator.plan_columns import PlanColumns
 from simulator.runtime import Runtime
 from simulator.workload import Workload
 from topology.cluster import Cluster
@@ -48,7 +49,7 @@ class Bounds:
 class Candidates:
     """Legal plans as columns, with the account of the rest."""
 
-    columns: Columns
+    columns: PlanColumns
     rejected: dict[str, int]
     pruned: dict[str, int]
 
@@ -110,11 +111,11 @@ def _grids(asked: Question) -> Iterator[tuple[int, ...]]:
                     yield replicate, shard, tp, cp, pp, ep, zero, sp
 
 
-def _table(rows: list[tuple[int, ...]]) -> Columns:
+def _table(rows: list[tuple[int, ...]]) -> PlanColumns:
     data = np.array(rows, dtype=np.int64).reshape(len(rows), len(AXES))
     n = len(rows)
     given = {name: data[:, i] for i, name in enumerate(AXES)}
-    return Columns(
+    return PlanColumns(
         dp_replicate=given["dp_replicate"],
         dp_shard=given["dp_shard"],
         tp=given["tp"],
@@ -128,12 +129,14 @@ def _table(rows: list[tuple[int, ...]]) -> Columns:
         micro_batch_size=np.ones(n, dtype=np.int64),
         recompute=np.full(n, "none"),
         tp_overlap=np.full(n, "none"),
+        cp_method=np.full(n, ""),
         reshard=np.full(n, -1, dtype=np.int64),
+        capacity_factor=np.zeros(n),
         listed=np.zeros(n, dtype=np.bool_),
     )
 
 
-def _sift(table: Columns, asked: Question, level: Level, rejected: Counter[str]) -> Columns:
+def _sift(table: PlanColumns, asked: Question, level: Level, rejected: Counter[str]) -> PlanColumns:
     """Drop rows that an illegal rule of `level` breaks, each counted under the first rule that did."""
     keep = np.ones(len(table), dtype=np.bool_)
     for rule in RULES:
@@ -145,7 +148,7 @@ def _sift(table: Columns, asked: Question, level: Level, rejected: Counter[str])
     return table.take(keep)
 
 
-def _grid_bounds(table: Columns, asked: Question, bounds: Bounds) -> dict[str, NDArray[np.bool_]]:
+def _grid_bounds(table: PlanColumns, asked: Question, bounds: Bounds) -> dict[str, NDArray[np.bool_]]:
     def over(values: NDArray[np.int64], limit: int | None) -> NDArray[np.bool_]:
         return values > limit if limit is not None else np.zeros(len(values), dtype=np.bool_)
 
@@ -163,7 +166,7 @@ def _grid_bounds(table: Columns, asked: Question, bounds: Bounds) -> dict[str, N
     }
 
 
-def _prune(table: Columns, masks: dict[str, NDArray[np.bool_]], pruned: Counter[str]) -> Columns:
+def _prune(table: PlanColumns, masks: dict[str, NDArray[np.bool_]], pruned: Counter[str]) -> PlanColumns:
     keep = np.ones(len(table), dtype=np.bool_)
     for name, mask in masks.items():
         hit = keep & mask
@@ -173,7 +176,7 @@ def _prune(table: Columns, masks: dict[str, NDArray[np.bool_]], pruned: Counter[
     return table.take(keep)
 
 
-def _batches(table: Columns, asked: Question, bounds: Bounds, pruned: Counter[str]) -> Columns:
+def _batches(table: PlanColumns, asked: Question, bounds: Bounds, pruned: Counter[str]) -> PlanColumns:
     """Multiply each grid by micro batches that divide its share, and by schedules with their stages per rank."""
     batch = asked.workload.global_batch_size
     rows: list[int] = []
@@ -226,7 +229,7 @@ def _orders(pp: int, asked: Question, bounds: Bounds) -> tuple[list[tuple[str, i
     return kept, len(every) - len(kept)
 
 
-def _policies(table: Columns, asked: Question, bounds: Bounds) -> Columns:
+def _policies(table: PlanColumns, asked: Question, bounds: Bounds) -> PlanColumns:
     """Multiply by recompute policies, and by whether FSDP reshards parameters after the forward pass."""
     recomputes = np.array(bounds.recomputes or asked.framework.recomputes, dtype=np.str_)
     sharded = (table.dp_shard * table.cp > 1) & (table.zero_stage < 0)

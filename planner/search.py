@@ -1,4 +1,5 @@
 """The search: cost every legal plan with the closed form, keep the feasible ones, and say why the others lost.
+from simulator.plan_columns import PlanColumns
 
 Exhaustive within the bounds of `planner.candidates`, so the answer is optimal *within the closed form*: the gap is
 zero, and what the closed form does not know is the estimate's own interval. Ties go to the simpler plan, in a fixed
@@ -19,10 +20,11 @@ from planner.candidates import Bounds, Candidates, enumerate_candidates
 from planner.costs import cost_table
 from planner.flips import Flip, Verdict, find_flips, lost_because, memory_flip
 from planner.frameworks import Framework, framework_named
-from planner.legality import Columns, Problem, check
+from planner.legality import Problem, check
 from simulator.estimate import Estimate
 from simulator.model import Model
 from simulator.plan import MESH_AXES, Plan
+from simulator.plan_columns import PlanColumns
 from simulator.runtime import Runtime
 from simulator.workload import Workload
 from topology.cluster import Cluster, LinkKind
@@ -208,7 +210,7 @@ def evaluate(
 
 
 def ranked_rows(
-    table: Columns, values: NDArray[np.float64], fits: NDArray[np.bool_], *, top: int, all_variants: bool
+    table: PlanColumns, values: NDArray[np.float64], fits: NDArray[np.bool_], *, top: int, all_variants: bool
 ) -> list[int]:
     """Return up to `top` rows, best value first; one per grid unless `all_variants`.
 

@@ -25,7 +25,7 @@ from simulator.plan_table import Floats, PlanTable, axis_sizes, plan_table
 from simulator.roofline import Roofline, efficiency
 from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import ModelOperators, RuntimeSpec, canonical_recompute, operators_for
-from simulator.stages import StageLayout, bubble_s, last_rank, stage_layout
+from simulator.stages import StageLayout, bubble_s, stage_layout
 from simulator.workload import Workload
 from topology.cluster import Cluster, Source
 from topology.errors import BadPlan
@@ -184,16 +184,14 @@ class _RankSum:
 
     def of(self, quantity: str) -> Floats:
         """Return per-rank sums of a dotted quantity such as `forward.compute_s`, shape (plans, ranks)."""
-        exists = self.layout.exists
-        ranks = np.arange(exists.shape[1])[None, :]
-        first, last = (ranks == 0) & exists, (ranks == last_rank(self.table)[:, None]) & exists
+        dense, moe = self.layout.layers
         total = (
-            np.where(exists, self.layout.dense, 0) * self._read("dense", quantity)
-            + first * self._read("embedding", quantity)
-            + last * self._read("head", quantity)
+            dense * self._read("dense", quantity)
+            + self.layout.first * self._read("embedding", quantity)
+            + self.layout.last * self._read("head", quantity)
         )
         if self.has_moe:
-            total = total + np.where(exists, self.layout.moe, 0) * self._read("moe", quantity)
+            total = total + moe * self._read("moe", quantity)
         return np.asarray(total)
 
     def again(self, quantity: str) -> Floats:
@@ -234,7 +232,7 @@ def _step(
         }
 
     device, host = passes("device_s"), passes("host_s")
-    layers = np.where(layout.exists, layout.dense + layout.moe, 0)
+    layers = sum(layout.layers)
     host["forward"] = host["forward"] + layers * spec.host.forward_layer_s
     host["backward"] = host["backward"] + layers * spec.host.backward_layer_s
     again = _wrapped_layers(spec, layout)
@@ -267,7 +265,7 @@ def _step(
     others = np.maximum(table["pp"] - 1, 1.0)
 
     def elsewhere(values: Floats) -> Floats:
-        mean = (values.sum(axis=1) - here(values)) / others
+        mean = ((values * layout.alike).sum(axis=1) - here(values)) / others
         return np.asarray(np.where(table["virtual_stages"] > 1, np.maximum(mean, here(values)), mean))
 
     bubble = bubble_s(table, elsewhere(forward_s), elsewhere(behind_s - weight_s), elsewhere(weight_s))

@@ -9,8 +9,9 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.legality import Columns, Grade, Problem, Question
+from planner.legality import Grade, Problem, Question
 from simulator.plan import Plan
+from simulator.plan_columns import PlanColumns
 
 Mask = NDArray[np.bool_]
 
@@ -30,7 +31,7 @@ class Rule:
     name: str
     grade: Grade
     level: Level
-    broken: Callable[[Columns, Question], Mask]
+    broken: Callable[[PlanColumns, Question], Mask]
     say: Callable[[Plan, Question], tuple[str, str, tuple[int, ...]]]
     applies: Callable[[Question], bool]
 
@@ -53,7 +54,7 @@ def around(values: list[int], value: int) -> tuple[int, ...]:
 
 
 Say = Callable[[Plan, Question], tuple[str, str, tuple[int, ...]] | str]
-Predicate = Callable[[Columns, Question], Mask]
+Predicate = Callable[[PlanColumns, Question], Mask]
 
 
 def rule(

@@ -20,7 +20,7 @@ from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.network import Network, StageUnits
 from simulator.lowering.sharded_data import DataTraffic, DataWriter, Unit
 from simulator.lowering.writing import StepWriter
-from simulator.memory import State, keeps_gathered, state_bytes
+from simulator.memory import State, state_bytes
 from simulator.model import Model
 from simulator.pipeline import pipeline_program
 from simulator.plan import Plan
@@ -269,7 +269,7 @@ class _Lowering:
 
         return DataTraffic(
             fully_sharded=full,
-            keeps_gathered=keeps_gathered(self.plan),
+            keeps_gathered=bool(self.context.table.keeps_gathered[0]),
             optimizer_sharded=not full and bool(table.state_shard["optimizer"][0] > 1),
             gradients_sharded=not full and bool(table.state_shard["gradients"][0] > 1),
             overlap=spec.fsdp.overlap if full else spec.ddp.overlap,
