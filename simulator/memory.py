@@ -112,7 +112,9 @@ def memory_columns(
     # which are units of their own. Backward holds their unsharded gradients until they are reduced.
     per_layer = np.maximum(parameters.dense_layer, (parameters.moe_layer + parameters.experts) * (model.moe_layers > 0))
     ends = np.maximum(first * parameters.embedding[:, None], last * parameters.head[:, None])
-    window = np.where(table.keeps_gathered[:, None], shared + experts, (1.0 + spec.fsdp.prefetch) * per_layer[:, None] + ends)
+    window = np.where(
+        table.keeps_gathered[:, None], shared + experts, (1.0 + spec.fsdp.prefetch) * per_layer[:, None] + ends
+    )
     gathered = np.where(fully_sharded, window * context.dtype_bytes("compute"), 0.0)
     # Autocast keeps a 16-bit copy of every weight from its first use to the end of backward.
     cast = table.conditions["autocast"] & (param_bytes > context.dtype_bytes("compute"))

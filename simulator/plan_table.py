@@ -63,12 +63,12 @@ class PlanTable:
 
     def take(self, which: Any) -> PlanTable:
         """Return the rows that `which` (a mask, indices or a slice) selects."""
-        rows = np.arange(len(self))[which]
-        taken = {
+        taken: dict[str, Any] = {
             f.name: {k: v[which] for k, v in value.items()} if isinstance(value, dict) else value[which]
             for f in fields(self)
             if f.name != "plans" and (value := getattr(self, f.name)) is not None
         }
+        rows = np.arange(len(self))[which]
         return PlanTable(plans=tuple(self.plans[row] for row in rows) if self.plans else (), **taken)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from simulator.closed_form import NORM_BYTES, spelled
+from simulator.closed_form import spelled
 from simulator.collectives import collective_model
 from simulator.costs import Cost
 from simulator.data_parallel import optimizer_bytes
@@ -31,6 +31,7 @@ from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import operators_for
 from simulator.schedule_tables import build_schedule
 from simulator.schedules import Action, Kind, Schedule
+from simulator.step_cost import NORM_BYTES
 from simulator.workload import Workload
 from topology.cluster import Cluster
 from topology.profile import Profile
