@@ -71,7 +71,8 @@ class Framework:
     shard_degree: bool = True  # dp_shard may exceed one without a ZeRO stage
     fills: str = "dp_shard"  # the data-parallel degree that takes the GPUs nobody claimed
     schedules: tuple[str, ...] = tuple(SCHEDULES)
-    searched_schedules: tuple[str, ...] = ("1F1B", "Interleaved1F1B")
+    overlaps: tuple[str, ...] = ()  # modes of overlap of tensor-parallel collectives beside "none"
+    cp_methods: tuple[str, ...] = ()  # ways of context parallelism; empty: the runtime's own
     torch_pipelining: bool = False  # runs torch.distributed.pipelining, with its checks
     recomputes: tuple[str, ...] = ("none", "selective", "selective-op", "full")
     any_recompute: bool = False  # other words are the runtime's own
@@ -94,6 +95,11 @@ TORCHTITAN = Framework(
     title="torchtitan 0.3",
     kv_heads=KvHeads.DIVIDE,
     expert_grid=ExpertGrid.SHARD_CONTEXT_TENSOR,
+    overlaps=("async",),  # parallelism.enable_async_tensor_parallel
+    cp_methods=(
+        "all_gather",
+        "ring",
+    ),  # context_parallel_rotate_method allgather and alltoall, which passes shards round
     torch_pipelining=True,
     ddp_alone=True,
     overlap_needs_compile=True,
@@ -103,6 +109,8 @@ PYTORCH = Framework(
     title="PyTorch (FSDP2, DTensor, pipelining)",
     kv_heads=KvHeads.DIVIDE,
     expert_grid=ExpertGrid.SHARD_CONTEXT_TENSOR,
+    overlaps=("async",),
+    cp_methods=("all_gather", "ring"),
     torch_pipelining=True,
     recomputes=("none", "full"),
     overlap_needs_compile=True,
@@ -116,6 +124,8 @@ MEGATRON = Framework(
     zero_stages=(0, 1, 2, 3),
     searched_zero_stages=(0, 1),  # 2 and 3 mean another implementation (Megatron-FSDP), asked for by name
     schedules=("1F1B", "Interleaved1F1B"),
+    overlaps=("ring",),  # --tp-comm-overlap: userbuffers pass shards round, the products beside them in pieces
+    cp_methods=("ring", "all_gather", "all_to_all"),  # --cp-comm-type p2p, allgather, a2a
     recomputes=("none", "selective", "full"),
     sequence_parallel_default=False,
     uneven_stages=False,
@@ -130,11 +140,11 @@ DEEPSPEED = Framework(
     zero_stages=(0, 1, 2, 3),
     shard_degree=False,
     schedules=("1F1B",),
-    searched_schedules=("1F1B",),
     recomputes=("none", "full"),
     sequence_parallel=False,
     sequence_parallel_default=False,
     ulysses=True,
+    cp_methods=("all_to_all",),
     zero_pipeline=False,
     zero_tensor=False,
 )
@@ -147,11 +157,11 @@ MEGATRON_DEEPSPEED = Framework(
     zero_stages=(0, 1, 2, 3),
     shard_degree=False,
     schedules=("1F1B",),
-    searched_schedules=("1F1B",),
     recomputes=("none", "selective", "full"),
     sequence_parallel_default=False,
     pads_vocabulary=True,
     ulysses=True,
+    cp_methods=("all_to_all",),
     zero_pipeline=False,
 )
 LLM_FOUNDRY = Framework(
@@ -161,7 +171,6 @@ LLM_FOUNDRY = Framework(
     axes=frozenset(),
     zero_stages=(0, 2, 3),
     schedules=(),
-    searched_schedules=(),
     recomputes=("none", "full"),
     sequence_parallel=False,
     sequence_parallel_default=False,
@@ -171,6 +180,8 @@ ANY = Framework(
     title="any framework",
     recomputes=("none", "full"),
     any_recompute=True,
+    overlaps=("ring", "async", "fused"),
+    cp_methods=("ring", "all_gather", "all_to_all"),
     zero_stages=(0, 1, 2, 3),
 )
 

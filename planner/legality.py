@@ -16,6 +16,7 @@ from planner.frameworks import Framework, framework_named
 from simulator.model import Model
 from simulator.plan import Plan
 from simulator.plan_columns import plan_columns
+from simulator.runtime_library import runtime_spec
 from simulator.workload import Workload
 from topology.cluster import Cluster, LinkKind
 
@@ -51,6 +52,7 @@ class Question:
     gpus_per_node: int
     nvlink: bool
     compile: bool = False
+    cp_method: str = ""  # the runtime's own method of context parallelism
     version: str | None = None
 
 
@@ -73,6 +75,7 @@ def question(
         gpus_per_node=cluster.gpus_per_node,
         nvlink=all(any(link.kind in {LinkKind.NVLINK, LinkKind.NVSWITCH} for link in node.links) for node in nodes),
         compile=bool(runtime and runtime.compile),
+        cp_method=runtime_spec(runtime.name).context_parallel if runtime else "",
         version=runtime.version if runtime else None,
     )
 

@@ -26,6 +26,7 @@ from simulator.memory import CONTEXT_BYTES, Parameters, local_parameters, memory
 from simulator.model import Model
 from simulator.plan_columns import PlanColumns, distinct
 from simulator.plan_table import Floats, PlanTable, table_of_columns
+from simulator.roofline import Roofline
 from simulator.runtime import Runtime
 from simulator.runtime_library import ModelOperators, canonical_recompute, operators_for
 from simulator.stages import StageLayout, stage_layout
@@ -62,6 +63,11 @@ class Screening:
     def capacity_bytes(self) -> float:
         """What a rank can use of its GPU."""
         return self.cluster.gpu_memory_bytes - CONTEXT_BYTES
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense datasheet rate of the compute type on one GPU."""
+        return Roofline(gpu=self.cluster.slowest_kind, dtype=self.runtime.compute_dtype).peak_flops
 
     @property
     def operators(self) -> ModelOperators:

@@ -58,7 +58,6 @@ def suggest(
     profile: options.Profile = None,
     out: Annotated[Path | None, typer.Option("--out", help="Save the best plan to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
-    seed: Annotated[int, typer.Option("--seed", help="For searches with randomness; this one has none.")] = 0,
     json: options.Json = False,
 ) -> None:
     """Rank the legal plans for one training step by predicted time, throughput or memory.
@@ -86,7 +85,6 @@ def suggest(
         runtime={"compile": compile_model, "param_dtype": param_dtype},
         max_tp=max_tp,
         profile=profile,
-        seed=seed,
     )
     if out is not None:
         content = plan_file(
@@ -145,7 +143,6 @@ def _search(
     runtime: dict[str, Any],
     max_tp: int | None,
     profile: Path | None,
-    seed: int,
 ) -> SearchResult:
     from dataclasses import replace  # noqa: PLC0415 - keeps `--help` light
 
@@ -194,7 +191,6 @@ def _search(
             objective=objective,
             top=top,
             gpus=number,
-            seed=seed,
             runtime=resolved,
             profile=measured,
             bounds=Bounds(max_tp=max_tp),

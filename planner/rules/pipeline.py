@@ -8,13 +8,13 @@ import numpy as np
 
 from planner.frameworks import SCHEDULES
 from planner.legality import Grade, Question
-from planner.rules.rule import Level, Mask, Rule, divisors, near, rule
+from planner.rules.rule import Level, Mask, Rule, divisors, near, one_of, rule
 from simulator.plan import Plan
 from simulator.plan_columns import PlanColumns
 
 
 def _is(c: PlanColumns, names: list[str]) -> Mask:
-    return np.asarray(np.isin(c.schedule, names) & (c.pp > 1))
+    return np.asarray(one_of(c.schedule, names) & (c.pp > 1))
 
 
 def _multi(c: PlanColumns) -> Mask:
@@ -133,7 +133,7 @@ PIPELINE_RULES: list[Rule] = [
     ),
     rule(
         "schedule",
-        lambda c, q: (c.pp > 1) & (c.schedule != "") & ~np.isin(c.schedule, q.framework.schedules),
+        lambda c, q: (c.pp > 1) & (c.schedule != "") & ~one_of(c.schedule, q.framework.schedules),
         lambda p, q: (
             f"{q.framework.title} has no schedule {p.schedule!r}; it has {', '.join(q.framework.schedules) or 'none'}"
         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -38,6 +38,14 @@ class Rule:
     def problem(self, plan: Plan, asked: Question) -> Problem:
         message, field, nearest = self.say(plan, asked)
         return Problem(rule=self.name, grade=self.grade, message=message, nearest=nearest, nearest_of=field)
+
+
+def one_of(column: NDArray[np.str_], names: Iterable[str]) -> Mask:
+    """Return where `column` is one of a few names; sorting words, as numpy's isin does, takes ten times as long."""
+    found = np.zeros(len(column), dtype=np.bool_)
+    for name in names:
+        found |= column == name
+    return found
 
 
 def divisors(n: int) -> list[int]:
