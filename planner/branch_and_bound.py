@@ -30,6 +30,7 @@ from simulator.stages import COUNTED_OUT
 NODES = 4096  # nodes whose leaves are screened at once: bounds memory, and gives a deadline something to cut
 LEAVES = 1 << 15  # plans bounded or costed at once
 FIRST = 256  # plans costed whole at first; the best of them bounds the rest
+COUNTED = 64  # plans whose schedule is counted out at once
 
 Progress = Callable[[str], None]
 
@@ -79,11 +80,15 @@ def explore(
     seen = 0
     legal = int(nodes.policies.sum())
     shared = screening.blocks(nodes.columns, recomputes)
+    lean, kept_least = nodes.with_recompute("none"), shared.keeping_least()
     # Every so many nodes make a chunk, so that a search cut short has seen some of everything.
     chunks = -(-len(nodes) // NODES)
     for number in range(chunks):
         rows = np.arange(number, len(nodes), chunks)
-        leaves, of_node = nodes.leaves(rows)
+        # A node on which not even the leanest of its recomputations would fit, at the price of none, has no leaf to see.
+        trial, of_node = lean.leaves(rows)
+        lowest = screening.plans(trial, kept_least, of_node).reserved_bytes(at_least=True)
+        leaves, of_node = nodes.leaves(np.unique(of_node[lowest <= screening.capacity_bytes]))
         for part in _parts(len(leaves)):
             some, mine = leaves.take(part), of_node[part]
             reserved = screening.plans(some, shared, mine).reserved_bytes(at_least=True)
@@ -149,13 +154,13 @@ def _best_first(
     at_least = np.full(len(variants), floor_s(screening, variants))
     for done, part in enumerate(_parts(len(variants))):
         some = screening.plans(variants.take(part), shared, part)
-        at_least[part] = np.maximum(some.micro.at_least_s, at_least[part])
+        at_least[part] = np.maximum(some.at_least_s(), at_least[part])
         say(f"bounded {part[-1] + 1:,} of {len(variants):,} plans that fit")
         if expired() and done:
             break
     bound = reserved if objective == "memory" else at_least
     left = np.argsort(bound, kind="stable")
-    step, exact = np.full(len(variants), np.inf), reserved.copy()
+    seconds, step, exact = np.zeros(len(variants)), np.full(len(variants), np.inf), reserved.copy()
     counted = np.isin(variants.schedule, COUNTED_OUT)  # whose memory is only bounded so far
     costed = np.zeros(len(variants), dtype=np.bool_)
     best = _Threshold(keep, one_per_grid=one_per_grid, grids=int(grid.max()) + 1)
@@ -169,14 +174,21 @@ def _best_first(
             rows = rows[bound[rows] <= best.value]
         if not len(rows):
             break
-        some = screening.plans(variants.take(rows), shared, rows)
-        again = counted[rows]
-        if again.any():
-            exact[rows[again]] = screening.plans(variants.take(rows[again]), shared, rows[again]).reserved_bytes()
-        fits = exact[rows] <= screening.capacity_bytes
-        step[rows] = np.where(fits, some.step_s(), np.inf)
+        seconds[rows] = screening.plans(variants.take(rows), shared, rows).step_s()
+        sure = rows[~counted[rows]]
+        step[sure] = seconds[sure]
+        best.add(grid[sure], exact[sure] if objective == "memory" else step[sure])
+        # Counting a schedule out is dear: quickest first, and not at all for plans that have lost by then.
+        unsure = rows[counted[rows]]
+        unsure = unsure[np.argsort((reserved if objective == "memory" else seconds)[unsure], kind="stable")]
+        for few in np.array_split(unsure, -(-len(unsure) // COUNTED)) if len(unsure) else ():
+            if objective == "time" and seconds[few[0]] > best.value:
+                break
+            exact[few] = screening.plans(variants.take(few), shared, few).reserved_bytes()
+            step[few] = np.where(exact[few] <= screening.capacity_bytes, seconds[few], np.inf)
+            value = exact if objective == "memory" else step
+            best.add(grid[few], np.where(np.isfinite(step[few]), value[few], np.inf))
         costed[rows] = True
-        best.add(grid[rows], np.where(fits, exact[rows] if objective == "memory" else step[rows], np.inf))
         left = left[len(rows) :]
         size = min(2 * size, LEAVES // 8)
         say(f"costed {costed.sum():,} of {len(variants):,} plans that fit")
@@ -195,7 +207,7 @@ def _best_first(
         step_s=step[found],
         reserved_bytes=exact[found],
         legal=legal,
-        fitting=len(variants) - int(costed.sum()) + len(found),
+        fitting=len(variants) - int((exact > screening.capacity_bytes).sum()),
         bound=float(min(value, unexplored)),
         floor_s=float(at_least.min()) if whole else floor_s(screening, variants),
         complete=bool(finished),

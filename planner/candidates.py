@@ -75,6 +75,10 @@ class Nodes:
         """Variants of each leaf of a node that cost no memory."""
         return self._count("tp_overlap") * self._count("cp_method")
 
+    def with_recompute(self, word: str) -> Nodes:
+        """Return the nodes with one way of recomputation in place of all."""
+        return replace(self, choices={**self.choices, "recompute": ((word, np.ones(len(self), dtype=np.bool_)),)})
+
     def leaves(self, rows: NDArray[np.intp]) -> tuple[PlanColumns, NDArray[np.intp]]:
         """Return nodes `rows` under every recomputation and resharding, and the node that each came from."""
         return self._expanded(self.columns.take(rows), rows, ("recompute", "reshard"))

@@ -15,10 +15,12 @@ from simulator.estimate import Estimate
 from simulator.lowering.block_code import Detail
 from simulator.plan import Plan
 from simulator.screening import Screening
-from simulator.simulation import choose_detail, program_length, simulate_plan
+from simulator.simulation import program_length, simulate_plan
 
-# Instructions of all finalists together: a few seconds of simulation on one core.
-BUDGET = 250_000
+# Instructions that all finalists' programs may have together: about a second of simulation on one core.
+BUDGET = 24_000
+# Of a program that is too long to be simulated in a search, even as one of two: about five seconds.
+MOST = 150_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,22 +39,28 @@ def simulated_order(
 ) -> list[Finalist]:
     """Return `finalists` with those that are `within` of the first simulated, and ordered by what came out.
 
-    All are simulated in one detail, the coarsest that any of them needs, since details differ by more than plans do.
-    The others follow in the order they had. A single candidate for the first place is not simulated: there is nothing
-    to order.
+    All are simulated in one detail, since details differ by more than plans do: layer by layer where at least two come
+    within the budget, else in whole stages. The others follow in the order they had. Where fewer than two can be
+    simulated there is nothing to order.
     """
     limit = finalists[0].estimate.step_s.value * (1 + within)
     close = [finalist for finalist in finalists if finalist.estimate.step_s.value <= limit]
     model, workload = screening.model, screening.workload
-    detail = Detail.STAGE
-    if all(choose_detail(model, workload, finalist.plan) is Detail.LAYER for finalist in close):
-        detail = Detail.LAYER
-    chosen, spent = 0, 0.0
-    for finalist in close:
-        spent += program_length(model, workload, finalist.plan, detail)
-        if chosen >= 2 and spent > BUDGET:
-            break
-        chosen += 1
+
+    def affordable(detail: Detail) -> int:
+        """How many of the first come within the budget; with whole stages at least two, unless they are too long."""
+        spent, count = 0.0, 0
+        for finalist in close:
+            length = program_length(model, workload, finalist.plan, detail)
+            spent += length
+            if spent > BUDGET and not (detail is Detail.STAGE and count < 2 and length <= MOST):
+                break
+            count += 1
+        return count
+
+    detail, chosen = Detail.LAYER, affordable(Detail.LAYER)
+    if chosen < 2:
+        detail, chosen = Detail.STAGE, affordable(Detail.STAGE)
     if chosen < 2:
         return list(finalists)
     simulated = []

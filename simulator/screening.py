@@ -4,7 +4,7 @@
     shared = screening.blocks(columns, modes)            # operators, once for all plans that run the same
     some = screening.plans(columns.take(rows), shared, rows)
     some.reserved_bytes(at_least=True)                   # memory, all of it true but for schedules counted on tables
-    some.micro_batches().at_least_s                      # a lower bound of the step: all but data-parallel traffic
+    some.at_least_s()                                    # a lower bound of the step: all but data-parallel traffic
     some.step_s()                                        # the step
 
 The numbers are those of `estimate_plans`: the same functions, on one column for each kind of pipeline rank instead of
@@ -42,6 +42,14 @@ class SharedBlocks:
 
     costs: dict[str, BlockCost]
     which: NDArray[np.intp]
+
+    def keeping_least(self) -> SharedBlocks:
+        """Return blocks that keep, without recomputing anything, no more than under any mode: a bound, not a mode."""
+        least = {
+            name: replace(cost, recompute={}, saved_bytes={"none": np.minimum.reduce([*cost.saved_bytes.values()])})
+            for name, cost in self.costs.items()
+        }
+        return SharedBlocks(costs=least, which=self.which)
 
     def take(self, rows: NDArray[np.intp]) -> dict[str, BlockCost]:
         """Return the blocks of some of the plans."""
@@ -140,11 +148,20 @@ class ScreenedPlans:
 
     @cached_property
     def micro(self) -> MicroBatches:
-        """What micro batches and the schedule take; `at_least_s` of it is a lower bound of the step."""
-        return micro_batches(
-            self.screening.model, self.operators, self.context, self.layout, self.blocks, self.parameters
-        )
+        """What micro batches and the schedule take."""
+        # A collective that cannot run here takes for ever, and for ever times no layers is no number.
+        with np.errstate(invalid="ignore"):
+            return micro_batches(
+                self.screening.model, self.operators, self.context, self.layout, self.blocks, self.parameters
+            )
+
+    def at_least_s(self) -> Floats:
+        """Return a lower bound of the step: all but data-parallel traffic. Infinite where something cannot run."""
+        return np.nan_to_num(self.micro.at_least_s, nan=np.inf)
 
     def step_s(self) -> Floats:
-        """Return seconds of the whole step."""
-        return step_cost(self.operators, self.context, self.layout, self.parameters, self.micro).total_s
+        """Return seconds of the whole step. Infinite where something cannot run."""
+        micro = self.micro
+        with np.errstate(invalid="ignore"):
+            total = step_cost(self.operators, self.context, self.layout, self.parameters, micro).total_s
+        return np.nan_to_num(total, nan=np.inf)
