@@ -186,8 +186,8 @@ def _best_first(
                 break
             exact[few] = screening.plans(variants.take(few), shared, few).reserved_bytes()
             step[few] = np.where(exact[few] <= screening.capacity_bytes, seconds[few], np.inf)
-            value = exact if objective == "memory" else step
-            best.add(grid[few], np.where(np.isfinite(step[few]), value[few], np.inf))
+            values = exact[few] if objective == "memory" else step[few]
+            best.add(grid[few], np.where(np.isfinite(step[few]), values, np.inf))
         costed[rows] = True
         left = left[len(rows) :]
         size = min(2 * size, LEAVES // 8)
@@ -201,14 +201,14 @@ def _best_first(
     unexplored = float(bound[left[0]]) if len(left) else np.inf
     if not whole:
         unexplored = 0.0 if objective == "memory" else floor_s(screening, variants)
-    value = (exact if objective == "memory" else step)[found].min() if len(found) else np.inf
+    least = (exact if objective == "memory" else step)[found].min() if len(found) else np.inf
     return Explored(
         columns=variants.take(found),
         step_s=step[found],
         reserved_bytes=exact[found],
         legal=legal,
         fitting=len(variants) - int((exact > screening.capacity_bytes).sum()),
-        bound=float(min(value, unexplored)),
+        bound=float(min(least, unexplored)),
         floor_s=float(at_least.min()) if whole else floor_s(screening, variants),
         complete=bool(finished),
     )

@@ -1,8 +1,7 @@
 """When there is no answer: what is missing, which constraints are in conflict, and the cheapest ways out.
 
 Nothing is recited: a constraint is in the conflict because without it there is an answer, and a relaxation is offered
-because a plan was found under it. Memory decides, so questions are only screened for memory, which is a lower bound over
-every legal plan: what does not fit here fits under no policy.
+because a plan was found under it. Memory decides, so questions are only screened for memory, over every legal plan.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from planner.branch_and_bound import LEAVES, NODES
+from planner.branch_and_bound import COUNTED, LEAVES, NODES
 from planner.candidates import Bounds, Nodes, enumerate_nodes
 from planner.costs import cost_table
 from planner.frameworks import ANY, Framework
@@ -21,6 +21,7 @@ from planner.legality import check
 from planner.scaling import scale_memory, with_gpus
 from simulator.model import Model
 from simulator.plan import Plan
+from simulator.plan_columns import PlanColumns
 from simulator.runtime import Runtime
 from simulator.screening import Screening
 from simulator.stages import COUNTED_OUT
@@ -70,20 +71,28 @@ class Constrained:
 
 
 def leanest(screening: Screening, nodes: Nodes, recomputes: tuple[str, ...]) -> tuple[float, Plan]:
-    """Return a lower bound of what any leaf reserves on its worst rank, and the plan that comes nearest to it."""
+    """Return what the leaf that needs least memory reserves on its worst rank, and that plan."""
     shared = screening.blocks(nodes.columns, recomputes)
-    least, plan, shown = np.inf, None, np.inf
+    least, plan = np.inf, None
+    unsure: list[tuple[float, PlanColumns, NDArray[np.intp]]] = []  # schedules to count out, with a lower bound
     for start in range(0, len(nodes), NODES):
         leaves, of_node = nodes.leaves(np.arange(start, min(start + NODES, len(nodes))))
         for begin in range(0, len(leaves), LEAVES):
-            part = slice(begin, begin + LEAVES)
-            some = leaves.take(part)
-            reserved = screening.plans(some, shared, of_node[part]).reserved_bytes(at_least=True)
-            least = min(least, float(reserved.min()))
-            exact = np.where(np.isin(some.schedule, COUNTED_OUT), np.inf, reserved)
-            row = int(np.argmin(exact))
-            if exact[row] < shown or plan is None:
-                shown, plan = float(exact[row]), some.plan(row)
+            some, mine = leaves.take(slice(begin, begin + LEAVES)), of_node[begin : begin + LEAVES]
+            reserved = screening.plans(some, shared, mine).reserved_bytes(at_least=True)
+            counted = np.isin(some.schedule, COUNTED_OUT)
+            row = int(np.argmin(np.where(counted, np.inf, reserved)))
+            if not counted[row] and reserved[row] < least:
+                least, plan = float(reserved[row]), some.plan(row)
+            batches = np.array_split(np.nonzero(counted)[0], -(-len(mine) // COUNTED))
+            unsure += [(float(reserved[few].min()), some.take(few), mine[few]) for few in batches if len(few)]
+    for bound, some, mine in sorted(unsure, key=lambda part: part[0]):
+        if bound >= least:
+            break
+        reserved = screening.plans(some, shared, mine).reserved_bytes()
+        row = int(np.argmin(reserved))
+        if reserved[row] < least:
+            least, plan = float(reserved[row]), some.plan(row)
     assert plan is not None  # noqa: S101 - callers pass at least one node
     return least, plan
 
@@ -123,7 +132,6 @@ def nothing_fits(
     need, plan = leanest(screening, nodes, asked.recomputes)
     estimate = cost_table(model, cluster, screening.workload, [plan], screening.runtime, screening.profile).estimate(0)
     memory, have = estimate.memory, screening.capacity_bytes
-    need = max(need, have) if need > memory.reserved_bytes else memory.reserved_bytes
     largest = sorted(memory.by_category.items(), key=lambda item: (-item[1], item[0]))[:3]
     offers = list(relaxations(asked, grow))
     kept = ", ".join(conflict(asked))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from planner.branch_and_bound import Explored, explore, pareto_rows
 from planner.candidates import Bounds, Nodes, enumerate_nodes
 from planner.costs import cost_table, require_plannable
+from planner.counts import CountRow, cost_per_million_tokens
 from planner.finalists import Finalist, simulated_order
 from planner.flips import Flip, Verdict, find_flips, lost_because, memory_flip
 from planner.frameworks import Framework, framework_named
@@ -50,6 +51,7 @@ class RankedPlan:
     flips: tuple[Flip, ...] = ()
     problems: tuple[Problem, ...] = ()
     simulated_s: float | None = None
+    cost_per_million_tokens: float | None = None  # in the currency of the price given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,7 @@ class SearchResult:
     plans: tuple[RankedPlan, ...]
     rejected: dict[str, int]
     assumed: tuple[str, ...] = field(default=())
+    by_gpus: tuple[CountRow, ...] = ()  # where several numbers of GPUs were compared
 
 
 def suggest(
@@ -102,6 +105,7 @@ def suggest(
     profile: Any = None,
     bounds: Bounds | None = None,
     all_variants: bool = False,
+    gpu_price_per_hour: float | None = None,
     simulate: bool = True,
     time_limit_s: float | None = None,
     grow: Callable[[int], Cluster] | None = None,
@@ -168,6 +172,7 @@ def suggest(
             flips=(*flips[i - 1], *memory_flip(cluster, best, finalist.estimate)) if i else (),
             problems=check(finalist.plan, model, cluster, workload, framework, runtime=runtime, gpus=gpus),
             simulated_s=finalist.simulated_s,
+            cost_per_million_tokens=cost_per_million_tokens(finalist.estimate, gpu_price_per_hour),
         )
         for i, finalist in enumerate(finalists)
     )
