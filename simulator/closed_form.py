@@ -22,7 +22,7 @@ from simulator.plan import Plan
 from simulator.plan_table import Floats, PlanTable, axis_sizes, plan_table
 from simulator.roofline import Roofline, efficiency
 from simulator.runtime import Runtime
-from simulator.runtime_library import ModelOperators, canonical_recompute, operators_for
+from simulator.runtime_library import ModelOperators, attention_kernel, canonical_recompute, operators_for
 from simulator.stages import stage_layout
 from simulator.step_cost import micro_batches, step_cost
 from simulator.workload import Workload
@@ -145,7 +145,7 @@ def cost_context(
     roofline = Roofline(
         gpu=cluster.slowest_kind,
         dtype=runtime.compute_dtype,
-        attention_kernel=operators.spec.attention_kernel,
+        attention_kernel=attention_kernel(runtime, cluster.slowest_kind.architecture),
     )
     return CostContext(
         table=table,
