@@ -78,6 +78,8 @@ class Framework:
     any_recompute: bool = False  # other words are the runtime's own
     sequence_parallel: bool = True
     sequence_parallel_default: bool = True  # on with tensor parallelism unless switched off
+    lists_layers: bool = False  # layers can be spelled out stage by stage
+    lists_recompute: bool = False  # and so can recomputation
     uneven_stages: bool = True  # may put different numbers of layers on stages without being told
     pads_vocabulary: bool = False
     ulysses: bool = False  # context parallelism splits heads
@@ -100,6 +102,7 @@ TORCHTITAN = Framework(
         "all_gather",
         "ring",
     ),  # context_parallel_rotate_method allgather and alltoall, which passes shards round
+    lists_layers=True,  # pipeline_parallel_module_fqns_per_model_part
     torch_pipelining=True,
     ddp_alone=True,
     overlap_needs_compile=True,
@@ -111,6 +114,8 @@ PYTORCH = Framework(
     expert_grid=ExpertGrid.SHARD_CONTEXT_TENSOR,
     overlaps=("async",),
     cp_methods=("all_gather", "ring"),
+    lists_layers=True,
+    lists_recompute=True,
     torch_pipelining=True,
     recomputes=("none", "full"),
     overlap_needs_compile=True,
@@ -126,6 +131,7 @@ MEGATRON = Framework(
     schedules=("1F1B", "Interleaved1F1B"),
     overlaps=("ring",),  # --tp-comm-overlap: userbuffers pass shards round, the products beside them in pieces
     cp_methods=("ring", "all_gather", "all_to_all"),  # --cp-comm-type p2p, allgather, a2a
+    lists_layers=True,  # --pipeline-model-parallel-layout
     recomputes=("none", "selective", "full"),
     sequence_parallel_default=False,
     uneven_stages=False,
@@ -180,6 +186,8 @@ ANY = Framework(
     title="any framework",
     recomputes=("none", "full"),
     any_recompute=True,
+    lists_layers=True,
+    lists_recompute=True,
     overlaps=("ring", "async", "fused"),
     cp_methods=("ring", "all_gather", "all_to_all"),
     zero_stages=(0, 1, 2, 3),

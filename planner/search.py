@@ -24,6 +24,7 @@ from planner.finalists import Finalist, simulated_order
 from planner.flips import Flip, Verdict, find_flips, lost_because, memory_flip
 from planner.frameworks import Framework, framework_named
 from planner.legality import Problem, check
+from planner.stage_search import best_stages
 from simulator.estimate import Estimate
 from simulator.model import Model
 from simulator.plan import MESH_AXES, Plan
@@ -38,6 +39,7 @@ OBJECTIVES = ("time", "throughput", "memory", "cost", "pareto")
 # The closed form is within so much of the simulation (tests/simulator/test_lowering_grid.py): plans closer than that
 # are told apart by simulating them.
 CLOSED_FORM_ERROR = 0.13
+PIPELINES = 8  # the quickest, whose stages are looked at one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,8 @@ class SearchStats:
 
     `fitting` plans were not shown to need too much memory, `costed` of them were costed whole, `simulated` simulated.
     `bound_s` is a lower bound of the step over all legal plans that fit, `gap` how far the best found may be above the
-    best there is, relative, by the objective.
+    best there is, relative, by the objective. Both are about stages as the runtime splits them; stages with layers or
+    recomputation of their own are solved exactly for the quickest pipelines, and can only be better.
     """
 
     candidates: int
@@ -154,7 +157,10 @@ def suggest(
         value = judged.reserved_bytes if objective == "memory" else judged.step_s
         return [(float(v), bool(f)) for v, f in zip(value, judged.fits, strict=True)]
 
-    plans = _listed(explored, objective, top=top, all_variants=all_variants)
+    staged: list[tuple[Plan, float]] = []
+    if objective not in {"memory", "pareto"}:
+        staged = _staged(screening, framework, explored, bounds.recomputes or framework.recomputes)
+    plans = _listed(explored, staged, objective, top=top, all_variants=all_variants)
     plans = [_placed(plan, cluster) for plan in plans]
     table = cost_table(model, cluster, workload, plans, runtime, profile)
     finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(plans)]
@@ -190,14 +196,42 @@ def suggest(
     )
 
 
-def _listed(explored: Explored, objective: str, *, top: int, all_variants: bool) -> list[Plan]:
+def _staged(
+    screening: Screening, framework: Framework, explored: Explored, recomputes: Sequence[str]
+) -> list[tuple[Plan, float]]:
+    """Return the quickest pipelines with layers or recomputation of their own on each stage, where that is quicker."""
+    better = []
+    rows = [row for row in np.argsort(explored.step_s, kind="stable") if explored.columns.pp[row] > 1]
+    for row in rows[:PIPELINES]:
+        plan, step = explored.columns.plan(int(row)), float(explored.step_s[row])
+        found, quicker = best_stages(screening, framework, plan, step, recomputes)
+        if quicker < step:
+            better.append((found, quicker))
+    return better
+
+
+def _listed(
+    explored: Explored,
+    staged: Sequence[tuple[Plan, float]],
+    objective: str,
+    *,
+    top: int,
+    all_variants: bool,
+) -> list[Plan]:
     """Return the plans to list, best first by the closed form."""
     if objective == "pareto":
-        rows = pareto_rows(explored.step_s, explored.reserved_bytes)
-    else:
-        values = explored.reserved_bytes if objective == "memory" else explored.step_s
-        rows = ranked_rows(explored.columns, values, top=top, all_variants=all_variants)
-    return [explored.columns.plan(row) for row in rows]
+        return [explored.columns.plan(row) for row in pareto_rows(explored.step_s, explored.reserved_bytes)]
+    values = explored.reserved_bytes if objective == "memory" else explored.step_s
+    rows = ranked_rows(explored.columns, values, top=top, all_variants=all_variants)
+    found = [(float(values[row]), explored.columns.plan(row)) for row in rows]
+    if staged:
+        found = sorted([*found, *((step, plan) for plan, step in staged)], key=lambda pair: pair[0])
+    if not all_variants:
+        first: dict[tuple[int, ...], tuple[float, Plan]] = {}
+        for value, plan in found:
+            first.setdefault(tuple(getattr(plan, axis) for axis in (*MESH_AXES, "ep")), (value, plan))
+        found = list(first.values())
+    return [plan for _, plan in found[:top]]
 
 
 def _account(
@@ -206,6 +240,7 @@ def _account(
     """Return what the search went through, and how much its answer may be off."""
     memory = objective == "memory"
     value = float((explored.reserved_bytes if memory else explored.step_s).min())
+    listed = min(finalist.estimate.step_s.value for finalist in finalists)
     gap = 0.0 if explored.complete else value / explored.bound - 1 if explored.bound > 0 else float("inf")
     beaten = explored.fitting - len(explored)
     pruned = {**nodes.pruned, **({"bound above the plans listed": beaten} if beaten else {})}
@@ -219,7 +254,7 @@ def _account(
         seconds=seconds,
         status="optimal within the model" if explored.complete else "best found within the time limit",
         objective=objective,
-        bound_s=explored.floor_s if memory else explored.bound,
+        bound_s=explored.floor_s if memory else min(explored.bound, listed),
         gap=gap,
     )
 

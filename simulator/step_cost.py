@@ -89,11 +89,48 @@ class RankSum:
                     total = total + layers * self._read(name, f"recompute.{mode}.{quantity}")
         return total
 
+    def passes(self, quantity: str) -> dict[str, Floats]:
+        """Return a quantity of the three passes of one micro batch."""
+        return {
+            "forward": self.of(f"forward.{quantity}"),
+            "backward": self.of(f"backward.{quantity}"),
+            "recompute": self.again(quantity),
+        }
+
     def _read(self, block: str, quantity: str) -> Floats:
         value: object = self.blocks[block]
         for name in quantity.split("."):
             value = value.get(name, 0.0) if isinstance(value, dict) else getattr(value, name)
         return np.broadcast_to(np.asarray(value, dtype=np.float64), (len(self.table),))[:, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSeconds:
+    """One micro batch on every pipeline rank: each pass takes as long as the device or the host, whichever is slower.
+
+    `device` and `host` are by pass (forward, backward, recompute); `backward` has the recomputation in it.
+    """
+
+    device: dict[str, Floats]
+    host: dict[str, Floats]
+    forward: Floats
+    backward: Floats
+
+
+def rank_seconds(rank_sum: RankSum, spec: RuntimeSpec) -> RankSeconds:
+    """Return how long pipeline ranks take for one micro batch, shape (plans, columns)."""
+    device, host = rank_sum.passes("device_s"), rank_sum.passes("host_s")
+    dense, moe = rank_sum.layout.layers
+    host["forward"] = host["forward"] + (dense + moe) * spec.host.forward_layer_s
+    host["backward"] = host["backward"] + (dense + moe) * spec.host.backward_layer_s
+    again = _wrapped_layers(spec, rank_sum.layout)
+    host["recompute"] = host["recompute"] + again * (spec.host.forward_layer_s + spec.host.checkpoint_s)
+    return RankSeconds(
+        device=device,
+        host=host,
+        forward=np.maximum(device["forward"], host["forward"]),
+        backward=np.maximum(device["backward"] + device["recompute"], host["backward"] + host["recompute"]),
+    )
 
 
 def micro_batches(
@@ -109,23 +146,8 @@ def micro_batches(
     rank_sum = RankSum(layout=layout, table=table, blocks=blocks, has_moe="moe" in blocks)
     m = table.micro_batches
 
-    # One micro batch on the slowest pipeline rank: each pass takes as long as the device or the host, whichever is
-    # slower.
-    def passes(quantity: str) -> dict[str, Floats]:
-        return {
-            "forward": rank_sum.of(f"forward.{quantity}"),
-            "backward": rank_sum.of(f"backward.{quantity}"),
-            "recompute": rank_sum.again(quantity),
-        }
-
-    device, host = passes("device_s"), passes("host_s")
-    layers = sum(layout.layers)
-    host["forward"] = host["forward"] + layers * spec.host.forward_layer_s
-    host["backward"] = host["backward"] + layers * spec.host.backward_layer_s
-    again = _wrapped_layers(spec, layout)
-    host["recompute"] = host["recompute"] + again * (spec.host.forward_layer_s + spec.host.checkpoint_s)
-    forward_s = np.maximum(device["forward"], host["forward"])
-    behind_s = np.maximum(device["backward"] + device["recompute"], host["backward"] + host["recompute"])
+    ranks = rank_seconds(rank_sum, spec)
+    device, host, forward_s, behind_s = ranks.device, ranks.host, ranks.forward, ranks.backward
     slowest = np.argmax(forward_s + behind_s, axis=1)
 
     def here(values: Floats) -> Floats:
@@ -134,10 +156,10 @@ def micro_batches(
     compute = here(rank_sum.of("forward.compute_s")) + here(rank_sum.of("backward.compute_s"))
     recompute = here(rank_sum.again("compute_s"))
     exposed = {
-        axis: sum((here(x) for x in passes(f"communication_s.{axis}").values()), np.zeros(len(table)))
+        axis: sum((here(x) for x in rank_sum.passes(f"communication_s.{axis}").values()), np.zeros(len(table)))
         for axis in ("tp", "cp", "ep")
     }
-    hidden = sum((here(x) for x in passes("hidden_s").values()), np.zeros(len(table)))
+    hidden = sum((here(x) for x in rank_sum.passes("hidden_s").values()), np.zeros(len(table)))
     forward, backward = here(forward_s), here(behind_s)
     # A host that is slower in one pass and quicker in the other runs ahead where it can: what counts is the whole
     # step's issue time against the device's, and the first pass, which nothing ran ahead of.
