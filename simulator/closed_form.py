@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.calibration import Calibration, calibrated, calibrated_host, roofline_of
 from simulator.collectives import collective_model
 from simulator.data_parallel import data_parallel, optimizer_s, sm_share
 from simulator.estimate import Estimate, Interval, MemoryEstimate
@@ -22,12 +23,12 @@ from simulator.memory import CONTEXT_BYTES, MemoryColumns, Parameters, local_par
 from simulator.model import Model
 from simulator.plan import Plan
 from simulator.plan_table import Floats, PlanTable, axis_sizes, plan_table
-from simulator.roofline import Roofline, efficiency
+from simulator.roofline import efficiency
 from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import (
+    HostSpec,
     ModelOperators,
     RuntimeSpec,
-    attention_kernel,
     canonical_recompute,
     operators_for,
 )
@@ -103,19 +104,19 @@ def estimate_plans(
     plans: Sequence[Plan],
     runtime: Runtime,
     profile: Profile | None = None,
+    *,
+    calibration: Calibration | None = None,
 ) -> EstimateTable:
     """Return step time and memory of every plan, assuming each is legal for the model and the workload.
 
     Raises BadPlan when the runtime has no description or does not know a plan's recompute word. Without a `profile`
-    every figure rests on datasheets and published efficiencies.
+    every figure rests on datasheets and published efficiencies. `calibration` goes before the profile's own.
     """
+    calibration = calibration or calibrated(profile, cluster)
     operators = operators_for(model, runtime)
+    operators = replace(operators, spec=calibrated_host(operators.spec, calibration, compiled=runtime.compile))
     table = plan_table([spelled(plan, runtime) for plan in plans], workload, cp_method=operators.spec.context_parallel)
-    roofline = Roofline(
-        gpu=cluster.slowest_kind,
-        dtype=runtime.compute_dtype,
-        attention_kernel=attention_kernel(runtime, cluster.slowest_kind.architecture),
-    )
+    roofline = roofline_of(cluster, runtime, operators.spec, calibration)
     context = CostContext(
         table=table,
         sizes=axis_sizes(model, workload, table),
@@ -241,10 +242,14 @@ def _step(
 
     device, host = passes("device_s"), passes("host_s")
     layers = np.where(layout.exists, layout.dense + layout.moe, 0)
-    host["forward"] = host["forward"] + layers * spec.host.forward_layer_s
-    host["backward"] = host["backward"] + layers * spec.host.backward_layer_s
+    layer_host = layer_host_s(spec.host, table)
+    host["forward"] = host["forward"] + layers * (spec.host.forward_layer_s + FORWARD_SHARE * layer_host)[:, None]
+    host["backward"] = (
+        host["backward"] + layers * (spec.host.backward_layer_s + (1 - FORWARD_SHARE) * layer_host)[:, None]
+    )
     again = _wrapped_layers(spec, layout)
-    host["recompute"] = host["recompute"] + again * (spec.host.forward_layer_s + spec.host.checkpoint_s)
+    wrapping = np.array([spec.host.wrapping_s(str(word)) for word in table.recompute])[:, None]
+    host["recompute"] = host["recompute"] + again * (spec.host.forward_layer_s + wrapping)
     forward_s = np.maximum(device["forward"], host["forward"])
     behind_s = np.maximum(device["backward"] + device["recompute"], host["backward"] + host["recompute"])
     slowest = np.argmax(forward_s + behind_s, axis=1)
@@ -277,7 +282,7 @@ def _step(
         return np.asarray(np.where(table["virtual_stages"] > 1, np.maximum(mean, here(values)), mean))
 
     bubble = bubble_s(table, elsewhere(forward_s), elsewhere(behind_s - weight_s), elsewhere(weight_s))
-    ahead = np.maximum(m * on_host - m * on_device - bubble, first)
+    ahead = np.maximum(m * on_host + spec.host.rest_s - m * on_device - bubble, first)
     starved = m * (forward + backward - on_device) if spec.host.synchronizes else ahead
     boundary = context.sizes["u"] * model.hidden * DTYPE_BYTES[context.runtime.compute_dtype]
     if spec.pipeline.scatter_p2p:
@@ -304,10 +309,25 @@ def _step(
         "contention": data.contention_s + m * hidden * sm_share(context),
         "exposed_communication": sum(exposed.values(), np.zeros(len(table))),
         "bubble": bubble + data.fill_s,
-        "host": starved + spec.host.step_s,
+        "host": starved + spec.host.step_s + spec.host.data_token_s * loaded_tokens(context),
         "optimizer": optimizer,
     }
     return _Step(breakdown_s=breakdown, exposed_s=exposed, lower_bound_s=m * (compute + recompute) + optimizer)
+
+
+# How much of what parallelism adds to a layer's host time belongs to its forward pass: backward gathers, and reduces.
+FORWARD_SHARE = 1 / 3
+
+
+def layer_host_s(host: HostSpec, table: PlanTable) -> Floats:
+    """Return the host seconds that data and context parallelism add to one layer's two passes, one value a plan."""
+    sharded = table.state_shard["parameters"] > 1
+    replicated = ~sharded & (table["dp_replicate"] > 1)
+    return np.asarray(
+        np.where(sharded, host.fsdp_layer_s, 0.0)
+        + np.where(replicated, host.ddp_layer_s, 0.0)
+        + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
+    )
 
 
 def _wrapped_layers(spec: RuntimeSpec, layout: StageLayout) -> Floats:
@@ -317,6 +337,12 @@ def _wrapped_layers(spec: RuntimeSpec, layout: StageLayout) -> Floats:
         mode = spec.recompute[name]
         total = total + (dense + moe) * (mode.layers if mode.recomputes else 0.0)
     return total
+
+
+def loaded_tokens(context: CostContext) -> Floats:
+    """Return the tokens a rank loads for a step: whole sequences of all its micro batches, whatever part it computes."""
+    table = context.table
+    return np.asarray(context.sizes["S"] * table["micro_batch_size"] * table.micro_batches)
 
 
 # What the gradient norm is summed over, and the bytes of it.

@@ -70,20 +70,29 @@ def data_parallel(
     replicas = groups.time_s("all_reduce", "replicate", shard * reduce_bytes)
     replicas = np.where((table["dp_replicate"] > 1) & (table["dp_shard"] > 1), replicas, 0.0)
 
+    # Beside compute a collective takes longer than alone, so it hides less.
+    beside = context.roofline.calibration.contention() if context.roofline.calibration is not None else None
+    slowed = beside.collective if beside is not None else 1.0
     # Fully sharded: each layer's traffic hides behind the layer before it; the first gather and the last reduction
     # have nothing to hide behind.
     passes_of_gather = gathers / np.where(gathers > 1, 2.0, 1.0)
-    exposed_forward = gather / count + np.maximum(gather - forward, 0.0) * (1 - 1 / count)
+    first, last_one = gather / count, (reduce + replicas) / count
+    if context.roofline.calibration is not None:
+        first, last_one = _ends(
+            context, parameters, has_first=slowest == 0, replicas=replicas / np.maximum(reduce, 1e-12)
+        )
+    exposed_forward = first + np.maximum(slowed * gather - forward, 0.0) * (1 - 1 / count)
     again = np.where(gathers > 1, gather, 0.0)
-    busiest = np.maximum(again + reduce, replicas)  # replicas have a communicator, and a stream, of their own
-    exposed_backward = (reduce + replicas) / count + np.maximum(busiest - backward, 0.0) * (1 - 1 / count)
+    busiest = slowed * np.maximum(again + reduce, replicas)  # replicas have a communicator, and a stream, of their own
+    exposed_backward = last_one + np.maximum(busiest - backward, 0.0) * (1 - 1 / count)
     sharded_exposed = passes_of_gather * exposed_forward + reductions * exposed_backward
     sharded_total = gathers * gather + reductions * (reduce + replicas)
     hbm = context.roofline.memory_bytes_per_s
+    packing = context.roofline.packing_bytes_per_s((shared + experts) / count * compute_bytes)
     copied = 2 * gathers * (shared + experts) * compute_bytes + reductions * (shared + experts) * (
         compute_bytes + reduce_bytes
     )
-    copies = np.where(full & spec.fsdp.copy_in_copy_out, copied / hbm, 0.0)
+    copies = np.where(full & spec.fsdp.copy_in_copy_out, copied / packing, 0.0)
     # Gradients of further micro batches are added up by kernels of their own, unless a product does it on the fly.
     adding = np.zeros(len(table))
     if spec.state.gradient_dtype != "reduce":
@@ -115,7 +124,7 @@ def data_parallel(
     hidden = times * hidden
 
     exposed = np.where(full, sharded_exposed, replicated_exposed)
-    overlapped = np.where(full, sharded_total - sharded_exposed, np.where(optimizer_only, 0.0, hidden))
+    overlapped = np.where(full, np.maximum(sharded_total - sharded_exposed, 0.0), np.where(optimizer_only, 0.0, hidden))
     contention = np.maximum(overlapped, 0.0) * sm_share(context)
     # Each rank gathers layer by layer when the first micro batch comes by, and each adds gradients up as it leaves.
     once = exposed_forward + 2 * (shared + experts) * compute_bytes / hbm + np.where(table["pp"] > 1, adding, 0.0)
@@ -123,8 +132,35 @@ def data_parallel(
     return DataParallel(exposed_s=exposed, copies_s=copies, contention_s=contention, fill_s=fill)
 
 
+def _ends(
+    context: CostContext, parameters: Parameters, *, has_first: NDArray[np.bool_], replicas: Floats
+) -> tuple[Floats, Floats]:
+    """Return seconds of (the gathers before the first layer, the reductions after the last) unit by unit.
+
+    The embedding is a unit of its own: its gather and the first layer's have nothing but its lookup to hide behind, and
+    its gradient, made last, is reduced when nothing else is left. Next to a few layers it weighs more than they do. The
+    plain rule, an equal share for every layer, is what uncalibrated efficiencies were settled with.
+    """
+    groups, table = context.groups, context.table
+    embedding = np.where(has_first, parameters.embedding, 0.0)
+    layer = np.broadcast_to(parameters.dense_layer, embedding.shape)
+    gather = sum(
+        (groups.time_s("all_gather", "fsdp", part * context.dtype_bytes("compute")) for part in (embedding, layer)),
+        np.zeros(len(table)),
+    )
+    reduce = groups.time_s(
+        "reduce_scatter", "fsdp", np.where(has_first, embedding, layer) * context.dtype_bytes("reduce")
+    )
+    return gather, reduce * (1.0 + replicas)
+
+
 def sm_share(context: CostContext) -> float:
-    """Return the share of the SMs that a collective holds, and compute beside it lacks."""
+    """Return the compute lost for each second of a collective beside it: the share of the SMs that it holds, or what
+    was measured.
+    """
+    beside = context.roofline.calibration.contention() if context.roofline.calibration is not None else None
+    if beside is not None:
+        return beside.lost
     gpu = context.roofline.gpu
     return efficiency(gpu.architecture).nccl_sms / gpu.sm_count
 
@@ -149,4 +185,8 @@ def optimizer_s(operators: ModelOperators, context: CostContext, layout: StageLa
     dense, moe = np.where(exists, layout.dense, 0), np.where(exists, layout.moe, 0)
     shared, experts = parameters.of_stage(dense, moe, *ends)
     owned = shared / table.state_shard["optimizer"][:, None] + experts / table.expert_shard["optimizer"][:, None]
-    return np.asarray(owned.max(axis=1) * optimizer_bytes(operators.spec) / context.roofline.memory_bytes_per_s)
+    return np.asarray(
+        owned.max(axis=1)
+        * optimizer_bytes(operators.spec)
+        / context.roofline.update_bytes_per_s(context.runtime.param_dtype)
+    )

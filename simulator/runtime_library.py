@@ -74,7 +74,7 @@ class PipelineSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
     """Host seconds: per kernel launch, per operator on DTensors, per collective, per layer and pass, per recomputed
-    layer, per step. `synchronizes`: the host waits for the device after every pass of a micro batch, instead of running
+    layer, per step, per token loaded (a step waits for its data). `synchronizes`: the host waits for the device after every pass of a micro batch, instead of running
     ahead.
     """
 
@@ -87,6 +87,21 @@ class HostSpec:
     checkpoint_s: float
     step_s: float
     synchronizes: bool = False
+    data_token_s: float = 0.0
+    # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, or sees
+    # a part of the sequence; what dispatching a layer operator by operator costs under selective recomputation; and
+    # the host's work of a step outside its layers, which runs ahead of the device where that is the slower one.
+    fsdp_layer_s: float = 0.0
+    ddp_layer_s: float = 0.0
+    cp_layer_s: float = 0.0
+    selective_s: float | None = None  # None: as any other recomputed region
+    rest_s: float = 0.0
+
+    def wrapping_s(self, recompute: str) -> float:
+        """Return the host seconds that wrapping one layer for recomputation adds."""
+        if recompute == "selective-op" and self.selective_s is not None:
+            return self.selective_s
+        return self.checkpoint_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

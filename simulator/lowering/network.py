@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from simulator.closed_form import FORWARD_SHARE, layer_host_s
 from simulator.layer_cost import CostContext
 from simulator.lowering.block_code import BlockCode, block_code
 from simulator.lowering.sharded_data import Unit
@@ -78,6 +79,7 @@ class Network:
     def _new_block(self, name: str, word: str, *, wrapped: bool) -> BlockCode:
         layer = name in {"dense", "moe"}
         host = self.context.spec.host
+        added = float(layer_host_s(host, self.context.table)[0])
         operators = {
             "dense": self.operators.dense_layer,
             "moe": self.operators.moe_layer,
@@ -90,8 +92,8 @@ class Network:
             operators,
             self.context,
             mode,
-            host_forward_s=host.forward_layer_s if layer else 0.0,
-            host_backward_s=host.backward_layer_s if layer else 0.0,
+            host_forward_s=host.forward_layer_s + FORWARD_SHARE * added if layer else 0.0,
+            host_backward_s=host.backward_layer_s + (1 - FORWARD_SHARE) * added if layer else 0.0,
         )
         if name == "head":
             # The loss turning round: what is alive together then, beyond what the head saves.
