@@ -93,6 +93,7 @@ class Calibration:
     packing: MoveCurve | None
     updates: dict[str, float]
     beside: Beside | None
+    burst: float = 1.0  # a large product's time after a rest over its time on a GPU at work
     costs: dict[tuple[str, bool], RuntimeCosts] = field(default_factory=dict)
     effects: Effects = field(default_factory=Effects)
 
@@ -124,6 +125,16 @@ class Calibration:
         if seconds is None or not self.effects.operators:
             return 1.0
         return seconds * memory_bytes_per_s / (ADAM_BYTES + CLIP_BYTES)
+
+    def clocks(self, duty: Floats, exponent: float) -> Floats:
+        """Return kernel times over those of a GPU that is never idle, for the share of a step that it is busy.
+
+        A power limit holds on average: what idle moments save, busy ones may draw, and arithmetic goes with the
+        `exponent`-th power of what it draws (efficiency.toml), up to the clocks that a rested GPU reaches.
+        """
+        if not self.effects.sustained:
+            return np.full(duty.shape, self.burst)
+        return np.maximum(np.asarray(duty) ** exponent, self.burst)
 
     def contention(self) -> Beside | None:
         """Return what compute and collectives cost each other, unless that is switched off or was not measured."""
@@ -258,6 +269,7 @@ def _calibration(profile: Profile, kind: GpuKind) -> Calibration | None:
         packing=_packing(samples, kind),
         updates=_updates(samples),
         beside=beside(current(profile).contention),
+        burst=_burst(current(profile).operators, matmuls),
     )
 
 
@@ -272,6 +284,17 @@ def _exact(samples: list[OperatorSample]) -> dict[tuple[Any, ...], float]:
             sizes = (shape["b"] * shape["a"], shape["s"], shape["S"], shape["d"])
             found["attention", s.dtype, s.direction, *map(float, sizes)] = s.seconds
     return found
+
+
+def _burst(samples: tuple[OperatorSample, ...], matmuls: dict[str, MatmulCurve]) -> float:
+    """Return what products after a rest took over what the same take on a GPU at work; at most 1."""
+    ratios = []
+    for s in samples:
+        curve = matmuls.get(s.dtype)
+        if s.regime == "burst" and s.kind == "matmul" and not s.invalid and curve is not None:
+            sizes = [np.array([float(s.shape.get(axis, 1))]) for axis in ("m", "n", "k", "batch")]
+            ratios.append(s.seconds / float(curve.seconds(sizes[0], sizes[1], sizes[2], sizes[3], s.direction)[0]))
+    return min(float(np.median(ratios)), 1.0) if ratios else 1.0
 
 
 def _copy_rate(samples: list[OperatorSample]) -> float | None:

@@ -312,8 +312,24 @@ def _step(
         "host": starved + spec.host.step_s + spec.host.data_token_s * loaded_tokens(context),
         "optimizer": optimizer,
     }
+    if context.roofline.calibration is not None:
+        breakdown = at_working_clocks(breakdown, context)
     return _Step(breakdown_s=breakdown, exposed_s=exposed, lower_bound_s=m * (compute + recompute) + optimizer)
 
+
+def at_working_clocks(breakdown: dict[str, Floats], context: CostContext) -> dict[str, Floats]:
+    """Return a step's parts with arithmetic at the clocks that its idle moments leave to its busy ones."""
+    calibration, gpu = context.roofline.calibration, context.roofline.gpu
+    if calibration is None:
+        return breakdown
+    busy = sum((breakdown[name] for name in BUSY), np.zeros(len(context.table)))
+    total = sum(breakdown.values(), np.zeros(len(context.table)))
+    factor = calibration.clocks(busy / np.maximum(total, 1e-12), efficiency(gpu.architecture).power_exponent)
+    return {name: part * (factor if name in {"compute", "recompute"} else 1.0) for name, part in breakdown.items()}
+
+
+# Parts of a step in which kernels run that compute.
+BUSY = ("compute", "recompute", "copies", "contention", "optimizer")
 
 # How much of what parallelism adds to a layer's host time belongs to its forward pass: backward gathers, and reduces.
 FORWARD_SHARE = 1 / 3
