@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -20,19 +22,23 @@ from statistics import median
 from types import FrameType
 from typing import Any, NoReturn
 
+from executor.effects import operator_table, read_back
+from executor.gpu_watch import GpuWatch, Sample, summarise
 from executor.heartbeat import read_beats, suspects
-from executor.launch import Launched, command, launch
+from executor.launch import Launched, Meeting, command, launch
 from executor.legal import check
+from executor.nodes import leave_word, read_words, together
 from executor.records import middle, read_records
 from executor.request import Request
+from simulator.chrome import from_kineto
 from simulator.plan import rank_grid
+from simulator.trace import Trace
 from topology import codec
-from topology.errors import PlannerError
+from topology.errors import BadPlan, PlannerError
 
-OUT_OF_MEMORY = 64  # as in executor.worker, which cannot be imported without torch
-WRONG_NUMBERS = 65
 ENDING_S = 10.0  # of the budget, for ending ranks and writing the report
 GRACE_S = 4.0
+MAX_TRACE_BYTES = 256 * 2**20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,12 +50,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--request", required=True)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--budget", type=float, default=120.0, help="seconds for everything")
+    parser.add_argument("--nodes", type=int, default=1, help="of several nodes this is one, with an agent of its own")
+    parser.add_argument("--endpoint", default="", help="HOST:PORT where the agents of several nodes meet")
+    parser.add_argument("--address", default="", help="this node's address, where its host name does not lead to it")
+    parser.add_argument("--meeting", default="meshwright", help="the name of their meeting, the same on all")
+    parser.add_argument("--collect", action="store_true", help="start nothing: report what several nodes have left")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _interrupt)  # whoever stops us by SIGTERM wants our ranks gone, too
     try:
         request = codec.convert(codec.read_json(options.request), Request, where=options.request)
         check(request.plan, request.model, request.workload, request.runtime, device=request.device)
-        document = run(request, options.request, options.out, options.budget)
+        if options.collect:
+            document = collect(request, options.request, options.out, options.nodes)
+        elif options.nodes > 1:
+            meeting = Meeting(
+                count=options.nodes,
+                endpoint=options.endpoint or _told(),
+                run_id=options.meeting,
+                address=options.address,
+            )
+            return run_node(request, options.request, options.out, options.budget, meeting)
+        else:
+            document = run(request, options.request, options.out, options.budget)
     except KeyboardInterrupt:
         return 130
     except PlannerError as error:
@@ -62,10 +84,13 @@ def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict
     """Launch the ranks, write `run.json` into `out` and return it."""
     records = out / "records"
     records.mkdir(parents=True, exist_ok=True)
-    for stale in (*records.glob("rank*"), *records.glob("flight*")):
+    for stale in (*out.glob("agents/*.json"), *records.glob("rank*"), *records.glob("flight*")):
         stale.unlink()
     ending = min(ENDING_S, 0.3 * budget_s)
     arguments = worker_arguments(request_path, records, time.time() + budget_s - ending)
+    watch = GpuWatch()
+    if request.device == "cuda":
+        watch.start()
     done = launch(
         "executor.worker",
         arguments,
@@ -75,9 +100,49 @@ def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict
         environment=environment(request, records),
         directory=out / "logs",
     )
-    document = report(request, done, records, arguments)
+    samples = watch.stop() if request.device == "cuda" else []
+    document = report(request, done, records, arguments, samples)
     codec.write_text(out / "run.json", codec.to_json(document) + "\n")
     return document
+
+
+def run_node(request: Request, request_path: str, out: Path, budget_s: float, meeting: Meeting) -> int:
+    """Run this node's share of the ranks and leave word of how they ended; return 0 if they ended well."""
+    if request.plan.gpus % meeting.count:
+        raise BadPlan(f"{request.plan.gpus} ranks do not share out evenly over {meeting.count} nodes")
+    records = out / "records"
+    records.mkdir(parents=True, exist_ok=True)
+    ending = min(ENDING_S, 0.3 * budget_s)
+    done = launch(
+        "executor.worker",
+        worker_arguments(request_path, records, time.time() + budget_s - ending),
+        ranks=request.plan.gpus // meeting.count,
+        budget_s=max(1.0, budget_s - 0.5 * ending),
+        grace_s=min(GRACE_S, 0.25 * ending),
+        environment=environment(request, records, one_host=meeting.loopback),
+        directory=out / "logs" / f"{socket.gethostname()}-{os.getpid()}",
+        nodes=meeting,
+    )
+    leave_word(out, done)
+    if done.outcome == "interrupted":
+        return 130
+    return 0 if done.ok else 1
+
+
+def collect(request: Request, request_path: str, out: Path, nodes: int) -> dict[str, Any]:
+    """Write `run.json` from what the ranks of all nodes recorded, and return it."""
+    done = together(read_words(out), nodes)
+    document = report(request, done, out / "records", worker_arguments(request_path, out / "records", 0.0))
+    codec.write_text(out / "run.json", codec.to_json(document) + "\n")
+    return document
+
+
+def _told() -> str:
+    """Return where Kubeflow's TrainJob says that agents meet. Raises BadPlan where nobody says."""
+    host, port = os.environ.get("PET_MASTER_ADDR"), os.environ.get("PET_MASTER_PORT")
+    if not host or not port:
+        raise BadPlan("nobody says where the agents of several nodes meet", remedy="--endpoint HOST:PORT")
+    return f"{host}:{port}"
 
 
 def worker_arguments(request_path: str, records: Path, until: float) -> list[str]:
@@ -85,7 +150,7 @@ def worker_arguments(request_path: str, records: Path, until: float) -> list[str
     return [f"--request={request_path}", f"--out={records}", f"--until={until:.3f}"]
 
 
-def environment(request: Request, records: Path) -> dict[str, str]:
+def environment(request: Request, records: Path, *, one_host: bool = True) -> dict[str, str]:
     """Return what our ranks need besides the caller's environment; NCCL's last operations go to `records`."""
     added = {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -97,17 +162,34 @@ def environment(request: Request, records: Path) -> dict[str, str]:
     added |= dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(records / "flight"))
     if request.device == "cpu":
         added |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    if Path("/sys/class/net/lo").exists():  # one host needs no network to find itself
+    if request.plan.cp > 1:
+        # Keys must travel while attention runs: at the same priority a hop waits for the last wave of its blocks.
+        added["TORCH_NCCL_HIGH_PRIORITY"] = os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "1")
+    if one_host and Path("/sys/class/net/lo").exists():  # one host needs no network to find itself
         added |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return added
 
 
-def report(request: Request, done: Launched, folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the report of a run from what its ranks recorded; `arguments` are those the ranks were given."""
+def report(
+    request: Request, done: Launched, folder: Path, arguments: Sequence[str], samples: Sequence[Sample] = ()
+) -> dict[str, Any]:
+    """Return the report of a run from what its ranks recorded; `arguments` are those the ranks were given.
+
+    `samples` are states of the GPUs while it went.
+    """
     ranks = request.plan.gpus
     by_rank = [list(read_records(folder / f"rank{rank}.jsonl")) for rank in range(ranks)]
     status, failure = _status(request, done, by_rank, folder)
     measured = measure(request, by_rank)
+    mesh, trace = _first(by_rank, "mesh"), _trace(folder / "rank0.trace.json")
+    effects = read_back(request, _first(by_rank, "effects"), mesh, trace)
+    ignored = [e for e in effects if e.certain and not e.ok]
+    if status == "finished" and ignored:
+        status = "not_as_requested"
+        failure = {
+            "rank": None,
+            "message": "; ".join(f"{e.what}: requested {e.requested}, took effect {e.effective}" for e in ignored),
+        }
     complete = status == "finished"
     return {
         "schema_version": 1,
@@ -133,13 +215,37 @@ def report(request: Request, done: Launched, folder: Path, arguments: Sequence[s
         "runtime": codec.to_builtins(request.runtime),
         "fingerprints": request.fingerprints,
         "predicted": request.predicted,
+        "cluster": request.cluster,
         "verified": _first(by_rank, "verified"),
+        "verified_types": _first(by_rank, "verified_types"),
         "kernels": [entry for entry in by_rank[0] if entry["kind"] == "kernel"],
         "flight_records": sorted(path.name for path in folder.glob("flight*")),
         "measured": measured,
-        "mesh": {"requested": rank_grid(request.plan).tolist(), "effective": _first(by_rank, "mesh")},
+        "mesh": {"requested": rank_grid(request.plan).tolist(), "effective": mesh},
+        "effects": codec.to_builtins(effects),
+        "operators": operator_table(trace) if trace else [],
+        "gpus": _clocks(by_rank[0], samples),
+        "missing": [entry["what"] for records in by_rank for entry in records if entry["kind"] == "missing"],
         "versions": {**versions(), **(_first(by_rank, "versions") or {})},
     }
+
+
+def _trace(path: Path) -> Trace | None:
+    """Return the first rank's profiled step, if there is one that can be read."""
+    try:
+        text = codec.read_text(path, max_bytes=MAX_TRACE_BYTES)
+        return from_kineto(codec.parse_json(text, where=str(path)))
+    except PlannerError:
+        return None
+
+
+def _clocks(records: Sequence[dict[str, Any]], samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Return the states of the GPUs while steps were timed."""
+    steps = [entry for entry in records if entry["kind"] == "step" and "ended_at" in entry]
+    if not steps or not samples:
+        return []
+    begin = steps[0]["ended_at"] - steps[0]["seconds"]
+    return summarise(samples, sorted({gpu for _, states in samples for gpu in states}), begin, steps[-1]["ended_at"])
 
 
 def versions() -> dict[str, str]:
@@ -170,18 +276,9 @@ def _status(
     if full:
         memory = {rank: _last(by_rank[rank], "out_of_memory") for rank in full}
         return "out_of_memory", {"rank": full[0], "message": "memory is full", "memory": memory}
-    verdict = _first(by_rank, "verified")
-    wrong = [entry["name"] for records in by_rank for entry in records if entry["kind"] == "kernel" and not entry["ok"]]
+    wrong = _wrong_numbers(by_rank)
     if wrong:
-        return "wrong_numbers", {
-            "rank": None,
-            "message": f"wrong results of {', '.join(sorted(set(wrong)))}: not timed",
-        }
-    if verdict is not None and not verdict["ok"]:
-        return "wrong_numbers", {
-            "rank": None,
-            "message": f"the plan computes something else than one process (worst at {verdict['worst']}): not timed",
-        }
+        return "wrong_numbers", {"rank": None, "message": f"{wrong}: not timed"}
     if done.outcome == "interrupted":
         return "interrupted", None
     short = any("out_of_time" in kind for kind in kinds)
@@ -200,6 +297,24 @@ def _status(
     if done.survivors:
         return "failed", {"rank": None, "message": f"processes {list(done.survivors)} could not be ended"}
     return "failed", {"rank": None, "message": "ranks ended without an error, but before they were done"}
+
+
+def _wrong_numbers(by_rank: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """Say what was computed wrongly, or nothing."""
+    every = [entry for records in by_rank for entry in records]
+    kernels = {entry["name"] for entry in every if entry["kind"] == "kernel" and not entry["ok"]}
+    if kernels:
+        return f"wrong results of {', '.join(sorted(kernels))}"
+    for entry in every:
+        if entry["kind"] in {"verified", "verified_types"} and not entry["ok"]:
+            number = "" if entry["gradient"] is not None and entry["loss"] is not None else ", which is no number"
+            return (
+                f"in {entry['dtype']} the plan computes something else than one process"
+                f" (worst at {entry['worst'] or 'the loss'}{number})"
+            )
+        if entry["kind"] == "not_finite":
+            return f"the loss or the gradient of step {entry['index']} is no number"
+    return ""
 
 
 def _last(records: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:

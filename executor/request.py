@@ -17,8 +17,8 @@ SCHEMA_VERSION = 1
 class Request:
     """`gpus` are device numbers as CUDA counts them, rank by rank. `peak_flops` is MFU's denominator, per GPU.
 
-    `start_timeout_s` and `collective_timeout_s` bound how long a rank waits for another one. `predicted` is carried
-    into the report as it is.
+    `start_timeout_s` and `collective_timeout_s` bound how long a rank waits for another one. `predicted`,
+    `fingerprints` and `cluster`, what the prediction is for, are carried into the report as they are.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -32,9 +32,11 @@ class Request:
     warm_up: int = 3
     seed: int = 0
     own_table: bool = False
+    profile: bool = True  # one step more, under the profiler, after those that are timed
     peak_flops: float | None = None
     peak_flops_source: str = ""
     start_timeout_s: float = 60.0
     collective_timeout_s: float = 60.0
     predicted: dict[str, Any] | None = None
     fingerprints: dict[str, str] | None = None
+    cluster: dict[str, Any] | None = None

@@ -70,29 +70,31 @@ def data_parallel(
     replicas = groups.time_s("all_reduce", "replicate", shard * reduce_bytes)
     replicas = np.where((table["dp_replicate"] > 1) & (table["dp_shard"] > 1), replicas, 0.0)
 
+    # What is copied in and out of flat buffers runs on the compute stream, and so hides traffic like any kernel.
+    hbm = context.roofline.memory_bytes_per_s
+    packing = context.roofline.packing_bytes_per_s((shared + experts) / count * compute_bytes)
+    packs = full & spec.fsdp.copy_in_copy_out
+    copy_out = np.where(packs, 2 * (shared + experts) * compute_bytes / packing, 0.0)
+    copy_in = np.where(packs, (shared + experts) * (compute_bytes + reduce_bytes) / packing, 0.0)
+    copies = gathers * copy_out + reductions * copy_in
     # Beside compute a collective takes longer than alone, so it hides less.
     beside = context.roofline.calibration.contention() if context.roofline.calibration is not None else None
     slowed = beside.collective if beside is not None else 1.0
     # Fully sharded: each layer's traffic hides behind the layer before it; the first gather and the last reduction
     # have nothing to hide behind.
-    passes_of_gather = gathers / np.where(gathers > 1, 2.0, 1.0)
+    again = gathers > 1
+    forward_window, backward_window = forward + copy_out, backward + copy_in + np.where(again, copy_out, 0.0)
+    passes_of_gather = gathers / np.where(again, 2.0, 1.0)
     first, last_one = gather / count, (reduce + replicas) / count
     if context.roofline.calibration is not None:
-        first, last_one = _ends(
-            context, parameters, has_first=slowest == 0, replicas=replicas / np.maximum(reduce, 1e-12)
-        )
-    exposed_forward = first + np.maximum(slowed * gather - forward, 0.0) * (1 - 1 / count)
-    again = np.where(gathers > 1, gather, 0.0)
-    busiest = slowed * np.maximum(again + reduce, replicas)  # replicas have a communicator, and a stream, of their own
-    exposed_backward = last_one + np.maximum(busiest - backward, 0.0) * (1 - 1 / count)
+        share = replicas / np.maximum(reduce, 1e-12)
+        first, last_one = _ends(context, parameters, has_first=slowest == 0, replicas=share)
+    exposed_forward = first + np.maximum(slowed * gather - forward_window, 0.0) * (1 - 1 / count)
+    # Replicas have a communicator, and a stream, of their own.
+    busiest = slowed * np.maximum(np.where(again, gather, 0.0) + reduce, replicas)
+    exposed_backward = last_one + np.maximum(busiest - backward_window, 0.0) * (1 - 1 / count)
     sharded_exposed = passes_of_gather * exposed_forward + reductions * exposed_backward
     sharded_total = gathers * gather + reductions * (reduce + replicas)
-    hbm = context.roofline.memory_bytes_per_s
-    packing = context.roofline.packing_bytes_per_s((shared + experts) / count * compute_bytes)
-    copied = 2 * gathers * (shared + experts) * compute_bytes + reductions * (shared + experts) * (
-        compute_bytes + reduce_bytes
-    )
-    copies = np.where(full & spec.fsdp.copy_in_copy_out, copied / packing, 0.0)
     # Gradients of further micro batches are added up by kernels of their own, unless a product does it on the fly.
     adding = np.zeros(len(table))
     if spec.state.gradient_dtype != "reduce":

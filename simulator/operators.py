@@ -36,9 +36,10 @@ class OperatorSpec:
     """One operator of a runtime description, forward, with what it saves and how its backward differs.
 
     `when` lists features of the model, plan or runtime that must hold (`gated`, `!sp`). `saves` are tensors autograd
-    keeps for the backward pass. `scattered` operators move rows to where an index says. A matmul's backward is its two products; other operators give `backward_reads` and
-    `backward_writes`. `hidden_by` names the
-    operator, earlier in the block, whose kernels a collective runs beside. `launches` are kernels (and host dispatches) forward, `backward_launches` backward.
+    keeps for the backward pass. `scattered` operators move rows to where an index says. A matmul's backward is its two
+    products; other operators give `backward_reads` and `backward_writes`. `hidden_by` names the operator, earlier in the
+    block, whose kernels a collective runs beside. `launches` are kernels (and host dispatches) forward,
+    `backward_launches` backward; an operator without reads and writes does nothing forward.
     """
 
     name: str
@@ -121,6 +122,8 @@ def forward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: D
         return [_attention(spec, sizes, dtype_bytes, backward=False)]
     if spec.collective:
         return [] if spec.collective == "copy" else [_collective(spec.collective, spec, sizes, dtype_bytes)]
+    if not spec.reads and not spec.writes:
+        return []  # it exists backward only
     moved = sum((tensor_bytes(x, sizes, dtype_bytes) for x in (*spec.reads, *spec.writes)), np.zeros(1))
     return [Work(kind=WorkKind.MOVE, name=spec.name, bytes=moved, launches=spec.launches, scattered=spec.scattered)]
 

@@ -26,7 +26,7 @@ from simulator.layer_cost import (
 )
 from simulator.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
 from simulator.runtime_library import RecomputeSpec
-from simulator.tp_overlap import MATCHED_MODES, extra_calls, launch_s, partials_bytes, together_s
+from simulator.tp_overlap import MATCHED_MODES, extra_calls, launch_s, launches, partials_bytes, together_s
 
 KernelKey = tuple[str, tuple[int, ...], str]
 
@@ -87,11 +87,11 @@ class OverlapStep:
     def piece(self) -> KernelStep:
         """What is launched: one piece of the product, or all of it where one kernel does both."""
         name, shape, dtype = self.product.key
-        pieces = 1 if self.transfer.mode == "fused" else self.ranks
+        pieces = round(launches(self.transfer.mode, self.ranks))
         return KernelStep(
             key=(f"{name}/{pieces}", shape, dtype),
             cost=replace(self.product.cost, seconds=launch_s(self.transfer.mode, **self._times)),
-            host_s=self.product.host_s / pieces,
+            host_s=self.product.host_s,
         )
 
     @property
@@ -186,8 +186,8 @@ def block_code(
     )
 
 
-def merged(steps: Iterable[Step], name: str, detail: Detail, *, split: bool = False) -> list[Step]:
-    """Return `steps` as coarse as `detail` asks for. With `split`, weight gradients stay launches of their own."""
+def merged(steps: Iterable[Step], name: str, detail: Detail) -> list[Step]:
+    """Return `steps` as coarse as `detail` asks for."""
     steps = _overlapped(list(steps), name)
     if detail is Detail.KERNEL:
         return steps
@@ -201,8 +201,6 @@ def merged(steps: Iterable[Step], name: str, detail: Detail, *, split: bool = Fa
 
     for step in steps:
         if isinstance(step, KernelStep):
-            if split and run and run[-1].weight is not step.weight:
-                close()
             run.append(step)
         elif detail is Detail.STAGE:
             run.append(_folded(step))
@@ -220,8 +218,9 @@ def _folded(step: TransferStep | OverlapStep | RingStep) -> KernelStep:
             key=(step.op, (step.nbytes,), step.group), cost=Cost(seconds=step.seconds), host_s=step.host_s
         )
     if isinstance(step, OverlapStep):
-        kernel = step.product
-        host = kernel.host_s + (1 + extra_calls(step.transfer.mode, step.ranks)) * step.transfer.host_s
+        kernel, mode = step.product, step.transfer.mode
+        host = kernel.host_s * launches(mode, step.ranks)
+        host += (1 + extra_calls(mode, step.ranks)) * step.transfer.host_s
     else:
         kernel = step.kernel
         host = kernel.host_s * step.ranks + 2 * (step.ranks - 1) * step.host_s
@@ -322,6 +321,8 @@ def _add_host(steps: list[Step], name: str, seconds: float) -> None:
 def _extend(steps: list[Step], works: Sequence[Work], operator: OperatorSpec, context: CostContext) -> None:
     host = context.spec.host
     for work in works:
+        if work.kind is WorkKind.MOVE and not work.launches and not np.any(work.bytes):
+            continue  # nothing to do under this plan
         if work.kind is not WorkKind.COLLECTIVE:
             reads, result = ends_of(work, operator)
             steps.append(replace(_kernel(work, context), reads=reads, result=result))

@@ -1,0 +1,90 @@
+"""SkyPilot: a task file. Fields: `sky/utils/schemas.py` of 0.14.1.
+
+`num_nodes` machines run the same `run` script, each with its number in SKYPILOT_NODE_RANK and all addresses in
+SKYPILOT_NODE_IPS.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.export.draft import Draft, Target
+from planner.export.job import Job
+from planner.export.program import network, network_values, program_of
+from planner.export.script import Raw, command, device_lines, host_order, torchrun
+from planner.export.slug import slug
+from planner.export.yaml_text import yaml_text
+from topology.errors import Infeasible
+
+VERSION = "0.14.1"
+TITLE = f"SkyPilot {VERSION}"
+NODE = Raw('"$SKYPILOT_NODE_RANK"')
+ADDRESS = Raw('"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"')
+# Our GPU kinds in the names of SkyPilot's catalogue, as its package spells them.
+ACCELERATORS = {
+    "p100-sxm-16gb": "P100",
+    "v100-sxm-16gb": "V100",
+    "v100-sxm-32gb": "V100-32GB",
+    "a100-sxm-40gb": "A100",
+    "a100-sxm-80gb": "A100-80GB",
+    "a100-pcie-40gb": "A100",
+    "a100-pcie-80gb": "A100-80GB",
+    "a10g": "A10G",
+    "a30": "A30",
+    "rtx-3090": "RTX3090",
+    "rtx-a6000": "RTXA6000",
+    "h100-sxm": "H100",
+    "h100-nvl": "H100-NVL",
+    "h200-sxm": "H200",
+    "gh200-96gb": "GH200",
+    "l4": "L4",
+    "l40s": "L40S",
+    "rtx-4090": "RTX4090",
+    "rtx-5090": "RTX5090",
+    "rtx-pro-6000-server": "RTXPRO6000",
+    "b200-sxm": "B200",
+    "b300-sxm": "B300",
+    "gb200": "GB200",
+    "gb300": "GB300",
+    "mi300x": "MI300X",
+}
+
+
+def write(job: Job) -> Draft:
+    """Return a task. Raises Infeasible."""
+    words, draft = program_of(job)
+    hosts = job.hosts()
+    kinds = sorted({gpu.kind for group in job.cluster.groups for gpu in group.node.gpus})
+    if len(kinds) > 1:
+        raise Infeasible(f"{TITLE} asks for one kind of GPU", why=f"the cluster has {', '.join(kinds)}")
+    if kinds[0] not in ACCELERATORS:
+        raise Infeasible(f"{TITLE} has no name for {kinds[0]}", why="it asks clouds for GPUs by their names there")
+    accelerator = ACCELERATORS[kinds[0]]
+    devices, reasons = device_lines(hosts, NODE)
+    variables = network(job, hosts) | draft.environment
+    envs = (network_values(job) if network(job, hosts) else {}) | dict.fromkeys(draft.environment, "1")
+    started = torchrun(hosts, node_rank=NODE, address=ADDRESS)
+    resources: dict[str, Any] = {"accelerators": {accelerator: hosts.gpus_to_ask}}
+    if hosts.count > 1:
+        resources["network_tier"] = "best"
+    document: dict[str, Any] = {"name": slug(job.name), "num_nodes": hosts.count, "resources": resources}
+    if envs:
+        document["envs"] = envs
+    document["run"] = f"set -eu\n{devices}exec {command([*started, *words])}\n"
+    unsaid = draft.unsaid
+    if slug(job.name) != job.name:
+        unsaid = (*unsaid, f"the job's name {job.name!r}: written as {slug(job.name)!r}")
+    if hosts.order_matters:
+        unsaid = (*unsaid, "the order of hosts: SkyPilot numbers the machines it gets")
+    return Draft(
+        body=yaml_text(document),
+        settings={**{k: v for k, v in document.items() if k != "resources"}}
+        | {f"resources.{key}": value for key, value in resources.items()},
+        unsaid=unsaid,
+        needed=("setup and file_mounts: the framework, data and tokenizer on every machine", *draft.needed),
+        notes=(*draft.notes, *host_order(hosts), *(f"{name}: {why}" for name, why in variables.items())),
+        environment=variables | reasons,
+    )
+
+
+TARGET = Target(name="skypilot", version=VERSION, title="SkyPilot", file_name="skypilot.yaml", write=write)
