@@ -71,9 +71,7 @@ class Run:
         return codec.fingerprint((replace(self.model, layers=1), self.plan, self.workload, self.runtime))
 
 
-def fit_runtimes(
-    profile: Profile, cluster: Cluster, calibration: Calibration
-) -> dict[tuple[str, bool], RuntimeCosts]:
+def fit_runtimes(profile: Profile, cluster: Cluster, calibration: Calibration) -> dict[tuple[str, bool], RuntimeCosts]:
     """Return the costs of every runtime that the profile has layers of, by (name, compiled)."""
     groups: dict[tuple[str, bool], list[Run]] = {}
     for sample in profile.layers:

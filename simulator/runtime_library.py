@@ -35,13 +35,15 @@ class StateSpec:
     """`master_weights`: a float32 copy beside 16-bit parameters. Gradient dtypes are `param`, `compute`, `reduce`.
 
     `placeholder_gradients`: where products add weight gradients up themselves, autograd is handed a tensor that nobody
-    fills, one for every distinct shape of weight, kept for good.
+    fills, one for every distinct shape of weight, kept for good. `gradients_freed`: no gradient is there when a step
+    begins (`zero_grad(set_to_none=True)`), so the loss turns round before there are any.
     """
 
     master_weights: bool
     gradient_dtype: str
     unsharded_gradient_dtype: str
     placeholder_gradients: bool = False
+    gradients_freed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,7 @@ class LayerSpec:
     embedding: tuple[OperatorSpec, ...]
     head: tuple[OperatorSpec, ...]
     head_peak: tuple[tuple[str, ...], ...]
+    compiled_head_peak: tuple[tuple[str, ...], ...] = ()  # empty: the loss is not compiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +259,8 @@ def head_moments(runtime: Runtime) -> tuple[tuple[str, ...], ...]:
     """Return the tensors alive together while the loss turns round, one tuple a moment; the largest decides."""
     spec = runtime_spec(runtime.name)
     early = spec.earlier.head_peak if spec.earlier and is_early(runtime) else ()
-    return early or spec.layer.head_peak
+    compiled = spec.layer.compiled_head_peak if runtime.compile else ()
+    return early or compiled or spec.layer.head_peak
 
 
 def holds_placeholders(runtime: Runtime) -> bool:
