@@ -7,7 +7,7 @@ without one every figure is what the datasheet and published efficiencies say.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from simulator.operator_fit import (
     Floats,
     MatmulCurve,
     MoveCurve,
+    attention_flops,
     by_key,
     fit_attention,
     fit_matmul,
@@ -92,24 +93,32 @@ class Calibration:
     stream: MoveCurve | None
     packing: MoveCurve | None
     updates: dict[str, float]
-    beside: Beside | None
+    beside: dict[str, Beside]  # by collective
     burst: float = 1.0  # a large product's time after a rest over its time on a GPU at work
     costs: dict[tuple[str, bool], RuntimeCosts] = field(default_factory=dict)
     effects: Effects = field(default_factory=Effects)
+    _seen: dict[tuple[Any, ...], tuple[float, int]] = field(default_factory=dict)
 
     def runtime(self, name: str, *, compiled: bool) -> RuntimeCosts:
         """Return what is known of a runtime; neutral where nobody ran it."""
         return self.costs.get((runtime_spec(name).names[0], compiled), RuntimeCosts())
 
-    def seconds(self, work: Work, datasheet: Floats, *, dtype: str, runtime: str) -> tuple[Floats, Floats]:
-        """Return (seconds, source) of a kernel, one value a row, given what the datasheet says of it."""
-        if not self.effects.operators:
-            return datasheet, np.full(datasheet.shape, float(DATASHEET))
-        if work.kind is WorkKind.MATMUL:
-            return self._matmul(work, datasheet, dtype)
-        if work.kind is WorkKind.ATTENTION:
-            return self._attention(work, datasheet, dtype)
-        return self._move(work, datasheet, runtime)
+    def seconds(
+        self, work: Work, datasheet: Callable[[], Floats], *, dtype: str, runtime: str
+    ) -> tuple[Floats, Floats]:
+        """Return (seconds, source) of a kernel, one value a row; `datasheet` gives what the datasheet says of it."""
+        found = None
+        if self.effects.operators:
+            if work.kind is WorkKind.MATMUL:
+                found = self._matmul(work, dtype)
+            elif work.kind is WorkKind.ATTENTION:
+                found = self._attention(work, dtype)
+            else:
+                return self._move(work, datasheet(), runtime)
+        if found is None:
+            plain = datasheet()
+            return plain, np.full(plain.shape, float(DATASHEET))
+        return found
 
     def packing_factor(self, nbytes: Floats | float) -> Floats:
         """Return what FSDP's packing of modules of `nbytes` takes over what is counted for it."""
@@ -136,42 +145,67 @@ class Calibration:
             return np.full(duty.shape, self.burst)
         return np.maximum(np.asarray(duty) ** exponent, self.burst)
 
-    def contention(self) -> Beside | None:
-        """Return what compute and collectives cost each other, unless that is switched off or was not measured."""
-        return self.beside if self.effects.contention else None
+    def contention(self, *ops: str) -> Beside | None:
+        """Return what compute and collectives cost each other, unless that is switched off or was not measured.
 
-    def _matmul(self, work: Work, datasheet: Floats, dtype: str) -> tuple[Floats, Floats]:
+        `ops` are the collectives in question; their mean, or that of all where none of them was measured.
+        """
+        if not self.effects.contention or not self.beside:
+            return None
+        chosen = [self.beside[op] for op in ops if op in self.beside] or list(self.beside.values())
+        return Beside(
+            compute=float(np.mean([one.compute for one in chosen])),
+            collective=float(np.mean([one.collective for one in chosen])),
+            error=float(np.mean([one.error for one in chosen])),
+        )
+
+    def _matmul(self, work: Work, dtype: str) -> tuple[Floats, Floats] | None:
         curve = self.matmuls.get(dtype)
-        shape, rows, back = _unique(work.batch, work.m, work.n, work.k)
+        if curve is None:
+            return None
         direction = direction_of(work)
         direction = direction if direction in {"dgrad", "wgrad"} else "forward"
-        if curve is None:
-            return datasheet, np.full(datasheet.shape, float(DATASHEET))
-        seconds = curve.seconds(rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 0], direction)
-        source = np.full(len(rows), float(FITTED))
-        for index, (batch, m, n, k) in enumerate(rows):
-            known = self.exact.get(("matmul", dtype, direction, batch, m, n, k))
-            if known is not None:
-                seconds[index], source[index] = known, MEASURED
-        # A product that adds its result up in a wider type moves more than one that does not.
-        return _spread(seconds, back, shape), _spread(source, back, shape)
 
-    def _attention(self, work: Work, datasheet: Floats, dtype: str) -> tuple[Floats, Floats]:
-        shape, rows, back = _unique(work.batch, work.m, work.n, work.k, work.flops)
+        def fitted(rows: Floats) -> Floats:
+            return curve.seconds(rows[:, 1], rows[:, 2], rows[:, 3], rows[:, 0], direction)
+
+        return self._looked_up(("matmul", dtype, direction), (work.batch, work.m, work.n, work.k), fitted)
+
+    def _attention(self, work: Work, dtype: str) -> tuple[Floats, Floats] | None:
         direction = "backward" if work.backward else "forward"
-        seconds = np.empty(len(rows))
-        source = np.full(len(rows), float(FITTED))
-        for index, (heads, queries, keys, width, flops) in enumerate(rows):
-            curve = self._attention_curve(dtype, width, direction)
-            if curve is None:
-                return datasheet, np.full(datasheet.shape, float(DATASHEET))
-            known = self.exact.get(("attention", dtype, direction, heads, queries, keys, width))
-            if known is not None:
-                seconds[index], source[index] = known, MEASURED
-                continue
-            one = [np.array([value]) for value in (flops, queries, keys, heads)]
-            seconds[index] = curve.seconds(one[0], one[1], one[2], one[3])[0]
-        return _spread(seconds, back, shape), _spread(source, back, shape)
+        if self._attention_curve(dtype, 128.0, direction) is None:
+            return None
+        # A rank that sees a part of the keys, or a window of them, does less than the square of the sequence.
+        whole = 2.0 * np.asarray(work.batch) * work.m * (np.asarray(work.n) + 1) * work.k
+        share = np.asarray(work.flops) / (whole * (2.5 if work.backward else 1.0))
+
+        def fitted(rows: Floats) -> Floats:
+            out = np.empty(len(rows))
+            for index, (heads, queries, keys, width, part) in enumerate(rows):
+                curve = self._attention_curve(dtype, width, direction)
+                flops = attention_flops({"b": 1, "a": heads, "s": queries, "S": keys, "d": width}, direction) * part
+                # Who sees more keys than it has queries gets them a shard at a time: kernels are as long as a shard.
+                one = [np.array([value]) for value in (flops, queries, min(queries, keys), heads)]
+                out[index] = curve.seconds(one[0], one[1], one[2], one[3])[0] if curve is not None else np.nan
+            return out
+
+        return self._looked_up(
+            ("attention", dtype, direction), (work.batch, work.m, work.n, work.k, np.round(share, 3)), fitted
+        )
+
+    def _looked_up(
+        self, kind: tuple[str, ...], columns: tuple[Floats | float, ...], fitted: Callable[[Floats], Floats]
+    ) -> tuple[Floats, Floats]:
+        """Return (seconds, source) row by row: the measured shape, else what the curve says, computed once a shape."""
+        shape, rows, back = _unique(*columns)
+        keys = [(*kind, *row) for row in rows.tolist()]
+        new = [index for index, key in enumerate(keys) if key not in self._seen]
+        if new:
+            for index, seconds in zip(new, fitted(rows[new]).tolist(), strict=True):
+                known = self.exact.get(keys[index])
+                self._seen[keys[index]] = (seconds, FITTED) if known is None else (known, MEASURED)
+        table = np.array([self._seen[key] for key in keys], dtype=np.float64)
+        return _spread(table[:, 0], back, shape), _spread(table[:, 1], back, shape)
 
     def _attention_curve(self, dtype: str, width: float, direction: str) -> AttentionCurve | None:
         found = {d: c for (t, d, way), c in self.attention.items() if t == dtype and way == direction}
@@ -191,7 +225,7 @@ class Calibration:
 def _unique(*columns: Floats | float) -> tuple[tuple[int, ...], Floats, Any]:
     """Return (shape of the columns together, distinct rows rounded to whole sizes, which row each is)."""
     arrays = np.broadcast_arrays(*(np.asarray(column, dtype=np.float64) for column in columns))
-    stacked = np.round(np.stack([array.ravel() for array in arrays], axis=1))
+    stacked = np.round(np.stack([array.ravel() for array in arrays], axis=1), 3)
     rows, back = np.unique(stacked, axis=0, return_inverse=True)
     return arrays[0].shape or (1,), rows, back.reshape(-1)
 
@@ -282,7 +316,7 @@ def _exact(samples: list[OperatorSample]) -> dict[tuple[Any, ...], float]:
             found["matmul", s.dtype, s.direction, *map(float, sizes)] = s.seconds
         elif s.kind == "attention":
             sizes = (shape["b"] * shape["a"], shape["s"], shape["S"], shape["d"])
-            found["attention", s.dtype, s.direction, *map(float, sizes)] = s.seconds
+            found["attention", s.dtype, s.direction, *map(float, sizes), 1.0] = s.seconds
     return found
 
 
@@ -440,16 +474,26 @@ def _updates(samples: list[OperatorSample]) -> dict[str, float]:
     }
 
 
-def beside(samples: tuple[ContentionSample, ...]) -> Beside | None:
-    """Return what compute and collectives cost each other, the geometric mean over what was measured together."""
+def beside(samples: tuple[ContentionSample, ...]) -> dict[str, Beside]:
+    """Return what compute and each collective cost each other.
+
+    Pairs count by how long their compute takes: a step's time is in its large products, and next to those a collective
+    waits for waves to end, while it takes SMs from small ones.
+    """
     valid = [s for s in samples if not s.invalid and s.compute_alone_s > 0 and s.collective_alone_s > 0]
-    if not valid:
-        return None
-    compute = np.array([max(s.compute_beside_s / s.compute_alone_s, 1.0) for s in valid])
-    collective = np.array([max(s.collective_beside_s / s.collective_alone_s, 1.0) for s in valid])
-    mean = float(np.exp(np.mean(np.log(compute))))
-    error = float(np.mean(np.abs(compute / mean - 1)))
-    return Beside(compute=mean, collective=float(np.exp(np.mean(np.log(collective)))), error=error)
+    found = {}
+    for op in dict.fromkeys(s.op for s in valid):
+        mine = [s for s in valid if s.op == op]
+        weight = np.array([s.compute_alone_s for s in mine])
+        compute = np.array([max(s.compute_beside_s / s.compute_alone_s, 1.0) for s in mine])
+        collective = np.array([max(s.collective_beside_s / s.collective_alone_s, 1.0) for s in mine])
+        mean = float(np.exp(np.average(np.log(compute), weights=weight)))
+        found[op] = Beside(
+            compute=mean,
+            collective=float(np.exp(np.average(np.log(collective), weights=weight))),
+            error=float(np.average(np.abs(compute / mean - 1), weights=weight)),
+        )
+    return found
 
 
 def calibrated_host(spec: RuntimeSpec, calibration: Calibration | None, *, compiled: bool) -> RuntimeSpec:

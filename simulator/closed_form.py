@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from simulator.calibration import Calibration, calibrated, calibrated_host, roofline_of
 from simulator.collectives import collective_model
-from simulator.data_parallel import data_parallel, optimizer_s, sm_share
+from simulator.data_parallel import FSDP_OPS, data_parallel, optimizer_s, sm_share
 from simulator.estimate import Estimate, Interval, MemoryEstimate
 from simulator.group_times import GroupTimes
 from simulator.layer_cost import BlockCost, CostContext, block_cost
@@ -308,7 +308,7 @@ def _step(
         "compute": m * compute,
         "recompute": m * recompute,
         "copies": data.copies_s,
-        "contention": data.contention_s + m * hidden * sm_share(context),
+        "contention": data.contention_s + m * hidden * sm_share(context, *FSDP_OPS),
         "exposed_communication": sum(exposed.values(), np.zeros(len(table))),
         "bubble": bubble + data.fill_s,
         "host": starved + spec.host.step_s + spec.host.data_token_s * loaded_tokens(context),
@@ -325,10 +325,16 @@ def at_working_clocks(breakdown: dict[str, Floats], context: CostContext) -> dic
     if calibration is None:
         return breakdown
     busy = sum((breakdown[name] for name in BUSY), np.zeros(len(context.table)))
-    total = sum(breakdown.values(), np.zeros(len(context.table)))
-    factor = calibration.clocks(busy / np.maximum(total, 1e-12), efficiency(gpu.architecture).power_exponent)
+    idle = sum((part for name, part in breakdown.items() if name not in BUSY), np.zeros(len(context.table)))
+    # A limiter averages over a moment, so of a long pause only the end of it is credited to what follows.
+    counted = idle - breakdown["bubble"] + np.minimum(breakdown["bubble"], POWER_WINDOW_S)
+    factor = calibration.clocks(busy / np.maximum(busy + counted, 1e-12), efficiency(gpu.architecture).power_exponent)
     return {name: part * (factor if name in {"compute", "recompute"} else 1.0) for name, part in breakdown.items()}
 
+
+# Over how long a GPU's power limiter averages. Source: assumed; readings of H200 clocks settle within 0.1 s of a change
+# of load (examples/profiles).
+POWER_WINDOW_S = 0.1
 
 # Parts of a step in which kernels run that compute.
 BUSY = ("compute", "recompute", "copies", "contention", "optimizer")

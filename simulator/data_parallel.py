@@ -78,7 +78,8 @@ def data_parallel(
     copy_in = np.where(packs, (shared + experts) * (compute_bytes + reduce_bytes) / packing, 0.0)
     copies = gathers * copy_out + reductions * copy_in
     # Beside compute a collective takes longer than alone, so it hides less.
-    beside = context.roofline.calibration.contention() if context.roofline.calibration is not None else None
+    calibration = context.roofline.calibration
+    beside = calibration.contention(*FSDP_OPS) if calibration is not None else None
     slowed = beside.collective if beside is not None else 1.0
     # Fully sharded: each layer's traffic hides behind the layer before it; the first gather and the last reduction
     # have nothing to hide behind.
@@ -87,8 +88,8 @@ def data_parallel(
     passes_of_gather = gathers / np.where(again, 2.0, 1.0)
     first, last_one = gather / count, (reduce + replicas) / count
     if context.roofline.calibration is not None:
-        share = replicas / np.maximum(reduce, 1e-12)
-        first, last_one = _ends(context, parameters, has_first=slowest == 0, replicas=share)
+        over = replicas / np.maximum(reduce, 1e-12)
+        first, last_one = _ends(context, parameters, has_first=slowest == 0, replicas=over)
     exposed_forward = first + np.maximum(slowed * gather - forward_window, 0.0) * (1 - 1 / count)
     # Replicas have a communicator, and a stream, of their own.
     busiest = slowed * np.maximum(np.where(again, gather, 0.0) + reduce, replicas)
@@ -127,7 +128,8 @@ def data_parallel(
 
     exposed = np.where(full, sharded_exposed, replicated_exposed)
     overlapped = np.where(full, np.maximum(sharded_total - sharded_exposed, 0.0), np.where(optimizer_only, 0.0, hidden))
-    contention = np.maximum(overlapped, 0.0) * sm_share(context)
+    share = np.where(full, sm_share(context, *FSDP_OPS), sm_share(context, "all_reduce"))
+    contention = np.maximum(overlapped, 0.0) * share
     # Each rank gathers layer by layer when the first micro batch comes by, and each adds gradients up as it leaves.
     once = exposed_forward + 2 * (shared + experts) * compute_bytes / hbm + np.where(table["pp"] > 1, adding, 0.0)
     fill = np.where(full & (table["pp"] > 1), (table["pp"] - 1) * once, 0.0)
@@ -156,11 +158,15 @@ def _ends(
     return gather, reduce * (1.0 + replicas)
 
 
-def sm_share(context: CostContext) -> float:
-    """Return the compute lost for each second of a collective beside it: the share of the SMs that it holds, or what
-    was measured.
+FSDP_OPS = ("all_gather", "reduce_scatter")
+
+
+def sm_share(context: CostContext, *ops: str) -> float:
+    """Return the compute lost for each second of collectives beside it: the share of the SMs that they hold, or what
+    was measured of `ops`.
     """
-    beside = context.roofline.calibration.contention() if context.roofline.calibration is not None else None
+    calibration = context.roofline.calibration
+    beside = calibration.contention(*ops) if calibration is not None else None
     if beside is not None:
         return beside.lost
     gpu = context.roofline.gpu

@@ -131,10 +131,12 @@ class Roofline:
 
     def sourced(self, work: Work) -> tuple[Floats, Floats]:
         """Return (seconds, source) of a compute kernel; sources are numbered as in simulator.calibration."""
-        datasheet = np.atleast_1d(self._datasheet(work))
         if self.calibration is None:
+            datasheet = np.atleast_1d(self._datasheet(work))
             return datasheet, np.full(datasheet.shape, DATASHEET)
-        seconds, source = self.calibration.seconds(work, datasheet, dtype=self.dtype, runtime=self.runtime)
+        seconds, source = self.calibration.seconds(
+            work, lambda: np.atleast_1d(self._datasheet(work)), dtype=self.dtype, runtime=self.runtime
+        )
         return seconds * self.busy, source
 
     def packing_bytes_per_s(self, nbytes: Floats | float) -> Floats:

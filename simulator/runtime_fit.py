@@ -132,37 +132,49 @@ class _Fit:
         return {"data_token_s": float(np.median(rates))} if rates else {}
 
     def _host(self, narrow: list[Run]) -> dict[str, float]:
-        """Return the fields of HostSpec that narrow layers show; empty without a pair of runs."""
-        layers: dict[str, tuple[Run, float, float]] = {}  # feature -> (run, seconds a layer, seconds of the rest)
-        for one, two in _pairs(narrow):
-            each = max(two.seconds - one.seconds, 0.0)
-            layers.setdefault(feature(one), (one, each, one.seconds - each))
-        if not layers:
+        """Return the fields of HostSpec that second layers show; empty without a plain narrow pair.
+
+        A second layer takes as long as the slower of host and device: the least over runs of one kind, wide ones
+        included, is the host's, and noise can only lengthen it.
+        """
+        each: dict[str, float] = {}
+        example: dict[str, Run] = {}
+        rest: list[float] = []
+        least = {id(run) for run in narrow}
+        for one, two in _pairs(self.runs):
+            kind = feature(one)
+            took = max(two.seconds - one.seconds, 0.0)
+            each[kind] = min(each.get(kind, took), took)
+            if id(one) in least:
+                example[kind] = one
+                rest.append(max(one.seconds - took, 0.0))
+        counts = {kind: self._launches(run) for kind, run in example.items()}
+        if not counts.get("plain"):
             return {}
-        counts = {name: self._launches(run) for name, (run, _, _) in layers.items()}
-        found: dict[str, float] = {"forward_layer_s": 0.0, "backward_layer_s": 0.0}
-        plain = layers.get("plain")
-        launch_s = plain[1] / counts["plain"] if plain is not None and counts["plain"] else None
-        if launch_s is None:
-            return {}
-        found |= {"launch_s": launch_s, "backward_launch_s": launch_s}
-        for name, field in (("fsdp", "fsdp_layer_s"), ("ddp", "ddp_layer_s"), ("cp", "cp_layer_s")):
-            if name in layers:
-                found[field] = max(layers[name][1] - counts[name] * launch_s, 0.0)
-        if "cp" in layers:  # ranks that share a sequence share parameters too
+        launch_s = each["plain"] / counts["plain"]
+        found = {
+            "forward_layer_s": 0.0,
+            "backward_layer_s": 0.0,
+            "checkpoint_s": 0.0,
+            "launch_s": launch_s,
+            "backward_launch_s": launch_s,
+            "rest_s": float(np.median(rest)),
+        }
+        for kind, field in (("fsdp", "fsdp_layer_s"), ("ddp", "ddp_layer_s"), ("cp", "cp_layer_s")):
+            if kind in counts:
+                found[field] = max(each[kind] - counts[kind] * launch_s, 0.0)
+        if "cp" in counts:  # ranks that share a sequence share parameters too
             found["cp_layer_s"] = max(found["cp_layer_s"] - found.get("fsdp_layer_s", 0.0), 0.0)
-        if "tp" in layers and counts["tp"]:
-            # Compiled layers do not dispatch operators one by one: what sharding costs them is a layer's.
-            found["dtensor_launch_s"] = layers["tp"][1] / counts["tp"]
+        if counts.get("tp"):
+            found["dtensor_launch_s"] = each["tp"] / counts["tp"]
         for word, field in (("full", "checkpoint_s"), ("selective-op", "selective_s")):
             more = [
-                layers[name][1] - layers[base][1] - max(counts[name] - counts[base], 0.0) * launch_s
-                for base, name in ((base, f"{base} {word}") for base in ("plain", "fsdp"))
-                if base in layers and name in layers
+                each[f"{base} {word}"] - each[base] - max(counts[f"{base} {word}"] - counts[base], 0.0) * launch_s
+                for base in ("plain", "fsdp")
+                if base in counts and f"{base} {word}" in counts
             ]
             if more:
                 found[field] = max(float(np.mean(more)), 0.0)
-        found["rest_s"] = float(np.median([max(rest, 0.0) for _, _, rest in layers.values()]))
         return found
 
     def _launches(self, run: Run) -> float:
