@@ -25,7 +25,17 @@ def _address(table, peer, like):
 
 
 @triton.jit
-def _exchange(flags, peer_flags, first, value, error, RANK: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr, LIMIT: tl.constexpr):
+def _exchange(
+    flags,
+    peer_flags,
+    first,
+    value,
+    error,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    STRIDE: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
     """Tell this program's counterparts that its stores are done, and wait until theirs are. Flags: (2, W, STRIDE)."""
     program = tl.program_id(0)
     tl.debug_barrier()  # one thread speaks for all
