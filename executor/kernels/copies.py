@@ -8,7 +8,7 @@ import triton.language as tl
 from executor.kernels.signals import wait_for
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "stride", "code"])
 def wait_and_lower(flags, first, stride, COUNT: tl.constexpr, error, code, LIMIT: tl.constexpr):
     """Wait for COUNT flags, `stride` apart, on one program, and set each to zero for the next call."""
     for index in tl.static_range(COUNT):

@@ -39,39 +39,30 @@ def publish(flag, value):
 
 @triton.jit
 def bulk_stores_done(LATEST: tl.constexpr, ASM: tl.constexpr):
-    """Wait until the bulk (TMA) stores of this program, but the LATEST 0 or 1, are in memory, theirs or a peer's.
+    """Wait until the bulk (TMA) stores of this program, but for the LATEST 0 to 2, are in memory.
 
     `desc.store` alone waits only until shared memory may be reused, and a release after it would publish data still
     under way. Several warps issue one store and one thread releases, hence the barrier between them.
     """
     if ASM:
-        if LATEST == 1:
-            tl.inline_asm_elementwise(
-                "cp.async.bulk.wait_group 1;\n\tfence.proxy.async;\n\tbar.sync 0;\n\tmov.u32 $0, 0;",
-                "=r",
-                [],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+        if LATEST == 0:
+            _assembly("cp.async.bulk.wait_group 0;\n\tfence.proxy.async;\n\tbar.sync 0;\n\tmov.u32 $0, 0;")
+        elif LATEST == 1:
+            _assembly("cp.async.bulk.wait_group 1;\n\tfence.proxy.async;\n\tbar.sync 0;\n\tmov.u32 $0, 0;")
         else:
-            tl.inline_asm_elementwise(
-                "cp.async.bulk.wait_group 0;\n\tfence.proxy.async;\n\tbar.sync 0;\n\tmov.u32 $0, 0;",
-                "=r",
-                [],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+            _assembly("cp.async.bulk.wait_group 2;\n\tfence.proxy.async;\n\tbar.sync 0;\n\tmov.u32 $0, 0;")
 
 
 @triton.jit
 def before_bulk_loads(ASM: tl.constexpr):
     """Order bulk (TMA) loads after an acquire: they belong to another proxy, which an acquire alone does not bind."""
     if ASM:
-        tl.inline_asm_elementwise(
-            "fence.proxy.async;\n\tmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        _assembly("fence.proxy.async;\n\tmov.u32 $0, 0;")
+
+
+@triton.jit
+def _assembly(TEXT: tl.constexpr):
+    tl.inline_asm_elementwise(TEXT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

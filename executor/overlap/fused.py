@@ -16,7 +16,6 @@ from executor.overlap.copy_engine import CopyEngine
 from executor.overlap.mode import Pair, shard_rows
 
 TMA_BYTES = 16
-MAX_WORLD = 8  # descriptors of peers that the kernel has parameters for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,7 @@ class Fused(CopyEngine):
     def gather_matmul(
         self, x: Tensor, operands: tuple[Tensor, ...], group: dist.ProcessGroup, *, keep: bool = False
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        if not fits(x, operands[0], dist.get_world_size(group)):
+        if not fits(x, operands[0]):
             return super().gather_matmul(x, operands, group, keep=keep)
         # The first product hides the gather; the others find everything in place and are the library's.
         keep_all = keep or len(operands) > 1
@@ -59,7 +58,8 @@ class Fused(CopyEngine):
         return (first, *others), moving.gathered if keep else None
 
     def matmul_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Tensor:
-        if len(pairs) > 1 or not fits(*pairs[0], dist.get_world_size(group)):
+        # A stream's wait for a word cannot be captured in a graph.
+        if len(pairs) > 1 or not fits(*pairs[0]) or torch.cuda.is_current_stream_capturing():
             return super().matmul_scatter(pairs, group)
         return _matmul_scatter(*pairs[0], group)
 
@@ -69,12 +69,11 @@ class Fused(CopyEngine):
         return super().matmul_reduce(x, operand, group)
 
 
-def fits(x: Tensor, operand: Tensor, world: int) -> bool:
+def fits(x: Tensor, operand: Tensor) -> bool:
     """Say whether the kernels take these operands."""
     row_bytes = (x.shape[1] * x.element_size(), operand.shape[1] * x.element_size())
     return (
         x.is_cuda
-        and world <= MAX_WORLD
         and x.dtype in {torch.bfloat16, torch.float16}
         and operand.dtype == x.dtype
         and not any(n % TMA_BYTES for n in row_bytes)
@@ -155,33 +154,28 @@ def _matmul_scatter(x: Tensor, operand: Tensor, group: dist.ProcessGroup, tile: 
     rows, columns = shard_rows(x.shape[0], group), operand.shape[1]
     programs = _processors(x.device)
     tile = tile or tile_for(world * rows, columns, programs, SCATTER_LARGE)
-    slot_rows = -(-rows // tile.block_m) * tile.block_m
-    space = symmetric.workspace(group, "matmul_scatter", x.device)
-    tiles = slot_rows // tile.block_m * -(-columns // tile.block_n)
-    space.reserve(world * slot_rows * columns * x.element_size(), world * tiles)
-    out = x.new_empty(rows, columns)
+    scattering = push.Scattering((rows, columns), x.dtype, group, piece_rows=tile.block_m * tile.group_m)
+    space = scattering.space
+    parts, out = x.new_empty(world - 1, rows, columns), x.new_empty(rows, columns)
+    done = torch.zeros((world - 1, len(scattering.bounds)), dtype=torch.int32, device=x.device)
     left, right, turned = _descriptors(x, operand, tile)
-    apart = space.set_bytes // x.element_size()
-
-    def slots(owner: int, block: list[int]) -> object:
-        base = space.slots.on(owner, (1,), x.dtype)
-        return TensorDescriptor(base, [2, world * slot_rows, columns], [apart, columns, 1], block)
-
+    scattering.begin()
     matmul_scatter[(programs,)](
         left,
         right,
-        *(slots((rank + step) % world, [1, tile.block_m, tile.block_n]) for step in range(1, MAX_WORLD)),
-        slots(rank, [1, tile.block_m, tile.block_n // 4]),
-        TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 4]),
-        space.flags.on(rank, (world * tiles,), torch.int32),
-        space.flags.addresses,
-        space.epoch,
+        TensorDescriptor.from_tensor(parts, [1, tile.block_m, tile.block_n // 2]),
+        scattering.slots,
+        TensorDescriptor.from_tensor(scattering.slots, [1, tile.block_m, tile.block_n // 4]),
+        TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // (4 if tile.halves else 2)]),
+        done,
+        scattering.flags,
         space.ticket,
         space.error,
         rows,
-        slot_rows,
         columns,
         x.shape[1],
+        scattering.bounds[0][1],
+        len(scattering.bounds),
         rank,
         world,
         turned,
@@ -189,9 +183,18 @@ def _matmul_scatter(x: Tensor, operand: Tensor, group: dist.ProcessGroup, tile: 
         tile.block_n,
         tile.block_k,
         tile.group_m,
+        tile.halves,
         symmetric.POLLS,
         True,  # noqa: FBT003 - assembly: this is a GPU
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+    scattering.push_when_done(parts, done, tiles_of(scattering.bounds, columns, tile))
+    scattering.finish()
     return out
+
+
+def tiles_of(bounds: list[tuple[int, int]], columns: int, tile: Tile) -> list[int]:
+    """Return how many output tiles touch each piece of rows."""
+    across = -(-columns // tile.block_n)
+    return [(-(-last // tile.block_m) - first // tile.block_m) * across for first, last in bounds]

@@ -106,37 +106,75 @@ def gather(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     return wait
 
 
+class Scattering:
+    """A reduce-scatter under way: parts of (R, N) go to their owners' slots (W, R, N), in pieces of rows."""
+
+    def __init__(
+        self, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup, *, piece_rows: int | None = None
+    ) -> None:
+        """Pieces are multiples of `piece_rows`, at most MAX_PIECES; None is one piece."""
+        rows, columns = shape
+        self.space: Workspace = symmetric.workspace(group, "scatter", torch.device("cuda", torch.cuda.current_device()))
+        rank, world = self.space.rank, self.space.world
+        self.space.reserve(world * rows * columns * dtype.itemsize, 2 * FLAG_RANGE)
+        turn = self.space.turn()
+        piece_rows = piece_rows or rows
+        height = -(-rows // (piece_rows * MAX_PIECES)) * piece_rows
+        self.bounds = [(first, min(first + height, rows)) for first in range(0, rows, height)]
+        self.first_flag, self.start = turn * FLAG_RANGE, turn * self.space.set_bytes
+        self.shape = (world, rows, columns)
+        self.slots = self.space.slots.on(rank, self.shape, dtype, self.start)
+        self.flags = self.space.flags.on(rank, (world, len(self.bounds)), torch.int32, 4 * self.first_flag)
+        self.side = side_stream(self.space.device)
+
+    def begin(self) -> None:
+        """Mark, on the current stream, the moment from which peers may be written to."""
+        self.space.fence()
+        self.side.wait_stream(torch.cuda.current_stream())
+
+    def push(self, part: Tensor, peer: int, piece: int = 0) -> None:
+        """Send rows of a part that are ready on the side stream."""
+        first, last = self.bounds[piece]
+        theirs = self.space.slots.on(peer, self.shape, part.dtype, self.start)
+        theirs[self.space.rank, first:last].copy_(part[first:last], non_blocking=True)
+        raise_flag(self.space, peer, self.first_flag + self.space.rank * len(self.bounds) + piece)
+
+    def push_when_done(self, parts: Tensor, done: Tensor, tiles: list[int]) -> None:
+        """Send each piece of `parts` (W - 1, R, N) as soon as `done` (W - 1, pieces) has counted its tiles."""
+        space = self.space
+        with torch.cuda.stream(self.side):
+            for step in range(1, space.world):
+                for piece, count in enumerate(tiles):
+                    symmetric.wait_for_word(done, (step - 1) * len(tiles) + piece, count)
+                    self.push(parts[step - 1], (space.rank + step) % space.world, piece)
+
+    def finish(self) -> None:
+        """Let the current stream go on only when our own pushes are done."""
+        torch.cuda.current_stream().wait_stream(self.side)
+        self.space.fence()
+
+
 def scatter_sum(make: Callable[[int], Tensor], group: dist.ProcessGroup) -> Tensor:
     """Low-contention reduce-scatter of what `make(shard)` returns (R, N): each part moves while the next is made."""
     from executor.kernels.copies import add_slots, wait_and_lower  # noqa: PLC0415 - triton
 
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     part = make((rank + 1) % world)
-    space = symmetric.workspace(group, "scatter", part.device)
-    space.reserve(world * part.numel() * part.element_size(), 2 * FLAG_RANGE)
-    turn = space.turn()
-    start, first_flag = turn * space.set_bytes, turn * FLAG_RANGE
-    shape = (world, *part.shape)
-    space.fence()
-    side = side_stream(part.device)
+    moving = Scattering(tuple(part.shape), part.dtype, group)
+    space = moving.space
+    moving.space.fence()
     sent = []
     for step in range(1, world):
-        peer = (rank + step) % world
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            space.slots.on(peer, shape, part.dtype, start)[rank].copy_(part, non_blocking=True)
-            raise_flag(space, peer, first_flag + rank)
+        moving.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(moving.side):
+            moving.push(part, (rank + step) % world)
         sent.append(part)  # alive until the copies are done
         part = make((rank + step + 1) % world)
-    flags = space.flags.on(rank, (world,), torch.int32, 4 * first_flag)
     for step in range(1, world):
         source = (rank - step) % world
-        wait_and_lower[(1,)](flags, source, 1, 1, space.error, 1 + source, symmetric.POLLS, num_warps=1)
+        wait_and_lower[(1,)](moving.flags, source, 1, 1, space.error, 1 + source, symmetric.POLLS, num_warps=1)
     out = torch.empty_like(part)
     block = 4096
-    add_slots[(-(-part.numel() // block),)](
-        part, space.slots.on(rank, shape, part.dtype, start), out, part.numel(), rank, world, block, num_warps=8
-    )
-    torch.cuda.current_stream().wait_stream(side)
-    space.fence()
+    add_slots[(-(-part.numel() // block),)](part, moving.slots, out, part.numel(), rank, world, block, num_warps=8)
+    moving.finish()
     return out

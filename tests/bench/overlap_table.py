@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from executor.launch import launch  # noqa: E402 - the path comes first
 from executor.records import read_records  # noqa: E402
 
-SHARE = {"check": 1.0, "parts": 0.3, "tiles": 0.6, "table": 1.5, "sums": 1.0, "norms": 0.3}
+SHARE = {"check": 1.0, "parts": 0.3, "tiles": 0.6, "scatter_tiles": 0.4, "table": 1.5, "sums": 1.0, "norms": 0.3}
 
 
 def main() -> int:

@@ -187,6 +187,11 @@ TILES = {
 
 def tiles(bench: Bench) -> None:
     """Tiles of the fused kernels on the shapes with a goal, beside the library's product."""
+    tiles_of_gather(bench)
+    tiles_of_scatter(bench)
+
+
+def tiles_of_gather(bench: Bench) -> None:
     for rows, columns, depth in ((16384, 3584, 8192), (8192, 1792, 4096)):
         if not bench.left(12):
             bench.recorder.missing("tiles")
@@ -204,16 +209,24 @@ def tiles(bench: Bench) -> None:
                 fused._gather_matmul(shard, weight.t(), bench.group, keep=False, tile=TILES["256x4h"], pieces=pieces)
             )
         _tile_record(bench, "all_gather_matmul", rows, columns, depth, calls)
+
+
+def tiles_of_scatter(bench: Bench) -> None:
     for rows, columns, depth in ((8192, 8192, 4096), (8192, 8192, 2048)):
         if not bench.left(12):
             bench.recorder.missing("tiles")
             return
         x, weight = bench.draw(rows, depth), bench.draw(columns, depth)
         calls = {"cublas": lambda: x @ weight.t()}
-        for name in ("256x3", "128x4"):
+        for name in ("256x3", "256x4h", "128x4"):
             tile = TILES[name]
             calls[f"scatter {name}"] = lambda tile=tile: fused._matmul_scatter(x, weight.t(), bench.group, tile)
             calls[f"alone {name}"] = lambda tile=tile: alone(x, weight, tile)
+        calls["scatter 256x3 g4"] = lambda: fused._matmul_scatter(x, weight.t(), bench.group, fused.Tile(group_m=4))
+        calls["scatter 256x4h g4"] = lambda: fused._matmul_scatter(
+            x, weight.t(), bench.group, fused.Tile(group_m=4, stages=4, halves=True)
+        )
+        calls["scatter 256x3 g16"] = lambda: fused._matmul_scatter(x, weight.t(), bench.group, fused.Tile(group_m=16))
         _tile_record(bench, "matmul_reduce_scatter", rows, columns, depth, calls)
 
 
@@ -388,7 +401,7 @@ def norms(bench: Bench) -> None:
     symmetric.check_delivered()
 
 
-STAGES = {"parts": parts, "tiles": tiles, "table": table, "sums": sums, "norms": norms}
+STAGES = {"parts": parts, "tiles": tiles, "scatter_tiles": tiles_of_scatter, "table": table, "sums": sums, "norms": norms}
 
 
 def main() -> None:
@@ -401,7 +414,7 @@ def main() -> None:
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    symmetric.POLLS = 1 << 22
+    symmetric.POLLS = 1 << 25
     bench = Bench(options.out, options.seconds)
     for stage in options.stages.split(","):
         if stage == "check":
