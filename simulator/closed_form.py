@@ -24,7 +24,13 @@ from simulator.plan import Plan
 from simulator.plan_table import Floats, PlanTable, axis_sizes, plan_table
 from simulator.roofline import Roofline, efficiency
 from simulator.runtime import DTYPE_BYTES, Runtime
-from simulator.runtime_library import ModelOperators, RuntimeSpec, canonical_recompute, operators_for
+from simulator.runtime_library import (
+    ModelOperators,
+    RuntimeSpec,
+    attention_kernel,
+    canonical_recompute,
+    operators_for,
+)
 from simulator.stages import StageLayout, bubble_s, last_rank, stage_layout
 from simulator.workload import Workload
 from topology.cluster import Cluster, Source
@@ -108,7 +114,7 @@ def estimate_plans(
     roofline = Roofline(
         gpu=cluster.slowest_kind,
         dtype=runtime.compute_dtype,
-        attention_kernel=operators.spec.attention_kernel,
+        attention_kernel=attention_kernel(runtime, cluster.slowest_kind.architecture),
     )
     context = CostContext(
         table=table,

@@ -102,7 +102,7 @@ def estimate(
             },
             runtime={"name": runtime or "torchtitan", "compile": compile_model, "param_dtype": param_dtype},
         )
-    problems, estimated = _answer(asked, measured)
+    problems, estimated = answer(asked, measured)
     if json:
         output.emit_json(document(asked, problems, estimated))
     else:
@@ -121,7 +121,7 @@ def _answer_list(raw: list[dict[str, Any]], profile: Any, *, json: bool) -> None
     for index, data in enumerate(raw):
         try:
             case = load_case(data)
-            problems, estimated = _answer(case, profile)
+            problems, estimated = answer(case, profile)
         except UserError as error:
             documents.append(_unreadable(case_id(data), str(error)))
             output.warn(f"case {case_id(data)}: {error}")
@@ -170,7 +170,8 @@ def document(case: Case, problems: tuple[Problem, ...], estimated: Estimate | No
     }
 
 
-def _answer(case: Case, profile: Any) -> tuple[tuple[Problem, ...], Estimate | None]:
+def answer(case: Case, profile: Any) -> tuple[tuple[Problem, ...], Estimate | None]:
+    """Return what the rules say of the plan, and its estimate where it is legal."""
     from planner.costs import cost_table  # noqa: PLC0415 - keeps `--help` light
     from planner.legality import check, is_legal  # noqa: PLC0415 - as above
 

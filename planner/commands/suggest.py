@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,7 +72,7 @@ def suggest(
 
     if out is not None:
         refuse_overwrite(out, force=force)
-    result = _search(
+    result = answer(
         model=model,
         cluster=cluster,
         gpu=gpu,
@@ -129,7 +130,7 @@ def document(result: SearchResult) -> dict[str, Any]:
     }
 
 
-def _search(
+def answer(
     *,
     model: str,
     cluster: str,
@@ -146,7 +147,9 @@ def _search(
     max_tp: int | None,
     profile: Path | None,
     seed: int,
+    progress: Callable[[str], None] | None = None,
 ) -> SearchResult:
+    """Return the answer to a question as people put it, which is what the explorer asks too. `progress` gets passing states."""
     from dataclasses import replace  # noqa: PLC0415 - keeps `--help` light
 
     from planner import output, search  # noqa: PLC0415 - as above
@@ -200,7 +203,7 @@ def _search(
             bounds=Bounds(max_tp=max_tp),
             all_variants=all_variants,
             grow=grow,
-            progress=output.progress,
+            progress=progress or output.progress,
         )
 
     try:

@@ -214,3 +214,14 @@ def test_keys_beside_the_point_are_noted():
 
     assert "key 'colour' of case base: runtime is not understood and was ignored" in case.assumed
     assert any("'reviewed_by'" in line for line in case.assumed)
+
+
+def test_a_measured_torchtitan_run_without_a_version_is_an_early_one():
+    """Published tables without a version ran FlashAttention-2; questions, and runs that state one, are left alone."""
+    published = load_case(changed() | {"measured": {"step_s": 1.0}})
+    stated = load_case(changed(runtime={"version": "0.2.2"}) | {"measured": {"step_s": 1.0}})
+
+    assert published.runtime.version == "0.1"
+    assert any("runtime.version" in line for line in published.assumed)
+    assert stated.runtime.version == "0.2.2"
+    assert load_case(changed()).runtime.version is None

@@ -1,0 +1,112 @@
+"""Pictures of every page of the explorer, in both themes, for examples/ui/.
+
+    python -m tests.bench.ui_screenshots OUT_FOLDER [NAME ...]
+
+Needs `pip install 'meshwright[ui]' playwright pillow` and a Chromium of the system (`apt-get install chromium`). Pages are
+1280 pixels wide and as high as what is on them; two are taken at 1920. Written as palette PNGs, for their size.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+from tests.ui.server import running
+
+Q = "model=llama3-70b&gpus=64&batch=256&cluster=dgx-h100"
+PIPELINE = "model=llama3-70b&cluster=aws-p4de&gpus=64&batch=128&framework=megatron-lm"
+# name, address, width
+SHOTS = (
+    ("cluster", "?cluster=dgx-h100&gpus=64", 1280),
+    ("cluster_measured", "?cluster=@h200x4_measured/cluster.json", 1280),
+    ("cluster_rack", "?cluster=gb200-nvl72", 1280),
+    ("cluster_wide", "?cluster=dgx-1v", 1920),
+    ("model", f"model?{Q.replace('llama3-70b', 'deepseek-v3')}", 1280),
+    ("plans", f"plans?{Q}", 1280),
+    ("plans_wide", f"plans?{Q}", 1920),
+    ("plans_infeasible", "plans?model=llama3-405b&cluster=dgx-h100", 1280),
+    ("detail_memory", f"detail?{PIPELINE}", 1280),
+    ("detail_step", f"detail?{PIPELINE}&tab=Step", 1280),
+    ("detail_placement", f"detail?{PIPELINE}&tab=Placement&axis=pp", 1280),
+    ("detail_timeline", f"detail?{PIPELINE}&tab=Timeline", 1280),
+    ("detail_sensitivity", f"detail?{PIPELINE}&tab=Sensitivity", 1280),
+    ("detail_change", f"detail?{PIPELINE}&tab=Change+it", 1280),
+    ("compare", f"compare?{Q}", 1280),
+    ("measured", "measured", 1280),
+    ("exports", f"exports?{Q}", 1280),
+)
+LARGEST = 250 * 1024  # bytes; beyond it a palette of 256 colours has to do
+
+
+def main(out: Path, names: list[str]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    browser_path = shutil.which("chromium") or shutil.which("google-chrome")
+    with running() as address, sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        for theme in ("light", "dark"):
+            for name, path, width in SHOTS:
+                if names and not any(wanted in f"{name}_{theme}" for wanted in names):
+                    continue
+                page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
+                began = time.monotonic()
+                page.goto(f"{address}/{resolved(path)}")
+                settled(page)
+                took = time.monotonic() - began
+                data = picture(page, width)
+                (out / f"{name}_{theme}.png").write_bytes(data)
+                print(f"{name}_{theme}: {took:.1f} s, {len(data) / 1024:.0f} KB", flush=True)
+                page.close()
+        browser.close()
+
+
+def resolved(path: str) -> str:
+    """Replace `@FILE` in an address by the choice of that example once it is uploaded."""
+    if "@" not in path:
+        return path
+    from urllib.parse import quote_plus
+
+    from ui import uploads
+
+    before, _, name = path.partition("@")
+    file = Path("examples/clusters") / name
+    kept = uploads.keep("cluster", file.parent.name + file.suffix, file.read_bytes())
+    return before + quote_plus(kept.choice)
+
+
+def settled(page: Page, timeout_s: float = 120.0) -> None:
+    """Wait until the page has drawn itself and nothing runs any more."""
+    page.wait_for_selector("h1", timeout=timeout_s * 1e3)
+    quiet = 0
+    ends = time.monotonic() + timeout_s
+    while quiet < 4 and time.monotonic() < ends:
+        busy = page.locator(
+            "[data-testid='stStatusWidget'], [data-testid='stSkeleton'], button:has-text('Stop')"
+        ).count()
+        stale = page.locator("[data-stale='true']").count()
+        quiet = 0 if busy or stale else quiet + 1
+        page.wait_for_timeout(250)
+    page.wait_for_timeout(700)
+
+
+def picture(page: Page, width: int) -> bytes:
+    """Return the whole page: the window grows until nothing has to be scrolled."""
+    height = page.evaluate("document.querySelector('[data-testid=stMain]').scrollHeight")
+    page.set_viewport_size({"width": width, "height": max(900, min(4000, int(height) + 8))})
+    page.wait_for_timeout(900)
+    image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    data = io.BytesIO()
+    image.save(data, "PNG", optimize=True)
+    if len(data.getvalue()) > LARGEST:
+        data = io.BytesIO()
+        image.quantize(colors=256, dither=Image.Dither.NONE).save(data, "PNG", optimize=True)
+    return data.getvalue()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,57 @@
+"""The explorer's frame: the question in the sidebar, the answer it needs, and the page.
+
+Streamlit runs this file on every change. The pages lie in `views/`, not in `pages/`: a folder of that name would make
+Streamlit open a page by itself, without this frame, when a link is followed first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import streamlit as st
+
+from topology.errors import PlannerError
+from ui import data, panels, state
+
+# Streamlit leaves 6 rem at the top and 5 at the sides: a fifth of a small screen.
+STYLE = """<style>
+  .stMainBlockContainer { padding: 2.6rem 2.6rem 4rem; max-width: 1680px; }
+  [data-testid="stSidebarUserContent"] { padding-top: 0; padding-bottom: 2rem; }
+</style>"""
+VIEWS = Path(__file__).parent / "views"
+# name, title, icon, whether it shows the answer of a search
+PAGES = (
+    ("cluster", "Cluster", ":material/hub:", False),
+    ("model", "Model and workload", ":material/deployed_code:", False),
+    ("plans", "Plans", ":material/leaderboard:", True),
+    ("detail", "Plan detail", ":material/troubleshoot:", True),
+    ("compare", "Compare", ":material/compare_arrows:", True),
+    ("measured", "Measured", ":material/straighten:", False),
+    ("exports", "Exports", ":material/ios_share:", True),
+)
+
+st.set_page_config(
+    page_title="meshwright",
+    page_icon=":material/hub:",
+    layout="wide",
+    initial_sidebar_state=290,
+    menu_items={"about": "meshwright plans multi-GPU training. Everything runs on this machine; nothing is sent."},
+)
+pages = {
+    name: st.Page(VIEWS / f"{name}.py", title=title, icon=icon, url_path=name, default=name == "cluster")
+    for name, title, icon, _ in PAGES
+}
+page = st.navigation(list(pages.values()))
+st.html(STYLE)
+question = state.sidebar()
+state.results()["question"] = question
+searched = {pages[name].url_path for name, _, _, needs in PAGES if needs}
+st.title(page.title, anchor=False)
+try:
+    if page.url_path in searched:
+        data.frame(question)
+    page.run()
+except PlannerError as error:
+    panels.failure(error)
+with st.sidebar:
+    st.caption("Numbers without a measurement rest on datasheets and published efficiencies, and say so.")

@@ -1,0 +1,195 @@
+"""One plan: memory by stage and category, where the step goes, what streams do when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+from planner.palette import BAD, GREY, MEMORY, SPANS, TIME
+from ui.charts.look import GIB, finished, paper, scale, seconds, words
+from ui.timeline import LANES, Bar
+
+
+def memory(
+    stages: Sequence[Mapping[str, float]], held: Sequence[float], capacity: float, *, dark: bool
+) -> alt.LayerChart:
+    """Draw bytes by category, a bar for each pipeline stage, up to what the allocator holds, with what there is.
+
+    `stages` and `held` have one entry a stage (bytes); `capacity` is what a rank can use.
+    """
+    p = paper(dark)
+    values = []
+    for stage, categories in enumerate(stages):
+        total = sum(categories.values())
+        parts = {**categories, "reserved": max(0.0, held[stage] - total) if stage < len(held) else 0.0}
+        values += [
+            {
+                "stage": f"stage {stage}" if len(stages) > 1 else "every rank",
+                "number": stage,
+                "category": words(name),
+                "order": order,
+                "gib": nbytes / GIB,
+                "said": f"{nbytes / GIB:.2f} GiB",
+            }
+            for order, name in enumerate(_known_first(parts, MEMORY))
+            if (nbytes := parts[name]) > 0.005 * GIB
+        ]
+    names = _in_order(values, "category", [words(n) for n in MEMORY])
+    widest = max([capacity / GIB, *(sum(v["gib"] for v in values if v["number"] == s) for s in range(len(stages)))])
+    x = alt.X("gib:Q", title="GiB on one GPU", scale=alt.Scale(domain=[0, widest * 1.04], nice=False), stack="zero")
+    y = alt.Y("stage:N", title=None, sort=alt.SortField("number"), axis=alt.Axis(domain=False, ticks=False))
+    bars = (
+        alt.Chart(alt.Data(values=values))
+        .mark_bar(stroke=p.page, strokeWidth=1)
+        .encode(
+            x=x,
+            y=y,
+            color=alt.Color(
+                "category:N", title=None, scale=scale("memory", names), sort=names, legend=alt.Legend(columns=0)
+            ),
+            order="order:Q",
+            tooltip=["stage:N", "category:N", alt.Tooltip("said:N", title="size")],
+        )
+    )
+    wall = alt.Chart(alt.Data(values=[{"gib": capacity / GIB, "said": f"{capacity / GIB:.1f} GiB there are"}]))
+    rule = wall.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.5).encode(x="gib:Q")
+    said = wall.mark_text(align="right", dx=-5, color=BAD, fontSize=11, baseline="top").encode(
+        x="gib:Q", y=alt.value(-14), text="said:N"
+    )
+    height = {1: 46, 2: 40}.get(len(stages), 24 if len(stages) <= 16 else 11)
+    return finished(alt.layer(bars, rule, said).properties(height=max(60, height * len(stages) + 10)), dark)
+
+
+def waterfall(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChart:
+    """Draw how a step's time builds up from the model's FLOPs at peak. Rows: name, seconds, share, meaning, in order."""
+    p = paper(dark)
+    values = []
+    at = 0.0
+    for row in rows:
+        key = str(row["name"])
+        values.append(
+            {
+                "name": key,
+                "from": at if not row.get("total") else 0.0,
+                "to": at + row["seconds"] if not row.get("total") else row["seconds"],
+                "said": f"{seconds(row['seconds'])}  {row['share']:.1%}",
+                "meaning": row["meaning"],
+                "colour": row["colour"],
+            }
+        )
+        at += 0.0 if row.get("total") else row["seconds"]
+    top = max((v["to"] for v in values), default=1.0)
+    y = alt.Y("name:N", sort=None, title=None, axis=alt.Axis(labelLimit=240, domain=False, ticks=False, labelPadding=8))
+    x = alt.X("from:Q", title="seconds of a step", scale=alt.Scale(domain=[0, top * 1.16], nice=False))
+    base = alt.Chart(alt.Data(values=values)).encode(
+        y=y, tooltip=["name:N", alt.Tooltip("said:N", title="takes"), alt.Tooltip("meaning:N", title="what it is")]
+    )
+    bars = base.mark_bar(height=20, cornerRadius=2).encode(x=x, x2="to:Q", color=alt.Color("colour:N", scale=None))
+    text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(x="to:Q", text="said:N")
+    return finished(alt.layer(bars, text).properties(height=30 * len(values) + 30), dark)
+
+
+def _lighter(colour: str) -> str:
+    """Return a colour half way to white: forward and backward are both compute, one hue in two strengths."""
+    return "#" + "".join(f"{(int(colour[i : i + 2], 16) + 255) // 2:02X}" for i in (1, 3, 5))
+
+
+_COLOURS = {
+    "forward": _lighter(SPANS["compute"]),
+    "backward": SPANS["compute"],
+    "recompute": TIME["recompute"],
+    "copies": SPANS["copy"],
+    "optimizer": TIME["optimizer"],
+    "communication": SPANS["communication"],
+    "wait": GREY,
+    "host": SPANS["host"],
+}
+_STRENGTH = {"wait": 0.5}
+
+
+def timeline(bars: Sequence[Bar], *, window: tuple[float, float], dark: bool) -> alt.Chart:
+    """Draw bars on a row for each lane of each rank, over a window in seconds; scroll zooms, drag moves."""
+    p = paper(dark)
+    lanes = sorted({(bar.rank, bar.lane) for bar in bars}, key=lambda lane: (lane[0], LANES.index(lane[1])))
+    one_lane = len({lane for _, lane in lanes}) == 1
+    label = {(r, lane): f"rank {r}" if one_lane else f"rank {r} {lane}" for r, lane in lanes}
+    unit, size = ("ms", 1e-3) if window[1] - window[0] < 2 else ("s", 1.0)
+    values = [
+        {
+            "row": label[bar.rank, bar.lane],
+            "from": bar.start_s / size,
+            "to": bar.end_s / size,
+            "kind": bar.kind,
+            "colour": _COLOURS[bar.kind],
+            "strength": _STRENGTH.get(bar.kind, 1.0) * (0.45 + 0.55 * bar.busy_s / max(bar.end_s - bar.start_s, 1e-12)),
+            "name": bar.name,
+            "busy": seconds(bar.busy_s),
+        }
+        for bar in bars
+    ]
+    kinds = [kind for kind in _COLOURS if any(bar.kind == kind for bar in bars)]
+    chart = (
+        alt.Chart(alt.Data(values=values))
+        .mark_bar(stroke=p.page, strokeWidth=0.4)
+        .encode(
+            x=alt.X(
+                "from:Q",
+                title=f"{unit} from the start of the step",
+                scale=alt.Scale(domain=[window[0] / size, window[1] / size], nice=False),
+            ),
+            x2="to:Q",
+            y=alt.Y(
+                "row:N",
+                sort=[label[lane] for lane in lanes],
+                title=None,
+                axis=alt.Axis(domain=False, ticks=False, labelOverlap=True, labelLimit=180),
+                scale=alt.Scale(paddingInner=0.18),
+            ),
+            color=alt.Color(
+                "kind:N",
+                title=None,
+                scale=alt.Scale(domain=kinds, range=[_COLOURS[kind] for kind in kinds]),
+                legend=alt.Legend(columns=0),
+            ),
+            opacity=alt.Opacity("strength:Q", scale=None, legend=None),
+            tooltip=[
+                alt.Tooltip("name:N"),
+                alt.Tooltip("kind:N"),
+                alt.Tooltip("busy:N"),
+                alt.Tooltip("from:Q", format=".4~f", title=f"from, {unit}"),
+                alt.Tooltip("row:N", title="where"),
+            ],
+        )
+        .properties(height=max(90, min(900, (26 if len(lanes) <= 16 else 11) * len(lanes) + 30)))
+    )
+    return finished(chart.interactive(bind_y=False), dark)
+
+
+def memory_over_time(points: Sequence[tuple[float, float]], capacity: float, *, dark: bool) -> alt.LayerChart:
+    """Draw allocated bytes of one rank over the step, with what there is."""
+    unit, size = ("ms", 1e-3) if points and points[-1][0] < 2 else ("s", 1.0)
+    values = [{"at": time / size, "gib": nbytes / GIB} for time, nbytes in points]
+    top = max([capacity / GIB, *(v["gib"] for v in values)]) * 1.05
+    y = alt.Y("gib:Q", title="allocated, GiB", scale=alt.Scale(domain=[0, top], nice=False))
+    area = (
+        alt.Chart(alt.Data(values=values))
+        .mark_area(interpolate="step-after", color=SPANS["compute"], opacity=0.25, line={"color": SPANS["compute"]})
+        .encode(x=alt.X("at:Q", title=f"{unit} from the start of the step", scale=alt.Scale(nice=False)), y=y)
+    )
+    limit = (
+        alt.Chart(alt.Data(values=[{"gib": capacity / GIB}]))
+        .mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.4)
+        .encode(y="gib:Q")
+    )
+    return finished(alt.layer(area, limit).properties(height=190), dark)
+
+
+def _known_first(parts: Mapping[str, float], order: Mapping[str, str]) -> list[str]:
+    return [*(n for n in order if n in parts), *(n for n in parts if n not in order)]
+
+
+def _in_order(values: Sequence[Mapping[str, Any]], key: str, order: Sequence[str]) -> list[str]:
+    seen = dict.fromkeys(value[key] for value in values)
+    return [*(n for n in order if n in seen), *(n for n in seen if n not in order)]

@@ -1,0 +1,77 @@
+"""What all charts share: paper and ink of the theme, scales over the palette's words, numbers with their units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import altair as alt
+
+from planner.palette import DARK, LIGHT, Paper, colour
+
+GIB = 2.0**30
+FONT = "Source Sans, Source Sans Pro, sans-serif"
+
+
+def paper(dark: bool) -> Paper:
+    return DARK if dark else LIGHT
+
+
+def scale(family: str, names: Iterable[str]) -> alt.Scale:
+    """Return a colour scale over those words of a palette family that occur, in the order given."""
+    shown = list(dict.fromkeys(names))
+    return alt.Scale(domain=shown, range=[colour(family, name.replace(" ", "_")) for name in shown])
+
+
+def words(name: str) -> str:
+    """Return a key as words: `exposed_communication` as `exposed communication`."""
+    return name.replace("_", " ")
+
+
+def gib(nbytes: float) -> float:
+    return nbytes / GIB
+
+
+def rate(bytes_per_s: float | None) -> str:
+    """Return a link rate as people say it; never more digits than are known."""
+    if not bytes_per_s:
+        return "unknown"
+    gigabytes = bytes_per_s / 1e9
+    return f"{gigabytes:.0f} GB/s" if gigabytes >= 100 else f"{gigabytes:.3g} GB/s"
+
+
+def seconds(value: float) -> str:
+    """Return a duration with the unit that keeps three digits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {unit}"
+    return "0 s" if value == 0 else f"{value / 1e-6:.2g} us"
+
+
+def finished(chart: alt.Chart | alt.LayerChart | alt.VConcatChart, dark: bool) -> alt.Chart | alt.LayerChart:
+    """Return the chart with axes and words in the ink of the theme and no box around it."""
+    p = paper(dark)
+    return (
+        chart.configure(background="transparent", font=FONT)
+        .configure_view(strokeWidth=0)
+        .configure_axis(
+            labelColor=p.quiet,
+            titleColor=p.quiet,
+            gridColor=p.rule,
+            gridOpacity=0.5,
+            domainColor=p.rule,
+            tickColor=p.rule,
+            labelFontSize=12,
+            titleFontSize=12,
+            titleFontWeight="normal",
+        )
+        .configure_legend(
+            labelColor=p.ink,
+            titleColor=p.quiet,
+            labelFontSize=12,
+            titleFontSize=12,
+            titleFontWeight="normal",
+            orient="top",
+            offset=4,
+            columnPadding=16,
+        )
+    )

@@ -1,0 +1,67 @@
+"""Predicted beside measured: how far off, where, and whether the range held."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+from planner.palette import GOOD, GREY, VERMILION
+from ui.charts.look import finished, paper
+
+HELD = {"inside the 80 % range": GOOD, "outside": VERMILION, "no range": GREY}
+
+
+def against(rows: Sequence[Mapping[str, Any]], *, unit: str, dark: bool) -> alt.LayerChart:
+    """Draw predicted over measured on equal logarithmic axes. Rows: id, source, predicted, measured, error, held."""
+    p = paper(dark)
+    values = [{**row, "said": f"{row['error']:+.1%}"} for row in rows]
+    every = [v for row in rows for v in (row["predicted"], row["measured"])]
+    domain = [min(every) * 0.8, max(every) * 1.25] if every else [0.1, 10]
+    axis = alt.Scale(type="log", domain=domain, nice=False)
+    points = (
+        alt.Chart(alt.Data(values=values))
+        .mark_point(filled=True, size=48, opacity=0.75)
+        .encode(
+            x=alt.X("measured:Q", title=f"measured, {unit}", scale=axis, axis=alt.Axis(tickCount=6, format="~g")),
+            y=alt.Y("predicted:Q", title=f"predicted, {unit}", scale=axis, axis=alt.Axis(tickCount=6, format="~g")),
+            color=alt.Color("held:N", title=None, scale=alt.Scale(domain=list(HELD), range=list(HELD.values()))),
+            tooltip=[
+                "id:N",
+                "source:N",
+                alt.Tooltip("measured:Q", format=".4~g"),
+                alt.Tooltip("predicted:Q", format=".4~g"),
+                alt.Tooltip("said:N", title="error"),
+            ],
+        )
+    )
+    equal = (
+        alt.Chart(alt.Data(values=[{"x": domain[0], "y": domain[0]}, {"x": domain[1], "y": domain[1]}]))
+        .mark_line(color=p.quiet, strokeDash=[4, 3], strokeWidth=1)
+        .encode(x=alt.X("x:Q", scale=axis), y=alt.Y("y:Q", scale=axis))
+    )
+    return finished(alt.layer(equal, points).properties(height=400), dark)
+
+
+def errors(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChart:
+    """Draw signed errors, a row of ticks for each source, the median marked. Rows: source, error, id, held."""
+    p = paper(dark)
+    values = [
+        {**row, "percent": max(-60.0, min(60.0, 100 * row["error"])), "said": f"{row['error']:+.1%}"} for row in rows
+    ]
+    sources = list(dict.fromkeys(row["source"] for row in rows))
+    y = alt.Y("source:N", sort=sources, title=None, axis=alt.Axis(labelLimit=330, domain=False, ticks=False))
+    x = alt.X("percent:Q", title="predicted less measured, %", scale=alt.Scale(domain=[-60, 60], nice=False))
+    base = alt.Chart(alt.Data(values=values)).encode(x=x, y=y)
+    ticks = base.mark_tick(thickness=1.6, size=18, opacity=0.7).encode(
+        color=alt.Color(
+            "held:N", title=None, scale=alt.Scale(domain=list(HELD), range=list(HELD.values())), legend=None
+        ),
+        tooltip=["id:N", alt.Tooltip("said:N", title="error")],
+    )
+    middle = base.mark_point(shape="diamond", size=90, filled=True, color=p.ink).encode(x="median(percent):Q")
+    zero = (
+        alt.Chart(alt.Data(values=[{"percent": 0}])).mark_rule(color=p.quiet, strokeDash=[4, 3]).encode(x="percent:Q")
+    )
+    return finished(alt.layer(zero, ticks, middle).properties(height=34 * max(1, len(sources)) + 40), dark)

@@ -1,0 +1,33 @@
+"""A model's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+
+from planner.palette import BLUE
+from ui.charts.look import finished, paper
+
+
+def parameters(rows: Sequence[dict[str, Any]], *, dark: bool) -> alt.LayerChart:
+    """Draw parameters by part, the count and the share written beside each bar."""
+    p = paper(dark)
+    total = sum(row["parameters"] for row in rows) or 1
+    values = [
+        {
+            **row,
+            "said": f"{row['parameters'] / 1e9:.3g} B  {row['parameters'] / total:.0%}",
+            "b": row["parameters"] / 1e9,
+        }
+        for row in rows
+    ]
+    top = max((v["b"] for v in values), default=1.0)
+    base = alt.Chart(alt.Data(values=values)).encode(
+        y=alt.Y("part:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=200)),
+        x=alt.X("b:Q", title="billion parameters", scale=alt.Scale(domain=[0, top * 1.2], nice=False)),
+    )
+    bars = base.mark_bar(color=BLUE, height=22, cornerRadiusEnd=3)
+    text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(text="said:N")
+    return finished(alt.layer(bars, text).properties(height=36 * max(1, len(values)) + 30), dark)

@@ -1,0 +1,141 @@
+"""Plans against each other: time and memory with the front between them, why candidates were rejected, rate curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+from planner.palette import BAD, GOOD, GREEN, GREY, ORANGE, PURPLE, VERMILION
+from ui.charts.look import finished, paper, words
+
+
+def front(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows that no other beats in both step time and memory, by time."""
+    best: list[Mapping[str, Any]] = []
+    for row in sorted(rows, key=lambda row: (row["step_s"], row["peak_gib"])):
+        if not best or row["peak_gib"] < best[-1]["peak_gib"]:
+            best.append(row)
+    return best
+
+
+def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str | None, dark: bool) -> alt.LayerChart:
+    """Draw step time against memory: the front as a stepped line, the limit of the GPU, the chosen plan ringed.
+
+    Rows have plan, rank, step_s, low_s, high_s, peak_gib, tokens, mfu.
+    """
+    p = paper(dark)
+    on_front = {row["plan"] for row in front(rows)}
+    values = [
+        {
+            **row,
+            "place": "on the front" if row["plan"] in on_front else "beaten in both",
+            "step": f"{row['step_s']:.3f} s ({row['low_s']:.3f} to {row['high_s']:.3f})",
+            "peak": f"{row['peak_gib']:.1f} GiB",
+        }
+        for row in rows
+    ]
+    times = [row["step_s"] for row in rows] or [1.0]
+    held = [row["peak_gib"] for row in rows]
+    x = alt.X(
+        "step_s:Q",
+        title="step time, s",
+        scale=alt.Scale(domain=[min(times) * 0.985, max(times) * 1.015], nice=False, zero=False),
+    )
+    y = alt.Y(
+        "peak_gib:Q",
+        title="memory on the worst rank, GiB",
+        scale=alt.Scale(domain=[max(0.0, min([*held, limit_gib]) * 0.9), limit_gib * 1.05], nice=False, zero=False),
+    )
+    told = [
+        alt.Tooltip("rank:O", title="#"),
+        alt.Tooltip("plan:N"),
+        alt.Tooltip("step:N", title="step (80 % range)"),
+        alt.Tooltip("peak:N", title="memory"),
+        alt.Tooltip("tokens:N", title="tokens/s per GPU"),
+        alt.Tooltip("mfu:N", title="MFU"),
+    ]
+    base = alt.Chart(alt.Data(values=values)).encode(x=x, y=y)
+    line = (
+        alt.Chart(alt.Data(values=[dict(row) for row in front(rows)]))
+        .mark_line(interpolate="step-after", color=GOOD, strokeWidth=1.5, opacity=0.6)
+        .encode(x=x, y=y)
+    )
+    points = base.mark_point(filled=True, size=110, opacity=0.95, stroke=p.page, strokeWidth=1).encode(
+        color=alt.Color(
+            "place:N",
+            title=None,
+            scale=alt.Scale(domain=["on the front", "beaten in both"], range=[GOOD, GREY]),
+        ),
+        tooltip=told,
+    )
+    named = alt.FieldOneOfPredicate(field="place", oneOf=["on the front"])
+    numbers = base.mark_text(dy=17, fontSize=11, color=p.quiet).encode(text="rank:Q").transform_filter(named)
+    ring = base.mark_point(size=320, strokeWidth=2.5, color=ORANGE).transform_filter(alt.datum.plan == (chosen or ""))
+    wall = alt.Chart(alt.Data(values=[{"limit": limit_gib, "said": f"{limit_gib:.1f} GiB a rank can use"}]))
+    limit = wall.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.4).encode(y="limit:Q")
+    said = wall.mark_text(align="left", dy=-7, color=BAD, fontSize=11).encode(
+        y="limit:Q", x=alt.value(6), text="said:N"
+    )
+    return finished(alt.layer(line, limit, said, points, numbers, ring).properties(height=380), dark)
+
+
+def counts(rows: Mapping[str, int], *, dark: bool) -> alt.LayerChart:
+    """Draw how many candidates each rule rejected, the most first, on a logarithmic length."""
+    p = paper(dark)
+    values = [{"rule": words(rule), "count": count, "said": f"{count:,}"} for rule, count in rows.items() if count]
+    base = alt.Chart(alt.Data(values=values)).encode(
+        y=alt.Y("rule:N", sort=None, title=None, axis=alt.Axis(labelLimit=260, domain=False, ticks=False)),
+        x=alt.X("count:Q", scale=alt.Scale(type="symlog"), title=None, axis=None),
+        tooltip=["rule:N", alt.Tooltip("said:N", title="candidates")],
+    )
+    bars = base.mark_bar(color=PURPLE, height=15, cornerRadiusEnd=3)
+    text = base.mark_text(align="left", dx=5, color=p.quiet, fontSize=12).encode(text="said:N")
+    return finished(alt.layer(bars, text).properties(height=26 * max(1, len(values)) + 8), dark)
+
+
+COLOURS = (GOOD, VERMILION, GREEN, PURPLE)
+
+
+def sensitivity(
+    rows: Sequence[Mapping[str, Any]], *, quantity: str, now: float, flip: float | None, dark: bool
+) -> alt.LayerChart:
+    """Draw step time over a link rate, one line a plan, with where the rate is now and where the answer would flip.
+
+    Rows have rate (bytes/s), plan, step_s.
+    """
+    p = paper(dark)
+    names = list(dict.fromkeys(row["plan"] for row in rows))
+    values = [{**row, "gb": row["rate"] / 1e9} for row in rows]
+    x = alt.X("gb:Q", title=f"{quantity}, GB/s one way", scale=alt.Scale(type="log", nice=False))
+    lines = (
+        alt.Chart(alt.Data(values=values))
+        .mark_line(strokeWidth=2.5)
+        .encode(
+            x=x,
+            y=alt.Y("step_s:Q", title="step time, s", scale=alt.Scale(zero=False)),
+            color=alt.Color(
+                "plan:N",
+                title=None,
+                scale=alt.Scale(domain=names, range=[COLOURS[i % len(COLOURS)] for i in range(len(names))]),
+                legend=alt.Legend(
+                    labelLimit=420, orient="top", direction="vertical", symbolType="stroke", symbolStrokeWidth=4
+                ),
+            ),
+            tooltip=[
+                "plan:N",
+                alt.Tooltip("gb:Q", format=".3~g", title="GB/s"),
+                alt.Tooltip("step_s:Q", format=".4~g", title="step, s"),
+            ],
+        )
+    )
+    marks = [{"gb": now / 1e9, "said": f"now {now / 1e9:.3g}"}]
+    marks += [{"gb": flip / 1e9, "said": f"flips at {flip / 1e9:.3g}"}] if flip else []
+    rules = alt.Chart(alt.Data(values=marks)).mark_rule(color=p.quiet, strokeDash=[4, 3]).encode(x=x)
+    said = (
+        alt.Chart(alt.Data(values=marks))
+        .mark_text(align="left", dx=5, fontSize=11, color=p.quiet, baseline="top")
+        .encode(x=x, y=alt.value(4), text="said:N")
+    )
+    return finished(alt.layer(rules, lines, said).properties(height=300), dark)

@@ -1,0 +1,206 @@
+"""The machine as pictures: a node's parts and links, pairs of GPUs as a matrix, ranks on nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import altair as alt
+
+from planner.palette import BAD, LINKS, colour
+from ui.charts.look import finished, paper, rate
+from ui.topology_view import NodeView, degraded
+
+ROW = 92  # pixels between rows of the picture
+NAMES = {
+    "nvswitch": "NVSwitch",
+    "nvlink": "NVLink",
+    "c2c": "chip to chip",
+    "pcie": "PCIe",
+    "smp": "socket to socket",
+    "network": "network",
+}
+# Okabe and Ito's hues once more, for group numbers: neighbours in the cycle are far apart.
+GROUPS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#882255", "#BEBEC4")
+
+
+def node(view: NodeView, *, dark: bool, ranks: dict[int, tuple[str, int]] | None = None) -> alt.LayerChart:
+    """Draw a node. `ranks` gives, by GPU index, what to write on it and the number of the group that colours it."""
+    p = paper(dark)
+    x = alt.X("x:Q", axis=None, scale=alt.Scale(domain=[-0.7, view.width - 0.3], nice=False, zero=False))
+    y = alt.Y("y:Q", axis=None, scale=alt.Scale(domain=[view.height - 0.5, -0.5], nice=False, zero=False))
+    kinds = [kind for kind in LINKS if any(cable.kind == kind for cable in view.cables)]
+    layers: list[alt.Chart] = []
+    lines = [
+        {
+            "link": cable.id,
+            "step": step,
+            "x": px,
+            "y": py,
+            "kind": NAMES[cable.kind],
+            "what": f"{cable.a} to {cable.b}",
+            "class": cable.label or "-",
+            "links": cable.count,
+            "planned": rate(cable.planned),
+            "nominal": rate(cable.nominal),
+            "measured": rate(cable.measured) if cable.measured else "not measured",
+            "state": cable.state,
+            "source": cable.source,
+            "wide": _width(cable.planned),
+            "bad": degraded(cable),
+        }
+        for cable in view.cables
+        for step, (px, py) in enumerate(cable.points)
+    ]
+    told = [alt.Tooltip(f"{f}:N") for f in ("what", "kind", "class", "links", "nominal", "measured", "state", "source")]
+    if lines:
+        colours = alt.Scale(domain=[NAMES[k] for k in kinds], range=[colour("links", k) for k in kinds])
+        base = alt.Chart(alt.Data(values=lines)).encode(x=x, y=y, detail="link:N", order="step:Q", tooltip=told)
+        layers.append(
+            base.mark_line(strokeCap="round", opacity=0.85).encode(
+                color=alt.condition(
+                    "datum.bad",
+                    alt.value(BAD),
+                    alt.Color(
+                        "kind:N", scale=colours, legend=alt.Legend(title=None, symbolType="stroke", symbolStrokeWidth=4)
+                    ),
+                ),
+                size=alt.Size("wide:Q", scale=None, legend=None),
+                strokeDash=alt.condition("datum.bad", alt.value([4, 4]), alt.value([1, 0])),
+            )
+        )
+    layers += _parts(view, x, y, p.page, p.ink, p.quiet, ranks)
+    chart = alt.layer(*layers).properties(height=int(ROW * view.height) + 20)
+    return finished(chart, dark)
+
+
+def _width(bytes_per_s: float) -> float:
+    """Return a line width that grows with the rate: 1 pixel for 1 GB/s, 5 for 450."""
+    return min(6.0, max(1.0, (bytes_per_s / 1e9) ** 0.27)) if bytes_per_s else 1.0
+
+
+# Where a part's name goes: beside what hangs in the middle, so that no line runs through it.
+_SIDES: dict[str, dict[str, Any]] = {
+    "above": {"dy": -17},
+    "below": {"dy": 19},
+    "right": {"dx": 11, "dy": -9, "align": "left"},
+}
+
+
+def _parts(
+    view: NodeView, x: Any, y: Any, page: str, ink: str, quiet: str, ranks: dict[int, tuple[str, int]] | None
+) -> list[alt.Chart]:
+    many = view.width > 16
+    rows = [
+        {
+            "x": part.x,
+            "y": part.y,
+            "label": part.label if part.kind != "gpu" or ranks is None else ranks.get(part.index, ("", 0))[0],
+            "about": f"{part.about} {part.label}",
+            "kind": part.kind,
+            "fill": GROUPS[ranks[part.index][1] % len(GROUPS)] if ranks and part.index in ranks else page,
+            "on": "#FFFFFF" if ranks and part.index in ranks else ink,
+            "edge": ink if part.healthy else BAD,
+        }
+        for part in view.parts
+    ]
+    gpus = [row for row in rows if row["kind"] == "gpu"]
+    rest = [row for row in rows if row["kind"] != "gpu"]
+    layers = []
+    told = [alt.Tooltip("about:N", title="part")]
+    if rest:
+        base = alt.Chart(alt.Data(values=rest)).encode(x=x, y=y, tooltip=told)
+        layers.append(
+            base.mark_point(
+                filled=True, fillOpacity=1, strokeWidth=1.2, shape="square", size=60 if many else 170
+            ).encode(fill=alt.Fill("fill:N", scale=None), stroke=alt.Stroke("edge:N", scale=None))
+        )
+        for row in rest:
+            row["side"] = {"nvswitch": "above", "cpu": "below", "nic": "below"}.get(str(row["kind"]), "right")
+        for side, how in _SIDES.items():
+            named = [row for row in rest if row["side"] == side and not (many and side != "above")]
+            if named:
+                layers.append(
+                    alt.Chart(alt.Data(values=named))
+                    .mark_text(color=quiet, fontSize=11, **how)
+                    .encode(x=x, y=y, text="label:N")
+                )
+    if gpus:
+        base = alt.Chart(alt.Data(values=gpus)).encode(x=x, y=y, tooltip=told)
+        layers.append(
+            base.mark_point(filled=True, fillOpacity=1, strokeWidth=1.6, size=120 if many else 900).encode(
+                fill=alt.Fill("fill:N", scale=None), stroke=alt.Stroke("edge:N", scale=None)
+            )
+        )
+        if not many:
+            layers.append(
+                base.mark_text(fontSize=12, fontWeight="bold").encode(
+                    text="label:N", color=alt.Color("on:N", scale=None)
+                )
+            )
+    return layers
+
+
+def pairs(rows: list[dict[str, object]], *, dark: bool) -> alt.LayerChart:
+    """Draw what each GPU can send each other one: darker is wider, the printed class written where there is room."""
+    p = paper(dark)
+    count = len({row["from"] for row in rows})
+    values = [
+        {**row, "gb": float(str(row["rate"])) / 1e9 if row["rate"] else None, "said": rate(row["rate"])}  # type: ignore[arg-type]
+        for row in rows
+        if row["class"] != "self"
+    ]
+    top = max((v["gb"] for v in values if v["gb"]), default=1.0)
+    low = min((v["gb"] for v in values if v["gb"]), default=1.0)
+    floor = min(low, top / 10)
+    few = count <= 16
+    axis = {"labelAngle": 0, "grid": False, "domain": False, "ticks": False}
+    if not few:
+        axis["values"] = list(range(0, count, 8))
+    base = alt.Chart(alt.Data(values=values)).encode(
+        x=alt.X("to:O", title="to GPU", axis=alt.Axis(orient="top", **axis)),
+        y=alt.Y("from:O", title="from GPU", axis=alt.Axis(**axis)),
+        tooltip=["from:O", "to:O", "class:N", alt.Tooltip("said:N", title="alone, one way")],
+    )
+    boxes = base.mark_rect(cornerRadius=3 if few else 0, stroke=p.page, strokeWidth=2 if few else 0).encode(
+        color=alt.condition(
+            "datum.gb === null",
+            alt.value(p.rule),
+            alt.Color(
+                "gb:Q",
+                title="GB/s one way",
+                scale=alt.Scale(type="log", domain=[floor, top], scheme="viridis", reverse=not dark),
+                legend=alt.Legend(gradientLength=140) if top > low else None,
+            ),
+        )
+    )
+    chart = alt.layer(boxes)
+    if count <= 10:
+        size = 11 if count <= 8 else 10
+        bright = f"datum.gb !== null && datum.gb < {floor * (top / floor) ** 0.45}"
+        ink = alt.condition(
+            bright, alt.value("#FFFFFF" if dark else "#1B1F24"), alt.value("#1B1F24" if dark else "#FFFFFF")
+        )
+        chart = alt.layer(boxes, base.mark_text(fontSize=size, fontWeight="bold").encode(text="class:N", color=ink))
+    return finished(chart.properties(height=max(220, min(520, 44 * count + 60))), dark)
+
+
+def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> alt.LayerChart:
+    """Draw ranks on nodes: a row a node, a column a GPU, coloured by the coordinate along one mesh axis."""
+    p = paper(dark)
+    nodes = len({row["node"] for row in rows})
+    columns = len({row["gpu"] for row in rows})
+    values = [{**row, "colour": GROUPS[row[axis] % len(GROUPS)], "group": row[axis]} for row in rows]
+    base = alt.Chart(alt.Data(values=values)).encode(
+        x=alt.X(
+            "gpu:O",
+            title="GPU of the node",
+            axis=alt.Axis(orient="top", labelAngle=0, grid=False, domain=False, ticks=False),
+        ),
+        y=alt.Y("node:O", title="node", axis=alt.Axis(grid=False, domain=False, ticks=False)),
+        tooltip=["rank:Q", "node:O", "gpu:O", "pp:O", "dp_replicate:O", "dp_shard:O", "cp:O", "tp:O"],
+    )
+    boxes = base.mark_rect(cornerRadius=3, stroke=p.page, strokeWidth=2).encode(color=alt.Color("colour:N", scale=None))
+    layers = [boxes]
+    if columns <= 16:
+        layers.append(base.mark_text(fontSize=11, color="#FFFFFF", fontWeight="bold").encode(text="group:Q"))
+    return finished(alt.layer(*layers).properties(height=max(110, min(620, 22 * nodes + 60))), dark)

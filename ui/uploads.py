@@ -1,0 +1,114 @@
+"""Files people upload: kept by their content, so that a link to a page that used one works again on this machine.
+
+A file is read by the same functions as the command line reads it before it is kept, and never trusted: bounded in
+size, its name cut to harmless characters, its text escaped where shown. The oldest go when there are too many.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import platformdirs
+
+from topology import codec
+from topology.errors import BadInput, PlannerError
+
+Kind = Literal["cluster", "model"]
+MAX_BYTES = 4 * 2**20  # the largest real topology file at hand has 60 KB
+MAX_FILES = 40
+_KEPT = re.compile(r"^(cluster|model)-([0-9a-f]{8})-([A-Za-z0-9._-]{1,48})$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upload:
+    """A kept file. `choice` is what it is called in the sidebar and in the URL."""
+
+    kind: Kind
+    name: str
+    digest: str
+    path: Path
+
+    @property
+    def choice(self) -> str:
+        return f"{self.name} ({self.digest})"
+
+
+def folder() -> Path:
+    """Return where uploads lie: the user's cache folder."""
+    return platformdirs.user_cache_path("meshwright", appauthor=False) / "uploads"
+
+
+def kept(kind: Kind) -> tuple[Upload, ...]:
+    """Return the kept files of a kind, newest first."""
+    found = []
+    for path in folder().glob(f"{kind}-*") if folder().is_dir() else ():
+        match = _KEPT.match(path.name)
+        if match and path.is_file():
+            found.append((path.stat().st_mtime, Upload(kind=kind, digest=match[2], name=match[3], path=path)))
+    return tuple(upload for _, upload in sorted(found, key=lambda pair: (-pair[0], pair[1].name)))
+
+
+def choices(kind: Kind) -> list[str]:
+    return [upload.choice for upload in kept(kind)]
+
+
+def find(choice: str) -> Upload | None:
+    """Return the upload that a choice of the sidebar names, or None when it is a shipped name."""
+    if not choice.endswith(")"):
+        return None
+    return next((upload for kind in ("cluster", "model") for upload in kept(kind) if upload.choice == choice), None)
+
+
+def keep(kind: Kind, name: str, content: bytes) -> Upload:
+    """Check an uploaded file and keep it. Raises PlannerError, naming the file, when it is not one of `kind`."""
+    if len(content) > MAX_BYTES:
+        raise BadInput(
+            f"{name} has {len(content) / 2**20:.1f} MiB",
+            why=f"files up to {MAX_BYTES // 2**20} MiB are read; topology texts have a few kilobytes",
+            remedy="upload the output of nvidia-smi topo -m, an NCCL topology file, or a cluster file",
+        )
+    digest = hashlib.sha256(content).hexdigest()[:8]
+    harmless = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(name).name)[-48:].lstrip(".") or "file"
+    place = folder()
+    path = place / f"{kind}-{digest}-{harmless}"
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadInput(
+            f"{name} is not text", why=str(error)[:120], remedy="upload the text itself, as UTF-8"
+        ) from error
+    existed = path.is_file()
+    codec.write_text(path, text)
+    try:
+        _read(kind, path)
+    except PlannerError as error:
+        if not existed:
+            path.unlink(missing_ok=True)
+        raise _renamed(error, str(path), name) from error
+    for old in sorted(kept("cluster") + kept("model"), key=lambda u: -u.path.stat().st_mtime)[MAX_FILES:]:
+        old.path.unlink(missing_ok=True)
+    return Upload(kind=kind, name=harmless, digest=digest, path=path)
+
+
+def _read(kind: Kind, path: Path) -> None:
+    if kind == "model":
+        from simulator.hf_config import load_model  # noqa: PLC0415 - keeps the first page light
+
+        load_model(str(path))
+    else:
+        from planner.inputs import cluster_of  # noqa: PLC0415 - as above
+
+        cluster_of(str(path))
+
+
+def _renamed(error: PlannerError, path: str, name: str) -> PlannerError:
+    """Say the name the person knows where the error says our own path."""
+
+    def say(text: str) -> str:
+        return text.replace(path, name).replace(Path(path).name, name).replace(Path(path).stem, Path(name).stem)
+
+    return type(error)(say(error.what), why=say(error.why), remedy=say(error.remedy))

@@ -1,0 +1,153 @@
+"""What is the machine, and is it what it should be?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import streamlit as st
+
+from planner.costs import plannable
+from planner.scaling import network_bytes_per_s, nvlink_bytes_per_s
+from topology import codec
+from topology.errors import PlannerError
+from ui import data, panels, rows, state, uploads
+from ui.charts import topology as charts
+from ui.charts.look import GIB, rate
+from ui.topology_view import node_view, pair_rows
+
+if TYPE_CHECKING:
+    from topology.cluster import Cluster
+
+
+def upload() -> None:
+    """Take an uploaded file in: on success it becomes the cluster of the question."""
+    file = st.session_state.get("cluster_file")
+    state.results().pop("cluster_error", None)
+    if file is None:
+        return
+    try:
+        st.session_state["cluster"] = uploads.keep("cluster", file.name, file.getvalue()).choice
+    except PlannerError as error:
+        state.results()["cluster_error"] = error
+
+
+def show(question: state.Question) -> None:
+    found = data.cluster(question.cluster, question.gpus, question.gpu)
+    st.caption(_summary(found))
+    _figures(found)
+    view = node_view(found, most=SHOWN_GPUS)
+    here = len(found.groups[0].node.gpus)
+    left, right = st.columns([3, 2], gap="large")
+    with left:
+        name = "The machine" if found.node_count == 1 else f"One of {found.node_count} nodes"
+        some = f"{SHOWN_GPUS} of {here} GPUs, and those that are not well. " if here > SHOWN_GPUS else ""
+        panels.section(name, f"{some}Thicker lines are wider links. Point at a part or a line for its rates.")
+        panels.chart(
+            charts.node(view, dark=panels.dark()),
+            key="topology",
+            alt=f"Graph of {len(view.parts)} parts and {len(view.cables)} links of {found.name}",
+        )
+    with right:
+        panels.section("GPU to GPU", "What one can send another alone, by the class the system prints.")
+        panels.chart(
+            charts.pairs(pair_rows(found), dark=panels.dark()), key="pairs", alt="Matrix of link classes between GPUs"
+        )
+    panels.section(
+        "Expected against measured", "Rates are one way, decimal GB/s. A sound link copies at about 88 % of nominal."
+    )
+    st.dataframe(rows.link_rows(node_view(found)), hide_index=True, width="stretch", column_config=_COLUMNS)
+    _findings(found)
+    _add()
+
+
+SHOWN_GPUS = 16  # a rack has 72, alike by tray
+
+_COLUMNS = {
+    "share": st.column_config.ProgressColumn("measured / nominal", format="percent", min_value=0, max_value=1),
+    "links": st.column_config.NumberColumn("lanes each", help="Bonded links behind one line of the picture."),
+}
+
+
+def _summary(cluster: Cluster) -> str:
+    from planner.tables import cluster_line  # noqa: PLC0415 - rich is not needed for the frame
+
+    return (
+        panels.plain(cluster_line(cluster))
+        if plannable(cluster)
+        else panels.plain(f"{cluster.name}: GPU model not known")
+    )
+
+
+def _figures(cluster: Cluster) -> None:
+    health = data.health(cluster, codec.fingerprint(cluster))
+    worst = Counter(str(item.severity) for item in health.items)
+    verdict = "sound" if health.healthy else f"{worst['error'] + worst['warning']} findings"
+    known = plannable(cluster)
+    kind = cluster.slowest_kind if known else None
+    dtype = next(
+        (name for name in ("bfloat16", "float16", "float32") if kind and kind.peak_flops.get(name)), "bfloat16"
+    )
+    nodes = f"{cluster.node_count} x {cluster.gpus_per_node}" if cluster.node_count > 1 else str(cluster.gpu_count)
+    network = network_bytes_per_s(cluster) if cluster.fabric else 0.0
+    measured = any(link.measured_bytes_per_s for group in cluster.groups for link in group.node.links)
+    source = "measured on this machine" if measured else "datasheet"
+    panels.figures(
+        [
+            ("GPUs", nodes, "nodes x GPUs of a node"),
+            (
+                "GPU memory",
+                f"{cluster.gpu_memory_bytes / GIB:.1f} GiB" if known else "unknown",
+                "What the driver reports; datasheet.",
+            ),
+            (
+                f"Dense {dtype}",
+                f"{kind.peak_flops[dtype] / 1e12:.0f} T" if kind else "unknown",
+                "FLOP/s per GPU in 1e12, without sparsity; datasheet.",
+            ),
+            (
+                "NVLink",
+                rate(nvlink_bytes_per_s(cluster)) if nvlink_bytes_per_s(cluster) else "none",
+                f"Per GPU, one way; {source}.",
+            ),
+            (
+                "Network",
+                rate(network) if network else "none",
+                "Per GPU, one way: its share of the node's ports; datasheet.",
+            ),
+            ("Health", verdict, "What planner doctor says without measuring."),
+        ]
+    )
+
+
+def _findings(cluster: Cluster) -> None:
+    items = data.health(cluster, codec.fingerprint(cluster)).items
+    panels.section("Findings")
+    if not items:
+        st.markdown(":green[:material/check_circle:] Nothing is missing, degraded or contradictory in what was read.")
+        return
+    for item in items[:12]:
+        panels.finding(
+            str(item.severity),
+            item.what,
+            [("why", item.why), ("so", item.consequence), ("do", item.remedy)],
+        )
+    if len(items) > 12:
+        st.caption(f"and {len(items) - 12} more: planner doctor lists them all")
+
+
+def _add() -> None:
+    panels.section("Add a machine", "It stays on this computer. Nothing in it is run.")
+    st.file_uploader(
+        "The text of nvidia-smi topo -m, an NCCL topology file, or a cluster file",
+        type=["txt", "xml", "json", "log"],
+        key="cluster_file",
+        on_change=upload,
+        max_upload_size=uploads.MAX_BYTES // 2**20,
+    )
+    error = state.results().get("cluster_error")
+    if error is not None:
+        panels.failure(error)
+
+
+show(data.question())

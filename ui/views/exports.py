@@ -1,0 +1,89 @@
+"""Take the plan along: in its own file, and in the words of the tool that shall run it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import streamlit as st
+
+from planner.tables import arithmetic, policy
+from topology.errors import PlannerError
+from ui import data, panels, state
+
+if TYPE_CHECKING:
+    from planner.search import RankedPlan, SearchResult
+
+
+def show(question: state.Question) -> None:
+    del question
+    result, ranked = data.answer()
+    st.caption(f"{panels.plain(arithmetic(ranked.plan))} · {panels.plain(policy(ranked.plan))}")
+    _own(result, ranked)
+    targets = data.export_targets()
+    panels.section("For other tools")
+    if not targets:
+        panels.empty(
+            "This version writes no files for other tools",
+            "The plan file above holds everything they need: degrees, schedule, micro batch, placement.",
+            icon=":material/ios_share:",
+        )
+        return
+    names = [f"{target.title} {target.version}".strip() for target in targets]
+    tabs = st.tabs(names, key="target", bind="query-params", on_change="rerun")
+    for tab, target in zip(tabs, targets, strict=True):
+        if tab.open:
+            with tab:
+                _target(result, ranked, target)
+
+
+def _own(result: SearchResult, ranked: RankedPlan) -> None:
+    left, right = st.columns([3, 1], vertical_alignment="center")
+    left.markdown(
+        "**plan.json** holds the plan, its estimate, model, cluster and workload whole. `planner apply` runs it, `planner"
+        " estimate` and `planner trace` read it, and it is refused where the machine is no longer the one it was made for."
+    )
+    right.download_button(
+        "Download plan.json",
+        data=data.plan_file_text(result, ranked),
+        file_name="plan.json",
+        mime="application/json",
+        icon=":material/download:",
+        key="download_plan",
+        on_click="ignore",
+        width="stretch",
+        type="primary",
+    )
+
+
+def _target(result: SearchResult, ranked: RankedPlan, target: Any) -> None:
+    try:
+        done = data.exported(result, ranked, target)
+    except PlannerError as error:
+        panels.failure(error)
+        return
+    for label, lines, hue in (("not expressed", done.unsaid, "orange"), ("needed beside it", done.needed, "blue")):
+        for line in lines:
+            st.markdown(f":{hue}-badge[{label}] {panels.plain(line)}")
+    for line in done.notes:
+        st.caption(panels.plain(line))
+    left, right = st.columns([3, 1], vertical_alignment="center")
+    left.markdown(f"`{panels.plain(done.file_name)}` · plan `{done.plan_hash}` · {len(done.settings)} settings")
+    right.download_button(
+        f"Download {done.file_name}",
+        data=done.text,
+        file_name=done.file_name,
+        mime="text/plain",
+        icon=":material/download:",
+        key=f"download_{target.name}_{target.version}",
+        on_click="ignore",
+        width="stretch",
+    )
+    st.code(done.text, language=_language(done.file_name), line_numbers=True, height=520)
+
+
+def _language(name: str) -> str:
+    known = {"toml": "toml", "yaml": "yaml", "yml": "yaml", "json": "json", "py": "python"}
+    return known.get(name.rpartition(".")[2], "bash")
+
+
+show(data.question())

@@ -1,0 +1,70 @@
+"""What is trained, and how much work a step is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import streamlit as st
+
+from planner.cases import SEQUENCES_PER_GPU
+from topology.errors import PlannerError
+from ui import data, panels, rows, state, uploads
+from ui.charts import model as charts
+
+if TYPE_CHECKING:
+    from simulator.model import Model
+
+
+def upload() -> None:
+    """Take an uploaded config.json in: on success it becomes the model of the question."""
+    file = st.session_state.get("model_file")
+    state.results().pop("model_error", None)
+    if file is None:
+        return
+    try:
+        st.session_state["model"] = uploads.keep("model", file.name, file.getvalue()).choice
+    except PlannerError as error:
+        state.results()["model_error"] = error
+
+
+def show(question: state.Question) -> None:
+    model = data.model(question.model)
+    gpus = question.gpus or data.cluster(question.cluster, question.gpus, question.gpu).gpu_count
+    batch = question.global_batch or SEQUENCES_PER_GPU * gpus
+    st.caption(_line(model))
+    active = model.active_parameters
+    panels.figures(
+        [
+            ("Parameters", f"{model.parameters / 1e9:.2f} B", "Exact, from the shapes of the config."),
+            ("Used per token", f"{active / 1e9:.2f} B", "All of them, where there are no experts."),
+            ("Layers", str(model.layers), f"{model.moe_layers} of them with experts" if model.moe else "all dense"),
+            ("Heads", f"{model.heads} / {model.kv_heads}", "Query heads and key/value heads."),
+            ("Hidden", f"{model.hidden:,}", f"Feed-forward {model.ffn:,}, vocabulary {model.vocab:,}."),
+        ]
+    )
+    left, right = st.columns([3, 2], gap="large")
+    with left:
+        panels.section("Where the parameters are")
+        panels.chart(
+            charts.parameters(rows.part_rows(model), dark=panels.dark()),
+            key="parameters",
+            alt="Parameters by part of the network",
+        )
+    with right:
+        panels.section("One step of training")
+        st.dataframe(rows.workload_rows(model, question.seq_len, batch), hide_index=True, width="stretch")
+    panels.assumed(model.assumed)
+    panels.section("Add a model", "A Hugging Face config.json, read as plain data. Code it names is never imported.")
+    st.file_uploader("config.json", type=["json"], key="model_file", on_change=upload, max_upload_size=1)
+    error = state.results().get("model_error")
+    if error is not None:
+        panels.failure(error)
+
+
+def _line(model: Model) -> str:
+    from planner.tables import model_line  # noqa: PLC0415 - rich is not needed for the frame
+
+    return panels.plain(model_line(model))
+
+
+show(data.question())
