@@ -13,6 +13,7 @@ virtual machines and shared hosts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,6 +98,7 @@ class Workspace:
         self.set_bytes, self.turns = 0, 0
         self.data: Allocation | None = None
         self.signals: Allocation | None = None
+        self.prepared: dict[Any, Any] = {}  # launches that refer to this memory
         self.captured = False
         self.outgrown: list[Allocation | None] = []  # that captured graphs still refer to
         # epoch: calls so far; ticket: programs that have left the running kernel; error: 1 + the rank that was missed.

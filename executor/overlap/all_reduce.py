@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from executor import symmetric
 
 LARGEST_BYTES = 8 * 2**20
 MAX_PROGRAMS = 256  # flags are laid out for so many
+FLAGS = 2 * MAX_PROGRAMS  # of one source: two exchanges
 MAX_COLUMNS = 16384  # one row is one program's registers
 
 
@@ -67,6 +69,18 @@ def launch_for(numel: int, itemsize: int, world: int, device: torch.device, *, r
     return Launch(columns=columns, programs=max(1, min(rows, processors)), warps=warps, shots=shots)
 
 
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A compiled kernel and the arguments that stay: triton's own launch looks at every argument, for 30 µs."""
+
+    set_bytes: int
+    slots: symmetric.Allocation
+    signals: symmetric.Allocation
+    kernel: Any
+    grid: tuple[int, int, int]
+    rest: tuple[Any, ...]
+
+
 def _run(
     x: Tensor,
     out: Tensor,
@@ -77,21 +91,32 @@ def _run(
     group: dist.ProcessGroup,
     launch: Launch,
 ) -> None:
+    norm = residual is not None
+    tensors = (x, out, residual, residual_out, weight) if norm else (x, out, x, x, x)
+    aligned = tuple(not t.data_ptr() % 16 for t in tensors)
+    space = symmetric.workspace(group, "all_reduce", x.device)
+    key = (x.numel(), tuple(t.dtype for t in tensors), aligned, eps, norm, launch)
+    ready = space.prepared.get(key)
+    if ready is not None:
+        space.reserve(ready.set_bytes, FLAGS * space.world)
+        if ready.slots is space.data and ready.signals is space.signals:
+            ready.kernel[ready.grid](*tensors, *ready.rest)
+            return
+    space.prepared[key] = _prepare_and_run(tensors, eps, space, launch, norm=norm)
+
+
+def _prepare_and_run(
+    tensors: tuple[Tensor, ...], eps: float, space: symmetric.Workspace, launch: Launch, *, norm: bool
+) -> _Prepared:
     from executor.kernels.all_reduce import one_shot, two_shot  # noqa: PLC0415 - triton
 
-    space = symmetric.workspace(group, "all_reduce", x.device)
+    x = tensors[0]
     rank, world, numel = space.rank, space.world, x.numel()
     # One shot: a slot for every source. Two shots: a share for every source, and the sums; both rounded up to rows.
     padded = (-(-numel // launch.columns) + 2 * world) * launch.columns
-    space.reserve((world if launch.shots == 1 else 2) * padded * x.element_size(), 4 * world * MAX_PROGRAMS)
-    kernel = one_shot if launch.shots == 1 else two_shot
-    norm = residual is not None
-    kernel[(min(launch.programs, MAX_PROGRAMS),)](
-        x,
-        out,
-        residual if norm else x,
-        residual_out if norm else x,
-        weight if norm else x,
+    set_bytes = (world if launch.shots == 1 else 2) * padded * x.element_size()
+    space.reserve(set_bytes, FLAGS * world)
+    rest = (
         space.slots.on(rank, (1,), x.dtype),
         space.slots.addresses,
         space.flags.on(rank, (1,), torch.int32),
@@ -109,5 +134,7 @@ def _run(
         1 << (launch.columns - 1).bit_length(),
         MAX_PROGRAMS,
         symmetric.POLLS,
-        num_warps=launch.warps,
     )
+    grid = (min(launch.programs, MAX_PROGRAMS), 1, 1)
+    kernel = (one_shot if launch.shots == 1 else two_shot)[grid](*tensors, *rest, num_warps=launch.warps)
+    return _Prepared(set_bytes, space.slots, space.flags, kernel, grid, rest)
