@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from executor.kernels.signals import before_bulk_loads, bulk_stores_done, wait_for
+from executor.kernels.signals import bulk_stores_done, wait_for
 from executor.kernels.tiles import first_at_or_after, place_in_shard
 
 
@@ -39,41 +39,25 @@ def _add_and_store(acc, slots, c, shard_numel, row, column, rows, columns, RANK:
     at_m, at_n = row + tl.arange(0, HEIGHT), column + tl.arange(0, WIDTH)
     where = slots + at_m[:, None] * columns.to(tl.int64) + at_n[None, :]
     inside = (at_m < rows)[:, None] & (at_n < columns)[None, :]
-    for source in tl.static_range(WORLD):
+    for source in range(WORLD):
         if source != RANK:
             acc += tl.load(where + source * shard_numel, mask=inside, other=0.0).to(tl.float32)
     c.store([row, column], acc.to(c.dtype))
 
 
-@triton.jit
-def _add_and_store_bulk(acc, mine, c, row, column, RANK: tl.constexpr, WORLD: tl.constexpr):
-    HEIGHT: tl.constexpr = acc.shape[0]
-    WIDTH: tl.constexpr = acc.shape[1] // 2
-    one, two = acc.reshape(HEIGHT, 2, WIDTH).permute(0, 2, 1).split()
-    for source in tl.static_range(WORLD):
-        if source != RANK:
-            one += mine.load([source, row, column]).reshape(HEIGHT, WIDTH).to(tl.float32)
-    c.store([row, column], one.to(c.dtype))
-    for source in tl.static_range(WORLD):
-        if source != RANK:
-            two += mine.load([source, row, column + WIDTH]).reshape(HEIGHT, WIDTH).to(tl.float32)
-    c.store([row, column + WIDTH], two.to(c.dtype))
-
-
-@triton.jit(do_not_specialize=["rows", "depth", "piece_rows", "pieces"])
+@triton.jit(do_not_specialize=["rows", "eighth", "depth", "piece_rows", "pieces"])
 def matmul_scatter(
     a,
     b,
     parts,
     slots,
-    mine,
     c,
     done,
     flags,
     ticket,
     error,
     rows,
-    columns,
+    eighth,
     depth,
     piece_rows,
     pieces,
@@ -84,7 +68,6 @@ def matmul_scatter(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    BULK: tl.constexpr,
     LIMIT: tl.constexpr,
     ASM: tl.constexpr,
 ):
@@ -93,9 +76,10 @@ def matmul_scatter(
     Descriptors for TMA: `a` (W·rows, K) as (BLOCK_M, BLOCK_K); `b` (N, K) as (BLOCK_N, BLOCK_K) if B_TURNED, else (K, N)
     as (BLOCK_K, BLOCK_N); `parts` (W - 1, rows, N), what goes to rank + 1, ..., as (1, BLOCK_M, BLOCK_N / 2); `c`
     (rows, N) as (BLOCK_M, BLOCK_N / 2). `slots` (W, rows, N) is where the others' parts arrive. `done` (W - 1, pieces)
-    counts tiles up from zero. `flags` (W, pieces), raised when a piece has arrived, are lowered at the end.
+    counts tiles up from zero. `eighth` is N / 8. `flags` (W, pieces), raised when a piece has arrived, are lowered at the end.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
+    columns = eighth * 8  # so that the compiler knows that rows begin at multiples of 16 bytes
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
     per_shard = tiles_m * tiles_n
     others = (WORLD - 1) * per_shard
@@ -159,13 +143,8 @@ def matmul_scatter(
             # Half a tile at a time: the whole would not fit beside the operands in shared memory.
             one, two = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
             numel = rows.to(tl.int64) * columns
-            if BULK:
-                before_bulk_loads(ASM)
-                _add_and_store_bulk(one, mine, c, m * BLOCK_M, n * BLOCK_N, RANK, WORLD)
-                _add_and_store_bulk(two, mine, c, m * BLOCK_M, n * BLOCK_N + HALF, RANK, WORLD)
-            else:
-              _add_and_store(one, slots, c, numel, m * BLOCK_M, n * BLOCK_N, rows, columns, RANK, WORLD)
-              _add_and_store(two, slots, c, numel, m * BLOCK_M, n * BLOCK_N + HALF, rows, columns, RANK, WORLD)
+            _add_and_store(one, slots, c, numel, m * BLOCK_M, n * BLOCK_N, rows, columns, RANK, WORLD)
+            _add_and_store(two, slots, c, numel, m * BLOCK_M, n * BLOCK_N + HALF, rows, columns, RANK, WORLD)
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == programs - 1:

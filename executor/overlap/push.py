@@ -20,14 +20,19 @@ MAX_PIECES = 8
 ROWS_OF_TILES = 256
 FLAG_RANGE = MAX_PIECES * 64  # flags of one set: for up to 64 ranks, an NVLink domain of today
 
-_streams: dict[int, torch.cuda.Stream] = {}
+LARGE_BYTES = 2**24  # from here on a second launch costs less than what it hides
+ADD_BLOCK = 4096
+
+Make = Callable[[int, int, int, Tensor], object]
+_streams: dict[tuple[int, str], torch.cuda.Stream] = {}
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of our copies, of high priority: a copy that waits for a kernel's launch would be late."""
-    if device.index not in _streams:
-        _streams[device.index] = torch.cuda.Stream(device, priority=-1)
-    return _streams[device.index]
+def side_stream(device: torch.device, purpose: str = "push") -> torch.cuda.Stream:
+    """A stream beside the products, of high priority: a copy that waits for a kernel's launch would be late."""
+    key = (device.index, purpose)
+    if key not in _streams:
+        _streams[key] = torch.cuda.Stream(device, priority=-1)
+    return _streams[key]
 
 
 class Gathering:
@@ -148,33 +153,59 @@ class Scattering:
                     symmetric.wait_for_word(done, (step - 1) * len(tiles) + piece, count)
                     self.push(parts[step - 1], (space.rank + step) % space.world, piece)
 
+    def add(self, out: Tensor, piece: int) -> None:
+        """Wait for a piece from all others and add it to those rows of `out` (R, N), this rank's own part."""
+        from executor.kernels.copies import add_slots, wait_and_lower  # noqa: PLC0415 - triton
+
+        space, (world, rows, columns), (first, last) = self.space, self.shape, self.bounds[piece]
+        for step in range(1, world):
+            source = (space.rank - step) % world
+            wait_and_lower[(1,)](
+                self.flags, source * len(self.bounds) + piece, 1, 1, space.error, 1 + source, symmetric.POLLS, num_warps=1
+            )
+        numel = (last - first) * columns
+        add_slots[(-(-numel // ADD_BLOCK),)](
+            out[first:last], self.slots[:, first:last], numel, rows * columns, space.rank, world, ADD_BLOCK, num_warps=8
+        )
+
     def finish(self) -> None:
         """Let the current stream go on only when our own pushes are done."""
         torch.cuda.current_stream().wait_stream(self.side)
         self.space.fence()
 
 
-def scatter_sum(make: Callable[[int], Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Low-contention reduce-scatter of what `make(shard)` returns (R, N): each part moves while the next is made."""
-    from executor.kernels.copies import add_slots, wait_and_lower  # noqa: PLC0415 - triton
+def scatter_sum(make: Make, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+    """Low-contention reduce-scatter of parts (R, N) while they are made; `make(shard, first, last, out)` makes rows.
 
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    part = make((rank + 1) % world)
-    moving = Scattering(tuple(part.shape), part.dtype, group)
-    space = moving.space
+    A large own shard is made in two pieces, so that the sum over ranks of one runs beside the product of the other; the
+    last part for somebody else goes in two pieces as well, so that the first is there in time.
+    """
+    rank, world, (rows, columns) = dist.get_rank(group), dist.get_world_size(group), shape
+    large = rows * columns * dtype.itemsize >= LARGE_BYTES
+    moving = Scattering(shape, dtype, group, piece_rows=-(-rows // 2) if large else rows)
+    device, current = moving.space.device, torch.cuda.current_stream()
+    parts = torch.empty((world, rows, columns), dtype=dtype, device=device)
     moving.space.fence()
-    sent = []
     for step in range(1, world):
-        moving.side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(moving.side):
-            moving.push(part, (rank + step) % world)
-        sent.append(part)  # alive until the copies are done
-        part = make((rank + step + 1) % world)
-    for step in range(1, world):
-        source = (rank - step) % world
-        wait_and_lower[(1,)](moving.flags, source, 1, 1, space.error, 1 + source, symmetric.POLLS, num_warps=1)
-    out = torch.empty_like(part)
-    block = 4096
-    add_slots[(-(-part.numel() // block),)](part, moving.slots, out, part.numel(), rank, world, block, num_warps=8)
+        peer = (rank + step) % world
+        for first, last in moving.bounds if step == world - 1 else [(0, rows)]:
+            make(peer, first, last, parts[peer, first:last])
+            moving.side.wait_stream(current)
+            with torch.cuda.stream(moving.side):
+                for piece, bound in enumerate(moving.bounds):
+                    if first <= bound[0] < last:
+                        moving.push(parts[peer], peer, piece)
+    out = torch.empty(shape, dtype=dtype, device=device)
+    adder = side_stream(device, "add")
+    for piece, (first, last) in enumerate(moving.bounds):
+        make(rank, first, last, out[first:last])
+        if last < rows:
+            adder.wait_stream(current)
+            with torch.cuda.stream(adder):
+                moving.add(out, piece)
+        else:
+            moving.add(out, piece)
+    if len(moving.bounds) > 1:
+        current.wait_stream(adder)
     moving.finish()
     return out

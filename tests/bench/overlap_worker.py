@@ -218,14 +218,11 @@ def tiles_of_scatter(bench: Bench) -> None:
             return
         x, weight = bench.draw(rows, depth), bench.draw(columns, depth)
         calls = {"cublas": lambda: x @ weight.t()}
-        for name in ("256x3", "256x4h", "128x4"):
+        for name in ("256x3", "128x4"):
             tile = TILES[name]
             calls[f"scatter {name}"] = lambda tile=tile: fused._matmul_scatter(x, weight.t(), bench.group, tile)
             calls[f"alone {name}"] = lambda tile=tile: alone(x, weight, tile)
         calls["scatter 256x3 g4"] = lambda: fused._matmul_scatter(x, weight.t(), bench.group, fused.Tile(group_m=4))
-        calls["scatter 256x4h g4"] = lambda: fused._matmul_scatter(
-            x, weight.t(), bench.group, fused.Tile(group_m=4, stages=4, halves=True)
-        )
         calls["scatter 256x3 g16"] = lambda: fused._matmul_scatter(x, weight.t(), bench.group, fused.Tile(group_m=16))
         _tile_record(bench, "matmul_reduce_scatter", rows, columns, depth, calls)
 
@@ -305,7 +302,7 @@ def table(bench: Bench) -> None:
         part = torch.empty_like(full.chunk(bench.world)[0])
         calls: dict[str, Callable[[], object]] = {
             "cublas": lambda: whole @ weight.t(),
-            "triton": lambda: alone(whole, weight, fused.tile_for(rows, columns, 132, fused.LARGE)),
+            "triton": lambda: alone(whole, weight, fused.tile_for(rows, columns, 132, fused.GATHER_TILES)),
         }
         if gathers:
             calls["collective"] = lambda: dist.all_gather_into_tensor(full, part)

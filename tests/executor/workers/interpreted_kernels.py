@@ -58,7 +58,7 @@ def gather(world: int, rank: int, rows: int, depth: int, columns: int, pieces: i
 
 
 def scatter(
-    world: int, rank: int, rows: int, depth: int, columns: int, piece_rows: int, *, dtype, turned, bulk
+    world: int, rank: int, rows: int, depth: int, columns: int, piece_rows: int, *, dtype, turned
 ) -> float:
     """Rank `rank` computes; the others' parts lie in its slots; what it makes for others is compared, too."""
     m, n, k = 16, 32, 16
@@ -72,9 +72,9 @@ def scatter(
     parts, out = torch.full((world - 1, rows, columns), torch.nan, dtype=dtype), torch.full((rows, columns), torch.nan, dtype=dtype)
     matmul_scatter[(3,)](
         TensorDescriptor.from_tensor(x[rank], [m, k]), operand(weight[rank], k, n, turned=turned),
-        TensorDescriptor.from_tensor(parts, [1, m, n // 2]), slots, TensorDescriptor.from_tensor(slots, [1, m, n // 4]),
-        TensorDescriptor.from_tensor(out, [m, n // 4 if bulk else n // 2]), done, flags, ticket, error,
-        rows, columns, depth, piece_rows, pieces, rank, world, turned, m, n, k, 2, bulk, LIMIT, False,
+        TensorDescriptor.from_tensor(parts, [1, m, n // 2]), slots,
+        TensorDescriptor.from_tensor(out, [m, n // 2]), done, flags, ticket, error,
+        rows, columns // 8, depth, piece_rows, pieces, rank, world, turned, m, n, k, 2, LIMIT, False,
     )  # fmt: skip
     assert not error.any() and not flags.any() and not ticket.any()
     bounds = [(first, min(first + piece_rows, rows)) for first in range(0, rows, piece_rows)]
@@ -139,16 +139,17 @@ def main() -> None:
     for world, rank, rows, depth, columns, piece_rows in (
         (2, 0, 64, 48, 64, 32), (2, 1, 40, 40, 72, 40), (4, 3, 16, 32, 32, 16), (3, 1, 72, 24, 40, 40),
     ):  # fmt: skip
-        for turned, bulk in ((True, False), (False, True), (True, True)):
-            name = f"scatter W{world} r{rank} {rows}x{depth}x{columns} turned={turned} bulk={bulk}"
-            say(name, scatter(world, rank, rows, depth, columns, piece_rows, dtype=torch.float32, turned=turned, bulk=bulk))
+        for turned in (True, False):
+            name = f"scatter W{world} r{rank} {rows}x{depth}x{columns} turned={turned}"
+            say(name, scatter(world, rank, rows, depth, columns, piece_rows, dtype=torch.float32, turned=turned))
     for shots in (1, 2):
         for world, rows, columns, block in ((2, 7, 16, 16), (4, 9, 24, 32), (3, 2, 16, 16)):
             for norm in (False, True):
                 say(f"reduce shots={shots} W{world} {rows}x{columns} {norm}", reduce(shots, world, rows, columns, block, norm=norm))
-    parts, out = draw(3, 100, seed=8, dtype=torch.float32), torch.full((100,), torch.nan)
-    copies.add_slots[(4,)](parts[1], parts, out, 100, 1, 3, 32)
-    say("add_slots", difference(out, parts.double().sum(0)))
+    parts = draw(3, 100, seed=8, dtype=torch.float32)
+    own = parts[1, 10:90].clone()
+    copies.add_slots[(3,)](own, parts[:, 10:], 80, 100, 1, 3, 32)
+    say("add_slots", difference(own, parts.double().sum(0)[10:90]))
 
 
 if __name__ == "__main__":
