@@ -8,11 +8,11 @@ import triton.language as tl
 from executor.kernels.signals import wait_for
 
 
-@triton.jit(do_not_specialize=["first", "stride", "code"])
-def wait_and_lower(flags, first, stride, COUNT: tl.constexpr, error, code, LIMIT: tl.constexpr):
-    """Wait for COUNT flags, `stride` apart, on one program, and set each to zero for the next call."""
+@triton.jit(do_not_specialize=["first", "code"])
+def wait_and_lower(flags, first, COUNT: tl.constexpr, error, code, LIMIT: tl.constexpr):
+    """Wait for COUNT flags from `first` on, on one program, and set each to zero for the next call."""
     for index in tl.static_range(COUNT):
-        flag = flags + first + index * stride
+        flag = flags + first + index
         wait_for(flag, 1, error, code, LIMIT)
         tl.atomic_xchg(flag, 0, sem="relaxed", scope="sys")
 

@@ -5,7 +5,7 @@ visible to whoever returns from `wait_for`: release and acquire at system scope,
 
 Flags carry the number of the call (the epoch) rather than 0 or 1: nothing has to be reset, and a flag that is early
 (its writer is already one call ahead) still says "ready". The epoch lives in device memory, is read by every program of
-a kernel and advanced by the last one to leave, so a captured CUDA graph counts on like an eager program. It also selects
+a kernel and advanced by the last one to have read it, so a captured CUDA graph counts on like an eager program. It also selects
 one of two sets of buffers. Two are enough where a call cannot end before every peer has taken part in it: whoever writes
 to a set for call n + 2 has finished call n + 1, so its peer has finished call n.
 
@@ -67,7 +67,7 @@ def _assembly(TEXT: tl.constexpr):
 
 @triton.jit
 def leave(epoch, ticket, programs):
-    """Count this program out; the last one advances the epoch and makes the ticket ready for the next launch."""
+    """Count a program that has read the epoch; the last advances it, for the next launch, and resets the ticket."""
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == programs - 1:
         tl.atomic_xchg(ticket, 0, sem="relaxed", scope="gpu")
         tl.atomic_add(epoch, 1, sem="relaxed", scope="gpu")

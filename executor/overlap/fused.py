@@ -106,6 +106,7 @@ def _gather_matmul(
     from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - triton
 
     from executor.kernels.gather_matmul import gather_matmul  # noqa: PLC0415 - triton
+    from executor.kernels.launching import launch  # noqa: PLC0415 - triton
 
     (rows, depth), columns = x.shape, operand.shape[1]
     moving = push.Gathering(x, group, pieces=pieces or pieces_for(x), keep=keep)
@@ -114,7 +115,7 @@ def _gather_matmul(
     out = x.new_empty(space.world, rows, columns)
     own, right, turned = _descriptors(moving.x, operand, tile)
     width = tile.block_n // 2 if tile.halves else tile.block_n
-    gather_matmul[(programs,)](
+    args = (
         own,
         TensorDescriptor.from_tensor(moving.gathered, [tile.block_m, tile.block_k]),
         right,
@@ -136,10 +137,10 @@ def _gather_matmul(
         tile.group_m,
         tile.halves,
         symmetric.POLLS,
-        True,  # noqa: FBT003 - assembly: this is a GPU
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        True,  # assembly: this is a GPU
     )
+    variant = (x.device.index, x.dtype, space.rank, space.world, turned, tile, symmetric.POLLS)
+    launch(gather_matmul, programs, args, variant=variant, num_warps=tile.warps, num_stages=tile.stages)
     return out.flatten(0, 1), moving
 
 
@@ -151,6 +152,7 @@ def pieces_for(x: Tensor) -> int:
 def _matmul_scatter(x: Tensor, operand: Tensor, group: dist.ProcessGroup, tile: Tile | None = None) -> Tensor:
     from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - triton
 
+    from executor.kernels.launching import launch  # noqa: PLC0415 - triton
     from executor.kernels.matmul_scatter import matmul_scatter  # noqa: PLC0415 - triton
 
     x = x.contiguous()
@@ -164,7 +166,7 @@ def _matmul_scatter(x: Tensor, operand: Tensor, group: dist.ProcessGroup, tile: 
     done = torch.zeros((world - 1, len(scattering.bounds)), dtype=torch.int32, device=x.device)
     left, right, turned = _descriptors(x, operand, tile)
     scattering.begin()
-    matmul_scatter[(programs,)](
+    args = (
         left,
         right,
         TensorDescriptor.from_tensor(parts, [1, tile.block_m, tile.block_n // 2]),
@@ -187,10 +189,10 @@ def _matmul_scatter(x: Tensor, operand: Tensor, group: dist.ProcessGroup, tile: 
         tile.block_k,
         tile.group_m,
         symmetric.POLLS,
-        True,  # noqa: FBT003 - assembly: this is a GPU
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        True,  # assembly: this is a GPU
     )
+    variant = (x.device.index, x.dtype, rank, world, turned, tile, symmetric.POLLS)
+    launch(matmul_scatter, programs, args, variant=variant, num_warps=tile.warps, num_stages=tile.stages)
     scattering.push_when_done(parts, done, tiles_of(scattering.bounds, columns, tile))
     scattering.finish()
     return out

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor import symmetric
+from executor.kernels import launching
 from executor.symmetric import Workspace
 
 MAX_PIECES = 8
@@ -79,17 +80,22 @@ class Gathering:
 
     def wait(self, source: int, first: int = 0, count: int | None = None) -> None:
         """Make the current stream wait for `count` pieces of a rank's shard, and lower their flags."""
-        from executor.kernels.copies import wait_and_lower  # noqa: PLC0415 - triton
-
-        wait_and_lower[(1,)](
-            self.flags, source * len(self.bounds) + first, 1, count or len(self.bounds), self.space.error, 1 + source,
-            symmetric.POLLS, num_warps=1,
-        )  # fmt: skip
+        count = count or len(self.bounds)
+        wait_and_lower(self.space, self.flags, source, source * len(self.bounds) + first, count)
 
     def finish(self) -> None:
         """Let the current stream go on only when our own pushes are done; `x` may be overwritten then."""
         torch.cuda.current_stream().wait_stream(self.side)
         self.space.fence()
+
+
+def wait_and_lower(space: Workspace, flags: Tensor, source: int, first: int, count: int) -> None:
+    """Make the current stream wait for `count` flags that `source` raises, and set them to zero."""
+    from executor.kernels import copies  # noqa: PLC0415 - triton
+
+    args = (flags, first, count, space.error, 1 + source, symmetric.POLLS)
+    variant = (space.device.index, count, symmetric.POLLS)
+    launching.launch(copies.wait_and_lower, 1, args, variant=variant, num_warps=1)
 
 
 def raise_flag(space: Workspace, peer: int, index: int) -> None:
@@ -155,18 +161,22 @@ class Scattering:
 
     def add(self, out: Tensor, piece: int) -> None:
         """Wait for a piece from all others and add it to those rows of `out` (R, N), this rank's own part."""
-        from executor.kernels.copies import add_slots, wait_and_lower  # noqa: PLC0415 - triton
+        from executor.kernels.copies import add_slots  # noqa: PLC0415 - triton
 
         space, (world, rows, columns), (first, last) = self.space, self.shape, self.bounds[piece]
         for step in range(1, world):
             source = (space.rank - step) % world
-            wait_and_lower[(1,)](
-                self.flags, source * len(self.bounds) + piece, 1, 1, space.error, 1 + source, symmetric.POLLS, num_warps=1
+            wait_and_lower(space, self.flags, source, source * len(self.bounds) + piece, 1)
+        mine, theirs, numel = out[first:last], self.slots[:, first:last], (last - first) * columns
+        if any(t.data_ptr() % 16 for t in (mine, theirs)):  # odd widths: let triton look at the arguments
+            add_slots[(-(-numel // ADD_BLOCK),)](
+                mine, theirs, numel, rows * columns, space.rank, world, ADD_BLOCK, num_warps=8
             )
-        numel = (last - first) * columns
-        add_slots[(-(-numel // ADD_BLOCK),)](
-            out[first:last], self.slots[:, first:last], numel, rows * columns, space.rank, world, ADD_BLOCK, num_warps=8
-        )
+            return
+        args = (mine, theirs, numel, rows * columns, space.rank, world, ADD_BLOCK)
+        sizes = (numel % 16, rows * columns % 16, numel == 1, rows * columns == 1)
+        variant = (space.device.index, out.dtype, space.rank, world, sizes)
+        launching.launch(add_slots, -(-numel // ADD_BLOCK), args, variant=variant, num_warps=8)
 
     def finish(self) -> None:
         """Let the current stream go on only when our own pushes are done."""
