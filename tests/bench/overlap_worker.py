@@ -90,7 +90,51 @@ class Bench:
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def check(bench: Bench, iterations: int) -> None:
+CHANGING = ("copy_engine", "fused")  # modes of ours that move data themselves
+
+
+def captured(bench: Bench) -> None:
+    """The same from a CUDA graph, replayed with new inputs, eager calls between the replays."""
+    for operation in ("all_gather_matmul", "matmul_reduce_scatter"):
+        for mode in CHANGING:
+            gathers = operation == "all_gather_matmul"
+            rows, depth, columns = 512 * bench.world, 512, 768
+            held = torch.empty((rows // bench.world if gathers else rows, depth), dtype=torch.bfloat16, device=bench.device)
+            weight = bench.draw(columns, depth)
+            run = overlap.all_gather_matmul if gathers else overlap.matmul_reduce_scatter
+
+            def call(held: Tensor = held, weight: Tensor = weight, run: Callable = run, mode: str = mode, many: bool = gathers):
+                return run(held, (weight,) if many else weight, bench.group, mode=mode)
+
+            worst = torch.zeros((), dtype=torch.float64, device=bench.device)
+            with torch.no_grad():
+                held.copy_(bench.draw(*held.shape))
+                call()
+                torch.cuda.synchronize()
+                dist.barrier()
+                graph_of_call = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph_of_call):
+                    out = call()
+                for turn in range(20):
+                    held.copy_(bench.draw(*held.shape))
+                    graph_of_call.replay()
+                    found = (out[0] if gathers else out).double()
+                    expected = overlap.MODES["nccl"]
+                    if gathers:
+                        (wanted,), _ = expected.gather_matmul(held.double(), (weight.t().double(),), bench.group)
+                    else:
+                        wanted = expected.matmul_scatter(((held.double(), weight.t().double()),), bench.group)
+                    worst = torch.maximum(worst, verify_overlap._difference(found, wanted))
+                    for _ in range(turn % 3):
+                        call()
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            _say(bench, verify_overlap.OverlapVerdict(
+                operation=f"{operation} captured", mode=mode, dtype="bfloat16", shape=Shape(rows=rows, depth=depth, columns=columns),
+                iterations=20, difference=float(worst), tolerance=16 * torch.finfo(torch.bfloat16).eps,
+            ))  # fmt: skip
+
+
+def check(bench: Bench, iterations: int, modes: tuple[str, ...]) -> None:
     """Odd shapes, both half types, poisoned buffers, random delays; then many iterations of one shape of each."""
     shapes = [
         Shape(rows=512, depth=256, columns=512),
@@ -99,7 +143,7 @@ def check(bench: Bench, iterations: int) -> None:
         Shape(rows=4096, depth=1024, columns=2048),
     ]
     for operation in verify_overlap.OPERATIONS:
-        for mode in overlap.MODES:
+        for mode in modes:
             for number, shape in enumerate(shapes):
                 for dtype in (torch.bfloat16, torch.float16):
                     if dtype == torch.float16 and number:
@@ -120,7 +164,7 @@ def check(bench: Bench, iterations: int) -> None:
         ("all_gather_matmul", "copy_engine"), ("matmul_reduce_scatter", "copy_engine"),
         ("all_gather_matmul", "fused"), ("matmul_reduce_scatter", "fused"), ("all_reduce", "one_shot"), ("all_reduce", "two_shot"),
     ):  # fmt: skip
-        if not bench.left(10):
+        if not bench.left(5):
             bench.recorder.missing(f"{operation} {mode}: many iterations")
             continue
         shape = Shape(rows=1024, depth=512, columns=1024)
@@ -407,6 +451,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--stages", default="check")
     parser.add_argument("--iterations", type=int, default=200)
+    parser.add_argument("--modes", default=",".join(overlap.MODES), help="those to check")
     options = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
@@ -415,7 +460,8 @@ def main() -> None:
     bench = Bench(options.out, options.seconds)
     for stage in options.stages.split(","):
         if stage == "check":
-            check(bench, options.iterations)
+            check(bench, options.iterations, tuple(options.modes.split(",")))
+            captured(bench)
         else:
             bench.warm()
             STAGES[stage](bench)
