@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.layer_cost import CostContext
-from simulator.memory import Parameters, keeps_gathered
+from simulator.memory import Parameters
 from simulator.plan_table import Floats
 from simulator.roofline import efficiency
 from simulator.runtime_library import ModelOperators, RuntimeSpec
-from simulator.stages import StageLayout, last_rank
+from simulator.stages import StageLayout
 
 
 def buckets_of(spec: RuntimeSpec, nbytes: Floats) -> Floats:
@@ -45,18 +45,15 @@ def data_parallel(
     table, spec, groups = context.table, operators.spec, context.groups
     m = table.micro_batches
     rows = np.arange(len(table))
-    exists = layout.exists
-    dense, moe = np.where(exists, layout.dense, 0), np.where(exists, layout.moe, 0)
-    ranks = np.arange(exists.shape[1])[None, :]
-    ends = ((ranks == 0) & exists, (ranks == last_rank(table)[:, None]) & exists)
-    shared, experts = parameters.of_stage(dense, moe, *ends)
+    dense, moe = layout.layers
+    shared, experts = parameters.of_stage(layout)
     shared, experts = shared[rows, slowest], experts[rows, slowest]
     count = np.maximum((dense + moe)[rows, slowest], 1.0)
 
     compute_bytes, reduce_bytes = context.dtype_bytes("compute"), context.dtype_bytes("reduce")
     full = table.state_shard["parameters"] > 1
     optimizer_only = ~full & (table.state_shard["optimizer"] > 1)
-    gathers = np.where([keeps_gathered(p) for p in table.plans], 1.0, 2.0 * m)
+    gathers = np.where(table.keeps_gathered, 1.0, 2.0 * m)
     reductions = np.where(table["pp"] > 1, 1.0, m)
 
     gather = groups.time_s("all_gather", "fsdp", shared * compute_bytes) + groups.time_s(
@@ -70,20 +67,24 @@ def data_parallel(
     replicas = groups.time_s("all_reduce", "replicate", shard * reduce_bytes)
     replicas = np.where((table["dp_replicate"] > 1) & (table["dp_shard"] > 1), replicas, 0.0)
 
+    # What is copied in and out of flat buffers runs on the compute stream, and so hides traffic like any kernel.
+    hbm = context.roofline.memory_bytes_per_s
+    packs = full & spec.fsdp.copy_in_copy_out
+    copy_out = np.where(packs, 2 * (shared + experts) * compute_bytes / hbm, 0.0)
+    copy_in = np.where(packs, (shared + experts) * (compute_bytes + reduce_bytes) / hbm, 0.0)
+    copies = gathers * copy_out + reductions * copy_in
     # Fully sharded: each layer's traffic hides behind the layer before it; the first gather and the last reduction
     # have nothing to hide behind.
-    passes_of_gather = gathers / np.where(gathers > 1, 2.0, 1.0)
-    exposed_forward = gather / count + np.maximum(gather - forward, 0.0) * (1 - 1 / count)
-    again = np.where(gathers > 1, gather, 0.0)
-    busiest = np.maximum(again + reduce, replicas)  # replicas have a communicator, and a stream, of their own
-    exposed_backward = (reduce + replicas) / count + np.maximum(busiest - backward, 0.0) * (1 - 1 / count)
+    again = gathers > 1
+    forward_window, backward_window = forward + copy_out, backward + copy_in + np.where(again, copy_out, 0.0)
+    passes_of_gather = gathers / np.where(again, 2.0, 1.0)
+    exposed_forward = gather / count + np.maximum(gather - forward_window, 0.0) * (1 - 1 / count)
+    busiest = np.maximum(
+        np.where(again, gather, 0.0) + reduce, replicas
+    )  # replicas have a communicator, and a stream, of their own
+    exposed_backward = (reduce + replicas) / count + np.maximum(busiest - backward_window, 0.0) * (1 - 1 / count)
     sharded_exposed = passes_of_gather * exposed_forward + reductions * exposed_backward
     sharded_total = gathers * gather + reductions * (reduce + replicas)
-    hbm = context.roofline.memory_bytes_per_s
-    copied = 2 * gathers * (shared + experts) * compute_bytes + reductions * (shared + experts) * (
-        compute_bytes + reduce_bytes
-    )
-    copies = np.where(full & spec.fsdp.copy_in_copy_out, copied / hbm, 0.0)
     # Gradients of further micro batches are added up by kernels of their own, unless a product does it on the fly.
     adding = np.zeros(len(table))
     if spec.state.gradient_dtype != "reduce":
@@ -143,10 +144,6 @@ def optimizer_bytes(spec: RuntimeSpec) -> float:
 def optimizer_s(operators: ModelOperators, context: CostContext, layout: StageLayout, parameters: Parameters) -> Floats:
     """Return seconds of gradient clipping and the optimizer update on the rank with most parameters."""
     table = context.table
-    exists = layout.exists
-    ranks = np.arange(exists.shape[1])[None, :]
-    ends = ((ranks == 0) & exists, (ranks == last_rank(table)[:, None]) & exists)
-    dense, moe = np.where(exists, layout.dense, 0), np.where(exists, layout.moe, 0)
-    shared, experts = parameters.of_stage(dense, moe, *ends)
+    shared, experts = parameters.of_stage(layout)
     owned = shared / table.state_shard["optimizer"][:, None] + experts / table.expert_shard["optimizer"][:, None]
     return np.asarray(owned.max(axis=1) * optimizer_bytes(operators.spec) / context.roofline.memory_bytes_per_s)
