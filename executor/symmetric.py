@@ -56,13 +56,14 @@ class Allocation:
         torch.cuda.synchronize(device)
         self.handle.barrier(0, BARRIER_MS)
         self.addresses = torch.tensor(
-            [self.on(rank, (1,), torch.uint8).data_ptr() for rank in range(self.world)], dtype=torch.int64, device=device
+            [self.on(rank, (1,), torch.uint8).data_ptr() for rank in range(self.world)],
+            dtype=torch.int64,
+            device=device,
         )
 
     def on(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> Tensor:
         """Return a rank's memory as a tensor that this process can copy from and to."""
         return self.handle.get_buffer(rank, tuple(shape), dtype, offset_bytes // dtype.itemsize)
-
 
     def write(self, rank: int, index: int, value: int = 1) -> None:
         """Set the `index`-th 32-bit word on a rank after all that the current stream has copied so far."""

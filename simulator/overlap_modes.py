@@ -172,9 +172,7 @@ class Choice:
     source: str
 
 
-def choose(
-    operation: str, parts: Parts, rates: OverlapRates, *, measured: Mapping[str, float] | None = None
-) -> Choice:
+def choose(operation: str, parts: Parts, rates: OverlapRates, *, measured: Mapping[str, float] | None = None) -> Choice:
     """Return the fastest mode that the executor runs. Times of this very shape outrank the model, mode by mode."""
     known = measured or {}
     seconds = {mode: known.get(mode) or mode_s(mode, operation, parts, rates) for mode in EXECUTED}

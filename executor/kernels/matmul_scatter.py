@@ -22,7 +22,9 @@ from executor.kernels.tiles import first_at_or_after, place_in_shard
 
 
 @triton.jit
-def _count(tile, per_shard, tiles_m, tiles_n, rows, piece_rows, pieces, done, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr):
+def _count(
+    tile, per_shard, tiles_m, tiles_n, rows, piece_rows, pieces, done, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
+):
     """Count a finished tile for every piece that it touches; `done` is (W - 1 shards in order of steps, pieces)."""
     m, _ = place_in_shard(tile % per_shard, tiles_m, tiles_n, GROUP_M)
     first = m * BLOCK_M // piece_rows

@@ -60,4 +60,3 @@ class CopyEngine(Nccl):
 
     def start_gather(self, x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
         return push.gather(x, group) if x.is_cuda else super().start_gather(x, group)
-

@@ -29,7 +29,8 @@ WARM_S = 2.0
 
 
 class Bench:
-    def __init__(self, out: str, seconds: float) -> None:
+    def __init__(self, out: str, seconds: float, rows: tuple[int, ...] = ()) -> None:
+        self.rows = rows
         self.deadline = Deadline.since_launch(seconds)
         self.rank = int(dist.get_rank())
         self.group = dist.group.WORLD
@@ -99,11 +100,19 @@ def captured(bench: Bench) -> None:
         for mode in CHANGING:
             gathers = operation == "all_gather_matmul"
             rows, depth, columns = 512 * bench.world, 512, 768
-            held = torch.empty((rows // bench.world if gathers else rows, depth), dtype=torch.bfloat16, device=bench.device)
+            held = torch.empty(
+                (rows // bench.world if gathers else rows, depth), dtype=torch.bfloat16, device=bench.device
+            )
             weight = bench.draw(columns, depth)
             run = overlap.all_gather_matmul if gathers else overlap.matmul_reduce_scatter
 
-            def call(held: Tensor = held, weight: Tensor = weight, run: Callable = run, mode: str = mode, many: bool = gathers):
+            def call(
+                held: Tensor = held,
+                weight: Tensor = weight,
+                run: Callable = run,
+                mode: str = mode,
+                many: bool = gathers,
+            ):
                 return run(held, (weight,) if many else weight, bench.group, mode=mode)
 
             worst = torch.zeros((), dtype=torch.float64, device=bench.device)
@@ -334,7 +343,8 @@ def shapes(world: int) -> list[tuple[str, str, int, int, int]]:
 
 
 def table(bench: Bench) -> None:
-    for number, (operation, name, rows, columns, depth) in enumerate(shapes(bench.world)):
+    wanted = [shape for shape in shapes(bench.world) if shape[1] == "goal" or not bench.rows or shape[2] in bench.rows]
+    for number, (operation, name, rows, columns, depth) in enumerate(wanted):
         if not bench.left(6):
             bench.recorder.missing(f"shapes from number {number} on")
             return
@@ -391,22 +401,10 @@ def sums(bench: Bench) -> None:
         calls["torch_two_shot"] = lambda inside=inside: torch.ops.symm_mem.two_shot_all_reduce_(
             inside, "sum", bench.group.group_name
         )
-        for shots in (1, 2):
-            for columns in (1024, 2048, 4096):
-                for programs in (32, 64, 132):
-                    rows = -(-x.numel() // columns)
-                    if programs > 32 and rows <= programs // 2:
-                        continue
-                    launch = all_reduce.Launch(
-                        columns=columns, programs=min(programs, rows), warps=max(4, columns // 512), shots=shots
-                    )
-                    calls[f"own s{shots} c{columns} p{launch.programs}"] = lambda x=x, launch=launch: (
-                        all_reduce.all_reduce(x, bench.group, launch=launch)
-                    )
         calls["own"] = lambda x=x: all_reduce.all_reduce(x, bench.group)
-        eager = bench.times({name: call for name, call in calls.items() if " " not in name}, rounds=5)
+        eager = bench.times({name: call for name, call in calls.items()}, rounds=5)
         bench.recorder.write("all_reduce", bytes=nbytes, how="eager", seconds=eager)
-        replays = {name: graph(call, 20) for name, call in calls.items() if name != "nccl" or nbytes}
+        replays = {name: graph(call, 20) for name, call in calls.items()}
         done = {name: seconds / 20 for name, seconds in bench.times(replays, rounds=5).items()}
         bench.recorder.write("all_reduce", bytes=nbytes, how="graph", seconds=done)
         replays.clear()
@@ -451,7 +449,14 @@ def norms(bench: Bench) -> None:
     symmetric.check_delivered()
 
 
-STAGES = {"parts": parts, "tiles": tiles, "scatter_tiles": tiles_of_scatter, "table": table, "sums": sums, "norms": norms}
+STAGES = {
+    "parts": parts,
+    "tiles": tiles,
+    "scatter_tiles": tiles_of_scatter,
+    "table": table,
+    "sums": sums,
+    "norms": norms,
+}
 
 
 def main() -> None:
@@ -461,12 +466,13 @@ def main() -> None:
     parser.add_argument("--stages", default="check")
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--modes", default=",".join(overlap.MODES), help="those to check")
+    parser.add_argument("--rows", default="", help="numbers of rows in the table; default: all")
     options = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     symmetric.POLLS = 1 << 25
-    bench = Bench(options.out, options.seconds)
+    bench = Bench(options.out, options.seconds, tuple(int(rows) for rows in options.rows.split(",") if rows))
     for stage in options.stages.split(","):
         if stage == "check":
             check(bench, options.iterations, tuple(options.modes.split(",")))

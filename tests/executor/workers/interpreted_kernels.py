@@ -57,9 +57,7 @@ def gather(world: int, rank: int, rows: int, depth: int, columns: int, pieces: i
     return difference(out, whole.double() @ weight.double().t())
 
 
-def scatter(
-    world: int, rank: int, rows: int, depth: int, columns: int, piece_rows: int, *, dtype, turned
-) -> float:
+def scatter(world: int, rank: int, rows: int, depth: int, columns: int, piece_rows: int, *, dtype, turned) -> float:
     """Rank `rank` computes; the others' parts lie in its slots; what it makes for others is compared, too."""
     m, n, k = 16, 32, 16
     x, weight = draw(world, world * rows, depth, seed=3, dtype=dtype), draw(world, columns, depth, seed=4, dtype=dtype)
@@ -69,7 +67,10 @@ def scatter(
     _, ticket, error = words()
     pieces = -(-rows // piece_rows)
     done, flags = torch.zeros((world - 1, pieces), dtype=torch.int32), torch.ones((world, pieces), dtype=torch.int32)
-    parts, out = torch.full((world - 1, rows, columns), torch.nan, dtype=dtype), torch.full((rows, columns), torch.nan, dtype=dtype)
+    parts, out = (
+        torch.full((world - 1, rows, columns), torch.nan, dtype=dtype),
+        torch.full((rows, columns), torch.nan, dtype=dtype),
+    )
     matmul_scatter[(3,)](
         TensorDescriptor.from_tensor(x[rank], [m, k]), operand(weight[rank], k, n, turned=turned),
         TensorDescriptor.from_tensor(parts, [1, m, n // 2]), slots,
@@ -145,7 +146,10 @@ def main() -> None:
     for shots in (1, 2):
         for world, rows, columns, block in ((2, 7, 16, 16), (4, 9, 24, 32), (3, 2, 16, 16)):
             for norm in (False, True):
-                say(f"reduce shots={shots} W{world} {rows}x{columns} {norm}", reduce(shots, world, rows, columns, block, norm=norm))
+                say(
+                    f"reduce shots={shots} W{world} {rows}x{columns} {norm}",
+                    reduce(shots, world, rows, columns, block, norm=norm),
+                )
     parts = draw(3, 100, seed=8, dtype=torch.float32)
     own = parts[1, 10:90].clone()
     copies.add_slots[(3,)](own, parts[:, 10:], 80, 100, 1, 3, 32)
