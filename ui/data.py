@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from ui import jobs
-from ui.state import LISTED, Question, plan_name, results, source_of
+from ui.state import LISTED, Question, linked_choice, plan_name, results, source_of
 
 if TYPE_CHECKING:
     from planner.cases import Case
@@ -212,7 +212,7 @@ def frame(asked: Question) -> None:
     name = st.selectbox(
         "Plan", names, key="plan", bind="query-params", help="The best first; every page shows this one."
     )
-    results()["answer"] = (result, chosen(result, str(name)))
+    results()["answer"] = (result, chosen(result, name))
 
 
 def answer() -> tuple[SearchResult, RankedPlan]:

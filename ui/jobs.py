@@ -77,7 +77,7 @@ def ask(kind: str, key: str, work: Callable[[Progress], Any], *, title: str) -> 
     for other, job in kept.items():
         if other != key and not job.done.is_set():
             job.stop()  # the question has changed: nobody waits for it
-    if key in kept and kept[key].stopped and not st.session_state.get(f"_stopped_{kind}") == key:
+    if key in kept and kept[key].stopped and st.session_state.get(f"_stopped_{kind}") != key:
         del kept[key]
     if key not in kept:
         kept.clear()

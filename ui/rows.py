@@ -121,7 +121,6 @@ def fall_rows(estimate: Estimate) -> list[dict[str, Any]]:
             "seconds": fall.step_s,
             "share": 1.0,
             "meaning": "predicted step time",
-            "colour": "#8B949E",
             "total": True,
         },
     ]
@@ -209,7 +208,7 @@ def workload_rows(model: Model, seq_len: int, batch: int) -> list[dict[str, str]
             "Attention's share",
             f"{model.attention_flops_per_token(seq_len) / model.forward_flops_per_token(seq_len):.0%}",
         ),
-        ("Parameters, gradients, Adam", f"{states / 2**30:,.0f} GiB at 16 bytes a parameter"),
+        ("States at 16 B a parameter", f"{states / 2**30:,.0f} GiB"),
     ]
     return [{"what": what, "value": value} for what, value in rows]
 

@@ -50,13 +50,12 @@ def show(question: state.Question) -> None:
 
 def _figures(estimate: Estimate) -> None:
     step, memory = estimate.step_s, estimate.memory
-    fall = waterfall(estimate)
     panels.figures(
         [
             (
                 "Step",
                 seconds(step.value),
-                f"80 % of steps within {seconds(step.low)} to {seconds(step.high)} ({step.source}).",
+                f"One optimizer step; {step.source} numbers.",
             ),
             ("Tokens/s per GPU", f"{estimate.tokens_per_s_per_gpu:,.0f}", f"{step.source} numbers"),
             ("MFU", f"{estimate.mfu:.1%}", f"Against {estimate.peak_flops / 1e12:.0f} TFLOP/s dense."),
@@ -65,7 +64,11 @@ def _figures(estimate: Estimate) -> None:
                 f"{memory.reserved_bytes / GIB:.1f} GiB",
                 f"Of {memory.capacity_bytes / GIB:.1f} GiB: {memory.verdict}.",
             ),
-            ("Largest loss", words(fall.top_loss.name), f"{seconds(fall.top_loss.seconds)}: {fall.top_loss.meaning}."),
+            (
+                "80 % range",
+                f"{step.low:.3g} to {step.high:.3g} s",
+                f"Where 80 % of steps are expected; {step.source} numbers.",
+            ),
         ]
     )
 
@@ -85,6 +88,7 @@ def _memory(question: state.Question, result: SearchResult, ranked: RankedPlan) 
     shown = [
         {"category": words(name), "GiB": nbytes / GIB, "share": nbytes / max(peak.value, 1.0)}
         for name, nbytes in sorted(memory.by_category.items(), key=lambda item: -item[1])
+        if nbytes >= 0.005 * GIB
     ]
     st.dataframe(
         shown,
