@@ -20,19 +20,22 @@ from statistics import median
 from types import FrameType
 from typing import Any, NoReturn
 
+from executor.effects import operator_table, read_back
+from executor.gpu_watch import GpuWatch, Sample, summarise
 from executor.heartbeat import read_beats, suspects
 from executor.launch import Launched, command, launch
 from executor.legal import check
 from executor.records import middle, read_records
 from executor.request import Request
+from simulator.chrome import from_kineto
 from simulator.plan import rank_grid
+from simulator.trace import Trace
 from topology import codec
 from topology.errors import PlannerError
 
-OUT_OF_MEMORY = 64  # as in executor.worker, which cannot be imported without torch
-WRONG_NUMBERS = 65
 ENDING_S = 10.0  # of the budget, for ending ranks and writing the report
 GRACE_S = 4.0
+MAX_TRACE_BYTES = 256 * 2**20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,6 +69,9 @@ def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict
         stale.unlink()
     ending = min(ENDING_S, 0.3 * budget_s)
     arguments = worker_arguments(request_path, records, time.time() + budget_s - ending)
+    watch = GpuWatch()
+    if request.device == "cuda":
+        watch.start()
     done = launch(
         "executor.worker",
         arguments,
@@ -75,7 +81,8 @@ def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict
         environment=environment(request, records),
         directory=out / "logs",
     )
-    document = report(request, done, records, arguments)
+    samples = watch.stop() if request.device == "cuda" else []
+    document = report(request, done, records, arguments, samples)
     codec.write_text(out / "run.json", codec.to_json(document) + "\n")
     return document
 
@@ -102,12 +109,26 @@ def environment(request: Request, records: Path) -> dict[str, str]:
     return added
 
 
-def report(request: Request, done: Launched, folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the report of a run from what its ranks recorded; `arguments` are those the ranks were given."""
+def report(
+    request: Request, done: Launched, folder: Path, arguments: Sequence[str], samples: Sequence[Sample] = ()
+) -> dict[str, Any]:
+    """Return the report of a run from what its ranks recorded; `arguments` are those the ranks were given.
+
+    `samples` are states of the GPUs while it went.
+    """
     ranks = request.plan.gpus
     by_rank = [list(read_records(folder / f"rank{rank}.jsonl")) for rank in range(ranks)]
     status, failure = _status(request, done, by_rank, folder)
     measured = measure(request, by_rank)
+    mesh, trace = _first(by_rank, "mesh"), _trace(folder / "rank0.trace.json")
+    effects = read_back(request, _first(by_rank, "effects"), mesh, trace)
+    ignored = [e for e in effects if e.certain and not e.ok]
+    if status == "finished" and ignored:
+        status = "not_as_requested"
+        failure = {
+            "rank": None,
+            "message": "; ".join(f"{e.what}: requested {e.requested}, took effect {e.effective}" for e in ignored),
+        }
     complete = status == "finished"
     return {
         "schema_version": 1,
@@ -134,12 +155,35 @@ def report(request: Request, done: Launched, folder: Path, arguments: Sequence[s
         "fingerprints": request.fingerprints,
         "predicted": request.predicted,
         "verified": _first(by_rank, "verified"),
+        "verified_types": _first(by_rank, "verified_types"),
         "kernels": [entry for entry in by_rank[0] if entry["kind"] == "kernel"],
         "flight_records": sorted(path.name for path in folder.glob("flight*")),
         "measured": measured,
-        "mesh": {"requested": rank_grid(request.plan).tolist(), "effective": _first(by_rank, "mesh")},
+        "mesh": {"requested": rank_grid(request.plan).tolist(), "effective": mesh},
+        "effects": codec.to_builtins(effects),
+        "operators": operator_table(trace) if trace else [],
+        "gpus": _clocks(by_rank[0], samples),
+        "missing": [entry["what"] for records in by_rank for entry in records if entry["kind"] == "missing"],
         "versions": {**versions(), **(_first(by_rank, "versions") or {})},
     }
+
+
+def _trace(path: Path) -> Trace | None:
+    """Return the first rank's profiled step, if there is one that can be read."""
+    try:
+        text = codec.read_text(path, max_bytes=MAX_TRACE_BYTES)
+        return from_kineto(codec.parse_json(text, where=str(path)))
+    except PlannerError:
+        return None
+
+
+def _clocks(records: Sequence[dict[str, Any]], samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Return the states of the GPUs while steps were timed."""
+    steps = [entry for entry in records if entry["kind"] == "step" and "ended_at" in entry]
+    if not steps or not samples:
+        return []
+    begin = steps[0]["ended_at"] - steps[0]["seconds"]
+    return summarise(samples, sorted({gpu for _, states in samples for gpu in states}), begin, steps[-1]["ended_at"])
 
 
 def versions() -> dict[str, str]:
@@ -170,18 +214,9 @@ def _status(
     if full:
         memory = {rank: _last(by_rank[rank], "out_of_memory") for rank in full}
         return "out_of_memory", {"rank": full[0], "message": "memory is full", "memory": memory}
-    verdict = _first(by_rank, "verified")
-    wrong = [entry["name"] for records in by_rank for entry in records if entry["kind"] == "kernel" and not entry["ok"]]
+    wrong = _wrong_numbers(by_rank)
     if wrong:
-        return "wrong_numbers", {
-            "rank": None,
-            "message": f"wrong results of {', '.join(sorted(set(wrong)))}: not timed",
-        }
-    if verdict is not None and not verdict["ok"]:
-        return "wrong_numbers", {
-            "rank": None,
-            "message": f"the plan computes something else than one process (worst at {verdict['worst']}): not timed",
-        }
+        return "wrong_numbers", {"rank": None, "message": f"{wrong}: not timed"}
     if done.outcome == "interrupted":
         return "interrupted", None
     short = any("out_of_time" in kind for kind in kinds)
@@ -200,6 +235,24 @@ def _status(
     if done.survivors:
         return "failed", {"rank": None, "message": f"processes {list(done.survivors)} could not be ended"}
     return "failed", {"rank": None, "message": "ranks ended without an error, but before they were done"}
+
+
+def _wrong_numbers(by_rank: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """Say what was computed wrongly, or nothing."""
+    every = [entry for records in by_rank for entry in records]
+    kernels = {entry["name"] for entry in every if entry["kind"] == "kernel" and not entry["ok"]}
+    if kernels:
+        return f"wrong results of {', '.join(sorted(kernels))}"
+    for entry in every:
+        if entry["kind"] in {"verified", "verified_types"} and not entry["ok"]:
+            number = "" if entry["gradient"] is not None and entry["loss"] is not None else ", which is no number"
+            return (
+                f"in {entry['dtype']} the plan computes something else than one process"
+                f" (worst at {entry['worst'] or 'the loss'}{number})"
+            )
+        if entry["kind"] == "not_finite":
+            return f"the loss or the gradient of step {entry['index']} is no number"
+    return ""
 
 
 def _last(records: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Context parallelism: each rank holds a part of every sequence, and keys and values go round a ring.
+"""Context parallelism: each rank holds a part of every sequence, and sees the others' keys and values.
 
 Attention over all keys is put together from attention over parts, each with its log-sum-exp (arXiv 1805.02867; ring:
 arXiv 2310.01889). A sequence is cut into 2 W chunks and rank r holds chunks r and 2W - 1 - r ("head and tail"), so
@@ -7,12 +7,19 @@ that under a causal mask every rank has the same work in every round (ring-flash
     keys of a rank before    all queries see its head chunk, none its tail
     keys of a rank behind    the tail queries see both its chunks, the head queries none
 
-What moves: forward, keys and values W - 1 times to the next rank, while the part at hand is computed; backward, the
-same again, and their gradients W times, which brings them home.
+How keys and values travel is the plan's `cp_method`:
+    ring         forward, W - 1 times to the next rank, beside the part at hand; backward the same again, and their
+                 gradients W times, which brings them home
+    all_gather   all at once, beside the rank's own part; gradients are reduce-scattered at the end
+
+Grouped queries: each key head serves several query heads, and is moved and read once (the flash kernel knows groups).
+Parts are put together once, at the end, with weights from the log-sum-exp of all: rewriting the result after each part
+costs as much memory traffic as the attention of two short parts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,12 +41,12 @@ def positions(seq_len: int, rank: int, world: int, device: torch.device) -> Tens
 
 
 def part_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return attention (B, a, Sq, d) over these keys alone, in float32 or wider, and its log-sum-exp (B, a, Sq)."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    """Return attention (B, a, Sq, d) over these keys alone, and its log-sum-exp (B, a, Sq) in float32 or wider."""
     if _flash(q):
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]  # noqa: SLF001 - the only operator that returns the log-sum-exp
-        return out.float(), lse
+        return out, lse
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = _scores(q, k, causal=causal)
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp() @ v.to(scores.dtype), lse
@@ -49,27 +56,25 @@ def part_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this part's gradients of q, k and v; `out` and `lse` are those of attention over all keys."""
-    groups = q.shape[1] // k.shape[1]
-    k_wide, v_wide = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     if _flash(q):
         # The random state is for dropout, of which there is none.
         none = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(  # noqa: SLF001 - as above
-            grad, q, k_wide, v_wide, out.to(q.dtype), lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # noqa: SLF001 - as above
+            grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, none, none
         )
-    else:
-        scores = _scores(q, k_wide, causal=causal)
-        weights = (scores - lse[..., None]).exp()
-        wide = scores.dtype
-        grad_wide, scale = grad.to(wide), q.shape[-1] ** -0.5
-        dv = weights.transpose(-2, -1) @ grad_wide
-        inner = grad_wide @ v_wide.to(wide).transpose(-2, -1) - (grad_wide * out).sum(-1, keepdim=True)
-        d_scores = weights * inner * scale
-        dq = d_scores @ k_wide.to(wide)
-        dk = d_scores.transpose(-2, -1) @ q.to(wide)
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = _scores(q, k, causal=causal)
+    weights = (scores - lse[..., None]).exp()
+    wide = scores.dtype
+    grad_wide, scale = grad.to(wide), q.shape[-1] ** -0.5
+    dv = weights.transpose(-2, -1) @ grad_wide
+    inner = grad_wide @ v.to(wide).transpose(-2, -1) - (grad_wide * out).sum(-1, keepdim=True)
+    d_scores = weights * inner * scale
+    dk = d_scores.transpose(-2, -1) @ q.to(wide)
     # Query heads that share a key head share its gradient.
     dk, dv = (t.unflatten(1, (-1, groups)).sum(2) for t in (dk, dv))
-    return dq, dk, dv
+    return d_scores @ k.to(wide), dk, dv
 
 
 def _flash(q: Tensor) -> bool:
@@ -85,20 +90,33 @@ def _scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
     return scores
 
 
-def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return attention over the keys of both, given attention over each."""
-    both = torch.logaddexp(lse, part_lse)
-    return out * (lse - both).exp()[..., None] + part * (part_lse - both).exp()[..., None], both
+Part = tuple[slice, Tensor, Tensor]  # which queries, attention over some keys, its log-sum-exp
 
 
-# --- the ring ---------------------------------------------------------------------------------------------------------
+def combine(parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+    """Return attention over the keys of all parts, in float32 or wider, and its log-sum-exp.
+
+    The first part is of all queries.
+    """
+    lse = parts[0][2].clone()
+    for queries, _, some in parts[1:]:
+        here = lse[:, :, queries]
+        here.copy_(torch.logaddexp(here, some))
+    whole = torch.mul(parts[0][1], (parts[0][2] - lse).exp()[..., None])
+    for queries, out, some in parts[1:]:
+        whole[:, :, queries].addcmul_(out, (some - lse[:, :, queries]).exp()[..., None])
+    return whole, lse
+
+
+# --- keys that travel -------------------------------------------------------------------------------------------------
 
 
 class _Ring:
-    """Neighbours of this rank in the group."""
+    """Neighbours of this rank in the group, and how keys come: by hops, or gathered at once."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, method: str) -> None:
         self.group, self.rank, self.world = group, dist.get_rank(group), dist.get_world_size(group)
+        self.gathers = method == "all_gather"
         self.next = dist.get_global_rank(group, (self.rank + 1) % self.world)
         self.before = dist.get_global_rank(group, (self.rank - 1) % self.world)
 
@@ -111,37 +129,50 @@ class _Ring:
         ]
         return arriving, dist.batch_isend_irecv(operations)
 
+    def turns(self, keys: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (rank they are of, keys and values), one's own first; others travel while these are worked on."""
+        if self.gathers:
+            everyone = keys.new_empty((self.world, *keys.shape))
+            # Flat: gloo joins tensors along the first dimension, and knows no stacks.
+            work = dist.all_gather_into_tensor(everyone.view(-1), keys.view(-1), group=self.group, async_op=True)
+            yield self.rank, keys
+            work.wait()
+            for turn in range(1, self.world):
+                source = (self.rank - turn) % self.world
+                yield source, everyone[source]
+            return
+        for turn in range(self.world):
+            arriving, works = self.start(keys) if turn < self.world - 1 else (keys, [])
+            yield (self.rank - turn) % self.world, keys
+            _wait(works)
+            keys = arriving
+
+    def sees(self, source: int, half: int) -> tuple[slice, slice]:
+        """Return which queries here see which keys of `source`."""
+        whole = slice(None)
+        if source == self.rank:
+            return whole, whole
+        return (whole, slice(0, half)) if source < self.rank else (slice(half, None), whole)
+
 
 def _wait(works: list[Any]) -> None:
     for work in works:
         work.wait()
 
 
-def _halves(source: int, rank: int, half: int) -> tuple[slice, slice]:
-    """Return which queries here see which keys of `source` (not this rank)."""
-    whole = slice(None)
-    return (whole, slice(0, half)) if source < rank else (slice(half, None), whole)
-
-
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
         half = q.shape[2] // 2
-        keys = torch.stack((k, v))
-        out = lse = torch.empty(0)
-        for turn in range(ring.world):
-            arriving, works = ring.start(keys) if turn < ring.world - 1 else (keys, [])
-            source = (ring.rank - turn) % ring.world
-            if turn == 0:
-                out, lse = part_forward(q, keys[0], keys[1], causal=True)
-            else:
-                queries, seen = _halves(source, ring.rank, half)
-                part, part_lse = part_forward(q[:, :, queries], keys[0][:, :, seen], keys[1][:, :, seen], causal=False)
-                merged = merge(out[:, :, queries], lse[:, :, queries], part, part_lse)
-                out[:, :, queries], lse[:, :, queries] = merged
-            _wait(works)
-            keys = arriving
-        ctx.save_for_backward(q, k, v, out, lse)
+        parts: list[Part] = []
+        for source, keys in ring.turns(torch.stack((k, v))):
+            queries, seen = ring.sees(source, half)
+            found = part_forward(q[:, :, queries], keys[0][:, :, seen], keys[1][:, :, seen], causal=source == ring.rank)
+            parts.append((queries, *found))
+        out, lse = combine(parts)
+        # The flash kernel takes the result of its forward pass, in its own type; plain arithmetic the exact one.
+        kept = out.to(q.dtype) if _flash(q) else out
+        ctx.save_for_backward(q, k, v, kept, lse)
         ctx.ring = ring
         return out.to(q.dtype)
 
@@ -149,41 +180,49 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
-        half, wide = q.shape[2] // 2, out.dtype
+        half, wide = q.shape[2] // 2, lse.dtype
         keys = torch.stack((k, v))
         dq = torch.zeros_like(q, dtype=wide)
-        d_keys = torch.zeros_like(keys, dtype=wide)
+        # Gathered keys leave their gradients in a row for each rank; those of a ring travel with them.
+        rows = ring.world if ring.gathers else 1
+        d_keys = torch.zeros((rows, *keys.shape), dtype=wide, device=keys.device)
         coming: list[Any] = []
-        for turn in range(ring.world):
-            arriving, works = ring.start(keys) if turn < ring.world - 1 else (keys, [])
-            source = (ring.rank - turn) % ring.world
-            queries, seen = (slice(None),) * 2 if turn == 0 else _halves(source, ring.rank, half)
+        for source, held in ring.turns(keys):
+            queries, seen = ring.sees(source, half)
             parts = part_backward(
                 grad[:, :, queries].contiguous(),
                 q[:, :, queries],
-                keys[0][:, :, seen],
-                keys[1][:, :, seen],
+                held[0][:, :, seen],
+                held[1][:, :, seen],
                 out[:, :, queries],
                 lse[:, :, queries].contiguous(),
-                causal=turn == 0,
+                causal=source == ring.rank,
             )
-            dq[:, :, queries] += parts[0]
+            dq[:, :, queries].add_(parts[0])
             _wait(coming)  # the gradients of these keys, from the rank that had them before us
-            d_keys[0][:, :, seen] += parts[1]
-            d_keys[1][:, :, seen] += parts[2]
-            _wait(works)
-            keys = arriving
-            d_keys, coming = ring.start(d_keys)
+            mine = d_keys[source if ring.gathers else 0]
+            mine[0][:, :, seen].add_(parts[1])
+            mine[1][:, :, seen].add_(parts[2])
+            if not ring.gathers:
+                d_keys, coming = ring.start(d_keys)
         _wait(coming)
-        return dq.to(q.dtype), d_keys[0].to(k.dtype), d_keys[1].to(v.dtype), None
+        home = d_keys[0]
+        if ring.gathers:
+            home = torch.empty_like(keys, dtype=wide)
+            dist.reduce_scatter_tensor(home.view(-1), d_keys.view(-1), group=ring.group)
+        return dq.to(q.dtype), home[0].to(k.dtype), home[1].to(v.dtype), None
 
 
 class RingAttention(nn.Module):
-    """Takes the place of `CausalAttention` where a sequence is spread over `group`, head and tail."""
+    """Takes the place of `CausalAttention` where a sequence is spread over `group`, head and tail.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    `method` is `ring` or `all_gather`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, method: str = "ring") -> None:
         super().__init__()
-        self.ring = _Ring(group)
+        self.method = method
+        self.ring = _Ring(group, method)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _RingAttention.apply(q, k, v, self.ring)

@@ -62,9 +62,9 @@ def run(options: argparse.Namespace) -> int:
     """Run the pieces in turn. Raises ProbeError when there is nothing to measure, or others are at work on the GPUs."""
     deadline = Deadline(options.budget)
     pieces = [piece for piece in options.pieces.split(",") if piece in PIECES]
-    devices = _devices(options)
+    devices = find_devices(options)
     if options.device == "cuda":
-        _refuse_busy(devices, allow=options.allow_busy)
+        refuse_busy(devices, allow=options.allow_busy)
     indices = [device["index"] for device in devices]
     interrupted = False
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
                 continue
             print(f"measuring {piece} (at most {share:.0f} s)", file=sys.stderr, flush=True)
             done = _piece(piece, options, indices, share, records, Path(folder) / piece)
-            said = _complaint(piece, done)
+            said = complaint(piece, done)
             if said:
                 recorder.missing(said)
                 print(said, file=sys.stderr, flush=True)
@@ -131,7 +131,7 @@ def _piece(
     )
 
 
-def _complaint(piece: str, done: Launched) -> str:
+def complaint(piece: str, done: Launched) -> str:
     """One line on a piece that did not end well, or nothing."""
     survivors = f"; processes {', '.join(map(str, done.survivors))} could not be ended" if done.survivors else ""
     if done.outcome == "failed" and done.failure is not None:
@@ -145,7 +145,7 @@ def _complaint(piece: str, done: Launched) -> str:
     return f"{piece}{survivors}" if survivors else ""
 
 
-def _devices(options: argparse.Namespace) -> list[dict[str, Any]]:
+def find_devices(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return index, uuid and name of the devices to measure."""
     wanted = [int(index) for index in options.indices.split(",") if index.strip().isdigit()]
     if options.device == "cpu":
@@ -172,7 +172,7 @@ def _devices(options: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def _refuse_busy(devices: Sequence[dict[str, Any]], *, allow: bool) -> None:
+def refuse_busy(devices: Sequence[dict[str, Any]], *, allow: bool) -> None:
     ours = {device["uuid"] for device in devices}
     busy = [occupant for occupant in occupants() if occupant.gpu_uuid in ours]
     if not busy or allow:

@@ -1,4 +1,4 @@
-"""Gradients after the backward pass: sums that are still spread are finished, and all are clipped as one vector."""
+"""Gradients after the backward pass: sums that are still spread are finished, and the norm of all is found."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from executor.shards import local
+
 
 def finish(parameters: Iterable[nn.Parameter]) -> None:
     """Add up gradients that are parts of a sum over ranks (norms under sequence parallelism, routers)."""
@@ -16,11 +18,6 @@ def finish(parameters: Iterable[nn.Parameter]) -> None:
         grad = parameter.grad
         if isinstance(grad, DTensor) and grad.placements != parameter.placements:
             parameter.grad = grad.redistribute(placements=parameter.placements)
-
-
-def here(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
@@ -38,7 +35,7 @@ def global_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGroup 
         if isinstance(grad, DTensor):
             cuts = [axis for axis, placement in enumerate(grad.placements) if not placement.is_replicate()]
             groups = tuple(grad.device_mesh.get_group(axis) for axis in cuts)
-        by_cut.setdefault(groups, []).append(here(grad))
+        by_cut.setdefault(groups, []).append(local(grad))
     total = torch.zeros((), dtype=torch.float64, device=device)
     # Every rank of a stage holds the same parameters in the same order, so the collectives meet.
     for groups, grads in by_cut.items():
@@ -49,12 +46,3 @@ def global_norm(parameters: Iterable[nn.Parameter], pipeline: dist.ProcessGroup 
     if pipeline is not None:
         dist.all_reduce(total, group=pipeline)
     return total.sqrt()
-
-
-@torch.no_grad()
-def clip(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
-    """Scale gradients down to a norm of `limit` where they exceed it."""
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    grads = [here(p.grad) for p in parameters if p.grad is not None]
-    for kind in {g.dtype for g in grads}:
-        torch._foreach_mul_([g for g in grads if g.dtype is kind], factor.to(kind))

@@ -32,6 +32,9 @@ ALWAYS = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVS
 NEVER = ("CUDA_DEVICE_MAX_CONNECTIONS",)
 TAG = "MESHWRIGHT_RUN"
 LAUNCHED = "MESHWRIGHT_LAUNCHED"  # when, on the clock that all processes of a host share
+# Signals that end a process from outside or for its own fault. Not SIGTERM, by which the agent ends the others, nor
+# SIGABRT, by which NCCL's watchdog ends a rank that waited in vain.
+KILLS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
 TAIL_BYTES = 16 * 1024
 POLL_S = 0.05
 ROOT = Path(__file__).resolve().parents[1]
@@ -276,8 +279,14 @@ def _first_failure(folder: Path, exit_code: int | None, err_tail: str, *, elasti
     if not elastic:
         message = _message(folder / "error.json") or _last_line(err_tail)
         return Failure(rank=0, exit_code=_code(exit_code), signal=_name(exit_code), message=message)
-    # The agent prints one block per failure; the one it saw first stands under "Root Cause".
+    # The agent prints one block per failure; the one it saw first stands under "Root Cause". A rank that was killed
+    # leaves no time of its own, and those that lost it are quick to complain: a kill goes before a complaint.
     _, _, verdict = err_tail.rpartition("Root Cause")
+    blocks = re.findall(r"^\s*rank\s*:\s*(\d+).*\n\s*exitcode\s*:\s*(-?\d+)", err_tail, re.MULTILINE)
+    for rank_text, code_text in blocks:
+        if -int(code_text) in KILLS:
+            name = _name(int(code_text))
+            return Failure(rank=int(rank_text), exit_code=None, signal=name, message=f"the process was ended by {name}")
     rank = re.search(r"^\s*rank\s*:\s*(\d+)", verdict, re.MULTILINE)
     code = re.search(r"^\s*exitcode\s*:\s*(-?\d+)", verdict, re.MULTILINE)
     number = int(code[1]) if code else None

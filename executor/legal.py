@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 from simulator.model import Model
@@ -16,6 +17,15 @@ from topology.errors import BadModel, BadPlan
 
 RECOMPUTE = ("none", "selective-op", "selective", "full")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+# The plan's word for an overlap mode, and `executor.overlap`'s. Asynchronous tensor parallelism is torch's own.
+OVERLAP_MODES = {
+    "chunked": "chunked",
+    "ring": "ring",
+    "copy_engine": "copy_engine",
+    "fused": "fused",
+    "async": "torch_symm_mem",
+}
+CP_METHODS = ("ring", "all_gather")
 DEFAULT_SCHEDULE = "1F1B"
 
 
@@ -25,15 +35,20 @@ def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime, *, dev
     problems = []
     if plan.zero_stage not in {None, 0}:
         problems.append(f"ZeRO stage {plan.zero_stage}: say dp_shard, which is FSDP2")
-    if plan.tp_overlap != "none":
-        problems.append(f"tp_overlap {plan.tp_overlap}: only none yet")
-    if model.heads % plan.tp or model.kv_heads % plan.tp:
+    problems += _overlap_problems(plan, runtime)
+    if model.heads % plan.tp or (model.latent is None and model.kv_heads % plan.tp):
         problems.append(f"tp {plan.tp} must divide {model.heads} heads and {model.kv_heads} key/value heads")
     if model.vocab % plan.tp:
         problems.append(f"tp {plan.tp} must divide the vocabulary of {model.vocab}")
     multiple = (plan.tp if plan.sequence_parallel else 1) * (2 * plan.cp if plan.cp > 1 else 1)
     if workload.seq_len % multiple:
         problems.append(f"sequence length {workload.seq_len} must be a multiple of {multiple}")
+    if plan.cp > 1 and model.latent is not None:
+        problems.append("cp with latent attention: the ring's kernel takes values as wide as keys")
+    if plan.cp > 1 and model.sliding_layers > 0 and model.sliding_window < workload.seq_len:
+        problems.append("cp with sliding windows: a window reaches over parts of several ranks")
+    if plan.tp > 1 and plan.tp_overlap != "none" and model.latent is not None:
+        problems.append(f"tp_overlap {plan.tp_overlap} with latent attention, whose first products are not cut")
     if plan.ep > 1 and model.moe is None:
         problems.append(f"ep {plan.ep}: {model.name} has no experts")
     if plan.ep > 1 and model.moe is not None and model.moe.experts % plan.ep:
@@ -46,8 +61,21 @@ def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime, *, dev
         problems.append(f"placement names {len(plan.placement)} GPUs for {plan.gpus} ranks")
     if device == "cuda" and plan.gpus > 1 and len(set(plan.placement or range(plan.gpus))) != plan.gpus:
         problems.append("placement puts two ranks on one GPU")
-    if plan.recompute not in RECOMPUTE:
-        problems.append(f"recompute {plan.recompute!r}: one of {', '.join(RECOMPUTE)}")
+    modes = sorted({plan.recompute, *plan.recompute_per_stage} - set(RECOMPUTE))
+    problems += [f"recompute {mode!r}: one of {', '.join(RECOMPUTE)}" for mode in modes]
+    if len(plan.recompute_per_stage) not in {0, plan.pp * plan.virtual_stages}:
+        problems.append(
+            f"recompute_per_stage names {len(plan.recompute_per_stage)} modes for {plan.pp * plan.virtual_stages} stages"
+        )
+    if plan.cp > 1 and cp_method(plan, runtime) not in CP_METHODS:
+        problems.append(f"cp_method {cp_method(plan, runtime)}: one of {', '.join(CP_METHODS)}")
+    if plan.capacity_factor is not None:
+        problems.append(f"capacity_factor {plan.capacity_factor:g}: no token is dropped here, and none padded")
+    if workload.expert_imbalance != 1.0:
+        problems.append(
+            f"expert_imbalance {workload.expert_imbalance:g}: the model's own router spreads synthetic tokens, as evenly"
+            " as it does; the load cannot be asked for"
+        )
     types = (runtime.param_dtype, runtime.compute_dtype, runtime.reduce_dtype)
     problems += [f"type {name}: one of {', '.join(DTYPES)}" for name in types if name not in DTYPES]
     if runtime.optimizer != "adamw":
@@ -68,13 +96,34 @@ def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime, *, dev
         )
 
 
+def _overlap_problems(plan: Plan, runtime: Runtime) -> list[str]:
+    """Return why the plan's tp_overlap cannot be run, or nothing."""
+    if plan.tp_overlap == "none" or plan.tp == 1:
+        return []
+    if plan.tp_overlap not in OVERLAP_MODES:
+        return [f"tp_overlap {plan.tp_overlap}: one of none, {', '.join(OVERLAP_MODES)}"]
+    found = []
+    if importlib.util.find_spec("executor.overlap") is None:
+        found.append(f"tp_overlap {plan.tp_overlap}: this installation has no overlapped products")
+    if not plan.sequence_parallel:
+        found.append(f"tp_overlap {plan.tp_overlap} needs sequence_parallel: it hides gathers and scatters of tokens")
+    if runtime.compile:
+        found.append(f"tp_overlap {plan.tp_overlap} with compile: the overlapped products are eager")
+    return found
+
+
+def cp_method(plan: Plan, runtime: Runtime) -> str:
+    """Return how keys and values travel: as the plan says, or as the runtime does where it leaves that open."""
+    return plan.cp_method or runtime_spec(runtime.name).context_parallel
+
+
 def refuse_unsupported(model: Model) -> None:
     """Raise BadModel naming everything that this decoder cannot express."""
     moe = model.moe
     missing = [
         what
         for present, what in (
-            (model.latent is not None, "latent attention"),
+            (model.latent is not None and model.qkv_bias, "biases in latent attention"),
             (model.learned_positions > 0, "learned positions"),
             (model.norm != "rmsnorm" or model.norm_bias, f"norms of kind {model.norm}"),
             (model.norms_per_layer != 2, f"{model.norms_per_layer} norms in a layer"),
@@ -82,11 +131,9 @@ def refuse_unsupported(model: Model) -> None:
             (not model.gated_mlp, "feed-forward without a gate"),
             (model.qk_norm and model.qk_norm_wide, "a query norm over all heads"),
             (model.attention_out_bias or model.mlp_bias or model.head_bias, "biases other than on q, k and v"),
-            (model.sliding_layers > 0, "sliding windows"),
             (not model.rotary, "attention without rotary positions"),
             (model.parallel_residual, "parallel residuals"),
-            (moe is not None and (moe.shared_ffn > 0 or moe.shared_gate), "shared experts"),
-            (moe is not None and (moe.expert_bias or moe.router_bias), "biases on experts or router"),
+            (moe is not None and moe.expert_bias, "biases on experts"),
         )
         if present
     ]

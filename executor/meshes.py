@@ -60,6 +60,19 @@ def effective(meshes: Meshes, plan: Plan) -> dict[str, object]:
     return {"axes": shape, "ranks": ranks, "as_requested": ranks == rank_grid(plan).tolist()}
 
 
+def entered() -> dict[str, int]:
+    """Return how many collectives this rank has entered in each of its groups, by the ranks of the group.
+
+    Groups of the same ranks are counted in the order of their making, which is the same on all of them.
+    """
+    counts: dict[str, int] = {}
+    for group in list(dist.distributed_c10d._world.pg_map):  # noqa: SLF001 - the only list of all groups
+        members = ",".join(map(str, dist.get_process_group_ranks(group)))
+        number = sum(key.startswith(f"{members}#") for key in counts)
+        counts[f"{members}#{number}"] = group._get_sequence_number_for_group()  # noqa: SLF001 - kept for just this use
+    return counts
+
+
 def set_timeout(meshes: Meshes, seconds: float) -> None:
     """Bound every collective of every group; groups made for a mesh would else wait for half an hour."""
     views = [mesh for mesh in (meshes.grid, meshes.dense, meshes.sparse) if mesh is not None]

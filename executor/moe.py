@@ -5,11 +5,15 @@ Shapes: T tokens held here, k experts per token, E experts, f width of one exper
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 
+from executor.feed_forward import FeedForward
+from executor.shards import local
 from simulator.model import MixtureOfExperts as Shapes
 
 
@@ -31,24 +35,16 @@ class Experts(nn.Module):
         return multiply(inner, w2, ends)
 
 
-def local(weight: Tensor) -> Tensor:
-    """Return the shard held here; the gradient goes back to it with the same sharding."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
 def can_group(tokens: Tensor) -> bool:
     """One kernel for all experts exists for bfloat16 on Hopper and newer; rows must be 16-byte aligned."""
     return (
-        tokens.is_cuda
-        and tokens.dtype is torch.bfloat16
-        and hasattr(torch, "_grouped_mm")
-        and torch.cuda.get_device_capability(tokens.device) >= (9, 0)
+        tokens.is_cuda and tokens.dtype is torch.bfloat16 and torch.cuda.get_device_capability(tokens.device) >= (9, 0)
     )
 
 
 def grouped(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """All experts in one kernel: (T k, x) with (E, y, x) to (T k, y)."""
-    return torch._grouped_mm(tokens, weights.transpose(-2, -1), offs=ends)  # noqa: SLF001 - public only from 2.10 on under another name
+    return functional.grouped_mm(tokens, weights.transpose(-2, -1), offs=ends)
 
 
 def looped(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -58,7 +54,10 @@ def looped(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 
 class MixtureOfExperts(nn.Module):
-    """`run_experts` is what expert parallelism replaces: the experts here, or an exchange, the experts, and back."""
+    """Experts that are chosen, and with `shared` one that every token visits (DeepSeekMoE, arXiv 2401.06066).
+
+    `exchange` is set by expert parallelism: it takes tokens to their experts and brings the results back.
+    """
 
     def __init__(self, hidden: int, shapes: Shapes) -> None:
         super().__init__()
@@ -66,10 +65,28 @@ class MixtureOfExperts(nn.Module):
         self.total = shapes.experts
         self.router = nn.Linear(hidden, shapes.experts, bias=False)
         self.experts = Experts(hidden, shapes.ffn, shapes.experts)
+        # Moves the choice, not the weights; not learned by gradients (arXiv 2408.15664). Zero, and so it stays.
+        self.router_bias = (
+            nn.Parameter(torch.empty(shapes.experts), requires_grad=False) if shapes.router_bias else None
+        )
+        self.shared = FeedForward(hidden, shapes.shared_ffn) if shapes.shared_ffn else None
+        self.shared_gate = nn.Linear(hidden, 1, bias=False) if shapes.shared_gate else None
+        if self.shared is not None:
+            self.shared.project, self.shared.close = _each_here, _one_here
         self.exchange: nn.Module | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Take and return (B, S, h); both plain tensors, of the tokens to be routed here."""
+        out = self.routed(x)
+        if self.shared is None:
+            return out
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * functional.linear(x, whole(self.shared_gate.weight)).sigmoid()
+        return out + shared
+
+    def routed(self, x: Tensor) -> Tensor:
+        """Return what the chosen experts make of each token."""
         tokens = x.reshape(-1, x.shape[-1])
         weights, ids = self.route(tokens)
         order = ids.flatten().argsort(stable=True)  # token copies, sorted by expert
@@ -82,12 +99,29 @@ class MixtureOfExperts(nn.Module):
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights (T, k), which add up to one, and expert numbers (T, k) (arXiv 2401.04088, section 2.1)."""
-        gate = self.router.weight
-        if isinstance(gate, DTensor):
-            # Ranks that share the weight route different tokens, or hold a slice of each expert's width: either way
-            # each sees a part of the gradient.
-            gate = gate.to_local(grad_placements=[Partial()] * gate.device_mesh.ndim)
-        scores = functional.linear(tokens, gate)
+        scores = functional.linear(tokens, whole(self.router.weight))
         probabilities = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1)
-        best, ids = probabilities.topk(self.experts_per_token, dim=-1)
+        if self.router_bias is None:
+            best, ids = probabilities.topk(self.experts_per_token, dim=-1)
+        else:
+            ids = (probabilities + local(self.router_bias)).topk(self.experts_per_token, dim=-1).indices
+            best = probabilities.gather(-1, ids)
         return best / best.sum(-1, keepdim=True), ids
+
+
+def whole(weight: Tensor) -> Tensor:
+    """Return a weight as a plain tensor; if ranks share it, each sees a part of its gradient.
+
+    They work on different tokens, or their results are parts of a sum.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    return weight.to_local(grad_placements=[p if p.is_shard() else Partial() for p in weight.placements])
+
+
+def _each_here(x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    return tuple(functional.linear(x, whole(linear.weight)) for linear in linears)
+
+
+def _one_here(x: Tensor, linear: nn.Linear) -> Tensor:
+    return functional.linear(x, whole(linear.weight))

@@ -71,18 +71,26 @@ def parallelize(
         parts = tuple(Decoder(model, s.layers, first=s.first, last=s.last).to(store) for s in stages)
 
     # Whole copies, or one GPU: no FSDP, so autocast does what FSDP's precision does elsewhere. With tensor or pipeline
-    # parallelism, FSDP is applied for the sake of precision even when it shards nothing.
+    # parallelism, FSDP is applied for the sake of precision even when it shards nothing, and whatever the types are:
+    # what is verified in wide ones is built as what is timed in narrow ones.
     alone = plan.dp_shard * plan.cp * plan.tp * plan.pp == 1
-    sharded = not alone and (plan.data_parallel * plan.cp > 1 or compute is not store)
-    for part in parts:
+    sharded = not alone
+    for part, stage in zip(parts, stages, strict=True):
         if tp_mesh is not None:
-            apply_tensor_parallel(part, tp_mesh, sequence_parallel=plan.sequence_parallel, experts_cut=plan.ep > 1)
+            apply_tensor_parallel(
+                part,
+                tp_mesh,
+                sequence_parallel=plan.sequence_parallel,
+                experts_cut=plan.ep > 1,
+                overlap=plan.tp_overlap,
+            )
         if plan.cp > 1:
             for block in part.layers.values():
-                block.attention.core = RingAttention(meshes.group("cp"))
+                block.attention.core = RingAttention(meshes.group("cp"), legal.cp_method(plan, runtime))
         if meshes.sparse is not None:
             apply_expert_parallel(part, meshes.sparse["ep"])
-        apply_activation_checkpoint(part, plan.recompute)
+        modes = plan.recompute_per_stage
+        apply_activation_checkpoint(part, modes[stage.index] if modes else plan.recompute)
         if runtime.compile:
             for block in part.layers.values():
                 block.compile()

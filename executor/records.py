@@ -6,16 +6,24 @@ Each record is flushed when it is made: a worker that is killed leaves all but i
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+# How a rank ends that has something to say, so that its report can tell a full memory or a wrong number from a crash.
+OUT_OF_MEMORY = 64
+WRONG_NUMBERS = 65
+
 
 class Recorder:
-    """Appends records to a file; without a path (ranks other than 0) it drops them."""
+    """Appends records to a file; without a path (ranks other than 0) it drops them.
+
+    A rate or a time that is no number is a mistake of ours and raises; a difference may be infinite (`finite`).
+    """
 
     def __init__(self, path: str | Path | None) -> None:
         self._file = Path(path).open("a", encoding="utf-8") if path is not None else None  # noqa: SIM115 - closed by close()
@@ -32,6 +40,13 @@ class Recorder:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def finite(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `fields` with numbers that JSON has no word for as None."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in fields.items()
+    }
 
 
 def read_records(path: str | Path) -> Iterator[dict[str, Any]]:

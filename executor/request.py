@@ -32,6 +32,7 @@ class Request:
     warm_up: int = 3
     seed: int = 0
     own_table: bool = False
+    profile: bool = True  # one step more, under the profiler, after those that are timed
     peak_flops: float | None = None
     peak_flops_source: str = ""
     start_timeout_s: float = 60.0

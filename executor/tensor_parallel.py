@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -26,15 +26,20 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
+from executor.attention import Attention
+from executor.latent_attention import LatentAttention
 from executor.model import Block, Decoder
+from executor.tensor_overlap import overlap_block
 
 
-def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool, experts_cut: bool) -> None:
+def apply_tensor_parallel(
+    model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool, experts_cut: bool, overlap: str = "none"
+) -> None:
     """Cut a decoder over the one-dimensional `mesh`.
 
     Hidden states between blocks are plain tensors: of all tokens, or with `sequence_parallel` of this rank's share.
     `experts_cut`: experts lie whole on the ranks (expert parallelism), so tokens are routed where they are; otherwise
-    each rank takes a slice of every expert's width.
+    each rank takes a slice of every expert's width. `overlap` is the plan's tp_overlap; see executor.tensor_overlap.
     """
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     ends: dict[str, ParallelStyle] = {}
@@ -48,34 +53,52 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel
     parallelize_module(model, mesh, ends)
     model.tie()
     for block in model.layers.values():
-        parallelize_module(block, mesh, _block_styles(block, between, experts_cut=experts_cut))
+        parallelize_module(
+            block, mesh, _block_styles(block, between, experts_cut=experts_cut, overlaps=overlap != "none")
+        )
+        if overlap != "none":
+            overlap_block(block, overlap, mesh.get_group())
 
 
-def _block_styles(block: Block, between: Placement, *, experts_cut: bool) -> dict[str, ParallelStyle]:
+def _block_styles(block: Block, between: Placement, *, experts_cut: bool, overlaps: bool) -> dict[str, ParallelStyle]:
     whole = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
-    styles: dict[str, ParallelStyle] = {
-        "attention": whole,
-        "attention.wq": ColwiseParallel(),
-        "attention.wk": ColwiseParallel(),
-        "attention.wv": ColwiseParallel(),
-        "attention.wo": RowwiseParallel(output_layouts=between),
-    }
+    styles: dict[str, ParallelStyle] = {"attention": whole, "attention.wo": RowwiseParallel(output_layouts=between)}
+    if isinstance(block.attention, LatentAttention):
+        # What is compressed is one for all heads: every rank compresses all tokens, and expands them for its heads.
+        compressing = ("wq_a", "q_norm", "wkv_a", "kv_norm")
+        held = [name for name in compressing if getattr(block.attention, name) is not None]
+        styles |= {f"attention.{name}": Copied() for name in held}
+        styles |= {"attention.wq_b": ColwiseParallel(), "attention.wkv_b": ColwiseParallel()}
+    else:
+        styles |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
     if between.is_shard():
         styles |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
-    if block.attention.q_norm is not None:
+    if isinstance(block.attention, Attention) and block.attention.q_norm is not None:
         # One weight for heads that are on different ranks: its gradient is a sum over them.
         heads = SequenceParallel(sequence_dim=2, use_local_output=True)
         styles |= {"attention.q_norm": heads, "attention.k_norm": heads}
+    if overlaps:
+        # The products gather by themselves, from plain tensors; the styles of the products are for the weights alone.
+        del styles["attention"]
+        norms = ("attention_norm", "ffn_norm") if block.moe is None else ("attention_norm",)
+        styles |= dict.fromkeys(norms, SequenceParallel(use_local_output=True))
     if block.moe is not None:
         styles["moe"] = SparseParallel(between, experts_cut=experts_cut)
     else:
         styles |= {
-            "feed_forward": whole,
+            **({} if overlaps else {"feed_forward": whole}),
             "feed_forward.w1": ColwiseParallel(),
             "feed_forward.w3": ColwiseParallel(),
             "feed_forward.w2": RowwiseParallel(output_layouts=between),
         }
     return styles
+
+
+class Copied(ParallelStyle):
+    """Every rank holds the whole and computes the same from the same."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return distribute_module(module, device_mesh)
 
 
 class SparseParallel(ParallelStyle):
@@ -90,8 +113,15 @@ class SparseParallel(ParallelStyle):
         self.between, self.experts_cut = between, experts_cut
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        gate = distribute_tensor(module.router.weight, device_mesh, [Replicate()])
-        module.router.register_parameter("weight", nn.Parameter(gate))
+        for linear in (module.router, module.shared_gate):
+            if linear is not None:
+                _cut(linear, device_mesh, Replicate())
+        if module.router_bias is not None:
+            bias = distribute_tensor(module.router_bias, device_mesh, [Replicate()])
+            module.register_parameter("router_bias", nn.Parameter(bias, requires_grad=False))
+        if module.shared is not None:
+            for name, dim in (("w1", 0), ("w3", 0), ("w2", 1)):
+                _cut(getattr(module.shared, name), device_mesh, Replicate() if self.experts_cut else Shard(dim))
         if not self.experts_cut:
             for name, dim in (("w1", 1), ("w3", 1), ("w2", 2)):
                 weight = distribute_tensor(getattr(module.experts, name), device_mesh, [Shard(dim)])
@@ -114,6 +144,10 @@ class SparseParallel(ParallelStyle):
         module.register_forward_pre_hook(enter)
         module.register_forward_hook(leave)
         return module
+
+
+def _cut(linear: nn.Linear, mesh: DeviceMesh, placement: Placement) -> None:
+    linear.register_parameter("weight", nn.Parameter(distribute_tensor(linear.weight, mesh, [placement])))
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from executor import gradients, pipeline
 from executor.batches import rank_batch
 from executor.meshes import Meshes
 from executor.parallelize import Parallel, parallelize
+from executor.shards import local
 from executor.tensor_parallel import vocabulary_loss
 from simulator.model import Model
 from simulator.plan import Plan
@@ -137,14 +138,16 @@ class Trainer:
         parameters = self.parameters()
         stages = self.meshes.group("pp") if self.plan.pp > 1 else None
         norm = gradients.global_norm(parameters, stages, self.device)
-        gradients.clip(parameters, norm, CLIP)
         if self._optimizer is None:
             self._optimizer = self._build_optimizer()
-        for parameter, local in self._locals:
-            local.grad = None if parameter.grad is None else gradients.here(parameter.grad)
+        for parameter, here in self._locals:
+            here.grad = None if parameter.grad is None else local(parameter.grad)
+        # Shards are clipped as plain tensors: torch's own way takes no parameters of several meshes.
+        shards = [here for _, here in self._locals]
+        torch.nn.utils.clip_grads_with_norm_(shards, CLIP, norm.to(shards[0].dtype))
         self._optimizer.step()
-        for parameter, local in self._locals:
-            parameter.grad = local.grad = None
+        for parameter, here in self._locals:
+            parameter.grad = here.grad = None
         return norm
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
@@ -154,9 +157,9 @@ class Trainer:
         and the rest) go through one call. Built after the first backward pass: FSDP moves its shards in the first
         forward pass.
         """
-        self._locals = [(p, nn.Parameter(gradients.here(p.detach()))) for p in self.parameters()]
+        self._locals = [(p, nn.Parameter(local(p.detach()))) for p in self.parameters()]
         return torch.optim.AdamW(
-            [local for _, local in self._locals],
+            [here for _, here in self._locals],
             lr=LEARNING_RATE,
             betas=(0.9, 0.95),
             weight_decay=0.1,

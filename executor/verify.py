@@ -12,19 +12,19 @@ because AdamW divides a gradient by its own size.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from executor import gradients
 from executor.batches import rank_batch
-from executor.init_weights import init_weights, shard_of
+from executor.init_weights import init_weights
 from executor.meshes import Meshes
 from executor.model import Decoder
 from executor.parallelize import DTYPES
+from executor.shards import local, shard_of
 from executor.train_step import CLIP, LEARNING_RATE, Trainer
 from simulator.model import Model
 from simulator.plan import Plan
@@ -38,7 +38,10 @@ PARAMETER_UNITS = 20 * UNITS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Largest relative differences over all ranks, steps and tensors, and where the worst gradient is."""
+    """Largest relative differences over all ranks, steps and tensors, and where the worst gradient is.
+
+    A difference that is no number (one side is infinite or not a number) is infinite.
+    """
 
     loss: float
     gradient_norm: float
@@ -56,7 +59,9 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reference:
+class Reference:
+    """What one process computed. `gradients` are those of the first step, `parameters` those after the last."""
+
     losses: list[float]
     norms: list[float]
     gradients: dict[str, torch.Tensor]
@@ -77,10 +82,12 @@ def verify(
 ) -> Verdict:
     """Run `STEPS` steps of the plan and of one process, and compare; a collective call, equal on all ranks.
 
-    `fault` scales the first rank's gradients by 1 + fault before they are compared: a check of the check.
+    Parameters are to be stored in the type that is computed in. `fault` scales the first rank's gradients by 1 + fault
+    before they are compared: a check of the check.
     """
     trainer = Trainer(plan, model, workload, runtime, meshes, device=device, seed=seed, own_table=own_table)
-    wanted = reference(model, workload, runtime, device=device, seed=seed)
+    dtype = DTYPES[runtime.compute_dtype]
+    wanted = one_process(model, workload, device=device, seed=seed, drawn=dtype, store=dtype, compute=dtype)
     loss = norm = worst_gradient = worst_parameter = 0.0
     worst, compared = "", 0
     for step in range(STEPS):
@@ -88,24 +95,26 @@ def verify(
         if step == 0:
             if fault and dist.get_rank() == 0:
                 for parameter in trainer.parameters():
-                    gradients.here(parameter.grad).mul_(1 + fault)
+                    local(parameter.grad).mul_(1 + fault)
             for name, parameter in trainer.named_parameters():
-                difference = _difference(parameter.grad, wanted.gradients[name])
+                if not parameter.requires_grad:
+                    continue
+                difference = relative(parameter.grad, wanted.gradients[name])
                 compared += 1
                 if not difference <= worst_gradient:
                     worst_gradient, worst = difference, name
         found = float(trainer.update())
-        norm = _larger(norm, abs(found - wanted.norms[step]) / wanted.norms[step])
-        loss = _larger(loss, abs(trainer.total_loss(part) - wanted.losses[step]) / wanted.losses[step])
+        norm = larger(norm, abs(found - wanted.norms[step]) / wanted.norms[step])
+        loss = larger(loss, abs(trainer.total_loss(part) - wanted.losses[step]) / wanted.losses[step])
     for name, parameter in trainer.named_parameters():
-        worst_parameter = _larger(worst_parameter, _difference(parameter.detach(), wanted.parameters[name]))
+        worst_parameter = larger(worst_parameter, relative(parameter.detach(), wanted.parameters[name]))
     # NaN must not win or lose a maximum by accident: it becomes infinity.
     mine = torch.tensor([loss, norm, worst_gradient, worst_parameter], dtype=torch.float64, device=device)
     mine = mine.nan_to_num(torch.inf, torch.inf, torch.inf)
     named: list[tuple[float, str, int]] = [(0.0, "", 0)] * dist.get_world_size()
     dist.all_gather_object(named, (float(mine[2]), worst, compared))
     dist.all_reduce(mine, dist.ReduceOp.MAX)
-    unit = torch.finfo(DTYPES[runtime.compute_dtype]).eps
+    unit = torch.finfo(dtype).eps
     return Verdict(
         loss=float(mine[0]),
         gradient_norm=float(mine[1]),
@@ -118,15 +127,16 @@ def verify(
     )
 
 
-def _larger(a: float, b: float) -> float:
+def larger(a: float, b: float) -> float:
+    """Return the larger; not-a-number is larger than all."""
     return b if not b <= a else a
 
 
-def _difference(part: torch.Tensor | None, whole: torch.Tensor) -> float:
-    """Return the largest relative difference of this rank's part to the same part of `whole`."""
+def relative(part: torch.Tensor | None, whole: torch.Tensor) -> float:
+    """Return the largest difference of this rank's part to the same part of `whole`, over the largest of `whole`."""
     if part is None:
         return float("inf")
-    mine, theirs = gradients.here(part), shard_of(whole, part)
+    mine, theirs = local(part), shard_of(whole, part)
     if mine.shape != theirs.shape:
         return float("inf")
     if not mine.numel():
@@ -134,22 +144,36 @@ def _difference(part: torch.Tensor | None, whole: torch.Tensor) -> float:
     return float((mine.double() - theirs.double()).abs().max() / whole.double().abs().max().clamp(min=1e-30))
 
 
-@lru_cache(maxsize=4)
-def reference(model: Model, workload: Workload, runtime: Runtime, *, device: torch.device, seed: int) -> _Reference:
-    """Return what one process computes, with nothing of ours but the decoder, the batches and the first weights."""
-    dtype = DTYPES[runtime.compute_dtype]
+def one_process(
+    model: Model,
+    workload: Workload,
+    *,
+    device: torch.device,
+    seed: int,
+    drawn: torch.dtype,
+    store: torch.dtype,
+    compute: torch.dtype,
+    steps: int = STEPS,
+) -> Reference:
+    """Return what one process computes, with nothing of ours but the decoder, the batches and the first weights.
+
+    Weights are drawn in `drawn`, stored in `store` (as wide or wider), and used in `compute`.
+    """
     with torch.device("meta"):
-        whole = Decoder(model).to(dtype)
+        whole = Decoder(model).to(drawn)
     whole.to_empty(device=device)
     whole.tie()
     init_weights(whole, seed=seed)
-    whole.set_positions(torch.arange(workload.seq_len, device=device), dtype)
+    whole.to(store)
+    whole.set_positions(torch.arange(workload.seq_len, device=device), compute)
     optimizer = torch.optim.AdamW(whole.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     losses, norms, first = [], [], {}
-    for step in range(STEPS):
+    for step in range(steps):
         tokens, targets = rank_batch(Plan(), workload, vocab=model.vocab, step=step, seed=seed, data_rank=0, cp_rank=0)
-        logits = whole(tokens.to(device))
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+        with torch.autocast(device.type, dtype=compute) if compute is not store else nullcontext():
+            logits = whole(tokens.to(device))
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        loss = functional.cross_entropy(logits.flatten(0, 1).to(wide), targets.to(device).flatten())
         loss.backward()
         if step == 0:
             first = {name: p.grad.clone() for name, p in whole.named_parameters() if p.grad is not None}
@@ -157,7 +181,10 @@ def reference(model: Model, workload: Workload, runtime: Runtime, *, device: tor
         norms.append(float(torch.nn.utils.clip_grad_norm_(whole.parameters(), CLIP)))
         optimizer.step()
         optimizer.zero_grad()
-    return _Reference(losses, norms, first, {name: p.detach() for name, p in whole.named_parameters()})
+    return Reference(losses, norms, first, {name: p.detach() for name, p in whole.named_parameters()})
+
+
+# --- a model small enough to be verified ------------------------------------------------------------------------------
 
 
 def shrink(model: Model, plan: Plan) -> Model:
@@ -177,11 +204,27 @@ def shrink(model: Model, plan: Plan) -> Model:
             experts=experts,
             experts_per_token=min(2, moe.experts_per_token, experts),
             ffn=32 * plan.tp,
+            shared_ffn=32 * plan.tp if moe.shared_ffn else 0,
             dense_layers=dense,
             dense_layer_ids=tuple(range(dense)) if moe.dense_layer_ids else (),
         )
+    latent = model.latent
+    if latent is not None:
+        latent = replace(
+            latent,
+            q_lora_rank=min(latent.q_lora_rank, 24),
+            kv_lora_rank=16,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+        )
+        kv_heads, heads = 2 * plan.tp, 1
+    sliding = model.sliding_layers
     return replace(
         model,
+        latent=latent,
+        sliding_window=min(model.sliding_window, 8),
+        sliding_layers=layers if sliding == model.layers else min(sliding, 1),
         layers=layers,
         hidden=64,
         heads=kv_heads * min(heads, 4),

@@ -35,7 +35,9 @@ class KernelVerdict:
         return self.difference <= self.tolerance
 
 
-def check_ring(group: dist.ProcessGroup, *, device: torch.device, dtype: torch.dtype) -> KernelVerdict:
+def check_ring(
+    group: dist.ProcessGroup, *, device: torch.device, dtype: torch.dtype, method: str = "ring"
+) -> KernelVerdict:
     """Compare attention in a ring with attention over the whole sequence; a collective call over `group`."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     length = 64 * world
@@ -48,7 +50,7 @@ def check_ring(group: dist.ProcessGroup, *, device: torch.device, dtype: torch.d
 
     held = positions(length, rank, world, device)
     parts = [t[:, :, held].detach().requires_grad_() for t in whole[:3]]
-    found = RingAttention(group)(*parts)
+    found = RingAttention(group, method)(*parts)
     found.backward(whole[3][:, :, held])
     pairs = [(found, expected), *zip((p.grad for p in parts), (q.grad, k.grad, v.grad), strict=True)]
     worst = torch.stack([_difference(mine, theirs[:, :, held], theirs) for mine, theirs in pairs]).max()

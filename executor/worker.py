@@ -6,6 +6,7 @@ Everything measured is written as it is measured (`rank<r>.jsonl`), so that a ru
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import resource
 import time
@@ -18,21 +19,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from executor.built import built
+from executor.checks import check_numbers
 from executor.heartbeat import Heartbeat
-from executor.meshes import Meshes, build_meshes, effective, set_timeout
-from executor.parallelize import DTYPES
-from executor.records import Deadline, Recorder
+from executor.meshes import build_meshes, effective, entered, set_timeout
+from executor.profile_step import profile_step
+from executor.records import OUT_OF_MEMORY, WRONG_NUMBERS, Deadline, Recorder
 from executor.request import Request
+from executor.shards import local
 from executor.train_step import Trainer
-from executor.verify import shrink, small_plan, small_workload, verify
-from executor.verify_kernels import KernelVerdict, check_experts, check_ring
-from simulator.runtime import Runtime
 from topology import codec
 
-# A distinct code, so that the report can tell a full memory from a crash (exit code 4 of the command).
-OUT_OF_MEMORY = 64
-WRONG_NUMBERS = 65
-VERIFY_DTYPE = "float64"
+PROFILE_S = 10.0
 
 
 @record
@@ -49,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     recorder = Recorder(options.out / f"rank{rank}.jsonl")
     request = codec.convert(codec.read_json(options.request), Request, where=options.request)
     try:
-        run(request, deadline, recorder, beat)
+        run(request, deadline, recorder, beat, options.out)
     except torch.OutOfMemoryError as error:
         recorder.write("out_of_memory", message=str(error)[:2000], phase=beat.phase, **_memory(request.device))
         recorder.close()
@@ -58,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     recorder.close()
 
 
-def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbeat) -> None:
+def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbeat, out: Path) -> None:
     """Join the others, verify, warm up, measure."""
     device = _device(request)
     if device.type == "cpu":
@@ -70,7 +68,7 @@ def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbea
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        _run_joined(request, device, deadline, recorder, beat)
+        _run_joined(request, device, deadline, recorder, beat, out)
     finally:
         # After a failure others may be gone: leaving the group would wait for them.
         if dist.is_initialized() and beat.phase == "done":
@@ -78,7 +76,7 @@ def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbea
 
 
 def _run_joined(
-    request: Request, device: torch.device, deadline: Deadline, recorder: Recorder, beat: Heartbeat
+    request: Request, device: torch.device, deadline: Deadline, recorder: Recorder, beat: Heartbeat, out: Path
 ) -> None:
     plan = request.plan
     dist.barrier()  # the first collective: whoever is missing is found here, under the short timeout
@@ -90,29 +88,9 @@ def _run_joined(
     if not mesh["as_requested"]:
         raise RuntimeError(f"torch's mesh is not the plan's: {mesh}")
     set_timeout(meshes, request.collective_timeout_s)
+    beat.entered, beat.telling = entered, device.type == "cpu"
 
-    beat.enter("verifying the plan's numbers")
-    small = shrink(request.model, plan)
-    verdict = verify(
-        small_plan(plan),
-        small,
-        small_workload(plan, request.workload),
-        Runtime(
-            name=request.runtime.name,
-            param_dtype=VERIFY_DTYPE,
-            compute_dtype=VERIFY_DTYPE,
-            reduce_dtype=VERIFY_DTYPE,
-        ),
-        meshes,
-        device=device,
-        seed=request.seed,
-        own_table=request.own_table,
-    )
-    recorder.write("verified", ok=verdict.ok, dtype=VERIFY_DTYPE, **codec.to_builtins(verdict))
-    kernels = _check_kernels(request, meshes, device)
-    for kernel in kernels:
-        recorder.write("kernel", ok=kernel.ok, **codec.to_builtins(kernel))
-    if not (verdict.ok and all(kernel.ok for kernel in kernels)):
+    if not check_numbers(request, meshes, device, recorder, beat):
         recorder.close()
         os._exit(WRONG_NUMBERS)  # a plan whose numbers are wrong is never timed
 
@@ -127,7 +105,7 @@ def _run_joined(
         seed=request.seed,
         own_table=request.own_table,
     )
-    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in trainer.parameters())
+    held = sum(local(p).numel() for p in trainer.parameters())
     recorder.write("built", parameters_here=held, **_memory(device.type))
     longest = 0.0
     for index in range(request.warm_up + request.steps):
@@ -145,33 +123,32 @@ def _run_joined(
         _synchronize(device)
         seconds = time.perf_counter() - begin
         longest = max(longest, seconds)
+        if not (math.isfinite(result.loss) and math.isfinite(result.gradient_norm)):
+            # The same on every rank: both are sums over all of them.
+            recorder.write("not_finite", index=index)
+            recorder.close()
+            os._exit(WRONG_NUMBERS)
         recorder.write(
             "warm_up" if warm else "step",
             index=index,
             seconds=seconds,
+            ended_at=time.time(),
             loss=result.loss,
             gradient_norm=result.gradient_norm,
             **_memory(device.type),
         )
+    beat.enter("profiling a step")
+    # Reading the profile takes seconds, and is worth them only where a step is left over.
+    if request.profile and _all_have_time(deadline, 2 * longest + PROFILE_S, device):
+        rank = dist.get_rank()
+        last = request.warm_up + request.steps
+        why = profile_step(lambda: trainer.step(last), device, out / f"rank{rank}.trace.json", rank=rank)
+        if why:
+            recorder.missing(f"profile: {why}")
+    recorder.write("effects", **built(trainer))
     dist.barrier()
     recorder.write("done")
     beat.enter("done")
-
-
-def _check_kernels(request: Request, meshes: Meshes, device: torch.device) -> list[KernelVerdict]:
-    """Compare what the plan uses in its own type; float32 and wider have been compared with the whole plan."""
-    dtype = DTYPES[request.runtime.compute_dtype]
-    found = []
-    if dtype.itemsize < 4 and request.plan.cp > 1:
-        found.append(check_ring(meshes.group("cp"), device=device, dtype=dtype))
-    if dtype.itemsize < 4 and request.model.moe is not None:
-        found.append(check_experts(device=device, dtype=dtype))
-    # All ranks must stop together, so that none is left in a collective.
-    worst = torch.tensor(float(any(not kernel.ok for kernel in found)), device=device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    if worst.item() and all(kernel.ok for kernel in found):
-        found.append(KernelVerdict(name="another rank's", dtype="", difference=float("inf"), tolerance=0.0))
-    return found
 
 
 def _device(request: Request) -> torch.device:

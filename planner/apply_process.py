@@ -1,37 +1,28 @@
-"""Start the executor as a process of its own, watch it, and read its report: the planner imports no torch."""
+"""Have the executor run a plan, and read its report."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from planner import child
 from topology import codec
 from topology.errors import BadPlan, PlannerError, UserError
 
-ROOT = Path(__file__).resolve().parents[1]
-LATE_S = 15.0  # beyond the budget: ending ranks takes time when a driver is stuck
-GRACE_S = 15.0
-POLL_S = 0.2
+MODULE = "executor.apply_run"
+
+
+def arguments(request: Path, out: Path, budget_s: float) -> list[str]:
+    """Return what the executor's module is given."""
+    return [f"--request={request}", f"--out={out}", f"--budget={budget_s:g}"]
 
 
 def command(request: Path, out: Path, budget_s: float) -> list[str]:
-    """Return the exact argument list that is started."""
-    return [
-        sys.executable,
-        "-m",
-        "executor.apply_run",
-        f"--request={request}",
-        f"--out={out}",
-        f"--budget={budget_s:g}",
-    ]
+    """Return the argument list that is started."""
+    return child.command(MODULE, arguments(request, out, budget_s))
 
 
 def ranks_command(ranks: int, request: Path, out: Path) -> list[str]:
@@ -61,61 +52,41 @@ def require_torch() -> None:
 def run(request: dict[str, Any], out: Path, budget_s: float, progress: Callable[[str], None]) -> dict[str, Any]:
     """Run the request into the directory `out` and return its report, `run.json`.
 
-    Raises BadPlan when the executor cannot run the plan, PlannerError when there is no report, and KeyboardInterrupt when interrupted, after the ranks are gone; the
-    report of what had been measured then lies in `out`.
+    Raises BadPlan when the executor cannot run the plan, PlannerError when there is no report, and KeyboardInterrupt
+    when interrupted, after the ranks are gone; the report of what had been measured then lies in `out`.
     """
-    path = out / "request.json"
-    report = out / "run.json"
+    path, report = out / "request.json", out / "run.json"
     codec.write_text(path, codec.to_json(request) + "\n")
     report.unlink(missing_ok=True)
-    inherited = os.environ.get("PYTHONPATH", "")
-    with (out / "executor.txt").open("wb") as log:
-        process = subprocess.Popen(
-            command(path, out, budget_s),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), inherited] if inherited else [str(ROOT)]),
-                "PYTHONSAFEPATH": "1",
-            },
-            start_new_session=True,  # Ctrl-C reaches us alone, and we end the rest in order
-        )
-        try:
-            _watch(process, out / "records" / "rank0.beat", time.monotonic() + budget_s + LATE_S, progress)
-        except KeyboardInterrupt:
-            _end(process)
-            raise
-    if process.returncode == 130:
-        raise KeyboardInterrupt
-    if not report.is_file():
-        text = codec.read_text(out / "executor.txt").strip()
-        if process.returncode == UserError.exit_code:
-            raise BadPlan(text.removeprefix("error: "))
-        words = text.splitlines()
-        raise PlannerError(
-            "the run left no report",
-            why=words[-1] if words else f"the executor ended with code {process.returncode}",
-            remedy=f"see {out}",
-        )
-    document = codec.read_json(report)
-    if not isinstance(document, dict):
-        raise PlannerError(f"{report} is not a report")
-    return document
-
-
-def _watch(process: subprocess.Popen[bytes], beat: Path, deadline: float, progress: Callable[[str], None]) -> None:
     said = ""
-    while process.poll() is None:
-        if time.monotonic() > deadline:
-            _end(process)
-            return
-        phase = _phase(beat)
+
+    def watch() -> None:
+        nonlocal said
+        phase = _phase(out / "records" / "rank0.beat")
         if phase != said:
             said = phase
             progress(phase)
-        time.sleep(POLL_S)
+
+    with (out / "executor.txt").open("wb") as log:
+        code = child.run(MODULE, arguments(path, out, budget_s), budget_s=budget_s, output=log, watch=watch)
+    if not report.is_file():
+        raise _no_report(code, out)
+    document = codec.read_json(report)
+    if not isinstance(document, dict):
+        raise PlannerError(f"{report} is not a report")
+    if code is None:  # its ranks had been ended when it was asked to end, which it took for an interrupt
+        document |= {"status": "overrun", "complete": False, "exit_code": 1}
+        document["failure"] = {"rank": None, "message": "the executor did not end within its budget and was ended"}
+    return document
+
+
+def _no_report(code: int | None, out: Path) -> PlannerError:
+    words = codec.read_text(out / "executor.txt").strip()
+    if code == UserError.exit_code:
+        return BadPlan(words.removeprefix("error: "))
+    how = "it did not end within its budget and was ended" if code is None else f"it ended with code {code}"
+    lines = words.splitlines()
+    return PlannerError("the run left no report", why=f"{how}: {lines[-1]}" if lines else how, remedy=f"see {out}")
 
 
 def _phase(beat: Path) -> str:
@@ -123,13 +94,3 @@ def _phase(beat: Path) -> str:
         return str(json.loads(beat.read_text(encoding="utf-8"))["phase"])
     except (OSError, ValueError, KeyError, TypeError):
         return "starting"
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask the executor to end its ranks and itself; kill it if it does not, or if Ctrl-C is pressed again."""
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(GRACE_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        process.kill()
-        process.wait(GRACE_S)

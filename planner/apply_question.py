@@ -40,6 +40,7 @@ class Question:
     peak_flops_source: str = ""
     predicted: dict[str, Any] | None = None
     fingerprints: dict[str, str] | None = None
+    cluster: Cluster | None = None  # what the prediction is for
     notes: tuple[str, ...] = ()
 
     def request(self, *, steps: int, budget_s: float, own_table: bool) -> dict[str, Any]:
@@ -80,14 +81,15 @@ def default_question(cpus: int) -> Question:
     )
 
 
-def cpu_question(content: PlanFile, free_bytes: int) -> Question:
+def cpu_question(content: PlanFile, free_bytes: int | None) -> Question:
     """Return a plan file's run on gloo processes: its numbers can be checked there, its times not.
 
-    Raises Infeasible (exit 3) when parameters and optimizer do not fit into `free_bytes`.
+    Raises Infeasible (exit 3) when parameters and optimizer do not fit into `free_bytes`; None is unknown.
     """
     copies = content.plan.gpus / _shards(content.plan)
     needed = content.model.parameters * BYTES_PER_PARAMETER_ON_CPU * copies
-    if needed > free_bytes:
+    unknown = f"this system does not say how much memory is free; the run needs about {needed / 2**30:.1f} GiB"
+    if free_bytes is not None and needed > free_bytes:
         raise Infeasible(
             f"{content.model.name} on {content.plan.gpus} processes needs {needed / 2**30:.0f} GiB of memory",
             why=f"{free_bytes / 2**30:.0f} GiB are free, and all ranks share them on a CPU",
@@ -106,6 +108,7 @@ def cpu_question(content: PlanFile, free_bytes: int) -> Question:
         notes=(
             "on a CPU: numbers are checked, times say nothing about the planned machine, so nothing is compared",
             "in float32 and eager, placement left out",
+            *((unknown,) if free_bytes is None else ()),
         ),
     )
 
@@ -131,6 +134,7 @@ def cuda_question(content: PlanFile, here: Cluster, health: Health, *, allow_bus
         peak_flops=kind.peak_flops.get(compute),
         peak_flops_source=f"datasheet, {kind.title}, dense {compute}",
         predicted=codec.to_builtins(content.estimate),
+        cluster=content.cluster,
         fingerprints={**content.fingerprints, "machine": codec.fingerprint(here)},
     )
 

@@ -1,4 +1,4 @@
-"""What a run showed, against what was predicted, as text and as a verdict."""
+"""What a run showed, as lines of text."""
 
 from __future__ import annotations
 
@@ -6,24 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 GIB = 2**30
-
-
-def compare(document: Mapping[str, Any], tolerance: float | None) -> dict[str, Any] | None:
-    """Return how far the prediction is off, or None where there is nothing to compare.
-
-    Errors are predicted / measured - 1. Within means: the measured median lies in the predicted interval, or, with a
-    `tolerance` given, the error is at most that.
-    """
-    predicted, step = document.get("predicted"), (document.get("measured") or {}).get("step_s")
-    if not predicted or not step or not document.get("complete"):
-        return None
-    interval, measured = predicted["step_s"], step["median"]
-    error = interval["value"] / measured - 1
-    within = interval["low"] <= measured <= interval["high"] if tolerance is None else abs(error) <= tolerance
-    peaks = [rank.get("peak_allocated_bytes") for rank in document["measured"]["memory_by_rank"]]
-    peak = max((p for p in peaks if p), default=None)
-    memory = predicted["memory"]["peak_bytes"]["value"] / peak - 1 if peak else None
-    return {"step_error": error, "memory_error": memory, "within": within, "tolerance": tolerance}
 
 
 def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> list[str]:
@@ -35,8 +17,16 @@ def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> 
     if verified:
         verdict = "as one process computes" if verified["ok"] else "NOT what one process computes"
         said.append(
-            f"numbers   {verdict}: gradients within {verified['gradient']:.1e} (tolerance {verified['tolerance']:.1e},"
-            f" {verified['dtype']}, {verified['compared']} tensors of a small model)"
+            f"numbers   {verdict}: gradients within {_difference(verified['gradient'])} (tolerance"
+            f" {verified['tolerance']:.1e}, {verified['dtype']}, {verified['compared']} tensors of a small model)"
+        )
+    types = document.get("verified_types")
+    if types:
+        what = f"gradients within {_difference(types['gradient'])} (rounding allows {types['allowed']:.1e})"
+        said.append(
+            f"          in {types['dtype']}{', compiled' if types['compiled'] else ''}"
+            f" {'as rounding allows' if types['ok'] else 'NOT what rounding allows'}:"
+            f" {what if types['gradients_compared'] else 'the loss alone is compared, for experts are chosen anew'}"
         )
     step = measured["step_s"]
     if step:
@@ -58,9 +48,18 @@ def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> 
     peaks = _peaks(measured["memory_by_rank"])
     if peaks:
         said.append(f"memory    {peaks}")
+    said += [
+        f"setting   {e['what']}: requested {e['requested']}, took effect {e['effective']}"
+        for e in document.get("effects") or ()
+        if not e["ok"]
+    ]
+    slow = {reason for gpu in document.get("gpus") or () for reason in gpu["throttle"]}
+    if slow:
+        said.append(f"clocks    throttled while steps were timed: {', '.join(sorted(slow))}")
     if comparison is not None:
         word = "within" if comparison["within"] else "OUTSIDE"
-        of = "the predicted interval" if comparison["tolerance"] is None else f"{comparison['tolerance']:.0%}"
+        asked = comparison["tolerance_percent"]
+        of = "the predicted interval" if asked is None else f"{asked:g}%"
         said.append(f"predicted step {comparison['step_error']:+.1%} (predicted/measured - 1), {word} {of}")
     return said
 
@@ -85,3 +84,8 @@ def _peaks(memory: list[dict[str, int]]) -> str:
             more = f", {max(reserved) / GIB:.2f} GiB reserved" if any(reserved) else ""
             return f"{max(values) / GIB:.2f} GiB {word} on the fullest rank{more}, measured"
     return ""
+
+
+def _difference(value: float | None) -> str:
+    """Records hold None for what is infinite or no number."""
+    return "no number" if value is None else f"{value:.1e}"

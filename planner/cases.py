@@ -99,16 +99,8 @@ def read_cases(path: str | Path) -> tuple[list[dict[str, Any]], bool]:
 
     `-` reads standard input. Raises BadInput when the file is not a case or a list of cases.
     """
-    import sys  # noqa: PLC0415 - only for standard input
-
-    where = "standard input" if str(path) == "-" else str(path)
-    if str(path) == "-":
-        text = sys.stdin.read(codec.MAX_BYTES + 1)
-        if len(text) > codec.MAX_BYTES:
-            raise BadInput("standard input is larger than 32 MiB", remedy="pass a smaller file")
-        data = codec.parse_json(text, where=where)
-    else:
-        data = codec.read_json(path)
+    text, where = codec.read_given(path)
+    data = codec.parse_json(text, where=where)
     many = isinstance(data, list)
     cases = data if many else [data]
     for index, case in enumerate(cases):
@@ -133,6 +125,8 @@ def load_case(data: Mapping[str, Any]) -> Case:
     stated_plan = section_of(data, "plan", name)
     stated_runtime = _runtime_section(data, name, assumed)
     framework = framework_of_runtime(stated_runtime["name"])
+    if data.get("source"):
+        assumed += _version_of_source(stated_runtime)
     stated_runtime, implied = _implied_runtime(stated_runtime, stated_plan, framework)
     runtime, from_runtime = resolve_runtime(stated_runtime)
     assumed += [*implied, *from_runtime]
@@ -377,6 +371,17 @@ def _implied_runtime(
     if overlaps and framework.overlap_needs_compile and unsaid(runtime.get("compile")):
         return {**runtime, "compile": True}, [f"compile true (tp_overlap={overlap} exists in compiled models only)"]
     return runtime, []
+
+
+def _version_of_source(runtime: dict[str, Any]) -> list[str]:
+    """Fill in the version of a run that a source reports without one, where versions run different kernels."""
+    from simulator.runtime_library import version_of_reports  # noqa: PLC0415 - keeps `--help` light
+
+    version = version_of_reports(runtime["name"])
+    if version is None or not unsaid(runtime.get("version")):
+        return []
+    runtime["version"] = version
+    return [f"runtime.version {version} (not stated: reports without one are of early versions)"]
 
 
 def _workload(value: Any, name: str, assumed: list[str]) -> Workload:

@@ -13,10 +13,14 @@ from typing import Annotated
 import typer
 
 from planner.commands.apply import apply
+from planner.commands.calibrate import calibrate
 from planner.commands.collective import collective
 from planner.commands.doctor import doctor
 from planner.commands.estimate import estimate
+from planner.commands.export import export
 from planner.commands.probe import probe
+from planner.commands.report import report
+from planner.commands.runs import runs
 from planner.commands.suggest import suggest
 from planner.commands.trace import trace
 from planner.commands.ui import ui
@@ -62,7 +66,11 @@ app.command("trace")(trace)
 app.command("probe")(probe)
 app.command("doctor")(doctor)
 app.command("apply")(apply)
+app.command("report")(report)
+app.command("runs")(runs)
+app.command("export")(export)
 app.command("collective")(collective)
+app.command("calibrate")(calibrate)
 app.command("ui")(ui)
 
 

@@ -9,6 +9,7 @@ or not at all. Rows hold the report as JSON, and beside it what tables and plots
 from __future__ import annotations
 
 import hashlib
+import os
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -224,7 +225,10 @@ def plan_words(plan: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _reading(place: Path) -> Iterator[sqlite3.Connection]:
-    with _opened(place, f"{place.absolute().as_uri()}?mode=ro") as store:
+    # Whoever reads first after a writer was killed undoes its half-written row, which takes the right to write.
+    mode = "rw" if os.access(place, os.W_OK) and os.access(place.parent, os.W_OK) else "ro"
+    with _opened(place, f"{place.absolute().as_uri()}?mode={mode}") as store:
+        store.execute("PRAGMA query_only = 1")
         _require_readable(store.execute("PRAGMA user_version").fetchone()[0], place)
         yield store
 

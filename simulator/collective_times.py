@@ -28,8 +28,8 @@ PCIE_EFFICIENCY = 0.6
 XGMI_EFFICIENCY = 0.72
 # The LL protocol sends a flag with every four bytes, so half of the link is payload (NCCL); PCIe keeps its other losses.
 LL_PAYLOAD = 0.5
-# Network: share of NIC line rate. All-reduce 8 x B200 on 2 nodes 718 GB/s bus is 47.9 of 50 a port; all-gather of the
-# same machines 308 of 400; all-to-all 42 (default) to 69 (tuned) of 94. (Vultr POC and AWS P6, via public tables.)
+# Network: share of NIC line rate. All-reduce 8 x B200 on 2 nodes 718 GB/s bus is 47.9 of 50 a port, and DGX A100 192 of
+# 200 by ring (NVIDIA/nccl issue 812); all-gather of the B200 machines 308 of 400; all-to-all 42 (default) to 69 (tuned) of 94. (Vultr POC and AWS P6, via public tables.)
 NET_REDUCE, NET_RING, NET_PEER = 0.95, 0.80, 0.60
 # Software cost of a network hop on top of the fabric's own latency, and start-up of a pipelined multi-node all-reduce:
 # 2 x 8 H200 and 16 x 8 Blackwell (OCI) tables: intercepts 205 us and 400 us.
@@ -145,7 +145,8 @@ def multi_node_s(comm: Communicator, op: str, size: Floats) -> dict[tuple[str, s
     """Return {(algorithm, protocol): seconds} over several nodes: low latency by tree or ring, bulk by (NVLS) tree or ring.
 
     Bulk work is the slower of what a node does inside and what its network carries, joined by a 4-norm since the two
-    are pipelined. An all-reduce sends 2 (k - 1) / k of the buffer per node of k; a gather or scatter (n - 1) / n.
+    are pipelined. A tree sends 2 (k - 1) / k of the buffer per node of k, a ring 2 (n - 1) / n for an all-reduce of n
+    ranks and (n - 1) / n for a gather or scatter.
     """
     n, k, ppn = comm.ranks, comm.nodes, comm.ranks_per_node
     if not comm.inter_bytes_per_s:
@@ -169,7 +170,13 @@ def multi_node_s(comm: Communicator, op: str, size: Floats) -> dict[tuple[str, s
             local = size * (cost.sent_s * inside[1] + cost.buffer_s)
         outside = size * 2 * (k - 1) / k / (network * NET_REDUCE)
         start = NET_BULK_BASE_S + NET_BULK_DOUBLING_S * doublings
-        return {("tree", "LL"): small, (algorithm, "Simple"): np.asarray(start + _both(local, outside))}
+        found = {("tree", "LL"): small, (algorithm, "Simple"): np.asarray(start + _both(local, outside))}
+        if algorithm == "tree":
+            crossings = 2 * (k - 1)
+            local = size * (bulk.bytes[op].sent_s * share + bulk.bytes[op].buffer_s) if ppn > 1 else np.zeros_like(size)
+            start = bulk.base_s + bulk.step_s * (steps - crossings) + 2 * crossings * hop
+            found["ring", "Simple"] = np.asarray(start + _both(local, size * share / (network * NET_REDUCE)))
+        return found
     crossings = k - 1
     latency = low.base_s + low.step_s * (steps - crossings) + crossings * hop
     small = latency + size * share / min(ll_rate, network)

@@ -1,9 +1,10 @@
 """What a collective costs on the machine: which algorithm runs, on how many SMs, for how long, and how sure we are.
 
 Physics and choice are separate. `collective_curves` says how long a given algorithm and protocol takes; which one runs
-is NCCL's decision, so inside a node we ask NCCL's own formulas (`nccl_model`), with their mistakes: a protocol left too
-early shows as a jump in the tables and in the prediction. All-to-all and send/recv, which NCCL does not tune, and
-several nodes, where its predictions are far off, are costed by what is fastest.
+is NCCL's decision, so inside a node, and between tree and ring over several, we ask NCCL's own formulas (`nccl_model`), with
+their mistakes: a protocol left too early shows as a jump in the tables and in the prediction. All-to-all and send/recv,
+which NCCL does not tune, and the rest over several nodes, where its predictions are far off, are costed by what is
+fastest.
 
 Sizes are nccl-tests' size column: the input of an all-reduce, broadcast, all-to-all or send; the output of an
 all-gather; the input of a reduce-scatter.
@@ -220,6 +221,8 @@ def _evaluate(comm: Communicator, op: str, sizes: Floats, *, narrow: bool, algor
         return _fastest({("p2p", "Simple"): times})
     if comm.nodes > 1:
         candidates = multi_node_s(comm, op, sizes)
+        if algorithm is None and op == "all_reduce" and ("ring", "Simple") in candidates and len(candidates) > 1:
+            return _tree_or_ring(comm, candidates, sizes)
     elif comm.fabric is Fabric.NVLINK and algorithm is None:
         return _as_nccl_chooses(comm, op, sizes, narrow=narrow)
     else:
@@ -250,6 +253,19 @@ def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, narrow: bool
             found = single_node_s(comm, op, "ring", "Simple", sizes[here], narrow=narrow)
         times[here] = found
     return _Options(names, times, pick)
+
+
+def _tree_or_ring(comm: Communicator, candidates: dict[tuple[str, str], Floats], sizes: Floats) -> _Options:
+    """Cost an all-reduce between nodes without NVLS: NCCL's formulas leave the tree for the ring where bandwidth counts,
+    though on a few nodes the tree sends less. Low latency protocols cost the same either way here.
+    """
+    starts, chosen, lines = nccl_model.switches(comm.nccl, "all_reduce", allow_nvls=False)
+    ring = np.array([line.algorithm == "ring" for line in lines])
+    rings = ring[chosen[np.searchsorted(starts, sizes, side="right") - 1]]
+    bulk = np.where(rings, candidates["ring", "Simple"], candidates["tree", "Simple"])
+    small = candidates["tree", "LL"]
+    pick = np.where(small <= bulk, 0, np.where(rings, 1, 2))
+    return _Options((("tree", "LL"), ("ring", "Simple"), ("tree", "Simple")), np.minimum(small, bulk), pick)
 
 
 def channel_count(comm: Communicator, op: str, algorithm: str, protocol: str, size: float) -> int:

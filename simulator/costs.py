@@ -6,7 +6,7 @@ what happens when several want the same SMs, memory or link is then arithmetic (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -80,31 +80,3 @@ class CostModel(Protocol):
         For one rank that includes its `limits`. Symmetric ranks are simulated once because of this.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class SimpleCosts:
-    """A machine with equal GPUs and unshared links; `duration` gives seconds or a whole `Cost` for a kernel."""
-
-    duration: Callable[[Kernel], float | Cost]
-    launch_s: float = 0.0
-    gpu: GpuLimits = GpuLimits()
-
-    def cost(self, instruction: Kernel, ranks: Ranks) -> Cost:  # noqa: ARG002 - part of the protocol
-        value = self.duration(instruction)
-        return value if isinstance(value, Cost) else Cost(seconds=value)
-
-    def host_s(self, instruction: Instruction) -> float:
-        return self.launch_s if isinstance(instruction, Kernel) else 0.0
-
-    def limits(self, rank: int) -> GpuLimits:  # noqa: ARG002 - equal GPUs
-        return self.gpu
-
-    def routes(self, ranks: Ranks) -> tuple[LinkUse, ...]:  # noqa: ARG002 - unshared links
-        return ()
-
-    def link_bytes_per_s(self, link: Hashable) -> float:  # noqa: ARG002 - unshared links
-        return float("inf")
-
-    def kind(self, ranks: Ranks) -> Hashable:
-        return len(ranks)

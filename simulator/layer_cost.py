@@ -27,6 +27,7 @@ from simulator.tp_overlap import (
     MATCHED_MODES,
     PEER_MODES,
     extra_calls,
+    launches,
     partials_bytes,
     together_s,
 )
@@ -178,8 +179,8 @@ class PassWriter:
         self._gathered = ""  # the tensor of the last gather
         self._whole = np.zeros(rows)
         self._bytes = np.zeros(rows)
-        self._beside = np.zeros((2, rows))  # its products: at once, in pieces
-        self._tail = np.zeros((2, rows))  # products at the end of what has been added, claimed by no gather
+        self._beside = np.zeros((3, rows))  # its products: seconds at once and in pieces, and the host's for one launch
+        self._tail = np.zeros((3, rows))  # products at the end of what has been added, claimed by no gather
         self._results: list[tuple[str, Rows]] = []  # what products since the last collective gave, and in which rows
         self._matched = np.isin(context.table.tp_overlap, list(MATCHED_MODES))
 
@@ -207,24 +208,25 @@ class PassWriter:
         launch = host.backward_launch_s if work.backward else host.launch_s
         eager = not self.context.runtime.compile
         launch_s = np.where((self._ranks > 1) & eager, host.dtensor_launch_s, launch)
-        cost.host_s = cost.host_s + active * work.launches * launch_s
+        issued_s = active * work.launches * launch_s
+        cost.host_s = cost.host_s + issued_s
         if not self._modes:
             return
         runs = active > 0
         if work.kind is WorkKind.MATMUL:
-            both = np.stack([seconds, active * pieces_s(work, self.context)])
+            product = np.stack([seconds, active * pieces_s(work, self.context), issued_s])
             if work.name.endswith(WEIGHT_GRADIENT):
-                both = np.where(self._matched, 0.0, both)
+                product = np.where(self._matched, 0.0, product)
                 self._seen = self._seen | (self._open & runs & ~self._matched)
             else:
                 if ends_of(work, operator)[0] != self._gathered:
                     self._close(self._open & self._seen & runs & self._matched)
                 self._seen = self._seen | (self._open & runs)
-            self._beside = self._beside + np.where(self._open, both, 0.0)
-            self._tail = np.where(self._open, self._tail, self._tail + both)
+            self._beside = self._beside + np.where(self._open, product, 0.0)
+            self._tail = np.where(self._open, self._tail, self._tail + product)
             return
         self._close(self._open & self._seen & runs)
-        self._beside = self._beside + np.where(self._open & runs, seconds, 0.0)
+        self._beside = self._beside + np.where(self._open & runs, np.stack([seconds, seconds, issued_s]), 0.0)
         self._end_tail(runs)
 
     def _collective(self, work: Work, active: Floats, operator: OperatorSpec) -> None:
@@ -288,7 +290,7 @@ class PassWriter:
             self._open = self._open & ~rows
 
     def _pair(self, op: str, whole_s: Floats, nbytes: Floats, products: Floats, active: Floats) -> None:
-        product_s, in_pieces_s = products
+        product_s, in_pieces_s, issue_s = products
         exposed = whole_s
         for mode in self._modes:
             chunk_s, hop_s = overlap_parts_s(str(mode), op, nbytes, self.context)
@@ -309,8 +311,9 @@ class PassWriter:
                 self.cost.compute_s = self.cost.compute_s + adding_s
             if mode not in COPY_ENGINE_MODES:
                 self.cost.hidden_s = self.cost.hidden_s + np.where(paired, np.maximum(whole_s - exposed, 0.0), 0.0)
-            issued = np.array([extra_calls(str(mode), ranks) for ranks in self._ranks])
-            issued_s = issued * self.context.spec.host.collective_s
+            calls = np.array([extra_calls(str(mode), ranks) for ranks in self._ranks])
+            again = np.array([launches(str(mode), ranks) - 1 for ranks in self._ranks])
+            issued_s = calls * self.context.spec.host.collective_s + again * issue_s
             self.cost.host_s = self.cost.host_s + np.where(paired & (active > 0), issued_s, 0.0)
         self.cost.expose("tp", exposed * (active > 0))
 

@@ -8,6 +8,7 @@ its communication streams add to the peak of the compute stream even when they n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,10 +17,10 @@ from numpy.typing import NDArray
 
 from simulator.layer_cost import BlockCost, CostContext
 from simulator.model import Model
-from simulator.operators import tensor_bytes
+from simulator.operators import OperatorSpec, parse_matmul, tensor_bytes
 from simulator.plan import Plan
 from simulator.plan_table import Floats
-from simulator.runtime_library import ModelOperators
+from simulator.runtime_library import ModelOperators, head_moments, holds_placeholders
 from simulator.stages import StageLayout, head_in_flight, in_flight, last_rank
 
 # Bytes beside the allocator's: CUDA context, kernels and NCCL buffers of a few communicators. Source: assumed; a bare
@@ -124,6 +125,7 @@ def memory_columns(
     # A data-parallel reduction through buckets may hold them beside the gradients.
     copied = spec.ddp.bucket_copy & (table["dp_replicate"] > 1)
     buckets = np.where(copied[:, None], (shared + experts) * gradient_bytes, 0.0)
+    buckets = buckets + _placeholders(operators, context, dense, moe)
     # Micro batches of a pipeline add up whole gradients, in the type they are reduced in, until the last one.
     adding = (table["pp"] > 1)[:, None] * (shared + experts) * context.dtype_bytes("reduce")
     reduction = np.where(fully_sharded, unsharded_gradients + adding, buckets)
@@ -183,8 +185,42 @@ def state_bytes(context: CostContext) -> dict[State, float]:
 
 def head_peak_bytes(context: CostContext) -> Floats:
     """Return the bytes of the tensors that are alive together when the loss turns round."""
-    tensors = (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in context.spec.layer.head_peak)
-    return sum(tensors, np.zeros(len(context.table)))
+    peak = np.zeros(len(context.table))
+    for moment in head_moments(context.runtime):
+        tensors = (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in moment)
+        peak = np.maximum(peak, sum(tensors, np.zeros(len(context.table))))
+    return peak
+
+
+def placeholder_bytes(operators: Iterable[OperatorSpec], context: CostContext) -> Floats:
+    """Return the bytes of weight gradients that nobody fills: one for each distinct shape of weight, if the runtime
+    has them.
+    """
+    if not holds_placeholders(context.runtime):
+        return np.zeros(len(context.table))
+    shapes = set()
+    for operator in operators:
+        if operator.matmul and operator.weight_gradient_dtype != "compute":
+            left, right, out = parse_matmul(operator.matmul)
+            shapes.add(" ".join(axis for axis in right if axis not in left or axis not in out))
+    weights = (tensor_bytes(shape, context.sizes, context.dtype_bytes) for shape in sorted(shapes))
+    return sum(weights, np.zeros(len(context.table)))
+
+
+def _placeholders(
+    operators: ModelOperators, context: CostContext, dense: NDArray[np.int64], moe: NDArray[np.int64]
+) -> Floats:
+    """Return those bytes by pipeline rank, as it holds `dense` and `moe` layers; the head's come and go."""
+    total = np.zeros(dense.shape)
+    both = operators.dense_layer + operators.moe_layer
+    for held, kind in (
+        ((dense > 0) & (moe == 0), operators.dense_layer),
+        ((dense == 0) & (moe > 0), operators.moe_layer),
+        ((dense > 0) & (moe > 0), both),
+    ):
+        if held.any():
+            total = np.where(held, placeholder_bytes(kind, context)[:, None], total)
+    return total
 
 
 def keeps_gathered(plan: Plan) -> bool:

@@ -346,36 +346,3 @@ def switches(
     _, pick, options = choose(machine, op, grid, allow_nvls=allow_nvls)
     changes = np.flatnonzero(np.diff(pick)) + 1
     return np.concatenate(([0.0], grid[changes])), np.concatenate((pick[:1], pick[changes])), options
-
-
-def symmetric_time_s(machine: NcclMachine, op: str, nbytes: ArrayLike, *, sms: int = 16) -> Floats:
-    """Return seconds of NCCL's symmetric-memory kernels (one NVLink domain, registered windows; sym_kernels.cc).
-
-    The best of LL and the bulk kernel. `sms` is how many CTAs the communicator allows.
-    """
-    size = np.atleast_1d(np.asarray(nbytes, dtype=np.float64))
-    n = machine.ranks
-    blackwell = machine.compute_capability >= 100
-    reduce = op == "all_reduce"
-    bulk_base = (19.5 if reduce else 13.0) if blackwell else 7.8
-    ll_base = (8.5 if op == "all_gather" else 11.0) if blackwell else 4.5
-    sm_rate = 55.0 if blackwell else (65.0 if reduce else 44.0)
-    peak = (1000.0 if reduce else 600.0) if blackwell else (480.0 if reduce else 320.0)
-    if reduce and machine.nvls:
-        bus, multiplier = size / n + size, float(n)
-    elif reduce:
-        bus, multiplier = 2 * size * (n - 1) / n, 1.0
-    else:
-        bus, multiplier = size * (n - 1) / n, 1.0
-    rate = _softmin(sms * sm_rate * multiplier, peak, sm_rate)
-    bulk = bulk_base + _softplus(bus / (1000.0 * rate) - 1.0)
-    low_latency = ll_base + _softplus(9 * bus / (1000.0 * rate) - 1.0)
-    return np.asarray(np.minimum(bulk, low_latency) * 1e-6, dtype=np.float64)
-
-
-def _softplus(x: Floats) -> Floats:
-    return np.asarray(np.logaddexp(0.0, x), dtype=np.float64)
-
-
-def _softmin(x: float, ceiling: float, width: float) -> float:
-    return ceiling - width * float(np.logaddexp(0.0, (ceiling - x) / width))

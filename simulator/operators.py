@@ -121,6 +121,8 @@ def forward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: D
         return [_attention(spec, sizes, dtype_bytes, backward=False)]
     if spec.collective:
         return [] if spec.collective == "copy" else [_collective(spec.collective, spec, sizes, dtype_bytes)]
+    if not spec.reads and not spec.writes:
+        return []  # it exists backward only
     moved = sum((tensor_bytes(x, sizes, dtype_bytes) for x in (*spec.reads, *spec.writes)), np.zeros(1))
     return [Work(kind=WorkKind.MOVE, name=spec.name, bytes=moved, launches=spec.launches, scattered=spec.scattered)]
 

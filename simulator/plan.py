@@ -79,12 +79,3 @@ def rank_grid(plan: Plan) -> NDArray[np.int64]:
     """
     shape = tuple(int(getattr(plan, axis)) for axis in MESH_AXES)
     return np.arange(plan.gpus, dtype=np.int64).reshape(shape)
-
-
-def axis_stride(plan: Plan, axis: str) -> int:
-    """Return the distance in rank between neighbours along a mesh axis."""
-    position = MESH_AXES.index(axis)
-    stride = 1
-    for inner in MESH_AXES[position + 1 :]:
-        stride *= int(getattr(plan, inner))
-    return stride

@@ -117,9 +117,9 @@ def plan_table(plans: Sequence[Plan], workload: Workload, *, cp_method: str = "a
 def axis_sizes(model: Model, workload: Workload, table: PlanTable) -> dict[str, Floats]:
     """Return the size of every named axis on one rank, one value per plan.
 
-    b sequences of a micro batch; s query positions, S key positions and j keys a query
-    sees on average; t tokens inside a tensor-parallel region and u
-    outside it (fewer with sequence parallelism); h hidden; d head width; a query and k key/value heads; q, kv and qkv
+    b sequences of a micro batch; s query positions, S key positions and j keys a query sees on average; w partial
+    results of attention beyond the first, one from each other context-parallel rank's keys; t tokens inside a
+    tensor-parallel region and u outside it (fewer with sequence parallelism); h hidden; d head width; a query and k key/value heads; q, kv and qkv
     their widths; f feed-forward width and gf with the gate beside it; v vocabulary. MoE: E experts in all, e on this
     rank, x rows of each, r routed rows of the rank, fe and gfe expert widths, fs and gfs shared-expert widths. Latent
     attention: ql, cl compressed ranks (cr with the rotary part), qk and vv total head widths, kx expanded keys/values.
@@ -139,6 +139,7 @@ def axis_sizes(model: Model, workload: Workload, table: PlanTable) -> dict[str, 
         "s": s,
         "S": workload.seq_len * ones,
         "j": _keys_per_query(model, workload.seq_len) * ones,
+        "w": cp - 1.0,
         "t": t,
         "u": u,
         "h": model.hidden * ones,

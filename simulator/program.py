@@ -16,10 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from simulator.plan import MESH_AXES, Plan, rank_grid
-
 HOST = "host"
 COMPUTE = "compute"
 COMM = "comm"
@@ -326,15 +322,3 @@ class CodeWriter:
 
     def code(self, name: str, ranks: Iterable[int]) -> RankCode:
         return RankCode(name=name, ranks=tuple(ranks), instructions=tuple(self._instructions))
-
-
-def mesh_groups(plan: Plan) -> dict[str, Groups]:
-    """Return the groups of every mesh axis of `plan`, and of `dp` (both data-parallel axes) and `world`.
-
-    Positions in a group follow the axis: position s of a `pp` group is the rank that holds pipeline rank s.
-    """
-    grid = rank_grid(plan)
-    rows = {axis: np.moveaxis(grid, index, -1).reshape(-1, grid.shape[index]) for index, axis in enumerate(MESH_AXES)}
-    rows["dp"] = np.moveaxis(grid, (1, 2), (-2, -1)).reshape(-1, plan.data_parallel)
-    rows["world"] = grid.reshape(1, -1)
-    return {name: tuple(map(tuple, row.tolist())) for name, row in rows.items()}

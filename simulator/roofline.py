@@ -26,6 +26,7 @@ class AttentionEfficiency:
     backward: float
     ramp_s: float
     narrow: float
+    rows: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,8 @@ class Efficiency:
     reference: str
     reference_w: float
     reference_flops: float
-    sustained: float
+    burst: float
+    holds: float
     power_exponent: float
     ramp_k: float
     hbm: float
@@ -60,17 +62,21 @@ TILES = (
 )
 # A product with few tiles can cut k into pieces and add the partial results, at some cost.
 SPLITS = ((1.0, 1.0), (2.0, 0.93), (4.0, 0.86))
+# Queries times heads of the benchmarks behind the curves of attention: 16k tokens with 16 heads of 128 (arXiv 2307.08691,
+# section 4.1; 2407.08608, section 4.1). They include the tail of a grid of that size.
+FULL_GRID = 262144.0
 
 
 @cache
 def efficiency(architecture: str) -> Efficiency:
     """Return the efficiency of an architecture; one we have no figures for borrows its nearest relative's."""
     text = (resources.files("simulator") / "efficiency.toml").read_text("utf-8")
-    tables = {k: v for k, v in tomllib.loads(text).items() if k != "source"}
+    known = tomllib.loads(text)
+    tables = {k: v for k, v in known.items() if isinstance(v, dict) and k != "source"}
     relative = {"volta": "ampere", "pascal": "ampere", "rubin": "blackwell"}
     name = architecture.lower()
     name = name if name in tables else relative.get(name, "ampere")
-    return convert(tables[name], Efficiency, where=f"efficiency.toml [{name}]")
+    return convert({**tables[name], "holds": known["holds"]}, Efficiency, where=f"efficiency.toml [{name}]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +97,19 @@ class Roofline:
 
     @property
     def sustained_flops(self) -> float:
-        """What a large matmul keeps up for minutes: what the power limit leaves of the peak, see efficiency.toml."""
+        """What a large matmul keeps up inside training: what power and heat leave of the peak, see efficiency.toml."""
+        known = efficiency(self.gpu.architecture)
+        sustained = self.peak_flops * known.burst * known.holds * self.powered
+        return float(min(sustained, self.gpu.achieved_flops.get(self.dtype, np.inf)))
+
+    @property
+    def powered(self) -> float:
+        """Fraction of the reference part's arithmetic rate that this part's power limit lets tensor cores keep up."""
         known = efficiency(self.gpu.architecture)
         bf16 = self.gpu.peak_flops.get("bfloat16", self.peak_flops)
         watts = self.gpu.power_w or known.reference_w
         supply = (watts / bf16) / (known.reference_w / known.reference_flops)
-        sustained = self.peak_flops * known.sustained * min(1.0, supply) ** known.power_exponent
-        return float(min(sustained, self.gpu.achieved_flops.get(self.dtype, np.inf)))
+        return float(min(1.0, supply) ** known.power_exponent)
 
     @property
     def memory_bytes_per_s(self) -> float:
@@ -134,5 +146,9 @@ class Roofline:
         fraction = curve.backward if work.backward else curve.forward
         narrow = np.where(np.asarray(work.k) < 128, curve.narrow, 1.0)
         reached = fraction * narrow * work.n / (work.n + curve.ramp_s)
-        arithmetic = work.flops / (self.peak_flops * reached)
+        if not work.backward:
+            # All tiles by all SMs, then the longest by one: twice the mean, since causal tiles grow to the whole row.
+            tail = 2 * curve.rows * self.gpu.sm_count
+            reached = reached * np.minimum((1 + tail / FULL_GRID) / (1 + tail / (work.batch * work.m)), 1.0)
+        arithmetic = work.flops / (self.peak_flops * self.powered * reached)
         return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s * work.launches

@@ -7,6 +7,7 @@ against the types here, and turned into the operators of one model (`operators_f
 from __future__ import annotations
 
 import fnmatch
+import re
 import tomllib
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -31,11 +32,16 @@ class RuntimeDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """`master_weights`: a float32 copy beside 16-bit parameters. Gradient dtypes are `param`, `compute`, `reduce`."""
+    """`master_weights`: a float32 copy beside 16-bit parameters. Gradient dtypes are `param`, `compute`, `reduce`.
+
+    `placeholder_gradients`: where products add weight gradients up themselves, autograd is handed a tensor that nobody
+    fills, one for every distinct shape of weight, kept for good.
+    """
 
     master_weights: bool
     gradient_dtype: str
     unsharded_gradient_dtype: str
+    placeholder_gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +91,15 @@ class HostSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
+    """Operators by part of the network. `head_peak`: what is alive together while the loss turns round, by moment."""
+
     attention: tuple[OperatorSpec, ...]
     latent_attention: tuple[OperatorSpec, ...]
     mlp: tuple[OperatorSpec, ...]
     moe: tuple[OperatorSpec, ...]
     embedding: tuple[OperatorSpec, ...]
     head: tuple[OperatorSpec, ...]
-    head_peak: tuple[str, ...]
+    head_peak: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +120,24 @@ class RecomputeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierSpec:
+    """What an older generation of the software does otherwise; empty fields are as they are today.
+
+    A run is of that generation if its version is lower than `before`, or if it states none and computes in `dtype`.
+    `unstated` is the version of a run that is reported without one. The generation calls another
+    `attention_kernel` (`unfused`: none), but on the architectures `except_on`.
+    """
+
+    before: str = ""
+    unstated: str = ""
+    dtype: str = ""
+    attention_kernel: str = ""
+    except_on: tuple[str, ...] = ()
+    head_peak: tuple[tuple[str, ...], ...] = ()
+    placeholder_gradients: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSpec:
     names: tuple[str, ...]
     frameworks: tuple[str, ...]
@@ -126,6 +152,7 @@ class RuntimeSpec:
     recompute: dict[str, RecomputeSpec]
     dropout: bool = False
     context_parallel: str = "all_gather"
+    earlier: EarlierSpec | None = None
 
 
 # Other words for the recompute modes, as frameworks and papers spell them.
@@ -179,15 +206,54 @@ def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
     return Runtime(name=name, version=str(version) if version else None, **chosen), tuple(assumed)
 
 
-def attention_implementation(runtime: Runtime) -> str:
-    """Return `flash` or `unfused`. Fused attention kernels need 16-bit operands.
+def is_early(runtime: Runtime) -> bool:
+    """Whether `runtime` is of the older generation that its description tells apart."""
+    earlier = runtime_spec(runtime.name).earlier
+    if earlier is None:
+        return False
+    if runtime.version is None:
+        return runtime.compute_dtype == earlier.dtype
+    return bool(earlier.before) and _release(runtime.version) < _release(earlier.before)
 
-    A Megatron run in float16 that states no version is taken to predate FlashAttention there: Megatron-LM gained `--use-flash-attn` in November 2022 and trained GPT in float16 until bfloat16 became usual; a
-    stated version settles it.
+
+def attention_kernel(runtime: Runtime, architecture: str) -> str:
+    """Return the attention library that `runtime` calls on GPUs of an architecture: a curve of efficiency.toml, or
+    `unfused` where it multiplies matrices.
     """
     spec = runtime_spec(runtime.name)
-    early = "megatron" in spec.frameworks and runtime.version is None and runtime.compute_dtype == "float16"
-    return "unfused" if early or DTYPE_BYTES[runtime.compute_dtype] > 2 else "flash"
+    if spec.earlier and is_early(runtime) and architecture.lower() not in spec.earlier.except_on:
+        return spec.earlier.attention_kernel or spec.attention_kernel
+    return spec.attention_kernel
+
+
+def attention_implementation(runtime: Runtime) -> str:
+    """Return `flash` or `unfused`. Fused attention kernels need 16-bit operands."""
+    unfused = attention_kernel(runtime, "") == "unfused"
+    return "unfused" if unfused or DTYPE_BYTES[runtime.compute_dtype] > 2 else "flash"
+
+
+def head_moments(runtime: Runtime) -> tuple[tuple[str, ...], ...]:
+    """Return the tensors alive together while the loss turns round, one tuple a moment; the largest decides."""
+    spec = runtime_spec(runtime.name)
+    early = spec.earlier.head_peak if spec.earlier and is_early(runtime) else ()
+    return early or spec.layer.head_peak
+
+
+def holds_placeholders(runtime: Runtime) -> bool:
+    """Whether autograd is handed gradients that nobody fills; see StateSpec."""
+    spec = runtime_spec(runtime.name)
+    early = spec.earlier is not None and is_early(runtime) and not spec.earlier.placeholder_gradients
+    return spec.state.placeholder_gradients and not early
+
+
+def version_of_reports(name: str) -> str | None:
+    """Return the version that a run reported without one is taken for; None where versions make no difference."""
+    earlier = runtime_spec(name).earlier
+    return (earlier.unstated or None) if earlier else None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 def canonical_recompute(word: str, runtime: Runtime) -> str:
@@ -214,7 +280,8 @@ class ModelOperators:
     features: frozenset[str] = field(default_factory=frozenset)
 
 
-PLAN_CONDITIONS = frozenset({"sp", "!sp", "autocast", "!autocast", "cp_ring", "cp_all_gather", "cp_all_to_all"})
+_OF_PLANS = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all")
+PLAN_CONDITIONS = frozenset(_OF_PLANS) | {f"!{name}" for name in _OF_PLANS}
 
 
 def operators_for(model: Model, runtime: Runtime) -> ModelOperators:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 Interval = tuple[float, float]
@@ -107,11 +107,6 @@ class Trace:
             parts[category] = length_s(difference(own, seen))
             seen = union([*seen, *own])
         return {**parts, "idle": self.end_s - length_s(seen)}
-
-    def idle_s(self, rank: int, streams: Callable[[str], bool] = lambda stream: stream != HOST) -> float:
-        """Return for how long no stream chosen by `streams` did anything, of the whole trace from 0 to its end."""
-        spans = (span for span in self.of(rank) if streams(span.stream) and span.category != WAIT)
-        return self.end_s - length_s(union(_interval(span) for span in spans))
 
 
 # --- intervals --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ leaves out is filled in from the platform such GPUs usually come in, and listed.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from importlib.resources import files
@@ -60,11 +60,12 @@ def cluster(name: str, gpus: int | None = None) -> Cluster:
     return take_gpus(build(platform, nodes=nodes), gpus)
 
 
-def cluster_from_case(spec: Mapping[str, Any]) -> tuple[Cluster, tuple[str, ...]]:
+def cluster_from_case(spec: Mapping[str, Any], *, elsewhere: Collection[str] = ()) -> tuple[Cluster, tuple[str, ...]]:
     """Return the cluster of a case and what had to be assumed about it.
 
     `spec` has the keys of `CASE_KEYS`; a key that is absent, null or "unknown" was not stated. Keys not known are
-    named among the assumptions. Raises BadCluster for a GPU that is not in the catalogue and for impossible values.
+    named among the assumptions. `elsewhere` names what the caller states by other means (`fabric`, `oversubscription`)
+    and so is not assumed. Raises BadCluster for a GPU that is not in the catalogue and for impossible values.
     """
     stated = {key: value for key, value in spec.items() if value is not None and value != "unknown"}
     gpu = stated.get("gpu")
@@ -106,7 +107,10 @@ def cluster_from_case(spec: Mapping[str, Any]) -> tuple[Cluster, tuple[str, ...]
         total = platform.nics * platform.trays * platform.nic_gbit
         assumed.append(f"{total / per_node:g} Gb/s of network per GPU, as in {usual.name}")
     if nodes > 1 and platform.fabric is not None:
-        assumed.append(f"{platform.fabric} network, oversubscription {platform.oversubscription:g}, as in {usual.name}")
+        if "fabric" not in elsewhere:
+            assumed.append(f"{platform.fabric} network, as in {usual.name}")
+        if "oversubscription" not in elsewhere:
+            assumed.append(f"oversubscription {platform.oversubscription:g}, as in {usual.name}")
     name = f"{nodes} x {per_node} {kind.name}"
     assumed += unconfirmed(kind)
     return build(replace(platform, name=name), nodes=nodes), tuple(assumed)

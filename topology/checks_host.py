@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from topology.cluster import Finding
+from topology.cluster import Finding, GpuKind
 from topology.finding import INFO, WARNING, finding, names
 from topology.machine import Evidence, GpuFacts, Machine
 from topology.smi_topo import closest_nics
 
 VIRTUAL_BRIDGE_BYTES_PER_S = 1e9  # below a gen 3 x1 link nothing real carries a GPU
+CAPPED = 0.97  # of the datasheet's power: board partners differ by a few watts
 
 
-def check_host(evidence: Evidence, machine: Machine) -> list[Finding]:
-    """Run the checks of this file."""
+def check_host(evidence: Evidence, machine: Machine, known: Mapping[int, GpuKind]) -> list[Finding]:
+    """Run the checks of this file. `known` maps a GPU index to its datasheet, where the model is known."""
     return [
         *_pcie(machine),
         *_hidden(hidden_reasons(evidence, machine)),
         *_numa(evidence, machine),
         *_nics(evidence, machine),
         *_device_state(machine),
+        *_power(machine, known),
     ]
 
 
@@ -214,6 +216,25 @@ def _device_state(machine: Machine) -> list[Finding]:
             said = tell(gpu)
             if said:
                 found.append(finding(WARNING, f"GPU {index} {what}", said, consequence, remedy))
+    return found
+
+
+def _power(machine: Machine, known: Mapping[int, GpuKind]) -> list[Finding]:
+    """GPUs held below the datasheet's power: a large matmul then sustains less than any table says."""
+    found = []
+    for index, kind in sorted(known.items()):
+        nvml = machine.gpus[index].nvml
+        limit = nvml.power_limit_w if nvml is not None else None
+        if limit is not None and kind.power_w and limit < CAPPED * kind.power_w:
+            found.append(
+                finding(
+                    WARNING,
+                    f"GPU {index} is limited to {limit:.0f} W of {kind.power_w:.0f} W",
+                    "the driver enforces a power limit below the datasheet's",
+                    "long matmuls run at lower clocks than estimates for this model assume",
+                    "raise it with `nvidia-smi -pl` if the rack allows; else trust a measurement, not a datasheet",
+                )
+            )
     return found
 
 

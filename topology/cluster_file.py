@@ -130,7 +130,8 @@ def _small(document: dict[str, Any], where: str) -> Cluster:
             "nodes": small.nodes,
             "interconnect": interconnect if small.bridges else small.interconnect,
             "nic_gbit_per_gpu": small.nic_gbit_per_gpu,
-        }
+        },
+        elsewhere=[key for key in ("fabric", "oversubscription") if getattr(small, key) is not None],
     )
     platform = adapt(usual, kind, gpus_per_node=per_node, interconnect=interconnect)
     if small.bridges is not None:

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import os
 import stat
+import sys
 import tempfile
 import types
 from collections.abc import Iterator
@@ -45,6 +46,16 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadInput(f"{path} is not UTF-8 text", why=str(error)) from error
+
+
+def read_given(name: str | Path) -> tuple[str, str]:
+    """Return what a command line names and how errors call it: a file's text, or standard input for `-`."""
+    if str(name) != "-":
+        return read_text(name), str(name)
+    text = sys.stdin.read(MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        raise BadInput(f"standard input is larger than {MAX_BYTES / 2**20:.0f} MiB", remedy="pass a smaller file")
+    return text, "standard input"
 
 
 def read_json(path: str | Path) -> Any:

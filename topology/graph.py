@@ -208,27 +208,38 @@ def max_flow_bytes_per_s(
 def bisection_bytes_per_s(g: Graph, kinds: Collection[LinkKind] | None = None) -> float:
     """Return the least that can cross between two halves of the GPUs, in bytes/s and direction.
 
-    `kinds` are the links that count; by default, in a single node, NVLink where it joins all GPUs, else NVLink and
-    host together; over several nodes, all. One node: every split into halves is tried, GPUs that hang alike being interchangeable. Several nodes: the first half of them against the
-    rest, since they are alike. Raises ValueError where there are too many different splits.
+    `kinds` are the links that count, by default `crossing_kinds`. One node: every split into halves is tried, GPUs that
+    hang alike being interchangeable. Several nodes: the first half of them against the rest, since they are alike.
+    Raises ValueError where there are too many different splits.
     """
     gpus = gpus_of(g)
     nodes = sorted({g.nodes[gpu]["node"] for gpu in gpus})
+    if kinds is None:
+        kinds = crossing_kinds(g)
     if len(gpus) < 2:
         return 0.0
     if len(nodes) > 1:
         first = set(nodes[: len(nodes) // 2])
         near = [gpu for gpu in gpus if g.nodes[gpu]["node"] in first]
         return max_flow_bytes_per_s(g, near, set(gpus) - set(near), kinds)
-    if kinds is None:
-        whole = any(len(island) == len(gpus) for island in islands(g))
-        kinds = NVLINK_KINDS if whole else NVLINK_KINDS | HOST_KINDS
     least = inf
     for tried, half in enumerate(_halves(g, gpus, kinds)):
         if tried >= MAX_PARTITIONS:
             raise ValueError(f"more than {MAX_PARTITIONS} different halves of {len(gpus)} GPUs")
         least = min(least, max_flow_bytes_per_s(g, half, set(gpus) - set(half), kinds))
     return least
+
+
+def crossing_kinds(g: Graph) -> Collection[LinkKind] | None:
+    """Return the links that carry what half of the GPUs send the other half; None for all.
+
+    In a single node NVLink where it joins all GPUs, else NVLink and host together; over several nodes, all.
+    """
+    gpus = gpus_of(g)
+    if len({g.nodes[gpu]["node"] for gpu in gpus}) > 1:
+        return None
+    whole = any(len(island) == len(gpus) for island in islands(g))
+    return NVLINK_KINDS if whole else NVLINK_KINDS | HOST_KINDS
 
 
 def _halves(g: Graph, gpus: tuple[str, ...], kinds: Collection[LinkKind] | None) -> Iterator[tuple[str, ...]]:

@@ -27,7 +27,7 @@ MEMORY_SHARE = 0.75  # of the datasheet: copies reach about 90 %
 HEALTHY_SHARE, COLLECTIVE_SHARE = 0.65, 0.4
 LARGE_BYTES = 256 * 2**20  # from here on bandwidth decides, not latency
 COLLAPSE = 0.15  # of the rate alone: far below any fair share of two (Broadcom PEX890xx, 2.7 of 54 GB/s)
-SLOWED = 1.25
+SLOWED = 1.25  # two groups sharing nothing measure within 1.17 (the 90th percentile above); sharing a link, 2
 # Under a matmul the power limit is reached by design; heat and hardware slowdowns are not.
 BY_DESIGN = frozenset({"software power cap"})
 SENT = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}  # times (n - 1) / n

@@ -45,10 +45,6 @@ class FlowSet:
     nbytes: int
     flows: tuple[Flow, ...]
 
-    @property
-    def total_bytes_per_s(self) -> float:
-        return sum(flow.bytes_per_s for flow in self.flows)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:

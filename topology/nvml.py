@@ -43,8 +43,6 @@ class NvmlGpu:
     name: str | None = None
     memory_bytes: int | None = None
     numa: int | None = None
-    pcie_gen: int | None = None
-    pcie_gen_max: int | None = None
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     links: tuple[NvmlLink, ...] | None = None  # None: the query failed; empty: the GPU has no NVLink
@@ -53,16 +51,10 @@ class NvmlGpu:
     fabric_clique: int | None = None
     fabric_cluster: str | None = None
     mig: bool | None = None
-    sm_clock_hz: float | None = None
-    sm_clock_max_hz: float | None = None
     throttle: tuple[str, ...] | None = None
     power_limit_w: float | None = None
     processes: tuple[tuple[int, int | None], ...] | None = None  # (pid, memory in bytes)
     missing: tuple[str, ...] = ()
-
-    @property
-    def active_links(self) -> int | None:
-        return None if self.links is None else sum(link.active for link in self.links)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +134,6 @@ def _read_gpu(nvml: Any, errors: tuple[type[Exception], ...], index: int) -> Nvm
         name=field("name", lambda: _text(nvml.nvmlDeviceGetName(handle))),
         memory_bytes=field("memory_bytes", lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).total)),
         numa=field("numa", lambda: _numa(nvml.nvmlDeviceGetNumaNodeId(handle))),
-        pcie_gen=field("pcie_gen", lambda: int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle))),
-        pcie_gen_max=field("pcie_gen_max", lambda: int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))),
         pcie_width=field("pcie_width", lambda: int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle))),
         pcie_width_max=field("pcie_width_max", lambda: int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))),
         links=field("links", lambda: _links(nvml, errors, handle)),
@@ -152,8 +142,6 @@ def _read_gpu(nvml: Any, errors: tuple[type[Exception], ...], index: int) -> Nvm
         fabric_clique=fabric.get("clique"),
         fabric_cluster=fabric.get("cluster"),
         mig=field("mig", lambda: bool(nvml.nvmlDeviceGetMigMode(handle)[0])),
-        sm_clock_hz=field("sm_clock_hz", lambda: nvml.nvmlDeviceGetClockInfo(handle, 1) * 1e6),
-        sm_clock_max_hz=field("sm_clock_max_hz", lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, 1) * 1e6),
         throttle=field("throttle", lambda: _throttle(nvml, errors, handle)),
         power_limit_w=field("power_limit_w", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3),
         processes=field("processes", lambda: _processes(nvml, handle)),

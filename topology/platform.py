@@ -46,6 +46,10 @@ CUBE_MESH = (
 )
 
 
+# One UPI link at 11.2 GT/s, two bytes a transfer: the least two sockets of this age are joined by (assumed).
+SMP_BYTES_PER_S = 22.4e9
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
     """A machine as a datasheet describes it. `trays` share one NVLink domain; counts of the rest are per tray.
@@ -170,7 +174,7 @@ def _node(platform: Platform, kind: GpuKind) -> Node:
                 a=a,
                 b=b,
                 kind=LinkKind.SMP,
-                bytes_per_s=platform.smp_bytes_per_s or 22e9,
+                bytes_per_s=platform.smp_bytes_per_s or SMP_BYTES_PER_S,
                 nccl_bytes_per_s=platform.smp_nccl_bytes_per_s or None,
                 source=Source.ASSUMED,
                 confidence=0.3,

@@ -207,7 +207,11 @@ def build(evidence: Evidence, *, gpu: str | None, name: str, catalogue: Catalogu
         pairs={f"{a}-{b}": label for (a, b), label in sorted(machine.pairs.items())},
         closest_nics=_closest(evidence, machine),
     )
-    findings = [*evidence.findings, *check_links(evidence, machine, plans, known), *check_host(evidence, machine)]
+    findings = [
+        *evidence.findings,
+        *check_links(evidence, machine, plans, known),
+        *check_host(evidence, machine, known),
+    ]
     findings += _notes(evidence, machine, plans, kinds, gpu)
     order = [ERROR, WARNING, INFO]
     cluster = Cluster(

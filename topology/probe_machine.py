@@ -184,6 +184,8 @@ def _missing_sources(
                 "it did not answer in time: the driver is slow or stuck, as with half-seated bridges (NVIDIA/nccl#557)"
             )
             say(_absent(WARNING, f"`{shown}`", late, "its readings are missing"))
+        elif answer is not None and answer.failure is None and not _understood(evidence, command, answer):
+            say(_absent(WARNING, f"`{shown}`", "its output is not understood", "its readings are missing"))
         elif answer is not None and answer.failure not in {None, "missing"}:
             severity = INFO if command in NVLINK else WARNING
             say(_absent(severity, f"`{shown}`", answer.failure or "", "its readings are missing"))
@@ -202,6 +204,15 @@ def _missing_sources(
                 INFO, "sysfs", "it lists no NVIDIA GPU (a container?)", "the PCI tree behind the labels is not known"
             )
         )
+
+
+def _understood(evidence: Evidence, command: Sequence[str], answer: Answer) -> bool:
+    """Whether a command that answered gave anything a reader could use; NVLink texts may rightly be empty."""
+    if command == TOPO:
+        return evidence.topo is not None and bool(evidence.topo.gpus)
+    if command == QUERY:
+        return bool(evidence.query)
+    return command not in P2P or bool(parse_p2p(f"$ {' '.join(command)}\n{answer.text}"))
 
 
 def _absent(severity: Severity, what: str, why: str, consequence: str) -> Finding:

@@ -2,21 +2,35 @@
 
 A profile is plain data with where and when it was taken. It is checked on the way in: a number that cannot be (not
 finite, not positive, or faster than the hardware) is refused with its path, because one such sample would bend every
-plan that follows.
+plan that follows. Schema 1 held collectives alone; schema 2 adds operators, host overheads, contention and layers, and
+reads schema 1 as a profile without them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from topology.cluster import Cluster
 from topology.codec import convert, read_json
 from topology.errors import BadInput
 from topology.groups import GroupShape, group_rates
+from topology.samples import (
+    DIRECTIONS,
+    OPERATOR_KINDS,
+    REGIMES,
+    ContentionSample,
+    HostSample,
+    LayerSample,
+    OperatorSample,
+    Provenance,
+)
 
-PROFILE_SCHEMA_VERSION = 1
+PROFILE_SCHEMA_VERSION = 2
+READABLE = (1, 2)
 FASTEST_OVER_DATASHEET = 1.1  # nominal link rates are rounded down by up to 6 % (26.56 GB/s of "25" on H100)
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
@@ -41,11 +55,20 @@ class CollectiveSample:
     nbytes: int
     time_s: float
     launch: str = "queued"
+    run: str = ""  # of Profile.runs; empty: the profile's own head says it
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.op, self.ranks, self.nodes, self.nbytes, self.launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Everything measured on one machine. `taken_at` is ISO 8601; `versions` maps a library to its version."""
+    """Everything measured on one machine. `taken_at` is ISO 8601; `versions` maps a library to its version.
+
+    `runs` says where samples are from, by the name that their `run` gives; `missing` what was asked for and could not
+    be measured, and why.
+    """
 
     machine: str
     gpu: str
@@ -54,6 +77,17 @@ class Profile:
     versions: dict[str, str] = field(default_factory=dict)
     taken_at: str = ""
     collectives: tuple[CollectiveSample, ...] = ()
+    runs: dict[str, Provenance] = field(default_factory=dict)
+    operators: tuple[OperatorSample, ...] = ()
+    host: tuple[HostSample, ...] = ()
+    contention: tuple[ContentionSample, ...] = ()
+    layers: tuple[LayerSample, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it holds more than collectives."""
+        return bool(self.operators or self.host or self.contention or self.layers)
 
 
 def read_profile(path: str | Path, *, cluster: Cluster | None = None) -> Profile:
@@ -65,14 +99,61 @@ def read_profile(path: str | Path, *, cluster: Cluster | None = None) -> Profile
 
 def check_profile(profile: Profile, *, where: str = "profile", cluster: Cluster | None = None) -> None:
     """Raise BadInput if a sample cannot be true. With `cluster`, link rates above its datasheet are refused too."""
-    if profile.schema_version != PROFILE_SCHEMA_VERSION:
+    if profile.schema_version not in READABLE:
         raise BadInput(
             f"{where}: $.schema_version is {profile.schema_version}",
-            why=f"this release reads version {PROFILE_SCHEMA_VERSION}",
-            remedy="take the profile again",
+            why=f"this release reads versions {' and '.join(map(str, READABLE))}",
+            remedy="take the profile again, or update meshwright",
         )
     for index, sample in enumerate(profile.collectives):
         _check_sample(sample, f"{where}: $.collectives[{index}]", cluster)
+    for path, seconds in _times(profile):
+        if not math.isfinite(seconds) or seconds <= 0:
+            raise BadInput(f"{where}: $.{path} is {seconds}", why="a time is finite and positive")
+    for index, operator in enumerate(profile.operators):
+        _check_operator(operator, f"{where}: $.operators[{index}]", cluster)
+    for index, layer in enumerate(profile.layers):
+        if layer.layers not in {1, 2}:
+            raise BadInput(
+                f"{where}: $.layers[{index}] has {layer.layers} layers",
+                why="a runtime is calibrated on one and two layers, never on the runs that are to be predicted",
+            )
+
+
+def _times(profile: Profile) -> Iterator[tuple[str, float]]:
+    """Yield every time of the new kinds of samples with its path."""
+    for index, operator in enumerate(profile.operators):
+        yield f"operators[{index}].seconds", operator.seconds
+    for index, host in enumerate(profile.host):
+        yield f"host[{index}].seconds", host.seconds
+    for index, pair in enumerate(profile.contention):
+        for name in ("compute_alone_s", "compute_beside_s", "collective_alone_s", "collective_beside_s"):
+            yield f"contention[{index}].{name}", getattr(pair, name)
+    for index, layer in enumerate(profile.layers):
+        yield f"layers[{index}].step_s", layer.step_s
+
+
+def _check_operator(sample: OperatorSample, where: str, cluster: Cluster | None) -> None:
+    for name, value, known in (
+        ("kind", sample.kind, OPERATOR_KINDS),
+        ("direction", sample.direction, DIRECTIONS),
+        ("regime", sample.regime, REGIMES),
+    ):
+        if value not in known:
+            raise BadInput(f"{where}.{name} is {value!r}", remedy=f"use one of {', '.join(known)}")
+    if not sample.shape or any(size <= 0 for size in sample.shape.values()):
+        raise BadInput(f"{where}.shape is {sample.shape}", why="axes have positive sizes")
+    if sample.kind != "matmul" or cluster is None or not {"m", "n", "k"} <= sample.shape.keys():
+        return
+    shape = sample.shape
+    rate = 2.0 * shape.get("batch", 1) * shape["m"] * shape["n"] * shape["k"] / sample.seconds
+    peak = max(cluster.slowest_kind.peak_flops.values(), default=math.inf)
+    if rate > FASTEST_OVER_DATASHEET * peak:
+        raise BadInput(
+            f"{where}.seconds means {rate / 1e12:.0f} TFLOP/s",
+            why=f"the GPU's fastest type does {peak / 1e12:.0f}",
+            remedy="check that the kernel had ended when it was timed",
+        )
 
 
 def _check_sample(sample: CollectiveSample, where: str, cluster: Cluster | None) -> None:

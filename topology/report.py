@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from topology.cluster import SCHEMA_VERSION, Cluster, Gpu, Link, LinkKind, LinkState, Node, VertexKind
+from topology.cluster import SCHEMA_VERSION, Cluster, Gpu, Link, LinkKind, LinkState, Node, Source, VertexKind
 from topology.codec import to_builtins
+from topology.graph import bisection_bytes_per_s, crossing_kinds, graph, pair_bytes_per_s
 from topology.machine import components
 
 MEANING = {
@@ -64,8 +65,49 @@ def probe_json(cluster: Cluster) -> dict[str, Any]:
         "closest_nics": {gpu: list(nics) for gpu, nics in node.closest_nics.items()},
         "vertices": to_builtins(node.vertices),
         "links": to_builtins(node.links),
+        "bisection": _bisection(cluster),
         "findings": to_builtins(cluster.findings),
     }
+
+
+# How sure a rate is, the surest first.
+_SURENESS = (Source.MEASURED, Source.FITTED, Source.DATASHEET, Source.ASSUMED)
+
+
+def _bisection(cluster: Cluster) -> dict[str, Any] | None:
+    """Return what half of a node's GPUs can send the other half, over the split that lets least across.
+
+    Bytes per second in one direction, and the weakest source among the rates it rests on; None for fewer than two GPUs
+    or where no rate is known.
+    """
+    g = graph(cluster, 1)
+    rate = bisection_bytes_per_s(g)
+    if rate <= 0:
+        return None
+    kinds = crossing_kinds(g)
+    said = {
+        facts["source"]
+        for _, _, facts in g.edges(data=True)
+        if facts["rate_bytes_per_s"] > 0 and (kinds is None or facts["kind"] in kinds)
+    }
+    return {"bytes_per_s": rate, "source": max(said, key=_SURENESS.index).value}
+
+
+def _width(cluster: Cluster) -> list[str]:
+    """Return lines on what the whole node carries at once and on its narrowest pair, where pairs differ."""
+    halves = _bisection(cluster)
+    if halves is None:
+        return []
+    rate = f"{halves['bytes_per_s'] / 1e9:.0f} GB/s each way ({halves['source']} rates)"
+    lines = [f"between any two halves of the GPUs at least {rate}"]
+    pairs = pair_bytes_per_s(graph(cluster, 1))
+    narrow, wide = min(pairs, key=pairs.__getitem__), max(pairs.values())
+    if pairs[narrow] < wide:
+        a, b = sorted(narrow)
+        lines.append(
+            f"the narrowest pair alone is {a}-{b} with {pairs[a, b] / 1e9:.0f} GB/s, the widest has {wide / 1e9:.0f}"
+        )
+    return lines
 
 
 def explain(cluster: Cluster) -> str:
@@ -79,6 +121,7 @@ def explain(cluster: Cluster) -> str:
     lines += [_island(node, group, hub_of) for group in groups]
     inside = [set(group) for group in groups]
     lines += _between(node, inside)
+    lines += _width(cluster)
     lines += _hosts(node)
     lines += _nics(node)
     for item in cluster.findings:

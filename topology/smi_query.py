@@ -35,8 +35,6 @@ class QueriedGpu:
     name: str | None = None
     memory_bytes: int | None = None
     driver: str | None = None
-    pcie_gen: int | None = None
-    pcie_gen_max: int | None = None
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     mig: bool | None = None
@@ -68,8 +66,6 @@ def parse_query(text: str) -> tuple[QueriedGpu, ...]:
                 name=row.get("name"),
                 memory_bytes=mebibytes * 2**20 if mebibytes is not None else None,
                 driver=row.get("driver_version"),
-                pcie_gen=_whole(row.get("pcie.link.gen.current")),
-                pcie_gen_max=_whole(row.get("pcie.link.gen.max")),
                 pcie_width=_whole(row.get("pcie.link.width.current")),
                 pcie_width_max=_whole(row.get("pcie.link.width.max")),
                 mig={"Enabled": True, "Disabled": False}.get(mig) if mig is not None else None,

@@ -2,7 +2,7 @@
 
 The labels say where a path goes, not how fast it is: `NV18` through NVSwitch is the number of links of one GPU and is
 printed for every pair; `SYS` in a virtual machine says nothing; `topo -mp` leaves NVLink out altogether. So this file
-only returns what was printed. `topology.fuse` draws the conclusions.
+only returns what was printed. `topology.machine` and `topology.fabric` draw the conclusions.
 """
 
 from __future__ import annotations

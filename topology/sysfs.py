@@ -60,7 +60,6 @@ class SysfsNic:
 class SysfsSnapshot:
     gpus: tuple[SysfsGpu, ...] = ()
     nics: tuple[SysfsNic, ...] = ()
-    numa_nodes: tuple[int, ...] = ()
 
 
 def read_sysfs(root: str | Path = "/") -> SysfsSnapshot:
@@ -72,11 +71,9 @@ def read_sysfs(root: str | Path = "/") -> SysfsSnapshot:
             place = _place(device)
             if place is not None:
                 gpus.append(SysfsGpu(place=place, link=_link(device)))
-    nodes = [int(entry.name[4:]) for entry in _entries(sys / "devices/system/node") if entry.name[4:].isdigit()]
     return SysfsSnapshot(
         gpus=tuple(sorted(gpus, key=lambda gpu: gpu.place.busid)),
         nics=tuple(_nics(sys)),
-        numa_nodes=tuple(sorted(nodes)),
     )
 
 

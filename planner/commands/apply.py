@@ -27,19 +27,18 @@ def apply(
     force: Annotated[bool, typer.Option("--force", help="Use --out though it is not empty.")] = False,
     allow_busy: Annotated[bool, typer.Option("--allow-busy", help="Run though others use the GPUs.")] = False,
     own_table: Annotated[bool, typer.Option("--own-table", help="Run the simulator's pipeline table.")] = False,
-    tolerance: Annotated[
-        float | None, typer.Option("--tolerance", min=0, help="Allowed error of the step; default: its interval.")
-    ] = None,
+    tolerance: options.Tolerance = None,
     json: options.Json = False,
 ) -> None:
     """Run a plan on this machine and report measured against predicted.
 
     Machine and plan are compared before anything starts. Numbers are checked against one process before anything is
-    timed. Exit code 1 when the plan is stale or the run failed, 4 when it ran but was not as predicted or memory was
-    full.
+    timed. Every run is kept: planner runs lists them, planner report explains one. Exit code 1 when the plan is stale or
+    the run failed, 4 when memory was full or the step is outside --tolerance, without it outside its predicted interval.
     """
-    from planner import apply_process, apply_report, output  # noqa: PLC0415 - keeps `--help` light
+    from planner import apply_process, output  # noqa: PLC0415 - keeps `--help` light
     from planner.commands.doctor import budget_s  # noqa: PLC0415 - as above
+    from planner.comparison import compare  # noqa: PLC0415 - as above
     from topology import codec  # noqa: PLC0415 - as above
     from topology.errors import UserError  # noqa: PLC0415 - as above
 
@@ -47,6 +46,12 @@ def apply(
     if device is not None and device not in DEVICES:
         raise UserError(f"--device is {device!r}", remedy=f"one of {', '.join(DEVICES)}")
     question = _question(plan, device, allow_busy=allow_busy)
+    if tolerance is not None and question.predicted is None:
+        raise UserError(
+            "--tolerance has nothing to hold the step against",
+            why="only runs of a saved plan on the planned GPUs are predicted",
+            remedy="leave --tolerance out, or give a plan and GPUs",
+        )
     folder = _folder(out, force=force)
     request = question.request(steps=steps, budget_s=seconds, own_table=own_table)
     if dry_run:
@@ -63,15 +68,29 @@ def apply(
         _interrupted(folder, json=json)
         raise
     output.end_progress()
-    comparison = apply_report.compare(document, tolerance)
-    document["comparison"] = comparison
-    codec.write_text(folder / "run.json", codec.to_json(document) + "\n")
-    _report(document, comparison, folder, json=json)
+    document["cluster"] = codec.to_builtins(question.cluster)
+    document["comparison"] = comparison = compare(document, tolerance)
+    _keep(document, folder)
+    _report(document, folder, json=json)
     code = int(document["exit_code"])
-    if code == 0 and comparison is not None and not comparison["within"]:
+    if code == 0 and question.predicted is not None and not (comparison and comparison["within"]):
         code = 4
     if code:
         raise typer.Exit(code)
+
+
+def _keep(document: dict[str, Any], folder: Path) -> None:
+    """Write the report, and copy it to the store of runs; neither may cost a run that has been made."""
+    from planner import output, runs_store  # noqa: PLC0415 - keeps `--help` light
+    from topology import codec  # noqa: PLC0415 - as above
+    from topology.errors import PlannerError  # noqa: PLC0415 - as above
+
+    document["id"] = runs_store.run_id(document)
+    try:
+        codec.write_text(folder / "run.json", codec.to_json(document) + "\n")
+        runs_store.keep(document, folder)
+    except PlannerError as error:
+        output.warn(f"warning: {error}")
 
 
 def _question(plan: Path | None, device: str | None, *, allow_busy: bool) -> Question:
@@ -95,16 +114,16 @@ def _question(plan: Path | None, device: str | None, *, allow_busy: bool) -> Que
     return cuda_question(content, here, diagnose(here), allow_busy=allow_busy)
 
 
-def _free_bytes() -> int:
-    """Return the memory that new processes can have, or no limit where the system does not say."""
+def _free_bytes() -> int | None:
+    """Return the memory that new processes can have, or None where the system does not say."""
     try:
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
     except OSError:
-        return 1 << 62
+        return None
     for line in text.splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
-    return 1 << 62
+    return None
 
 
 def _folder(out: Path | None, *, force: bool) -> Path:
@@ -170,15 +189,17 @@ def _show(question: Question, request: dict[str, Any], folder: Path, seconds: fl
         print(f"rank {place['rank']:<4} {place['device']:<8} {at}")
 
 
-def _report(document: dict[str, Any], comparison: dict[str, Any] | None, folder: Path, *, json: bool) -> None:
+def _report(document: dict[str, Any], folder: Path, *, json: bool) -> None:
     from planner import apply_report, output  # noqa: PLC0415 - keeps `--help` light
 
     if json:
         output.emit_json({**document, "directory": str(folder)})
         return
-    for line in apply_report.lines(document, comparison):
+    for line in apply_report.lines(document, document["comparison"]):
         print(output.printable(line))
     print(output.printable(f"saved {folder / 'run.json'}"))
+    if document.get("predicted"):
+        print(output.printable(f"next: planner report {document['id']}"))
 
 
 def _interrupted(folder: Path, *, json: bool) -> None:
@@ -189,4 +210,5 @@ def _interrupted(folder: Path, *, json: bool) -> None:
     if report.is_file():
         document = codec.read_json(report)
         document["comparison"] = None
-        _report(document, None, folder, json=json)
+        _keep(document, folder)
+        _report(document, folder, json=json)

@@ -16,6 +16,9 @@ SeqLen = Annotated[int, typer.Option("--seq-len", "--seq", min=1, max=1 << 31, h
 Profile = Annotated[Path | None, typer.Option("--profile", help="Measured profile of the cluster.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile the model.")]
+Tolerance = Annotated[
+    float | None, typer.Option("--tolerance", min=0.0, help="Exit 4 when an error exceeds this many percent.")
+]
 ParamDtype = Annotated[
     str | None, typer.Option("--param-dtype", help="Type parameters are stored in: float32, bfloat16 or float16.")
 ]

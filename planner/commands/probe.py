@@ -90,7 +90,8 @@ def _export(cluster: Cluster, to: Export, out: Path | None) -> None:
 
 def read_cluster(sources: list[str] | None, gpu: str | None) -> Cluster:
     """Return what captured files say, or this machine where there are none."""
-    from topology.errors import UserError  # noqa: PLC0415 - keeps `--help` light
+    from topology.codec import read_given  # noqa: PLC0415 - keeps `--help` light
+    from topology.errors import UserError  # noqa: PLC0415 - as above
     from topology.probe import probe_text  # noqa: PLC0415 - as above
 
     if sources and len(sources) == 1 and _named(sources[0]):
@@ -103,27 +104,13 @@ def read_cluster(sources: list[str] | None, gpu: str | None) -> Cluster:
         from topology.probe_machine import probe_machine  # noqa: PLC0415 - as above
 
         return probe_machine(gpu=gpu)
-    return probe_text([(name, _text(name)) for name in sources], gpu=gpu)
+    return probe_text([(name, read_given(name)[0]) for name in sources], gpu=gpu)
 
 
 def _named(source: str) -> bool:
     from topology.catalog import is_catalog_name  # noqa: PLC0415 - keeps `--help` light
 
     return is_catalog_name(source) and not Path(source).exists()
-
-
-def _text(name: str) -> str:
-    import sys  # noqa: PLC0415 - only for standard input
-
-    from topology import codec  # noqa: PLC0415 - keeps `--help` light
-    from topology.errors import BadInput  # noqa: PLC0415 - as above
-
-    if name != "-":
-        return codec.read_text(name)
-    text = sys.stdin.read(codec.MAX_BYTES + 1)
-    if len(text) > codec.MAX_BYTES:
-        raise BadInput("standard input is larger than 32 MiB", remedy="pass a smaller file")
-    return text
 
 
 def _print(cluster: Cluster, *, explain: bool) -> None:

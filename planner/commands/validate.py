@@ -15,15 +15,12 @@ if TYPE_CHECKING:
 def validate(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Case files with measurements.")],
     profile: options.Profile = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option("--tolerance", min=0.0, help="Exit 4 when a mean absolute error exceeds this many percent."),
-    ] = None,
+    tolerance: options.Tolerance = None,
     json: options.Json = False,
 ) -> None:
     """Compare predictions with measured runs, row by row, and sum up each file.
 
-    A row that cannot be predicted is listed as skipped, with the reason.
+    A row that cannot be predicted is listed as skipped, with the reason. --tolerance is for mean absolute errors.
     """
     from pathlib import Path  # noqa: PLC0415 - keeps `--help` light
 
@@ -54,8 +51,14 @@ def validate(
 
 
 def _hold(summary: Mapping[str, Any], tolerance: float) -> None:
-    from topology.errors import OutOfTolerance  # noqa: PLC0415 - keeps `--help` light
+    from topology.errors import OutOfTolerance, UserError  # noqa: PLC0415 - keeps `--help` light
 
+    if not summary["step"] and not summary["memory"]:
+        raise UserError(
+            f"nothing could be held against a tolerance of {tolerance:g}%",
+            why=f"{summary['skipped']} of {summary['rows']} rows were skipped, and no other has a measurement",
+            remedy="give cases with measured steps or memory, that can be predicted",
+        )
     over = [
         f"{quantity} {100 * figures['mean_abs']:.1f}%"
         for quantity in ("step", "memory")

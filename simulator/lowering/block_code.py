@@ -26,7 +26,7 @@ from simulator.layer_cost import (
 )
 from simulator.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
 from simulator.runtime_library import RecomputeSpec
-from simulator.tp_overlap import MATCHED_MODES, extra_calls, partials_bytes, together_s
+from simulator.tp_overlap import MATCHED_MODES, extra_calls, launch_s, launches, partials_bytes, together_s
 
 KernelKey = tuple[str, tuple[int, ...], str]
 
@@ -86,29 +86,30 @@ class OverlapStep:
     @property
     def piece(self) -> KernelStep:
         """What is launched: one piece of the product, or all of it where one kernel does both."""
-        if self.transfer.mode == "fused":
-            return self.product
         name, shape, dtype = self.product.key
-        seconds = self.product.pieces_s / self.ranks
+        pieces = round(launches(self.transfer.mode, self.ranks))
         return KernelStep(
-            key=(f"{name}/{self.ranks}", shape, dtype),
-            cost=replace(self.product.cost, seconds=seconds),
-            host_s=self.product.host_s / self.ranks,
+            key=(f"{name}/{pieces}", shape, dtype),
+            cost=replace(self.product.cost, seconds=launch_s(self.transfer.mode, **self._times)),
+            host_s=self.product.host_s,
         )
 
     @property
     def seconds(self) -> float:
         """How long both take together on an idle machine."""
+        return together_s(self.transfer.mode, **self._times)
+
+    @property
+    def _times(self) -> dict[str, float]:
         t = self.transfer
-        return together_s(
-            t.mode,
-            whole_s=t.seconds,
-            chunk_s=t.chunk_s,
-            hop_s=t.hop_s,
-            product_s=self.product.cost.seconds,
-            pieces_s=self.product.pieces_s,
-            ranks=float(self.ranks),
-        )
+        return {
+            "whole_s": t.seconds,
+            "chunk_s": t.chunk_s,
+            "hop_s": t.hop_s,
+            "product_s": self.product.cost.seconds,
+            "pieces_s": self.product.pieces_s,
+            "ranks": float(self.ranks),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +185,8 @@ def block_code(
     )
 
 
-def merged(steps: Iterable[Step], name: str, detail: Detail, *, split: bool = False) -> list[Step]:
-    """Return `steps` as coarse as `detail` asks for. With `split`, weight gradients stay launches of their own."""
+def merged(steps: Iterable[Step], name: str, detail: Detail) -> list[Step]:
+    """Return `steps` as coarse as `detail` asks for."""
     steps = _overlapped(list(steps), name)
     if detail is Detail.KERNEL:
         return steps
@@ -199,8 +200,6 @@ def merged(steps: Iterable[Step], name: str, detail: Detail, *, split: bool = Fa
 
     for step in steps:
         if isinstance(step, KernelStep):
-            if split and run and run[-1].weight is not step.weight:
-                close()
             run.append(step)
         elif detail is Detail.STAGE:
             run.append(_folded(step))
@@ -218,8 +217,9 @@ def _folded(step: TransferStep | OverlapStep | RingStep) -> KernelStep:
             key=(step.op, (step.nbytes,), step.group), cost=Cost(seconds=step.seconds), host_s=step.host_s
         )
     if isinstance(step, OverlapStep):
-        kernel = step.product
-        host = kernel.host_s + (1 + extra_calls(step.transfer.mode, step.ranks)) * step.transfer.host_s
+        kernel, mode = step.product, step.transfer.mode
+        host = kernel.host_s * launches(mode, step.ranks)
+        host += (1 + extra_calls(mode, step.ranks)) * step.transfer.host_s
     else:
         kernel = step.kernel
         host = kernel.host_s * step.ranks + 2 * (step.ranks - 1) * step.host_s
@@ -320,6 +320,8 @@ def _add_host(steps: list[Step], name: str, seconds: float) -> None:
 def _extend(steps: list[Step], works: Sequence[Work], operator: OperatorSpec, context: CostContext) -> None:
     host = context.spec.host
     for work in works:
+        if work.kind is WorkKind.MOVE and not work.launches and not np.any(work.bytes):
+            continue  # nothing to do under this plan
         if work.kind is not WorkKind.COLLECTIVE:
             reads, result = ends_of(work, operator)
             steps.append(replace(_kernel(work, context), reads=reads, result=result))

@@ -10,7 +10,7 @@ import numpy as np
 from simulator.layer_cost import CostContext
 from simulator.lowering.block_code import BlockCode, block_code
 from simulator.lowering.sharded_data import Unit
-from simulator.memory import Parameters, head_peak_bytes, local_parameters
+from simulator.memory import Parameters, head_peak_bytes, local_parameters, placeholder_bytes
 from simulator.model import Model
 from simulator.runtime_library import ModelOperators, RecomputeSpec
 from simulator.stages import stage_layers
@@ -29,6 +29,7 @@ class Network:
         self.parameters: Parameters = local_parameters(model, context)
         self._blocks: dict[tuple[str, str, bool], BlockCode] = {}
         self.stages: list[StageUnits] = []
+        self._kinds: list[frozenset[str]] = []  # of layers, by stage
         plan = context.table.plans[0]
         layer = 0
         counts = stage_layers(model.layers, plan, context.spec.pipeline)
@@ -39,6 +40,7 @@ class Network:
                 units.append((self._unit("embedding", self.parameters.embedding), self._block("embedding")))
             word = plan.recompute_per_stage[stage] if plan.recompute_per_stage else plan.recompute
             units += [self._layer(index, word) for index in range(layer, layer + count)]
+            self._kinds.append(frozenset("dense" if self._is_dense(i) else "moe" for i in range(layer, layer + count)))
             layer += count
             if stage == len(counts) - 1:
                 units.append((self._unit("head", self.parameters.head), self._block("head")))
@@ -49,11 +51,20 @@ class Network:
         # A mode for a share of the layers wraps every so many of them, the last of each run.
         every = round(1 / mode.layers)
         wrapped = bool(mode.recomputes) and index % every == every - 1
-        dense = self.model.moe is None or index < self.model.dense_layers
         p, name = self.parameters, f"layer {index}"
-        if dense:
+        if self._is_dense(index):
             return self._unit(name, p.dense_layer), self._block("dense", word, wrapped=wrapped)
         return self._unit(name, p.moe_layer, p.experts), self._block("moe", word, wrapped=wrapped)
+
+    def _is_dense(self, index: int) -> bool:
+        return self.model.moe is None or index < self.model.dense_layers
+
+    def placeholder_bytes(self, stages: Sequence[int]) -> float:
+        """Return the bytes of weight gradients that nobody fills on a rank that holds `stages`."""
+        of_kind = {"dense": self.operators.dense_layer, "moe": self.operators.moe_layer}
+        kinds = frozenset[str]().union(*(self._kinds[stage] for stage in stages))
+        held = [operator for kind in sorted(kinds) for operator in of_kind[kind]]
+        return float(placeholder_bytes(held, self.context)[0])
 
     def _unit(self, name: str, shared: object, experts: object = 0.0) -> Unit:
         return Unit(name=name, shared=_number(shared), experts=_number(experts))

@@ -28,7 +28,7 @@ from simulator.plan_table import axis_sizes, plan_table
 from simulator.program import COMPUTE, CodeWriter, Groups, Program
 from simulator.roofline import Roofline
 from simulator.runtime import DTYPE_BYTES, Runtime
-from simulator.runtime_library import operators_for
+from simulator.runtime_library import attention_kernel, operators_for
 from simulator.schedule_tables import build_schedule
 from simulator.schedules import Action, Kind, Schedule
 from simulator.workload import Workload
@@ -74,7 +74,9 @@ def plan_context(
         table=table,
         sizes=axis_sizes(model, workload, table),
         roofline=Roofline(
-            gpu=cluster.slowest_kind, dtype=runtime.compute_dtype, attention_kernel=spec.attention_kernel
+            gpu=cluster.slowest_kind,
+            dtype=runtime.compute_dtype,
+            attention_kernel=attention_kernel(runtime, cluster.slowest_kind.architecture),
         ),
         groups=GroupTimes(cluster, table, collective_model(cluster, profile)),
         runtime=runtime,
@@ -159,6 +161,9 @@ class _Lowering:
         whole = sum(u.elements for u in units)
         if not self.traffic.fully_sharded and self.spec.ddp.bucket_copy and self.plan.dp_replicate > 1:
             code.alloc("buckets", round(whole * widths["gradients"]), "gradient_buffers", filled=True, stream=COMPUTE)
+        placeholders = round(self.network.placeholder_bytes(self.schedule.stages_of(rank)))
+        if placeholders and not self.traffic.fully_sharded:
+            code.alloc("placeholders", placeholders, "gradient_buffers", filled=True, stream=COMPUTE)
         if table.conditions["autocast"][0] and widths["parameters"] > self.context.dtype_bytes("compute"):
             nbytes = round(whole * self.context.dtype_bytes("compute"))
             code.alloc("cast weights", nbytes, "gathered_parameters", filled=True, stream=COMPUTE)

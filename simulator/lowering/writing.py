@@ -91,6 +91,7 @@ class StepWriter:
         stream = f"{step.transfer.group} copies"
         self.peer_copies[shard] = step.transfer.hop_s
         for turn in range(step.ranks):
+            code.host_work("issue copies", 2 * step.transfer.host_s)
             if turn < step.ranks - 1:
                 code.after(stream, COMPUTE)
                 code.copy(shard, PEER_COPY, stream=stream)

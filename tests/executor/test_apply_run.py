@@ -100,8 +100,31 @@ def test_a_full_memory_is_told_with_its_rank_and_its_table(tmp_path) -> None:
     assert found["measured"]["steps"] == 1
 
 
+def verified(**found: object) -> dict:
+    plain = {"kind": "verified", "ok": False, "dtype": "float64", "loss": 0.5, "gradient": 0.5, "worst": ""}
+    return {**plain, **found}
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (verified(loss=None, gradient=None), "which is no number"),
+        (verified(kind="verified_types", dtype="bfloat16"), "in bfloat16"),
+        ({"kind": "not_finite", "index": 4}, "step 4 is no number"),
+        ({"kind": "kernel", "name": "ring attention", "ok": False}, "ring attention"),
+    ],
+)
+def test_wrong_numbers_of_every_kind_are_told(tmp_path, entry: dict, words: str) -> None:
+    write(tmp_path, 1, entry)
+
+    found = report(REQUEST, DONE, tmp_path, [])
+
+    assert (found["status"], found["exit_code"]) == ("wrong_numbers", 1)
+    assert words in found["failure"]["message"]
+
+
 def test_wrong_numbers_are_told_and_not_timed(tmp_path) -> None:
-    write(tmp_path, 0, {"kind": "verified", "ok": False, "worst": "layers.0.attention.wq.weight"})
+    write(tmp_path, 0, verified(worst="layers.0.attention.wq.weight"))
 
     found = report(REQUEST, DONE, tmp_path, [])
 

@@ -7,8 +7,9 @@ import threading
 from executor.heartbeat import Beat, Heartbeat, read_beats, suspects
 
 
-def beat(rank: int, *, written: float = 100.0, waiting: bool = True, where: str = "executor/train_step.py:9") -> Beat:
-    return Beat(rank=rank, pid=1000 + rank, phase="step 3", where=where, waiting=waiting, written=written)
+def beat(rank: int, *, written: float = 100.0, **more) -> Beat:
+    fields = {"phase": "step 3", "where": "executor/train_step.py:9", "waiting": True, **more}
+    return Beat(rank=rank, pid=1000 + rank, written=written, **fields)
 
 
 def test_a_rank_that_fell_silent_is_blamed_not_those_that_waited() -> None:
@@ -32,6 +33,44 @@ def test_a_rank_that_never_came_is_blamed() -> None:
 def test_nobody_is_blamed_when_all_wait() -> None:
     """Everyone waits for everyone: a lost message, not a lost rank."""
     assert suspects([beat(0), beat(1)], 2) == []
+
+
+def test_the_rank_that_has_not_entered_is_blamed_not_those_that_wait_in_a_synchronisation() -> None:
+    """On GPUs nobody stands inside a collective: three ranks wait for their device, one reads its batch."""
+    said = suspects(
+        [
+            beat(0, waiting=False, telling=False, entered={"0,1,2,3#0": 41}),
+            beat(1, waiting=False, telling=False, entered={"0,1,2,3#0": 41}),
+            beat(2, waiting=False, telling=False, entered={"0,1,2,3#0": 40}, where="executor/batches.py:20"),
+            beat(3, waiting=False, telling=False, entered={"0,1,2,3#0": 41}),
+        ],
+        4,
+    )
+
+    assert len(said) == 1
+    assert said[0].startswith("rank 2 (pid 1002) was in step 3 at executor/batches.py:20")
+    assert "3 of its group" in said[0]
+
+
+def test_a_rank_that_is_late_because_it_waits_elsewhere_is_not_blamed() -> None:
+    """Rank 1 is stuck; 0 waits for it in their group, 2 waits for 0 in another."""
+    said = suspects(
+        [
+            beat(0, waiting=True, entered={"0,1#0": 5, "0,2#0": 7}),
+            beat(1, waiting=False, entered={"0,1#0": 4, "1,3#0": 7}),
+            beat(2, waiting=True, entered={"2,3#0": 5, "0,2#0": 8}),
+            beat(3, waiting=True, entered={"2,3#0": 5, "1,3#0": 8}),
+        ],
+        4,
+    )
+
+    assert [line[:6] for line in said] == ["rank 1"]
+
+
+def test_where_a_rank_of_a_gpu_stands_proves_nothing() -> None:
+    beats = [beat(0, telling=False, entered={"0,1#0": 5}), beat(1, telling=False, waiting=False, entered={"0,1#0": 5})]
+
+    assert suspects(beats, 2) == []
 
 
 def test_beats_are_written_and_read(tmp_path) -> None:

@@ -8,13 +8,16 @@ import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from pathlib import Path
 
 import pytest
 
-from executor.launch import ALWAYS, TAG, child_environment, command, family, launch
+from executor.launch import ALWAYS, TAG, _first_failure, child_environment, command, family, launch
 
-WORKERS = {"PYTHONPATH": str(Path(__file__).parent / "workers")}
+# Every process that these tests start carries this name, so that they count their own and nobody else's.
+MARK = f"MESHWRIGHT_TEST_{uuid.uuid4().hex}"
+WORKERS = {"PYTHONPATH": str(Path(__file__).parent / "workers"), MARK: "1"}
 ROOT = Path(__file__).parents[2]
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
@@ -24,11 +27,11 @@ def plain(module: str, *arguments: str, budget_s: float = 20.0, **more):
 
 
 def ours() -> list[int]:
-    """Processes of any run of ours that still live."""
+    """Processes of this module's tests that still live."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if f"{TAG}=".encode() in (folder / "environ").read_bytes() and int(folder.name) != os.getpid():
+            if MARK.encode() in (folder / "environ").read_bytes():
                 found.append(int(folder.name))
         except OSError:
             continue
@@ -184,6 +187,34 @@ def test_elastic_names_the_rank_that_was_killed() -> None:
     assert (done.failure.rank, done.failure.signal) == (1, "SIGKILL"), done.stderr_tail
     assert done.seconds < 50
     assert ours() == []
+
+
+def test_a_kill_goes_before_the_complaint_of_those_who_lost_their_peer(tmp_path) -> None:
+    """The agent's summary, as torch 2.13 prints it, when it noticed the complaint first."""
+    text = """
+Failures:
+[1]:
+  time      : 2026-01-01_00:00:01
+  host      : here
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 8)
+  error_file: <N/A>
+  traceback : Signal 9 (SIGKILL) received by PID 8
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-01_00:00:00
+  host      : here
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 7)
+  error_file: /x/0/error.json
+  traceback : RuntimeError: connection closed by peer
+"""
+    found = _first_failure(tmp_path, 1, text, elastic=True)
+    assert (found.rank, found.signal) == (1, "SIGKILL")
+
+    found = _first_failure(tmp_path, 1, text.replace("exitcode  : -9", "exitcode  : -15"), elastic=True)
+    assert (found.rank, found.exit_code) == (0, 1)
 
 
 @needs_torch

@@ -43,8 +43,13 @@ def test_legal_plans_pass() -> None:
         (Plan(virtual_stages=2), "need a pipeline"),
         (Plan(dp_shard=3), "not a multiple"),
         (Plan(zero_stage=3, dp_replicate=2), "say dp_shard"),
-        (Plan(tp=2, tp_overlap="async"), "only none"),
+        (Plan(tp=2, tp_overlap="async"), "needs sequence_parallel"),
+        (Plan(tp=2, tp_overlap="hope"), "one of none, chunked"),
         (Plan(recompute="block"), "recompute 'block'"),
+        (Plan(recompute_per_stage=("full", "none")), "2 modes for 1 stages"),
+        (Plan(pp=2, recompute_per_stage=("full", "some")), "recompute 'some'"),
+        (Plan(cp=2, cp_method="all_to_all"), "cp_method all_to_all"),
+        (Plan(capacity_factor=1.25), "capacity_factor 1.25"),
         (Plan(placement=(0, 1)), "2 GPUs for 1 ranks"),
         (Plan(pp=8), "do not spread"),
         (Plan(pp=2, schedule="Nothing"), "unknown pipeline schedule"),
@@ -53,6 +58,18 @@ def test_legal_plans_pass() -> None:
 )
 def test_what_it_cannot_run_it_refuses(plan: Plan, words: str) -> None:
     assert words in complaint(plan)
+
+
+def test_a_load_of_experts_that_cannot_be_asked_for_is_refused() -> None:
+    assert "expert_imbalance 1.5" in complaint(
+        Plan(), work=Workload(seq_len=64, global_batch_size=8, expert_imbalance=1.5)
+    )
+
+
+def test_overlapped_products_are_eager() -> None:
+    plan = Plan(tp=2, sequence_parallel=True, tp_overlap="ring")
+
+    assert "overlapped products are eager" in complaint(plan, compile=True)
 
 
 def test_v_schedules_are_only_refused_on_gloo() -> None:
@@ -66,7 +83,7 @@ def test_two_ranks_on_one_gpu_are_refused() -> None:
 
 
 def test_models_it_cannot_express_are_refused_by_name() -> None:
-    assert "latent attention" in complaint(Plan(), load_model("deepseek-v3"))
+    assert "latent attention" in complaint(Plan(cp=2), load_model("deepseek-v3"))
     assert "layernorm" in complaint(Plan(), load_model("gpt2"))
 
 

@@ -4,6 +4,7 @@ One launch runs many plans, because starting processes costs more than the plans
 `executor.verify` (2^10 units in the last place of the type); float64 is used so that a mistake cannot hide in rounding.
 """
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -26,7 +27,16 @@ TWO = {
     "fsdp-tied": ({"model": "tied"}, {"dp_shard": 2, "micro_batch_size": 4}),
     "tp": ({}, {"tp": 2, "micro_batch_size": 8}),
     "tp-sp": ({"model": "qk_norm"}, {"tp": 2, "sequence_parallel": True, "micro_batch_size": 8}),
-    "cp": ({}, {"cp": 2, "micro_batch_size": 8}),
+    "cp": ({}, {"cp": 2, "micro_batch_size": 8, "cp_method": "ring"}),
+    "cp-all-gather": ({}, {"cp": 2, "micro_batch_size": 8, "cp_method": "all_gather"}),
+    "latent-tp": ({"model": "latent"}, {"tp": 2, "sequence_parallel": True, "micro_batch_size": 8}),
+    "latent-tp-whole": ({"model": "latent"}, {"tp": 2, "micro_batch_size": 8}),
+    "latent-fsdp": ({"model": "latent"}, {"dp_shard": 2, "micro_batch_size": 4, "recompute": "full"}),
+    "window-tp": ({"model": "window"}, {"tp": 2, "sequence_parallel": True, "micro_batch_size": 8}),
+    "window-pp": ({"model": "window"}, {"pp": 2, "micro_batch_size": 2}),
+    "shared-ddp": ({"model": "shared"}, {"dp_replicate": 2, "micro_batch_size": 4}),
+    "shared-tp": ({"model": "shared"}, {"tp": 2, "micro_batch_size": 8}),
+    "shared-ep": ({"model": "shared"}, {"dp_shard": 2, "ep": 2, "micro_batch_size": 4}),
     "ep": ({"model": "moe"}, {"dp_shard": 2, "ep": 2, "micro_batch_size": 4}),
     "pp-gpipe": ({}, {"pp": 2, "schedule": "GPipe", "micro_batch_size": 2}),
     "pp-1f1b": ({}, {"pp": 2, "schedule": "1F1B", "micro_batch_size": 2}),
@@ -40,8 +50,26 @@ TWO = {
         {"model": "four"},
         {"pp": 2, "virtual_stages": 2, "schedule": "LoopedBFS", "micro_batch_size": 2},
     ),
+    "pp-recompute-per-stage": (
+        {"model": "four"},
+        {
+            "pp": 2,
+            "virtual_stages": 2,
+            "schedule": "Interleaved1F1B",
+            "recompute_per_stage": ["full", "none", "selective-op", "selective"],
+            "micro_batch_size": 2,
+        },
+    ),
     "pp-uneven": ({"model": "four"}, {"pp": 2, "layers_per_stage": [3, 1], "micro_batch_size": 2}),
 }
+OVERLAP = {
+    f"tp-overlap-{mode}": (
+        {"model": "qk_norm"},
+        {"tp": 2, "sequence_parallel": True, "tp_overlap": mode, "micro_batch_size": 8},
+    )
+    for mode in ("chunked", "ring", "copy_engine", "fused", "async")
+}
+TWO |= OVERLAP if importlib.util.find_spec("executor.overlap") else {}
 FOUR = {
     "hsdp": ({}, {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}),
     "fsdp-selective": ({}, {"dp_shard": 4, "recompute": "selective", "micro_batch_size": 2}),
@@ -55,7 +83,8 @@ FOUR = {
         {"dp_shard": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 4},
     ),
     "fsdp-tp-tied": ({"model": "tied"}, {"dp_shard": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 4}),
-    "cp4": ({"seq_len": 32}, {"cp": 4, "micro_batch_size": 8}),
+    "cp4": ({"seq_len": 32}, {"cp": 4, "micro_batch_size": 8, "cp_method": "ring"}),
+    "cp4-all-gather": ({"seq_len": 32}, {"cp": 4, "micro_batch_size": 8, "cp_method": "all_gather"}),
     "fsdp-cp-full": ({}, {"dp_shard": 2, "cp": 2, "recompute": "full", "micro_batch_size": 4}),
     "cp-tp": ({}, {"cp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 8}),
     "fsdp-ep2": ({"model": "half_moe"}, {"dp_shard": 4, "ep": 2, "micro_batch_size": 2}),
@@ -65,6 +94,15 @@ FOUR = {
     ),
     "ep-cp": ({"model": "moe"}, {"dp_shard": 2, "cp": 2, "ep": 4, "micro_batch_size": 4}),
     "ep-tp": ({"model": "moe"}, {"dp_shard": 2, "tp": 2, "ep": 4, "sequence_parallel": True, "micro_batch_size": 4}),
+    "latent-fsdp-tp": (
+        {"model": "latent"},
+        {"dp_shard": 2, "tp": 2, "sequence_parallel": True, "recompute": "selective-op", "micro_batch_size": 4},
+    ),
+    "latent-pp-tp": ({"model": "latent"}, {"pp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 2}),
+    "shared-ep-tp": (
+        {"model": "shared"},
+        {"dp_shard": 2, "tp": 2, "ep": 4, "sequence_parallel": True, "micro_batch_size": 4},
+    ),
     "moe-tp": ({"model": "moe"}, {"dp_shard": 2, "tp": 2, "micro_batch_size": 4}),
     "pp-fsdp": ({}, {"pp": 2, "dp_shard": 2, "micro_batch_size": 1}),
     "pp-fsdp-own-table": ({"own_table": True}, {"pp": 2, "dp_shard": 2, "schedule": "1F1B", "micro_batch_size": 1}),

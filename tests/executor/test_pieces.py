@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from torch.nn import functional  # noqa: E402 - after the check for torch
 
 from executor.batches import rank_batch, row  # noqa: E402 - as above
-from executor.context_parallel import merge, part_backward, part_forward, positions  # noqa: E402 - as above
+from executor.context_parallel import combine, part_backward, part_forward, positions  # noqa: E402 - as above
 from executor.init_weights import draw  # noqa: E402 - as above
 from executor.model import Decoder  # noqa: E402 - as above
 from executor.moe import Experts  # noqa: E402 - as above
@@ -33,8 +33,8 @@ def test_every_token_is_held_once_and_causal_work_is_even(world: int) -> None:
 def test_attention_over_parts_is_attention_over_all() -> None:
     q, k, v = random(2, 4, 6, 8), random(2, 2, 10, 8, seed=1), random(2, 2, 10, 8, seed=2)
 
-    halves = [part_forward(q, k[:, :, s], v[:, :, s], causal=False) for s in (slice(0, 3), slice(3, 10))]
-    out, _ = merge(*halves[0], *halves[1])
+    first, second = (part_forward(q, k[:, :, s], v[:, :, s], causal=False) for s in (slice(0, 3), slice(3, 10)))
+    out, _ = combine([(slice(None), *first), (slice(None), *second)])
 
     expected = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from executor.records import Deadline, Recorder, middle, read_records
+from executor.records import Deadline, Recorder, finite, middle, read_records
 
 
 def test_a_line_cut_short_ends_the_records(tmp_path) -> None:
@@ -20,6 +20,15 @@ def test_a_line_cut_short_ends_the_records(tmp_path) -> None:
 def test_a_rate_that_is_no_number_is_never_written(tmp_path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         Recorder(tmp_path / "r").write("flows", rate=float("nan"))
+
+
+def test_a_difference_may_be_infinite_and_is_then_none() -> None:
+    assert finite({"a": float("inf"), "b": float("nan"), "c": 1.5, "d": "inf"}) == {
+        "a": None,
+        "b": None,
+        "c": 1.5,
+        "d": "inf",
+    }
 
 
 def test_middle() -> None:

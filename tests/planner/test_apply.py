@@ -16,8 +16,9 @@ import pytest
 from executor.request import Request
 from planner import apply_process
 from planner.apply_question import cpu_question, cuda_numbers, cuda_question, default_question, require_machine
-from planner.apply_report import compare
+from planner.comparison import compare
 from planner.plan_file import plan_file, save_plan
+from planner.runs_store import list_runs
 from planner.search import suggest
 from simulator.plan import Plan
 from simulator.workload import Workload
@@ -238,6 +239,12 @@ def test_a_dry_run_as_text(planner) -> None:
 
 def document(content, step_s: float, *, status: str = "finished", code: int = 0) -> dict:
     return {
+        "taken_at": "2026-01-01T00:00:00+00:00",
+        "device": "cuda",
+        "plan": codec.to_builtins(content.plan),
+        "model": codec.to_builtins(content.model),
+        "workload": codec.to_builtins(content.workload),
+        "runtime": codec.to_builtins(content.runtime),
         "status": status,
         "complete": status == "finished",
         "exit_code": code,
@@ -264,8 +271,8 @@ def test_the_error_is_predicted_over_measured(content) -> None:
 
     assert compare(document(content, value), None)["step_error"] == pytest.approx(0)
     assert compare(document(content, 2 * value), None)["step_error"] == pytest.approx(-0.5)
-    assert compare(document(content, 1.05 * value), 0.1)["within"]
-    assert not compare(document(content, 1.5 * value), 0.1)["within"]
+    assert compare(document(content, 1.05 * value), 10)["within"]
+    assert not compare(document(content, 1.5 * value), 10)["within"]
     assert compare(document(content, value, status="failed", code=1), None) is None
 
 
@@ -285,7 +292,53 @@ def test_exit_codes_tell_how_it_went(
 
     assert done.returncode == code
     assert "step " in done.stdout
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["comparison"] == compare(ran, None)
+    saved_run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert saved_run["comparison"] == compare(ran, None)
+    (kept,) = list_runs()
+    assert (kept.id, kept.status, kept.directory) == (saved_run["id"], status, str(tmp_path / "run"))
+
+
+def test_a_tolerance_that_has_nothing_to_hold_is_refused_before_anything_starts(planner, tmp_path) -> None:
+    done = planner("apply", "--tolerance", "10", "--out", tmp_path / "run")
+
+    assert done.returncode == 2
+    assert "nothing to hold" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_finished_run_that_cannot_be_compared_is_not_as_predicted(
+    planner, saved, content, tmp_path, monkeypatch
+) -> None:
+    """A prediction was asked for and none could be held: that is no success."""
+    monkeypatch.setattr("topology.probe_machine.probe_machine", make_cluster)
+    monkeypatch.setattr(apply_process, "require_torch", lambda: None)
+    ran = document(content, 1.0)
+    ran["measured"]["step_s"] = None
+    monkeypatch.setattr(apply_process, "run", lambda *_: ran)
+
+    assert planner("apply", saved, "--out", tmp_path / "run", "--tolerance", "5").returncode == 4
+
+
+def test_a_run_that_cannot_be_kept_is_shown_all_the_same(planner, saved, content, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("topology.probe_machine.probe_machine", make_cluster)
+    monkeypatch.setattr(apply_process, "require_torch", lambda: None)
+    monkeypatch.setattr(apply_process, "run", lambda *_: document(content, content.estimate.step_s.value))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "file"))
+
+    done = planner("apply", saved, "--out", tmp_path / "run")
+
+    assert done.returncode == 0
+    assert "cannot make" in done.stderr
+    assert "step " in done.stdout
+    assert (tmp_path / "run" / "run.json").is_file()
+
+
+def test_memory_that_nobody_knows_is_said_and_not_invented(content) -> None:
+    small = replace(content, plan=Plan(dp_shard=2))
+
+    assert any("does not say how much memory" in note for note in cpu_question(small, None).notes)
+    assert not any("does not say" in note for note in cpu_question(small, 1 << 50).notes)
 
 
 # --- for real ---------------------------------------------------------------------------------------------------------

@@ -214,3 +214,16 @@ def test_keys_beside_the_point_are_noted():
 
     assert "key 'colour' of case base: runtime is not understood and was ignored" in case.assumed
     assert any("'reviewed_by'" in line for line in case.assumed)
+
+
+def test_a_report_without_a_torchtitan_version_is_of_an_early_one():
+    """Tables without a version were made with FlashAttention-2. Reports that state one, and questions without a source,
+    are left alone.
+    """
+    reported = load_case(changed() | {"source": "a table of 2024"})
+    stated = load_case(changed(runtime={"version": "0.2.2"}) | {"source": "our own run"})
+
+    assert reported.runtime.version == "0.1"
+    assert any("runtime.version" in line for line in reported.assumed)
+    assert stated.runtime.version == "0.2.2"
+    assert load_case(changed() | {"measured": {"step_s": 1.0}}).runtime.version is None

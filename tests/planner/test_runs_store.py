@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sqlite3
 import subprocess
 import sys
@@ -108,44 +107,49 @@ def test_an_id_that_fits_several_runs_is_refused(store) -> None:
             read_run(odd, store)
 
 
-def test_two_writers_lose_nothing(store) -> None:
-    """Four processes keep twenty-five runs each, at once."""
-    code = """
-import sys
-from planner.runs_store import keep
-from tests.planner.test_runs_store import document
-for minute in range(25):
-    keep({**document(minute), "seconds": int(sys.argv[1])} | {"status": f"finished by {sys.argv[1]}"}, "x", sys.argv[2])
-"""
-    writers = [subprocess.Popen([sys.executable, "-c", code, str(i), str(store)], cwd=ROOT) for i in range(4)]
+def writer(code: str, store, said: dict) -> subprocess.Popen:
+    """Start a process that runs `code` with `said`, a report, and `store`."""
+    head = "import json, resource, signal, sys\nfrom planner.runs_store import keep\n"
+    head += "said, store = json.load(sys.stdin), sys.argv[1]\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", head + code, str(store)],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    process.stdin.write(json.dumps(said))
+    process.stdin.close()
+    return process
 
-    assert [writer.wait(120) for writer in writers] == [0] * 4
-    assert len(list_runs(store)) == 100
+
+def test_two_writers_lose_nothing(store) -> None:
+    """Three processes keep fifteen runs each, at once."""
+    code = "for turn in range(15):\n    keep({**said, 'taken_at': f'{said[\"taken_at\"]} {turn}'}, 'x', store)\n"
+    writers = [writer(code, store, document(minute)) for minute in range(3)]
+
+    assert [process.wait(120) for process in writers] == [0] * 3
+    assert len(list_runs(store)) == 45
 
 
 def test_a_full_disk_is_told_and_harms_nothing(store) -> None:
     """A limit on the size of files stands for a full disk: the write fails in the middle."""
     key = keep(document(), "x", store)
     large = {**document(1), "notes": "x" * 2_000_000}
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    code = f"""
-import resource, signal
+    code = """
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-from planner.runs_store import keep
-from tests.planner.test_runs_store import document
 from topology.errors import PlannerError
 try:
-    keep({{**document(1), "notes": "x" * 2_000_000}}, "x", {str(store)!r})
+    keep(said, "x", store)
 except PlannerError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
-    )
+    process = writer(code, store, large)
 
-    assert "cannot be used" in done.stdout
-    assert (soft, hard) == resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert "cannot be used" in process.stdout.read()
+    assert process.wait(60) == 0
     assert [row.id for row in list_runs(store)] == [key]
     keep(large, "x", store)
     assert len(list_runs(store)) == 2

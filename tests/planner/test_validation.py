@@ -145,3 +145,15 @@ def test_every_fixture_row_is_predicted():
 
             assert row["skipped"] is None, row
             assert row["predicted"]["step_s"] > 0
+
+
+def test_a_tolerance_holds_nothing_where_nothing_was_compared(tmp_path, capsys) -> None:
+    """No measurement, no verdict: neither success nor failure of the prediction."""
+    from planner.cli import main
+
+    path = tmp_path / "cases.json"
+    case = json.loads((CASES / "torchtitan_h200x4.json").read_text())[0]
+    path.write_text(json.dumps([{**case, "measured": {}}]))
+
+    assert main(["validate", str(path), "--tolerance", "5"]) == 2
+    assert "nothing could be held" in capsys.readouterr().err

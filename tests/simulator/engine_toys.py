@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from simulator.costs import Cost, GpuLimits, LinkUse, Ranks
 from simulator.pipeline import pipeline_program
-from simulator.plan import Plan, rank_grid
-from simulator.program import CodeWriter, Collective, Copy, Instruction, Kernel, Launch, Program, mesh_groups
+from simulator.plan import MESH_AXES, Plan, rank_grid
+from simulator.program import CodeWriter, Collective, Copy, Groups, Instruction, Kernel, Launch, Program
 from simulator.schedule_tables import build_schedule
 from simulator.schedules import Action, Kind
 
@@ -107,3 +109,43 @@ def training_step(plan: Plan, micro_batches: int = 4, layers: int = 2) -> Progra
     return pipeline_program(
         schedule, body, message_bytes=10, groups=mesh_groups(plan), ranks_of=lambda s: grid[s].reshape(-1).tolist()
     )
+
+
+def mesh_groups(plan: Plan) -> dict[str, Groups]:
+    """Return the groups of every mesh axis of `plan`, and of `dp` (both data-parallel axes) and `world`.
+
+    Positions in a group follow the axis: position s of a `pp` group is the rank that holds pipeline rank s.
+    """
+    grid = rank_grid(plan)
+    rows = {axis: np.moveaxis(grid, index, -1).reshape(-1, grid.shape[index]) for index, axis in enumerate(MESH_AXES)}
+    rows["dp"] = np.moveaxis(grid, (1, 2), (-2, -1)).reshape(-1, plan.data_parallel)
+    rows["world"] = grid.reshape(1, -1)
+    return {name: tuple(map(tuple, row.tolist())) for name, row in rows.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class SimpleCosts:
+    """A machine with equal GPUs and unshared links; `duration` gives seconds or a whole `Cost` for a kernel."""
+
+    duration: Callable[[Kernel], float | Cost]
+    launch_s: float = 0.0
+    gpu: GpuLimits = field(default_factory=GpuLimits)
+
+    def cost(self, instruction: Kernel, ranks: Ranks) -> Cost:
+        value = self.duration(instruction)
+        return value if isinstance(value, Cost) else Cost(seconds=value)
+
+    def host_s(self, instruction: Instruction) -> float:
+        return self.launch_s if isinstance(instruction, Kernel) else 0.0
+
+    def limits(self, rank: int) -> GpuLimits:
+        return self.gpu
+
+    def routes(self, ranks: Ranks) -> tuple[LinkUse, ...]:
+        return ()
+
+    def link_bytes_per_s(self, link: Hashable) -> float:
+        return float("inf")
+
+    def kind(self, ranks: Ranks) -> Hashable:
+        return len(ranks)

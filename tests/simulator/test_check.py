@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from simulator import check as ck
 from simulator.check import check
-from simulator.costs import SimpleCosts
 from simulator.engine import simulate
 from simulator.plan import Plan
 from simulator.program import CodeWriter, Collective, Program, RecordEvent, WaitEvent
+from tests.simulator.engine_toys import SimpleCosts
 
 
 def kinds(*codes: CodeWriter, groups=None) -> list[str]:

@@ -348,3 +348,19 @@ def test_one_gpu_off_the_switch_poisons_the_communicator() -> None:
 
     assert 4.5e9 < busbw(broken, 4) < 6.7e9
     assert busbw(broken, 3) == pytest.approx(busbw(base, 3))
+
+
+def test_without_nvls_bulk_all_reduces_between_nodes_run_the_ring() -> None:
+    """Two DGX A100 with 8 x 200 Gbit/s: NVIDIA measures 192 GB/s bus bandwidth (NVIDIA/nccl issue 812). A tree would
+    send half as much and show more than the network carries; NCCL's formulas take it for small messages only.
+    """
+    machine = CollectiveModel(catalog.cluster("dgx-a100", gpus=16))
+    shape = GroupShape(ranks=16, ranks_per_node=8, siblings=1)
+    small, large = (machine.choose("all_reduce", size, shape) for size in (2.0**16, 2.0**33))
+    bus = 2 * 15 / 16 * 2.0**33 / large.time_s.value
+
+    assert small.algorithm == "tree"
+    assert large.algorithm == "ring"
+    assert bus == pytest.approx(192e9, rel=0.12)
+    hopper = CollectiveModel(catalog.cluster("dgx-h100", gpus=16)).choose("all_reduce", 2.0**33, shape)
+    assert hopper.algorithm == "nvls_tree"

@@ -2,9 +2,10 @@
 
 import pytest
 
-from simulator.costs import Cost, GpuLimits, LinkUse, SimpleCosts
+from simulator.costs import Cost, GpuLimits, LinkUse
 from simulator.engine import simulate
 from simulator.program import CodeWriter, Collective, Launch, Program, Recv, Send
+from tests.simulator.engine_toys import SimpleCosts
 from topology.errors import PlannerError
 
 

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.check import check
-from simulator.costs import Cost, LinkUse, SimpleCosts
+from simulator.costs import Cost, LinkUse
 from simulator.engine import simulate
 from simulator.fold import fold
 from simulator.plan import Plan
-from simulator.program import CodeWriter, Launch, Program, mesh_groups
+from simulator.program import CodeWriter, Launch, Program
+from tests.simulator.engine_toys import SimpleCosts, mesh_groups
 
 PLANS = {
     "dp": Plan(dp_replicate=4),

@@ -12,9 +12,9 @@ from simulator.closed_form import estimate_plans
 from simulator.data_parallel import optimizer_bytes
 from simulator.engine import simulate
 from simulator.hf_config import load_model
-from simulator.lowering.block_code import Detail, KernelStep, block_code
+from simulator.layer_cost import block_cost
+from simulator.lowering.block_code import Detail, KernelStep, block_code, merged
 from simulator.lowering.training import lower_training, plan_context, strided_groups
-from simulator.pipeline import bubble_fraction
 from simulator.plan import Plan
 from simulator.program import Collective, Launch, Send
 from simulator.runtime import Runtime
@@ -23,6 +23,7 @@ from simulator.simulation import choose_detail, simulate_plan
 from simulator.tp_overlap import MODES, together_s
 from simulator.workload import Workload
 from tests.simulator.lowering_plans import run, shortened
+from tests.simulator.published_bubbles import bubble_fraction
 from topology.catalog import cluster
 from topology.errors import BadPlan
 
@@ -197,15 +198,19 @@ def test_ring_attention_is_balanced_and_exchanges_all_shards() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_overlap_modes_take_what_their_formula_says(mode: str) -> None:
-    """One pair of 4 ms product and 2 ms collective on 4 ranks; no mode beats the longer of the two."""
+    """One pair of 4 ms product and 2 ms collective on 4 ranks; no mode beats the longer of the two.
+
+    A piece of 1.1 ms beside a shard of 0.6 ms is slowed by 0.35 of that, but for the first (or last) of the four.
+    """
+    piece = 1.1 + 0.35 * 0.6 * 3 / 4
     got = together_s(mode, whole_s=2.0, chunk_s=0.6, hop_s=0.6, product_s=4.0, pieces_s=4.4, ranks=4.0)
     expected = {
         "none": 6.0,
-        "chunked": 0.6 + 3 * 1.1 + 1.1,
-        "ring": 4.4,
-        "copy_engine": 4.4,
-        "async": 4.4,
-        "fused": 4.6,
+        "chunked": 0.6 + 4 * piece,
+        "ring": 4 * piece,
+        "copy_engine": 4 * piece,
+        "async": 4 * piece,
+        "fused": 0.6 + 4.0 + 0.35 * 1.4,
     }
     assert got == pytest.approx(expected[mode])
     assert got >= 4.0
@@ -345,7 +350,28 @@ def test_async_tensor_parallelism_hides_only_what_its_graph_pass_matches() -> No
             runtime = Runtime(name=name, compile=True)
             _, got = run((model, H100, workload, plan, runtime), Detail.KERNEL)
             summed[name, mode] = sum(s.name == "add_partials" for s in got.trace.of(0))
-    # Both of a layer's forward, and the head's backward, which is one product.
+    # Both of a layer's forward, and the head's backward, which is one product; so is that of a joint projection.
     assert summed["torchtitan", "async"] == 2 * layers + 1
-    assert summed["pytorch", "async"] == 2 * layers + 1
+    assert summed["pytorch", "async"] == 3 * layers + 1
     assert summed["torchtitan", "copy_engine"] == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pieces_are_issued_one_by_one(mode: str) -> None:
+    """Host seconds of a layer's forward: the same in both forms, and a launch and its calls for every piece."""
+    plan, model = Plan(tp=4, sequence_parallel=True, tp_overlap=mode), shortened("llama3-8b", 1)
+    context = plan_context(model, H100, Workload(seq_len=8192, global_batch_size=1), plan, QUIET)
+    operators = operators_for(model, QUIET).dense_layer
+    steps = merged(block_code("layer", operators, context, RecomputeSpec()).forward, "layer", Detail.STAGE)
+    formula = block_cost(operators, context, wrapped=False).forward.host_s[0]
+
+    assert sum(step.host_s for step in steps) == pytest.approx(formula)
+    # The gathers before qkv and w1, the scatters behind out and w2; w3 comes after a kernel of its own.
+    host, pairs = context.spec.host, 4
+    calls = {"none": 0, "fused": 1, "chunked": 3, "ring": 5, "copy_engine": 7, "async": 7}[mode]
+    alone = plan_context(
+        model, H100, Workload(seq_len=8192, global_batch_size=1), replace(plan, tp_overlap="none"), QUIET
+    )
+    more = formula - block_cost(operators, alone, wrapped=False).forward.host_s[0]
+    cut = 0 if mode in {"none", "fused"} else 3
+    assert more == pytest.approx(pairs * (calls * host.collective_s + cut * host.launch_s), abs=1e-9)

@@ -4,6 +4,8 @@ import pytest
 
 from simulator.closed_form import estimate_plans
 from simulator.hf_config import load_model, model_from_config
+from simulator.lowering.training import plan_context
+from simulator.memory import head_peak_bytes
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.runtime_library import operators_for
@@ -115,3 +117,27 @@ def test_worst_rank_is_named_in_ranks() -> None:
     assert memory.worst_rank in {0, 6}
     assert len(memory.by_stage) == 4
     assert memory.by_category == memory.by_stage[memory.worst_rank // 2]
+
+
+def test_placeholders_of_weight_gradients_count_each_shape_once() -> None:
+    """TransformerEngine keeps one unfilled gradient per shape of weight: four a rank, however many layers it has."""
+    model, plan = load_model("llama3-70b"), Plan(tp=8, sequence_parallel=True)
+    workload = Workload(seq_len=4096, global_batch_size=1)
+    today = categories(model, plan, Runtime(name="megatron-lm", param_dtype="bfloat16"), workload)
+    early = Runtime(name="megatron-lm", param_dtype="float16", compute_dtype="float16")
+    h, kv, ffn = 8192, 2 * 1024, 28672
+    expected = 2 * (h * (h + kv) + h * h + h * 2 * ffn + ffn * h) / 8
+
+    assert today["gradient_buffers"] == pytest.approx(expected)
+    assert categories(model, plan, early, workload)["gradient_buffers"] == 0
+
+
+def test_the_loss_holds_logits_twice_or_their_gradient_and_the_weights() -> None:
+    """Megatron, vocabulary 128256 on one GPU: 6 bytes a logit, or 2 and 2 for each output weight, whichever is more."""
+    model, runtime = load_model("llama3-70b"), Runtime(name="megatron-lm", param_dtype="bfloat16")
+    for tokens in (2048, 65536):
+        context = plan_context(
+            model, cluster("dgx-h100"), Workload(seq_len=tokens, global_batch_size=1), Plan(), runtime
+        )
+        logits, weights = tokens * model.vocab, model.hidden * model.vocab
+        assert head_peak_bytes(context)[0] == max(6 * logits, 2 * logits + 2 * weights)

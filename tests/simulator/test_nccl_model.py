@@ -17,7 +17,6 @@ from simulator.nccl_model import (
     nvls_graph,
     ring_graph,
     switches,
-    symmetric_time_s,
     tree_graph,
 )
 
@@ -137,9 +136,3 @@ def test_switches_agree_with_the_choice():
     assert options == same
     assert chosen[np.searchsorted(starts, sizes, side="right") - 1].tolist() == index.tolist()
     assert starts[0] == 0.0
-
-
-def test_symmetric_kernels_start_where_ncc_says_and_grow():
-    small, large = symmetric_time_s(H200, "all_gather", [64, 2**30])
-    assert small * 1e6 == pytest.approx(4.5 + np.log1p(np.exp(-1)), abs=0.01)
-    assert large == pytest.approx(2**30 * 7 / 8 / 320e9, rel=0.05)

@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 
+from simulator.hf_config import load_model
+from simulator.layer_cost import active_rows
+from simulator.lowering.training import plan_context
 from simulator.operators import OperatorSpec, WorkKind, backward_work, forward_work, parse_matmul, tensor_bytes
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.runtime_library import operators_for
+from simulator.workload import Workload
+from topology.catalog import cluster
 from topology.errors import BadInput
 
 SIZES = {
@@ -116,3 +124,21 @@ def test_unknown_axis_is_named() -> None:
 def test_malformed_product_is_refused(text: str) -> None:
     with pytest.raises(BadInput):
         parse_matmul(text)
+
+
+def test_partial_attention_is_merged_once_for_every_other_rank() -> None:
+    """Context parallelism in torch: 38 bytes an output and merge (read 2 + 5 x 4, write 4 x 4), none without it, and
+    none where an all-to-all gives every rank all keys of its heads.
+    """
+    model, workload = load_model("llama3-8b"), Workload(seq_len=32768, global_batch_size=1)
+    operators = {x.name: x for x in operators_for(model, Runtime(name="torchtitan")).dense_layer}
+    merge = operators["merge_partials"]
+    moved = {}
+    for cp in (1, 4):
+        for method in ("all_gather", "all_to_all"):
+            context = plan_context(model, cluster("dgx-h100"), workload, Plan(cp=cp, cp_method=method), Runtime())
+            (work,) = forward_work(merge, context.sizes, context.dtype_bytes)
+            moved[cp, method] = float((work.bytes * active_rows(merge, context.table))[0])
+
+    assert moved[4, "all_gather"] == 3 * 38 * 32768 / 4 * model.hidden
+    assert {moved[1, "all_gather"], moved[1, "all_to_all"], moved[4, "all_to_all"]} == {0.0}

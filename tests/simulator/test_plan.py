@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simulator.hf_config import load_model
-from simulator.plan import MESH_AXES, Plan, axis_stride, rank_grid
+from simulator.plan import Plan, rank_grid
 from simulator.plan_table import axis_sizes, plan_table
 from simulator.workload import Workload
 
@@ -27,17 +27,6 @@ def test_rank_grid_is_a_bijection_with_tensor_parallel_innermost(pp: int, dr: in
         for size, position in zip(grid.shape, index, strict=True):
             rank = rank * size + position
         assert grid[index] == rank
-
-
-@given(degrees, degrees, degrees)
-def test_stride_is_the_distance_between_neighbours(ds: int, cp: int, tp: int) -> None:
-    plan = Plan(pp=2, dp_replicate=2, dp_shard=ds, cp=cp, tp=tp)
-    grid = rank_grid(plan)
-    for position, axis in enumerate(MESH_AXES):
-        if grid.shape[position] > 1:
-            step = np.diff(np.moveaxis(grid, position, 0), axis=0)
-
-            assert (step == axis_stride(plan, axis)).all()
 
 
 def test_micro_batches_must_divide() -> None:

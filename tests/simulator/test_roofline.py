@@ -5,6 +5,8 @@ import pytest
 
 from simulator.operators import Work, WorkKind
 from simulator.roofline import Roofline, efficiency
+from simulator.runtime import Runtime
+from simulator.runtime_library import attention_kernel
 from topology.gpus import gpu_kind, gpu_kinds
 
 
@@ -53,14 +55,64 @@ def test_every_architecture_of_the_catalogue_has_efficiencies() -> None:
     for kind in gpu_kinds():
         known = efficiency(kind.architecture)
 
-        assert 0 < known.sustained < 1
+        assert 0 < known.burst < 1
+        assert 0.9 < known.holds < 1
         assert 0 < known.hbm < 1
 
 
 def test_attention_backward_takes_longer_than_forward() -> None:
     roofline = Roofline(gpu=gpu_kind("h200-sxm"))
-    shape = {"m": np.array([8192.0]), "n": np.array([8192.0]), "k": np.array([128.0])}
+    shape = {"batch": 32.0, "m": np.array([8192.0]), "n": np.array([8192.0]), "k": np.array([128.0])}
     forward = Work(kind=WorkKind.ATTENTION, name="a", flops=np.array([1e13]), **shape)
     backward = Work(kind=WorkKind.ATTENTION, name="a", flops=np.array([2.5e13]), backward=True, **shape)
 
     assert roofline.seconds(backward)[0] > 2.5 * roofline.seconds(forward)[0]
+
+
+def test_a_power_limit_slows_attention_as_it_slows_products() -> None:
+    """Both run on tensor cores: an arithmetic-bound kernel loses the same share of its rate."""
+    full, capped = gpu_kind("h100-sxm"), gpu_kind("h100-sxm-96gb-hbm2e-500w")
+    shape = {"m": np.array([65536.0]), "n": np.array([65536.0]), "k": np.array([128.0])}
+    work = Work(kind=WorkKind.ATTENTION, name="a", flops=np.array([1e15]), **shape)
+    products = Roofline(gpu=capped).sustained_flops / Roofline(gpu=full).sustained_flops
+    attention = Roofline(gpu=full).seconds(work)[0] / Roofline(gpu=capped).seconds(work)[0]
+
+    assert attention == pytest.approx(products, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("version", "architecture", "kernel"),
+    [
+        (None, "Hopper", "cudnn"),
+        ("0.2.2", "Hopper", "cudnn"),
+        ("0.1", "Hopper", "flash2"),
+        ("v0.1.0", "Ampere", "flash2"),
+        ("0.1", "Blackwell", "cudnn"),
+    ],
+)
+def test_torchtitan_calls_the_attention_of_its_version(version, architecture, kernel) -> None:
+    """As models/attention.py of each time lists them: FlashAttention first until 0.2, except on Blackwell."""
+    assert attention_kernel(Runtime(name="torchtitan", version=version), architecture) == kernel
+
+
+def test_few_heads_leave_sms_idle_at_the_end_of_the_forward_grid() -> None:
+    """B200, 4096 tokens: 64 heads keep it as busy as the benchmarks did; SimuMax's table has 0.84 of that rate for 32
+    heads, 0.66 for 16 and 0.36 for 8 (sdp_fwd of configs/system/b200_bf16_ceperm.json).
+    """
+    roofline = Roofline(gpu=gpu_kind("b200-sxm"))
+
+    def rate(heads: float) -> float:
+        work = Work(
+            kind=WorkKind.ATTENTION,
+            name="a",
+            flops=np.array([heads * 1e11]),
+            batch=heads,
+            m=np.array([4096.0]),
+            n=np.array([4096.0]),
+            k=np.array([128.0]),
+        )
+        return work.flops[0] / roofline.seconds(work)[0]
+
+    assert rate(128) == pytest.approx(rate(64), rel=0.02)
+    for heads, measured in ((32, 0.84), (16, 0.66), (8, 0.36)):
+        assert rate(heads) / rate(64) == pytest.approx(measured, rel=0.1)

@@ -47,7 +47,6 @@ def test_exposed_communication_is_what_no_compute_covers():
     assert trace.exposed_s(0) == pytest.approx(2.5)  # from 4 to 6.5
     assert trace.busy_s(0, "communication") == pytest.approx(6.0)
     assert trace.busy_s(0) == pytest.approx(9.0)
-    assert trace.idle_s(0) == pytest.approx(1.0)
     assert trace.exposed_s(1) == 0.0
     assert (trace.ranks, trace.end_s) == ((0, 1), 10.0)
 

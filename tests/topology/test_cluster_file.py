@@ -172,3 +172,16 @@ def test_a_damaged_file_raises_only_our_errors(data):
         spot = spot[key]
     with contextlib.suppress(BadInput, BadCluster):
         assert verify_cluster(parse_cluster(document, where="damaged")) == []
+
+
+def test_what_the_file_states_is_not_called_assumed(tmp_path):
+    stated = {"gpu": "h100-sxm", "nodes": 4, "fabric": "fat-tree", "oversubscription": 2}
+    silent = {"gpu": "h100-sxm", "nodes": 4}
+
+    said = " ".join(item.what for item in load_cluster(_write(tmp_path, stated)).findings)
+    unsaid = " ".join(item.what for item in load_cluster(_write(tmp_path, silent)).findings)
+
+    assert "oversubscription" not in said
+    assert "network, as in" not in said
+    assert "oversubscription 1" in unsaid
+    assert "network, as in" in unsaid

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import stat
 
 import pytest
 from hypothesis import given
@@ -121,3 +122,18 @@ def test_writing_where_one_cannot_is_an_error_with_a_remedy(tmp_path) -> None:
 
 def test_floats_that_json_cannot_hold_become_null() -> None:
     assert json.loads(to_json({"a": float("nan"), "b": float("inf")})) == {"a": None, "b": None}
+
+
+def test_a_file_keeps_its_permissions_and_a_new_one_gets_the_usual(tmp_path):
+    shared, fresh = tmp_path / "shared.json", tmp_path / "fresh.json"
+    shared.write_text("old", encoding="utf-8")
+    shared.chmod(0o664)
+    ordinary = tmp_path / "ordinary"
+    ordinary.write_text("", encoding="utf-8")
+
+    write_text(shared, "new")
+    write_text(fresh, "new")
+
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o664
+    assert fresh.stat().st_mode == ordinary.stat().st_mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh.json", "ordinary", "shared.json"]

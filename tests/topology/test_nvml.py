@@ -134,12 +134,11 @@ def test_every_field_is_read():
     assert (snapshot.driver, snapshot.failure, len(snapshot.gpus)) == ("570.86.15", None, 4)
     assert (gpu.uuid, gpu.name, gpu.pci_bus_id) == ("GPU-00000001", "NVIDIA H200", "00000000:09:00.0")
     assert gpu.memory_bytes == 150_754_820_096
-    assert (gpu.pcie_gen, gpu.pcie_width, gpu.pcie_width_max) == (5, 16, 16)
-    assert gpu.active_links == 18
+    assert (gpu.pcie_width, gpu.pcie_width_max) == (16, 16)
+    assert sum(link.active for link in gpu.links) == 18
     assert gpu.links[0].remote_type == "switch"
     assert (gpu.fabric_state, gpu.fabric_clique, gpu.fabric_status) == ("completed", 7, 0)
     assert gpu.fabric_cluster.startswith("ab00")
-    assert gpu.sm_clock_hz == 1980e6
     assert gpu.power_limit_w == 700.0
     assert gpu.throttle == ("software power cap",)  # through the older name of the call; idle is no fault
     assert gpu.processes == ((4242, None),)
@@ -151,12 +150,10 @@ FIELDS = {
     "nvmlDeviceGetName": "name",
     "nvmlDeviceGetPciInfo": "pci_bus_id",
     "nvmlDeviceGetMemoryInfo": "memory_bytes",
-    "nvmlDeviceGetCurrPcieLinkGeneration": "pcie_gen",
     "nvmlDeviceGetMaxPcieLinkWidth": "pcie_width_max",
     "nvmlDeviceGetNvLinkState": "links",
     "nvmlDeviceGetGpuFabricInfoV": "fabric_state",
     "nvmlDeviceGetMigMode": "mig",
-    "nvmlDeviceGetClockInfo": "sm_clock_hz",
     "nvmlDeviceGetCurrentClocksThrottleReasons": "throttle",
     "nvmlDeviceGetEnforcedPowerLimit": "power_limit_w",
     "nvmlDeviceGetComputeRunningProcesses": "processes",

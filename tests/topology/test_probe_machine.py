@@ -216,3 +216,27 @@ def test_commands_are_bounded(tmp_path):
         text="x\n", failure="x"
     )
     assert run_command([sys.executable, "-c", "print('fine')"], 20.0) == Answer(text="fine\n")
+
+
+@pytest.mark.parametrize("said", ["", "a banner of some other tool\n"])
+def test_an_answer_nobody_understands_is_named(tmp_path, said):
+    cluster = probe(tmp_path, run=smi(**{"topo -m": said}))
+
+    assert found(cluster, Severity.WARNING, "`nvidia-smi topo -m` gave nothing")
+
+
+def test_a_power_limit_below_the_datasheet_is_a_finding(tmp_path):
+    class Capped(FakeNvml):
+        def do_nvmlDeviceGetEnforcedPowerLimit(self, handle):  # noqa: N802
+            return 500_000 if handle == 1 else 700_000
+
+    cluster = probe_machine(run=smi(), nvml=lambda: read_nvml(Capped()), root=tmp_path, environment={})
+    (item,) = found(cluster, Severity.WARNING, "is limited to")
+
+    assert "GPU 1 is limited to 500 W of 700 W" in item.what
+
+
+def test_the_gpu_model_can_be_named(tmp_path):
+    cluster = probe(tmp_path, gpu="rtx-a6000")
+
+    assert {gpu.kind for gpu in node(cluster).gpus} == {"rtx-a6000"}

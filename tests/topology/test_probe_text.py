@@ -463,3 +463,12 @@ def test_damaged_captures_of_different_machines_together(data):
     if not any("<system" in content for content in contents):
         printed = "".join(contents).replace("SOC", "SYS")
         assert all(label in printed for label in node(cluster).pairs.values())
+
+
+def test_what_the_whole_machine_carries_is_said():
+    """47: one bridged pair of A6000, the third card on PCIe; 50: eight GPUs with 18 links into NVSwitch."""
+    pair = explain(probe(matrix("47_")))
+    switched = probe_json(probe(matrix("50_")))
+
+    assert "the narrowest pair alone is 0-2" in pair
+    assert switched["bisection"]["bytes_per_s"] == pytest.approx(4 * 18 * 25e9, rel=0.07)

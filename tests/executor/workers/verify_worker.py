@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from executor.meshes import build_meshes
 from executor.verify import verify
-from simulator.model import MixtureOfExperts, Model
+from simulator.model import LatentAttention, MixtureOfExperts, Model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.workload import Workload
@@ -40,6 +40,16 @@ MODELS = {
     "qk_norm": tiny(qk_norm=True, qkv_bias=True),
     "tied": tiny(tied_embeddings=True),
     "moe": tiny(moe=MixtureOfExperts(experts=4, experts_per_token=2, ffn=32)),
+    "latent": tiny(
+        kv_heads=4,
+        latent=LatentAttention(q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8),
+    ),
+    "window": tiny(sliding_window=5, sliding_layers=1),
+    "shared": tiny(
+        moe=MixtureOfExperts(
+            experts=4, experts_per_token=2, ffn=32, shared_ffn=16, shared_gate=True, router_bias=True, dense_layers=1
+        )
+    ),
     "half_moe": tiny(moe=MixtureOfExperts(experts=4, experts_per_token=2, ffn=32, dense_layers=1)),
 }
 

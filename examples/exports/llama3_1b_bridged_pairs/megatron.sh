@@ -1,0 +1,23 @@
+#!/bin/sh
+# meshwright 0.1.0, plan 71d78fd3c3b0a92b, for Megatron-LM 0.19.2
+# model "llama3.2-1b" on "1 x 4 rtx-a6000"
+# 4 = dp 2 (ZeRO-1) x tp 2 x pp 1; micro batch 2, recompute selective, sp
+# ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 2 x 1 x 1 x 2, the last fastest
+# needed: pretrain_gpt.py of a Megatron-LM checkout
+# needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
+# note: tp 2 without NVLink: every layer's collectives cross PCIe
+#
+set -eu
+# Megatron-LM asks for it with tensor or context parallelism: launch order then is execution order
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+# GPUs are numbered as nvidia-smi numbers them, which is how the plan counts
+export CUDA_DEVICE_ORDER=PCI_BUS_ID
+# ranks of a host run on these of its GPUs, in this order, because the plan places them so
+export CUDA_VISIBLE_DEVICES=0,2,1,3
+exec torchrun --standalone --nproc-per-node=4 --max-restarts=0 pretrain_gpt.py --num-layers 16 \
+  --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 --group-query-attention \
+  --num-query-groups 8 --kv-channels 64 --vocab-size 128256 --normalization RMSNorm \
+  --position-embedding-type rope --swiglu --disable-bias-linear --tensor-model-parallel-size 2 \
+  --sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 1 --micro-batch-size 2 \
+  --global-batch-size 32 --seq-length 4096 --max-position-embeddings 131072 --use-distributed-optimizer \
+  --overlap-grad-reduce --overlap-param-gather --recompute-granularity selective --bf16 "$@"

@@ -1,0 +1,25 @@
+#!/bin/sh
+# meshwright 0.1.0, plan 5e842fe2206d5a41, for Megatron-LM 0.19.2
+# model "llama3-8b" on "2 x 8 h100-sxm"
+# 16 = dp 2 x fsdp 4 x tp 2 x pp 1; micro batch 1, recompute selective-op, sp
+# ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 2 x 4 x 1 x 2, the last fastest
+# not expressed: recompute 'selective-op': written as selective, which recomputes core attention only
+# not expressed: FSDP2 is written as Megatron-FSDP, an implementation of its own
+# not expressed: torch.compile of the model: Megatron-LM compiles single functions only
+# needed: pretrain_gpt.py of a Megatron-LM checkout
+# needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
+# note: needs --use-megatron-fsdp (or --use-torch-fsdp2): the distributed optimizer alone is ZeRO-1
+#
+set -eu
+exec torchrun --nnodes=2 --nproc-per-node=8 --max-restarts=0 --node-rank \
+  "${NODE_RANK:?set it to 0 on the first host, 1 on the next}" --master-addr \
+  "${MASTER_ADDR:?set it to the address of the first host}" --master-port=29500 pretrain_gpt.py \
+  --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 \
+  --group-query-attention --num-query-groups 8 --kv-channels 128 --vocab-size 128256 --normalization \
+  RMSNorm --position-embedding-type rope --swiglu --disable-bias-linear \
+  --untie-embeddings-and-output-weights --tensor-model-parallel-size 2 --sequence-parallel \
+  --pipeline-model-parallel-size 1 --context-parallel-size 1 --micro-batch-size 1 --global-batch-size \
+  64 --seq-length 8192 --max-position-embeddings 131072 --use-distributed-optimizer \
+  --overlap-grad-reduce --overlap-param-gather --use-megatron-fsdp --data-parallel-sharding-strategy \
+  optim_grads_params --num-distributed-optimizer-instances 2 --ckpt-format fsdp_dtensor \
+  --no-gradient-accumulation-fusion --recompute-granularity selective --bf16 "$@"

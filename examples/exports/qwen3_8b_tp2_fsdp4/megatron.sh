@@ -1,0 +1,23 @@
+#!/bin/sh
+# meshwright 0.1.0, plan 81e097bbfc32f187, for Megatron-LM 0.19.2
+# model "qwen3-8b" on "1 x 8 h100-sxm"
+# 8 = dp 1 x fsdp 4 x tp 2 x pp 1; micro batch 2, recompute selective-op, sp
+# ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 1 x 4 x 1 x 2, the last fastest
+# not expressed: recompute 'selective-op': written as selective, which recomputes core attention only
+# not expressed: FSDP2 is written as Megatron-FSDP, an implementation of its own
+# not expressed: torch.compile of the model: Megatron-LM compiles single functions only
+# needed: pretrain_gpt.py of a Megatron-LM checkout
+# needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
+# note: needs --use-megatron-fsdp (or --use-torch-fsdp2): the distributed optimizer alone is ZeRO-1
+#
+set -eu
+exec torchrun --standalone --nproc-per-node=8 --max-restarts=0 pretrain_gpt.py --num-layers 36 \
+  --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 32 --group-query-attention \
+  --num-query-groups 8 --kv-channels 128 --vocab-size 151936 --normalization RMSNorm \
+  --position-embedding-type rope --swiglu --disable-bias-linear --qk-layernorm \
+  --untie-embeddings-and-output-weights --tensor-model-parallel-size 2 --sequence-parallel \
+  --pipeline-model-parallel-size 1 --context-parallel-size 1 --micro-batch-size 2 --global-batch-size \
+  64 --seq-length 4096 --max-position-embeddings 40960 --use-distributed-optimizer \
+  --overlap-grad-reduce --overlap-param-gather --use-megatron-fsdp --data-parallel-sharding-strategy \
+  optim_grads_params --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion \
+  --recompute-granularity selective --bf16 "$@"

@@ -1,0 +1,108 @@
+"""Grouped-query attention with rotary positions, whole or within a sliding window.
+
+Shapes in comments: B sequences, S tokens of each held here, h hidden, a heads, d head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from simulator.model import Model
+
+NORM_EPS = 1e-5
+Project = Callable[[Tensor, Sequence[nn.Linear]], tuple[Tensor, ...]]
+Close = Callable[[Tensor, nn.Linear], Tensor]
+
+
+def each(x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """Return `x` through each of `linears`."""
+    return tuple(linear(x) for linear in linears)
+
+
+def one(x: Tensor, linear: nn.Linear) -> Tensor:
+    return linear(x)
+
+
+class CausalAttention(nn.Module):
+    """Attention of one rank that holds whole sequences; context parallelism puts a ring in its place.
+
+    With `window` w > 0 a query sees its own key and the w - 1 before it (Mistral, arXiv 2310.06825).
+    """
+
+    def __init__(self, window: int = 0) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Take q (B, a, S, d) and k, v (B, a_kv, S, d); return (B, a, S, d)."""
+        tokens = q.shape[2]
+        grouped = q.shape[1] != k.shape[1]
+        if not 0 < self.window < tokens:
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        if q.is_cuda and q.dtype in {torch.bfloat16, torch.float16} and q.shape[-1] == v.shape[-1]:
+            return _windowed_flash(q, k, v, self.window)
+        at = torch.arange(tokens, device=q.device)
+        behind = at[:, None] - at[None, :]
+        seen = (behind >= 0) & (behind < self.window)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
+
+
+def _windowed_flash(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Have the flash kernel skip what the window hides; the public function only takes a mask, which it reads whole."""
+    tokens = q.shape[2]
+    out = torch.ops.aten._flash_attention_forward(  # noqa: SLF001 - as above
+        *(t.transpose(1, 2) for t in (q, k, v)),
+        None,
+        None,
+        tokens,
+        tokens,
+        0.0,
+        True,
+        False,
+        window_size_left=window - 1,
+        window_size_right=0,
+    )[0]
+    return out.transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """How many heads are here is read off the projections' outputs."""
+
+    def __init__(self, model: Model, window: int) -> None:
+        super().__init__()
+        self.head_dim = self.rope_dim = model.head_dim
+        q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        self.wq = nn.Linear(model.hidden, q, bias=model.qkv_bias)
+        self.wk = nn.Linear(model.hidden, kv, bias=model.qkv_bias)
+        self.wv = nn.Linear(model.hidden, kv, bias=model.qkv_bias)
+        self.wo = nn.Linear(q, model.hidden, bias=False)
+        self.q_norm = nn.RMSNorm(model.head_dim, eps=NORM_EPS) if model.qk_norm else None
+        self.k_norm = nn.RMSNorm(model.head_dim, eps=NORM_EPS) if model.qk_norm else None
+        self.core: nn.Module = CausalAttention(window)
+        self.project: Project = each
+        self.close: Close = one
+        # (S, 1, d) each. Buffers and not arguments: mixed precision casts the arguments of a block, and angles in
+        # bfloat16 would blur positions.
+        self.register_buffer("cos", torch.empty(0), persistent=False)
+        self.register_buffer("sin", torch.empty(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x, (self.wq, self.wk, self.wv))
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (B, S, heads here, d)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
+        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        return self.close(out.transpose(1, 2).flatten(-2), self.wo)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + d/2) of each head by the angle of the token's position (arXiv 2104.09864)."""
+    wide = x.to(cos.dtype)
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (wide * cos + turned * sin).to(x.dtype)

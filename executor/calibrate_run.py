@@ -1,0 +1,195 @@
+"""A calibration, in pieces that cannot spoil each other: operators, contention, layers, collectives.
+
+Started by `planner calibrate` as a process of its own, with a request that lists what is wanted in order of worth. Each
+piece is another process with its share of the budget. Everything measured is one line of `--records` the moment it is
+measured, so a run that is stopped, killed or out of time leaves a valid profile with less in it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from executor.doctor_worker import complaint, find_devices, refuse_busy
+from executor.gpu_state import run_text
+from executor.launch import launch
+from executor.records import Deadline, Recorder
+from topology.codec import read_json
+from topology.errors import PlannerError
+
+ENDING_S = 3.0  # for a piece to leave its process group and exit
+GRACE_S = 3.0
+LEAST_S = 6.0  # a piece with less than this would only import torch
+CPU_LARGEST = 2**14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One process, or one per rank: a module, how many ranks, its weight in the budget, its own arguments."""
+
+    name: str
+    module: str
+    ranks: int
+    weight: float
+    arguments: tuple[str, ...] = ()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure. Returns 0 when all pieces ran, 1 when there is nothing to measure with, 130 on Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="executor.calibrate_run")
+    parser.add_argument("--request", required=True)
+    parser.add_argument("--records", required=True, help="JSON lines; what is there already is kept")
+    parser.add_argument("--budget", type=float, default=60.0)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--indices", default="", help="nvidia-smi's indices, in CUDA's order; default: all")
+    parser.add_argument("--allow-busy", action="store_true")
+    parser.add_argument("--machine", default="this machine")
+    parser.add_argument("--gpu-name", default="", help="catalogue name of the GPU")
+    parser.add_argument("--command", default="", help="what the user typed, for the record")
+    parser.add_argument("--text", default="")
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, _interrupt)  # whoever stops us by SIGTERM wants our children gone, too
+    try:
+        return run(options)
+    except KeyboardInterrupt:
+        return 130
+    except PlannerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the pieces in turn. Raises ProbeError when there is nothing to measure, or others are at work on the GPUs."""
+    deadline = Deadline(options.budget)
+    devices = find_devices(options)
+    if options.device == "cuda":
+        refuse_busy(devices, allow=options.allow_busy)
+    indices = [device["index"] for device in devices]
+    recorder = Recorder(options.records)
+    recorder.write("header", **header(options, len(indices)))
+    pieces = pieces_of(read_json(options.request), len(indices))
+    interrupted = False
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        for number, piece in enumerate(pieces):
+            left = sum(later.weight for later in pieces[number:])
+            share = deadline.left_s * piece.weight / left
+            if share < LEAST_S:
+                recorder.missing(f"{piece.name}: out of time")
+                continue
+            print(f"measuring {piece.name} (at most {share:.0f} s)", file=sys.stderr, flush=True)
+            done = launch(
+                piece.module,
+                [
+                    f"--out={options.records}",
+                    f"--seconds={share - min(ENDING_S, 0.2 * share):.3f}",
+                    f"--device={options.device}",
+                    *(_collective_arguments(options, indices) if piece.name == "collectives" else ()),
+                    *((f"--request={options.request}", f"--gpu={indices[0]}") if piece.name != "collectives" else ()),
+                    *piece.arguments,
+                    *((f"--text={options.text}",) if options.text and "torchtitan" in piece.name else ()),
+                ],
+                ranks=piece.ranks,
+                elastic=piece.module != "executor.calibrate_operators",
+                budget_s=share,
+                grace_s=GRACE_S,
+                environment=environment(options.device),
+                directory=Path(folder) / piece.name.replace(" ", "_"),
+            )
+            said = complaint(piece.name, done)
+            if said:
+                recorder.missing(said)
+                print(said, file=sys.stderr, flush=True)
+            if done.outcome == "interrupted":
+                interrupted = True
+                break
+    recorder.write("header", seconds=options.budget - deadline.left_s)
+    recorder.close()
+    return 130 if interrupted else 0
+
+
+def pieces_of(request: dict[str, Any], gpus: int) -> list[Piece]:
+    """Return what to run for a request on `gpus` GPUs, cheapest worth first."""
+    found: list[Piece] = []
+    if request.get("operators"):
+        found.append(Piece(name="operators", module="executor.calibrate_operators", ranks=1, weight=4.0))
+    if request.get("contention") and gpus > 1:
+        found.append(Piece(name="contention", module="executor.calibrate_contention", ranks=gpus, weight=1.5))
+    if request.get("collectives") and gpus > 1:
+        found.append(Piece(name="collectives", module="executor.probe_collectives", ranks=gpus, weight=3.0))
+    layers = request.get("layers", [])
+    for runtime in ("torchtitan", "own"):
+        ours = [one for one in layers if (one["runtime"]["name"] == "torchtitan") == (runtime == "torchtitan")]
+        for ranks in sorted({one["ranks"] for one in ours if one["ranks"] <= gpus}):
+            mine = [one for one in ours if one["ranks"] == ranks]
+            heavy = sum(4.0 if one["runtime"].get("compile") else 1.0 for one in mine)
+            found.append(
+                Piece(
+                    name=f"layers of {runtime} on {ranks} GPUs",
+                    module="executor.calibrate_layers",
+                    ranks=ranks,
+                    weight=2.0 + heavy,
+                    arguments=(f"--runtime={runtime}",),
+                )
+            )
+    return found
+
+
+def header(options: argparse.Namespace, gpus: int) -> dict[str, Any]:
+    """Return what a `topology.samples.Provenance` is made of; the workers add the versions they load."""
+    cuda = options.device == "cuda"
+    driver = run_text(("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")) if cuda else ""
+    return {
+        "machine": options.machine,
+        "gpu": options.gpu_name if cuda else "cpu",
+        "device": options.device,
+        "gpus": gpus,
+        "driver": driver.splitlines()[0].strip() if driver else "",
+        "versions": {"python": sys.version.split()[0]},
+        "taken_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": options.command,
+    }
+
+
+def environment(device: str) -> dict[str, str]:
+    """Return what our ranks need: GPUs counted as nvidia-smi does, one host found through loopback, torchtitan's
+    recommended allocator.
+    """
+    added = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+    }
+    if device == "cpu":
+        added |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    else:
+        added |= {"OMP_NUM_THREADS": "4"}
+    if Path("/sys/class/net/lo").exists():
+        added |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return added
+
+
+def has_torchtitan() -> bool:
+    return importlib.util.find_spec("torchtitan") is not None
+
+
+def _collective_arguments(options: argparse.Namespace, indices: Sequence[int]) -> tuple[str, ...]:
+    some = (f"--indices={','.join(map(str, indices))}",)
+    return (*some, f"--largest={CPU_LARGEST}") if options.device == "cpu" else some
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

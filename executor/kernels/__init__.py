@@ -1,0 +1,1 @@
+"""Triton kernels in which communication and arithmetic share a launch. Imported only where triton is."""

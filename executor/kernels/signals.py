@@ -1,0 +1,82 @@
+"""How ranks tell each other, from inside a kernel, that data is there. All waits are bounded.
+
+A flag is an int32 in symmetric memory that one rank writes and one rank reads. What a writer stores before `publish` is
+visible to whoever returns from `wait_for`: release and acquire at system scope, so across NVLink as well.
+
+Flags carry the number of the call (the epoch) rather than 0 or 1: nothing has to be reset, and a flag that is early
+(its writer is already one call ahead) still says "ready". The epoch lives in device memory, is read by every program of
+a kernel and advanced by the last one to leave, so a captured CUDA graph counts on like an eager program. It also selects
+one of two sets of buffers. Two are enough where a call cannot end before every peer has taken part in it: whoever writes
+to a set for call n + 2 has finished call n + 1, so its peer has finished call n.
+
+A wait that runs out of polls sets an error word and goes on with whatever is there: the kernel ends, the host sees the
+word at its next check, and no GPU is left spinning.
+
+Assembly is behind constexpr switches, since triton's interpreter knows none.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for(flag, expected, error, code, LIMIT: tl.constexpr):
+    """Wait until the int32 at `flag` has reached `expected`, at most LIMIT polls; else put `code` at `error`."""
+    polls = 0
+    while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - expected < 0) & (polls < LIMIT):
+        polls += 1
+    if polls == LIMIT:
+        tl.atomic_max(error, code, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def publish(flag, value):
+    """Set the int32 at `flag`, usually a peer's, after all that this program has stored."""
+    tl.atomic_xchg(flag, value, sem="release", scope="sys")
+
+
+@triton.jit
+def bulk_stores_done(LATEST: tl.constexpr, ASM: tl.constexpr):
+    """Wait until the bulk (TMA) stores of this program, but the LATEST 0 or 1, are in memory, theirs or a peer's.
+
+    `desc.store` alone waits only until shared memory may be reused, and a release after it would publish data still
+    under way. Several warps issue one store and one thread releases, hence the barrier between them.
+    """
+    if ASM:
+        if LATEST == 1:
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.wait_group 1;\n\tfence.proxy.async;\n\tbar.sync 0;\n\tmov.u32 $0, 0;",
+                "=r",
+                [],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        else:
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.wait_group 0;\n\tfence.proxy.async;\n\tbar.sync 0;\n\tmov.u32 $0, 0;",
+                "=r",
+                [],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+
+
+@triton.jit
+def before_bulk_loads(ASM: tl.constexpr):
+    """Order bulk (TMA) loads after an acquire: they belong to another proxy, which an acquire alone does not bind."""
+    if ASM:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async;\n\tmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def leave(epoch, ticket, programs):
+    """Count this program out; the last one advances the epoch and makes the ticket ready for the next launch."""
+    if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == programs - 1:
+        tl.atomic_xchg(ticket, 0, sem="relaxed", scope="gpu")
+        tl.atomic_add(epoch, 1, sem="relaxed", scope="gpu")

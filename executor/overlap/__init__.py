@@ -1,0 +1,84 @@
+"""Tensor-parallel products whose communication hides behind them: one signature, many modes.
+
+    all_gather_matmul(x, (w1, w3), group, mode="fused")   column-parallel; tokens are cut before, the width after
+    matmul_reduce_scatter(x, w2, group, mode="fused")     row-parallel; the width is cut before, tokens after
+    matmul_all_reduce(x, w2, group, mode="fused")         row-parallel without sequence parallelism
+
+Weights are as in `torch.nn.Linear`, (out, in), this rank's part of them. All functions are differentiable, in the same
+mode. `nccl` is the reference; what the others need and how they do it is the first sentence of each one's file. On CPU
+tensors `nccl`, `chunked` and `ring` run with gloo, and the others do what `nccl` does.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from executor.overlap.autograd import AllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
+from executor.overlap.chunked import Chunked
+from executor.overlap.copy_engine import CopyEngine
+from executor.overlap.fused import Fused
+from executor.overlap.mode import Mode
+from executor.overlap.nccl import Nccl
+from executor.overlap.ring import Ring
+from executor.overlap.torch_symm_mem import TorchSymmMem
+from topology.errors import BadPlan
+
+MODES: dict[str, Mode] = {
+    mode.name: mode for mode in (Nccl(), Chunked(), Ring(), CopyEngine(), Fused(), TorchSymmMem())
+}
+# Modelled by the simulator at most: they reduce or broadcast in the switch, and that needs multicast objects.
+NEED_MULTICAST = frozenset({"multimem", "multimem_one_shot", "multimem_two_shot", "nvls"})
+
+
+def mode_named(name: str) -> Mode:
+    """Return a mode. Raises BadPlan for a name that is none, and for one that needs NVLink multicast."""
+    if name in MODES:
+        return MODES[name]
+    modes = ", ".join(MODES)
+    if name in NEED_MULTICAST:
+        raise BadPlan(
+            f"the overlap mode {name} is not run",
+            why="it needs NVLink multicast, which stays off: creating its objects can hang the GPUs of a shared host",
+            remedy=f"choose one of {modes}; fused is the nearest",
+        )
+    raise BadPlan(f"there is no overlap mode {name}", remedy=f"choose one of {modes}")
+
+
+def all_gather_matmul(
+    x: Tensor, weights: tuple[Tensor, ...], group: dist.ProcessGroup, *, mode: str, dim: int = 0
+) -> tuple[Tensor, ...]:
+    """Return X @ w^T for each weight (N_i, K), where X is all ranks' `x` (..., K) joined along `dim`.
+
+    Several weights share one gather (queries, keys and values; gate and up). Gradients flow to x and the weights.
+    """
+    rows, rest = _to_rows(x, dim)
+    outs = AllGatherMatmul.apply(mode_named(mode), group, rows, *weights)
+    return tuple(_from_rows(out, rest, dim) for out in outs)
+
+
+def matmul_reduce_scatter(x: Tensor, weight: Tensor, group: dist.ProcessGroup, *, mode: str, dim: int = 0) -> Tensor:
+    """Return this rank's part along `dim` of the sum over ranks of x @ w^T, `x` (..., K), weight (N, K).
+
+    Raises ValueError when `dim` cannot be cut into equal parts.
+    """
+    rows, rest = _to_rows(x, dim)
+    if x.shape[dim] % dist.get_world_size(group):
+        raise ValueError(f"{x.shape[dim]} rows cannot be shared out evenly among {dist.get_world_size(group)} ranks")
+    return _from_rows(MatmulReduceScatter.apply(mode_named(mode), group, rows, weight), rest, dim)
+
+
+def matmul_all_reduce(x: Tensor, weight: Tensor, group: dist.ProcessGroup, *, mode: str) -> Tensor:
+    """Return the sum over ranks of x @ w^T, `x` (..., K), weight (N, K)."""
+    out = MatmulAllReduce.apply(mode_named(mode), group, x.flatten(0, -2), weight)
+    return out.unflatten(0, x.shape[:-1])
+
+
+def _to_rows(x: Tensor, dim: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Return `x` as a matrix whose rows begin with `dim`, and the sizes of the other leading dimensions."""
+    moved = x.movedim(dim, 0)
+    return moved.flatten(0, -2), tuple(moved.shape[1:-1])
+
+
+def _from_rows(rows: Tensor, rest: tuple[int, ...], dim: int) -> Tensor:
+    return rows.unflatten(0, (-1, *rest)).movedim(0, dim)

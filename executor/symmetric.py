@@ -1,0 +1,173 @@
+"""Memory that all GPUs of a group see, and who may write where when.
+
+A `Workspace` belongs to one group and one purpose. It has two sets of data, used in turn, flags, and the words with
+which kernels count calls (`executor.kernels.signals` tells how). Because they take turns, no barrier is needed between
+calls: no call ends before every peer has delivered its part, so whoever writes into a set again knows that its reader
+has finished with it. The exception is a captured CUDA graph whose copies have fixed addresses; see `Workspace.turn`.
+
+All ranks make the same calls in the same order, on one stream: that is the contract of symmetric memory altogether.
+NVLink multicast is never used, and it is refused where it is switched on: creating its objects can hang the fabric of
+virtual machines and shared hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._symmetric_memory import rendezvous
+
+from topology.errors import PlannerError
+
+POLLS = 1 << 26  # of a flag, about a microsecond each: a minute
+BARRIER_MS = 60_000
+STORE_ALIGNMENT = 256
+
+
+class SymmetricMemoryError(PlannerError):
+    """Symmetric memory cannot be had here, or a peer did not deliver."""
+
+
+class Allocation:
+    """Bytes at the same place on every rank of a group. Making one is a collective call."""
+
+    def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        from torch._C._autograd import DeviceType  # noqa: PLC0415, PLC2701 - torch exposes it nowhere else
+        from torch._C._distributed_c10d import _SymmetricMemory  # noqa: PLC0415, PLC2701 - as above
+
+        if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index):
+            raise SymmetricMemoryError(
+                "NVLink multicast is switched on",
+                why="symmetric memory would create multicast objects, which can hang GPUs that others share",
+                remedy="set TORCH_SYMM_MEM_DISABLE_MULTICAST=1 (and NCCL_NVLS_ENABLE=0) in every process",
+            )
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        # An allocation of its own: in a shared pool, addresses would carry an offset that differs from rank to rank.
+        self.local = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device, group.group_name)
+        self.handle = rendezvous(self.local, group)
+        if self.handle.multicast_ptr:
+            raise SymmetricMemoryError(
+                "symmetric memory came with a multicast address", why="it was to be off", remedy="see SECURITY.md"
+            )
+        self.local.zero_()
+        torch.cuda.synchronize(device)
+        self.handle.barrier(0, BARRIER_MS)
+        self.addresses = torch.tensor(
+            [self.on(rank, (1,), torch.uint8).data_ptr() for rank in range(self.world)], dtype=torch.int64, device=device
+        )
+
+    def on(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> Tensor:
+        """Return a rank's memory as a tensor that this process can copy from and to."""
+        return self.handle.get_buffer(rank, tuple(shape), dtype, offset_bytes // dtype.itemsize)
+
+
+    def write(self, rank: int, index: int, value: int = 1) -> None:
+        """Set the `index`-th 32-bit word on a rank after all that the current stream has copied so far."""
+        from torch._C._distributed_c10d import _SymmetricMemory  # noqa: PLC0415, PLC2701 - torch exposes it nowhere else
+
+        # A memset rather than a write of the stream itself: it can be captured in a graph, too.
+        _SymmetricMemory.memset32(self.on(rank, (1,), torch.uint32, 4 * index), 0, value, 1)
+
+
+class Workspace:
+    """Two sets of data, flags, and counters, of one group and purpose."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.set_bytes, self.turns = 0, 0
+        self.data: Allocation | None = None
+        self.signals: Allocation | None = None
+        # epoch: calls so far; ticket: programs that have left the running kernel; error: 1 + the rank that was missed.
+        self.words = torch.zeros((3, 32), dtype=torch.int32, device=device)
+        self.epoch, self.ticket, self.error = self.words[0, :1], self.words[1, :1], self.words[2, :1]
+
+    def reserve(self, set_bytes: int, flags: int) -> None:
+        """Make room for `set_bytes` in each set and that many int32 flags; collective when it has to grow."""
+        wanted_flags = self.signals is None or self.signals.local.numel() < 4 * flags
+        wanted_bytes = self.data is None or self.set_bytes < set_bytes
+        if not (wanted_flags or wanted_bytes):
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise SymmetricMemoryError(
+                "symmetric memory cannot grow while a CUDA graph is captured",
+                why=f"this call needs 2 x {set_bytes} bytes and {flags} flags, more than any before",
+                remedy="run the call once before capturing it",
+            )
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)  # nobody writes to what is given back now
+        if wanted_flags:
+            # Zero is before every call, so fresh flags need no knowledge of the epoch.
+            self.signals = Allocation(4 * max(1024, 1 << (flags - 1).bit_length()), self.group, self.device)
+        if wanted_bytes:
+            self.set_bytes = -(-max(set_bytes, 1 << 16) // STORE_ALIGNMENT) * STORE_ALIGNMENT
+            self.data = Allocation(2 * self.set_bytes, self.group, self.device)
+
+    def turn(self) -> int:
+        """Return the set (0 or 1) whose address a copy of this call may be given.
+
+        A captured graph repeats with the same addresses, so its calls do not take turns with anybody: they use set 0
+        between two barriers, see `fenced`.
+        """
+        if self.fenced():
+            return 0
+        self.turns += 1
+        return self.turns % 2
+
+    @staticmethod
+    def fenced() -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def fence(self) -> None:
+        """A barrier of the ranks on the current stream, where taking turns does not do (see `turn`)."""
+        if self.fenced():
+            self.flags.handle.barrier(0, BARRIER_MS)
+
+    @property
+    def slots(self) -> Allocation:
+        assert self.data is not None, "reserve() comes first"  # noqa: S101 - ours to get right
+        return self.data
+
+    @property
+    def flags(self) -> Allocation:
+        assert self.signals is not None, "reserve() comes first"  # noqa: S101 - ours to get right
+        return self.signals
+
+
+_workspaces: dict[tuple[str, str, int], Workspace] = {}
+
+
+def workspace(group: dist.ProcessGroup, purpose: str, device: torch.device) -> Workspace:
+    """Return the workspace of a group for a purpose; the same object every time."""
+    key = (group.group_name, purpose, device.index)
+    found = _workspaces.get(key)
+    if found is None:
+        found = _workspaces[key] = Workspace(group, device)
+    return found
+
+
+def workspaces() -> tuple[Workspace, ...]:
+    return tuple(_workspaces.values())
+
+
+def release() -> None:
+    """Forget all workspaces. Collective: no rank may still write to another's."""
+    for space in _workspaces.values():
+        torch.cuda.synchronize(space.device)
+        dist.barrier(space.group)
+    _workspaces.clear()
+
+
+def check_delivered() -> None:
+    """Raise SymmetricMemoryError if any wait since the last check ran out of polls. Synchronizes with the GPU."""
+    for (group, purpose, _), space in _workspaces.items():
+        missed = int(space.error.item())
+        if missed:
+            space.error.zero_()
+            raise SymmetricMemoryError(
+                f"rank {missed - 1} of group {group} did not deliver its part",
+                why=f"a kernel ({purpose}) polled its flag {POLLS} times and gave up; its result is not to be used",
+                remedy="look for the first failure in that rank's log; the ranks must make the same calls in one order",
+            )

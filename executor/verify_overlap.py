@@ -1,0 +1,190 @@
+"""Every overlap mode against plain products in float64, where it will run and in the type it will run in.
+
+Inputs are fresh for every case and every iteration, symmetric buffers are filled with NaN before the first, and ranks
+are delayed at random: what is read before it arrived, or written before it was read, shows. Differences are relative to
+the largest number of the reference; the tolerance is 2^4 units in the last place, as in `executor.verify_kernels`: inputs
+are exact, partial sums are rounded once for every rank that adds to them, and results once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from executor import overlap
+from executor.overlap import all_reduce as own_all_reduce
+
+UNITS = 2.0**4
+DELAY_CYCLES = 400_000  # up to a fifth of a millisecond
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Rows of all ranks together, contraction (of this rank), columns (of this rank), and how many weights."""
+
+    rows: int
+    depth: int
+    columns: int
+    weights: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapVerdict:
+    """The largest relative difference over ranks, iterations, results and gradients."""
+
+    operation: str
+    mode: str
+    dtype: str
+    shape: Shape
+    iterations: int
+    difference: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= self.tolerance
+
+
+def check(
+    operation: str,
+    mode: str,
+    shape: Shape,
+    group: dist.ProcessGroup,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    iterations: int = 1,
+    seed: int = 0,
+    delays: bool = False,
+) -> OverlapVerdict:
+    """Run an operation forward and backward; a collective call, whose answer is the same on every rank."""
+    worst = torch.zeros((), dtype=torch.float64, device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    sleeper = torch.Generator().manual_seed(1000 * seed + dist.get_rank(group))
+    for _ in range(iterations):
+        case = _CASES[operation](mode, shape, group, generator, dtype)
+        if delays:
+            torch.cuda._sleep(int(torch.randint(DELAY_CYCLES, (), generator=sleeper)))  # noqa: SLF001
+        for found, expected in case:
+            worst = torch.maximum(worst, _difference(found, expected))
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+    return OverlapVerdict(
+        operation=operation,
+        mode=mode,
+        dtype=str(dtype).removeprefix("torch."),
+        shape=shape,
+        iterations=iterations,
+        difference=float(worst),
+        tolerance=UNITS * torch.finfo(dtype).eps,
+    )
+
+
+Found = Iterator[tuple[Tensor, Tensor]]
+
+
+def _all_gather_matmul(
+    mode: str, shape: Shape, group: dist.ProcessGroup, generator: torch.Generator, dtype: torch.dtype
+) -> Found:
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    whole = _draw((shape.rows, shape.depth), generator, dtype)
+    weights = [_draw((world, shape.columns, shape.depth), generator, dtype) for _ in range(shape.weights)]
+    slopes = [_draw((world, shape.rows, shape.columns), generator, dtype) for _ in range(shape.weights)]
+    x = whole.chunk(world)[rank].clone().requires_grad_()
+    mine = tuple(weight[rank].clone().requires_grad_() for weight in weights)
+    outs = overlap.all_gather_matmul(x, mine, group, mode=mode)
+    torch.autograd.backward(outs, [slope[rank] for slope in slopes])
+    dx = sum(slope[r].double() @ w[r].double() for slope, w in zip(slopes, weights, strict=True) for r in range(world))
+    yield x.grad, dx.chunk(world)[rank]
+    for out, weight, slope in zip(outs, mine, slopes, strict=True):
+        yield out, whole.double() @ weight.double().t()
+        yield weight.grad, slope[rank].double().t() @ whole.double()
+
+
+def _matmul_reduce_scatter(
+    mode: str, shape: Shape, group: dist.ProcessGroup, generator: torch.Generator, dtype: torch.dtype
+) -> Found:
+    yield from _row_parallel(mode, shape, group, generator, dtype, scatter=True)
+
+
+def _matmul_all_reduce(
+    mode: str, shape: Shape, group: dist.ProcessGroup, generator: torch.Generator, dtype: torch.dtype
+) -> Found:
+    yield from _row_parallel(mode, shape, group, generator, dtype, scatter=False)
+
+
+def _row_parallel(
+    mode: str, shape: Shape, group: dist.ProcessGroup, generator: torch.Generator, dtype: torch.dtype, *, scatter: bool
+) -> Found:
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    xs = _draw((world, shape.rows, shape.depth), generator, dtype)
+    weights = _draw((world, shape.columns, shape.depth), generator, dtype)
+    slope = _draw((shape.rows, shape.columns), generator, dtype)
+    x, weight = xs[rank].clone().requires_grad_(), weights[rank].clone().requires_grad_()
+    run = overlap.matmul_reduce_scatter if scatter else overlap.matmul_all_reduce
+    out = run(x, weight, group, mode=mode)
+    out.backward(slope.chunk(world)[rank] if scatter else slope)
+    total = sum(xs[r].double() @ weights[r].double().t() for r in range(world))
+    yield out, total.chunk(world)[rank] if scatter else total
+    yield x.grad, slope.double() @ weight.double()
+    yield weight.grad, slope.double().t() @ x.double()
+
+
+def _all_reduce(
+    mode: str, shape: Shape, group: dist.ProcessGroup, generator: torch.Generator, dtype: torch.dtype
+) -> Found:
+    """Rows x columns summed, by one exchange or two (`mode`), alone and with residual and norm."""
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    xs = _draw((world, shape.rows, shape.columns), generator, dtype)
+    residual, weight = _draw((shape.rows, shape.columns), generator, dtype), _draw((shape.columns,), generator, dtype)
+    total = xs.double().sum(0)
+    yield own_all_reduce.all_reduce(xs[rank], group, launch=_shots(mode, xs[rank])), total
+    row = shape.columns
+    normed, kept = own_all_reduce.all_reduce_rms_norm(
+        xs[rank], residual, weight, group, eps=1e-5, launch=_shots(mode, xs[rank], row=row)
+    )
+    total += residual.double()
+    yield kept, total
+    yield normed, total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+
+
+def _shots(mode: str, x: Tensor, row: int | None = None) -> own_all_reduce.Launch:
+    base = own_all_reduce.launch_for(x.numel(), x.element_size(), 2, x.device, row=row)
+    return own_all_reduce.Launch(
+        columns=base.columns, programs=base.programs, warps=base.warps, shots={"one_shot": 1, "two_shot": 2}[mode]
+    )
+
+
+_CASES: dict[str, Callable[..., Found]] = {
+    "all_gather_matmul": _all_gather_matmul,
+    "matmul_reduce_scatter": _matmul_reduce_scatter,
+    "matmul_all_reduce": _matmul_all_reduce,
+    "all_reduce": _all_reduce,
+}
+OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def poison(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Fill the data of all workspaces with NaN; collective, between calls."""
+    from executor.symmetric import workspaces  # noqa: PLC0415 - CUDA
+
+    for space in workspaces():
+        if space.data is not None:
+            space.data.local.fill_(0xFF)
+        torch.cuda.synchronize(space.device)
+    for group in groups:
+        dist.barrier(group)
+
+
+def _draw(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).to(dtype)
+
+
+def _difference(found: Tensor | None, expected: Tensor) -> Tensor:
+    if found is None or found.shape != expected.shape:
+        return torch.tensor(torch.inf, dtype=torch.float64, device=expected.device)
+    gap = (found.detach().double() - expected.detach()).abs().max() / expected.detach().abs().max()
+    return gap.nan_to_num(torch.inf, torch.inf, torch.inf)

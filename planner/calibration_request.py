@@ -1,0 +1,377 @@
+"""What to measure: the operators of plans, from the runtime's own operator list, and one and two layers of them.
+
+Without plans the list is a spread of shapes: layers of models from 1B to 70B, over tokens and tensor-parallel degrees,
+in an order in which any beginning of it covers all kinds. With plans it is what they run and the profile lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from topology import codec
+
+if TYPE_CHECKING:
+    from simulator.model import Model
+    from simulator.plan import Plan
+    from simulator.runtime import Runtime
+    from simulator.workload import Workload
+    from topology.profile import Profile
+
+# Layers whose shapes are measured when no plan is named: (hidden, heads, key/value heads, head width, feed-forward width).
+SPREAD = (
+    (4096, 32, 8, 128, 14336),
+    (2048, 32, 8, 64, 8192),
+    (5120, 40, 40, 128, 13824),
+    (3072, 24, 8, 128, 8192),
+    (8192, 64, 8, 128, 28672),
+)
+TOKENS = ((8192, 1), (4096, 1), (16384, 4), (2048, 1), (32768, 1))  # (tokens of a micro batch, sequences)
+TENSOR = (1, 2, 4)
+VOCABULARY = 128256
+COPIES = tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28, 30))
+MOST_TENSOR_BYTES = 24 * 2**30  # of the largest operand: logits of very long batches are left out
+
+# Compute and collective side by side. Sizes are of layers that FSDP gathers: 100 MB to 1 GB.
+CONTENTION = tuple(
+    {"compute": compute, "shape": shape, "dtype": dtype, "op": op, "nbytes": nbytes}
+    for op, nbytes in (("all_gather", 436 * 10**6), ("reduce_scatter", 872 * 10**6), ("all_reduce", 100 * 2**20))
+    for compute, shape, dtype in (
+        ("matmul", {"m": 8192, "n": 14336, "k": 4096}, "bfloat16"),
+        ("matmul", {"m": 4096, "n": 4096, "k": 4096}, "bfloat16"),
+        ("copy", {"bytes": 2**28}, "bfloat16"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRun:
+    """One run of the runtime calibration; `layer` is as in SPREAD."""
+
+    layer: tuple[int, int, int, int, int]
+    seq_len: int
+    sequences: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    cp: int = 1
+    recompute: str = "none"
+    compile: bool = False
+    vocabulary: int = VOCABULARY
+
+
+_WIDE, _SMALL, _MIDDLE = SPREAD[0], SPREAD[1], SPREAD[3]
+_NARROW = (512, 8, 4, 64, 1024)  # at 256 tokens a kernel of it takes the device no longer than launching it the host
+
+
+def _narrow(**more: Any) -> LayerRun:
+    return LayerRun(layer=_NARROW, seq_len=256, vocabulary=1024, **more)
+
+
+RUNTIME_RUNS = (
+    LayerRun(layer=_WIDE, seq_len=8192, dp_shard=2),
+    _narrow(dp_shard=2),
+    LayerRun(layer=_SMALL, seq_len=4096, sequences=4),
+    _narrow(),
+    LayerRun(layer=_WIDE, seq_len=8192, tp=2),
+    _narrow(tp=2),
+    LayerRun(layer=_WIDE, seq_len=8192, dp_shard=2, recompute="selective-op"),
+    _narrow(dp_shard=2, recompute="selective-op"),
+    _narrow(dp_shard=2, recompute="full"),
+    LayerRun(layer=_WIDE, seq_len=4096, dp_shard=2),
+    LayerRun(layer=_SMALL, seq_len=4096, sequences=4, dp_shard=2),
+    LayerRun(layer=_SMALL, seq_len=4096, sequences=4, dp_replicate=2),
+    _narrow(dp_replicate=2),
+    LayerRun(layer=_WIDE, seq_len=16384, cp=2, recompute="full"),
+    _narrow(cp=2),
+    LayerRun(layer=_WIDE, seq_len=8192, dp_shard=2, recompute="full"),
+    LayerRun(layer=_MIDDLE, seq_len=4096, sequences=2, dp_shard=2),
+    LayerRun(layer=_WIDE, seq_len=8192),
+    LayerRun(layer=_WIDE, seq_len=8192, dp_shard=2, compile=True),
+    _narrow(dp_shard=2, compile=True),
+    LayerRun(layer=_SMALL, seq_len=4096, sequences=4, compile=True),
+    _narrow(recompute="selective-op"),
+    _narrow(compile=True),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A plan for which exact operators are wanted."""
+
+    model: Model
+    plan: Plan
+    workload: Workload
+    runtime: Runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the executor is asked to measure, each list most valuable first."""
+
+    operators: tuple[dict[str, Any], ...] = ()
+    contention: tuple[dict[str, Any], ...] = ()
+    layers: tuple[dict[str, Any], ...] = ()
+    collectives: bool = False
+
+    @property
+    def empty(self) -> bool:
+        return not (self.operators or self.contention or self.layers or self.collectives)
+
+
+def machine_request(*, gpus: int, collectives: bool = True) -> Request:
+    """Return what several GPUs do together: collectives, and what they and kernels cost each other."""
+    return Request(contention=CONTENTION if gpus > 1 else (), collectives=collectives and gpus > 1)
+
+
+def spread_request() -> Request:
+    """Return the spread of operators that a calibration without plans measures."""
+    operators = [*_interleaved(_spread_operators()), *_copies()]
+    # Copies and one of each kind come first: whatever the budget, no kind is left to the datasheet.
+    first = [one for one in operators if one["kind"] == "move" and one["name"] in {"copy", "adamw", "clip"}]
+    rest = [one for one in operators if one not in first]
+    return Request(operators=tuple(_unique([*first, *rest])))
+
+
+def exact_request(questions: Sequence[Question], *, gpus: int, layers: bool = True) -> Request:
+    """Return the operators that the questions' plans run, and one and two layers of each plan as far as `gpus` go."""
+    operators = [one for question in questions for one in plan_operators(question)]
+    runs = [layer_request(question, gpus) for question in questions] if layers else []
+    return Request(operators=tuple(_unique(operators)), layers=tuple(_unique(run for run in runs if run is not None)))
+
+
+def runtime_request(name: str, *, gpus: int, version: str | None = None) -> Request:
+    """Return the one- and two-layer runs that tell a runtime's own costs: its passes over layers of several widths, and
+    a narrow one, of which the device makes so little that the host decides.
+    """
+    from simulator.model import Model  # noqa: PLC0415 - keeps `--help` light
+    from simulator.plan import Plan  # noqa: PLC0415 - as above
+    from simulator.runtime import Runtime  # noqa: PLC0415 - as above
+    from simulator.workload import Workload  # noqa: PLC0415 - as above
+
+    found = []
+    for run in RUNTIME_RUNS:
+        plan = Plan(
+            dp_replicate=run.dp_replicate,
+            dp_shard=run.dp_shard,
+            tp=run.tp,
+            sequence_parallel=run.tp > 1,
+            cp=run.cp,
+            micro_batch_size=run.sequences,
+            recompute=run.recompute,
+        )
+        if plan.gpus > gpus:
+            continue
+        hidden, heads, kv, width, ffn = run.layer
+        model = Model(
+            name=f"layer of width {hidden}",
+            family="llama",
+            layers=1,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv,
+            head_dim=width,
+            ffn=ffn,
+            vocab=run.vocabulary,
+        )
+        workload = Workload(seq_len=run.seq_len, global_batch_size=plan.data_parallel * run.sequences)
+        runtime = Runtime(
+            name=name,
+            version=version,
+            compile=run.compile,
+            param_dtype="bfloat16" if run.tp > 1 else "float32",
+            reduce_dtype="float32",
+        )
+        question = Question(model=model, plan=plan, workload=workload, runtime=runtime)
+        request = layer_request(question, gpus)
+        if request is not None:
+            found.append(request)
+    return Request(layers=tuple(_unique(found)))
+
+
+def joined(*requests: Request) -> Request:
+    """Return everything of several requests once, in order."""
+    return Request(
+        operators=tuple(_unique(one for request in requests for one in request.operators)),
+        contention=tuple(_unique(one for request in requests for one in request.contention)),
+        layers=tuple(_unique(one for request in requests for one in request.layers)),
+        collectives=any(request.collectives for request in requests),
+    )
+
+
+def lacking(request: Request, profile: Profile | None) -> Request:
+    """Return what of `request` the profile has no valid sample of."""
+    if profile is None:
+        return request
+    known = {sample.key for sample in profile.operators if not sample.invalid and sample.regime == "sustained"}
+    pairs = {sample.key for sample in profile.contention if not sample.invalid}
+    ran = [
+        (sample.model, sample.plan, sample.workload, sample.runtime) for sample in profile.layers if not sample.invalid
+    ]
+
+    def have_layer(one: dict[str, Any]) -> bool:
+        same = [
+            model
+            for model, plan, workload, runtime in ran
+            if (plan, workload, runtime) == (one["plan"], one["workload"], one["runtime"])
+            and {k: v for k, v in model.items() if k != "layers"}
+            == {k: v for k, v in one["model"].items() if k != "layers"}
+        ]
+        return len(same) >= len(one.get("counts", (1, 2)))
+
+    return Request(
+        operators=tuple(one for one in request.operators if _operator_key(one) not in known),
+        contention=tuple(one for one in request.contention if not any(_same_pair(one, key) for key in pairs)),
+        layers=tuple(one for one in request.layers if not have_layer(one)),
+        collectives=request.collectives and not profile.collectives,
+    )
+
+
+def plan_operators(question: Question) -> list[dict[str, Any]]:
+    """Return the compute operators that one rank of the plan runs in a step, as the runtime's description lists them."""
+    from simulator.kernel_samples import operators_of  # noqa: PLC0415 - keeps `--help` light
+
+    return operators_of(question.model, question.plan, question.workload, question.runtime)
+
+
+def layer_request(question: Question, gpus: int) -> dict[str, Any] | None:
+    """Return the run of one and two layers that says most about the plan on `gpus` GPUs; None if none can be made.
+
+    The pipeline goes first, since a layer does not know of it, then data parallelism shrinks; tensor and context
+    parallelism stay, as they are what a layer is made of.
+    """
+    from simulator.runtime_library import runtime_spec  # noqa: PLC0415 - keeps `--help` light
+
+    if question.model.moe is not None and runtime_spec(question.runtime.name).names[0] == "torchtitan":
+        return None
+    plan = single_layer_plan(question.plan, gpus)
+    if plan is None:
+        return None
+    workload = replace(question.workload, global_batch_size=plan.data_parallel * plan.micro_batch_size)
+    runtime = question.runtime
+    if plan.dp_shard * plan.cp == 1 and plan.tp > 1:
+        # Mixed precision is FSDP's; without it a tensor-parallel model computes in what it is stored in.
+        runtime = replace(runtime, param_dtype=runtime.compute_dtype)
+    return {
+        "ranks": plan.gpus,
+        "model": codec.to_builtins(replace(question.model, layers=1)),
+        "plan": codec.to_builtins(plan),
+        "workload": codec.to_builtins(workload),
+        "runtime": codec.to_builtins(runtime),
+    }
+
+
+def single_layer_plan(plan: Plan, gpus: int) -> Plan | None:
+    """Return the plan without its pipeline, cut down to `gpus` ranks."""
+    single = replace(
+        plan,
+        pp=1,
+        virtual_stages=1,
+        schedule=None,
+        layers_per_stage=(),
+        recompute_per_stage=(),
+        placement=(),
+        ep=1,
+        # A pipelined plan is in the type that FSDP's mixed precision gives only where something is sharded.
+        dp_shard=max(plan.dp_shard, 2) if plan.pp > 1 and gpus > plan.tp * plan.cp else plan.dp_shard,
+    )
+    for axis in ("dp_replicate", "dp_shard", "cp", "tp"):
+        while single.gpus > gpus and getattr(single, axis) % 2 == 0:
+            single = replace(single, **{axis: getattr(single, axis) // 2})
+    return single if single.gpus <= gpus else None
+
+
+# --- the spread -----------------------------------------------------------------------------------------------------
+
+
+def _spread_operators() -> Iterator[list[dict[str, Any]]]:
+    """Yield the operators of one layer after another, the commonest sizes first."""
+    from simulator.model import Model  # noqa: PLC0415 - keeps `--help` light
+    from simulator.plan import Plan  # noqa: PLC0415 - as above
+    from simulator.runtime import Runtime  # noqa: PLC0415 - as above
+    from simulator.workload import Workload  # noqa: PLC0415 - as above
+
+    for tensor in TENSOR:
+        for tokens, sequences in TOKENS:
+            for hidden, heads, kv, width, ffn in SPREAD:
+                model = Model(
+                    name=f"layer of width {hidden}",
+                    family="llama",
+                    layers=1,
+                    hidden=hidden,
+                    heads=heads,
+                    kv_heads=kv,
+                    head_dim=width,
+                    ffn=ffn,
+                    vocab=VOCABULARY,
+                )
+                question = Question(
+                    model=model,
+                    plan=Plan(tp=tensor, dp_shard=2, sequence_parallel=tensor > 1, micro_batch_size=sequences),
+                    workload=Workload(seq_len=tokens // sequences, global_batch_size=2 * sequences),
+                    runtime=Runtime(name="torchtitan"),
+                )
+                yield [one for one in plan_operators(question) if _largest_bytes(one) <= MOST_TENSOR_BYTES]
+
+
+def _interleaved(layers: Iterable[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    for operators in layers:
+        yield from operators
+
+
+def _copies() -> Iterator[dict[str, Any]]:
+    for nbytes in reversed(COPIES):
+        yield {
+            "kind": "move",
+            "name": "copy",
+            "shape": {"bytes": nbytes},
+            "dtype": "bfloat16",
+            "direction": "forward",
+            "runtime": "",
+        }
+
+
+def _largest_bytes(one: dict[str, Any]) -> float:
+    shape = one["shape"]
+    if one["kind"] == "matmul":
+        return float(2 * max(shape["m"] * shape["n"], shape["n"] * shape["k"], shape["m"] * shape["k"]))
+    if one["name"] == "cross_entropy":
+        return float(16 * shape["t"] * shape["v"])  # it holds four copies in float32
+    return 0.0
+
+
+def _unique(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return list({codec.fingerprint(one): one for one in found}.values())
+
+
+def _operator_key(one: dict[str, Any]) -> tuple[Any, ...]:
+    shape = tuple(sorted(one["shape"].items()))
+    return one["kind"], one["name"], shape, one["dtype"], one["direction"], one.get("runtime", ""), "sustained"
+
+
+def _same_pair(one: dict[str, Any], key: tuple[Any, ...]) -> bool:
+    compute, shape, dtype, op, _, nbytes = key
+    wanted = one["compute"], tuple(sorted(one["shape"].items())), one["dtype"], one["op"], one["nbytes"]
+    return wanted == (compute, shape, dtype, op, nbytes)
+
+
+def small(request: Request) -> Request:
+    """Return a few tiny things of each kind, to run the path where there is no GPU."""
+
+    def shrunk(one: dict[str, Any]) -> dict[str, Any]:
+        shape = {axis: max(2, min(size, 64)) for axis, size in one["shape"].items()}
+        if "q" in shape:
+            shape |= {
+                "q": 64,
+                "kv": 32,
+                **({"d": 16} if "d" in shape else {}),
+                **({"ranks": 2} if "ranks" in shape else {}),
+            }
+        if one.get("kind") == "attention":
+            shape = {"b": 1, "a": 4, "kv": 2, "s": 16, "S": 16, "d": 16}
+        return {**one, "shape": shape}
+
+    first = {(one["kind"], one["name"], one["direction"]): shrunk(one) for one in reversed(request.operators)}
+    pairs = tuple({**shrunk(one), "dtype": "float32", "nbytes": 4096} for one in request.contention[:1])
+    return Request(operators=tuple(first.values()), contention=pairs, collectives=request.collectives)

@@ -1,0 +1,203 @@
+"""`planner calibrate`: measure what predictions rest on, on the GPUs at hand, within a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from planner.commands import options
+
+if TYPE_CHECKING:
+    from planner.calibration_request import Question, Request
+    from topology.cluster import Cluster
+    from topology.profile import Profile
+
+
+def calibrate(
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="What this machine is: local, a catalogue name or a cluster file.")
+    ] = "local",
+    out: Annotated[Path | None, typer.Option("--out", help="Profile to write; one that exists is added to.")] = None,
+    budget: Annotated[str, typer.Option("--budget", help="Time for measuring, such as 60s or 10m.")] = "60s",
+    wanted: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--for", help="Plan or case file: measure exactly what it runs and the profile lacks; again for more."
+        ),
+    ] = None,
+    runtime: Annotated[
+        list[str] | None,
+        typer.Option("--runtime", help="Measure this runtime's own costs on one and two layers; again for more."),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="How many GPUs to use; default all.")] = None,
+    operators: Annotated[
+        bool, typer.Option("--operators/--no-operators", help="Measure the spread of operators.")
+    ] = True,
+    collectives: Annotated[bool, typer.Option("--collectives/--no-collectives", help="Measure collectives.")] = True,
+    text: Annotated[
+        Path | None, typer.Option("--text", help="torchtitan's tokenizer/ and c4_test/, to load data as it does.")
+    ] = None,
+    store: Annotated[
+        bool, typer.Option("--store/--no-store", help="Also keep the samples among this user's data.")
+    ] = True,
+    allow_busy: Annotated[bool, typer.Option("--allow-busy", help="Measure though others use the GPUs.")] = False,
+    device: Annotated[str, typer.Option("--device", hidden=True)] = "cuda",
+    json: options.Json = False,
+) -> None:
+    """Measure operators, launch overheads, collectives, contention and layers; fit curves; say how well they predict.
+
+    What the profile has already is not measured again, so a run that was cut short is continued by the same command.
+    Exit code 1 when there is no GPU to measure.
+    """
+    import shlex  # noqa: PLC0415 - keeps `--help` light
+    import sys  # noqa: PLC0415 - as above
+
+    from planner import calibration_request as requests  # noqa: PLC0415 - as above
+    from planner.calibrate_process import calibrate as run  # noqa: PLC0415 - as above
+    from planner.calibrate_process import read_records  # noqa: PLC0415 - as above
+    from planner.commands.doctor import budget_s  # noqa: PLC0415 - as above
+    from planner.output import warn  # noqa: PLC0415 - as above
+    from topology.errors import ProbeError, UserError  # noqa: PLC0415 - as above
+
+    seconds = budget_s(budget)
+    if device not in {"cuda", "cpu"}:
+        raise UserError(f"--device is {device!r}", remedy="leave it out")
+    questions = _questions(wanted or [])
+    machine, kind, indices = _machine(cluster, gpus, device)
+    before = _known(out, kind, store=store)
+    parts: list[Request] = []
+    if questions:
+        parts.append(requests.exact_request(questions, gpus=len(indices)))
+    parts += [requests.runtime_request(name, gpus=len(indices)) for name in runtime or []]
+    if operators and not questions:
+        parts.append(requests.spread_request())
+    if not questions:
+        parts.append(requests.machine_request(gpus=len(indices), collectives=collectives))
+    request = requests.joined(*parts)
+    if device == "cpu":
+        request = requests.small(request)
+    needed = requests.lacking(request, before)
+    if needed.empty and before is not None:
+        warn("the profile has all of it already: nothing was measured")
+        _answer(before, before, out, json=json)
+        return
+    records = (out.with_name(out.name + ".partial") if out is not None else _scratch()).absolute()
+    records.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        found = run(
+            needed,
+            indices,
+            budget_s=seconds,
+            machine=machine,
+            gpu=kind,
+            records=records,
+            command=shlex.join(["planner", "calibrate", *sys.argv[2:]]),
+            device=device,
+            allow_busy=allow_busy,
+            text=str(text.absolute()) if text is not None else "",
+        )
+    except (KeyboardInterrupt, ProbeError):
+        part = read_records(records)
+        if part is not None and part.calibrated:
+            _save(part, before, out, store=store)
+            records.unlink(missing_ok=True)
+            warn("what had been measured was saved")
+        raise
+    whole = _save(found, before, out, store=store)
+    records.unlink(missing_ok=True)
+    _answer(found, whole, out, json=json)
+
+
+def _questions(files: list[Path]) -> list[Question]:
+    """Return the plans of plan files and case files."""
+    from planner.calibration_request import Question  # noqa: PLC0415 - keeps `--help` light
+    from planner.cases import case_of_plan_file, load_case, read_cases  # noqa: PLC0415 - as above
+    from topology import codec  # noqa: PLC0415 - as above
+
+    cases = []
+    for path in files:
+        data = codec.read_json(path)
+        if isinstance(data, dict) and "fingerprints" in data:
+            cases.append(case_of_plan_file(path))
+        else:
+            cases += [load_case(raw) for raw in read_cases(path)[0]]
+    return [Question(model=case.model, plan=case.plan, workload=case.workload, runtime=case.runtime) for case in cases]
+
+
+def _machine(name: str, gpus: int | None, device: str) -> tuple[str, str, list[int]]:
+    """Return the machine's name, the catalogue name of its GPU, and which of its GPUs to use.
+
+    What is measured is always this machine; `name` says what it is. Raises ProbeError without a GPU.
+    """
+    from planner.inputs import cluster_of  # noqa: PLC0415 - keeps `--help` light
+    from topology.errors import BadCluster, ProbeError  # noqa: PLC0415 - as above
+    from topology.probe_machine import probe_machine  # noqa: PLC0415 - as above
+
+    if device == "cpu":
+        return "stand-in", "cpu", list(range(gpus or 2))
+    here = probe_machine()
+    if not here.gpu_count:
+        raise ProbeError(
+            "there is no GPU to measure",
+            why="neither NVML nor nvidia-smi shows one",
+            remedy="run this on the machine whose profile you want",
+        )
+    found: Cluster = here if name == "local" else cluster_of(name)
+    if found.slowest_kind.name != here.slowest_kind.name:
+        raise BadCluster(
+            f"{name} has {found.slowest_kind.title}, this machine has {here.slowest_kind.title}",
+            why="times of one GPU model say little about another",
+            remedy="--cluster local",
+        )
+    indices = [gpu.index for gpu in here.groups[0].node.gpus if gpu.healthy]
+    return found.name, found.slowest_kind.name, indices[:gpus]
+
+
+def _known(out: Path | None, kind: str, *, store: bool) -> Profile | None:
+    """Return what has been measured before: in the file that is to be written, and in the store."""
+    from topology.errors import BadInput  # noqa: PLC0415 - keeps `--help` light
+    from topology.profile import read_profile  # noqa: PLC0415 - as above
+    from topology.profile_store import stored  # noqa: PLC0415 - as above
+
+    if out is not None and out.exists():
+        found = read_profile(out)
+        if found.gpu.casefold() != kind.casefold():
+            raise BadInput(
+                f"{out} is a profile of {found.gpu}, this machine has {kind}",
+                remedy="name another file with --out",
+            )
+        return found
+    return stored(kind) if store and out is None else None
+
+
+def _save(found: Profile, before: Profile | None, out: Path | None, *, store: bool) -> Profile:
+    from topology import codec  # noqa: PLC0415 - keeps `--help` light
+    from topology.profile_store import keep, merge, with_runs  # noqa: PLC0415 - as above
+
+    whole = with_runs(found) if before is None else merge(before, found)
+    if out is not None:
+        codec.write_text(out, codec.to_json(whole) + "\n")
+    if store and found.gpu != "cpu":
+        keep(found)
+    return whole
+
+
+def _scratch() -> Path:
+    from topology.profile_store import store_folder  # noqa: PLC0415 - keeps `--help` light
+
+    return store_folder() / "calibration.partial"
+
+
+def _answer(found: Profile, whole: Profile, out: Path | None, *, json: bool) -> None:
+    from planner import output  # noqa: PLC0415 - keeps `--help` light
+    from planner.calibration_report import document, lines  # noqa: PLC0415 - as above
+
+    if json:
+        output.emit_json(document(found, whole))
+        return
+    for line in lines(found, whole):
+        print(output.printable(line))
+    if out is not None:
+        print(output.printable(f"saved {out}"))

@@ -1,0 +1,120 @@
+"""DeepSpeed: the JSON file that `deepspeed.initialize` takes.
+
+Keys: `deepspeed/runtime/constants.py`, `runtime/zero/config.py`, `runtime/tensor_parallel/config.py` of 0.19.8. JSON has
+no comments, so the header is a section of its own, which DeepSpeed does not look at.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.export.degrees import as_stage
+from planner.export.draft import Draft, Target
+from planner.export.job import Job, require_legal
+from planner.export.script import host_order, one_device_list
+from topology.errors import Infeasible
+
+VERSION = "0.19.8"
+TITLE = f"DeepSpeed {VERSION}"
+FILE = "deepspeed.json"
+
+
+def write(job: Job) -> Draft:
+    """Return the configuration. Raises Infeasible for pipelines and experts, which are Python there, not JSON."""
+    plan, runtime = job.plan, job.runtime
+    if plan.pp > 1:
+        raise Infeasible(
+            f"{TITLE} has no pipeline in its JSON",
+            why=f"pp={plan.pp} needs a PipelineModule in your program",
+            remedy="plan with pp 1, or --to megatron",
+        )
+    if plan.ep > 1:
+        raise Infeasible(
+            f"{TITLE} has no expert grid in its JSON for a model of your own",
+            why=f"ep={plan.ep} needs its MoE layers in your program",
+            remedy="plan with ep 1, or --to megatron",
+        )
+    # A degree of FSDP2 is a ZeRO stage here; the rules are asked about the plan as it will be written.
+    stage = as_stage(plan)
+    written = plan.with_(
+        zero_stage=stage,
+        dp_replicate=plan.data_parallel,
+        dp_shard=1,
+        sequence_parallel=False,
+        tp_overlap="none",
+        recompute=plan.recompute if plan.recompute in {"none", "full"} else "full",
+    )
+    notes = require_legal(job.with_plan(written), "deepspeed", TITLE)
+    zero: dict[str, Any] = {"stage": stage}
+    if stage:
+        zero |= {"overlap_comm": True, "contiguous_gradients": True}
+    hybrid = stage == 3 and plan.zero_stage is None and plan.dp_replicate > 1
+    if hybrid:
+        zero["zero_hpz_partition_size"] = plan.dp_shard
+    document: dict[str, Any] = {
+        "train_batch_size": job.workload.global_batch_size,
+        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+        "gradient_accumulation_steps": job.micro_batches,
+        "zero_optimization": zero,
+    }
+    precision = {"bfloat16": "bf16", "float16": "fp16"}.get(runtime.compute_dtype)
+    if precision:
+        document[precision] = {"enabled": True}
+    if runtime.reduce_dtype in {"float32", "bfloat16"}:
+        document["communication_data_type"] = {"float32": "fp32", "bfloat16": "bf16"}[runtime.reduce_dtype]
+    if plan.tp > 1:
+        document["tensor_parallel"] = {"autotp_size": plan.tp, "tp_overlap_comm": plan.tp_overlap != "none"}
+    if plan.cp > 1:
+        document["sequence_parallel_size"] = plan.cp
+    hosts = job.hosts()
+    devices = one_device_list(hosts, TITLE)
+    placed = (f"start it with CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={devices}",) if devices else ()
+    return Draft(
+        body=document,
+        settings=_flat(document),
+        unsaid=_unsaid(job, hybrid=hybrid),
+        needed=(
+            f"a program that calls deepspeed.initialize(config={FILE!r}) and sets optimizer and learning rate",
+            f"to run: torchrun --nproc-per-node={hosts.ranks_each} YOUR_PROGRAM.py",
+            *placed,
+        ),
+        notes=(*notes, *host_order(hosts)),
+    )
+
+
+def _unsaid(job: Job, *, hybrid: bool) -> tuple[str, ...]:
+    plan, runtime = job.plan, job.runtime
+    unsaid = [f"sequence length {job.workload.seq_len}: set it in the program"]
+    if plan.zero_stage is None and plan.dp_shard > 1:
+        unsaid.append("FSDP2 is written as ZeRO, an implementation of its own")
+    if hybrid:
+        unsaid.append(
+            f"{plan.dp_replicate} replicas of shards: gradients and optimizer are sharded over all ranks, and parameters "
+            f"gathered among {plan.dp_shard} (ZeRO++ hpZ)"
+        )
+    if plan.sequence_parallel and plan.tp > 1:
+        unsaid.append("sequence parallelism beside tensor parallelism: DeepSpeed's AutoTP has none")
+    if plan.recompute != "none":
+        unsaid.append(f"recompute {plan.recompute!r}: call your model's gradient_checkpointing_enable()")
+    if plan.cp > 1 and plan.cp_method not in {None, "all_to_all"}:
+        unsaid.append(f"context parallelism by {plan.cp_method}: DeepSpeed's is Ulysses, all-to-all over heads")
+    if plan.tp_overlap != "none":
+        unsaid.append(f"tensor-parallel overlap {plan.tp_overlap!r}: written as tp_overlap_comm")
+    if runtime.compute_dtype == "float8":
+        unsaid.append("float8 products")
+    if runtime.compile:
+        unsaid.append("torch.compile of the model: call engine.compile()")
+    return tuple(unsaid)
+
+
+def _flat(document: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in document.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+TARGET = Target(name="deepspeed", version=VERSION, title="DeepSpeed", file_name=FILE, write=write)

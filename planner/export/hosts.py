@@ -1,0 +1,114 @@
+"""Where ranks start: hosts in the order of their ranks, and the GPUs of each in the order of its local ranks.
+
+A launcher numbers ranks host by host, so a placement can be kept when every host's ranks are consecutive and equally
+many: then the order of hosts and `CUDA_VISIBLE_DEVICES` on each of them say everything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from simulator.plan import Plan
+from topology.cluster import Cluster, Gpu
+from topology.errors import Infeasible
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """`order[k]` is the physical host that gets node rank k; `devices[k]` its GPUs, one for each local rank.
+
+    `installed` is how many GPUs the fullest host has.
+    """
+
+    order: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
+    installed: int
+
+    @property
+    def count(self) -> int:
+        return len(self.order)
+
+    @property
+    def ranks_each(self) -> int:
+        return len(self.devices[0])
+
+    @property
+    def gpus_to_ask(self) -> int:
+        """GPUs to ask a scheduler for: the whole host where ranks use certain ones of it."""
+        return self.installed if self.devices_matter else self.ranks_each
+
+    @property
+    def same_devices(self) -> bool:
+        return len(set(self.devices)) == 1
+
+    @property
+    def devices_matter(self) -> bool:
+        """Whether the launcher's own choice, GPU i for local rank i, would be another one."""
+        return any(devices != tuple(range(len(devices))) for devices in self.devices)
+
+    @property
+    def order_matters(self) -> bool:
+        return self.order != tuple(range(len(self.order)))
+
+
+def hosts_of(plan: Plan, cluster: Cluster) -> Hosts:
+    """Return where the ranks of `plan` start on `cluster`. Raises Infeasible when no launcher could start them so."""
+    placement = plan.placement or tuple(range(plan.gpus))
+    slots = _slots(cluster, max(placement) + 1)
+    missing = sorted(number for number in set(placement) if number not in slots)
+    if missing:
+        raise Infeasible(
+            f"the plan places ranks on GPU {', '.join(map(str, missing[:8]))}, which {cluster.name} does not have"
+        )
+    runs: list[tuple[int, list[int]]] = []
+    for number in placement:
+        host, device = slots[number]
+        if not runs or runs[-1][0] != host:
+            runs.append((host, []))
+        runs[-1][1].append(device)
+    order = tuple(host for host, _ in runs)
+    if len(set(order)) < len(order):
+        raise Infeasible(
+            "the placement interleaves hosts: the ranks of one are not consecutive",
+            why="launchers number ranks host by host",
+            remedy="plan again without --place, or place whole hosts",
+        )
+    counts = {len(devices) for _, devices in runs}
+    if len(counts) > 1:
+        raise Infeasible(
+            f"hosts get {' and '.join(map(str, sorted(counts)))} ranks",
+            why="a launcher starts equally many on each",
+            remedy="plan for a number of GPUs that fills hosts evenly",
+        )
+    installed = max(Counter((group_index, gpu.tray) for group_index, gpu in _installed(cluster)).values())
+    return Hosts(order=order, devices=tuple(tuple(devices) for _, devices in runs), installed=installed)
+
+
+def _installed(cluster: Cluster) -> Iterator[tuple[int, Gpu]]:
+    for number, group in enumerate(cluster.groups):
+        for gpu in group.node.gpus:
+            yield number, gpu
+
+
+def _slots(cluster: Cluster, wanted: int) -> dict[int, tuple[int, int]]:
+    """Return (host, device on it) of physical GPUs. A rack's trays are hosts of their own, with their own numbering.
+
+    A GPU's number in a placement is its node's first number plus its index, as the executor reads it.
+    """
+    slots: dict[int, tuple[int, int]] = {}
+    first = host = 0
+    for group in cluster.groups:
+        gpus = group.node.gpus
+        trays = sorted({gpu.tray for gpu in gpus})
+        least = {tray: min(gpu.index for gpu in gpus if gpu.tray == tray) for tray in trays}
+        for _ in range(group.count):
+            for gpu in gpus:
+                device = gpu.index - (least[gpu.tray] if len(trays) > 1 else 0)
+                slots[first + gpu.index] = (host + trays.index(gpu.tray), device)
+            first += len(gpus)
+            host += len(trays)
+            if first >= wanted and len(slots) >= wanted:
+                return slots
+    return slots

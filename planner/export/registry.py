@@ -1,0 +1,129 @@
+"""The targets, and how a draft becomes a file: its header says which plan it is, and what it does not say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any
+
+from planner.export import (
+    accelerate,
+    deepspeed,
+    megatron,
+    skypilot,
+    slurm,
+    torchrun,
+    torchtitan_cli,
+    torchtitan_toml,
+    trainjob,
+)
+from planner.export.draft import Draft, Exported, Target
+from planner.export.job import Job
+from planner.export.script import comment
+from planner.tables import arithmetic, policy
+from planner.version import version
+from simulator.plan import MESH_AXES
+from topology.errors import UserError
+
+# Newest version of a target first.
+TARGETS: tuple[Target, ...] = (
+    torchrun.TARGET,
+    torchtitan_cli.TARGET,
+    torchtitan_toml.TARGET,
+    megatron.TARGET,
+    deepspeed.TARGET,
+    accelerate.TARGET,
+    slurm.TARGET,
+    trainjob.TARGET,
+    skypilot.TARGET,
+)
+ALIASES = {
+    "executor": "torchrun",
+    "megatron-lm": "megatron",
+    "fsdp2": "accelerate",
+    "sbatch": "slurm",
+    "sky": "skypilot",
+}
+
+
+def target_named(text: str, wanted: str | None = None) -> Target:
+    """Return the target `name` or `name@version`; `wanted` is the version to prefer where none is said.
+
+    Raises UserError (exit 2) with the names and versions there are.
+    """
+    name, _, stated = text.partition("@")
+    bare = ALIASES.get(name.strip().lower(), name.strip().lower())
+    versions = [target for target in TARGETS if target.name == bare]
+    if not versions:
+        known = list(dict.fromkeys(target.name for target in TARGETS))
+        near = get_close_matches(bare, [*known, *ALIASES], n=2)
+        raise UserError(
+            f"no export to {name[:60]!r}",
+            why=f"there are {', '.join(known)}",
+            remedy=f"did you mean {' or '.join(near)}?" if near else "planner export --help",
+        )
+    if not stated:
+        return next((target for target in versions if target.version == wanted), versions[0])
+    for target in versions:
+        if target.version == stated or target.version.startswith(f"{stated}."):
+            return target
+    raise UserError(
+        f"no export to {bare} {stated[:40]!r}",
+        why=f"its keys are known for {', '.join(target.version for target in versions)}; other versions spell them otherwise",
+        remedy=f"--to {bare}@{versions[0].version}",
+    )
+
+
+def export(job: Job, target: Target) -> Exported:
+    """Return the file of `target` for `job`. Raises Infeasible (exit 3) when the target cannot run such a plan."""
+    draft = target.write(job)
+    facts = header(job, target, draft)
+    if isinstance(draft.body, dict):
+        text = json.dumps({"meshwright": facts, **draft.body}, indent=2) + "\n"
+    else:
+        first = f"{target.first_line}\n" if target.first_line else ""
+        text = f"{first}{comment(header_lines(facts))}{draft.body}"
+    return Exported(
+        target=target.name,
+        version=target.version,
+        file_name=target.file_name,
+        plan_hash=job.plan_hash,
+        settings=draft.settings,
+        unsaid=draft.unsaid,
+        needed=draft.needed,
+        notes=draft.notes,
+        environment=draft.environment,
+        text=text,
+    )
+
+
+def header(job: Job, target: Target, draft: Draft) -> dict[str, Any]:
+    """Return what every file says about itself."""
+    plan = replace(job.plan, placement=())
+    return {
+        "written_by": f"meshwright {version()}",
+        "plan": job.plan_hash,
+        "for": f"{target.title} {target.version}",
+        "model": job.model.name,
+        "cluster": job.cluster.name,
+        "gpus": arithmetic(plan),
+        "policy": policy(plan),
+        "rank_order": f"{' x '.join(MESH_AXES)} = {' x '.join(str(getattr(plan, a)) for a in MESH_AXES)}, the last fastest",
+        "not_expressed": list(draft.unsaid),
+        "needed": list(draft.needed),
+        "notes": list(draft.notes),
+    }
+
+
+def header_lines(facts: dict[str, Any]) -> list[str]:
+    """Return the header as text; names are JSON strings, so that they stay on one line whatever they hold."""
+    lines = [
+        f"{facts['written_by']}, plan {facts['plan']}, for {facts['for']}",
+        f"model {json.dumps(facts['model'])} on {json.dumps(facts['cluster'])}",
+        f"{facts['gpus']}; {facts['policy']}",
+        f"ranks: {facts['rank_order']}",
+    ]
+    for label, key in (("not expressed", "not_expressed"), ("needed", "needed"), ("note", "notes")):
+        lines += [f"{label}: {line}" for line in facts[key]]
+    return [*lines, ""]

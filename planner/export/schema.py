@@ -1,0 +1,50 @@
+"""Schemas of the tools we write for: keys, types and choices, and the models they know, read off the real packages.
+
+`schema/NAME_VERSION.json` is made by tests/tools/export_schemas.py with the package at hand; no version of a tool is
+guessed from another.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from simulator.model import Model
+from topology import codec
+from topology.errors import Infeasible
+
+FOLDER = Path(__file__).parent / "schema"
+
+
+@lru_cache
+def schema(name: str, version: str) -> dict[str, Any]:
+    """Return a target's schema: `package`, `version`, `keys` (key -> type, choices), and `models` where it ships some."""
+    return dict(codec.read_json(FOLDER / f"{name}_{version}.json"))
+
+
+def shipped_model(name: str, version: str, model: Model) -> dict[str, Any]:
+    """Return the target's own configuration of `model`: same shapes, same number of parameters.
+
+    Raises Infeasible when it ships none, because a target that builds its models by name would train another one.
+    """
+    weights = model.parameters
+    if model.moe and model.moe.router_bias:  # a buffer there, not a parameter
+        weights -= model.moe_layers * model.moe.experts
+    for entry in schema(name, version)["models"]:
+        same = (
+            entry["layers"] == model.layers
+            and entry["hidden"] == model.hidden
+            and entry["heads"] == model.heads
+            and entry["kv_heads"] in {None, model.kv_heads}
+            and entry["parameters"] == weights
+        )
+        if same:
+            return dict(entry)
+    known = ", ".join(sorted({f"{entry['module']} {entry['flavor']}" for entry in schema(name, version)["models"]}))
+    raise Infeasible(
+        f"torchtitan {version} ships no model with the {model.layers} layers, width {model.hidden} and "
+        f"{model.parameters:,} parameters of {model.name[:60]!r}",
+        why=f"it builds models by name, and knows {known}",
+        remedy="another --to, or another version of it",
+    )

@@ -1,0 +1,93 @@
+"""Our own executor under torchrun: a script that holds its request and starts its ranks.
+
+`planner apply` does the same on the machine at hand, with a budget and a report; the script is for places where only
+torchrun may start processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.export.degrees import as_degrees
+from planner.export.draft import Draft, Target
+from planner.export.job import Job, require_legal
+from planner.export.script import (
+    MASTER_ADDRESS,
+    NODE_RANK,
+    NODE_RANK_VALUE,
+    command,
+    device_lines,
+    exports,
+    host_order,
+    torchrun,
+)
+from topology import codec
+
+VERSION = "2.13"
+TITLE = "torchrun"
+REQUEST_VERSION = 1
+STEPS, WARM_UP = 10, 3
+MULTICAST = "NVLink multicast stays off: in virtual machines and on shared hosts it can hang the fabric"
+ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+DELIMITER = "REQUEST"  # JSON on one line cannot hold this line
+
+
+def request(job: Job) -> dict[str, Any]:
+    """Return what the executor is asked to run: `planner apply`'s request, with the GPUs left to the environment."""
+    return {
+        "schema_version": REQUEST_VERSION,
+        "plan": codec.to_builtins(job.plan),
+        "model": codec.to_builtins(job.model),
+        "workload": codec.to_builtins(job.workload),
+        "runtime": codec.to_builtins(job.runtime),
+        "device": "cuda",
+        "steps": STEPS,
+        "warm_up": WARM_UP,
+    }
+
+
+def write(job: Job) -> Draft:
+    """Return a shell script that is its own request file. Raises Infeasible."""
+    title, named = "meshwright's executor", job.plan_hash
+    fsdp, told = as_degrees(job.plan, title)
+    if fsdp.recompute not in {"none", "full"}:
+        told = (*told, f"recompute {fsdp.recompute!r}: {title} recomputes whole blocks or nothing; written as full")
+        fsdp = fsdp.with_(recompute="full")
+    job = job.with_plan(fsdp)
+    notes = require_legal(job, "pytorch", title)
+    hosts = job.hosts()
+    lines, reasons = device_lines(hosts, NODE_RANK_VALUE)
+    folder = f"meshwright-{named}"
+    started = torchrun(hosts, node_rank=NODE_RANK, address=MASTER_ADDRESS)
+    worker = ["-m", "executor.worker", f"--request={folder}/request.json", f"--out={folder}/records"]
+    body = (
+        "set -eu\n"
+        + exports(dict.fromkeys(ENVIRONMENT, MULTICAST), ENVIRONMENT)
+        + lines
+        + f"{command(['mkdir', '-p', folder])}\n"
+        + f"cat > {folder}/request.json <<'{DELIMITER}'\n"
+        + codec.to_json(request(job), indent=None)
+        + f"\n{DELIMITER}\n"
+        + f"exec {command([*started, *worker])}\n"
+    )
+    settings: dict[str, Any] = {"--nproc-per-node": str(hosts.ranks_each), "--max-restarts": 0}
+    if hosts.count > 1:
+        settings["--nnodes"] = str(hosts.count)
+    return Draft(
+        body=body,
+        settings=settings,
+        unsaid=told,
+        needed=('torch and meshwright on every host: pip install "meshwright[exec]"',),
+        notes=(*notes, *host_order(hosts)),
+        environment=dict.fromkeys(ENVIRONMENT, MULTICAST) | reasons,
+    )
+
+
+TARGET = Target(
+    name="torchrun",
+    version=VERSION,
+    title="meshwright's executor under torchrun",
+    file_name="torchrun.sh",
+    write=write,
+    first_line="#!/bin/sh",
+)

@@ -1,0 +1,93 @@
+"""torchtitan up to 0.2.2: a TOML file, read by its ConfigManager from `--job.config_file`."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import tomli_w
+
+from planner.export.degrees import as_degrees
+from planner.export.draft import Draft, Target
+from planner.export.job import Job, require_legal
+from planner.export.schema import shipped_model
+from planner.export.script import host_order, one_device_list, torchrun
+from planner.export.torchtitan import ROTATE, TITLE, overlap_unsaid, parallelism, stage_modules, training, uses_async
+
+VERSION = "0.2.2"
+FILE = "torchtitan.toml"
+# `selective_ac_option`: every second block whole, or operator by operator (distributed/activation_checkpoint.py).
+RECOMPUTE = {
+    "none": {"mode": "none"},
+    "full": {"mode": "full"},
+    "selective": {"mode": "selective", "selective_ac_option": "2"},
+    "selective-op": {"mode": "selective", "selective_ac_option": "op"},
+}
+
+
+def write(job: Job) -> Draft:
+    """Return the configuration; launch it with the plan's torchrun words. Raises Infeasible."""
+    title = f"{TITLE} {VERSION}"
+    fsdp, told = as_degrees(job.plan, title)
+    job = job.with_plan(fsdp)
+    notes = require_legal(job, "torchtitan", title)
+    known = shipped_model("torchtitan", VERSION, job.model)
+    degrees, unsaid = parallelism(job)
+    plan = job.plan
+    if plan.cp > 1:
+        method = plan.cp_method or "all_gather"
+        if method in ROTATE:
+            degrees["context_parallel_rotate_method"] = ROTATE[method]
+        else:
+            unsaid = (*unsaid, f"context parallelism by {method}: {TITLE} has ring and all-gather")
+    if uses_async(plan):
+        degrees["enable_async_tensor_parallel"] = True
+    if plan.tp > 1 and not plan.sequence_parallel:
+        unsaid = (*unsaid, f"tensor parallelism without sequence parallelism: {title} always uses both")
+    modules = stage_modules(job, "output")
+    if modules:
+        degrees["module_fqns_per_model_part"] = modules
+    document: dict[str, Any] = {
+        "job": {"description": job.name},
+        "model": {"name": known["module"], "flavor": known["flavor"]},
+        "training": training(job),
+        "parallelism": degrees,
+        "activation_checkpoint": {"mode": "none"} | RECOMPUTE.get(plan.recompute, {}),
+        "compile": {"enable": job.runtime.compile, "components": ["model", "loss"]},
+    }
+    if plan.recompute not in RECOMPUTE:
+        unsaid = (*unsaid, f"recompute {plan.recompute!r} is not a mode of {title}; written as none")
+    hosts = job.hosts()
+    started = shlex.join(torchrun(hosts, node_rank="0", address="FIRST_HOST"))
+    if hosts.count > 1:
+        started += f" (--node-rank 0 to {hosts.count - 1})"
+    devices = one_device_list(hosts, title) if hosts.same_devices else ""
+    placed = (f"start it with CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={devices}",) if devices else ()
+    if hosts.devices_matter and not hosts.same_devices:
+        placed = ("hosts use different GPUs in a different order: export to slurm or skypilot, which can say so",)
+    return Draft(
+        body=tomli_w.dumps(document),
+        settings={f"{section}.{key}": value for section, table in document.items() for key, value in table.items()},
+        unsaid=(*told, *unsaid, *overlap_unsaid(plan)),
+        needed=(
+            "model.hf_assets_path: the folder of the tokenizer",
+            "training.dataset, training.steps, optimizer and learning rate, which no plan decides",
+            f"to run: {started} -m torchtitan.train --job.config_file {FILE}",
+            *placed,
+        ),
+        notes=(*notes, *host_order(hosts)),
+    )
+
+
+def program(job: Job) -> tuple[list[str], Draft]:
+    """Return what torchrun is to start, and the draft of the file that it reads."""
+    return ["-m", "torchtitan.train", "--job.config_file", FILE], write(job)
+
+
+TARGET = Target(
+    name="torchtitan",
+    version=VERSION,
+    title=TITLE,
+    file_name=FILE,
+    write=write,
+)

@@ -1,0 +1,129 @@
+"""Write every example plan for every target, and ask the real parsers what they read.
+
+    python tests/bench/export_table.py                                   # examples/exports/ only
+    python tests/bench/export_table.py --with torchtitan@0.2.2=/v/bin/python --with slurm@22.05=python3
+
+`--with` names an interpreter whose environment has the tool (tests/tools/export_schemas.py says how to make one); with
+any of them examples/validation/exports.md is written too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from planner.commands.export import job_of  # noqa: E402
+from planner.export.draft import Exported, Target  # noqa: E402
+from planner.export.registry import TARGETS, export  # noqa: E402
+from tests.tools.export_readers import plain, same  # noqa: E402
+from topology.errors import Infeasible  # noqa: E402
+
+PLANS = sorted((ROOT / "examples" / "plans").glob("*.json"))
+FOLDER = ROOT / "examples" / "exports"
+TABLE = ROOT / "examples" / "validation" / "exports.md"
+REFUSED = "refused.txt"
+HEAD = """# Exports, read back by the tools themselves
+
+Each example plan (`examples/plans/`), written for each target, then handed to the real parser of that version, which had to
+read every setting as it was written. Nothing was started. Refused plans have no row; `examples/exports/*/refused.txt` says why.
+
+| parser | what reads |
+|---|---|
+| torchtitan | `torchtitan.config.ConfigManager.parse_args` of the wheel |
+| megatron | `megatron.training.arguments`: the parser, then `validate_args` for the plan's number of ranks (wheel of megatron-core) |
+| deepspeed | `deepspeed.runtime.config.DeepSpeedConfig` |
+| accelerate | `accelerate launch`'s parser and `_validate_launch_command` |
+| slurm | `sbatch -vv --test-only`, which lists the options it understood |
+| trainjob | the pydantic models of `kubeflow-trainer-api` |
+| skypilot | `sky.Task.from_yaml_config` |
+| torchrun | `torch.distributed.run.get_args_parser` |
+
+"""
+
+
+def files(plan: Path) -> dict[str, str]:
+    """Return what belongs into a plan's folder: a file a target, and why the others refused."""
+    made: dict[str, str] = {}
+    refused = []
+    for target in TARGETS:
+        try:
+            made[_name(target)] = export(job_of(plan, None, None), target).text
+        except Infeasible as error:
+            refused.append(f"{target.name} {target.version}: {error}\n")
+    if refused:
+        made[REFUSED] = "\n".join(refused)
+    return made
+
+
+def _name(target: Target) -> str:
+    return target.file_name
+
+
+def read_back(done: Exported, python: str) -> tuple[int, list[str]]:
+    """Return how many settings came back equal, and those that did not."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, keys = Path(folder, "file"), Path(folder, "keys.json")
+        file.write_text(done.text)
+        keys.write_text(json.dumps(list(done.settings)))
+        script = ROOT / "tests" / "tools" / "export_readers.py"
+        run = subprocess.run(
+            [python, "-W", "ignore", str(script), done.target, str(file), str(keys)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+            cwd=folder,
+        )
+    if run.returncode:
+        return 0, [run.stderr.strip().splitlines()[-1] if run.stderr.strip() else f"exit {run.returncode}"]
+    read = json.loads(run.stdout.strip().splitlines()[-1])
+    written = plain(done.settings)
+    differ = [
+        f"{key}: wrote {value!r}, read {read.get(key)!r}"
+        for key, value in written.items()
+        if not same(value, read.get(key))
+    ]
+    return len(written) - len(differ), differ
+
+
+def table(pythons: dict[str, str]) -> str:
+    lines = ["| plan | target | version | fields set | read back equal | differences |", "|---|---|---|--:|--:|---|"]
+    for plan in PLANS:
+        for target in TARGETS:
+            python = pythons.get(f"{target.name}@{target.version}")
+            try:
+                done = export(job_of(plan, None, None), target)
+            except Infeasible:
+                continue
+            row = f"| {plan.stem} | {target.name} | {target.version} | {len(done.settings)} "
+            if python is None:
+                lines.append(f"{row}| not read | its package was not at hand |")
+                continue
+            equal, differ = read_back(done, python)
+            lines.append(f"{row}| {equal} | {'; '.join(differ)[:300] or '-'} |")
+            print(lines[-1])
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--with", dest="pythons", action="append", default=[], metavar="TARGET@VERSION=PYTHON")
+    options = parser.parse_args()
+    for plan in PLANS:
+        folder = FOLDER / plan.stem
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files(plan).items():
+            (folder / name).write_text(text)
+    if options.pythons:
+        TABLE.write_text(table(dict(pair.split("=", 1) for pair in options.pythons)))
+
+
+if __name__ == "__main__":
+    main()

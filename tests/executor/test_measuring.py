@@ -1,0 +1,209 @@
+"""What is read back of a run: settings that took effect, clocks while steps were timed, and the profile that is kept."""
+
+import json
+import time
+
+import pytest
+
+from executor.apply_run import report
+from executor.effects import operator_table, read_back
+from executor.gpu_watch import GpuWatch, summarise
+from simulator import trace as tr
+from simulator.chrome import from_kineto
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.trace import Span, Trace
+from tests.executor.test_apply_run import DONE, REQUEST, step, write
+
+BUILT = {
+    "most_shards": 2,
+    "stored": "float32",
+    "blocks": 32,
+    "recomputed_blocks": 0,
+    "compiled_graphs": 0,
+    "graph_breaks": 0,
+    "schedule": None,
+    "micro_batches": 1,
+    "tp_overlap": "none",
+    "cp_method": "none",
+}
+MESH = {"axes": {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}, "as_requested": True}
+
+
+def request(**changes):
+    from dataclasses import replace
+
+    return replace(REQUEST, **changes)
+
+
+def wrong(asked, **found) -> list[str]:
+    return [e.what for e in read_back(asked, {**BUILT, **found}, None, None) if not e.ok]
+
+
+def test_what_took_effect_as_requested_is_ok() -> None:
+    found = read_back(REQUEST, BUILT, MESH, None)
+
+    assert all(effect.ok for effect in found)
+    assert found[0].effective == "dp_shard 2"
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "what"),
+    [
+        ({}, {"most_shards": 1}, "largest weights cut into"),
+        ({"runtime": Runtime(compile=True)}, {}, "compile"),
+        ({}, {"compiled_graphs": 3}, "compile"),
+        ({"runtime": Runtime(param_dtype="bfloat16")}, {}, "parameters stored in"),
+        ({}, {"recomputed_blocks": 32}, "recompute"),
+        ({"plan": Plan(tp=2, tp_overlap="ring")}, {}, "tp_overlap"),
+        ({"plan": Plan(cp=2, cp_method="ring")}, {"cp_method": "all_gather"}, "cp_method"),
+        ({"plan": Plan(pp=2)}, {"schedule": "Schedule1F1B", "micro_batches": 4, "most_shards": 1}, "pipeline"),
+    ],
+)
+def test_a_setting_that_was_ignored_is_found(asked, found, what) -> None:
+    assert wrong(request(**asked), **found) == [what]
+
+
+def test_a_run_that_was_not_as_requested_has_failed(tmp_path) -> None:
+    for rank in range(2):
+        write(tmp_path, rank, step(0, 1.0), {"kind": "effects", **BUILT, "most_shards": 1}, {"kind": "done"})
+
+    found = report(REQUEST, DONE, tmp_path, [])
+
+    assert (found["status"], found["exit_code"], found["complete"]) == ("not_as_requested", 1, False)
+    assert found["failure"]["message"] == "largest weights cut into: requested 2, took effect 1"
+
+
+def test_kernels_prove_what_ran() -> None:
+    names = ("pytorch_flash::flash_fwd_kernel<x>", "FusedAdamMathFunctor<float>", "ncclDevKernel_AllGather_RING_LL(a)")
+    kinds = (tr.COMPUTE, tr.COMPUTE, tr.COMMUNICATION)
+    spans = [Span(0, "stream 7", n, float(i), i + 0.5, k) for i, (n, k) in enumerate(zip(names, kinds, strict=True))]
+
+    found = {e.what: e for e in read_back(REQUEST, None, None, Trace(spans=tuple(spans)))}
+    assert found["attention kernels"].ok
+    assert found["optimizer kernels"].effective == "1 launches"
+    assert found["NCCL"].effective == "AllGather_RING_LL"
+
+    without = {e.what: e for e in read_back(REQUEST, None, None, Trace(spans=tuple(spans[1:])))}
+    assert not without["attention kernels"].ok
+    assert not without["attention kernels"].certain
+
+
+def test_operators_are_listed_by_the_time_they_took_together() -> None:
+    spans = [
+        Span(0, "s", "a", 0, 3),
+        Span(0, "s", "b", 3, 5),
+        Span(0, "s", "b", 5, 8),
+        Span(0, "h", "c", 0, 99, tr.HOST),
+    ]
+
+    assert operator_table(Trace(spans=tuple(spans))) == [
+        {"name": "b", "calls": 2, "seconds": 5, "median_s": 2.5},
+        {"name": "a", "calls": 1, "seconds": 3, "median_s": 3},
+    ]
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+
+def state(gpu: int, clock: float, *throttle: str) -> dict:
+    return {"gpu": gpu, "sm_clock_hz": clock, "power_w": 600.0, "temperature_c": 60.0, "throttle": list(throttle)}
+
+
+def test_only_clocks_while_steps_were_timed_count() -> None:
+    samples = [
+        (10.0, {0: state(0, 345e6)}),  # idle, before
+        (20.0, {0: state(0, 1980e6), 1: state(1, 1700e6, "software power cap")}),
+        (22.0, {0: state(0, 1900e6), 1: state(1, 1500e6)}),
+        (30.0, {0: state(0, 345e6, "hardware slowdown")}),  # after
+    ]
+
+    zero, one = summarise(samples, [0, 1], 15.0, 25.0)
+
+    assert zero == {
+        "gpu": 0,
+        "samples": 2,
+        "sm_clock_hz": {"lowest": 1900e6, "median": 1940e6},
+        "power_w": 600.0,
+        "throttle": [],
+    }
+    assert one["throttle"] == ["software power cap"]
+    assert summarise([], [0], 0, 1)[0]["sm_clock_hz"] is None
+
+
+def test_the_watch_asks_until_it_is_stopped(monkeypatch) -> None:
+    monkeypatch.setattr("executor.gpu_watch.PERIOD_S", 0.01)
+    watch = GpuWatch(lambda: {0: state(0, 1e9)})
+    watch.start()
+    end = time.monotonic() + 20
+    while not watch._samples and time.monotonic() < end:
+        time.sleep(0.01)
+
+    assert watch.stop()[0][1][0]["sm_clock_hz"] == 1e9
+
+
+# --- the profile ------------------------------------------------------------------------------------------------------
+
+
+def event(category: str, name: str, ts: float, dur: float, tid: int = 1, **arguments) -> dict:
+    return {"ph": "X", "cat": category, "name": name, "pid": 9, "tid": tid, "ts": ts, "dur": dur, "args": arguments}
+
+
+def test_the_profile_keeps_kernels_and_outermost_operators() -> None:
+    profile_step = pytest.importorskip("executor.profile_step", reason="torch is not installed")
+    raw = {
+        "traceEvents": [
+            {"ph": "M", "name": "process_name", "pid": 9},
+            event("cpu_op", "aten::linear", 0, 10, External=4),
+            event("cpu_op", "aten::mm", 2, 5),
+            event("cuda_runtime", "cudaLaunchKernel", 3, 1),
+            event("cpu_op", "aten::silu", 10, 2),
+            event("cuda_runtime", "cudaDeviceSynchronize", 12, 50),
+            event("user_annotation", "step", 0, 90),
+            event("cpu_op", "autograd", 1, 4, tid=2),
+            event("kernel", "sm90_gemm", 5, 30, tid=7, stream=7, registers=255),
+            event("gpu_user_annotation", "step", 5, 30, tid=7, stream=7),
+        ]
+    }
+
+    short = profile_step.trimmed(raw, rank=3)
+
+    assert sorted(e["name"] for e in short["traceEvents"]) == ["aten::linear", "aten::silu", "autograd", "sm90_gemm"]
+    trace = from_kineto(json.loads(json.dumps(short)))
+    assert trace.ranks == (3,)
+    assert trace.busy_s(3, tr.COMPUTE) == pytest.approx(30e-6)
+    assert trace.busy_s(3, tr.HOST, "host 1") == pytest.approx(12e-6)
+
+
+def test_a_step_is_taken_even_if_the_profiler_cannot(monkeypatch, tmp_path) -> None:
+    """Other ranks wait in its collectives."""
+    profile_step = pytest.importorskip("executor.profile_step", reason="torch is not installed")
+    import torch
+
+    class Broken:
+        def __init__(self, **_: object) -> None:
+            pass
+
+        def start(self) -> None:
+            raise RuntimeError("no counters")
+
+    monkeypatch.setattr(profile_step, "profile", Broken)
+    taken = []
+
+    said = profile_step.profile_step(lambda: taken.append(1), torch.device("cpu"), tmp_path / "t.json", rank=0)
+
+    assert (said, taken) == ("no counters", [1])
+    assert not (tmp_path / "t.json").exists()
+
+
+def test_a_real_profile_is_a_trace(tmp_path) -> None:
+    profile_step = pytest.importorskip("executor.profile_step", reason="torch is not installed")
+    import torch
+
+    ones = torch.ones(64, 64)
+    path = tmp_path / "t.json"
+
+    assert profile_step.profile_step(lambda: ones @ ones, torch.device("cpu"), path, rank=1) == ""
+
+    trace = from_kineto(json.loads(path.read_text()))
+    assert any("matmul" in span.name or "mm" in span.name for span in trace.of(1))

@@ -1,0 +1,159 @@
+"""The Triton kernels in triton's interpreter, with W ranks played one after the other on the CPU.
+
+Programs run to their end one by one, so whatever a kernel would wait for is there before it starts: flags are preset,
+shards are in place. Compared are the numbers, and with them the order and the coverage of tiles: outputs begin as NaN.
+Prints one JSON line per case: what, and the largest difference from float64 arithmetic.
+"""
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from executor.kernels import all_reduce, copies
+from executor.kernels.gather_matmul import gather_matmul
+from executor.kernels.matmul_scatter import matmul_scatter
+
+LIMIT = 3  # a wait for what is not preset ends at once, and the error word tells
+
+
+def words() -> list[torch.Tensor]:
+    """epoch, ticket, error."""
+    return [torch.zeros(1, dtype=torch.int32) for _ in range(3)]
+
+
+def draw(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def operand(weight: torch.Tensor, block_k: int, block_n: int, *, turned: bool) -> TensorDescriptor:
+    """`weight` is (N, K)."""
+    if turned:
+        return TensorDescriptor.from_tensor(weight, [block_n, block_k])
+    return TensorDescriptor.from_tensor(weight.t().contiguous(), [block_k, block_n])
+
+
+def gather(world: int, rank: int, rows: int, depth: int, columns: int, pieces: int, *, dtype, turned, halves) -> float:
+    m, n, k = 16, 32, 16
+    whole, weight = draw(world, rows, depth, seed=1, dtype=dtype), draw(columns, depth, seed=2, dtype=dtype)
+    gathered = whole.flatten(0, 1).clone()
+    gathered[rank * rows : (rank + 1) * rows] = torch.nan  # the own shard is not to be read from there
+    out = torch.full((world, rows, columns), torch.nan, dtype=dtype)
+    _, ticket, error = words()
+    piece_rows = -(-rows // pieces)
+    flags = torch.ones((world, pieces), dtype=torch.int32)
+    programs = 5
+    gather_matmul[(programs,)](
+        TensorDescriptor.from_tensor(whole[rank].contiguous(), [m, k]), TensorDescriptor.from_tensor(gathered, [m, k]),
+        operand(weight, k, n, turned=turned), TensorDescriptor.from_tensor(out, [1, m, n // 2 if halves else n]),
+        flags, ticket, error, rows, columns, depth, piece_rows, pieces, rank, world, turned, m, n, k, 2, halves, LIMIT, False,
+    )  # fmt: skip
+    assert not error.any() and not flags.any() and not ticket.any()
+    return difference(out, whole.double() @ weight.double().t())
+
+
+def scatter(world: int, rank: int, rows: int, depth: int, columns: int, *, dtype, turned) -> float:
+    """Rank `rank` computes; the others' parts lie in its slots; what it sends is looked at in the others' slots."""
+    m, n, k = 16, 32, 16
+    x, weight = draw(world, world * rows, depth, seed=3, dtype=dtype), draw(world, columns, depth, seed=4, dtype=dtype)
+    parts = [(x[r].double() @ weight[r].double().t()).unflatten(0, (world, rows)) for r in range(world)]
+    slot_rows = -(-rows // m) * m
+    tiles_a_shard = slot_rows // m * -(-columns // n)
+    epoch, ticket, error = words()
+    epoch += 3  # an odd call: the second set
+    sets = torch.full((world, 2, world, slot_rows, columns), torch.nan, dtype=dtype)
+    for source in range(world):
+        sets[rank, 1, source, :rows] = parts[source][rank].to(dtype)
+    flags = torch.zeros((world, world, tiles_a_shard), dtype=torch.int32)
+    flags[rank] = 4
+    addresses = torch.tensor([flags[r].data_ptr() for r in range(world)])
+    out = torch.full((rows, columns), torch.nan, dtype=dtype)
+
+    def slots(owner: int, block: list[int]) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(sets[owner].flatten(1, 2), block)
+
+    matmul_scatter[(3,)](
+        TensorDescriptor.from_tensor(x[rank], [m, k]), operand(weight[rank], k, n, turned=turned),
+        *(slots((rank + step) % world, [1, m, n]) for step in range(1, 8)), slots(rank, [1, m, n // 4]),
+        TensorDescriptor.from_tensor(out, [m, n // 4]), flags[rank], addresses, epoch, ticket, error,
+        rows, slot_rows, columns, depth, rank, world, turned, m, n, k, 2, LIMIT, False,
+    )  # fmt: skip
+    assert not error.any() and int(epoch) == 4 and not ticket.any()
+    worst = difference(out, sum(part[rank] for part in parts))
+    for owner in range(world):
+        if owner != rank:
+            assert (flags[owner, rank] == 4).all(), "a tile was not announced"
+            worst = max(worst, difference(sets[owner, 1, rank, :rows], parts[rank][owner]))
+    return worst
+
+
+def reduce(shots: int, world: int, rows: int, columns: int, block: int, *, norm: bool) -> float:
+    """All ranks, twice round: the first round delivers everybody's part, the second finds all parts in place."""
+    numel = rows * columns - (0 if norm else 3)
+    xs = draw(world, numel, seed=5, dtype=torch.float32)
+    residual, weight = draw(rows * columns, seed=6, dtype=torch.float32), draw(columns, seed=7, dtype=torch.float32)
+    set_numel = world * (rows + 2 * world) * columns
+    slots = torch.full((world, 2, set_numel), torch.nan)
+    flags = torch.full((world, 4 * world * 8), 9, dtype=torch.int32)  # as if the peers were ahead
+    at = torch.tensor([slots[r].data_ptr() for r in range(world)])
+    flags_at = torch.tensor([flags[r].data_ptr() for r in range(world)])
+    kernel = {1: all_reduce.one_shot, 2: all_reduce.two_shot}[shots]
+    worst = 0.0
+    total = xs.double().sum(0)
+    for turn in range(3):
+        for rank in range(world):
+            out, kept = torch.full((2, rows * columns), torch.nan)
+            epoch, ticket, error = words()
+            flags[:] = 9
+            kernel[(3,)](
+                xs[rank], out, residual, kept, weight, slots[rank], at, flags[rank], flags_at, epoch, ticket, error,
+                numel, columns, set_numel, 1e-5, rank, world, norm, block, 8, LIMIT,
+            )  # fmt: skip
+            assert not error.any() and int(epoch) == 1
+            if turn < 2:
+                continue
+            if norm:
+                sums = (total + residual.double()).view(rows, columns)
+                worst = max(worst, difference(kept.view(rows, columns), sums))
+                sums = sums * torch.rsqrt(sums.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+                worst = max(worst, difference(out.view(rows, columns), sums))
+            else:
+                worst = max(worst, difference(out[:numel], total))
+    return worst
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    gap = (found.double() - expected).abs().max() / expected.abs().max()
+    return float(gap.nan_to_num(torch.inf))
+
+
+def main() -> None:
+    def say(what: str, value: float) -> None:
+        sys.stdout.write(json.dumps({"what": what, "difference": value}) + "\n")
+
+    for world, rank, rows, depth, columns, pieces in (
+        (2, 0, 32, 48, 64, 2), (2, 1, 40, 40, 72, 1), (4, 2, 16, 32, 32, 1), (3, 1, 72, 24, 40, 3), (1, 0, 48, 32, 64, 1),
+    ):  # fmt: skip
+        for dtype in (torch.float32, torch.float16):
+            for turned, halves in ((True, False), (False, True)):
+                name = f"gather W{world} r{rank} {rows}x{depth}x{columns} {dtype} turned={turned} halves={halves}"
+                say(name, gather(world, rank, rows, depth, columns, pieces, dtype=dtype, turned=turned, halves=halves))
+    for world, rank, rows, depth, columns in ((2, 0, 32, 48, 64), (2, 1, 40, 40, 72), (4, 3, 16, 32, 32), (3, 1, 24, 24, 40)):
+        for turned in (True, False):
+            name = f"scatter W{world} r{rank} {rows}x{depth}x{columns} turned={turned}"
+            say(name, scatter(world, rank, rows, depth, columns, dtype=torch.float32, turned=turned))
+    for shots in (1, 2):
+        for world, rows, columns, block in ((2, 7, 16, 16), (4, 9, 24, 32), (3, 2, 16, 16)):
+            for norm in (False, True):
+                say(f"reduce shots={shots} W{world} {rows}x{columns} {norm}", reduce(shots, world, rows, columns, block, norm=norm))
+    parts, out = draw(3, 100, seed=8, dtype=torch.float32), torch.full((100,), torch.nan)
+    copies.add_slots[(4,)](parts[1], parts, out, 100, 1, 3, 32)
+    say("add_slots", difference(out, parts.double().sum(0)))
+
+
+if __name__ == "__main__":
+    main()

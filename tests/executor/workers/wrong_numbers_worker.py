@@ -1,0 +1,17 @@
+"""The worker, on a machine that computes what is no number: `REQUEST OUT`."""
+
+import sys
+from dataclasses import replace
+
+from executor import checks
+from executor.worker import main
+
+right = checks.verify
+
+
+def verify(*arguments, **settings):
+    return replace(right(*arguments, **settings), loss=float("inf"), gradient=float("inf"), worst="output.weight")
+
+
+checks.verify = verify
+main([f"--request={sys.argv[1]}", f"--out={sys.argv[2]}"])

@@ -1,0 +1,338 @@
+"""Exports: keys that the real packages know, values that say what the plan says, refusals where a tool cannot."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from executor.launch import ALWAYS
+from executor.request import Request
+from planner.commands.export import job_of
+from planner.export import torchrun
+from planner.export.hosts import hosts_of
+from planner.export.job import Job
+from planner.export.registry import TARGETS, export, target_named
+from planner.export.schema import schema
+from simulator.hf_config import load_model
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.workload import Workload
+from tests.planner.conftest import make_cluster
+from topology import catalog, codec
+from topology.cluster import NodeGroup
+from topology.errors import Infeasible, UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+PLANS = sorted((ROOT / "examples" / "plans").glob("*.json"))
+
+
+def job(plan, *, model="llama3-8b", nodes=1, seq_len=4096, batch=64, framework="torchtitan", cluster=None, **runtime):
+    return Job(
+        name="a run",
+        plan=plan,
+        model=load_model(model),
+        cluster=cluster or make_cluster(nodes),
+        workload=Workload(seq_len=seq_len, global_batch_size=batch),
+        runtime=Runtime(**{"name": framework, **runtime}),
+        framework=framework,
+    )
+
+
+FSDP = Plan(dp_shard=8, recompute="full")
+TP = Plan(dp_shard=4, tp=2, sequence_parallel=True, recompute="selective-op")
+PP = Plan(dp_shard=2, pp=4, schedule="1F1B", micro_batch_size=2, recompute="none")
+ZERO = Plan(dp_replicate=4, zero_stage=1, tp=2, sequence_parallel=True, recompute="selective")
+HYBRID = Plan(dp_replicate=2, dp_shard=8, recompute="full")
+MOE = Plan(dp_shard=8, ep=8, recompute="full")
+JOBS = {
+    "fsdp": job(FSDP),
+    "tp": job(TP, compile=True),
+    "async": job(TP.with_(tp_overlap="async"), compile=True),
+    "pp": job(PP),
+    "interleaved": job(PP.with_(schedule="Interleaved1F1B", virtual_stages=2, micro_batch_size=1)),
+    "uneven": job(PP.with_(layers_per_stage=(7, 9, 9, 7))),
+    "cp": job(Plan(dp_shard=4, cp=2, recompute="full", cp_method="ring"), seq_len=8192),
+    "zero": job(ZERO, framework="megatron-lm", param_dtype="bfloat16"),
+    "zero2": job(Plan(dp_replicate=8, zero_stage=2, recompute="none"), framework="deepspeed"),
+    "hybrid": job(HYBRID, nodes=2),
+    "moe": job(MOE, model="qwen3-30b-a3b"),
+    "latent": job(Plan(dp_replicate=8, zero_stage=1, ep=8), model="deepseek-v2-lite", framework="megatron-lm"),
+}
+NAMES = [f"{target.name}@{target.version}" for target in TARGETS]
+
+
+def exported(name: str, to: str):
+    return export(JOBS[name], target_named(to))
+
+
+def every_export_of(name: str):
+    """Yield a job's files; which targets refuse it is another test's business."""
+    for to in NAMES:
+        try:
+            yield exported(name, to)
+        except Infeasible:
+            continue
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_key_is_one_that_the_package_knows(name: str) -> None:
+    for done in every_export_of(name):
+        keys = schema(done.target, done.version)["keys"]
+
+        assert done.settings
+        for key, value in done.settings.items():
+            assert key in keys, (done.target, key)
+            choices = keys[key].get("choices")
+            if choices and not isinstance(value, (list, bool)):
+                assert str(value) in {str(choice) for choice in choices}, (done.target, key)
+            if keys[key]["type"] == "flag":
+                assert value is True, (done.target, key)
+
+
+def test_most_plans_reach_most_targets() -> None:
+    """Skips above are refusals; this says which, so that a target does not come to refuse everything."""
+    refused = set()
+    for name in JOBS:
+        for to in NAMES:
+            try:
+                exported(name, to)
+            except Infeasible:
+                refused.add((name, to.partition("@")[0]))
+
+    def targets(name):
+        return {to for job_name, to in refused if job_name == name}
+
+    assert targets("fsdp") == set()
+    assert targets("hybrid") == set()
+    assert targets("zero2") <= {"accelerate"}
+    assert targets("pp") == {"deepspeed", "accelerate"}
+    assert targets("zero") == {"torchtitan", "torchrun", "accelerate"}
+    assert targets("tp") == {"deepspeed"}  # ZeRO-3 beside automatic tensor parallelism
+
+
+def test_torchtitan_runs_a_pipelines_micro_batches_in_one_pass() -> None:
+    config = tomllib.loads(exported("pp", "torchtitan@0.2.2").text)
+
+    # 64 sequences over two data-parallel ranks, two at a time.
+    assert config["training"]["local_batch_size"] == 32
+    assert config["training"]["global_batch_size"] == 64
+    assert config["parallelism"]["pipeline_parallel_microbatch_size"] == 2
+    degrees = {key: value for key, value in config["parallelism"].items() if key.endswith("_degree")}
+    assert sorted(degrees.values()) == [1, 1, 1, 1, 2, 4]
+
+
+def test_uneven_stages_are_spelled_out_or_refused() -> None:
+    parts = tomllib.loads(exported("uneven", "torchtitan@0.2.2").text)["parallelism"]["module_fqns_per_model_part"]
+
+    assert [sum(name.startswith("layers.") for name in part) for part in parts] == [7, 9, 9, 7]
+    assert parts[0][0] == "tok_embeddings"
+    assert parts[-1][-2:] == ["norm", "output"]
+    assert [name for part in parts for name in part if "layers" in name] == [f"layers.{i}" for i in range(32)]
+    with pytest.raises(Infeasible, match="splits this pipeline differently"):
+        exported("uneven", "torchtitan@0.3.0")
+    assert exported("uneven", "megatron").settings["--pipeline-model-parallel-layout"] == "|".join(
+        ["E" + "t" * 7, "t" * 9, "t" * 9, "t" * 7 + "L"]
+    )
+
+
+def test_the_three_batch_sizes_of_deepspeed_agree() -> None:
+    config = json.loads(exported("zero2", "deepspeed").text)
+
+    assert config["zero_optimization"]["stage"] == 2
+    assert (
+        config["train_batch_size"]
+        == config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * 8
+        == 64
+    )
+
+
+def test_sharding_in_the_words_of_each_school() -> None:
+    assert exported("hybrid", "deepspeed").settings["zero_optimization.zero_hpz_partition_size"] == 8
+    hybrid = exported("hybrid", "megatron").settings
+    assert hybrid["--data-parallel-sharding-strategy"] == "optim_grads_params"
+    assert hybrid["--num-distributed-optimizer-instances"] == 2
+    zero2 = yaml.safe_load(exported("zero2", "accelerate").text)
+    assert zero2["fsdp_config"]["fsdp_reshard_after_forward"] is False
+    assert zero2["parallelism_config"]["parallelism_config_dp_shard_size"] == 8
+    assert any("ZeRO-2" in line for line in exported("zero2", "accelerate").unsaid)
+
+
+def test_what_cannot_be_said_is_listed_in_the_file_too() -> None:
+    for name in JOBS:
+        for done in every_export_of(name):
+            if done.target == "deepspeed":
+                assert json.loads(done.text)["meshwright"]["not_expressed"] == list(done.unsaid)
+            for line in done.unsaid:
+                assert json.dumps(line)[1:-1] in done.text or line in done.text
+
+
+def test_the_header_says_which_plan_it_is() -> None:
+    a, b = exported("tp", "slurm"), exported("fsdp", "slurm")
+
+    assert a.plan_hash != b.plan_hash
+    assert a.plan_hash in a.text
+    assert a.plan_hash == exported("tp", "skypilot").plan_hash
+    assert "not expressed" not in exported("tp", "torchtitan@0.2.2").text
+
+
+def test_our_executor_gets_its_request_and_its_environment() -> None:
+    text = exported("fsdp", "torchrun").text
+    body = text.split("<<'REQUEST'\n")[1].split("\nREQUEST\n")[0]
+
+    assert codec.convert(json.loads(body), Request, where="request").plan == FSDP
+    assert torchrun.ENVIRONMENT == ALWAYS
+    for name, value in ALWAYS.items():
+        assert f"\nexport {name}={value}\n" in text
+
+
+def test_a_model_that_torchtitan_does_not_ship_is_not_replaced_by_another() -> None:
+    with pytest.raises(Infeasible, match="ships no model"):
+        export(job(FSDP, model="llama2-7b"), target_named("torchtitan@0.2.2"))
+    for model, flavor in (("llama3-8b", "8B"), ("qwen3-8b", "8B"), ("deepseek-v3", "671B")):
+        config = tomllib.loads(export(job(FSDP, model=model), target_named("torchtitan@0.2.2")).text)
+        assert config["model"] == {"name": re.sub(r"(qwen3|llama3).*|deepseek.*", _module, model), "flavor": flavor}
+
+
+def _module(found: re.Match[str]) -> str:
+    return found[1] or "deepseek_v3"
+
+
+# Placement
+
+
+def test_placement_becomes_devices_in_bus_order() -> None:
+    placed = job(TP.with_(placement=(0, 2, 1, 3, 4, 5, 6, 7)))
+    text = export(placed, target_named("torchtitan")).text
+
+    assert "\nexport CUDA_DEVICE_ORDER=PCI_BUS_ID\n" in text
+    assert "\nexport CUDA_VISIBLE_DEVICES=0,2,1,3,4,5,6,7\n" in text
+    assert "CUDA_VISIBLE_DEVICES" not in exported("tp", "torchtitan").text
+    trainer = yaml.safe_load(export(placed, target_named("trainjob")).text)["spec"]["trainer"]
+    assert {"name": "CUDA_VISIBLE_DEVICES", "value": "0,2,1,3,4,5,6,7"} in trainer["env"]
+
+
+def test_a_part_of_a_host_asks_for_the_whole_host() -> None:
+    placed = job(Plan(dp_shard=2, tp=2, sequence_parallel=True, placement=(4, 5, 6, 7)))
+    text = export(placed, target_named("slurm")).text
+
+    assert "#SBATCH --gpus-per-node=8\n#SBATCH --exclusive\n" in text
+    assert "--nproc-per-node=4" in text
+    assert "CUDA_VISIBLE_DEVICES=4,5,6,7" in text
+
+
+def test_hosts_in_another_order_and_with_their_own_devices() -> None:
+    swapped = (*range(8, 16), *reversed(range(8)))
+    hosts = hosts_of(HYBRID.with_(placement=swapped), make_cluster(2))
+
+    assert hosts.order == (1, 0)
+    assert hosts.devices == (tuple(range(8)), tuple(reversed(range(8))))
+    text = export(job(HYBRID.with_(placement=swapped), nodes=2), target_named("skypilot")).text
+    run = yaml.safe_load(text)["run"]
+    assert "  0) export CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 ;;\n" in run
+    assert "  1) export CUDA_VISIBLE_DEVICES=7,6,5,4,3,2,1,0 ;;\n" in run
+    assert "the order of hosts" in text
+    with pytest.raises(Infeasible, match="same environment"):
+        export(job(HYBRID.with_(placement=swapped), nodes=2), target_named("trainjob"))
+
+
+def test_ranks_of_a_host_must_be_consecutive_and_equally_many() -> None:
+    mixed = tuple(i // 2 + 8 * (i % 2) for i in range(16))
+    with pytest.raises(Infeasible, match="interleaves hosts"):
+        hosts_of(HYBRID.with_(placement=mixed), make_cluster(2))
+    with pytest.raises(Infeasible, match="equally many"):
+        hosts_of(Plan(dp_shard=12), make_cluster(2))
+    with pytest.raises(Infeasible, match="does not have"):
+        hosts_of(Plan(dp_shard=16), make_cluster(1))
+
+
+def test_trays_of_a_rack_are_hosts() -> None:
+    hosts = hosts_of(Plan(dp_shard=72), catalog.cluster("gb200-nvl72"))
+
+    assert (hosts.count, hosts.ranks_each, hosts.devices_matter) == (18, 4, False)
+
+
+def test_network_variables_only_where_a_port_is_down() -> None:
+    assert "NCCL" not in exported("hybrid", "slurm").text
+    cluster = make_cluster(2)
+    node = cluster.groups[0].node
+    nics = (replace(node.nics[0], up=False), *node.nics[1:3])
+    broken = replace(cluster, groups=(NodeGroup(node=replace(node, nics=nics), count=2),))
+    done = export(job(HYBRID, cluster=broken), target_named("slurm"))
+
+    assert "# mlx5_0 was found down; the others are named exactly\nexport NCCL_IB_HCA==mlx5_1,mlx5_2\n" in done.text
+
+
+# The command
+
+
+def test_versions_are_chosen_by_name_or_by_the_plan() -> None:
+    assert target_named("torchtitan").version == "0.3.0"
+    assert target_named("torchtitan", "0.2.2").version == "0.2.2"
+    assert target_named("torchtitan@0.2").version == "0.2.2"
+    with pytest.raises(UserError, match=r"no export to torchtitan '9.9'"):
+        target_named("torchtitan@9.9")
+    with pytest.raises(UserError, match="did you mean megatron"):
+        target_named("megatorn")
+
+
+def test_command_writes_once_and_says_what_is_missing(planner, tmp_path) -> None:
+    plan, out = ROOT / "examples" / "plans" / "llama3_8b_two_nodes.json", tmp_path / "config.toml"
+    first = planner("export", plan, "--to", "torchtitan@0.2.2", "--out", out)
+
+    assert first.returncode == 0
+    assert tomllib.loads(out.read_text())["model"]["flavor"] == "8B"
+    assert planner("export", plan, "--to", "torchtitan@0.2.2", "--out", out).returncode == 2
+    document = planner("export", plan, "--to", "accelerate", "--out", out, "--force", "--json")
+    found = json.loads(document.stdout)
+    assert found["schema_version"] == 1
+    assert found["text"] == out.read_text()
+    assert any("sequence length" in line for line in found["unsaid"])
+
+
+@pytest.mark.parametrize(
+    ("to", "code"), [("deepspeed", 3), ("torchtitan@1.0", 2), ("nonsense", 2), ("slurm", 0), ("torchtitan", 0)]
+)
+def test_exit_codes(planner, to: str, code: int) -> None:
+    done = planner("export", ROOT / "examples" / "plans" / "llama3_8b_two_nodes.json", "--to", to)
+
+    assert done.returncode == code
+    assert bool(done.stdout) == (code == 0)
+
+
+def test_a_saved_plan_exports_like_its_case(planner, tmp_path) -> None:
+    saved = tmp_path / "plan.json"
+    asked = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "8", "--framework", "megatron-lm")
+    assert planner("suggest", *asked, "--seq-len", "4096", "--global-batch", "64", "--out", saved).returncode == 0
+    done = planner("export", saved, "--to", "megatron", "--json")
+
+    settings = json.loads(done.stdout)["settings"]
+    plan = json.loads(saved.read_text())["plan"]
+    assert settings["--tensor-model-parallel-size"] == plan["tp"]
+    assert settings["--micro-batch-size"] == plan["micro_batch_size"]
+    assert settings["--num-layers"] == 32
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda path: path.stem)
+def test_kept_examples_are_what_is_written_today(plan: Path) -> None:
+    """Made again by `python tests/bench/export_table.py`."""
+    from tests.bench.export_table import files
+
+    folder = ROOT / "examples" / "exports" / plan.stem
+
+    assert {path.name: path.read_text() for path in folder.iterdir()} == files(plan)
+
+
+def test_example_commands_are_words() -> None:
+    words = shlex.split(
+        export(job_of(PLANS[0], None, None), target_named("megatron")).text.replace("\\\n", " "), comments=True
+    )
+
+    assert "torchrun" in words
+    assert words[-1] == "$@"
