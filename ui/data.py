@@ -79,7 +79,11 @@ def what_if(question: Question, flags: dict[str, Any], *, gpus: int) -> WhatIf:
         seq_len=question.seq_len,
         global_batch=question.global_batch,
         plan=flags,
-        runtime={"name": question.framework, "compile": question.compile or None, "param_dtype": None},
+        runtime={
+            "name": "pytorch" if question.framework == "any" else question.framework,
+            "compile": question.compile or None,
+            "param_dtype": None,
+        },
     )
     problems, estimate = answer(case, None)
     return WhatIf(case=case, problems=problems, estimate=estimate)
@@ -209,9 +213,7 @@ def frame(asked: Question) -> None:
     """Find the answer that a page is about to show, and let a menu choose one of its plans."""
     result = search(asked)
     names = [plan_name(ranked.plan) for ranked in result.plans]
-    name = st.selectbox(
-        "Plan", names, key="plan", bind="query-params", help="The best first; every page shows this one."
-    )
+    name = linked_choice("Plan", names, names[0], "plan", "The best first; every page shows this one.")
     results()["answer"] = (result, chosen(result, name))
 
 

@@ -87,7 +87,9 @@ def sidebar() -> Question:
     with st.sidebar:
         st.caption("The question, on every page")
         clusters = [*catalog_names(), *uploads.choices("cluster")]
-        cluster = linked_choice("Cluster", clusters, default.cluster, "cluster", "A shipped machine, or a file you upload.")
+        cluster = linked_choice(
+            "Cluster", clusters, default.cluster, "cluster", "A shipped machine, or a file you upload."
+        )
         gpu = None
         if uploads.find(cluster):
             gpu = _choice(
@@ -187,7 +189,7 @@ def linked_choice(label: str, options: list[str], default: str, key: str, text: 
     if st.session_state.get(key, default) not in options:
         del st.session_state[key]
     position = options.index(default) if default in options else 0
-    chosen = str(st.selectbox(label, options, index=position, key=key, help=text, persist_state=True))
+    chosen = str(st.selectbox(label, options, index=position, key=key, help=text, persist_state="session"))
     to_link(key, chosen, options[position])
     return chosen
 

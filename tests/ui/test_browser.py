@@ -38,14 +38,15 @@ def address(tmp_path_factory):
 
 @pytest.fixture
 def page(browser):
-    opened = browser.new_page(viewport={"width": 1280, "height": 900})
-    opened.set_default_timeout(PATIENT)
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(PATIENT)
+    opened = context.new_page()
     elsewhere = []
     opened.on("request", lambda request: elsewhere.append(request.url))
     faults = []
     opened.on("pageerror", lambda error: faults.append(str(error)))
     yield opened
-    opened.close()
+    context.close()
     assert faults == []
     assert {url for url in elsewhere if not re.match(r"(http://127\.0\.0\.1:|data:|blob:)", url)} == set()
 
@@ -62,7 +63,7 @@ def goto(page, name):
 
 
 def choose(page, label, option):
-    box = page.get_by_role("combobox", name=label)
+    box = page.get_by_role("combobox", name=label, exact=True)
     box.click()
     box.fill(option)
     page.get_by_role("option", name=option, exact=True).click()
@@ -104,7 +105,6 @@ def test_the_main_path(page, address, tmp_path):
 
     link = page.url.replace("/exports", "/plans")
     other = page.context.new_page()
-    other.set_default_timeout(PATIENT)
     other.goto(link)
     assert figure(other, "Best step") == step
     other.close()
@@ -132,7 +132,7 @@ def test_a_change_of_the_batch_is_answered(page, address):
     """512 GPUs: how long a person waits is printed; no test asserts time."""
     page.goto(f"{address}/plans?model=llama3-8b&gpus=512&batch=1024")
     before = figure(page, "Best step")
-    field = page.get_by_label("Global batch")
+    field = page.get_by_label("Global batch", exact=True)
     field.fill("2048")
     began = time.monotonic()
     field.press("Enter")

@@ -22,7 +22,10 @@ ROWS = [
     {"plan": "b", "rank": 2, "step_s": 1.1, "low_s": 1.0, "high_s": 1.3, "peak_gib": 40.0, "tokens": 9, "mfu": 0.4},
     {"plan": "c", "rank": 3, "step_s": 1.2, "low_s": 1.1, "high_s": 1.4, "peak_gib": 50.0, "tokens": 8, "mfu": 0.3},
 ]
-BARS = [Bar(rank=0, lane="compute", kind=kind, name=kind, start_s=i, end_s=i + 1, busy_s=1.0, spans=1) for i, kind in enumerate(KINDS)]
+BARS = [
+    Bar(rank=0, lane="compute", kind=kind, name=kind, start_s=i, end_s=i + 1, busy_s=1.0, spans=1)
+    for i, kind in enumerate(KINDS)
+]
 
 
 def charts(dark):

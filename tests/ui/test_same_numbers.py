@@ -42,18 +42,27 @@ def plan_of(told):
     return Plan(**values)
 
 
-def test_a_changed_plan_is_that_of_estimate(explorer, capsys):
+def test_a_changed_plan_is_that_of_estimate(explorer, capsys, tmp_path):
     test = explorer("detail", tab="Change it", **QUESTION)
     name = test.selectbox(key="plan").value
     test.number_input(key=f"x_tp_{name}").set_value(2).run()
     test.selectbox(key=f"x_recompute_{name}").set_value("full").run()
     test.number_input(key=f"x_micro_batch_size_{name}").set_value(1).run()
-    flags = {field: test.number_input(key=f"x_{field}_{name}").value for field in ("pp", "cp", "ep", "virtual_stages")}
-    replicas = test.number_input(key=f"x_dp_replicate_{name}").value
-    words = [word for field, value in flags.items() for word in (f"--{field.replace('_', '-')}", str(value))]
-    words += ["--dp-replicate", str(replicas)] if replicas > 1 else []
-    words += ["--tp", "2", "--recompute", "full", "--micro-batch", "1", "--runtime", "torchtitan"]
-    estimate = answer(capsys, "estimate", *FLAGS, *words)["estimate"]
+    fields = ("pp", "cp", "ep", "virtual_stages", "dp_replicate")
+    flags = {field: test.number_input(key=f"x_{field}_{name}").value for field in fields}
+    plan = next(r.plan for r in test.session_state["_results"]["answer"][0].plans if plan_name(r.plan) == name)
+    flags |= {"tp": 2, "recompute": "full", "micro_batch_size": 1, "reshard_after_forward": plan.reshard_after_forward}
+    case = {
+        "id": "changed",
+        "model": "llama3.2-3b",
+        "cluster": {"gpu": "h100-sxm", "gpus_per_node": 8, "nodes": 2},
+        "workload": {"seq_len": 4096, "global_batch_size": 32},
+        "plan": {**flags, "dp_shard": 16 // (2 * flags["pp"] * flags["cp"] * flags["dp_replicate"])},
+        "runtime": {"name": "torchtitan"},
+    }
+    path = tmp_path / "case.json"
+    path.write_text(json.dumps(case))
+    estimate = answer(capsys, "estimate", "--case", str(path))["estimate"]
 
     shown = {}
     for metric in test.metric:  # the last of a name is the changed plan's
@@ -63,6 +72,38 @@ def test_a_changed_plan_is_that_of_estimate(explorer, capsys):
     assert shown["Step"] == seconds(estimate["step_s"]["value"])
     assert shown["MFU"] == f"{estimate['mfu']:.1%}"
     assert shown["Memory"] == f"{estimate['memory']['reserved_bytes'] / 2**30:.1f} GiB"
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm", "deepspeed", "llm-foundry", "any"])
+def test_a_plan_that_is_not_changed_stays_the_same(framework):
+    """The form starts at the plan itself: every listed plan of every framework comes back as it was."""
+    from planner.frameworks import framework_named
+    from planner.inputs import cluster_of
+    from planner.search import suggest
+    from simulator.hf_config import load_model
+    from simulator.workload import Workload
+    from ui import data
+    from ui.rows import changed_flags
+    from ui.state import Question
+
+    asked = Question(model="llama3-8b", gpus=8, seq_len=4096, global_batch=16, framework=framework)
+    found = suggest(
+        load_model("llama3-8b"),
+        cluster_of("dgx-h100", 8),
+        Workload(seq_len=4096, global_batch_size=16),
+        framework=framework_named(framework),
+        top=12,
+    )
+    for ranked in found.plans:
+        plan = ranked.plan
+        names = ("tp", "pp", "cp", "ep", "micro_batch_size", "virtual_stages")
+        degrees = {name: getattr(plan, name) for name in names}
+        if plan.zero_stage is None:
+            degrees["dp_replicate"] = plan.dp_replicate
+        again = data.what_if(asked, changed_flags(plan, degrees, plan.recompute), gpus=8)
+
+        assert again.case.plan == plan
+        assert again.estimate.step_s.value == pytest.approx(ranked.estimate.step_s.value, rel=1e-12)
 
 
 def test_the_plan_file_is_the_one_that_suggest_saves(explorer, capsys, tmp_path):

@@ -21,7 +21,9 @@ def traces(draw):
             at = 0.0
             for gap, length in draw(st.lists(st.tuples(st.floats(0, 0.1), st.floats(1e-6, 2)), max_size=40)):
                 at += gap
-                spans.append(Span(rank, stream, draw(st.sampled_from(["forward.0", "backward.0"])), at, at + length, category))
+                spans.append(
+                    Span(rank, stream, draw(st.sampled_from(["forward.0", "backward.0"])), at, at + length, category)
+                )
                 at += length
     return Trace(spans=tuple(sorted(spans, key=lambda span: span.start_s)))
 

@@ -269,7 +269,7 @@ def _change(question: state.Question, result: SearchResult, ranked: RankedPlan) 
             column.number_input(label, 1, 4096, int(getattr(plan, name)), key=f"x_{name}_{state.plan_name(plan)}")
         )
 
-    flags: dict[str, Any] = {
+    degrees = {
         "tp": degree(columns[0], "Tensor", "tp"),
         "pp": degree(columns[1], "Pipeline", "pp"),
         "cp": degree(columns[2], "Context", "cp"),
@@ -278,13 +278,11 @@ def _change(question: state.Question, result: SearchResult, ranked: RankedPlan) 
     }
     modes = list(dict.fromkeys([plan.recompute, *framework.recomputes]))
     left, middle, right = st.columns(3)
-    flags["recompute"] = left.selectbox("Recompute", modes, key=f"x_recompute_{state.plan_name(plan)}")
-    flags["virtual_stages"] = degree(middle, "Stages a rank", "virtual_stages")
-    replicas = degree(right, "Replicas", "dp_replicate")
-    if plan.zero_stage is not None:
-        flags["zero_stage"] = plan.zero_stage
-    elif replicas > 1:
-        flags["dp_replicate"] = replicas
+    recompute = left.selectbox("Recompute", modes, key=f"x_recompute_{state.plan_name(plan)}")
+    degrees["virtual_stages"] = degree(middle, "Stages a rank", "virtual_stages")
+    if plan.zero_stage is None:
+        degrees["dp_replicate"] = degree(right, "Replicas", "dp_replicate")
+    flags = rows.changed_flags(plan, degrees, str(recompute))
     try:
         found = data.what_if(question, flags, gpus=plan.gpus)
     except PlannerError as error:
