@@ -63,12 +63,16 @@ class DdpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpec:
-    """`embedding_weight` and `head_weight`: how many layers the splitter counts them as."""
+    """`embedding_weight` and `head_weight`: how many layers the splitter counts them as. `receive_buffers`: a stage has one
+    for every micro batch and direction, for good. `keeps_outputs`: what stages give lives until the step ends.
+    """
 
     embedding_weight: float
     head_weight: float
     p2p_overlap: bool
     scatter_p2p: bool
+    receive_buffers: bool = False
+    keeps_outputs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +139,7 @@ class EarlierSpec:
     except_on: tuple[str, ...] = ()
     head_peak: tuple[tuple[str, ...], ...] = ()
     placeholder_gradients: bool = True
+    keeps_outputs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +249,14 @@ def holds_placeholders(runtime: Runtime) -> bool:
     spec = runtime_spec(runtime.name)
     early = spec.earlier is not None and is_early(runtime) and not spec.earlier.placeholder_gradients
     return spec.state.placeholder_gradients and not early
+
+
+def keeps_outputs(runtime: Runtime) -> bool:
+    """Whether what pipeline stages give lives until the step ends; see PipelineSpec."""
+    spec = runtime_spec(runtime.name)
+    return spec.pipeline.keeps_outputs or (
+        spec.earlier is not None and is_early(runtime) and spec.earlier.keeps_outputs
+    )
 
 
 def version_of_reports(name: str) -> str | None:

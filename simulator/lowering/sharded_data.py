@@ -164,6 +164,7 @@ class DataWriter:
             self.code.after(COMPUTE, STREAM)
             if self.traffic.replicated_sharding:
                 self.code.after(COMPUTE, REPLICAS)
+            self._release()
 
     def finish(self, units: list[Unit]) -> None:
         """Reduce what has not been reduced yet and join the compute stream, before the optimizer."""
