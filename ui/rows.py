@@ -92,6 +92,15 @@ def differing_rows(first: Plan, second: Plan) -> list[dict[str, str]]:
     ]
 
 
+DEGREES = ("tp", "pp", "cp", "ep", "micro_batch_size", "virtual_stages", "dp_replicate")
+
+
+def degrees_of(plan: Plan) -> dict[str, int]:
+    """Return the degrees that say which plan it is; the data-parallel one follows where there is a ZeRO stage."""
+    named = DEGREES if plan.zero_stage is None else DEGREES[:-1]
+    return {name: int(getattr(plan, name)) for name in named}
+
+
 def changed_flags(plan: Plan, degrees: Mapping[str, int], recompute: str) -> dict[str, Any]:
     """Return a plan with other degrees as flags of `planner estimate`: unchanged ones give the same plan again.
 

@@ -123,6 +123,30 @@ def test_search_can_be_stopped_and_started_again(explorer, monkeypatch):
     assert "Best step" in metrics(test)
 
 
+def test_while_a_search_runs_the_last_plans_are_costed_for_the_new_question(explorer, monkeypatch):
+    import threading
+
+    from planner.commands import suggest
+
+    test = explorer("plans", model="llama3.2-1b")
+    before = test.selectbox(key="plan").options
+    hold, real = threading.Event(), suggest.answer
+
+    def slow(**question):
+        hold.wait(60)
+        return real(**question)
+
+    monkeypatch.setattr(suggest, "answer", slow)
+    test.session_state["_patience_s"] = 0.1
+    test.sidebar.number_input(key="batch").set_value(24).run()
+    hold.set()
+
+    assert "Meanwhile" in said(test)
+    shown = table(test, "tokens/s/GPU")
+    assert set(shown["plan"]) <= set(before)
+    assert len(shown) > 0
+
+
 def test_changing_a_plan_shows_the_difference_and_what_is_not_legal(explorer):
     test = explorer("detail", model="llama3.2-1b", tab="Change it")
     name = test.selectbox(key="plan").value
