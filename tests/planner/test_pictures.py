@@ -13,11 +13,12 @@ from planner.costs import cost_table
 from planner.palette import BAD, LINKS, MEMORY, TIME, term_colour
 from planner.pictures.memory import memory
 from planner.pictures.topology import topology
-from planner.pictures.waterfall import waterfall
+from planner.pictures.waterfall import explained, waterfall
+from planner.waterfall import waterfall as waterfall_of
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.workload import Workload
-from tests.planner.conftest import LLAMA8B, make_cluster
+from tests.planner.conftest import LLAMA8B, ROOT, make_cluster
 from topology import catalog
 from topology.cluster import Finding, LinkKind, LinkState, NodeGroup, Severity
 
@@ -52,7 +53,7 @@ def test_waterfall_bars_are_to_scale_and_each_begins_where_the_last_ended() -> N
 def test_waterfall_says_its_figures_range_and_source() -> None:
     said = words(waterfall([("compute", 3.0), ("host", 0.001)], title="t", low_s=2.5, high_s=3.5, source="measured"))
 
-    assert "3.001 s a step, 80% range 2.5 to 3.5 s; measured numbers" in said
+    assert "3 s a step, 80% range 2.5 to 3.5 s; measured numbers" in said
     assert "3 s, 100%" in said
     assert "0.001 s, <1%" in said
 
@@ -86,6 +87,17 @@ def test_memory_beyond_capacity_is_drawn_beyond_the_line(estimate) -> None:
     assert max(x + width for x, width, _ in bars(text)) > edge
     assert "does not fit" in words(text)
     assert max(x + width for x, width, _ in bars(text)) < 960
+
+
+def test_an_estimate_explained_has_its_terms_and_its_memory(estimate) -> None:
+    text = explained(estimate, title="a plan")
+    said = words(text)
+
+    assert "model FLOPs at peak" in said
+    assert f"{estimate.step_s.value:.3g} s a step" in said
+    assert "a plan: memory" in said
+    terms = [width for _, width, colour in bars(text)][: len(waterfall_of(estimate).terms) + 1]
+    assert terms[0] / sum(terms) == pytest.approx(estimate.mfu, abs=0.002)  # the peak's share of the step
 
 
 @pytest.mark.parametrize("name", ["dgx-h100", "dgx-1v", "l40s-x8", "gb200-nvl72", "h200x4", "mi300x-x8"])
@@ -150,3 +162,9 @@ def test_probe_draws_beside_what_it_prints(planner, tmp_path) -> None:
     assert '"gpus"' in done.stdout
     assert planner("probe", "--from", "dgx-h100", "--svg", out).returncode == 2
     assert planner("probe", "--from", "dgx-h100", "--svg", out, "--force").returncode == 0
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "pictures").glob("*.svg")), ids=lambda path: path.stem)
+def test_kept_pictures_are_what_is_drawn_today(path) -> None:
+    """Made again by `planner probe --from NAME --svg examples/pictures/NAME.svg --force`."""
+    assert path.read_text() == topology(catalog.cluster(path.stem))
