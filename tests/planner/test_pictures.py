@@ -100,7 +100,7 @@ def test_an_estimate_explained_has_its_terms_and_its_memory(estimate) -> None:
     assert terms[0] / sum(terms) == pytest.approx(estimate.mfu, abs=0.002)  # the peak's share of the step
 
 
-@pytest.mark.parametrize("name", ["dgx-h100", "dgx-1v", "l40s-x8", "gb200-nvl72", "h200x4", "mi300x-x8"])
+@pytest.mark.parametrize("name", ["dgx-h100", "dgx-1v", "l40s-x8", "gh200", "h200x4", "mi300x-x8"])
 def test_every_vertex_and_link_of_a_node_is_drawn_inside_the_picture(name: str) -> None:
     cluster = catalog.cluster(name)
     node = cluster.groups[0].node
@@ -115,6 +115,25 @@ def test_every_vertex_and_link_of_a_node_is_drawn_inside_the_picture(name: str) 
     drawn = [line for tag in ("polyline", "path") for line in parts(text, tag) if line.find(f"{SVG}title") is not None]
     assert len(drawn) == len(node.links)
     assert "per direction" in words(text)
+
+
+def test_a_rack_shows_some_trays_and_those_with_faults_first() -> None:
+    rack = catalog.cluster("gb200-nvl72")
+    node = rack.groups[0].node
+    links = tuple(
+        replace(link, state=LinkState.ABSENT)
+        if link.kind is LinkKind.NVSWITCH and "gpu70" in {link.a, link.b}
+        else link
+        for link in node.links
+    )
+    faulty = replace(rack, groups=(NodeGroup(node=replace(node, links=links)),))
+
+    assert "GPU 0," in words(topology(rack))
+    assert "GPU 70," not in words(topology(rack))
+    assert "of 18, " in words(topology(rack))
+    assert "GPU 70," in words(topology(faulty))
+    assert "no rate, absent" in words(topology(faulty))
+    assert float(ElementTree.fromstring(topology(faulty)).get("width")) < 2000
 
 
 def test_rates_are_said_with_their_source_and_faults_look_different() -> None:
