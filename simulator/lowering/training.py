@@ -107,6 +107,7 @@ class _Lowering:
             micro_batches=self.plan.micro_batches(workload.global_batch_size),
             stages_per_rank=self.plan.virtual_stages,
         )
+        self.in_flight = peak_in_flight(self.schedule)
         self.network = Network(model, operators_for(model, runtime), self.context, collapse=detail is Detail.STAGE)
         self.steps = StepWriter()
         self.traffic = self._traffic()
@@ -308,7 +309,7 @@ class _Lowering:
             for value in (
                 0 in stages,
                 self.schedule.stages - 1 in stages,
-                peak_in_flight(self.schedule)[rank] / len(stages),
+                self.in_flight[rank] / len(stages),
             )
         )
         return float(between_stages_bytes(self.context, first, last, flying)[0, 0])
