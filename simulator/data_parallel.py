@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.layer_cost import CostContext
-from simulator.memory import Parameters, keeps_gathered
+from simulator.memory import Parameters
 from simulator.plan_table import Floats
 from simulator.roofline import efficiency
 from simulator.runtime_library import ModelOperators, RuntimeSpec
-from simulator.stages import StageLayout, last_rank
+from simulator.stages import StageLayout
 
 
 def buckets_of(spec: RuntimeSpec, nbytes: Floats) -> Floats:
@@ -45,18 +45,15 @@ def data_parallel(
     table, spec, groups = context.table, operators.spec, context.groups
     m = table.micro_batches
     rows = np.arange(len(table))
-    exists = layout.exists
-    dense, moe = np.where(exists, layout.dense, 0), np.where(exists, layout.moe, 0)
-    ranks = np.arange(exists.shape[1])[None, :]
-    ends = ((ranks == 0) & exists, (ranks == last_rank(table)[:, None]) & exists)
-    shared, experts = parameters.of_stage(dense, moe, *ends)
+    dense, moe = layout.layers
+    shared, experts = parameters.of_stage(layout)
     shared, experts = shared[rows, slowest], experts[rows, slowest]
     count = np.maximum((dense + moe)[rows, slowest], 1.0)
 
     compute_bytes, reduce_bytes = context.dtype_bytes("compute"), context.dtype_bytes("reduce")
     full = table.state_shard["parameters"] > 1
     optimizer_only = ~full & (table.state_shard["optimizer"] > 1)
-    gathers = np.where([keeps_gathered(p) for p in table.plans], 1.0, 2.0 * m)
+    gathers = np.where(table.keeps_gathered, 1.0, 2.0 * m)
     reductions = np.where(table["pp"] > 1, 1.0, m)
 
     gather = groups.time_s("all_gather", "fsdp", shared * compute_bytes) + groups.time_s(
@@ -147,10 +144,6 @@ def optimizer_bytes(spec: RuntimeSpec) -> float:
 def optimizer_s(operators: ModelOperators, context: CostContext, layout: StageLayout, parameters: Parameters) -> Floats:
     """Return seconds of gradient clipping and the optimizer update on the rank with most parameters."""
     table = context.table
-    exists = layout.exists
-    ranks = np.arange(exists.shape[1])[None, :]
-    ends = ((ranks == 0) & exists, (ranks == last_rank(table)[:, None]) & exists)
-    dense, moe = np.where(exists, layout.dense, 0), np.where(exists, layout.moe, 0)
-    shared, experts = parameters.of_stage(dense, moe, *ends)
+    shared, experts = parameters.of_stage(layout)
     owned = shared / table.state_shard["optimizer"][:, None] + experts / table.expert_shard["optimizer"][:, None]
     return np.asarray(owned.max(axis=1) * optimizer_bytes(operators.spec) / context.roofline.memory_bytes_per_s)

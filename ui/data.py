@@ -138,9 +138,8 @@ def search(question: Question) -> SearchResult:
             top=LISTED,
             all_variants=False,
             runtime={"compile": question.compile or None, "param_dtype": None},
-            max_tp=None,
+            bounds={},
             profile=None,
-            seed=0,
             progress=progress,
         )
 

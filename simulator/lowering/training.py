@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simulator.closed_form import NORM_BYTES, spelled
+from simulator.closed_form import spelled
 from simulator.collectives import collective_model
 from simulator.costs import Cost
 from simulator.data_parallel import optimizer_bytes
@@ -22,7 +22,7 @@ from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.network import Network, StageUnits
 from simulator.lowering.sharded_data import DataTraffic, DataWriter, Unit
 from simulator.lowering.writing import StepWriter
-from simulator.memory import State, between_stages_bytes, keeps_gathered, state_bytes
+from simulator.memory import State, between_stages_bytes, state_bytes
 from simulator.model import Model
 from simulator.pipeline import peak_in_flight, pipeline_program
 from simulator.plan import Plan
@@ -33,6 +33,7 @@ from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import attention_kernel, operators_for
 from simulator.schedule_tables import build_schedule
 from simulator.schedules import Action, Kind, Schedule
+from simulator.step_cost import NORM_BYTES
 from simulator.workload import Workload
 from topology.cluster import Cluster
 from topology.profile import Profile
@@ -280,7 +281,7 @@ class _Lowering:
 
         return DataTraffic(
             fully_sharded=full,
-            keeps_gathered=keeps_gathered(self.plan),
+            keeps_gathered=bool(self.context.table.keeps_gathered[0]),
             optimizer_sharded=not full and bool(table.state_shard["optimizer"][0] > 1),
             gradients_sharded=not full and bool(table.state_shard["gradients"][0] > 1),
             overlap=spec.fsdp.overlap if full else spec.ddp.overlap,
@@ -304,14 +305,8 @@ class _Lowering:
 
     def _between_stages_bytes(self, rank: int) -> float:
         stages = self.schedule.stages_of(rank)
-        first, last, flying = (
-            np.full((1, 1), float(value))
-            for value in (
-                0 in stages,
-                self.schedule.stages - 1 in stages,
-                self.in_flight[rank] / len(stages),
-            )
-        )
+        first, last = (np.array([[end in stages]]) for end in (0, self.schedule.stages - 1))
+        flying = np.array([[self.in_flight[rank] / len(stages)]])
         return float(between_stages_bytes(self.context, first, last, flying)[0, 0])
 
     def _groups(self) -> dict[str, Groups]:

@@ -38,8 +38,15 @@ def main() -> int:
     for number, group in enumerate(stages):
         left = sum(_share(later) for later in stages[number:])
         seconds = (end - time.monotonic()) * _share(group) / left
-        arguments = [str(records), f"--seconds={seconds - 4}", f"--stages={group}", f"--iterations={options.iterations}"]
-        done = launch("tests.bench.overlap_worker", arguments, ranks=options.ranks, budget_s=seconds, directory=folder / "logs")
+        arguments = [
+            str(records),
+            f"--seconds={seconds - 4}",
+            f"--stages={group}",
+            f"--iterations={options.iterations}",
+        ]
+        done = launch(
+            "tests.bench.overlap_worker", arguments, ranks=options.ranks, budget_s=seconds, directory=folder / "logs"
+        )
         print(f"{group}: {done.outcome} after {done.seconds:.0f} s of {seconds:.0f}", flush=True)
         if not done.ok:
             print(done.failure, done.stderr_tail[-3000:], flush=True)
@@ -64,18 +71,29 @@ def show(found: list[dict]) -> None:
         if r["kind"] == "tiles":
             print(r["operation"], r["rows"], r["columns"], r["depth"])
             for name, seconds in sorted(r["seconds"].items(), key=lambda item: item[1]):
-                print(f"   {name:28} {seconds * 1e6:9.1f} us {2 * r['rows'] * r['columns'] * r['depth'] / seconds / 1e12:7.0f} TFLOP/s")
+                print(
+                    f"   {name:28} {seconds * 1e6:9.1f} us {2 * r['rows'] * r['columns'] * r['depth'] / seconds / 1e12:7.0f} TFLOP/s"
+                )
         if r["kind"] == "shape":
             s = r["seconds"]
             base = min(s["cublas"], s["triton"])
-            print(f"{r['operation'][:12]:12} {r['name']:10} {r['rows']:6}x{r['columns']:5}x{r['depth']:5} "
-                  + " ".join(f"{n} {v * 1e6:.0f}" for n, v in s.items())
-                  + " eff " + " ".join(f"{n}={base / v:.3f}" for n, v in s.items() if n not in {"cublas", "triton", "collective"}))
+            print(
+                f"{r['operation'][:12]:12} {r['name']:10} {r['rows']:6}x{r['columns']:5}x{r['depth']:5} "
+                + " ".join(f"{n} {v * 1e6:.0f}" for n, v in s.items())
+                + " eff "
+                + " ".join(f"{n}={base / v:.3f}" for n, v in s.items() if n not in {"cublas", "triton", "collective"})
+            )
         if r["kind"] == "all_reduce":
             s = r["seconds"]
             best = sorted((n for n in s if n.startswith("own ")), key=s.get)[:3]
-            print("all_reduce", r["how"], r["bytes"], " ".join(f"{n} {s[n] * 1e6:.1f}" for n in s if not n.startswith("own ")),
-                  "| best", ", ".join(f"{n} {s[n] * 1e6:.1f}" for n in best))
+            print(
+                "all_reduce",
+                r["how"],
+                r["bytes"],
+                " ".join(f"{n} {s[n] * 1e6:.1f}" for n in s if not n.startswith("own ")),
+                "| best",
+                ", ".join(f"{n} {s[n] * 1e6:.1f}" for n in best),
+            )
         if r["kind"] == "norm":
             print("norm", r["rows"], r["columns"], " ".join(f"{n} {v * 1e6:.1f}" for n, v in r["seconds"].items()))
 

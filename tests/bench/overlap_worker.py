@@ -305,7 +305,14 @@ def table(bench: Bench) -> None:
         with torch.no_grad():
             done = bench.times(calls)
         bench.recorder.write(
-            "shape", operation=operation, name=name, rows=rows, columns=columns, depth=depth, world=bench.world, seconds=done
+            "shape",
+            operation=operation,
+            name=name,
+            rows=rows,
+            columns=columns,
+            depth=depth,
+            world=bench.world,
+            seconds=done,
         )
         symmetric.check_delivered()
 
@@ -339,8 +346,8 @@ def sums(bench: Bench) -> None:
                     launch = all_reduce.Launch(
                         columns=columns, programs=min(programs, rows), warps=max(4, columns // 512), shots=shots
                     )
-                    calls[f"own s{shots} c{columns} p{launch.programs}"] = lambda x=x, launch=launch: all_reduce.all_reduce(
-                        x, bench.group, launch=launch
+                    calls[f"own s{shots} c{columns} p{launch.programs}"] = lambda x=x, launch=launch: (
+                        all_reduce.all_reduce(x, bench.group, launch=launch)
                     )
         calls["own"] = lambda x=x: all_reduce.all_reduce(x, bench.group)
         eager = bench.times({name: call for name, call in calls.items() if " " not in name}, rounds=5)
@@ -369,7 +376,9 @@ def norms(bench: Bench) -> None:
     for rows, columns in ((1, 4096), (16, 4096), (128, 4096), (512, 4096), (1, 8192), (64, 8192), (512, 8192)):
         x, residual, weight = bench.draw(rows, columns), bench.draw(rows, columns), bench.draw(columns)
 
-        def sequence(reduce: Callable[[Tensor], Tensor], x: Tensor = x, r: Tensor = residual, w: Tensor = weight) -> Tensor:
+        def sequence(
+            reduce: Callable[[Tensor], Tensor], x: Tensor = x, r: Tensor = residual, w: Tensor = weight
+        ) -> Tensor:
             kept = r + reduce(x)
             return torch.nn.functional.rms_norm(kept, (x.shape[1],), w, 1e-5)
 

@@ -142,14 +142,22 @@ def main() -> None:
             for turned, halves in ((True, False), (False, True)):
                 name = f"gather W{world} r{rank} {rows}x{depth}x{columns} {dtype} turned={turned} halves={halves}"
                 say(name, gather(world, rank, rows, depth, columns, pieces, dtype=dtype, turned=turned, halves=halves))
-    for world, rank, rows, depth, columns in ((2, 0, 32, 48, 64), (2, 1, 40, 40, 72), (4, 3, 16, 32, 32), (3, 1, 24, 24, 40)):
+    for world, rank, rows, depth, columns in (
+        (2, 0, 32, 48, 64),
+        (2, 1, 40, 40, 72),
+        (4, 3, 16, 32, 32),
+        (3, 1, 24, 24, 40),
+    ):
         for turned in (True, False):
             name = f"scatter W{world} r{rank} {rows}x{depth}x{columns} turned={turned}"
             say(name, scatter(world, rank, rows, depth, columns, dtype=torch.float32, turned=turned))
     for shots in (1, 2):
         for world, rows, columns, block in ((2, 7, 16, 16), (4, 9, 24, 32), (3, 2, 16, 16)):
             for norm in (False, True):
-                say(f"reduce shots={shots} W{world} {rows}x{columns} {norm}", reduce(shots, world, rows, columns, block, norm=norm))
+                say(
+                    f"reduce shots={shots} W{world} {rows}x{columns} {norm}",
+                    reduce(shots, world, rows, columns, block, norm=norm),
+                )
     parts, out = draw(3, 100, seed=8, dtype=torch.float32), torch.full((100,), torch.nan)
     copies.add_slots[(4,)](parts[1], parts, out, 100, 1, 3, 32)
     say("add_slots", difference(out, parts.double().sum(0)))
