@@ -105,6 +105,7 @@ class _Lowering:
             micro_batches=self.plan.micro_batches(workload.global_batch_size),
             stages_per_rank=self.plan.virtual_stages,
         )
+        self.in_flight = peak_in_flight(self.schedule)
         self.network = Network(model, operators_for(model, runtime), self.context, collapse=detail is Detail.STAGE)
         self.steps = StepWriter()
         self.traffic = self._traffic()
@@ -312,7 +313,7 @@ class _Lowering:
     def _between_stages_bytes(self, rank: int) -> float:
         stages = self.schedule.stages_of(rank)
         first, last = (np.array([[end in stages]]) for end in (0, self.schedule.stages - 1))
-        flying = np.array([[peak_in_flight(self.schedule)[rank] / len(stages)]])
+        flying = np.array([[self.in_flight[rank] / len(stages)]])
         return float(between_stages_bytes(self.context, first, last, flying)[0, 0])
 
     def _groups(self) -> dict[str, Groups]:
