@@ -50,17 +50,12 @@ def calibrate(
             f"--text={text}",
             *(["--allow-busy"] if allow_busy else []),
         ]
-        code = child.run(
-            "executor.calibrate_run",
-            arguments,
-            budget_s=budget_s,
-            output=child.our_standard_error(),
-        )
+        code = child.run("executor.calibrate_run", arguments, budget_s=budget_s, output=child.our_standard_error())
     found = read_records(records)
     if found is None or not (found.calibrated or found.collectives):
         raise ProbeError(
             "nothing could be measured",
-            why=f"the measuring process {'overran its budget' if code is None else f'ended with code {code}'}; its words are above",
+            why=f"the measuring process {child.ended(code)}; its words are above",
             remedy="run this on a machine with an NVIDIA GPU, its driver and torch",
         )
     return found

@@ -22,7 +22,7 @@ from topology.cluster import Cluster
 
 GIB = 2.0**30
 OCTAVES = 4  # factors 2, 4, 8 and 16 in each direction
-BISECTIONS = 9  # leaves 2^(1/512) - 1 = 0.14% between the last two factors
+PRECISION = 1 / 512  # of the exponent of two: 0.14% of the rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,28 +117,45 @@ def _crossings(
 ) -> list[tuple[int, float]]:
     """Return (index of plan, factor) where plans first overtake `best` when the knob is turned in one direction."""
     plans = [best, *others]
+    seen: dict[float, list[float]] = {}
 
-    def winners(exponent: float) -> list[bool]:
-        (value, fits), *rest = judge(knob.scale(cluster, 2.0 ** (sign * exponent)), plans)
-        return [other_fits and (not fits or other < value) for other, other_fits in rest]
+    def leads(exponent: float) -> list[float]:
+        """By how much each plan is behind `best`, relative to it; negative where it wins."""
+        if exponent not in seen:
+            (value, fits), *rest = judge(knob.scale(cluster, 2.0 ** (sign * exponent)), plans)
+            seen[exponent] = [
+                1.0 if not other_fits else -1.0 if not fits else other / value - 1 for other, other_fits in rest
+            ]
+        return seen[exponent]
 
     crossed: dict[int, float] = {}
     for octave in range(1, OCTAVES + 1):
-        wins = winners(octave)
-        for index, won in enumerate(wins):
-            if won and index not in crossed:
-                crossed[index] = _bisect(winners, index, octave - 1, octave)
+        for index, lead in enumerate(leads(octave)):
+            if lead < 0 and index not in crossed:
+                crossed[index] = _root(lambda x, index=index: leads(x)[index], octave - 1, octave)  # type: ignore[misc]
         if len(crossed) == len(others):
             break
     return [(index, 2.0 ** (sign * exponent)) for index, exponent in sorted(crossed.items())]
 
 
-def _bisect(winners: Callable[[float], list[bool]], index: int, low: float, high: float) -> float:
-    """Narrow (low: loses, high: wins) down; return the exponent at which it wins."""
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        if winners(middle)[index]:
-            high = middle
+def _root(lead: Callable[[float], float], low: float, high: float) -> float:
+    """Return an exponent at which the plan wins, within PRECISION of where it begins to.
+
+    By regula falsi with the Illinois weights, since costs are smooth in a rate; it keeps a bracket as bisection does.
+    """
+    before, after = lead(low), lead(high)
+    side = 0
+    while high - low > PRECISION:
+        middle = low + (high - low) * before / (before - after) if before > 0 else low + PRECISION
+        # Not nearer to an end than the precision, so that the bracket closes from both sides.
+        middle = min(max(middle, low + PRECISION * 0.9), high - PRECISION * 0.9)
+        value = lead(middle)
+        if value < 0:
+            high, after = middle, value
+            before = before / 2 if side == 1 else before
+            side = 1
         else:
-            low = middle
+            low, before = middle, value
+            after = after / 2 if side == -1 else after
+            side = -1
     return high

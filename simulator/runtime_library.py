@@ -35,13 +35,15 @@ class StateSpec:
     """`master_weights`: a float32 copy beside 16-bit parameters. Gradient dtypes are `param`, `compute`, `reduce`.
 
     `placeholder_gradients`: where products add weight gradients up themselves, autograd is handed a tensor that nobody
-    fills, one for every distinct shape of weight, kept for good.
+    fills, one for every distinct shape of weight, kept for good. `gradients_freed`: no gradient is there when a step
+    begins (`zero_grad(set_to_none=True)`), so the loss turns round before there are any.
     """
 
     master_weights: bool
     gradient_dtype: str
     unsharded_gradient_dtype: str
     placeholder_gradients: bool = False
+    gradients_freed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +65,22 @@ class DdpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpec:
-    """`embedding_weight` and `head_weight`: how many layers the splitter counts them as."""
+    """`embedding_weight` and `head_weight`: how many layers the splitter counts them as. `receive_buffers`: a stage has one
+    for every micro batch and direction, for good. `keeps_outputs`: what stages give lives until the step ends.
+    """
 
     embedding_weight: float
     head_weight: float
     p2p_overlap: bool
     scatter_p2p: bool
+    receive_buffers: bool = False
+    keeps_outputs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
     """Host seconds: per kernel launch, per operator on DTensors, per collective, per layer and pass, per recomputed
-    layer, per step. `synchronizes`: the host waits for the device after every pass of a micro batch, instead of running
+    layer, per step, per token loaded (a step waits for its data). `synchronizes`: the host waits for the device after every pass of a micro batch, instead of running
     ahead.
     """
 
@@ -87,6 +93,21 @@ class HostSpec:
     checkpoint_s: float
     step_s: float
     synchronizes: bool = False
+    data_token_s: float = 0.0
+    # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, or sees
+    # a part of the sequence; what dispatching a layer operator by operator costs under selective recomputation; and
+    # the host's work of a step outside its layers, which runs ahead of the device where that is the slower one.
+    fsdp_layer_s: float = 0.0
+    ddp_layer_s: float = 0.0
+    cp_layer_s: float = 0.0
+    selective_s: float | None = None  # None: as any other recomputed region
+    rest_s: float = 0.0
+
+    def wrapping_s(self, recompute: str) -> float:
+        """Return the host seconds that wrapping one layer for recomputation adds."""
+        if recompute == "selective-op" and self.selective_s is not None:
+            return self.selective_s
+        return self.checkpoint_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +121,7 @@ class LayerSpec:
     embedding: tuple[OperatorSpec, ...]
     head: tuple[OperatorSpec, ...]
     head_peak: tuple[tuple[str, ...], ...]
+    compiled_head_peak: tuple[tuple[str, ...], ...] = ()  # empty: the loss is not compiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +157,7 @@ class EarlierSpec:
     except_on: tuple[str, ...] = ()
     head_peak: tuple[tuple[str, ...], ...] = ()
     placeholder_gradients: bool = True
+    keeps_outputs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +259,8 @@ def head_moments(runtime: Runtime) -> tuple[tuple[str, ...], ...]:
     """Return the tensors alive together while the loss turns round, one tuple a moment; the largest decides."""
     spec = runtime_spec(runtime.name)
     early = spec.earlier.head_peak if spec.earlier and is_early(runtime) else ()
-    return early or spec.layer.head_peak
+    compiled = spec.layer.compiled_head_peak if runtime.compile else ()
+    return early or compiled or spec.layer.head_peak
 
 
 def holds_placeholders(runtime: Runtime) -> bool:
@@ -244,6 +268,14 @@ def holds_placeholders(runtime: Runtime) -> bool:
     spec = runtime_spec(runtime.name)
     early = spec.earlier is not None and is_early(runtime) and not spec.earlier.placeholder_gradients
     return spec.state.placeholder_gradients and not early
+
+
+def keeps_outputs(runtime: Runtime) -> bool:
+    """Whether what pipeline stages give lives until the step ends; see PipelineSpec."""
+    spec = runtime_spec(runtime.name)
+    return spec.pipeline.keeps_outputs or (
+        spec.earlier is not None and is_early(runtime) and spec.earlier.keeps_outputs
+    )
 
 
 def version_of_reports(name: str) -> str | None:

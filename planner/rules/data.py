@@ -8,12 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.frameworks import ExpertGrid
-from planner.legality import Columns, Grade, Question
+from planner.legality import Grade, Question
 from planner.rules.rule import Level, Rule, divisors, near, rule
 from simulator.plan import Plan
+from simulator.plan_columns import PlanColumns
 
 
-def _expert_ranks(c: Columns | Plan, q: Question) -> NDArray[np.int64]:
+def _expert_ranks(c: PlanColumns | Plan, q: Question) -> NDArray[np.int64]:
     """Return how many ranks expert parallelism may be folded into."""
     grid = q.framework.expert_grid
     if grid is ExpertGrid.SHARD_CONTEXT_TENSOR:

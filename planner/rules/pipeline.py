@@ -7,20 +7,21 @@ from __future__ import annotations
 import numpy as np
 
 from planner.frameworks import SCHEDULES
-from planner.legality import Columns, Grade, Question
-from planner.rules.rule import Level, Mask, Rule, divisors, near, rule
+from planner.legality import Grade, Question
+from planner.rules.rule import Level, Mask, Rule, divisors, near, one_of, rule
 from simulator.plan import Plan
+from simulator.plan_columns import PlanColumns
 
 
-def _is(c: Columns, names: list[str]) -> Mask:
-    return np.asarray(np.isin(c.schedule, names) & (c.pp > 1))
+def _is(c: PlanColumns, names: list[str]) -> Mask:
+    return np.asarray(one_of(c.schedule, names) & (c.pp > 1))
 
 
-def _multi(c: Columns) -> Mask:
+def _multi(c: PlanColumns) -> Mask:
     return _is(c, [s.name for s in SCHEDULES.values() if s.least_stages > 1])
 
 
-def _wrong_stage_count(c: Columns, _q: Question) -> Mask:
+def _wrong_stage_count(c: PlanColumns, _q: Question) -> Mask:
     wrong = np.zeros(len(c), dtype=np.bool_)
     for s in SCHEDULES.values():
         few = c.virtual_stages < s.least_stages
@@ -29,7 +30,7 @@ def _wrong_stage_count(c: Columns, _q: Question) -> Mask:
     return wrong
 
 
-def _rounds_broken(c: Columns, q: Question) -> Mask:
+def _rounds_broken(c: PlanColumns, q: Question) -> Mask:
     """In torch, interleaved schedules run in rounds of about pp micro batches, all of one size."""
     m = c.micro_batches(q.workload.global_batch_size)
     rounds = np.maximum(1, m // c.pp)
@@ -132,7 +133,7 @@ PIPELINE_RULES: list[Rule] = [
     ),
     rule(
         "schedule",
-        lambda c, q: (c.pp > 1) & (c.schedule != "") & ~np.isin(c.schedule, q.framework.schedules),
+        lambda c, q: (c.pp > 1) & (c.schedule != "") & ~one_of(c.schedule, q.framework.schedules),
         lambda p, q: (
             f"{q.framework.title} has no schedule {p.schedule!r}; it has {', '.join(q.framework.schedules) or 'none'}"
         ),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.legality import Columns, Grade, Problem, Question
+from planner.legality import Grade, Problem, Question
 from simulator.plan import Plan
+from simulator.plan_columns import PlanColumns
 
 Mask = NDArray[np.bool_]
 
@@ -30,13 +31,21 @@ class Rule:
     name: str
     grade: Grade
     level: Level
-    broken: Callable[[Columns, Question], Mask]
+    broken: Callable[[PlanColumns, Question], Mask]
     say: Callable[[Plan, Question], tuple[str, str, tuple[int, ...]]]
     applies: Callable[[Question], bool]
 
     def problem(self, plan: Plan, asked: Question) -> Problem:
         message, field, nearest = self.say(plan, asked)
         return Problem(rule=self.name, grade=self.grade, message=message, nearest=nearest, nearest_of=field)
+
+
+def one_of(column: NDArray[np.str_], names: Iterable[str]) -> Mask:
+    """Return where `column` is one of a few names; sorting words, as numpy's isin does, takes ten times as long."""
+    found = np.zeros(len(column), dtype=np.bool_)
+    for name in names:
+        found |= column == name
+    return found
 
 
 def divisors(n: int) -> list[int]:
@@ -53,7 +62,7 @@ def around(values: list[int], value: int) -> tuple[int, ...]:
 
 
 Say = Callable[[Plan, Question], tuple[str, str, tuple[int, ...]] | str]
-Predicate = Callable[[Columns, Question], Mask]
+Predicate = Callable[[PlanColumns, Question], Mask]
 
 
 def rule(

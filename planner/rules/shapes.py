@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from planner.frameworks import KvHeads
-from planner.legality import Columns, Grade, Question
+from planner.legality import Grade, Question
 from planner.rules.rule import Mask, Rule, divisors, near, rule
+from simulator.plan_columns import PlanColumns
 
 
 def _axis_rules() -> Iterator[Rule]:
@@ -37,7 +38,7 @@ def _tensor_degrees(asked: Question) -> list[int]:
     return degrees
 
 
-def _kv_uneven(c: Columns, q: Question) -> Mask:
+def _kv_uneven(c: PlanColumns, q: Question) -> Mask:
     """Neither whole heads per rank nor whole copies of a head."""
     kv = q.model.kv_heads
     return np.asarray((kv % c.tp != 0) & (c.tp % kv != 0))

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from executor.launch import launch  # noqa: E402 - the path comes first
 from executor.records import read_records  # noqa: E402
 
-SHARE = {"check": 1.0, "parts": 0.3, "tiles": 0.6, "table": 1.5, "sums": 1.0, "norms": 0.3}
+SHARE = {"check": 1.5, "parts": 0.3, "tiles": 0.6, "scatter_tiles": 0.4, "table": 1.5, "sums": 1.0, "norms": 0.3}
 
 
 def main() -> int:
@@ -29,6 +29,8 @@ def main() -> int:
     parser.add_argument("--stages", default="check,parts,table,sums,norms")
     parser.add_argument("--budget", type=float, default=300)
     parser.add_argument("--iterations", type=int, default=200)
+    parser.add_argument("--rows", default="", help="numbers of rows in the table, such as 2048,8192; default: all")
+    parser.add_argument("--modes", default="", help="modes to check; default: all")
     options = parser.parse_args()
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -38,8 +40,17 @@ def main() -> int:
     for number, group in enumerate(stages):
         left = sum(_share(later) for later in stages[number:])
         seconds = (end - time.monotonic()) * _share(group) / left
-        arguments = [str(records), f"--seconds={seconds - 4}", f"--stages={group}", f"--iterations={options.iterations}"]
-        done = launch("tests.bench.overlap_worker", arguments, ranks=options.ranks, budget_s=seconds, directory=folder / "logs")
+        arguments = [
+            str(records),
+            f"--seconds={seconds - 4}",
+            f"--stages={group}",
+            f"--iterations={options.iterations}",
+        ]
+        arguments += [f"--modes={options.modes}"] if options.modes else []
+        arguments += [f"--rows={options.rows}"] if options.rows else []
+        done = launch(
+            "tests.bench.overlap_worker", arguments, ranks=options.ranks, budget_s=seconds, directory=folder / "logs"
+        )
         print(f"{group}: {done.outcome} after {done.seconds:.0f} s of {seconds:.0f}", flush=True)
         if not done.ok:
             print(done.failure, done.stderr_tail[-3000:], flush=True)
@@ -64,18 +75,29 @@ def show(found: list[dict]) -> None:
         if r["kind"] == "tiles":
             print(r["operation"], r["rows"], r["columns"], r["depth"])
             for name, seconds in sorted(r["seconds"].items(), key=lambda item: item[1]):
-                print(f"   {name:28} {seconds * 1e6:9.1f} us {2 * r['rows'] * r['columns'] * r['depth'] / seconds / 1e12:7.0f} TFLOP/s")
+                print(
+                    f"   {name:28} {seconds * 1e6:9.1f} us {2 * r['rows'] * r['columns'] * r['depth'] / seconds / 1e12:7.0f} TFLOP/s"
+                )
         if r["kind"] == "shape":
             s = r["seconds"]
             base = min(s["cublas"], s["triton"])
-            print(f"{r['operation'][:12]:12} {r['name']:10} {r['rows']:6}x{r['columns']:5}x{r['depth']:5} "
-                  + " ".join(f"{n} {v * 1e6:.0f}" for n, v in s.items())
-                  + " eff " + " ".join(f"{n}={base / v:.3f}" for n, v in s.items() if n not in {"cublas", "triton", "collective"}))
+            print(
+                f"{r['operation'][:12]:12} {r['name']:10} {r['rows']:6}x{r['columns']:5}x{r['depth']:5} "
+                + " ".join(f"{n} {v * 1e6:.0f}" for n, v in s.items())
+                + " eff "
+                + " ".join(f"{n}={base / v:.3f}" for n, v in s.items() if n not in {"cublas", "triton", "collective"})
+            )
         if r["kind"] == "all_reduce":
             s = r["seconds"]
             best = sorted((n for n in s if n.startswith("own ")), key=s.get)[:3]
-            print("all_reduce", r["how"], r["bytes"], " ".join(f"{n} {s[n] * 1e6:.1f}" for n in s if not n.startswith("own ")),
-                  "| best", ", ".join(f"{n} {s[n] * 1e6:.1f}" for n in best))
+            print(
+                "all_reduce",
+                r["how"],
+                r["bytes"],
+                " ".join(f"{n} {s[n] * 1e6:.1f}" for n in s if not n.startswith("own ")),
+                "| best",
+                ", ".join(f"{n} {s[n] * 1e6:.1f}" for n in best),
+            )
         if r["kind"] == "norm":
             print("norm", r["rows"], r["columns"], " ".join(f"{n} {v * 1e6:.1f}" for n, v in r["seconds"].items()))
 

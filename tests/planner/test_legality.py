@@ -78,7 +78,15 @@ def reference(plan, model, workload, gpus, framework, *, compiled=False):
     if p.pp > 1:
         single = p.schedule in {"1F1B", "GPipe"}
         available = {
-            "torchtitan": {"1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"},
+            "torchtitan": {
+                "1F1B",
+                "GPipe",
+                "Interleaved1F1B",
+                "LoopedBFS",
+                "InterleavedZeroBubble",
+                "ZBVZeroBubble",
+                "DualPipeV",
+            },
             "megatron-lm": {"1F1B", "Interleaved1F1B"},
             "deepspeed": {"1F1B"},
         }[framework]
@@ -86,13 +94,15 @@ def reference(plan, model, workload, gpus, framework, *, compiled=False):
             return False
         if single != (p.virtual_stages == 1):
             return False
-        if p.schedule in {"ZBVZeroBubble", "DualPipeV"} and (p.virtual_stages != 2 or compiled):
+        if p.schedule in {"ZBVZeroBubble", "DualPipeV"} and p.virtual_stages != 2:
+            return False
+        if p.schedule in {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"} and compiled:
             return False
         if p.schedule == "DualPipeV" and m < stages:
             return False
         if framework == "torchtitan" and p.schedule == "1F1B" and m < p.pp:
             return False
-        if p.schedule == "Interleaved1F1B":
+        if p.schedule in {"Interleaved1F1B", "InterleavedZeroBubble"}:
             if framework == "megatron-lm" and m % p.pp:
                 return False
             if framework == "torchtitan" and m % max(1, m // p.pp):

@@ -363,7 +363,7 @@ def test_pieces_are_issued_one_by_one(mode: str) -> None:
     context = plan_context(model, H100, Workload(seq_len=8192, global_batch_size=1), plan, QUIET)
     operators = operators_for(model, QUIET).dense_layer
     steps = merged(block_code("layer", operators, context, RecomputeSpec()).forward, "layer", Detail.STAGE)
-    formula = block_cost(operators, context, wrapped=False).forward.host_s[0]
+    formula = block_cost(operators, context).forward.host_s[0]
 
     assert sum(step.host_s for step in steps) == pytest.approx(formula)
     # The gathers before qkv and w1, the scatters behind out and w2; w3 comes after a kernel of its own.
@@ -372,6 +372,6 @@ def test_pieces_are_issued_one_by_one(mode: str) -> None:
     alone = plan_context(
         model, H100, Workload(seq_len=8192, global_batch_size=1), replace(plan, tp_overlap="none"), QUIET
     )
-    more = formula - block_cost(operators, alone, wrapped=False).forward.host_s[0]
+    more = formula - block_cost(operators, alone).forward.host_s[0]
     cut = 0 if mode in {"none", "fused"} else 3
     assert more == pytest.approx(pairs * (calls * host.collective_s + cut * host.launch_s), abs=1e-9)

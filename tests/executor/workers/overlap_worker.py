@@ -23,7 +23,11 @@ def main(out: str) -> None:
                 verdict = check(
                     operation, mode, shape, group, device=torch.device("cpu"), dtype=torch.float64, seed=seed
                 )
-                lines.append(json.dumps({"what": f"{operation} {mode} {seed}", "difference": verdict.difference, "ok": verdict.ok}))
+                lines.append(
+                    json.dumps(
+                        {"what": f"{operation} {mode} {seed}", "difference": verdict.difference, "ok": verdict.ok}
+                    )
+                )
     if dist.get_rank() == 0:
         Path(out).write_text("\n".join(lines) + "\n")
     dist.destroy_process_group()
