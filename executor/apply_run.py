@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import platform
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -23,15 +25,16 @@ from typing import Any, NoReturn
 from executor.effects import operator_table, read_back
 from executor.gpu_watch import GpuWatch, Sample, summarise
 from executor.heartbeat import read_beats, suspects
-from executor.launch import Launched, command, launch
+from executor.launch import Launched, Meeting, command, launch
 from executor.legal import check
+from executor.nodes import leave_word, read_words, together
 from executor.records import middle, read_records
 from executor.request import Request
 from simulator.chrome import from_kineto
 from simulator.plan import rank_grid
 from simulator.trace import Trace
 from topology import codec
-from topology.errors import PlannerError
+from topology.errors import BadPlan, PlannerError
 
 ENDING_S = 10.0  # of the budget, for ending ranks and writing the report
 GRACE_S = 4.0
@@ -47,12 +50,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--request", required=True)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--budget", type=float, default=120.0, help="seconds for everything")
+    parser.add_argument("--nodes", type=int, default=1, help="of several nodes this is one, with an agent of its own")
+    parser.add_argument("--endpoint", default="", help="HOST:PORT where the agents of several nodes meet")
+    parser.add_argument("--address", default="", help="this node's address, where its host name does not lead to it")
+    parser.add_argument("--meeting", default="meshwright", help="the name of their meeting, the same on all")
+    parser.add_argument("--collect", action="store_true", help="start nothing: report what several nodes have left")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _interrupt)  # whoever stops us by SIGTERM wants our ranks gone, too
     try:
         request = codec.convert(codec.read_json(options.request), Request, where=options.request)
         check(request.plan, request.model, request.workload, request.runtime, device=request.device)
-        document = run(request, options.request, options.out, options.budget)
+        if options.collect:
+            document = collect(request, options.request, options.out, options.nodes)
+        elif options.nodes > 1:
+            meeting = Meeting(
+                count=options.nodes,
+                endpoint=options.endpoint or _told(),
+                run_id=options.meeting,
+                address=options.address,
+            )
+            return run_node(request, options.request, options.out, options.budget, meeting)
+        else:
+            document = run(request, options.request, options.out, options.budget)
     except KeyboardInterrupt:
         return 130
     except PlannerError as error:
@@ -65,7 +84,7 @@ def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict
     """Launch the ranks, write `run.json` into `out` and return it."""
     records = out / "records"
     records.mkdir(parents=True, exist_ok=True)
-    for stale in (*records.glob("rank*"), *records.glob("flight*")):
+    for stale in (*out.glob("agents/*.json"), *records.glob("rank*"), *records.glob("flight*")):
         stale.unlink()
     ending = min(ENDING_S, 0.3 * budget_s)
     arguments = worker_arguments(request_path, records, time.time() + budget_s - ending)
@@ -87,12 +106,51 @@ def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict
     return document
 
 
+def run_node(request: Request, request_path: str, out: Path, budget_s: float, meeting: Meeting) -> int:
+    """Run this node's share of the ranks and leave word of how they ended; return 0 if they ended well."""
+    if request.plan.gpus % meeting.count:
+        raise BadPlan(f"{request.plan.gpus} ranks do not share out evenly over {meeting.count} nodes")
+    records = out / "records"
+    records.mkdir(parents=True, exist_ok=True)
+    ending = min(ENDING_S, 0.3 * budget_s)
+    done = launch(
+        "executor.worker",
+        worker_arguments(request_path, records, time.time() + budget_s - ending),
+        ranks=request.plan.gpus // meeting.count,
+        budget_s=max(1.0, budget_s - 0.5 * ending),
+        grace_s=min(GRACE_S, 0.25 * ending),
+        environment=environment(request, records, one_host=meeting.loopback),
+        directory=out / "logs" / f"{socket.gethostname()}-{os.getpid()}",
+        nodes=meeting,
+    )
+    leave_word(out, done)
+    if done.outcome == "interrupted":
+        return 130
+    return 0 if done.ok else 1
+
+
+def collect(request: Request, request_path: str, out: Path, nodes: int) -> dict[str, Any]:
+    """Write `run.json` from what the ranks of all nodes recorded, and return it."""
+    done = together(read_words(out), nodes)
+    document = report(request, done, out / "records", worker_arguments(request_path, out / "records", 0.0))
+    codec.write_text(out / "run.json", codec.to_json(document) + "\n")
+    return document
+
+
+def _told() -> str:
+    """Return where Kubeflow's TrainJob says that agents meet. Raises BadPlan where nobody says."""
+    host, port = os.environ.get("PET_MASTER_ADDR"), os.environ.get("PET_MASTER_PORT")
+    if not host or not port:
+        raise BadPlan("nobody says where the agents of several nodes meet", remedy="--endpoint HOST:PORT")
+    return f"{host}:{port}"
+
+
 def worker_arguments(request_path: str, records: Path, until: float) -> list[str]:
     """`until` is a time of the clock: ranks need seconds to start, and those count."""
     return [f"--request={request_path}", f"--out={records}", f"--until={until:.3f}"]
 
 
-def environment(request: Request, records: Path) -> dict[str, str]:
+def environment(request: Request, records: Path, *, one_host: bool = True) -> dict[str, str]:
     """Return what our ranks need besides the caller's environment; NCCL's last operations go to `records`."""
     added = {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -104,7 +162,10 @@ def environment(request: Request, records: Path) -> dict[str, str]:
     added |= dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(records / "flight"))
     if request.device == "cpu":
         added |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    if Path("/sys/class/net/lo").exists():  # one host needs no network to find itself
+    if request.plan.cp > 1:
+        # Keys must travel while attention runs: at the same priority a hop waits for the last wave of its blocks.
+        added["TORCH_NCCL_HIGH_PRIORITY"] = os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "1")
+    if one_host and Path("/sys/class/net/lo").exists():  # one host needs no network to find itself
         added |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return added
 
@@ -154,6 +215,7 @@ def report(
         "runtime": codec.to_builtins(request.runtime),
         "fingerprints": request.fingerprints,
         "predicted": request.predicted,
+        "cluster": request.cluster,
         "verified": _first(by_rank, "verified"),
         "verified_types": _first(by_rank, "verified_types"),
         "kernels": [entry for entry in by_rank[0] if entry["kind"] == "kernel"],

@@ -41,6 +41,37 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """How many nodes there are, where their agents meet (HOST:PORT), and the name of their meeting.
+
+    `address` is this node's for the others, where its host name does not lead to it; the agent then cannot tell by itself
+    that the endpoint is its own.
+    """
+
+    count: int
+    endpoint: str
+    run_id: str
+    address: str = ""
+
+    @property
+    def loopback(self) -> bool:
+        """Whether all agents are on one host."""
+        return self._host in {"127.0.0.1", "localhost", "::1"}
+
+    @property
+    def address_arguments(self) -> list[str]:
+        if self.loopback:
+            return ["--local-addr=127.0.0.1"]
+        if not self.address:
+            return []
+        return [f"--local-addr={self.address}", f"--rdzv-conf=is_host={int(self.address == self._host)}"]
+
+    @property
+    def _host(self) -> str:
+        return self.endpoint.rpartition(":")[0].strip("[]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """The first rank that failed. `rank` is None when the launcher itself did; `signal` is a name such as SIGKILL."""
 
@@ -77,11 +108,13 @@ def launch(
     grace_s: float = 5.0,
     environment: Mapping[str, str] | None = None,
     directory: str | Path | None = None,
+    nodes: Meeting | None = None,
 ) -> Launched:
     """Run `ranks` copies of `module` for at most `budget_s` seconds; then everything is gone within 2 x `grace_s`.
 
     `elastic` False starts one plain process, without torch. `environment` is added to this process's own. `directory`
     keeps the output and the ranks' error files; without it they go to a temporary folder and only tails remain.
+    `nodes`: this is one of several agents, each with `ranks` ranks of its own.
     Ctrl-C tidies up and returns the outcome `interrupted`; a second Ctrl-C during that kills at once.
     Raises ValueError for a call that cannot be meant: no ranks, several ranks without the agent, a budget of nothing.
     """
@@ -91,23 +124,39 @@ def launch(
         raise ValueError(f"a budget of {budget_s} s leaves no time to run")
     if directory is None:
         with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-            return _launch(module, arguments, ranks, elastic, budget_s, grace_s, environment, Path(folder))
+            return _launch(module, arguments, ranks, elastic, budget_s, grace_s, environment, Path(folder), nodes)
     folder_path = Path(directory)
     folder_path.mkdir(parents=True, exist_ok=True)
-    return _launch(module, arguments, ranks, elastic, budget_s, grace_s, environment, folder_path)
+    return _launch(module, arguments, ranks, elastic, budget_s, grace_s, environment, folder_path, nodes)
 
 
-def command(module: str, arguments: Sequence[str], *, ranks: int, elastic: bool, run_id: str, logs: Path) -> list[str]:
+def command(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    ranks: int,
+    elastic: bool,
+    run_id: str,
+    logs: Path,
+    nodes: Meeting | None = None,
+) -> list[str]:
     """Return the argument list. `--standalone` is the agent's own free port; loopback needs no name resolution."""
     if not elastic:
         return [sys.executable, "-m", module, *arguments]
+    where = ["--standalone", f"--rdzv-id={run_id}", "--local-addr=127.0.0.1"]
+    if nodes is not None:
+        where = [
+            f"--nnodes={nodes.count}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={nodes.endpoint}",
+            f"--rdzv-id={nodes.run_id}",
+            *nodes.address_arguments,
+        ]
     return [
         sys.executable,
         "-m",
         "torch.distributed.run",
-        "--standalone",
-        f"--rdzv-id={run_id}",
-        "--local-addr=127.0.0.1",
+        *where,
         f"--nproc-per-node={ranks}",
         "--max-restarts=0",
         f"--log-dir={logs}",
@@ -142,6 +191,7 @@ def _launch(
     grace_s: float,
     environment: Mapping[str, str] | None,
     folder: Path,
+    nodes: Meeting | None,
 ) -> Launched:
     run_id = f"meshwright-{uuid.uuid4().hex}"
     started = time.monotonic()
@@ -159,7 +209,15 @@ def _launch(
                 "-m",
                 "executor.guard",
                 str(os.getpid()),
-                *command(module, arguments, ranks=ranks, elastic=elastic, run_id=run_id, logs=folder / "ranks"),
+                *command(
+                    module,
+                    arguments,
+                    ranks=ranks,
+                    elastic=elastic,
+                    run_id=run_id,
+                    logs=folder / "ranks",
+                    nodes=nodes,
+                ),
             ],
             stdin=subprocess.DEVNULL,
             stdout=out,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 
 from simulator.model import Model
@@ -10,7 +9,7 @@ from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.runtime_library import runtime_spec
 from simulator.schedule_tables import V_SHAPED, build_schedule
-from simulator.schedules import Schedule
+from simulator.schedules import Kind, Schedule
 from simulator.stages import stage_layers
 from simulator.workload import Workload
 from topology.errors import BadModel, BadPlan
@@ -88,6 +87,14 @@ def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime, *, dev
         raise BadPlan("the executor cannot run this plan", why="; ".join(problems))
     table = schedule_table(plan, plan.micro_batches(workload.global_batch_size))
     split(model, plan, table, 0, runtime=runtime.name)
+    if runtime.compile and any(
+        part.kind is Kind.WEIGHT_GRAD for row in table.table for act in row for part in act.leaves
+    ):
+        raise BadPlan(
+            f"{table.name} cannot run compiled",
+            why="it runs the gradients of inputs and of weights apart, and compiled code computes both at once",
+            remedy="a schedule that does not split the backward pass, or --no-compile",
+        )
     if table.v_shaped and device == "cpu":
         raise BadPlan(
             f"{table.name} cannot run on gloo",
@@ -103,8 +110,6 @@ def _overlap_problems(plan: Plan, runtime: Runtime) -> list[str]:
     if plan.tp_overlap not in OVERLAP_MODES:
         return [f"tp_overlap {plan.tp_overlap}: one of none, {', '.join(OVERLAP_MODES)}"]
     found = []
-    if importlib.util.find_spec("executor.overlap") is None:
-        found.append(f"tp_overlap {plan.tp_overlap}: this installation has no overlapped products")
     if not plan.sequence_parallel:
         found.append(f"tp_overlap {plan.tp_overlap} needs sequence_parallel: it hides gathers and scatters of tokens")
     if runtime.compile:

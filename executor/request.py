@@ -17,8 +17,8 @@ SCHEMA_VERSION = 1
 class Request:
     """`gpus` are device numbers as CUDA counts them, rank by rank. `peak_flops` is MFU's denominator, per GPU.
 
-    `start_timeout_s` and `collective_timeout_s` bound how long a rank waits for another one. `predicted` is carried
-    into the report as it is.
+    `start_timeout_s` and `collective_timeout_s` bound how long a rank waits for another one. `predicted`,
+    `fingerprints` and `cluster`, what the prediction is for, are carried into the report as they are.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -39,3 +39,4 @@ class Request:
     collective_timeout_s: float = 60.0
     predicted: dict[str, Any] | None = None
     fingerprints: dict[str, str] | None = None
+    cluster: dict[str, Any] | None = None

@@ -9,6 +9,7 @@ import argparse
 import math
 import os
 import resource
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -48,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     request = codec.convert(codec.read_json(options.request), Request, where=options.request)
     try:
         run(request, deadline, recorder, beat, options.out)
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not _is_full_memory(error):
+            raise
         recorder.write("out_of_memory", message=str(error)[:2000], phase=beat.phase, **_memory(request.device))
         recorder.close()
         # Not an exception: unwinding would run collectives that the other ranks never join.
@@ -151,11 +154,24 @@ def _run_joined(
     beat.enter("done")
 
 
+def _is_full_memory(error: Exception) -> bool:
+    """Return whether an allocation failed: on a GPU torch says so by a class, on a CPU in words."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return "can't allocate memory" in str(error) or "Cannot allocate memory" in str(error)
+
+
 def _device(request: Request) -> torch.device:
     if request.device == "cpu":
         return torch.device("cpu")
-    local = int(os.environ["LOCAL_RANK"])
-    index = request.gpus[int(os.environ["RANK"])] if request.gpus else local
+    local, several = int(os.environ["LOCAL_RANK"]), os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]
+    # On several nodes each counts its own GPUs, and a rank takes that of its place in the node.
+    index = local if several or not request.gpus else request.gpus[int(os.environ["RANK"])]
+    seen = torch.cuda.device_count()
+    if index >= seen:
+        raise RuntimeError(
+            f"{socket.gethostname()} shows {seen} GPUs to this job; the plan's rank here needs GPU {index}"
+        )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

@@ -64,6 +64,7 @@ class Question:
             "collective_timeout_s": patience,
             "predicted": self.predicted,
             "fingerprints": self.fingerprints,
+            "cluster": codec.to_builtins(self.cluster),
         }
 
 
@@ -194,3 +195,29 @@ def cuda_numbers(plan: Plan, here: Cluster) -> tuple[int, ...]:
             remedy="plan again, or change CUDA_VISIBLE_DEVICES",
         )
     return tuple(order.index(index) for index in placement)
+
+
+def job_question(content: PlanFile) -> Question:
+    """Return a plan file's run on machines that are not this one: each node checks its GPUs when it starts.
+
+    Raises BadPlan when the plan says which GPU each rank gets: a scheduler decides that.
+    """
+    if content.plan.placement not in {(), tuple(range(content.plan.gpus))}:
+        raise BadPlan(
+            "the plan places ranks on particular GPUs, which a scheduler would not honour",
+            remedy="run it with --launcher local, or plan for a machine whose GPUs are alike",
+        )
+    kind = content.cluster.slowest_kind
+    compute = content.runtime.compute_dtype
+    return Question(
+        plan=replace(content.plan, placement=()),
+        model=content.model,
+        workload=content.workload,
+        runtime=content.runtime,
+        device="cuda",
+        peak_flops=kind.peak_flops.get(compute),
+        peak_flops_source=f"datasheet, {kind.title}, dense {compute}",
+        predicted=codec.to_builtins(content.estimate),
+        cluster=content.cluster,
+        fingerprints=content.fingerprints,
+    )

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from planner.measure_process import ROOT, _end, _has_descriptor
+from planner import child
 from topology import codec
 from topology.errors import ProbeError
 
 if TYPE_CHECKING:
     from planner.calibration_request import Request
     from topology.profile import Profile
-
-LATE_S = 20.0  # beyond the budget: ending children takes time when a driver is stuck
 
 
 def calibrate(
@@ -43,14 +38,7 @@ def calibrate(
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         path = Path(folder) / "request.json"
         codec.write_text(path, codec.to_json(request) + "\n")
-        started = [
-            sys.executable,
-            "-m",
-            "executor.guard",  # if we are killed, the kernel tells the executor, which then ends its own children
-            str(os.getpid()),
-            sys.executable,
-            "-m",
-            "executor.calibrate_run",
+        arguments = [
             f"--request={path}",
             f"--records={records}",
             f"--budget={budget_s:g}",
@@ -62,32 +50,12 @@ def calibrate(
             f"--text={text}",
             *(["--allow-busy"] if allow_busy else []),
         ]
-        inherited = os.environ.get("PYTHONPATH", "")
-        process = subprocess.Popen(
-            started,
-            stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno() if _has_descriptor() else subprocess.DEVNULL,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), inherited] if inherited else [str(ROOT)]),
-                "PYTHONSAFEPATH": "1",
-            },
-            start_new_session=True,
-        )
-        try:
-            process.wait(budget_s + LATE_S)
-        except subprocess.TimeoutExpired:
-            _end(process)
-        except KeyboardInterrupt:
-            _end(process)
-            raise
-    if process.returncode == 130:
-        raise KeyboardInterrupt
+        code = child.run("executor.calibrate_run", arguments, budget_s=budget_s, output=child.our_standard_error())
     found = read_records(records)
     if found is None or not (found.calibrated or found.collectives):
         raise ProbeError(
             "nothing could be measured",
-            why=f"the measuring process ended with code {process.returncode}; its words are above",
+            why=f"the measuring process {child.ended(code)}; its words are above",
             remedy="run this on a machine with an NVIDIA GPU, its driver and torch",
         )
     return found

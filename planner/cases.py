@@ -130,8 +130,8 @@ def load_case(data: Mapping[str, Any]) -> Case:
     stated_plan = section_of(data, "plan", name)
     stated_runtime = _runtime_section(data, name, assumed)
     framework = framework_of_runtime(stated_runtime["name"])
-    if data.get("measured"):
-        assumed += _version_of_measurement(stated_runtime)
+    if data.get("source"):
+        assumed += _version_of_source(stated_runtime)
     stated_runtime, implied = _implied_runtime(stated_runtime, stated_plan, framework)
     runtime, from_runtime = resolve_runtime(stated_runtime)
     assumed += [*implied, *from_runtime]
@@ -396,15 +396,15 @@ def _implied_runtime(
     return runtime, []
 
 
-def _version_of_measurement(runtime: dict[str, Any]) -> list[str]:
-    """Fill in the version of a run that was measured but states none, where versions run different kernels."""
-    from simulator.runtime_library import version_of_published_run  # noqa: PLC0415 - keeps `--help` light
+def _version_of_source(runtime: dict[str, Any]) -> list[str]:
+    """Fill in the version of a run that a source reports without one, where versions run different kernels."""
+    from simulator.runtime_library import version_of_reports  # noqa: PLC0415 - keeps `--help` light
 
-    version = version_of_published_run(runtime["name"])
+    version = version_of_reports(runtime["name"])
     if version is None or not unsaid(runtime.get("version")):
         return []
     runtime["version"] = version
-    return [f"runtime.version {version} (measured, version not stated: taken for an early one)"]
+    return [f"runtime.version {version} (not stated: reports without one are of early versions)"]
 
 
 def _workload(value: Any, name: str, assumed: list[str]) -> Workload:

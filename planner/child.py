@@ -75,6 +75,19 @@ def run(
     return process.returncode
 
 
+def ended(code: int | None) -> str:
+    """Say in words how a process ended that `run` returned `code` for."""
+    return "overran its budget and was ended" if code is None else f"ended with code {code}"
+
+
+def our_standard_error() -> int:
+    """Return where a process may talk when our standard output holds the answer."""
+    try:
+        return sys.stderr.fileno()
+    except (OSError, ValueError):  # a stream without a descriptor, as in tests
+        return subprocess.DEVNULL
+
+
 @contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
     """Whoever stops us by SIGTERM wants our processes gone, too. Only the main thread may listen."""

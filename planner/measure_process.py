@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,20 +38,12 @@ def measure(
             "executor.doctor_worker",
             arguments,
             budget_s=budget_s,
-            output=_our_standard_error(),  # our standard output holds the answer
+            output=child.our_standard_error(),
         )
         if not out.is_file():
-            how = "overran its budget and was ended" if code is None else f"ended with code {code}"
             raise ProbeError(
                 "nothing could be measured",
-                why=f"the measuring process {how}; its words are above",
+                why=f"the measuring process {child.ended(code)}; its words are above",
                 remedy="run planner doctor without --measure for what can be read",
             )
         return read_measured(out)
-
-
-def _our_standard_error() -> int:
-    try:
-        return sys.stderr.fileno()
-    except (OSError, ValueError):  # a stream without a descriptor, as in tests
-        return subprocess.DEVNULL

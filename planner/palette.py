@@ -105,3 +105,12 @@ DARK = Paper(page="#0E1117", ink="#E6EDF3", quiet="#9DA7B1", rule="#3D444D")
 def colour(family: str, name: str) -> str:
     """Return the colour of `name` among `FAMILIES[family]`; grey for a name that is not known."""
     return FAMILIES[family].get(name, GREY)
+
+
+def term_colour(name: str) -> str:
+    """Return the colour of a term of a waterfall, whose names are words: `exposed tp communication`, `copies`."""
+    if name.startswith("exposed"):
+        return TIME["exposed_communication"]
+    if name.startswith(("compute", "model FLOPs")):
+        return TIME["compute"]
+    return colour("time", name.replace(" ", "_"))

@@ -6,7 +6,8 @@ per second of HBM on each of its ranks and of the links it crosses; where the su
 fair (`simulator.fair_share`), and an activity advances at the speed of its tightest resource. Speeds are constant
 between two events; whenever something starts or ends, the work left of those affected is re-timed.
 
-Not modelled: wave quantisation of a kernel on fewer SMs, L2 interference, and clocks that fall when both are busy.
+Not modelled: wave quantisation of a kernel on fewer SMs, L2 interference, and clocks that fall when both are busy; for a
+product and the tensor-parallel shards beside it, `tp_overlap.BESIDE` stands for the last two.
 """
 
 from __future__ import annotations

@@ -67,20 +67,24 @@ def data_parallel(
     replicas = groups.time_s("all_reduce", "replicate", shard * reduce_bytes)
     replicas = np.where((table["dp_replicate"] > 1) & (table["dp_shard"] > 1), replicas, 0.0)
 
+    # What is copied in and out of flat buffers runs on the compute stream, and so hides traffic like any kernel.
+    hbm = context.roofline.memory_bytes_per_s
+    packs = full & spec.fsdp.copy_in_copy_out
+    copy_out = np.where(packs, 2 * (shared + experts) * compute_bytes / hbm, 0.0)
+    copy_in = np.where(packs, (shared + experts) * (compute_bytes + reduce_bytes) / hbm, 0.0)
+    copies = gathers * copy_out + reductions * copy_in
     # Fully sharded: each layer's traffic hides behind the layer before it; the first gather and the last reduction
     # have nothing to hide behind.
-    passes_of_gather = gathers / np.where(gathers > 1, 2.0, 1.0)
-    exposed_forward = gather / count + np.maximum(gather - forward, 0.0) * (1 - 1 / count)
-    again = np.where(gathers > 1, gather, 0.0)
-    busiest = np.maximum(again + reduce, replicas)  # replicas have a communicator, and a stream, of their own
-    exposed_backward = (reduce + replicas) / count + np.maximum(busiest - backward, 0.0) * (1 - 1 / count)
+    again = gathers > 1
+    forward_window, backward_window = forward + copy_out, backward + copy_in + np.where(again, copy_out, 0.0)
+    passes_of_gather = gathers / np.where(again, 2.0, 1.0)
+    exposed_forward = gather / count + np.maximum(gather - forward_window, 0.0) * (1 - 1 / count)
+    busiest = np.maximum(
+        np.where(again, gather, 0.0) + reduce, replicas
+    )  # replicas have a communicator, and a stream, of their own
+    exposed_backward = (reduce + replicas) / count + np.maximum(busiest - backward_window, 0.0) * (1 - 1 / count)
     sharded_exposed = passes_of_gather * exposed_forward + reductions * exposed_backward
     sharded_total = gathers * gather + reductions * (reduce + replicas)
-    hbm = context.roofline.memory_bytes_per_s
-    copied = 2 * gathers * (shared + experts) * compute_bytes + reductions * (shared + experts) * (
-        compute_bytes + reduce_bytes
-    )
-    copies = np.where(full & spec.fsdp.copy_in_copy_out, copied / hbm, 0.0)
     # Gradients of further micro batches are added up by kernels of their own, unless a product does it on the fly.
     adding = np.zeros(len(table))
     if spec.state.gradient_dtype != "reduce":

@@ -19,8 +19,8 @@ from simulator.layer_cost import BlockCost, CostContext
 from simulator.model import Model
 from simulator.operators import OperatorSpec, parse_matmul, tensor_bytes
 from simulator.plan_table import Floats
-from simulator.runtime_library import ModelOperators, head_moments, holds_placeholders
-from simulator.stages import StageLayout, head_in_flight, in_flight
+from simulator.runtime_library import ModelOperators, head_moments, holds_placeholders, keeps_outputs
+from simulator.stages import COUNTED_OUT, StageLayout, head_in_flight, in_flight
 
 # Bytes beside the allocator's: CUDA context, kernels and NCCL buffers of a few communicators. Source: assumed; a bare
 # torch process with NCCL shows 1 to 2 GiB in nvidia-smi on Hopper.
@@ -140,6 +140,10 @@ def memory_columns(
             saved = saved + in_moe * blocks["moe"].saved_bytes[mode][:, None]
     head_saved = blocks["head"].saved_bytes["none"]
     activations = saved * flying + last * (head_saved * head_in_flight(table, at_least=at_least))[:, None]
+    # Micro batches in flight hold what a stage received: most of them is least beside.
+    most = np.isin(table.schedule, COUNTED_OUT)[:, None] & at_least
+    received = np.where(most, np.maximum(table.micro_batches[:, None], flying), flying)
+    activations = activations + between_stages_bytes(context, first, last, received)
     # A recomputed block's intermediates live again, one block at a time.
     widest = np.max([blocks[name].everything_bytes for name in ("dense", "moe") if name in blocks], axis=0)
     wrapped = sum((a + b for mode, (a, b) in layout.by_mode.items() if mode != "none"), np.zeros_like(shared))
@@ -160,7 +164,8 @@ def memory_columns(
     everything = sum(categories.values(), np.zeros_like(shared))
     # The loss and a unit's whole gradient do not coincide: under full sharding gradients appear as activations go, and
     # shards of them are there before only if an earlier micro batch has left them.
-    fresh = fully_sharded & ((table["pp"] > 1) | (table.micro_batches <= 1))[:, None]
+    appear = spec.state.gradient_dtype != "reduce"  # else main gradients are there from the beginning
+    fresh = fully_sharded & appear & ((table["pp"] > 1) | (table.micro_batches <= 1))[:, None]
     early = everything - np.where(exists, passing, 0.0) - np.where(fresh, categories["gradients"], 0.0)
     late = everything - categories["activations"] - categories["loss_and_recompute"]
     peak = np.maximum(early, late)
@@ -191,6 +196,25 @@ def head_peak_bytes(context: CostContext) -> Floats:
         tensors = (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in moment)
         peak = np.maximum(peak, sum(tensors, np.zeros(len(context.table))))
     return peak
+
+
+def between_stages_bytes(
+    context: CostContext, first: NDArray[np.bool_], last: NDArray[np.bool_], flying: Floats
+) -> Floats:
+    """Return the bytes of what pipeline stages exchange and keep, besides the inputs that backward needs anyway.
+
+    `first` and `last` mark ranks with an end of the network, `flying` counts micro batches in flight on a rank; all are
+    of shape (plans, ranks), as is the result.
+    """
+    table, spec = context.table, context.spec.pipeline
+    m, v = table.micro_batches[:, None], np.maximum(table["virtual_stages"], 1.0)[:, None]
+    message, logits = (tensor_bytes(x, context.sizes, context.dtype_bytes)[:, None] for x in ("u h", "t v"))
+    total = np.zeros_like(flying)
+    if spec.receive_buffers:
+        total = total + message * (np.maximum((v - first) * m - flying * v, 0.0) + (v - last) * m)
+    if keeps_outputs(context.runtime):
+        total = total + m * ((v - last) * message + last * logits)
+    return np.where((table["pp"] > 1)[:, None], total, 0.0)
 
 
 def placeholder_bytes(operators: Iterable[OperatorSpec], context: CostContext) -> Floats:

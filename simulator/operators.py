@@ -36,9 +36,10 @@ class OperatorSpec:
     """One operator of a runtime description, forward, with what it saves and how its backward differs.
 
     `when` lists features of the model, plan or runtime that must hold (`gated`, `!sp`). `saves` are tensors autograd
-    keeps for the backward pass. `scattered` operators move rows to where an index says. A matmul's backward is its two products; other operators give `backward_reads` and
-    `backward_writes`. `hidden_by` names the
-    operator, earlier in the block, whose kernels a collective runs beside. `launches` are kernels (and host dispatches) forward, `backward_launches` backward.
+    keeps for the backward pass. `scattered` operators move rows to where an index says. A matmul's backward is its two
+    products; other operators give `backward_reads` and `backward_writes`. `hidden_by` names the operator, earlier in the
+    block, whose kernels a collective runs beside. `launches` are kernels (and host dispatches) forward,
+    `backward_launches` backward; an operator without reads and writes does nothing forward.
     """
 
     name: str

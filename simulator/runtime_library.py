@@ -63,12 +63,16 @@ class DdpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpec:
-    """`embedding_weight` and `head_weight`: how many layers the splitter counts them as."""
+    """`embedding_weight` and `head_weight`: how many layers the splitter counts them as. `receive_buffers`: a stage has one
+    for every micro batch and direction, for good. `keeps_outputs`: what stages give lives until the step ends.
+    """
 
     embedding_weight: float
     head_weight: float
     p2p_overlap: bool
     scatter_p2p: bool
+    receive_buffers: bool = False
+    keeps_outputs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +128,7 @@ class EarlierSpec:
     """What an older generation of the software does otherwise; empty fields are as they are today.
 
     A run is of that generation if its version is lower than `before`, or if it states none and computes in `dtype`.
-    `unstated` is the version that a published run is taken for where it states none. The generation calls another
+    `unstated` is the version of a run that is reported without one. The generation calls another
     `attention_kernel` (`unfused`: none), but on the architectures `except_on`.
     """
 
@@ -135,6 +139,7 @@ class EarlierSpec:
     except_on: tuple[str, ...] = ()
     head_peak: tuple[tuple[str, ...], ...] = ()
     placeholder_gradients: bool = True
+    keeps_outputs: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,8 +251,16 @@ def holds_placeholders(runtime: Runtime) -> bool:
     return spec.state.placeholder_gradients and not early
 
 
-def version_of_published_run(name: str) -> str | None:
-    """Return the version that a published run of runtime `name` is taken for where it states none; None: any."""
+def keeps_outputs(runtime: Runtime) -> bool:
+    """Whether what pipeline stages give lives until the step ends; see PipelineSpec."""
+    spec = runtime_spec(runtime.name)
+    return spec.pipeline.keeps_outputs or (
+        spec.earlier is not None and is_early(runtime) and spec.earlier.keeps_outputs
+    )
+
+
+def version_of_reports(name: str) -> str | None:
+    """Return the version that a run reported without one is taken for; None where versions make no difference."""
     earlier = runtime_spec(name).earlier
     return (earlier.unstated or None) if earlier else None
 

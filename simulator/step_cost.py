@@ -38,12 +38,20 @@ class MicroBatches:
     exposed: dict[str, Floats]
     hidden: Floats
     bubble: Floats
-    host: Floats
+    late: Floats  # the host behind the device, bubble and all
+    first: Floats  # and behind it in the first pass, which nothing ran ahead of
+    host_s: float  # a step's own host time
+    synchronizes: bool
     optimizer: Floats
+
+    def host(self, beside: Floats | float = 0.0) -> Floats:
+        """Return what the device waits for the host, which catches up while `beside` keeps the device busy too."""
+        late = self.late if self.synchronizes else np.maximum(self.late - beside, self.first)
+        return late + self.host_s
 
     @property
     def at_least_s(self) -> Floats:
-        parts = (self.compute, self.recompute, self.bubble, self.host, self.optimizer, *self.exposed.values())
+        parts = (self.compute, self.recompute, self.bubble, self.host(), self.optimizer, *self.exposed.values())
         return sum(parts, np.zeros_like(self.compute))
 
 
@@ -178,8 +186,8 @@ def micro_batches(
         return np.asarray(np.where(table["virtual_stages"] > 1, np.maximum(mean, here(values)), mean))
 
     bubble = bubble_s(table, elsewhere(forward_s), elsewhere(behind_s - weight_s), elsewhere(weight_s))
-    ahead = np.maximum(m * on_host - m * on_device - bubble, first)
-    starved = m * (forward + backward - on_device) if spec.host.synchronizes else ahead
+    each_pass = m * (forward + backward - on_device)
+    late = m * (on_host - on_device) - bubble
     boundary = context.sizes["u"] * model.hidden * DTYPE_BYTES[context.runtime.compute_dtype]
     if spec.pipeline.scatter_p2p:
         boundary = np.where(table.sequence_parallel, boundary, boundary / table["tp"])
@@ -199,7 +207,10 @@ def micro_batches(
         exposed=exposed,
         hidden=m * hidden,
         bubble=bubble,
-        host=starved + spec.host.step_s,
+        late=each_pass if spec.host.synchronizes else late,
+        first=first,
+        host_s=spec.host.step_s,
+        synchronizes=spec.host.synchronizes,
         optimizer=optimizer_s(operators, context, layout, parameters),
     )
 
@@ -224,7 +235,7 @@ def step_cost(
         "contention": data.contention_s + micro.hidden * sm_share(context),
         "exposed_communication": sum(exposed.values(), np.zeros(len(table))),
         "bubble": micro.bubble + data.fill_s,
-        "host": micro.host,
+        "host": micro.host(data.copies_s + data.contention_s),
         "optimizer": micro.optimizer,
     }
     return Step(breakdown_s=breakdown, exposed_s=exposed)

@@ -46,6 +46,9 @@ KNOWN_ATTRIBUTES = {
     },
     "channel": set(),
 }
+# PCI classes: display controller (3D), network controller (InfiniBand), bridges.
+GPU_CLASS = "0x030200"
+NIC_CLASS = "0x020700"
 SWITCH_CLASS = "0x068000"
 BRIDGE_CLASS = "0x060400"
 

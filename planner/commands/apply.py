@@ -28,6 +28,14 @@ def apply(
     allow_busy: Annotated[bool, typer.Option("--allow-busy", help="Run though others use the GPUs.")] = False,
     own_table: Annotated[bool, typer.Option("--own-table", help="Run the simulator's pipeline table.")] = False,
     tolerance: options.Tolerance = None,
+    launcher: Annotated[
+        str, typer.Option("--launcher", help="local, or write a job for torchrun, slurm or trainjob.")
+    ] = "local",
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes of a job; default: as planned.")] = None,
+    endpoint: Annotated[str | None, typer.Option("--endpoint", help="HOST:PORT where torchrun's agents meet.")] = None,
+    job_name: Annotated[str, typer.Option("--job-name", help="Name of a job.")] = "meshwright",
+    image: Annotated[str | None, typer.Option("--image", help="Container image of a trainjob.")] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand the job to sbatch or kubectl.")] = False,
     json: options.Json = False,
 ) -> None:
     """Run a plan on this machine and report measured against predicted.
@@ -39,12 +47,32 @@ def apply(
     from planner import apply_process, output  # noqa: PLC0415 - keeps `--help` light
     from planner.commands.doctor import budget_s  # noqa: PLC0415 - as above
     from planner.comparison import compare  # noqa: PLC0415 - as above
-    from topology import codec  # noqa: PLC0415 - as above
     from topology.errors import UserError  # noqa: PLC0415 - as above
 
     seconds = budget_s(budget)
     if device is not None and device not in DEVICES:
         raise UserError(f"--device is {device!r}", remedy=f"one of {', '.join(DEVICES)}")
+    if launcher != "local":
+        from planner.commands.apply_job import write  # noqa: PLC0415 - as above
+
+        write(
+            plan,
+            launcher=launcher,
+            nodes=nodes,
+            endpoint=endpoint,
+            name=job_name,
+            image=image,
+            submit=submit,
+            folder=_folder(out, force=force),
+            budget_s=seconds,
+            steps=steps,
+            own_table=own_table,
+            dry_run=dry_run,
+            json=json,
+        )
+        return
+    if nodes is not None or endpoint is not None or image is not None or submit:
+        raise UserError("--nodes, --endpoint, --image and --submit are for jobs", remedy="--launcher slurm, say")
     question = _question(plan, device, allow_busy=allow_busy)
     if tolerance is not None and question.predicted is None:
         raise UserError(
@@ -68,7 +96,6 @@ def apply(
         _interrupted(folder, json=json)
         raise
     output.end_progress()
-    document["cluster"] = codec.to_builtins(question.cluster)
     document["comparison"] = comparison = compare(document, tolerance)
     _keep(document, folder)
     _report(document, folder, json=json)

@@ -34,10 +34,11 @@ def probe(
         str | None, typer.Option("--gpu", help="GPU model, where the text does not say it (such as h100-sxm).")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Save the cluster to this file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Let --out and --svg replace a file.")] = False,
     to: Annotated[
         Export | None, typer.Option("--to", help="Print the cluster for another tool instead, or save it with --out.")
     ] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw the node and its links to this file.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say in English what is connected how.")] = False,
     json: options.Json = False,
 ) -> None:
@@ -49,9 +50,12 @@ def probe(
     from planner.plan_file import refuse_overwrite  # noqa: PLC0415 - as above
     from topology import report  # noqa: PLC0415 - as above
 
-    if out is not None:
-        refuse_overwrite(out, force=force)
+    for path in (out, svg):
+        if path is not None:
+            refuse_overwrite(path, force=force)
     cluster = read_cluster(sources, gpu)
+    if svg is not None:
+        _draw(cluster, svg)
     if to is not None:
         _export(cluster, to, out)
         return
@@ -71,12 +75,24 @@ def probe(
             print(f"next: planner suggest --cluster {out}")
 
 
+def _draw(cluster: Cluster, path: Path) -> None:
+    from planner import output  # noqa: PLC0415 - keeps `--help` light
+    from planner.pictures.topology import topology  # noqa: PLC0415 - as above
+    from topology import codec  # noqa: PLC0415 - as above
+    from topology.errors import BadCluster  # noqa: PLC0415 - as above
+
+    if not cluster.gpu_count:
+        raise BadCluster("there is nothing to draw: no GPU was found", remedy="planner probe --explain says why")
+    codec.write_text(path, topology(cluster))
+    output.warn(f"saved {path}")
+
+
 def _export(cluster: Cluster, to: Export, out: Path | None) -> None:
-    from topology import codec, export_topology  # noqa: PLC0415 - keeps `--help` light
+    from topology import codec, export_nccl, export_topology  # noqa: PLC0415 - keeps `--help` light
 
     match to:
         case Export.NCCL_XML:
-            text = export_topology.to_nccl_xml(cluster)
+            text = export_nccl.to_nccl_xml(cluster)
         case Export.ASTRA_SIM:
             text = export_topology.to_astra_sim(cluster)
         case Export.SIMAI:

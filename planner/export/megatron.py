@@ -75,7 +75,7 @@ def model_flags(model: Model) -> dict[str, Any]:
             "--moe-router-topk": moe.experts_per_token,
             "--moe-ffn-hidden-size": moe.ffn,
             "--moe-shared-expert-intermediate-size": moe.shared_ffn or None,
-            "--moe-layer-freq": None if all(routed) else str(routed),
+            "--moe-layer-freq": None if all(routed) else str(routed).replace(" ", ""),  # its parser takes no blanks
             "--moe-grouped-gemm": True,
             "--moe-token-dispatcher-type": "alltoall",
         }

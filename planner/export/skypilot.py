@@ -20,19 +20,33 @@ VERSION = "0.14.1"
 TITLE = f"SkyPilot {VERSION}"
 NODE = Raw('"$SKYPILOT_NODE_RANK"')
 ADDRESS = Raw('"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"')
-# Names of SkyPilot's catalogue (sky/catalog), for the kinds whose name it spells with a size.
+# Our GPU kinds in the names of SkyPilot's catalogue, as its package spells them.
 ACCELERATORS = {
-    "a100-sxm-40": "A100",
-    "a100-sxm": "A100-80GB",
-    "a100-pcie": "A100-80GB",
+    "p100-sxm-16gb": "P100",
+    "v100-sxm-16gb": "V100",
+    "v100-sxm-32gb": "V100-32GB",
+    "a100-sxm-40gb": "A100",
+    "a100-sxm-80gb": "A100-80GB",
+    "a100-pcie-40gb": "A100",
+    "a100-pcie-80gb": "A100-80GB",
+    "a10g": "A10G",
+    "a30": "A30",
+    "rtx-3090": "RTX3090",
+    "rtx-a6000": "RTXA6000",
     "h100-sxm": "H100",
+    "h100-nvl": "H100-NVL",
     "h200-sxm": "H200",
-    "b200": "B200",
-    "gb200": "GB200",
+    "gh200-96gb": "GH200",
+    "l4": "L4",
     "l40s": "L40S",
-    "a6000": "RTXA6000",
-    "rtx4090": "RTX4090",
-    "v100-sxm": "V100",
+    "rtx-4090": "RTX4090",
+    "rtx-5090": "RTX5090",
+    "rtx-pro-6000-server": "RTXPRO6000",
+    "b200-sxm": "B200",
+    "b300-sxm": "B300",
+    "gb200": "GB200",
+    "gb300": "GB300",
+    "mi300x": "MI300X",
 }
 
 
@@ -43,7 +57,9 @@ def write(job: Job) -> Draft:
     kinds = sorted({gpu.kind for group in job.cluster.groups for gpu in group.node.gpus})
     if len(kinds) > 1:
         raise Infeasible(f"{TITLE} asks for one kind of GPU", why=f"the cluster has {', '.join(kinds)}")
-    accelerator = ACCELERATORS.get(kinds[0], kinds[0].split("-")[0].upper())
+    if kinds[0] not in ACCELERATORS:
+        raise Infeasible(f"{TITLE} has no name for {kinds[0]}", why="it asks clouds for GPUs by their names there")
+    accelerator = ACCELERATORS[kinds[0]]
     devices, reasons = device_lines(hosts, NODE)
     variables = network(job, hosts) | draft.environment
     envs = (network_values(job) if network(job, hosts) else {}) | dict.fromkeys(draft.environment, "1")

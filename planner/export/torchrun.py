@@ -70,6 +70,11 @@ def write(job: Job) -> Draft:
         + f"\n{DELIMITER}\n"
         + f"exec {command([*started, *worker])}\n"
     )
+    shared = (
+        ("each host keeps the records of its own ranks; several hosts have not been tried yet",)
+        if hosts.count > 1
+        else ()
+    )
     settings: dict[str, Any] = {"--nproc-per-node": str(hosts.ranks_each), "--max-restarts": 0}
     if hosts.count > 1:
         settings["--nnodes"] = str(hosts.count)
@@ -78,7 +83,7 @@ def write(job: Job) -> Draft:
         settings=settings,
         unsaid=told,
         needed=('torch and meshwright on every host: pip install "meshwright[exec]"',),
-        notes=(*notes, *host_order(hosts)),
+        notes=(*notes, *shared, *host_order(hosts)),
         environment=dict.fromkeys(ENVIRONMENT, MULTICAST) | reasons,
     )
 

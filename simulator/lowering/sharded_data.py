@@ -157,11 +157,14 @@ class DataWriter:
         return t.every_micro_batch or last_micro_batch or (t.gradients_sharded and t.scatters_each)
 
     def settle(self) -> None:
-        """End a backward pass: FSDP2 waits there for all reductions (`_root_post_backward_final_callback`)."""
-        if self.traffic.fully_sharded:
+        """End a backward pass: FSDP2 waits there for all reductions (`_root_post_backward_final_callback`), and so does
+        DDP (`Reducer::finalize_backward`).
+        """
+        if self.traffic.fully_sharded or self._reduces_behind_compute:
             self.code.after(COMPUTE, STREAM)
             if self.traffic.replicated_sharding:
                 self.code.after(COMPUTE, REPLICAS)
+            self._release()
 
     def finish(self, units: list[Unit]) -> None:
         """Reduce what has not been reduced yet and join the compute stream, before the optimizer."""

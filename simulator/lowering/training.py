@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from simulator.closed_form import spelled
 from simulator.collectives import collective_model
 from simulator.costs import Cost
@@ -20,9 +22,9 @@ from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.network import Network, StageUnits
 from simulator.lowering.sharded_data import DataTraffic, DataWriter, Unit
 from simulator.lowering.writing import StepWriter
-from simulator.memory import State, state_bytes
+from simulator.memory import State, between_stages_bytes, state_bytes
 from simulator.model import Model
-from simulator.pipeline import pipeline_program
+from simulator.pipeline import peak_in_flight, pipeline_program
 from simulator.plan import Plan
 from simulator.plan_table import axis_sizes, plan_table
 from simulator.program import COMPUTE, CodeWriter, Groups, Program
@@ -162,6 +164,9 @@ class _Lowering:
         whole = sum(u.elements for u in units)
         if not self.traffic.fully_sharded and self.spec.ddp.bucket_copy and self.plan.dp_replicate > 1:
             code.alloc("buckets", round(whole * widths["gradients"]), "gradient_buffers", filled=True, stream=COMPUTE)
+        exchanged = round(self._between_stages_bytes(rank))
+        if exchanged:
+            code.alloc("between stages", exchanged, "activations", filled=True, stream=COMPUTE)
         placeholders = round(self.network.placeholder_bytes(self.schedule.stages_of(rank)))
         if placeholders and not self.traffic.fully_sharded:
             code.alloc("placeholders", placeholders, "gradient_buffers", filled=True, stream=COMPUTE)
@@ -296,6 +301,18 @@ class _Lowering:
             dp_ranks=ranks("dp"),
             expert_dp_ranks=ranks("expert_dp"),
         )
+
+    def _between_stages_bytes(self, rank: int) -> float:
+        stages = self.schedule.stages_of(rank)
+        first, last, flying = (
+            np.full((1, 1), float(value))
+            for value in (
+                0 in stages,
+                self.schedule.stages - 1 in stages,
+                peak_in_flight(self.schedule)[rank] / len(stages),
+            )
+        )
+        return float(between_stages_bytes(self.context, first, last, flying)[0, 0])
 
     def _groups(self) -> dict[str, Groups]:
         if not hasattr(self, "_known_groups"):

@@ -14,7 +14,9 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -66,48 +68,51 @@ def _name(target: Target) -> str:
     return target.file_name
 
 
-def read_back(done: Exported, python: str) -> tuple[int, list[str]]:
-    """Return how many settings came back equal, and those that did not."""
+def read_back(files: Sequence[Exported], python: str) -> list[tuple[int, list[str]]]:
+    """Return for each file of one target how many settings its parser read as written, and those that it did not."""
     with tempfile.TemporaryDirectory() as folder:
-        file, keys = Path(folder, "file"), Path(folder, "keys.json")
-        file.write_text(done.text)
-        keys.write_text(json.dumps(list(done.settings)))
+        asked = Path(folder, "files.json")
+        asked.write_text(json.dumps([{"text": done.text, "keys": list(done.settings)} for done in files]))
         script = ROOT / "tests" / "tools" / "export_readers.py"
         run = subprocess.run(
-            [python, "-W", "ignore", str(script), done.target, str(file), str(keys)],
+            [python, "-W", "ignore", str(script), files[0].target, str(asked)],
             capture_output=True,
             text=True,
             check=False,
-            timeout=300,
+            timeout=600,
             cwd=folder,
         )
     if run.returncode:
-        return 0, [run.stderr.strip().splitlines()[-1] if run.stderr.strip() else f"exit {run.returncode}"]
-    read = json.loads(run.stdout.strip().splitlines()[-1])
-    written = plain(done.settings)
-    differ = [
-        f"{key}: wrote {value!r}, read {read.get(key)!r}"
-        for key, value in written.items()
-        if not same(value, read.get(key))
+        last = (run.stderr.strip().splitlines() or [f"exit {run.returncode}"])[-1]
+        return [(0, [last]) for _ in files]
+    return [
+        _compared(done, answer) for done, answer in zip(files, json.loads(run.stdout.splitlines()[-1]), strict=True)
     ]
+
+
+def _compared(done: Exported, answer: dict[str, Any]) -> tuple[int, list[str]]:
+    if "error" in answer:
+        return 0, [answer["error"]]
+    read, written = answer["read"], plain(done.settings)
+    differ = [f"{key}: wrote {v!r}, read {read.get(key)!r}" for key, v in written.items() if not same(v, read.get(key))]
     return len(written) - len(differ), differ
 
 
 def table(pythons: dict[str, str]) -> str:
-    lines = ["| plan | target | version | fields set | read back equal | differences |", "|---|---|---|--:|--:|---|"]
-    for plan in PLANS:
-        for target in TARGETS:
-            python = pythons.get(f"{target.name}@{target.version}")
+    lines = ["| target | version | plan | fields set | read back equal | differences |", "|---|---|---|--:|--:|---|"]
+    for target in TARGETS:
+        made = {}
+        for plan in PLANS:
             try:
-                done = export(job_of(plan, None, None), target)
+                made[plan.stem] = export(job_of(plan, None, None), target)
             except Infeasible:
                 continue
-            row = f"| {plan.stem} | {target.name} | {target.version} | {len(done.settings)} "
-            if python is None:
-                lines.append(f"{row}| not read | its package was not at hand |")
-                continue
-            equal, differ = read_back(done, python)
-            lines.append(f"{row}| {equal} | {'; '.join(differ)[:300] or '-'} |")
+        python = pythons.get(f"{target.name}@{target.version}")
+        answers = read_back(list(made.values()), python) if python and made else [None] * len(made)
+        for (plan, done), answer in zip(made.items(), answers, strict=True):
+            equal, differ = answer or ("not read", ["its package was not at hand"])
+            said = "; ".join(differ)[:300] or "-"
+            lines.append(f"| {target.name} | {target.version} | {plan} | {len(done.settings)} | {equal} | {said} |")
             print(lines[-1])
     return HEAD + "\n".join(lines) + "\n"
 

@@ -2,11 +2,13 @@
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,11 +41,11 @@ TINY = Model(
 )
 
 
-def request(*, steps: int = 100_000, start_s: float = 40.0, collective_s: float = 8.0) -> Request:
+def request(*, steps: int = 100_000, start_s: float = 40.0, collective_s: float = 8.0, model: Model = TINY) -> Request:
     """Two ranks that share a model."""
     return Request(
         plan=Plan(dp_shard=2, micro_batch_size=1),
-        model=TINY,
+        model=model,
         workload=Workload(seq_len=32, global_batch_size=2),
         runtime=Runtime(param_dtype="float32", compute_dtype="float32"),
         device="cpu",
@@ -54,10 +56,10 @@ def request(*, steps: int = 100_000, start_s: float = 40.0, collective_s: float 
     )
 
 
-def start(folder: Path, *, budget_s: float = 240.0, environment=None, **asked):
-    """Start a run of two ranks; its report is to be `folder/run.json`."""
+def start(folder: Path, *, budget_s: float = 240.0, environment=None, limit_bytes: int | None = None, **asked):
+    """Start a run of two ranks; its report is to be `folder/run.json`. `limit_bytes`: no file may be larger."""
     codec.write_text(folder / "request.json", codec.to_json(request(**asked)))
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [
             sys.executable,
             "-m",
@@ -71,6 +73,9 @@ def start(folder: Path, *, budget_s: float = 240.0, environment=None, **asked):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+    if limit_bytes is not None:  # before it starts anything: Python takes longer to begin than this line
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    return process
 
 
 def pid_when(folder: Path, rank: int, phase: str) -> int:
@@ -190,6 +195,31 @@ def test_a_busy_port_does_not_matter(tmp_path) -> None:
     assert report["measured"]["steps"] == 2
     assert report["verified"]["ok"]
     assert report["mesh"]["effective"]["as_requested"]
+
+
+def test_a_full_memory_is_told_with_the_rank_and_what_it_held(tmp_path) -> None:
+    """A limit on a rank's address space, set while it takes steps, stands for a full GPU: its next allocation fails."""
+    process = start(tmp_path, model=replace(TINY, vocab=32768))
+    pid = pid_when(tmp_path, 1, "step 2")
+
+    resource.prlimit(pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
+    report = finished(process, tmp_path)
+
+    assert (report["status"], report["exit_code"]) == ("out_of_memory", 4), report["failure"]
+    assert report["failure"]["rank"] == 1
+    assert report["failure"]["memory"]["1"]["peak_resident_bytes"] > 0
+    assert report["measured"]["steps"] >= 1
+
+
+def test_a_full_disk_ends_the_run_and_is_named(tmp_path) -> None:
+    """A limit on the size of files stands for a full disk: the ranks' records do not fit."""
+    process = start(tmp_path, limit_bytes=20_000)
+
+    report = finished(process, tmp_path)
+
+    assert (report["status"], report["exit_code"]) == ("failed", 1)
+    assert "File too large" in report["failure"]["message"]
+    assert report["measured"]["steps"] > 0
 
 
 def test_what_is_no_number_is_a_wrong_number_and_not_a_crash(tmp_path) -> None:

@@ -127,6 +127,27 @@ def test_ctrl_c_tidies_up() -> None:
     assert ours() == []
 
 
+def test_a_second_ctrl_c_waits_no_longer() -> None:
+    """The worker ignores SIGTERM, and the grace would be a minute and a half."""
+    code = textwrap.dedent(
+        f"""
+        from executor.launch import launch
+        done = launch("hang_worker", elastic=False, budget_s=300, grace_s=90, environment={WORKERS!r})
+        print(done.outcome, done.survivors)
+        """
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    _wait_until(lambda: len(ours()) >= 2)
+
+    parent.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    parent.send_signal(signal.SIGINT)
+    out, _ = parent.communicate(timeout=45)
+
+    assert out.strip() == "interrupted ()"
+    assert ours() == []
+
+
 def test_a_killed_launcher_takes_its_worker_along() -> None:
     """Nobody can tidy up after SIGKILL, so the kernel tells the worker that its parent died."""
     code = f"""

@@ -72,6 +72,12 @@ def test_overlapped_products_are_eager() -> None:
     assert "overlapped products are eager" in complaint(plan, compile=True)
 
 
+def test_schedules_that_split_the_backward_pass_are_eager() -> None:
+    """torch's own check looks at whole stages and would miss blocks that are compiled one by one."""
+    assert "cannot run compiled" in complaint(Plan(pp=2, schedule="ZBH1"), compile=True)
+    check(Plan(pp=2, schedule="1F1B"), LLAMA, WORK, Runtime(compile=True), device="cpu")
+
+
 def test_v_schedules_are_only_refused_on_gloo() -> None:
     plan = Plan(pp=2, virtual_stages=2, schedule="ZBVZeroBubble")
 

@@ -207,3 +207,17 @@ def test_a_real_profile_is_a_trace(tmp_path) -> None:
 
     trace = from_kineto(json.loads(path.read_text()))
     assert any("matmul" in span.name or "mm" in span.name for span in trace.of(1))
+
+
+# --- fewer GPUs than planned ------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_shows_fewer_gpus_than_the_plan_needs_says_so(monkeypatch) -> None:
+    """A scheduler may give a job less than was asked for."""
+    worker = pytest.importorskip("executor.worker", reason="torch is not installed")
+    monkeypatch.setattr(worker.torch.cuda, "device_count", lambda: 4)
+    for name, value in {"RANK": "13", "LOCAL_RANK": "5", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(RuntimeError, match="shows 4 GPUs to this job; the plan's rank here needs GPU 5"):
+        worker._device(request(plan=Plan(dp_shard=16)))

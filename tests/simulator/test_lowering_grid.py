@@ -2,7 +2,7 @@
 
 The closed form may be optimistic by MARGIN at most: what it leaves out is contention of transfers with each other,
 uneven stages that stall an interleaved pipeline, and hosts that fall behind within a pass. The worst of this draw is
-11.0% optimistic and 13.7% pessimistic, half are within 1.3%; with twice the layers the worst is 11.6% optimistic.
+12.1% optimistic and 11.0% pessimistic, half are within 1.0%; with twice the layers 10.6% and 11.0%.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from simulator.lowering.block_code import Detail
 from tests.simulator.lowering_plans import draw, run
 
 MARGIN = 0.13
-PESSIMISM = 0.20
+PESSIMISM = 0.13
 QUESTIONS = draw(100, layers=4)
 
 
@@ -46,13 +46,13 @@ def test_closed_form_is_never_optimistic_beyond_the_margin(runs) -> None:
 
 
 def test_closed_form_memory_is_tied_to_the_simulated_peak(runs) -> None:
-    """Peaks within 20%, half of them within 2%: the closed form knows no order inside a stage."""
+    """Peaks within 18%, half of them within 2%: the closed form knows no order inside a stage."""
     errors = []
     for q, (_, got) in zip(QUESTIONS, runs, strict=True):
         formula = estimate_plans(q[0], q[1], q[2], [q[3]], q[4]).peak_bytes[0]
         errors.append(formula / max(peak.peak_bytes for peak in got.memory.values()) - 1)
 
-    assert max(map(abs, errors)) < 0.20, QUESTIONS[int(np.argmax(np.abs(errors)))]
+    assert max(map(abs, errors)) < 0.18, QUESTIONS[int(np.argmax(np.abs(errors)))]
     assert np.median(np.abs(errors)) < 0.02
 
 

@@ -1,11 +1,12 @@
 """Memory against hand arithmetic: states per parameter, activations per layer, what sharding leaves."""
 
+import numpy as np
 import pytest
 
 from simulator.closed_form import estimate_plans
 from simulator.hf_config import load_model, model_from_config
 from simulator.lowering.training import plan_context
-from simulator.memory import head_peak_bytes
+from simulator.memory import between_stages_bytes, head_peak_bytes
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.runtime_library import operators_for
@@ -141,3 +142,22 @@ def test_the_loss_holds_logits_twice_or_their_gradient_and_the_weights() -> None
         )
         logits, weights = tokens * model.vocab, model.hidden * model.vocab
         assert head_peak_bytes(context)[0] == max(6 * logits, 2 * logits + 2 * weights)
+
+
+def test_torch_stages_hold_a_buffer_for_every_message_and_once_kept_their_outputs() -> None:
+    """Four stages, eight micro batches: stage 1 receives 8 activations, 3 of which backward needs anyway, and 8
+    gradients; stage 3 receives no gradients. Early versions kept 8 outputs of each stage too, logits on the last.
+    """
+    model, workload = load_model("llama3-8b"), Workload(seq_len=8192, global_batch_size=8)
+    message, logits = 8192 * model.hidden * 2, 8192 * model.vocab * 2
+    context = plan_context(model, cluster("dgx-h100"), workload, Plan(pp=4), Runtime())
+    early = plan_context(model, cluster("dgx-h100"), workload, Plan(pp=4), Runtime(version="0.1"))
+    megatron = plan_context(model, cluster("dgx-h100"), workload, Plan(pp=4), Runtime(name="megatron-lm"))
+    ends = np.array([[1.0, 0, 0, 0]]), np.array([[0, 0, 0, 1.0]])
+    flying = np.array([[4.0, 3, 2, 1]])
+
+    held = np.array([0 + 8, 5 + 8, 6 + 8, 7 + 0]) * message
+    assert between_stages_bytes(context, *ends, flying)[0].tolist() == held.tolist()
+    kept = np.array([8 * message, 8 * message, 8 * message, 8 * logits])
+    assert between_stages_bytes(early, *ends, flying)[0].tolist() == (held + kept).tolist()
+    assert not between_stages_bytes(megatron, *ends, flying).any()

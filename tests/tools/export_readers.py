@@ -1,8 +1,9 @@
-"""Hand an exported file to the real parser of its tool, and say what the tool understood.
+"""Hand exported files to the real parser of their tool, and say what the tool understood.
 
-    python tests/tools/export_readers.py TARGET FILE KEYS.json   # prints {key: value as read}
+    python tests/tools/export_readers.py TARGET FILES.json   # [{"text": ..., "keys": [...]}, ...]
 
-Runs inside an environment that has the tool; needs nothing of meshwright. Nothing is started: parsers only.
+prints a list of {"read": {key: value as read}} or {"error": what the parser said}. Runs inside an environment that has
+the tool; needs nothing of meshwright. Nothing is started: parsers only.
 """
 
 from __future__ import annotations
@@ -83,7 +84,10 @@ def megatron(text: str, keys: Iterable[str]) -> Read:
         action = arguments_of[key]
         value = getattr(read_words, action.dest)
         read[key] = (value == action.const) if action.nargs == 0 else value
-    # torch has no GPU here; Hopper is what most plans are for.
+    # There may be no GPU here; Hopper is what most plans are for.
+    import torch
+
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
     arguments.get_device_arch_version = lambda: 9
     checked = parser.parse_args([*words, *own])
     checked._is_global_batch_size_explicitly_specified = True
@@ -212,17 +216,26 @@ def plain(value: Any) -> Any:
 def same(written: Any, read: Any) -> bool:
     """Whether a parser read what was written; words of one's own type are compared as text."""
     if isinstance(written, str) and isinstance(read, list):
-        return written in {str(read), ",".join(map(str, read)), " ".join(map(str, read))}
+        return written in {str(read).replace(" ", ""), ",".join(map(str, read)), " ".join(map(str, read))}
     if isinstance(written, bool) or isinstance(read, bool):
         return str(written).lower() == str(read).lower()
     return written == read or str(written).lower() == str(read).lower()
 
 
+def one(target: str, file: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"read": plain(READERS[target](file["text"], file["keys"]))}
+    except SystemExit:
+        return {"error": "the parser gave up; see its usage text"}
+    except Exception as error:  # noqa: BLE001 - whatever a foreign parser raises is its answer
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
 def main() -> None:
-    target, file, keys = sys.argv[1:]
+    target, files = sys.argv[1:]
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-    read = READERS[target](Path(file).read_text(), json.loads(Path(keys).read_text()))
-    print(json.dumps(plain(read)))
+    answers = [one(target, file) for file in json.loads(Path(files).read_text())]
+    print(f"\n{json.dumps(answers)}")
 
 
 if __name__ == "__main__":

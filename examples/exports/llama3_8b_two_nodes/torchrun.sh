@@ -5,6 +5,7 @@
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 2 x 4 x 1 x 2, the last fastest
 # not expressed: recompute 'selective-op': meshwright's executor recomputes whole blocks or nothing; written as full
 # needed: torch and meshwright on every host: pip install "meshwright[exec]"
+# note: each host keeps the records of its own ranks; several hosts have not been tried yet
 #
 set -eu
 # NVLink multicast stays off: in virtual machines and on shared hosts it can hang the fabric

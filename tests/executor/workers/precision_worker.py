@@ -31,17 +31,23 @@ def main() -> None:
     dist.init_process_group("gloo")
     losses = {}
     for name, (model, plan) in PLANS.items():
-        for compute in ("float32", "bfloat16"):
+        for compute in ("float32", "bfloat16", "float64"):
+            runtime = Runtime(compute_dtype=compute)
+            if compute == "float64":
+                runtime = Runtime(compute_dtype=compute, param_dtype=compute, reduce_dtype=compute)
             trainer = Trainer(
                 plan,
                 MODELS[model],
                 Workload(seq_len=16, global_batch_size=4),
-                Runtime(compute_dtype=compute),
+                runtime,
                 build_meshes(plan, "cpu"),
                 device=torch.device("cpu"),
             )
             stored = {str(p.dtype) for p in trainer.parameters()}
-            losses[f"{name}-{compute}"] = [[trainer.step(i).loss for i in range(2)], sorted(stored)]
+            modules = [
+                [place, type(m).__name__] for part in trainer.parallel.modules for place, m in part.named_modules()
+            ]
+            losses[f"{name}-{compute}"] = [[trainer.step(i).loss for i in range(2)], sorted(stored), modules]
     cpu = torch.device("cpu")
     for dtype in (torch.bfloat16, torch.float64):
         ring = check_ring(dist.group.WORLD, device=cpu, dtype=dtype)

@@ -1,16 +1,19 @@
-"""Verify a list of plans in one process group: `python -m tests.executor.workers.verify_worker CASES OUT`."""
+"""Verify a list of plans in one process group: `python -m tests.executor.workers.verify_worker CASES OUT [cuda]`."""
 
 import json
+import os
 import sys
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from executor.meshes import build_meshes
-from executor.verify import verify
+from executor.verify import Verdict, verify
+from executor.verify_types import TypesVerdict, verify_types
 from simulator.model import LatentAttention, MixtureOfExperts, Model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
@@ -57,22 +60,16 @@ MODELS = {
 def main() -> None:
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    device = torch.device("cpu")
+    if sys.argv[3:] == ["cuda"]:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=timedelta(seconds=60))
     for case in cases:
         plan = codec.convert(case["plan"], Plan, where=case["id"])
-        dtype = case.get("dtype", "float64")
         begin = time.perf_counter()
         try:
-            verdict = verify(
-                plan,
-                MODELS[case.get("model", "llama")],
-                Workload(seq_len=case.get("seq_len", 16), global_batch_size=case.get("batch", 8)),
-                Runtime(param_dtype=dtype, compute_dtype=dtype, reduce_dtype=dtype, compile=case.get("compile", False)),
-                build_meshes(plan, "cpu"),
-                device=torch.device("cpu"),
-                own_table=case.get("own_table", False),
-                fault=case.get("fault", 0.0),
-            )
+            verdict = judge(case, plan, device)
         except Exception:  # noqa: BLE001 - told by the missing answer; the same on all ranks, or the budget ends it
             (out / f"{case['id']}.rank{dist.get_rank()}.txt").write_text(traceback.format_exc())
             continue
@@ -81,6 +78,24 @@ def main() -> None:
                 codec.to_json({"ok": verdict.ok, "seconds": time.perf_counter() - begin, "verdict": verdict})
             )
     dist.destroy_process_group()
+
+
+def judge(case: dict, plan: Plan, device: torch.device) -> Verdict | TypesVerdict:
+    """Compare a plan with one process: in one wide type, or with `types` in float32 stored and bfloat16 computed."""
+    dtype = case.get("dtype", "float64")
+    store, compute = ("float32", "bfloat16") if case.get("types") else (dtype, dtype)
+    runtime = Runtime(param_dtype=store, compute_dtype=compute, reduce_dtype=store, compile=case.get("compile", False))
+    torch.compiler.reset()
+    return (verify_types if case.get("types") else verify)(
+        plan,
+        MODELS[case.get("model", "llama")],
+        Workload(seq_len=case.get("seq_len", 16), global_batch_size=case.get("batch", 8)),
+        runtime,
+        build_meshes(plan, device.type),
+        device=device,
+        own_table=case.get("own_table", False),
+        fault=float(case.get("fault", 0.0)),
+    )
 
 
 if __name__ == "__main__":

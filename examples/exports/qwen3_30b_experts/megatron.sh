@@ -1,0 +1,23 @@
+#!/bin/sh
+# meshwright 0.1.0, plan 4e189ec494210826, for Megatron-LM 0.19.2
+# model "qwen3-30b-a3b" on "dgx-h200"
+# 8 = dp 1 x fsdp 8 x tp 1 x pp 1; ep 8, micro batch 1, recompute full
+# ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 1 x 8 x 1 x 1, the last fastest
+# not expressed: FSDP2 is written as Megatron-FSDP, an implementation of its own
+# needed: pretrain_gpt.py of a Megatron-LM checkout
+# needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
+# note: needs --use-megatron-fsdp (or --use-torch-fsdp2): the distributed optimizer alone is ZeRO-1
+#
+set -eu
+exec torchrun --standalone --nproc-per-node=8 --max-restarts=0 pretrain_gpt.py --num-layers 48 \
+  --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --group-query-attention \
+  --num-query-groups 4 --kv-channels 128 --vocab-size 151936 --normalization RMSNorm \
+  --position-embedding-type rope --swiglu --disable-bias-linear --qk-layernorm \
+  --untie-embeddings-and-output-weights --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 \
+  --moe-grouped-gemm --moe-token-dispatcher-type alltoall --tensor-model-parallel-size 1 \
+  --pipeline-model-parallel-size 1 --context-parallel-size 1 --expert-model-parallel-size 8 \
+  --expert-tensor-parallel-size 1 --micro-batch-size 1 --global-batch-size 64 --seq-length 4096 \
+  --max-position-embeddings 40960 --use-distributed-optimizer --overlap-grad-reduce \
+  --overlap-param-gather --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params \
+  --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion --recompute-granularity full \
+  --recompute-method uniform --recompute-num-layers 1 --bf16 "$@"

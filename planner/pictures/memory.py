@@ -1,0 +1,61 @@
+"""What memory holds at its peak: one bar a pipeline rank, in categories, against what the GPU has."""
+
+from __future__ import annotations
+
+from planner.palette import BAD, MEMORY, colour
+from planner.pictures.svg import MARGIN, Picture, legend, shortened
+from simulator.estimate import MemoryEstimate
+
+WIDTH = 960.0
+ROW = 34.0
+TOP = 96.0
+LABEL = 90.0
+VALUE = 110.0
+MOST_ROWS = 32
+GIB = 2**30
+
+
+def memory(estimate: MemoryEstimate, *, title: str) -> str:
+    """Return the SVG of a memory estimate; bytes in, GiB shown. The largest stages are drawn where there are many."""
+    stages = list(enumerate(estimate.by_stage or (estimate.by_category,)))
+    reserved = estimate.reserved_by_stage or (estimate.reserved_bytes,)
+    left_out = max(0, len(stages) - MOST_ROWS)
+    if left_out:
+        largest = sorted(stages, key=lambda item: -sum(item[1].values()))[:MOST_ROWS]
+        stages = sorted(largest, key=lambda item: item[0])
+    capacity = estimate.capacity_bytes
+    about = (
+        f"peak {estimate.peak_bytes.value / GIB:.1f} GiB ({estimate.peak_bytes.low / GIB:.1f} to "
+        f"{estimate.peak_bytes.high / GIB:.1f}) of {capacity / GIB:.1f} GiB on rank {estimate.worst_rank}; {estimate.verdict}; "
+        f"{estimate.peak_bytes.source} numbers"
+    )
+    picture = Picture(WIDTH, TOP + ROW * len(stages) + 3 * MARGIN, title, about)
+    picture.write(MARGIN, MARGIN + 30, about, kind="quiet")
+    names = [name for name in MEMORY if name == "reserved" or any(stage.get(name) for _, stage in stages)]
+    names += sorted({name for _, stage in stages for name in stage} - set(MEMORY))
+    words = {"reserved": "reserved, not in use"}
+    marks = [(words.get(name, name.replace("_", " ")), colour("memory", name)) for name in names]
+    legend(picture, MARGIN, MARGIN + 54, marks)
+    held = [sum(stage.values()) for _, stage in stages]
+    left, most = MARGIN + LABEL, max([capacity, *held, *reserved])
+    scale = (WIDTH - left - VALUE - MARGIN) / most
+    top = TOP + 16
+    for row, ((number, stage), total) in enumerate(zip(stages, held, strict=True)):
+        y = top + ROW * row
+        picture.write(left - 12, y + 20, shortened(f"pp rank {number}", LABEL), anchor="end")
+        x = left
+        slack = max(0.0, (reserved[number] if number < len(reserved) else 0.0) - total)
+        for name in names:
+            nbytes = slack if name == "reserved" else stage.get(name, 0.0)
+            if nbytes > 0:
+                note = f"{name.replace('_', ' ')}: {nbytes / GIB:.2f} GiB"
+                picture.box(x, y + 4, nbytes * scale, ROW - 10, colour("memory", name), note)
+                x += nbytes * scale
+        picture.write(x + 8, y + 20, f"{(total + slack) / GIB:.1f} GiB", kind="quiet")
+    edge = left + capacity * scale
+    bottom = top + ROW * len(stages)
+    picture.line([(edge, top - 4), (edge, bottom)], BAD, 2.0, dashed=True, about=f"capacity {capacity / GIB:.1f} GiB")
+    picture.write(edge, bottom + 16, f"{capacity / GIB:.1f} GiB", anchor="middle")
+    if left_out:
+        picture.write(MARGIN, bottom + 34, f"{left_out} smaller stages are left out", kind="quiet")
+    return picture.text()

@@ -1,0 +1,50 @@
+"""Where a step's time goes: one bar a term, each beginning where the one above it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from planner.palette import term_colour
+from planner.pictures.svg import LETTER_PX, MARGIN, Picture, shortened
+
+WIDTH = 960.0
+ROW = 30.0
+TOP = 74.0
+LABEL = 250.0
+VALUE = 130.0
+
+
+def waterfall(terms: Sequence[tuple[str, float]], *, title: str, low_s: float, high_s: float, source: str) -> str:
+    """Return the SVG of a step made of `terms` (name, seconds), in their order.
+
+    A negative term runs back to the left. `low_s` to `high_s` is the range of the whole step, drawn as a whisker;
+    `source` says what the figures rest on.
+    """
+    total = sum(seconds for _, seconds in terms)
+    about = f"{total:.4g} s a step, 80% range {low_s:.4g} to {high_s:.4g} s; {source} numbers"
+    picture = Picture(WIDTH, TOP + ROW * (len(terms) + 1) + MARGIN, title, about)
+    picture.write(MARGIN, MARGIN + 30, about, kind="quiet")
+    left, most = MARGIN + LABEL, max(total, high_s, 1e-12)
+    scale = (WIDTH - left - VALUE - MARGIN) / most
+    start = 0.0
+    for row, (name, seconds) in enumerate(terms):
+        y = TOP + ROW * row
+        end = start + seconds
+        share = f"{seconds / total:.0%}" if abs(seconds) >= 0.005 * total else "<1%"
+        picture.write(left - 12, y + 18, shortened(name, LABEL - 12), anchor="end")
+        begin = min(start, end)
+        picture.box(
+            left + begin * scale, y + 4, abs(seconds) * scale, ROW - 8, term_colour(name), f"{name}: {seconds:.4g} s"
+        )
+        picture.line([(left + end * scale, y + ROW - 4), (left + end * scale, y + ROW + 4)], "")
+        picture.write(left + max(start, end) * scale + 8, y + 18, f"{seconds:.3g} s, {share}", kind="quiet")
+        start = end
+    y = TOP + ROW * len(terms)
+    picture.write(left - 12, y + 18, "step", anchor="end")
+    picture.line([(left, y + 14), (left + total * scale, y + 14)], term_colour("total"), 5.0)
+    for x in (low_s, high_s):
+        picture.line([(left + x * scale, y + 7), (left + x * scale, y + 21)], "", 2.0)
+    picture.line([(left + low_s * scale, y + 14), (left + high_s * scale, y + 14)], "", 2.0)
+    shown = f"{total:.4g} s"
+    picture.write(min(left + high_s * scale + 8, WIDTH - MARGIN - LETTER_PX * len(shown)), y + 18, shown)
+    return picture.text()

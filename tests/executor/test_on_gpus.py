@@ -1,0 +1,119 @@
+"""What only GPUs have: half-precision kernels, schedules that gloo cannot run, compiled plans. Run by hand there:
+
+pytest -m "gpu or multigpu" tests/executor
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from executor.launch import launch
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from executor.attention import CausalAttention  # noqa: E402 - after the check for torch
+from executor.context_parallel import combine, part_backward, part_forward  # noqa: E402 - as above
+from executor.verify_kernels import check_experts  # noqa: E402 - as above
+from tests.executor.test_parallel_plans import TWO, WORKER  # noqa: E402 - as above
+
+BF16 = 2.0**-8  # a unit in the last place
+
+
+def drawn(*shape: int, seed: int):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to("cuda", torch.bfloat16)
+
+
+def near(found, expected, units: float = 16.0) -> bool:
+    """Whether the largest difference is some units in the last place of the largest number."""
+    return bool((found.double() - expected).abs().max() <= units * BF16 * expected.abs().max())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("window", [0, 100])
+def test_flash_attention_in_windows_and_groups(kv_heads: int, window: int) -> None:
+    q, k, v = drawn(2, 8, 512, 64, seed=0), drawn(2, kv_heads, 512, 64, seed=1), drawn(2, kv_heads, 512, 64, seed=2)
+    slope = drawn(2, 8, 512, 64, seed=3)
+    narrow, exact = (
+        [t.detach().to(kind).requires_grad_() for t in (q, k, v)] for kind in (torch.bfloat16, torch.float64)
+    )
+
+    found, expected = CausalAttention(window)(*narrow), CausalAttention(window)(*exact)
+    found.backward(slope)
+    expected.backward(slope.double())
+
+    assert near(found, expected)
+    assert all(near(a.grad, b.grad) for a, b in zip(narrow, exact, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
+def test_parts_of_attention_with_grouped_keys_are_attention() -> None:
+    """What the ring does with each part, and how it puts parts together, against float64."""
+    q, k, v = drawn(1, 8, 256, 64, seed=0), drawn(1, 2, 256, 64, seed=1), drawn(1, 2, 256, 64, seed=2)
+    slope = drawn(1, 8, 256, 64, seed=3)
+    exact = [t.double().requires_grad_() for t in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*exact, enable_gqa=True)
+    expected.backward(slope.double())
+
+    halves = (slice(0, 128), slice(128, 256))
+    whole = slice(None)
+    out, lse = combine([(whole, *part_forward(q, k[:, :, s], v[:, :, s], causal=False)) for s in halves])
+    parts = [part_backward(slope, q, k[:, :, s], v[:, :, s], out.bfloat16(), lse, causal=False) for s in halves]
+
+    assert near(out, expected)
+    assert near(parts[0][0].double() + parts[1][0].double(), exact[0].grad)
+    for place in (1, 2):
+        assert near(torch.cat([part[place] for part in parts], dim=2), exact[place].grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
+def test_grouped_products_of_experts() -> None:
+    assert check_experts(device=torch.device("cuda", 0), dtype=torch.bfloat16).ok
+
+
+V_SHAPED = {
+    "pp-zbv": ({"model": "four"}, {"pp": 2, "virtual_stages": 2, "schedule": "ZBVZeroBubble", "micro_batch_size": 2}),
+    "pp-dualpipev": (
+        {"model": "four"},
+        {"pp": 2, "virtual_stages": 2, "schedule": "DualPipeV", "micro_batch_size": 2},
+    ),
+    "pp-zbv-own-table": (
+        {"model": "four", "own_table": True},
+        {"pp": 2, "virtual_stages": 2, "schedule": "ZBVZeroBubble", "micro_batch_size": 2},
+    ),
+}
+TYPES = {
+    f"bf16-{name}": ({**TWO[name][0], "types": True}, TWO[name][1])
+    for name in ("ddp", "fsdp", "tp", "tp-sp", "cp", "cp-all-gather", "ep", "pp-1f1b", "latent-tp", "window-tp")
+}
+COMPILED = {
+    f"compiled-{name}": ({**TWO[name][0], "types": True, "compile": True}, TWO[name][1])
+    for name in ("ddp", "fsdp", "tp-sp", "pp-1f1b")
+}
+ON_TWO = TWO | V_SHAPED | TYPES | COMPILED
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where one launch of two ranks has left its verdict on every plan."""
+    out = tmp_path_factory.mktemp("cuda")
+    listed = [{"id": name, **changes, "plan": plan} for name, (changes, plan) in ON_TWO.items()]
+    (out / "cases.json").write_text(json.dumps(listed))
+    launched = launch(WORKER, [str(out / "cases.json"), str(out), "cuda"], ranks=2, budget_s=300)
+    assert launched.ok, launched.failure or launched.stderr_tail[-3000:]
+    return out
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two CUDA GPUs")
+@pytest.mark.parametrize("name", ON_TWO)
+def test_a_plan_on_two_gpus_computes_what_one_process_computes(folder: Path, name: str) -> None:
+    path = folder / f"{name}.json"
+    assert path.is_file(), "\n".join(p.read_text() for p in folder.glob(f"{name}.rank0.txt"))
+
+    found = json.loads(path.read_text())
+    assert found["ok"], found["verdict"]
