@@ -48,6 +48,8 @@ SILENT = {
     "step_s": 0.0,
 }
 COUNTING = SILENT | {"launch_s": 1.0, "backward_launch_s": 1.0, "dtensor_launch_s": 1.0}
+# What a kind of parallelism adds to a layer's host time, as fields of HostSpec.
+PARALLEL = (("fsdp", "fsdp_layer_s"), ("ddp", "ddp_layer_s"), ("tp", "tp_layer_s"), ("cp", "cp_layer_s"))
 KERNELS = ("compute", "recompute", "copies", "contention", "optimizer")
 
 
@@ -158,15 +160,14 @@ class _Fit:
             "checkpoint_s": 0.0,
             "launch_s": launch_s,
             "backward_launch_s": launch_s,
+            "dtensor_launch_s": launch_s,
             "rest_s": float(np.median(rest)),
         }
-        for kind, field in (("fsdp", "fsdp_layer_s"), ("ddp", "ddp_layer_s"), ("cp", "cp_layer_s")):
+        for kind, field in PARALLEL:
             if kind in counts:
                 found[field] = max(each[kind] - counts[kind] * launch_s, 0.0)
         if "cp" in counts:  # ranks that share a sequence share parameters too
             found["cp_layer_s"] = max(found["cp_layer_s"] - found.get("fsdp_layer_s", 0.0), 0.0)
-        if counts.get("tp"):
-            found["dtensor_launch_s"] = each["tp"] / counts["tp"]
         for word, field in (("full", "checkpoint_s"), ("selective-op", "selective_s")):
             more = [
                 each[f"{base} {word}"] - each[base] - max(counts[f"{base} {word}"] - counts[base], 0.0) * launch_s

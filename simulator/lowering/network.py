@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from simulator.closed_form import FORWARD_SHARE, layer_host_s
+from simulator.closed_form import FORWARD_SHARE, WAITING_SHARE, layer_host_s
 from simulator.layer_cost import CostContext
 from simulator.lowering.block_code import BlockCode, block_code
 from simulator.lowering.sharded_data import Unit
@@ -79,7 +79,7 @@ class Network:
     def _new_block(self, name: str, word: str, *, wrapped: bool) -> BlockCode:
         layer = name in {"dense", "moe"}
         host = self.context.spec.host
-        added = float(layer_host_s(host, self.context.table)[0])
+        added = (1 - WAITING_SHARE) * float(layer_host_s(host, self.context.table)[0])
         operators = {
             "dense": self.operators.dense_layer,
             "moe": self.operators.moe_layer,
