@@ -18,7 +18,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from executor.calibrate_operators import invalid
+from executor.calibrate_operators import invalid, versions
 from executor.gpu_state import read_states
 from executor.records import Deadline, Recorder, middle
 from simulator.model import Model
@@ -76,6 +76,7 @@ def run(options: argparse.Namespace) -> int:
         if one["ranks"] == world and (one["runtime"]["name"] == "torchtitan") == (options.runtime == "torchtitan")
     ]
     builder = _builder(options)
+    recorder.write("header", versions=versions(torch, options.device))
     if options.runtime == "torchtitan":
         recorder.write("header", versions=_titan_versions())
     longest = 20.0

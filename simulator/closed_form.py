@@ -23,6 +23,7 @@ from simulator.memory import CONTEXT_BYTES, MemoryColumns, Parameters, local_par
 from simulator.model import Model
 from simulator.plan import Plan
 from simulator.plan_table import Floats, PlanTable, axis_sizes, plan_table
+from simulator.provenance import Shares, half_width, main_source, shares
 from simulator.roofline import efficiency
 from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import (
@@ -65,7 +66,10 @@ class EstimateTable:
     tokens_per_step: float
     model_flops: float
     peak_flops: float
-    basis: tuple[str, ...]  # what each row's interval rests on: a key of STEP_SPREAD
+    basis: tuple[str, ...]  # what each row's interval rests on without a calibration: a key of STEP_SPREAD
+    shares: Shares
+    runtime: Runtime
+    calibration: Calibration | None = None
 
     def estimate(self, index: int) -> Estimate:
         """Return row `index` with intervals, memory by category, and rates per GPU."""
@@ -77,8 +81,9 @@ class EstimateTable:
             for rank in range(plan.pp)
         )
         flops = self.model_flops / plan.gpus / step
+        sources = self.shares.row(index, step)
         return Estimate(
-            step_s=_interval(step, STEP_SPREAD[self.basis[index]]),
+            step_s=self._step_interval(index, step, sources),
             tokens_per_s_per_gpu=self.tokens_per_step / plan.gpus / step,
             mfu=flops / self.peak_flops,
             tflops_per_gpu=flops / 1e12,
@@ -95,7 +100,14 @@ class EstimateTable:
             ),
             breakdown_s={name: float(column[index]) for name, column in self.breakdown_s.items()},
             exposed_by_axis_s={name: float(column[index]) for name, column in self.exposed_by_axis_s.items()},
+            sources=sources,
         )
+
+    def _step_interval(self, index: int, step: float, sources: dict[str, float]) -> Interval:
+        if self.calibration is None:
+            return _interval(step, STEP_SPREAD[self.basis[index]])
+        half = half_width(sources, self.calibration, self.runtime)
+        return Interval(value=step, low=step * (1 - half), high=step * (1 + half), source=main_source(sources))
 
 
 def estimate_plans(
@@ -155,6 +167,9 @@ def estimate_plans(
         model_flops=flops,
         peak_flops=roofline.peak_flops,
         basis=tuple(_basis(cluster, plan) for plan in plans),
+        shares=step.shares,
+        runtime=runtime,
+        calibration=calibration,
     )
 
 
@@ -175,6 +190,7 @@ class _Step:
     breakdown_s: dict[str, Floats]
     exposed_s: dict[str, Floats]
     lower_bound_s: Floats
+    shares: Shares
 
     @property
     def total_s(self) -> Floats:
@@ -320,7 +336,20 @@ def _step(
     }
     if context.roofline.calibration is not None:
         breakdown = at_working_clocks(breakdown, context)
-    return _Step(breakdown_s=breakdown, exposed_s=exposed, lower_bound_s=m * (compute + recompute) + optimizer)
+    return _Step(
+        breakdown_s=breakdown,
+        exposed_s=exposed,
+        lower_bound_s=m * (compute + recompute) + optimizer,
+        shares=shares(
+            breakdown,
+            measured_s=sum((here(part) for part in passes("measured_s").values()), np.zeros(len(table))),
+            fitted_s=sum((here(part) for part in passes("fitted_s").values()), np.zeros(len(table))),
+            kernels_s=compute + recompute,
+            calibration=context.roofline.calibration,
+            runtime=context.runtime,
+            communication_measured=groups.collectives.measured is not None,
+        ),
+    )
 
 
 def at_working_clocks(breakdown: dict[str, Floats], context: CostContext) -> dict[str, Floats]:
