@@ -347,7 +347,7 @@ def _step(
             kernels_s=compute + recompute,
             calibration=context.roofline.calibration,
             runtime=context.runtime,
-            communication_measured=groups.collectives.measured is not None,
+            communication_measured=_within_measured(table, groups),
         ),
     )
 
@@ -358,10 +358,10 @@ def at_working_clocks(breakdown: dict[str, Floats], context: CostContext) -> dic
     if calibration is None:
         return breakdown
     busy = sum((breakdown[name] for name in BUSY), np.zeros(len(context.table)))
-    idle = sum((part for name, part in breakdown.items() if name not in BUSY), np.zeros(len(context.table)))
-    # A limiter averages over a moment, so of a long pause only the end of it is credited to what follows.
-    counted = idle - breakdown["bubble"] + np.minimum(breakdown["bubble"], POWER_WINDOW_S)
-    factor = calibration.clocks(busy / np.maximum(busy + counted, 1e-12), efficiency(gpu.architecture).power_exponent)
+    # A limiter averages over a moment, so of a long pause only the end of it is credited to what follows. Links and
+    # memory at work draw power too: communication is no pause.
+    idle = breakdown["host"] + np.minimum(breakdown["bubble"], POWER_WINDOW_S)
+    factor = calibration.clocks(busy / np.maximum(busy + idle, 1e-12), efficiency(gpu.architecture).power_exponent)
     return {name: part * (factor if name in {"compute", "recompute"} else 1.0) for name, part in breakdown.items()}
 
 
@@ -369,8 +369,8 @@ def at_working_clocks(breakdown: dict[str, Floats], context: CostContext) -> dic
 # of load (examples/profiles).
 POWER_WINDOW_S = 0.1
 
-# Parts of a step in which kernels run that compute.
-BUSY = ("compute", "recompute", "copies", "contention", "optimizer")
+# Parts of a step in which kernels run.
+BUSY = ("compute", "recompute", "copies", "contention", "optimizer", "exposed_communication")
 
 # How much of what parallelism adds to a layer's host time belongs to its forward pass: backward gathers, and reduces.
 FORWARD_SHARE = 1 / 3
@@ -399,6 +399,13 @@ def _wrapped_layers(spec: RuntimeSpec, layout: StageLayout) -> Floats:
         mode = spec.recompute[name]
         total = total + (dense + moe) * (mode.layers if mode.recomputes else 0.0)
     return total
+
+
+def _within_measured(table: PlanTable, groups: GroupTimes) -> NDArray[np.bool_]:
+    """Return which plans are no larger than the groups whose collectives were measured."""
+    measured = groups.collectives.measured
+    most = max((sample.ranks for sample in measured.samples), default=0) if measured is not None else 0
+    return np.array([plan.gpus <= most for plan in table.plans])
 
 
 def loaded_tokens(context: CostContext) -> Floats:

@@ -46,7 +46,7 @@ def shares(
     kernels_s: Floats,
     calibration: Calibration | None,
     runtime: Runtime,
-    communication_measured: bool,
+    communication_measured: NDArray[np.bool_],
 ) -> Shares:
     """Return what each part of a step rests on.
 
@@ -64,7 +64,9 @@ def shares(
     found[Source.MEASURED] = found[Source.MEASURED] + compute * measured_s / whole
     found[Source.FITTED] = found[Source.FITTED] + compute * fitted_s / whole
     found[Source.DATASHEET] = found[Source.DATASHEET] + compute * (1 - (measured_s + fitted_s) / whole)
-    book("exposed_communication", Source.MEASURED if communication_measured else Source.DATASHEET)
+    moved = breakdown_s["exposed_communication"]
+    found[Source.MEASURED] = found[Source.MEASURED] + np.where(communication_measured, moved, 0.0)
+    found[Source.DATASHEET] = found[Source.DATASHEET] + np.where(communication_measured, 0.0, moved)
     if calibration is None:
         found[Source.DATASHEET] = found[Source.DATASHEET] + breakdown_s["copies"] + breakdown_s["optimizer"]
         found[Source.ASSUMED] = found[Source.ASSUMED] + breakdown_s["contention"] + breakdown_s["host"]

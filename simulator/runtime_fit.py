@@ -217,14 +217,14 @@ class _Fit:
         exponent = efficiency(self.cluster.slowest_kind.architecture).power_exponent
         factor, step_s = 1.0, 1e-3
         for _ in range(ROUNDS):
-            kernels = self._kernels(arithmetic, moving, factor, rest + step_s + loaded, exponent)
+            kernels = self._kernels(arithmetic, moving, factor, rest, step_s + loaded, exponent)
             # measured = kernels * factor + step + rest, each row over `measured`
             matrix = np.stack([kernels / measured, 1.0 / measured], axis=1)
             (factor, step_s), *_ = np.linalg.lstsq(matrix, 1.0 - rest / measured, rcond=None)
             if not STEP_RANGE_S[0] <= step_s <= STEP_RANGE_S[1]:
                 step_s = float(np.clip(step_s, *STEP_RANGE_S))
                 factor = float(np.median((measured - rest - step_s) / kernels))
-        predicted = factor * self._kernels(arithmetic, moving, factor, rest + step_s + loaded, exponent) + rest + step_s
+        predicted = factor * self._kernels(arithmetic, moving, factor, rest, step_s + loaded, exponent) + rest + step_s
         found = {**host, "step_s": float(step_s)}
         if "rest_s" in found:
             found["rest_s"] = max(found["rest_s"] - float(step_s), 0.0)
@@ -235,9 +235,11 @@ class _Fit:
             runs=len(self.runs),
         )
 
-    def _kernels(self, arithmetic: Floats, moving: Floats, factor: float, idle: Floats, exponent: float) -> Floats:
+    def _kernels(
+        self, arithmetic: Floats, moving: Floats, factor: float, rest: Floats, idle: Floats, exponent: float
+    ) -> Floats:
         """Return kernel seconds before `factor`, at the clocks that the idle part of each run leaves."""
-        busy = factor * (arithmetic + moving)
+        busy = factor * (arithmetic + moving) + rest
         return np.asarray(arithmetic * self.calibration.clocks(busy / (busy + idle), exponent) + moving)
 
     def _estimate(self, run: Run, host: dict[str, float]) -> EstimateTable:
