@@ -69,6 +69,7 @@ class EstimateTable:
     basis: tuple[str, ...]  # what each row's interval rests on without a calibration: a key of STEP_SPREAD
     shares: Shares
     runtime: Runtime
+    clocks: Floats  # arithmetic's time over that of a GPU that is never idle
     calibration: Calibration | None = None
 
     def estimate(self, index: int) -> Estimate:
@@ -169,6 +170,7 @@ def estimate_plans(
         basis=tuple(_basis(cluster, plan) for plan in plans),
         shares=step.shares,
         runtime=runtime,
+        clocks=step.clocks,
         calibration=calibration,
     )
 
@@ -191,6 +193,7 @@ class _Step:
     exposed_s: dict[str, Floats]
     lower_bound_s: Floats
     shares: Shares
+    clocks: Floats
 
     @property
     def total_s(self) -> Floats:
@@ -334,12 +337,13 @@ def _step(
         "host": starved + spec.host.step_s + spec.host.data_token_s * loaded_tokens(context),
         "optimizer": optimizer,
     }
-    if context.roofline.calibration is not None:
-        breakdown = at_working_clocks(breakdown, context)
+    clocks = working_clocks(breakdown, context)
+    breakdown |= {name: breakdown[name] * clocks for name in ("compute", "recompute")}
     return _Step(
         breakdown_s=breakdown,
         exposed_s=exposed,
         lower_bound_s=m * (compute + recompute) + optimizer,
+        clocks=clocks,
         shares=shares(
             breakdown,
             measured_s=sum((here(part) for part in passes("measured_s").values()), np.zeros(len(table))),
@@ -352,17 +356,18 @@ def _step(
     )
 
 
-def at_working_clocks(breakdown: dict[str, Floats], context: CostContext) -> dict[str, Floats]:
-    """Return a step's parts with arithmetic at the clocks that its idle moments leave to its busy ones."""
+def working_clocks(breakdown: dict[str, Floats], context: CostContext) -> Floats:
+    """Return what arithmetic takes at the clocks that a step's idle moments leave to its busy ones, over what it takes
+    on a GPU that is never idle; one without a calibration, whose efficiencies are of whole steps.
+    """
     calibration, gpu = context.roofline.calibration, context.roofline.gpu
     if calibration is None:
-        return breakdown
+        return np.ones(len(context.table))
     busy = sum((breakdown[name] for name in BUSY), np.zeros(len(context.table)))
     # A limiter averages over a moment, so of a long pause only the end of it is credited to what follows. Links and
     # memory at work draw power too: communication is no pause.
     idle = breakdown["host"] + np.minimum(breakdown["bubble"], POWER_WINDOW_S)
-    factor = calibration.clocks(busy / np.maximum(busy + idle, 1e-12), efficiency(gpu.architecture).power_exponent)
-    return {name: part * (factor if name in {"compute", "recompute"} else 1.0) for name, part in breakdown.items()}
+    return calibration.clocks(busy / np.maximum(busy + idle, 1e-12), efficiency(gpu.architecture).power_exponent)
 
 
 # Over how long a GPU's power limiter averages. Source: assumed; readings of H200 clocks settle within 0.1 s of a change
