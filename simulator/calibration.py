@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from simulator.operator_fit import (
     fit_move,
 )
 from simulator.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
+from simulator.roofline import DATASHEET, FITTED, MEASURED, Roofline, efficiency
 from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import RuntimeSpec, attention_kernel, runtime_names, runtime_spec
 from topology.cluster import Cluster, GpuKind
@@ -33,11 +34,6 @@ from topology.gpus import gpu_kind
 from topology.profile import Profile
 from topology.profile_store import current
 from topology.samples import ContentionSample, OperatorSample
-
-if TYPE_CHECKING:
-    from simulator.roofline import Roofline
-
-MEASURED, FITTED, DATASHEET = 0, 1, 2  # sources, best first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +93,7 @@ class Calibration:
     burst: float = 1.0  # a large product's time after a rest over its time on a GPU at work
     costs: dict[tuple[str, bool], RuntimeCosts] = field(default_factory=dict)
     effects: Effects = field(default_factory=Effects)
-    _seen: dict[tuple[Any, ...], tuple[float, int]] = field(default_factory=dict)
+    _seen: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict)
 
     def runtime(self, name: str, *, compiled: bool) -> RuntimeCosts:
         """Return what is known of a runtime; neutral where nobody ran it."""
@@ -117,7 +113,7 @@ class Calibration:
                 return self._move(work, datasheet(), runtime)
         if found is None:
             plain = datasheet()
-            return plain, np.full(plain.shape, float(DATASHEET))
+            return plain, np.full(plain.shape, DATASHEET)
         return found
 
     def packing_factor(self, nbytes: Floats | float) -> Floats:
@@ -216,10 +212,10 @@ class Calibration:
         curve = self.moves.get((runtime, work.name))
         size = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), datasheet.shape)
         if curve is not None:
-            return datasheet * curve.ratio(size), np.full(datasheet.shape, float(FITTED))
+            return datasheet * curve.ratio(size), np.full(datasheet.shape, FITTED)
         if self.stream is not None and not work.scattered:
-            return datasheet * self.stream.ratio(size), np.full(datasheet.shape, float(FITTED))
-        return datasheet, np.full(datasheet.shape, float(DATASHEET))
+            return datasheet * self.stream.ratio(size), np.full(datasheet.shape, FITTED)
+        return datasheet, np.full(datasheet.shape, DATASHEET)
 
 
 def _unique(*columns: Floats | float) -> tuple[tuple[int, ...], Floats, Any]:
@@ -291,7 +287,7 @@ def _calibration(profile: Profile, kind: GpuKind) -> Calibration | None:
     for sample in samples:
         if sample.kind == "attention":
             widths.setdefault((sample.dtype, sample.shape["d"], sample.direction), []).append(sample)
-    attention = {key: curve for key, group in widths.items() if (curve := fit_attention(group)) is not None}
+    attention = {key: found for key, group in widths.items() if (found := fit_attention(group)) is not None}
     counter = _Counter(kind)
     return Calibration(
         gpu=kind,
@@ -342,8 +338,6 @@ class _Counter:
     """What the descriptions count for a measured kernel: bytes over the datasheet's rate, and launches."""
 
     def __init__(self, kind: GpuKind) -> None:
-        from simulator.roofline import Roofline, efficiency  # noqa: PLC0415 - the roofline holds a calibration
-
         self.roofline = Roofline(gpu=kind)
         self.launch_s = efficiency(kind.architecture).kernel_s
 
@@ -441,8 +435,6 @@ def _packing(samples: list[OperatorSample], kind: GpuKind) -> MoveCurve | None:
     Counted are, for each gather, two passes over the whole parameters in the compute type, and for each reduction one
     over gradients in the compute type and one in the type they are reduced in.
     """
-    from simulator.roofline import Roofline  # noqa: PLC0415 - the roofline holds a calibration
-
     rate = Roofline(gpu=kind).memory_bytes_per_s
     by_shape: dict[tuple[Any, ...], dict[str, float]] = {}
     for s in samples:
@@ -501,13 +493,11 @@ def calibrated_host(spec: RuntimeSpec, calibration: Calibration | None, *, compi
     if calibration is None or not calibration.effects.host:
         return spec
     found = calibration.runtime(spec.names[0], compiled=compiled).host
-    return replace(spec, host=replace(spec.host, **found)) if found else spec
+    return replace(spec, host=replace(spec.host, **found)) if found else spec  # type: ignore[arg-type]  # floats all
 
 
 def roofline_of(cluster: Cluster, runtime: Runtime, spec: RuntimeSpec, calibration: Calibration | None) -> Roofline:
     """Return kernel times for a runtime on a cluster's slowest GPU."""
-    from simulator.roofline import Roofline  # noqa: PLC0415 - it holds a calibration
-
     busy = 1.0
     if calibration is not None and calibration.effects.sustained:
         busy = calibration.runtime(spec.names[0], compiled=runtime.compile).busy
