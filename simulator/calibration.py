@@ -8,11 +8,12 @@ without one every figure is what the datasheet and published efficiencies say.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 
+from simulator.contention_fit import Beside, beside, left_out_errors
 from simulator.kernel_samples import MOVEMENTS, PACKING, UPDATES, direction_of, movement_of
 from simulator.operator_fit import (
     AttentionCurve,
@@ -30,36 +31,28 @@ from simulator.roofline import DATASHEET, FITTED, MEASURED, Roofline, efficiency
 from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import RuntimeSpec, attention_kernel, runtime_names, runtime_spec
 from topology.cluster import Cluster, GpuKind
+from topology.errors import BadCluster
 from topology.gpus import gpu_kind
 from topology.profile import Profile
 from topology.profile_store import current
-from topology.samples import ContentionSample, OperatorSample
+from topology.samples import OperatorSample
+
+NOTHING = 1e-12  # what is left of an effect that is not counted: a rate stays a number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effects:
-    """Which effects of a calibration are on; switching one off shows what it is worth (tests/bench)."""
+    """Which effects are counted; leaving one out shows what it is worth (tests/bench/calibration_tables.py).
+
+    Without `operators` kernels take what the datasheet says; without `sustained` they run at the clocks of a GPU that
+    has rested; the others are left out altogether.
+    """
 
     operators: bool = True
     host: bool = True
     contention: bool = True
     packing: bool = True
     sustained: bool = True
-    allocator: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """What a collective and compute cost each other while both run: each takes so many times as long."""
-
-    compute: float = 1.0
-    collective: float = 1.0
-    error: float = 0.0
-
-    @property
-    def lost(self) -> float:
-        """Return seconds of compute lost for each second that the collective would take alone."""
-        return self.collective * (1.0 - 1.0 / self.compute)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +111,9 @@ class Calibration:
 
     def packing_factor(self, nbytes: Floats | float) -> Floats:
         """Return what FSDP's packing of modules of `nbytes` takes over what is counted for it."""
-        if self.packing is None or not self.effects.packing:
+        if not self.effects.packing:
+            return np.full(1, NOTHING)
+        if self.packing is None:
             return np.ones(1)
         return self.packing.ratio(np.asarray(nbytes, dtype=np.float64))
 
@@ -142,17 +137,18 @@ class Calibration:
         return np.maximum(np.asarray(duty) ** exponent, self.burst)
 
     def contention(self, *ops: str) -> Beside | None:
-        """Return what compute and collectives cost each other, unless that is switched off or was not measured.
+        """Return what compute and collectives cost each other, or None where that was not measured.
 
         `ops` are the collectives in question; their mean, or that of all where none of them was measured.
         """
-        if not self.effects.contention or not self.beside:
+        if not self.effects.contention:
+            return Beside()
+        if not self.beside:
             return None
         chosen = [self.beside[op] for op in ops if op in self.beside] or list(self.beside.values())
         return Beside(
             compute=float(np.mean([one.compute for one in chosen])),
             collective=float(np.mean([one.collective for one in chosen])),
-            error=float(np.mean([one.error for one in chosen])),
         )
 
     def _matmul(self, work: Work, dtype: str) -> tuple[Floats, Floats] | None:
@@ -263,7 +259,7 @@ def without(calibration: Calibration, **effects: bool) -> Calibration:
 def _calibration(profile: Profile, kind: GpuKind) -> Calibration | None:
     try:
         same = gpu_kind(profile.gpu).name == kind.name
-    except Exception:  # noqa: BLE001 - a GPU that the catalogue does not know is not this one
+    except BadCluster:  # a GPU that the catalogue does not know is not this one
         same = False
     if not same:
         return None
@@ -466,32 +462,14 @@ def _updates(samples: list[OperatorSample]) -> dict[str, float]:
     }
 
 
-def beside(samples: tuple[ContentionSample, ...]) -> dict[str, Beside]:
-    """Return what compute and each collective cost each other.
-
-    Pairs count by how long their compute takes: a step's time is in its large products, and next to those a collective
-    waits for waves to end, while it takes SMs from small ones.
-    """
-    valid = [s for s in samples if not s.invalid and s.compute_alone_s > 0 and s.collective_alone_s > 0]
-    found = {}
-    for op in dict.fromkeys(s.op for s in valid):
-        mine = [s for s in valid if s.op == op]
-        weight = np.array([s.compute_alone_s for s in mine])
-        compute = np.array([max(s.compute_beside_s / s.compute_alone_s, 1.0) for s in mine])
-        collective = np.array([max(s.collective_beside_s / s.collective_alone_s, 1.0) for s in mine])
-        mean = float(np.exp(np.average(np.log(compute), weights=weight)))
-        found[op] = Beside(
-            compute=mean,
-            collective=float(np.exp(np.average(np.log(collective), weights=weight))),
-            error=float(np.average(np.abs(compute / mean - 1), weights=weight)),
-        )
-    return found
-
-
 def calibrated_host(spec: RuntimeSpec, calibration: Calibration | None, *, compiled: bool) -> RuntimeSpec:
     """Return a runtime's description with the host costs that its single layers showed."""
-    if calibration is None or not calibration.effects.host:
+    if calibration is None:
         return spec
+    if not calibration.effects.host:
+        numbers = [f.name for f in fields(spec.host) if f.name not in {"synchronizes", "selective_s"}]
+        silent = dict.fromkeys(numbers, 0.0)
+        return replace(spec, host=replace(spec.host, selective_s=None, **silent))  # type: ignore[arg-type]  # floats
     found = calibration.runtime(spec.names[0], compiled=compiled).host
     return replace(spec, host=replace(spec.host, **found)) if found else spec  # type: ignore[arg-type]  # floats all
 
@@ -509,3 +487,48 @@ def roofline_of(cluster: Cluster, runtime: Runtime, spec: RuntimeSpec, calibrati
         runtime=spec.names[0],
         busy=busy,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitError:
+    """How far a curve is from samples that it did not see: each left out in turn, the mean of absolute errors."""
+
+    what: str
+    samples: int
+    mean_abs: float
+
+
+def fit_errors(profile: Profile) -> list[FitError]:
+    """Return the leave-one-out errors of every curve through a profile's samples; empty for an unknown GPU."""
+    try:
+        kind = gpu_kind(profile.gpu)
+    except BadCluster:
+        return []
+    found = _calibration(profile, kind)
+    if found is None:
+        return []
+    errors = [
+        FitError(what=f"matmul {dtype} {direction}", samples=len(rest.residuals), mean_abs=rest.error)
+        for dtype, curve in found.matmuls.items()
+        for direction, rest in curve.rest.items()
+    ]
+    errors += [
+        FitError(
+            what=f"attention {dtype} width {width} {direction}",
+            samples=len(curve.rest.residuals),
+            mean_abs=curve.rest.error,
+        )
+        for (dtype, width, direction), curve in found.attention.items()
+    ]
+    moves = {id(curve): curve for curve in found.moves.values()}
+    if moves:
+        mean = float(np.mean([curve.error for curve in moves.values()]))
+        errors.append(FitError(what="kernels that move memory", samples=len(moves), mean_abs=mean))
+    if found.packing is not None:
+        errors.append(FitError(what="packing", samples=len(found.packing.points), mean_abs=found.packing.error))
+    pairs = current(profile).contention
+    together = left_out_errors(pairs)
+    if together is not None:
+        for what, mean in zip(("kernels beside collectives", "collectives beside kernels"), together, strict=True):
+            errors.append(FitError(what=what, samples=len(pairs), mean_abs=mean))
+    return errors
