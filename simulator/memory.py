@@ -165,12 +165,15 @@ def memory_columns(
     # The loss and a unit's whole gradient do not coincide: under full sharding gradients appear as activations go, and
     # shards of them are there before only if an earlier micro batch has left them.
     appear = spec.state.gradient_dtype != "reduce"  # else main gradients are there from the beginning
-    fresh = fully_sharded & appear & ((table["pp"] > 1) | (table.micro_batches <= 1))[:, None]
-    early = everything - np.where(exists, passing, 0.0) - np.where(fresh, categories["gradients"], 0.0)
+    alone = (table.micro_batches <= 1)[:, None]
+    fresh = fully_sharded & appear & ((table["pp"] > 1)[:, None] | alone)
+    whole = ~fully_sharded & appear & alone & spec.state.gradients_freed
+    early = everything - np.where(exists, passing, 0.0) - np.where(fresh | whole, categories["gradients"], 0.0)
     late = everything - categories["activations"] - categories["loss_and_recompute"]
     peak = np.maximum(early, late)
     # One pool per stream: the compute stream's peak and the communication streams' peak add up.
-    reserved = everything * (1.0 + FRAGMENTATION)
+    # Whole gradients come from the compute stream's own pool, where activations have made room for them.
+    reserved = np.where(whole, peak, everything) * (1.0 + FRAGMENTATION)
     return MemoryColumns(categories=categories, peak_bytes=peak, reserved_bytes=np.where(exists, reserved, 0.0))
 
 
@@ -209,11 +212,11 @@ def between_stages_bytes(
     table, spec = context.table, context.spec.pipeline
     m, v = table.micro_batches[:, None], np.maximum(table["virtual_stages"], 1.0)[:, None]
     message, logits = (tensor_bytes(x, context.sizes, context.dtype_bytes)[:, None] for x in ("u h", "t v"))
-    total = np.zeros_like(flying)
+    total = np.zeros(np.shape(flying))
     if spec.receive_buffers:
-        total = total + message * (np.maximum((v - first) * m - flying * v, 0.0) + (v - last) * m)
+        total = total + message * (np.maximum((v - 1.0 * first) * m - flying * v, 0.0) + (v - 1.0 * last) * m)
     if keeps_outputs(context.runtime):
-        total = total + m * ((v - last) * message + last * logits)
+        total = total + m * ((v - 1.0 * last) * message + last * logits)
     return np.where((table["pp"] > 1)[:, None], total, 0.0)
 
 
