@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from planner import cli, explorer
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.server import ROOT, free_port, wait_for
 
 
