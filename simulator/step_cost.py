@@ -203,7 +203,7 @@ def micro_batches(
         bubble=bubble,
         host=starved + spec.host.step_s,
         host_at_least=(starved if spec.host.synchronizes else first) + spec.host.step_s,
-        optimizer=optimizer_s(operators, context, layout, parameters),
+        optimizer=optimizer_s(context, layout, parameters),
     )
 
 
