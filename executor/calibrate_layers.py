@@ -29,8 +29,9 @@ from topology import codec
 
 LAYERS = (1, 2)
 WARM_UP = 3
-STEPS = 8
-LONGEST_S = 4.0  # of timed steps of one sample
+STEPS = 40
+LEAST_STEPS = 8
+LONGEST_S = 1.6  # of timed steps of one sample
 TIMEOUT_S = 120.0
 
 Step = Callable[[], dict[str, float]]  # takes one step; returns what it saw besides the time
@@ -194,7 +195,7 @@ def _timed(torch: Any, dist: Any, device: Any, step: Step) -> tuple[list[float],
         now = time.perf_counter()
         times.append(now - last)
         last = now
-        if not _agree(torch, dist, sum(times) < LONGEST_S) and len(times) >= 3:
+        if not _agree(torch, dist, sum(times) < LONGEST_S) and len(times) >= LEAST_STEPS:
             break
         last = time.perf_counter()  # agreeing is ours, not the step's
     extra = {name: middle([one[name] for one in seen])[0] for name in (seen[0] if seen else {})}

@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     request = codec.convert(codec.read_json(options.request), Request, where=options.request)
     try:
         run(request, deadline, recorder, beat, options.out)
-    except (RuntimeError, MemoryError) as error:
+    except BaseException as error:
+        beat.end()
         if not _is_full_memory(error):
             raise
         recorder.write("out_of_memory", message=str(error)[:2000], phase=beat.phase, **_memory(request.device))
@@ -154,7 +155,7 @@ def _run_joined(
     beat.enter("done")
 
 
-def _is_full_memory(error: Exception) -> bool:
+def _is_full_memory(error: BaseException) -> bool:
     """Return whether an allocation failed: on a GPU torch says so by a class, on a CPU in words."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True

@@ -204,7 +204,7 @@ def _problem(screening: Screening, plan: Plan, modes: tuple[str, ...], *, free: 
         device=device.reshape(shape),
         owned=updated[0].reshape(shape)[..., 0],
         fixed=fixed,
-        second_per_owned=1.0 / context.roofline.memory_bytes_per_s,
+        second_per_owned=1.0 / context.roofline.update_bytes_per_s(context.runtime.param_dtype),
     )
 
 

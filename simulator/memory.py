@@ -162,12 +162,15 @@ def memory_columns(
     # The loss and a unit's whole gradient do not coincide: under full sharding gradients appear as activations go, and
     # shards of them are there before only if an earlier micro batch has left them.
     appear = spec.state.gradient_dtype != "reduce"  # else main gradients are there from the beginning
-    fresh = fully_sharded & appear & ((table["pp"] > 1) | (table.micro_batches <= 1))[:, None]
-    early = everything - np.where(exists, passing, 0.0) - np.where(fresh, categories["gradients"], 0.0)
+    alone = (table.micro_batches <= 1)[:, None]
+    fresh = fully_sharded & appear & ((table["pp"] > 1)[:, None] | alone)
+    whole = ~fully_sharded & appear & alone & spec.state.gradients_freed
+    early = everything - np.where(exists, passing, 0.0) - np.where(fresh | whole, categories["gradients"], 0.0)
     late = everything - categories["activations"] - categories["loss_and_recompute"]
     peak = np.maximum(early, late)
     # One pool per stream: the compute stream's peak and the communication streams' peak add up.
-    reserved = everything * (1.0 + FRAGMENTATION)
+    # Whole gradients come from the compute stream's own pool, where activations have made room for them.
+    reserved = np.where(whole, peak, everything) * (1.0 + FRAGMENTATION)
     return MemoryColumns(categories=categories, peak_bytes=peak, reserved_bytes=np.where(exists, reserved, 0.0))
 
 

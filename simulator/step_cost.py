@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.data_parallel import data_parallel, optimizer_s, sm_share
+from simulator.data_parallel import FSDP_OPS, data_parallel, optimizer_s, sm_share
 from simulator.layer_cost import BlockCost, CostContext
 from simulator.memory import Parameters
 from simulator.model import Model
 from simulator.plan_table import Floats, PlanTable
+from simulator.roofline import efficiency
 from simulator.runtime import DTYPE_BYTES
-from simulator.runtime_library import ModelOperators, RuntimeSpec
+from simulator.runtime_library import HostSpec, ModelOperators, RuntimeSpec
 from simulator.stages import StageLayout, bubble_s
 
 
@@ -27,10 +28,12 @@ class MicroBatches:
 
     `slowest` is the column of the pipeline rank that decides; `forward` and `backward` are one micro batch there.
     `exposed` holds what tensor, context, expert and pipeline parallelism do not hide. `host` is what the device waits
-    for the host, `host_at_least` what of it nothing else on the device can fill. `at_least_s` is the sum: a lower bound
+    for the host, `host_at_least` what of it nothing else on the device can fill; `clocks_at_least` is the least that
+    idle moments make of compute (`at_working_clocks`). `at_least_s` is the sum: a lower bound
     of the step, to which only data-parallel traffic is added.
     """
 
+    clocks_at_least: float
     slowest: NDArray[np.intp]
     forward: Floats
     backward: Floats
@@ -45,8 +48,8 @@ class MicroBatches:
 
     @property
     def at_least_s(self) -> Floats:
-        parts = (self.compute, self.recompute, self.bubble, self.host, self.optimizer, *self.exposed.values())
-        return sum(parts, np.zeros_like(self.compute))
+        computing = self.clocks_at_least * (self.compute + self.recompute)
+        return sum((self.bubble, self.host, self.optimizer, *self.exposed.values()), computing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +126,12 @@ def rank_seconds(rank_sum: RankSum, spec: RuntimeSpec) -> RankSeconds:
     """Return how long pipeline ranks take for one micro batch, shape (plans, columns)."""
     device, host = rank_sum.passes("device_s"), rank_sum.passes("host_s")
     dense, moe = rank_sum.layout.layers
-    host["forward"] = host["forward"] + (dense + moe) * spec.host.forward_layer_s
-    host["backward"] = host["backward"] + (dense + moe) * spec.host.backward_layer_s
+    layers, added = dense + moe, layer_host_s(spec.host, rank_sum.table)
+    host["forward"] = host["forward"] + layers * (spec.host.forward_layer_s + FORWARD_SHARE * added)[:, None]
+    host["backward"] = host["backward"] + layers * (spec.host.backward_layer_s + (1 - FORWARD_SHARE) * added)[:, None]
     again = _wrapped_layers(spec, rank_sum.layout)
-    host["recompute"] = host["recompute"] + again * (spec.host.forward_layer_s + spec.host.checkpoint_s)
+    wrapping = np.array([spec.host.wrapping_s(str(word)) for word in rank_sum.table.recompute])[:, None]
+    host["recompute"] = host["recompute"] + again * (spec.host.forward_layer_s + wrapping)
     return RankSeconds(
         device=device,
         host=host,
@@ -180,7 +185,7 @@ def micro_batches(
         return np.asarray(np.where(table["virtual_stages"] > 1, np.maximum(mean, here(values)), mean))
 
     bubble = bubble_s(table, elsewhere(forward_s), elsewhere(behind_s - weight_s), elsewhere(weight_s))
-    ahead = np.maximum(m * (on_host - on_device) - bubble, first)
+    ahead = np.maximum(m * (on_host - on_device) + spec.host.rest_s - bubble, first)
     starved = m * (forward + backward - on_device) if spec.host.synchronizes else ahead
     boundary = context.sizes["u"] * model.hidden * DTYPE_BYTES[context.runtime.compute_dtype]
     if spec.pipeline.scatter_p2p:
@@ -192,7 +197,10 @@ def micro_batches(
     crossings = crossings + np.where((table["pp"] > 1) & ~breadth, 2.0 * table["virtual_stages"] * m, 0.0)
     exposed = {axis: m * seconds for axis, seconds in exposed.items()}
     exposed["pp"] = crossings * hop
+    before_s = spec.host.step_s + spec.host.data_token_s * loaded_tokens(context)
+    calibration = context.roofline.calibration
     return MicroBatches(
+        clocks_at_least=calibration.burst if calibration is not None else 1.0,
         slowest=slowest,
         forward=forward,
         backward=backward,
@@ -201,8 +209,8 @@ def micro_batches(
         exposed=exposed,
         hidden=m * hidden,
         bubble=bubble,
-        host=starved + spec.host.step_s,
-        host_at_least=(starved if spec.host.synchronizes else first) + spec.host.step_s,
+        host=starved + before_s,
+        host_at_least=(starved if spec.host.synchronizes else first) + before_s,
         optimizer=optimizer_s(context, layout, parameters),
     )
 
@@ -225,13 +233,50 @@ def step_cost(
         "compute": micro.compute,
         "recompute": micro.recompute,
         "copies": data.copies_s,
-        "contention": data.contention_s + micro.hidden * sm_share(context),
+        "contention": data.contention_s + micro.hidden * sm_share(context, *FSDP_OPS),
         "exposed_communication": sum(exposed.values(), np.zeros(len(table))),
         "bubble": micro.bubble + data.fill_s,
         "host": np.maximum(micro.host - beside, micro.host_at_least),
         "optimizer": micro.optimizer,
     }
+    if context.roofline.calibration is not None:
+        breakdown = at_working_clocks(breakdown, context)
     return Step(breakdown_s=breakdown, exposed_s=exposed)
+
+
+def at_working_clocks(breakdown: dict[str, Floats], context: CostContext) -> dict[str, Floats]:
+    """Return a step's parts with arithmetic at the clocks that its idle moments leave to its busy ones."""
+    calibration, gpu = context.roofline.calibration, context.roofline.gpu
+    if calibration is None:
+        return breakdown
+    busy = sum((breakdown[name] for name in BUSY), np.zeros(len(context.table)))
+    idle = sum((part for name, part in breakdown.items() if name not in BUSY), np.zeros(len(context.table)))
+    # A limiter averages over a moment, so of a long pause only the end of it is credited to what follows.
+    counted = idle - breakdown["bubble"] + np.minimum(breakdown["bubble"], POWER_WINDOW_S)
+    factor = calibration.clocks(busy / np.maximum(busy + counted, 1e-12), efficiency(gpu.architecture).power_exponent)
+    return {name: part * (factor if name in {"compute", "recompute"} else 1.0) for name, part in breakdown.items()}
+
+
+# Over how long a GPU's power limiter averages. Source: assumed; readings of H200 clocks settle within 0.1 s of a change
+# of load (examples/profiles).
+POWER_WINDOW_S = 0.1
+
+# Parts of a step in which kernels run that compute.
+BUSY = ("compute", "recompute", "copies", "contention", "optimizer")
+
+# How much of what parallelism adds to a layer's host time belongs to its forward pass: backward gathers, and reduces.
+FORWARD_SHARE = 1 / 3
+
+
+def layer_host_s(host: HostSpec, table: PlanTable) -> Floats:
+    """Return the host seconds that data and context parallelism add to one layer's two passes, one value a plan."""
+    sharded = table.state_shard["parameters"] > 1
+    replicated = ~sharded & (table["dp_replicate"] > 1)
+    return np.asarray(
+        np.where(sharded, host.fsdp_layer_s, 0.0)
+        + np.where(replicated, host.ddp_layer_s, 0.0)
+        + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
+    )
 
 
 def _wrapped_layers(spec: RuntimeSpec, layout: StageLayout) -> Floats:
@@ -241,6 +286,12 @@ def _wrapped_layers(spec: RuntimeSpec, layout: StageLayout) -> Floats:
         mode = spec.recompute[name]
         total = total + (dense + moe) * (mode.layers if mode.recomputes else 0.0)
     return total
+
+
+def loaded_tokens(context: CostContext) -> Floats:
+    """Return the tokens a rank loads for a step: whole sequences of all its micro batches, whatever part it computes."""
+    table = context.table
+    return np.asarray(context.sizes["S"] * table["micro_batch_size"] * table.micro_batches)
 
 
 # What the gradient norm is summed over, and the bytes of it.

@@ -14,20 +14,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor import symmetric
+from executor.kernels import launching
 from executor.symmetric import Workspace
 
 MAX_PIECES = 8
 ROWS_OF_TILES = 256
 FLAG_RANGE = MAX_PIECES * 64  # flags of one set: for up to 64 ranks, an NVLink domain of today
 
-_streams: dict[int, torch.cuda.Stream] = {}
+LARGE_BYTES = 2**24  # from here on a second launch costs less than what it hides
+ADD_BLOCK = 4096
+
+Make = Callable[[int, int, int, Tensor], object]
+_streams: dict[tuple[int, str], torch.cuda.Stream] = {}
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of our copies, of high priority: a copy that waits for a kernel's launch would be late."""
-    if device.index not in _streams:
-        _streams[device.index] = torch.cuda.Stream(device, priority=-1)
-    return _streams[device.index]
+def side_stream(device: torch.device, purpose: str = "push") -> torch.cuda.Stream:
+    """A stream beside the products, of high priority: a copy that waits for a kernel's launch would be late."""
+    key = (device.index, purpose)
+    if key not in _streams:
+        _streams[key] = torch.cuda.Stream(device, priority=-1)
+    return _streams[key]
 
 
 class Gathering:
@@ -74,17 +80,22 @@ class Gathering:
 
     def wait(self, source: int, first: int = 0, count: int | None = None) -> None:
         """Make the current stream wait for `count` pieces of a rank's shard, and lower their flags."""
-        from executor.kernels.copies import wait_and_lower  # noqa: PLC0415 - triton
-
-        wait_and_lower[(1,)](
-            self.flags, source * len(self.bounds) + first, 1, count or len(self.bounds), self.space.error, 1 + source,
-            symmetric.POLLS, num_warps=1,
-        )  # fmt: skip
+        count = count or len(self.bounds)
+        wait_and_lower(self.space, self.flags, source, source * len(self.bounds) + first, count)
 
     def finish(self) -> None:
         """Let the current stream go on only when our own pushes are done; `x` may be overwritten then."""
         torch.cuda.current_stream().wait_stream(self.side)
         self.space.fence()
+
+
+def wait_and_lower(space: Workspace, flags: Tensor, source: int, first: int, count: int) -> None:
+    """Make the current stream wait for `count` flags that `source` raises, and set them to zero."""
+    from executor.kernels import copies  # noqa: PLC0415 - triton
+
+    args = (flags, first, count, space.error, 1 + source, symmetric.POLLS)
+    variant = (space.device.index, count, symmetric.POLLS)
+    launching.launch(copies.wait_and_lower, 1, args, variant=variant, num_warps=1)
 
 
 def raise_flag(space: Workspace, peer: int, index: int) -> None:
@@ -106,37 +117,105 @@ def gather(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     return wait
 
 
-def scatter_sum(make: Callable[[int], Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Low-contention reduce-scatter of what `make(shard)` returns (R, N): each part moves while the next is made."""
-    from executor.kernels.copies import add_slots, wait_and_lower  # noqa: PLC0415 - triton
+class Scattering:
+    """A reduce-scatter under way: parts of (R, N) go to their owners' slots (W, R, N), in pieces of rows."""
 
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    part = make((rank + 1) % world)
-    space = symmetric.workspace(group, "scatter", part.device)
-    space.reserve(world * part.numel() * part.element_size(), 2 * FLAG_RANGE)
-    turn = space.turn()
-    start, first_flag = turn * space.set_bytes, turn * FLAG_RANGE
-    shape = (world, *part.shape)
-    space.fence()
-    side = side_stream(part.device)
-    sent = []
+    def __init__(
+        self, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup, *, piece_rows: int | None = None
+    ) -> None:
+        """Pieces are multiples of `piece_rows`, at most MAX_PIECES; None is one piece."""
+        rows, columns = shape
+        self.space: Workspace = symmetric.workspace(group, "scatter", torch.device("cuda", torch.cuda.current_device()))
+        rank, world = self.space.rank, self.space.world
+        self.space.reserve(world * rows * columns * dtype.itemsize, 2 * FLAG_RANGE)
+        turn = self.space.turn()
+        piece_rows = piece_rows or rows
+        height = -(-rows // (piece_rows * MAX_PIECES)) * piece_rows
+        self.bounds = [(first, min(first + height, rows)) for first in range(0, rows, height)]
+        self.first_flag, self.start = turn * FLAG_RANGE, turn * self.space.set_bytes
+        self.shape = (world, rows, columns)
+        self.slots = self.space.slots.on(rank, self.shape, dtype, self.start)
+        self.flags = self.space.flags.on(rank, (world, len(self.bounds)), torch.int32, 4 * self.first_flag)
+        self.side = side_stream(self.space.device)
+
+    def begin(self) -> None:
+        """Mark, on the current stream, the moment from which peers may be written to."""
+        self.space.fence()
+        self.side.wait_stream(torch.cuda.current_stream())
+
+    def push(self, part: Tensor, peer: int, piece: int = 0) -> None:
+        """Send rows of a part that are ready on the side stream."""
+        first, last = self.bounds[piece]
+        theirs = self.space.slots.on(peer, self.shape, part.dtype, self.start)
+        theirs[self.space.rank, first:last].copy_(part[first:last], non_blocking=True)
+        raise_flag(self.space, peer, self.first_flag + self.space.rank * len(self.bounds) + piece)
+
+    def push_when_done(self, parts: Tensor, done: Tensor, tiles: list[int]) -> None:
+        """Send each piece of `parts` (W - 1, R, N) as soon as `done` (W - 1, pieces) has counted its tiles."""
+        space = self.space
+        with torch.cuda.stream(self.side):
+            for step in range(1, space.world):
+                for piece, count in enumerate(tiles):
+                    symmetric.wait_for_word(done, (step - 1) * len(tiles) + piece, count)
+                    self.push(parts[step - 1], (space.rank + step) % space.world, piece)
+
+    def add(self, out: Tensor, piece: int) -> None:
+        """Wait for a piece from all others and add it to those rows of `out` (R, N), this rank's own part."""
+        from executor.kernels.copies import add_slots  # noqa: PLC0415 - triton
+
+        space, (world, rows, columns), (first, last) = self.space, self.shape, self.bounds[piece]
+        for step in range(1, world):
+            source = (space.rank - step) % world
+            wait_and_lower(space, self.flags, source, source * len(self.bounds) + piece, 1)
+        mine, theirs, numel = out[first:last], self.slots[:, first:last], (last - first) * columns
+        if any(t.data_ptr() % 16 for t in (mine, theirs)):  # odd widths: let triton look at the arguments
+            add_slots[(-(-numel // ADD_BLOCK),)](
+                mine, theirs, numel, rows * columns, space.rank, world, ADD_BLOCK, num_warps=8
+            )
+            return
+        args = (mine, theirs, numel, rows * columns, space.rank, world, ADD_BLOCK)
+        sizes = (numel % 16, rows * columns % 16, numel == 1, rows * columns == 1)
+        variant = (space.device.index, out.dtype, space.rank, world, sizes)
+        launching.launch(add_slots, -(-numel // ADD_BLOCK), args, variant=variant, num_warps=8)
+
+    def finish(self) -> None:
+        """Let the current stream go on only when our own pushes are done."""
+        torch.cuda.current_stream().wait_stream(self.side)
+        self.space.fence()
+
+
+def scatter_sum(make: Make, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
+    """Low-contention reduce-scatter of parts (R, N) while they are made; `make(shard, first, last, out)` makes rows.
+
+    A large own shard is made in two pieces, so that the sum over ranks of one runs beside the product of the other; the
+    last part for somebody else goes in two pieces as well, so that the first is there in time.
+    """
+    rank, world, (rows, columns) = dist.get_rank(group), dist.get_world_size(group), shape
+    large = rows * columns * dtype.itemsize >= LARGE_BYTES
+    moving = Scattering(shape, dtype, group, piece_rows=-(-rows // 2) if large else rows)
+    device, current = moving.space.device, torch.cuda.current_stream()
+    parts = torch.empty((world, rows, columns), dtype=dtype, device=device)
+    moving.space.fence()
     for step in range(1, world):
         peer = (rank + step) % world
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            space.slots.on(peer, shape, part.dtype, start)[rank].copy_(part, non_blocking=True)
-            raise_flag(space, peer, first_flag + rank)
-        sent.append(part)  # alive until the copies are done
-        part = make((rank + step + 1) % world)
-    flags = space.flags.on(rank, (world,), torch.int32, 4 * first_flag)
-    for step in range(1, world):
-        source = (rank - step) % world
-        wait_and_lower[(1,)](flags, source, 1, 1, space.error, 1 + source, symmetric.POLLS, num_warps=1)
-    out = torch.empty_like(part)
-    block = 4096
-    add_slots[(-(-part.numel() // block),)](
-        part, space.slots.on(rank, shape, part.dtype, start), out, part.numel(), rank, world, block, num_warps=8
-    )
-    torch.cuda.current_stream().wait_stream(side)
-    space.fence()
+        for first, last in moving.bounds if step == world - 1 else [(0, rows)]:
+            make(peer, first, last, parts[peer, first:last])
+            moving.side.wait_stream(current)
+            with torch.cuda.stream(moving.side):
+                for piece, bound in enumerate(moving.bounds):
+                    if first <= bound[0] < last:
+                        moving.push(parts[peer], peer, piece)
+    out = torch.empty(shape, dtype=dtype, device=device)
+    adder = side_stream(device, "add")
+    for piece, (first, last) in enumerate(moving.bounds):
+        make(rank, first, last, out[first:last])
+        if last < rows:
+            adder.wait_stream(current)
+            with torch.cuda.stream(adder):
+                moving.add(out, piece)
+        else:
+            moving.add(out, piece)
+    if len(moving.bounds) > 1:
+        current.wait_stream(adder)
+    moving.finish()
     return out

@@ -129,3 +129,15 @@ def legend(picture: Picture, x: float, y: float, entries: Iterable[tuple[str, st
         picture.write(at + 18, y, name)
         at += width + 10
     return y + 22
+
+
+def stacked(*pictures: Picture) -> str:
+    """Return pictures as one SVG, each below the last."""
+    whole = Picture(max(part.width for part in pictures), sum(part.height for part in pictures), "", "")
+    whole.root[:] = []  # the parts bring their own titles and paper
+    y = 0.0
+    for part in pictures:
+        part.root.set("y", _px(y))
+        whole.root.append(part.root)
+        y += part.height
+    return whole.text()

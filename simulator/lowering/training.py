@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from simulator.calibration import calibrated, calibrated_host, roofline_of
 from simulator.closed_form import spelled
 from simulator.collectives import collective_model
 from simulator.costs import Cost
@@ -28,12 +29,11 @@ from simulator.pipeline import peak_in_flight, pipeline_program
 from simulator.plan import Plan
 from simulator.plan_table import axis_sizes, plan_table
 from simulator.program import COMPUTE, CodeWriter, Groups, Program
-from simulator.roofline import Roofline
 from simulator.runtime import DTYPE_BYTES, Runtime
-from simulator.runtime_library import attention_kernel, operators_for
+from simulator.runtime_library import operators_for
 from simulator.schedule_tables import build_schedule
 from simulator.schedules import Action, Kind, Schedule
-from simulator.step_cost import NORM_BYTES
+from simulator.step_cost import NORM_BYTES, loaded_tokens
 from simulator.workload import Workload
 from topology.cluster import Cluster
 from topology.profile import Profile
@@ -71,16 +71,13 @@ def plan_context(
     profile: Profile | None = None,
 ) -> CostContext:
     """Return what the costs of a single plan depend on: the closed form's context, with one row."""
-    spec = operators_for(model, runtime).spec
+    calibration = calibrated(profile, cluster)
+    spec = calibrated_host(operators_for(model, runtime).spec, calibration, compiled=runtime.compile)
     table = plan_table([spelled(plan, runtime)], workload, cp_method=spec.context_parallel)
     return CostContext(
         table=table,
         sizes=axis_sizes(model, workload, table),
-        roofline=Roofline(
-            gpu=cluster.slowest_kind,
-            dtype=runtime.compute_dtype,
-            attention_kernel=attention_kernel(runtime, cluster.slowest_kind.architecture),
-        ),
+        roofline=roofline_of(cluster, runtime, spec, calibration),
         groups=GroupTimes(cluster, table, collective_model(cluster, profile)),
         runtime=runtime,
         spec=spec,
@@ -156,7 +153,8 @@ class _Lowering:
             shard, expert = float(table.state_shard[kind][0]), float(table.expert_shard[kind][0])
             return round(sum(u.shared / shard + u.experts / expert for u in units) * width)
 
-        code.host_work("step", self.spec.host.step_s)
+        loading_s = self.spec.host.data_token_s * float(loaded_tokens(self.context)[0])
+        code.host_work("step", self.spec.host.step_s + loading_s)
         code.alloc("parameters", held("parameters", widths["parameters"]), "parameters", filled=True, stream=COMPUTE)
         code.alloc("optimizer", held("optimizer", widths["optimizer"]), "optimizer", filled=True, stream=COMPUTE)
         if not self.traffic.gradients_appear:
@@ -241,7 +239,7 @@ class _Lowering:
         shard, expert = float(table.state_shard["optimizer"][0]), float(table.expert_shard["optimizer"][0])
         owned = sum(u.shared / shard + u.experts / expert for u in units)
         moved = update_bytes(self.runtime, owned, sum(u.elements for u in units))
-        seconds = float(moved) / self.context.roofline.memory_bytes_per_s
+        seconds = float(moved) / self.context.roofline.update_bytes_per_s(self.runtime.param_dtype)
         self.steps.launch(
             code, KernelStep(key=("optimizer", (round(owned),), "float32"), cost=Cost(seconds=seconds), host_s=0.0)
         )
@@ -300,9 +298,16 @@ class _Lowering:
             adds_up=spec.state.gradient_dtype != "reduce",
             bucket_bytes=spec.ddp.bucket_bytes,
             hbm_bytes_per_s=self.context.roofline.memory_bytes_per_s,
+            packing_bytes_per_s=self._packing_rate(),
             dp_ranks=ranks("dp"),
             expert_dp_ranks=ranks("expert_dp"),
         )
+
+    def _packing_rate(self) -> float:
+        """Return the rate at which a layer of this plan is packed and unpacked."""
+        parameters = float(np.asarray(self.network.parameters.dense_layer, dtype=np.float64).flat[0])
+        nbytes = parameters * self.context.dtype_bytes("compute")
+        return float(np.asarray(self.context.roofline.packing_bytes_per_s(nbytes)).flat[0])
 
     def _between_stages_bytes(self, rank: int) -> float:
         stages = self.schedule.stages_of(rank)

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from executor.attention import CausalAttention  # noqa: E402 - after the check for torch
 from executor.context_parallel import combine, part_backward, part_forward  # noqa: E402 - as above
 from executor.verify_kernels import check_experts  # noqa: E402 - as above
-from tests.executor.test_parallel_plans import TWO, WORKER  # noqa: E402 - as above
+from tests.executor.test_parallel_plans import OVERLAP, TWO, WORKER  # noqa: E402 - as above
 
 BF16 = 2.0**-8  # a unit in the last place
 
@@ -92,9 +92,10 @@ TYPES = {
 }
 COMPILED = {
     f"compiled-{name}": ({**TWO[name][0], "types": True, "compile": True}, TWO[name][1])
-    for name in ("ddp", "fsdp", "tp-sp", "pp-1f1b")
+    for name in ("fsdp", "tp-sp")
 }
-ON_TWO = TWO | V_SHAPED | TYPES | COMPILED
+OVERLAPPED = {name: ({**changes, "types": True}, plan) for name, (changes, plan) in OVERLAP.items()}
+ON_TWO = V_SHAPED | TYPES | OVERLAPPED | COMPILED
 
 
 @pytest.fixture(scope="module")
