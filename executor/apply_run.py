@@ -330,6 +330,7 @@ def measure(request: Request, by_rank: Sequence[Sequence[dict[str, Any]]]) -> di
     count = min((len(taken) for taken in steps), default=0)
     seconds = [max(taken[i]["seconds"] for taken in steps) for i in range(count)]
     first = steps[0] if steps else []
+    on_device = [max(taken[i].get("device_seconds") or 0.0 for taken in steps) for i in range(count)]
     memory = [_peaks(records) for records in by_rank]
     answer: dict[str, Any] = {
         "steps": count,
@@ -348,6 +349,8 @@ def measure(request: Request, by_rank: Sequence[Sequence[dict[str, Any]]]) -> di
     peak = request.peak_flops
     answer |= {
         "step_s": {"median": median(seconds), "spread": spread, "all": seconds},
+        # By the GPUs' own events, from the first kernel that is queued to the last; None without a GPU.
+        "device_step_s": median(on_device) if all(on_device) else None,
         "tokens_per_s": tokens / mid,
         "tokens_per_s_per_gpu": tokens / mid / gpus,
         "tflops_per_gpu": flops / mid / gpus / 1e12,

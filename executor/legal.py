@@ -8,7 +8,7 @@ from simulator.model import Model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.runtime_library import runtime_spec
-from simulator.schedule_tables import V_SHAPED, build_schedule
+from simulator.schedule_tables import build_schedule
 from simulator.schedules import Kind, Schedule
 from simulator.stages import stage_layers
 from simulator.workload import Workload
@@ -94,12 +94,6 @@ def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime, *, dev
             f"{table.name} cannot run compiled",
             why="it runs the gradients of inputs and of weights apart, and compiled code computes both at once",
             remedy="a schedule that does not split the backward pass, or --no-compile",
-        )
-    if table.v_shaped and device == "cpu":
-        raise BadPlan(
-            f"{table.name} cannot run on gloo",
-            why="neighbouring stages share a rank and torch sends from a rank to itself, which gloo never finishes",
-            remedy=f"a schedule other than {', '.join(V_SHAPED)}, or --device cuda",
         )
 
 

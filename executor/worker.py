@@ -122,8 +122,13 @@ def _run_joined(
             torch.cuda.reset_peak_memory_stats(device)
         _synchronize(device)
         dist.barrier()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         begin = time.perf_counter()
+        for event in events[:1]:
+            event.record()
         result = trainer.step(index)
+        for event in events[1:]:
+            event.record()
         _synchronize(device)
         seconds = time.perf_counter() - begin
         longest = max(longest, seconds)
@@ -136,6 +141,7 @@ def _run_joined(
             "warm_up" if warm else "step",
             index=index,
             seconds=seconds,
+            device_seconds=events[0].elapsed_time(events[1]) * 1e-3 if events else None,
             ended_at=time.time(),
             loss=result.loss,
             gradient_norm=result.gradient_norm,

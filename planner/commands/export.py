@@ -45,8 +45,9 @@ def export(
     if out is not None:
         codec.write_text(out, done.text)
     if json:
-        document = {"schema_version": output.SCHEMA_VERSION, "saved": str(out) if out else None}
-        output.emit_json(document | codec.to_builtins(done))
+        document = {"schema_version": output.SCHEMA_VERSION, **codec.to_builtins(done)}
+        document["not_expressed"] = document.pop("unsaid")
+        output.emit_json(document | {"saved": str(out) if out else None})
         return
     if out is None:
         print(done.text, end="")

@@ -48,6 +48,13 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     assert found["losses"] == [5.0, 4.0, 3.0]
 
 
+def test_the_time_by_device_events_is_told_beside_the_clocks() -> None:
+    ranks = [[{**step(0, 1.0), "device_seconds": 0.9}], [{**step(0, 1.1), "device_seconds": 0.8}]]
+
+    assert measure(REQUEST, ranks)["device_step_s"] == 0.9
+    assert measure(REQUEST, [[step(0, 1.0)], [step(0, 1.0)]])["device_step_s"] is None
+
+
 def test_mfu_counts_six_flops_a_weight_and_the_whole_square_of_attention() -> None:
     """Llama-3-8B: 7.5e9 matrix weights that a token meets, and 12 L h s of attention (arXiv 2204.02311, app. B)."""
     found = measure(REQUEST, [[step(0, 2.0)], [step(0, 2.0)]])

@@ -49,6 +49,19 @@ TWO = {
         {"model": "four"},
         {"pp": 2, "virtual_stages": 2, "schedule": "LoopedBFS", "micro_batch_size": 2},
     ),
+    "pp-zbv": ({"model": "four"}, {"pp": 2, "virtual_stages": 2, "schedule": "ZBVZeroBubble", "micro_batch_size": 2}),
+    "pp-zbv-own-table": (
+        {"model": "four", "own_table": True},
+        {"pp": 2, "virtual_stages": 2, "schedule": "ZBVZeroBubble", "micro_batch_size": 2},
+    ),
+    "pp-dualpipev": (
+        {"model": "four"},
+        {"pp": 2, "virtual_stages": 2, "schedule": "DualPipeV", "micro_batch_size": 2},
+    ),
+    "pp-dualpipev-own-table": (
+        {"model": "four", "own_table": True},
+        {"pp": 2, "virtual_stages": 2, "schedule": "DualPipeV", "micro_batch_size": 2},
+    ),
     "pp-recompute-per-stage": (
         {"model": "four"},
         {
@@ -113,6 +126,21 @@ FOUR = {
             "dp_shard": 2,
             "schedule": "InterleavedZeroBubble",
             "micro_batch_size": 1,
+        },
+    ),
+    "pp-fsdp-zbv": (
+        {"model": "four"},
+        {"pp": 2, "virtual_stages": 2, "dp_shard": 2, "schedule": "ZBVZeroBubble", "micro_batch_size": 1},
+    ),
+    "pp-tp-dualpipev": (
+        {"model": "four"},
+        {
+            "pp": 2,
+            "virtual_stages": 2,
+            "tp": 2,
+            "sequence_parallel": True,
+            "schedule": "DualPipeV",
+            "micro_batch_size": 2,
         },
     ),
     "pp-tp": ({}, {"pp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 2}),

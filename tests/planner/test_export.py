@@ -293,7 +293,7 @@ def test_command_writes_once_and_says_what_is_missing(planner, tmp_path) -> None
     found = json.loads(document.stdout)
     assert found["schema_version"] == 1
     assert found["text"] == out.read_text()
-    assert any("sequence length" in line for line in found["unsaid"])
+    assert any("sequence length" in line for line in found["not_expressed"])
 
 
 @pytest.mark.parametrize(

@@ -151,9 +151,9 @@ def main() -> None:
                     reduce(shots, world, rows, columns, block, norm=norm),
                 )
     parts = draw(3, 100, seed=8, dtype=torch.float32)
-    own = parts[1, 10:90].clone()
-    copies.add_slots[(3,)](own, parts[:, 10:], 80, 100, 1, 3, 32)
-    say("add_slots", difference(own, parts.double().sum(0)[10:90]))
+    own = parts[1].clone()
+    copies.add_slots[(4,)](own, parts, 100, 1, 3, 32)
+    say("add_slots", difference(own, parts.double().sum(0)))
 
 
 if __name__ == "__main__":
