@@ -253,7 +253,7 @@ def micro_batches(
         ),
         measured=m * sum((here(part) for part in rank_sum.passes("measured_s").values()), np.zeros(len(table))),
         fitted=m * sum((here(part) for part in rank_sum.passes("fitted_s").values()), np.zeros(len(table))),
-        optimizer=optimizer_s(operators, context, layout, parameters),
+        optimizer=optimizer_s(context, layout, parameters),
     )
 
 

@@ -15,7 +15,7 @@ from simulator.calibration import calibrated, calibrated_host, roofline_of
 from simulator.closed_form import spelled
 from simulator.collectives import collective_model
 from simulator.costs import Cost
-from simulator.data_parallel import optimizer_bytes
+from simulator.data_parallel import update_bytes
 from simulator.group_times import GroupTimes
 from simulator.layer_cost import CostContext
 from simulator.lowering.block_code import BlockCode, Detail, KernelStep, Step, merged
@@ -245,9 +245,8 @@ class _Lowering:
                 code.after(COMPUTE, stream)
         shard, expert = float(table.state_shard["optimizer"][0]), float(table.expert_shard["optimizer"][0])
         owned = sum(u.shared / shard + u.experts / expert for u in units)
-        seconds = (
-            owned * optimizer_bytes(self.spec) / self.context.roofline.update_bytes_per_s(self.runtime.param_dtype)
-        )
+        moved = update_bytes(self.runtime, owned, sum(u.elements for u in units))
+        seconds = float(moved) / self.context.roofline.update_bytes_per_s(self.runtime.param_dtype)
         self.steps.launch(
             code, KernelStep(key=("optimizer", (round(owned),), "float32"), cost=Cost(seconds=seconds), host_s=0.0)
         )
