@@ -3,7 +3,8 @@
 Given which rank is the slowest and what it holds, the closed form's step is monotone in two numbers of the others: the
 sum of their seconds (the bubble) and the most parameters that any owns (the optimizer). Least sums over chains of stages
 are a shortest path over (stage, layers so far), so dynamic programming finds them exactly and faster than a solver for
-integer programs would state them; memory only takes edges out. Every slowest rank, and every cap on parameters that
+integer programs would state them; memory only takes edges out. (Where a profile has clocks that rise in idle moments, the step is
+monotone but for that.) Every slowest rank, and every cap on parameters that
 changes anything, gives one candidate; the closed form itself picks the best of them.
 
 Covered are schedules with one stage a rank (1F1B, GPipe), layers and recomputation; and those that loop (interleaved 1F1B,
@@ -80,6 +81,7 @@ class _Problem:
     owned: Floats
     fixed: tuple[tuple[int, int], ...]  # (layers, dense) of each rank where layers are not free
     second_per_owned: float
+    clocks: float  # the least that idle moments make of compute
 
     def dense(self, start: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
         """How many of `count` layers from `start` on are dense ones of the beginning; 0 where all are of one kind."""
@@ -106,7 +108,7 @@ class _Problem:
             rank, count, dense, mode = map(int, index)
             mine = self.seconds[rank, count, dense, mode]
             # True whatever the others hold: this rank's device, and the bubble of the least that they can take.
-            if self.micro_batches * self.device[rank, count, dense, mode] + least - mine >= step_s:
+            if self.clocks * (self.micro_batches * self.device[rank, count, dense, mode] + least - mine) >= step_s:
                 continue
             # The first of equals is the slowest: ranks before it must be quicker.
             ranks = np.arange(self.seconds.shape[0])[:, None, None, None]
@@ -205,6 +207,7 @@ def _problem(screening: Screening, plan: Plan, modes: tuple[str, ...], *, free: 
         owned=updated[0].reshape(shape)[..., 0],
         fixed=fixed,
         second_per_owned=1.0 / context.roofline.update_bytes_per_s(context.runtime.param_dtype),
+        clocks=min(1.0, one.micro.clocks_at_least),
     )
 
 
