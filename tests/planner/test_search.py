@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from planner.branch_and_bound import pareto_rows
-from planner.candidates import enumerate_candidates
+from planner.candidates import Bounds, enumerate_candidates
 from planner.cases import resolve_runtime
 from planner.frameworks import TORCHTITAN
 from planner.infeasible import leanest_gap, minimal_gpus
@@ -18,10 +18,12 @@ from planner.search import irregular, ranked_rows, suggest
 from simulator.closed_form import estimate_plans
 from simulator.hf_config import load_model
 from simulator.workload import Workload
-from tests.planner.conftest import make_cluster
+from tests.planner.conftest import ROOT, make_cluster
 from topology import codec
 from topology.cluster import Link, LinkKind
+from topology.cluster_file import load_cluster
 from topology.errors import BadCluster, Infeasible, UserError
+from topology.profile import read_profile
 
 
 @pytest.fixture
@@ -232,3 +234,19 @@ def test_a_gpu_nobody_knows_is_refused_not_guessed(llama8b, cluster, workload):
         suggest(llama8b, unknown, workload)
 
     assert "--gpu" in caught.value.remedy
+
+
+def test_a_profile_changes_search_and_estimate_alike(llama8b):
+    """On the machine it was taken on, the plan found with a profile has the step that costing every plan with it says."""
+    cluster, workload = load_cluster("h200x4"), Workload(seq_len=4096, global_batch_size=16)
+    profile = read_profile(ROOT / "examples" / "profiles" / "h200x4.json")
+    result = suggest(
+        llama8b, cluster, workload, profile=profile, simulate=False, top=1, bounds=Bounds(max_micro_batch=2)
+    )
+    found = enumerate_candidates(
+        llama8b, cluster, workload, "torchtitan", runtime=RUNTIME, bounds=Bounds(max_micro_batch=2)
+    )
+    table = estimate_plans(llama8b, cluster, workload, found.plans(), RUNTIME, profile)
+
+    assert result.plans[0].estimate.step_s.value == pytest.approx(table.step_s[table.fits].min(), rel=1e-9)
+    assert result.search.bound_s <= table.step_s[table.fits].min() * (1 + 1e-9)
