@@ -225,9 +225,18 @@ def report(
         "effects": codec.to_builtins(effects),
         "operators": operator_table(trace) if trace else [],
         "gpus": _clocks(by_rank[0], samples),
-        "missing": [entry["what"] for records in by_rank for entry in records if entry["kind"] == "missing"],
+        "missing": _missing(by_rank),
         "versions": {**versions(), **(_first(by_rank, "versions") or {})},
     }
+
+
+def _missing(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
+    """Return what a run that measured its steps should have left besides, and did not."""
+    said = [entry["what"] for records in by_rank for entry in records if entry["kind"] == "missing"]
+    kinds = [{entry["kind"] for entry in records} for records in by_rank]
+    if all("timed" in kind for kind in kinds) and not all("done" in kind for kind in kinds):
+        said.append("profile: a rank ended while a step was profiled")
+    return said
 
 
 def _trace(path: Path) -> Trace | None:
@@ -282,8 +291,8 @@ def _status(
     if done.outcome == "interrupted":
         return "interrupted", None
     short = any("out_of_time" in kind for kind in kinds)
-    # Ranks that are done but slow to leave have still measured what they were to measure.
-    if done.outcome in {"finished", "timeout"} and not done.survivors and all("done" in kind for kind in kinds):
+    # Ranks that are slow to leave, or end while a step is profiled, have still measured what they were to measure.
+    if not done.survivors and all("timed" in kind for kind in kinds):
         if short:
             return "out_of_time", {"rank": None, "message": "the budget ended before all steps were taken"}
         return "finished", None

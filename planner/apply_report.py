@@ -53,6 +53,7 @@ def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> 
         for e in document.get("effects") or ()
         if not e["ok"]
     ]
+    said += [f"missing   {what}" for what in document.get("missing") or ()]
     slow = {reason for gpu in document.get("gpus") or () for reason in gpu["throttle"]}
     if slow:
         said.append(f"clocks    throttled while steps were timed: {', '.join(sorted(slow))}")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from planner.search import SearchResult
 
 BAR = 24  # characters of the longest bar
+NOTHING_S = 1e-7  # differences below are rounding
 
 
 def print_explanation(found: Explanation, result: SearchResult) -> None:
@@ -148,7 +149,8 @@ def print_comparison(
     steps = [estimate.step_s.value for estimate in estimates]
     for term in terms:
         if term.unit == "s":
-            table.add_row(term.name, f"{term.first:.4g} s", f"{term.second:.4g} s", seconds(term.delta))
+            delta = seconds(term.delta) if abs(term.delta) >= NOTHING_S else "-"
+            table.add_row(term.name, f"{term.first:.4g} s", f"{term.second:.4g} s", delta)
     table.add_row("step", f"{steps[0]:.4g} s", f"{steps[1]:.4g} s", seconds(steps[1] - steps[0]))
     for term in terms:
         if term.unit == "bytes":

@@ -96,11 +96,12 @@ class HostSpec:
     step_s: float
     synchronizes: bool = False
     data_token_s: float = 0.0
-    # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, or sees
-    # a part of the sequence; what dispatching a layer operator by operator costs under selective recomputation; and
+    # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, cut by
+    # tensor parallelism, or sees a part of the sequence; what dispatching a layer operator by operator costs under selective recomputation; and
     # the host's work of a step outside its layers, which runs ahead of the device where that is the slower one.
     fsdp_layer_s: float = 0.0
     ddp_layer_s: float = 0.0
+    tp_layer_s: float = 0.0
     cp_layer_s: float = 0.0
     selective_s: float | None = None  # None: as any other recomputed region
     rest_s: float = 0.0

@@ -19,7 +19,7 @@ def wait_and_lower(flags, first, COUNT: tl.constexpr, error, code, LIMIT: tl.con
 
 @triton.jit
 def add_slots(own, slots, numel, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    """own += all other ranks' slots (W, numel), in float32 and in the order of ranks."""
+    """Own += all other ranks' slots (W, numel), in float32 and in the order of ranks."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     total = tl.zeros((BLOCK,), dtype=tl.float32)

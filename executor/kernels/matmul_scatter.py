@@ -78,7 +78,7 @@ def matmul_scatter(
     LIMIT: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """c = the sum over ranks of a[rows of this rank] @ b.
+    """C = the sum over ranks of a[rows of this rank] @ b.
 
     Descriptors for TMA: `a` (W·rows, K) as (BLOCK_M, BLOCK_K); `b` (N, K) as (BLOCK_N, BLOCK_K) if B_TURNED, else (K, N)
     as (BLOCK_K, BLOCK_N); `parts` (W - 1, rows, N), what goes to rank + 1, ..., as (1, BLOCK_M, BLOCK_N / 2); `c`

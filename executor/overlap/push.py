@@ -73,7 +73,7 @@ class Gathering:
 
     @property
     def flags(self) -> Tensor:
-        """This rank's flags of this call, int32 (W, pieces)."""
+        """Flags on this rank for this call, int32 (W, pieces)."""
         space, count = self.space, len(self.bounds)
         return space.flags.on(space.rank, (space.world, count), torch.int32, 4 * self.first_flag)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from planner.cases import Case
     from planner.explain import Explanation
     from planner.search import SearchResult
+    from simulator.estimate import Estimate
+    from simulator.model import Model
+    from simulator.plan import Plan
 
 
 def explain(
@@ -38,6 +42,8 @@ def explain(
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
     profile: options.Profile = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw step and memory to this file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Let --svg replace a file.")] = False,
     json: options.Json = False,
 ) -> None:
     """Explain a plan: from the peak of the GPU to the achieved step, memory by stage, runners-up, flip points.
@@ -47,13 +53,16 @@ def explain(
     from planner import explain as reasons  # noqa: PLC0415 - as above
     from planner import output  # noqa: PLC0415 - keeps `--help` light
     from planner.inputs import bytes_of, cluster_of, profile_of  # noqa: PLC0415 - as above
+    from planner.plan_file import refuse_overwrite  # noqa: PLC0415 - as above
 
+    if svg is not None:
+        refuse_overwrite(svg, force=force)
     observed = None if observed_peak is None else bytes_of(observed_peak)
     measured = profile_of(profile)
     if file is not None:
         asked = _case(file, case_id)
         if memory:
-            _memory_only(asked, observed, measured, json=json)
+            _memory_only(asked, observed, measured, svg, json=json)
             return
         result, plan = _search(asked, measured, top), asked.plan
     else:
@@ -88,6 +97,8 @@ def explain(
         )
     finally:
         output.end_progress()
+    if svg is not None:
+        _draw(found.plan, found.estimate, result.model, svg, memory=memory)
     if json:
         output.emit_json(document(found, result))
         return
@@ -146,7 +157,19 @@ def _search(asked: Case, profile: Any, top: int) -> SearchResult:
         output.end_progress()
 
 
-def _memory_only(asked: Case, observed: float | None, profile: Any, *, json: bool) -> None:
+def _draw(plan: Plan, estimate: Estimate, model: Model, path: Path, *, memory: bool) -> None:
+    from planner import output  # noqa: PLC0415 - keeps `--help` light
+    from planner.pictures.memory import memory as held  # noqa: PLC0415 - as above
+    from planner.pictures.waterfall import explained  # noqa: PLC0415 - as above
+    from planner.tables import arithmetic  # noqa: PLC0415 - as above
+    from topology import codec  # noqa: PLC0415 - as above
+
+    title = f"{model.name}, {arithmetic(plan)}"
+    codec.write_text(path, held(estimate.memory, title=title) if memory else explained(estimate, title=title))
+    output.warn(f"saved {path}")
+
+
+def _memory_only(asked: Case, observed: float | None, profile: Any, svg: Path | None, *, json: bool) -> None:
     from planner import output  # noqa: PLC0415 - keeps `--help` light
     from planner.costs import cost_table  # noqa: PLC0415 - as above
     from planner.explain import memory_account  # noqa: PLC0415 - as above
@@ -154,7 +177,10 @@ def _memory_only(asked: Case, observed: float | None, profile: Any, *, json: boo
     from topology import codec  # noqa: PLC0415 - as above
 
     table = cost_table(asked.model, asked.cluster, asked.workload, [asked.plan], asked.runtime, profile)
-    account = memory_account(table.estimate(0), observed)
+    estimate = table.estimate(0)
+    account = memory_account(estimate, observed)
+    if svg is not None:
+        _draw(asked.plan, estimate, asked.model, svg, memory=True)
     if json:
         output.emit_json({"schema_version": output.SCHEMA_VERSION, "memory": codec.to_builtins(account)})
     else:

@@ -7,7 +7,7 @@ sent on their way after. Memory is counted as the compute stream gets there, in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -57,9 +57,13 @@ def lower_training(
     *,
     detail: Detail = Detail.LAYER,
     profile: Profile | None = None,
+    clocks: float = 1.0,
 ) -> Lowered:
-    """Return the program of one training step. Raises BadPlan for a schedule or recompute word that does not exist."""
-    return _Lowering(model, cluster, workload, plan, runtime, detail, profile).lower()
+    """Return the program of one training step. Raises BadPlan for a schedule or recompute word that does not exist.
+
+    `clocks` multiplies kernel times, as the closed form found for the step as a whole (`EstimateTable.clocks`).
+    """
+    return _Lowering(model, cluster, workload, plan, runtime, detail, profile, clocks).lower()
 
 
 def plan_context(
@@ -94,9 +98,12 @@ class _Lowering:
         runtime: Runtime,
         detail: Detail,
         profile: Profile | None,
+        clocks: float = 1.0,
     ) -> None:
         self.model, self.cluster, self.runtime, self.detail = model, cluster, runtime, detail
-        self.context = plan_context(model, cluster, workload, plan, runtime, profile)
+        context = plan_context(model, cluster, workload, plan, runtime, profile)
+        busy = replace(context.roofline, busy=context.roofline.busy * clocks)
+        self.context = replace(context, roofline=busy)
         self.plan = self.context.table.plans[0]
         self.spec = self.context.spec
         self.schedule = build_schedule(

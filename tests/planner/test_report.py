@@ -235,6 +235,10 @@ def test_a_run_as_predicted_is_0_and_explained(planner, content, tmp_path) -> No
     [
         (10.0, (), 4),
         (1.04, ("--tolerance", "5"), 0),
+        (1.04, ("--tolerance", "5%"), 0),
+        (1.0, ("--tolerance", "five"), 2),
+        (1.0, ("--tolerance", "nan"), 2),
+        (1.0, ("--tolerance", "inf"), 2),
         (1.08, ("--tolerance", "5"), 4),
         (1.0, ("--tolerance", "-1"), 2),
     ],

@@ -8,6 +8,7 @@ import pytest
 
 from planner import cli
 from simulator.plan import Plan
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import metrics, table
 from ui.state import LISTED, plan_name
 
