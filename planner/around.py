@@ -2,7 +2,7 @@
 
 One GPU without NVLink slows every group it belongs to down to PCIe, so leaving it out often wins even though fewer GPUs
 work (a GB300 tray with one such GPU: 51.6 against 684.9 GB/s, datacrunch-research/nccl-eBPF, 2026-08-14). Both are
-costed, and the faster step is the answer.
+costed, and the better by the objective is the answer.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from planner.counts import value_of
 from topology.errors import Infeasible
 
 if TYPE_CHECKING:
     from planner.search import SearchResult
 
 
-def with_or_without(search: Callable[[int], SearchResult], *, gpus: int, unsound: Sequence[int]) -> SearchResult:
-    """Return the faster of two answers: on all `gpus`, and on the most that do without the `unsound` ones.
+def with_or_without(
+    search: Callable[[int], SearchResult], *, gpus: int, unsound: Sequence[int], objective: str = "time"
+) -> SearchResult:
+    """Return the better of two answers by `objective`: on all `gpus`, and on the most that do without the `unsound` ones.
 
     Fewer GPUs than are sound are tried where their number divides nothing. Raises Infeasible when neither has a plan.
     """
@@ -33,13 +36,17 @@ def with_or_without(search: Callable[[int], SearchResult], *, gpus: int, unsound
             fewer = search(count)
         except Infeasible:
             continue
-        if found is None or fewer.plans[0].estimate.step_s.value < found.plans[0].estimate.step_s.value:
+        if found is None or _value(fewer, objective) < _value(found, objective):
             found = _explained(fewer, found, unsound)
         break
     if found is None:
         assert failure is not None  # noqa: S101 - one of the two is always set
         raise failure
     return found
+
+
+def _value(result: SearchResult, objective: str) -> float:
+    return value_of(result.plans[0].estimate, objective)
 
 
 def _explained(fewer: SearchResult, whole: SearchResult | None, unsound: Sequence[int]) -> SearchResult:

@@ -1,7 +1,8 @@
 """Every legal grid for N GPUs in one framework, and an account of what was left out and why.
 
 Three levels, each multiplied only with what survived the one before: grids (degrees, ZeRO stage, sequence
-parallelism), batches (micro batch, stages per rank, schedule), policies (recompute, resharding). What a *rule* forbids
+parallelism), batches (micro batch, stages per rank, schedule), policies (recompute, resharding, overlap, method of
+context parallelism). What a *rule* forbids
 is counted under the rule's name in `rejected`; what a *bound* of the search leaves out, though it might be legal, is
 counted in `pruned`. Both count at the level where it happened, so `total = legal + rejected + pruned` is the number of
 leaves of the search tree.
@@ -13,15 +14,18 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.frameworks import SCHEDULES, Framework
-from planner.legality import Columns, Grade, Question, question
+from planner.legality import Grade, Question, question
 from planner.rules import RULES, Level, divisors
+from planner.rules.rule import Mask
 from simulator.model import Model
 from simulator.plan import Plan
+from simulator.plan_columns import PlanColumns
 from simulator.runtime import Runtime
 from simulator.workload import Workload
 from topology.cluster import Cluster
@@ -37,6 +41,7 @@ class Bounds:
     max_cp: int | None = None
     max_pp: int | None = None
     max_micro_batch: int | None = 16
+    micro_batch: int | None = None  # this size and no other
     max_virtual_stages: int | None = 8
     recomputes: tuple[str, ...] | None = None  # None: all that the framework has
     without_sequence_parallel: bool = False  # also without it where it could be on: same traffic, more memory
@@ -45,10 +50,68 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """Legal (grid, micro batch, schedule) and the policies each may have: the search tree, one level above its leaves.
+
+    Policies come in two halves. Recomputation and resharding decide memory, so they are expanded first (`leaves`);
+    overlap and the method of context parallelism cost none, so only what fits is multiplied by them (`variants`).
+    """
+
+    columns: PlanColumns
+    choices: dict[str, tuple[tuple[Any, Mask], ...]]  # field: (value, where it is legal), the default value first
+    rejected: dict[str, int]
+    pruned: dict[str, int]
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    @property
+    def policies(self) -> NDArray[np.int64]:
+        """Leaves of each node."""
+        return self._count("recompute") * self._count("reshard") * self.free
+
+    @property
+    def free(self) -> NDArray[np.int64]:
+        """Variants of each leaf of a node that cost no memory."""
+        return self._count("tp_overlap") * self._count("cp_method")
+
+    def with_recompute(self, word: str) -> Nodes:
+        """Return the nodes with one way of recomputation in place of all."""
+        return replace(self, choices={**self.choices, "recompute": ((word, np.ones(len(self), dtype=np.bool_)),)})
+
+    def leaves(self, rows: NDArray[np.intp]) -> tuple[PlanColumns, NDArray[np.intp]]:
+        """Return nodes `rows` under every recomputation and resharding, and the node that each came from."""
+        return self._expanded(self.columns.take(rows), rows, ("recompute", "reshard"))
+
+    def variants(self, leaves: PlanColumns, nodes: NDArray[np.intp]) -> tuple[PlanColumns, NDArray[np.intp]]:
+        """Return leaves, which came from `nodes`, under every overlap and method; and the leaf that each came from."""
+        found, of_node = self._expanded(leaves, nodes, ("tp_overlap", "cp_method"), origin=np.arange(len(nodes)))
+        return found, of_node
+
+    def _count(self, field: str) -> NDArray[np.int64]:
+        return sum((legal.astype(np.int64) for _, legal in self.choices[field]), np.zeros(len(self), dtype=np.int64))
+
+    def _expanded(
+        self,
+        columns: PlanColumns,
+        nodes: NDArray[np.intp],
+        names: tuple[str, str],
+        origin: NDArray[np.intp] | None = None,
+    ) -> tuple[PlanColumns, NDArray[np.intp]]:
+        """Multiply rows by the legal values of two fields, in the order of the rows and then of the values."""
+        origin = nodes if origin is None else origin
+        pairs = list(product(self.choices[names[0]], self.choices[names[1]]))
+        legal = np.stack([first[1][nodes] & second[1][nodes] for first, second in pairs], axis=1)
+        rows, which = np.nonzero(legal)
+        values = [np.array([pair[i][0] for pair in pairs])[which] for i in (0, 1)]
+        return replace(columns.take(rows), **dict(zip(names, values, strict=True))), origin[rows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
     """Legal plans as columns, with the account of the rest."""
 
-    columns: Columns
+    columns: PlanColumns
     rejected: dict[str, int]
     pruned: dict[str, int]
 
@@ -64,7 +127,7 @@ class Candidates:
         return [self.columns.plan(row) for row in range(start, len(self) if stop is None else min(stop, len(self)))]
 
 
-def enumerate_candidates(
+def enumerate_nodes(
     model: Model,
     cluster: Cluster,
     workload: Workload,
@@ -73,8 +136,8 @@ def enumerate_candidates(
     gpus: int | None = None,
     runtime: Runtime | None = None,
     bounds: Bounds | None = None,
-) -> Candidates:
-    """Return all legal plans that use exactly `gpus` GPUs (default: the whole cluster)."""
+) -> Nodes:
+    """Return what all legal plans that use exactly `gpus` GPUs (default: the whole cluster) branch from."""
     asked = question(model, cluster, workload, framework, runtime=runtime, gpus=gpus)
     bounds = bounds or Bounds()
     if bounds.max_tp is None:
@@ -86,9 +149,25 @@ def enumerate_candidates(
     table = _prune(table, _grid_bounds(table, asked, bounds), pruned)
     table = _batches(table, asked, bounds, pruned)
     table = _sift(table, asked, Level.BATCH, rejected)
-    table = _policies(table, asked, bounds)
-    table = _sift(table, asked, Level.POLICY, rejected)
-    return Candidates(columns=table, rejected=_ordered(rejected), pruned=_ordered(pruned))
+    choices = _choices(table, asked, bounds, rejected)
+    return Nodes(columns=table, choices=choices, rejected=_ordered(rejected), pruned=_ordered(pruned))
+
+
+def enumerate_candidates(
+    model: Model,
+    cluster: Cluster,
+    workload: Workload,
+    framework: str | Framework,
+    *,
+    gpus: int | None = None,
+    runtime: Runtime | None = None,
+    bounds: Bounds | None = None,
+) -> Candidates:
+    """Return all legal plans that use exactly `gpus` GPUs (default: the whole cluster), every leaf of the tree."""
+    nodes = enumerate_nodes(model, cluster, workload, framework, gpus=gpus, runtime=runtime, bounds=bounds)
+    leaves, of_node = nodes.leaves(np.arange(len(nodes)))
+    columns, _ = nodes.variants(leaves, of_node)
+    return Candidates(columns=columns, rejected=nodes.rejected, pruned=nodes.pruned)
 
 
 def _grids(asked: Question) -> Iterator[tuple[int, ...]]:
@@ -110,11 +189,11 @@ def _grids(asked: Question) -> Iterator[tuple[int, ...]]:
                     yield replicate, shard, tp, cp, pp, ep, zero, sp
 
 
-def _table(rows: list[tuple[int, ...]]) -> Columns:
+def _table(rows: list[tuple[int, ...]]) -> PlanColumns:
     data = np.array(rows, dtype=np.int64).reshape(len(rows), len(AXES))
     n = len(rows)
     given = {name: data[:, i] for i, name in enumerate(AXES)}
-    return Columns(
+    return PlanColumns(
         dp_replicate=given["dp_replicate"],
         dp_shard=given["dp_shard"],
         tp=given["tp"],
@@ -128,12 +207,14 @@ def _table(rows: list[tuple[int, ...]]) -> Columns:
         micro_batch_size=np.ones(n, dtype=np.int64),
         recompute=np.full(n, "none"),
         tp_overlap=np.full(n, "none"),
+        cp_method=np.full(n, ""),
         reshard=np.full(n, -1, dtype=np.int64),
+        capacity_factor=np.zeros(n),
         listed=np.zeros(n, dtype=np.bool_),
     )
 
 
-def _sift(table: Columns, asked: Question, level: Level, rejected: Counter[str]) -> Columns:
+def _sift(table: PlanColumns, asked: Question, level: Level, rejected: Counter[str]) -> PlanColumns:
     """Drop rows that an illegal rule of `level` breaks, each counted under the first rule that did."""
     keep = np.ones(len(table), dtype=np.bool_)
     for rule in RULES:
@@ -145,7 +226,7 @@ def _sift(table: Columns, asked: Question, level: Level, rejected: Counter[str])
     return table.take(keep)
 
 
-def _grid_bounds(table: Columns, asked: Question, bounds: Bounds) -> dict[str, NDArray[np.bool_]]:
+def _grid_bounds(table: PlanColumns, asked: Question, bounds: Bounds) -> dict[str, NDArray[np.bool_]]:
     def over(values: NDArray[np.int64], limit: int | None) -> NDArray[np.bool_]:
         return values > limit if limit is not None else np.zeros(len(values), dtype=np.bool_)
 
@@ -163,7 +244,7 @@ def _grid_bounds(table: Columns, asked: Question, bounds: Bounds) -> dict[str, N
     }
 
 
-def _prune(table: Columns, masks: dict[str, NDArray[np.bool_]], pruned: Counter[str]) -> Columns:
+def _prune(table: PlanColumns, masks: dict[str, NDArray[np.bool_]], pruned: Counter[str]) -> PlanColumns:
     keep = np.ones(len(table), dtype=np.bool_)
     for name, mask in masks.items():
         hit = keep & mask
@@ -173,7 +254,7 @@ def _prune(table: Columns, masks: dict[str, NDArray[np.bool_]], pruned: Counter[
     return table.take(keep)
 
 
-def _batches(table: Columns, asked: Question, bounds: Bounds, pruned: Counter[str]) -> Columns:
+def _batches(table: PlanColumns, asked: Question, bounds: Bounds, pruned: Counter[str]) -> PlanColumns:
     """Multiply each grid by micro batches that divide its share, and by schedules with their stages per rank."""
     batch = asked.workload.global_batch_size
     rows: list[int] = []
@@ -185,6 +266,9 @@ def _batches(table: Columns, asked: Question, bounds: Bounds, pruned: Counter[st
         # A share that does not come out whole stays in as micro batch 1, so that the rule counts its rejection.
         sizes = divisors(local) if local and batch % int(table.dp[row]) == 0 else [1]
         limit = bounds.max_micro_batch or max(sizes)
+        if bounds.micro_batch is not None:
+            pruned[f"micro batch not {bounds.micro_batch}"] += sum(size != bounds.micro_batch for size in sizes)
+            sizes, limit = [size for size in sizes if size == bounds.micro_batch], bounds.micro_batch
         orders, odd = _orders(int(table.pp[row]), asked, bounds)
         if odd:
             pruned["odd virtual stages"] += odd * sum(size <= limit for size in sizes)
@@ -214,7 +298,7 @@ def _orders(pp: int, asked: Question, bounds: Bounds) -> tuple[list[tuple[str, i
     most = min(bounds.max_virtual_stages or layers, max(1, layers // pp))
     every = [
         (name, count)
-        for name in asked.framework.searched_schedules
+        for name in asked.framework.schedules
         for count in range(SCHEDULES[name].least_stages, max(SCHEDULES[name].least_stages, most) + 1)
         if count <= (SCHEDULES[name].most_stages or count)
     ]
@@ -226,19 +310,45 @@ def _orders(pp: int, asked: Question, bounds: Bounds) -> tuple[list[tuple[str, i
     return kept, len(every) - len(kept)
 
 
-def _policies(table: Columns, asked: Question, bounds: Bounds) -> Columns:
-    """Multiply by recompute policies, and by whether FSDP reshards parameters after the forward pass."""
-    recomputes = np.array(bounds.recomputes or asked.framework.recomputes, dtype=np.str_)
+def _choices(
+    table: PlanColumns, asked: Question, bounds: Bounds, rejected: Counter[str]
+) -> dict[str, tuple[tuple[Any, Mask], ...]]:
+    """Return the values of every policy and the nodes where each is legal.
+
+    Policies are judged one at a time: no rule reads two of them. FSDP may keep parameters gathered after the forward
+    pass or not; overlap is a choice where sequence parallelism has something to overlap.
+    """
+    everywhere = np.ones(len(table), dtype=np.bool_)
     sharded = (table.dp_shard * table.cp > 1) & (table.zero_stage < 0)
-    repeats = np.where(sharded, 2, 1) * len(recomputes)
-    index = np.repeat(np.arange(len(table)), repeats)
-    starts = np.repeat(np.cumsum(repeats) - repeats, repeats)
-    inner = np.arange(len(index)) - starts
-    return replace(
-        table.take(index),
-        recompute=recomputes[inner % len(recomputes)],
-        reshard=np.where(sharded[index], 1 - inner // len(recomputes), -1),
-    )
+    overlapping = (table.tp > 1) & table.sequence_parallel
+    own, *other = _methods(asked)
+    offers: dict[str, list[tuple[Any, Mask]]] = {
+        "recompute": [(word, everywhere) for word in bounds.recomputes or asked.framework.recomputes],
+        "reshard": [(1, sharded), (0, sharded), (-1, ~sharded)],
+        "tp_overlap": [("none", everywhere), *((mode, overlapping) for mode in asked.framework.overlaps)],
+        "cp_method": [(own, everywhere), *((method, table.cp > 1) for method in other)],
+    }
+    choices: dict[str, tuple[tuple[Any, Mask], ...]] = {}
+    for name, values in offers.items():
+        legal = []
+        for value, offered in values:
+            keep = offered.copy()
+            tried = replace(table, **{name: np.full(len(table), value)})
+            for rule in RULES:
+                if rule.level is Level.POLICY and rule.grade is Grade.ILLEGAL and rule.applies(asked):
+                    hit = keep & rule.broken(tried, asked)
+                    if hit.any():
+                        rejected[rule.name] += int(hit.sum())
+                        keep &= ~hit
+            legal.append((value, keep))
+        choices[name] = tuple(legal)
+    return choices
+
+
+def _methods(asked: Question) -> tuple[str, ...]:
+    """Return the methods of context parallelism to try: "", the runtime's own, and what else the framework has."""
+    own = asked.cp_method
+    return ("", *(method for method in asked.framework.cp_methods if method != own))
 
 
 def _ordered(counts: Counter[str]) -> dict[str, int]:

@@ -28,13 +28,18 @@ def cost_table(
     """Return step time and memory of every plan. Raises BadCluster where the GPU's rates are not known."""
     from simulator.closed_form import estimate_plans  # noqa: PLC0415 - keeps `--help` light
 
+    require_plannable(cluster)
+    return estimate_plans(model, cluster, workload, plans, runtime, profile)
+
+
+def require_plannable(cluster: Cluster) -> None:
+    """Raise BadCluster where the rates or the memory of the cluster's GPUs are not known."""
     if not plannable(cluster):
         raise BadCluster(
             f"the GPUs of {cluster.name} are of an unknown model",
             why="without its rates and memory nothing can be predicted, and they are not guessed",
             remedy="name it: planner probe --from FILE --gpu h100-sxm --out cluster.json",
         )
-    return estimate_plans(model, cluster, workload, plans, runtime, profile)
 
 
 def plannable(cluster: Cluster) -> bool:

@@ -22,7 +22,7 @@ from topology.cluster import Cluster
 
 GIB = 2.0**30
 OCTAVES = 4  # factors 2, 4, 8 and 16 in each direction
-BISECTIONS = 9  # leaves 2^(1/512) - 1 = 0.14% between the last two factors
+PRECISION = 1 / 512  # of the exponent of two: 0.14% of the rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +55,18 @@ KNOBS = (
 )
 
 
-def lost_because(best: Estimate, other: Estimate, *, objective: str) -> str:
-    """Return one line: what the runner-up pays more and saves against the best plan, largest terms first."""
+def lost_because(best: Estimate, other: Estimate, *, objective: str, simulated_s: float | None = None) -> str:
+    """Return one line: what the runner-up pays more and saves against the best plan, largest terms first.
+
+    `simulated_s` is by how much it was slower in the simulation, where both were simulated; it is said where the closed
+    form sees it the other way round.
+    """
     if objective == "memory":
         more = other.memory.reserved_bytes - best.memory.reserved_bytes
         return f"needs {more / GIB:+.1f} GiB" if more else "ties; listed later by the order of its degrees"
     total = other.step_s.value - best.step_s.value
+    if simulated_s is not None and total < 0 <= simulated_s:
+        return f"{seconds(simulated_s)} a step in the simulation, which has the last word; the closed form says {seconds(total)}"
     names = list(dict.fromkeys([*best.breakdown_s, *other.breakdown_s]))
     terms = [(name, other.breakdown_s.get(name, 0.0) - best.breakdown_s.get(name, 0.0)) for name in names]
     # Terms below a hundredth of a step are noise to a reader; the net says what they add up to.
@@ -117,28 +123,48 @@ def _crossings(
 ) -> list[tuple[int, float]]:
     """Return (index of plan, factor) where plans first overtake `best` when the knob is turned in one direction."""
     plans = [best, *others]
+    seen: dict[float, list[float]] = {}
 
-    def winners(exponent: float) -> list[bool]:
-        (value, fits), *rest = judge(knob.scale(cluster, 2.0 ** (sign * exponent)), plans)
-        return [other_fits and (not fits or other < value) for other, other_fits in rest]
+    def leads(exponent: float) -> list[float]:
+        """By how much each plan is behind `best`, relative to it; negative where it wins."""
+        if exponent not in seen:
+            (value, fits), *rest = judge(knob.scale(cluster, 2.0 ** (sign * exponent)), plans)
+            seen[exponent] = [
+                1.0 if not other_fits else -1.0 if not fits else other / value - 1 for other, other_fits in rest
+            ]
+        return seen[exponent]
 
-    crossed: dict[int, float] = {}
+    # A plan that is ahead as it is (the simulation put it behind) crosses nothing.
+    ahead = {index for index, lead in enumerate(leads(0.0)) if lead < 0}
+    crossed: dict[int, float] = dict.fromkeys(ahead, 0.0)
     for octave in range(1, OCTAVES + 1):
-        wins = winners(octave)
-        for index, won in enumerate(wins):
-            if won and index not in crossed:
-                crossed[index] = _bisect(winners, index, octave - 1, octave)
+        for index, lead in enumerate(leads(octave)):
+            if lead < 0 and index not in crossed:
+                crossed[index] = _root(lambda x, index=index: leads(x)[index], octave - 1, octave)  # type: ignore[misc]
         if len(crossed) == len(others):
             break
-    return [(index, 2.0 ** (sign * exponent)) for index, exponent in sorted(crossed.items())]
+    found = sorted((index, exponent) for index, exponent in crossed.items() if index not in ahead)
+    return [(index, 2.0 ** (sign * exponent)) for index, exponent in found]
 
 
-def _bisect(winners: Callable[[float], list[bool]], index: int, low: float, high: float) -> float:
-    """Narrow (low: loses, high: wins) down; return the exponent at which it wins."""
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        if winners(middle)[index]:
-            high = middle
+def _root(lead: Callable[[float], float], low: float, high: float) -> float:
+    """Return an exponent at which the plan wins, within PRECISION of where it begins to.
+
+    By regula falsi with the Illinois weights, since costs are smooth in a rate; it keeps a bracket as bisection does.
+    """
+    before, after = lead(low), lead(high)
+    side = 0
+    while high - low > PRECISION:
+        middle = low + (high - low) * before / (before - after) if before > 0 else low + PRECISION
+        # Not nearer to an end than the precision, so that the bracket closes from both sides.
+        middle = min(max(middle, low + PRECISION * 0.9), high - PRECISION * 0.9)
+        value = lead(middle)
+        if value < 0:
+            high, after = middle, value
+            before = before / 2 if side == 1 else before
+            side = 1
         else:
-            low = middle
+            low, before = middle, value
+            after = after / 2 if side == -1 else after
+            side = -1
     return high

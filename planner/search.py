@@ -1,8 +1,9 @@
-"""The search: cost every legal plan with the closed form, keep the feasible ones, and say why the others lost.
+"""The search: bound every legal plan, cost what could be best, simulate the finalists, and say why the others lost.
 
-Exhaustive within the bounds of `planner.candidates`, so the answer is optimal *within the closed form*: the gap is
-zero, and what the closed form does not know is the estimate's own interval. Ties go to the simpler plan, in a fixed
-order, so that the same question has the same answer on any machine.
+Branch and bound over the closed form (`planner.branch_and_bound`) finds the plans to list and proves that no other of
+the space (`planner.candidates`) beats them there. Pipelines among them get their layers and recomputation stage by stage
+(`planner.stage_search`). The simulation then has the last word on the order of those that the closed form cannot tell
+apart. Ties go to the simpler plan, in a fixed order, so that the same question has the same answer on any machine.
 """
 
 from __future__ import annotations
@@ -15,26 +16,35 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.candidates import Bounds, Candidates, enumerate_candidates
-from planner.costs import cost_table
+from planner.branch_and_bound import Explored, explore, pareto_rows
+from planner.candidates import Bounds, Nodes, enumerate_nodes
+from planner.costs import cost_table, require_plannable
+from planner.counts import CountRow, cost_per_million_tokens
+from planner.finalists import Finalist, simulated_order
 from planner.flips import Flip, Verdict, find_flips, lost_because, memory_flip
 from planner.frameworks import Framework, framework_named
-from planner.legality import Columns, Problem, check
+from planner.legality import Problem, check
+from planner.stage_search import best_stages
 from simulator.estimate import Estimate
 from simulator.model import Model
 from simulator.plan import MESH_AXES, Plan
+from simulator.plan_columns import PlanColumns
 from simulator.runtime import Runtime
+from simulator.screening import Screening
 from simulator.workload import Workload
 from topology.cluster import Cluster, LinkKind
 from topology.errors import UserError
 
-CHUNK = 4096  # plans per call of the closed form: bounds its memory, and gives progress something to say
-OBJECTIVES = ("time", "throughput", "memory")
+OBJECTIVES = ("time", "throughput", "memory", "cost", "pareto")
+# The closed form is within so much of the simulation (tests/simulator/test_lowering_grid.py): plans closer than that
+# are told apart by simulating them.
+CLOSED_FORM_ERROR = 0.13
+PIPELINES = 8  # the quickest, whose stages are looked at one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedPlan:
-    """A plan of the answer. `lost_because` is empty for the first."""
+    """A plan of the answer. `lost_because` is empty for the first; `simulated_s` where it was not simulated."""
 
     rank: int
     plan: Plan
@@ -42,15 +52,24 @@ class RankedPlan:
     lost_because: str | None = None
     flips: tuple[Flip, ...] = ()
     problems: tuple[Problem, ...] = ()
+    simulated_s: float | None = None
+    cost_per_million_tokens: float | None = None  # in the currency of the price given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchStats:
-    """What the search went through. `bound_s` is a lower bound on the best objective among all plans considered."""
+    """What the search went through.
+
+    `fitting` plans were not shown to need too much memory, `costed` of them were costed whole, `simulated` simulated.
+    `bound_s` is a lower bound of the step over all legal plans that fit, `gap` how far the best found may be above the
+    best there is, relative, by the objective. Both are about stages as the runtime splits them; stages with layers or
+    recomputation of their own are solved exactly for the quickest pipelines, and can only be better.
+    """
 
     candidates: int
     legal: int
     fitting: int
+    costed: int
     pruned: dict[str, int]
     simulated: int
     seconds: float
@@ -73,15 +92,7 @@ class SearchResult:
     plans: tuple[RankedPlan, ...]
     rejected: dict[str, int]
     assumed: tuple[str, ...] = field(default=())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
-    """What the closed form says of every candidate: seconds, bytes, and whether it fits."""
-
-    step_s: NDArray[np.float64]
-    reserved_bytes: NDArray[np.float64]
-    fits: NDArray[np.bool_]
+    by_gpus: tuple[CountRow, ...] = ()  # where several numbers of GPUs were compared
 
 
 def suggest(
@@ -93,77 +104,86 @@ def suggest(
     objective: str = "time",
     top: int = 5,
     gpus: int | None = None,
-    seed: int = 0,
     runtime: Runtime | None = None,
     profile: Any = None,
     bounds: Bounds | None = None,
     all_variants: bool = False,
+    gpu_price_per_hour: float | None = None,
+    simulate: bool = True,
+    time_limit_s: float | None = None,
     grow: Callable[[int], Cluster] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> SearchResult:
     """Return the best plans of `framework` for one training step.
 
-    `objective` is time (seconds a step), throughput (tokens/s/GPU) or memory (bytes reserved on the worst rank). The
-    answer lists one plan per distinct grid unless `all_variants`. `grow(n)` gives the cluster with n GPUs, for the
-    advice on an infeasible question. The search has no randomness; `seed` is kept for searches that do.
+    `objective` is time (seconds a step), memory (bytes reserved on the worst rank) or pareto (the plans that no other
+    beats in both, quickest first). On a given number of GPUs throughput (tokens/s/GPU) and cost (of a token) order plans
+    as time does; they differ where numbers of GPUs are compared. The answer lists one plan per distinct grid unless
+    `all_variants`. After `time_limit_s` the best so far is the answer, with its gap. `grow(n)` gives the cluster with n
+    GPUs, for the advice on an infeasible question.
 
     Raises Infeasible (exit 3) when no plan is legal or none fits.
     """
-    del seed  # exhaustive and deterministic
     started = time.monotonic()
     if objective not in OBJECTIVES:
         raise UserError(f"unknown objective {objective!r}", remedy=f"one of {', '.join(OBJECTIVES)}")
+    require_plannable(cluster)
     framework = framework_named(framework) if isinstance(framework, str) else framework
     runtime = runtime or default_runtime(framework)
-    found = enumerate_candidates(model, cluster, workload, framework, gpus=gpus, runtime=runtime, bounds=bounds)
-    if not len(found):
+    bounds = bounds or Bounds()
+    nodes = enumerate_nodes(model, cluster, workload, framework, gpus=gpus, runtime=runtime, bounds=bounds)
+    screening = Screening(model=model, cluster=cluster, workload=workload, runtime=runtime, profile=profile)
+    if not len(nodes):
         from planner.infeasible import nothing_legal  # noqa: PLC0415 - only on this path
 
-        raise nothing_legal(model, cluster, workload, framework, found, gpus=gpus)
-    costs = evaluate(found, model, cluster, workload, runtime, profile=profile, progress=progress)
-    if not costs.fits.any():
+        raise nothing_legal(model, cluster, workload, framework, nodes, gpus=gpus)
+    explored = explore(
+        screening,
+        nodes,
+        bounds.recomputes or framework.recomputes,
+        objective=objective if objective in {"memory", "pareto"} else "time",
+        keep=top,
+        one_per_grid=not all_variants,
+        deadline=None if time_limit_s is None else started + time_limit_s,
+        progress=progress,
+    )
+    if not len(explored):
         from planner.infeasible import nothing_fits  # noqa: PLC0415 - only on this path
 
-        raise nothing_fits(
-            model, cluster, workload, framework, runtime, found, costs, profile=profile, gpus=gpus, grow=grow
-        )
-
-    values = costs.reserved_bytes if objective == "memory" else costs.step_s
-    rows = ranked_rows(found.columns, values, costs.fits, top=top, all_variants=all_variants)
-    plans = [_placed(found.columns.plan(row), cluster) for row in rows]
-    table = cost_table(model, cluster, workload, plans, runtime, profile)
-    estimates = [table.estimate(i) for i in range(len(plans))]
+        raise nothing_fits(screening, framework, nodes, bounds, gpus=gpus, grow=grow)
 
     def judge(changed: Cluster, which: Sequence[Plan]) -> list[Verdict]:
         judged = cost_table(model, changed, workload, which, runtime, profile)
         value = judged.reserved_bytes if objective == "memory" else judged.step_s
         return [(float(v), bool(f)) for v, f in zip(value, judged.fits, strict=True)]
 
+    staged: list[tuple[Plan, float]] = []
+    if objective not in {"memory", "pareto"}:
+        staged = _staged(screening, framework, explored, bounds.recomputes or framework.recomputes)
+    plans = _listed(explored, staged, objective, top=top, all_variants=all_variants)
+    plans = [_placed(plan, cluster) for plan in plans]
+    table = cost_table(model, cluster, workload, plans, runtime, profile)
+    finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(plans)]
+    if simulate and objective not in {"memory", "pareto"}:
+        finalists = simulated_order(screening, finalists, within=CLOSED_FORM_ERROR, progress=progress)
+    plans = [finalist.plan for finalist in finalists]
+    best = finalists[0].estimate
     flips = find_flips(cluster, plans[0], plans[1:], judge)
     ranked = tuple(
         RankedPlan(
             rank=i + 1,
-            plan=plan,
-            estimate=estimate,
-            lost_because=lost_because(estimates[0], estimate, objective=objective) if i else None,
-            flips=(*flips[i - 1], *memory_flip(cluster, estimates[0], estimate)) if i else (),
-            problems=check(plan, model, cluster, workload, framework, runtime=runtime, gpus=gpus),
+            plan=finalist.plan,
+            estimate=finalist.estimate,
+            lost_because=_reason(finalists[0], finalist, objective) if i else None,
+            flips=(*flips[i - 1], *memory_flip(cluster, best, finalist.estimate)) if i else (),
+            problems=check(finalist.plan, model, cluster, workload, framework, runtime=runtime, gpus=gpus),
+            simulated_s=finalist.simulated_s,
+            cost_per_million_tokens=cost_per_million_tokens(finalist.estimate, gpu_price_per_hour),
         )
-        for i, (plan, estimate) in enumerate(zip(plans, estimates, strict=True))
+        for i, finalist in enumerate(finalists)
     )
-    stats = SearchStats(
-        candidates=found.total,
-        legal=len(found),
-        fitting=int(costs.fits.sum()),
-        pruned=found.pruned,
-        simulated=0,
-        seconds=time.monotonic() - started,
-        status="optimal within the closed form",
-        objective=objective,
-        bound_s=float(costs.step_s[costs.fits].min()),
-        gap=0.0,
-    )
-    rejected = {**found.rejected, "memory": int((~costs.fits).sum())}
+    stats = _account(nodes, explored, objective, finalists, seconds=time.monotonic() - started)
+    rejected = {**nodes.rejected, "memory": explored.legal - explored.fitting}
     return SearchResult(
         model=model,
         cluster=cluster,
@@ -176,6 +196,76 @@ def suggest(
     )
 
 
+def _reason(best: Finalist, other: Finalist, objective: str) -> str:
+    behind = None
+    if best.simulated_s is not None and other.simulated_s is not None:
+        behind = other.simulated_s - best.simulated_s
+    return lost_because(best.estimate, other.estimate, objective=objective, simulated_s=behind)
+
+
+def _staged(
+    screening: Screening, framework: Framework, explored: Explored, recomputes: Sequence[str]
+) -> list[tuple[Plan, float]]:
+    """Return the quickest pipelines with layers or recomputation of their own on each stage, where that is quicker."""
+    better = []
+    rows = [row for row in np.argsort(explored.step_s, kind="stable") if explored.columns.pp[row] > 1]
+    for row in rows[:PIPELINES]:
+        plan, step = explored.columns.plan(int(row)), float(explored.step_s[row])
+        found, quicker = best_stages(screening, framework, plan, step, recomputes)
+        if quicker < step:
+            better.append((found, quicker))
+    return better
+
+
+def _listed(
+    explored: Explored,
+    staged: Sequence[tuple[Plan, float]],
+    objective: str,
+    *,
+    top: int,
+    all_variants: bool,
+) -> list[Plan]:
+    """Return the plans to list, best first by the closed form."""
+    if objective == "pareto":
+        return [explored.columns.plan(row) for row in pareto_rows(explored.step_s, explored.reserved_bytes)]
+    values = explored.reserved_bytes if objective == "memory" else explored.step_s
+    rows = ranked_rows(explored.columns, values, top=top, all_variants=all_variants)
+    found = [(float(values[row]), explored.columns.plan(row)) for row in rows]
+    if staged:
+        found = sorted([*found, *((step, plan) for plan, step in staged)], key=lambda pair: pair[0])
+    if not all_variants:
+        first: dict[tuple[int, ...], tuple[float, Plan]] = {}
+        for value, plan in found:
+            first.setdefault(tuple(getattr(plan, axis) for axis in (*MESH_AXES, "ep")), (value, plan))
+        found = list(first.values())
+    return [plan for _, plan in found[:top]]
+
+
+def _account(
+    nodes: Nodes, explored: Explored, objective: str, finalists: Sequence[Finalist], *, seconds: float
+) -> SearchStats:
+    """Return what the search went through, and how much its answer may be off."""
+    memory = objective == "memory"
+    value = float((explored.reserved_bytes if memory else explored.step_s).min())
+    listed = min(finalist.estimate.step_s.value for finalist in finalists)
+    gap = 0.0 if explored.complete else value / explored.bound - 1 if explored.bound > 0 else float("inf")
+    beaten = explored.fitting - len(explored)
+    pruned = {**nodes.pruned, **({"bound above the plans listed": beaten} if beaten else {})}
+    return SearchStats(
+        candidates=explored.legal + sum(nodes.rejected.values()) + sum(nodes.pruned.values()),
+        legal=explored.legal,
+        fitting=explored.fitting,
+        costed=len(explored),
+        pruned=pruned,
+        simulated=sum(finalist.simulated_s is not None for finalist in finalists),
+        seconds=seconds,
+        status="optimal within the model" if explored.complete else "best found within the time limit",
+        objective=objective,
+        bound_s=explored.floor_s if memory else min(explored.bound, listed),
+        gap=gap,
+    )
+
+
 def default_runtime(framework: Framework) -> Runtime:
     """Return the runtime a framework's plans run in, at its defaults. Raises BadPlan if none is described."""
     from simulator.runtime_library import resolve  # noqa: PLC0415 - keeps `--help` light
@@ -183,33 +273,7 @@ def default_runtime(framework: Framework) -> Runtime:
     return resolve({"name": "pytorch" if framework.name == "any" else framework.name})[0]
 
 
-def evaluate(
-    found: Candidates,
-    model: Model,
-    cluster: Cluster,
-    workload: Workload,
-    runtime: Runtime,
-    *,
-    profile: Any = None,
-    progress: Callable[[str], None] | None = None,
-) -> Costs:
-    """Return the closed form's verdict on every candidate, in chunks."""
-    step, reserved, fits = [], [], []
-    for start in range(0, len(found), CHUNK):
-        table = cost_table(model, cluster, workload, found.plans(start, start + CHUNK), runtime, profile)
-        step.append(np.asarray(table.step_s, dtype=np.float64))
-        reserved.append(np.asarray(table.reserved_bytes, dtype=np.float64))
-        fits.append(np.asarray(table.fits, dtype=np.bool_))
-        if progress and len(found) > CHUNK:
-            progress(f"costed {min(start + CHUNK, len(found)):,} of {len(found):,} legal plans")
-    return Costs(
-        step_s=np.concatenate(step), reserved_bytes=np.concatenate(reserved), fits=np.concatenate(fits).astype(np.bool_)
-    )
-
-
-def ranked_rows(
-    table: Columns, values: NDArray[np.float64], fits: NDArray[np.bool_], *, top: int, all_variants: bool
-) -> list[int]:
+def ranked_rows(table: PlanColumns, values: NDArray[np.float64], *, top: int, all_variants: bool) -> list[int]:
     """Return up to `top` rows, best value first; one per grid unless `all_variants`.
 
     Equal values go to the plan with fewer pipeline stages, then context, tensor and expert ranks, then shards, then
@@ -226,13 +290,13 @@ def ranked_rows(
         table.tp,
         table.cp,
         table.pp,
-        np.where(fits, values, np.inf),
+        values,
     )
     rows: list[int] = []
     seen: set[tuple[int, ...]] = set()
     for candidate in np.lexsort(keys):
         row = int(candidate)
-        if len(rows) >= top or not fits[row]:
+        if len(rows) >= top:
             break
         grid = tuple(int(getattr(table, axis)[row]) for axis in (*MESH_AXES, "ep"))
         if all_variants or grid not in seen:

@@ -7,6 +7,7 @@ plan do not fit into eighty characters.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from planner.flips import GIB, Flip
@@ -20,6 +21,7 @@ from topology.cluster import Cluster, LinkKind
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from planner.counts import CountRow
     from planner.legality import Problem
     from planner.search import RankedPlan, SearchResult
     from simulator.model import Model
@@ -50,9 +52,21 @@ def policy(plan: Plan) -> str:
         parts.append((plan.schedule or "1F1B") + (f" x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
     if plan.tp_overlap != "none":
         parts.append(f"tp overlap {plan.tp_overlap}")
+    if plan.cp > 1 and plan.cp_method:
+        parts.append(f"cp by {plan.cp_method.replace('_', '-')}")
+    if plan.recompute_per_stage:
+        parts.append(f"recompute by stage {runs(plan.recompute_per_stage)}")
+    if plan.layers_per_stage:
+        parts.append(f"layers by stage {runs(plan.layers_per_stage)}")
     if plan.reshard_after_forward is not None and plan.dp_shard * plan.cp > 1:
         parts.append("reshard" if plan.reshard_after_forward else "no reshard")
     return ", ".join(parts)
+
+
+def runs(values: Sequence[object]) -> str:
+    """Return a list with repeats counted: `2 x full, 6 x none`."""
+    groups = [(value, len(list(same))) for value, same in groupby(values)]
+    return ", ".join(f"{count} x {value}" if count > 1 else f"{value}" for value, count in groups)
 
 
 def figures(estimate: Estimate) -> list[str]:
@@ -94,20 +108,24 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
         *assumed_lines(result.assumed),
         f"searched  {search_line(result)}",
     ]
-    _say(screen, lines)
+    say(screen, lines)
     print_plans(result.plans)
+    print_counts(result.by_gpus)
     reasons = []
     for ranked in result.plans[1:]:
         flips = "; ".join(flip_text(flip) for flip in ranked.flips)
         reasons.append(f"why #{ranked.rank} lost: {ranked.lost_because}" + (f"; {flips}" if flips else ""))
+    if result.search.simulated:
+        seconds = ", ".join(f"#{p.rank} {p.simulated_s:.4g} s" for p in result.plans if p.simulated_s is not None)
+        reasons.append(f"simulated: {seconds}; the closed form cannot tell plans apart that are this close")
     memory = best.estimate.memory
     notes = [f"[{problem.grade}] {problem.message}" for problem in best.problems]
-    _say(screen, [*reasons, *(f"note on #1: {line}" for line in notes), *legend(best.estimate)])
-    _say(screen, [f"memory of #1: {memory.verdict}; {memory_line(best.estimate)}"])
+    say(screen, [*reasons, *(f"note on #1: {line}" for line in notes), *legend(best.estimate)])
+    say(screen, [f"memory of #1: {memory.verdict}; {memory_line(best.estimate)}"])
     if out:
-        _say(screen, [f"saved {out}", f"next: planner estimate --plan {out}"])
+        say(screen, [f"saved {out}", f"next: planner estimate --plan {out}"])
     else:
-        _say(screen, ["next: planner suggest ... --out plan.json"])
+        say(screen, ["next: planner suggest ... --out plan.json"])
 
 
 def print_plans(plans: Sequence[RankedPlan]) -> None:
@@ -142,6 +160,32 @@ def print_plans(plans: Sequence[RankedPlan]) -> None:
     screen.print(numbers)
 
 
+def print_counts(rows: Sequence[CountRow]) -> None:
+    """Print what each number of GPUs comes to, where several were compared."""
+    if not rows:
+        return
+    from rich.table import Table  # noqa: PLC0415 - keeps `--help` light
+
+    table = Table(box=None, pad_edge=False)
+    priced = any(row.cost_per_million_tokens is not None for row in rows)
+    for heading in ("GPUs", "step s", "tok/s/GPU", "peak GiB", *(["cost / M tokens"] if priced else []), "plan"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right", overflow="fold")
+    for row in rows:
+        if row.plan is None or row.step_s is None:
+            table.add_row(str(row.gpus), *["-"] * (3 + priced), printable(row.problem))
+            continue
+        cost = [f"{row.cost_per_million_tokens:.4g}"] if row.cost_per_million_tokens is not None else []
+        table.add_row(
+            str(row.gpus),
+            f"{row.step_s:.3f}",
+            f"{row.tokens_per_s_per_gpu:,.0f}",
+            f"{(row.reserved_bytes or 0.0) / GIB:.1f}",
+            *cost,
+            arithmetic(row.plan),
+        )
+    console().print(table)
+
+
 def _mark(ranked: RankedPlan) -> str:
     return f"{'*' if ranked.rank == 1 else ' '} {ranked.rank}"
 
@@ -161,7 +205,7 @@ def print_estimate(
 ) -> None:
     """Print the answer of `planner estimate` for one plan."""
     screen = console()
-    _say(
+    say(
         screen,
         [
             f"case      {name}",
@@ -175,7 +219,7 @@ def print_estimate(
         ],
     )
     if estimate is None:
-        _say(screen, ["verdict   not legal: nothing to estimate"])
+        say(screen, ["verdict   not legal: nothing to estimate"])
         return
     from rich.table import Table  # noqa: PLC0415 - keeps `--help` light
 
@@ -184,9 +228,9 @@ def print_estimate(
         table.add_column(heading, justify="right")
     table.add_row(*figures(estimate))
     screen.print(table)
-    _say(screen, [f"memory    {estimate.memory.verdict}; {memory_line(estimate)}"])
+    say(screen, [f"memory    {estimate.memory.verdict}; {memory_line(estimate)}"])
     parts = sorted(estimate.breakdown_s.items(), key=lambda item: -item[1])
-    _say(
+    say(
         screen,
         ["step      " + ", ".join(f"{n.replace('_', ' ')} {v:.4g} s" for n, v in parts if v > 0), *legend(estimate)],
     )
@@ -195,10 +239,10 @@ def print_estimate(
 def legend(estimate: Estimate) -> list[str]:
     """Return the lines that say what the figures mean and rest on."""
     step = estimate.step_s
-    half = (step.high - step.low) / 2 / step.value if step.value else 0.0
+    low, high = (step.low / step.value - 1, step.high / step.value - 1) if step.value else (0.0, 0.0)
     sure = "datasheet numbers, uncalibrated" if step.source in {"datasheet", "assumed"} else f"{step.source} numbers"
     return [
-        f"{sure}: 80% of steps are expected within +-{half:.0%}",
+        f"{sure}: 80% of steps are expected between {low:+.0%} and {high:+.0%} of the value",
         f"MFU counts model FLOPs (no recompute) against the dense peak of {estimate.peak_flops / 1e12:.0f} TFLOP/s",
         f"peak GiB is what the allocator holds on the worst rank, of {estimate.memory.capacity_bytes / GIB:.1f} GiB",
     ]
@@ -264,7 +308,7 @@ def search_line(result: SearchResult) -> str:
     search = result.search
     parts = [
         f"{search.legal:,} legal of {search.candidates:,} candidates, {search.legal - search.fitting:,} fail memory",
-        f"{search.status} (gap {search.gap:.0%})",
+        f"{search.status} (gap {search.gap:.1%})",
         f"{search.seconds:.1f} s",
     ]
     if search.pruned:
@@ -279,7 +323,7 @@ def flip_text(flip: Flip) -> str:
     return f"wins if {flip.quantity} {sign} {flip.at / scale:.1f} {unit} (now {flip.now / scale:.1f})"
 
 
-def _say(screen: Console, lines: Sequence[str]) -> None:
+def say(screen: Console, lines: Sequence[str]) -> None:
     """Print lines, long ones folded under their text rather than under their label."""
     from textwrap import wrap  # noqa: PLC0415 - only where something is printed
 

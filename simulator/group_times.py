@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.collectives import CollectiveModel
+from simulator.plan_columns import distinct
 from simulator.plan_table import Floats, PlanTable
 from topology.cluster import Cluster
 from topology.groups import GroupShape, group_shape
@@ -40,14 +41,14 @@ class GroupTimes:
     def _axis(self, axis: str) -> tuple[tuple[GroupShape, ...], NDArray[np.int64]]:
         if axis not in self._shapes:
             size, stride = self.extent(axis)
-            world = np.array([plan.gpus for plan in self.table.plans])
-            keys = np.stack([size, stride, world], axis=1).astype(np.int64)
-            unique, which = np.unique(keys, axis=0, return_inverse=True)
+            world = self.table["gpus"]
+            rows, which = distinct(size, stride, world)
             per_node = self.cluster.gpus_per_node
             shapes = tuple(
-                group_shape(size=int(n), stride=int(d), gpus_per_node=per_node, world=int(w)) for n, d, w in unique
+                group_shape(size=int(n), stride=int(d), gpus_per_node=per_node, world=int(w))
+                for n, d, w in zip(size[rows], stride[rows], world[rows], strict=True)
             )
-            self._shapes[axis] = (shapes, which.reshape(-1))
+            self._shapes[axis] = (shapes, which)
         return self._shapes[axis]
 
     def shape(self, axis: str, row: int = 0) -> GroupShape:

@@ -43,14 +43,12 @@ class PassCost:
     """
 
     compute_s: Floats
-    matmul_s: Floats
     weight_s: Floats  # weight gradients, which split backwards put off
     host_s: Floats
     hidden_s: Floats
     measured_s: Floats | float = 0.0  # of compute_s, what rests on the very operator measured
     fitted_s: Floats | float = 0.0  # and what on a curve through others
     communication_s: dict[str, Floats] = field(default_factory=dict)
-    operator_s: dict[str, Floats] = field(default_factory=dict)
 
     @property
     def exposed_s(self) -> Floats:
@@ -62,6 +60,16 @@ class PassCost:
 
     def expose(self, axis: str, seconds: Floats) -> None:
         self.communication_s[axis] = self.communication_s.get(axis, np.zeros_like(self.compute_s)) + seconds
+
+    def take(self, which: NDArray[np.intp]) -> PassCost:
+        """Return the rows that `which` selects."""
+        return PassCost(
+            compute_s=self.compute_s[which],
+            weight_s=self.weight_s[which],
+            host_s=self.host_s[which],
+            hidden_s=self.hidden_s[which],
+            communication_s={axis: seconds[which] for axis, seconds in self.communication_s.items()},
+        )
 
 
 @dataclass(slots=True)
@@ -76,6 +84,16 @@ class BlockCost:
     recompute: dict[str, PassCost]
     saved_bytes: dict[str, Floats]
     everything_bytes: Floats  # what it would save without recomputation
+
+    def take(self, which: NDArray[np.intp]) -> BlockCost:
+        """Return the rows that `which` selects."""
+        return BlockCost(
+            forward=self.forward.take(which),
+            backward=self.backward.take(which),
+            recompute={mode: cost.take(which) for mode, cost in self.recompute.items()},
+            saved_bytes={mode: nbytes[which] for mode, nbytes in self.saved_bytes.items()},
+            everything_bytes=self.everything_bytes[which],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +118,10 @@ class CostContext:
         return FIXED_DTYPE_BYTES[name]
 
 
-def block_cost(operators: Sequence[OperatorSpec], context: CostContext, *, wrapped: bool = True) -> BlockCost:
-    """Return the cost of a block. `wrapped` says whether recomputation applies to it (layers only)."""
+def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recompute: Sequence[str] = ()) -> BlockCost:
+    """Return the cost of a block, and of running it again under each of the modes `recompute` (layers only)."""
     forward, backward = PassWriter(context), PassWriter(context)
-    modes = {name: context.spec.recompute[name] for name in context.table.recompute_modes} if wrapped else {}
+    modes = {name: context.spec.recompute[name] for name in recompute}
     again = {name: PassWriter(context) for name, mode in modes.items() if mode.recomputes}
     for operator in operators:
         active = active_rows(operator, context.table)
@@ -124,7 +142,7 @@ def block_cost(operators: Sequence[OperatorSpec], context: CostContext, *, wrapp
             name: mode.layers * saved_bytes(operators, mode, context) + (1 - mode.layers) * everything
             for name, mode in modes.items()
         }
-        | ({} if wrapped else {"none": everything}),
+        | ({} if modes else {"none": everything}),
         everything_bytes=everything,
     )
 
@@ -169,7 +187,6 @@ class PassWriter:
         self.context = context
         self.cost = PassCost(
             compute_s=np.zeros(rows),
-            matmul_s=np.zeros(rows),
             weight_s=np.zeros(rows),
             host_s=np.zeros(rows),
             hidden_s=np.zeros(rows),
@@ -205,9 +222,6 @@ class PassWriter:
         cost.compute_s = cost.compute_s + seconds
         cost.measured_s = cost.measured_s + np.where(source == MEASURED, seconds, 0.0)
         cost.fitted_s = cost.fitted_s + np.where(source == FITTED, seconds, 0.0)
-        cost.operator_s[operator.name] = cost.operator_s.get(operator.name, np.zeros_like(active)) + seconds
-        if work.kind is WorkKind.MATMUL:
-            cost.matmul_s = cost.matmul_s + seconds
         if work.name.endswith(WEIGHT_GRADIENT):
             cost.weight_s = cost.weight_s + seconds
         launch = host.backward_launch_s if work.backward else host.launch_s

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from simulator.layer_cost import BlockCost, CostContext
 from simulator.model import Model
 from simulator.operators import OperatorSpec, parse_matmul, tensor_bytes
-from simulator.plan import Plan
 from simulator.plan_table import Floats
 from simulator.runtime_library import ModelOperators, head_moments, holds_placeholders, keeps_outputs
-from simulator.stages import StageLayout, head_in_flight, in_flight, last_rank
+from simulator.stages import COUNTED_OUT, StageLayout, head_in_flight, in_flight
 
 # Bytes beside the allocator's: CUDA context, kernels and NCCL buffers of a few communicators. Source: assumed; a bare
 # torch process with NCCL shows 1 to 2 GiB in nvidia-smi on Hopper.
@@ -54,13 +53,14 @@ class Parameters:
     embedding: Floats
     head: Floats
 
-    def of_stage(self, dense: Floats, moe: Floats, first: Floats, last: Floats) -> tuple[Floats, Floats]:
-        """Return (everything but routed experts, routed experts) of pipeline ranks, shape (plans, ranks)."""
+    def of_stage(self, layout: StageLayout) -> tuple[Floats, Floats]:
+        """Return (everything but routed experts, routed experts) of pipeline ranks, shape (plans, columns)."""
+        dense, moe = layout.layers
         shared = (
             dense * self.dense_layer[:, None]
             + moe * self.moe_layer[:, None]
-            + first * self.embedding[:, None]
-            + last * self.head[:, None]
+            + layout.first * self.embedding[:, None]
+            + layout.last * self.head[:, None]
         )
         return shared, moe * self.experts[:, None]
 
@@ -90,15 +90,15 @@ def memory_columns(
     layout: StageLayout,
     blocks: dict[str, BlockCost],
     parameters: Parameters,
+    *,
+    at_least: bool = False,
 ) -> MemoryColumns:
-    """Return peak memory of every pipeline rank under every plan."""
+    """Return peak memory of every pipeline rank under every plan; with `at_least` a lower bound where schedules would
+    have to be counted out.
+    """
     table, spec = context.table, operators.spec
-    exists = layout.exists
-    dense, moe = np.where(exists, layout.dense, 0), np.where(exists, layout.moe, 0)
-    ranks = np.arange(exists.shape[1])[None, :]
-    first = (ranks == 0) & exists
-    last = (ranks == last_rank(table)[:, None]) & exists
-    shared, experts = parameters.of_stage(dense, moe, first, last)
+    exists, first, last = layout.exists, layout.first, layout.last
+    shared, experts = parameters.of_stage(layout)
 
     def sharded(kind: str) -> Floats:
         return shared / table.state_shard[kind][:, None] + experts / table.expert_shard[kind][:, None]
@@ -113,8 +113,9 @@ def memory_columns(
     # which are units of their own. Backward holds their unsharded gradients until they are reduced.
     per_layer = np.maximum(parameters.dense_layer, (parameters.moe_layer + parameters.experts) * (model.moe_layers > 0))
     ends = np.maximum(first * parameters.embedding[:, None], last * parameters.head[:, None])
-    keep_gathered = np.array([keeps_gathered(plan) for plan in table.plans])
-    window = np.where(keep_gathered[:, None], shared + experts, (1.0 + spec.fsdp.prefetch) * per_layer[:, None] + ends)
+    window = np.where(
+        table.keeps_gathered[:, None], shared + experts, (1.0 + spec.fsdp.prefetch) * per_layer[:, None] + ends
+    )
     gathered = np.where(fully_sharded, window * context.dtype_bytes("compute"), 0.0)
     # Autocast keeps a 16-bit copy of every weight from its first use to the end of backward.
     cast = table.conditions["autocast"] & (param_bytes > context.dtype_bytes("compute"))
@@ -125,21 +126,24 @@ def memory_columns(
     # A data-parallel reduction through buckets may hold them beside the gradients.
     copied = spec.ddp.bucket_copy & (table["dp_replicate"] > 1)
     buckets = np.where(copied[:, None], (shared + experts) * gradient_bytes, 0.0)
-    buckets = buckets + _placeholders(operators, context, dense, moe)
+    buckets = buckets + _placeholders(operators, context, *layout.layers)
     # Micro batches of a pipeline add up whole gradients, in the type they are reduced in, until the last one.
     adding = (table["pp"] > 1)[:, None] * (shared + experts) * context.dtype_bytes("reduce")
     reduction = np.where(fully_sharded, unsharded_gradients + adding, buckets)
     passing = np.where(fully_sharded, unsharded_gradients, 0.0)
 
-    flying = in_flight(table)
+    flying = in_flight(table, layout.rank, at_least=at_least)
     saved = first * blocks["embedding"].saved_bytes["none"][:, None]
     for mode, (in_dense, in_moe) in layout.by_mode.items():
         saved = saved + in_dense * blocks["dense"].saved_bytes[mode][:, None]
         if "moe" in blocks:
             saved = saved + in_moe * blocks["moe"].saved_bytes[mode][:, None]
     head_saved = blocks["head"].saved_bytes["none"]
-    activations = saved * flying + last * (head_saved * head_in_flight(table))[:, None]
-    activations = activations + between_stages_bytes(context, first, last, flying)
+    activations = saved * flying + last * (head_saved * head_in_flight(table, at_least=at_least))[:, None]
+    # Micro batches in flight hold what a stage received: most of them is least beside.
+    most = np.isin(table.schedule, COUNTED_OUT)[:, None] & at_least
+    received = np.where(most, np.maximum(table.micro_batches[:, None], flying), flying)
+    activations = activations + between_stages_bytes(context, first, last, received)
     # A recomputed block's intermediates live again, one block at a time.
     widest = np.max([blocks[name].everything_bytes for name in ("dense", "moe") if name in blocks], axis=0)
     wrapped = sum((a + b for mode, (a, b) in layout.by_mode.items() if mode != "none"), np.zeros_like(shared))
@@ -197,7 +201,9 @@ def head_peak_bytes(context: CostContext) -> Floats:
     return peak
 
 
-def between_stages_bytes(context: CostContext, first: Floats, last: Floats, flying: Floats) -> Floats:
+def between_stages_bytes(
+    context: CostContext, first: NDArray[np.bool_], last: NDArray[np.bool_], flying: Floats
+) -> Floats:
     """Return the bytes of what pipeline stages exchange and keep, besides the inputs that backward needs anyway.
 
     `first` and `last` mark ranks with an end of the network, `flying` counts micro batches in flight on a rank; all are
@@ -206,11 +212,11 @@ def between_stages_bytes(context: CostContext, first: Floats, last: Floats, flyi
     table, spec = context.table, context.spec.pipeline
     m, v = table.micro_batches[:, None], np.maximum(table["virtual_stages"], 1.0)[:, None]
     message, logits = (tensor_bytes(x, context.sizes, context.dtype_bytes)[:, None] for x in ("u h", "t v"))
-    total = np.zeros_like(flying)
+    total = np.zeros(np.shape(flying))
     if spec.receive_buffers:
-        total = total + message * (np.maximum((v - first) * m - flying * v, 0.0) + (v - last) * m)
+        total = total + message * (np.maximum((v - 1.0 * first) * m - flying * v, 0.0) + (v - 1.0 * last) * m)
     if keeps_outputs(context.runtime):
-        total = total + m * ((v - last) * message + last * logits)
+        total = total + m * ((v - 1.0 * last) * message + last * logits)
     return np.where((table["pp"] > 1)[:, None], total, 0.0)
 
 
@@ -243,8 +249,3 @@ def _placeholders(
         if held.any():
             total = np.where(held, placeholder_bytes(kind, context)[:, None], total)
     return total
-
-
-def keeps_gathered(plan: Plan) -> bool:
-    """Whether a plan leaves parameters gathered between forward and backward: the default under pipelining."""
-    return plan.pp > 1 if plan.reshard_after_forward is None else not plan.reshard_after_forward

@@ -7,13 +7,15 @@ well beyond any cluster.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from simulator.model import Model
 from simulator.plan import Plan
+from simulator.plan_columns import PlanColumns, plan_columns
 from simulator.tp_overlap import MODES
 from simulator.workload import Workload
 from topology.errors import BadPlan
@@ -23,13 +25,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PlanTable:
-    """Columns of length `len(plans)`: degrees, micro batches, and what each kind of state is sharded over.
+    """Columns of one length: degrees, micro batches, and what each kind of state is sharded over.
 
-    `state_shard[k]` is the number of ranks that share one copy of k in (`parameters`, `gradients`, `optimizer`) for
-    everything but routed experts; `expert_shard[k]` likewise for routed experts, which expert parallelism has already
-    divided by `ep`. `conditions` are what operators of a runtime description may ask of a plan: `sp`, `autocast`
-    (16-bit compute by autocast rather than by a sharded copy: data parallel or a single GPU, nothing else) and the
-    three methods of context parallelism.
+    `plans` are the same rows as objects where there are any, for what columns do not carry: layers and recomputation
+    listed stage by stage. `state_shard[k]` is the number of ranks that share one copy of k in (`parameters`,
+    `gradients`, `optimizer`) for everything but routed experts; `expert_shard[k]` likewise for routed experts, which
+    expert parallelism has already divided by `ep`. `conditions` are what operators of a runtime description may ask of
+    a plan: `sp`, `autocast` (16-bit compute by autocast rather than by a sharded copy: data parallel or a single GPU,
+    nothing else) and the three methods of context parallelism. `keeps_gathered`: parameters stay gathered between
+    forward and backward.
     """
 
     plans: tuple[Plan, ...]
@@ -42,9 +46,11 @@ class PlanTable:
     state_shard: dict[str, Floats]
     expert_shard: dict[str, Floats]
     conditions: dict[str, NDArray[np.bool_]]
+    capacity_factor: Floats
+    keeps_gathered: NDArray[np.bool_]
 
     def __len__(self) -> int:
-        return len(self.plans)
+        return len(self.sequence_parallel)
 
     @property
     def recompute_modes(self) -> tuple[str, ...]:
@@ -54,6 +60,16 @@ class PlanTable:
 
     def __getitem__(self, name: str) -> Floats:
         return self.columns[name]
+
+    def take(self, which: Any) -> PlanTable:
+        """Return the rows that `which` (a mask, indices or a slice) selects."""
+        taken: dict[str, Any] = {
+            f.name: {k: v[which] for k, v in value.items()} if isinstance(value, dict) else value[which]
+            for f in fields(self)
+            if f.name != "plans" and (value := getattr(self, f.name)) is not None
+        }
+        rows = np.arange(len(self))[which]
+        return PlanTable(plans=tuple(self.plans[row] for row in rows) if self.plans else (), **taken)
 
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "micro_batch_size")
@@ -70,47 +86,57 @@ def plan_table(plans: Sequence[Plan], workload: Workload, *, cp_method: str = "a
 
     `cp_method` is the runtime's own. Raises BadPlan for a method or an overlap mode that does not exist.
     """
-    for plan in plans:
-        if (plan.cp_method or cp_method) not in CP_METHODS:
-            raise BadPlan(
-                f"context-parallel method {plan.cp_method!r} is unknown", why=f"known: {', '.join(CP_METHODS)}"
-            )
-        if plan.tp_overlap not in MODES:
-            raise BadPlan(f"tp_overlap {plan.tp_overlap!r} is unknown", why=f"known: {', '.join(MODES)}")
-    columns = {name: np.array([getattr(p, name) for p in plans], dtype=np.float64) for name in DEGREES}
+    return table_of_columns(plan_columns(plans), workload, cp_method=cp_method, plans=plans)
+
+
+def table_of_columns(
+    given: PlanColumns, workload: Workload, *, cp_method: str = "all_gather", plans: Sequence[Plan] = ()
+) -> PlanTable:
+    """Return `plan_table` of plans that are columns already. Raises BadPlan likewise."""
+    method = np.where(given.cp_method == "", cp_method, given.cp_method)
+    for name in np.unique(method):
+        if name not in CP_METHODS:
+            raise BadPlan(f"context-parallel method {str(name)!r} is unknown", why=f"known: {', '.join(CP_METHODS)}")
+    for name in np.unique(given.tp_overlap):
+        if name not in MODES:
+            raise BadPlan(f"tp_overlap {str(name)!r} is unknown", why=f"known: {', '.join(MODES)}")
+    columns = {name: np.asarray(getattr(given, name), dtype=np.float64) for name in DEGREES}
     dp = columns["dp_replicate"] * columns["dp_shard"]
-    zero = np.array([-1 if p.zero_stage is None else p.zero_stage for p in plans])
+    zero = given.zero_stage
     # Where the runtime speaks of ZeRO, the data-parallel ranks it shards over are whichever degree was given.
     spoken = np.where(columns["dp_shard"] > 1, columns["dp_shard"], columns["dp_replicate"])
     group = np.where(zero < 0, columns["dp_shard"], spoken) * columns["cp"]
     stage = np.where(zero < 0, 3, zero)
     columns["dp"] = dp
     columns["sharded_over"] = group
+    columns["gpus"] = dp * columns["cp"] * columns["tp"] * columns["pp"]
     # Experts live on ep ranks taken from (dp_shard x cp x tp); what is left of that product shards each expert.
     # Without sequence parallelism tensor-parallel ranks split each expert, and hold no others between them.
-    apart = np.where([p.sequence_parallel for p in plans], columns["tp"], 1.0)
+    apart = np.where(given.sequence_parallel, columns["tp"], 1.0)
     expert_ranks = np.where(zero < 0, columns["dp_shard"], dp) * columns["cp"] * apart
     expert_group = np.maximum(expert_ranks / columns["ep"], 1.0)
     state_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], group, 1.0) for k in STATES}
     expert_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], expert_group, 1.0) for k in STATES}
-    sequence_parallel = np.array([p.sequence_parallel for p in plans], dtype=bool)
     unsharded = (zero == 0) | ((zero < 0) & (group <= 1))
-    autocast = unsharded & (columns["tp"] == 1) & (columns["pp"] == 1)
+    piped = columns["pp"] > 1
     return PlanTable(
         plans=tuple(plans),
         columns=columns,
-        sequence_parallel=sequence_parallel,
-        recompute=np.array([p.recompute for p in plans]),
-        schedule=np.array([p.schedule or ("1F1B" if p.pp > 1 else "") for p in plans]),
-        tp_overlap=np.array([p.tp_overlap for p in plans]),
+        sequence_parallel=given.sequence_parallel,
+        recompute=given.recompute,
+        schedule=np.where((given.schedule == "") & piped, "1F1B", given.schedule),
+        tp_overlap=given.tp_overlap,
         micro_batches=workload.global_batch_size / (dp * columns["micro_batch_size"]),
         state_shard=state_shard,
         expert_shard=expert_shard,
         conditions={
-            "sp": sequence_parallel,
-            "autocast": autocast,
-            **{f"cp_{m}": np.array([(p.cp_method or cp_method) == m for p in plans], dtype=bool) for m in CP_METHODS},
+            "sp": given.sequence_parallel,
+            "autocast": unsharded & (columns["tp"] == 1) & ~piped,
+            **{f"cp_{m}": method == m for m in CP_METHODS},
         },
+        capacity_factor=given.capacity_factor,
+        # The default under pipelining is to keep them.
+        keeps_gathered=np.where(given.reshard < 0, piped, given.reshard == 0),
     )
 
 
@@ -171,7 +197,7 @@ def axis_sizes(model: Model, workload: Workload, table: PlanTable) -> dict[str, 
         # tensor-parallel ranks hold the same tokens and split each expert instead.
         expert_tp = np.where(table.sequence_parallel, 1.0, tp)
         # The busiest expert rank decides: its share of the rows, or what its capacity lets through.
-        capacity = np.array([p.capacity_factor or 0.0 for p in table.plans])
+        capacity = table.capacity_factor
         load = np.where(capacity > 0, capacity, np.where(ep > 1, workload.expert_imbalance, 1.0))
         routed = u * moe.experts_per_token * load
         local = moe.experts / ep

@@ -35,14 +35,16 @@ class StateSpec:
     """`master_weights`: a float32 copy beside 16-bit parameters. Gradient dtypes are `param`, `compute`, `reduce`.
 
     `placeholder_gradients`: where products add weight gradients up themselves, autograd is handed a tensor that nobody
-    fills, one for every distinct shape of weight, kept for good. `gradients_freed`: no gradient is there when a step
-    begins (`zero_grad(set_to_none=True)`), so the loss turns round before there are any.
+    fills, one for every distinct shape of weight, kept for good. `gradient_passes_bytes` are moved once a step for every
+    element of a rank's gradients before they are sharded. `gradients_freed`: no gradient is there when a step begins
+    (`zero_grad(set_to_none=True)`), so the loss turns round before there are any.
     """
 
     master_weights: bool
     gradient_dtype: str
     unsharded_gradient_dtype: str
     placeholder_gradients: bool = False
+    gradient_passes_bytes: float = 0.0
     gradients_freed: bool = False
 
 

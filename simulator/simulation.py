@@ -40,10 +40,18 @@ class Simulated:
 
 def choose_detail(model: Model, workload: Workload, plan: Plan) -> Detail:
     """Return the finest detail whose program stays short: layer by layer, or whole stages."""
-    passes = 2 * plan.micro_batches(workload.global_batch_size)
-    transfers = 1 + 2 * (plan.tp > 1) + (plan.cp > 1) + (plan.ep > 1)
-    fine = passes * (model.layers * PER_LAYER * transfers / 2 + plan.pp * plan.virtual_stages * PER_STAGE)
+    fine = program_length(model, workload, plan, Detail.LAYER)
     return Detail.LAYER if fine <= FINE_INSTRUCTIONS else Detail.STAGE
+
+
+def program_length(model: Model, workload: Workload, plan: Plan, detail: Detail) -> float:
+    """Return roughly how many instructions a plan's program has in `detail`, layer or stage: what simulating it costs."""
+    passes = 2 * plan.micro_batches(workload.global_batch_size)
+    stages = plan.pp * plan.virtual_stages * PER_STAGE
+    if detail is Detail.STAGE:
+        return passes * stages
+    transfers = 1 + 2 * (plan.tp > 1) + (plan.cp > 1) + (plan.ep > 1)
+    return passes * (model.layers * PER_LAYER * transfers / 2 + stages)
 
 
 def simulate_plan(

@@ -7,6 +7,7 @@ Bubbles are the schedules' closed forms: GPipe (arXiv 1811.06965), 1F1B and inte
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from simulator.model import Model
 from simulator.pipeline import peak_activations
 from simulator.plan import Plan
+from simulator.plan_columns import distinct
 from simulator.plan_table import Floats, PlanTable
 from simulator.runtime_library import PipelineSpec
 from simulator.schedule_tables import build_schedule
@@ -24,18 +26,30 @@ from topology.errors import BadPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLayout:
-    """Layers held by each pipeline rank, shape (plans, ranks); ranks a plan does not have hold -1.
+    """Layers held by pipeline ranks, shape (plans, columns); columns that a plan does not have hold -1.
 
-    `by_mode[mode]` counts the (dense, MoE) layers that run under each recompute mode, zero where there are none.
+    Column c of a plan is its pipeline rank `rank[c]` and stands for `alike[c]` ranks. A whole layout has a column for
+    every rank; a merged one a column for each kind of rank, the first of its kind, which is all that sums and maxima
+    over ranks need. `by_mode[mode]` counts the (dense, MoE) layers that run under each recompute mode, zero where there
+    are none.
     """
 
     dense: NDArray[np.int64]
     moe: NDArray[np.int64]
+    rank: NDArray[np.int64]
+    alike: NDArray[np.int64]
+    first: NDArray[np.bool_]  # holds the embedding
+    last: NDArray[np.bool_]  # holds the head
     by_mode: dict[str, tuple[Floats, Floats]] = field(default_factory=dict)
 
     @property
     def exists(self) -> NDArray[np.bool_]:
         return self.dense >= 0
+
+    @property
+    def layers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(dense, MoE) layers, zero where a column does not exist."""
+        return np.maximum(self.dense, 0), np.maximum(self.moe, 0)
 
 
 def stage_layers(model_layers: int, plan: Plan, spec: PipelineSpec) -> tuple[int, ...]:
@@ -59,38 +73,79 @@ def stage_layers(model_layers: int, plan: Plan, spec: PipelineSpec) -> tuple[int
 
 def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
     """Return the pipeline rank that holds a stage: round robin, or a V for the schedules that fold back."""
-    if schedule in {"ZBVZeroBubble", "DualPipeV"}:
+    if schedule in FOLDED:
         return stage if stage < pp else 2 * pp - 1 - stage
     return stage % pp
 
 
-def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec) -> StageLayout:
-    """Return how many dense and MoE layers every pipeline rank holds under every plan."""
-    ranks = int(table["pp"].max())
-    dense = np.full((len(table), ranks), -1, dtype=np.int64)
-    moe = np.full((len(table), ranks), -1, dtype=np.int64)
+def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: bool = False) -> StageLayout:
+    """Return how many dense and MoE layers pipeline ranks hold under every plan.
+
+    `merged`: a column for each kind of rank instead of each rank. Schedules of which every rank holds another number of
+    micro batches are told apart by `rank` all the same: merged, they stand by the first.
+    """
     leading = model.moe.dense_layers if model.moe else model.layers
-    known: dict[tuple[object, ...], tuple[list[int], list[int]]] = {}
-    modes = {mode: (np.zeros(dense.shape), np.zeros(dense.shape)) for mode in table.recompute_modes}
+    folded = np.isin(table.schedule, FOLDED)
+    own = np.arange(len(table)) if any(p.layers_per_stage for p in table.plans) else np.zeros(len(table))
+    rows, which = distinct(table["pp"], table["virtual_stages"], folded, own)
+    kinds = [
+        _held_layers(
+            model.layers,
+            leading,
+            table.plans[row]
+            if table.plans
+            else Plan(pp=int(table["pp"][row]), virtual_stages=int(table["virtual_stages"][row])),
+            spec,
+            folded=bool(folded[row]),
+        )
+        for row in rows
+    ]
+    kinds = [_merged(kind) if merged else kind for kind in kinds]
+    width = max(kind.shape[1] for kind in kinds)
+    padded = [np.pad(kind, ((0, 0), (0, width - kind.shape[1])), constant_values=-1) for kind in kinds]
+    dense, moe, rank, alike, first, last = np.moveaxis(np.stack(padded)[which], 1, 0)
+    modes = table.recompute_modes
+    whole = np.where(dense >= 0, dense, 0).astype(np.float64), np.where(moe >= 0, moe, 0).astype(np.float64)
+    by_mode = {
+        mode: (whole[0] * (table.recompute == mode)[:, None], whole[1] * (table.recompute == mode)[:, None])
+        for mode in modes
+    }
     for row, plan in enumerate(table.plans):
-        schedule = str(table.schedule[row])
-        key = (plan.pp, plan.virtual_stages, plan.layers_per_stage, schedule in {"ZBVZeroBubble", "DualPipeV"})
-        if key not in known:
-            held_dense, held_moe, start = [0] * plan.pp, [0] * plan.pp, 0
-            for stage, count in enumerate(stage_layers(model.layers, plan, spec)):
-                rank = rank_of_stage(stage, plan.pp, schedule)
-                first = max(0, min(leading, start + count) - start)
-                held_dense[rank] += first
-                held_moe[rank] += count - first
-                start += count
-            known[key] = (held_dense, held_moe)
-        dense[row, : plan.pp], moe[row, : plan.pp] = known[key]
         if plan.recompute_per_stage:
-            _count_modes(model, plan, spec, schedule, leading, {k: (v[0][row], v[1][row]) for k, v in modes.items()})
-        else:
-            mine = modes[str(table.recompute[row])]
-            mine[0][row, : plan.pp], mine[1][row, : plan.pp] = known[key]
-    return StageLayout(dense=dense, moe=moe, by_mode=modes)
+            for counts in by_mode.values():
+                counts[0][row], counts[1][row] = 0.0, 0.0
+            counted = {mode: (counts[0][row], counts[1][row]) for mode, counts in by_mode.items()}
+            _count_modes(model, plan, spec, str(table.schedule[row]), leading, counted)
+    return StageLayout(
+        dense=dense, moe=moe, rank=rank, alike=np.maximum(alike, 0), first=first > 0, last=last > 0, by_mode=by_mode
+    )
+
+
+FOLDED = ("ZBVZeroBubble", "DualPipeV")
+
+
+def _held_layers(layers: int, leading: int, plan: Plan, spec: PipelineSpec, *, folded: bool) -> NDArray[np.int64]:
+    """Return rows (dense, MoE, rank, alike, first, last) with a column for every pipeline rank of a plan."""
+    held = np.zeros((6, plan.pp), dtype=np.int64)
+    start = 0
+    for stage, count in enumerate(stage_layers(layers, plan, spec)):
+        rank = rank_of_stage(stage, plan.pp, FOLDED[0] if folded else "")
+        dense = max(0, min(leading, start + count) - start)
+        held[0, rank] += dense
+        held[1, rank] += count - dense
+        start += count
+    held[2], held[3] = np.arange(plan.pp), 1
+    held[4, 0], held[5, 0 if folded else plan.pp - 1] = 1, 1
+    return held
+
+
+def _merged(held: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return one column for all ranks that hold the same: the first of them, and how many there are."""
+    _, first, count = np.unique(held[[0, 1, 4, 5]], axis=1, return_index=True, return_counts=True)
+    order = np.argsort(first)
+    result = held[:, first[order]].copy()
+    result[3] = count[order]
+    return result
 
 
 def _count_modes(
@@ -110,12 +165,6 @@ def _count_modes(
         dense[rank] += first
         moe[rank] += count - first
         start += count
-
-
-def last_rank(table: PlanTable) -> NDArray[np.int64]:
-    """Return the pipeline rank that holds the head: the first one where the schedule folds back."""
-    folded = np.isin(table.schedule, ["ZBVZeroBubble", "DualPipeV"])
-    return np.where(folded, 0, table["pp"] - 1).astype(np.int64)
 
 
 def bubble_s(table: PlanTable, forward: Floats, input_gradient: Floats, weight_gradient: Floats) -> Floats:
@@ -146,50 +195,58 @@ def bubble_s(table: PlanTable, forward: Floats, input_gradient: Floats, weight_g
     return np.where(p > 1, result, 0.0)
 
 
-def in_flight(table: PlanTable) -> Floats:
-    """Return micro batches whose activations a pipeline rank holds at once, shape (plans, ranks).
+def in_flight(table: PlanTable, rank: NDArray[np.int64] | None = None, *, at_least: bool = False) -> Floats:
+    """Return micro batches whose activations a pipeline rank holds at once, shape (plans, columns of `rank`).
 
-    In units of one micro batch through all of the rank's layers. 1F1B: p - i on rank i; GPipe: all; interleaved:
-    (p v + p - 2 i - 1) / v model chunks (arXiv 2104.04473, section 2.2; 2205.05198, section 4.2.3: 1 + (p-1)/(p v)
-    of the model on the first rank).
+    `rank` are pipeline ranks, -1 for none; every rank by default. In units of one micro batch through all of the rank's
+    layers. 1F1B: p - i on rank i; GPipe: all; interleaved: (p v + p - 2 i - 1) / v model chunks (arXiv 2104.04473,
+    section 2.2; 2205.05198, section 4.2.3: 1 + (p-1)/(p v) of the model on the first rank). Schedules without such a
+    form are counted out on their tables; `at_least` takes a lower bound of those instead, at once.
     """
-    ranks = np.arange(int(table["pp"].max()), dtype=np.float64)[None, :]
+    if rank is None:
+        rank = np.broadcast_to(np.arange(int(table["pp"].max())), (len(table), int(table["pp"].max())))
     p, m, v = table["pp"][:, None], table.micro_batches[:, None], np.maximum(table["virtual_stages"], 1.0)[:, None]
+    ranks = np.maximum(rank, 0).astype(np.float64)
     held = np.minimum(p - ranks, m)
     for name in np.unique(table.schedule):
         mask = (table.schedule == name)[:, None]
         match str(name):
             case "GPipe" | "LoopedBFS":
                 value = m + 0 * ranks
-            case "Interleaved1F1B" | "InterleavedZeroBubble":
+            case "Interleaved1F1B":
                 value = np.minimum(p + (p - 2 * ranks - 1) / v, m)
+            case "ZBVZeroBubble" | "DualPipeV":
+                value = (np.minimum(p, m) + 1) / 2 + 0 * ranks
+            case "InterleavedZeroBubble":
+                value = np.minimum(p, m) + 0 * ranks
             case _:
                 value = held
         held = np.where(mask, value, held)
-    return _replayed(table, np.maximum(held, 1.0), of_last_stage=False)
+    held = np.maximum(held, 1.0)
+    if at_least:
+        return held
+    for row, of_ranks, _ in _counted_out(table):
+        held[row] = np.array(of_ranks)[np.clip(rank[row], 0, len(of_ranks) - 1)]
+    return held
 
 
-def head_in_flight(table: PlanTable) -> Floats:
+def head_in_flight(table: PlanTable, *, at_least: bool = False) -> Floats:
     """Return micro batches whose saved logits the rank with the head holds at once, per plan: one, unless weight
     gradients are put off, or all forwards go first.
     """
-    one = np.ones((len(table), 1))
-    first = np.isin(table.schedule, ["GPipe", "LoopedBFS"])[:, None]
-    return _replayed(table, np.where(first, table.micro_batches[:, None], one), of_last_stage=True)[:, 0]
+    held = np.where(np.isin(table.schedule, ["GPipe", "LoopedBFS"]), table.micro_batches, 1.0)
+    if not at_least:
+        for row, _, last in _counted_out(table):
+            held[row] = last
+    return held
 
 
-def _replayed(table: PlanTable, otherwise: Floats, *, of_last_stage: bool) -> Floats:
-    """Return `otherwise`, except for schedules that put weight gradients off or turn back: those are counted out."""
-    result = otherwise.copy()
+def _counted_out(table: PlanTable) -> Iterator[tuple[int, tuple[float, ...], float]]:
+    """Yield (row, in flight on each rank, on the last stage) of plans whose schedules put weight gradients off."""
     for row in np.nonzero(np.isin(table.schedule, COUNTED_OUT))[0]:
         p, m, v = int(table["pp"][row]), int(table.micro_batches[row]), int(table["virtual_stages"][row])
         if p > 1 and m >= 1:
-            held, last = _held(str(table.schedule[row]), p, m, v)
-            if of_last_stage:
-                result[row] = last
-            else:
-                result[row, :p] = held
-    return result
+            yield int(row), *_held(str(table.schedule[row]), p, m, v)
 
 
 COUNTED_OUT = ("ZBH1", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

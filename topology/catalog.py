@@ -49,8 +49,8 @@ def cluster(name: str, gpus: int | None = None) -> Cluster:
         near = difflib.get_close_matches(wanted, [*_index(), *CAPTURED], n=4, cutoff=0.4)
         raise BadCluster(
             f"unknown cluster {name!r}",
-            why="it is neither in the catalogue nor a file",
-            remedy=f"use one of: {', '.join(near or catalog_names())}",
+            why="it is neither in the catalogue nor a file" + (f"; nearest: {', '.join(near)}" if near else ""),
+            remedy=f"use one of: {', '.join(catalog_names())}",
         )
     if gpus is None:
         return build(platform)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import streamlit as st
 
-from topology.errors import PlannerError
-from ui import data, panels, state
+from topology.errors import BadCluster, PlannerError
+from ui import data, panels, state, uploads
 
 # Streamlit leaves 6 rem at the top and 5 at the sides: a fifth of a small screen.
 STYLE = """<style>
@@ -32,7 +32,7 @@ PAGES = (
 
 st.set_page_config(
     page_title="meshwright",
-    page_icon=":material/hub:",
+    page_icon=str(Path(__file__).parent / "mark.svg"),  # an icon by name would be fetched from elsewhere
     layout="wide",
     initial_sidebar_state=290,
     menu_items={"about": "meshwright plans multi-GPU training. Everything runs on this machine; nothing is sent."},
@@ -53,5 +53,9 @@ try:
     page.run()
 except PlannerError as error:
     panels.failure(error)
+    if isinstance(error, BadCluster) and question.gpu is None and uploads.find(question.cluster):
+        st.info(
+            "Choose the **GPU model** in the sidebar: the uploaded file does not name it.", icon=":material/arrow_back:"
+        )
 with st.sidebar:
     st.caption("Numbers without a measurement rest on datasheets and published efficiencies, and say so.")

@@ -6,7 +6,7 @@ Cached values are frozen, so they are shared between sessions as they are (`cach
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from ui import jobs
-from ui.state import LISTED, Question, plan_name, results, source_of
+from topology.errors import PlannerError
+from ui import jobs, panels
+from ui.charts.look import GIB, seconds
+from ui.state import LISTED, Question, linked_choice, plan_name, results, source_of
 
 if TYPE_CHECKING:
     from planner.cases import Case
@@ -66,8 +68,11 @@ def health(_cluster: Cluster, key: str) -> Health:
     return diagnose(_cluster)
 
 
-def what_if(question: Question, flags: dict[str, Any], *, gpus: int) -> WhatIf:
-    """Return what `planner estimate` answers to the flags of a plan. Raises PlannerError."""
+def what_if(question: Question, flags: dict[str, Any], *, gpus: int, like: Plan | None = None) -> WhatIf:
+    """Return what `planner estimate` answers to the flags of a plan. Raises PlannerError.
+
+    Where the flags are those of the plan `like`, what no flag can say (recomputation stage by stage) is kept too.
+    """
     from planner.cases import case_from_flags  # noqa: PLC0415 - as above
     from planner.commands.estimate import answer  # noqa: PLC0415 - as above
 
@@ -79,10 +84,27 @@ def what_if(question: Question, flags: dict[str, Any], *, gpus: int) -> WhatIf:
         seq_len=question.seq_len,
         global_batch=question.global_batch,
         plan=flags,
-        runtime={"name": question.framework, "compile": question.compile or None, "param_dtype": None},
+        runtime={
+            "name": "pytorch" if question.framework == "any" else question.framework,
+            "compile": question.compile or None,
+            "param_dtype": None,
+        },
     )
+    if like is not None:
+        case = replace(case, plan=_with_unsaid(case.plan, like))
     problems, estimate = answer(case, None)
     return WhatIf(case=case, problems=problems, estimate=estimate)
+
+
+def _with_unsaid(plan: Plan, like: Plan) -> Plan:
+    """Return the plan with what no flag says taken from another one, as far as it still applies."""
+    if plan.cp == like.cp:
+        plan = replace(plan, cp_method=like.cp_method)
+    if plan.ep == like.ep:
+        plan = replace(plan, capacity_factor=like.capacity_factor)
+    if plan.layers_per_stage == like.layers_per_stage and plan.recompute == like.recompute:
+        plan = replace(plan, recompute_per_stage=like.recompute_per_stage)
+    return plan
 
 
 def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) -> list[dict[str, Any]]:
@@ -138,14 +160,57 @@ def search(question: Question) -> SearchResult:
             top=LISTED,
             all_variants=False,
             runtime={"compile": question.compile or None, "param_dtype": None},
-            max_tp=None,
+            bounds={},
             profile=None,
-            seed=0,
             progress=progress,
         )
 
-    result: SearchResult = jobs.ask("search", question.key, work, title="Searching all legal plans")
+    result: SearchResult = jobs.ask(
+        "search", question.key, work, title="Searching all legal plans", meanwhile=lambda: _last_plans(question)
+    )
     return result
+
+
+def known_plans(question: Question, result: SearchResult) -> list[tuple[str, Estimate]]:
+    """Return the plans of an earlier answer that are legal and fit in another question too, costed for it, best first."""
+    from ui.rows import changed_flags, degrees_of  # noqa: PLC0415 - as above
+
+    gpus = question.gpus or cluster(question.cluster, None, question.gpu).gpu_count
+    found = []
+    for ranked in result.plans:
+        flags = changed_flags(ranked.plan, degrees_of(ranked.plan), ranked.plan.recompute)
+        try:
+            again = what_if(question, flags, gpus=gpus, like=ranked.plan)
+        except PlannerError:
+            continue
+        if again.estimate is not None and again.estimate.memory.fits and again.case.plan.gpus == gpus:
+            found.append((plan_name(again.case.plan), again.estimate))
+    return sorted(found, key=lambda pair: pair[1].step_s.value)
+
+
+def _last_plans(question: Question) -> None:
+    """Show, while a search runs, what the plans of the last answer cost now: an answer within a second or two."""
+    last = results().get("answer")
+    found = known_plans(question, last[0]) if last else []
+    if not found:
+        return
+    panels.section(
+        "Meanwhile", "The plans of the last answer, costed for this question. The search may find better ones."
+    )
+    st.dataframe(
+        [
+            {
+                "plan": name,
+                "step": seconds(estimate.step_s.value),
+                "tokens/s/GPU": f"{estimate.tokens_per_s_per_gpu:,.0f}",
+                "MFU": f"{estimate.mfu:.1%}",
+                "GiB": f"{estimate.memory.reserved_bytes / GIB:.1f}",
+            }
+            for name, estimate in found
+        ],
+        hide_index=True,
+        width="stretch",
+    )
 
 
 def simulated(question: Question, result: SearchResult, ranked: RankedPlan) -> Simulated:
@@ -209,10 +274,8 @@ def frame(asked: Question) -> None:
     """Find the answer that a page is about to show, and let a menu choose one of its plans."""
     result = search(asked)
     names = [plan_name(ranked.plan) for ranked in result.plans]
-    name = st.selectbox(
-        "Plan", names, key="plan", bind="query-params", help="The best first; every page shows this one."
-    )
-    results()["answer"] = (result, chosen(result, str(name)))
+    name = linked_choice("Plan", names, names[0], "plan", "The best first; every page shows this one.")
+    results()["answer"] = (result, chosen(result, name))
 
 
 def answer() -> tuple[SearchResult, RankedPlan]:

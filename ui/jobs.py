@@ -68,8 +68,13 @@ class Job:
         return self._stop.is_set()
 
 
-def ask(kind: str, key: str, work: Callable[[Progress], Any], *, title: str) -> Any:
-    """Return the answer of `work`, or show its progress and end the page here. Raises what the work raises."""
+def ask(
+    kind: str, key: str, work: Callable[[Progress], Any], *, title: str, meanwhile: Callable[[], None] | None = None
+) -> Any:
+    """Return the answer of `work`, or show its progress and end the page here. Raises what the work raises.
+
+    `meanwhile` draws what is known already, below the progress.
+    """
     finished = _finished()
     if (kind, key) in finished:
         return finished[kind, key]
@@ -77,7 +82,7 @@ def ask(kind: str, key: str, work: Callable[[Progress], Any], *, title: str) -> 
     for other, job in kept.items():
         if other != key and not job.done.is_set():
             job.stop()  # the question has changed: nobody waits for it
-    if key in kept and kept[key].stopped and not st.session_state.get(f"_stopped_{kind}") == key:
+    if key in kept and kept[key].stopped and st.session_state.get(f"_stopped_{kind}") != key:
         del kept[key]
     if key not in kept:
         kept.clear()
@@ -87,6 +92,8 @@ def ask(kind: str, key: str, work: Callable[[Progress], Any], *, title: str) -> 
         _stopped(kind, key, kept, title)
     if not job.done.wait(st.session_state.get("_patience_s", PATIENCE_S)):
         _panel(kind, key, job, title)
+        if meanwhile is not None:
+            meanwhile()
         st.stop()
     if job.error is not None:
         raise job.error

@@ -38,6 +38,7 @@ def plan_rows(result: SearchResult) -> list[dict[str, Any]]:
             "gpus": arithmetic(ranked.plan),
             "policy": policy(ranked.plan),
             "step_s": ranked.estimate.step_s.value,
+            "simulated_s": ranked.simulated_s,
             "low_s": ranked.estimate.step_s.low,
             "high_s": ranked.estimate.step_s.high,
             "range": f"{digits(ranked.estimate.step_s.low)} to {digits(ranked.estimate.step_s.high)}",
@@ -92,6 +93,37 @@ def differing_rows(first: Plan, second: Plan) -> list[dict[str, str]]:
     ]
 
 
+DEGREES = ("tp", "pp", "cp", "ep", "micro_batch_size", "virtual_stages", "dp_replicate")
+
+
+def degrees_of(plan: Plan) -> dict[str, int]:
+    """Return the degrees that say which plan it is; the data-parallel one follows where there is a ZeRO stage."""
+    named = DEGREES if plan.zero_stage is None else DEGREES[:-1]
+    return {name: int(getattr(plan, name)) for name in named}
+
+
+def changed_flags(plan: Plan, degrees: Mapping[str, int], recompute: str) -> dict[str, Any]:
+    """Return a plan with other degrees as flags of `planner estimate`: unchanged ones give the same plan again.
+
+    What follows from a degree that changed (a schedule, a placement) is left to the framework's defaults.
+    """
+    flags: dict[str, Any] = {**degrees, "recompute": recompute, "tp_overlap": plan.tp_overlap}
+    same = all(getattr(plan, name) == value for name, value in degrees.items())
+    if degrees["tp"] > 1 and plan.tp > 1:
+        flags["sequence_parallel"] = plan.sequence_parallel
+    if degrees["pp"] == plan.pp and degrees["virtual_stages"] == plan.virtual_stages:
+        flags["schedule"] = plan.schedule
+    if plan.zero_stage is not None:
+        flags["zero_stage"] = plan.zero_stage
+    if plan.reshard_after_forward is not None:
+        flags["reshard_after_forward"] = plan.reshard_after_forward
+    if same and plan.placement:
+        flags["placement"] = list(plan.placement)
+    if same and plan.layers_per_stage:
+        flags["layers_per_stage"] = list(plan.layers_per_stage)
+    return flags
+
+
 def fall_rows(estimate: Estimate) -> list[dict[str, Any]]:
     """Return the waterfall of an estimate as rows of the chart, each in the palette's colour of its idea."""
     fall = waterfall(estimate)
@@ -121,7 +153,6 @@ def fall_rows(estimate: Estimate) -> list[dict[str, Any]]:
             "seconds": fall.step_s,
             "share": 1.0,
             "meaning": "predicted step time",
-            "colour": "#8B949E",
             "total": True,
         },
     ]
@@ -209,7 +240,7 @@ def workload_rows(model: Model, seq_len: int, batch: int) -> list[dict[str, str]
             "Attention's share",
             f"{model.attention_flops_per_token(seq_len) / model.forward_flops_per_token(seq_len):.0%}",
         ),
-        ("Parameters, gradients, Adam", f"{states / 2**30:,.0f} GiB at 16 bytes a parameter"),
+        ("States at 16 B a parameter", f"{states / 2**30:,.0f} GiB"),
     ]
     return [{"what": what, "value": value} for what, value in rows]
 

@@ -1,12 +1,13 @@
 """What is asked, as the sidebar and the URL hold it.
 
-Every widget of the question is bound to a query parameter, so that a link reproduces the page; a value that is the
+Every widget of the question is tied to a query parameter, so that a link reproduces the page; a value that is the
 default leaves the URL clean, and one that is not among the choices is ignored. Files are named by their content
 (`ui.uploads`), plans by their degrees: no path ever comes out of a URL.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
@@ -22,7 +23,7 @@ from topology.catalog import catalog_names
 from topology.gpus import gpu_kinds
 from ui import uploads
 
-OBJECTIVES = ("time", "throughput", "memory")
+OBJECTIVES = ("time", "memory", "pareto")
 LISTED = 10  # plans in an answer: enough for a scatter, few enough to read
 AS_WRITTEN = "as the file says"
 TOO_MANY = 1 << 17  # GPUs; the largest machines built have fewer
@@ -86,7 +87,9 @@ def sidebar() -> Question:
     with st.sidebar:
         st.caption("The question, on every page")
         clusters = [*catalog_names(), *uploads.choices("cluster")]
-        cluster = _choice("Cluster", clusters, default.cluster, "cluster", "A shipped machine, or a file you upload.")
+        cluster = linked_choice(
+            "Cluster", clusters, default.cluster, "cluster", "A shipped machine, or a file you upload."
+        )
         gpu = None
         if uploads.find(cluster):
             gpu = _choice(
@@ -96,6 +99,7 @@ def sidebar() -> Question:
                 "gpu",
                 "A topology matrix does not always say which GPUs it shows, and without their rates nothing is predicted.",
             )
+        linked("gpus", _whole)
         gpus = st.number_input(
             "GPUs",
             min_value=1,
@@ -104,11 +108,11 @@ def sidebar() -> Question:
             step=1,
             placeholder="the whole cluster",
             key="gpus",
-            bind="query-params",
             help="A shipped cluster takes as many nodes as this needs.",
         )
+        to_link("gpus", gpus, None)
         models = [*shipped_models(), *uploads.choices("model")]
-        model = _choice("Model", models, default.model, "model", "A shipped model, or a config.json you upload.")
+        model = linked_choice("Model", models, default.model, "model", "A shipped model, or a config.json you upload.")
         left, right = st.columns(2)
         seq_len = left.number_input(
             "Sequence",
@@ -139,7 +143,7 @@ def sidebar() -> Question:
             list(OBJECTIVES),
             default.objective,
             "objective",
-            "Least step time, most tokens/s per GPU, least memory.",
+            "Least step time, least memory, or all plans that no other beats in both.",
         )
         compiled = st.toggle("torch.compile", key="compile", bind="query-params")
     return Question(
@@ -159,6 +163,39 @@ def _choice(label: str, options: list[str], default: str, key: str, text: str) -
     position = options.index(default) if default in options else 0
     chosen = st.selectbox(label, options, index=position, key=key, bind="query-params", help=text)
     return str(chosen)
+
+
+def linked(key: str, read: Callable[[str], Any]) -> None:
+    """Give a widget its first value from the link, where `read` finds one in it."""
+    if key not in st.session_state and key in st.query_params:
+        value = read(st.query_params[key])
+        if value is not None:
+            st.session_state[key] = value
+
+
+def to_link(key: str, value: Any, default: Any) -> None:
+    """Write a widget's value into the link; a default leaves the link clean."""
+    text = None if value == default else str(value)
+    if st.query_params.get(key) != text:
+        if text is None:
+            del st.query_params[key]
+        else:
+            st.query_params[key] = text
+
+
+def linked_choice(label: str, options: list[str], default: str, key: str, text: str) -> str:
+    """Return a choice that callbacks may set too: an upload, a ticked row. Streamlit's own binding forbids that."""
+    linked(key, lambda word: word if word in options else None)
+    if st.session_state.get(key, default) not in options:
+        del st.session_state[key]
+    position = options.index(default) if default in options else 0
+    chosen = str(st.selectbox(label, options, index=position, key=key, help=text, persist_state="session"))
+    to_link(key, chosen, options[position])
+    return chosen
+
+
+def _whole(word: str) -> int | None:
+    return int(word) if word.isascii() and word.isdigit() and 0 < int(word[:9]) <= TOO_MANY else None
 
 
 def plan_name(plan: Plan) -> str:
@@ -181,6 +218,8 @@ def plan_name(plan: Plan) -> str:
     if plan.reshard_after_forward is not None and plan.dp_shard * plan.cp > 1:
         words.append("reshard" if plan.reshard_after_forward else "keep")
     words += [f"overlap-{plan.tp_overlap}"] if plan.tp_overlap != "none" else []
+    if plan.layers_per_stage or plan.recompute_per_stage or plan.capacity_factor is not None:
+        words.append(f"own-{codec.fingerprint(plan)[:4]}")  # layers or recomputation stage by stage: too long to spell
     return " ".join(words)
 
 

@@ -7,20 +7,21 @@ from __future__ import annotations
 import numpy as np
 
 from planner.frameworks import SCHEDULES
-from planner.legality import Columns, Grade, Question
-from planner.rules.rule import Level, Mask, Rule, divisors, near, rule
+from planner.legality import Grade, Question
+from planner.rules.rule import Level, Mask, Rule, divisors, near, one_of, rule
 from simulator.plan import Plan
+from simulator.plan_columns import PlanColumns
 
 
-def _is(c: Columns, names: list[str]) -> Mask:
-    return np.asarray(np.isin(c.schedule, names) & (c.pp > 1))
+def _is(c: PlanColumns, names: list[str]) -> Mask:
+    return np.asarray(one_of(c.schedule, names) & (c.pp > 1))
 
 
-def _multi(c: Columns) -> Mask:
+def _multi(c: PlanColumns) -> Mask:
     return _is(c, [s.name for s in SCHEDULES.values() if s.least_stages > 1])
 
 
-def _wrong_stage_count(c: Columns, _q: Question) -> Mask:
+def _wrong_stage_count(c: PlanColumns, _q: Question) -> Mask:
     wrong = np.zeros(len(c), dtype=np.bool_)
     for s in SCHEDULES.values():
         few = c.virtual_stages < s.least_stages
@@ -29,7 +30,7 @@ def _wrong_stage_count(c: Columns, _q: Question) -> Mask:
     return wrong
 
 
-def _rounds_broken(c: Columns, q: Question) -> Mask:
+def _rounds_broken(c: PlanColumns, q: Question) -> Mask:
     """In torch, interleaved schedules run in rounds of about pp micro batches, all of one size."""
     m = c.micro_batches(q.workload.global_batch_size)
     rounds = np.maximum(1, m // c.pp)
@@ -67,7 +68,6 @@ PIPELINE_RULES: list[Rule] = [
         lambda p, q: near(
             "pp",
             list(range(1, q.model.layers // p.virtual_stages + 1)),
-            p.pp,
             f"{_stage_text(p)} for {q.model.layers} layers: some would be empty",
         ),
         level=Level.BATCH,
@@ -84,7 +84,6 @@ PIPELINE_RULES: list[Rule] = [
         lambda p, q: near(
             "pp",
             [d for d in range(1, q.model.layers + 1) if q.model.layers % (d * p.virtual_stages) == 0],
-            p.pp,
             f"{q.model.layers} layers % ({_stage_text(p)}) = {q.model.layers % (p.pp * p.virtual_stages)}: Megatron-LM "
             "needs equal stages, or layers_per_stage spelt out (--pipeline-model-parallel-layout)",
         ),
@@ -122,7 +121,6 @@ PIPELINE_RULES: list[Rule] = [
         lambda p, q: near(
             "pp",
             [d for d in range(1, q.model.layers + 1) if q.model.layers % (d * p.virtual_stages) == 0],
-            p.pp,
             f"{q.model.layers} layers % ({_stage_text(p)}) = {q.model.layers % (p.pp * p.virtual_stages)}: the longest "
             "stage sets the pace",
         ),
@@ -132,7 +130,7 @@ PIPELINE_RULES: list[Rule] = [
     ),
     rule(
         "schedule",
-        lambda c, q: (c.pp > 1) & (c.schedule != "") & ~np.isin(c.schedule, q.framework.schedules),
+        lambda c, q: (c.pp > 1) & (c.schedule != "") & ~one_of(c.schedule, q.framework.schedules),
         lambda p, q: (
             f"{q.framework.title} has no schedule {p.schedule!r}; it has {', '.join(q.framework.schedules) or 'none'}"
         ),
@@ -159,7 +157,6 @@ PIPELINE_RULES: list[Rule] = [
         lambda p, q: near(
             "pp",
             [d for d in divisors(p.pp) if d <= _m(p, q)],
-            p.pp,
             f"{_m(p, q)} micro batches for {_stage_text(p)}: torch's 1F1B needs at least one for each stage",
         ),
         level=Level.BATCH,
@@ -184,7 +181,6 @@ PIPELINE_RULES: list[Rule] = [
         lambda p, q: near(
             "pp",
             [d for d in divisors(p.pp) if _m(p, q) % d == 0],
-            p.pp,
             f"{_m(p, q)} micro batches % pp {p.pp} = {_m(p, q) % p.pp}: the interleaved schedule needs 0",
         ),
         level=Level.BATCH,

@@ -4,20 +4,41 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from planner.legality import Grade
-from planner.rules.rule import Level, Rule, rule
+from planner.rules.rule import Level, Rule, one_of, rule
 
 POLICY_RULES: list[Rule] = [
     rule(
         "recompute",
-        lambda c, q: ~np.isin(c.recompute, q.framework.recomputes),
+        lambda c, q: ~one_of(c.recompute, q.framework.recomputes),
         lambda p, q: (
             f"recompute {p.recompute!r} is not known for {q.framework.title}; known: {', '.join(q.framework.recomputes)}"
         ),
         level=Level.POLICY,
         applies=lambda q: not q.framework.any_recompute,
+    ),
+    rule(
+        "context-method",
+        lambda c, q: (c.cp > 1) & (c.cp_method != "") & ~one_of(c.cp_method, (*q.framework.cp_methods, q.cp_method)),
+        lambda p, q: (
+            f"{q.framework.title} has no context parallelism by {p.cp_method}; it has "
+            f"{', '.join(q.framework.cp_methods)}"
+        ),
+        level=Level.POLICY,
+        applies=lambda q: bool(q.framework.cp_methods),
+    ),
+    rule(
+        "ulysses-heads",
+        lambda c, q: (
+            (c.cp > 1)
+            & (c.cp_method == "all_to_all")
+            & ((q.model.heads % (c.tp * c.cp) != 0) | (q.model.kv_heads % (c.tp * c.cp) != 0))
+        ),
+        lambda p, q: (
+            f"context parallelism by all-to-all splits {q.model.heads} heads and {q.model.kv_heads} key/value heads over "
+            f"tp {p.tp} x cp {p.cp} = {p.tp * p.cp} ranks: the remainders must be 0"
+        ),
+        level=Level.POLICY,
     ),
     rule(
         "overlap",

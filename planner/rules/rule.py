@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.legality import Columns, Grade, Problem, Question
+from planner.legality import Grade, Problem, Question
 from simulator.plan import Plan
+from simulator.plan_columns import PlanColumns
 
 Mask = NDArray[np.bool_]
 
@@ -25,18 +26,26 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """`say` returns the message, and optionally a field with its nearest legal values."""
+    """`say` returns the message, and the field it is about with the nearest values that the rule accepts, if any."""
 
     name: str
     grade: Grade
     level: Level
-    broken: Callable[[Columns, Question], Mask]
+    broken: Callable[[PlanColumns, Question], Mask]
     say: Callable[[Plan, Question], tuple[str, str, tuple[int, ...]]]
     applies: Callable[[Question], bool]
 
     def problem(self, plan: Plan, asked: Question) -> Problem:
         message, field, nearest = self.say(plan, asked)
         return Problem(rule=self.name, grade=self.grade, message=message, nearest=nearest, nearest_of=field)
+
+
+def one_of(column: NDArray[np.str_], names: Iterable[str]) -> Mask:
+    """Return where `column` is one of a few names; sorting words, as numpy's isin does, takes ten times as long."""
+    found = np.zeros(len(column), dtype=np.bool_)
+    for name in names:
+        found |= column == name
+    return found
 
 
 def divisors(n: int) -> list[int]:
@@ -53,7 +62,7 @@ def around(values: list[int], value: int) -> tuple[int, ...]:
 
 
 Say = Callable[[Plan, Question], tuple[str, str, tuple[int, ...]] | str]
-Predicate = Callable[[Columns, Question], Mask]
+Predicate = Callable[[PlanColumns, Question], Mask]
 
 
 def rule(
@@ -67,12 +76,21 @@ def rule(
 ) -> Rule:
     def full(plan: Plan, asked: Question) -> tuple[str, str, tuple[int, ...]]:
         said = say(plan, asked)
-        return (said, "", ()) if isinstance(said, str) else said
+        if isinstance(said, str):
+            return said, "", ()
+        text, field, values = said
+        nearest = around([v for v in values if fills(field, v, asked)], int(getattr(plan, field)))
+        hint = f"; nearest legal {field}: {' or '.join(map(str, nearest))}" if nearest else ""
+        return text + hint, field, nearest
 
     return Rule(name=name, grade=grade, level=level, broken=broken, say=full, applies=applies)
 
 
-def near(field: str, values: list[int], value: int, text: str) -> tuple[str, str, tuple[int, ...]]:
-    nearest = around(values, value)
-    hint = f"; nearest legal {field}: {' or '.join(map(str, nearest))}" if nearest else ""
-    return text + hint, field, nearest
+def near(field: str, values: Sequence[int], text: str) -> tuple[str, str, tuple[int, ...]]:
+    """Return what a rule says, with the values of a field that it would accept: the nearest of them are offered."""
+    return text, field, tuple(values)
+
+
+def fills(field: str, value: int, asked: Question) -> bool:
+    """Return whether some plan with this degree fills the GPUs of the question: the other degrees may have to change."""
+    return field not in {"tp", "cp", "pp"} or asked.gpus % value == 0

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from planner.frameworks import KvHeads
-from planner.legality import Columns, Grade, Question
+from planner.legality import Grade, Question
 from planner.rules.rule import Mask, Rule, divisors, near, rule
+from simulator.plan_columns import PlanColumns
 
 
 def _axis_rules() -> Iterator[Rule]:
@@ -21,7 +22,6 @@ def _axis_rules() -> Iterator[Rule]:
             lambda p, q, axis=axis, words=words: near(  # type: ignore[misc]  # mypy: default of a lambda
                 axis,
                 [1],
-                getattr(p, axis),
                 f"{q.framework.title} has no {words} parallelism, {axis}={getattr(p, axis)}",
             ),
             applies=lambda q, axis=axis: axis not in q.framework.axes,  # type: ignore[misc]  # mypy: as above
@@ -37,7 +37,7 @@ def _tensor_degrees(asked: Question) -> list[int]:
     return degrees
 
 
-def _kv_uneven(c: Columns, q: Question) -> Mask:
+def _kv_uneven(c: PlanColumns, q: Question) -> Mask:
     """Neither whole heads per rank nor whole copies of a head."""
     kv = q.model.kv_heads
     return np.asarray((kv % c.tp != 0) & (c.tp % kv != 0))
@@ -60,7 +60,6 @@ SHAPE_RULES: list[Rule] = [
         lambda p, q: near(
             "tp",
             _tensor_degrees(q),
-            p.tp,
             f"{q.model.heads} query heads % tp {p.tp} = {q.model.heads % p.tp}, must be 0",
         ),
     ),
@@ -79,7 +78,6 @@ SHAPE_RULES: list[Rule] = [
         lambda p, q: near(
             "tp",
             _tensor_degrees(q),
-            p.tp,
             f"{q.model.kv_heads} key/value heads % tp {p.tp} = {q.model.kv_heads % p.tp}: {q.framework.title} needs 0 "
             "(Megatron-LM would replicate them)",
         ),
@@ -91,7 +89,6 @@ SHAPE_RULES: list[Rule] = [
         lambda p, q: near(
             "tp",
             [d for d in divisors(q.model.heads) if q.model.kv_heads % d == 0 or d % q.model.kv_heads == 0],
-            p.tp,
             f"{q.model.kv_heads} key/value heads neither divide by tp {p.tp} nor divide it, so ranks would hold parts "
             "of heads",
         ),
@@ -122,7 +119,6 @@ SHAPE_RULES: list[Rule] = [
         lambda p, q: near(
             "tp",
             [d for d in _tensor_degrees(q) if q.model.ffn % d == 0],
-            p.tp,
             f"feed-forward width {q.model.ffn} % tp {p.tp} = {q.model.ffn % p.tp}, must be 0",
         ),
         applies=lambda q: q.model.dense_layers > 0,

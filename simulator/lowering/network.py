@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from simulator.closed_form import FORWARD_SHARE, WAITING_SHARE, layer_host_s
 from simulator.layer_cost import CostContext
 from simulator.lowering.block_code import BlockCode, block_code
 from simulator.lowering.sharded_data import Unit
@@ -15,6 +14,7 @@ from simulator.memory import Parameters, head_peak_bytes, local_parameters, plac
 from simulator.model import Model
 from simulator.runtime_library import ModelOperators, RecomputeSpec
 from simulator.stages import stage_layers
+from simulator.step_cost import FORWARD_SHARE, WAITING_SHARE, layer_host_s
 
 StageUnits = Sequence[tuple[Unit, BlockCode]]
 

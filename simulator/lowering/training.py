@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from simulator.calibration import calibrated, calibrated_host, roofline_of
-from simulator.closed_form import NORM_BYTES, loaded_tokens, spelled
+from simulator.closed_form import spelled
 from simulator.collectives import collective_model
 from simulator.costs import Cost
-from simulator.data_parallel import optimizer_bytes
+from simulator.data_parallel import update_bytes
 from simulator.group_times import GroupTimes
 from simulator.layer_cost import CostContext
 from simulator.lowering.block_code import BlockCode, Detail, KernelStep, Step, merged
@@ -23,7 +23,7 @@ from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.network import Network, StageUnits
 from simulator.lowering.sharded_data import DataTraffic, DataWriter, Unit
 from simulator.lowering.writing import StepWriter
-from simulator.memory import State, between_stages_bytes, keeps_gathered, state_bytes
+from simulator.memory import State, between_stages_bytes, state_bytes
 from simulator.model import Model
 from simulator.pipeline import peak_in_flight, pipeline_program
 from simulator.plan import Plan
@@ -33,6 +33,7 @@ from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import operators_for
 from simulator.schedule_tables import build_schedule
 from simulator.schedules import Action, Kind, Schedule
+from simulator.step_cost import NORM_BYTES, loaded_tokens
 from simulator.workload import Workload
 from topology.cluster import Cluster
 from topology.profile import Profile
@@ -111,6 +112,7 @@ class _Lowering:
             micro_batches=self.plan.micro_batches(workload.global_batch_size),
             stages_per_rank=self.plan.virtual_stages,
         )
+        self.in_flight = peak_in_flight(self.schedule)
         self.network = Network(model, operators_for(model, runtime), self.context, collapse=detail is Detail.STAGE)
         self.steps = StepWriter()
         self.traffic = self._traffic()
@@ -243,9 +245,8 @@ class _Lowering:
                 code.after(COMPUTE, stream)
         shard, expert = float(table.state_shard["optimizer"][0]), float(table.expert_shard["optimizer"][0])
         owned = sum(u.shared / shard + u.experts / expert for u in units)
-        seconds = (
-            owned * optimizer_bytes(self.spec) / self.context.roofline.update_bytes_per_s(self.runtime.param_dtype)
-        )
+        moved = update_bytes(self.runtime, owned, sum(u.elements for u in units))
+        seconds = float(moved) / self.context.roofline.update_bytes_per_s(self.runtime.param_dtype)
         self.steps.launch(
             code, KernelStep(key=("optimizer", (round(owned),), "float32"), cost=Cost(seconds=seconds), host_s=0.0)
         )
@@ -286,7 +287,7 @@ class _Lowering:
 
         return DataTraffic(
             fully_sharded=full,
-            keeps_gathered=keeps_gathered(self.plan),
+            keeps_gathered=bool(self.context.table.keeps_gathered[0]),
             optimizer_sharded=not full and bool(table.state_shard["optimizer"][0] > 1),
             gradients_sharded=not full and bool(table.state_shard["gradients"][0] > 1),
             overlap=spec.fsdp.overlap if full else spec.ddp.overlap,
@@ -317,14 +318,8 @@ class _Lowering:
 
     def _between_stages_bytes(self, rank: int) -> float:
         stages = self.schedule.stages_of(rank)
-        first, last, flying = (
-            np.full((1, 1), float(value))
-            for value in (
-                0 in stages,
-                self.schedule.stages - 1 in stages,
-                peak_in_flight(self.schedule)[rank] / len(stages),
-            )
-        )
+        first, last = (np.array([[end in stages]]) for end in (0, self.schedule.stages - 1))
+        flying = np.array([[self.in_flight[rank] / len(stages)]])
         return float(between_stages_bytes(self.context, first, last, flying)[0, 0])
 
     def _groups(self) -> dict[str, Groups]:

@@ -8,14 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.candidates import Bounds, enumerate_candidates
-from planner.frameworks import framework_named
+from planner.candidates import Bounds, enumerate_candidates, enumerate_nodes
+from planner.frameworks import SCHEDULES, framework_named
 from planner.legality import check, is_legal
 from simulator.plan import Plan
+from simulator.runtime_library import resolve
 from simulator.workload import Workload
 from tests.planner.conftest import LLAMA8B, MIXTRAL, TINY, make_cluster
 from tests.planner.test_legality import reference
 
+# Beside the method of the runtime that runs the framework's plans.
+OTHER_METHODS = {"torchtitan": ("ring",), "megatron-lm": ("all_gather", "all_to_all"), "deepspeed": ("all_to_all",)}
+RUNTIMES = {name: resolve({"name": name})[0] for name in ("torchtitan", "megatron-lm", "pytorch")}
 UNBOUNDED = Bounds(
     max_tp=1 << 20,
     max_micro_batch=None,
@@ -44,11 +48,10 @@ def brute_force(model, workload, gpus, name):
         orders = (
             [(None, 1)]
             if pp == 1
-            else [("1F1B", 1)]
-            + [
-                ("Interleaved1F1B", v)
-                for v in range(2, model.layers + 1)
-                if "Interleaved1F1B" in framework.searched_schedules
+            else [
+                (name, v)
+                for name in framework.schedules
+                for v in range(SCHEDULES[name].least_stages, (SCHEDULES[name].most_stages or model.layers) + 1)
             ]
         )
         sequence = (False, True) if tp > 1 and framework.sequence_parallel else (False,)
@@ -70,8 +73,19 @@ def brute_force(model, workload, gpus, name):
                 if not reference(plan, model, workload, gpus, name):
                     continue
                 reshards = (True, False) if zero is None and ds * cp > 1 else (None,)
-                for recompute, reshard in itertools.product(framework.recomputes, reshards):
-                    found.add(replace(plan, recompute=recompute, reshard_after_forward=reshard))
+                overlaps = (
+                    "none",
+                    *(framework.overlaps if tp > 1 and sp and not framework.overlap_needs_compile else ()),
+                )
+                methods = (None, *(OTHER_METHODS[name] if cp > 1 else ()))
+                for recompute, reshard, overlap, method in itertools.product(
+                    framework.recomputes, reshards, overlaps, methods
+                ):
+                    ulysses = model.heads % (tp * cp) == 0 and model.kv_heads % (tp * cp) == 0
+                    if method == "all_to_all" and not ulysses:
+                        continue
+                    policies = {"recompute": recompute, "reshard_after_forward": reshard, "tp_overlap": overlap}
+                    found.add(replace(plan, **policies, cp_method=method))
     return found
 
 
@@ -82,7 +96,7 @@ def test_the_enumeration_is_complete_and_has_no_doubles(name, gpus):
     model = replace(TINY, heads=12, kv_heads=6, ffn=1536, layers=6)
     workload = Workload(seq_len=192, global_batch_size=12)
     cluster = make_cluster(1, gpus)
-    found = enumerate_candidates(model, cluster, workload, name, bounds=UNBOUNDED)
+    found = enumerate_candidates(model, cluster, workload, name, runtime=RUNTIMES.get(name), bounds=UNBOUNDED)
     plans = found.plans()
 
     assert len(plans) == len(set(plans))
@@ -93,7 +107,7 @@ def test_the_enumeration_is_complete_and_has_no_doubles(name, gpus):
 def test_expert_parallel_plans_are_complete(name):
     model = replace(MIXTRAL, layers=4, moe=replace(MIXTRAL.moe, experts=6))
     workload = Workload(seq_len=64, global_batch_size=4)
-    found = enumerate_candidates(model, make_cluster(1, 12), workload, name, bounds=UNBOUNDED)
+    found = enumerate_candidates(model, make_cluster(1, 12), workload, name, runtime=RUNTIMES[name], bounds=UNBOUNDED)
 
     assert set(found.plans()) == brute_force(model, workload, 12, name)
 
@@ -130,11 +144,10 @@ def test_bounds_only_prune(llama8b):
 def test_a_very_large_cluster_stays_enumerable():
     """16,384 GPUs: only divisors are tried, and rules cut before micro batches and policies multiply."""
     model = replace(LLAMA8B, name="405b", layers=126, heads=128, hidden=16384, ffn=53248)
-    found = enumerate_candidates(
-        model, make_cluster(2048, 8), Workload(seq_len=8192, global_batch_size=2048), "torchtitan"
-    )
+    found = enumerate_nodes(model, make_cluster(2048, 8), Workload(seq_len=8192, global_batch_size=2048), "torchtitan")
 
-    assert 10_000 < len(found) < 500_000
+    assert 10_000 < len(found) < 100_000
+    assert found.policies.sum() > 300_000
     assert set(np.unique(found.columns.gpus)) == {16384}
 
 

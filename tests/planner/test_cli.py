@@ -78,7 +78,7 @@ def test_suggest_json_has_the_keys_of_the_contract(planner):
     assert {"candidates", "legal", "pruned", "simulated", "seconds", "status", "bound_s", "gap"} <= set(
         answer["search"]
     )
-    assert answer["search"]["status"] == "optimal within the closed form"
+    assert answer["search"]["status"] == "optimal within the model"
     first, second = answer["plans"]
     assert {"rank", "plan", "estimate", "lost_because", "flips"} <= set(first)
     case_keys = set(json.loads((CASES / "torchtitan.json").read_text())[0]["plan"])

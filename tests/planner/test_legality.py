@@ -78,7 +78,15 @@ def reference(plan, model, workload, gpus, framework, *, compiled=False):
     if p.pp > 1:
         single = p.schedule in {"1F1B", "GPipe"}
         available = {
-            "torchtitan": {"1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"},
+            "torchtitan": {
+                "1F1B",
+                "GPipe",
+                "Interleaved1F1B",
+                "LoopedBFS",
+                "InterleavedZeroBubble",
+                "ZBVZeroBubble",
+                "DualPipeV",
+            },
             "megatron-lm": {"1F1B", "Interleaved1F1B"},
             "deepspeed": {"1F1B"},
         }[framework]
@@ -86,13 +94,15 @@ def reference(plan, model, workload, gpus, framework, *, compiled=False):
             return False
         if single != (p.virtual_stages == 1):
             return False
-        if p.schedule in {"ZBVZeroBubble", "DualPipeV"} and (p.virtual_stages != 2 or compiled):
+        if p.schedule in {"ZBVZeroBubble", "DualPipeV"} and p.virtual_stages != 2:
+            return False
+        if p.schedule in {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"} and compiled:
             return False
         if p.schedule == "DualPipeV" and m < stages:
             return False
         if framework == "torchtitan" and p.schedule == "1F1B" and m < p.pp:
             return False
-        if p.schedule == "Interleaved1F1B":
+        if p.schedule in {"Interleaved1F1B", "InterleavedZeroBubble"}:
             if framework == "megatron-lm" and m % p.pp:
                 return False
             if framework == "torchtitan" and m % max(1, m // p.pp):
@@ -353,3 +363,18 @@ def test_unknown_frameworks_get_near_names(cluster, workload, llama8b):
         check(Plan(dp_shard=8), llama8b, cluster, workload, "torchtitn")
 
     assert "torchtitan" in caught.value.remedy
+
+
+def test_the_nearest_degrees_divide_the_gpus():
+    """Eleven stages for ten layers on 22 GPUs: of the ten degrees that have layers, 1 and 2 fill the GPUs."""
+    model = replace(LLAMA8B, layers=10)
+    found = rules(
+        Plan(pp=11, dp_shard=2, schedule="1F1B"),
+        framework="torchtitan",
+        model=model,
+        cluster=make_cluster(1, 22),
+        workload=Workload(seq_len=8192, global_batch_size=44),
+    )
+
+    assert found["layers"].nearest == (2,)
+    assert "nearest legal pp: 2" in found["layers"].message

@@ -9,7 +9,7 @@ import pytest
 
 from simulator.check import check
 from simulator.closed_form import estimate_plans
-from simulator.data_parallel import optimizer_bytes
+from simulator.data_parallel import update_bytes
 from simulator.engine import simulate
 from simulator.hf_config import load_model
 from simulator.layer_cost import block_cost
@@ -74,7 +74,7 @@ def test_one_gpu_is_the_sum_of_its_kernels_and_the_optimizer(detail: Detail) -> 
     model, plan = shortened("llama3-8b", 4), Plan()
     workload = Workload(seq_len=8192, global_batch_size=1)
     compute, context = kernels_s(model, workload, plan, QUIET)
-    update = model.parameters * optimizer_bytes(context.spec) / context.roofline.memory_bytes_per_s
+    update = update_bytes(context.runtime, model.parameters, model.parameters) / context.roofline.memory_bytes_per_s
 
     _, got = run((model, H100, workload, plan, QUIET), detail)
     assert got.trace.busy_s(0, "compute") == pytest.approx(compute + update, rel=1e-3)
@@ -363,7 +363,7 @@ def test_pieces_are_issued_one_by_one(mode: str) -> None:
     context = plan_context(model, H100, Workload(seq_len=8192, global_batch_size=1), plan, QUIET)
     operators = operators_for(model, QUIET).dense_layer
     steps = merged(block_code("layer", operators, context, RecomputeSpec()).forward, "layer", Detail.STAGE)
-    formula = block_cost(operators, context, wrapped=False).forward.host_s[0]
+    formula = block_cost(operators, context).forward.host_s[0]
 
     assert sum(step.host_s for step in steps) == pytest.approx(formula)
     # The gathers before qkv and w1, the scatters behind out and w2; w3 comes after a kernel of its own.
@@ -372,6 +372,6 @@ def test_pieces_are_issued_one_by_one(mode: str) -> None:
     alone = plan_context(
         model, H100, Workload(seq_len=8192, global_batch_size=1), replace(plan, tp_overlap="none"), QUIET
     )
-    more = formula - block_cost(operators, alone, wrapped=False).forward.host_s[0]
+    more = formula - block_cost(operators, alone).forward.host_s[0]
     cut = 0 if mode in {"none", "fused"} else 3
     assert more == pytest.approx(pairs * (calls * host.collective_s + cut * host.launch_s), abs=1e-9)

@@ -58,12 +58,14 @@ def memory(
     said = wall.mark_text(align="right", dx=-5, color=BAD, fontSize=11, baseline="top").encode(
         x="gib:Q", y=alt.value(-14), text="said:N"
     )
-    height = {1: 46, 2: 40}.get(len(stages), 24 if len(stages) <= 16 else 11)
-    return finished(alt.layer(bars, rule, said).properties(height=max(60, height * len(stages) + 10)), dark)
+    row = 34 if len(stages) <= 16 else 13
+    return finished(alt.layer(bars, rule, said).properties(height=row * len(stages) + 86), dark)
 
 
 def waterfall(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChart:
-    """Draw how a step's time builds up from the model's FLOPs at peak. Rows: name, seconds, share, meaning, in order."""
+    """Draw how a step's time builds up from the model's FLOPs at peak. Rows, in order: name, seconds, share, meaning,
+    colour; the last has `total` and starts at zero again.
+    """
     p = paper(dark)
     values = []
     at = 0.0
@@ -76,7 +78,7 @@ def waterfall(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChar
                 "to": at + row["seconds"] if not row.get("total") else row["seconds"],
                 "said": f"{seconds(row['seconds'])}  {row['share']:.1%}",
                 "meaning": row["meaning"],
-                "colour": row["colour"],
+                "colour": p.quiet if row.get("total") else row["colour"],
             }
         )
         at += 0.0 if row.get("total") else row["seconds"]

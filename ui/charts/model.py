@@ -18,7 +18,7 @@ def parameters(rows: Sequence[dict[str, Any]], *, dark: bool) -> alt.LayerChart:
     values = [
         {
             **row,
-            "said": f"{row['parameters'] / 1e9:.3g} B  {row['parameters'] / total:.0%}",
+            "said": f"{_count(row['parameters'])}  {row['parameters'] / total:.1%}",
             "b": row["parameters"] / 1e9,
         }
         for row in rows
@@ -31,3 +31,10 @@ def parameters(rows: Sequence[dict[str, Any]], *, dark: bool) -> alt.LayerChart:
     bars = base.mark_bar(color=BLUE, height=22, cornerRadiusEnd=3)
     text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(text="said:N")
     return finished(alt.layer(bars, text).properties(height=36 * max(1, len(values)) + 30), dark)
+
+
+def _count(number: float) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"

@@ -89,7 +89,9 @@ _SIDES: dict[str, dict[str, Any]] = {
 def _parts(
     view: NodeView, x: Any, y: Any, page: str, ink: str, quiet: str, ranks: dict[int, tuple[str, int]] | None
 ) -> list[alt.Chart]:
-    many = view.width > 16
+    many = view.width > 17
+    crowded = sum(part.kind == "nic" for part in view.parts) > 10
+    round_size = 900 if view.width <= 10 else 460
     rows = [
         {
             "x": part.x,
@@ -117,17 +119,20 @@ def _parts(
         for row in rest:
             row["side"] = {"nvswitch": "above", "cpu": "below", "nic": "below"}.get(str(row["kind"]), "right")
         for side, how in _SIDES.items():
-            named = [row for row in rest if row["side"] == side and not (many and side != "above")]
+            named = [
+                row
+                for row in rest
+                if row["side"] == side and not (many and side != "above") and not (crowded and row["kind"] == "nic")
+            ]
             if named:
-                layers.append(
-                    alt.Chart(alt.Data(values=named))
-                    .mark_text(color=quiet, fontSize=11, **how)
-                    .encode(x=x, y=y, text="label:N")
-                )
+                words = alt.Chart(alt.Data(values=named)).encode(x=x, y=y, text="label:N")
+                # The page's colour around the letters keeps lines from running through them.
+                layers.append(words.mark_text(stroke=page, strokeWidth=4, fontSize=11, **how))
+                layers.append(words.mark_text(color=quiet, fontSize=11, **how))
     if gpus:
         base = alt.Chart(alt.Data(values=gpus)).encode(x=x, y=y, tooltip=told)
         layers.append(
-            base.mark_point(filled=True, fillOpacity=1, strokeWidth=1.6, size=120 if many else 900).encode(
+            base.mark_point(filled=True, fillOpacity=1, strokeWidth=1.6, size=120 if many else round_size).encode(
                 fill=alt.Fill("fill:N", scale=None), stroke=alt.Stroke("edge:N", scale=None)
             )
         )
@@ -161,11 +166,13 @@ def pairs(rows: list[dict[str, object]], *, dark: bool) -> alt.LayerChart:
         y=alt.Y("from:O", title="from GPU", axis=alt.Axis(**axis)),
         tooltip=["from:O", "to:O", "class:N", alt.Tooltip("said:N", title="alone, one way")],
     )
+    alike = alt.value(LINKS["nvswitch"]) if top == low else None
     boxes = base.mark_rect(cornerRadius=3 if few else 0, stroke=p.page, strokeWidth=2 if few else 0).encode(
         color=alt.condition(
             "datum.gb === null",
             alt.value(p.rule),
-            alt.Color(
+            alike
+            or alt.Color(
                 "gb:Q",
                 title="GB/s one way",
                 scale=alt.Scale(type="log", domain=[floor, top], scheme="viridis", reverse=not dark),

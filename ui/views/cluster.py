@@ -28,12 +28,18 @@ def upload() -> None:
         return
     try:
         st.session_state["cluster"] = uploads.keep("cluster", file.name, file.getvalue()).choice
+        st.session_state["gpus"] = None  # all of them: what was asked of another machine need not exist here
     except PlannerError as error:
         state.results()["cluster_error"] = error
 
 
 def show(question: state.Question) -> None:
-    found = data.cluster(question.cluster, question.gpus, question.gpu)
+    try:
+        found = data.cluster(question.cluster, question.gpus, question.gpu)
+    except PlannerError as error:
+        panels.failure(error)
+        _add()
+        return
     st.caption(_summary(found))
     _figures(found)
     view = node_view(found, most=SHOWN_GPUS)

@@ -50,13 +50,12 @@ def show(question: state.Question) -> None:
 
 def _figures(estimate: Estimate) -> None:
     step, memory = estimate.step_s, estimate.memory
-    fall = waterfall(estimate)
     panels.figures(
         [
             (
                 "Step",
                 seconds(step.value),
-                f"80 % of steps within {seconds(step.low)} to {seconds(step.high)} ({step.source}).",
+                f"One optimizer step; {step.source} numbers.",
             ),
             ("Tokens/s per GPU", f"{estimate.tokens_per_s_per_gpu:,.0f}", f"{step.source} numbers"),
             ("MFU", f"{estimate.mfu:.1%}", f"Against {estimate.peak_flops / 1e12:.0f} TFLOP/s dense."),
@@ -65,7 +64,11 @@ def _figures(estimate: Estimate) -> None:
                 f"{memory.reserved_bytes / GIB:.1f} GiB",
                 f"Of {memory.capacity_bytes / GIB:.1f} GiB: {memory.verdict}.",
             ),
-            ("Largest loss", words(fall.top_loss.name), f"{seconds(fall.top_loss.seconds)}: {fall.top_loss.meaning}."),
+            (
+                "80 % range",
+                f"{step.low:.3g} to {step.high:.3g} s",
+                f"Where 80 % of steps are expected; {step.source} numbers.",
+            ),
         ]
     )
 
@@ -85,6 +88,7 @@ def _memory(question: state.Question, result: SearchResult, ranked: RankedPlan) 
     shown = [
         {"category": words(name), "GiB": nbytes / GIB, "share": nbytes / max(peak.value, 1.0)}
         for name, nbytes in sorted(memory.by_category.items(), key=lambda item: -item[1])
+        if nbytes >= 0.005 * GIB
     ]
     st.dataframe(
         shown,
@@ -265,7 +269,7 @@ def _change(question: state.Question, result: SearchResult, ranked: RankedPlan) 
             column.number_input(label, 1, 4096, int(getattr(plan, name)), key=f"x_{name}_{state.plan_name(plan)}")
         )
 
-    flags: dict[str, Any] = {
+    degrees = {
         "tp": degree(columns[0], "Tensor", "tp"),
         "pp": degree(columns[1], "Pipeline", "pp"),
         "cp": degree(columns[2], "Context", "cp"),
@@ -274,15 +278,13 @@ def _change(question: state.Question, result: SearchResult, ranked: RankedPlan) 
     }
     modes = list(dict.fromkeys([plan.recompute, *framework.recomputes]))
     left, middle, right = st.columns(3)
-    flags["recompute"] = left.selectbox("Recompute", modes, key=f"x_recompute_{state.plan_name(plan)}")
-    flags["virtual_stages"] = degree(middle, "Stages a rank", "virtual_stages")
-    replicas = degree(right, "Replicas", "dp_replicate")
-    if plan.zero_stage is not None:
-        flags["zero_stage"] = plan.zero_stage
-    elif replicas > 1:
-        flags["dp_replicate"] = replicas
+    recompute = left.selectbox("Recompute", modes, key=f"x_recompute_{state.plan_name(plan)}")
+    degrees["virtual_stages"] = degree(middle, "Stages a rank", "virtual_stages")
+    if plan.zero_stage is None:
+        degrees["dp_replicate"] = degree(right, "Replicas", "dp_replicate")
+    flags = rows.changed_flags(plan, degrees, str(recompute))
     try:
-        found = data.what_if(question, flags, gpus=plan.gpus)
+        found = data.what_if(question, flags, gpus=plan.gpus, like=plan)
     except PlannerError as error:
         panels.failure(error)
         return

@@ -1,0 +1,82 @@
+"""The last round: plans that the closed form cannot tell apart are simulated, and the simulation orders them.
+
+Estimates stay those of the closed form, which is what `planner validate` holds against measurements; the simulation
+adds what the closed form has no formula for: uneven stages that stall each other, contention, hosts that fall behind.
+How many plans are simulated follows from the length of their programs, never from a clock: the same question has the
+same answer on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from simulator.estimate import Estimate
+from simulator.lowering.block_code import Detail
+from simulator.plan import Plan
+from simulator.screening import Screening
+from simulator.simulation import program_length, simulate_plan
+
+# Instructions that all finalists' programs may have together: about a second of simulation on one core.
+BUDGET = 24_000
+# Of a program that is too long to be simulated in a search, even as one of two: about five seconds.
+MOST = 150_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finalist:
+    plan: Plan
+    estimate: Estimate
+    simulated_s: float | None = None
+
+
+def simulated_order(
+    screening: Screening,
+    finalists: Sequence[Finalist],
+    *,
+    within: float,
+    progress: Callable[[str], None] | None = None,
+) -> list[Finalist]:
+    """Return `finalists` with those that are `within` of the first simulated, and ordered by what came out.
+
+    All are simulated in one detail, since details differ by more than plans do: layer by layer where at least two come
+    within the budget, else in whole stages. The others follow in the order they had. Where fewer than two can be
+    simulated there is nothing to order.
+    """
+    limit = finalists[0].estimate.step_s.value * (1 + within)
+    close = [finalist for finalist in finalists if finalist.estimate.step_s.value <= limit]
+    model, workload = screening.model, screening.workload
+
+    def affordable(detail: Detail) -> int:
+        """How many of the first come within the budget; with whole stages at least two, unless they are too long."""
+        spent, count = 0.0, 0
+        for finalist in close:
+            length = program_length(model, workload, finalist.plan, detail)
+            spent += length
+            if spent > BUDGET and not (detail is Detail.STAGE and count < 2 and length <= MOST):
+                break
+            count += 1
+        return count
+
+    detail, chosen = Detail.LAYER, affordable(Detail.LAYER)
+    if chosen < 2:
+        detail, chosen = Detail.STAGE, affordable(Detail.STAGE)
+    if chosen < 2:
+        return list(finalists)
+    simulated = []
+    for number, finalist in enumerate(finalists[:chosen], start=1):
+        if progress:
+            progress(f"simulating plan {number} of {chosen}")
+        run = simulate_plan(
+            model,
+            screening.cluster,
+            workload,
+            finalist.plan,
+            screening.runtime,
+            detail=detail,
+            profile=screening.profile,
+            spans=False,
+        )
+        simulated.append(replace(finalist, simulated_s=run.estimate.step_s.value))
+    ordered = sorted(simulated, key=lambda finalist: finalist.simulated_s or 0.0)  # stable: ties keep their order
+    return [*ordered, *finalists[chosen:]]

@@ -1,0 +1,56 @@
+"""What the explorer's tests share. Streamlit is imported only by those that run (`tests.ui.needs`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from streamlit.testing.v1 import AppTest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path, monkeypatch):
+    """Uploads and kept runs of a test stay in its own folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+
+
+@pytest.fixture
+def explorer():
+    """Return a function that opens a page of the explorer with query parameters, and waits for its answer."""
+    from streamlit.testing.v1 import AppTest
+
+    def opened(page: str = "cluster", **parameters: str) -> AppTest:
+        test = AppTest.from_file(ROOT / "ui" / "app.py", default_timeout=120)
+        test.session_state["_patience_s"] = 100.0
+        test.query_params.update({"gpus": "4", "batch": "8", "seq": "4096", **parameters})
+        test.run()
+        if page != "cluster":
+            test.switch_page(f"views/{page}.py").run()
+        assert [error.message for error in test.exception] == []
+        return test
+
+    return opened
+
+
+def said(test: AppTest) -> str:
+    """Return all words of a page."""
+    return "\n".join(
+        str(element.value)
+        for kind in (test.title, test.subheader, test.markdown, test.caption, test.code, test.info)
+        for element in kind
+    )
+
+
+def metrics(test: AppTest) -> dict[str, str]:
+    return {metric.label: metric.value for metric in test.metric}
+
+
+def table(test: AppTest, column: str):
+    """Return the first table of a page that has such a column."""
+    return next(frame.value for frame in test.dataframe if column in frame.value)

@@ -1,0 +1,215 @@
+"""Charts are functions of rows: what is drawn, in which colours, and that both themes can be read."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from planner import palette
+from planner.inputs import cluster_of
+from simulator.plan import Plan, rank_grid
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
+from topology.catalog import catalog_names
+from topology.cluster import LinkState
+from ui.charts import compare, detail, measured, model, plans, topology
+from ui.placement_view import placement_rows
+from ui.timeline import KINDS, Bar
+from ui.topology_view import node_view, pair_rows
+
+GIB = 2**30
+ROWS = [
+    {"plan": "a", "rank": 1, "step_s": 1.0, "low_s": 0.9, "high_s": 1.2, "peak_gib": 60.0, "tokens": 10, "mfu": 0.5},
+    {"plan": "b", "rank": 2, "step_s": 1.1, "low_s": 1.0, "high_s": 1.3, "peak_gib": 40.0, "tokens": 9, "mfu": 0.4},
+    {"plan": "c", "rank": 3, "step_s": 1.2, "low_s": 1.1, "high_s": 1.4, "peak_gib": 50.0, "tokens": 8, "mfu": 0.3},
+]
+BARS = [
+    Bar(rank=0, lane="compute", kind=kind, name=kind, start_s=i, end_s=i + 1, busy_s=1.0, spans=1)
+    for i, kind in enumerate(KINDS)
+]
+
+
+def charts(dark):
+    """Return every chart, drawn from small rows."""
+    view = node_view(cluster_of("dgx-a100"))
+    fall = [{"name": "model FLOPs at peak", "seconds": 1.0, "share": 1.0, "meaning": "m", "colour": palette.BLUE}]
+    run = {"id": "r", "source": "s", "predicted": 1.0, "measured": 1.1, "error": -0.09, "held": "outside"}
+    return {
+        "node": topology.node(view, dark=dark),
+        "pairs": topology.pairs(pair_rows(cluster_of("dgx-1v")), dark=dark),
+        "placement": topology.placement(placement_rows(Plan(tp=8, pp=2), 8), "tp", dark=dark),
+        "scatter": plans.scatter(ROWS, limit_gib=80.0, chosen="a", dark=dark),
+        "counts": plans.counts({"memory": 10, "kv-heads": 1, "none": 0}, dark=dark),
+        "sensitivity": plans.sensitivity(
+            [{"rate": 1e9, "plan": "a", "step_s": 1.0}], quantity="network", now=1e9, flip=2e9, dark=dark
+        ),
+        "memory": detail.memory([{"parameters": GIB, "activations": 2 * GIB}], [4 * GIB], 80 * GIB, dark=dark),
+        "waterfall": detail.waterfall(fall, dark=dark),
+        "timeline": detail.timeline(BARS, window=(0.0, 8.0), dark=dark),
+        "memory_time": detail.memory_over_time([(0.0, GIB), (1.0, 2 * GIB)], 80 * GIB, dark=dark),
+        "against": measured.against([run], unit="s", dark=dark),
+        "errors": measured.errors([run], dark=dark),
+        "parameters": model.parameters([{"part": "attention", "parameters": 1e9}], dark=dark),
+        "differences": compare.differences([{"name": "bubble", "delta": 1.0, "said": "1 ms"}], unit="ms", dark=dark),
+    }
+
+
+def colours_in(spec):
+    """Return every colour that a specification names."""
+    found = set()
+    if isinstance(spec, dict):
+        for value in spec.values():
+            found |= colours_in(value)
+    elif isinstance(spec, list):
+        for value in spec:
+            found |= colours_in(value)
+    elif isinstance(spec, str) and len(spec) == 7 and spec.startswith("#"):
+        found.add(spec.upper())
+    return found
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("name", charts(dark=False))
+def test_every_chart_is_a_valid_specification(name, dark):
+    spec = charts(dark)[name].to_dict()
+
+    assert spec["$schema"].startswith("https://vega.github.io/schema/vega-lite/")
+    assert spec["config"]["background"] == "transparent"
+    assert spec["config"]["view"]["strokeWidth"] == 0
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_colours_come_from_the_palette_and_nowhere_else(dark):
+    named = {colour.upper() for family in palette.FAMILIES.values() for colour in family.values()}
+    paper = palette.DARK if dark else palette.LIGHT
+    own = {paper.page, paper.ink, paper.quiet, paper.rule, "#FFFFFF", "#1B1F24", "#7FB8D8"}
+    for name, chart in charts(dark).items():
+        assert colours_in(chart.to_dict()) <= named | {colour.upper() for colour in own}, name
+
+
+def test_text_can_be_read_on_its_paper():
+    """Contrast of WCAG 2.2, success criterion 1.4.3: at least 4.5 for text."""
+
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for paper in (palette.LIGHT, palette.DARK):
+        for ink in (paper.ink, paper.quiet):
+            dim, bright = sorted([luminance(ink), luminance(paper.page)])
+            assert (bright + 0.05) / (dim + 0.05) >= 4.5
+
+
+def test_one_colour_for_one_idea_on_all_pages():
+    """Communication is one colour in the waterfall and the timeline; so are the optimizer's state and its time."""
+    spec = detail.timeline(BARS, window=(0.0, 8.0), dark=False).to_dict()
+    scale = spec["encoding"]["color"]["scale"]
+    drawn = dict(zip(scale["domain"], scale["range"], strict=True))
+
+    assert drawn["communication"] == palette.TIME["exposed_communication"]
+    assert drawn["optimizer"] == palette.TIME["optimizer"] == palette.MEMORY["optimizer"]
+    assert drawn["recompute"] == palette.TIME["recompute"]
+    assert drawn["backward"] == palette.TIME["compute"]
+
+
+def test_the_front_is_what_nothing_beats_in_both():
+    assert [row["plan"] for row in plans.front(ROWS)] == ["a", "b"]
+    for first, second in pairwise(plans.front(ROWS)):
+        assert first["step_s"] <= second["step_s"]
+        assert first["peak_gib"] > second["peak_gib"]
+
+
+def test_a_bar_of_memory_ends_at_what_the_allocator_holds():
+    spec = detail.memory([{"parameters": 3 * GIB, "other": GIB}], [5 * GIB], 80 * GIB, dark=False).to_dict()
+    values = spec["layer"][0]["data"]["values"]
+
+    assert sum(value["gib"] for value in values) == pytest.approx(5.0)
+    assert {value["category"] for value in values} == {"parameters", "other", "reserved"}
+
+
+def test_the_waterfall_is_continuous_and_ends_at_the_step():
+    rows = [
+        {"name": "peak", "seconds": 2.0, "share": 0.5, "meaning": "", "colour": "#0072B2"},
+        {"name": "bubble", "seconds": 2.0, "share": 0.5, "meaning": "", "colour": "#BEBEC4"},
+        {"name": "step", "seconds": 4.0, "share": 1.0, "meaning": "", "total": True},
+    ]
+    spec = detail.waterfall(rows, dark=False).to_dict()
+    values = spec.get("data", spec["layer"][0].get("data"))["values"]
+
+    assert [(value["from"], value["to"]) for value in values] == [(0.0, 2.0), (2.0, 4.0), (0.0, 4.0)]
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", catalog_names())
+def test_every_machine_of_the_catalogue_is_drawn_whole(name):
+    """Every part has a place of its own, and every link joins two of them."""
+    cluster = cluster_of(name)
+    view = node_view(cluster)
+    node = cluster.groups[0].node
+
+    assert len(view.parts) == len(node.gpus) + len(node.vertices) + len(node.nics)
+    assert len({(round(part.x, 6), part.y) for part in view.parts}) == len(view.parts)
+    places = {part.id.removeprefix("n0."): (part.x, part.y) for part in view.parts}
+    assert len(view.cables) == len(node.links)
+    for cable in view.cables:
+        assert cable.points[0] == places[cable.a]
+        assert cable.points[-1] == places[cable.b]
+
+
+def test_a_rack_is_cut_to_what_fits_but_not_its_faults():
+    from dataclasses import replace
+
+    cluster = cluster_of("gb200-nvl72")
+    group = cluster.groups[0]
+    sick = tuple(replace(gpu, healthy=gpu.index != 70) for gpu in group.node.gpus)
+    cluster = replace(cluster, groups=(replace(group, node=replace(group.node, gpus=sick)),))
+    view = node_view(cluster, most=16)
+
+    shown = {part.index for part in view.parts if part.kind == "gpu"}
+    assert shown == {*range(16), 70}
+    joined = {end for cable in view.cables for end in (cable.a, cable.b)}
+    assert {part.id.removeprefix("n0.") for part in view.parts} == joined
+
+
+def test_a_link_that_is_not_well_is_drawn_as_such():
+    from dataclasses import replace
+
+    cluster = cluster_of("dgx-a100")
+    group = cluster.groups[0]
+    links = tuple(
+        replace(link, state=LinkState.DEGRADED) if link.a == "gpu5" and link.label.startswith("NV") else link
+        for link in group.node.links
+    )
+    bad = replace(cluster, groups=(replace(group, node=replace(group.node, links=links)),))
+    spec = topology.node(node_view(bad), dark=False).to_dict()
+
+    lines = spec["layer"][0]["data"]["values"]
+    assert {line["what"].split(" to ")[0] for line in lines if line["bad"]} == {"gpu5"}
+
+
+def test_pairs_are_symmetric_and_wider_over_nvlink():
+    rows = {(row["from"], row["to"]): row for row in pair_rows(cluster_of("dgx-1v"))}
+
+    assert all(rows[b, a]["rate"] == row["rate"] for (a, b), row in rows.items())
+    by_class = {row["class"]: row["rate"] for row in rows.values() if row["rate"]}
+    assert by_class["NV2"] > by_class["NV1"] > by_class["SYS"]
+
+
+def test_ranks_lie_where_the_grid_and_the_placement_put_them():
+    plan = Plan(pp=2, dp_shard=2, tp=4, placement=(*range(15, -1, -1),))
+    rows = placement_rows(plan, 8)
+
+    grid = rank_grid(plan)
+    for row in rows:
+        at = tuple(row[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+        assert grid[at] == row["rank"]
+        assert (row["node"], row["gpu"]) == divmod(15 - row["rank"], 8)
+
+
+def test_a_thousand_nodes_are_cut_to_a_page():
+    rows = placement_rows(Plan(dp_shard=1024, tp=8), 8)
+
+    assert len(rows) == 32 * 8

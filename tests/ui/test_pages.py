@@ -1,0 +1,273 @@
+"""Every page in every state that a person can get into, as Streamlit runs it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
+from tests.ui.conftest import ROOT, metrics, said, table
+
+PAGES = ("cluster", "model", "plans", "detail", "compare", "measured", "exports")
+TABS = ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Change it")
+TOPO = ROOT / "tests" / "data" / "topo" / "47_3x_a6000_one_pair.txt"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_opens_without_a_gpu_or_a_file(explorer, page):
+    test = explorer(page)
+
+    assert len(test.title) == 1
+    assert not test.error
+
+
+@pytest.mark.parametrize("tab", TABS)
+def test_every_tab_of_a_plan_draws_or_says_why_not(explorer, tab):
+    test = explorer("detail", tab=tab, model="tiny-llama")
+
+    assert not test.error
+    assert len(said(test)) > 100
+
+
+def test_only_the_open_tab_is_worked_out(explorer):
+    """The timeline needs a simulation; nobody pays for it on the memory tab."""
+    memory, timeline = explorer("detail", model="tiny-llama"), explorer("detail", model="tiny-llama", tab="Timeline")
+
+    assert "simulated step" not in said(memory)
+    assert "simulated step" in said(timeline)
+
+
+def test_a_link_reproduces_the_page(explorer):
+    test = explorer("plans", model="llama3.2-1b", cluster="h200x4", framework="megatron-lm", objective="memory")
+
+    assert test.sidebar.selectbox(key="model").value == "llama3.2-1b"
+    assert test.sidebar.selectbox(key="cluster").value == "h200x4"
+    assert "Megatron" in said(test)
+
+
+def test_a_link_with_values_that_do_not_exist_falls_back_to_defaults(explorer):
+    test = explorer("cluster", cluster="/etc/passwd", model="../../secret", gpus="-3")
+
+    assert test.sidebar.selectbox(key="cluster").value == "dgx-h100"
+    assert test.sidebar.selectbox(key="model").value == "llama3-8b"
+
+
+def test_choosing_another_plan_changes_the_detail(explorer):
+    test = explorer("detail", model="llama3.2-1b")
+    plans = test.selectbox(key="plan").options
+    before = metrics(test)["Step"]
+
+    test.selectbox(key="plan").set_value(plans[-1]).run()
+
+    assert f"#{len(plans)} " in said(test)
+    assert metrics(test)["Step"] != before
+
+
+def test_a_question_without_an_answer_is_answered_as_such(explorer):
+    """405 B parameters on eight GPUs: what is missing, and what would be enough."""
+    test = explorer("plans", model="llama3-405b", gpus="8")
+
+    text = said(test)
+    assert "does not fit on 8 GPUs" in text
+    assert "What to do" in text
+    assert re.search(r"\d+.* GiB missing", text)
+
+
+def test_filters_that_leave_nothing_say_so(explorer):
+    test = explorer("plans", model="llama3.2-1b")
+    test.slider(key="most").set_value(1.0).run()
+
+    assert "No listed plan passes the filters" in said(test)
+
+
+def test_a_table_is_as_long_as_the_answer(explorer):
+    test = explorer("plans", model="llama3.2-1b")
+
+    names = test.selectbox(key="plan").options
+    assert list(table(test, "plan")["plan"]) == names
+
+
+def test_search_can_be_stopped_and_started_again(explorer, monkeypatch):
+    """Stop ends the thread at its next report; starting again gives the answer."""
+    import threading
+
+    from planner.commands import suggest
+
+    ended, real, hold = threading.Event(), suggest.answer, [True]
+
+    def slow(*, progress, **question):
+        try:
+            while hold[0]:
+                progress("costed 1 of 2 legal plans")
+                ended.wait(0.02)
+        except BaseException:
+            ended.set()
+            raise
+        return real(progress=progress, **question)
+
+    monkeypatch.setattr(suggest, "answer", slow)
+    test = explorer("cluster", model="llama3.2-1b", seq="2048", batch="12")
+    test.session_state["_patience_s"] = 0.1
+    test.switch_page("views/plans.py").run()
+    assert "Searching all legal plans" in said(test)
+    assert "costed 1 of 2" in said(test)
+
+    test.button(key="stop_search").click().run()
+    assert "stopped" in said(test)
+    assert ended.wait(10)
+
+    hold[0] = False
+    test.session_state["_patience_s"] = 100.0
+    test.button(key="again_search").click().run()
+    assert "Best step" in metrics(test)
+
+
+def test_while_a_search_runs_the_last_plans_are_costed_for_the_new_question(explorer, monkeypatch):
+    import threading
+
+    from planner.commands import suggest
+
+    test = explorer("plans", model="llama3.2-1b")
+    before = test.selectbox(key="plan").options
+    hold, real = threading.Event(), suggest.answer
+
+    def slow(**question):
+        hold.wait(60)
+        return real(**question)
+
+    monkeypatch.setattr(suggest, "answer", slow)
+    test.session_state["_patience_s"] = 0.1
+    test.sidebar.number_input(key="batch").set_value(24).run()
+    hold.set()
+
+    assert "Meanwhile" in said(test)
+    shown = table(test, "tokens/s/GPU")
+    assert set(shown["plan"]) <= set(before)
+    assert len(shown) > 0
+
+
+def test_changing_a_plan_shows_the_difference_and_what_is_not_legal(explorer):
+    test = explorer("detail", model="llama3.2-1b", tab="Change it")
+    name = test.selectbox(key="plan").value
+
+    test.number_input(key=f"x_tp_{name}").set_value(2).run()
+    assert "tp 2" in said(test)
+    assert len(test.metric) == 9
+
+    test.number_input(key=f"x_tp_{name}").set_value(3).run()
+    assert "Not legal" in said(test)
+
+
+def test_no_run_yet_says_how_to_make_one(explorer):
+    text = said(explorer("measured"))
+
+    assert "No run was kept yet" in text
+    assert "planner apply" in text
+
+
+def test_kept_runs_stand_beside_their_predictions(explorer):
+    from planner.runs_store import keep
+
+    plan = {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1, "ep": 1}
+    plan |= {"virtual_stages": 1, "schedule": None, "recompute": "full", "tp_overlap": "none", "micro_batch_size": 2}
+    document = {
+        "taken_at": "2026-11-20T10:00:00+00:00",
+        "status": "finished",
+        "complete": True,
+        "plan": plan,
+        "model": {"name": "llama3-8b"},
+        "runtime": {"name": "pytorch"},
+        "workload": {"seq_len": 4096, "global_batch_size": 8},
+        "device": "cuda",
+        "versions": {"device": "NVIDIA H200"},
+        "predicted": {"step_s": {"value": 0.9}, "memory": {"peak_bytes": {"value": 40 * 2**30}}},
+        "measured": {"step_s": {"median": 1.0}, "memory_by_rank": [{"peak_allocated_bytes": 50 * 2**30}]},
+    }
+    keep(document, "/somewhere")
+
+    test = explorer("measured")
+    row = table(test, "model").iloc[0]
+    assert row["model"] == "llama3-8b"
+    assert row["step"] == pytest.approx(-0.1)
+    assert row["memory"] == pytest.approx(-0.2)
+
+
+def test_without_the_repository_the_published_runs_say_where_they_are(explorer, monkeypatch):
+    from ui import state
+
+    monkeypatch.setattr(state, "example", lambda name: None)
+
+    assert "not part of the installed package" in said(explorer("measured"))
+
+
+def test_without_exporters_the_plan_file_is_there(explorer, monkeypatch):
+    from ui import data
+
+    monkeypatch.setattr(data, "export_targets", lambda: ())
+    test = explorer("exports", model="llama3.2-1b")
+
+    assert "writes no files for other tools" in said(test)
+
+
+def test_an_uploaded_matrix_becomes_the_cluster_and_can_be_linked_to(explorer):
+    test = explorer()
+    test.file_uploader(key="cluster_file").set_value(("rig.txt", TOPO.read_bytes(), "text/plain")).run()
+    choice = test.sidebar.selectbox(key="cluster").value
+
+    assert choice.startswith("rig.txt (")
+    assert metrics(test)["GPUs"] == "3"
+    again = explorer(cluster=choice, gpus="")
+    assert again.sidebar.selectbox(key="cluster").value == choice
+    assert metrics(again)["GPUs"] == "3"
+
+
+def test_plans_for_an_upload_that_does_not_name_its_gpus_ask_for_them(explorer):
+    test = explorer()
+    test.file_uploader(key="cluster_file").set_value(("rig.txt", TOPO.read_bytes(), "text/plain")).run()
+    choice = test.sidebar.selectbox(key="cluster").value
+
+    asking = explorer("plans", cluster=choice, gpus="", model="tiny-llama")
+    assert "GPU model" in said(asking)
+    answered = explorer("plans", cluster=choice, gpus="2", gpu="rtx-a6000", model="tiny-llama")
+    assert "Best step" in metrics(answered)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("notes.txt", b"nothing of the kind", "notes.txt"),
+        ("empty.txt", b"", "empty.txt"),
+        ("picture.txt", b"\xff\xfe\x00\x01", "not text"),
+        ("broken.json", b'{"gpu": ', "broken.json"),
+        ("bomb.xml", b'<!DOCTYPE x [<!ENTITY a "b">]><system>&a;</system>', "bomb.xml"),
+    ],
+)
+def test_what_is_no_machine_is_refused_by_name_and_not_kept(explorer, name, content, reason):
+    from ui import uploads
+
+    test = explorer()
+    test.file_uploader(key="cluster_file").set_value((name, content, "text/plain")).run()
+
+    assert reason in said(test).replace("\\", "")
+    assert test.sidebar.selectbox(key="cluster").value == "dgx-h100"
+    assert uploads.kept("cluster") == ()
+
+
+def test_an_uploaded_config_becomes_the_model(explorer):
+    config = json.loads((ROOT / "examples" / "models" / "my_llama_1b_wide.json").read_text())
+    test = explorer("model")
+    test.file_uploader(key="model_file").set_value(("mine.json", json.dumps(config).encode(), "application/json")).run()
+
+    assert test.sidebar.selectbox(key="model").value.startswith("mine.json (")
+    assert metrics(test)["Layers"] == str(config["num_hidden_layers"])
+
+
+def test_a_config_of_an_unknown_family_is_refused(explorer):
+    test = explorer("model")
+    config = {"model_type": "unheard-of", "auto_map": {"AutoModel": "evil.Model"}}
+    test.file_uploader(key="model_file").set_value(("odd.json", json.dumps(config).encode(), "application/json")).run()
+
+    assert test.sidebar.selectbox(key="model").value == "llama3-8b"
+    assert "unheard" in said(test)

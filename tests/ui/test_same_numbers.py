@@ -1,0 +1,126 @@
+"""The explorer shows the numbers of the command line: it asks the same functions, and this holds it to that."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from planner import cli
+from simulator.plan import Plan
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
+from tests.ui.conftest import metrics, table
+from ui.state import LISTED, plan_name
+
+QUESTION = {"model": "llama3.2-3b", "cluster": "dgx-h100", "gpus": "16", "seq": "4096", "batch": "32"}
+FLAGS = ["--model", "llama3.2-3b", "--cluster", "dgx-h100", "--gpus", "16", "--seq-len", "4096", "--global-batch", "32"]
+
+
+def answer(capsys, *arguments):
+    assert cli.main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plans_are_those_of_suggest(explorer, capsys):
+    document = answer(capsys, "suggest", *FLAGS, "--top", str(LISTED))
+    shown = table(explorer("plans", **QUESTION), "plan")
+
+    assert len(shown) == len(document["plans"])
+    for row, told in zip(shown.to_dict("records"), document["plans"], strict=True):
+        estimate = told["estimate"]
+        assert row["rank"] == told["rank"]
+        assert row["plan"] == plan_name(plan_of(told["plan"]))
+        assert row["step_s"] == pytest.approx(estimate["step_s"]["value"], rel=1e-12)
+        assert row["peak_gib"] * 2**30 == pytest.approx(estimate["memory"]["reserved_bytes"], rel=1e-12)
+        assert row["mfu"] == pytest.approx(estimate["mfu"], rel=1e-12)
+        assert row["tokens"] == round(estimate["tokens_per_s_per_gpu"])
+        assert (told["lost_because"] or "best") in row["why"]
+
+
+def plan_of(told):
+    names = set(Plan.__dataclass_fields__)
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items() if key in names}
+    return Plan(**values)
+
+
+def test_a_changed_plan_is_that_of_estimate(explorer, capsys, tmp_path):
+    test = explorer("detail", tab="Change it", **QUESTION)
+    name = test.selectbox(key="plan").value
+    test.number_input(key=f"x_tp_{name}").set_value(2).run()
+    test.selectbox(key=f"x_recompute_{name}").set_value("full").run()
+    test.number_input(key=f"x_micro_batch_size_{name}").set_value(1).run()
+    fields = ("pp", "cp", "ep", "virtual_stages", "dp_replicate")
+    flags = {field: test.number_input(key=f"x_{field}_{name}").value for field in fields}
+    plan = next(r.plan for r in test.session_state["_results"]["answer"][0].plans if plan_name(r.plan) == name)
+    flags |= {"tp": 2, "recompute": "full", "micro_batch_size": 1, "reshard_after_forward": plan.reshard_after_forward}
+    case = {
+        "id": "changed",
+        "model": "llama3.2-3b",
+        "cluster": {"gpu": "h100-sxm", "gpus_per_node": 8, "nodes": 2},
+        "workload": {"seq_len": 4096, "global_batch_size": 32},
+        "plan": {**flags, "dp_shard": 16 // (2 * flags["pp"] * flags["cp"] * flags["dp_replicate"])},
+        "runtime": {"name": "torchtitan"},
+    }
+    path = tmp_path / "case.json"
+    path.write_text(json.dumps(case))
+    estimate = answer(capsys, "estimate", "--case", str(path))["estimate"]
+
+    shown = {}
+    for metric in test.metric:  # the last of a name is the changed plan's
+        shown[metric.label] = metric.value
+    from ui.charts.look import seconds
+
+    assert shown["Step"] == seconds(estimate["step_s"]["value"])
+    assert shown["MFU"] == f"{estimate['mfu']:.1%}"
+    assert shown["Memory"] == f"{estimate['memory']['reserved_bytes'] / 2**30:.1f} GiB"
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm", "deepspeed", "llm-foundry"])
+def test_a_plan_that_is_not_changed_stays_the_same(framework):
+    """The form starts at the plan itself: every listed plan of every framework comes back as it was."""
+    from planner.frameworks import framework_named
+    from planner.inputs import cluster_of
+    from planner.search import suggest
+    from simulator.hf_config import load_model
+    from simulator.workload import Workload
+    from ui import data
+    from ui.rows import changed_flags, degrees_of
+    from ui.state import Question
+
+    asked = Question(model="llama3-8b", gpus=8, seq_len=4096, global_batch=16, framework=framework)
+    found = suggest(
+        load_model("llama3-8b"),
+        cluster_of("dgx-h100", 8),
+        Workload(seq_len=4096, global_batch_size=16),
+        framework=framework_named(framework),
+        top=12,
+    )
+    for ranked in found.plans:
+        plan = ranked.plan
+        again = data.what_if(asked, changed_flags(plan, degrees_of(plan), plan.recompute), gpus=8, like=plan)
+
+        assert again.case.plan == plan
+        assert again.estimate.step_s.value == pytest.approx(ranked.estimate.step_s.value, rel=1e-12)
+
+
+def test_the_plan_file_is_the_one_that_suggest_saves(explorer, capsys, tmp_path):
+    from planner.plan_file import load_plan
+    from ui import data
+    from ui.state import Question
+
+    out = tmp_path / "plan.json"
+    answer(capsys, "suggest", *FLAGS, "--top", str(LISTED), "--out", str(out))
+    test = explorer("exports", **QUESTION)
+    result, ranked = test.session_state["_results"]["answer"]
+
+    assert data.plan_file_text(result, ranked) == out.read_text()
+    assert load_plan(out).plan == ranked.plan
+    assert Question(cluster="dgx-h100", gpus=16).command().startswith("planner suggest --model llama3-8b")
+
+
+def test_the_machine_is_that_of_probe(explorer, capsys):
+    document = answer(capsys, "probe", "--from", "h200x4")
+    test = explorer(cluster="h200x4")
+
+    assert metrics(test)["GPUs"] == str(len(document["gpus"]))
+    assert sum(table(test, "count")["count"]) == len(document["links"])
