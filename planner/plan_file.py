@@ -141,6 +141,8 @@ def require_fresh(
         fresh, made = codec.fingerprint(value), content.fingerprints.get(name)
         if fresh != made:
             what = differences(then[name], value) if name in then else []
+            if name == "cluster" and cluster is not None and cluster.gpu_count != content.cluster.gpu_count:
+                what.insert(0, f"{content.cluster.gpu_count} GPUs then, {cluster.gpu_count} now")
             shown = "; ".join(what[:SHOWN]) + (f"; and {len(what) - SHOWN} more" if len(what) > SHOWN else "")
             differ.append(f"{name} {made or 'none'} -> {fresh}" + (f" ({shown})" if shown else ""))
     if differ:
@@ -163,7 +165,7 @@ def _differences(then: Any, now: Any, where: str) -> Iterator[str]:
     if isinstance(then, dict) and isinstance(now, dict):
         for key in dict.fromkeys([*then, *now]):
             yield from _differences(then.get(key), now.get(key), f"{where}.{key}" if where else str(key))
-    elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+    elif isinstance(then, (list, tuple)) and isinstance(now, (list, tuple)) and len(then) == len(now):
         for index, (a, b) in enumerate(zip(then, now, strict=True)):
             yield from _differences(a, b, f"{where}[{index}]")
     elif then != now:
@@ -171,7 +173,7 @@ def _differences(then: Any, now: Any, where: str) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, (list, dict)):
+    if isinstance(value, (list, tuple, dict)):
         return f"{len(value)} entries"
     text = "none" if value is None else str(value)
     return text if len(text) <= 40 else text[:37] + "..."
