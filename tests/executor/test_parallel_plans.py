@@ -85,6 +85,11 @@ OVERLAP = {
     for mode in ("chunked", "ring", "copy_engine", "fused", "async")
 }
 TWO |= OVERLAP
+COMPILED = {
+    f"compiled-{name}": ({**TWO[name][0], "compile": True}, TWO[name][1])
+    for name in ("ddp", "fsdp-tied", "tp", "tp-sp", "latent-tp", "cp", "ep", "pp-1f1b")
+}
+TWO |= COMPILED
 FOUR = {
     "hsdp": ({}, {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}),
     "fsdp-selective": ({}, {"dp_shard": 4, "recompute": "selective", "micro_batch_size": 2}),
