@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from executor.calibrate_kernels import operator_call
-from executor.calibrate_operators import invalid
+from executor.calibrate_operators import invalid, versions
 from executor.records import Deadline, Recorder, middle
 from executor.timing import WARM_S, ClockWatch, Timer
 
@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
     recorder = Recorder(options.out if rank == 0 else None)
     watch = ClockWatch() if cuda and rank == 0 else None
     wanted = read_json(options.request).get("contention", [])
+    recorder.write("header", versions=versions(torch, options.device))
     try:
         for number, one in enumerate(wanted):
             if not _together(torch, dist, deadline.has(3.0)):

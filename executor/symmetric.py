@@ -35,8 +35,8 @@ class Allocation:
     """Bytes at the same place on every rank of a group. Making one is a collective call."""
 
     def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        from torch._C._autograd import DeviceType  # noqa: PLC0415, PLC2701 - torch exposes it nowhere else
-        from torch._C._distributed_c10d import _SymmetricMemory  # noqa: PLC0415, PLC2701 - as above
+        from torch._C._autograd import DeviceType  # noqa: PLC0415 - torch exposes it nowhere else
+        from torch._C._distributed_c10d import _SymmetricMemory  # noqa: PLC0415 - as above
 
         if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index):
             raise SymmetricMemoryError(
@@ -67,7 +67,7 @@ class Allocation:
 
     def write(self, rank: int, index: int, value: int = 1) -> None:
         """Set the `index`-th 32-bit word on a rank after all that the current stream has copied so far."""
-        from torch._C._distributed_c10d import _SymmetricMemory  # noqa: PLC0415, PLC2701 - torch exposes it nowhere else
+        from torch._C._distributed_c10d import _SymmetricMemory  # noqa: PLC0415 - torch exposes it nowhere else
 
         # A memset rather than a write of the stream itself: it can be captured in a graph, too.
         _SymmetricMemory.memset32(self.on(rank, (1,), torch.uint32, 4 * index), 0, value, 1)

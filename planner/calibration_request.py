@@ -169,9 +169,11 @@ def runtime_request(name: str, *, gpus: int, version: str | None = None) -> Requ
     for run in RUNTIME_RUNS:
         if run.recompute not in known:
             continue
-        degrees = {axis: many if getattr(run, axis) > 1 else 1 for axis in ("dp_replicate", "dp_shard", "tp", "cp")}
         plan = Plan(
-            **degrees,
+            dp_replicate=many if run.dp_replicate > 1 else 1,
+            dp_shard=many if run.dp_shard > 1 else 1,
+            tp=many if run.tp > 1 else 1,
+            cp=many if run.cp > 1 else 1,
             sequence_parallel=run.tp > 1,
             micro_batch_size=run.sequences,
             recompute=run.recompute,

@@ -8,11 +8,12 @@ without one every figure is what the datasheet and published efficiencies say.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 
+from simulator.contention_fit import Beside, beside, left_out_errors
 from simulator.kernel_samples import MOVEMENTS, PACKING, UPDATES, direction_of, movement_of
 from simulator.operator_fit import (
     AttentionCurve,
@@ -26,44 +27,32 @@ from simulator.operator_fit import (
     fit_move,
 )
 from simulator.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
+from simulator.roofline import DATASHEET, FITTED, MEASURED, Roofline, efficiency
 from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import RuntimeSpec, attention_kernel, runtime_names, runtime_spec
 from topology.cluster import Cluster, GpuKind
+from topology.errors import BadCluster
 from topology.gpus import gpu_kind
 from topology.profile import Profile
 from topology.profile_store import current
-from topology.samples import ContentionSample, OperatorSample
+from topology.samples import OperatorSample
 
-if TYPE_CHECKING:
-    from simulator.roofline import Roofline
-
-MEASURED, FITTED, DATASHEET = 0, 1, 2  # sources, best first
+NOTHING = 1e-12  # what is left of an effect that is not counted: a rate stays a number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effects:
-    """Which effects of a calibration are on; switching one off shows what it is worth (tests/bench)."""
+    """Which effects are counted; leaving one out shows what it is worth (tests/bench/calibration_tables.py).
+
+    Without `operators` kernels take what the datasheet says; without `sustained` they run at the clocks of a GPU that
+    has rested; the others are left out altogether.
+    """
 
     operators: bool = True
     host: bool = True
     contention: bool = True
     packing: bool = True
     sustained: bool = True
-    allocator: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """What a collective and compute cost each other while both run: each takes so many times as long."""
-
-    compute: float = 1.0
-    collective: float = 1.0
-    error: float = 0.0
-
-    @property
-    def lost(self) -> float:
-        """Return seconds of compute lost for each second that the collective would take alone."""
-        return self.collective * (1.0 - 1.0 / self.compute)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +86,7 @@ class Calibration:
     burst: float = 1.0  # a large product's time after a rest over its time on a GPU at work
     costs: dict[tuple[str, bool], RuntimeCosts] = field(default_factory=dict)
     effects: Effects = field(default_factory=Effects)
-    _seen: dict[tuple[Any, ...], tuple[float, int]] = field(default_factory=dict)
+    _seen: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict)
 
     def runtime(self, name: str, *, compiled: bool) -> RuntimeCosts:
         """Return what is known of a runtime; neutral where nobody ran it."""
@@ -117,12 +106,14 @@ class Calibration:
                 return self._move(work, datasheet(), runtime)
         if found is None:
             plain = datasheet()
-            return plain, np.full(plain.shape, float(DATASHEET))
+            return plain, np.full(plain.shape, DATASHEET)
         return found
 
     def packing_factor(self, nbytes: Floats | float) -> Floats:
         """Return what FSDP's packing of modules of `nbytes` takes over what is counted for it."""
-        if self.packing is None or not self.effects.packing:
+        if not self.effects.packing:
+            return np.full(1, NOTHING)
+        if self.packing is None:
             return np.ones(1)
         return self.packing.ratio(np.asarray(nbytes, dtype=np.float64))
 
@@ -146,17 +137,18 @@ class Calibration:
         return np.maximum(np.asarray(duty) ** exponent, self.burst)
 
     def contention(self, *ops: str) -> Beside | None:
-        """Return what compute and collectives cost each other, unless that is switched off or was not measured.
+        """Return what compute and collectives cost each other, or None where that was not measured.
 
         `ops` are the collectives in question; their mean, or that of all where none of them was measured.
         """
-        if not self.effects.contention or not self.beside:
+        if not self.effects.contention:
+            return Beside()
+        if not self.beside:
             return None
         chosen = [self.beside[op] for op in ops if op in self.beside] or list(self.beside.values())
         return Beside(
             compute=float(np.mean([one.compute for one in chosen])),
             collective=float(np.mean([one.collective for one in chosen])),
-            error=float(np.mean([one.error for one in chosen])),
         )
 
     def _matmul(self, work: Work, dtype: str) -> tuple[Floats, Floats] | None:
@@ -216,10 +208,10 @@ class Calibration:
         curve = self.moves.get((runtime, work.name))
         size = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), datasheet.shape)
         if curve is not None:
-            return datasheet * curve.ratio(size), np.full(datasheet.shape, float(FITTED))
+            return datasheet * curve.ratio(size), np.full(datasheet.shape, FITTED)
         if self.stream is not None and not work.scattered:
-            return datasheet * self.stream.ratio(size), np.full(datasheet.shape, float(FITTED))
-        return datasheet, np.full(datasheet.shape, float(DATASHEET))
+            return datasheet * self.stream.ratio(size), np.full(datasheet.shape, FITTED)
+        return datasheet, np.full(datasheet.shape, DATASHEET)
 
 
 def _unique(*columns: Floats | float) -> tuple[tuple[int, ...], Floats, Any]:
@@ -267,7 +259,7 @@ def without(calibration: Calibration, **effects: bool) -> Calibration:
 def _calibration(profile: Profile, kind: GpuKind) -> Calibration | None:
     try:
         same = gpu_kind(profile.gpu).name == kind.name
-    except Exception:  # noqa: BLE001 - a GPU that the catalogue does not know is not this one
+    except BadCluster:  # a GPU that the catalogue does not know is not this one
         same = False
     if not same:
         return None
@@ -291,7 +283,7 @@ def _calibration(profile: Profile, kind: GpuKind) -> Calibration | None:
     for sample in samples:
         if sample.kind == "attention":
             widths.setdefault((sample.dtype, sample.shape["d"], sample.direction), []).append(sample)
-    attention = {key: curve for key, group in widths.items() if (curve := fit_attention(group)) is not None}
+    attention = {key: found for key, group in widths.items() if (found := fit_attention(group)) is not None}
     counter = _Counter(kind)
     return Calibration(
         gpu=kind,
@@ -342,8 +334,6 @@ class _Counter:
     """What the descriptions count for a measured kernel: bytes over the datasheet's rate, and launches."""
 
     def __init__(self, kind: GpuKind) -> None:
-        from simulator.roofline import Roofline, efficiency  # noqa: PLC0415 - the roofline holds a calibration
-
         self.roofline = Roofline(gpu=kind)
         self.launch_s = efficiency(kind.architecture).kernel_s
 
@@ -441,8 +431,6 @@ def _packing(samples: list[OperatorSample], kind: GpuKind) -> MoveCurve | None:
     Counted are, for each gather, two passes over the whole parameters in the compute type, and for each reduction one
     over gradients in the compute type and one in the type they are reduced in.
     """
-    from simulator.roofline import Roofline  # noqa: PLC0415 - the roofline holds a calibration
-
     rate = Roofline(gpu=kind).memory_bytes_per_s
     by_shape: dict[tuple[Any, ...], dict[str, float]] = {}
     for s in samples:
@@ -474,40 +462,20 @@ def _updates(samples: list[OperatorSample]) -> dict[str, float]:
     }
 
 
-def beside(samples: tuple[ContentionSample, ...]) -> dict[str, Beside]:
-    """Return what compute and each collective cost each other.
-
-    Pairs count by how long their compute takes: a step's time is in its large products, and next to those a collective
-    waits for waves to end, while it takes SMs from small ones.
-    """
-    valid = [s for s in samples if not s.invalid and s.compute_alone_s > 0 and s.collective_alone_s > 0]
-    found = {}
-    for op in dict.fromkeys(s.op for s in valid):
-        mine = [s for s in valid if s.op == op]
-        weight = np.array([s.compute_alone_s for s in mine])
-        compute = np.array([max(s.compute_beside_s / s.compute_alone_s, 1.0) for s in mine])
-        collective = np.array([max(s.collective_beside_s / s.collective_alone_s, 1.0) for s in mine])
-        mean = float(np.exp(np.average(np.log(compute), weights=weight)))
-        found[op] = Beside(
-            compute=mean,
-            collective=float(np.exp(np.average(np.log(collective), weights=weight))),
-            error=float(np.average(np.abs(compute / mean - 1), weights=weight)),
-        )
-    return found
-
-
 def calibrated_host(spec: RuntimeSpec, calibration: Calibration | None, *, compiled: bool) -> RuntimeSpec:
     """Return a runtime's description with the host costs that its single layers showed."""
-    if calibration is None or not calibration.effects.host:
+    if calibration is None:
         return spec
+    if not calibration.effects.host:
+        numbers = [f.name for f in fields(spec.host) if f.name not in {"synchronizes", "selective_s"}]
+        silent = dict.fromkeys(numbers, 0.0)
+        return replace(spec, host=replace(spec.host, selective_s=None, **silent))  # type: ignore[arg-type]  # floats
     found = calibration.runtime(spec.names[0], compiled=compiled).host
-    return replace(spec, host=replace(spec.host, **found)) if found else spec
+    return replace(spec, host=replace(spec.host, **found)) if found else spec  # type: ignore[arg-type]  # floats all
 
 
 def roofline_of(cluster: Cluster, runtime: Runtime, spec: RuntimeSpec, calibration: Calibration | None) -> Roofline:
     """Return kernel times for a runtime on a cluster's slowest GPU."""
-    from simulator.roofline import Roofline  # noqa: PLC0415 - it holds a calibration
-
     busy = 1.0
     if calibration is not None and calibration.effects.sustained:
         busy = calibration.runtime(spec.names[0], compiled=runtime.compile).busy
@@ -519,3 +487,48 @@ def roofline_of(cluster: Cluster, runtime: Runtime, spec: RuntimeSpec, calibrati
         runtime=spec.names[0],
         busy=busy,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitError:
+    """How far a curve is from samples that it did not see: each left out in turn, the mean of absolute errors."""
+
+    what: str
+    samples: int
+    mean_abs: float
+
+
+def fit_errors(profile: Profile) -> list[FitError]:
+    """Return the leave-one-out errors of every curve through a profile's samples; empty for an unknown GPU."""
+    try:
+        kind = gpu_kind(profile.gpu)
+    except BadCluster:
+        return []
+    found = _calibration(profile, kind)
+    if found is None:
+        return []
+    errors = [
+        FitError(what=f"matmul {dtype} {direction}", samples=len(rest.residuals), mean_abs=rest.error)
+        for dtype, curve in found.matmuls.items()
+        for direction, rest in curve.rest.items()
+    ]
+    errors += [
+        FitError(
+            what=f"attention {dtype} width {width} {direction}",
+            samples=len(curve.rest.residuals),
+            mean_abs=curve.rest.error,
+        )
+        for (dtype, width, direction), curve in found.attention.items()
+    ]
+    moves = {id(curve): curve for curve in found.moves.values()}
+    if moves:
+        mean = float(np.mean([curve.error for curve in moves.values()]))
+        errors.append(FitError(what="kernels that move memory", samples=len(moves), mean_abs=mean))
+    if found.packing is not None:
+        errors.append(FitError(what="packing", samples=len(found.packing.points), mean_abs=found.packing.error))
+    pairs = current(profile).contention
+    together = left_out_errors(pairs)
+    if together is not None:
+        for what, mean in zip(("kernels beside collectives", "collectives beside kernels"), together, strict=True):
+            errors.append(FitError(what=what, samples=len(pairs), mean_abs=mean))
+    return errors

@@ -21,6 +21,7 @@ from simulator.memory import CONTEXT_BYTES, MemoryColumns, local_parameters, mem
 from simulator.model import Model
 from simulator.plan import Plan
 from simulator.plan_table import Floats, PlanTable, axis_sizes, plan_table
+from simulator.provenance import Shares, half_width, main_source
 from simulator.roofline import efficiency
 from simulator.runtime import Runtime
 from simulator.runtime_library import ModelOperators, canonical_recompute, operators_for
@@ -58,7 +59,11 @@ class EstimateTable:
     tokens_per_step: float
     model_flops: float
     peak_flops: float
-    basis: tuple[str, ...]  # what each row's interval rests on: a key of STEP_SPREAD
+    basis: tuple[str, ...]  # what each row's interval rests on without a calibration: a key of STEP_SPREAD
+    shares: Shares
+    runtime: Runtime
+    clocks: Floats  # arithmetic's time over that of a GPU that is never idle
+    calibration: Calibration | None = None
 
     def estimate(self, index: int) -> Estimate:
         """Return row `index` with intervals, memory by category, and rates per GPU."""
@@ -70,8 +75,9 @@ class EstimateTable:
             for rank in range(plan.pp)
         )
         flops = self.model_flops / plan.gpus / step
+        sources = self.shares.row(index, step)
         return Estimate(
-            step_s=_interval(step, STEP_SPREAD[self.basis[index]]),
+            step_s=self._step_interval(index, step, sources),
             tokens_per_s_per_gpu=self.tokens_per_step / plan.gpus / step,
             mfu=flops / self.peak_flops,
             tflops_per_gpu=flops / 1e12,
@@ -88,7 +94,14 @@ class EstimateTable:
             ),
             breakdown_s={name: float(column[index]) for name, column in self.breakdown_s.items()},
             exposed_by_axis_s={name: float(column[index]) for name, column in self.exposed_by_axis_s.items()},
+            sources=sources,
         )
+
+    def _step_interval(self, index: int, step: float, sources: dict[str, float]) -> Interval:
+        if self.calibration is None:
+            return _interval(step, STEP_SPREAD[self.basis[index]])
+        half = half_width(sources, self.calibration, self.runtime)
+        return Interval(value=step, low=step * (1 - half), high=step * (1 + half), source=main_source(sources))
 
 
 def estimate_plans(
@@ -134,6 +147,10 @@ def estimate_plans(
         model_flops=flops,
         peak_flops=context.roofline.peak_flops,
         basis=tuple(_basis(cluster, plan) for plan in plans),
+        shares=step.shares,
+        runtime=runtime,
+        clocks=step.clocks,
+        calibration=calibration,
     )
 
 

@@ -14,7 +14,8 @@ from simulator.layer_cost import CostContext
 from simulator.memory import Parameters
 from simulator.plan_table import Floats
 from simulator.roofline import efficiency
-from simulator.runtime_library import ModelOperators, RuntimeSpec
+from simulator.runtime import Runtime
+from simulator.runtime_library import ModelOperators, RuntimeSpec, is_early, runtime_spec
 from simulator.stages import StageLayout
 
 
@@ -176,18 +177,27 @@ ADAM_BYTES = 28.0
 CLIP_BYTES = 12.0
 
 
-def optimizer_bytes(spec: RuntimeSpec) -> float:
-    """Return bytes that clipping and updating move per parameter owned; a 16-bit copy is written back."""
-    return ADAM_BYTES + CLIP_BYTES + (2.0 if spec.state.master_weights else 0.0)
+# A 16-bit copy of updated float32 weights: reads them, writes half.
+COPY_BYTES = 6.0
 
 
-def optimizer_s(operators: ModelOperators, context: CostContext, layout: StageLayout, parameters: Parameters) -> Floats:
-    """Return seconds of gradient clipping and the optimizer update on the rank with most parameters."""
+def update_bytes(runtime: Runtime, owned: Floats | float, held: Floats | float) -> Floats | float:
+    """Return bytes that the end of a step moves: clipping and updating the parameters a rank has `owned` since they were
+    sharded, and what the runtime does to the gradients of all that it has `held` before.
+    """
+    state = runtime_spec(runtime.name).state
+    per_owned = ADAM_BYTES + CLIP_BYTES + (COPY_BYTES if state.master_weights else 0.0)
+    return owned * per_owned + held * (0.0 if is_early(runtime) else state.gradient_passes_bytes)
+
+
+def rank_update_bytes(context: CostContext, shared: Floats, experts: Floats) -> Floats:
+    """Return those bytes by rank, shape (plans, ranks), of parameters before sharding, routed experts apart."""
     table = context.table
-    shared, experts = parameters.of_stage(layout)
     owned = shared / table.state_shard["optimizer"][:, None] + experts / table.expert_shard["optimizer"][:, None]
-    return np.asarray(
-        owned.max(axis=1)
-        * optimizer_bytes(operators.spec)
-        / context.roofline.update_bytes_per_s(context.runtime.param_dtype)
-    )
+    return np.asarray(update_bytes(context.runtime, owned, shared + experts))
+
+
+def optimizer_s(context: CostContext, layout: StageLayout, parameters: Parameters) -> Floats:
+    """Return seconds of gradient clipping and the optimizer update on the rank that moves most."""
+    moved = rank_update_bytes(context, *parameters.of_stage(layout))
+    return np.asarray(moved.max(axis=1) / context.roofline.update_bytes_per_s(context.runtime.param_dtype))

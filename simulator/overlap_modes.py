@@ -29,6 +29,16 @@ SCATTER = "matmul_reduce_scatter"
 EXECUTED = ("nccl", "chunked", "ring", "copy_engine", "fused", "torch_symm_mem")
 PIECES = 4  # of a shard in `chunked`, as the executor cuts it
 FUSED_PIECES = 2  # of a shard that is pushed beside the fused kernel
+# What the host issues in a call: always, and for every other rank. A launch, a copy, a flag, an event and a collective
+# count one each; autograd and views are in the first number of the modes that need them.
+HOST_CALLS = {
+    "nccl": (4, 0),
+    "chunked": (2 + 3 * PIECES, 0),
+    "ring": (2, 5),
+    "copy_engine": (9, 2),
+    "fused": (9, 1),
+    "torch_symm_mem": (9, 2),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,19 +63,25 @@ class OverlapRates:
     """A flag raised by a copy and seen by a kernel that waits, or a barrier of all ranks."""
     hop_s: float = 25e-6
     """Launch of NCCL's send and receive of one hop."""
-    beside: float = 0.35
-    """Seconds that a product loses for each second of copies beside it: memory traffic and power are shared."""
+    hop_bytes_per_s: float = 250e9
+    """Rate of such a hop, which all ranks make at once."""
+    beside: float = 0.1
+    """Seconds that the library's products lose for each second of copies beside them: memory and power are shared."""
+    fused_beside: float = 0.35
+    """The same for the fused kernel, which also waits for the copies and adds what they bring."""
     collective_beside: float = 0.6
     """The same for a collective of NCCL, which takes multiprocessors as well."""
     fused_ratio: float = 1.03
     """The fused kernel's product alone over the library's."""
     fused_tail_s: float = 10e-6
     """Launch of the fused kernel with its copies, and what its last wave leaves idle."""
+    host_s: float = 24e-6
+    """One call of the host. What is issued more slowly than it runs takes as long as issuing it."""
     sum_bytes_per_s: float = 3.6e12
     """Memory rate of passes that copy or add."""
 
 
-SOURCE = "assumed, from 4 H200: push 391 GB/s, barrier 4.7 us; recipes on 8 H100: beside 0.35"
+SOURCE = "assumed, from 4 H200: push 391 GB/s, barrier 4.7 us; recipes on 8 H100: fused_beside 0.35"
 
 
 def mode_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> float:
@@ -75,15 +91,22 @@ def mode_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> floa
     """
     if operation not in {GATHER, SCATTER}:
         raise ValueError(f"there is no operation {operation}")
+    if mode not in HOST_CALLS:
+        raise ValueError(f"there is no overlap mode {mode}")
+    if parts.ranks == 1:
+        return parts.product_s(1.0)
+    always, each = HOST_CALLS[mode]
+    return max(_device_s(mode, operation, parts, rates), rates.host_s * (always + each * (parts.ranks - 1)))
+
+
+def _device_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> float:
     whole, ranks = parts.product_s(1.0), parts.ranks
-    if ranks == 1:
-        return whole
     if mode == "nccl":
         return parts.collective_s(1.0) + whole
     if mode == "chunked":
         return _chunked_s(parts, rates)
     if mode == "ring":
-        piece, hop = parts.product_s(1 / ranks), rates.hop_s + parts.moved_bytes / rates.copy_bytes_per_s
+        piece, hop = parts.product_s(1 / ranks), rates.hop_s + parts.moved_bytes / rates.hop_bytes_per_s
         beside = rates.collective_beside * min(hop, piece)
         return piece + (ranks - 1) * (max(piece, hop) + beside)
     if mode == "copy_engine":
@@ -91,9 +114,7 @@ def mode_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> floa
     if mode == "torch_symm_mem":
         copied_in = 2 * parts.moved_bytes / rates.sum_bytes_per_s if operation == GATHER else 0.0
         return copied_in + _copy_engine_s(operation, parts, rates, waits_s=2 * rates.signal_s)
-    if mode == "fused":
-        return _fused_s(operation, parts, rates)
-    raise ValueError(f"there is no overlap mode {mode}")
+    return _fused_s(operation, parts, rates)
 
 
 def _chunked_s(parts: Parts, rates: OverlapRates) -> float:
@@ -107,15 +128,15 @@ def _push_s(parts: Parts, rates: OverlapRates, fraction: float = 1.0) -> float:
     return rates.copy_latency_s + fraction * parts.moved_bytes / rates.copy_bytes_per_s
 
 
-def _slowed_s(product_s: float, copied_s: float, rates: OverlapRates) -> float:
+def _slowed_s(product_s: float, copied_s: float, beside: float) -> float:
     """Return a product's seconds with copies beside it for at most `copied_s`."""
-    return product_s + rates.beside * min(copied_s, product_s)
+    return product_s + beside * min(copied_s, product_s)
 
 
 def _copy_engine_s(operation: str, parts: Parts, rates: OverlapRates, *, waits_s: float) -> float:
     ranks, push = parts.ranks, _push_s(parts, rates) + waits_s
     copied = (ranks - 1) * (push - rates.copy_latency_s)
-    piece = _slowed_s(ranks * parts.product_s(1 / ranks), copied, rates) / ranks
+    piece = _slowed_s(ranks * parts.product_s(1 / ranks), copied, rates.beside) / ranks
     if operation == GATHER:
         now = piece
         for number in range(1, ranks):
@@ -133,7 +154,9 @@ def _fused_s(operation: str, parts: Parts, rates: OverlapRates) -> float:
     ranks = parts.ranks
     pieces = (ranks - 1) * FUSED_PIECES
     push = _push_s(parts, rates, 1 / FUSED_PIECES)
-    product = _slowed_s(rates.fused_ratio * parts.product_s(1.0), pieces * (push - rates.copy_latency_s), rates)
+    product = _slowed_s(
+        rates.fused_ratio * parts.product_s(1.0), pieces * (push - rates.copy_latency_s), rates.fused_beside
+    )
     own, piece = product / ranks, product / ranks / FUSED_PIECES
     if operation == GATHER:
         now = own
@@ -193,6 +216,10 @@ class OverlapSample:
     seconds: float
 
 
+MEASURED_ALONE = frozenset({"copy_bytes_per_s", "sum_bytes_per_s"})
+SPAN = 4.0  # beyond that a rate would no longer be what its name says
+
+
 def mean_error(samples: Sequence[OverlapSample], rates: OverlapRates) -> float:
     """Return the mean of |predicted / measured - 1|."""
     errors = [abs(mode_s(s.mode, s.operation, s.parts, rates) / s.seconds - 1) for s in samples]
@@ -200,26 +227,29 @@ def mean_error(samples: Sequence[OverlapSample], rates: OverlapRates) -> float:
 
 
 def fit_rates(samples: Sequence[OverlapSample], start: OverlapRates | None = None) -> OverlapRates:
-    """Return the rates with the least mean error, each within a factor of eight of where it starts.
+    """Return the rates with the least mean error, each within a factor of `SPAN` of where it starts.
 
-    The error is piecewise smooth with kinks where a copy ceases to be hidden, so one rate after another is moved by
-    shrinking steps. Every rate stays positive; none belongs to a shape. Raises ValueError without samples.
+    Rates that are measured alone (`MEASURED_ALONE`) stay. The error is piecewise smooth with kinks where a copy ceases to
+    be hidden, so one rate after another is moved by shrinking steps, and again from where that ended. None belongs to a
+    shape. Raises ValueError without samples.
     """
     if not samples:
         raise ValueError("there is nothing to fit: no samples")
     best = first = start or OverlapRates()
     error = mean_error(samples, best)
-    step = 2.0
-    while step > 1.005:
-        improved = False
-        for field in fields(OverlapRates):
-            for factor in (step, 1 / step):
-                value = getattr(best, field.name) * factor
-                if not 1 / 8 <= value / getattr(first, field.name) <= 8:
-                    continue
-                tried = replace(best, **{field.name: value})
-                if (found := mean_error(samples, tried)) < error:
-                    best, error, improved = tried, found, True
-        if not improved:
-            step = step**0.5
+    names = [field.name for field in fields(OverlapRates) if field.name not in MEASURED_ALONE]
+    for _ in range(3):
+        step = 2.0
+        while step > 1.01:
+            improved = False
+            for name in names:
+                for factor in (step, 1 / step):
+                    value = getattr(best, name) * factor
+                    if not 1 / SPAN <= value / getattr(first, name) <= SPAN:
+                        continue
+                    tried = replace(best, **{name: value})
+                    if (found := mean_error(samples, tried)) < error:
+                        best, error, improved = tried, found, True
+            if not improved:
+                step = step**0.5
     return best

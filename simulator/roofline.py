@@ -69,7 +69,8 @@ SPLITS = ((1.0, 1.0), (2.0, 0.93), (4.0, 0.86))
 # Queries times heads of the benchmarks behind the curves of attention: 16k tokens with 16 heads of 128 (arXiv 2307.08691,
 # section 4.1; 2407.08608, section 4.1). They include the tail of a grid of that size.
 FULL_GRID = 262144.0
-DATASHEET = 2.0  # the source of what no calibration knows, as simulator.calibration numbers them
+# Where a kernel's time is from, best first.
+MEASURED, FITTED, DATASHEET = 0.0, 1.0, 2.0
 
 
 @cache
@@ -130,7 +131,7 @@ class Roofline:
         return self.sourced(work)[0]
 
     def sourced(self, work: Work) -> tuple[Floats, Floats]:
-        """Return (seconds, source) of a compute kernel; sources are numbered as in simulator.calibration."""
+        """Return (seconds, source) of a compute kernel; sources are MEASURED, FITTED, DATASHEET."""
         if self.calibration is None:
             datasheet = np.atleast_1d(self._datasheet(work))
             return datasheet, np.full(datasheet.shape, DATASHEET)

@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.calibration import Calibration, RuntimeCosts
 from simulator.model import Model
 from simulator.plan import Plan
+from simulator.roofline import efficiency
 from simulator.runtime import Runtime
 from simulator.runtime_library import runtime_names, runtime_spec
 from simulator.workload import Workload
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from topology.cluster import Cluster
     from topology.profile import Profile
     from topology.samples import LayerSample
+
+Floats = NDArray[np.float64]
 
 DEVICE_BOUND = 0.7  # predicted device time over measured, above which the device decided the run
 HOST_BOUND = 0.35  # and below which the host did
@@ -48,7 +52,9 @@ SILENT = {
     "step_s": 0.0,
 }
 COUNTING = SILENT | {"launch_s": 1.0, "backward_launch_s": 1.0, "dtensor_launch_s": 1.0}
-KERNELS = ("compute", "recompute", "copies", "contention", "optimizer")
+# What a kind of parallelism adds to a layer's host time, as fields of HostSpec.
+PARALLEL = (("fsdp", "fsdp_layer_s"), ("ddp", "ddp_layer_s"), ("tp", "tp_layer_s"), ("cp", "cp_layer_s"))
+FEWEST = 3  # wide runs below which nothing is said of the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +120,17 @@ class _Fit:
         self.key = (runtime_spec(runs[0].runtime.name).names[0], runs[0].runtime.compile)
 
     def costs(self) -> RuntimeCosts:
-        device = {id(run): self._device_s(self._estimate(run, RuntimeCosts(host=SILENT))) for run in self.runs}
-        narrow = [run for run in self.runs if device[id(run)] < HOST_BOUND * run.seconds]
-        wide = [run for run in self.runs if device[id(run)] > DEVICE_BOUND * run.seconds]
+        # At full clocks, and with a host that costs nothing: what is left is the device.
+        silent = {id(run): self._estimate(run, SILENT).breakdown_s for run in self.runs}
+        narrow, wide = [], []
+        for run in self.runs:
+            share = sum(float(part[0]) for name, part in silent[id(run)].items() if name != "host") / run.seconds
+            if share < HOST_BOUND:
+                narrow.append(run)
+            elif share > DEVICE_BOUND:
+                wide.append(run)
         host = self._data() | self._host(narrow)
-        return self._busy(wide, host)
+        return self._busy(wide, [silent[id(run)] for run in wide], host)
 
     # --- the host -----------------------------------------------------------------------------------------------
 
@@ -158,15 +170,14 @@ class _Fit:
             "checkpoint_s": 0.0,
             "launch_s": launch_s,
             "backward_launch_s": launch_s,
+            "dtensor_launch_s": launch_s,
             "rest_s": float(np.median(rest)),
         }
-        for kind, field in (("fsdp", "fsdp_layer_s"), ("ddp", "ddp_layer_s"), ("cp", "cp_layer_s")):
+        for kind, field in PARALLEL:
             if kind in counts:
                 found[field] = max(each[kind] - counts[kind] * launch_s, 0.0)
         if "cp" in counts:  # ranks that share a sequence share parameters too
             found["cp_layer_s"] = max(found["cp_layer_s"] - found.get("fsdp_layer_s", 0.0), 0.0)
-        if counts.get("tp"):
-            found["dtensor_launch_s"] = each["tp"] / counts["tp"]
         for word, field in (("full", "checkpoint_s"), ("selective-op", "selective_s")):
             more = [
                 each[f"{base} {word}"] - each[base] - max(counts[f"{base} {word}"] - counts[base], 0.0) * launch_s
@@ -179,54 +190,65 @@ class _Fit:
 
     def _launches(self, run: Run) -> float:
         """Return how many operators the host issues for one layer of a run, forward and backward."""
-        costs = RuntimeCosts(host=COUNTING)
         one, two = (
-            self._estimate(replace(run, model=replace(run.model, layers=layers)), costs).breakdown_s["host"][0]
+            self._estimate(replace(run, model=replace(run.model, layers=layers)), COUNTING).breakdown_s["host"][0]
             for layers in (1, 2)
         )
         return float(two - one)
 
     # --- the device ---------------------------------------------------------------------------------------------
 
-    def _busy(self, wide: list[Run], host: dict[str, float]) -> RuntimeCosts:
+    def _busy(self, wide: list[Run], parts: list[dict[str, Floats]], host: dict[str, float]) -> RuntimeCosts:
         """Return how much longer kernels take inside a step, and the step's own host work, from wide layers.
 
-        Both are solved for together, least squares of relative errors; a run is one equation.
+        Both are solved for together, least squares of relative errors; a run is one equation. Clocks depend on how
+        much of a step is idle, and so on the answer: a few rounds settle it.
         """
-        known = RuntimeCosts(host={**host, "step_s": 1e-3}, runs=len(self.runs))
-        if len(wide) < 2:
-            return replace(known, host=host)
+        if len(wide) < FEWEST:
+            return RuntimeCosts(host=host, runs=len(self.runs))
         measured = np.array([run.seconds for run in wide])
         loaded = np.array([_loaded_s(run, host) for run in wide])
+
+        def total(*names: str) -> Floats:
+            return np.array([sum(float(part[name][0]) for name in names) for part in parts])
+
+        arithmetic, moving = total("compute", "recompute"), total("copies", "contention", "optimizer")
+        rest = total("exposed_communication", "bubble")
+        exponent = efficiency(self.cluster.slowest_kind.architecture).power_exponent
+        factor, step_s = 1.0, 1e-3
         for _ in range(ROUNDS):
-            tables = [self._estimate(run, known) for run in wide]
-            kernels = np.array([sum(float(t.breakdown_s[name][0]) for name in KERNELS) for t in tables])
-            total = np.array([float(t.step_s[0]) for t in tables]) - loaded
-            rest = total - kernels - known.host["step_s"]
+            kernels = self._kernels(arithmetic, moving, factor, rest, step_s + loaded, exponent)
             # measured = kernels * factor + step + rest, each row over `measured`
             matrix = np.stack([kernels / measured, 1.0 / measured], axis=1)
             (factor, step_s), *_ = np.linalg.lstsq(matrix, 1.0 - rest / measured, rcond=None)
             if not STEP_RANGE_S[0] <= step_s <= STEP_RANGE_S[1]:
                 step_s = float(np.clip(step_s, *STEP_RANGE_S))
                 factor = float(np.median((measured - rest - step_s) / kernels))
-            known = replace(known, busy=known.busy * float(factor), host={**host, "step_s": float(step_s)})
-        errors = np.array([float(self._estimate(run, known).step_s[0]) for run in wide]) - loaded
-        spread = float(np.sqrt(np.mean(np.log(errors / measured) ** 2)))
-        rest_s = max(host.get("rest_s", 0.0) - known.host["step_s"], 0.0)
-        final = {**known.host, **({"rest_s": rest_s} if "rest_s" in host else {})}
-        return replace(known, host=final, spread=spread)
+        predicted = factor * self._kernels(arithmetic, moving, factor, rest, step_s + loaded, exponent) + rest + step_s
+        found = {**host, "step_s": float(step_s)}
+        if "rest_s" in found:
+            found["rest_s"] = max(found["rest_s"] - float(step_s), 0.0)
+        return RuntimeCosts(
+            busy=float(factor),
+            host=found,
+            spread=float(np.median(np.abs(np.log(predicted / measured)))),
+            runs=len(self.runs),
+        )
 
-    def _estimate(self, run: Run, costs: RuntimeCosts) -> EstimateTable:
+    def _kernels(
+        self, arithmetic: Floats, moving: Floats, factor: float, rest: Floats, idle: Floats, exponent: float
+    ) -> Floats:
+        """Return kernel seconds before `factor`, at the clocks that the idle part of each run leaves."""
+        busy = factor * (arithmetic + moving) + rest
+        return np.asarray(arithmetic * self.calibration.clocks(busy / (busy + idle), exponent) + moving)
+
+    def _estimate(self, run: Run, host: dict[str, float]) -> EstimateTable:
         from simulator.closed_form import estimate_plans  # noqa: PLC0415 - it asks for calibrations itself
 
-        calibration = replace(self.calibration, costs={self.key: costs})
+        calibration = replace(self.calibration, costs={self.key: RuntimeCosts(host=host)}, burst=1.0)
         return estimate_plans(
             run.model, self.cluster, run.workload, [run.plan], run.runtime, None, calibration=calibration
         )
-
-    @staticmethod
-    def _device_s(table: EstimateTable) -> float:
-        return float(table.step_s[0] - table.breakdown_s["host"][0])
 
 
 def feature(run: Run) -> str:

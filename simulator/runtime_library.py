@@ -35,14 +35,16 @@ class StateSpec:
     """`master_weights`: a float32 copy beside 16-bit parameters. Gradient dtypes are `param`, `compute`, `reduce`.
 
     `placeholder_gradients`: where products add weight gradients up themselves, autograd is handed a tensor that nobody
-    fills, one for every distinct shape of weight, kept for good. `gradients_freed`: no gradient is there when a step
-    begins (`zero_grad(set_to_none=True)`), so the loss turns round before there are any.
+    fills, one for every distinct shape of weight, kept for good. `gradient_passes_bytes` are moved once a step for every
+    element of a rank's gradients before they are sharded. `gradients_freed`: no gradient is there when a step begins
+    (`zero_grad(set_to_none=True)`), so the loss turns round before there are any.
     """
 
     master_weights: bool
     gradient_dtype: str
     unsharded_gradient_dtype: str
     placeholder_gradients: bool = False
+    gradient_passes_bytes: float = 0.0
     gradients_freed: bool = False
 
 
@@ -94,11 +96,12 @@ class HostSpec:
     step_s: float
     synchronizes: bool = False
     data_token_s: float = 0.0
-    # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, or sees
-    # a part of the sequence; what dispatching a layer operator by operator costs under selective recomputation; and
+    # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, cut by
+    # tensor parallelism, or sees a part of the sequence; what dispatching a layer operator by operator costs under selective recomputation; and
     # the host's work of a step outside its layers, which runs ahead of the device where that is the slower one.
     fsdp_layer_s: float = 0.0
     ddp_layer_s: float = 0.0
+    tp_layer_s: float = 0.0
     cp_layer_s: float = 0.0
     selective_s: float | None = None  # None: as any other recomputed region
     rest_s: float = 0.0

@@ -12,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.data_parallel import FSDP_OPS, data_parallel, optimizer_s, sm_share
+from simulator.group_times import GroupTimes
 from simulator.layer_cost import BlockCost, CostContext
 from simulator.memory import Parameters
 from simulator.model import Model
 from simulator.plan_table import Floats, PlanTable
+from simulator.provenance import Shares, shares
 from simulator.roofline import efficiency
 from simulator.runtime import DTYPE_BYTES
 from simulator.runtime_library import HostSpec, ModelOperators, RuntimeSpec
@@ -23,14 +25,42 @@ from simulator.stages import StageLayout, bubble_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostTime:
+    """What the device waits for the host, seconds of a step.
+
+    `late` is the host behind the device over the step, bubble and all; `waits` what hosts wait for each other on top
+    where they are late; `first` is lateness in the first pass, which nothing ran ahead of; `before` is the step's own
+    host time. A host that `synchronizes` never runs ahead.
+    """
+
+    late: Floats
+    waits: Floats
+    first: Floats
+    before: Floats
+    synchronizes: bool
+
+    def seconds(self, beside: Floats) -> Floats:
+        """Return the wait while `beside`, seconds of other work, keeps the device busy too."""
+        if self.synchronizes:
+            return self.late + self.before
+        behind = self.late - beside
+        return np.maximum(np.where(behind > 0, behind + self.waits, behind), self.first) + self.before
+
+    @property
+    def at_least_s(self) -> Floats:
+        """A lower bound of the wait and what is beside it, however long that takes."""
+        return self.before + (self.late if self.synchronizes else np.maximum(self.late, self.first))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatches:
     """What repeats with every micro batch and what the schedule adds, seconds of a step. All but `slowest` are of it.
 
     `slowest` is the column of the pipeline rank that decides; `forward` and `backward` are one micro batch there.
-    `exposed` holds what tensor, context, expert and pipeline parallelism do not hide. `host` is what the device waits
-    for the host, `host_at_least` what of it nothing else on the device can fill; `clocks_at_least` is the least that
-    idle moments make of compute (`at_working_clocks`). `at_least_s` is the sum: a lower bound
-    of the step, to which only data-parallel traffic is added.
+    `exposed` holds what tensor, context, expert and pipeline parallelism do not hide. Of `compute` and
+    `recompute`, `measured` rests on the very operators and `fitted` on curves through others. `clocks_at_least` is the
+    least that idle moments make of them (`working_clocks`). `at_least_s` is the sum: a lower bound of the step, to
+    which only data-parallel traffic is added.
     """
 
     clocks_at_least: float
@@ -42,14 +72,15 @@ class MicroBatches:
     exposed: dict[str, Floats]
     hidden: Floats
     bubble: Floats
-    host: Floats
-    host_at_least: Floats
+    host: HostTime
+    measured: Floats
+    fitted: Floats
     optimizer: Floats
 
     @property
     def at_least_s(self) -> Floats:
         computing = self.clocks_at_least * (self.compute + self.recompute)
-        return sum((self.bubble, self.host, self.optimizer, *self.exposed.values()), computing)
+        return sum((self.bubble, self.host.at_least_s, self.optimizer, *self.exposed.values()), computing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +89,8 @@ class Step:
 
     breakdown_s: dict[str, Floats]
     exposed_s: dict[str, Floats]
+    clocks: Floats
+    shares: Shares
 
     @property
     def total_s(self) -> Floats:
@@ -126,7 +159,8 @@ def rank_seconds(rank_sum: RankSum, spec: RuntimeSpec) -> RankSeconds:
     """Return how long pipeline ranks take for one micro batch, shape (plans, columns)."""
     device, host = rank_sum.passes("device_s"), rank_sum.passes("host_s")
     dense, moe = rank_sum.layout.layers
-    layers, added = dense + moe, layer_host_s(spec.host, rank_sum.table)
+    layers = dense + moe
+    added = (1 - WAITING_SHARE) * layer_host_s(spec.host, rank_sum.table)
     host["forward"] = host["forward"] + layers * (spec.host.forward_layer_s + FORWARD_SHARE * added)[:, None]
     host["backward"] = host["backward"] + layers * (spec.host.backward_layer_s + (1 - FORWARD_SHARE) * added)[:, None]
     again = _wrapped_layers(spec, rank_sum.layout)
@@ -185,8 +219,9 @@ def micro_batches(
         return np.asarray(np.where(table["virtual_stages"] > 1, np.maximum(mean, here(values)), mean))
 
     bubble = bubble_s(table, elsewhere(forward_s), elsewhere(behind_s - weight_s), elsewhere(weight_s))
-    ahead = np.maximum(m * (on_host - on_device) + spec.host.rest_s - bubble, first)
-    starved = m * (forward + backward - on_device) if spec.host.synchronizes else ahead
+    late = m * (on_host - on_device) + spec.host.rest_s - bubble
+    dense, moe = layout.layers
+    waits = m * here((dense + moe) * WAITING_SHARE * layer_host_s(spec.host, table)[:, None])
     boundary = context.sizes["u"] * model.hidden * DTYPE_BYTES[context.runtime.compute_dtype]
     if spec.pipeline.scatter_p2p:
         boundary = np.where(table.sequence_parallel, boundary, boundary / table["tp"])
@@ -209,9 +244,16 @@ def micro_batches(
         exposed=exposed,
         hidden=m * hidden,
         bubble=bubble,
-        host=starved + before_s,
-        host_at_least=(starved if spec.host.synchronizes else first) + before_s,
-        optimizer=optimizer_s(operators, context, layout, parameters),
+        host=HostTime(
+            late=m * (forward + backward - on_device) if spec.host.synchronizes else late,
+            waits=waits,
+            first=first,
+            before=before_s,
+            synchronizes=spec.host.synchronizes,
+        ),
+        measured=m * sum((here(part) for part in rank_sum.passes("measured_s").values()), np.zeros(len(table))),
+        fitted=m * sum((here(part) for part in rank_sum.passes("fitted_s").values()), np.zeros(len(table))),
+        optimizer=optimizer_s(context, layout, parameters),
     )
 
 
@@ -236,45 +278,71 @@ def step_cost(
         "contention": data.contention_s + micro.hidden * sm_share(context, *FSDP_OPS),
         "exposed_communication": sum(exposed.values(), np.zeros(len(table))),
         "bubble": micro.bubble + data.fill_s,
-        "host": np.maximum(micro.host - beside, micro.host_at_least),
+        "host": micro.host.seconds(beside),
         "optimizer": micro.optimizer,
     }
-    if context.roofline.calibration is not None:
-        breakdown = at_working_clocks(breakdown, context)
-    return Step(breakdown_s=breakdown, exposed_s=exposed)
+    clocks = working_clocks(breakdown, context)
+    breakdown |= {name: breakdown[name] * clocks for name in ("compute", "recompute")}
+    return Step(
+        breakdown_s=breakdown,
+        exposed_s=exposed,
+        clocks=clocks,
+        shares=shares(
+            breakdown,
+            measured_s=micro.measured,
+            fitted_s=micro.fitted,
+            kernels_s=micro.compute + micro.recompute,
+            calibration=context.roofline.calibration,
+            runtime=context.runtime,
+            communication_measured=_within_measured(table, groups),
+        ),
+    )
 
 
-def at_working_clocks(breakdown: dict[str, Floats], context: CostContext) -> dict[str, Floats]:
-    """Return a step's parts with arithmetic at the clocks that its idle moments leave to its busy ones."""
+def _within_measured(table: PlanTable, groups: GroupTimes) -> NDArray[np.bool_]:
+    """Return which plans are no larger than the groups whose collectives were measured."""
+    measured = groups.collectives.measured
+    most = max((sample.ranks for sample in measured.samples), default=0) if measured is not None else 0
+    return np.asarray(table["gpus"] <= most)
+
+
+def working_clocks(breakdown: dict[str, Floats], context: CostContext) -> Floats:
+    """Return what arithmetic takes at the clocks that a step's idle moments leave to its busy ones, over what it takes
+    on a GPU that is never idle; one without a calibration, whose efficiencies are of whole steps.
+    """
     calibration, gpu = context.roofline.calibration, context.roofline.gpu
     if calibration is None:
-        return breakdown
+        return np.ones(len(context.table))
     busy = sum((breakdown[name] for name in BUSY), np.zeros(len(context.table)))
-    idle = sum((part for name, part in breakdown.items() if name not in BUSY), np.zeros(len(context.table)))
-    # A limiter averages over a moment, so of a long pause only the end of it is credited to what follows.
-    counted = idle - breakdown["bubble"] + np.minimum(breakdown["bubble"], POWER_WINDOW_S)
-    factor = calibration.clocks(busy / np.maximum(busy + counted, 1e-12), efficiency(gpu.architecture).power_exponent)
-    return {name: part * (factor if name in {"compute", "recompute"} else 1.0) for name, part in breakdown.items()}
+    # A limiter averages over a moment, so of a long pause only the end of it is credited to what follows. Links and
+    # memory at work draw power too: communication is no pause.
+    idle = breakdown["host"] + np.minimum(breakdown["bubble"], POWER_WINDOW_S)
+    return calibration.clocks(busy / np.maximum(busy + idle, 1e-12), efficiency(gpu.architecture).power_exponent)
 
 
 # Over how long a GPU's power limiter averages. Source: assumed; readings of H200 clocks settle within 0.1 s of a change
 # of load (examples/profiles).
 POWER_WINDOW_S = 0.1
 
-# Parts of a step in which kernels run that compute.
-BUSY = ("compute", "recompute", "copies", "contention", "optimizer")
+# Parts of a step in which kernels run.
+BUSY = ("compute", "recompute", "copies", "contention", "optimizer", "exposed_communication")
 
 # How much of what parallelism adds to a layer's host time belongs to its forward pass: backward gathers, and reduces.
 FORWARD_SHARE = 1 / 3
+# How much of it is waiting: ranks whose hosts are not ahead meet in every collective, and each waits for the latest
+# launch of all. A host that is ahead of its device waits for nobody. Source: assumed, a half; one- and two-layer runs,
+# in which no host gets ahead, show both together.
+WAITING_SHARE = 0.5
 
 
 def layer_host_s(host: HostSpec, table: PlanTable) -> Floats:
-    """Return the host seconds that data and context parallelism add to one layer's two passes, one value a plan."""
+    """Return the host seconds that parallelism adds to one layer's two passes, one value a plan."""
     sharded = table.state_shard["parameters"] > 1
     replicated = ~sharded & (table["dp_replicate"] > 1)
     return np.asarray(
         np.where(sharded, host.fsdp_layer_s, 0.0)
         + np.where(replicated, host.ddp_layer_s, 0.0)
+        + np.where(table["tp"] > 1, host.tp_layer_s, 0.0)
         + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
     )
 

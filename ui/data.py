@@ -6,7 +6,7 @@ Cached values are frozen, so they are shared between sessions as they are (`cach
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,8 +68,11 @@ def health(_cluster: Cluster, key: str) -> Health:
     return diagnose(_cluster)
 
 
-def what_if(question: Question, flags: dict[str, Any], *, gpus: int) -> WhatIf:
-    """Return what `planner estimate` answers to the flags of a plan. Raises PlannerError."""
+def what_if(question: Question, flags: dict[str, Any], *, gpus: int, like: Plan | None = None) -> WhatIf:
+    """Return what `planner estimate` answers to the flags of a plan. Raises PlannerError.
+
+    Where the flags are those of the plan `like`, what no flag can say (recomputation stage by stage) is kept too.
+    """
     from planner.cases import case_from_flags  # noqa: PLC0415 - as above
     from planner.commands.estimate import answer  # noqa: PLC0415 - as above
 
@@ -87,8 +90,21 @@ def what_if(question: Question, flags: dict[str, Any], *, gpus: int) -> WhatIf:
             "param_dtype": None,
         },
     )
+    if like is not None:
+        case = replace(case, plan=_with_unsaid(case.plan, like))
     problems, estimate = answer(case, None)
     return WhatIf(case=case, problems=problems, estimate=estimate)
+
+
+def _with_unsaid(plan: Plan, like: Plan) -> Plan:
+    """Return the plan with what no flag says taken from another one, as far as it still applies."""
+    if plan.cp == like.cp:
+        plan = replace(plan, cp_method=like.cp_method)
+    if plan.ep == like.ep:
+        plan = replace(plan, capacity_factor=like.capacity_factor)
+    if plan.layers_per_stage == like.layers_per_stage and plan.recompute == like.recompute:
+        plan = replace(plan, recompute_per_stage=like.recompute_per_stage)
+    return plan
 
 
 def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) -> list[dict[str, Any]]:
@@ -164,7 +180,7 @@ def known_plans(question: Question, result: SearchResult) -> list[tuple[str, Est
     for ranked in result.plans:
         flags = changed_flags(ranked.plan, degrees_of(ranked.plan), ranked.plan.recompute)
         try:
-            again = what_if(question, flags, gpus=gpus)
+            again = what_if(question, flags, gpus=gpus, like=ranked.plan)
         except PlannerError:
             continue
         if again.estimate is not None and again.estimate.memory.fits and again.case.plan.gpus == gpus:

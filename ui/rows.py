@@ -38,6 +38,7 @@ def plan_rows(result: SearchResult) -> list[dict[str, Any]]:
             "gpus": arithmetic(ranked.plan),
             "policy": policy(ranked.plan),
             "step_s": ranked.estimate.step_s.value,
+            "simulated_s": ranked.simulated_s,
             "low_s": ranked.estimate.step_s.low,
             "high_s": ranked.estimate.step_s.high,
             "range": f"{digits(ranked.estimate.step_s.low)} to {digits(ranked.estimate.step_s.high)}",

@@ -23,7 +23,7 @@ from topology.catalog import catalog_names
 from topology.gpus import gpu_kinds
 from ui import uploads
 
-OBJECTIVES = ("time", "throughput", "memory")
+OBJECTIVES = ("time", "memory", "pareto")
 LISTED = 10  # plans in an answer: enough for a scatter, few enough to read
 AS_WRITTEN = "as the file says"
 TOO_MANY = 1 << 17  # GPUs; the largest machines built have fewer
@@ -143,7 +143,7 @@ def sidebar() -> Question:
             list(OBJECTIVES),
             default.objective,
             "objective",
-            "Least step time, most tokens/s per GPU, least memory.",
+            "Least step time, least memory, or all plans that no other beats in both.",
         )
         compiled = st.toggle("torch.compile", key="compile", bind="query-params")
     return Question(
@@ -218,6 +218,8 @@ def plan_name(plan: Plan) -> str:
     if plan.reshard_after_forward is not None and plan.dp_shard * plan.cp > 1:
         words.append("reshard" if plan.reshard_after_forward else "keep")
     words += [f"overlap-{plan.tp_overlap}"] if plan.tp_overlap != "none" else []
+    if plan.layers_per_stage or plan.recompute_per_stage or plan.capacity_factor is not None:
+        words.append(f"own-{codec.fingerprint(plan)[:4]}")  # layers or recomputation stage by stage: too long to spell
     return " ".join(words)
 
 

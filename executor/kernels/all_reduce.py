@@ -93,7 +93,7 @@ def one_shot(
     STRIDE: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """out = sum over ranks of x, each (rows, `columns` <= BLOCK) with `numel` numbers (the last row may be short).
+    """Out = sum over ranks of x, each (rows, `columns` <= BLOCK) with `numel` numbers (the last row may be short).
 
     `slots` (2 sets, W sources, numel) at a distance of `set_numel` between sets, `flags` (2, W, STRIDE programs).
     """

@@ -18,8 +18,8 @@ def wait_and_lower(flags, first, COUNT: tl.constexpr, error, code, LIMIT: tl.con
 
 
 @triton.jit
-def add_slots(own, slots, numel, slot_numel, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    """own += the same `numel` numbers of all other ranks' slots (W, slot_numel), in float32 and in the order of ranks."""
+def add_slots(own, slots, numel, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+    """Own += all other ranks' slots (W, numel), in float32 and in the order of ranks."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -27,5 +27,5 @@ def add_slots(own, slots, numel, slot_numel, RANK: tl.constexpr, WORLD: tl.const
         if source == RANK:
             total += tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
         else:
-            total += tl.load(slots + source * slot_numel.to(tl.int64) + at, mask=inside, other=0.0).to(tl.float32)
+            total += tl.load(slots + source * numel.to(tl.int64) + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(own + at, total.to(own.dtype.element_ty), mask=inside)

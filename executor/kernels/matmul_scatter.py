@@ -41,9 +41,14 @@ def _add_and_store(acc, slots, c, shard_numel, row, column, rows, columns, RANK:
     at_m, at_n = row + tl.arange(0, HEIGHT), column + tl.arange(0, WIDTH)
     where = slots + at_m[:, None] * columns.to(tl.int64) + at_n[None, :]
     inside = (at_m < rows)[:, None] & (at_n < columns)[None, :]
-    for source in range(WORLD):
-        if source != RANK:
-            acc += tl.load(where + source * shard_numel, mask=inside, other=0.0).to(tl.float32)
+    if WORLD <= 4:  # all loads under way at once; for more ranks they would not fit the registers
+        for source in tl.static_range(WORLD):
+            if source != RANK:
+                acc += tl.load(where + source * shard_numel, mask=inside, other=0.0).to(tl.float32)
+    else:
+        for source in range(WORLD):
+            if source != RANK:
+                acc += tl.load(where + source * shard_numel, mask=inside, other=0.0).to(tl.float32)
     c.store([row, column], acc.to(c.dtype))
 
 
@@ -73,7 +78,7 @@ def matmul_scatter(
     LIMIT: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """c = the sum over ranks of a[rows of this rank] @ b.
+    """C = the sum over ranks of a[rows of this rank] @ b.
 
     Descriptors for TMA: `a` (W·rows, K) as (BLOCK_M, BLOCK_K); `b` (N, K) as (BLOCK_N, BLOCK_K) if B_TURNED, else (K, N)
     as (BLOCK_K, BLOCK_N); `parts` (W - 1, rows, N), what goes to rank + 1, ..., as (1, BLOCK_M, BLOCK_N / 2); `c`

@@ -50,7 +50,7 @@ def all_reduce_rms_norm(
 
     `weight` is (D,), D at most 16,384. What is added and normalized is kept in float32 until it is stored.
     """
-    rows, columns = x.shape
+    columns = x.shape[1]
     if columns > MAX_COLUMNS:
         raise ValueError(f"rows of {columns} numbers: the kernel holds at most {MAX_COLUMNS} of a row")
     out, residual_out = torch.empty_like(x), torch.empty_like(residual)

@@ -47,8 +47,8 @@ class CopyEngine(Nccl):
         x, operand = pairs[0]
         rows = shard_rows(x.shape[0], group)
 
-        def make(shard: int, first: int, last: int, out: Tensor) -> None:
-            products(pairs, shard * rows + first, shard * rows + last, out)
+        def make(shard: int, out: Tensor) -> None:
+            products(pairs, shard * rows, (shard + 1) * rows, out)
 
         return push.scatter_sum(make, (rows, operand.shape[1]), x.dtype, group)
 

@@ -24,16 +24,15 @@ FLAG_RANGE = MAX_PIECES * 64  # flags of one set: for up to 64 ranks, an NVLink 
 LARGE_BYTES = 2**24  # from here on a second launch costs less than what it hides
 ADD_BLOCK = 4096
 
-Make = Callable[[int, int, int, Tensor], object]
-_streams: dict[tuple[int, str], torch.cuda.Stream] = {}
+Make = Callable[[int, Tensor], object]
+_streams: dict[int, torch.cuda.Stream] = {}
 
 
-def side_stream(device: torch.device, purpose: str = "push") -> torch.cuda.Stream:
-    """A stream beside the products, of high priority: a copy that waits for a kernel's launch would be late."""
-    key = (device.index, purpose)
-    if key not in _streams:
-        _streams[key] = torch.cuda.Stream(device, priority=-1)
-    return _streams[key]
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of our copies, of high priority: a copy that waits for a kernel's launch would be late."""
+    if device.index not in _streams:
+        _streams[device.index] = torch.cuda.Stream(device, priority=-1)
+    return _streams[device.index]
 
 
 class Gathering:
@@ -74,7 +73,7 @@ class Gathering:
 
     @property
     def flags(self) -> Tensor:
-        """This rank's flags of this call, int32 (W, pieces)."""
+        """Flags on this rank for this call, int32 (W, pieces)."""
         space, count = self.space, len(self.bounds)
         return space.flags.on(space.rank, (space.world, count), torch.int32, 4 * self.first_flag)
 
@@ -159,23 +158,16 @@ class Scattering:
                     symmetric.wait_for_word(done, (step - 1) * len(tiles) + piece, count)
                     self.push(parts[step - 1], (space.rank + step) % space.world, piece)
 
-    def add(self, out: Tensor, piece: int) -> None:
-        """Wait for a piece from all others and add it to those rows of `out` (R, N), this rank's own part."""
+    def add(self, out: Tensor) -> None:
+        """Wait for the parts of all others (sent in one piece) and add them to `out` (R, N), this rank's own."""
         from executor.kernels.copies import add_slots  # noqa: PLC0415 - triton
 
-        space, (world, rows, columns), (first, last) = self.space, self.shape, self.bounds[piece]
-        for step in range(1, world):
-            source = (space.rank - step) % world
-            wait_and_lower(space, self.flags, source, source * len(self.bounds) + piece, 1)
-        mine, theirs, numel = out[first:last], self.slots[:, first:last], (last - first) * columns
-        if any(t.data_ptr() % 16 for t in (mine, theirs)):  # odd widths: let triton look at the arguments
-            add_slots[(-(-numel // ADD_BLOCK),)](
-                mine, theirs, numel, rows * columns, space.rank, world, ADD_BLOCK, num_warps=8
-            )
-            return
-        args = (mine, theirs, numel, rows * columns, space.rank, world, ADD_BLOCK)
-        sizes = (numel % 16, rows * columns % 16, numel == 1, rows * columns == 1)
-        variant = (space.device.index, out.dtype, space.rank, world, sizes)
+        space, numel = self.space, out.numel()
+        for step in range(1, space.world):
+            source = (space.rank - step) % space.world
+            wait_and_lower(space, self.flags, source, source, 1)
+        args = (out, self.slots, numel, space.rank, space.world, ADD_BLOCK)
+        variant = (space.device.index, out.dtype, space.rank, space.world, numel % 16 == 0, numel == 1)
         launching.launch(add_slots, -(-numel // ADD_BLOCK), args, variant=variant, num_warps=8)
 
     def finish(self) -> None:
@@ -185,37 +177,23 @@ class Scattering:
 
 
 def scatter_sum(make: Make, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
-    """Low-contention reduce-scatter of parts (R, N) while they are made; `make(shard, first, last, out)` makes rows.
+    """Low-contention reduce-scatter of parts (R, N) while they are made; `make(shard, out)` makes one.
 
-    A large own shard is made in two pieces, so that the sum over ranks of one runs beside the product of the other; the
-    last part for somebody else goes in two pieces as well, so that the first is there in time.
+    Whole shards on purpose: halves, so that one sum runs beside the product of the other, were slower on four H200 (637
+    instead of 484 us at 8192 x 8192 x 2048), since the host cannot issue so many copies in time.
     """
-    rank, world, (rows, columns) = dist.get_rank(group), dist.get_world_size(group), shape
-    large = rows * columns * dtype.itemsize >= LARGE_BYTES
-    moving = Scattering(shape, dtype, group, piece_rows=-(-rows // 2) if large else rows)
-    device, current = moving.space.device, torch.cuda.current_stream()
-    parts = torch.empty((world, rows, columns), dtype=dtype, device=device)
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    moving = Scattering(shape, dtype, group)
+    current, parts = torch.cuda.current_stream(), torch.empty((world, *shape), dtype=dtype, device=moving.space.device)
     moving.space.fence()
     for step in range(1, world):
         peer = (rank + step) % world
-        for first, last in moving.bounds if step == world - 1 else [(0, rows)]:
-            make(peer, first, last, parts[peer, first:last])
-            moving.side.wait_stream(current)
-            with torch.cuda.stream(moving.side):
-                for piece, bound in enumerate(moving.bounds):
-                    if first <= bound[0] < last:
-                        moving.push(parts[peer], peer, piece)
-    out = torch.empty(shape, dtype=dtype, device=device)
-    adder = side_stream(device, "add")
-    for piece, (first, last) in enumerate(moving.bounds):
-        make(rank, first, last, out[first:last])
-        if last < rows:
-            adder.wait_stream(current)
-            with torch.cuda.stream(adder):
-                moving.add(out, piece)
-        else:
-            moving.add(out, piece)
-    if len(moving.bounds) > 1:
-        current.wait_stream(adder)
+        make(peer, parts[peer])
+        moving.side.wait_stream(current)
+        with torch.cuda.stream(moving.side):
+            moving.push(parts[peer], peer)
+    out = torch.empty(shape, dtype=dtype, device=moving.space.device)
+    make(rank, out)
+    moving.add(out)
     moving.finish()
     return out

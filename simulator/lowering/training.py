@@ -7,7 +7,7 @@ sent on their way after. Memory is counted as the compute stream gets there, in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from simulator.calibration import calibrated, calibrated_host, roofline_of
 from simulator.closed_form import spelled
 from simulator.collectives import collective_model
 from simulator.costs import Cost
-from simulator.data_parallel import optimizer_bytes
+from simulator.data_parallel import update_bytes
 from simulator.group_times import GroupTimes
 from simulator.layer_cost import CostContext
 from simulator.lowering.block_code import BlockCode, Detail, KernelStep, Step, merged
@@ -57,9 +57,13 @@ def lower_training(
     *,
     detail: Detail = Detail.LAYER,
     profile: Profile | None = None,
+    clocks: float = 1.0,
 ) -> Lowered:
-    """Return the program of one training step. Raises BadPlan for a schedule or recompute word that does not exist."""
-    return _Lowering(model, cluster, workload, plan, runtime, detail, profile).lower()
+    """Return the program of one training step. Raises BadPlan for a schedule or recompute word that does not exist.
+
+    `clocks` multiplies kernel times, as the closed form found for the step as a whole (`EstimateTable.clocks`).
+    """
+    return _Lowering(model, cluster, workload, plan, runtime, detail, profile, clocks).lower()
 
 
 def plan_context(
@@ -94,9 +98,12 @@ class _Lowering:
         runtime: Runtime,
         detail: Detail,
         profile: Profile | None,
+        clocks: float = 1.0,
     ) -> None:
         self.model, self.cluster, self.runtime, self.detail = model, cluster, runtime, detail
-        self.context = plan_context(model, cluster, workload, plan, runtime, profile)
+        context = plan_context(model, cluster, workload, plan, runtime, profile)
+        busy = replace(context.roofline, busy=context.roofline.busy * clocks)
+        self.context = replace(context, roofline=busy)
         self.plan = self.context.table.plans[0]
         self.spec = self.context.spec
         self.schedule = build_schedule(
@@ -238,9 +245,8 @@ class _Lowering:
                 code.after(COMPUTE, stream)
         shard, expert = float(table.state_shard["optimizer"][0]), float(table.expert_shard["optimizer"][0])
         owned = sum(u.shared / shard + u.experts / expert for u in units)
-        seconds = (
-            owned * optimizer_bytes(self.spec) / self.context.roofline.update_bytes_per_s(self.runtime.param_dtype)
-        )
+        moved = update_bytes(self.runtime, owned, sum(u.elements for u in units))
+        seconds = float(moved) / self.context.roofline.update_bytes_per_s(self.runtime.param_dtype)
         self.steps.launch(
             code, KernelStep(key=("optimizer", (round(owned),), "float32"), cost=Cost(seconds=seconds), host_s=0.0)
         )

@@ -402,7 +402,7 @@ def sums(bench: Bench) -> None:
             inside, "sum", bench.group.group_name
         )
         calls["own"] = lambda x=x: all_reduce.all_reduce(x, bench.group)
-        eager = bench.times({name: call for name, call in calls.items()}, rounds=5)
+        eager = bench.times(calls, rounds=5)
         bench.recorder.write("all_reduce", bytes=nbytes, how="eager", seconds=eager)
         replays = {name: graph(call, 20) for name, call in calls.items()}
         done = {name: seconds / 20 for name, seconds in bench.times(replays, rounds=5).items()}

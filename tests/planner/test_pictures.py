@@ -183,6 +183,19 @@ def test_probe_draws_beside_what_it_prints(planner, tmp_path) -> None:
     assert planner("probe", "--from", "dgx-h100", "--svg", out, "--force").returncode == 0
 
 
+@pytest.mark.parametrize("only", [(), ("--memory",)])
+def test_explain_draws_what_it_prints(planner, tmp_path, only) -> None:
+    out = tmp_path / "plan.svg"
+    plan = ROOT / "examples" / "plans" / "qwen3_8b_tp2_fsdp4.json"
+    done = planner("explain", plan, "--no-flips", "--top", "1", "--svg", out, *only, "--json")
+
+    assert done.returncode == 0, done.stderr
+    said = words(out.read_text())
+    assert "qwen3-8b, 8 = dp 1 x fsdp 4 x tp 2 x pp 1" in said
+    assert ("model FLOPs at peak" in said) == (not only)
+    assert planner("explain", plan, "--svg", out).returncode == 2
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "pictures").glob("*.svg")), ids=lambda path: path.stem)
 def test_kept_pictures_are_what_is_drawn_today(path) -> None:
     """Made again by `planner probe --from NAME --svg examples/pictures/NAME.svg --force`."""

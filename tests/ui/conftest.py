@@ -1,15 +1,14 @@
-"""The explorer's tests need its packages; where they are missing they are skipped, and say so."""
+"""What the explorer's tests share. Streamlit is imported only by those that run (`tests.ui.needs`)."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-for name in ("streamlit", "altair"):
-    pytest.importorskip(name, reason=f"{name} is not installed: pip install 'meshwright[ui]'")
-
-from streamlit.testing.v1 import AppTest  # noqa: E402 - only where it is installed
+if TYPE_CHECKING:
+    from streamlit.testing.v1 import AppTest
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +23,7 @@ def own_folders(tmp_path, monkeypatch):
 @pytest.fixture
 def explorer():
     """Return a function that opens a page of the explorer with query parameters, and waits for its answer."""
+    from streamlit.testing.v1 import AppTest
 
     def opened(page: str = "cluster", **parameters: str) -> AppTest:
         test = AppTest.from_file(ROOT / "ui" / "app.py", default_timeout=120)

@@ -37,9 +37,21 @@ def wait_for(address: str, process: subprocess.Popen[str], timeout_s: float = 60
     raise RuntimeError("the server does not answer")
 
 
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started (Linux)."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 @contextmanager
 def running(environment: dict[str, str] | None = None) -> Iterator[str]:
     """Run `planner ui` and yield its address; it is gone afterwards."""
+    with serving(environment) as (address, _):
+        yield address
+
+
+@contextmanager
+def serving(environment: dict[str, str] | None = None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run `planner ui` and yield its address and its process; both are gone afterwards."""
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "planner", "ui", "--port", str(port)],
@@ -51,7 +63,7 @@ def running(environment: dict[str, str] | None = None) -> Iterator[str]:
     address = f"http://127.0.0.1:{port}"
     try:
         wait_for(address, process)
-        yield address
+        yield address, process
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(20)

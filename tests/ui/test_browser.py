@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT
 from tests.ui.server import running
 

@@ -9,6 +9,7 @@ import pytest
 from planner import palette
 from planner.inputs import cluster_of
 from simulator.plan import Plan, rank_grid
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from topology.catalog import catalog_names
 from topology.cluster import LinkState
 from ui.charts import compare, detail, measured, model, plans, topology

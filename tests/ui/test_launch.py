@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from planner import cli, explorer
-from tests.ui.server import ROOT, free_port, wait_for
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
+from tests.ui.server import ROOT, children, free_port, wait_for
 
 
 def start(port, tmp_path):
@@ -25,10 +26,6 @@ def start(port, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def children(pid):
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def alive(pid):

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT, metrics, said, table
 
 PAGES = ("cluster", "model", "plans", "detail", "compare", "measured", "exports")

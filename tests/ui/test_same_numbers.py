@@ -8,6 +8,7 @@ import pytest
 
 from planner import cli
 from simulator.plan import Plan
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import metrics, table
 from ui.state import LISTED, plan_name
 
@@ -96,7 +97,7 @@ def test_a_plan_that_is_not_changed_stays_the_same(framework):
     )
     for ranked in found.plans:
         plan = ranked.plan
-        again = data.what_if(asked, changed_flags(plan, degrees_of(plan), plan.recompute), gpus=8)
+        again = data.what_if(asked, changed_flags(plan, degrees_of(plan), plan.recompute), gpus=8, like=plan)
 
         assert again.case.plan == plan
         assert again.estimate.step_s.value == pytest.approx(ranked.estimate.step_s.value, rel=1e-12)

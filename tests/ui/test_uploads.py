@@ -6,6 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT
 from topology.errors import PlannerError
 from ui import panels, uploads

@@ -284,7 +284,7 @@ def _change(question: state.Question, result: SearchResult, ranked: RankedPlan) 
         degrees["dp_replicate"] = degree(right, "Replicas", "dp_replicate")
     flags = rows.changed_flags(plan, degrees, str(recompute))
     try:
-        found = data.what_if(question, flags, gpus=plan.gpus)
+        found = data.what_if(question, flags, gpus=plan.gpus, like=plan)
     except PlannerError as error:
         panels.failure(error)
         return
