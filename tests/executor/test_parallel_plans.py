@@ -160,6 +160,10 @@ FOUR = {
     "pp-ep": ({"model": "moe"}, {"pp": 2, "dp_shard": 2, "ep": 2, "micro_batch_size": 1}),
     "pp4": ({"model": "four"}, {"pp": 4, "micro_batch_size": 1}),
 }
+FOUR |= {
+    f"compiled-{name}": ({**FOUR[name][0], "compile": True}, FOUR[name][1])
+    for name in ("fsdp-tp-selective-op", "pp-tp", "cp-tp", "ep-tp")
+}
 EIGHT = {
     "fsdp-cp-tp": ({}, {"dp_shard": 2, "cp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 4}),
     "hsdp-tp": (
