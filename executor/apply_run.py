@@ -225,9 +225,18 @@ def report(
         "effects": codec.to_builtins(effects),
         "operators": operator_table(trace) if trace else [],
         "gpus": _clocks(by_rank[0], samples),
-        "missing": [entry["what"] for records in by_rank for entry in records if entry["kind"] == "missing"],
+        "missing": _missing(by_rank),
         "versions": {**versions(), **(_first(by_rank, "versions") or {})},
     }
+
+
+def _missing(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
+    """Return what a run that measured its steps should have left besides, and did not."""
+    said = [entry["what"] for records in by_rank for entry in records if entry["kind"] == "missing"]
+    kinds = [{entry["kind"] for entry in records} for records in by_rank]
+    if all("timed" in kind for kind in kinds) and not all("done" in kind for kind in kinds):
+        said.append("profile: a rank ended while a step was profiled")
+    return said
 
 
 def _trace(path: Path) -> Trace | None:
@@ -282,8 +291,8 @@ def _status(
     if done.outcome == "interrupted":
         return "interrupted", None
     short = any("out_of_time" in kind for kind in kinds)
-    # Ranks that are done but slow to leave have still measured what they were to measure.
-    if done.outcome in {"finished", "timeout"} and not done.survivors and all("done" in kind for kind in kinds):
+    # Ranks that are slow to leave, or end while a step is profiled, have still measured what they were to measure.
+    if not done.survivors and all("timed" in kind for kind in kinds):
         if short:
             return "out_of_time", {"rank": None, "message": "the budget ended before all steps were taken"}
         return "finished", None
@@ -330,6 +339,7 @@ def measure(request: Request, by_rank: Sequence[Sequence[dict[str, Any]]]) -> di
     count = min((len(taken) for taken in steps), default=0)
     seconds = [max(taken[i]["seconds"] for taken in steps) for i in range(count)]
     first = steps[0] if steps else []
+    on_device = [max(taken[i].get("device_seconds") or 0.0 for taken in steps) for i in range(count)]
     memory = [_peaks(records) for records in by_rank]
     answer: dict[str, Any] = {
         "steps": count,
@@ -348,6 +358,8 @@ def measure(request: Request, by_rank: Sequence[Sequence[dict[str, Any]]]) -> di
     peak = request.peak_flops
     answer |= {
         "step_s": {"median": median(seconds), "spread": spread, "all": seconds},
+        # By the GPUs' own events, from the first kernel that is queued to the last; None without a GPU.
+        "device_step_s": median(on_device) if all(on_device) else None,
         "tokens_per_s": tokens / mid,
         "tokens_per_s_per_gpu": tokens / mid / gpus,
         "tflops_per_gpu": flops / mid / gpus / 1e12,

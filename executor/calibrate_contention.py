@@ -14,9 +14,9 @@ from itertools import pairwise
 from typing import Any
 
 from executor.calibrate_kernels import operator_call
-from executor.calibrate_operators import invalid
+from executor.calibrate_operators import invalid, versions
 from executor.records import Deadline, Recorder, middle
-from executor.timing import ClockWatch
+from executor.timing import WARM_S, ClockWatch, Timer
 
 CALLS = 12  # of the shorter of the two; the other runs at least as long
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
     recorder = Recorder(options.out if rank == 0 else None)
     watch = ClockWatch() if cuda and rank == 0 else None
     wanted = read_json(options.request).get("contention", [])
+    recorder.write("header", versions=versions(torch, options.device))
     try:
         for number, one in enumerate(wanted):
             if not _together(torch, dist, deadline.has(3.0)):
@@ -139,6 +140,7 @@ def collective(torch: Any, dist: Any, device: Any, op: str, nbytes: int) -> Call
 
 
 def _alone(torch: Any, device: Any, call: Callable[[], object]) -> float:
+    Timer(torch, device).heat(WARM_S)
     for _ in range(2):
         call()
     return middle(_spans(torch, device, call, CALLS))[0]
@@ -179,7 +181,8 @@ def _beside(
     counts = [min(count, 400) for count in counts]
     beside = torch.cuda.Stream(device, priority=-1)
     torch.cuda.synchronize(device)
-    torch.cuda._sleep(int(1.6e9 * 60e-6 * max(counts)))  # noqa: SLF001 - both queues fill before either begins
+    # Both queues fill before either begins, behind products: neither runs at the clocks of a rested GPU.
+    Timer(torch, device).heat(60e-6 * max(counts))
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
         there = _marks(torch, transfer, counts[1])

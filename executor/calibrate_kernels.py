@@ -230,7 +230,7 @@ def _reduce_pack(make: _Maker, shape: Shape) -> tuple[Call, list[Any]]:
 
 def _adamw(make: _Maker, shape: Shape) -> tuple[Call, list[Any]]:
     torch = make.torch
-    parameters = [p.requires_grad_() for p in _pieces(make, shape, torch.float32)]
+    parameters = [p.requires_grad_() for p in _pieces(make, shape, make.dtype)]
     for p in parameters:
         p.grad = torch.zeros_like(p)
     fused = make.device.type == "cuda"
@@ -240,7 +240,7 @@ def _adamw(make: _Maker, shape: Shape) -> tuple[Call, list[Any]]:
 
 def _clip(make: _Maker, shape: Shape) -> tuple[Call, list[Any]]:
     torch = make.torch
-    parameters = _pieces(make, shape, torch.float32)
+    parameters = _pieces(make, shape, make.dtype)
     for p in parameters:
         p.grad = torch.ones_like(p)
     return lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True), []

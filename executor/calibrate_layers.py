@@ -18,9 +18,9 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from executor.calibrate_operators import invalid
+from executor.calibrate_operators import invalid, versions
+from executor.gpu_state import read_states
 from executor.records import Deadline, Recorder, middle
-from executor.timing import ClockWatch
 from simulator.model import Model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
@@ -29,8 +29,9 @@ from topology import codec
 
 LAYERS = (1, 2)
 WARM_UP = 3
-STEPS = 8
-LONGEST_S = 4.0  # of timed steps of one sample
+STEPS = 40
+LEAST_STEPS = 8
+LONGEST_S = 1.6  # of timed steps of one sample
 TIMEOUT_S = 120.0
 
 Step = Callable[[], dict[str, float]]  # takes one step; returns what it saw besides the time
@@ -69,28 +70,24 @@ def run(options: argparse.Namespace) -> int:
     )
     world = dist.get_world_size()
     recorder = Recorder(options.out if rank == 0 else None)
-    watch = ClockWatch() if cuda and rank == 0 else None
     wanted = [
         one
         for one in codec.read_json(options.request).get("layers", [])
         if one["ranks"] == world and (one["runtime"]["name"] == "torchtitan") == (options.runtime == "torchtitan")
     ]
     builder = _builder(options)
+    recorder.write("header", versions=versions(torch, options.device))
     if options.runtime == "torchtitan":
         recorder.write("header", versions=_titan_versions())
     longest = 20.0
-    try:
-        for number, one in enumerate(wanted):
-            # Every rank must take the same way: rank 0's clock decides.
-            if not _agree(torch, dist, deadline.has(longest if one["runtime"].get("compile") else 0.4 * longest)):
-                recorder.missing(f"{len(wanted) - number} layers from {label(one)} on: out of time")
-                break
-            began = time.monotonic()
-            _sample(torch, dist, device, one, builder, recorder, watch, options.gpu)
-            longest = max(5.0, 1.5 * (time.monotonic() - began))
-    finally:
-        if watch is not None:
-            watch.close()
+    for number, one in enumerate(wanted):
+        # Every rank must take the same way: rank 0's clock decides.
+        if not _agree(torch, dist, deadline.has(longest if one["runtime"].get("compile") else 0.4 * longest)):
+            recorder.missing(f"{len(wanted) - number} layers from {label(one)} on: out of time")
+            break
+        began = time.monotonic()
+        _sample(torch, dist, device, one, builder, recorder, options.gpu)
+        longest = max(5.0, 1.5 * (time.monotonic() - began))
     recorder.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -133,7 +130,6 @@ def _sample(
     one: dict[str, Any],
     builder: Callable[..., Step],
     recorder: Recorder,
-    watch: ClockWatch | None,
     gpu: int,
 ) -> None:
     """Record one sample for each number of layers. A failure is one line under `missing`, and the next one is tried."""
@@ -143,7 +139,6 @@ def _sample(
     for layers in one.get("counts", LAYERS):
         model = replace(codec.convert(one["model"], Model, where="request"), layers=layers)
         problem, seen = "", None
-        began = time.monotonic()
         try:
             step = builder(model, plan, workload, runtime, device)
             seen = _timed(torch, dist, device, step)
@@ -158,7 +153,7 @@ def _sample(
             return
         times, extra = seen
         mid, spread = middle(times)
-        conditions = watch.between(began, time.monotonic(), gpu) if watch is not None else {}
+        conditions = _conditions(gpu) if device.type == "cuda" and dist.get_rank() == 0 else {}
         recorder.write(
             "layer",
             sample={
@@ -174,6 +169,13 @@ def _sample(
                 "invalid": invalid(conditions),
             },
         )
+
+
+def _conditions(gpu: int) -> dict[str, Any]:
+    """Read the GPU once the steps are over: asking the driver during them would hold up launches, which are measured."""
+    state = read_states().get(gpu, {})
+    found = {name: state.get(name) for name in ("sm_clock_hz", "power_w", "temperature_c")}
+    return {**found, "throttle": state.get("throttle") or []}
 
 
 def _timed(torch: Any, dist: Any, device: Any, step: Step) -> tuple[list[float], dict[str, float]]:
@@ -194,7 +196,7 @@ def _timed(torch: Any, dist: Any, device: Any, step: Step) -> tuple[list[float],
         now = time.perf_counter()
         times.append(now - last)
         last = now
-        if not _agree(torch, dist, sum(times) < LONGEST_S) and len(times) >= 3:
+        if not _agree(torch, dist, sum(times) < LONGEST_S) and len(times) >= LEAST_STEPS:
             break
         last = time.perf_counter()  # agreeing is ours, not the step's
     extra = {name: middle([one[name] for one in seen])[0] for name in (seen[0] if seen else {})}

@@ -17,8 +17,8 @@ from executor.timing import ClockWatch, Timer
 from topology.codec import read_json
 from topology.samples import FAULTS
 
-HEAT_S = 1.5
-HEAT_SIZE = 8192
+HEAT_S = 2.0  # of large products before the first sample: power and heat take a second to settle
+BURST_SIZE = 8192
 SAMPLE_S = 0.05
 BURST_REST_S = 0.5
 LAUNCHES = 400
@@ -71,8 +71,9 @@ def _operators(
     gpu: int,
 ) -> None:
     timer = Timer(torch, device)
-    _burst(torch, device, timer, recorder, watch, gpu)
-    _heat(torch, device, min(HEAT_S, 0.1 * max(deadline.left_s, 0.0)))
+    _burst(torch, device, Timer(torch, device, hot=False), recorder, watch, gpu)
+    timer.heat(min(HEAT_S, 0.1 * max(deadline.left_s, 0.0)))
+    timer.synchronize()
     for number, one in enumerate(wanted):
         what = f"{one['name']} {one['direction']} {one['shape']} {one['dtype']}"
         if not deadline.has(4 * SAMPLE_S + 0.2):
@@ -105,7 +106,7 @@ def _operators(
             },
         )
         del call
-        if number % 16 == 15:
+        if number % 64 == 63:
             _forget(torch, device)
 
 
@@ -119,7 +120,7 @@ def _burst(torch: Any, device: Any, timer: Timer, recorder: Recorder, watch: Clo
     """One large product after a rest, at boost clocks: with the sustained one, what the power limit takes."""
     if device.type != "cuda":
         return
-    size = HEAT_SIZE
+    size = BURST_SIZE
     fields: dict[str, Any] = {
         "kind": "matmul",
         "name": "matmul",
@@ -145,18 +146,6 @@ def _burst(torch: Any, device: Any, timer: Timer, recorder: Recorder, watch: Clo
             "invalid": invalid(conditions),
         },
     )
-
-
-def _heat(torch: Any, device: Any, seconds: float) -> None:
-    """Keep the GPU multiplying, so that what follows is measured at the clocks that last."""
-    if device.type != "cuda":
-        return
-    a = torch.randn(HEAT_SIZE, HEAT_SIZE, device=device, dtype=torch.bfloat16)
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        for _ in range(10):
-            torch.mm(a, a)
-        torch.cuda.synchronize(device)
 
 
 def _forget(torch: Any, device: Any) -> None:
@@ -216,10 +205,11 @@ def _graph(torch: Any, device: Any, recorder: Recorder) -> None:
         for _ in range(100):
             x = torch.add(x, x)
     _record_host(torch, device, recorder, "graph", graph.replay)
-    timing = Timer(torch, device).measure(graph.replay, seconds=0.02)
+    timer = Timer(torch, device, hot=False)
+    timing = timer.measure(graph.replay, seconds=0.02)
     _host_sample(recorder, "graph_kernel", timing.seconds / 100, timing.spread, timing.count)
     z = torch.randn(8, 8, device=device)
-    timing = Timer(torch, device).measure(lambda: torch.add(z, z), seconds=0.02)
+    timing = timer.measure(lambda: torch.add(z, z), seconds=0.02)
     _host_sample(recorder, "eager_kernel", timing.seconds, timing.spread, timing.count)
 
 

@@ -122,7 +122,7 @@ def pieces_of(request: dict[str, Any], gpus: int) -> list[Piece]:
     if request.get("operators"):
         found.append(Piece(name="operators", module="executor.calibrate_operators", ranks=1, weight=4.0))
     if request.get("contention") and gpus > 1:
-        found.append(Piece(name="contention", module="executor.calibrate_contention", ranks=gpus, weight=1.5))
+        found.append(Piece(name="contention", module="executor.calibrate_contention", ranks=gpus, weight=3.0))
     if request.get("collectives") and gpus > 1:
         found.append(Piece(name="collectives", module="executor.probe_collectives", ranks=gpus, weight=3.0))
     layers = request.get("layers", [])

@@ -190,7 +190,7 @@ class _RingAttention(torch.autograd.Function):
         for source, held in ring.turns(keys):
             queries, seen = ring.sees(source, half)
             parts = part_backward(
-                grad[:, :, queries].contiguous(),
+                grad[:, :, queries],  # tokens before heads in memory, as the kernel wants it: not to be copied
                 q[:, :, queries],
                 held[0][:, :, seen],
                 held[1][:, :, seen],

@@ -31,6 +31,7 @@ class Beat:
 
     `entered` counts the collectives that it has entered, by group; a group's key is the same on all its ranks.
     `telling`: where it stands says whether it waits. On a GPU the host may be held up by a full queue, anywhere.
+    `ended`: it left by itself, with an error of its own or because others kept it waiting too long.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Beat:
     written: float
     entered: Mapping[str, int] = field(default_factory=dict)
     telling: bool = True
+    ended: bool = False
 
 
 class Heartbeat:
@@ -53,10 +55,16 @@ class Heartbeat:
         self.phase = "starting"
         self.entered: Callable[[], Mapping[str, int]] = dict
         self.telling = True
+        self._ended = False
         self._path = folder / f"rank{rank}.beat"
         self._main = threading.main_thread().ident or 0
         self._write()
         threading.Thread(target=self._run, daemon=True, name="heartbeat").start()
+
+    def end(self) -> None:
+        """Say that this rank leaves, so that its silence is no riddle."""
+        self._ended = True
+        self._write()
 
     def enter(self, phase: str) -> None:
         self.phase = phase
@@ -76,6 +84,7 @@ class Heartbeat:
             "waiting": waiting,
             "entered": dict(self.entered()),
             "telling": self.telling,
+            "ended": self._ended,
         }
         # Two threads write; each has a file of its own to rename, so no reader sees half of one.
         fresh = self._path.with_suffix(f".{threading.get_ident()}")
@@ -112,6 +121,7 @@ def read_beats(folder: Path, ranks: int) -> list[Beat]:
                     written=written,
                     entered={str(group): int(count) for group, count in said["entered"].items()},
                     telling=bool(said["telling"]),
+                    ended=bool(said["ended"]),
                 )
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -130,7 +140,7 @@ def suspects(beats: Sequence[Beat], ranks: int) -> list[str]:
         f"rank {beat.rank} (pid {beat.pid}) stopped answering {newest - beat.written:.0f} s before the others, in"
         f" {beat.phase}" + (f" at {beat.where}" if beat.where else "")
         for beat in beats
-        if newest - beat.written > STALE_S
+        if newest - beat.written > STALE_S and not beat.ended
     ]
     if said:
         return said

@@ -8,7 +8,7 @@ from simulator.model import Model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.runtime_library import runtime_spec
-from simulator.schedule_tables import V_SHAPED, build_schedule
+from simulator.schedule_tables import build_schedule
 from simulator.schedules import Kind, Schedule
 from simulator.stages import stage_layers
 from simulator.workload import Workload
@@ -24,7 +24,7 @@ OVERLAP_MODES = {
     "fused": "fused",
     "async": "torch_symm_mem",
 }
-CP_METHODS = ("ring", "all_gather")
+CP_METHODS = ("ring", "all_gather", "all_to_all")
 DEFAULT_SCHEDULE = "1F1B"
 
 
@@ -42,10 +42,8 @@ def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime, *, dev
     multiple = (plan.tp if plan.sequence_parallel else 1) * (2 * plan.cp if plan.cp > 1 else 1)
     if workload.seq_len % multiple:
         problems.append(f"sequence length {workload.seq_len} must be a multiple of {multiple}")
-    if plan.cp > 1 and model.latent is not None:
-        problems.append("cp with latent attention: the ring's kernel takes values as wide as keys")
-    if plan.cp > 1 and model.sliding_layers > 0 and model.sliding_window < workload.seq_len:
-        problems.append("cp with sliding windows: a window reaches over parts of several ranks")
+    if plan.cp > 1:
+        problems += _context_problems(plan, model, workload, cp_method(plan, runtime))
     if plan.tp > 1 and plan.tp_overlap != "none" and model.latent is not None:
         problems.append(f"tp_overlap {plan.tp_overlap} with latent attention, whose first products are not cut")
     if plan.ep > 1 and model.moe is None:
@@ -66,8 +64,6 @@ def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime, *, dev
         problems.append(
             f"recompute_per_stage names {len(plan.recompute_per_stage)} modes for {plan.pp * plan.virtual_stages} stages"
         )
-    if plan.cp > 1 and cp_method(plan, runtime) not in CP_METHODS:
-        problems.append(f"cp_method {cp_method(plan, runtime)}: one of {', '.join(CP_METHODS)}")
     if plan.capacity_factor is not None:
         problems.append(f"capacity_factor {plan.capacity_factor:g}: no token is dropped here, and none padded")
     if workload.expert_imbalance != 1.0:
@@ -95,12 +91,25 @@ def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime, *, dev
             why="it runs the gradients of inputs and of weights apart, and compiled code computes both at once",
             remedy="a schedule that does not split the backward pass, or --no-compile",
         )
-    if table.v_shaped and device == "cpu":
-        raise BadPlan(
-            f"{table.name} cannot run on gloo",
-            why="neighbouring stages share a rank and torch sends from a rank to itself, which gloo never finishes",
-            remedy=f"a schedule other than {', '.join(V_SHAPED)}, or --device cuda",
+
+
+def _context_problems(plan: Plan, model: Model, workload: Workload, method: str) -> list[str]:
+    """Return why a sequence cannot be spread over ranks this way, or nothing."""
+    if method not in CP_METHODS:
+        return [f"cp_method {method}: one of {', '.join(CP_METHODS)}"]
+    if method == "all_to_all":
+        heads = model.heads if model.latent is not None else model.kv_heads
+        if heads % (plan.tp * plan.cp):
+            return [f"cp_method all_to_all shares out heads: tp x cp {plan.tp * plan.cp} must divide {heads}"]
+        return []
+    found = []
+    if model.latent is not None:
+        found.append(
+            f"cp_method {method} with latent attention, whose values are narrower than its keys: all_to_all can"
         )
+    if model.sliding_layers > 0 and model.sliding_window < workload.seq_len:
+        found.append(f"cp_method {method} with sliding windows, which reach over parts of ranks: all_to_all can")
+    return found
 
 
 def _overlap_problems(plan: Plan, runtime: Runtime) -> list[str]:

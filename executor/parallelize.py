@@ -23,6 +23,7 @@ from executor.init_weights import init_weights
 from executor.meshes import Meshes
 from executor.model import Decoder
 from executor.tensor_parallel import apply_tensor_parallel, vocabulary_loss
+from executor.ulysses import UlyssesAttention
 from simulator.model import Model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
@@ -85,8 +86,11 @@ def parallelize(
                 overlap=plan.tp_overlap,
             )
         if plan.cp > 1:
+            method = legal.cp_method(plan, runtime)
             for block in part.layers.values():
-                block.attention.core = RingAttention(meshes.group("cp"), legal.cp_method(plan, runtime))
+                attention, group = block.attention, meshes.group("cp")
+                by_heads = method == "all_to_all"
+                attention.core = UlyssesAttention(group, attention.core) if by_heads else RingAttention(group, method)
         if meshes.sparse is not None:
             apply_expert_parallel(part, meshes.sparse["ep"])
         modes = plan.recompute_per_stage

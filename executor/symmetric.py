@@ -13,6 +13,7 @@ virtual machines and shared hosts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.distributed._symmetric_memory import rendezvous
 
 from topology.errors import PlannerError
 
-POLLS = 1 << 26  # of a flag, about a microsecond each: a minute
+POLLS = 1 << 28  # of a flag, a tenth to a fifth of a microsecond each: about a minute
 BARRIER_MS = 60_000
 STORE_ALIGNMENT = 256
 
@@ -34,8 +35,8 @@ class Allocation:
     """Bytes at the same place on every rank of a group. Making one is a collective call."""
 
     def __init__(self, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> None:
-        from torch._C._autograd import DeviceType  # noqa: PLC0415, PLC2701 - torch exposes it nowhere else
-        from torch._C._distributed_c10d import _SymmetricMemory  # noqa: PLC0415, PLC2701 - as above
+        from torch._C._autograd import DeviceType  # noqa: PLC0415 - torch exposes it nowhere else
+        from torch._C._distributed_c10d import _SymmetricMemory  # noqa: PLC0415 - as above
 
         if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index):
             raise SymmetricMemoryError(
@@ -55,20 +56,38 @@ class Allocation:
         torch.cuda.synchronize(device)
         self.handle.barrier(0, BARRIER_MS)
         self.addresses = torch.tensor(
-            [self.on(rank, (1,), torch.uint8).data_ptr() for rank in range(self.world)], dtype=torch.int64, device=device
+            [self.on(rank, (1,), torch.uint8).data_ptr() for rank in range(self.world)],
+            dtype=torch.int64,
+            device=device,
         )
 
     def on(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> Tensor:
         """Return a rank's memory as a tensor that this process can copy from and to."""
         return self.handle.get_buffer(rank, tuple(shape), dtype, offset_bytes // dtype.itemsize)
 
-
     def write(self, rank: int, index: int, value: int = 1) -> None:
         """Set the `index`-th 32-bit word on a rank after all that the current stream has copied so far."""
-        from torch._C._distributed_c10d import _SymmetricMemory  # noqa: PLC0415, PLC2701 - torch exposes it nowhere else
+        from torch._C._distributed_c10d import _SymmetricMemory  # noqa: PLC0415 - torch exposes it nowhere else
 
         # A memset rather than a write of the stream itself: it can be captured in a graph, too.
         _SymmetricMemory.memset32(self.on(rank, (1,), torch.uint32, 4 * index), 0, value, 1)
+
+
+def wait_for_word(words: Tensor, index: int, value: int) -> None:
+    """Make the current stream wait until the `index`-th int32 of this GPU's `words` has reached `value`.
+
+    The driver's wait, not a kernel's: a kernel that spins can take the place of a program of the persistent kernel it
+    waits for (the two want shared memory divided differently), and then neither ends. It has no limit of its own, so
+    it is for counts that a kernel here reaches without waiting for anybody.
+    """
+    from cuda.bindings import driver  # noqa: PLC0415 - comes with torch for CUDA
+
+    address = driver.CUdeviceptr(words.data_ptr() + 4 * index)
+    stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
+    flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
+    (status,) = driver.cuStreamWaitValue32(stream, address, value, flags)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise SymmetricMemoryError("the driver does not let a stream wait for memory", why=str(status))
 
 
 class Workspace:
@@ -80,6 +99,9 @@ class Workspace:
         self.set_bytes, self.turns = 0, 0
         self.data: Allocation | None = None
         self.signals: Allocation | None = None
+        self.prepared: dict[Any, Any] = {}  # launches that refer to this memory
+        self.captured = False
+        self.outgrown: list[Allocation | None] = []  # that captured graphs still refer to
         # epoch: calls so far; ticket: programs that have left the running kernel; error: 1 + the rank that was missed.
         self.words = torch.zeros((3, 32), dtype=torch.int32, device=device)
         self.epoch, self.ticket, self.error = self.words[0, :1], self.words[1, :1], self.words[2, :1]
@@ -88,6 +110,7 @@ class Workspace:
         """Make room for `set_bytes` in each set and that many int32 flags; collective when it has to grow."""
         wanted_flags = self.signals is None or self.signals.local.numel() < 4 * flags
         wanted_bytes = self.data is None or self.set_bytes < set_bytes
+        self.captured |= torch.cuda.is_current_stream_capturing()
         if not (wanted_flags or wanted_bytes):
             return
         if torch.cuda.is_current_stream_capturing():
@@ -96,6 +119,8 @@ class Workspace:
                 why=f"this call needs 2 x {set_bytes} bytes and {flags} flags, more than any before",
                 remedy="run the call once before capturing it",
             )
+        if self.captured:
+            self.outgrown += [self.data if wanted_bytes else None, self.signals if wanted_flags else None]
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)  # nobody writes to what is given back now
         if wanted_flags:

@@ -1,7 +1,8 @@
 """How long a piece of device work takes, without the host in it; and the clocks it ran under.
 
-Short kernels are issued behind a device-side sleep: by the time it ends all of them are queued, so the device runs them
-back to back whatever the host costs. Long ones are issued as they are. On a CPU there is no queue and the wall clock
+Short kernels are issued behind large matrix products: by the time these end all of them are queued, so the device runs
+them back to back whatever the host costs, and at the clocks that a GPU at work is left by its power limit: after a rest
+the same kernel can be a fifth faster. Long ones are issued as they are. On a CPU there is no queue and the wall clock
 counts: that tests the code, not a machine.
 """
 
@@ -18,8 +19,9 @@ from executor.gpu_state import REASONS
 from executor.records import middle
 
 LONG_S = 300e-6  # a call this long hides its own launch
-SLEEP_CYCLES_PER_S = 1.6e9  # a device sleep counts SM cycles; clocks under load are near this
 QUEUE_S = 0.02  # device time queued at once
+WARM_S = 0.015  # of products before the first call, and again before each group of short ones while `hot`
+HEAT_SIZE = 8192  # of a product in bfloat16: some 1.5 ms on an H200
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +39,18 @@ class Timing:
 class Timer:
     """Times calls on one device."""
 
-    def __init__(self, torch: Any, device: Any) -> None:
-        self.torch, self.device = torch, device
+    def __init__(self, torch: Any, device: Any, *, hot: bool = True) -> None:
+        self.torch, self.device, self.hot = torch, device, hot
         self.cuda = device.type == "cuda"
+        self._operand: Any = None
+        self._product_s = 0.0
 
     def measure(self, call: Callable[[], object], *, seconds: float = 0.08, rounds: int = 5) -> Timing:
         """Return the time of one `call`, from at least `rounds` groups of calls that fill `seconds` of the device."""
         began = time.monotonic()
         if not self.cuda:
             return self._measure_cpu(call, rounds, began)
+        self.heat(WARM_S if self.hot else 0.0)
         first = self._group(call, 1, 0.0)[0]
         one, host = self._group(call, 2, 0.0)
         one = min(first, one)
@@ -54,18 +59,34 @@ class Timer:
         hosts: list[float] = []
         until = time.monotonic() + max(seconds, 0.0)
         while len(times) < rounds or time.monotonic() < until:
-            device_s, host_s = self._group(call, calls, 0.0 if one > max(LONG_S, 2 * host) else calls * host * 1.3)
+            # A group of long calls heats the GPU itself; a short one would run on what a pause has left.
+            ahead = 0.0 if one > max(LONG_S, 2 * host) else calls * host * 1.3
+            if self.hot and calls * one < WARM_S:
+                ahead = max(ahead, WARM_S)
+            device_s, host_s = self._group(call, calls, ahead)
             times.append(device_s)
             hosts.append(host_s)
         mid, spread = middle(times)
         return Timing(mid, spread, len(times) * calls, middle(hosts)[0], began, time.monotonic())
 
-    def _group(self, call: Callable[[], object], calls: int, sleep_s: float) -> tuple[float, float]:
-        """Return (device seconds, host seconds) of one of `calls` calls issued together."""
+    def heat(self, seconds: float) -> None:
+        """Queue large products that take the device about `seconds`."""
+        if not self.cuda or seconds <= 0:
+            return
+        torch = self.torch
+        if self._operand is None:
+            size = (HEAT_SIZE, HEAT_SIZE)
+            self._operand = torch.randn(size, device=self.device, dtype=torch.bfloat16)
+            torch.mm(self._operand, self._operand)
+            self._product_s = self._group(lambda: torch.mm(self._operand, self._operand), 5, 0.0)[0]
+        for _ in range(max(1, round(seconds / self._product_s))):
+            torch.mm(self._operand, self._operand)
+
+    def _group(self, call: Callable[[], object], calls: int, ahead_s: float) -> tuple[float, float]:
+        """Return (device seconds, host seconds) of one of `calls` calls issued together, products `ahead_s` long first."""
         cuda = self.torch.cuda
         start, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        if sleep_s > 0:
-            cuda._sleep(int(sleep_s * SLEEP_CYCLES_PER_S))  # noqa: SLF001 - torch's own tests use it so
+        self.heat(ahead_s)
         start.record()
         issued = time.perf_counter()
         for _ in range(calls):

@@ -190,7 +190,8 @@ def one_process(
 def shrink(model: Model, plan: Plan) -> Model:
     """Return a small model of the same kind on which `plan` is legal: as many layers as stages, but at least two."""
     heads = model.heads // model.kv_heads
-    kv_heads = plan.tp * max(1, min(2, model.kv_heads // plan.tp))
+    # With context parallelism by heads each of its ranks needs one.
+    kv_heads = plan.tp * max(1, plan.cp, min(2, model.kv_heads // plan.tp))
     stages = plan.pp * plan.virtual_stages
     layers = max(2, stages)
     if plan.layers_per_stage:
@@ -218,7 +219,7 @@ def shrink(model: Model, plan: Plan) -> Model:
             qk_rope_head_dim=8,
             v_head_dim=16,
         )
-        kv_heads, heads = 2 * plan.tp, 1
+        kv_heads, heads = plan.tp * max(2, plan.cp), 1
     sliding = model.sliding_layers
     return replace(
         model,

@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     request = codec.convert(codec.read_json(options.request), Request, where=options.request)
     try:
         run(request, deadline, recorder, beat, options.out)
-    except (RuntimeError, MemoryError) as error:
+    except BaseException as error:
+        beat.end()
         if not _is_full_memory(error):
             raise
         recorder.write("out_of_memory", message=str(error)[:2000], phase=beat.phase, **_memory(request.device))
@@ -121,8 +122,13 @@ def _run_joined(
             torch.cuda.reset_peak_memory_stats(device)
         _synchronize(device)
         dist.barrier()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
         begin = time.perf_counter()
+        for event in events[:1]:
+            event.record()
         result = trainer.step(index)
+        for event in events[1:]:
+            event.record()
         _synchronize(device)
         seconds = time.perf_counter() - begin
         longest = max(longest, seconds)
@@ -135,11 +141,13 @@ def _run_joined(
             "warm_up" if warm else "step",
             index=index,
             seconds=seconds,
+            device_seconds=events[0].elapsed_time(events[1]) * 1e-3 if events else None,
             ended_at=time.time(),
             loss=result.loss,
             gradient_norm=result.gradient_norm,
             **_memory(device.type),
         )
+    recorder.write("timed")  # whatever comes after this costs a picture, not the measurement
     beat.enter("profiling a step")
     # Reading the profile takes seconds, and is worth them only where a step is left over.
     if request.profile and _all_have_time(deadline, 2 * longest + PROFILE_S, device):
@@ -154,7 +162,7 @@ def _run_joined(
     beat.enter("done")
 
 
-def _is_full_memory(error: Exception) -> bool:
+def _is_full_memory(error: BaseException) -> bool:
     """Return whether an allocation failed: on a GPU torch says so by a class, on a CPU in words."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True

@@ -53,6 +53,7 @@ def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> 
         for e in document.get("effects") or ()
         if not e["ok"]
     ]
+    said += [f"missing   {what}" for what in document.get("missing") or ()]
     slow = {reason for gpu in document.get("gpus") or () for reason in gpu["throttle"]}
     if slow:
         said.append(f"clocks    throttled while steps were timed: {', '.join(sorted(slow))}")
@@ -71,8 +72,32 @@ def _failure(document: Mapping[str, Any]) -> list[str]:
     text = " ".join(str(failure.get("message") or "").split())[:400]
     said = [f"status    {document['status']}: {who}{how}{' ' if how and text else ''}{text}".rstrip(": ")]
     said += [f"          {line}" for line in failure.get("suspects") or ()]
+    said += _full(failure.get("memory") or {}, (document.get("predicted") or {}).get("memory") or {})
     if document["survivors"]:
         said.append(f"          processes {document['survivors']} could not be ended")
+    return said
+
+
+def _full(memory: Mapping[str, Mapping[str, Any]], predicted: Mapping[str, Any]) -> list[str]:
+    """Say what each rank held that ran out of memory, and what was predicted, by category."""
+    said = []
+    for rank, held in memory.items():
+        peaks = [
+            f"{held[key] / GIB:.2f} GiB {word}"
+            for key, word in (
+                ("peak_allocated_bytes", "allocated"),
+                ("peak_reserved_bytes", "reserved"),
+                ("peak_resident_bytes", "resident"),
+            )
+            if key in held
+        ]
+        said.append(f"          rank {rank} had reached {', '.join(peaks)}, in {held.get('phase', 'an unknown phase')}")
+    parts = predicted.get("by_category") or {}
+    if said and parts:
+        listed = ", ".join(
+            f"{name} {size / GIB:.2f}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size
+        )
+        said.append(f"          predicted peak {predicted['peak_bytes']['value'] / GIB:.2f} GiB: {listed}")
     return said
 
 

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 def document(found: Profile, whole: Profile) -> dict[str, Any]:
     """Return the answer of `planner calibrate --json`."""
     from planner.output import SCHEMA_VERSION  # noqa: PLC0415 - keeps `--help` light
+    from simulator.calibration import fit_errors  # noqa: PLC0415 - as above
+    from topology import codec  # noqa: PLC0415 - as above
 
     return {
         "schema_version": SCHEMA_VERSION,
@@ -19,6 +21,7 @@ def document(found: Profile, whole: Profile) -> dict[str, Any]:
         "versions": found.versions,
         "measured": counts(found),
         "in_profile": counts(whole),
+        "left_out_errors": codec.to_builtins(fit_errors(whole)),
         "missing": list(found.missing),
     }
 
@@ -40,10 +43,16 @@ def counts(profile: Profile) -> dict[str, int]:
 
 def lines(found: Profile, whole: Profile) -> list[str]:
     """Return the answer for people."""
+    from simulator.calibration import fit_errors  # noqa: PLC0415 - keeps `--help` light
+
     new, all_of = counts(found), counts(whole)
     said = ", ".join(f"{number} {kind}" for kind, number in new.items() if number)
     out = [f"measured  {said or 'nothing new'}"]
     if all_of != new:
         out.append(f"profile   {', '.join(f'{number} {kind}' for kind, number in all_of.items() if number)}")
+    errors = fit_errors(whole)
+    if errors:
+        out.append("each sample left out in turn and predicted from the others, mean absolute error:")
+        out += [f"  {one.what:<40} {one.samples:>5} samples  {one.mean_abs:6.1%}" for one in errors]
     out += [f"missing   {what}" for what in found.missing]
     return out

@@ -69,31 +69,43 @@ def _narrow(**more: Any) -> LayerRun:
     return LayerRun(layer=_NARROW, seq_len=256, vocabulary=1024, **more)
 
 
+def _tall(**more: Any) -> LayerRun:
+    """A wide layer with next to no vocabulary: what two have over one is the layer, and little else is there."""
+    return LayerRun(layer=_WIDE, seq_len=8192, vocabulary=4096, **more)
+
+
+# Degrees of 2 stand for as many GPUs as there are, up to MOST_RANKS.
 RUNTIME_RUNS = (
-    LayerRun(layer=_WIDE, seq_len=8192, dp_shard=2),
+    _tall(dp_shard=2),
     _narrow(dp_shard=2),
     LayerRun(layer=_SMALL, seq_len=4096, sequences=4),
     _narrow(),
-    LayerRun(layer=_WIDE, seq_len=8192, tp=2),
+    _tall(tp=2),
     _narrow(tp=2),
-    LayerRun(layer=_WIDE, seq_len=8192, dp_shard=2, recompute="selective-op"),
+    LayerRun(layer=_WIDE, seq_len=8192, dp_shard=2),
     _narrow(dp_shard=2, recompute="selective-op"),
     _narrow(dp_shard=2, recompute="full"),
+    _tall(dp_shard=2, recompute="selective-op"),
     LayerRun(layer=_WIDE, seq_len=4096, dp_shard=2),
     LayerRun(layer=_SMALL, seq_len=4096, sequences=4, dp_shard=2),
     LayerRun(layer=_SMALL, seq_len=4096, sequences=4, dp_replicate=2),
     _narrow(dp_replicate=2),
-    LayerRun(layer=_WIDE, seq_len=16384, cp=2, recompute="full"),
+    LayerRun(layer=_WIDE, seq_len=16384, cp=2, recompute="full", vocabulary=4096),
     _narrow(cp=2),
-    LayerRun(layer=_WIDE, seq_len=8192, dp_shard=2, recompute="full"),
-    LayerRun(layer=_MIDDLE, seq_len=4096, sequences=2, dp_shard=2),
-    LayerRun(layer=_WIDE, seq_len=8192),
-    LayerRun(layer=_WIDE, seq_len=8192, dp_shard=2, compile=True),
+    _tall(dp_shard=2, compile=True),
     _narrow(dp_shard=2, compile=True),
+    _tall(dp_shard=2, recompute="full"),
+    LayerRun(layer=_WIDE, seq_len=8192, dp_shard=2, compile=True),
+    LayerRun(layer=_MIDDLE, seq_len=4096, sequences=2, dp_shard=2),
+    LayerRun(layer=_WIDE, seq_len=8192, tp=2),
+    LayerRun(layer=_WIDE, seq_len=8192),
+    _tall(),
     LayerRun(layer=_SMALL, seq_len=4096, sequences=4, compile=True),
     _narrow(recompute="selective-op"),
     _narrow(compile=True),
+    _narrow(tp=2, compile=True),
 )
+MOST_RANKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,16 +160,21 @@ def runtime_request(name: str, *, gpus: int, version: str | None = None) -> Requ
     from simulator.model import Model  # noqa: PLC0415 - keeps `--help` light
     from simulator.plan import Plan  # noqa: PLC0415 - as above
     from simulator.runtime import Runtime  # noqa: PLC0415 - as above
+    from simulator.runtime_library import runtime_spec  # noqa: PLC0415 - as above
     from simulator.workload import Workload  # noqa: PLC0415 - as above
 
     found = []
+    many = max(2, 1 << (min(gpus, MOST_RANKS).bit_length() - 1))
+    known = runtime_spec(name).recompute
     for run in RUNTIME_RUNS:
+        if run.recompute not in known:
+            continue
         plan = Plan(
-            dp_replicate=run.dp_replicate,
-            dp_shard=run.dp_shard,
-            tp=run.tp,
+            dp_replicate=many if run.dp_replicate > 1 else 1,
+            dp_shard=many if run.dp_shard > 1 else 1,
+            tp=many if run.tp > 1 else 1,
+            cp=many if run.cp > 1 else 1,
             sequence_parallel=run.tp > 1,
-            cp=run.cp,
             micro_batch_size=run.sequences,
             recompute=run.recompute,
         )
@@ -310,7 +327,8 @@ def _spread_operators() -> Iterator[list[dict[str, Any]]]:
                     model=model,
                     plan=Plan(tp=tensor, dp_shard=2, sequence_parallel=tensor > 1, micro_batch_size=sequences),
                     workload=Workload(seq_len=tokens // sequences, global_batch_size=2 * sequences),
-                    runtime=Runtime(name="torchtitan"),
+                    # Without FSDP, as here under tensor parallelism, parameters are stored in the compute type.
+                    runtime=Runtime(name="torchtitan", param_dtype="bfloat16" if tensor > 1 else "float32"),
                 )
                 yield [one for one in plan_operators(question) if _largest_bytes(one) <= MOST_TENSOR_BYTES]
 

@@ -74,6 +74,18 @@ def word_of(value: Any, where: str) -> str:
     return value
 
 
+def words_of(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise BadPlan(f"{where} is {kind_of(value)}, not a list of words")
+    return tuple(word_of(item, f"{where}[{index}]") for index, item in enumerate(value))
+
+
+def positive(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MAX_COUNT:
+        raise BadPlan(f"{where} is {show(value)}", why="it must be a number above zero")
+    return float(value)
+
+
 def show(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."

@@ -15,6 +15,7 @@ from planner.case_fields import (
     flag,
     ignored_keys,
     kind_of,
+    positive,
     refuse_unknown,
     section_of,
     stated_value,
@@ -22,6 +23,7 @@ from planner.case_fields import (
     whole_number,
     whole_numbers,
     word_of,
+    words_of,
 )
 from planner.frameworks import Framework, framework_named, framework_of_runtime
 from planner.plan_file import load_plan
@@ -49,6 +51,9 @@ _PLAN_KEYS = (
     "tp_overlap",
     "reshard_after_forward",
     "layers_per_stage",
+    "recompute_per_stage",
+    "cp_method",
+    "capacity_factor",
     "placement",
 )
 _RUNTIME_KEYS = ("name", "version", "compile", "param_dtype", "compute_dtype", "reduce_dtype", "optimizer")
@@ -176,6 +181,15 @@ def case_of_plan_file(path: Path) -> Case:
     )
 
 
+def case_of_file(path: str, name: str | None = None) -> Case:
+    """Return what a file is about: a saved plan's question, or a case (of a list that called `name`, else the first)."""
+    if str(path) != "-":
+        data = codec.read_json(path)
+        if isinstance(data, dict) and "fingerprints" in data:
+            return case_of_plan_file(Path(path))
+    return named_case(path, name)
+
+
 def case_from_flags(
     *,
     model: str | None,
@@ -295,6 +309,15 @@ def complete_plan(
         listed = stated_value(stated, key)
         if listed:
             values[key] = whole_numbers(listed, f"{where}: plan.{key}")
+    modes = stated_value(stated, "recompute_per_stage")
+    if modes:
+        values["recompute_per_stage"] = words_of(modes, f"{where}: plan.recompute_per_stage")
+    method = stated_value(stated, "cp_method")
+    if method is not None:
+        values["cp_method"] = word_of(method, f"{where}: plan.cp_method")
+    factor = stated_value(stated, "capacity_factor")
+    if factor is not None:
+        values["capacity_factor"] = positive(factor, f"{where}: plan.capacity_factor")
     values["schedule"] = _schedule(stated, values, assumed, where)
     values["recompute"] = _recompute(stated, framework, assumed, where)
     overlap = stated_value(stated, "tp_overlap")

@@ -15,8 +15,10 @@ import typer
 from planner.commands.apply import apply
 from planner.commands.calibrate import calibrate
 from planner.commands.collective import collective
+from planner.commands.compare import compare
 from planner.commands.doctor import doctor
 from planner.commands.estimate import estimate
+from planner.commands.explain import explain
 from planner.commands.export import export
 from planner.commands.probe import probe
 from planner.commands.report import report
@@ -61,6 +63,8 @@ app = typer.Typer(
 )
 app.command("suggest")(suggest)
 app.command("estimate")(estimate)
+app.command("explain")(explain)
+app.command("compare")(compare)
 app.command("validate")(validate)
 app.command("trace")(trace)
 app.command("probe")(probe)

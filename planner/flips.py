@@ -55,12 +55,18 @@ KNOBS = (
 )
 
 
-def lost_because(best: Estimate, other: Estimate, *, objective: str) -> str:
-    """Return one line: what the runner-up pays more and saves against the best plan, largest terms first."""
+def lost_because(best: Estimate, other: Estimate, *, objective: str, simulated_s: float | None = None) -> str:
+    """Return one line: what the runner-up pays more and saves against the best plan, largest terms first.
+
+    `simulated_s` is by how much it was slower in the simulation, where both were simulated; it is said where the closed
+    form sees it the other way round.
+    """
     if objective == "memory":
         more = other.memory.reserved_bytes - best.memory.reserved_bytes
         return f"needs {more / GIB:+.1f} GiB" if more else "ties; listed later by the order of its degrees"
     total = other.step_s.value - best.step_s.value
+    if simulated_s is not None and total < 0 <= simulated_s:
+        return f"{seconds(simulated_s)} a step in the simulation, which has the last word; the closed form says {seconds(total)}"
     names = list(dict.fromkeys([*best.breakdown_s, *other.breakdown_s]))
     terms = [(name, other.breakdown_s.get(name, 0.0) - best.breakdown_s.get(name, 0.0)) for name in names]
     # Terms below a hundredth of a step are noise to a reader; the net says what they add up to.
@@ -128,14 +134,17 @@ def _crossings(
             ]
         return seen[exponent]
 
-    crossed: dict[int, float] = {}
+    # A plan that is ahead as it is (the simulation put it behind) crosses nothing.
+    ahead = {index for index, lead in enumerate(leads(0.0)) if lead < 0}
+    crossed: dict[int, float] = dict.fromkeys(ahead, 0.0)
     for octave in range(1, OCTAVES + 1):
         for index, lead in enumerate(leads(octave)):
             if lead < 0 and index not in crossed:
                 crossed[index] = _root(lambda x, index=index: leads(x)[index], octave - 1, octave)  # type: ignore[misc]
         if len(crossed) == len(others):
             break
-    return [(index, 2.0 ** (sign * exponent)) for index, exponent in sorted(crossed.items())]
+    found = sorted((index, exponent) for index, exponent in crossed.items() if index not in ahead)
+    return [(index, 2.0 ** (sign * exponent)) for index, exponent in found]
 
 
 def _root(lead: Callable[[float], float], low: float, high: float) -> float:

@@ -31,6 +31,8 @@ from topology.errors import Infeasible, UserError
 
 GIB = 2.0**30
 MOST_GPUS = 1 << 16
+# Numbers of nodes tried one by one, for an answer and for a piece of advice; beyond, they double.
+EVERY, EVERY_ADVISED = 512, 32
 SHORTEST_SEQUENCE = 512
 
 
@@ -271,26 +273,37 @@ def fewest_for_state(screening: Screening) -> int:
     return max(1, int(np.ceil(screening.model.parameters * (param + moments + master) / screening.capacity_bytes)))
 
 
-def counts_of(cluster: Cluster, least: int, limit: int) -> Iterator[int]:
-    """Yield the numbers of GPUs a cluster of this kind comes in: up to a node, then whole nodes."""
+def counts_of(cluster: Cluster, least: int, limit: int, tried: int) -> Iterator[int]:
+    """Yield the numbers of GPUs a cluster of this kind comes in: up to a node, then whole nodes; doubled after `tried`."""
     size = len(cluster.groups[0].node.gpus)
     yield from range(max(1, least), size)
-    for nodes in range(max(1, -(-least // size)), limit // size + 1):
+    nodes = first = max(1, -(-least // size))
+    while nodes * size <= limit:
         yield nodes * size
+        nodes = nodes + 1 if nodes < first + tried else 2 * nodes
 
 
 def nearest_gpus(asked: Constrained, grow: Callable[[int], Cluster] | None) -> int | None:
-    """Return the smallest count above that of the question, in whole nodes, with a plan that fits; None beyond reach."""
+    """Return a count above that of the question, in whole nodes, with a plan that fits; None beyond reach.
+
+    The smallest one, unless it takes more than `EVERY_ADVISED` nodes more than the state alone.
+    """
     cluster = asked.screening.cluster
     size = len(cluster.groups[0].node.gpus)
     if grow is None and cluster.fabric is None and asked.gpus >= size:
         return None  # one machine without a network: there is nothing to add
-    found = _first_fit(asked, grow, least=max(asked.gpus + 1, fewest_for_state(asked.screening)))
+    least = max(asked.gpus + 1, fewest_for_state(asked.screening))
+    found = _first_fit(asked, grow, least=least, tried=EVERY_ADVISED)
     return found[0] if found else None
 
 
 def _first_fit(
-    asked: Constrained, grow: Callable[[int], Cluster] | None, *, least: int, limit: int = MOST_GPUS
+    asked: Constrained,
+    grow: Callable[[int], Cluster] | None,
+    *,
+    least: int,
+    limit: int = MOST_GPUS,
+    tried: int = EVERY,
 ) -> tuple[int, Cluster, str] | None:
     """Return the first count from `least` on with a plan that fits, its cluster, and why the count before failed."""
     cluster = asked.screening.cluster
@@ -303,7 +316,7 @@ def _first_fit(
             return float("inf"), None  # a cluster that does not come in this size
         return replace(asked.ask(cluster=on), gpus=n).gap(), on
 
-    for n in counts_of(cluster, least, limit):
+    for n in counts_of(cluster, least, limit, tried):
         missing, on = gap(n)
         if missing <= 0 and on is not None:
             return n, on, reason
@@ -327,7 +340,8 @@ def minimal_gpus(
     """Return the smallest GPU count with a fitting plan, its cluster, and the proof in words.
 
     Every count is tried in turn: below the first of them the sharded state alone does not fit, up to a node each
-    number, then whole nodes. Raises Infeasible beyond `limit` GPUs.
+    number, then whole nodes; beyond `EVERY` of those in doublings, and then it says so. Raises Infeasible beyond
+    `limit` GPUs.
     """
     screening = Screening(model=model, cluster=cluster, workload=workload, runtime=runtime, profile=profile)
     asked = Constrained(screening=screening, framework=framework, bounds=bounds or Bounds(), gpus=cluster.gpu_count)
@@ -341,5 +355,9 @@ def minimal_gpus(
         )
     count, on, reason = found
     said = [f"on fewer than {least} the sharded state alone does not fit"] if least > 1 else []
-    said += [f"every count from {least} on was tried; {reason}"] if reason else []
+    size = len(cluster.groups[0].node.gpus)
+    every = (
+        "every count" if count <= (-(-least // size) + EVERY) * size else f"every count for {EVERY} nodes, then some,"
+    )
+    said += [f"{every} from {least} on was tried; {reason}"] if reason else []
     return count, on, "; ".join(said)

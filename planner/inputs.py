@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from planner.output import warn
-from topology.errors import BadCluster
+from topology.errors import BadCluster, UserError
 
 if TYPE_CHECKING:
     from topology.cluster import Cluster
@@ -69,6 +70,16 @@ def _captured(name: str, gpu: str | None) -> Cluster | None:
             remedy="name a catalogue cluster, or a capture of another machine",
         )
     return found
+
+
+def bytes_of(text: str) -> float:
+    """Return the bytes that a size such as `32GB`, `29.8 GiB` or `80g` names. Raises UserError."""
+    match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([kmgt]?)(i?)b?\s*", text, flags=re.IGNORECASE)
+    if match is None:
+        raise UserError(f"{text!r} is not a size", why="a number and a unit: GB is 10^9, GiB 2^30", remedy="29.8GiB")
+    number, prefix, binary = match.groups()
+    power = "kmgt".index(prefix.lower()) + 1 if prefix else 0
+    return float(number) * (1024.0 if binary else 1000.0) ** power
 
 
 def profile_of(path: Path | None, cluster: Cluster | None = None) -> Profile | None:

@@ -7,6 +7,7 @@ question writes the same bytes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,18 @@ from simulator.workload import Workload
 from topology import codec
 from topology.cluster import Cluster
 from topology.errors import BadInput, BadPlan, Stale
+from topology.profile import Profile
 
 SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFile:
-    """The content of a plan file. `fingerprints` has the keys model, cluster and workload."""
+    """The content of a plan file.
+
+    `fingerprints` has the keys model, cluster and workload, and profile where one was used: a profile is not kept in the
+    file, so another one is noticed but not shown.
+    """
 
     schema_version: int
     tool_version: str
@@ -49,13 +55,15 @@ def plan_file(
     workload: Workload,
     runtime: Runtime,
     framework: str,
+    profile: Profile | None = None,
 ) -> PlanFile:
     """Return the file content for a chosen plan."""
     return PlanFile(
         schema_version=SCHEMA_VERSION,
         tool_version=version(),
         framework=framework,
-        fingerprints=fingerprints(model, cluster, workload),
+        fingerprints=fingerprints(model, cluster, workload)
+        | ({"profile": codec.fingerprint(profile)} if profile is not None else {}),
         plan=plan,
         estimate=estimate,
         model=model,
@@ -106,7 +114,8 @@ def load_plan(path: str | Path) -> PlanFile:
             remedy="update meshwright",
         )
     content = codec.convert(data, PlanFile, where=str(path))
-    if content.fingerprints != fingerprints(content.model, content.cluster, content.workload):
+    made_for = {name: value for name, value in content.fingerprints.items() if name != "profile"}
+    if made_for != fingerprints(content.model, content.cluster, content.workload):
         raise BadPlan(
             f"{path} was edited: its contents do not match their fingerprints",
             remedy="make it again with planner suggest --out",
@@ -120,16 +129,22 @@ def require_fresh(
     model: Model | None = None,
     cluster: Cluster | None = None,
     workload: Workload | None = None,
+    profile: Profile | None = None,
 ) -> None:
-    """Raise Stale (exit 1) when the plan was made for another model, cluster or workload than those given."""
-    now = {"model": model, "cluster": cluster, "workload": workload}
+    """Raise Stale (exit 1), with what differs, when the plan was made for something else than what is given."""
+    then = {"model": content.model, "cluster": content.cluster, "workload": content.workload}
+    now = {"model": model, "cluster": cluster, "workload": workload, "profile": profile}
     differ = []
     for name, value in now.items():
         if value is None:
             continue
-        fresh = codec.fingerprint(value)
-        if fresh != content.fingerprints[name]:
-            differ.append(f"{name} {content.fingerprints[name]} -> {fresh}{_difference(content, name, value)}")
+        fresh, made = codec.fingerprint(value), content.fingerprints.get(name)
+        if fresh != made:
+            what = differences(then[name], value) if name in then else []
+            if name == "cluster" and cluster is not None and cluster.gpu_count != content.cluster.gpu_count:
+                what.insert(0, f"{content.cluster.gpu_count} GPUs then, {cluster.gpu_count} now")
+            shown = "; ".join(what[:SHOWN]) + (f"; and {len(what) - SHOWN} more" if len(what) > SHOWN else "")
+            differ.append(f"{name} {made or 'none'} -> {fresh}" + (f" ({shown})" if shown else ""))
     if differ:
         raise Stale(
             "the plan was made for something else than what is here",
@@ -138,12 +153,30 @@ def require_fresh(
         )
 
 
-def _difference(content: PlanFile, name: str, value: Any) -> str:
-    if name == "cluster":
-        return f" ({content.cluster.gpu_count} GPUs then, {value.gpu_count} now)"
-    if name == "workload":
-        return f" (seq {content.workload.seq_len} then, {value.seq_len} now)"
-    return f" ({content.model.name} then, {value.name} now)"
+SHOWN = 6  # differences named in an error
+
+
+def differences(then: Any, now: Any) -> list[str]:
+    """Return what differs between two values of one kind, field by field: `layers: 32, now 80`."""
+    return list(_differences(codec.to_builtins(then), codec.to_builtins(now), ""))
+
+
+def _differences(then: Any, now: Any, where: str) -> Iterator[str]:
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in dict.fromkeys([*then, *now]):
+            yield from _differences(then.get(key), now.get(key), f"{where}.{key}" if where else str(key))
+    elif isinstance(then, (list, tuple)) and isinstance(now, (list, tuple)) and len(then) == len(now):
+        for index, (a, b) in enumerate(zip(then, now, strict=True)):
+            yield from _differences(a, b, f"{where}[{index}]")
+    elif then != now:
+        yield f"{where}: {_shown(then)}, now {_shown(now)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple, dict)):
+        return f"{len(value)} entries"
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
 
 
 def _text(value: Any) -> str:

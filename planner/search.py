@@ -174,7 +174,7 @@ def suggest(
             rank=i + 1,
             plan=finalist.plan,
             estimate=finalist.estimate,
-            lost_because=lost_because(best, finalist.estimate, objective=objective) if i else None,
+            lost_because=_reason(finalists[0], finalist, objective) if i else None,
             flips=(*flips[i - 1], *memory_flip(cluster, best, finalist.estimate)) if i else (),
             problems=check(finalist.plan, model, cluster, workload, framework, runtime=runtime, gpus=gpus),
             simulated_s=finalist.simulated_s,
@@ -194,6 +194,13 @@ def suggest(
         plans=ranked,
         rejected=dict(sorted(rejected.items(), key=lambda item: (-item[1], item[0]))),
     )
+
+
+def _reason(best: Finalist, other: Finalist, objective: str) -> str:
+    behind = None
+    if best.simulated_s is not None and other.simulated_s is not None:
+        behind = other.simulated_s - best.simulated_s
+    return lost_because(best.estimate, other.estimate, objective=objective, simulated_s=behind)
 
 
 def _staged(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from planner.costs import cost_table
 from planner.frameworks import Framework
-from simulator.data_parallel import optimizer_bytes
+from simulator.data_parallel import rank_update_bytes
 from simulator.memory import memory_columns
 from simulator.plan import Plan
 from simulator.plan_columns import plan_columns
@@ -191,7 +191,7 @@ def _problem(screening: Screening, plan: Plan, modes: tuple[str, ...], *, free: 
     memory = memory_columns(model, operators, context, layout, one.blocks, parameters)
     fits = possible & (memory.reserved_bytes[0] <= screening.capacity_bytes)
     parts, experts = parameters.of_stage(layout)
-    owned = parts / one.table.state_shard["optimizer"] + experts / one.table.expert_shard["optimizer"]
+    updated = rank_update_bytes(context, parts, experts)
     device = sum(ranks.device.values(), np.zeros(layout.dense.shape))[0]
     seconds = np.where(fits, (ranks.forward + ranks.backward)[0], np.inf)
     return _Problem(
@@ -202,9 +202,9 @@ def _problem(screening: Screening, plan: Plan, modes: tuple[str, ...], *, free: 
         micro_batches=float(one.table.micro_batches[0]),
         seconds=seconds.reshape(shape),
         device=device.reshape(shape),
-        owned=owned[0].reshape(shape)[..., 0],
+        owned=updated[0].reshape(shape)[..., 0],
         fixed=fixed,
-        second_per_owned=optimizer_bytes(operators.spec) / context.roofline.memory_bytes_per_s,
+        second_per_owned=1.0 / context.roofline.update_bytes_per_s(context.runtime.param_dtype),
     )
 
 

@@ -108,7 +108,7 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
         *assumed_lines(result.assumed),
         f"searched  {search_line(result)}",
     ]
-    _say(screen, lines)
+    say(screen, lines)
     print_plans(result.plans)
     print_counts(result.by_gpus)
     reasons = []
@@ -120,12 +120,12 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
         reasons.append(f"simulated: {seconds}; the closed form cannot tell plans apart that are this close")
     memory = best.estimate.memory
     notes = [f"[{problem.grade}] {problem.message}" for problem in best.problems]
-    _say(screen, [*reasons, *(f"note on #1: {line}" for line in notes), *legend(best.estimate)])
-    _say(screen, [f"memory of #1: {memory.verdict}; {memory_line(best.estimate)}"])
+    say(screen, [*reasons, *(f"note on #1: {line}" for line in notes), *legend(best.estimate)])
+    say(screen, [f"memory of #1: {memory.verdict}; {memory_line(best.estimate)}"])
     if out:
-        _say(screen, [f"saved {out}", f"next: planner estimate --plan {out}"])
+        say(screen, [f"saved {out}", f"next: planner estimate --plan {out}"])
     else:
-        _say(screen, ["next: planner suggest ... --out plan.json"])
+        say(screen, ["next: planner suggest ... --out plan.json"])
 
 
 def print_plans(plans: Sequence[RankedPlan]) -> None:
@@ -205,7 +205,7 @@ def print_estimate(
 ) -> None:
     """Print the answer of `planner estimate` for one plan."""
     screen = console()
-    _say(
+    say(
         screen,
         [
             f"case      {name}",
@@ -219,7 +219,7 @@ def print_estimate(
         ],
     )
     if estimate is None:
-        _say(screen, ["verdict   not legal: nothing to estimate"])
+        say(screen, ["verdict   not legal: nothing to estimate"])
         return
     from rich.table import Table  # noqa: PLC0415 - keeps `--help` light
 
@@ -228,9 +228,9 @@ def print_estimate(
         table.add_column(heading, justify="right")
     table.add_row(*figures(estimate))
     screen.print(table)
-    _say(screen, [f"memory    {estimate.memory.verdict}; {memory_line(estimate)}"])
+    say(screen, [f"memory    {estimate.memory.verdict}; {memory_line(estimate)}"])
     parts = sorted(estimate.breakdown_s.items(), key=lambda item: -item[1])
-    _say(
+    say(
         screen,
         ["step      " + ", ".join(f"{n.replace('_', ' ')} {v:.4g} s" for n, v in parts if v > 0), *legend(estimate)],
     )
@@ -323,7 +323,7 @@ def flip_text(flip: Flip) -> str:
     return f"wins if {flip.quantity} {sign} {flip.at / scale:.1f} {unit} (now {flip.now / scale:.1f})"
 
 
-def _say(screen: Console, lines: Sequence[str]) -> None:
+def say(screen: Console, lines: Sequence[str]) -> None:
     """Print lines, long ones folded under their text rather than under their label."""
     from textwrap import wrap  # noqa: PLC0415 - only where something is printed
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.calibration import Calibration, calibrated, calibrated_host, roofline_of
 from simulator.collectives import collective_model
 from simulator.estimate import Estimate, Interval, MemoryEstimate
 from simulator.group_times import GroupTimes
@@ -20,9 +21,10 @@ from simulator.memory import CONTEXT_BYTES, MemoryColumns, local_parameters, mem
 from simulator.model import Model
 from simulator.plan import Plan
 from simulator.plan_table import Floats, PlanTable, axis_sizes, plan_table
-from simulator.roofline import Roofline, efficiency
+from simulator.provenance import Shares, half_width, main_source
+from simulator.roofline import efficiency
 from simulator.runtime import Runtime
-from simulator.runtime_library import ModelOperators, attention_kernel, canonical_recompute, operators_for
+from simulator.runtime_library import ModelOperators, canonical_recompute, operators_for
 from simulator.stages import stage_layout
 from simulator.step_cost import micro_batches, step_cost
 from simulator.workload import Workload
@@ -57,7 +59,11 @@ class EstimateTable:
     tokens_per_step: float
     model_flops: float
     peak_flops: float
-    basis: tuple[str, ...]  # what each row's interval rests on: a key of STEP_SPREAD
+    basis: tuple[str, ...]  # what each row's interval rests on without a calibration: a key of STEP_SPREAD
+    shares: Shares
+    runtime: Runtime
+    clocks: Floats  # arithmetic's time over that of a GPU that is never idle
+    calibration: Calibration | None = None
 
     def estimate(self, index: int) -> Estimate:
         """Return row `index` with intervals, memory by category, and rates per GPU."""
@@ -69,8 +75,9 @@ class EstimateTable:
             for rank in range(plan.pp)
         )
         flops = self.model_flops / plan.gpus / step
+        sources = self.shares.row(index, step)
         return Estimate(
-            step_s=_interval(step, STEP_SPREAD[self.basis[index]]),
+            step_s=self._step_interval(index, step, sources),
             tokens_per_s_per_gpu=self.tokens_per_step / plan.gpus / step,
             mfu=flops / self.peak_flops,
             tflops_per_gpu=flops / 1e12,
@@ -87,7 +94,14 @@ class EstimateTable:
             ),
             breakdown_s={name: float(column[index]) for name, column in self.breakdown_s.items()},
             exposed_by_axis_s={name: float(column[index]) for name, column in self.exposed_by_axis_s.items()},
+            sources=sources,
         )
+
+    def _step_interval(self, index: int, step: float, sources: dict[str, float]) -> Interval:
+        if self.calibration is None:
+            return _interval(step, STEP_SPREAD[self.basis[index]])
+        half = half_width(sources, self.calibration, self.runtime)
+        return Interval(value=step, low=step * (1 - half), high=step * (1 + half), source=main_source(sources))
 
 
 def estimate_plans(
@@ -97,15 +111,18 @@ def estimate_plans(
     plans: Sequence[Plan],
     runtime: Runtime,
     profile: Profile | None = None,
+    *,
+    calibration: Calibration | None = None,
 ) -> EstimateTable:
     """Return step time and memory of every plan, assuming each is legal for the model and the workload.
 
     Raises BadPlan when the runtime has no description or does not know a plan's recompute word. Without a `profile`
-    every figure rests on datasheets and published efficiencies.
+    every figure rests on datasheets and published efficiencies. `calibration` goes before the profile's own.
     """
-    operators = operators_for(model, runtime)
+    calibration = calibration or calibrated(profile, cluster)
+    operators = calibrated_operators(model, runtime, calibration)
     table = plan_table([spelled(plan, runtime) for plan in plans], workload, cp_method=operators.spec.context_parallel)
-    context = cost_context(model, cluster, workload, table, runtime, operators, profile)
+    context = cost_context(model, cluster, workload, table, runtime, operators, profile, calibration)
     blocks = network_blocks(operators, context, table.recompute_modes, moe=model.moe is not None)
     layout = stage_layout(model, table, operators.spec.pipeline)
     parameters = local_parameters(model, context)
@@ -120,7 +137,7 @@ def estimate_plans(
         step_s=step.total_s,
         breakdown_s=step.breakdown_s,
         exposed_by_axis_s=step.exposed_s,
-        lower_bound_s=micro.compute + micro.recompute + micro.optimizer,
+        lower_bound_s=micro.clocks_at_least * (micro.compute + micro.recompute) + micro.optimizer,
         peak_bytes=memory.peak_bytes.max(axis=1),
         reserved_bytes=reserved,
         capacity_bytes=capacity,
@@ -130,7 +147,17 @@ def estimate_plans(
         model_flops=flops,
         peak_flops=context.roofline.peak_flops,
         basis=tuple(_basis(cluster, plan) for plan in plans),
+        shares=step.shares,
+        runtime=runtime,
+        clocks=step.clocks,
+        calibration=calibration,
     )
+
+
+def calibrated_operators(model: Model, runtime: Runtime, calibration: Calibration | None) -> ModelOperators:
+    """Return the operators of a model under a runtime, with the host costs that were measured of that runtime."""
+    operators = operators_for(model, runtime)
+    return replace(operators, spec=calibrated_host(operators.spec, calibration, compiled=runtime.compile))
 
 
 def cost_context(
@@ -141,13 +168,10 @@ def cost_context(
     runtime: Runtime,
     operators: ModelOperators,
     profile: Profile | None = None,
+    calibration: Calibration | None = None,
 ) -> CostContext:
     """Return what the costs of blocks and traffic depend on besides the operators, for the plans of `table`."""
-    roofline = Roofline(
-        gpu=cluster.slowest_kind,
-        dtype=runtime.compute_dtype,
-        attention_kernel=attention_kernel(runtime, cluster.slowest_kind.architecture),
-    )
+    roofline = roofline_of(cluster, runtime, operators.spec, calibration or calibrated(profile, cluster))
     return CostContext(
         table=table,
         sizes=axis_sizes(model, workload, table),

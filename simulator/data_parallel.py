@@ -14,7 +14,8 @@ from simulator.layer_cost import CostContext
 from simulator.memory import Parameters
 from simulator.plan_table import Floats
 from simulator.roofline import efficiency
-from simulator.runtime_library import ModelOperators, RuntimeSpec
+from simulator.runtime import Runtime
+from simulator.runtime_library import ModelOperators, RuntimeSpec, is_early, runtime_spec
 from simulator.stages import StageLayout
 
 
@@ -69,20 +70,28 @@ def data_parallel(
 
     # What is copied in and out of flat buffers runs on the compute stream, and so hides traffic like any kernel.
     hbm = context.roofline.memory_bytes_per_s
+    packing = context.roofline.packing_bytes_per_s((shared + experts) / count * compute_bytes)
     packs = full & spec.fsdp.copy_in_copy_out
-    copy_out = np.where(packs, 2 * (shared + experts) * compute_bytes / hbm, 0.0)
-    copy_in = np.where(packs, (shared + experts) * (compute_bytes + reduce_bytes) / hbm, 0.0)
+    copy_out = np.where(packs, 2 * (shared + experts) * compute_bytes / packing, 0.0)
+    copy_in = np.where(packs, (shared + experts) * (compute_bytes + reduce_bytes) / packing, 0.0)
     copies = gathers * copy_out + reductions * copy_in
+    # Beside compute a collective takes longer than alone, so it hides less.
+    calibration = context.roofline.calibration
+    beside = calibration.contention(*FSDP_OPS) if calibration is not None else None
+    slowed = beside.collective if beside is not None else 1.0
     # Fully sharded: each layer's traffic hides behind the layer before it; the first gather and the last reduction
     # have nothing to hide behind.
     again = gathers > 1
     forward_window, backward_window = forward + copy_out, backward + copy_in + np.where(again, copy_out, 0.0)
     passes_of_gather = gathers / np.where(again, 2.0, 1.0)
-    exposed_forward = gather / count + np.maximum(gather - forward_window, 0.0) * (1 - 1 / count)
-    busiest = np.maximum(
-        np.where(again, gather, 0.0) + reduce, replicas
-    )  # replicas have a communicator, and a stream, of their own
-    exposed_backward = (reduce + replicas) / count + np.maximum(busiest - backward_window, 0.0) * (1 - 1 / count)
+    first, last_one = gather / count, (reduce + replicas) / count
+    if context.roofline.calibration is not None:
+        over = replicas / np.maximum(reduce, 1e-12)
+        first, last_one = _ends(context, parameters, has_first=slowest == 0, replicas=over)
+    exposed_forward = first + np.maximum(slowed * gather - forward_window, 0.0) * (1 - 1 / count)
+    # Replicas have a communicator, and a stream, of their own.
+    busiest = slowed * np.maximum(np.where(again, gather, 0.0) + reduce, replicas)
+    exposed_backward = last_one + np.maximum(busiest - backward_window, 0.0) * (1 - 1 / count)
     sharded_exposed = passes_of_gather * exposed_forward + reductions * exposed_backward
     sharded_total = gathers * gather + reductions * (reduce + replicas)
     # Gradients of further micro batches are added up by kernels of their own, unless a product does it on the fly.
@@ -116,16 +125,48 @@ def data_parallel(
     hidden = times * hidden
 
     exposed = np.where(full, sharded_exposed, replicated_exposed)
-    overlapped = np.where(full, sharded_total - sharded_exposed, np.where(optimizer_only, 0.0, hidden))
-    contention = np.maximum(overlapped, 0.0) * sm_share(context)
+    overlapped = np.where(full, np.maximum(sharded_total - sharded_exposed, 0.0), np.where(optimizer_only, 0.0, hidden))
+    share = np.where(full, sm_share(context, *FSDP_OPS), sm_share(context, "all_reduce"))
+    contention = np.maximum(overlapped, 0.0) * share
     # Each rank gathers layer by layer when the first micro batch comes by, and each adds gradients up as it leaves.
     once = exposed_forward + 2 * (shared + experts) * compute_bytes / hbm + np.where(table["pp"] > 1, adding, 0.0)
     fill = np.where(full & (table["pp"] > 1), (table["pp"] - 1) * once, 0.0)
     return DataParallel(exposed_s=exposed, copies_s=copies, contention_s=contention, fill_s=fill)
 
 
-def sm_share(context: CostContext) -> float:
-    """Return the share of the SMs that a collective holds, and compute beside it lacks."""
+def _ends(
+    context: CostContext, parameters: Parameters, *, has_first: NDArray[np.bool_], replicas: Floats
+) -> tuple[Floats, Floats]:
+    """Return seconds of (the gathers before the first layer, the reductions after the last) unit by unit.
+
+    The embedding is a unit of its own: its gather and the first layer's have nothing but its lookup to hide behind, and
+    its gradient, made last, is reduced when nothing else is left. Next to a few layers it weighs more than they do. The
+    plain rule, an equal share for every layer, is what uncalibrated efficiencies were settled with.
+    """
+    groups, table = context.groups, context.table
+    embedding = np.where(has_first, parameters.embedding, 0.0)
+    layer = np.broadcast_to(parameters.dense_layer, embedding.shape)
+    gather = sum(
+        (groups.time_s("all_gather", "fsdp", part * context.dtype_bytes("compute")) for part in (embedding, layer)),
+        np.zeros(len(table)),
+    )
+    reduce = groups.time_s(
+        "reduce_scatter", "fsdp", np.where(has_first, embedding, layer) * context.dtype_bytes("reduce")
+    )
+    return gather, reduce * (1.0 + replicas)
+
+
+FSDP_OPS = ("all_gather", "reduce_scatter")
+
+
+def sm_share(context: CostContext, *ops: str) -> float:
+    """Return the compute lost for each second of collectives beside it: the share of the SMs that they hold, or what
+    was measured of `ops`.
+    """
+    calibration = context.roofline.calibration
+    beside = calibration.contention(*ops) if calibration is not None else None
+    if beside is not None:
+        return beside.lost
     gpu = context.roofline.gpu
     return efficiency(gpu.architecture).nccl_sms / gpu.sm_count
 
@@ -136,14 +177,27 @@ ADAM_BYTES = 28.0
 CLIP_BYTES = 12.0
 
 
-def optimizer_bytes(spec: RuntimeSpec) -> float:
-    """Return bytes that clipping and updating move per parameter owned; a 16-bit copy is written back."""
-    return ADAM_BYTES + CLIP_BYTES + (2.0 if spec.state.master_weights else 0.0)
+# A 16-bit copy of updated float32 weights: reads them, writes half.
+COPY_BYTES = 6.0
 
 
-def optimizer_s(operators: ModelOperators, context: CostContext, layout: StageLayout, parameters: Parameters) -> Floats:
-    """Return seconds of gradient clipping and the optimizer update on the rank with most parameters."""
+def update_bytes(runtime: Runtime, owned: Floats | float, held: Floats | float) -> Floats | float:
+    """Return bytes that the end of a step moves: clipping and updating the parameters a rank has `owned` since they were
+    sharded, and what the runtime does to the gradients of all that it has `held` before.
+    """
+    state = runtime_spec(runtime.name).state
+    per_owned = ADAM_BYTES + CLIP_BYTES + (COPY_BYTES if state.master_weights else 0.0)
+    return owned * per_owned + held * (0.0 if is_early(runtime) else state.gradient_passes_bytes)
+
+
+def rank_update_bytes(context: CostContext, shared: Floats, experts: Floats) -> Floats:
+    """Return those bytes by rank, shape (plans, ranks), of parameters before sharding, routed experts apart."""
     table = context.table
-    shared, experts = parameters.of_stage(layout)
     owned = shared / table.state_shard["optimizer"][:, None] + experts / table.expert_shard["optimizer"][:, None]
-    return np.asarray(owned.max(axis=1) * optimizer_bytes(operators.spec) / context.roofline.memory_bytes_per_s)
+    return np.asarray(update_bytes(context.runtime, owned, shared + experts))
+
+
+def optimizer_s(context: CostContext, layout: StageLayout, parameters: Parameters) -> Floats:
+    """Return seconds of gradient clipping and the optimizer update on the rank that moves most."""
+    moved = rank_update_bytes(context, *parameters.of_stage(layout))
+    return np.asarray(moved.max(axis=1) / context.roofline.update_bytes_per_s(context.runtime.param_dtype))

@@ -54,4 +54,5 @@ class Estimate:
     memory: MemoryEstimate
     breakdown_s: dict[str, float]
     exposed_by_axis_s: dict[str, float] = field(default_factory=dict)  # parts of breakdown_s['exposed_communication']
+    sources: dict[str, float] = field(default_factory=dict)  # share of the step by what it rests on; adds up to 1
     assumed: tuple[str, ...] = field(default=())

@@ -19,7 +19,7 @@ from simulator.operators import (
     tensor_bytes,
 )
 from simulator.plan_table import Floats, PlanTable
-from simulator.roofline import Roofline
+from simulator.roofline import FITTED, MEASURED, Roofline
 from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import RecomputeSpec, RuntimeSpec
 from simulator.tp_overlap import (
@@ -46,6 +46,8 @@ class PassCost:
     weight_s: Floats  # weight gradients, which split backwards put off
     host_s: Floats
     hidden_s: Floats
+    measured_s: Floats | float = 0.0  # of compute_s, what rests on the very operator measured
+    fitted_s: Floats | float = 0.0  # and what on a curve through others
     communication_s: dict[str, Floats] = field(default_factory=dict)
 
     @property
@@ -215,8 +217,11 @@ class PassWriter:
 
     def _kernel(self, work: Work, active: Floats, operator: OperatorSpec) -> None:
         cost, host = self.cost, self.context.spec.host
-        seconds = active * self.context.roofline.seconds(work)
+        alone, source = self.context.roofline.sourced(work)
+        seconds = active * alone
         cost.compute_s = cost.compute_s + seconds
+        cost.measured_s = cost.measured_s + np.where(source == MEASURED, seconds, 0.0)
+        cost.fitted_s = cost.fitted_s + np.where(source == FITTED, seconds, 0.0)
         if work.name.endswith(WEIGHT_GRADIENT):
             cost.weight_s = cost.weight_s + seconds
         launch = host.backward_launch_s if work.backward else host.launch_s

@@ -20,7 +20,7 @@ from simulator.model import Model
 from simulator.operators import OperatorSpec, parse_matmul, tensor_bytes
 from simulator.plan_table import Floats
 from simulator.runtime_library import ModelOperators, head_moments, holds_placeholders, keeps_outputs
-from simulator.stages import StageLayout, head_in_flight, in_flight
+from simulator.stages import COUNTED_OUT, StageLayout, head_in_flight, in_flight
 
 # Bytes beside the allocator's: CUDA context, kernels and NCCL buffers of a few communicators. Source: assumed; a bare
 # torch process with NCCL shows 1 to 2 GiB in nvidia-smi on Hopper.
@@ -140,7 +140,10 @@ def memory_columns(
             saved = saved + in_moe * blocks["moe"].saved_bytes[mode][:, None]
     head_saved = blocks["head"].saved_bytes["none"]
     activations = saved * flying + last * (head_saved * head_in_flight(table, at_least=at_least))[:, None]
-    activations = activations + between_stages_bytes(context, first, last, flying)
+    # Micro batches in flight hold what a stage received: most of them is least beside.
+    most = np.isin(table.schedule, COUNTED_OUT)[:, None] & at_least
+    received = np.where(most, np.maximum(table.micro_batches[:, None], flying), flying)
+    activations = activations + between_stages_bytes(context, first, last, received)
     # A recomputed block's intermediates live again, one block at a time.
     widest = np.max([blocks[name].everything_bytes for name in ("dense", "moe") if name in blocks], axis=0)
     wrapped = sum((a + b for mode, (a, b) in layout.by_mode.items() if mode != "none"), np.zeros_like(shared))
@@ -162,12 +165,15 @@ def memory_columns(
     # The loss and a unit's whole gradient do not coincide: under full sharding gradients appear as activations go, and
     # shards of them are there before only if an earlier micro batch has left them.
     appear = spec.state.gradient_dtype != "reduce"  # else main gradients are there from the beginning
-    fresh = fully_sharded & appear & ((table["pp"] > 1) | (table.micro_batches <= 1))[:, None]
-    early = everything - np.where(exists, passing, 0.0) - np.where(fresh, categories["gradients"], 0.0)
+    alone = (table.micro_batches <= 1)[:, None]
+    fresh = fully_sharded & appear & ((table["pp"] > 1)[:, None] | alone)
+    whole = ~fully_sharded & appear & alone & spec.state.gradients_freed
+    early = everything - np.where(exists, passing, 0.0) - np.where(fresh | whole, categories["gradients"], 0.0)
     late = everything - categories["activations"] - categories["loss_and_recompute"]
     peak = np.maximum(early, late)
     # One pool per stream: the compute stream's peak and the communication streams' peak add up.
-    reserved = everything * (1.0 + FRAGMENTATION)
+    # Whole gradients come from the compute stream's own pool, where activations have made room for them.
+    reserved = np.where(whole, peak, everything) * (1.0 + FRAGMENTATION)
     return MemoryColumns(categories=categories, peak_bytes=peak, reserved_bytes=np.where(exists, reserved, 0.0))
 
 

@@ -11,6 +11,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +19,9 @@ from simulator.operators import Work, WorkKind
 from simulator.plan_table import Floats
 from topology.cluster import GpuKind
 from topology.codec import convert
+
+if TYPE_CHECKING:
+    from simulator.calibration import Calibration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,8 @@ SPLITS = ((1.0, 1.0), (2.0, 0.93), (4.0, 0.86))
 # Queries times heads of the benchmarks behind the curves of attention: 16k tokens with 16 heads of 128 (arXiv 2307.08691,
 # section 4.1; 2407.08608, section 4.1). They include the tail of a grid of that size.
 FULL_GRID = 262144.0
+# Where a kernel's time is from, best first.
+MEASURED, FITTED, DATASHEET = 0.0, 1.0, 2.0
 
 
 @cache
@@ -86,6 +92,9 @@ class Roofline:
     gpu: GpuKind
     dtype: str = "bfloat16"
     attention_kernel: str = "cudnn"
+    calibration: Calibration | None = None
+    runtime: str = ""  # first name of the description whose operators are costed
+    busy: float = 1.0  # how much longer kernels take inside a step, as runs of single layers say
 
     @property
     def peak_flops(self) -> float:
@@ -116,7 +125,33 @@ class Roofline:
         return self.gpu.memory_bytes_per_s * efficiency(self.gpu.architecture).hbm
 
     def seconds(self, work: Work) -> Floats:
-        """Return the time of a compute kernel; collectives are not ours to time."""
+        """Return the time of a compute kernel, measured or fitted where a calibration knows it; collectives are not
+        ours to time.
+        """
+        return self.sourced(work)[0]
+
+    def sourced(self, work: Work) -> tuple[Floats, Floats]:
+        """Return (seconds, source) of a compute kernel; sources are MEASURED, FITTED, DATASHEET."""
+        if self.calibration is None:
+            datasheet = np.atleast_1d(self._datasheet(work))
+            return datasheet, np.full(datasheet.shape, DATASHEET)
+        seconds, source = self.calibration.seconds(
+            work, lambda: np.atleast_1d(self._datasheet(work)), dtype=self.dtype, runtime=self.runtime
+        )
+        return seconds * self.busy, source
+
+    def packing_bytes_per_s(self, nbytes: Floats | float) -> Floats:
+        """Return the rate at which FSDP packs and unpacks modules of `nbytes`, over the bytes counted for it."""
+        factor = self.calibration.packing_factor(nbytes) if self.calibration is not None else 1.0
+        return np.asarray(self.memory_bytes_per_s / (factor * self.busy))
+
+    def update_bytes_per_s(self, param_dtype: str) -> float:
+        """Return the rate at which gradients are clipped and parameters of a type updated, over the bytes counted."""
+        if self.calibration is None:
+            return self.memory_bytes_per_s
+        return self.memory_bytes_per_s / self.calibration.update_factor(self.memory_bytes_per_s, param_dtype)
+
+    def _datasheet(self, work: Work) -> Floats:
         if work.kind is WorkKind.MATMUL:
             return self._matmul(work)
         if work.kind is WorkKind.ATTENTION:

@@ -35,13 +35,17 @@ class StateSpec:
     """`master_weights`: a float32 copy beside 16-bit parameters. Gradient dtypes are `param`, `compute`, `reduce`.
 
     `placeholder_gradients`: where products add weight gradients up themselves, autograd is handed a tensor that nobody
-    fills, one for every distinct shape of weight, kept for good.
+    fills, one for every distinct shape of weight, kept for good. `gradient_passes_bytes` are moved once a step for every
+    element of a rank's gradients before they are sharded. `gradients_freed`: no gradient is there when a step begins
+    (`zero_grad(set_to_none=True)`), so the loss turns round before there are any.
     """
 
     master_weights: bool
     gradient_dtype: str
     unsharded_gradient_dtype: str
     placeholder_gradients: bool = False
+    gradient_passes_bytes: float = 0.0
+    gradients_freed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,7 @@ class PipelineSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
     """Host seconds: per kernel launch, per operator on DTensors, per collective, per layer and pass, per recomputed
-    layer, per step. `synchronizes`: the host waits for the device after every pass of a micro batch, instead of running
+    layer, per step, per token loaded (a step waits for its data). `synchronizes`: the host waits for the device after every pass of a micro batch, instead of running
     ahead.
     """
 
@@ -91,6 +95,22 @@ class HostSpec:
     checkpoint_s: float
     step_s: float
     synchronizes: bool = False
+    data_token_s: float = 0.0
+    # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, cut by
+    # tensor parallelism, or sees a part of the sequence; what dispatching a layer operator by operator costs under selective recomputation; and
+    # the host's work of a step outside its layers, which runs ahead of the device where that is the slower one.
+    fsdp_layer_s: float = 0.0
+    ddp_layer_s: float = 0.0
+    tp_layer_s: float = 0.0
+    cp_layer_s: float = 0.0
+    selective_s: float | None = None  # None: as any other recomputed region
+    rest_s: float = 0.0
+
+    def wrapping_s(self, recompute: str) -> float:
+        """Return the host seconds that wrapping one layer for recomputation adds."""
+        if recompute == "selective-op" and self.selective_s is not None:
+            return self.selective_s
+        return self.checkpoint_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +124,7 @@ class LayerSpec:
     embedding: tuple[OperatorSpec, ...]
     head: tuple[OperatorSpec, ...]
     head_peak: tuple[tuple[str, ...], ...]
+    compiled_head_peak: tuple[tuple[str, ...], ...] = ()  # empty: the loss is not compiled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +262,8 @@ def head_moments(runtime: Runtime) -> tuple[tuple[str, ...], ...]:
     """Return the tensors alive together while the loss turns round, one tuple a moment; the largest decides."""
     spec = runtime_spec(runtime.name)
     early = spec.earlier.head_peak if spec.earlier and is_early(runtime) else ()
-    return early or spec.layer.head_peak
+    compiled = spec.layer.compiled_head_peak if runtime.compile else ()
+    return early or compiled or spec.layer.head_peak
 
 
 def holds_placeholders(runtime: Runtime) -> bool:

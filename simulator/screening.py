@@ -20,7 +20,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_form import cost_context, network_blocks
+from simulator.calibration import calibrated
+from simulator.closed_form import calibrated_operators, cost_context, network_blocks
 from simulator.layer_cost import BlockCost, CostContext
 from simulator.memory import CONTEXT_BYTES, Parameters, local_parameters, memory_columns
 from simulator.model import Model
@@ -28,7 +29,7 @@ from simulator.plan_columns import PlanColumns, distinct
 from simulator.plan_table import Floats, PlanTable, table_of_columns
 from simulator.roofline import Roofline
 from simulator.runtime import Runtime
-from simulator.runtime_library import ModelOperators, canonical_recompute, operators_for
+from simulator.runtime_library import ModelOperators, canonical_recompute
 from simulator.stages import StageLayout, stage_layout
 from simulator.step_cost import MicroBatches, micro_batches, step_cost
 from simulator.workload import Workload
@@ -79,7 +80,7 @@ class Screening:
 
     @property
     def operators(self) -> ModelOperators:
-        return operators_for(self.model, self.runtime)
+        return calibrated_operators(self.model, self.runtime, calibrated(self.profile, self.cluster))
 
     def table(self, columns: PlanColumns) -> PlanTable:
         """Return the columns as the closed form reads them. Raises BadPlan for words the runtime does not know."""

@@ -72,7 +72,8 @@ def simulate_plan(
     """
     table = estimate_plans(model, cluster, workload, [plan], runtime, profile)
     detail = detail or choose_detail(model, workload, plan)
-    lowered = lower_training(model, cluster, workload, plan, runtime, detail=detail, profile=profile)
+    clocks = float(table.clocks[0])
+    lowered = lower_training(model, cluster, workload, plan, runtime, detail=detail, profile=profile, clocks=clocks)
     run = simulate(lowered.program, lowered.costs, spans=spans)
     return Simulated(estimate=_estimate(table, run, plan, spans=spans), run=run, detail=detail)
 

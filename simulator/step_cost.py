@@ -11,14 +11,45 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.data_parallel import data_parallel, optimizer_s, sm_share
+from simulator.data_parallel import FSDP_OPS, data_parallel, optimizer_s, sm_share
+from simulator.group_times import GroupTimes
 from simulator.layer_cost import BlockCost, CostContext
 from simulator.memory import Parameters
 from simulator.model import Model
 from simulator.plan_table import Floats, PlanTable
+from simulator.provenance import Shares, shares
+from simulator.roofline import efficiency
 from simulator.runtime import DTYPE_BYTES
-from simulator.runtime_library import ModelOperators, RuntimeSpec
+from simulator.runtime_library import HostSpec, ModelOperators, RuntimeSpec
 from simulator.stages import StageLayout, bubble_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTime:
+    """What the device waits for the host, seconds of a step.
+
+    `late` is the host behind the device over the step, bubble and all; `waits` what hosts wait for each other on top
+    where they are late; `first` is lateness in the first pass, which nothing ran ahead of; `before` is the step's own
+    host time. A host that `synchronizes` never runs ahead.
+    """
+
+    late: Floats
+    waits: Floats
+    first: Floats
+    before: Floats
+    synchronizes: bool
+
+    def seconds(self, beside: Floats) -> Floats:
+        """Return the wait while `beside`, seconds of other work, keeps the device busy too."""
+        if self.synchronizes:
+            return self.late + self.before
+        behind = self.late - beside
+        return np.maximum(np.where(behind > 0, behind + self.waits, behind), self.first) + self.before
+
+    @property
+    def at_least_s(self) -> Floats:
+        """A lower bound of the wait and what is beside it, however long that takes."""
+        return self.before + (self.late if self.synchronizes else np.maximum(self.late, self.first))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +57,13 @@ class MicroBatches:
     """What repeats with every micro batch and what the schedule adds, seconds of a step. All but `slowest` are of it.
 
     `slowest` is the column of the pipeline rank that decides; `forward` and `backward` are one micro batch there.
-    `exposed` holds what tensor, context, expert and pipeline parallelism do not hide. `host` is what the device waits
-    for the host, `host_at_least` what of it nothing else on the device can fill. `at_least_s` is the sum: a lower bound
-    of the step, to which only data-parallel traffic is added.
+    `exposed` holds what tensor, context, expert and pipeline parallelism do not hide. Of `compute` and
+    `recompute`, `measured` rests on the very operators and `fitted` on curves through others. `clocks_at_least` is the
+    least that idle moments make of them (`working_clocks`). `at_least_s` is the sum: a lower bound of the step, to
+    which only data-parallel traffic is added.
     """
 
+    clocks_at_least: float
     slowest: NDArray[np.intp]
     forward: Floats
     backward: Floats
@@ -39,14 +72,15 @@ class MicroBatches:
     exposed: dict[str, Floats]
     hidden: Floats
     bubble: Floats
-    host: Floats
-    host_at_least: Floats
+    host: HostTime
+    measured: Floats
+    fitted: Floats
     optimizer: Floats
 
     @property
     def at_least_s(self) -> Floats:
-        parts = (self.compute, self.recompute, self.bubble, self.host, self.optimizer, *self.exposed.values())
-        return sum(parts, np.zeros_like(self.compute))
+        computing = self.clocks_at_least * (self.compute + self.recompute)
+        return sum((self.bubble, self.host.at_least_s, self.optimizer, *self.exposed.values()), computing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +89,8 @@ class Step:
 
     breakdown_s: dict[str, Floats]
     exposed_s: dict[str, Floats]
+    clocks: Floats
+    shares: Shares
 
     @property
     def total_s(self) -> Floats:
@@ -123,10 +159,13 @@ def rank_seconds(rank_sum: RankSum, spec: RuntimeSpec) -> RankSeconds:
     """Return how long pipeline ranks take for one micro batch, shape (plans, columns)."""
     device, host = rank_sum.passes("device_s"), rank_sum.passes("host_s")
     dense, moe = rank_sum.layout.layers
-    host["forward"] = host["forward"] + (dense + moe) * spec.host.forward_layer_s
-    host["backward"] = host["backward"] + (dense + moe) * spec.host.backward_layer_s
+    layers = dense + moe
+    added = (1 - WAITING_SHARE) * layer_host_s(spec.host, rank_sum.table)
+    host["forward"] = host["forward"] + layers * (spec.host.forward_layer_s + FORWARD_SHARE * added)[:, None]
+    host["backward"] = host["backward"] + layers * (spec.host.backward_layer_s + (1 - FORWARD_SHARE) * added)[:, None]
     again = _wrapped_layers(spec, rank_sum.layout)
-    host["recompute"] = host["recompute"] + again * (spec.host.forward_layer_s + spec.host.checkpoint_s)
+    wrapping = np.array([spec.host.wrapping_s(str(word)) for word in rank_sum.table.recompute])[:, None]
+    host["recompute"] = host["recompute"] + again * (spec.host.forward_layer_s + wrapping)
     return RankSeconds(
         device=device,
         host=host,
@@ -180,8 +219,9 @@ def micro_batches(
         return np.asarray(np.where(table["virtual_stages"] > 1, np.maximum(mean, here(values)), mean))
 
     bubble = bubble_s(table, elsewhere(forward_s), elsewhere(behind_s - weight_s), elsewhere(weight_s))
-    ahead = np.maximum(m * (on_host - on_device) - bubble, first)
-    starved = m * (forward + backward - on_device) if spec.host.synchronizes else ahead
+    late = m * (on_host - on_device) + spec.host.rest_s - bubble
+    dense, moe = layout.layers
+    waits = m * here((dense + moe) * WAITING_SHARE * layer_host_s(spec.host, table)[:, None])
     boundary = context.sizes["u"] * model.hidden * DTYPE_BYTES[context.runtime.compute_dtype]
     if spec.pipeline.scatter_p2p:
         boundary = np.where(table.sequence_parallel, boundary, boundary / table["tp"])
@@ -192,7 +232,10 @@ def micro_batches(
     crossings = crossings + np.where((table["pp"] > 1) & ~breadth, 2.0 * table["virtual_stages"] * m, 0.0)
     exposed = {axis: m * seconds for axis, seconds in exposed.items()}
     exposed["pp"] = crossings * hop
+    before_s = spec.host.step_s + spec.host.data_token_s * loaded_tokens(context)
+    calibration = context.roofline.calibration
     return MicroBatches(
+        clocks_at_least=calibration.burst if calibration is not None else 1.0,
         slowest=slowest,
         forward=forward,
         backward=backward,
@@ -201,9 +244,16 @@ def micro_batches(
         exposed=exposed,
         hidden=m * hidden,
         bubble=bubble,
-        host=starved + spec.host.step_s,
-        host_at_least=(starved if spec.host.synchronizes else first) + spec.host.step_s,
-        optimizer=optimizer_s(operators, context, layout, parameters),
+        host=HostTime(
+            late=m * (forward + backward - on_device) if spec.host.synchronizes else late,
+            waits=waits,
+            first=first,
+            before=before_s,
+            synchronizes=spec.host.synchronizes,
+        ),
+        measured=m * sum((here(part) for part in rank_sum.passes("measured_s").values()), np.zeros(len(table))),
+        fitted=m * sum((here(part) for part in rank_sum.passes("fitted_s").values()), np.zeros(len(table))),
+        optimizer=optimizer_s(context, layout, parameters),
     )
 
 
@@ -225,13 +275,76 @@ def step_cost(
         "compute": micro.compute,
         "recompute": micro.recompute,
         "copies": data.copies_s,
-        "contention": data.contention_s + micro.hidden * sm_share(context),
+        "contention": data.contention_s + micro.hidden * sm_share(context, *FSDP_OPS),
         "exposed_communication": sum(exposed.values(), np.zeros(len(table))),
         "bubble": micro.bubble + data.fill_s,
-        "host": np.maximum(micro.host - beside, micro.host_at_least),
+        "host": micro.host.seconds(beside),
         "optimizer": micro.optimizer,
     }
-    return Step(breakdown_s=breakdown, exposed_s=exposed)
+    clocks = working_clocks(breakdown, context)
+    breakdown |= {name: breakdown[name] * clocks for name in ("compute", "recompute")}
+    return Step(
+        breakdown_s=breakdown,
+        exposed_s=exposed,
+        clocks=clocks,
+        shares=shares(
+            breakdown,
+            measured_s=micro.measured,
+            fitted_s=micro.fitted,
+            kernels_s=micro.compute + micro.recompute,
+            calibration=context.roofline.calibration,
+            runtime=context.runtime,
+            communication_measured=_within_measured(table, groups),
+        ),
+    )
+
+
+def _within_measured(table: PlanTable, groups: GroupTimes) -> NDArray[np.bool_]:
+    """Return which plans are no larger than the groups whose collectives were measured."""
+    measured = groups.collectives.measured
+    most = max((sample.ranks for sample in measured.samples), default=0) if measured is not None else 0
+    return np.asarray(table["gpus"] <= most)
+
+
+def working_clocks(breakdown: dict[str, Floats], context: CostContext) -> Floats:
+    """Return what arithmetic takes at the clocks that a step's idle moments leave to its busy ones, over what it takes
+    on a GPU that is never idle; one without a calibration, whose efficiencies are of whole steps.
+    """
+    calibration, gpu = context.roofline.calibration, context.roofline.gpu
+    if calibration is None:
+        return np.ones(len(context.table))
+    busy = sum((breakdown[name] for name in BUSY), np.zeros(len(context.table)))
+    # A limiter averages over a moment, so of a long pause only the end of it is credited to what follows. Links and
+    # memory at work draw power too: communication is no pause.
+    idle = breakdown["host"] + np.minimum(breakdown["bubble"], POWER_WINDOW_S)
+    return calibration.clocks(busy / np.maximum(busy + idle, 1e-12), efficiency(gpu.architecture).power_exponent)
+
+
+# Over how long a GPU's power limiter averages. Source: assumed; readings of H200 clocks settle within 0.1 s of a change
+# of load (examples/profiles).
+POWER_WINDOW_S = 0.1
+
+# Parts of a step in which kernels run.
+BUSY = ("compute", "recompute", "copies", "contention", "optimizer", "exposed_communication")
+
+# How much of what parallelism adds to a layer's host time belongs to its forward pass: backward gathers, and reduces.
+FORWARD_SHARE = 1 / 3
+# How much of it is waiting: ranks whose hosts are not ahead meet in every collective, and each waits for the latest
+# launch of all. A host that is ahead of its device waits for nobody. Source: assumed, a half; one- and two-layer runs,
+# in which no host gets ahead, show both together.
+WAITING_SHARE = 0.5
+
+
+def layer_host_s(host: HostSpec, table: PlanTable) -> Floats:
+    """Return the host seconds that parallelism adds to one layer's two passes, one value a plan."""
+    sharded = table.state_shard["parameters"] > 1
+    replicated = ~sharded & (table["dp_replicate"] > 1)
+    return np.asarray(
+        np.where(sharded, host.fsdp_layer_s, 0.0)
+        + np.where(replicated, host.ddp_layer_s, 0.0)
+        + np.where(table["tp"] > 1, host.tp_layer_s, 0.0)
+        + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
+    )
 
 
 def _wrapped_layers(spec: RuntimeSpec, layout: StageLayout) -> Floats:
@@ -241,6 +354,12 @@ def _wrapped_layers(spec: RuntimeSpec, layout: StageLayout) -> Floats:
         mode = spec.recompute[name]
         total = total + (dense + moe) * (mode.layers if mode.recomputes else 0.0)
     return total
+
+
+def loaded_tokens(context: CostContext) -> Floats:
+    """Return the tokens a rank loads for a step: whole sequences of all its micro batches, whatever part it computes."""
+    table = context.table
+    return np.asarray(context.sizes["S"] * table["micro_batch_size"] * table.micro_batches)
 
 
 # What the gradient norm is summed over, and the bytes of it.

@@ -100,6 +100,7 @@ def merge(older: Profile, newer: Profile) -> Profile:
     return replace(
         b,
         machine=a.machine if not b.machine else b.machine,
+        versions={**a.versions, **b.versions},
         runs=runs,
         collectives=_joined(a.collectives, b.collectives, runs),
         operators=_joined(a.operators, b.operators, runs),

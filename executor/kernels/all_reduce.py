@@ -25,13 +25,31 @@ def _address(table, peer, like):
 
 
 @triton.jit
-def _exchange(flags, peer_flags, first, value, error, RANK: tl.constexpr, WORLD: tl.constexpr, STRIDE: tl.constexpr, LIMIT: tl.constexpr):
-    """Tell this program's counterparts that its stores are done, and wait until theirs are. Flags: (2, W, STRIDE)."""
+def _exchange(
+    flags,
+    peer_flags,
+    first,
+    value,
+    epoch,
+    ticket,
+    error,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    STRIDE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    LEAVE: tl.constexpr,
+):
+    """Tell this program's counterparts that its stores are done, and wait until theirs are. Flags: (2, W, STRIDE).
+
+    With LEAVE the program is counted out meanwhile: whoever counts has read the epoch, and only that matters.
+    """
     program = tl.program_id(0)
     tl.debug_barrier()  # one thread speaks for all
     for step in tl.static_range(1, WORLD):
         theirs = tl.load(peer_flags + (RANK + step) % WORLD).to(tl.pointer_type(tl.int32), bitcast=True)
         publish(theirs + first + RANK * STRIDE + program, value)
+    if LEAVE:
+        leave(epoch, ticket, tl.num_programs(0))
     for step in tl.static_range(1, WORLD):
         source = (RANK + step) % WORLD
         wait_for(flags + first + source * STRIDE + program, value, error, 1 + source, LIMIT)
@@ -75,7 +93,7 @@ def one_shot(
     STRIDE: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """out = sum over ranks of x, each (rows, `columns` <= BLOCK) with `numel` numbers (the last row may be short).
+    """Out = sum over ranks of x, each (rows, `columns` <= BLOCK) with `numel` numbers (the last row may be short).
 
     `slots` (2 sets, W sources, numel) at a distance of `set_numel` between sets, `flags` (2, W, STRIDE programs).
     """
@@ -91,7 +109,7 @@ def one_shot(
         for step in tl.static_range(1, WORLD):
             theirs = _address(peer_slots, (RANK + step) % WORLD, x)
             tl.store(theirs + base + RANK * numel + where, value, mask=inside)
-    _exchange(flags, peer_flags, 0, call + 1, error, RANK, WORLD, STRIDE, LIMIT)
+    _exchange(flags, peer_flags, 0, call + 1, epoch, ticket, error, RANK, WORLD, STRIDE, LIMIT, True)
     for row in range(program, rows, programs):
         where = row * columns + at
         inside = (at < columns) & (where < numel)
@@ -103,7 +121,6 @@ def one_shot(
                 mine = slots + base + source * numel
                 total += tl.load(mine + where, mask=inside, other=0.0).to(tl.float32)
         _finish(total, row, at, inside, out, residual, residual_out, weight, columns, eps, NORM)
-    leave(epoch, ticket, programs)
 
 
 @triton.jit
@@ -148,7 +165,7 @@ def two_shot(
             inside = (at < columns) & (where < numel)
             theirs = _address(peer_slots, owner, x) + base + RANK * part
             tl.store(theirs + here, tl.load(x + where, mask=inside), mask=inside)
-    _exchange(flags, peer_flags, 0, call + 1, error, RANK, WORLD, STRIDE, LIMIT)
+    _exchange(flags, peer_flags, 0, call + 1, epoch, ticket, error, RANK, WORLD, STRIDE, LIMIT, True)
     for row in range(program, share, programs):
         here = row * columns + at
         where = RANK * part + here
@@ -164,7 +181,7 @@ def two_shot(
             tl.store(_address(peer_slots, (RANK + step) % WORLD, x) + sums + where, rounded, mask=inside)
         total = rounded.to(tl.float32)  # as the others see it
         _finish(total, RANK * share + row, at, inside, out, residual, residual_out, weight, columns, eps, NORM)
-    _exchange(flags, peer_flags, WORLD * STRIDE, call + 1, error, RANK, WORLD, STRIDE, LIMIT)
+    _exchange(flags, peer_flags, WORLD * STRIDE, call + 1, epoch, ticket, error, RANK, WORLD, STRIDE, LIMIT, False)
     for row in range(program, share, programs):
         for step in tl.static_range(1, WORLD):
             owner = (RANK + step) % WORLD
@@ -172,4 +189,3 @@ def two_shot(
             inside = (at < columns) & (where < numel)
             total = tl.load(slots + sums + where, mask=inside, other=0.0).to(tl.float32)
             _finish(total, owner * share + row, at, inside, out, residual, residual_out, weight, columns, eps, NORM)
-    leave(epoch, ticket, programs)

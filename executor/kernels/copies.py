@@ -8,18 +8,18 @@ import triton.language as tl
 from executor.kernels.signals import wait_for
 
 
-@triton.jit
-def wait_and_lower(flags, first, stride, COUNT: tl.constexpr, error, code, LIMIT: tl.constexpr):
-    """Wait for COUNT flags, `stride` apart, on one program, and set each to zero for the next call."""
+@triton.jit(do_not_specialize=["first", "code"])
+def wait_and_lower(flags, first, COUNT: tl.constexpr, error, code, LIMIT: tl.constexpr):
+    """Wait for COUNT flags from `first` on, on one program, and set each to zero for the next call."""
     for index in tl.static_range(COUNT):
-        flag = flags + first + index * stride
+        flag = flags + first + index
         wait_for(flag, 1, error, code, LIMIT)
         tl.atomic_xchg(flag, 0, sem="relaxed", scope="sys")
 
 
 @triton.jit
-def add_slots(own, slots, out, numel, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    """out = own + the slots (W, numel) of all other ranks, in float32 and in the order of the ranks."""
+def add_slots(own, slots, numel, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+    """Own += all other ranks' slots (W, numel), in float32 and in the order of ranks."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -28,4 +28,4 @@ def add_slots(own, slots, out, numel, RANK: tl.constexpr, WORLD: tl.constexpr, B
             total += tl.load(own + at, mask=inside, other=0.0).to(tl.float32)
         else:
             total += tl.load(slots + source * numel.to(tl.int64) + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(own + at, total.to(own.dtype.element_ty), mask=inside)

@@ -5,7 +5,7 @@ visible to whoever returns from `wait_for`: release and acquire at system scope,
 
 Flags carry the number of the call (the epoch) rather than 0 or 1: nothing has to be reset, and a flag that is early
 (its writer is already one call ahead) still says "ready". The epoch lives in device memory, is read by every program of
-a kernel and advanced by the last one to leave, so a captured CUDA graph counts on like an eager program. It also selects
+a kernel and advanced by the last one to have read it, so a captured CUDA graph counts on like an eager program. It also selects
 one of two sets of buffers. Two are enough where a call cannot end before every peer has taken part in it: whoever writes
 to a set for call n + 2 has finished call n + 1, so its peer has finished call n.
 
@@ -39,44 +39,35 @@ def publish(flag, value):
 
 @triton.jit
 def bulk_stores_done(LATEST: tl.constexpr, ASM: tl.constexpr):
-    """Wait until the bulk (TMA) stores of this program, but the LATEST 0 or 1, are in memory, theirs or a peer's.
+    """Wait until the bulk (TMA) stores of this program, but for the LATEST 0 to 2, are in memory.
 
     `desc.store` alone waits only until shared memory may be reused, and a release after it would publish data still
     under way. Several warps issue one store and one thread releases, hence the barrier between them.
     """
     if ASM:
-        if LATEST == 1:
-            tl.inline_asm_elementwise(
-                "cp.async.bulk.wait_group 1;\n\tfence.proxy.async;\n\tbar.sync 0;\n\tmov.u32 $0, 0;",
-                "=r",
-                [],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+        if LATEST == 0:
+            _assembly("cp.async.bulk.wait_group 0;\n\tfence.proxy.async;\n\tbar.sync 0;\n\tmov.u32 $0, 0;")
+        elif LATEST == 1:
+            _assembly("cp.async.bulk.wait_group 1;\n\tfence.proxy.async;\n\tbar.sync 0;\n\tmov.u32 $0, 0;")
         else:
-            tl.inline_asm_elementwise(
-                "cp.async.bulk.wait_group 0;\n\tfence.proxy.async;\n\tbar.sync 0;\n\tmov.u32 $0, 0;",
-                "=r",
-                [],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+            _assembly("cp.async.bulk.wait_group 2;\n\tfence.proxy.async;\n\tbar.sync 0;\n\tmov.u32 $0, 0;")
 
 
 @triton.jit
 def before_bulk_loads(ASM: tl.constexpr):
     """Order bulk (TMA) loads after an acquire: they belong to another proxy, which an acquire alone does not bind."""
     if ASM:
-        tl.inline_asm_elementwise(
-            "fence.proxy.async;\n\tmov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        _assembly("fence.proxy.async;\n\tmov.u32 $0, 0;")
+
+
+@triton.jit
+def _assembly(TEXT: tl.constexpr):
+    tl.inline_asm_elementwise(TEXT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def leave(epoch, ticket, programs):
-    """Count this program out; the last one advances the epoch and makes the ticket ready for the next launch."""
+    """Count a program that has read the epoch; the last advances it, for the next launch, and resets the ticket."""
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == programs - 1:
         tl.atomic_xchg(ticket, 0, sem="relaxed", scope="gpu")
         tl.atomic_add(epoch, 1, sem="relaxed", scope="gpu")

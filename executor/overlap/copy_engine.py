@@ -26,7 +26,9 @@ class CopyEngine(Nccl):
             return super().gather_matmul(x, operands, group, keep=keep)
         rank, world, rows = dist.get_rank(group), dist.get_world_size(group), x.shape[0]
         outs = [x.new_empty(world, rows, operand.shape[1]) for operand in operands]
-        moving = push.Gathering(x, group, pieces=pieces_for(world), keep=keep)
+        # Two ranks exchange one shard only; in halves, the second moves beside the product of the first.
+        large = world == 2 and x.numel() * x.element_size() >= push.LARGE_BYTES
+        moving = push.Gathering(x, group, pieces=2 if large else 1, keep=keep)
         for out, operand in zip(outs, operands, strict=True):
             torch.mm(moving.x, operand, out=out[rank])
         for step in range(1, world):
@@ -42,8 +44,13 @@ class CopyEngine(Nccl):
     def matmul_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Tensor:
         if not pairs[0][0].is_cuda:
             return super().matmul_scatter(pairs, group)
-        rows = shard_rows(pairs[0][0].shape[0], group)
-        return push.scatter_sum(lambda shard: products(pairs, shard * rows, (shard + 1) * rows), group)
+        x, operand = pairs[0]
+        rows = shard_rows(x.shape[0], group)
+
+        def make(shard: int, out: Tensor) -> None:
+            products(pairs, shard * rows, (shard + 1) * rows, out)
+
+        return push.scatter_sum(make, (rows, operand.shape[1]), x.dtype, group)
 
     def matmul_reduce(self, x: Tensor, operand: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Reduce-scatter beside the product, then all-gather; the second half is exposed."""
@@ -53,8 +60,3 @@ class CopyEngine(Nccl):
 
     def start_gather(self, x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
         return push.gather(x, group) if x.is_cuda else super().start_gather(x, group)
-
-
-def pieces_for(world: int) -> int:
-    """Two ranks exchange one shard only; in halves, the second moves beside the product of the first."""
-    return 2 if world == 2 else 1

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,6 @@ from executor.overlap.copy_engine import CopyEngine
 from executor.overlap.mode import Pair, shard_rows
 
 TMA_BYTES = 16
-MAX_WORLD = 8  # descriptors of peers that the kernel has parameters for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +32,17 @@ class Tile:
     halves: bool = False
 
 
-LARGE = Tile(halves=True, stages=4)
-SMALL = Tile(block_n=128, stages=4)
-SCATTER_LARGE = Tile(stages=3)
+GATHER_TILES = (Tile(halves=True, stages=4), Tile(block_n=128, stages=4))
+SCATTER_TILES = (Tile(stages=3), Tile(block_n=128, stages=4))
+# Time of a large tile over that of two small ones: it loads three quarters of the bytes. Measured, two H200:
+# 1427 and 1528 us at 16384 x 3584 x 8192 (examples/validation/overlap_2xH200.md).
+LARGE_OVER_SMALL = 0.93
 
 
-def tile_for(rows: int, columns: int, processors: int, large: Tile) -> Tile:
-    """Return the large tile unless it leaves processors without work."""
-    tiles = -(-rows // large.block_m) * -(-columns // large.block_n)
-    return large if tiles >= processors else SMALL
+def tile_for(rows: int, columns: int, processors: int, tiles: tuple[Tile, Tile]) -> Tile:
+    """Return the large or the small tile, whichever needs less time in whole rounds of all processors."""
+    large, small = (-(-(-(-rows // t.block_m) * -(-columns // t.block_n)) // processors) for t in tiles)
+    return tiles[0] if large * 2 * LARGE_OVER_SMALL <= small else tiles[1]
 
 
 class Fused(CopyEngine):
@@ -49,7 +51,7 @@ class Fused(CopyEngine):
     def gather_matmul(
         self, x: Tensor, operands: tuple[Tensor, ...], group: dist.ProcessGroup, *, keep: bool = False
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        if not fits(x, operands[0], dist.get_world_size(group)):
+        if not fits(x, operands[0]):
             return super().gather_matmul(x, operands, group, keep=keep)
         # The first product hides the gather; the others find everything in place and are the library's.
         keep_all = keep or len(operands) > 1
@@ -59,7 +61,8 @@ class Fused(CopyEngine):
         return (first, *others), moving.gathered if keep else None
 
     def matmul_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Tensor:
-        if len(pairs) > 1 or not fits(*pairs[0], dist.get_world_size(group)):
+        # A stream's wait for a word cannot be captured in a graph.
+        if len(pairs) > 1 or not fits(*pairs[0]) or torch.cuda.is_current_stream_capturing():
             return super().matmul_scatter(pairs, group)
         return _matmul_scatter(*pairs[0], group)
 
@@ -69,12 +72,11 @@ class Fused(CopyEngine):
         return super().matmul_reduce(x, operand, group)
 
 
-def fits(x: Tensor, operand: Tensor, world: int) -> bool:
+def fits(x: Tensor, operand: Tensor) -> bool:
     """Say whether the kernels take these operands."""
     row_bytes = (x.shape[1] * x.element_size(), operand.shape[1] * x.element_size())
     return (
         x.is_cuda
-        and world <= MAX_WORLD
         and x.dtype in {torch.bfloat16, torch.float16}
         and operand.dtype == x.dtype
         and not any(n % TMA_BYTES for n in row_bytes)
@@ -93,6 +95,7 @@ def _descriptors(a: Tensor, operand: Tensor, tile: Tile) -> tuple[object, object
     return left, TensorDescriptor.from_tensor(operand.t(), [tile.block_n, tile.block_k]), True
 
 
+@cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -103,15 +106,16 @@ def _gather_matmul(
     from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - triton
 
     from executor.kernels.gather_matmul import gather_matmul  # noqa: PLC0415 - triton
+    from executor.kernels.launching import launch  # noqa: PLC0415 - triton
 
     (rows, depth), columns = x.shape, operand.shape[1]
     moving = push.Gathering(x, group, pieces=pieces or pieces_for(x), keep=keep)
     space, programs = moving.space, _processors(x.device)
-    tile = tile or tile_for(space.world * rows, columns, programs, LARGE)
+    tile = tile or tile_for(space.world * rows, columns, programs, GATHER_TILES)
     out = x.new_empty(space.world, rows, columns)
     own, right, turned = _descriptors(moving.x, operand, tile)
     width = tile.block_n // 2 if tile.halves else tile.block_n
-    gather_matmul[(programs,)](
+    args = (
         own,
         TensorDescriptor.from_tensor(moving.gathered, [tile.block_m, tile.block_k]),
         right,
@@ -133,55 +137,50 @@ def _gather_matmul(
         tile.group_m,
         tile.halves,
         symmetric.POLLS,
-        True,  # noqa: FBT003 - assembly: this is a GPU
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        True,  # assembly: this is a GPU
     )
+    variant = (x.device.index, x.dtype, space.rank, space.world, turned, tile, symmetric.POLLS)
+    launch(gather_matmul, programs, args, variant=variant, num_warps=tile.warps, num_stages=tile.stages)
     return out.flatten(0, 1), moving
 
 
 def pieces_for(x: Tensor) -> int:
-    """Pieces of at least 4 MiB: below that copy engines lose more than an earlier start gains."""
-    return max(1, min(push.MAX_PIECES, x.numel() * x.element_size() // 2**22))
+    """Two pieces of a shard, so that the first arrives early; one of a small shard, whose copies are all latency."""
+    return 2 if x.numel() * x.element_size() >= push.LARGE_BYTES else 1
 
 
 def _matmul_scatter(x: Tensor, operand: Tensor, group: dist.ProcessGroup, tile: Tile | None = None) -> Tensor:
     from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - triton
 
+    from executor.kernels.launching import launch  # noqa: PLC0415 - triton
     from executor.kernels.matmul_scatter import matmul_scatter  # noqa: PLC0415 - triton
 
     x = x.contiguous()
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     rows, columns = shard_rows(x.shape[0], group), operand.shape[1]
     programs = _processors(x.device)
-    tile = tile or tile_for(world * rows, columns, programs, SCATTER_LARGE)
-    slot_rows = -(-rows // tile.block_m) * tile.block_m
-    space = symmetric.workspace(group, "matmul_scatter", x.device)
-    tiles = slot_rows // tile.block_m * -(-columns // tile.block_n)
-    space.reserve(world * slot_rows * columns * x.element_size(), world * tiles)
-    out = x.new_empty(rows, columns)
+    tile = tile or tile_for(world * rows, columns, programs, SCATTER_TILES)
+    scattering = push.Scattering((rows, columns), x.dtype, group, piece_rows=tile.block_m * tile.group_m)
+    space = scattering.space
+    parts, out = x.new_empty(world - 1, rows, columns), x.new_empty(rows, columns)
+    done = torch.zeros((world - 1, len(scattering.bounds)), dtype=torch.int32, device=x.device)
     left, right, turned = _descriptors(x, operand, tile)
-    apart = space.set_bytes // x.element_size()
-
-    def slots(owner: int, block: list[int]) -> object:
-        base = space.slots.on(owner, (1,), x.dtype)
-        return TensorDescriptor(base, [2, world * slot_rows, columns], [apart, columns, 1], block)
-
-    matmul_scatter[(programs,)](
+    scattering.begin()
+    args = (
         left,
         right,
-        *(slots((rank + step) % world, [1, tile.block_m, tile.block_n]) for step in range(1, MAX_WORLD)),
-        slots(rank, [1, tile.block_m, tile.block_n // 4]),
-        TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 4]),
-        space.flags.on(rank, (world * tiles,), torch.int32),
-        space.flags.addresses,
-        space.epoch,
+        TensorDescriptor.from_tensor(parts, [1, tile.block_m, tile.block_n // 2]),
+        scattering.slots,
+        TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 2]),
+        done,
+        scattering.flags,
         space.ticket,
         space.error,
         rows,
-        slot_rows,
-        columns,
+        columns // 8,
         x.shape[1],
+        scattering.bounds[0][1],
+        len(scattering.bounds),
         rank,
         world,
         turned,
@@ -190,8 +189,16 @@ def _matmul_scatter(x: Tensor, operand: Tensor, group: dist.ProcessGroup, tile: 
         tile.block_k,
         tile.group_m,
         symmetric.POLLS,
-        True,  # noqa: FBT003 - assembly: this is a GPU
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        True,  # assembly: this is a GPU
     )
+    variant = (x.device.index, x.dtype, rank, world, turned, tile, symmetric.POLLS)
+    launch(matmul_scatter, programs, args, variant=variant, num_warps=tile.warps, num_stages=tile.stages)
+    scattering.push_when_done(parts, done, tiles_of(scattering.bounds, columns, tile))
+    scattering.finish()
     return out
+
+
+def tiles_of(bounds: list[tuple[int, int]], columns: int, tile: Tile) -> list[int]:
+    """Return how many output tiles touch each piece of rows."""
+    across = -(-columns // tile.block_n)
+    return [(-(-last // tile.block_m) - first // tile.block_m) * across for first, last in bounds]

@@ -47,7 +47,6 @@ def products(pairs: tuple[Pair, ...], first: int = 0, last: int | None = None, o
     """Return the sum of x[first:last] @ operand over the pairs, in `out` if that is given."""
     (x, operand), *others = pairs
 
-
     total = torch.mm(x[first:last], operand, out=out) if out is not None else x[first:last] @ operand
     for more, factor in others:
         total.addmm_(more[first:last], factor)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from planner.apply_question import Question
 
 DEVICES = ("cuda", "cpu")
+ROOM_BYTES = 64 * 2**20
 
 
 def apply(
@@ -86,7 +87,7 @@ def apply(
         _show(question, request, folder, seconds, json=json)
         return
     apply_process.require_torch()
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     for note in question.notes:
         output.warn(f"note: {note}")
     try:
@@ -104,6 +105,25 @@ def apply(
         code = 4
     if code:
         raise typer.Exit(code)
+
+
+def _make(folder: Path) -> None:
+    """Make the run's directory, and see that there is room in it before anything starts."""
+    import shutil  # noqa: PLC0415 - keeps `--help` light
+
+    from topology.errors import BadInput, PlannerError  # noqa: PLC0415 - as above
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise BadInput(f"cannot write {folder}", why=error.strerror or str(error), remedy="--out elsewhere") from error
+    if free < ROOM_BYTES:
+        raise PlannerError(
+            f"there are {free / 2**20:.0f} MiB free for {folder}",
+            why=f"records and timelines of a run take up to {ROOM_BYTES / 2**20:.0f} MiB",
+            remedy="free the disk, or --out elsewhere",
+        )
 
 
 def _keep(document: dict[str, Any], folder: Path) -> None:

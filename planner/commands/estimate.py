@@ -75,8 +75,11 @@ def estimate(
         asked = load_case(raw[0])
     elif plan is not None:
         asked = case_of_plan_file(plan)
+        content = load_plan(plan)
         if cluster is not None:
-            require_fresh(load_plan(plan), cluster=cluster_of(cluster, gpus or asked.plan.gpus, gpu=gpu))
+            require_fresh(content, cluster=cluster_of(cluster, gpus or asked.plan.gpus, gpu=gpu))
+        if measured is not None and "profile" in content.fingerprints:
+            require_fresh(content, profile=measured)
     else:
         asked = case_from_flags(
             model=model,
@@ -152,7 +155,7 @@ def _unreadable(name: str, message: str) -> dict[str, Any]:
 
 
 def document(case: Case, problems: tuple[Problem, ...], estimated: Estimate | None) -> dict[str, Any]:
-    """Return the JSON document of one case, as CONTRACT.md describes it."""
+    """Return the JSON document of one case, legality, what was assumed, the estimate."""
     from planner.output import SCHEMA_VERSION  # noqa: PLC0415 - keeps `--help` light
     from topology import codec  # noqa: PLC0415 - as above
 

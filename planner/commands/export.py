@@ -45,8 +45,9 @@ def export(
     if out is not None:
         codec.write_text(out, done.text)
     if json:
-        document = {"schema_version": output.SCHEMA_VERSION, "saved": str(out) if out else None}
-        output.emit_json(document | codec.to_builtins(done))
+        document = {"schema_version": output.SCHEMA_VERSION, **codec.to_builtins(done)}
+        document["not_expressed"] = document.pop("unsaid")
+        output.emit_json(document | {"saved": str(out) if out else None})
         return
     if out is None:
         print(done.text, end="")
@@ -59,16 +60,10 @@ def export(
 
 def job_of(path: Path, case_id: str | None, name: str | None) -> Job:
     """Return what a plan file or a case file asks to run. Raises BadInput, BadPlan or UserError (exit 2)."""
-    from planner.cases import case_of_plan_file, named_case  # noqa: PLC0415 - keeps `--help` light
+    from planner.cases import case_of_file  # noqa: PLC0415 - keeps `--help` light
     from planner.export.job import Job  # noqa: PLC0415 - as above
-    from topology import codec  # noqa: PLC0415 - as above
-    from topology.errors import UserError  # noqa: PLC0415 - as above
 
-    data = codec.read_json(path)
-    saved = isinstance(data, dict) and "fingerprints" in data
-    if saved and case_id is not None:
-        raise UserError("--id chooses a case of a list, and this is a plan file", remedy="leave --id out")
-    case = case_of_plan_file(path) if saved else named_case(path, case_id)
+    case = case_of_file(str(path), case_id)
     return Job(
         name=name if name is not None else case.model.name,
         plan=case.plan,

@@ -16,8 +16,22 @@ SeqLen = Annotated[int, typer.Option("--seq-len", "--seq", min=1, max=1 << 31, h
 Profile = Annotated[Path | None, typer.Option("--profile", help="Measured profile of the cluster.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile the model.")]
+
+
+def percent(text: str) -> float:
+    """Return the number of percent that `text` says: 15 and 15% are the same. Raises BadParameter (exit 2)."""
+    try:
+        value = float(text.strip().removesuffix("%"))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise typer.BadParameter(f"{text!r} is not a number of percent")
+    return value
+
+
 Tolerance = Annotated[
-    float | None, typer.Option("--tolerance", min=0.0, help="Exit 4 when an error exceeds this many percent.")
+    float | None,
+    typer.Option("--tolerance", parser=percent, metavar="PERCENT", help="Exit 4 when an error exceeds this: 5 or 5%."),
 ]
 ParamDtype = Annotated[
     str | None, typer.Option("--param-dtype", help="Type parameters are stored in: float32, bfloat16 or float16.")

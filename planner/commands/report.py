@@ -92,9 +92,9 @@ def _write(
     found: RunReport, answer: dict[str, Any], *, html: Path | None, picture: Path | None, trace: Path | None
 ) -> None:
     from planner import output  # noqa: PLC0415 - keeps `--help` light
+    from planner.pictures.timelines import timelines  # noqa: PLC0415 - as above
     from planner.report_html import to_html  # noqa: PLC0415 - as above
     from planner.runs_store import plan_words  # noqa: PLC0415 - as above
-    from planner.timelines import picture as draw  # noqa: PLC0415 - as above
     from planner.timelines import side_by_side  # noqa: PLC0415 - as above
     from topology import codec  # noqa: PLC0415 - as above
     from topology.errors import PlannerError  # noqa: PLC0415 - as above
@@ -102,7 +102,7 @@ def _write(
     words = plan_words(answer["plan"])
     drawn = ""
     if found.simulated or found.measured:
-        drawn = draw(found.simulated, found.slowest, title=f"{answer['model']}, {words}")
+        drawn = timelines(found.simulated, found.slowest, title=f"{answer['model']}, {words}")
     elif picture or trace:
         raise PlannerError("there is no timeline to write", why="; ".join(found.notes))
     if html:

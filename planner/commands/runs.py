@@ -33,11 +33,11 @@ def runs(
         return
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for head in ("id", "taken (UTC)", "status", "model", "plan", "device"):
-        table.add_column(head, overflow="fold")
+        table.add_column(head, overflow="fold", no_wrap=head == "id")
     for head in ("step s", "error", "memory GiB", "error"):
         table.add_column(head, justify="right")
     for run in rows:
-        words = (run.id, run.taken_at[:16].replace("T", " "), run.status, run.model, run.plan, run.device)
+        words = (run.id[:8], run.taken_at[:16].replace("T", " "), run.status, run.model, run.plan, run.device)
         numbers = (
             shown(run.measured_step_s, "s"),
             _error(run.step_error),

@@ -89,6 +89,7 @@ def suggest(
     printed as assumed.
     """
     from planner import output  # noqa: PLC0415 - keeps `--help` light
+    from planner.inputs import profile_of  # noqa: PLC0415 - as above
     from planner.plan_file import plan_file, refuse_overwrite, save_plan  # noqa: PLC0415 - as above
 
     if out is not None:
@@ -125,6 +126,7 @@ def suggest(
             workload=result.workload,
             runtime=result.runtime,
             framework=result.framework.name,
+            profile=profile_of(profile),
         )
         save_plan(content, out, force=force)
     if json:

@@ -89,6 +89,8 @@ def write(job: Job) -> Draft:
         unsaid.append(f"recompute {plan.recompute!r}: accelerate recomputes whole blocks or nothing; written as full")
     if plan.tp_overlap != "none":
         unsaid.append(f"tensor-parallel overlap {plan.tp_overlap!r}")
+    if runtime.compute_dtype == "float8":
+        unsaid.append("the recipe of float8: set fp8_config")
     if runtime.param_dtype != "float32":
         unsaid.append(f"parameters stored in {runtime.param_dtype}: load the model in that type")
     machines = (

@@ -55,8 +55,10 @@ class Hosts:
 
 def hosts_of(plan: Plan, cluster: Cluster) -> Hosts:
     """Return where the ranks of `plan` start on `cluster`. Raises Infeasible when no launcher could start them so."""
-    placement = plan.placement or tuple(range(plan.gpus))
-    slots = _slots(cluster, max(placement) + 1)
+    slots = _slots(cluster, max(plan.placement, default=0) + plan.gpus)
+    placement = plan.placement or tuple(slots)[: plan.gpus]
+    if len(placement) < plan.gpus:
+        raise Infeasible(f"the plan needs {plan.gpus} GPUs, {cluster.name} has {len(slots)}")
     missing = sorted(number for number in set(placement) if number not in slots)
     if missing:
         raise Infeasible(
@@ -73,7 +75,7 @@ def hosts_of(plan: Plan, cluster: Cluster) -> Hosts:
         raise Infeasible(
             "the placement interleaves hosts: the ranks of one are not consecutive",
             why="launchers number ranks host by host",
-            remedy="plan again without --place, or place whole hosts",
+            remedy="place whole hosts one after the other",
         )
     counts = {len(devices) for _, devices in runs}
     if len(counts) > 1:

@@ -173,8 +173,7 @@ def program(job: Job) -> tuple[list[str], Draft]:
         unsaid.append("parameters stored in bfloat16 only: Megatron-LM keeps float32 copies in its optimizer")
     if runtime.compile:
         unsaid.append("torch.compile of the model: Megatron-LM compiles single functions only")
-    if model.sliding_layers:
-        unsaid.append(f"sliding window of {model.sliding_window} in {model.sliding_layers} layers: add --window-size")
+    unsaid += _model_unsaid(model)
     if runtime.optimizer not in {"adam", "adamw"}:
         unsaid.append(f"optimizer {runtime.optimizer}: left at Adam")
     return [PROGRAM, *words_of(flags)], Draft(
@@ -184,10 +183,31 @@ def program(job: Job) -> tuple[list[str], Draft]:
         needed=(
             f"{PROGRAM} of a Megatron-LM checkout",
             "data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags",
+            "numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses",
         ),
         notes=notes,
         environment={"CUDA_DEVICE_MAX_CONNECTIONS": CONNECTIONS} if one_queue(job) else {},
     )
+
+
+def _model_unsaid(model: Model) -> list[str]:
+    """Return what of the network the flags of pretrain_gpt.py cannot build as it is."""
+    unsaid = []
+    if model.sliding_layers:
+        unsaid.append(f"sliding window of {model.sliding_window} in {model.sliding_layers} layers: add --window-size")
+    if model.norms_per_layer != 2 or model.qk_norm_wide:
+        unsaid.append(
+            f"the norms of {model.family}: Megatron-LM has two a layer, and per-head ones on queries and keys"
+        )
+    if model.parallel_residual:
+        unsaid.append("attention and feed-forward in parallel: Megatron-LM runs one after the other")
+    if model.attention_out_bias != model.mlp_bias or model.head_bias:
+        unsaid.append("biases on some projections only: Megatron-LM has them on all or none")
+    if model.gated_mlp and model.family.startswith("gemma"):
+        unsaid.append("the GELU in its gates: written as --swiglu, which costs the same")
+    if model.multi_token_layers:
+        unsaid.append(f"{model.multi_token_layers} multi-token prediction layers: add --mtp-num-layers")
+    return unsaid
 
 
 def one_queue(job: Job) -> bool:

@@ -52,8 +52,13 @@ def _one_line(text: str) -> str:
 
 
 def exports(environment: dict[str, str], values: dict[str, str]) -> str:
-    """Return `export` lines, each below the reason for it."""
-    return "".join(comment([environment[name]]) + f"export {name}={quoted(value)}\n" for name, value in values.items())
+    """Return `export` lines, each below the reason for it; neighbours with one reason share it."""
+    text, said = "", ""
+    for name, value in values.items():
+        reason = environment[name]
+        text += f"{'' if reason == said else comment([reason])}export {name}={quoted(value)}\n"
+        said = reason
+    return text
 
 
 def torchrun(hosts: Hosts, *, node_rank: str, address: str) -> list[str]:

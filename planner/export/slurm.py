@@ -58,7 +58,11 @@ def write(job: Job) -> Draft:
         body=body,
         settings=options,
         unsaid=unsaid,
-        needed=("partition, account, time limit and container, which your site decides", *draft.needed),
+        needed=(
+            "partition, account, time limit and container, which your site decides",
+            "--cpus-per-task: the cores of a node; SLURM gives a task one unless told",
+            *draft.needed,
+        ),
         notes=(*draft.notes, *rack, *host_order(hosts)),
         environment=variables | reasons,
     )

@@ -64,14 +64,14 @@ def write(job: Job) -> Draft:
         "set -eu\n"
         + exports(dict.fromkeys(ENVIRONMENT, MULTICAST), ENVIRONMENT)
         + lines
-        + f"{command(['mkdir', '-p', folder])}\n"
+        + f"{command(['mkdir', '-p', f'{folder}/records'])}\n"
         + f"cat > {folder}/request.json <<'{DELIMITER}'\n"
         + codec.to_json(request(job), indent=None)
         + f"\n{DELIMITER}\n"
         + f"exec {command([*started, *worker])}\n"
     )
     shared = (
-        ("each host keeps the records of its own ranks; several hosts have not been tried yet",)
+        ("each host keeps the records of its own ranks; several hosts were tried on CPU processes only",)
         if hosts.count > 1
         else ()
     )

@@ -16,6 +16,7 @@ from planner.export.script import (
     MASTER_ADDRESS,
     NODE_RANK,
     NODE_RANK_VALUE,
+    Raw,
     command,
     device_lines,
     host_order,
@@ -68,7 +69,7 @@ def program(job: Job) -> tuple[list[str], Draft]:
         unsaid=(*told, *unsaid, *overlap_unsaid(plan)),
         needed=(
             "--hf_assets_path: the folder of the tokenizer",
-            "data set, steps, optimizer and learning rate, which no plan decides",
+            "data set, steps, optimizer and learning rate, which no plan decides: add their options",
         ),
         notes=notes,
     )
@@ -91,6 +92,8 @@ def write(job: Job) -> Draft:
     hosts = job.hosts()
     lines, reasons = device_lines(hosts, NODE_RANK_VALUE)
     started = torchrun(hosts, node_rank=NODE_RANK, address=MASTER_ADDRESS)
+    # The subcommand ends the options, so what a user adds goes before it.
+    words.insert(-1, Raw('"$@"'))
     return Draft(
         body=f"set -eu\n{lines}exec {command([*started, *words])}\n",
         settings=draft.settings,

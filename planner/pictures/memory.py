@@ -17,6 +17,11 @@ GIB = 2**30
 
 def memory(estimate: MemoryEstimate, *, title: str) -> str:
     """Return the SVG of a memory estimate; bytes in, GiB shown. The largest stages are drawn where there are many."""
+    return memory_picture(estimate, title).text()
+
+
+def memory_picture(estimate: MemoryEstimate, title: str) -> Picture:
+    """Return the same as a picture that others can stand above."""
     stages = list(enumerate(estimate.by_stage or (estimate.by_category,)))
     reserved = estimate.reserved_by_stage or (estimate.reserved_bytes,)
     left_out = max(0, len(stages) - MOST_ROWS)
@@ -58,4 +63,4 @@ def memory(estimate: MemoryEstimate, *, title: str) -> str:
     picture.write(edge, bottom + 16, f"{capacity / GIB:.1f} GiB", anchor="middle")
     if left_out:
         picture.write(MARGIN, bottom + 34, f"{left_out} smaller stages are left out", kind="quiet")
-    return picture.text()
+    return picture

@@ -7,7 +7,7 @@ The rates stand in the legend, per direction and with their source, since a line
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log2
 
 from planner.palette import BAD, LINKS, SEVERITIES, colour
@@ -18,6 +18,8 @@ from topology.node_rates import link_rates
 NARROWEST = 960.0
 SLOT, SLOT_MANY = 74.0, 44.0
 MANY = 24
+MOST_LEAVES = 32
+PARALLEL = 7.0
 BOX = 30.0
 TOP = 90.0
 RISE = 74.0
@@ -46,22 +48,33 @@ class _Layout:
 
 def topology(cluster: Cluster) -> str:
     """Return the SVG of a cluster's first node, with the rates of its links and what is wrong with it."""
-    node = cluster.groups[0].node
+    whole = cluster.groups[0].node
+    node = _shown(whole)
     layout = _place(node)
     classes = _classes(cluster, node)
     findings = cluster.findings[:MOST_FINDINGS]
     height = layout.bottom + 40 + 22 * (len(classes) + len(findings) + 1) + MARGIN
     alike = f"1 of {cluster.node_count} nodes" if cluster.node_count > 1 else "1 node"
+    if node != whole:
+        trays = sorted({gpu.tray for gpu in node.gpus})
+        alike += f", trays {', '.join(map(str, trays))} of {len({gpu.tray for gpu in whole.gpus})}"
     about = f"{alike}, {len(node.gpus)} GPUs, {len(node.nics)} network ports; rates are per direction"
     picture = Picture(layout.width, height, cluster.name, about)
     picture.write(MARGIN, MARGIN + 30, about, kind="quiet")
+    seen: Counter[frozenset[str]] = Counter()
+    twice = Counter(frozenset((link.a, link.b)) for link in node.links)
     for link in node.links:
-        _draw_link(picture, layout, cluster, node, link)
+        ends = frozenset((link.a, link.b))
+        _draw_link(picture, layout, cluster, node, link, PARALLEL * (seen[ends] - (twice[ends] - 1) / 2))
+        seen[ends] += 1
     _draw_vertices(picture, layout, node)
+    words = KIND_WORDS
+    if not any(cluster.kind(gpu.kind).compute_capability for gpu in node.gpus):
+        words = words | {LinkKind.NVLINK: "direct links between GPUs"}  # AMD's, which are no NVLinks
     y = layout.bottom + 48
     for (kind, text, bad), count in classes.items():
         picture.line([(MARGIN, y - 4), (MARGIN + 26, y - 4)], BAD if bad else LINKS[kind], 4.0, dashed=bad)
-        picture.write(MARGIN + 36, y, f"{count} x {KIND_WORDS[kind]}: {text}")
+        picture.write(MARGIN + 36, y, f"{count} x {words[kind]}: {text}")
         y += 22
     if cluster.fabric is not None and cluster.node_count > 1:
         fabric = cluster.fabric
@@ -73,6 +86,31 @@ def topology(cluster: Cluster) -> str:
         picture.write(MARGIN + 20, y, shortened(f"{finding.severity}: {finding.what}", layout.width - 3 * MARGIN))
         y += 22
     return picture.text()
+
+
+def _shown(node: Node) -> Node:
+    """Return the node, or of a rack as many trays as a page holds: those with faults first."""
+    trays = Counter([gpu.tray for gpu in node.gpus] + [nic.tray for nic in node.nics])
+    if len(trays) == 1 or sum(trays.values()) <= MOST_LEAVES:
+        return node
+    tray_of = {gpu.vertex: gpu.tray for gpu in node.gpus} | {nic.vertex: nic.tray for nic in node.nics}
+    faulty = {gpu.tray for gpu in node.gpus if not gpu.healthy} | {nic.tray for nic in node.nics if not nic.up}
+    faulty |= {tray_of[v] for link in node.links if _bad(link) for v in (link.a, link.b) if v in tray_of}
+    kept, room = set[int](), MOST_LEAVES
+    for tray in sorted(trays, key=lambda tray: (tray not in faulty, tray)):
+        room -= trays[tray]
+        if kept and room < 0:
+            break
+        kept.add(tray)
+    vertices = tuple(v for v in node.vertices if v.kind is VertexKind.NVSWITCH or v.tray in kept)
+    there = {v.id for v in vertices} | {vertex for vertex, tray in tray_of.items() if tray in kept}
+    return replace(
+        node,
+        gpus=tuple(gpu for gpu in node.gpus if gpu.tray in kept),
+        nics=tuple(nic for nic in node.nics if nic.tray in kept),
+        vertices=vertices,
+        links=tuple(link for link in node.links if {link.a, link.b} <= there),
+    )
 
 
 def _place(node: Node) -> _Layout:
@@ -167,10 +205,12 @@ def _classes(cluster: Cluster, node: Node) -> Counter[tuple[LinkKind, str, bool]
     return Counter({(kind, f"{min(r):.1f} to {max(r):.1f} GB/s", bad): len(r) for (kind, bad), r in spans.items()})
 
 
-def _draw_link(picture: Picture, layout: _Layout, cluster: Cluster, node: Node, link: Link) -> None:
+def _draw_link(picture: Picture, layout: _Layout, cluster: Cluster, node: Node, link: Link, aside: float) -> None:
+    """Draw a link, `aside` pixels from the middle where two vertices are joined twice."""
     if link.a not in layout.at or link.b not in layout.at:
         return
     (ax, ay), (bx, by) = layout.at[link.a], layout.at[link.b]
+    ax, bx = ax + aside, bx + aside
     rate = link_rates(cluster, node, link)[0]
     width = 1.0 + max(0.0, log2(max(rate, 1e9) / 8e9)) * 0.8
     stroke, bad = colour("links", link.kind), _bad(link)

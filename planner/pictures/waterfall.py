@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from planner.palette import term_colour
-from planner.pictures.svg import LETTER_PX, MARGIN, Picture, shortened
+from planner.pictures.memory import memory_picture
+from planner.pictures.svg import LETTER_PX, MARGIN, Picture, shortened, stacked
+from planner.waterfall import waterfall as fall_of
+from simulator.estimate import Estimate
 
 WIDTH = 960.0
 ROW = 30.0
@@ -14,14 +17,27 @@ LABEL = 250.0
 VALUE = 130.0
 
 
+def explained(estimate: Estimate, *, title: str) -> str:
+    """Return the SVG of an estimate: its step from the GPU's peak down, and below it what memory holds."""
+    fall = fall_of(estimate)
+    terms = [("model FLOPs at peak", fall.peak_s), *((term.name, term.seconds) for term in fall.terms)]
+    step = estimate.step_s
+    above = _picture(terms, title, step.low, step.high, step.source)
+    return stacked(above, memory_picture(estimate.memory, f"{title}: memory"))
+
+
 def waterfall(terms: Sequence[tuple[str, float]], *, title: str, low_s: float, high_s: float, source: str) -> str:
     """Return the SVG of a step made of `terms` (name, seconds), in their order.
 
     A negative term runs back to the left. `low_s` to `high_s` is the range of the whole step, drawn as a whisker;
     `source` says what the figures rest on.
     """
+    return _picture(terms, title, low_s, high_s, source).text()
+
+
+def _picture(terms: Sequence[tuple[str, float]], title: str, low_s: float, high_s: float, source: str) -> Picture:
     total = sum(seconds for _, seconds in terms)
-    about = f"{total:.4g} s a step, 80% range {low_s:.4g} to {high_s:.4g} s; {source} numbers"
+    about = f"{total:.3g} s a step, 80% range {low_s:.3g} to {high_s:.3g} s; {source} numbers"
     picture = Picture(WIDTH, TOP + ROW * (len(terms) + 1) + MARGIN, title, about)
     picture.write(MARGIN, MARGIN + 30, about, kind="quiet")
     left, most = MARGIN + LABEL, max(total, high_s, 1e-12)
@@ -45,6 +61,6 @@ def waterfall(terms: Sequence[tuple[str, float]], *, title: str, low_s: float, h
     for x in (low_s, high_s):
         picture.line([(left + x * scale, y + 7), (left + x * scale, y + 21)], "", 2.0)
     picture.line([(left + low_s * scale, y + 14), (left + high_s * scale, y + 14)], "", 2.0)
-    shown = f"{total:.4g} s"
+    shown = f"{total:.3g} s"
     picture.write(min(left + high_s * scale + 8, WIDTH - MARGIN - LETTER_PX * len(shown)), y + 18, shown)
-    return picture.text()
+    return picture

@@ -38,7 +38,7 @@ EXPERT_RULES: list[Rule] = [
     rule(
         "experts-dense",
         lambda c, q: c.ep > 1,
-        lambda p, q: near("ep", [1], p.ep, f"{q.model.name} has no experts, ep={p.ep}"),
+        lambda p, q: near("ep", [1], f"{q.model.name} has no experts, ep={p.ep}"),
         applies=lambda q: q.model.moe is None,
     ),
     rule(
@@ -47,7 +47,6 @@ EXPERT_RULES: list[Rule] = [
         lambda p, q: near(
             "ep",
             divisors(q.model.moe.experts if q.model.moe else 1),
-            p.ep,
             f"{q.model.moe.experts if q.model.moe else 1} experts % ep {p.ep} is not 0",
         ),
         applies=lambda q: q.model.moe is not None,
@@ -58,7 +57,6 @@ EXPERT_RULES: list[Rule] = [
         lambda p, q: near(
             "ep",
             divisors(int(_expert_ranks(p, q))),
-            p.ep,
             f"ep {p.ep} must divide {_GRID_WORDS[q.framework.expert_grid]} = {int(_expert_ranks(p, q))}, so that "
             "experts are sharded over whole groups",
         ),
@@ -139,7 +137,6 @@ DATA_RULES: list[Rule] = [
             divisors(max(1, q.workload.global_batch_size // p.data_parallel))
             if q.workload.global_batch_size % p.data_parallel == 0
             else [],
-            p.micro_batch_size,
             f"global batch {q.workload.global_batch_size} % (data parallel {p.data_parallel} x micro batch "
             f"{p.micro_batch_size}) = {q.workload.global_batch_size % (p.data_parallel * p.micro_batch_size)}, must be 0",
         ),

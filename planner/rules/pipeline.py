@@ -68,7 +68,6 @@ PIPELINE_RULES: list[Rule] = [
         lambda p, q: near(
             "pp",
             list(range(1, q.model.layers // p.virtual_stages + 1)),
-            p.pp,
             f"{_stage_text(p)} for {q.model.layers} layers: some would be empty",
         ),
         level=Level.BATCH,
@@ -85,7 +84,6 @@ PIPELINE_RULES: list[Rule] = [
         lambda p, q: near(
             "pp",
             [d for d in range(1, q.model.layers + 1) if q.model.layers % (d * p.virtual_stages) == 0],
-            p.pp,
             f"{q.model.layers} layers % ({_stage_text(p)}) = {q.model.layers % (p.pp * p.virtual_stages)}: Megatron-LM "
             "needs equal stages, or layers_per_stage spelt out (--pipeline-model-parallel-layout)",
         ),
@@ -123,7 +121,6 @@ PIPELINE_RULES: list[Rule] = [
         lambda p, q: near(
             "pp",
             [d for d in range(1, q.model.layers + 1) if q.model.layers % (d * p.virtual_stages) == 0],
-            p.pp,
             f"{q.model.layers} layers % ({_stage_text(p)}) = {q.model.layers % (p.pp * p.virtual_stages)}: the longest "
             "stage sets the pace",
         ),
@@ -160,7 +157,6 @@ PIPELINE_RULES: list[Rule] = [
         lambda p, q: near(
             "pp",
             [d for d in divisors(p.pp) if d <= _m(p, q)],
-            p.pp,
             f"{_m(p, q)} micro batches for {_stage_text(p)}: torch's 1F1B needs at least one for each stage",
         ),
         level=Level.BATCH,
@@ -185,7 +181,6 @@ PIPELINE_RULES: list[Rule] = [
         lambda p, q: near(
             "pp",
             [d for d in divisors(p.pp) if _m(p, q) % d == 0],
-            p.pp,
             f"{_m(p, q)} micro batches % pp {p.pp} = {_m(p, q) % p.pp}: the interleaved schedule needs 0",
         ),
         level=Level.BATCH,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -26,7 +26,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """`say` returns the message, and optionally a field with its nearest legal values."""
+    """`say` returns the message, and the field it is about with the nearest values that the rule accepts, if any."""
 
     name: str
     grade: Grade
@@ -76,12 +76,21 @@ def rule(
 ) -> Rule:
     def full(plan: Plan, asked: Question) -> tuple[str, str, tuple[int, ...]]:
         said = say(plan, asked)
-        return (said, "", ()) if isinstance(said, str) else said
+        if isinstance(said, str):
+            return said, "", ()
+        text, field, values = said
+        nearest = around([v for v in values if fills(field, v, asked)], int(getattr(plan, field)))
+        hint = f"; nearest legal {field}: {' or '.join(map(str, nearest))}" if nearest else ""
+        return text + hint, field, nearest
 
     return Rule(name=name, grade=grade, level=level, broken=broken, say=full, applies=applies)
 
 
-def near(field: str, values: list[int], value: int, text: str) -> tuple[str, str, tuple[int, ...]]:
-    nearest = around(values, value)
-    hint = f"; nearest legal {field}: {' or '.join(map(str, nearest))}" if nearest else ""
-    return text + hint, field, nearest
+def near(field: str, values: Sequence[int], text: str) -> tuple[str, str, tuple[int, ...]]:
+    """Return what a rule says, with the values of a field that it would accept: the nearest of them are offered."""
+    return text, field, tuple(values)
+
+
+def fills(field: str, value: int, asked: Question) -> bool:
+    """Return whether some plan with this degree fills the GPUs of the question: the other degrees may have to change."""
+    return field not in {"tp", "cp", "pp"} or asked.gpus % value == 0

@@ -22,7 +22,6 @@ def _axis_rules() -> Iterator[Rule]:
             lambda p, q, axis=axis, words=words: near(  # type: ignore[misc]  # mypy: default of a lambda
                 axis,
                 [1],
-                getattr(p, axis),
                 f"{q.framework.title} has no {words} parallelism, {axis}={getattr(p, axis)}",
             ),
             applies=lambda q, axis=axis: axis not in q.framework.axes,  # type: ignore[misc]  # mypy: as above
@@ -61,7 +60,6 @@ SHAPE_RULES: list[Rule] = [
         lambda p, q: near(
             "tp",
             _tensor_degrees(q),
-            p.tp,
             f"{q.model.heads} query heads % tp {p.tp} = {q.model.heads % p.tp}, must be 0",
         ),
     ),
@@ -80,7 +78,6 @@ SHAPE_RULES: list[Rule] = [
         lambda p, q: near(
             "tp",
             _tensor_degrees(q),
-            p.tp,
             f"{q.model.kv_heads} key/value heads % tp {p.tp} = {q.model.kv_heads % p.tp}: {q.framework.title} needs 0 "
             "(Megatron-LM would replicate them)",
         ),
@@ -92,7 +89,6 @@ SHAPE_RULES: list[Rule] = [
         lambda p, q: near(
             "tp",
             [d for d in divisors(q.model.heads) if q.model.kv_heads % d == 0 or d % q.model.kv_heads == 0],
-            p.tp,
             f"{q.model.kv_heads} key/value heads neither divide by tp {p.tp} nor divide it, so ranks would hold parts "
             "of heads",
         ),
@@ -123,7 +119,6 @@ SHAPE_RULES: list[Rule] = [
         lambda p, q: near(
             "tp",
             [d for d in _tensor_degrees(q) if q.model.ffn % d == 0],
-            p.tp,
             f"feed-forward width {q.model.ffn} % tp {p.tp} = {q.model.ffn % p.tp}, must be 0",
         ),
         applies=lambda q: q.model.dense_layers > 0,

@@ -172,7 +172,8 @@ def block_code(
         works = backward_work(operator, context.sizes, context.dtype_bytes)
         _extend(backward, works, operator, context)
     _add_host(forward, f"{name} forward", host_forward_s)
-    extra = context.spec.host.forward_layer_s + context.spec.host.checkpoint_s if again else 0.0
+    wrapping = context.spec.host.wrapping_s(context.table.plans[0].recompute)
+    extra = context.spec.host.forward_layer_s + wrapping if again else 0.0
     _add_host(backward, f"{name} backward", host_backward_s + extra)
     kept = round(float(saved_bytes(active, mode, context)[0]))
     everything = round(float(tensors_bytes(active, context)[0]))

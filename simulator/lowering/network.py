@@ -14,6 +14,7 @@ from simulator.memory import Parameters, head_peak_bytes, local_parameters, plac
 from simulator.model import Model
 from simulator.runtime_library import ModelOperators, RecomputeSpec
 from simulator.stages import stage_layers
+from simulator.step_cost import FORWARD_SHARE, WAITING_SHARE, layer_host_s
 
 StageUnits = Sequence[tuple[Unit, BlockCode]]
 
@@ -78,6 +79,7 @@ class Network:
     def _new_block(self, name: str, word: str, *, wrapped: bool) -> BlockCode:
         layer = name in {"dense", "moe"}
         host = self.context.spec.host
+        added = (1 - WAITING_SHARE) * float(layer_host_s(host, self.context.table)[0])
         operators = {
             "dense": self.operators.dense_layer,
             "moe": self.operators.moe_layer,
@@ -90,8 +92,8 @@ class Network:
             operators,
             self.context,
             mode,
-            host_forward_s=host.forward_layer_s if layer else 0.0,
-            host_backward_s=host.backward_layer_s if layer else 0.0,
+            host_forward_s=host.forward_layer_s + FORWARD_SHARE * added if layer else 0.0,
+            host_backward_s=host.backward_layer_s + (1 - FORWARD_SHARE) * added if layer else 0.0,
         )
         if name == "head":
             # The loss turning round: what is alive together then, beyond what the head saves.

@@ -71,6 +71,7 @@ class DataTraffic:
     adds_up: bool  # gradients of further micro batches are added by kernels of their own
     bucket_bytes: float
     hbm_bytes_per_s: float
+    packing_bytes_per_s: float  # of copies into and out of flat buffers
     dp_ranks: int
     expert_dp_ranks: int
 
@@ -272,6 +273,7 @@ class DataWriter:
             self.code.collective(op, group, round(nbytes), stream=STREAM)
 
     def _copy(self, name: str, moved_bytes: float) -> None:
-        rate = self.traffic.hbm_bytes_per_s
+        packs = name.startswith("copy_")
+        rate = self.traffic.packing_bytes_per_s if packs else self.traffic.hbm_bytes_per_s
         cost = Cost(seconds=moved_bytes / rate, sms=0.0, hbm_bytes_per_s=rate)
         self.steps.launch(self.code, KernelStep(key=(name, (round(moved_bytes),), "copy"), cost=cost, host_s=0.0))

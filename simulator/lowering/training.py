@@ -7,14 +7,15 @@ sent on their way after. Memory is counted as the compute stream gets there, in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from simulator.calibration import calibrated, calibrated_host, roofline_of
 from simulator.closed_form import spelled
 from simulator.collectives import collective_model
 from simulator.costs import Cost
-from simulator.data_parallel import optimizer_bytes
+from simulator.data_parallel import update_bytes
 from simulator.group_times import GroupTimes
 from simulator.layer_cost import CostContext
 from simulator.lowering.block_code import BlockCode, Detail, KernelStep, Step, merged
@@ -28,12 +29,11 @@ from simulator.pipeline import peak_in_flight, pipeline_program
 from simulator.plan import Plan
 from simulator.plan_table import axis_sizes, plan_table
 from simulator.program import COMPUTE, CodeWriter, Groups, Program
-from simulator.roofline import Roofline
 from simulator.runtime import DTYPE_BYTES, Runtime
-from simulator.runtime_library import attention_kernel, operators_for
+from simulator.runtime_library import operators_for
 from simulator.schedule_tables import build_schedule
 from simulator.schedules import Action, Kind, Schedule
-from simulator.step_cost import NORM_BYTES
+from simulator.step_cost import NORM_BYTES, loaded_tokens
 from simulator.workload import Workload
 from topology.cluster import Cluster
 from topology.profile import Profile
@@ -57,9 +57,13 @@ def lower_training(
     *,
     detail: Detail = Detail.LAYER,
     profile: Profile | None = None,
+    clocks: float = 1.0,
 ) -> Lowered:
-    """Return the program of one training step. Raises BadPlan for a schedule or recompute word that does not exist."""
-    return _Lowering(model, cluster, workload, plan, runtime, detail, profile).lower()
+    """Return the program of one training step. Raises BadPlan for a schedule or recompute word that does not exist.
+
+    `clocks` multiplies kernel times, as the closed form found for the step as a whole (`EstimateTable.clocks`).
+    """
+    return _Lowering(model, cluster, workload, plan, runtime, detail, profile, clocks).lower()
 
 
 def plan_context(
@@ -71,16 +75,13 @@ def plan_context(
     profile: Profile | None = None,
 ) -> CostContext:
     """Return what the costs of a single plan depend on: the closed form's context, with one row."""
-    spec = operators_for(model, runtime).spec
+    calibration = calibrated(profile, cluster)
+    spec = calibrated_host(operators_for(model, runtime).spec, calibration, compiled=runtime.compile)
     table = plan_table([spelled(plan, runtime)], workload, cp_method=spec.context_parallel)
     return CostContext(
         table=table,
         sizes=axis_sizes(model, workload, table),
-        roofline=Roofline(
-            gpu=cluster.slowest_kind,
-            dtype=runtime.compute_dtype,
-            attention_kernel=attention_kernel(runtime, cluster.slowest_kind.architecture),
-        ),
+        roofline=roofline_of(cluster, runtime, spec, calibration),
         groups=GroupTimes(cluster, table, collective_model(cluster, profile)),
         runtime=runtime,
         spec=spec,
@@ -97,9 +98,12 @@ class _Lowering:
         runtime: Runtime,
         detail: Detail,
         profile: Profile | None,
+        clocks: float = 1.0,
     ) -> None:
         self.model, self.cluster, self.runtime, self.detail = model, cluster, runtime, detail
-        self.context = plan_context(model, cluster, workload, plan, runtime, profile)
+        context = plan_context(model, cluster, workload, plan, runtime, profile)
+        busy = replace(context.roofline, busy=context.roofline.busy * clocks)
+        self.context = replace(context, roofline=busy)
         self.plan = self.context.table.plans[0]
         self.spec = self.context.spec
         self.schedule = build_schedule(
@@ -108,6 +112,7 @@ class _Lowering:
             micro_batches=self.plan.micro_batches(workload.global_batch_size),
             stages_per_rank=self.plan.virtual_stages,
         )
+        self.in_flight = peak_in_flight(self.schedule)
         self.network = Network(model, operators_for(model, runtime), self.context, collapse=detail is Detail.STAGE)
         self.steps = StepWriter()
         self.traffic = self._traffic()
@@ -155,7 +160,8 @@ class _Lowering:
             shard, expert = float(table.state_shard[kind][0]), float(table.expert_shard[kind][0])
             return round(sum(u.shared / shard + u.experts / expert for u in units) * width)
 
-        code.host_work("step", self.spec.host.step_s)
+        loading_s = self.spec.host.data_token_s * float(loaded_tokens(self.context)[0])
+        code.host_work("step", self.spec.host.step_s + loading_s)
         code.alloc("parameters", held("parameters", widths["parameters"]), "parameters", filled=True, stream=COMPUTE)
         code.alloc("optimizer", held("optimizer", widths["optimizer"]), "optimizer", filled=True, stream=COMPUTE)
         if not self.traffic.gradients_appear:
@@ -239,7 +245,8 @@ class _Lowering:
                 code.after(COMPUTE, stream)
         shard, expert = float(table.state_shard["optimizer"][0]), float(table.expert_shard["optimizer"][0])
         owned = sum(u.shared / shard + u.experts / expert for u in units)
-        seconds = owned * optimizer_bytes(self.spec) / self.context.roofline.memory_bytes_per_s
+        moved = update_bytes(self.runtime, owned, sum(u.elements for u in units))
+        seconds = float(moved) / self.context.roofline.update_bytes_per_s(self.runtime.param_dtype)
         self.steps.launch(
             code, KernelStep(key=("optimizer", (round(owned),), "float32"), cost=Cost(seconds=seconds), host_s=0.0)
         )
@@ -298,14 +305,21 @@ class _Lowering:
             adds_up=spec.state.gradient_dtype != "reduce",
             bucket_bytes=spec.ddp.bucket_bytes,
             hbm_bytes_per_s=self.context.roofline.memory_bytes_per_s,
+            packing_bytes_per_s=self._packing_rate(),
             dp_ranks=ranks("dp"),
             expert_dp_ranks=ranks("expert_dp"),
         )
 
+    def _packing_rate(self) -> float:
+        """Return the rate at which a layer of this plan is packed and unpacked."""
+        parameters = float(np.asarray(self.network.parameters.dense_layer, dtype=np.float64).flat[0])
+        nbytes = parameters * self.context.dtype_bytes("compute")
+        return float(np.asarray(self.context.roofline.packing_bytes_per_s(nbytes)).flat[0])
+
     def _between_stages_bytes(self, rank: int) -> float:
         stages = self.schedule.stages_of(rank)
         first, last = (np.array([[end in stages]]) for end in (0, self.schedule.stages - 1))
-        flying = np.array([[peak_in_flight(self.schedule)[rank] / len(stages)]])
+        flying = np.array([[self.in_flight[rank] / len(stages)]])
         return float(between_stages_bytes(self.context, first, last, flying)[0, 0])
 
     def _groups(self) -> dict[str, Groups]:

@@ -35,6 +35,8 @@ HEAD = """# Exports, read back by the tools themselves
 
 Each example plan (`examples/plans/`), written for each target, then handed to the real parser of that version, which had to
 read every setting as it was written. Nothing was started. Refused plans have no row; `examples/exports/*/refused.txt` says why.
+Made by `python tests/bench/export_table.py --with TARGET@VERSION=PYTHON ...`; the same is asked of a dozen more plans by
+`pytest -m parsers tests/planner/test_export_parsers.py` wherever one of the tools is installed.
 
 | parser | what reads |
 |---|---|

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from executor.launch import launch  # noqa: E402 - the path comes first
 from executor.records import read_records  # noqa: E402
 
-SHARE = {"check": 1.0, "parts": 0.3, "tiles": 0.6, "table": 1.5, "sums": 1.0, "norms": 0.3}
+SHARE = {"check": 1.5, "parts": 0.3, "tiles": 0.6, "scatter_tiles": 0.4, "table": 1.5, "sums": 1.0, "norms": 0.3}
 
 
 def main() -> int:
@@ -29,6 +29,8 @@ def main() -> int:
     parser.add_argument("--stages", default="check,parts,table,sums,norms")
     parser.add_argument("--budget", type=float, default=300)
     parser.add_argument("--iterations", type=int, default=200)
+    parser.add_argument("--rows", default="", help="numbers of rows in the table, such as 2048,8192; default: all")
+    parser.add_argument("--modes", default="", help="modes to check; default: all")
     options = parser.parse_args()
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,6 +46,8 @@ def main() -> int:
             f"--stages={group}",
             f"--iterations={options.iterations}",
         ]
+        arguments += [f"--modes={options.modes}"] if options.modes else []
+        arguments += [f"--rows={options.rows}"] if options.rows else []
         done = launch(
             "tests.bench.overlap_worker", arguments, ranks=options.ranks, budget_s=seconds, directory=folder / "logs"
         )

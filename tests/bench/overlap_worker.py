@@ -29,7 +29,8 @@ WARM_S = 2.0
 
 
 class Bench:
-    def __init__(self, out: str, seconds: float) -> None:
+    def __init__(self, out: str, seconds: float, rows: tuple[int, ...] = ()) -> None:
+        self.rows = rows
         self.deadline = Deadline.since_launch(seconds)
         self.rank = int(dist.get_rank())
         self.group = dist.group.WORLD
@@ -90,7 +91,59 @@ class Bench:
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 
-def check(bench: Bench, iterations: int) -> None:
+CHANGING = ("copy_engine", "fused")  # modes of ours that move data themselves
+
+
+def captured(bench: Bench) -> None:
+    """The same from a CUDA graph, replayed with new inputs, eager calls between the replays."""
+    for operation in ("all_gather_matmul", "matmul_reduce_scatter"):
+        for mode in CHANGING:
+            gathers = operation == "all_gather_matmul"
+            rows, depth, columns = 512 * bench.world, 512, 768
+            held = torch.empty(
+                (rows // bench.world if gathers else rows, depth), dtype=torch.bfloat16, device=bench.device
+            )
+            weight = bench.draw(columns, depth)
+            run = overlap.all_gather_matmul if gathers else overlap.matmul_reduce_scatter
+
+            def call(
+                held: Tensor = held,
+                weight: Tensor = weight,
+                run: Callable = run,
+                mode: str = mode,
+                many: bool = gathers,
+            ):
+                return run(held, (weight,) if many else weight, bench.group, mode=mode)
+
+            worst = torch.zeros((), dtype=torch.float64, device=bench.device)
+            with torch.no_grad():
+                held.copy_(bench.draw(*held.shape))
+                call()
+                torch.cuda.synchronize()
+                dist.barrier()
+                graph_of_call = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph_of_call):
+                    out = call()
+                for turn in range(20):
+                    held.copy_(bench.draw(*held.shape))
+                    graph_of_call.replay()
+                    found = (out[0] if gathers else out).double()
+                    expected = overlap.MODES["nccl"]
+                    if gathers:
+                        (wanted,), _ = expected.gather_matmul(held.double(), (weight.t().double(),), bench.group)
+                    else:
+                        wanted = expected.matmul_scatter(((held.double(), weight.t().double()),), bench.group)
+                    worst = torch.maximum(worst, verify_overlap._difference(found, wanted))
+                    for _ in range(turn % 3):
+                        call()
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            _say(bench, verify_overlap.OverlapVerdict(
+                operation=f"{operation} captured", mode=mode, dtype="bfloat16", shape=Shape(rows=rows, depth=depth, columns=columns),
+                iterations=20, difference=float(worst), tolerance=16 * torch.finfo(torch.bfloat16).eps,
+            ))  # fmt: skip
+
+
+def check(bench: Bench, iterations: int, modes: tuple[str, ...]) -> None:
     """Odd shapes, both half types, poisoned buffers, random delays; then many iterations of one shape of each."""
     shapes = [
         Shape(rows=512, depth=256, columns=512),
@@ -99,7 +152,7 @@ def check(bench: Bench, iterations: int) -> None:
         Shape(rows=4096, depth=1024, columns=2048),
     ]
     for operation in verify_overlap.OPERATIONS:
-        for mode in overlap.MODES:
+        for mode in modes:
             for number, shape in enumerate(shapes):
                 for dtype in (torch.bfloat16, torch.float16):
                     if dtype == torch.float16 and number:
@@ -120,7 +173,7 @@ def check(bench: Bench, iterations: int) -> None:
         ("all_gather_matmul", "copy_engine"), ("matmul_reduce_scatter", "copy_engine"),
         ("all_gather_matmul", "fused"), ("matmul_reduce_scatter", "fused"), ("all_reduce", "one_shot"), ("all_reduce", "two_shot"),
     ):  # fmt: skip
-        if not bench.left(10):
+        if not bench.left(5):
             bench.recorder.missing(f"{operation} {mode}: many iterations")
             continue
         shape = Shape(rows=1024, depth=512, columns=1024)
@@ -187,6 +240,11 @@ TILES = {
 
 def tiles(bench: Bench) -> None:
     """Tiles of the fused kernels on the shapes with a goal, beside the library's product."""
+    tiles_of_gather(bench)
+    tiles_of_scatter(bench)
+
+
+def tiles_of_gather(bench: Bench) -> None:
     for rows, columns, depth in ((16384, 3584, 8192), (8192, 1792, 4096)):
         if not bench.left(12):
             bench.recorder.missing("tiles")
@@ -204,6 +262,9 @@ def tiles(bench: Bench) -> None:
                 fused._gather_matmul(shard, weight.t(), bench.group, keep=False, tile=TILES["256x4h"], pieces=pieces)
             )
         _tile_record(bench, "all_gather_matmul", rows, columns, depth, calls)
+
+
+def tiles_of_scatter(bench: Bench) -> None:
     for rows, columns, depth in ((8192, 8192, 4096), (8192, 8192, 2048)):
         if not bench.left(12):
             bench.recorder.missing("tiles")
@@ -214,6 +275,8 @@ def tiles(bench: Bench) -> None:
             tile = TILES[name]
             calls[f"scatter {name}"] = lambda tile=tile: fused._matmul_scatter(x, weight.t(), bench.group, tile)
             calls[f"alone {name}"] = lambda tile=tile: alone(x, weight, tile)
+        calls["scatter 256x3 g4"] = lambda: fused._matmul_scatter(x, weight.t(), bench.group, fused.Tile(group_m=4))
+        calls["scatter 256x3 g16"] = lambda: fused._matmul_scatter(x, weight.t(), bench.group, fused.Tile(group_m=16))
         _tile_record(bench, "matmul_reduce_scatter", rows, columns, depth, calls)
 
 
@@ -280,7 +343,8 @@ def shapes(world: int) -> list[tuple[str, str, int, int, int]]:
 
 
 def table(bench: Bench) -> None:
-    for number, (operation, name, rows, columns, depth) in enumerate(shapes(bench.world)):
+    wanted = [shape for shape in shapes(bench.world) if shape[1] == "goal" or not bench.rows or shape[2] in bench.rows]
+    for number, (operation, name, rows, columns, depth) in enumerate(wanted):
         if not bench.left(6):
             bench.recorder.missing(f"shapes from number {number} on")
             return
@@ -292,7 +356,7 @@ def table(bench: Bench) -> None:
         part = torch.empty_like(full.chunk(bench.world)[0])
         calls: dict[str, Callable[[], object]] = {
             "cublas": lambda: whole @ weight.t(),
-            "triton": lambda: alone(whole, weight, fused.tile_for(rows, columns, 132, fused.LARGE)),
+            "triton": lambda: alone(whole, weight, fused.tile_for(rows, columns, 132, fused.GATHER_TILES)),
         }
         if gathers:
             calls["collective"] = lambda: dist.all_gather_into_tensor(full, part)
@@ -337,22 +401,10 @@ def sums(bench: Bench) -> None:
         calls["torch_two_shot"] = lambda inside=inside: torch.ops.symm_mem.two_shot_all_reduce_(
             inside, "sum", bench.group.group_name
         )
-        for shots in (1, 2):
-            for columns in (1024, 2048, 4096):
-                for programs in (32, 64, 132):
-                    rows = -(-x.numel() // columns)
-                    if programs > 32 and rows <= programs // 2:
-                        continue
-                    launch = all_reduce.Launch(
-                        columns=columns, programs=min(programs, rows), warps=max(4, columns // 512), shots=shots
-                    )
-                    calls[f"own s{shots} c{columns} p{launch.programs}"] = lambda x=x, launch=launch: (
-                        all_reduce.all_reduce(x, bench.group, launch=launch)
-                    )
         calls["own"] = lambda x=x: all_reduce.all_reduce(x, bench.group)
-        eager = bench.times({name: call for name, call in calls.items() if " " not in name}, rounds=5)
+        eager = bench.times(calls, rounds=5)
         bench.recorder.write("all_reduce", bytes=nbytes, how="eager", seconds=eager)
-        replays = {name: graph(call, 20) for name, call in calls.items() if name != "nccl" or nbytes}
+        replays = {name: graph(call, 20) for name, call in calls.items()}
         done = {name: seconds / 20 for name, seconds in bench.times(replays, rounds=5).items()}
         bench.recorder.write("all_reduce", bytes=nbytes, how="graph", seconds=done)
         replays.clear()
@@ -397,7 +449,14 @@ def norms(bench: Bench) -> None:
     symmetric.check_delivered()
 
 
-STAGES = {"parts": parts, "tiles": tiles, "table": table, "sums": sums, "norms": norms}
+STAGES = {
+    "parts": parts,
+    "tiles": tiles,
+    "scatter_tiles": tiles_of_scatter,
+    "table": table,
+    "sums": sums,
+    "norms": norms,
+}
 
 
 def main() -> None:
@@ -406,15 +465,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--stages", default="check")
     parser.add_argument("--iterations", type=int, default=200)
+    parser.add_argument("--modes", default=",".join(overlap.MODES), help="those to check")
+    parser.add_argument("--rows", default="", help="numbers of rows in the table; default: all")
     options = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    symmetric.POLLS = 1 << 22
-    bench = Bench(options.out, options.seconds)
+    symmetric.POLLS = 1 << 25
+    bench = Bench(options.out, options.seconds, tuple(int(rows) for rows in options.rows.split(",") if rows))
     for stage in options.stages.split(","):
         if stage == "check":
-            check(bench, options.iterations)
+            check(bench, options.iterations, tuple(options.modes.split(",")))
+            captured(bench)
         else:
             bench.warm()
             STAGES[stage](bench)

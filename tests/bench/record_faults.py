@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MARK = f"MESHWRIGHT_FAULTS_{uuid.uuid4().hex}"
 STEPS = ("--steps", "1000")
 WAIT_S = 240.0
+LARGEST_BYTES = 6000
 
 
 def start(out: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -96,7 +97,7 @@ def full_memory(out: Path) -> subprocess.Popen[str]:
 
 def full_disk(out: Path) -> subprocess.Popen[str]:
     process = start(out, *STEPS)
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (60_000, 60_000))
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (LARGEST_BYTES, LARGEST_BYTES))
     return process
 
 
@@ -150,7 +151,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], subprocess.Popen[str]]]] = {
     "Ctrl-C (39)": ("SIGINT to `planner apply` in step 5", ctrl_c),
     "a scheduler ends it (39)": ("SIGTERM to `planner apply` in step 5", terminated),
     "the port is busy (40)": ("port 29500 is taken and MASTER_PORT names it", busy_port),
-    "the disk is full (41)": ("no file may be larger than 60 kB", full_disk),
+    "the disk is full (41)": ("no file may grow beyond 6 kB", full_disk),
     "the directory cannot be written (41)": ("--out in /proc", read_only),
     "no home (41)": ("HOME and the data folder do not exist", no_home),
     "the budget ends (55)": ("1000 steps asked for, 45 s given", out_of_time),

@@ -238,3 +238,22 @@ def test_what_is_no_number_is_a_wrong_number_and_not_a_crash(tmp_path) -> None:
     assert (found["status"], found["exit_code"]) == ("wrong_numbers", 1)
     assert "output.weight, which is no number" in found["failure"]["message"]
     assert found["measured"]["step_s"] is None
+
+
+def test_a_rank_that_lives_but_is_stuck_is_named_by_what_it_has_not_entered(tmp_path) -> None:
+    codec.write_text(tmp_path / "request.json", codec.to_json(request()))
+
+    done = launch(
+        "tests.executor.workers.stuck_worker",
+        [str(tmp_path / "request.json"), str(tmp_path)],
+        ranks=2,
+        budget_s=200,
+        environment={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+    found = report(request(), done, tmp_path, [])
+    assert found["status"] == "failed"
+    (line,) = found["failure"]["suspects"]
+    assert line.startswith("rank 1 "), line
+    assert "had not entered a collective" in line
+    assert found["measured"]["steps"] >= 2

@@ -48,6 +48,13 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     assert found["losses"] == [5.0, 4.0, 3.0]
 
 
+def test_the_time_by_device_events_is_told_beside_the_clocks() -> None:
+    ranks = [[{**step(0, 1.0), "device_seconds": 0.9}], [{**step(0, 1.1), "device_seconds": 0.8}]]
+
+    assert measure(REQUEST, ranks)["device_step_s"] == 0.9
+    assert measure(REQUEST, [[step(0, 1.0)], [step(0, 1.0)]])["device_step_s"] is None
+
+
 def test_mfu_counts_six_flops_a_weight_and_the_whole_square_of_attention() -> None:
     """Llama-3-8B: 7.5e9 matrix weights that a token meets, and 12 L h s of attention (arXiv 2204.02311, app. B)."""
     found = measure(REQUEST, [[step(0, 2.0)], [step(0, 2.0)]])
@@ -134,8 +141,8 @@ def test_wrong_numbers_are_told_and_not_timed(tmp_path) -> None:
 
 
 def test_a_report_is_json_and_says_what_was_asked(tmp_path) -> None:
-    write(tmp_path, 0, step(0, 1.0), {"kind": "done"})
-    write(tmp_path, 1, step(0, 1.0), {"kind": "done"})
+    write(tmp_path, 0, step(0, 1.0), {"kind": "timed"}, {"kind": "done"})
+    write(tmp_path, 1, step(0, 1.0), {"kind": "timed"}, {"kind": "done"})
 
     found = json.loads(json.dumps(report(REQUEST, DONE, tmp_path, ["--x"])))
 
@@ -147,14 +154,25 @@ def test_a_report_is_json_and_says_what_was_asked(tmp_path) -> None:
 
 def test_ranks_that_are_done_but_slow_to_leave_have_finished(tmp_path) -> None:
     for rank in range(2):
-        write(tmp_path, rank, step(0, 1.0), {"kind": "done"})
+        write(tmp_path, rank, step(0, 1.0), {"kind": "timed"}, {"kind": "done"})
 
     assert report(REQUEST, replace(DONE, outcome="timeout"), tmp_path, [])["status"] == "finished"
     assert report(REQUEST, replace(DONE, outcome="timeout", survivors=(7,)), tmp_path, [])["status"] == "timeout"
 
 
+def test_a_run_that_dies_while_a_step_is_profiled_has_measured_its_steps(tmp_path) -> None:
+    for rank in range(2):
+        write(tmp_path, rank, step(0, 1.0), {"kind": "timed"})
+    crashed = replace(DONE, outcome="failed", failure=Failure(rank=1, exit_code=1, signal=None, message="no counters"))
+
+    found = report(REQUEST, crashed, tmp_path, [])
+
+    assert (found["status"], found["complete"]) == ("finished", True)
+    assert found["missing"] == ["profile: a rank ended while a step was profiled"]
+
+
 def test_ranks_that_ended_early_without_a_word_have_failed(tmp_path) -> None:
-    write(tmp_path, 0, step(0, 1.0), {"kind": "done"})
+    write(tmp_path, 0, step(0, 1.0), {"kind": "timed"}, {"kind": "done"})
     write(tmp_path, 1, step(0, 1.0))
 
     found = report(REQUEST, DONE, tmp_path, [])

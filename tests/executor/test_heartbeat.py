@@ -19,6 +19,19 @@ def test_a_rank_that_fell_silent_is_blamed_not_those_that_waited() -> None:
     assert said[0].startswith("rank 1 (pid 1001) stopped answering 10 s before the others, in step 3")
 
 
+def test_a_rank_that_left_by_itself_is_silent_for_a_reason() -> None:
+    """Rank 0 waited too long and went; rank 1, which kept it waiting, was ended later."""
+    said = suspects(
+        [
+            beat(0, written=90.0, ended=True, entered={"0,1#0": 5}),
+            beat(1, waiting=False, entered={"0,1#0": 4}),
+        ],
+        2,
+    )
+
+    assert [line[:6] for line in said] == ["rank 1"]
+
+
 def test_a_rank_that_is_busy_elsewhere_is_blamed_by_its_line() -> None:
     said = suspects([beat(0), beat(1, waiting=False, where="executor/batches.py:20"), beat(2)], 3)
 

@@ -66,7 +66,14 @@ def test_a_setting_that_was_ignored_is_found(asked, found, what) -> None:
 
 def test_a_run_that_was_not_as_requested_has_failed(tmp_path) -> None:
     for rank in range(2):
-        write(tmp_path, rank, step(0, 1.0), {"kind": "effects", **BUILT, "most_shards": 1}, {"kind": "done"})
+        write(
+            tmp_path,
+            rank,
+            step(0, 1.0),
+            {"kind": "effects", **BUILT, "most_shards": 1},
+            {"kind": "timed"},
+            {"kind": "done"},
+        )
 
     found = report(REQUEST, DONE, tmp_path, [])
 

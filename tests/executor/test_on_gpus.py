@@ -1,4 +1,4 @@
-"""What only GPUs have: half-precision kernels, schedules that gloo cannot run, compiled plans. Run by hand there:
+"""What only GPUs have: half-precision kernels and compiled plans, and schedules over NCCL. Run by hand there:
 
 pytest -m "gpu or multigpu" tests/executor
 """
@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from executor.attention import CausalAttention  # noqa: E402 - after the check for torch
 from executor.context_parallel import combine, part_backward, part_forward  # noqa: E402 - as above
 from executor.verify_kernels import check_experts  # noqa: E402 - as above
-from tests.executor.test_parallel_plans import TWO, WORKER  # noqa: E402 - as above
+from tests.executor.test_parallel_plans import OVERLAP, TWO, WORKER  # noqa: E402 - as above
 
 BF16 = 2.0**-8  # a unit in the last place
 
@@ -75,26 +75,16 @@ def test_grouped_products_of_experts() -> None:
     assert check_experts(device=torch.device("cuda", 0), dtype=torch.bfloat16).ok
 
 
-V_SHAPED = {
-    "pp-zbv": ({"model": "four"}, {"pp": 2, "virtual_stages": 2, "schedule": "ZBVZeroBubble", "micro_batch_size": 2}),
-    "pp-dualpipev": (
-        {"model": "four"},
-        {"pp": 2, "virtual_stages": 2, "schedule": "DualPipeV", "micro_batch_size": 2},
-    ),
-    "pp-zbv-own-table": (
-        {"model": "four", "own_table": True},
-        {"pp": 2, "virtual_stages": 2, "schedule": "ZBVZeroBubble", "micro_batch_size": 2},
-    ),
-}
+V_SHAPED = {name: TWO[name] for name in ("pp-zbv", "pp-zbv-own-table", "pp-dualpipev")}
 TYPES = {
     f"bf16-{name}": ({**TWO[name][0], "types": True}, TWO[name][1])
     for name in ("ddp", "fsdp", "tp", "tp-sp", "cp", "cp-all-gather", "ep", "pp-1f1b", "latent-tp", "window-tp")
 }
 COMPILED = {
-    f"compiled-{name}": ({**TWO[name][0], "types": True, "compile": True}, TWO[name][1])
-    for name in ("ddp", "fsdp", "tp-sp", "pp-1f1b")
+    f"compiled-{name}": ({**TWO[name][0], "types": True, "compile": True}, TWO[name][1]) for name in ("fsdp", "tp-sp")
 }
-ON_TWO = TWO | V_SHAPED | TYPES | COMPILED
+OVERLAPPED = {name: ({**changes, "types": True}, plan) for name, (changes, plan) in OVERLAP.items()}
+ON_TWO = V_SHAPED | TYPES | OVERLAPPED | COMPILED
 
 
 @pytest.fixture(scope="module")

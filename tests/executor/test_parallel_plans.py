@@ -27,6 +27,9 @@ TWO = {
     "tp": ({}, {"tp": 2, "micro_batch_size": 8}),
     "tp-sp": ({"model": "qk_norm"}, {"tp": 2, "sequence_parallel": True, "micro_batch_size": 8}),
     "cp": ({}, {"cp": 2, "micro_batch_size": 8, "cp_method": "ring"}),
+    "cp-heads": ({}, {"cp": 2, "micro_batch_size": 8, "cp_method": "all_to_all"}),
+    "cp-heads-window": ({"model": "window"}, {"cp": 2, "micro_batch_size": 8, "cp_method": "all_to_all"}),
+    "cp-heads-latent": ({"model": "latent"}, {"cp": 2, "micro_batch_size": 8, "cp_method": "all_to_all"}),
     "cp-all-gather": ({}, {"cp": 2, "micro_batch_size": 8, "cp_method": "all_gather"}),
     "latent-tp": ({"model": "latent"}, {"tp": 2, "sequence_parallel": True, "micro_batch_size": 8}),
     "latent-tp-whole": ({"model": "latent"}, {"tp": 2, "micro_batch_size": 8}),
@@ -48,6 +51,19 @@ TWO = {
     "pp-looped-bfs": (
         {"model": "four"},
         {"pp": 2, "virtual_stages": 2, "schedule": "LoopedBFS", "micro_batch_size": 2},
+    ),
+    "pp-zbv": ({"model": "four"}, {"pp": 2, "virtual_stages": 2, "schedule": "ZBVZeroBubble", "micro_batch_size": 2}),
+    "pp-zbv-own-table": (
+        {"model": "four", "own_table": True},
+        {"pp": 2, "virtual_stages": 2, "schedule": "ZBVZeroBubble", "micro_batch_size": 2},
+    ),
+    "pp-dualpipev": (
+        {"model": "four"},
+        {"pp": 2, "virtual_stages": 2, "schedule": "DualPipeV", "micro_batch_size": 2},
+    ),
+    "pp-dualpipev-own-table": (
+        {"model": "four", "own_table": True},
+        {"pp": 2, "virtual_stages": 2, "schedule": "DualPipeV", "micro_batch_size": 2},
     ),
     "pp-recompute-per-stage": (
         {"model": "four"},
@@ -83,6 +99,10 @@ FOUR = {
     ),
     "fsdp-tp-tied": ({"model": "tied"}, {"dp_shard": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 4}),
     "cp4": ({"seq_len": 32}, {"cp": 4, "micro_batch_size": 8, "cp_method": "ring"}),
+    "cp-heads-tp": (
+        {"model": "wide"},
+        {"cp": 2, "tp": 2, "sequence_parallel": True, "cp_method": "all_to_all", "micro_batch_size": 8},
+    ),
     "cp4-all-gather": ({"seq_len": 32}, {"cp": 4, "micro_batch_size": 8, "cp_method": "all_gather"}),
     "fsdp-cp-full": ({}, {"dp_shard": 2, "cp": 2, "recompute": "full", "micro_batch_size": 4}),
     "cp-tp": ({}, {"cp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 8}),
@@ -115,6 +135,21 @@ FOUR = {
             "micro_batch_size": 1,
         },
     ),
+    "pp-fsdp-zbv": (
+        {"model": "four"},
+        {"pp": 2, "virtual_stages": 2, "dp_shard": 2, "schedule": "ZBVZeroBubble", "micro_batch_size": 1},
+    ),
+    "pp-tp-dualpipev": (
+        {"model": "four"},
+        {
+            "pp": 2,
+            "virtual_stages": 2,
+            "tp": 2,
+            "sequence_parallel": True,
+            "schedule": "DualPipeV",
+            "micro_batch_size": 2,
+        },
+    ),
     "pp-tp": ({}, {"pp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 2}),
     "pp-cp": ({}, {"pp": 2, "cp": 2, "micro_batch_size": 2}),
     "pp-ep": ({"model": "moe"}, {"pp": 2, "dp_shard": 2, "ep": 2, "micro_batch_size": 1}),
@@ -137,7 +172,7 @@ EIGHT = {
 # One step in float32 stored and bfloat16 computed, as it would be timed.
 TYPES = {
     f"types-{name}": ({**TWO[name][0], "types": True}, TWO[name][1])
-    for name in ("ddp", "fsdp", "tp", "tp-sp", "cp", "cp-all-gather", "ep", "pp-1f1b", "latent-tp")
+    for name in ("ddp", "fsdp", "tp", "tp-sp", "cp", "cp-all-gather", "cp-heads", "ep", "pp-1f1b", "latent-tp")
 }
 # A gradient that is wrong by one part in 1e9 on one rank.
 WRONG = {"wrong-gradient": ({"fault": 1e-9}, {"dp_shard": 2, "micro_batch_size": 4})}

@@ -16,6 +16,7 @@ import pytest
 from executor.request import Request
 from planner import apply_process
 from planner.apply_question import cpu_question, cuda_numbers, cuda_question, default_question, require_machine
+from planner.apply_report import lines
 from planner.comparison import compare
 from planner.plan_file import plan_file, save_plan
 from planner.runs_store import list_runs
@@ -439,3 +440,40 @@ def test_a_plan_that_cannot_be_run_is_bad_input(content, tmp_path) -> None:
 
     assert process.returncode == 2
     assert "recompute 'block'" in err
+
+
+@pytest.mark.parametrize("place", ["/proc/self/run", "/dev/null/run"])
+def test_a_directory_that_cannot_be_written_is_told_before_anything_starts(planner, monkeypatch, place) -> None:
+    monkeypatch.setattr(apply_process, "require_torch", lambda: None)
+    monkeypatch.setattr(apply_process, "run", lambda *_: pytest.fail("started"))
+
+    done = planner("apply", "--out", place)
+
+    assert done.returncode == 2
+    assert "cannot write" in done.stderr
+
+
+def test_a_disk_without_room_is_told_before_anything_starts(planner, tmp_path, monkeypatch) -> None:
+    import shutil
+
+    full = shutil.disk_usage(tmp_path)._replace(free=2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    monkeypatch.setattr(apply_process, "require_torch", lambda: None)
+    monkeypatch.setattr(apply_process, "run", lambda *_: pytest.fail("started"))
+
+    done = planner("apply", "--out", tmp_path / "run")
+
+    assert done.returncode == 1
+    assert "1 MiB free" in done.stderr
+
+
+def test_a_full_memory_is_shown_with_what_was_held_and_what_was_predicted(content) -> None:
+    ran = document(content, 1.0, status="out_of_memory", code=4)
+    held = {"phase": "step 1", "peak_allocated_bytes": 3 * 2**30, "peak_reserved_bytes": 4 * 2**30}
+    ran["failure"] = {"rank": 1, "message": "memory is full", "memory": {"1": held}}
+
+    said = "\n".join(lines(ran, None))
+
+    assert "rank 1 had reached 3.00 GiB allocated, 4.00 GiB reserved, in step 1" in said
+    name, size = max(content.estimate.memory.by_category.items(), key=lambda item: item[1])
+    assert f"{name} {size / 2**30:.2f}" in said

@@ -248,8 +248,20 @@ def test_ranks_of_a_host_must_be_consecutive_and_equally_many() -> None:
         hosts_of(HYBRID.with_(placement=mixed), make_cluster(2))
     with pytest.raises(Infeasible, match="equally many"):
         hosts_of(Plan(dp_shard=12), make_cluster(2))
-    with pytest.raises(Infeasible, match="does not have"):
+    with pytest.raises(Infeasible, match="needs 16 GPUs, test has 8"):
         hosts_of(Plan(dp_shard=16), make_cluster(1))
+    with pytest.raises(Infeasible, match="on GPU 9, which test does not have"):
+        hosts_of(Plan(dp_shard=2, placement=(0, 9)), make_cluster(1))
+
+
+def test_gpus_that_are_visible_under_other_numbers() -> None:
+    cluster = make_cluster(1, 8)
+    node = cluster.groups[0].node
+    some = replace(cluster, groups=(NodeGroup(node=replace(node, gpus=node.gpus[4:])),))
+
+    assert hosts_of(Plan(dp_shard=4), some).devices == ((4, 5, 6, 7),)
+    assert hosts_of(Plan(dp_shard=4), some).devices_matter
+    assert not hosts_of(Plan(dp_shard=8), cluster).devices_matter
 
 
 def test_trays_of_a_rack_are_hosts() -> None:
@@ -293,7 +305,7 @@ def test_command_writes_once_and_says_what_is_missing(planner, tmp_path) -> None
     found = json.loads(document.stdout)
     assert found["schema_version"] == 1
     assert found["text"] == out.read_text()
-    assert any("sequence length" in line for line in found["unsaid"])
+    assert any("sequence length" in line for line in found["not_expressed"])
 
 
 @pytest.mark.parametrize(

@@ -363,3 +363,18 @@ def test_unknown_frameworks_get_near_names(cluster, workload, llama8b):
         check(Plan(dp_shard=8), llama8b, cluster, workload, "torchtitn")
 
     assert "torchtitan" in caught.value.remedy
+
+
+def test_the_nearest_degrees_divide_the_gpus():
+    """Eleven stages for ten layers on 22 GPUs: of the ten degrees that have layers, 1 and 2 fill the GPUs."""
+    model = replace(LLAMA8B, layers=10)
+    found = rules(
+        Plan(pp=11, dp_shard=2, schedule="1F1B"),
+        framework="torchtitan",
+        model=model,
+        cluster=make_cluster(1, 22),
+        workload=Workload(seq_len=8192, global_batch_size=44),
+    )
+
+    assert found["layers"].nearest == (2,)
+    assert "nearest legal pp: 2" in found["layers"].message

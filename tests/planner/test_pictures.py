@@ -13,11 +13,12 @@ from planner.costs import cost_table
 from planner.palette import BAD, LINKS, MEMORY, TIME, term_colour
 from planner.pictures.memory import memory
 from planner.pictures.topology import topology
-from planner.pictures.waterfall import waterfall
+from planner.pictures.waterfall import explained, waterfall
+from planner.waterfall import waterfall as waterfall_of
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.workload import Workload
-from tests.planner.conftest import LLAMA8B, make_cluster
+from tests.planner.conftest import LLAMA8B, ROOT, make_cluster
 from topology import catalog
 from topology.cluster import Finding, LinkKind, LinkState, NodeGroup, Severity
 
@@ -52,7 +53,7 @@ def test_waterfall_bars_are_to_scale_and_each_begins_where_the_last_ended() -> N
 def test_waterfall_says_its_figures_range_and_source() -> None:
     said = words(waterfall([("compute", 3.0), ("host", 0.001)], title="t", low_s=2.5, high_s=3.5, source="measured"))
 
-    assert "3.001 s a step, 80% range 2.5 to 3.5 s; measured numbers" in said
+    assert "3 s a step, 80% range 2.5 to 3.5 s; measured numbers" in said
     assert "3 s, 100%" in said
     assert "0.001 s, <1%" in said
 
@@ -88,7 +89,18 @@ def test_memory_beyond_capacity_is_drawn_beyond_the_line(estimate) -> None:
     assert max(x + width for x, width, _ in bars(text)) < 960
 
 
-@pytest.mark.parametrize("name", ["dgx-h100", "dgx-1v", "l40s-x8", "gb200-nvl72", "h200x4", "mi300x-x8"])
+def test_an_estimate_explained_has_its_terms_and_its_memory(estimate) -> None:
+    text = explained(estimate, title="a plan")
+    said = words(text)
+
+    assert "model FLOPs at peak" in said
+    assert f"{estimate.step_s.value:.3g} s a step" in said
+    assert "a plan: memory" in said
+    terms = [width for _, width, colour in bars(text)][: len(waterfall_of(estimate).terms) + 1]
+    assert terms[0] / sum(terms) == pytest.approx(estimate.mfu, abs=0.002)  # the peak's share of the step
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "dgx-1v", "l40s-x8", "gh200", "h200x4", "mi300x-x8"])
 def test_every_vertex_and_link_of_a_node_is_drawn_inside_the_picture(name: str) -> None:
     cluster = catalog.cluster(name)
     node = cluster.groups[0].node
@@ -103,6 +115,25 @@ def test_every_vertex_and_link_of_a_node_is_drawn_inside_the_picture(name: str) 
     drawn = [line for tag in ("polyline", "path") for line in parts(text, tag) if line.find(f"{SVG}title") is not None]
     assert len(drawn) == len(node.links)
     assert "per direction" in words(text)
+
+
+def test_a_rack_shows_some_trays_and_those_with_faults_first() -> None:
+    rack = catalog.cluster("gb200-nvl72")
+    node = rack.groups[0].node
+    links = tuple(
+        replace(link, state=LinkState.ABSENT)
+        if link.kind is LinkKind.NVSWITCH and "gpu70" in {link.a, link.b}
+        else link
+        for link in node.links
+    )
+    faulty = replace(rack, groups=(NodeGroup(node=replace(node, links=links)),))
+
+    assert "GPU 0," in words(topology(rack))
+    assert "GPU 70," not in words(topology(rack))
+    assert "of 18, " in words(topology(rack))
+    assert "GPU 70," in words(topology(faulty))
+    assert "no rate, absent" in words(topology(faulty))
+    assert float(ElementTree.fromstring(topology(faulty)).get("width")) < 2000
 
 
 def test_rates_are_said_with_their_source_and_faults_look_different() -> None:
@@ -150,3 +181,22 @@ def test_probe_draws_beside_what_it_prints(planner, tmp_path) -> None:
     assert '"gpus"' in done.stdout
     assert planner("probe", "--from", "dgx-h100", "--svg", out).returncode == 2
     assert planner("probe", "--from", "dgx-h100", "--svg", out, "--force").returncode == 0
+
+
+@pytest.mark.parametrize("only", [(), ("--memory",)])
+def test_explain_draws_what_it_prints(planner, tmp_path, only) -> None:
+    out = tmp_path / "plan.svg"
+    plan = ROOT / "examples" / "plans" / "qwen3_8b_tp2_fsdp4.json"
+    done = planner("explain", plan, "--no-flips", "--top", "1", "--svg", out, *only, "--json")
+
+    assert done.returncode == 0, done.stderr
+    said = words(out.read_text())
+    assert "qwen3-8b, 8 = dp 1 x fsdp 4 x tp 2 x pp 1" in said
+    assert ("model FLOPs at peak" in said) == (not only)
+    assert planner("explain", plan, "--svg", out).returncode == 2
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "pictures").glob("*.svg")), ids=lambda path: path.stem)
+def test_kept_pictures_are_what_is_drawn_today(path) -> None:
+    """Made again by `planner probe --from NAME --svg examples/pictures/NAME.svg --force`."""
+    assert path.read_text() == topology(catalog.cluster(path.stem))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,9 @@ from planner.plan_file import load_plan, plan_file, require_fresh, save_plan
 from planner.search import suggest
 from simulator.workload import Workload
 from tests.planner.conftest import LLAMA8B, make_cluster
+from topology import codec
 from topology.errors import BadInput, BadPlan, Stale
+from topology.profile import Profile
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +63,24 @@ def test_a_lost_gpu_makes_the_plan_stale(content):
 
     assert caught.value.exit_code == 1
     assert "8 GPUs then, 7 now" in caught.value.why
+
+
+def test_another_profile_makes_the_plan_stale(content):
+    """A plan remembers by which profile it was made; one made without any is stale for none."""
+    first, second = (Profile(machine="here", gpu="h100-sxm", driver=driver) for driver in ("570", "580"))
+    made = replace(content, fingerprints={**content.fingerprints, "profile": codec.fingerprint(first)})
+
+    require_fresh(made, profile=first)
+    with pytest.raises(Stale, match="made for something else") as caught:
+        require_fresh(made, profile=second)
+    assert "profile" in caught.value.why
+
+
+def test_a_stale_workload_names_the_field(content):
+    with pytest.raises(Stale) as caught:
+        require_fresh(content, workload=replace(content.workload, seq_len=content.workload.seq_len * 2))
+
+    assert f"seq_len: {content.workload.seq_len}, now {content.workload.seq_len * 2}" in caught.value.why
 
 
 def edited(content, tmp_path, change):

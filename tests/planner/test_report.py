@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planner.comparison import blame, collectives, compare_terms, kind_of, quantities, terms_of
+from planner.pictures.timelines import timelines
 from planner.plan_file import plan_file
 from planner.runs_store import keep, run_id
 from planner.search import suggest
-from planner.timelines import picture, settled, side_by_side
+from planner.timelines import settled, side_by_side
 from simulator import trace as tr
 from simulator.plan import Plan
 from simulator.simulation import simulate_plan
@@ -128,13 +129,13 @@ def test_both_sides_are_processes_of_one_file() -> None:
 
 
 def test_the_picture_is_an_image_with_a_lane_for_each_category() -> None:
-    root = fromstring(picture(measured_trace(), measured_trace(), title='a <b> "c" & d'))
+    root = fromstring(timelines(measured_trace(), measured_trace(), title='a <b> "c" & d'))
 
     words = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
     assert 'a <b> "c" & d' in words
     assert sum(w.startswith("compute") for w in words) == 2
-    assert "communication (with waiting) 30%" in words
-    fromstring(picture(None, measured_trace(), title="one side"))
+    assert "communication 30%" in words
+    fromstring(timelines(None, measured_trace(), title="one side"))
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -234,6 +235,10 @@ def test_a_run_as_predicted_is_0_and_explained(planner, content, tmp_path) -> No
     [
         (10.0, (), 4),
         (1.04, ("--tolerance", "5"), 0),
+        (1.04, ("--tolerance", "5%"), 0),
+        (1.0, ("--tolerance", "five"), 2),
+        (1.0, ("--tolerance", "nan"), 2),
+        (1.0, ("--tolerance", "inf"), 2),
         (1.08, ("--tolerance", "5"), 4),
         (1.0, ("--tolerance", "-1"), 2),
     ],

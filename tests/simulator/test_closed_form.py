@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from simulator.closed_form import estimate_plans
+from simulator.data_parallel import update_bytes
 from simulator.hf_config import load_model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
@@ -130,3 +131,14 @@ def test_a_profile_of_this_gpu_prices_collectives() -> None:
 
     assert step("h100-sxm") > 1.5 * step(None)
     assert step("a100-sxm-80gb") == step(None)
+
+
+def test_the_end_of_a_step_moves_what_the_optimizer_owns_and_what_gradients_pass_through() -> None:
+    """Megatron with a sharded optimizer: 46 bytes of each parameter owned (28 AdamW, 12 clipping, 6 for the 16-bit copy)
+    and 16 of each gradient held (4 zeroed, 8 averaged, 4 checked); torchtitan moves 40 of what it owns.
+    """
+    megatron, early = Runtime(name="megatron-lm"), Runtime(name="megatron-lm", compute_dtype="float16")
+
+    assert update_bytes(megatron, 100.0, 800.0) == 100 * 46 + 800 * 16
+    assert update_bytes(early, 100.0, 800.0) == 100 * 46
+    assert update_bytes(Runtime(name="torchtitan"), 100.0, 800.0) == 100 * 40

@@ -9,7 +9,7 @@ import pytest
 
 from simulator.check import check
 from simulator.closed_form import estimate_plans
-from simulator.data_parallel import optimizer_bytes
+from simulator.data_parallel import update_bytes
 from simulator.engine import simulate
 from simulator.hf_config import load_model
 from simulator.layer_cost import block_cost
@@ -74,7 +74,7 @@ def test_one_gpu_is_the_sum_of_its_kernels_and_the_optimizer(detail: Detail) -> 
     model, plan = shortened("llama3-8b", 4), Plan()
     workload = Workload(seq_len=8192, global_batch_size=1)
     compute, context = kernels_s(model, workload, plan, QUIET)
-    update = model.parameters * optimizer_bytes(context.spec) / context.roofline.memory_bytes_per_s
+    update = update_bytes(context.runtime, model.parameters, model.parameters) / context.roofline.memory_bytes_per_s
 
     _, got = run((model, H100, workload, plan, QUIET), detail)
     assert got.trace.busy_s(0, "compute") == pytest.approx(compute + update, rel=1e-3)
@@ -214,6 +214,15 @@ def test_overlap_modes_take_what_their_formula_says(mode: str) -> None:
     }
     assert got == pytest.approx(expected[mode])
     assert got >= 4.0
+
+
+def test_copies_that_cannot_be_made_take_for_ever() -> None:
+    """Between nodes there are no peer copies: an endless hop stays endless and does not become no number."""
+    for whole in (2.0, np.array([2.0])):
+        got = together_s(
+            "copy_engine", whole_s=whole, chunk_s=0.6, hop_s=whole * np.inf, product_s=4.0, pieces_s=4.4, ranks=4.0
+        )
+        assert np.all(np.isposinf(got))
 
 
 def test_copy_engines_leave_the_sms_to_the_products() -> None:

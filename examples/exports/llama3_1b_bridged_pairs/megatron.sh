@@ -5,6 +5,7 @@
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 2 x 1 x 1 x 2, the last fastest
 # needed: pretrain_gpt.py of a Megatron-LM checkout
 # needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
+# needed: numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses
 # note: tp 2 without NVLink: every layer's collectives cross PCIe
 #
 set -eu

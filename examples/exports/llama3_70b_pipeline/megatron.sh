@@ -5,6 +5,7 @@
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 4 x 1 x 1 x 1 x 8, the last fastest
 # needed: pretrain_gpt.py of a Megatron-LM checkout
 # needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
+# needed: numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses
 #
 set -eu
 # Megatron-LM asks for it with tensor or context parallelism: launch order then is execution order

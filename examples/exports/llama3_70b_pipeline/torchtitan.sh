@@ -4,7 +4,7 @@
 # 32 = dp 1 x fsdp 1 x tp 8 x pp 4; micro batch 1, recompute full, sp, Interleaved1F1B x2
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 4 x 1 x 1 x 1 x 8, the last fastest
 # needed: --hf_assets_path: the folder of the tokenizer
-# needed: data set, steps, optimizer and learning rate, which no plan decides
+# needed: data set, steps, optimizer and learning rate, which no plan decides: add their options
 #
 set -eu
 exec torchrun --nnodes=4 --nproc-per-node=8 --max-restarts=0 --node-rank \
@@ -19,5 +19,5 @@ exec torchrun --nnodes=4 --nproc-per-node=8 --max-restarts=0 --node-rank \
   --parallelism.fsdp_reshard_after_forward=default \
   --parallelism.pipeline_parallel_schedule=Interleaved1F1B \
   --parallelism.pipeline_parallel_microbatch_size=1 --parallelism.enable_sequence_parallel \
-  --compile.no_enable --compile.no_enable_async_tensor_parallel --compile.components=model,loss \
+  --compile.no_enable --compile.no_enable_async_tensor_parallel --compile.components=model,loss "$@" \
   activation_checkpoint:full

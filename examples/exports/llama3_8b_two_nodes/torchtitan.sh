@@ -4,7 +4,7 @@
 # 16 = dp 2 x fsdp 4 x tp 2 x pp 1; micro batch 1, recompute selective-op, sp
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 2 x 4 x 1 x 2, the last fastest
 # needed: --hf_assets_path: the folder of the tokenizer
-# needed: data set, steps, optimizer and learning rate, which no plan decides
+# needed: data set, steps, optimizer and learning rate, which no plan decides: add their options
 #
 set -eu
 exec torchrun --nnodes=2 --nproc-per-node=8 --max-restarts=0 --node-rank \
@@ -17,5 +17,5 @@ exec torchrun --nnodes=2 --nproc-per-node=8 --max-restarts=0 --node-rank \
   --parallelism.tensor_parallel_degree=2 --parallelism.context_parallel_degree=1 \
   --parallelism.pipeline_parallel_degree=1 --parallelism.expert_parallel_degree=1 \
   --parallelism.fsdp_reshard_after_forward=default --parallelism.enable_sequence_parallel \
-  --compile.enable --compile.no_enable_async_tensor_parallel --compile.components=model,loss \
+  --compile.enable --compile.no_enable_async_tensor_parallel --compile.components=model,loss "$@" \
   activation_checkpoint:selective

@@ -6,6 +6,7 @@
 # not expressed: FSDP2 is written as Megatron-FSDP, an implementation of its own
 # needed: pretrain_gpt.py of a Megatron-LM checkout
 # needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
+# needed: numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses
 # note: needs --use-megatron-fsdp (or --use-torch-fsdp2): the distributed optimizer alone is ZeRO-1
 #
 set -eu

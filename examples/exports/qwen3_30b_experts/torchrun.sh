@@ -8,11 +8,9 @@
 set -eu
 # NVLink multicast stays off: in virtual machines and on shared hosts it can hang the fabric
 export NCCL_NVLS_ENABLE=0
-# NVLink multicast stays off: in virtual machines and on shared hosts it can hang the fabric
 export TORCH_SYMM_MEM_DISABLE_MULTICAST=1
-# NVLink multicast stays off: in virtual machines and on shared hosts it can hang the fabric
 export NVSHMEM_DISABLE_NVLS=1
-mkdir -p meshwright-4e189ec494210826
+mkdir -p meshwright-4e189ec494210826/records
 cat > meshwright-4e189ec494210826/request.json <<'REQUEST'
 {"schema_version":1,"plan":{"dp_replicate":1,"dp_shard":8,"zero_stage":null,"tp":1,"sequence_parallel":false,"cp":1,"pp":1,"ep":8,"virtual_stages":1,"schedule":null,"micro_batch_size":1,"recompute":"full","tp_overlap":"none","reshard_after_forward":null,"layers_per_stage":[],"placement":[],"cp_method":null,"recompute_per_stage":[],"capacity_factor":null},"model":{"name":"qwen3-30b-a3b","family":"qwen3_moe","layers":48,"hidden":2048,"heads":32,"kv_heads":4,"head_dim":128,"ffn":6144,"vocab":151936,"gated_mlp":true,"tied_embeddings":false,"learned_positions":0,"norm":"rmsnorm","norm_bias":false,"norms_per_layer":2,"final_norm":true,"qk_norm":true,"qk_norm_wide":false,"qkv_bias":false,"attention_out_bias":false,"mlp_bias":false,"head_bias":false,"latent":null,"moe":{"experts":128,"experts_per_token":8,"ffn":768,"shared_ffn":0,"shared_gate":false,"expert_bias":false,"router_bias":false,"dense_layers":0,"dense_layer_ids":[]},"sliding_window":0,"sliding_layers":0,"max_positions":40960,"multi_token_layers":0,"rotary":true,"parallel_residual":false,"assumed":[]},"workload":{"task":"train","seq_len":4096,"global_batch_size":64,"expert_imbalance":1.0},"runtime":{"name":"torchtitan","version":null,"compile":false,"param_dtype":"float32","compute_dtype":"bfloat16","reduce_dtype":"float32","optimizer":"adamw"},"device":"cuda","steps":10,"warm_up":3}
 REQUEST

@@ -8,6 +8,7 @@
 # not expressed: torch.compile of the model: Megatron-LM compiles single functions only
 # needed: pretrain_gpt.py of a Megatron-LM checkout
 # needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
+# needed: numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses
 # note: needs --use-megatron-fsdp (or --use-torch-fsdp2): the distributed optimizer alone is ZeRO-1
 #
 set -eu

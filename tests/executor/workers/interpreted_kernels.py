@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from executor.kernels import all_reduce, copies
 from executor.kernels.gather_matmul import gather_matmul
 from executor.kernels.matmul_scatter import matmul_scatter
+from executor.overlap.fused import Tile, tiles_of
 
 LIMIT = 3  # a wait for what is not preset ends at once, and the error word tells
 
@@ -52,42 +53,36 @@ def gather(world: int, rank: int, rows: int, depth: int, columns: int, pieces: i
         operand(weight, k, n, turned=turned), TensorDescriptor.from_tensor(out, [1, m, n // 2 if halves else n]),
         flags, ticket, error, rows, columns, depth, piece_rows, pieces, rank, world, turned, m, n, k, 2, halves, LIMIT, False,
     )  # fmt: skip
-    assert not error.any() and not flags.any() and not ticket.any()
+    assert not any(word.any() for word in (error, flags, ticket))
     return difference(out, whole.double() @ weight.double().t())
 
 
-def scatter(world: int, rank: int, rows: int, depth: int, columns: int, *, dtype, turned) -> float:
-    """Rank `rank` computes; the others' parts lie in its slots; what it sends is looked at in the others' slots."""
+def scatter(world: int, rank: int, rows: int, depth: int, columns: int, piece_rows: int, *, dtype, turned) -> float:
+    """Rank `rank` computes; the others' parts lie in its slots; what it makes for others is compared, too."""
     m, n, k = 16, 32, 16
     x, weight = draw(world, world * rows, depth, seed=3, dtype=dtype), draw(world, columns, depth, seed=4, dtype=dtype)
-    parts = [(x[r].double() @ weight[r].double().t()).unflatten(0, (world, rows)) for r in range(world)]
-    slot_rows = -(-rows // m) * m
-    tiles_a_shard = slot_rows // m * -(-columns // n)
-    epoch, ticket, error = words()
-    epoch += 3  # an odd call: the second set
-    sets = torch.full((world, 2, world, slot_rows, columns), torch.nan, dtype=dtype)
-    for source in range(world):
-        sets[rank, 1, source, :rows] = parts[source][rank].to(dtype)
-    flags = torch.zeros((world, world, tiles_a_shard), dtype=torch.int32)
-    flags[rank] = 4
-    addresses = torch.tensor([flags[r].data_ptr() for r in range(world)])
-    out = torch.full((rows, columns), torch.nan, dtype=dtype)
-
-    def slots(owner: int, block: list[int]) -> TensorDescriptor:
-        return TensorDescriptor.from_tensor(sets[owner].flatten(1, 2), block)
-
+    whole = [(x[r].double() @ weight[r].double().t()).unflatten(0, (world, rows)) for r in range(world)]
+    slots = torch.stack([part[rank] for part in whole]).to(dtype)
+    slots[rank] = torch.nan
+    _, ticket, error = words()
+    pieces = -(-rows // piece_rows)
+    done, flags = torch.zeros((world - 1, pieces), dtype=torch.int32), torch.ones((world, pieces), dtype=torch.int32)
+    parts, out = (
+        torch.full((world - 1, rows, columns), torch.nan, dtype=dtype),
+        torch.full((rows, columns), torch.nan, dtype=dtype),
+    )
     matmul_scatter[(3,)](
         TensorDescriptor.from_tensor(x[rank], [m, k]), operand(weight[rank], k, n, turned=turned),
-        *(slots((rank + step) % world, [1, m, n]) for step in range(1, 8)), slots(rank, [1, m, n // 4]),
-        TensorDescriptor.from_tensor(out, [m, n // 4]), flags[rank], addresses, epoch, ticket, error,
-        rows, slot_rows, columns, depth, rank, world, turned, m, n, k, 2, LIMIT, False,
+        TensorDescriptor.from_tensor(parts, [1, m, n // 2]), slots,
+        TensorDescriptor.from_tensor(out, [m, n // 2]), done, flags, ticket, error,
+        rows, columns // 8, depth, piece_rows, pieces, rank, world, turned, m, n, k, 2, LIMIT, False,
     )  # fmt: skip
-    assert not error.any() and int(epoch) == 4 and not ticket.any()
-    worst = difference(out, sum(part[rank] for part in parts))
-    for owner in range(world):
-        if owner != rank:
-            assert (flags[owner, rank] == 4).all(), "a tile was not announced"
-            worst = max(worst, difference(sets[owner, 1, rank, :rows], parts[rank][owner]))
+    assert not any(word.any() for word in (error, flags, ticket))
+    bounds = [(first, min(first + piece_rows, rows)) for first in range(0, rows, piece_rows)]
+    assert (done == torch.tensor(tiles_of(bounds, columns, Tile(block_m=m, block_n=n)))).all(), "a tile was not counted"
+    worst = difference(out, sum(part[rank] for part in whole))
+    for step in range(1, world):
+        worst = max(worst, difference(parts[step - 1], whole[rank][(rank + step) % world]))
     return worst
 
 
@@ -113,7 +108,7 @@ def reduce(shots: int, world: int, rows: int, columns: int, block: int, *, norm:
                 xs[rank], out, residual, kept, weight, slots[rank], at, flags[rank], flags_at, epoch, ticket, error,
                 numel, columns, set_numel, 1e-5, rank, world, norm, block, 8, LIMIT,
             )  # fmt: skip
-            assert not error.any() and int(epoch) == 1
+            assert (int(error), int(epoch)) == (0, 1)
             if turn < 2:
                 continue
             if norm:
@@ -142,15 +137,12 @@ def main() -> None:
             for turned, halves in ((True, False), (False, True)):
                 name = f"gather W{world} r{rank} {rows}x{depth}x{columns} {dtype} turned={turned} halves={halves}"
                 say(name, gather(world, rank, rows, depth, columns, pieces, dtype=dtype, turned=turned, halves=halves))
-    for world, rank, rows, depth, columns in (
-        (2, 0, 32, 48, 64),
-        (2, 1, 40, 40, 72),
-        (4, 3, 16, 32, 32),
-        (3, 1, 24, 24, 40),
-    ):
+    for world, rank, rows, depth, columns, piece_rows in (
+        (2, 0, 64, 48, 64, 32), (2, 1, 40, 40, 72, 40), (4, 3, 16, 32, 32, 16), (3, 1, 72, 24, 40, 40),
+    ):  # fmt: skip
         for turned in (True, False):
             name = f"scatter W{world} r{rank} {rows}x{depth}x{columns} turned={turned}"
-            say(name, scatter(world, rank, rows, depth, columns, dtype=torch.float32, turned=turned))
+            say(name, scatter(world, rank, rows, depth, columns, piece_rows, dtype=torch.float32, turned=turned))
     for shots in (1, 2):
         for world, rows, columns, block in ((2, 7, 16, 16), (4, 9, 24, 32), (3, 2, 16, 16)):
             for norm in (False, True):
@@ -158,9 +150,10 @@ def main() -> None:
                     f"reduce shots={shots} W{world} {rows}x{columns} {norm}",
                     reduce(shots, world, rows, columns, block, norm=norm),
                 )
-    parts, out = draw(3, 100, seed=8, dtype=torch.float32), torch.full((100,), torch.nan)
-    copies.add_slots[(4,)](parts[1], parts, out, 100, 1, 3, 32)
-    say("add_slots", difference(out, parts.double().sum(0)))
+    parts = draw(3, 100, seed=8, dtype=torch.float32)
+    own = parts[1].clone()
+    copies.add_slots[(4,)](own, parts, 100, 1, 3, 32)
+    say("add_slots", difference(own, parts.double().sum(0)))
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ MODELS = {
     "qk_norm": tiny(qk_norm=True, qkv_bias=True),
     "tied": tiny(tied_embeddings=True),
     "moe": tiny(moe=MixtureOfExperts(experts=4, experts_per_token=2, ffn=32)),
+    "wide": tiny(heads=8, kv_heads=4, head_dim=4),
     "latent": tiny(
         kv_heads=4,
         latent=LatentAttention(q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8),

@@ -1,0 +1,96 @@
+"""What a step's time rests on, and how sure that makes us.
+
+Shares are of the step: kernels measured at the very shape, kernels from a curve through others, the rest from datasheets
+or assumed. A calibrated interval is as wide as runs of one and two layers lie around what is predicted for them, and
+wider by what rests on less than measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.calibration import Calibration
+from simulator.runtime import Runtime
+from topology.cluster import Source
+
+Floats = NDArray[np.float64]
+
+# An 80 % half-width over a median deviation, for a normal distribution.
+HALF_WIDTH = 1.28 / 0.6745
+LEAST = 0.06  # the same layers took 3 to 6 % more or less on two hosts with the same GPUs (examples/profiles)
+UNRUN = 0.08  # where no layer of the runtime was run: its host and its order of kernels are the description's
+# What a share adds that is not measured: the intervals that datasheet predictions have (simulator.closed_form).
+WIDER = {Source.MEASURED: 0.0, Source.FITTED: 0.0, Source.DATASHEET: 0.15, Source.ASSUMED: 0.30}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Seconds of a step by source, one value a plan."""
+
+    seconds: dict[Source, Floats]
+
+    def row(self, index: int, step_s: float) -> dict[str, float]:
+        """Return the shares of one plan, best source first; they add up to 1."""
+        total = sum(float(part[index]) for part in self.seconds.values()) or step_s
+        return {source.value: float(part[index]) / total for source, part in self.seconds.items()}
+
+
+def shares(
+    breakdown_s: dict[str, Floats],
+    *,
+    measured_s: Floats,
+    fitted_s: Floats,
+    kernels_s: Floats,
+    calibration: Calibration | None,
+    runtime: Runtime,
+    communication_measured: NDArray[np.bool_],
+) -> Shares:
+    """Return what each part of a step rests on.
+
+    `measured_s` and `fitted_s` are parts of `kernels_s`, the compute of a micro batch. A bubble is made of the compute
+    of others, so it rests on the same.
+    """
+    step = sum(breakdown_s.values(), np.zeros_like(kernels_s))
+    found = {source: np.zeros_like(step) for source in Source}
+
+    def book(name: str, source: Source) -> None:
+        found[source] = found[source] + breakdown_s.get(name, 0.0)
+
+    compute = breakdown_s["compute"] + breakdown_s["recompute"] + breakdown_s["bubble"]
+    whole = np.maximum(kernels_s, 1e-30)
+    found[Source.MEASURED] = found[Source.MEASURED] + compute * measured_s / whole
+    found[Source.FITTED] = found[Source.FITTED] + compute * fitted_s / whole
+    found[Source.DATASHEET] = found[Source.DATASHEET] + compute * (1 - (measured_s + fitted_s) / whole)
+    moved = breakdown_s["exposed_communication"]
+    found[Source.MEASURED] = found[Source.MEASURED] + np.where(communication_measured, moved, 0.0)
+    found[Source.DATASHEET] = found[Source.DATASHEET] + np.where(communication_measured, 0.0, moved)
+    if calibration is None:
+        found[Source.DATASHEET] = found[Source.DATASHEET] + breakdown_s["copies"] + breakdown_s["optimizer"]
+        found[Source.ASSUMED] = found[Source.ASSUMED] + breakdown_s["contention"] + breakdown_s["host"]
+        return Shares(seconds=found)
+    book("copies", Source.FITTED if calibration.packing is not None else Source.DATASHEET)
+    book("contention", Source.FITTED if calibration.beside else Source.ASSUMED)
+    book("optimizer", Source.FITTED if calibration.updates else Source.DATASHEET)
+    ran = calibration.runtime(runtime.name, compiled=runtime.compile).runs > 0
+    book("host", Source.FITTED if ran else Source.ASSUMED)
+    return Shares(seconds=found)
+
+
+def half_width(row: dict[str, float], calibration: Calibration, runtime: Runtime) -> float:
+    """Return the relative half-width of a calibrated step's 80 % interval."""
+    costs = calibration.runtime(runtime.name, compiled=runtime.compile)
+    base = max(HALF_WIDTH * costs.spread, LEAST) if costs.runs and costs.spread else UNRUN
+    return base + sum(row.get(source.value, 0.0) * wider for source, wider in WIDER.items())
+
+
+def main_source(row: dict[str, float]) -> Source:
+    """Return the best source that half of a step rests on, with all better ones."""
+    total = 0.0
+    for source in Source:
+        total += row.get(source.value, 0.0)
+        if total >= 0.5:
+            return source
+    return Source.ASSUMED

@@ -1,0 +1,150 @@
+"""What choosing by prediction costs: in groups of measured runs of one question, the predicted best against the best.
+
+Run as `python tests/bench/regret.py OUT.md FILE...` with case files. A group shares model, cluster and workload; runs
+differ in plan, and where the source varied it in the runtime too. Where runs of the very same plan and runtime differ,
+the source varied something that only its notes say (float8), and the group is listed apart. Regret is how much longer the run that is predicted
+to be quickest took than the quickest, both as measured; Kendall's tau compares the two orders. Ranked twice: by the
+closed form, and with those within its known error of its first ordered by the simulation, as `planner suggest` does.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from planner.cases import Case, load_case, read_cases
+from planner.costs import cost_table
+from planner.legality import check, is_legal
+from planner.search import CLOSED_FORM_ERROR
+from planner.validation import measured_step_s
+from simulator.simulation import simulate_plan
+from topology import codec
+from topology.errors import PlannerError
+
+NOISE = 1.05  # runs of one plan and runtime are within this factor
+Run = tuple[Case, float]  # and its measured step
+
+
+def groups(files: list[str]) -> dict[tuple[str, ...], list[Run]]:
+    """Return runs by (file, model, cluster, workload); those that cannot be compared are left out."""
+    found: dict[tuple[str, ...], list[Run]] = {}
+    for name in files:
+        for raw in read_cases(name)[0]:
+            try:
+                case = load_case(raw)
+            except PlannerError:
+                continue
+            step, _ = measured_step_s(case)
+            problems = check(case.plan, case.model, case.cluster, case.workload, case.framework, runtime=case.runtime)
+            if step is None or not is_legal(problems):
+                continue
+            # Names are the cases' own: what makes a question the same is what they describe.
+            model = codec.fingerprint(replace(case.model, name="", assumed=()))
+            cluster = codec.fingerprint(replace(case.cluster, name=""))
+            key = (Path(name).name, model, cluster, codec.fingerprint(case.workload))
+            found.setdefault(key, []).append((case, step))
+    return {key: runs for key, runs in found.items() if len(runs) > 1}
+
+
+def predicted(runs: list[Run]) -> tuple[list[float], list[float]]:
+    """Return the steps of runs by the closed form, and the same with the close ones in the order of the simulation."""
+    form = [float(cost_table(c.model, c.cluster, c.workload, [c.plan], c.runtime).step_s[0]) for c, _ in runs]
+    close = [i for i, step in enumerate(form) if step <= min(form) * (1 + CLOSED_FORM_ERROR)]
+    simulated = {i: simulated_s(runs[i][0]) for i in close} if len(close) > 1 else {}
+    # The simulation deals the places of the close ones anew among them.
+    places = sorted(form[i] for i in simulated)
+    ordered = list(form)
+    for place, i in zip(places, sorted(simulated, key=simulated.__getitem__), strict=True):
+        ordered[i] = place
+    return form, ordered
+
+
+def simulated_s(case: Case) -> float:
+    done = simulate_plan(case.model, case.cluster, case.workload, case.plan, case.runtime, spans=False)
+    return done.estimate.step_s.value
+
+
+def confounded(runs: list[Run]) -> bool:
+    """Return whether runs of one stated plan and runtime differ: what they varied is in a note, not in the case."""
+    same: dict[str, list[float]] = {}
+    for case, step in runs:
+        same.setdefault(codec.fingerprint(case.plan) + codec.fingerprint(case.runtime), []).append(step)
+    return any(max(steps) > NOISE * min(steps) for steps in same.values())
+
+
+def regret(steps: list[float], measured: list[float]) -> float:
+    chosen = min(range(len(steps)), key=steps.__getitem__)
+    return measured[chosen] / min(measured) - 1
+
+
+def kendall(first: list[float], second: list[float]) -> float:
+    """Return Kendall's tau-a of two lists of values."""
+    pairs = list(itertools.combinations(range(len(first)), 2))
+    agree = sum((first[i] - first[j]) * (second[i] - second[j]) > 0 for i, j in pairs)
+    against = sum((first[i] - first[j]) * (second[i] - second[j]) < 0 for i, j in pairs)
+    return (agree - against) / len(pairs)
+
+
+def main(out: Path, files: list[str]) -> None:
+    """Write the table of all groups."""
+    rows = []
+    for (name, *_), runs in groups(files).items():
+        measured = [step for _, step in runs]
+        form, ordered = predicted(runs)
+        rows.append(
+            {
+                "file": name,
+                "first": runs[0][0].id,
+                "runs": len(runs),
+                "confounded": confounded(runs),
+                "form": regret(form, measured),
+                "ordered": regret(ordered, measured),
+                "tau": kendall(form, measured),
+                "tau_ordered": kendall(ordered, measured),
+            }
+        )
+    names = ", ".join(Path(f).name for f in files)
+    lines = [
+        "# Regret: the plan predicted best against the best measured",
+        "",
+        f"Made on {dt.datetime.now(tz=dt.UTC):%Y-%m-%d} by `python tests/bench/regret.py {out} FILE...` over {names}.",
+        "A group is all runs of one model, cluster and global batch. Regret is how much longer the run took that was",
+        "predicted to be quickest; tau is Kendall's, over all runs of the group. *Simulated* orders those within",
+        f"{CLOSED_FORM_ERROR:.0%} of the closed form's first by the simulation, as `planner suggest` does.",
+        "",
+        "| groups | number | mean regret, closed form | worst | mean regret, simulated | worst | mean tau |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for title, some in (
+        ("groups of plans", [row for row in rows if not row["confounded"]]),
+        ("groups that vary what no field of the case states (float8, compiled)", [r for r in rows if r["confounded"]]),
+        ("all", rows),
+        *((name, [row for row in rows if row["file"] == name]) for name in dict.fromkeys(row["file"] for row in rows)),
+    ):
+        if some:
+            n = len(some)
+            lines.append(
+                f"| {title} | {n} | {sum(r['form'] for r in some) / n:.1%} | {max(r['form'] for r in some):.1%} "
+                f"| {sum(r['ordered'] for r in some) / n:.1%} | {max(r['ordered'] for r in some):.1%} "
+                f"| {sum(r['tau_ordered'] for r in some) / n:.2f} |"
+            )
+    lines += [
+        "",
+        "| file | first run of the group | runs | regret, closed form | regret, simulated | tau, closed form | tau, simulated |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    lines += [
+        f"| {r['file']} | {r['first']} | {r['runs']} | {r['form']:.1%} | {r['ordered']:.1%} | {r['tau']:.2f} "
+        f"| {r['tau_ordered']:.2f} |"
+        for r in rows
+    ]
+    out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,49 @@
+"""Overlap modes compute what plain products compute, forward and backward, on gloo processes; the rest is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from executor.launch import launch
+from topology.errors import BadPlan
+
+pytest.importorskip("torch", reason="torch is not installed: nothing can be multiplied")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_mode_is_right(tmp_path: Path, ranks: int) -> None:
+    """In float64, so that a mistake cannot hide in rounding; with one weight and with two in one gather."""
+    out = tmp_path / "verdicts.jsonl"
+    run = launch("tests.executor.workers.overlap_worker", [str(out)], ranks=ranks, budget_s=180, directory=tmp_path)
+
+    assert run.ok, run.stderr_tail
+    verdicts = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(verdicts) == 3 * 6 * 2  # operations, modes, shapes
+    assert [verdict for verdict in verdicts if not verdict["ok"]] == []
+
+
+@pytest.mark.parametrize("name", ["multimem", "multimem_one_shot", "multimem_two_shot", "nvls"])
+def test_multicast_is_refused_and_said_why(name: str) -> None:
+    from executor.overlap import mode_named
+
+    with pytest.raises(BadPlan, match=name) as caught:
+        mode_named(name)
+    assert "NVLink multicast" in caught.value.why
+    assert "fused" in caught.value.remedy
+
+
+def test_an_unknown_mode_is_told_what_there_is() -> None:
+    from executor.overlap import MODES, mode_named
+
+    with pytest.raises(BadPlan) as caught:
+        mode_named("fast")
+    assert all(mode in caught.value.remedy for mode in MODES)
+
+
+def test_the_planner_models_what_the_executor_runs() -> None:
+    from executor.overlap import MODES
+    from simulator.overlap_modes import EXECUTED
+
+    assert tuple(MODES) == EXECUTED

@@ -1,0 +1,204 @@
+"""The Triton kernels without a GPU: numbers in the interpreter, and what the compiler makes of them for Hopper.
+
+A software pipeliner may move a load above a wait that it does not depend on, and nothing but the compiled code shows it.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed: triton's interpreter needs it")
+triton = pytest.importorskip("triton", reason="triton is not installed: there are no kernels")
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED_MEMORY_BYTES = 232_448  # of one program on sm_90, CUDA C++ Programming Guide, table of compute capabilities
+FLOAT32, FLOAT16 = 2.0**-20, 2.0**-9  # a few units in the last place of what is accumulated or stored
+
+
+def test_numbers_order_and_coverage_in_the_interpreter() -> None:
+    """In a process of its own: whether kernels are interpreted is decided when they are imported."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.executor.workers.interpreted_kernels"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    if run.returncode and "only integer scalar arrays" in run.stderr:
+        pytest.skip("this triton's interpreter does not run loops with this numpy (2.4 and later)")
+    assert run.returncode == 0, run.stderr[-2000:]
+    cases = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len(cases) > 40
+    for case in cases:
+        assert case["difference"] <= (FLOAT16 if "float16" in case["what"] else FLOAT32), case["what"]
+
+
+GATHER = [
+    {"BLOCK_N": 256, "HALVES": True, "stages": 4, "B_TURNED": True},
+    {"BLOCK_N": 256, "HALVES": True, "stages": 4, "B_TURNED": False},
+    {"BLOCK_N": 128, "HALVES": False, "stages": 4, "B_TURNED": True},
+]
+SCATTER = [
+    {"WORLD": 2, "BLOCK_N": 256, "stages": 3, "B_TURNED": True},
+    {"WORLD": 4, "BLOCK_N": 256, "stages": 3, "B_TURNED": False},
+    {"WORLD": 8, "BLOCK_N": 256, "stages": 3, "B_TURNED": True},
+    {"WORLD": 2, "BLOCK_N": 128, "stages": 4, "B_TURNED": False},
+]
+
+
+@pytest.mark.parametrize("case", GATHER, ids=str)
+def test_gather_matmul_compiled(case: dict[str, Any]) -> None:
+    from executor.kernels.gather_matmul import gather_matmul
+
+    width = case["BLOCK_N"] // (2 if case["HALVES"] else 1)
+    right = (case["BLOCK_N"], 64) if case["B_TURNED"] else (64, case["BLOCK_N"])
+    words = dict.fromkeys(("flags", "ticket", "error"), "*i32")
+    compiled = _compile(
+        gather_matmul,
+        {"own": _tile(128, 64), "gathered": _tile(128, 64), "b": _tile(*right), "c": _tile(1, 128, width), **words},
+        ("rows", "columns", "depth", "piece_rows", "pieces"),
+        {"RANK": 1, "WORLD": 4, "BLOCK_M": 128, "BLOCK_K": 64, "GROUP_M": 8, "LIMIT": 1 << 20, "ASM": True, **case},
+    )
+
+    _fits(compiled)
+    lines = compiled.asm["ttgir"].splitlines()
+    copies = [number for number, line in enumerate(lines) if "async_tma_copy_global_to_local %gathered" in line]
+    assert copies, "the gathered rows are not loaded by TMA"
+    for copy in copies:
+        assert "acquire, sys" in _region_that_yields_the_row(lines, copy), f"not guarded by a wait: {lines[copy]}"
+    own = [number for number, line in enumerate(lines) if "async_tma_copy_global_to_local %own" in line]
+    assert own
+    for copy in own:
+        assert "acquire" not in _region_that_yields_the_row(lines, copy), "own rows wait for nobody"
+
+
+@pytest.mark.parametrize("case", SCATTER, ids=str)
+def test_matmul_scatter_compiled(case: dict[str, Any]) -> None:
+    from executor.kernels.matmul_scatter import matmul_scatter
+
+    right = (case["BLOCK_N"], 64) if case["B_TURNED"] else (64, case["BLOCK_N"])
+    half = case["BLOCK_N"] // 2
+    words = dict.fromkeys(("done", "flags", "ticket", "error"), "*i32")
+    tiles = {"a": _tile(128, 64), "b": _tile(*right), "parts": _tile(1, 128, half)}
+    compiled = _compile(
+        matmul_scatter,
+        {**tiles, "slots": "*bf16", "c": _tile(128, half), **words},
+        ("rows", "eighth", "depth", "piece_rows", "pieces"),
+        {"RANK": 1, "BLOCK_M": 128, "BLOCK_K": 64, "GROUP_M": 8, "LIMIT": 1 << 20, "ASM": True, **case},
+        {(3,): [["tt.divisibility", 16]]},  # slots: sets begin at multiples of symmetric.STORE_ALIGNMENT
+    )
+
+    _fits(compiled)
+    lines = compiled.asm["ttgir"].splitlines()
+    loads = [
+        n
+        for n, line in enumerate(lines)
+        if re.search(r"(tt\.load|ttg\.async_copy_global_to_local).*!tt\.ptr<bf16>", line)
+    ]
+    assert loads, "the others' parts are not loaded"
+    stores = [number for number, line in enumerate(lines) if "async_tma_copy_local_to_global %parts" in line]
+    for load in loads:
+        waits = [n for n, line in enumerate(lines[:load]) if "acquire, sys" in line]
+        assert waits, "parts are loaded before anybody waited for them"
+        assert waits[-1] > stores[-1], "the wait belongs to the loop over own tiles"
+        between = lines[waits[-1] : load]
+        assert not any("warp_group_dot %" in line for line in between), "the wait was for another tile"
+    # Counting a tile that TMA has stored: the full wait, not the one for shared memory, comes before the release.
+    ptx = compiled.asm["ptx"]
+    releases = [match.start() for match in re.finditer(r"atom\S*\.release\S*\.add|red\S*\.release\S*\.add", ptx)]
+    assert releases
+    for release in releases:
+        waits = [match.start() for match in re.finditer(r"cp\.async\.bulk\.wait_group\s+\d", ptx[:release])]
+        stored = [match.start() for match in re.finditer(r"cp\.async\.bulk\.tensor\.3d\.global\.shared", ptx[:release])]
+        assert waits, "a tile is counted without waiting for its stores"
+        assert stored, "nothing was stored before"
+        assert waits[-1] > stored[-1]
+
+
+@pytest.mark.parametrize("name", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_all_reduce_compiled(name: str, *, norm: bool) -> None:
+    from executor.kernels import all_reduce
+
+    tensors = dict.fromkeys(("x", "out", "residual", "residual_out", "weight", "slots"), "*bf16")
+    words = {"peer_slots": "*i64", "flags": "*i32", "peer_flags": "*i64"}
+    words |= dict.fromkeys(("epoch", "ticket", "error"), "*i32")
+    numbers = {"numel": "i32", "columns": "i32", "set_numel": "i32", "eps": "fp32"}
+    constants = {"RANK": 1, "WORLD": 4, "NORM": norm, "BLOCK": 2048, "STRIDE": 256, "LIMIT": 1 << 20}
+    aligned = {(index,): [["tt.divisibility", 16]] for index in range(15)}
+    compiled = _compile(getattr(all_reduce, name), tensors | words | numbers, (), constants, aligned)
+
+    _fits(compiled)
+    ptx = compiled.asm["ptx"]
+    assert "st.global.v4" in ptx, "stores to peers are not 16 bytes wide"
+    first_acquire, first_release = ptx.index("acquire"), ptx.index("release")
+    assert first_release < first_acquire, "everybody would wait before speaking"
+
+
+# --- the compiler -----------------------------------------------------------------------------------------------------
+
+
+def _tile(*shape: int) -> str:
+    return f"tensordesc<bf16[{', '.join(map(str, shape))}]>"
+
+
+def _compile(
+    kernel: Any, arguments: dict[str, str], integers: tuple[str, ...], constants: dict[str, Any], attrs: Any = None
+) -> Any:
+    """Compile for sm_90; `stages` is an option, the other constants are arguments."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = dict(constants)
+    options = {"num_warps": 8, "num_stages": constants.pop("stages", 3)}
+    given = {**arguments, **dict.fromkeys(integers, "i32"), **dict.fromkeys(constants, "constexpr")}
+    signature = {name: given[name] for name in kernel.arg_names}
+    assert set(signature) == set(given)
+    more = {"attrs": attrs} if attrs else {}
+    source = ASTSource(kernel, signature=signature, constexprs=constants, **more)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def _fits(compiled: Any) -> None:
+    """Assert that shared memory suffices and no register is spilled, as the wheel's own cuobjdump reports."""
+    assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
+    from triton.backends import nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    if not tool.exists():
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        run = subprocess.run([str(tool), "-res-usage", str(cubin)], capture_output=True, timeout=60, check=True)
+    found = re.search(rb"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", run.stdout)
+    assert found is not None, run.stdout
+    assert (int(found[2]), int(found[3])) == (0, 0), found[0].decode()
+
+
+def _region_that_yields_the_row(lines: list[str], copy: int) -> str:
+    """Return the text of the `scf.if` whose result is the row coordinate of the copy in a line; nothing if none is."""
+    row = re.search(r"local %\w+\[(%[\w-]+)", lines[copy])
+    assert row is not None, lines[copy]
+    defined = [n for n, line in enumerate(lines[:copy]) if re.match(rf"\s*{re.escape(row[1])}(:\d+)? = ", line)]
+    if not defined or "scf.if" not in lines[defined[-1]]:  # names are reused: the last definition before is meant
+        return ""
+    indent = re.match(r"\s*", lines[defined[-1]])
+    assert indent is not None
+    body = []
+    for line in lines[defined[-1] + 1 : copy]:
+        if line.startswith(indent[0] + "}") and "else" not in line:
+            break
+        body.append(line)
+    return "\n".join(body)

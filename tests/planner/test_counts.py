@@ -1,0 +1,156 @@
+"""How many GPUs: several compared, the fewest that fit, and what stands in the way where none do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from planner.candidates import Bounds
+from planner.cases import resolve_runtime
+from planner.counts import best_count, cost_per_million_tokens
+from planner.frameworks import MEGATRON, TORCHTITAN
+from planner.infeasible import Constrained, conflict, fewest_for_state, leanest_gap, minimal_gpus, relaxations
+from planner.search import suggest
+from simulator.hf_config import load_model
+from simulator.screening import Screening
+from simulator.workload import Workload
+from tests.planner.conftest import LLAMA8B, make_cluster
+from topology.errors import Infeasible
+
+TITAN = resolve_runtime({"name": "torchtitan"})[0]
+
+
+def grown(n, **options):
+    return make_cluster(1, n, **options) if n < 8 else make_cluster(n // 8, 8, **options)
+
+
+def test_time_takes_more_gpus_and_cost_takes_those_that_pay():
+    workload = Workload(seq_len=4096, global_batch_size=32)
+
+    def run(n):
+        return suggest(LLAMA8B, grown(n), workload, gpus=n, top=1, simulate=False, gpu_price_per_hour=2.0)
+
+    quick = best_count(run, (8, 16, 32), objective="time")
+    cheap = best_count(run, (8, 16, 32), objective="cost", gpu_price_per_hour=2.0)
+    rows = {row.gpus: row for row in cheap.by_gpus}
+
+    assert quick.plans[0].plan.gpus == min(rows.values(), key=lambda row: row.step_s).gpus
+    assert cheap.plans[0].plan.gpus == min(rows.values(), key=lambda row: row.cost_per_million_tokens).gpus
+    for row in rows.values():  # 2.0 an hour for each GPU, over the tokens of an hour
+        tokens_per_hour = workload.tokens_per_step / row.step_s * 3600
+        assert row.cost_per_million_tokens == pytest.approx(2.0 * row.gpus / tokens_per_hour * 1e6)
+    assert cost_per_million_tokens(cheap.plans[0].estimate, None) is None
+
+
+def test_a_count_without_a_plan_is_a_row_with_its_reason():
+    def run(n):
+        return suggest(
+            load_model("llama3-70b"),
+            grown(n),
+            Workload(seq_len=4096, global_batch_size=16),
+            gpus=n,
+            top=1,
+            simulate=False,
+        )
+
+    found = best_count(run, (1, 32), objective="time")
+
+    assert found.plans[0].plan.gpus == 32
+    assert "does not fit" in found.by_gpus[0].problem
+    with pytest.raises(Infeasible):
+        best_count(run, (1, 2), objective="time")
+
+
+@pytest.mark.parametrize("gib", [12, 24, 40, 80])
+def test_the_fewest_are_the_fewest_of_all_counts(gib):
+    """Every smaller number of GPUs is asked, not bisected: whether a count fits need not be monotone."""
+    workload = Workload(seq_len=4096, global_batch_size=24)
+    count, machine, proof = minimal_gpus(
+        LLAMA8B,
+        make_cluster(1, 8, memory_gib=gib),
+        workload,
+        TORCHTITAN,
+        TITAN,
+        grow=lambda n: grown(n, memory_gib=gib),
+    )
+
+    assert machine.gpu_count == count
+    assert leanest_gap(LLAMA8B, machine, workload, TORCHTITAN, TITAN, count) <= 0
+    for fewer in [n for n in range(1, count) if n < 8 or n % 8 == 0]:
+        assert leanest_gap(LLAMA8B, grown(fewer, memory_gib=gib), workload, TORCHTITAN, TITAN, fewer) > 0
+    assert proof
+
+
+def test_state_alone_needs_as_many_gpus_as_its_bytes_say():
+    """405B at 12 bytes a parameter (float32 and two moments) over 78.5 GiB a GPU: 58.2, so 59 (hand calculation)."""
+    model = load_model("llama3-405b")
+    screening = Screening(
+        model=model, cluster=make_cluster(1, 8), workload=Workload(seq_len=8192, global_batch_size=8), runtime=TITAN
+    )
+
+    assert fewest_for_state(screening) == -(-model.parameters * 12 // (78.5 * 2**30)) == 58
+
+
+def asked(model, gib, workload, framework=TORCHTITAN, bounds=None, gpus=8, runtime=TITAN):
+    screening = Screening(
+        model=model, cluster=make_cluster(1, gpus, memory_gib=gib), workload=workload, runtime=runtime
+    )
+    return Constrained(screening=screening, framework=framework, bounds=bounds or Bounds(), gpus=gpus)
+
+
+def test_a_constraint_is_in_conflict_if_there_is_a_plan_without_it():
+    """Recomputation ruled out by a flag is what stands in the way, and the way out; the sequence is not."""
+    question = asked(
+        LLAMA8B, 24, Workload(seq_len=8192, global_batch_size=8), bounds=Bounds(recomputes=("none",), max_tp=1)
+    )
+    kept = conflict(question)
+
+    assert question.gap() > 0
+    assert "the limits given by flags" in kept
+    assert kept[:2] == ["8 GPUs", "24.0 GiB on each"]
+    offers = list(relaxations(question, None))
+    assert offers
+    assert not any("--gpus" in offer for offer in offers if "nearest" not in offer)
+
+
+def test_state_too_large_leaves_gpus_and_memory_in_conflict():
+    question = asked(load_model("llama3-405b"), 80, Workload(seq_len=4096, global_batch_size=8))
+
+    assert conflict(question) == ["8 GPUs", "80.0 GiB on each"]
+
+
+def test_sharding_is_offered_where_the_framework_has_more_of_it():
+    """Megatron-LM searched with its distributed optimizer: ZeRO-3 of the same framework fits where that does not."""
+    megatron = resolve_runtime({"name": "megatron-lm"})[0]
+    alone = replace(MEGATRON, axes=frozenset())  # data parallel and nothing else
+    question = asked(LLAMA8B, 40, Workload(seq_len=512, global_batch_size=8), framework=alone, runtime=megatron)
+    offers = " ".join(relaxations(question, None))
+
+    assert question.gap() > 0
+    assert "sharding of parameters and gradients" in offers
+
+
+def test_the_command_compares_counts(planner):
+    question = ("suggest", "--seq-len", "4096", "--model", "llama3-8b", "--no-simulate", "--top", "1")
+    answer = json.loads(
+        planner(*question, "--gpus", "4,8", "--gpu-price", "2.5", "--objective", "cost", "--json").stdout
+    )
+
+    assert [row["gpus"] for row in answer["by_gpus"]] == [4, 8]
+    assert answer["plans"][0]["cost_per_million_tokens"] == min(r["cost_per_million_tokens"] for r in answer["by_gpus"])
+    text = planner(*question, "--gpus", "4,8", "--gpu-price", "2.5").stdout
+    assert "cost / M tokens" in text
+    assert planner(*question, "--gpus", "4,").returncode == 2
+    assert planner("suggest", "--task", "finetune").returncode == 2
+
+
+def test_flags_that_pin_a_policy_hold(planner):
+    answer = json.loads(
+        planner("suggest", "--micro-batch", "2", "--recompute", "full", "--gpus", "8", "--no-simulate", "--json").stdout
+    )
+
+    assert {(p["plan"]["micro_batch_size"], p["plan"]["recompute"]) for p in answer["plans"]} == {(2, "full")}
+    wrong = planner("suggest", "--recompute", "everything", "--gpus", "8")
+    assert wrong.returncode in {2, 3}

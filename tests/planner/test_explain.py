@@ -1,0 +1,153 @@
+"""Explanations against the estimates they are about, and flips against asking the question again by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from planner.candidates import enumerate_candidates
+from planner.cases import resolve_runtime
+from planner.costs import cost_table
+from planner.explain import STATE, AskedAgain, answer_flips, degrees, explain, memory_account
+from planner.frameworks import TORCHTITAN
+from planner.scaling import network_bytes_per_s, scale_network
+from planner.search import suggest
+from simulator.plan import Plan
+from simulator.workload import Workload
+from tests.planner.conftest import LLAMA8B, TINY, make_cluster
+
+RUNTIME = resolve_runtime({"name": "torchtitan"})[0]
+
+
+@pytest.fixture(scope="module")
+def result():
+    return suggest(LLAMA8B, make_cluster(2, 8), Workload(seq_len=4096, global_batch_size=64), top=4, simulate=False)
+
+
+def test_runners_up_lost_by_the_sum_of_their_terms(result):
+    found = explain(result.plans[0].plan, result, with_flips=False)
+
+    assert [runner.plan for runner in found.runners] == [ranked.plan for ranked in result.plans[1:]]
+    assert found.behind_s == 0.0
+    for runner in found.runners:
+        delta = runner.estimate.step_s.value - found.estimate.step_s.value
+        assert sum(term.delta for term in runner.terms if term.unit == "s") == pytest.approx(delta)
+        assert delta >= 0
+
+
+def test_another_plan_is_explained_against_the_best(result):
+    plan = Plan(dp_shard=2, tp=8, sequence_parallel=True, recompute="full")
+    found = explain(plan, result, with_flips=False)
+
+    assert found.plan == plan
+    assert found.behind_s == pytest.approx(found.estimate.step_s.value - result.plans[0].estimate.step_s.value)
+    assert len(found.runners) == len(result.plans)
+
+
+def test_memory_names_the_worst_stage_and_what_state_alone_leaves_out():
+    """Story S3, with a pipeline of four stages: 23.3 GB were estimated, the run went out of memory on 32 GB."""
+    plan = Plan(pp=4, dp_shard=2, schedule="1F1B")
+    table = cost_table(LLAMA8B, make_cluster(1, 8), Workload(seq_len=4096, global_batch_size=64), [plan], RUNTIME)
+    estimate = table.estimate(0)
+    account = memory_account(estimate, 32e9)
+    stages = estimate.memory.by_stage
+
+    assert account.worst_stage == max(range(4), key=lambda s: estimate.memory.reserved_by_stage[s])
+    assert account.state_bytes == pytest.approx(sum(stages[account.worst_stage][name] for name in STATE))
+    assert {"activations", "gathered_parameters"} <= {name for name, _ in account.omitted}
+    total = account.state_bytes + sum(nbytes for _, nbytes in account.omitted)
+    assert total == pytest.approx(sum(stages[account.worst_stage].values()))
+    assert account.observed_bytes == 32e9
+
+
+def best_by_hand(cluster, workload, gpus):
+    """Return the degrees of the best plan, every legal one costed."""
+    found = enumerate_candidates(TINY, cluster, workload, "torchtitan", gpus=gpus, runtime=RUNTIME).plans()
+    table = cost_table(TINY, cluster, workload, found, RUNTIME)
+    rows = [i for i in range(len(found)) if table.fits[i]]
+    return degrees(found[min(rows, key=lambda i: table.step_s[i])])
+
+
+def test_the_answer_is_another_past_a_flip_and_the_same_before():
+    """On either side of the network rate that is named, all legal plans are costed one by one."""
+    workload = Workload(seq_len=4096, global_batch_size=64)
+    model, gpus = replace(TINY, layers=8, hidden=2048, ffn=8192, head_dim=256), 16
+    cluster = make_cluster(2, 8, network=10e9)
+    asked = AskedAgain(
+        model=model, cluster=cluster, workload=workload, runtime=RUNTIME, framework=TORCHTITAN, gpus=gpus
+    )
+    flips = [flip for flip in answer_flips(asked) if flip.unit == "bytes_per_s" and flip.quantity.startswith("network")]
+    now = degrees(asked.best())
+    for flip in flips:
+        inward = 0.9 if flip.wins == "above" else 1.1
+        past, before = (
+            asked.best(cluster=scale_network(cluster, rate / network_bytes_per_s(cluster)))
+            for rate in (flip.at, flip.at * inward)
+        )
+
+        assert degrees(past) == degrees(flip.becomes) != now
+        assert degrees(before) == now
+
+
+def test_asking_again_finds_what_brute_force_finds():
+    workload = Workload(seq_len=4096, global_batch_size=16)
+    cluster = make_cluster(1, 4)
+    asked = AskedAgain(model=TINY, cluster=cluster, workload=workload, runtime=RUNTIME, framework=TORCHTITAN, gpus=4)
+
+    assert degrees(asked.best()) == best_by_hand(cluster, workload, 4)
+    assert asked.best(gpus=1 << 30) is None
+
+
+def test_explain_and_compare_as_commands(planner, tmp_path):
+    plans = [tmp_path / name for name in ("a.json", "b.json")]
+    question = ("--gpus", "4", "--seq-len", "4096", "--global-batch", "8", "--model", "llama3-8b")
+    assert planner("suggest", *question, "--out", plans[0], "--no-simulate").returncode == 0
+    assert planner("suggest", *question, "--objective", "memory", "--out", plans[1]).returncode == 0
+
+    told = planner("explain", plans[1], "--no-flips")
+    assert told.returncode == 0
+    assert "from peak to achieved" in told.stdout
+    assert "against the best plan" in told.stdout
+    document = json.loads(planner("explain", plans[0], "--no-flips", "--json").stdout)
+    assert document["schema_version"] == 1
+    fall = document["waterfall"]
+    assert fall["peak_s"] + sum(term["seconds"] for term in fall["terms"]) == pytest.approx(fall["step_s"])
+    assert set(document["rejected"]) >= {"memory"}
+
+    compared = json.loads(planner("compare", *plans, "--json").stdout)
+    assert sum(term["delta"] for term in compared["terms"] if term["unit"] == "s") == pytest.approx(compared["step_s"])
+    assert compared["question"] == []
+    assert compared["settings"]
+    text = planner("compare", *plans).stdout
+    assert "difference" in text
+    assert "reserved" in text
+    memory = planner("explain", plans[0], "--memory", "--observed-peak", "32GB").stdout
+    assert "29.8 GiB" in memory
+    assert planner("explain", plans[0], "--memory", "--observed-peak", "a lot").returncode == 2
+
+
+def test_plans_of_an_answer_are_plans_of_a_case(planner, tmp_path):
+    """What suggest prints as a plan, a case accepts: the same step comes out."""
+    question = ("--gpus", "16", "--seq-len", "4096", "--global-batch", "32", "--model", "llama3-8b")
+    answer = json.loads(planner("suggest", *question, "--json", "--top", "3").stdout)
+    for ranked in answer["plans"]:
+        case = {
+            "id": "again",
+            "model": "llama3-8b",
+            "cluster": {
+                "gpu": "h100-sxm",
+                "gpus_per_node": 8,
+                "nodes": 2,
+                "interconnect": "nvswitch",
+                "nic_gbit_per_gpu": 400,
+            },
+            "workload": {"seq_len": 4096, "global_batch_size": 32},
+            "plan": ranked["plan"],
+            "runtime": {"name": "torchtitan"},
+        }
+        path = tmp_path / "case.json"
+        path.write_text(json.dumps(case))
+        estimate = json.loads(planner("estimate", "--case", path, "--json").stdout)["estimate"]
+        assert estimate["step_s"]["value"] == pytest.approx(ranked["estimate"]["step_s"]["value"], rel=0.05)

@@ -1,0 +1,109 @@
+"""The rubric of the seeds, which nothing in the planner spells out: it must follow from costs.
+
+"Avoid communication if possible. Minimise communication if possible. Minimise communication over the network as much as
+possible": what fits on one GPU is replicated; tensor parallel stays where links are fast; pipeline crosses slow ones.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from planner.candidates import Bounds, enumerate_candidates
+from planner.cases import resolve_runtime
+from planner.costs import cost_table
+from planner.search import suggest
+from simulator.hf_config import load_model
+from simulator.workload import Workload
+from tests.planner.conftest import TINY, make_cluster
+
+TITAN = resolve_runtime({"name": "torchtitan"})[0]
+MEGATRON = resolve_runtime({"name": "megatron-lm"})[0]
+
+
+def first(model, cluster, workload, **options):
+    return suggest(model, cluster, workload, top=1, simulate=False, **options).plans[0]
+
+
+@pytest.mark.parametrize(("nodes", "nvlink"), [(1, True), (2, True), (1, False), (4, False)])
+@pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm"])
+def test_what_fits_on_one_gpu_is_replicated(nodes, nvlink, framework):
+    """A model of 100 million parameters: no tensor, context or pipeline parallelism anywhere."""
+    plan = first(
+        TINY, make_cluster(nodes, 8, nvlink=nvlink), Workload(seq_len=1024, global_batch_size=512), framework=framework
+    ).plan
+
+    assert (plan.tp, plan.cp, plan.pp) == (1, 1, 1)
+    assert plan.data_parallel == nodes * 8
+
+
+@pytest.mark.parametrize(("name", "gpus", "batch"), [("llama3-70b", 64, 256), ("llama3-405b", 512, 512)])
+@pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm"])
+def test_tensor_parallel_stays_inside_an_nvlink_island(name, gpus, batch, framework):
+    """Allowed to go across nodes of eight, it does not."""
+    cluster = make_cluster(gpus // 8, 8)
+    plan = first(
+        load_model(name),
+        cluster,
+        Workload(seq_len=4096, global_batch_size=batch),
+        framework=framework,
+        bounds=Bounds(max_tp=64, max_micro_batch=4),
+    ).plan
+
+    assert plan.tp <= cluster.gpus_per_node
+
+
+def test_pipeline_crosses_the_slow_links():
+    """405B on 32 nodes in Megatron-LM, which replicates parameters: with slow links stages take the place of data."""
+    model, workload = load_model("llama3-405b"), Workload(seq_len=4096, global_batch_size=512)
+    chosen = {}
+    for network in (2e9, 400e9):
+        cluster = make_cluster(32, 8, network=network)
+        chosen[network] = first(model, cluster, workload, framework="megatron-lm").plan
+    slow, fast = chosen[2e9], chosen[400e9]
+
+    assert slow.pp > 1
+    assert slow.pp >= fast.pp
+    assert slow.tp * slow.cp <= 8  # everything that talks in every layer is inside the node
+
+
+@pytest.mark.parametrize("factor", [2.0, 8.0])
+def test_with_faster_links_tensor_parallel_never_gets_relatively_worse(factor):
+    """Every legal plan with and without more bandwidth inside a node: those with tensor parallelism gain at least as much."""
+    from planner.scaling import scale_nvlink
+
+    model, workload = load_model("llama3-8b"), Workload(seq_len=4096, global_batch_size=32)
+    slow = make_cluster(1, 8)
+    plans = enumerate_candidates(
+        model, slow, workload, "torchtitan", runtime=TITAN, bounds=Bounds(max_micro_batch=2)
+    ).plans()
+    before, after = (cost_table(model, c, workload, plans, TITAN).step_s for c in (slow, scale_nvlink(slow, factor)))
+    gain = before / after
+    # Of the same plan but for the split between tensor and data parallel, sharded alike.
+    pairs = {}
+    for i, plan in enumerate(plans):
+        key = (
+            plan.cp,
+            plan.pp,
+            plan.virtual_stages,
+            plan.schedule,
+            plan.recompute,
+            plan.cp_method,
+            plan.micro_batch_size,
+        )
+        if plan.dp_replicate == 1 and plan.dp_shard > 1 and plan.tp_overlap == "none" and plan.reshard_after_forward:
+            pairs.setdefault(key, {})[plan.tp] = gain[i]
+    compared = 0
+    for degrees in pairs.values():
+        if 1 in degrees:
+            assert all(degrees[tp] >= degrees[1] * (1 - 1e-9) for tp in degrees)
+            compared += len(degrees) - 1
+    assert compared > 20
+
+
+def test_head_counts_divide():
+    """64 heads on 6 GPUs: no plan listed splits heads unevenly, in any framework."""
+    model, workload = load_model("llama3-70b"), Workload(seq_len=4096, global_batch_size=24)
+    for framework in ("torchtitan", "megatron-lm", "deepspeed", "any"):
+        plans = enumerate_candidates(model, make_cluster(1, 6), workload, framework).columns
+        assert (model.heads % plans.tp == 0).all()
+        assert set(plans.tp.tolist()) <= {1, 2}
