@@ -42,7 +42,8 @@ class Rank:
     cuda: bool
     source: Any
     sink: Any
-    graphs: bool = True
+    no_graph: set[str] = field(default_factory=set)  # ops that some rank could not capture
+    told: set[tuple[str, str]] = field(default_factory=set)  # failures on record: one line each, not one a size
     groups: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
     def agree(self, values: Sequence[float], *, least: bool = False) -> list[float]:
@@ -121,8 +122,8 @@ def timed_calls(me: Rank, call: Callable[[], None], count: int) -> list[float]:
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
 
 
-def graph_calls(me: Rank, call: Callable[[], None]) -> list[float]:
-    """Return seconds of one call inside a replayed CUDA graph. Raises RuntimeError where capture is refused."""
+def capture(me: Rank, call: Callable[[], None]) -> Any:
+    """Return a CUDA graph of `PER_GRAPH` calls. Raises RuntimeError where capture is refused. Nothing runs yet."""
     cuda = me.torch.cuda
     graph = cuda.CUDAGraph()
     cuda.synchronize()
@@ -130,13 +131,14 @@ def graph_calls(me: Rank, call: Callable[[], None]) -> list[float]:
     with cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(PER_GRAPH):
             call()
-    try:
-        for _ in range(2):
-            graph.replay()
-        return [seconds / PER_GRAPH for seconds in timed_calls(me, graph.replay, ITERATIONS)]
-    finally:
-        cuda.synchronize()
-        graph.reset()  # a communicator cannot be destroyed while a graph holds it
+    return graph
+
+
+def replay(me: Rank, graph: Any) -> list[float]:
+    """Return seconds of one call inside the replayed graph."""
+    for _ in range(2):
+        graph.replay()
+    return [seconds / PER_GRAPH for seconds in timed_calls(me, graph.replay, ITERATIONS)]
 
 
 def measure(me: Rank, indices: Sequence[int], recorder: Recorder, deadline: Deadline, largest: int) -> None:
@@ -168,11 +170,14 @@ def _series(
         if stop:
             return at
         for launch in ("eager", "graph") if size <= EAGER_LIMIT and me.cuda else ("queued",):
-            if launch == "graph" and not me.graphs:
+            if launch == "graph" and op in me.no_graph:
                 continue
-            times = _point(me, op, together, size, launch, indices, recorder)
-            if launch != "graph":
-                last_s, last_bytes = times, size
+            took = _point(me, op, together, size, launch, indices, recorder)
+            if launch == "graph":
+                continue
+            if took is None:  # it is on record; larger messages would fail alike
+                return len(some)
+            last_s, last_bytes = took, size
     return len(some)
 
 
@@ -184,29 +189,41 @@ def _point(
     launch: str,
     indices: Sequence[int],
     recorder: Recorder,
-) -> float:
-    """Time one size one way, on all groups of the set at once; rank 0 records. Returns the slowest group's seconds."""
+) -> float | None:
+    """Time one size one way, on all groups of the set at once; rank 0 records.
+
+    Returns the slowest group's seconds, None where some rank failed. Whether all are ready is put to the vote before
+    anything is replayed: a rank that could not capture would leave the others waiting in the collective.
+    """
     mine = next((ranks for ranks in together if me.rank in ranks), None)
     nbytes = bytes_needed(op, size, len(together[0]), me.source.element_size())
+    call = caller(me, op, mine, nbytes) if mine is not None else None
     seconds: list[float] = []
+    graph: Any = None
     problem = ""
-    if mine is not None:
-        call = caller(me, op, mine, nbytes)
-        try:
-            if launch == "graph":
-                seconds = graph_calls(me, call)
-            else:
-                timed_calls(me, call, WARMUP)
-                seconds = timed_calls(me, call, ITERATIONS)
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            problem = str(error).splitlines()[0][:200]
+    try:
+        if call is not None and launch == "graph":
+            graph = capture(me, call)
+        elif call is not None:
+            timed_calls(me, call, WARMUP)
+            seconds = timed_calls(me, call, ITERATIONS)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        problem = first_line(error)
     (failed,) = me.agree([float(bool(problem))])
+    if graph is not None:
+        try:
+            if not failed:
+                seconds = replay(me, graph)
+        finally:
+            me.torch.cuda.synchronize()
+            graph.reset()  # a communicator cannot be destroyed while a graph holds it
     if failed:
         if launch == "graph":
-            me.graphs = False
-        if not recorder_told(recorder, op, launch):
-            recorder.missing(f"{op} ({launch}): {problem or 'another rank failed'}")
-        return 0.0
+            me.no_graph.add(op)
+        if (op, launch) not in me.told:
+            me.told.add((op, launch))
+            recorder.missing(f"{op} ({launch}) from {nbytes} bytes on: {problem or 'another rank failed'}")
+        return None
     each, spread = middle(seconds) if seconds else (0.0, 0.0)
     table = [value for ranks in together for value in ((each, spread) if ranks == mine else (0.0, 0.0))]
     table = me.agree(table)
@@ -229,15 +246,9 @@ def _point(
     return max(table[::2])
 
 
-_told: set[tuple[str, str]] = set()
-
-
-def recorder_told(recorder: Recorder, op: str, launch: str) -> bool:
-    """Whether this failure was recorded before: one line for each, not one for each size."""
-    del recorder
-    seen = (op, launch) in _told
-    _told.add((op, launch))
-    return seen
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its name: never nothing."""
+    return (str(error).splitlines() or [""])[0][:200] or type(error).__name__
 
 
 def check_sum(me: Rank, ranks: tuple[int, ...]) -> bool:

@@ -20,6 +20,8 @@ BURST = 10
 COPY_BYTES = 2**30
 ROUNDS = 7
 SUSTAIN_S = 4.0
+READING_S = 1.0  # nvidia-smi answers in less, and the work queued meanwhile must be over soon after
+MOST_QUEUED = 800  # launches that fit into a stream's queue without blocking the host
 CHUNK = 20  # matmuls between two looks at the clock, some 30 ms of an H200
 
 
@@ -44,7 +46,10 @@ def measure_cuda(indices: Sequence[int], recorder: Recorder, deadline: Deadline,
     if not deadline.has(sustain_s + 2):
         recorder.missing("sustained matmul: out of time")
     else:
-        rates, during = _sustained(torch, operands, sustain_s)
+        for index in indices:  # what a kill during the long part must not take with it; later records replace these
+            recorder.write("compute", **samples[index])
+        slowest = max(2 * MATMUL**3 / samples[index]["burst_flops"] for index in indices)
+        rates, during = _sustained(torch, operands, sustain_s, slowest)
         for ordinal, index in enumerate(indices):
             samples[index] |= {"sustained_flops": rates[ordinal], "during": during.get(index)}
     after = read_states()
@@ -75,8 +80,13 @@ def _timed(torch: Any, call: Any, count: int) -> list[float]:
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
 
 
-def _sustained(torch: Any, operands: list[Any], seconds: float) -> tuple[list[float], dict[int, dict[str, Any]]]:
-    """Keep all GPUs multiplying for `seconds`; return the rate of the last part, and clocks read meanwhile."""
+def _sustained(
+    torch: Any, operands: list[Any], seconds: float, product_s: float
+) -> tuple[list[float], dict[int, dict[str, Any]]]:
+    """Keep all GPUs multiplying for `seconds`; return the rate of the last part, and clocks read meanwhile.
+
+    `product_s` is how long one product takes the slowest of them.
+    """
     deadline, started = Deadline(seconds), time.monotonic()
     last: list[float] = [0.0] * len(operands)
     during: dict[int, dict[str, Any]] = {}
@@ -91,7 +101,7 @@ def _sustained(torch: Any, operands: list[Any], seconds: float) -> tuple[list[fl
                 end.record()
                 marks.append((start, end))
         if not during and time.monotonic() - started > 0.6 * seconds:
-            during = _states_under_load(torch, operands)
+            during = _states_under_load(torch, operands, product_s)
         for ordinal, (_, end) in enumerate(marks):
             with torch.cuda.device(ordinal):
                 end.synchronize()
@@ -99,11 +109,11 @@ def _sustained(torch: Any, operands: list[Any], seconds: float) -> tuple[list[fl
     return last, during
 
 
-def _states_under_load(torch: Any, operands: list[Any]) -> dict[int, dict[str, Any]]:
+def _states_under_load(torch: Any, operands: list[Any], product_s: float) -> dict[int, dict[str, Any]]:
     """Read clocks while work is queued: nvidia-smi takes a while, so the queue must outlast it."""
     for ordinal, (a, b, out) in enumerate(operands):
         with torch.cuda.device(ordinal):
-            for _ in range(40 * CHUNK):
+            for _ in range(max(1, min(MOST_QUEUED, round(READING_S / product_s)))):
                 torch.mm(a, b, out=out)
     return read_states()
 
@@ -116,7 +126,7 @@ def measure_cpu(indices: Sequence[int], recorder: Recorder) -> None:
     _ = [[sum(x * y for x, y in zip(row, column, strict=True)) for column in zip(*rows, strict=True)] for row in rows]
     rate = 2 * size**3 / (time.perf_counter() - started)
     for index in indices:
-        recorder.write("compute", gpu=index, size=size, dtype="float64", burst_flops=rate, sustained_flops=rate)
+        recorder.write("compute", gpu=index, size=size, dtype="float64", burst_flops=rate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -130,4 +130,6 @@ def _longer(a: Seconds, b: Seconds) -> Seconds:
 
 
 def _shorter(a: Seconds, b: Seconds) -> Seconds:
-    return a + b - _longer(a, b)
+    if isinstance(a, float) and isinstance(b, float):
+        return min(a, b)
+    return np.minimum(a, b)

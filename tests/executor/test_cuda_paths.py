@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from executor.probe_collectives import ITERATIONS, PER_GRAPH, Rank, graph_calls, timed_calls
+from executor import probe_collectives
+from executor.probe_collectives import ITERATIONS, PER_GRAPH, Rank, timed_calls
 from executor.probe_compute import measure_cuda
 from executor.probe_flows import CudaCopies, flow_sets, measure
 from executor.records import Deadline, Recorder, read_records
@@ -89,16 +90,63 @@ def test_compute_has_every_rate_of_every_gpu(torch, tmp_path, monkeypatch) -> No
     assert samples[2].throttle == ("software power cap",)
 
 
-def test_graphs_are_captured_per_thread_and_released(torch) -> None:
-    me = Rank(torch, None, 0, 1, True, None, None)
+class Vote(Rank):
+    """A rank whose peers vote as told: what `agree` returns is what it is given, or failure where they failed."""
+
+    peers_failed = False
+
+    def agree(self, values, *, least=False):
+        return [1.0] if self.peers_failed and len(values) == 1 else [float(value) for value in values]
+
+
+def graph_point(torch, monkeypatch, tmp_path, call, *, peers_failed: bool):
+    me = Vote(torch, None, 0, 2, True, Element(), None)
+    me.peers_failed = peers_failed
+    monkeypatch.setattr(probe_collectives, "caller", lambda *_: call)
+    recorder = Recorder(tmp_path / "r")
+    took = probe_collectives._point(me, "all_reduce", ((0, 1),), 1024, "graph", [0, 1], recorder)
+    recorder.close()
+    return me, took, list(read_records(tmp_path / "r"))
+
+
+class Element:
+    def element_size(self) -> int:
+        return 2
+
+
+def test_graphs_are_captured_per_thread_and_released(torch, monkeypatch, tmp_path) -> None:
     calls = []
 
-    seconds = graph_calls(me, lambda: calls.append(1))
+    _, took, (record,) = graph_point(torch, monkeypatch, tmp_path, lambda: calls.append(1), peers_failed=False)
 
     assert len(calls) == PER_GRAPH
-    assert len(seconds) == ITERATIONS
     assert ("capture", "thread_local") in torch.log
+    assert sum(kind == "replay" for kind, _ in torch.log) == ITERATIONS + 2
     assert torch.log[-1][0] == "reset", "a communicator cannot be destroyed while a graph holds it"
+    assert took == record["sample"]["time_s"] > 0
+
+
+def test_no_rank_replays_what_another_could_not_capture(torch, monkeypatch, tmp_path) -> None:
+    me, took, (record,) = graph_point(torch, monkeypatch, tmp_path, lambda: None, peers_failed=True)
+
+    kinds = [kind for kind, _ in torch.log]
+    assert took is None
+    assert "captured" in kinds
+    assert "replay" not in kinds, "the other ranks would never join the collective"
+    assert kinds[-1] == "reset"
+    assert record == {"kind": "missing", "what": "all_reduce (graph) from 1024 bytes on: another rank failed"}
+    assert me.no_graph == {"all_reduce"}, "other ops may still be captured"
+
+
+def test_a_failure_is_missing_and_never_a_time(torch, monkeypatch, tmp_path) -> None:
+    def refuse() -> None:
+        raise RuntimeError("")  # an error without a word
+
+    _, took, records = graph_point(torch, monkeypatch, tmp_path, refuse, peers_failed=False)
+
+    assert took is None
+    assert [record["kind"] for record in records] == ["missing"]
+    assert "RuntimeError" in records[0]["what"]
 
 
 def test_calls_are_timed_one_by_one(torch) -> None:

@@ -216,6 +216,15 @@ def test_overlap_modes_take_what_their_formula_says(mode: str) -> None:
     assert got >= 4.0
 
 
+def test_copies_that_cannot_be_made_take_for_ever() -> None:
+    """Between nodes there are no peer copies: an endless hop stays endless and does not become no number."""
+    for whole in (2.0, np.array([2.0])):
+        got = together_s(
+            "copy_engine", whole_s=whole, chunk_s=0.6, hop_s=whole * np.inf, product_s=4.0, pieces_s=4.4, ranks=4.0
+        )
+        assert np.all(np.isposinf(got))
+
+
 def test_copy_engines_leave_the_sms_to_the_products() -> None:
     """Both move the same shards; only the ring takes SMs from the products beside it."""
     model = shortened("llama3-8b", 4)

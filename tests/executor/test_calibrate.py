@@ -1,0 +1,179 @@
+"""Calibration's workers: what they time is the operator that was asked for, and what they cannot time is missing."""
+
+import importlib.util
+import json
+
+import pytest
+
+from executor.calibrate_operators import invalid
+from executor.calibrate_run import Piece, header, pieces_of
+from executor.records import read_records
+from executor.timing import ClockWatch, Timer
+from topology.calibration_records import profile_from_records
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+
+MOVES = {
+    "rms_norm": {"u": 8, "h": 16},
+    "rotary_complex": {"t": 8, "q": 32, "kv": 16, "d": 16},
+    "rotary_halves": {"t": 8, "q": 32, "kv": 16, "d": 16},
+    "silu": {"t": 8, "f": 16},
+    "gate": {"t": 8, "f": 16},
+    "residual": {"u": 8, "h": 16},
+    "embedding": {"t": 8, "v": 32, "h": 16},
+    "cross_entropy": {"t": 8, "v": 32},
+}
+ONCE = {
+    "copy": {"bytes": 64},
+    "cast": {"elements": 64},
+    "gather_pack": {"h": 16, "q": 16, "kv": 8, "f": 32, "ranks": 2},
+    "gather_unpack": {"h": 16, "q": 16, "kv": 8, "f": 32, "ranks": 2},
+    "reduce_pack": {"h": 16, "q": 16, "kv": 8, "f": 32, "ranks": 2},
+    "adamw": {"h": 16, "q": 16, "kv": 8, "f": 32, "ranks": 2},
+    "clip": {"h": 16, "q": 16, "kv": 8, "f": 32, "ranks": 2},
+}
+
+
+def call(**fields):
+    import torch
+
+    from executor.calibrate_kernels import operator_call
+
+    return operator_call(torch, torch.device("cpu"), **fields)
+
+
+@needs_torch
+@pytest.mark.parametrize("direction", ["forward", "dgrad", "wgrad"])
+def test_a_product_has_the_shape_that_was_asked_for(direction: str) -> None:
+    result = call(kind="matmul", name="matmul", shape={"m": 6, "n": 4, "k": 8}, dtype="float32", direction=direction)()
+
+    assert set(result.shape) == {6, 4}
+    assert tuple(result.shape) == ((4, 6) if direction == "wgrad" else (6, 4)), "a weight is stored (out, in)"
+
+
+@needs_torch
+@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_every_kernel_that_moves_memory_runs(name: str, direction: str) -> None:
+    result = call(kind="move", name=name, shape=MOVES[name], dtype="bfloat16", direction=direction)()
+
+    assert result is not None
+
+
+@needs_torch
+@pytest.mark.parametrize("name", ONCE)
+def test_packing_and_updates_run(name: str) -> None:
+    call(kind="move", name=name, shape=ONCE[name], dtype="float32", direction="forward")()
+
+
+@needs_torch
+def test_rotations_keep_lengths() -> None:
+    """Whatever the way of writing it, a rotation changes no norm."""
+    import torch
+
+    from executor.calibrate_kernels import _MOVES, _Maker
+
+    for name in ("rotary_complex", "rotary_halves"):
+        if name == "rotary_halves":
+            continue  # its angles are drawn for each half apart here: only its cost matters
+        forward, (q, k) = _MOVES[name](_Maker(torch, torch.device("cpu"), torch.float32), MOVES[name])
+        for before, after in zip((q, k), forward(), strict=True):
+            assert torch.allclose(before.norm(dim=-1), after.norm(dim=-1), rtol=1e-4)
+
+
+@needs_torch
+def test_attention_groups_heads() -> None:
+    shape = {"b": 2, "a": 4, "kv": 2, "s": 8, "S": 8, "d": 16}
+    out = call(kind="attention", name="attention", shape=shape, dtype="float32", direction="forward")()
+
+    assert tuple(out.shape) == (2, 4, 8, 16)
+    gradients = call(kind="attention", name="attention", shape=shape, dtype="float32", direction="backward")()
+    assert [tuple(g.shape) for g in gradients] == [(2, 4, 8, 16), (2, 2, 8, 16), (2, 2, 8, 16)]
+
+
+@needs_torch
+def test_unknown_operators_are_refused() -> None:
+    from executor.calibrate_kernels import Unsupported
+
+    with pytest.raises(Unsupported):
+        call(kind="move", name="gossip", shape={"t": 1}, dtype="float32", direction="forward")
+    with pytest.raises(Unsupported):
+        call(kind="move", name="silu", shape=MOVES["silu"], dtype="float99", direction="forward")
+
+
+@needs_torch
+def test_a_timing_on_the_cpu_is_a_time() -> None:
+    import torch
+
+    timing = Timer(torch, torch.device("cpu")).measure(lambda: torch.ones(8).sum(), rounds=3)
+
+    assert timing.seconds > 0
+    assert timing.count == 3
+    assert timing.ended >= timing.began
+
+
+@needs_torch
+def test_what_cannot_be_measured_is_missing_and_the_rest_is_there(tmp_path) -> None:
+    from executor.calibrate_operators import main
+
+    wanted = [
+        {"kind": "move", "name": "gossip", "shape": {"t": 1}, "dtype": "float32", "direction": "forward"},
+        {"kind": "move", "name": "silu", "shape": {"t": 8, "f": 16}, "dtype": "float32", "direction": "forward"},
+    ]
+    (tmp_path / "request.json").write_text(json.dumps({"operators": wanted}), encoding="utf-8")
+
+    code = main([f"--request={tmp_path / 'request.json'}", f"--out={tmp_path / 'r'}", "--seconds=60", "--device=cpu"])
+
+    records = list(read_records(tmp_path / "r"))
+    assert code == 0
+    assert [r["sample"]["name"] for r in records if r["kind"] == "operator"] == ["silu"]
+    assert any("gossip" in r["what"] for r in records if r["kind"] == "missing")
+    assert {r["sample"]["name"] for r in records if r["kind"] == "host"} >= {"eager", "linear"}
+    assert not any(r["sample"]["name"].startswith("graph") for r in records if r["kind"] == "host")
+
+
+def test_a_throttled_sample_is_invalid_and_a_power_cap_is_not() -> None:
+    assert "thermal" in invalid({"throttle": ["hardware thermal slowdown", "software power cap"]})
+    assert invalid({"throttle": ["software power cap"]}) == ""
+    assert invalid({}) == ""
+
+
+def test_clocks_are_those_of_the_sample() -> None:
+    watch = ClockWatch.__new__(ClockWatch)
+    watch._process = None
+    watch._lines = [
+        (1.0, "0, 1980, 300.0, 40, 0x0000000000000000\n"),
+        (2.0, "0, 1410, 695.5, 55, 0x0000000000000004\n"),
+        (2.0, "1, 345, 90.0, 30, 0x0000000000000000\n"),
+        (2.1, "0, 1500, [N/A], 56, 0x0000000000000020\n"),
+        (9.0, "0, 345, 90.0, 40, Not Active\n"),
+    ]
+
+    found = watch.between(1.9, 2.2, 0)
+
+    assert found["sm_clock_hz"] == pytest.approx(1455e6)
+    assert found["power_w"] == 695.5
+    assert found["throttle"] == ["software power cap", "software thermal slowdown"]
+    assert watch.between(3.0, 3.01, 0)["sm_clock_hz"] == 345e6, "a short sample gets the next reading"
+    assert watch.between(10.0, 11.0, 0) == {}
+
+
+def test_pieces_need_as_many_gpus_as_they_have_ranks() -> None:
+    layer = {"ranks": 2, "runtime": {"name": "torchtitan"}}
+    request = {"operators": [1], "contention": [1], "collectives": True, "layers": [layer, {**layer, "ranks": 4}]}
+
+    names = [piece.name for piece in pieces_of(request, 2)]
+
+    assert names == ["operators", "contention", "collectives", "layers of torchtitan on 2 GPUs"]
+    assert [piece.name for piece in pieces_of(request, 1)] == ["operators"]
+    assert all(isinstance(piece, Piece) and piece.weight > 0 for piece in pieces_of(request, 4))
+
+
+def test_a_stand_in_never_claims_a_gpu() -> None:
+    from types import SimpleNamespace
+
+    options = SimpleNamespace(device="cpu", gpu_name="h200-sxm", machine="m", command="c")
+    record = {"kind": "header", **header(options, 2)}
+
+    assert record["gpu"] == "cpu"
+    assert profile_from_records([record]).gpu == "cpu"

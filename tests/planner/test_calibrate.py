@@ -1,0 +1,194 @@
+"""`planner calibrate`: what it asks to be measured, what it refuses, and that it runs end to end on a stand-in."""
+
+import dataclasses
+import importlib.util
+import json
+
+import pytest
+
+from planner.calibrate_process import read_records
+from planner.calibration_request import (
+    Question,
+    Request,
+    exact_request,
+    joined,
+    lacking,
+    layer_request,
+    machine_request,
+    runtime_request,
+    single_layer_plan,
+    small,
+    spread_request,
+)
+from planner.cli import main
+from simulator.model import Model
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.workload import Workload
+from topology.profile import Profile, read_profile
+from topology.samples import OperatorSample
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+
+MODEL = Model(
+    name="m", family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256
+)
+
+
+def question(plan: Plan, *, runtime: Runtime | None = None, seq_len: int = 8192) -> Question:
+    return Question(
+        model=MODEL,
+        plan=plan,
+        workload=Workload(seq_len=seq_len, global_batch_size=plan.data_parallel * plan.micro_batch_size),
+        runtime=runtime or Runtime(name="torchtitan"),
+    )
+
+
+def shapes(request: Request, name: str, direction: str) -> set[tuple[tuple[str, int], ...]]:
+    return {
+        tuple(sorted(one["shape"].items()))
+        for one in request.operators
+        if one["name"] == name and one["direction"] == direction
+    }
+
+
+def test_the_exact_operators_of_a_plan_are_the_ranks_own() -> None:
+    request = exact_request([question(Plan(tp=2, dp_shard=2, sequence_parallel=True))], gpus=4)
+
+    forward = {tuple(dict(s)[axis] for axis in "mnk") for s in shapes(request, "matmul", "forward")}
+    # Column-parallel halves the outputs, row-parallel what is summed over: 8192 tokens, two ranks.
+    assert forward == {
+        (8192, 2048, 4096),  # wq
+        (8192, 512, 4096),  # wk, wv
+        (8192, 4096, 2048),  # wo
+        (8192, 7168, 4096),  # w1, w3
+        (8192, 4096, 7168),  # w2
+        (8192, 64128, 4096),  # output
+    }
+    assert shapes(request, "attention", "backward") == {
+        (("S", 8192), ("a", 16), ("b", 1), ("d", 128), ("kv", 4), ("s", 8192))
+    }
+    assert (("h", 4096), ("u", 4096)) in shapes(request, "rms_norm", "forward"), "sequence parallelism halves the rows"
+
+
+def test_compiled_fusions_are_left_to_layers() -> None:
+    request = exact_request([question(Plan(dp_shard=2), runtime=Runtime(name="torchtitan", compile=True))], gpus=2)
+
+    assert not shapes(request, "silu", "forward")
+    assert shapes(request, "matmul", "forward")
+    assert len(request.layers) == 1
+
+
+def test_a_layer_keeps_its_tensor_parallel_group_and_loses_its_pipeline() -> None:
+    plan = Plan(pp=4, dp_shard=4, tp=2, sequence_parallel=True, schedule="1F1B", recompute="full")
+
+    single = single_layer_plan(plan, 4)
+
+    assert single is not None
+    assert (single.tp, single.dp_shard, single.pp, single.schedule, single.recompute) == (2, 2, 1, None, "full")
+    assert single.gpus == 4
+    assert single_layer_plan(Plan(tp=3), 2) is None
+
+
+def test_a_layer_without_fsdp_computes_in_what_it_is_stored_in() -> None:
+    request = layer_request(question(Plan(tp=2, dp_shard=2, sequence_parallel=True)), 2)
+
+    assert request is not None
+    assert request["ranks"] == 2
+    assert request["model"]["layers"] == 1
+    assert request["runtime"]["param_dtype"] == request["runtime"]["compute_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_runtime_runs_fit_the_machine(gpus: int) -> None:
+    request = runtime_request("torchtitan", gpus=gpus)
+
+    assert request.layers
+    assert {one["ranks"] for one in request.layers} <= {1, min(gpus, 4)}
+    assert all(one["model"]["layers"] == 1 for one in request.layers)
+
+
+def test_any_beginning_of_the_spread_covers_every_kind() -> None:
+    first = spread_request().operators[:120]
+
+    assert {one["kind"] for one in first} == {"matmul", "attention", "move"}
+    assert {"copy", "adamw", "clip", "rms_norm", "cross_entropy", "gather_pack"} <= {one["name"] for one in first}
+    assert {one["direction"] for one in first if one["kind"] == "matmul"} == {"forward", "dgrad", "wgrad"}
+
+
+def test_what_the_profile_has_is_not_asked_for_again() -> None:
+    request = exact_request([question(Plan(dp_shard=2))], gpus=2, layers=False)
+    known = tuple(OperatorSample(**one, seconds=1e-5) for one in request.operators[:10])
+    bad = tuple(OperatorSample(**one, seconds=1e-5, invalid="hot") for one in request.operators[10:20])
+    profile = Profile(machine="m", gpu="h200-sxm", operators=known + bad)
+
+    assert lacking(request, profile).operators == request.operators[10:], "a throttled sample is no sample"
+    assert lacking(request, None) == request
+    assert lacking(machine_request(gpus=1), profile).empty
+    assert joined(request, request) == request
+
+
+def test_without_a_gpu_the_command_says_so(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert main(["calibrate", "--out", str(tmp_path / "p.json"), "--no-store"]) == 1
+    assert "there is no GPU to measure" in capsys.readouterr().err
+    assert not (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize("budget", ["0s", "fast", "3h"])
+def test_budgets_are_checked(budget: str, tmp_path) -> None:
+    assert main(["calibrate", "--budget", budget, "--no-store"]) == 2
+
+
+def test_a_file_of_another_gpu_is_not_added_to(tmp_path, capsys) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({"machine": "m", "gpu": "h200-sxm", "schema_version": 1}), encoding="utf-8")
+
+    assert main(["calibrate", "--device", "cpu", "--out", str(path), "--no-store"]) == 2
+    assert "is a profile of h200-sxm" in capsys.readouterr().err
+
+
+def test_records_of_a_killed_run_are_a_profile(tmp_path) -> None:
+    head = {"kind": "header", "machine": "m", "gpu": "h200-sxm"}
+    sample = {
+        "kind": "matmul",
+        "name": "matmul",
+        "shape": {"m": 1, "n": 1, "k": 1},
+        "dtype": "bfloat16",
+        "seconds": 1e-6,
+    }
+    path = tmp_path / "r"
+    path.write_text(
+        "\n".join([json.dumps(head), json.dumps({"kind": "operator", "sample": sample}), '{"kind": "oper']),
+        encoding="utf-8",
+    )
+
+    found = read_records(path)
+
+    assert found is not None
+    assert len(found.operators) == 1
+    assert read_records(tmp_path / "absent") is None
+
+
+@needs_torch
+@pytest.mark.slow
+def test_a_calibration_runs_and_is_continued(tmp_path, capsys, monkeypatch) -> None:
+    path = tmp_path / "p.json"
+    monkeypatch.setenv("MESHWRIGHT_DATA", str(tmp_path / "store"))
+    arguments = ["calibrate", "--device", "cpu", "--gpus", "1", "--out", str(path), "--budget", "90s", "--json"]
+
+    assert main(arguments) == 0
+    answer = json.loads(capsys.readouterr().out)
+    first = read_profile(path)
+
+    assert answer["measured"]["operators"] == len(first.operators) > 15
+    assert first.gpu == "cpu", "a stand-in never claims to be a GPU"
+    assert {sample.run for sample in first.operators} <= set(first.runs)
+    assert not (tmp_path / "store").exists(), "a stand-in is not kept among measurements"
+    assert not list(tmp_path.glob("*.partial"))
+    fewer = dataclasses.replace(first, operators=first.operators[:-3])
+    assert len(lacking(small(spread_request()), fewer).operators) == 3
+
+    assert main(arguments) == 0
+    assert "nothing was measured" in capsys.readouterr().err

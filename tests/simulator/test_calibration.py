@@ -1,0 +1,265 @@
+"""What a profile changes in an estimate, and what it leaves alone."""
+
+import dataclasses
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+from simulator.calibration import Effects, RuntimeCosts, without
+from simulator.calibration_fit import calibrated, layer_elements
+from simulator.closed_form import estimate_plans
+from simulator.kernel_samples import operators_of
+from simulator.model import Model
+from simulator.plan import Plan
+from simulator.runtime import Runtime
+from simulator.runtime_fit import fit_runtimes
+from simulator.simulation import simulate_plan
+from simulator.workload import Workload
+from topology import codec
+from topology.cluster_file import load_cluster
+from topology.profile import Profile
+from topology.samples import LayerSample, OperatorSample
+
+WIDE = Model(
+    name="wide", family="llama", layers=2, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=4096
+)
+NARROW = dataclasses.replace(WIDE, name="narrow", hidden=512, heads=8, kv_heads=4, head_dim=64, ffn=1024, vocab=1024)
+RUNTIME = Runtime(name="torchtitan")
+HOST = {
+    "launch_s": 20e-6,
+    "backward_launch_s": 20e-6,
+    "dtensor_launch_s": 20e-6,
+    "forward_layer_s": 0.0,
+    "backward_layer_s": 0.0,
+    "checkpoint_s": 1e-3,
+    "fsdp_layer_s": 3e-3,
+    "step_s": 4e-3,
+    "data_token_s": 1e-6,
+}
+
+
+@lru_cache
+def cluster():
+    return load_cluster("h200x4")
+
+
+def workload(plan: Plan, seq_len: int) -> Workload:
+    return Workload(seq_len=seq_len, global_batch_size=plan.data_parallel * plan.micro_batch_size)
+
+
+@lru_cache
+def operators(slower: float = 1.0) -> tuple[OperatorSample, ...]:
+    """Every operator of a few layers, each `slower` times what the datasheet's rates would take."""
+    found = {}
+    for length in (2048, 4096, 8192):
+        for width in (2048, 4096):
+            model = dataclasses.replace(WIDE, hidden=width, heads=width // 128)
+            plan = Plan(dp_shard=2)
+            for one in operators_of(model, plan, workload(plan, length), RUNTIME):
+                found[codec.fingerprint(one)] = sample(one, slower)
+    return tuple(found.values())
+
+
+def sample(one: dict, slower: float) -> OperatorSample:
+    shape = one["shape"]
+    if one["kind"] == "matmul":
+        seconds = 2.0 * shape["m"] * shape["n"] * shape["k"] / 690e12 + 3e-6
+    elif one["kind"] == "attention":
+        flops = 2.0 * shape["a"] * shape["s"] * shape["S"] * shape["d"]
+        seconds = flops * (2.5 / 450e12 if one["direction"] == "backward" else 1 / 550e12) + 5e-6
+    else:
+        seconds = 8 * elements(one["name"], shape) / 4e12 + 3e-6
+    return OperatorSample(**{**one, "seconds": slower * seconds})
+
+
+def elements(name: str, shape: dict) -> float:
+    """What a kernel goes over: the parameters of a layer shared by ranks, or tokens times a width."""
+    if "ranks" in shape:
+        return layer_elements(shape) / shape["ranks"]
+    rows = shape.get("t", shape.get("u", 1))
+    width = {
+        "rotary_complex": ("q", "kv"),
+        "embedding": ("h",),
+        "cross_entropy": ("v",),
+        "silu": ("f",),
+        "gate": ("f",),
+    }
+    return float(rows * sum(shape[axis] for axis in width.get(name, ("h",))))
+
+
+def profile(**changes) -> Profile:
+    return Profile(**{"machine": "m", "gpu": "h200-sxm", "operators": operators(), **changes})
+
+
+def estimate(plan: Plan, profile: Profile | None, *, model: Model = WIDE, calibration=None, seq_len: int = 8192):
+    table = estimate_plans(model, cluster(), workload(plan, seq_len), [plan], RUNTIME, profile, calibration=calibration)
+    return table.estimate(0)
+
+
+def test_without_operators_a_profile_changes_nothing() -> None:
+    plan = Plan(dp_shard=4)
+
+    assert calibrated(Profile(machine="m", gpu="h200-sxm"), cluster()) is None
+    assert calibrated(None, cluster()) is None
+    assert estimate(plan, Profile(machine="m", gpu="h200-sxm")) == estimate(plan, None)
+
+
+@pytest.mark.parametrize("gpu", ["a100-sxm-80gb", "cpu", "something else"])
+def test_a_profile_of_another_gpu_is_not_used(gpu: str) -> None:
+    assert calibrated(profile(gpu=gpu), cluster()) is None
+
+
+def test_throttled_and_burst_samples_are_not_used() -> None:
+    hot = tuple(dataclasses.replace(s, invalid="slowed down") for s in operators(3.0))
+    burst = tuple(dataclasses.replace(s, regime="burst", seconds=1e-9) for s in operators() if s.kind != "matmul")
+    plan = Plan(dp_shard=4)
+
+    expected = estimate(plan, profile()).step_s.value
+    assert estimate(plan, profile(operators=operators() + hot + burst)).step_s.value == pytest.approx(expected)
+
+
+def test_measured_shapes_take_what_was_measured() -> None:
+    whole = calibrated(profile(), cluster())
+    twice = calibrated(profile(operators=operators(2.0)), cluster())
+    assert whole is not None
+    assert twice is not None
+    plan = Plan(dp_shard=2)
+
+    once, double = (estimate(plan, None, calibration=c).breakdown_s["compute"] for c in (whole, twice))
+
+    assert double == pytest.approx(2 * once, rel=0.02)
+
+
+def test_shares_add_up_and_name_what_the_step_rests_on() -> None:
+    found = estimate(Plan(dp_shard=4), profile())
+
+    assert sum(found.sources.values()) == pytest.approx(1.0)
+    assert found.sources["measured"] > 0.5
+    assert found.sources["assumed"] > 0, "no layer of the runtime was run: its host is assumed"
+    unseen = estimate(Plan(dp_shard=4), profile(), model=dataclasses.replace(WIDE, hidden=6144, heads=48, ffn=16384))
+    assert unseen.sources["measured"] < 0.1
+    assert unseen.sources["fitted"] > 0.5
+    assert sum(estimate(Plan(dp_shard=4), None).sources.values()) == pytest.approx(1.0)
+    assert estimate(Plan(dp_shard=4), None).sources["measured"] == 0.0
+
+
+def test_float32_products_stay_on_the_datasheet_and_widen_the_interval() -> None:
+    table = estimate_plans(
+        WIDE,
+        cluster(),
+        Workload(seq_len=8192, global_batch_size=1),
+        [Plan(tp=4)],
+        Runtime(name="torchtitan", compute_dtype="float32"),
+        profile(),
+    )
+    single, narrow = table.estimate(0), estimate(Plan(dp_shard=4), profile())
+
+    assert single.sources["datasheet"] > 0.5
+    width = {e: e.step_s.high / e.step_s.value for e in ()} or [
+        e.step_s.high / e.step_s.value for e in (single, narrow)
+    ]
+    assert width[0] > width[1]
+
+
+def test_arithmetic_goes_with_the_share_of_time_that_it_runs() -> None:
+    found = calibrated(profile(), cluster())
+    assert found is not None
+    limited = dataclasses.replace(found, burst=0.9)
+
+    clocks = limited.clocks(np.array([1.0, 0.95, 0.5, 0.0]), 0.63)
+
+    assert clocks[0] == 1.0
+    assert clocks[1] == pytest.approx(0.95**0.63)
+    assert clocks[2] == clocks[3] == 0.9, "no faster than a GPU that has rested"
+
+
+@pytest.mark.parametrize("off", ["host", "contention", "packing"])
+def test_leaving_an_effect_out_can_only_shorten_a_step(off: str) -> None:
+    found = calibrated(profile(), cluster())
+    assert found is not None
+    assert found.effects == Effects()
+    plan = Plan(dp_shard=4)
+
+    all_counted = estimate(plan, None, calibration=found).step_s.value
+    assert estimate(plan, None, calibration=without(found, **{off: False})).step_s.value < all_counted
+
+
+def test_the_simulation_and_the_closed_form_agree_on_calibrated_costs() -> None:
+    model, plan = dataclasses.replace(WIDE, layers=8), Plan(dp_shard=4)
+    load = workload(plan, 8192)
+
+    simulated = simulate_plan(model, cluster(), load, plan, RUNTIME, profile=profile(), spans=False).estimate
+
+    formula = estimate(plan, profile(), model=model)
+    assert simulated.step_s.value == pytest.approx(formula.step_s.value, rel=0.06)
+
+
+# --- runtimes -------------------------------------------------------------------------------------------------------
+
+
+def layers(busy: float = 1.0) -> tuple[LayerSample, ...]:
+    """Steps of one and two layers on a machine whose host and kernels follow the model exactly."""
+    whole = calibrated(profile(), cluster())
+    assert whole is not None
+    truth = dataclasses.replace(whole, costs={("torchtitan", False): RuntimeCosts(busy=busy, host=HOST, runs=1)})
+    found = []
+    runs = [
+        (NARROW, Plan(), 256),
+        (NARROW, Plan(dp_shard=2), 256),
+        (NARROW, Plan(dp_shard=2, recompute="full"), 256),
+        *((WIDE, Plan(dp_shard=2), length) for length in (4096, 8192, 16384)),
+        (WIDE, Plan(), 8192),
+    ]
+    for model, plan, length in runs:
+        for count in (1, 2):
+            one = dataclasses.replace(model, layers=count)
+            load = workload(plan, length)
+            table = estimate_plans(one, cluster(), load, [plan], RUNTIME, None, calibration=truth)
+            found.append(
+                LayerSample(
+                    model=codec.to_builtins(one),
+                    plan=codec.to_builtins(plan),
+                    workload=codec.to_builtins(load),
+                    runtime=codec.to_builtins(RUNTIME),
+                    step_s=float(table.step_s[0]),
+                    data_s=HOST["data_token_s"] * length,
+                )
+            )
+    return tuple(found)
+
+
+def test_host_data_and_kernel_times_are_told_apart() -> None:
+    whole = calibrated(profile(), cluster())
+    assert whole is not None
+
+    costs = fit_runtimes(profile(layers=layers(busy=1.1)), cluster(), whole)["torchtitan", False]
+
+    assert costs.busy == pytest.approx(1.1, rel=0.02)
+    assert costs.host["data_token_s"] == pytest.approx(HOST["data_token_s"])
+    assert costs.host["launch_s"] == pytest.approx(HOST["launch_s"], rel=0.1)
+    assert costs.host["fsdp_layer_s"] == pytest.approx(HOST["fsdp_layer_s"], rel=0.1)
+    assert costs.host["checkpoint_s"] == pytest.approx(HOST["checkpoint_s"], rel=0.3)
+    assert costs.host["step_s"] == pytest.approx(HOST["step_s"], abs=1.5e-3)
+    assert costs.spread < 0.02
+
+
+def test_full_depth_follows_from_one_and_two_layers() -> None:
+    whole = calibrated(profile(), cluster())
+    assert whole is not None
+    truth = dataclasses.replace(whole, costs={("torchtitan", False): RuntimeCosts(busy=1.1, host=HOST, runs=1)})
+    deep, plan = dataclasses.replace(WIDE, layers=32), Plan(dp_shard=4)
+
+    predicted = estimate(plan, profile(layers=layers(busy=1.1)), model=deep).step_s.value
+
+    assert predicted == pytest.approx(estimate(plan, None, model=deep, calibration=truth).step_s.value, rel=0.02)
+
+
+def test_layers_that_this_version_cannot_read_are_passed_over() -> None:
+    strange = LayerSample(model={"layers": 1}, plan={"tea": 1}, workload={}, runtime={"name": "unheard of"}, step_s=1.0)
+    whole = calibrated(profile(), cluster())
+    assert whole is not None
+
+    assert fit_runtimes(profile(layers=(strange,)), cluster(), whole) == {}
+    invalid = tuple(dataclasses.replace(s, invalid="slowed down") for s in layers())
+    assert fit_runtimes(profile(layers=invalid), cluster(), whole) == {}
