@@ -101,7 +101,9 @@ class Screening:
         rows, which = distinct(*degrees, conditions, overlap, table.capacity_factor)
         context = self._context(table.take(rows))
         modes = [canonical_recompute(word, self.runtime) for word in recompute]
-        costs = network_blocks(self.operators, context, modes, moe=self.model.moe is not None)
+        # A collective that cannot run here takes for ever, and for ever less for ever is no number.
+        with np.errstate(invalid="ignore"):
+            costs = network_blocks(self.operators, context, modes, moe=self.model.moe is not None)
         return SharedBlocks(costs=costs, which=which)
 
     def plans(self, columns: PlanColumns, shared: SharedBlocks, rows: NDArray[np.intp]) -> ScreenedPlans:
@@ -150,7 +152,6 @@ class ScreenedPlans:
     @cached_property
     def micro(self) -> MicroBatches:
         """What micro batches and the schedule take."""
-        # A collective that cannot run here takes for ever, and for ever times no layers is no number.
         with np.errstate(invalid="ignore"):
             return micro_batches(
                 self.screening.model, self.operators, self.context, self.layout, self.blocks, self.parameters
