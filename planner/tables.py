@@ -236,11 +236,18 @@ def print_estimate(
     )
 
 
+LEAST_SHARE = 0.005  # of a step, below which a source is not worth a word
+
+
 def legend(estimate: Estimate) -> list[str]:
     """Return the lines that say what the figures mean and rest on."""
     step = estimate.step_s
     low, high = (step.low / step.value - 1, step.high / step.value - 1) if step.value else (0.0, 0.0)
-    sure = "datasheet numbers, uncalibrated" if step.source in {"datasheet", "assumed"} else f"{step.source} numbers"
+    if step.source in {"datasheet", "assumed"}:
+        sure = "datasheet numbers, uncalibrated"
+    else:
+        shares = (f"{share:.0%} {source}" for source, share in estimate.sources.items() if share >= LEAST_SHARE)
+        sure = f"of the step's time {', '.join(shares) or step.source}"
     return [
         f"{sure}: 80% of steps are expected between {low:+.0%} and {high:+.0%} of the value",
         f"MFU counts model FLOPs (no recompute) against the dense peak of {estimate.peak_flops / 1e12:.0f} TFLOP/s",

@@ -76,12 +76,16 @@ class Calibration:
     beside: dict[str, Beside]  # by collective
     burst: float = 1.0  # a large product's time after a rest over its time on a GPU at work
     costs: dict[tuple[str, bool], RuntimeCosts] = field(default_factory=dict)
+    fit: Callable[[tuple[str, bool]], RuntimeCosts] | None = None
     effects: Effects = field(default_factory=Effects)
     _seen: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict)
 
     def runtime(self, name: str, *, compiled: bool) -> RuntimeCosts:
-        """Return what is known of a runtime; neutral where nobody ran it."""
-        return self.costs.get((runtime_spec(name).names[0], compiled), RuntimeCosts())
+        """Return what is known of a runtime, fitted when it is first asked for; neutral where nobody ran it."""
+        key = runtime_spec(name).names[0], compiled
+        if key not in self.costs and self.fit is not None:
+            self.costs[key] = self.fit(key)
+        return self.costs.get(key, RuntimeCosts())
 
     def seconds(
         self, work: Work, datasheet: Callable[[], Floats], *, dtype: str, runtime: str

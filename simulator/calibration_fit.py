@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,9 +49,9 @@ def calibrated(profile: Profile | None, cluster: Cluster) -> Calibration | None:
         return kept[2]
     found = _calibration(profile, kind)
     if found is not None:
-        from simulator.runtime_fit import fit_runtimes  # noqa: PLC0415 - it costs plans, and costs come here
+        from simulator.runtime_fit import fit_runtime  # noqa: PLC0415 - it costs plans, and costs come here
 
-        found.costs = fit_runtimes(current(profile), cluster, found)
+        found.fit = partial(fit_runtime, current(profile), cluster, found)
     while len(_known) >= _MOST_KNOWN:
         _known.pop(next(iter(_known)))
     _known[id(profile)] = (profile, kind.name, found)

@@ -79,17 +79,22 @@ class Run:
 
 def fit_runtimes(profile: Profile, cluster: Cluster, calibration: Calibration) -> dict[tuple[str, bool], RuntimeCosts]:
     """Return the costs of every runtime that the profile has layers of, by (name, compiled)."""
+    return {key: _Fit(runs, cluster, calibration).costs() for key, runs in sorted(_by_runtime(profile).items())}
+
+
+def fit_runtime(profile: Profile, cluster: Cluster, calibration: Calibration, key: tuple[str, bool]) -> RuntimeCosts:
+    """Return the costs of one runtime, neutral ones where the profile has no layers of it."""
+    runs = _by_runtime(profile).get(key)
+    return _Fit(runs, cluster, calibration).costs() if runs else RuntimeCosts()
+
+
+def _by_runtime(profile: Profile) -> dict[tuple[str, bool], list[Run]]:
     groups: dict[tuple[str, bool], list[Run]] = {}
     for sample in profile.layers:
         run = None if sample.invalid else run_of(sample)
         if run is not None:
-            name = runtime_spec(run.runtime.name).names[0]
-            groups.setdefault((name, run.runtime.compile), []).append(run)
-    # Compiled steps are made of the same launches between graphs, so eager runs go first.
-    found: dict[tuple[str, bool], RuntimeCosts] = {}
-    for key in sorted(groups):
-        found[key] = _Fit(groups[key], cluster, calibration).costs()
-    return found
+            groups.setdefault((runtime_spec(run.runtime.name).names[0], run.runtime.compile), []).append(run)
+    return groups
 
 
 def run_of(sample: LayerSample) -> Run | None:
@@ -245,7 +250,7 @@ class _Fit:
     def _estimate(self, run: Run, host: dict[str, float]) -> EstimateTable:
         from simulator.closed_form import estimate_plans  # noqa: PLC0415 - it asks for calibrations itself
 
-        calibration = replace(self.calibration, costs={self.key: RuntimeCosts(host=host)}, burst=1.0)
+        calibration = replace(self.calibration, costs={self.key: RuntimeCosts(host=host)}, fit=None, burst=1.0)
         return estimate_plans(
             run.model, self.cluster, run.workload, [run.plan], run.runtime, None, calibration=calibration
         )

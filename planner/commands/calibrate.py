@@ -93,7 +93,7 @@ def calibrate(
             machine=machine,
             gpu=kind,
             records=records,
-            command=shlex.join(["planner", "calibrate", *sys.argv[2:]]),
+            command=shlex.join(["planner", "calibrate", *map(_without_folder, sys.argv[2:])]),
             device=device,
             allow_busy=allow_busy,
             text=str(text.absolute()) if text is not None else "",
@@ -108,6 +108,12 @@ def calibrate(
     whole = _save(found, before, out, store=store)
     records.unlink(missing_ok=True)
     _answer(found, whole, out, json=json)
+
+
+def _without_folder(word: str) -> str:
+    """Return a word of the command line without the folders in it: profiles are shared, home directories are not."""
+    option, equals, value = word.partition("=")
+    return f"{option}={Path(value).name}" if equals and "/" in value else Path(word).name if "/" in word else word
 
 
 def _questions(files: list[Path]) -> list[Question]:

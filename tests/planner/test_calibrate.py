@@ -21,6 +21,7 @@ from planner.calibration_request import (
     spread_request,
 )
 from planner.cli import main
+from planner.commands.calibrate import _without_folder
 from simulator.model import Model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
@@ -134,6 +135,14 @@ def test_without_a_gpu_the_command_says_so(tmp_path, monkeypatch, capsys) -> Non
     assert main(["calibrate", "--out", str(tmp_path / "p.json"), "--no-store"]) == 1
     assert "there is no GPU to measure" in capsys.readouterr().err
     assert not (tmp_path / "p.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [("/home/ada/p.json", "p.json"), ("--out=/home/ada/p.json", "--out=p.json"), ("--gpus", "--gpus")],
+)
+def test_a_profile_that_is_shared_tells_no_folders(word: str, shown: str) -> None:
+    assert _without_folder(word) == shown
 
 
 @pytest.mark.parametrize("budget", ["0s", "fast", "3h"])
