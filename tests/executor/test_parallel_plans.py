@@ -87,7 +87,7 @@ OVERLAP = {
 TWO |= OVERLAP
 COMPILED = {
     f"compiled-{name}": ({**TWO[name][0], "compile": True}, TWO[name][1])
-    for name in ("ddp", "fsdp-tied", "tp", "tp-sp", "latent-tp", "cp", "ep", "pp-1f1b")
+    for name in ("ddp", "fsdp-tied", "tp", "tp-sp", "latent-tp", "cp", "cp-heads", "ep", "pp-1f1b")
 }
 TWO |= COMPILED
 FOUR = {
