@@ -52,7 +52,7 @@ def command(port: int) -> list[str]:
     """Return the argument vector of the server. `-P`: modules of the folder it is started in are not ours."""
     place = folder()
     settings = tomllib.loads((place / "config.toml").read_text(encoding="utf-8"))
-    start = [sys.executable, "-P", "-m", "streamlit", "run", str(place / "app.py")]
+    start = [sys.executable, "-P", "-m", "ui.serve", "run", str(place / "app.py")]
     return [*start, "--server.port", str(port), *_flags(settings)]
 
 
