@@ -162,7 +162,7 @@ FOUR = {
 }
 FOUR |= {
     f"compiled-{name}": ({**FOUR[name][0], "compile": True}, FOUR[name][1])
-    for name in ("fsdp-tp-selective-op", "pp-tp", "cp-tp", "ep-tp")
+    for name in ("fsdp-tp-selective-op", "pp-tp", "ep-tp")
 }
 EIGHT = {
     "fsdp-cp-tp": ({}, {"dp_shard": 2, "cp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 4}),
