@@ -42,6 +42,10 @@ def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime, *, dev
     multiple = (plan.tp if plan.sequence_parallel else 1) * (2 * plan.cp if plan.cp > 1 else 1)
     if workload.seq_len % multiple:
         problems.append(f"sequence length {workload.seq_len} must be a multiple of {multiple}")
+    if runtime.compile and plan.cp > 1 and plan.tp > 1:
+        problems.append(
+            "compile with cp and tp: torch's partitioner fails on some blocks (seen with 2.13); run it eager"
+        )
     if plan.cp > 1:
         problems += _context_problems(plan, model, workload, cp_method(plan, runtime))
     if plan.tp > 1 and plan.tp_overlap != "none" and model.latent is not None:

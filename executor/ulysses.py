@@ -40,6 +40,7 @@ class UlyssesAttention(nn.Module):
         self.group, self.core = group, core
         self.world = dist.get_world_size(group)
 
+    @torch.compiler.disable  # as in executor.context_parallel
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Take q (B, a, S, d) and k, v (B, a_kv, S, d) of this rank's tokens; return (B, a, S, d)."""
         tokens = q.shape[2]

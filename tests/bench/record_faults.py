@@ -140,7 +140,7 @@ def busy_port(out: Path) -> subprocess.Popen[str]:
 
 
 def out_of_time(out: Path) -> subprocess.Popen[str]:
-    return start(out, *STEPS, "--budget", "45s")
+    return start(out, *STEPS, "--budget", "100s")
 
 
 FAULTS: dict[str, tuple[str, Callable[[Path], subprocess.Popen[str]]]] = {
@@ -155,7 +155,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], subprocess.Popen[str]]]] = {
     "the disk is full (41)": ("no file may grow beyond 2.5 kB", full_disk),
     "the directory cannot be written (41)": ("--out in /proc", read_only),
     "no home (41)": ("HOME and the data folder do not exist", no_home),
-    "the budget ends (55)": ("1000 steps asked for, 45 s given", out_of_time),
+    "the budget ends (55)": ("1000 steps asked for, 100 s given", out_of_time),
 }  # fmt: skip
 
 

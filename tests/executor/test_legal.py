@@ -78,6 +78,13 @@ def test_schedules_that_split_the_backward_pass_are_eager() -> None:
     check(Plan(pp=2, schedule="1F1B"), LLAMA, WORK, Runtime(compile=True), device="cpu")
 
 
+def test_compiled_context_and_tensor_parallelism_together_are_refused() -> None:
+    plan = Plan(cp=2, tp=2, sequence_parallel=True)
+
+    assert "partitioner fails" in complaint(plan, compile=True)
+    check(plan, LLAMA, WORK, Runtime(), device="cpu")
+
+
 def test_two_ranks_on_one_gpu_are_refused() -> None:
     assert "two ranks on one GPU" in complaint(Plan(dp_shard=2, placement=(1, 1)), device="cuda")
 

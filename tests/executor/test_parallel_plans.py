@@ -87,7 +87,7 @@ OVERLAP = {
 TWO |= OVERLAP
 COMPILED = {
     f"compiled-{name}": ({**TWO[name][0], "compile": True}, TWO[name][1])
-    for name in ("ddp", "fsdp-tied", "tp", "tp-sp", "latent-tp", "cp", "ep", "pp-1f1b")
+    for name in ("ddp", "fsdp-tied", "tp", "tp-sp", "latent-tp", "cp", "cp-heads", "ep", "pp-1f1b")
 }
 TWO |= COMPILED
 FOUR = {
@@ -162,7 +162,7 @@ FOUR = {
 }
 FOUR |= {
     f"compiled-{name}": ({**FOUR[name][0], "compile": True}, FOUR[name][1])
-    for name in ("fsdp-tp-selective-op", "pp-tp", "cp-tp", "ep-tp")
+    for name in ("fsdp-tp-selective-op", "pp-tp", "ep-tp")
 }
 EIGHT = {
     "fsdp-cp-tp": ({}, {"dp_shard": 2, "cp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 4}),

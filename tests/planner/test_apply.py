@@ -379,9 +379,9 @@ def small_plan_file(content, tmp_path):
 @pytest.mark.slow
 def test_a_saved_plan_runs_on_a_cpu(small_plan_file, tmp_path) -> None:
     process = start(
-        small_plan_file, "--device", "cpu", "--steps", "2", "--budget", "60s", "--out", tmp_path / "run", "--json"
+        small_plan_file, "--device", "cpu", "--steps", "2", "--budget", "200s", "--out", tmp_path / "run", "--json"
     )
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=220)
 
     assert process.returncode == 0, err
     said = json.loads(out)
@@ -399,14 +399,14 @@ def test_a_saved_plan_runs_on_a_cpu(small_plan_file, tmp_path) -> None:
 @pytest.mark.slow
 def test_one_ctrl_c_ends_it_and_shows_what_there_is(small_plan_file, tmp_path) -> None:
     folder = tmp_path / "run"
-    process = start(small_plan_file, "--device", "cpu", "--steps", "1000", "--budget", "60s", "--out", folder)
-    end = time.monotonic() + 60
+    process = start(small_plan_file, "--device", "cpu", "--steps", "1000", "--budget", "200s", "--out", folder)
+    end = time.monotonic() + 150
     beat = folder / "records" / "rank0.beat"
     while time.monotonic() < end and not (beat.is_file() and '"step 5"' in beat.read_text()):
         time.sleep(0.05)
 
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=40)
+    out, err = process.communicate(timeout=90)
 
     assert process.returncode == 130, err
     assert "interrupted" in out
