@@ -34,7 +34,7 @@ from simulator.chrome import from_kineto
 from simulator.plan import rank_grid
 from simulator.trace import Trace
 from topology import codec
-from topology.errors import BadPlan, PlannerError
+from topology.errors import BadInput, BadPlan, PlannerError
 
 ENDING_S = 10.0  # of the budget, for ending ranks and writing the report
 GRACE_S = 4.0
@@ -102,8 +102,24 @@ def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict
     )
     samples = watch.stop() if request.device == "cuda" else []
     document = report(request, done, records, arguments, samples)
-    codec.write_text(out / "run.json", codec.to_json(document) + "\n")
+    _write(document, out / "run.json")
     return document
+
+
+def _write(document: dict[str, Any], path: Path) -> None:
+    """Write the report. Raises PlannerError with the gist of it where that cannot be done."""
+    try:
+        codec.write_text(path, codec.to_json(document) + "\n")
+    except BadInput as error:
+        measured = document["measured"]
+        step = measured["step_s"]
+        took = f"{measured['steps']} steps of {step['median']:.4g} s (median)" if step else "no steps measured"
+        failure = (document["failure"] or {}).get("message", "")
+        raise PlannerError(
+            f"{error.what}: {error.why}",
+            why=f"the run is {document['status']}{f' ({failure[:200]})' if failure else ''}, {took}",
+            remedy="free the disk, or write elsewhere",
+        ) from error
 
 
 def run_node(request: Request, request_path: str, out: Path, budget_s: float, meeting: Meeting) -> int:
@@ -133,7 +149,7 @@ def collect(request: Request, request_path: str, out: Path, nodes: int) -> dict[
     """Write `run.json` from what the ranks of all nodes recorded, and return it."""
     done = together(read_words(out), nodes)
     document = report(request, done, out / "records", worker_arguments(request_path, out / "records", 0.0))
-    codec.write_text(out / "run.json", codec.to_json(document) + "\n")
+    _write(document, out / "run.json")
     return document
 
 

@@ -80,7 +80,12 @@ def wait_for_word(words: Tensor, index: int, value: int) -> None:
     waits for (the two want shared memory divided differently), and then neither ends. It has no limit of its own, so
     it is for counts that a kernel here reaches without waiting for anybody.
     """
-    from cuda.bindings import driver  # noqa: PLC0415 - comes with torch for CUDA
+    try:
+        from cuda.bindings import driver  # noqa: PLC0415 - comes with torch's wheels for CUDA
+    except ImportError as error:
+        raise SymmetricMemoryError(
+            "the fused reduce-scatter needs the package cuda-bindings", remedy="pip install cuda-bindings"
+        ) from error
 
     address = driver.CUdeviceptr(words.data_ptr() + 4 * index)
     stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)

@@ -51,6 +51,8 @@ def apply_tensor_parallel(
         if sequence_parallel:
             ends["norm"] = SequenceParallel()
     parallelize_module(model, mesh, ends)
+    if model.tok_embeddings is not None:
+        model.tok_embeddings.register_forward_hook(_not_a_view)
     model.tie()
     for block in model.layers.values():
         parallelize_module(
@@ -58,6 +60,15 @@ def apply_tensor_parallel(
         )
         if overlap != "none":
             overlap_block(block, overlap, mesh.get_group())
+
+
+def _not_a_view(_module: nn.Module, _inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    """Copy what enters the first block.
+
+    It would be a view of a DTensor, and a compiled block that takes one gives it no gradient: torch 2.13 leaves the
+    embedding's at zero, in silence.
+    """
+    return out.clone()
 
 
 def _block_styles(block: Block, between: Placement, *, experts_cut: bool, overlaps: bool) -> dict[str, ParallelStyle]:

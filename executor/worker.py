@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from executor import symmetric
 from executor.built import built
 from executor.checks import check_numbers
 from executor.heartbeat import Heartbeat
@@ -131,6 +132,7 @@ def _run_joined(
             event.record()
         _synchronize(device)
         seconds = time.perf_counter() - begin
+        symmetric.check_delivered()  # a kernel whose wait ran out went on with whatever was there
         longest = max(longest, seconds)
         if not (math.isfinite(result.loss) and math.isfinite(result.gradient_norm)):
             # The same on every rank: both are sums over all of them.

@@ -85,8 +85,8 @@ def _no_report(code: int | None, out: Path) -> PlannerError:
     if code == UserError.exit_code:
         return BadPlan(words.removeprefix("error: "))
     how = "it did not end within its budget and was ended" if code is None else f"it ended with code {code}"
-    said = next((line.removeprefix("error: ") for line in words.splitlines() if line.startswith("error: ")), "")
-    said = said or (words.splitlines() or [""])[-1]
+    _, _, own = words.rpartition("error: ")
+    said = "; ".join(line.strip() for line in own.splitlines()) if own != words else (words.splitlines() or [""])[-1]
     return PlannerError("the run left no report", why=f"{how}: {said}" if said else how, remedy=f"see {out}")
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def document(found: Profile, whole: Profile) -> dict[str, Any]:
     """Return the answer of `planner calibrate --json`."""
     from planner.output import SCHEMA_VERSION  # noqa: PLC0415 - keeps `--help` light
-    from simulator.calibration import fit_errors  # noqa: PLC0415 - as above
+    from simulator.calibration_fit import fit_errors  # noqa: PLC0415 - as above
     from topology import codec  # noqa: PLC0415 - as above
 
     return {
@@ -43,7 +43,7 @@ def counts(profile: Profile) -> dict[str, int]:
 
 def lines(found: Profile, whole: Profile) -> list[str]:
     """Return the answer for people."""
-    from simulator.calibration import fit_errors  # noqa: PLC0415 - keeps `--help` light
+    from simulator.calibration_fit import fit_errors  # noqa: PLC0415 - keeps `--help` light
 
     new, all_of = counts(found), counts(whole)
     said = ", ".join(f"{number} {kind}" for kind, number in new.items() if number)

@@ -19,12 +19,12 @@ from planner.case_fields import (
     refuse_unknown,
     section_of,
     stated_value,
-    unsaid,
     whole_number,
     whole_numbers,
     word_of,
     words_of,
 )
+from planner.case_runtime import implied_runtime, resolve_runtime, runtime_section, version_of_source
 from planner.frameworks import Framework, framework_named, framework_of_runtime
 from planner.plan_file import load_plan
 from simulator.plan import Plan
@@ -56,7 +56,6 @@ _PLAN_KEYS = (
     "capacity_factor",
     "placement",
 )
-_RUNTIME_KEYS = ("name", "version", "compile", "param_dtype", "compute_dtype", "reduce_dtype", "optimizer")
 # One meaning, many spellings. A word not listed here is kept: it is the runtime's own.
 _RECOMPUTE = {
     "per-op selective": "selective-op",
@@ -128,11 +127,11 @@ def load_case(data: Mapping[str, Any]) -> Case:
     assumed += from_cluster
     workload = _workload(data.get("workload"), name, assumed)
     stated_plan = section_of(data, "plan", name)
-    stated_runtime = _runtime_section(data, name, assumed)
+    stated_runtime = runtime_section(data, name, assumed)
     framework = framework_of_runtime(stated_runtime["name"])
     if data.get("source"):
-        assumed += _version_of_source(stated_runtime)
-    stated_runtime, implied = _implied_runtime(stated_runtime, stated_plan, framework)
+        assumed += version_of_source(stated_runtime)
+    stated_runtime, implied = implied_runtime(stated_runtime, stated_plan, framework)
     runtime, from_runtime = resolve_runtime(stated_runtime)
     assumed += [*implied, *from_runtime]
     plan, from_plan = complete_plan(stated_plan, workload, framework, where=f"case {name}")
@@ -234,7 +233,7 @@ def case_from_flags(
     if degree > 1 and filled not in stated_plan and not (filled == "dp_replicate" and "dp_shard" in stated_plan):
         stated_plan[filled] = degree
         assumed.append(f"{filled} {degree} (fills {count} GPUs)")
-    stated_runtime, implied = _implied_runtime(dict(runtime), stated_plan, framework)
+    stated_runtime, implied = implied_runtime(dict(runtime), stated_plan, framework)
     resolved, from_runtime = resolve_runtime(stated_runtime)
     chosen, from_plan = complete_plan(stated_plan, workload, framework, where="flags")
     return Case(
@@ -358,53 +357,6 @@ def _cluster(value: Any, name: str) -> tuple[Cluster, list[str]]:
         why="a cluster is {gpu, gpus_per_node, nodes, interconnect, nic_gbit_per_gpu} or a name or file",
         remedy='for example "dgx-h100"',
     )
-
-
-def resolve_runtime(stated: Mapping[str, Any]) -> tuple[Runtime, list[str]]:
-    """Return the runtime that `stated` describes, the rest at its defaults, and what was assumed. Raises BadPlan."""
-    from simulator.runtime_library import resolve  # noqa: PLC0415 - keeps `--help` light
-
-    runtime, assumed = resolve({k: (None if unsaid(v) else v) for k, v in stated.items()})
-    return runtime, list(assumed)
-
-
-def _runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> dict[str, Any]:
-    stated = section_of(data, "runtime", name)
-    assumed += ignored_keys(stated, _RUNTIME_KEYS, f"case {name}: runtime")
-    stated = {key: value for key, value in stated.items() if key in _RUNTIME_KEYS}
-    for key, value in stated.items():
-        if unsaid(value):
-            continue
-        if key == "compile":
-            flag(value, f"case {name}: runtime.compile")
-        else:
-            word_of(value, f"case {name}: runtime.{key}")
-    if unsaid(stated.get("name")):
-        stated["name"] = "torchtitan"
-        assumed.append("runtime torchtitan (not stated)")
-    return stated
-
-
-def _implied_runtime(
-    runtime: dict[str, Any], plan: Mapping[str, Any], framework: Framework
-) -> tuple[dict[str, Any], list[str]]:
-    """Fill in what a stated plan implies: asynchronous tensor parallelism exists in compiled models only."""
-    overlap = plan.get("tp_overlap")
-    overlaps = not unsaid(overlap) and overlap != "none"
-    if overlaps and framework.overlap_needs_compile and unsaid(runtime.get("compile")):
-        return {**runtime, "compile": True}, [f"compile true (tp_overlap={overlap} exists in compiled models only)"]
-    return runtime, []
-
-
-def _version_of_source(runtime: dict[str, Any]) -> list[str]:
-    """Fill in the version of a run that a source reports without one, where versions run different kernels."""
-    from simulator.runtime_library import version_of_reports  # noqa: PLC0415 - keeps `--help` light
-
-    version = version_of_reports(runtime["name"])
-    if version is None or not unsaid(runtime.get("version")):
-        return []
-    runtime["version"] = version
-    return [f"runtime.version {version} (not stated: reports without one are of early versions)"]
 
 
 def _workload(value: Any, name: str, assumed: list[str]) -> Workload:

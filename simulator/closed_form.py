@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.calibration import Calibration, calibrated, calibrated_host, roofline_of
+from simulator.calibration import Calibration, calibrated_host, roofline_of
+from simulator.calibration_fit import calibrated
 from simulator.collectives import collective_model
 from simulator.estimate import Estimate, Interval, MemoryEstimate
 from simulator.group_times import GroupTimes

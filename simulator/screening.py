@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.calibration import calibrated
+from simulator.calibration_fit import calibrated
 from simulator.closed_form import calibrated_operators, cost_context, network_blocks
 from simulator.layer_cost import BlockCost, CostContext
 from simulator.memory import CONTEXT_BYTES, Parameters, local_parameters, memory_columns

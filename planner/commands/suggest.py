@@ -190,7 +190,8 @@ def answer(
     from planner import output, search  # noqa: PLC0415 - as above
     from planner.around import with_or_without  # noqa: PLC0415 - as above
     from planner.candidates import Bounds  # noqa: PLC0415 - as above
-    from planner.cases import SEQUENCES_PER_GPU, resolve_runtime  # noqa: PLC0415 - as above
+    from planner.case_runtime import resolve_runtime  # noqa: PLC0415 - as above
+    from planner.cases import SEQUENCES_PER_GPU  # noqa: PLC0415 - as above
     from planner.counts import best_count  # noqa: PLC0415 - as above
     from planner.frameworks import framework_named  # noqa: PLC0415 - as above
     from planner.infeasible import minimal_gpus  # noqa: PLC0415 - as above

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from simulator.calibration import calibrated, calibrated_host, roofline_of
+from simulator.calibration import calibrated_host, roofline_of
+from simulator.calibration_fit import calibrated
 from simulator.closed_form import spelled
 from simulator.collectives import collective_model
 from simulator.costs import Cost

@@ -21,7 +21,8 @@ import numpy as np
 from planner.cases import Case, load_case
 from planner.legality import check, is_legal
 from planner.validation import measured_step_s
-from simulator.calibration import Calibration, calibrated, fit_errors, without
+from simulator.calibration import Calibration, without
+from simulator.calibration_fit import calibrated, fit_errors
 from simulator.closed_form import estimate_plans
 from simulator.collectives import CollectiveModel
 from simulator.measured_collectives import MeasuredCollectives

@@ -88,8 +88,10 @@ def model_lines(shapes: list[dict[str, Any]]) -> tuple[list[str], OverlapRates]:
         mode = choose(r["operation"], parts_of(r), rates).mode
         losses.append((s[mode] / min(s[m] for m in EXECUTED) - 1, s[mode] > min(s["nccl"], s["torch_symm_mem"])))
     lines = [
-        f"Predicted from the parts alone: mean error {100 * mean_error(samples, rates):.1f} % over {len(samples)} times "
-        f"({100 * sum(across) / 2:.1f} % on shapes that the rates were not fitted to). By mode:",
+        (
+            f"Predicted from the parts alone: mean error {100 * mean_error(samples, rates):.1f} % over {len(samples)} times "
+            f"({100 * sum(across) / 2:.1f} % on shapes that the rates were not fitted to). By mode:"
+        ),
         "",
         "| mode | " + " | ".join(EXECUTED) + " |",
         "|---|" + "---:|" * len(EXECUTED),
@@ -97,10 +99,12 @@ def model_lines(shapes: list[dict[str, Any]]) -> tuple[list[str], OverlapRates]:
         + " | ".join(f"{100 * mean_error([x for x in samples if x.mode == mode], rates):.1f} %" for mode in EXECUTED)
         + " |",
         "",
-        f"Mode chosen by the model alone: within 3 % of the best at {sum(loss <= 0.03 for loss, _ in losses)} of "
-        f"{len(losses)} shapes, mean loss {100 * sum(loss for loss, _ in losses) / len(losses):.1f} %, largest "
-        f"{100 * max(loss for loss, _ in losses):.0f} %; slower than NCCL then cuBLAS or than PyTorch's operators at "
-        f"{sum(slower for _, slower in losses)}. Where the shape itself was measured, `choose` takes the measured best.",
+        (
+            f"Mode chosen by the model alone: within 3 % of the best at {sum(loss <= 0.03 for loss, _ in losses)} of "
+            f"{len(losses)} shapes, mean loss {100 * sum(loss for loss, _ in losses) / len(losses):.1f} %, largest "
+            f"{100 * max(loss for loss, _ in losses):.0f} %; slower than NCCL then cuBLAS or than PyTorch's operators at "
+            f"{sum(slower for _, slower in losses)}. Where the shape itself was measured, `choose` takes the measured best."
+        ),
         "",
         "Rates: " + ", ".join(f"{name} {getattr(rates, name):.3g}" for name in OverlapRates.__dataclass_fields__) + ".",
     ]

@@ -2,10 +2,11 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from executor.apply_run import measure, report
+from executor.apply_run import _write, measure, report
 from executor.launch import Failure, Launched
 from executor.records import Recorder
 from executor.request import Request
@@ -13,6 +14,7 @@ from simulator.hf_config import load_model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.workload import Workload
+from topology.errors import PlannerError
 
 MODEL = load_model("llama3-8b")
 REQUEST = Request(
@@ -178,3 +180,16 @@ def test_ranks_that_ended_early_without_a_word_have_failed(tmp_path) -> None:
     found = report(REQUEST, DONE, tmp_path, [])
 
     assert (found["status"], found["exit_code"]) == ("failed", 1)
+
+
+def test_a_report_that_cannot_be_written_is_told_in_short(tmp_path) -> None:
+    """A disk that is full takes no report; what was found is said all the same, and it is no fault of the plan."""
+    for rank in range(2):
+        write(tmp_path, rank, step(0, 1.5), {"kind": "timed"}, {"kind": "done"})
+    document = report(REQUEST, DONE, tmp_path, [])
+
+    with pytest.raises(PlannerError, match="cannot write") as caught:
+        _write(document, Path("/proc/self/run.json"))
+
+    assert caught.value.exit_code == 1
+    assert "finished, 1 steps of 1.5 s (median)" in str(caught.value)

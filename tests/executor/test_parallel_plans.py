@@ -85,6 +85,11 @@ OVERLAP = {
     for mode in ("chunked", "ring", "copy_engine", "fused", "async")
 }
 TWO |= OVERLAP
+COMPILED = {
+    f"compiled-{name}": ({**TWO[name][0], "compile": True}, TWO[name][1])
+    for name in ("ddp", "fsdp-tied", "tp", "tp-sp", "latent-tp", "cp", "ep", "pp-1f1b")
+}
+TWO |= COMPILED
 FOUR = {
     "hsdp": ({}, {"dp_replicate": 2, "dp_shard": 2, "micro_batch_size": 1}),
     "fsdp-selective": ({}, {"dp_shard": 4, "recompute": "selective", "micro_batch_size": 2}),
@@ -154,6 +159,10 @@ FOUR = {
     "pp-cp": ({}, {"pp": 2, "cp": 2, "micro_batch_size": 2}),
     "pp-ep": ({"model": "moe"}, {"pp": 2, "dp_shard": 2, "ep": 2, "micro_batch_size": 1}),
     "pp4": ({"model": "four"}, {"pp": 4, "micro_batch_size": 1}),
+}
+FOUR |= {
+    f"compiled-{name}": ({**FOUR[name][0], "compile": True}, FOUR[name][1])
+    for name in ("fsdp-tp-selective-op", "pp-tp", "cp-tp", "ep-tp")
 }
 EIGHT = {
     "fsdp-cp-tp": ({}, {"dp_shard": 2, "cp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 4}),

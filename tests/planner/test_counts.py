@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from planner.candidates import Bounds
-from planner.cases import resolve_runtime
+from planner.case_runtime import resolve_runtime
 from planner.counts import best_count, cost_per_million_tokens
 from planner.frameworks import MEGATRON, TORCHTITAN
 from planner.infeasible import Constrained, conflict, fewest_for_state, leanest_gap, minimal_gpus, relaxations

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from planner.candidates import enumerate_candidates
-from planner.cases import resolve_runtime
+from planner.case_runtime import resolve_runtime
 from planner.costs import cost_table
 from planner.explain import STATE, AskedAgain, answer_flips, degrees, explain, memory_account
 from planner.frameworks import TORCHTITAN

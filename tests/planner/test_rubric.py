@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from planner.candidates import Bounds, enumerate_candidates
-from planner.cases import resolve_runtime
+from planner.case_runtime import resolve_runtime
 from planner.costs import cost_table
 from planner.search import suggest
 from simulator.hf_config import load_model

@@ -10,7 +10,7 @@ import pytest
 
 from planner.branch_and_bound import pareto_rows
 from planner.candidates import enumerate_candidates
-from planner.cases import resolve_runtime
+from planner.case_runtime import resolve_runtime
 from planner.frameworks import TORCHTITAN
 from planner.infeasible import leanest_gap, minimal_gpus
 from planner.legality import is_legal

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from planner.candidates import enumerate_candidates
-from planner.cases import resolve_runtime
+from planner.case_runtime import resolve_runtime
 from planner.costs import cost_table
 from planner.explain import memory_account
 from planner.waterfall import waterfall

@@ -6,7 +6,8 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from simulator.calibration import Effects, RuntimeCosts, calibrated, layer_elements, without
+from simulator.calibration import Effects, RuntimeCosts, without
+from simulator.calibration_fit import calibrated, layer_elements
 from simulator.closed_form import estimate_plans
 from simulator.kernel_samples import operators_of
 from simulator.model import Model

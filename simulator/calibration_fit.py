@@ -1,0 +1,307 @@
+"""From a profile to a `Calibration`: curves through its operators, and what its runtimes cost.
+
+Only valid, sustained samples of the software that the profile's head names are used. A profile of another GPU, or one
+that holds nothing but collectives, gives none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from simulator.calibration import Calibration
+from simulator.contention_fit import beside, left_out_errors
+from simulator.kernel_samples import MOVEMENTS, PACKING, UPDATES, movement_of
+from simulator.operator_fit import (
+    MatmulCurve,
+    MoveCurve,
+    by_key,
+    fit_attention,
+    fit_matmul,
+    fit_move,
+)
+from simulator.operators import FIXED_DTYPE_BYTES, OperatorSpec, Work, backward_work, forward_work
+from simulator.roofline import Roofline, efficiency
+from simulator.runtime import DTYPE_BYTES
+from simulator.runtime_library import RuntimeSpec, runtime_names, runtime_spec
+from topology.cluster import Cluster, GpuKind
+from topology.errors import BadCluster
+from topology.gpus import gpu_kind
+from topology.profile import Profile
+from topology.profile_store import current
+from topology.samples import OperatorSample
+
+_known: dict[int, tuple[Profile, str, Calibration | None]] = {}
+_MOST_KNOWN = 8
+
+
+def calibrated(profile: Profile | None, cluster: Cluster) -> Calibration | None:
+    """Return what `profile` says of the GPUs of `cluster`; None without operators measured on that model."""
+    if profile is None or not profile.calibrated:
+        return None
+    kind = cluster.slowest_kind
+    kept = _known.get(id(profile))
+    if kept is not None and kept[0] is profile and kept[1] == kind.name:
+        return kept[2]
+    found = _calibration(profile, kind)
+    if found is not None:
+        from simulator.runtime_fit import fit_runtimes  # noqa: PLC0415 - it costs plans, and costs come here
+
+        found.costs = fit_runtimes(current(profile), cluster, found)
+    while len(_known) >= _MOST_KNOWN:
+        _known.pop(next(iter(_known)))
+    _known[id(profile)] = (profile, kind.name, found)
+    return found
+
+
+def _calibration(profile: Profile, kind: GpuKind) -> Calibration | None:
+    try:
+        same = gpu_kind(profile.gpu).name == kind.name
+    except BadCluster:  # a GPU that the catalogue does not know is not this one
+        same = False
+    if not same:
+        return None
+    samples = [s for s in current(profile).operators if not s.invalid and s.regime == "sustained" and s.seconds > 0]
+    bandwidth = _copy_rate(samples) or kind.memory_bytes_per_s * 0.9
+    matmuls = {
+        str(dtype): curve
+        for (kind_of, dtype), group in by_key(samples, "kind", "dtype").items()
+        if kind_of == "matmul"
+        and (
+            curve := fit_matmul(
+                group,
+                sms=float(kind.sm_count),
+                bytes_per_s=bandwidth,
+                element_bytes=float(DTYPE_BYTES.get(str(dtype), 2)),
+            )
+        )
+        is not None
+    }
+    widths: dict[tuple[str, int, str], list[OperatorSample]] = {}
+    for sample in samples:
+        if sample.kind == "attention":
+            widths.setdefault((sample.dtype, sample.shape["d"], sample.direction), []).append(sample)
+    attention = {key: found for key, group in widths.items() if (found := fit_attention(group)) is not None}
+    counter = _Counter(kind)
+    return Calibration(
+        gpu=kind,
+        exact=_exact(samples),
+        matmuls=matmuls,
+        attention=attention,
+        moves=_moves(samples, counter),
+        stream=counter.copies(samples),
+        packing=_packing(samples, kind),
+        updates=_updates(samples),
+        beside=beside(current(profile).contention),
+        burst=_burst(current(profile).operators, matmuls),
+    )
+
+
+def _exact(samples: list[OperatorSample]) -> dict[tuple[Any, ...], float]:
+    found: dict[tuple[Any, ...], float] = {}
+    for s in samples:
+        shape = s.shape
+        if s.kind == "matmul":
+            sizes = (shape.get("batch", 1), shape["m"], shape["n"], shape["k"])
+            found["matmul", s.dtype, s.direction, *map(float, sizes)] = s.seconds
+        elif s.kind == "attention":
+            sizes = (shape["b"] * shape["a"], shape["s"], shape["S"], shape["d"])
+            found["attention", s.dtype, s.direction, *map(float, sizes), 1.0] = s.seconds
+    return found
+
+
+def _burst(samples: tuple[OperatorSample, ...], matmuls: dict[str, MatmulCurve]) -> float:
+    """Return what products after a rest took over what the same take on a GPU at work; at most 1."""
+    ratios = []
+    for s in samples:
+        curve = matmuls.get(s.dtype)
+        if s.regime == "burst" and s.kind == "matmul" and not s.invalid and curve is not None:
+            sizes = [np.array([float(s.shape.get(axis, 1))]) for axis in ("m", "n", "k", "batch")]
+            ratios.append(s.seconds / float(curve.seconds(sizes[0], sizes[1], sizes[2], sizes[3], s.direction)[0]))
+    return min(float(np.median(ratios)), 1.0) if ratios else 1.0
+
+
+def _copy_rate(samples: list[OperatorSample]) -> float | None:
+    """Return bytes read plus written per second by the largest copy."""
+    copies = [s for s in samples if s.name == "copy"]
+    largest = max(copies, key=lambda s: s.shape["bytes"], default=None)
+    return None if largest is None else 2 * largest.shape["bytes"] / largest.seconds
+
+
+class _Counter:
+    """What the descriptions count for a measured kernel: bytes over the datasheet's rate, and launches."""
+
+    def __init__(self, kind: GpuKind) -> None:
+        self.roofline = Roofline(gpu=kind)
+        self.launch_s = efficiency(kind.architecture).kernel_s
+
+    def copies(self, samples: list[OperatorSample]) -> MoveCurve | None:
+        mine = [s for s in samples if s.name == "copy"]
+        sizes = [2.0 * s.shape["bytes"] for s in mine]
+        counted = [size / self.roofline.memory_bytes_per_s + self.launch_s for size in sizes]
+        # Up to the size of the second-level cache a copy repeated finds its data there; a step's data is not there.
+        kept = [i for i, size in enumerate(sizes) if size > 2 * self.roofline.gpu.l2_bytes]
+        return fit_move([sizes[i] for i in kept], [counted[i] for i in kept], [mine[i].seconds for i in kept])
+
+    def works(self, specs: list[OperatorSpec], shape: Mapping[str, int], *, backward: bool) -> list[Work]:
+        sizes = {axis: np.array([float(size)]) for axis, size in shape.items()}
+        for axis in _MOVE_AXES:
+            sizes.setdefault(axis, np.ones(1))
+        sizes |= {"one": np.ones(1), "qkv": sizes["q"] + 2 * sizes["kv"], "gf": 2 * sizes["f"]}
+
+        def width(name: str) -> float:
+            return FIXED_DTYPE_BYTES.get(name, 2.0)
+
+        found: list[Work] = []
+        for spec in specs:
+            found += backward_work(spec, sizes, width) if backward else forward_work(spec, sizes, width)
+        return found
+
+    def seconds(self, works: list[Work]) -> float:
+        return sum(float(np.asarray(self.roofline.seconds(work)).flat[0]) for work in works)
+
+
+_MOVE_AXES = ("t", "u", "h", "q", "kv", "f", "v", "d", "b", "s", "S", "a", "k", "w", "j")
+
+
+def _eager(spec: RuntimeSpec) -> list[OperatorSpec]:
+    """Return the operators of an eager, gated, rotary model in mixed precision: what is measured one by one."""
+    refused = {"compiled", "autocast", "!gated", "!rotary", "dropout"}
+    parts = (*spec.layer.attention, *spec.layer.mlp, *spec.layer.embedding, *spec.layer.head)
+    return [operator for operator in parts if not refused & set(operator.when)]
+
+
+def _moves(samples: list[OperatorSample], counter: _Counter) -> dict[tuple[str, str], MoveCurve]:
+    """Return the curve of every operator of every runtime that a measured kernel stands for."""
+    found: dict[tuple[str, str], MoveCurve] = {}
+    grouped = by_key([s for s in samples if s.kind == "move"], "name", "direction")
+    for name in dict.fromkeys(runtime_spec(name).names[0] for name in runtime_names()):
+        operators = _eager(runtime_spec(name))
+        for movement in MOVEMENTS:
+            if movement.runtime not in {"", name}:
+                continue
+            mine = list({op.name: op for op in operators if movement_of(op.name, name) is movement}.values())
+            for backward in (False, True):
+                group = grouped.get((movement.name, "backward" if backward else "forward"), [])
+                curve = _movement_curve(group, mine, counter, backward=backward)
+                if curve is None:
+                    continue
+                for operator in mine:
+                    found[name, f"{operator.name}.backward" if backward else operator.name] = curve
+    return found
+
+
+def _movement_curve(
+    samples: list[OperatorSample], operators: list[OperatorSpec], counter: _Counter, *, backward: bool
+) -> MoveCurve | None:
+    if not samples or not operators:
+        return None
+    # Norms before attention and before the feed-forward part are one kernel each: count one of them.
+    alike = len({(op.reads, op.writes) for op in operators}) == 1
+    counted = operators[:1] if alike else _one_of_each(operators)
+    works = [counter.works(counted, s.shape, backward=backward) for s in samples]
+    return fit_move(
+        [sum(float(np.asarray(w.bytes).flat[0]) for w in some) for some in works],
+        [counter.seconds(some) for some in works],
+        [s.seconds for s in samples],
+    )
+
+
+def _one_of_each(operators: list[OperatorSpec]) -> list[OperatorSpec]:
+    """Return the operators that one call of the framework is made of: a loss's three, but one norm of many."""
+    return (
+        operators[:1]
+        if any("norm" in op.name for op in operators) and operators[0].name != "log_softmax"
+        else operators
+    )
+
+
+def layer_elements(shape: Mapping[str, int]) -> float:
+    """Return the parameters of a layer's matrices, whose shapes the packing and update kernels are measured with."""
+    h, q, kv, f = (float(shape[axis]) for axis in ("h", "q", "kv", "f"))
+    return 2 * h * q + 2 * h * kv + 3 * h * f
+
+
+def _packing(samples: list[OperatorSample], kind: GpuKind) -> MoveCurve | None:
+    """Return what FSDP's packing takes over what is counted for it, by the bytes of a layer's parameters.
+
+    Counted are, for each gather, two passes over the whole parameters in the compute type, and for each reduction one
+    over gradients in the compute type and one in the type they are reduced in.
+    """
+    rate = Roofline(gpu=kind).memory_bytes_per_s
+    by_shape: dict[tuple[Any, ...], dict[str, float]] = {}
+    for s in samples:
+        if s.name in PACKING:
+            by_shape.setdefault(tuple(sorted(s.shape.items())), {})[s.name] = s.seconds
+    sizes, counted, measured = [], [], []
+    for key, times in by_shape.items():
+        if len(times) < len(PACKING):
+            continue
+        elements = layer_elements(dict(key))
+        sizes.append(2 * elements)
+        counted.append((2 * 2 * elements * 2 + elements * 6) / rate)
+        measured.append(2 * (times["gather_pack"] + times["gather_unpack"]) + times["reduce_pack"])
+    return fit_move(sizes, counted, measured)
+
+
+def _updates(samples: list[OperatorSample]) -> dict[str, float]:
+    """Return seconds per parameter owned of clipping and updating large layers, by the parameters' dtype."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for s in samples:
+        if s.name in UPDATES:
+            owned = layer_elements(s.shape) / s.shape["ranks"]
+            if owned > 2**24:
+                found.setdefault(s.dtype, {}).setdefault(s.name, []).append(s.seconds / owned)
+    return {
+        dtype: sum(float(np.median(times)) for times in by_name.values())
+        for dtype, by_name in found.items()
+        if len(by_name) == len(UPDATES)
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitError:
+    """How far a curve is from samples that it did not see: each left out in turn, the mean of absolute errors."""
+
+    what: str
+    samples: int
+    mean_abs: float
+
+
+def fit_errors(profile: Profile) -> list[FitError]:
+    """Return the leave-one-out errors of every curve through a profile's samples; empty for an unknown GPU."""
+    try:
+        kind = gpu_kind(profile.gpu)
+    except BadCluster:
+        return []
+    found = _calibration(profile, kind)
+    if found is None:
+        return []
+    errors = [
+        FitError(what=f"matmul {dtype} {direction}", samples=len(rest.residuals), mean_abs=rest.error)
+        for dtype, curve in found.matmuls.items()
+        for direction, rest in curve.rest.items()
+    ]
+    errors += [
+        FitError(
+            what=f"attention {dtype} width {width} {direction}",
+            samples=len(curve.rest.residuals),
+            mean_abs=curve.rest.error,
+        )
+        for (dtype, width, direction), curve in found.attention.items()
+    ]
+    moves = {id(curve): curve for curve in found.moves.values()}
+    if moves:
+        mean = float(np.mean([curve.error for curve in moves.values()]))
+        errors.append(FitError(what="kernels that move memory", samples=len(moves), mean_abs=mean))
+    if found.packing is not None:
+        errors.append(FitError(what="packing", samples=len(found.packing.points), mean_abs=found.packing.error))
+    pairs = current(profile).contention
+    together = left_out_errors(pairs)
+    if together is not None:
+        for what, mean in zip(("kernels beside collectives", "collectives beside kernels"), together, strict=True):
+            errors.append(FitError(what=what, samples=len(pairs), mean_abs=mean))
+    return errors
