@@ -41,7 +41,7 @@ SHOTS = (
     ("measured", "measured", 1280),
     ("exports", f"exports?{Q}", 1280),
 )
-LARGEST = 250 * 1024  # bytes; beyond it a palette of 256 colours has to do
+LARGEST = 250_000  # bytes; beyond it a palette of 256 colours has to do
 
 
 def main(out: Path, names: list[str]) -> None:

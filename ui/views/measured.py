@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import mean, median
 
 import streamlit as st
@@ -30,7 +31,7 @@ def _own() -> None:
         panels.empty(
             "No run was kept yet",
             "`planner apply plan.json` runs a plan on this machine's GPUs, checks its numbers against one process, and keeps"
-            f" what it measured in `{panels.plain(default_path())}`. Then it stands here beside its prediction.",
+            f" what it measured in `{panels.plain(_home(default_path()))}`. Then it stands here beside its prediction.",
             icon=":material/play_circle:",
         )
         return
@@ -50,6 +51,11 @@ _RUNS = {
     "step": st.column_config.NumberColumn("step error", format="percent"),
     "memory": st.column_config.NumberColumn("memory error", format="percent"),
 }
+
+
+def _home(path: Path) -> str:
+    """Return a path as people write it: their own folder is `~`."""
+    return str(path).replace(str(Path.home()), "~", 1)
 
 
 def _published() -> None:
