@@ -6,7 +6,7 @@ import contextlib
 import threading
 from importlib import import_module
 
-PAGES_NEED = ("altair", "planner.commands.suggest", "planner.search", "topology.health", "ui.data", "ui.rows")
+PAGES_NEED = ("pandas", "altair", "planner.commands.suggest", "planner.search", "topology.health", "ui.data", "ui.rows")
 
 
 def warm() -> None:

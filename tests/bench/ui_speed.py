@@ -19,7 +19,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from tests.ui.server import children, serving
 
-PATIENT = 60_000
+PATIENT = 120_000
 CHART = "[data-testid='stVegaLiteChart'] canvas, [data-testid='stVegaLiteChart'] svg"
 
 

@@ -6,6 +6,10 @@ from collections.abc import Iterable
 
 import altair as alt
 
+# Not used here: altair looks whether somebody has imported pandas, and must not meet it half imported by the table of
+# another session.
+import pandas as pd  # noqa: F401
+
 from planner.palette import DARK, LIGHT, Paper, colour
 
 GIB = 2.0**30
