@@ -1,7 +1,8 @@
 """The last round: plans that the closed form cannot tell apart are simulated, and the simulation orders them.
 
 Estimates stay those of the closed form, which is what `planner validate` holds against measurements; the simulation
-adds what the closed form has no formula for: uneven stages that stall each other, contention, hosts that fall behind.
+adds what the closed form has no formula for: uneven stages that stall each other, contention, hosts that fall behind,
+an allocator that fragments. A plan that does not fit there comes after those that do, quicker or not.
 How many plans are simulated follows from the length of their programs, never from a clock: the same question has the
 same answer on any machine.
 """
@@ -28,6 +29,11 @@ class Finalist:
     plan: Plan
     estimate: Estimate
     simulated_s: float | None = None
+    simulated_bytes: float | None = None  # reserved on the worst rank
+
+    def fits_simulated(self) -> bool:
+        """Whether it fits where it was simulated; what was not simulated is taken at the closed form's word."""
+        return self.simulated_bytes is None or self.simulated_bytes <= self.estimate.memory.capacity_bytes
 
 
 def simulated_order(
@@ -77,6 +83,13 @@ def simulated_order(
             profile=screening.profile,
             spans=False,
         )
-        simulated.append(replace(finalist, simulated_s=run.estimate.step_s.value))
-    ordered = sorted(simulated, key=lambda finalist: finalist.simulated_s or 0.0)  # stable: ties keep their order
+        simulated.append(
+            replace(
+                finalist,
+                simulated_s=run.estimate.step_s.value,
+                simulated_bytes=run.estimate.memory.reserved_bytes,
+            )
+        )
+    # Stable: ties keep their order.
+    ordered = sorted(simulated, key=lambda finalist: (not finalist.fits_simulated(), finalist.simulated_s or 0.0))
     return [*ordered, *finalists[chosen:]]

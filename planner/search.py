@@ -21,7 +21,7 @@ from planner.candidates import Bounds, Nodes, enumerate_nodes
 from planner.costs import cost_table, require_plannable
 from planner.counts import CountRow, cost_per_million_tokens
 from planner.finalists import Finalist, simulated_order
-from planner.flips import Flip, Verdict, find_flips, lost_because, memory_flip
+from planner.flips import GIB, Flip, Verdict, find_flips, lost_because, memory_flip
 from planner.frameworks import Framework, framework_named
 from planner.legality import Problem, check
 from planner.stage_search import best_stages
@@ -53,6 +53,7 @@ class RankedPlan:
     flips: tuple[Flip, ...] = ()
     problems: tuple[Problem, ...] = ()
     simulated_s: float | None = None
+    simulated_bytes: float | None = None  # what the simulated allocator reserves on the worst rank
     cost_per_million_tokens: float | None = None  # in the currency of the price given
 
 
@@ -178,6 +179,7 @@ def suggest(
             flips=(*flips[i - 1], *memory_flip(cluster, best, finalist.estimate)) if i else (),
             problems=check(finalist.plan, model, cluster, workload, framework, runtime=runtime, gpus=gpus),
             simulated_s=finalist.simulated_s,
+            simulated_bytes=finalist.simulated_bytes,
             cost_per_million_tokens=cost_per_million_tokens(finalist.estimate, gpu_price_per_hour),
         )
         for i, finalist in enumerate(finalists)
@@ -198,6 +200,9 @@ def suggest(
 
 def _reason(best: Finalist, other: Finalist, objective: str) -> str:
     behind = None
+    if best.fits_simulated() and not other.fits_simulated():
+        needs, has = (other.simulated_bytes or 0.0) / GIB, other.estimate.memory.capacity_bytes / GIB
+        return f"may not fit: its simulated allocator reserves {needs:.1f} of {has:.1f} GiB, as its memory fragments"
     if best.simulated_s is not None and other.simulated_s is not None:
         behind = other.simulated_s - best.simulated_s
     return lost_because(best.estimate, other.estimate, objective=objective, simulated_s=behind)

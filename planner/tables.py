@@ -118,6 +118,12 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
     if result.search.simulated:
         seconds = ", ".join(f"#{p.rank} {p.simulated_s:.4g} s" for p in result.plans if p.simulated_s is not None)
         reasons.append(f"simulated: {seconds}; the closed form cannot tell plans apart that are this close")
+        held, has = result.plans[0].simulated_bytes or 0.0, best.estimate.memory.capacity_bytes
+        if held > has:
+            reasons.append(
+                f"careful: the simulated allocator of #1 reserves {held / GIB:.1f} of {has / GIB:.1f} GiB, as its memory "
+                "fragments; all plans this close do"
+            )
     memory = best.estimate.memory
     notes = [f"[{problem.grade}] {problem.message}" for problem in best.problems]
     say(screen, [*reasons, *(f"note on #1: {line}" for line in notes), *legend(best.estimate)])

@@ -95,11 +95,35 @@ def test_a_search_cut_short_says_how_far_it_may_be_off(llama8b, workload):
 
 def test_finalists_are_in_the_order_of_the_simulation(llama8b, cluster, workload):
     result = suggest(llama8b, cluster, workload)
-    simulated = [plan.simulated_s for plan in result.plans if plan.simulated_s is not None]
+    simulated = [
+        (plan.simulated_bytes > plan.estimate.memory.capacity_bytes, plan.simulated_s)
+        for plan in result.plans
+        if plan.simulated_s is not None
+    ]
 
     assert result.search.simulated == len(simulated) >= 2
     assert simulated == sorted(simulated)
     assert [p.simulated_s is None for p in result.plans] == sorted(p.simulated_s is None for p in result.plans)
+
+
+def test_a_plan_that_does_not_fit_where_simulated_comes_after_those_that_do(llama8b, cluster, workload, monkeypatch):
+    """The closed form's first is quicker in the simulation too, but its allocator holds more than there is."""
+    from planner import finalists
+
+    real, first = finalists.simulate_plan, suggest(llama8b, cluster, workload, simulate=False).plans[0].plan
+
+    def fragmented(model, cluster, workload, plan, runtime, **options):
+        run = real(model, cluster, workload, plan, runtime, **options)
+        held = 2.0 if plan == first else 0.5
+        memory = replace(run.estimate.memory, reserved_bytes=held * run.estimate.memory.capacity_bytes)
+        return replace(run, estimate=replace(run.estimate, memory=memory))
+
+    monkeypatch.setattr(finalists, "simulate_plan", fragmented)
+    result = suggest(llama8b, cluster, workload)
+    (demoted,) = (ranked for ranked in result.plans if ranked.plan == first)
+
+    assert demoted.rank == result.search.simulated
+    assert "simulated allocator" in demoted.lost_because
 
 
 def test_the_answer_is_ranked_feasible_and_explained(llama8b, cluster, workload):
