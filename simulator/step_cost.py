@@ -320,8 +320,7 @@ def working_clocks(breakdown: dict[str, Floats], context: CostContext) -> Floats
     return calibration.clocks(busy / np.maximum(busy + idle, 1e-12), efficiency(gpu.architecture).power_exponent)
 
 
-# Over how long a GPU's power limiter averages. Source: assumed; readings of H200 clocks settle within 0.1 s of a change
-# of load (examples/profiles).
+# Over how long a GPU's power limiter averages. Source: assumed.
 POWER_WINDOW_S = 0.1
 
 # Parts of a step in which kernels run.
