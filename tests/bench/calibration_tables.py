@@ -90,7 +90,9 @@ def case_lines(cases: list[Case], profile: Profile) -> list[str]:
             memory,
             f"{sources['measured']:.0%} / {sources['fitted']:.0%} / {abs(other):.0%}",
         ]
-        lines.append(f"| {case.id} | {step.value:.4g} | {f'{measured:.4g}' if measured else '-'} | " + " | ".join(rest) + " |")
+        lines.append(
+            f"| {case.id} | {step.value:.4g} | {f'{measured:.4g}' if measured else '-'} | " + " | ".join(rest) + " |"
+        )
     return lines
 
 
