@@ -22,7 +22,7 @@ from simulator.memory import CONTEXT_BYTES, MemoryColumns, local_parameters, mem
 from simulator.model import Model
 from simulator.plan import Plan
 from simulator.plan_table import Floats, PlanTable, axis_sizes, plan_table
-from simulator.provenance import Shares, half_width, main_source
+from simulator.provenance import HOST_DESCRIBED, Shares, half_width, main_source
 from simulator.roofline import efficiency
 from simulator.runtime import Runtime
 from simulator.runtime_library import ModelOperators, canonical_recompute, operators_for
@@ -99,9 +99,12 @@ class EstimateTable:
         )
 
     def _step_interval(self, index: int, step: float, sources: dict[str, float]) -> Interval:
+        host = float(self.breakdown_s["host"][index]) / step
         if self.calibration is None:
-            return _interval(step, STEP_SPREAD[self.basis[index]])
-        half = half_width(sources, self.calibration, self.runtime)
+            low, high = STEP_SPREAD[self.basis[index]]
+            quicker, slower = HOST_DESCRIBED
+            return _interval(step, (low - quicker * host, high + slower * host))
+        half = half_width(sources, self.calibration, self.runtime, host=host)
         return Interval(value=step, low=step * (1 - half), high=step * (1 + half), source=main_source(sources))
 
 

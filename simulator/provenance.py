@@ -24,6 +24,12 @@ LEAST = 0.06  # the same layers took 3 to 6 % more or less on two hosts with the
 UNRUN = 0.08  # where no layer of the runtime was run: its host and its order of kernels are the description's
 # What a share adds that is not measured: the intervals that datasheet predictions have (simulator.closed_form).
 WIDER = {Source.MEASURED: 0.0, Source.FITTED: 0.0, Source.DATASHEET: 0.15, Source.ASSUMED: 0.30}
+# What a wait for the host adds, for each share of the step that it is. Hosts of equal machines differ far more than their
+# GPUs: one tensor-parallel layer kept them busy for 9 to 16 ms in three sessions, a fully sharded one for 4.9 to 7.9
+# (examples/profiles). Beside the runtime's description, which another machine was the model for, those were 1.9 to 3.5
+# times as slow; none was quicker.
+HOST_MEASURED = 0.28
+HOST_DESCRIBED = (0.0, 1.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +85,11 @@ def shares(
     return Shares(seconds=found)
 
 
-def half_width(row: dict[str, float], calibration: Calibration, runtime: Runtime) -> float:
-    """Return the relative half-width of a calibrated step's 80 % interval."""
+def half_width(row: dict[str, float], calibration: Calibration, runtime: Runtime, *, host: float) -> float:
+    """Return the relative half-width of a calibrated step's 80 % interval; `host` is the share of waiting for it."""
     costs = calibration.runtime(runtime.name, compiled=runtime.compile)
     base = max(HALF_WIDTH * costs.spread, LEAST) if costs.runs and costs.spread else UNRUN
-    return base + sum(row.get(source.value, 0.0) * wider for source, wider in WIDER.items())
+    return base + HOST_MEASURED * host + sum(row.get(source.value, 0.0) * wider for source, wider in WIDER.items())
 
 
 def main_source(row: dict[str, float]) -> Source:

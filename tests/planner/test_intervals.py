@@ -42,3 +42,28 @@ def test_intervals_hold_their_value_and_widen_with_what_is_unsure() -> None:
         assert all(low < 1 < high for low, high in spreads.values())
         width = {basis: high / low for basis, (low, high) in spreads.items()}
         assert width["node"] <= width["nodes"] <= width["unsettled"]
+
+
+def test_a_step_that_waits_for_its_host_is_less_sure() -> None:
+    """Hosts differ more than GPUs: the same plan with short sequences is launch-bound, and its interval wider upward."""
+
+    def high_over_value(seq_len: int) -> tuple[float, float]:
+        case = load_case(
+            {
+                "id": "host",
+                "model": "llama3-8b",
+                "cluster": "h200x4",
+                "workload": {"seq_len": seq_len, "global_batch_size": 1},
+                "plan": {"tp": 4, "micro_batch_size": 1, "recompute": "none"},
+                "runtime": {"name": "torchtitan"},
+            }
+        )
+        estimate = estimate_plans(case.model, case.cluster, case.workload, [case.plan], case.runtime).estimate(0)
+        step = estimate.step_s
+        return step.high / step.value, estimate.breakdown_s["host"] / step.value
+
+    (wide, waiting), (narrow, busy) = high_over_value(256), high_over_value(16384)
+
+    assert waiting > 0.5
+    assert busy < 0.05
+    assert wide > narrow + 0.5
