@@ -39,7 +39,7 @@ def test_a_process_that_says_it_was_interrupted_was() -> None:
 def test_an_overrun_is_no_interrupt(monkeypatch) -> None:
     monkeypatch.setattr(child, "GRACE_S", 0.5)
 
-    assert run("hang_worker", budget_s=1.0, late_s=0.0) is None
+    assert run("stubborn_worker", budget_s=1.0, late_s=0.0) is None
 
 
 def test_an_overrun_is_reported_as_such_with_what_there_is(monkeypatch, tmp_path) -> None:
@@ -63,7 +63,7 @@ import subprocess
 from planner import child
 child.GRACE_S = 0.5
 try:
-    child.run("hang_worker", [], budget_s=60, output=open({str(tmp_path / "out")!r}, "wb"))
+    child.run("stubborn_worker", [], budget_s=60, output=open({str(tmp_path / "out")!r}, "wb"))
 except KeyboardInterrupt:
     raise SystemExit(130)
 """
