@@ -8,7 +8,6 @@ measured, so a run that is stopped, killed or out of time leaves a valid profile
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import signal
 import sys
 import tempfile
@@ -176,10 +175,6 @@ def environment(device: str) -> dict[str, str]:
     if Path("/sys/class/net/lo").exists():
         added |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return added
-
-
-def has_torchtitan() -> bool:
-    return importlib.util.find_spec("torchtitan") is not None
 
 
 def _collective_arguments(options: argparse.Namespace, indices: Sequence[int]) -> tuple[str, ...]:

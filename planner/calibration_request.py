@@ -157,7 +157,6 @@ def runtime_request(name: str, *, gpus: int, version: str | None = None) -> Requ
     """Return the one- and two-layer runs that tell a runtime's own costs: its passes over layers of several widths, and
     a narrow one, of which the device makes so little that the host decides.
     """
-    from simulator.model import Model  # noqa: PLC0415 - keeps `--help` light
     from simulator.plan import Plan  # noqa: PLC0415 - as above
     from simulator.runtime import Runtime  # noqa: PLC0415 - as above
     from simulator.runtime_library import runtime_spec  # noqa: PLC0415 - as above
@@ -180,18 +179,7 @@ def runtime_request(name: str, *, gpus: int, version: str | None = None) -> Requ
         )
         if plan.gpus > gpus:
             continue
-        hidden, heads, kv, width, ffn = run.layer
-        model = Model(
-            name=f"layer of width {hidden}",
-            family="llama",
-            layers=1,
-            hidden=hidden,
-            heads=heads,
-            kv_heads=kv,
-            head_dim=width,
-            ffn=ffn,
-            vocab=run.vocabulary,
-        )
+        model = _one_layer(run.layer, run.vocabulary)
         workload = Workload(seq_len=run.seq_len, global_batch_size=plan.data_parallel * run.sequences)
         runtime = Runtime(
             name=name,
@@ -205,6 +193,24 @@ def runtime_request(name: str, *, gpus: int, version: str | None = None) -> Requ
         if request is not None:
             found.append(request)
     return Request(layers=tuple(_unique(found)))
+
+
+def _one_layer(shape: tuple[int, int, int, int, int], vocabulary: int) -> Model:
+    """Return a network of one layer; `shape` is hidden width, heads, key heads, width of a head, feed-forward width."""
+    from simulator.model import Model  # noqa: PLC0415 - keeps `--help` light
+
+    hidden, heads, kv_heads, head_dim, ffn = shape
+    return Model(
+        name=f"layer of width {hidden}",
+        family="llama",
+        layers=1,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        vocab=vocabulary,
+    )
 
 
 def joined(*requests: Request) -> Request:
@@ -304,25 +310,14 @@ def single_layer_plan(plan: Plan, gpus: int) -> Plan | None:
 
 def _spread_operators() -> Iterator[list[dict[str, Any]]]:
     """Yield the operators of one layer after another, the commonest sizes first."""
-    from simulator.model import Model  # noqa: PLC0415 - keeps `--help` light
     from simulator.plan import Plan  # noqa: PLC0415 - as above
     from simulator.runtime import Runtime  # noqa: PLC0415 - as above
     from simulator.workload import Workload  # noqa: PLC0415 - as above
 
     for tensor in TENSOR:
         for tokens, sequences in TOKENS:
-            for hidden, heads, kv, width, ffn in SPREAD:
-                model = Model(
-                    name=f"layer of width {hidden}",
-                    family="llama",
-                    layers=1,
-                    hidden=hidden,
-                    heads=heads,
-                    kv_heads=kv,
-                    head_dim=width,
-                    ffn=ffn,
-                    vocab=VOCABULARY,
-                )
+            for shape in SPREAD:
+                model = _one_layer(shape, VOCABULARY)
                 question = Question(
                     model=model,
                     plan=Plan(tp=tensor, dp_shard=2, sequence_parallel=tensor > 1, micro_batch_size=sequences),

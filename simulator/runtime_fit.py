@@ -77,13 +77,8 @@ class Run:
         return codec.fingerprint((replace(self.model, layers=1), self.plan, self.workload, self.runtime))
 
 
-def fit_runtimes(profile: Profile, cluster: Cluster, calibration: Calibration) -> dict[tuple[str, bool], RuntimeCosts]:
-    """Return the costs of every runtime that the profile has layers of, by (name, compiled)."""
-    return {key: _Fit(runs, cluster, calibration).costs() for key, runs in sorted(_by_runtime(profile).items())}
-
-
 def fit_runtime(profile: Profile, cluster: Cluster, calibration: Calibration, key: tuple[str, bool]) -> RuntimeCosts:
-    """Return the costs of one runtime, neutral ones where the profile has no layers of it."""
+    """Return the costs of one runtime, `key` being (name, compiled); neutral ones where the profile has no layers of it."""
     runs = _by_runtime(profile).get(key)
     return _Fit(runs, cluster, calibration).costs() if runs else RuntimeCosts()
 

@@ -13,7 +13,7 @@ from simulator.kernel_samples import operators_of
 from simulator.model import Model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
-from simulator.runtime_fit import fit_runtimes
+from simulator.runtime_fit import fit_runtime
 from simulator.simulation import simulate_plan
 from simulator.workload import Workload
 from topology import codec
@@ -26,6 +26,7 @@ WIDE = Model(
 )
 NARROW = dataclasses.replace(WIDE, name="narrow", hidden=512, heads=8, kv_heads=4, head_dim=64, ffn=1024, vocab=1024)
 RUNTIME = Runtime(name="torchtitan")
+TITAN = ("torchtitan", False)
 HOST = {
     "launch_s": 20e-6,
     "backward_launch_s": 20e-6,
@@ -233,7 +234,7 @@ def test_host_data_and_kernel_times_are_told_apart() -> None:
     whole = calibrated(profile(), cluster())
     assert whole is not None
 
-    costs = fit_runtimes(profile(layers=layers(busy=1.1)), cluster(), whole)["torchtitan", False]
+    costs = fit_runtime(profile(layers=layers(busy=1.1)), cluster(), whole, TITAN)
 
     assert costs.busy == pytest.approx(1.1, rel=0.02)
     assert costs.host["data_token_s"] == pytest.approx(HOST["data_token_s"])
@@ -260,6 +261,6 @@ def test_layers_that_this_version_cannot_read_are_passed_over() -> None:
     whole = calibrated(profile(), cluster())
     assert whole is not None
 
-    assert fit_runtimes(profile(layers=(strange,)), cluster(), whole) == {}
+    assert fit_runtime(profile(layers=(strange,)), cluster(), whole, TITAN) == RuntimeCosts()
     invalid = tuple(dataclasses.replace(s, invalid="slowed down") for s in layers())
-    assert fit_runtimes(profile(layers=invalid), cluster(), whole) == {}
+    assert fit_runtime(profile(layers=invalid), cluster(), whole, TITAN) == RuntimeCosts()
