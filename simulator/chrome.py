@@ -93,6 +93,8 @@ def from_kineto(data: Any, *, rank: int | None = None) -> tr.Trace:
         if not isinstance(event, dict):
             raise BadInput("this is not a profiler trace", why=f"event {position} is not an object")
         category = event.get("cat")
+        if category is not None and not isinstance(category, str):
+            raise BadInput("this is not a profiler trace", why=f"cat of event {position} is {category!r}, not a word")
         if event.get("ph") == "X" and (category in _ON_GPU or category in _ON_HOST):
             spans.append(_span(event, position, rank))
         elif event.get("ph") == "i" and event.get("name") == "[memory]":

@@ -252,3 +252,9 @@ def test_no_json_crashes_the_reader(events):
     except BadInput:
         return
     assert all(span.end_s >= span.start_s >= 0 for span in trace.spans)
+
+
+@pytest.mark.parametrize("category", [[], {}, 3])
+def test_a_category_that_is_no_word_is_refused(category):
+    with pytest.raises(BadInput, match="cat of event 0"):
+        from_kineto({"traceEvents": [{"ph": "X", "cat": category}]})
