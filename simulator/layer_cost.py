@@ -18,6 +18,7 @@ from simulator.operators import (
     forward_work,
     tensor_bytes,
 )
+from simulator.plan_columns import words
 from simulator.plan_table import Floats, PlanTable
 from simulator.roofline import FITTED, MEASURED, Roofline
 from simulator.runtime import DTYPE_BYTES, Runtime
@@ -192,7 +193,7 @@ class PassWriter:
             hidden_s=np.zeros(rows),
         )
         self._ranks = context.table["tp"]
-        self._modes = [m for m in np.unique(context.table.tp_overlap) if m != "none"]
+        self._modes = [mode for mode in words(context.table.tp_overlap) if mode != "none"]
         self._open = np.zeros(rows, dtype=bool)  # a gather waits for the end of its products
         self._seen = np.zeros(rows, dtype=bool)  # and has met one
         self._gathered = ""  # the tensor of the last gather

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from simulator.model import Model
 from simulator.plan import Plan
-from simulator.plan_columns import PlanColumns, plan_columns
+from simulator.plan_columns import PlanColumns, plan_columns, words
 from simulator.tp_overlap import MODES
 from simulator.workload import Workload
 from topology.errors import BadPlan
@@ -56,7 +56,7 @@ class PlanTable:
     def recompute_modes(self) -> tuple[str, ...]:
         """Every recompute mode that some layer of some plan runs under."""
         per_stage = {mode for plan in self.plans for mode in plan.recompute_per_stage}
-        return tuple(sorted({str(mode) for mode in np.unique(self.recompute)} | per_stage))
+        return tuple(sorted({*words(self.recompute)} | per_stage))
 
     def __getitem__(self, name: str) -> Floats:
         return self.columns[name]
@@ -94,12 +94,12 @@ def table_of_columns(
 ) -> PlanTable:
     """Return `plan_table` of plans that are columns already. Raises BadPlan likewise."""
     method = np.where(given.cp_method == "", cp_method, given.cp_method)
-    for name in np.unique(method):
+    for name in words(method):
         if name not in CP_METHODS:
-            raise BadPlan(f"context-parallel method {str(name)!r} is unknown", why=f"known: {', '.join(CP_METHODS)}")
-    for name in np.unique(given.tp_overlap):
+            raise BadPlan(f"context-parallel method {name!r} is unknown", why=f"known: {', '.join(CP_METHODS)}")
+    for name in words(given.tp_overlap):
         if name not in MODES:
-            raise BadPlan(f"tp_overlap {str(name)!r} is unknown", why=f"known: {', '.join(MODES)}")
+            raise BadPlan(f"tp_overlap {name!r} is unknown", why=f"known: {', '.join(MODES)}")
     columns = {name: np.asarray(getattr(given, name), dtype=np.float64) for name in DEGREES}
     dp = columns["dp_replicate"] * columns["dp_shard"]
     zero = given.zero_stage

@@ -150,7 +150,7 @@ def _unknown_keys(data: Any, kind: Any, path: str) -> Iterator[str]:
     if not isinstance(data, (dict, list, tuple)):
         return
     origin, args = get_origin(kind), get_args(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(data, dict):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(data, dict):
         hints = _hints(kind)
         for key, value in data.items():
             if key in hints:
@@ -170,6 +170,6 @@ def _unknown_keys(data: Any, kind: Any, path: str) -> Iterator[str]:
 
 
 @cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _hints(kind: type) -> dict[str, Any]:
     """Return the type of every field of a dataclass: evaluating annotations written as text takes a while."""
     return get_type_hints(kind)
