@@ -70,6 +70,7 @@ def simulate(program: Program, costs: CostModel, *, folded: bool = True, spans: 
 
 
 _FREE = Cost(seconds=0.0)
+_CATEGORIES: dict[type, str] = {Launch: tr.COMPUTE, Copy: tr.COPY, HostWork: tr.HOST}
 _ALONE = Meeting((), (), ())
 
 
@@ -78,11 +79,14 @@ class _Op:
     """An instruction with all that is known of it beforehand: kernels have a cost, transfers also a meeting."""
 
     instruction: Instruction
-    name: str
     host_s: float
     cost: Cost = _FREE
     meeting: Meeting = _ALONE
     key: Hashable = None  # which meeting on that channel
+
+    @property
+    def name(self) -> str:
+        return label(self.instruction)
 
 
 @dataclass(slots=True)
@@ -227,7 +231,7 @@ class _Rank:
         for instruction, meeting_key in zip(
             self.rank_class.code.instructions, meeting_keys(self.rank_class), strict=True
         ):
-            op = _Op(instruction, label(instruction), costs.host_s(instruction), key=meeting_key)
+            op = _Op(instruction, costs.host_s(instruction), key=meeting_key)
             ranks: Ranks = (self.number,)
             match instruction:
                 case Launch():
@@ -261,7 +265,10 @@ class _Rank:
                 yield self.env.timeout(op.host_s)
                 self.span(op, begin, self.env.now, tr.HOST, HOST)
             if op.instruction.stream == HOST:
-                yield from self._carry_out(op)
+                begin, end = self.env.now, self._begin(op)
+                if end is not None:
+                    yield end
+                    self._drawn(op, begin)
             else:
                 self.streams[op.instruction.stream].put(op)
         self.machine.end_s = self.env.now
@@ -271,35 +278,40 @@ class _Rank:
     def _stream(self, queue: _Queue) -> Steps:
         while True:
             while queue.items:
-                yield from self._carry_out(queue.items.popleft())
+                op = queue.items.popleft()
+                begin, end = self.env.now, self._begin(op)
+                if end is not None:
+                    yield end
+                    self._drawn(op, begin)
             if queue.closed:
                 self.machine.end_s = self.env.now
                 return
             yield queue.wait()
 
-    def _carry_out(self, op: _Op) -> Steps:
-        begin = self.env.now
+    def _begin(self, op: _Op) -> simpy.Event | None:
+        """Begin an instruction; return the event of its end, None where it has ended already."""
         match op.instruction:
+            case Launch() | Copy():
+                return self._kernel(op)
             case RecordEvent(event=name):
                 self.events.record(name)
             case WaitEvent(event=name):
-                if not self.events.happened(name):
-                    yield self.events.wait(name)
-            case Launch():
-                yield self._kernel(op)
-                self.span(op, begin, self.env.now, tr.COMPUTE)
+                return None if self.events.happened(name) else self.events.wait(name)
             case Collective() | Send() | Recv():
-                yield self.machine.meet(self, op)
-            case Copy():
-                yield self._kernel(op)
-                self.span(op, begin, self.env.now, tr.COPY)
+                return self.machine.meet(self, op)
             case HostWork(duration_s=seconds):
-                yield self.env.timeout(seconds)
-                self.span(op, begin, self.env.now, tr.HOST)
+                return self.env.timeout(seconds)
             case Alloc(buffer=name, nbytes=nbytes, category=category, pool=pool):
                 self.memory.allocate(name, nbytes, category, pool)
             case Free(buffer=name):
                 self.memory.free(name)
+        return None
+
+    def _drawn(self, op: _Op, begin_s: float) -> None:
+        """Keep the span of an instruction that has ended, if it has one of its own; transfers draw theirs together."""
+        category = _CATEGORIES.get(type(op.instruction))
+        if category is not None:
+            self.span(op, begin_s, self.env.now, category)
 
     def _kernel(self, op: _Op) -> simpy.Event:
         cost = op.cost
