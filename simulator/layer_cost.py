@@ -14,11 +14,13 @@ from simulator.operators import (
     OperatorSpec,
     Work,
     WorkKind,
+    active_rows,
     backward_work,
     forward_work,
     tensor_bytes,
 )
 from simulator.plan_table import Floats, PlanTable
+from simulator.recomputation import run_again
 from simulator.roofline import FITTED, MEASURED, Roofline
 from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import RecomputeSpec, RuntimeSpec
@@ -123,13 +125,13 @@ def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recomput
     forward, backward = PassWriter(context), PassWriter(context)
     modes = {name: context.spec.recompute[name] for name in recompute}
     again = {name: PassWriter(context) for name, mode in modes.items() if mode.recomputes}
-    for operator in operators:
-        active = active_rows(operator, context.table)
+    twice = {name: run_again(operators, modes[name], context.runtime, context.table) for name in again}
+    for i, operator in enumerate(operators):
         works = forward_work(operator, context.sizes, context.dtype_bytes)
-        forward.add(works, active, operator)
+        forward.add(works, active_rows(operator, context.table), operator)
         for name, writer in again.items():
-            if modes[name].runs_again(operator.name):
-                writer.add(works, active * modes[name].layers, operator)
+            if twice[name][i].any():
+                writer.add(works, twice[name][i] * modes[name].layers, operator)
     for operator in reversed(operators):
         works = backward_work(operator, context.sizes, context.dtype_bytes)
         backward.add(works, active_rows(operator, context.table), operator)
@@ -145,15 +147,6 @@ def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recomput
         | ({} if modes else {"none": everything}),
         everything_bytes=everything,
     )
-
-
-def active_rows(operator: OperatorSpec, table: PlanTable) -> Floats:
-    """Return 1 where the operator runs under the plan, else 0."""
-    active = np.ones(len(table))
-    for condition in operator.when:
-        holds = table.conditions[condition.removeprefix("!")]
-        active = active * (~holds if condition.startswith("!") else holds)
-    return active
 
 
 def tensors_bytes(operators: Sequence[OperatorSpec], context: CostContext, *, without: Sequence[str] = ()) -> Floats:

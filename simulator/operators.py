@@ -17,7 +17,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from simulator.plan_table import Floats
+from simulator.plan_table import Floats, PlanTable
 from topology.errors import BadInput
 
 # Dtype names of descriptions; `compute`, `param` and `reduce` follow the runtime's configuration.
@@ -60,6 +60,15 @@ class OperatorSpec:
     scattered: bool = False
     launches: float = 1.0
     backward_launches: float = 1.0
+
+
+def active_rows(operator: OperatorSpec, table: PlanTable) -> Floats:
+    """Return 1 where the operator runs under the plan, else 0."""
+    active = np.ones(len(table))
+    for condition in operator.when:
+        holds = table.conditions[condition.removeprefix("!")]
+        active = active * (~holds if condition.startswith("!") else holds)
+    return active
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,10 +161,15 @@ class EarlierSpec:
     head_peak: tuple[tuple[str, ...], ...] = ()
     placeholder_gradients: bool = True
     keeps_outputs: bool = False
+    recompute_stops: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSpec:
+    """A runtime. `recompute_stops`: when recomputation ends as soon as backward has what it needs, `never`, where the
+    model is `compiled`, or `always`; see `simulator.recomputation`.
+    """
+
     names: tuple[str, ...]
     frameworks: tuple[str, ...]
     attention_kernel: str
@@ -178,6 +183,7 @@ class RuntimeSpec:
     recompute: dict[str, RecomputeSpec]
     dropout: bool = False
     context_parallel: str = "all_gather"
+    recompute_stops: str = "never"
     earlier: EarlierSpec | None = None
 
 
@@ -279,6 +285,13 @@ def keeps_outputs(runtime: Runtime) -> bool:
     return spec.pipeline.keeps_outputs or (
         spec.earlier is not None and is_early(runtime) and spec.earlier.keeps_outputs
     )
+
+
+def stops_early(runtime: Runtime) -> bool:
+    """Whether recomputing a block stops as soon as backward has what it needs; see `simulator.recomputation`."""
+    spec = runtime_spec(runtime.name)
+    earlier = spec.earlier.recompute_stops if spec.earlier and is_early(runtime) else ""
+    return (earlier or spec.recompute_stops) in {"always", "compiled" if runtime.compile else "always"}
 
 
 def version_of_reports(name: str) -> str | None:

@@ -17,14 +17,14 @@ from simulator.costs import Cost
 from simulator.layer_cost import (
     WEIGHT_GRADIENT,
     CostContext,
-    active_rows,
     ends_of,
     overlap_parts_s,
     pieces_s,
     saved_bytes,
     tensors_bytes,
 )
-from simulator.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
+from simulator.operators import OperatorSpec, Work, WorkKind, active_rows, backward_work, forward_work
+from simulator.recomputation import run_again
 from simulator.runtime_library import RecomputeSpec
 from simulator.tp_overlap import MATCHED_MODES, extra_calls, launch_s, launches, partials_bytes, together_s
 
@@ -160,13 +160,14 @@ def block_code(
 ) -> BlockCode:
     """Return the code of one block under the single plan of `context`, recomputing what `mode` says."""
     active = [operator for operator in operators if active_rows(operator, context.table)[0]]
+    twice = run_again(active, mode, context.runtime, context.table)
     forward: list[Step] = []
     backward: list[Step] = []
     again: list[Step] = []
-    for operator in active:
+    for operator, again_too in zip(active, twice, strict=True):
         works = forward_work(operator, context.sizes, context.dtype_bytes)
         _extend(forward, works, operator, context)
-        if mode.runs_again(operator.name):
+        if again_too[0]:
             _extend(again, works, operator, context)
     for operator in reversed(active):
         works = backward_work(operator, context.sizes, context.dtype_bytes)
