@@ -38,7 +38,8 @@ class OperatorSpec:
     `when` lists features of the model, plan or runtime that must hold (`gated`, `!sp`). `saves` are tensors autograd
     keeps for the backward pass. `scattered` operators move rows to where an index says. A matmul's backward is its two
     products; other operators give `backward_reads` and `backward_writes`. `hidden_by` names the operator, earlier in the
-    block, whose kernels a collective runs beside. `launches` are kernels (and host dispatches) forward,
+    block, whose kernels a collective runs beside; `site` is what a plan calls a tensor-parallel collective
+    (`simulator.overlap_sites`). `launches` are kernels (and host dispatches) forward,
     `backward_launches` backward; an operator without reads and writes does nothing forward.
     """
 
@@ -53,6 +54,7 @@ class OperatorSpec:
     collective: str = ""
     tensor: str = ""
     over: str = ""
+    site: str = ""
     hidden_by: str = ""
     saves: tuple[str, ...] = ()
     weight_gradient: bool = True

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.model import Model
+from simulator.overlap_sites import mode_at, modes_in
 from simulator.plan import Plan
 from simulator.plan_columns import PlanColumns, plan_columns
-from simulator.tp_overlap import MODES
 from simulator.workload import Workload
 from topology.errors import BadPlan
 
@@ -61,6 +61,17 @@ class PlanTable:
     def __getitem__(self, name: str) -> Floats:
         return self.columns[name]
 
+    @property
+    def overlap_modes(self) -> tuple[str, ...]:
+        """Every overlap mode that runs at some site of some plan, without none."""
+        texts = np.unique(self.tp_overlap)
+        return tuple(sorted({mode for text in texts for mode in modes_in(str(text))}))
+
+    def overlap_at(self, site: str) -> NDArray[np.str_]:
+        """Return the overlap mode of each plan at a site; "" is wherever tokens move outside the four sites."""
+        texts, which = np.unique(self.tp_overlap, return_inverse=True)
+        return np.array([mode_at(str(text), site) for text in texts], dtype=np.str_)[which.reshape(-1)]
+
     def take(self, which: Any) -> PlanTable:
         """Return the rows that `which` (a mask, indices or a slice) selects."""
         taken: dict[str, Any] = {
@@ -97,9 +108,8 @@ def table_of_columns(
     for name in np.unique(method):
         if name not in CP_METHODS:
             raise BadPlan(f"context-parallel method {str(name)!r} is unknown", why=f"known: {', '.join(CP_METHODS)}")
-    for name in np.unique(given.tp_overlap):
-        if name not in MODES:
-            raise BadPlan(f"tp_overlap {str(name)!r} is unknown", why=f"known: {', '.join(MODES)}")
+    for text in np.unique(given.tp_overlap):
+        modes_in(str(text))
     columns = {name: np.asarray(getattr(given, name), dtype=np.float64) for name in DEGREES}
     dp = columns["dp_replicate"] * columns["dp_shard"]
     zero = given.zero_stage

@@ -338,6 +338,12 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
     features = _features(model, runtime, spec)
     attention = spec.layer.latent_attention if model.latent else spec.layer.attention
 
+    def sited(operators: tuple[OperatorSpec, ...], block: str) -> tuple[OperatorSpec, ...]:
+        ends = {"all_gather": f"{block}_in", "reduce_scatter": f"{block}_out"}
+        return tuple(replace(o, site=ends.get(o.collective, "")) if o.over == "tp" else o for o in operators)
+
+    attention, mlp = sited(attention, "attention"), sited(spec.layer.mlp, "mlp")
+
     def active(operators: tuple[OperatorSpec, ...]) -> tuple[OperatorSpec, ...]:
         kept = []
         for operator in operators:
@@ -349,7 +355,7 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
 
     return ModelOperators(
         spec=spec,
-        dense_layer=active(attention + spec.layer.mlp),
+        dense_layer=active(attention + mlp),
         moe_layer=active(attention + spec.layer.moe),
         embedding=active(spec.layer.embedding),
         head=active(spec.layer.head),

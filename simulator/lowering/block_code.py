@@ -347,10 +347,10 @@ def _extend(steps: list[Step], works: Sequence[Work], operator: OperatorSpec, co
                 )
             )
             continue
-        steps.append(replace(_transfer(work, ranks, context), tensor=operator.tensor))
+        steps.append(replace(_transfer(work, operator.site, ranks, context), tensor=operator.tensor))
 
 
-def _transfer(work: Work, ranks: int, context: CostContext) -> TransferStep:
+def _transfer(work: Work, site: str, ranks: int, context: CostContext) -> TransferStep:
     size = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), (1,))
     step = TransferStep(
         op=work.collective,
@@ -360,7 +360,7 @@ def _transfer(work: Work, ranks: int, context: CostContext) -> TransferStep:
         seconds=float(context.groups.time_s(work.collective, work.over, size)[0]),
         ranks=ranks,
     )
-    mode = str(context.table.tp_overlap[0])
+    mode = str(context.table.overlap_at(site)[0])
     if work.over != "tp" or mode == "none" or work.collective not in {"all_gather", "reduce_scatter"}:
         return step
     chunk, hop = overlap_parts_s(mode, work.collective, size, context)
@@ -380,7 +380,7 @@ def _kernel(work: Work, context: CostContext) -> KernelStep:
     if context.table["tp"][0] > 1 and not context.runtime.compile:
         launch = host.dtensor_launch_s
     moved = float(np.asarray(work.bytes).flat[0])
-    overlaps = work.kind is WorkKind.MATMUL and str(context.table.tp_overlap[0]) != "none"
+    overlaps = work.kind is WorkKind.MATMUL and bool(context.table.overlap_modes)
     return KernelStep(
         key=(work.name, _shape(work), context.runtime.compute_dtype),
         cost=Cost(
