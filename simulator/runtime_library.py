@@ -161,10 +161,15 @@ class EarlierSpec:
     head_peak: tuple[tuple[str, ...], ...] = ()
     placeholder_gradients: bool = True
     keeps_outputs: bool = False
+    recompute_stops: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSpec:
+    """A runtime. `recompute_stops`: when recomputation ends as soon as backward has what it needs, `never`, where the
+    model is `compiled`, or `always`; see `simulator.recomputation`.
+    """
+
     names: tuple[str, ...]
     frameworks: tuple[str, ...]
     attention_kernel: str
@@ -178,6 +183,7 @@ class RuntimeSpec:
     recompute: dict[str, RecomputeSpec]
     dropout: bool = False
     context_parallel: str = "all_gather"
+    recompute_stops: str = "never"
     earlier: EarlierSpec | None = None
 
 
@@ -289,6 +295,13 @@ def keeps_outputs(runtime: Runtime) -> bool:
     )
 
 
+def stops_early(runtime: Runtime) -> bool:
+    """Whether recomputing a block stops as soon as backward has what it needs; see `simulator.recomputation`."""
+    spec = runtime_spec(runtime.name)
+    earlier = spec.earlier.recompute_stops if spec.earlier and is_early(runtime) else ""
+    return (earlier or spec.recompute_stops) in {"always", "compiled" if runtime.compile else "always"}
+
+
 def version_of_reports(name: str) -> str | None:
     """Return the version that a run reported without one is taken for; None where versions make no difference."""
     earlier = runtime_spec(name).earlier
@@ -333,6 +346,12 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
     features = _features(model, runtime, spec)
     attention = spec.layer.latent_attention if model.latent else spec.layer.attention
 
+    def sited(operators: tuple[OperatorSpec, ...], block: str) -> tuple[OperatorSpec, ...]:
+        ends = {"all_gather": f"{block}_in", "reduce_scatter": f"{block}_out"}
+        return tuple(replace(o, site=ends.get(o.collective, "")) if o.over == "tp" else o for o in operators)
+
+    attention, mlp = sited(attention, "attention"), sited(spec.layer.mlp, "mlp")
+
     def active(operators: tuple[OperatorSpec, ...]) -> tuple[OperatorSpec, ...]:
         kept = []
         for operator in operators:
@@ -344,7 +363,7 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
 
     return ModelOperators(
         spec=spec,
-        dense_layer=active(attention + spec.layer.mlp),
+        dense_layer=active(attention + mlp),
         moe_layer=active(attention + spec.layer.moe),
         embedding=active(spec.layer.embedding),
         head=active(spec.layer.head),
