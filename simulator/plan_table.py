@@ -70,7 +70,7 @@ class PlanTable:
         """Return the overlap mode of each plan at a site; "" is wherever tokens move outside the four sites."""
         texts = words(self.tp_overlap)
         modes = np.array([mode_at(text, site) for text in texts], dtype=np.str_)
-        return modes[np.searchsorted(np.array(texts), self.tp_overlap)]
+        return modes[np.searchsorted(np.array(texts, dtype=np.str_), self.tp_overlap)]
 
     def take(self, which: Any) -> PlanTable:
         """Return the rows that `which` (a mask, indices or a slice) selects."""
