@@ -11,11 +11,14 @@ Deterministic: SimPy breaks ties in time by order of scheduling, and nothing her
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Hashable
+from collections.abc import Callable, Generator, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import simpy
+from simpy.core import EmptySchedule
 
 from simulator import trace as tr
 from simulator.allocations import Allocations, MemoryPeak, last_at_each_time
@@ -59,16 +62,24 @@ class Run:
         return max(self.memory, key=lambda rank: (self.memory[rank].peak_bytes, -rank))
 
 
-def simulate(program: Program, costs: CostModel, *, folded: bool = True, spans: bool = True) -> Run:
+def simulate(
+    program: Program,
+    costs: CostModel,
+    *,
+    folded: bool = True,
+    spans: bool = True,
+    watch: Callable[[float], None] | None = None,
+) -> Run:
     """Run `program`, in which `simulator.check.check` finds nothing, once on the machine that `costs` describes.
 
     `folded=False` simulates every rank by itself: same times, for checking and for looking at all of them.
-    `spans=False` leaves the trace empty, for when only times and peaks matter. Raises PlannerError when the program
-    does not come to an end.
+    `spans=False` leaves the trace empty, for when only times and peaks matter. `watch` is told the simulated time some
+    dozens of times a second; what it raises ends the run. Raises PlannerError when the program does not come to an end.
     """
-    return _Machine(program, costs, folded=folded, spans=spans).run()
+    return _Machine(program, costs, folded=folded, spans=spans).run(watch)
 
 
+WATCHED = 1024  # steps of the clock between two looks from outside
 _FREE = Cost(seconds=0.0)
 _CATEGORIES: dict[type, str] = {Launch: tr.COMPUTE, Copy: tr.COPY, HostWork: tr.HOST}
 _ALONE = Meeting((), (), ())
@@ -113,9 +124,13 @@ class _Machine:
         self.end_s = 0.0  # when the last process ended; the clock may run on to timers that no longer matter
         self.ranks = [_Rank(self, rank_class) for rank_class in self.folding.classes]
 
-    def run(self) -> Run:
+    def run(self, watch: Callable[[float], None] | None) -> Run:
         processes = [process for rank in self.ranks for process in rank.start()]
-        self.env.run()
+        with suppress(EmptySchedule):
+            for step in count():
+                if watch is not None and step % WATCHED == 0:
+                    watch(self.env.now)
+                self.env.step()
         if any(process.is_alive for process in processes):
             raise self._no_end()
         self.spans.sort(key=lambda span: (span.start_s, span.rank, span.stream, -span.end_s))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from simulator.program import COMPUTE, CodeWriter, Groups, Program, RankCode
 from simulator.schedules import Action, Kind, Schedule
@@ -199,23 +200,28 @@ def peak_activations(
     `after_input_grad[stage]` of it (default: all) for the weight gradient to free.
     """
     kept = per_stage if after_input_grad is None else after_input_grad
-    peaks = []
-    for row in schedule.table:
-        now = peak = 0.0
-        for action in row:
-            for leaf in action.leaves:
-                match leaf.kind:
-                    case Kind.FORWARD:
-                        now += per_stage[leaf.stage]
-                    case Kind.INPUT_GRAD:
-                        now -= per_stage[leaf.stage] - kept[leaf.stage]
-                    case Kind.WEIGHT_GRAD:
-                        now -= kept[leaf.stage]
-                    case _:
-                        now -= per_stage[leaf.stage]
-                peak = max(peak, now)
-        peaks.append(peak)
-    return tuple(peaks)
+    changes = {
+        Kind.FORWARD: per_stage,
+        Kind.BACKWARD: [-whole for whole in per_stage],
+        Kind.INPUT_GRAD: [left - whole for whole, left in zip(per_stage, kept, strict=True)],
+        Kind.WEIGHT_GRAD: [-left for left in kept],
+    }
+    return tuple(_peak(row, changes) for row in schedule.table)
+
+
+def peak_on_stage(schedule: Schedule, stage: int) -> int:
+    """Return the most micro batches whose activations one stage keeps at once."""
+    alone = [0.0] * schedule.stages
+    alone[stage] = 1.0
+    released = [-whole for whole in alone]
+    changes = {Kind.FORWARD: alone, Kind.BACKWARD: released, Kind.INPUT_GRAD: [0.0] * len(alone)}
+    return round(_peak(schedule.table[schedule.rank_of(stage)], {**changes, Kind.WEIGHT_GRAD: released}))
+
+
+def _peak(row: Sequence[Action], changes: dict[Kind, Sequence[float]]) -> float:
+    """Return the most that is kept on a rank, as each kind of action on a stage adds to it or takes from it."""
+    steps = [changes[leaf.kind][leaf.stage] for action in row for leaf in action.leaves]
+    return max(accumulate(steps, initial=0.0))
 
 
 # --- lowering ---------------------------------------------------------------------------------------------------------

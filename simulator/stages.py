@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.model import Model
-from simulator.pipeline import peak_activations
+from simulator.pipeline import peak_activations, peak_on_stage
 from simulator.plan import Plan
 from simulator.plan_columns import distinct, words
 from simulator.plan_table import Floats, PlanTable
@@ -281,5 +281,4 @@ def _held(name: str, p: int, m: int, v: int) -> tuple[tuple[float, ...], float]:
         return (float(min(p, m)),) * p, 1.0
     stages = p * v
     held = tuple(peak / v for peak in peak_activations(schedule, [1.0] * stages))
-    last = max(peak_activations(schedule, [0.0] * (stages - 1) + [1.0]))
-    return held, last
+    return held, float(peak_on_stage(schedule, stages - 1))

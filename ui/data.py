@@ -223,8 +223,9 @@ def simulated(question: Question, result: SearchResult, ranked: RankedPlan) -> S
     def work(progress: jobs.Progress) -> Simulated:
         from simulator.simulation import simulate_plan  # noqa: PLC0415 - as above
 
-        progress("simulating one step, every stream of every rank that differs")
-        return simulate_plan(result.model, result.cluster, result.workload, ranked.plan, result.runtime)
+        return simulate_plan(
+            result.model, result.cluster, result.workload, ranked.plan, result.runtime, progress=progress
+        )
 
     key = f"{question.key} {plan_name(ranked.plan)}"
     found: Simulated = jobs.ask("timeline", key, work, title="Simulating the step")
