@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.model import Model
-from simulator.pipeline import peak_activations, peak_on_stage
+from simulator.pipeline import peak_in_flight, peak_on_stage
 from simulator.plan import Plan
 from simulator.plan_columns import distinct, words
 from simulator.plan_table import Floats, PlanTable
@@ -279,6 +279,5 @@ def _held(name: str, p: int, m: int, v: int) -> tuple[tuple[float, ...], float]:
         schedule = build_schedule(name, ranks=p, micro_batches=m, stages_per_rank=v)
     except BadPlan:
         return (float(min(p, m)),) * p, 1.0
-    stages = p * v
-    held = tuple(peak / v for peak in peak_activations(schedule, [1.0] * stages))
-    return held, float(peak_on_stage(schedule, stages - 1))
+    held = tuple(peak / v for peak in peak_in_flight(schedule))
+    return held, float(peak_on_stage(schedule, p * v - 1))
