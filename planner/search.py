@@ -153,8 +153,9 @@ def suggest(
 
         raise nothing_fits(screening, framework, nodes, bounds, gpus=gpus, grow=grow)
 
-    def judge(changed: Cluster, which: Sequence[Plan]) -> list[Verdict]:
-        judged = cost_table(model, changed, workload, which, runtime, profile)
+    def judge(asked: Sequence[tuple[Cluster, Plan]]) -> list[Verdict]:
+        machines, which = zip(*asked, strict=True)
+        judged = cost_table(model, cluster, workload, which, runtime, profile, each_on=machines)
         value = judged.reserved_bytes if objective == "memory" else judged.step_s
         return [(float(v), bool(f)) for v, f in zip(value, judged.fits, strict=True)]
 
