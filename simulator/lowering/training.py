@@ -19,10 +19,11 @@ from simulator.costs import Cost
 from simulator.data_parallel import update_bytes
 from simulator.group_times import GroupTimes
 from simulator.layer_cost import CostContext
-from simulator.lowering.block_code import BlockCode, Detail, KernelStep, Step, merged
+from simulator.lowering.block_code import BlockCode, Detail, merged
 from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.network import Network, StageUnits
 from simulator.lowering.sharded_data import DataTraffic, DataWriter, Unit
+from simulator.lowering.steps import KernelStep, Step
 from simulator.lowering.writing import StepWriter
 from simulator.memory import State, between_stages_bytes, state_bytes
 from simulator.model import Model
