@@ -201,21 +201,29 @@ RECOMPUTE_SYNONYMS = {
 @cache
 def runtime_spec(name: str) -> RuntimeSpec:
     """Return the description that claims `name`. Raises BadPlan with the known names otherwise."""
-    for spec in _all_specs():
+    if name in _files():  # a file is called by the first name in it: no need to read the others
+        return _read(name)
+    for spec in map(_read, _files()):
         if name in spec.names:
             return spec
     raise BadPlan(f"runtime {name!r} is unknown", why=f"known: {', '.join(runtime_names())}")
 
 
 def runtime_names() -> tuple[str, ...]:
-    return tuple(name for spec in _all_specs() for name in spec.names)
+    return tuple(name for file in _files() for name in _read(file).names)
 
 
 @cache
-def _all_specs() -> tuple[RuntimeSpec, ...]:
+def _files() -> tuple[str, ...]:
+    """Return the names of the description files, without their ending."""
     folder = resources.files("simulator") / "runtimes"
-    files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
-    return tuple(convert(tomllib.loads(f.read_text("utf-8")), RuntimeSpec, where=f"runtimes/{f.name}") for f in files)
+    return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
+
+
+@cache
+def _read(file: str) -> RuntimeSpec:
+    text = (resources.files("simulator") / "runtimes" / f"{file}.toml").read_text("utf-8")
+    return convert(tomllib.loads(text), RuntimeSpec, where=f"runtimes/{file}.toml")
 
 
 def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
