@@ -11,7 +11,6 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import signal
 import socket
 import sys
 import time
@@ -19,10 +18,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from executor.effects import operator_table, read_back
+from executor.entry import stop_at_sigterm
 from executor.gpu_watch import GpuWatch, Sample, summarise
 from executor.heartbeat import read_beats, suspects
 from executor.launch import Launched, Meeting, command, launch
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--meeting", default="meshwright", help="the name of their meeting, the same on all")
     parser.add_argument("--collect", action="store_true", help="start nothing: report what several nodes have left")
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)  # whoever stops us by SIGTERM wants our ranks gone, too
+    stop_at_sigterm()
     try:
         request = codec.convert(codec.read_json(options.request), Request, where=options.request)
         check(request.plan, request.model, request.workload, request.runtime, device=request.device)
@@ -394,10 +393,6 @@ def _peaks(records: Sequence[dict[str, Any]]) -> dict[str, int]:
             if key.startswith("peak_") or key == "retries":
                 peaks[key] = max(peaks.get(key, 0), value)
     return peaks
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
