@@ -118,6 +118,7 @@ def table_of_columns(
     group = np.where(zero < 0, columns["dp_shard"], spoken) * columns["cp"]
     stage = np.where(zero < 0, 3, zero)
     columns["dp"] = dp
+    columns["placing"] = given.placing.astype(np.float64)
     columns["sharded_over"] = group
     columns["gpus"] = dp * columns["cp"] * columns["tp"] * columns["pp"]
     # Experts live on ep ranks taken from (dp_shard x cp x tp); what is left of that product shards each expert.
