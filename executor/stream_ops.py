@@ -11,12 +11,15 @@ puts two streams into one queue: the order of calls on each rank, run strictly o
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
 import torch
 
 from topology.errors import PlannerError
+
+_here = threading.local()
 
 
 class StreamError(PlannerError):
@@ -37,8 +40,21 @@ def _done(answer: tuple[Any, ...]) -> None:
         raise StreamError("the driver refused a stream operation", why=str(answer[0]))
 
 
+def enter(device: torch.device) -> None:
+    """Make the device's context this thread's own: autograd's threads come without one, and the driver asks for it."""
+    driver = _driver()
+    status, ordinal = driver.cuDeviceGet(device.index)
+    _done((status,))
+    status, context = driver.cuDevicePrimaryCtxRetain(ordinal)
+    _done((status,))
+    _done(driver.cuCtxSetCurrent(context))
+    _here.device = device.index
+
+
 def current(device: torch.device) -> int:
-    """Return the handle of the current stream."""
+    """Return the handle of the current stream; the first thing that an exchange asks for on any thread."""
+    if getattr(_here, "device", None) != device.index:
+        enter(device)
     return torch._C._cuda_getCurrentRawStream(device.index)  # noqa: SLF001 - torch's own fast way, which Triton uses too
 
 
@@ -65,7 +81,8 @@ def wait_word(address: int, value: int, stream: int) -> None:
 class Order:
     """Makes one stream wait for what another has been given so far. Can be captured."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        current(device)
         status, self._event = _driver().cuEventCreate(_driver().CUevent_flags.CU_EVENT_DISABLE_TIMING.value)
         _done((status,))
 

@@ -75,7 +75,7 @@ class Workspace:
         self.data: Allocation | None = None
         self.signals: Allocation | None = None
         self.prepared: dict[Any, Any] = {}  # what refers to this memory by address; goes when it grows
-        self.order = Order()
+        self.order = Order(device)
         self.captured = False
         self.outgrown: list[Allocation | None] = []  # that captured graphs still refer to
         # epoch: calls so far; ticket: programs that have left the running kernel; error: 1 + the rank that was missed.
@@ -140,12 +140,12 @@ class Workspace:
         return self.signals
 
 
-_workspaces: dict[tuple[str, str, int], Workspace] = {}
+_workspaces: dict[tuple[dist.ProcessGroup, str, int], Workspace] = {}
 
 
 def workspace(group: dist.ProcessGroup, purpose: str, device: torch.device) -> Workspace:
     """Return the workspace of a group for a purpose; the same object every time."""
-    key = (group.group_name, purpose, device.index)
+    key = (group, purpose, device.index)
     found = _workspaces.get(key)
     if found is None:
         found = _workspaces[key] = Workspace(group, device)
@@ -171,7 +171,7 @@ def check_delivered() -> None:
         if missed:
             space.error.zero_()
             raise SymmetricMemoryError(
-                f"rank {missed - 1} of group {group} did not deliver its part",
+                f"rank {missed - 1} of group {group.group_name} did not deliver its part",
                 why=f"a kernel ({purpose}) polled its flag {POLLS} times and gave up; its result is not to be used",
                 remedy="look for the first failure in that rank's log; the ranks must make the same calls in one order",
             )

@@ -36,18 +36,23 @@ class Prepared:
         self, kernel: Any, programs: int, args: Sequence[Any], *, changing: Sequence[int], **options: int
     ) -> None:
         grid = (programs, 1, 1)
-        self._run = kernel.warmup(*args, grid=grid, **options)[grid]
+        compiled = kernel.warmup(*args, grid=grid, **options)
+        compiled[grid]  # loads it
+        self._launch = compiled.run
+        # The launcher's own arguments: programs, stream, function, what it has to know of it, and no hooks.
+        self._head = [*grid, 0, compiled.function, compiled.packed_metadata, None, None, None]
         self._args = [_by_address(arg) for arg in args]
         descriptors = {index: arg for index, arg in enumerate(self._args) if hasattr(arg, "block_shape")}
         self._changing = [(index, descriptors[index].base if index in descriptors else None) for index in changing]
 
     def __call__(self, stream: int, *addresses: int) -> None:
+        self._head[3] = stream
         for (index, base), address in zip(self._changing, addresses, strict=True):
             if base is None:
                 self._args[index] = address
             else:
                 base.value = address
-        self._run(*self._args, stream=stream)
+        self._launch(*self._head, *self._args)
 
 
 def _by_address(arg: Any) -> Any:

@@ -46,16 +46,15 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup, *, launch: Launch | None = N
     """Return the sum over ranks of `x`, of any shape; the same bits on every rank."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    source, target = x.data_ptr(), out.data_ptr()
+    source, target, stream = x.data_ptr(), out.data_ptr(), stream_ops.current(x.device)
     space = symmetric.workspace(group, "all_reduce", x.device)
-    captured = space.fenced()
-    space.captured |= captured
-    key = (x.numel(), x.dtype, (source | target) % ALIGNMENT == 0, launch)
+    key = (x.numel(), x.dtype, (source | target) % ALIGNMENT, launch)
     ready = space.prepared.get(key)
     if ready is None:
         ready = _prepare(space, x, out, launch)
         space.prepared[key] = ready
-    ready(stream_ops.current(x.device), source, target)
+    space.captured |= space.fenced()
+    ready(stream, source, target)
     return out
 
 

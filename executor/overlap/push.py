@@ -63,11 +63,11 @@ class Moving:
     """
 
     def __init__(self, group: dist.ProcessGroup, purpose: str, device: torch.device, set_bytes: int) -> None:
+        self.current, self.side = stream_ops.current(device), side_stream(device).cuda_stream
         self.space: Workspace = symmetric.workspace(group, purpose, device)
         self.space.reserve(set_bytes, 2 * FLAG_RANGE)
         self.captured = self.space.fenced()
         self.turn = 0 if self.captured else self.space.turn()
-        self.current, self.side = stream_ops.current(device), side_stream(device).cuda_stream
 
     @property
     def start(self) -> int:

@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ CALLS = 5
 class SharedMemory:
     """Stands in for `symmetric.Allocation`: every rank's bytes in this process."""
 
-    made: dict[tuple[str, int], list[Any]]
+    made: dict[int, list[Any]]
     lock: threading.Lock
 
     def __init__(self, nbytes: int, group: Any, device: Any) -> None:
@@ -37,7 +38,7 @@ class SharedMemory:
         count = group.allocations[0]
         group.allocations[0] += 1
         with self.lock:
-            self.all = self.made.setdefault((group.name, count), [None] * group.size)
+            self.all = self.made.setdefault(count, [None] * group.size)
         self.all[self.rank] = self.local = torch.zeros(nbytes, dtype=torch.uint8)
         group.barrier.wait(PATIENCE_S)
         self.at = tuple(held.data_ptr() for held in self.all)
@@ -46,6 +47,16 @@ class SharedMemory:
     def on(self, rank: int, shape: tuple[int, ...], dtype: Any, offset_bytes: int = 0) -> Any:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         return self.all[rank][offset_bytes : offset_bytes + nbytes].view(dtype).view(shape)
+
+
+@dataclass(eq=False, kw_only=True)
+class Group:
+    """Stands in for a process group, seen from one rank."""
+
+    rank: int
+    size: int
+    barrier: threading.Barrier
+    allocations: list[int] = field(default_factory=lambda: [0])
 
 
 def word(address: int) -> ctypes.c_int32:
@@ -69,7 +80,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams that do at once what they are told."""
     SharedMemory.made, SharedMemory.lock = {}, threading.Lock()
     monkeypatch.setattr(symmetric, "Allocation", SharedMemory)
-    monkeypatch.setattr(symmetric, "Order", lambda: lambda **_: None)
+    monkeypatch.setattr(symmetric, "Order", lambda _: lambda **_: None)
     monkeypatch.setattr(symmetric, "_workspaces", {})
     monkeypatch.setattr(stream_ops, "current", lambda _: 0)
     monkeypatch.setattr(stream_ops, "copy", lambda to, source, nbytes, _: ctypes.memmove(to, source, nbytes))
@@ -103,9 +114,7 @@ def on_ranks(world: int, run: Callable[[Any], None]) -> None:
     barrier, failures = threading.Barrier(world), []
 
     def one(rank: int) -> None:
-        group = SimpleNamespace(
-            rank=rank, size=world, name="g", group_name=f"g{rank}", barrier=barrier, allocations=[0]
-        )
+        group = Group(rank=rank, size=world, barrier=barrier)
         try:
             run(group)
         except Exception as error:  # noqa: BLE001 - raised again below
