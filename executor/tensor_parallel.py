@@ -30,6 +30,7 @@ from executor.attention import Attention
 from executor.latent_attention import LatentAttention
 from executor.model import Block, Decoder
 from executor.tensor_overlap import overlap_block
+from simulator.overlap_sites import NONE, mode_at
 
 
 def apply_tensor_parallel(
@@ -55,11 +56,8 @@ def apply_tensor_parallel(
         model.tok_embeddings.register_forward_hook(_not_a_view)
     model.tie()
     for block in model.layers.values():
-        parallelize_module(
-            block, mesh, _block_styles(block, between, experts_cut=experts_cut, overlaps=overlap != "none")
-        )
-        if overlap != "none":
-            overlap_block(block, overlap, mesh.get_group())
+        parallelize_module(block, mesh, _block_styles(block, between, experts_cut=experts_cut, overlap=overlap))
+        overlap_block(block, overlap, mesh.get_group())
 
 
 def _not_a_view(_module: nn.Module, _inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -71,7 +69,7 @@ def _not_a_view(_module: nn.Module, _inputs: tuple[Tensor, ...], out: Tensor) ->
     return out.clone()
 
 
-def _block_styles(block: Block, between: Placement, *, experts_cut: bool, overlaps: bool) -> dict[str, ParallelStyle]:
+def _block_styles(block: Block, between: Placement, *, experts_cut: bool, overlap: str) -> dict[str, ParallelStyle]:
     whole = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
     styles: dict[str, ParallelStyle] = {"attention": whole, "attention.wo": RowwiseParallel(output_layouts=between)}
     if isinstance(block.attention, LatentAttention):
@@ -88,20 +86,23 @@ def _block_styles(block: Block, between: Placement, *, experts_cut: bool, overla
         # One weight for heads that are on different ranks: its gradient is a sum over them.
         heads = SequenceParallel(sequence_dim=2, use_local_output=True)
         styles |= {"attention.q_norm": heads, "attention.k_norm": heads}
-    if overlaps:
-        # The products gather by themselves, from plain tensors; the styles of the products are for the weights alone.
-        del styles["attention"]
-        norms = ("attention_norm", "ffn_norm") if block.moe is None else ("attention_norm",)
-        styles |= dict.fromkeys(norms, SequenceParallel(use_local_output=True))
     if block.moe is not None:
         styles["moe"] = SparseParallel(between, experts_cut=experts_cut)
     else:
         styles |= {
-            **({} if overlaps else {"feed_forward": whole}),
+            "feed_forward": whole,
             "feed_forward.w1": ColwiseParallel(),
             "feed_forward.w3": ColwiseParallel(),
             "feed_forward.w2": RowwiseParallel(output_layouts=between),
         }
+    for site, module, norm in (
+        ("attention_in", "attention", "attention_norm"),
+        ("mlp_in", "feed_forward", "ffn_norm"),
+    ):
+        if module in styles and mode_at(overlap, site) != NONE:
+            # The products gather by themselves, from plain tensors; their styles are for the weights alone.
+            del styles[module]
+            styles[norm] = SequenceParallel(use_local_output=True)
     return styles
 
 

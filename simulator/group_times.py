@@ -20,23 +20,39 @@ class GroupTimes:
 
     Axes: `tp`, `cp`, `ep`, `pp` (neighbouring stages), `pipeline` (all of them), `fsdp` (dp_shard x cp), `replicate` (dp_replicate), `dp` (both, and cp),
     `expert_fsdp` and `expert_dp` (what expert parallelism leaves of them).
+
+    `apart` has a model for each plan where they run on clusters that differ in the rates of their links.
     """
 
     cluster: Cluster
     table: PlanTable
     collectives: CollectiveModel
+    apart: tuple[CollectiveModel, ...] = ()
     _shapes: dict[str, tuple[tuple[GroupShape, ...], NDArray[np.int64]]] = field(default_factory=dict)
+    _alike: dict[str, list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]] = field(default_factory=dict)
 
     def time_s(self, op: str, axis: str, nbytes: Floats | float, *, algorithm: str | None = None) -> Floats:
         """Return the seconds of `op` with `nbytes` (nccl-tests' size column) along `axis`, one value per plan."""
-        shapes, which = self._axis(axis)
         size = np.broadcast_to(np.asarray(nbytes, dtype=np.float64), (len(self.table),))
         out = np.zeros(len(self.table))
-        for index, shape in enumerate(shapes):
-            mask = which == index
-            if shape.ranks > 1:
-                out[mask] = self.collectives.time_s(op, size[mask], shape, algorithm=algorithm)
+        for model, shape, rows in self._groups(axis):
+            out[rows] = model.time_s(op, size[rows], shape, algorithm=algorithm)
         return out
+
+    def _groups(self, axis: str) -> list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]:
+        """Return the plans whose groups along an axis are the same on the same machine, groups of one left out."""
+        if axis not in self._alike:
+            shapes, which = self._axis(axis)
+            numbers = {id(model): number for number, model in enumerate(self.apart)}
+            machine = np.array([numbers[id(model)] for model in self.apart] or [0] * len(self.table))
+            self._alike[axis] = [
+                (self.apart[number] if self.apart else self.collectives, shape, rows)
+                for index, shape in enumerate(shapes)
+                if shape.ranks > 1
+                for number in dict.fromkeys(machine[which == index].tolist())
+                if (rows := (which == index) & (machine == number)).any()
+            ]
+        return self._alike[axis]
 
     def _axis(self, axis: str) -> tuple[tuple[GroupShape, ...], NDArray[np.int64]]:
         if axis not in self._shapes:

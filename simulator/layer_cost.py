@@ -14,11 +14,14 @@ from simulator.operators import (
     OperatorSpec,
     Work,
     WorkKind,
+    active_rows,
     backward_work,
     forward_work,
     tensor_bytes,
 )
+from simulator.overlap_sites import SITES
 from simulator.plan_table import Floats, PlanTable
+from simulator.recomputation import run_again
 from simulator.roofline import FITTED, MEASURED, Roofline
 from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import RecomputeSpec, RuntimeSpec
@@ -123,13 +126,13 @@ def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recomput
     forward, backward = PassWriter(context), PassWriter(context)
     modes = {name: context.spec.recompute[name] for name in recompute}
     again = {name: PassWriter(context) for name, mode in modes.items() if mode.recomputes}
-    for operator in operators:
-        active = active_rows(operator, context.table)
+    twice = {name: run_again(operators, modes[name], context.runtime, context.table) for name in again}
+    for i, operator in enumerate(operators):
         works = forward_work(operator, context.sizes, context.dtype_bytes)
-        forward.add(works, active, operator)
+        forward.add(works, active_rows(operator, context.table), operator)
         for name, writer in again.items():
-            if modes[name].runs_again(operator.name):
-                writer.add(works, active * modes[name].layers, operator)
+            if twice[name][i].any():
+                writer.add(works, twice[name][i] * modes[name].layers, operator)
     for operator in reversed(operators):
         works = backward_work(operator, context.sizes, context.dtype_bytes)
         backward.add(works, active_rows(operator, context.table), operator)
@@ -145,15 +148,6 @@ def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recomput
         | ({} if modes else {"none": everything}),
         everything_bytes=everything,
     )
-
-
-def active_rows(operator: OperatorSpec, table: PlanTable) -> Floats:
-    """Return 1 where the operator runs under the plan, else 0."""
-    active = np.ones(len(table))
-    for condition in operator.when:
-        holds = table.conditions[condition.removeprefix("!")]
-        active = active * (~holds if condition.startswith("!") else holds)
-    return active
 
 
 def tensors_bytes(operators: Sequence[OperatorSpec], context: CostContext, *, without: Sequence[str] = ()) -> Floats:
@@ -178,8 +172,9 @@ def saved_bytes(operators: Sequence[OperatorSpec], mode: RecomputeSpec, context:
 class PassWriter:
     """Adds up one pass, operator by operator, and pairs tensor-parallel collectives with the products beside them.
 
-    A gather runs beside the products that follow it, a reduce-scatter beside those just before it, as the plan's
-    `tp_overlap` says; a product serves one collective. All columns, since plans differ in which operators run.
+    A gather runs beside the products that follow it, a reduce-scatter beside those just before it, in the mode that the
+    plan's `tp_overlap` has for the site; a product serves one collective. All columns, since plans differ in which
+    operators run.
     """
 
     def __init__(self, context: CostContext) -> None:
@@ -192,16 +187,18 @@ class PassWriter:
             hidden_s=np.zeros(rows),
         )
         self._ranks = context.table["tp"]
-        self._modes = [m for m in np.unique(context.table.tp_overlap) if m != "none"]
+        self._modes = context.table.overlap_modes
+        self._mode_at = {site: context.table.overlap_at(site) for site in (*SITES, "")} if self._modes else {}
         self._open = np.zeros(rows, dtype=bool)  # a gather waits for the end of its products
         self._seen = np.zeros(rows, dtype=bool)  # and has met one
         self._gathered = ""  # the tensor of the last gather
+        self._mode = np.full(rows, "none")  # and its overlap mode
         self._whole = np.zeros(rows)
         self._bytes = np.zeros(rows)
         self._beside = np.zeros((3, rows))  # its products: seconds at once and in pieces, and the host's for one launch
         self._tail = np.zeros((3, rows))  # products at the end of what has been added, claimed by no gather
+        self._tail_inputs = np.zeros((3, rows))  # the same without weight gradients
         self._results: list[tuple[str, Rows]] = []  # what products since the last collective gave, and in which rows
-        self._matched = np.isin(context.table.tp_overlap, list(MATCHED_MODES))
 
     def add(self, works: Sequence[Work], active: Floats, operator: OperatorSpec) -> None:
         for work in works:
@@ -234,15 +231,15 @@ class PassWriter:
         runs = active > 0
         if work.kind is WorkKind.MATMUL:
             product = np.stack([seconds, active * pieces_s(work, self.context), issued_s])
-            if work.name.endswith(WEIGHT_GRADIENT):
-                product = np.where(self._matched, 0.0, product)
-                self._seen = self._seen | (self._open & runs & ~self._matched)
-            else:
-                if ends_of(work, operator)[0] != self._gathered:
-                    self._close(self._open & self._seen & runs & self._matched)
-                self._seen = self._seen | (self._open & runs)
-            self._beside = self._beside + np.where(self._open, product, 0.0)
-            self._tail = np.where(self._open, self._tail, self._tail + product)
+            weights, matched = work.name.endswith(WEIGHT_GRADIENT), _matched(self._mode)
+            if not weights and ends_of(work, operator)[0] != self._gathered:
+                self._close(self._open & self._seen & runs & matched)
+            joins = self._open & ~(matched & weights)
+            self._seen = self._seen | (joins & runs)
+            self._beside = self._beside + np.where(joins, product, 0.0)
+            left = np.where(self._open, 0.0, product)
+            self._tail = self._tail + left
+            self._tail_inputs = self._tail_inputs + (0.0 if weights else left)
             return
         self._close(self._open & self._seen & runs)
         self._beside = self._beside + np.where(self._open & runs, np.stack([seconds, seconds, issued_s]), 0.0)
@@ -269,10 +266,13 @@ class PassWriter:
             self._end_tail(runs)
             return
         self._close(self._open & runs)
+        mode = self._mode_at[operator.site]
         size = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), runs.shape)
         if work.collective == "all_gather":
+            cost.expose("tp", np.where(mode == "none", seconds, 0.0))
+            runs = runs & (mode != "none")
             self._open = self._open | runs
-            self._gathered = operator.tensor
+            self._gathered, self._mode = operator.tensor, np.where(runs, mode, self._mode)
             self._seen = self._seen & ~runs
             self._whole, self._bytes = np.where(runs, seconds, self._whole), np.where(runs, size, self._bytes)
             self._beside = np.where(runs, 0.0, self._beside)
@@ -280,8 +280,10 @@ class PassWriter:
             terms = sum(
                 (r.astype(int) for tensor, r in self._results if tensor == operator.tensor), np.zeros(len(runs))
             )
-            hides = ~self._matched | (terms == 1)
-            self._pair(work.collective, seconds, size, np.where(hides, self._tail, 0.0), active)
+            matched = _matched(mode)
+            hides = ~matched | (terms == 1)
+            beside = np.where(hides, np.where(matched, self._tail_inputs, self._tail), 0.0)
+            self._pair(work.collective, mode, seconds, size, beside, active)
             self._results = [(tensor, r & ~runs) for tensor, r in self._results]
         else:
             cost.expose("tp", seconds)
@@ -289,6 +291,7 @@ class PassWriter:
 
     def _end_tail(self, rows: Rows) -> None:
         self._tail = np.where(rows, 0.0, self._tail)
+        self._tail_inputs = np.where(rows, 0.0, self._tail_inputs)
 
     def _ring(self, work: Work, operator: OperatorSpec) -> tuple[Floats, Floats]:
         """Return (exposed, hidden) seconds of shards passed round while attention works on the one before.
@@ -305,16 +308,18 @@ class PassWriter:
         """End the products beside the gathers of `rows`."""
         if rows.any():
             active = rows.astype(np.float64)
-            self._pair("all_gather", self._whole * active, self._bytes, self._beside * active, active)
+            self._pair("all_gather", self._mode, self._whole * active, self._bytes, self._beside * active, active)
             self._open = self._open & ~rows
 
-    def _pair(self, op: str, whole_s: Floats, nbytes: Floats, products: Floats, active: Floats) -> None:
+    def _pair(
+        self, op: str, modes: NDArray[np.str_], whole_s: Floats, nbytes: Floats, products: Floats, active: Floats
+    ) -> None:
         product_s, in_pieces_s, issue_s = products
         exposed = whole_s
         for mode in self._modes:
-            chunk_s, hop_s = overlap_parts_s(str(mode), op, nbytes, self.context)
+            chunk_s, hop_s = overlap_parts_s(mode, op, nbytes, self.context)
             together = together_s(
-                str(mode),
+                mode,
                 whole_s=whole_s,
                 chunk_s=chunk_s,
                 hop_s=hop_s,
@@ -322,19 +327,24 @@ class PassWriter:
                 pieces_s=in_pieces_s,
                 ranks=self._ranks,
             )
-            paired = (self.context.table.tp_overlap == mode) & (product_s > 0)
+            paired = (modes == mode) & (product_s > 0)
             exposed = np.where(paired, np.maximum(together - product_s, 0.0), exposed)
             if mode in MATCHED_MODES and op == "reduce_scatter":
-                moved = partials_bytes(str(mode), op, nbytes, self._ranks)
+                moved = partials_bytes(mode, op, nbytes, self._ranks)
                 adding_s = np.where(paired, moved / self.context.roofline.memory_bytes_per_s, 0.0) * (active > 0)
                 self.cost.compute_s = self.cost.compute_s + adding_s
             if mode not in COPY_ENGINE_MODES:
                 self.cost.hidden_s = self.cost.hidden_s + np.where(paired, np.maximum(whole_s - exposed, 0.0), 0.0)
-            calls = np.array([extra_calls(str(mode), ranks) for ranks in self._ranks])
-            again = np.array([launches(str(mode), ranks) - 1 for ranks in self._ranks])
+            calls = np.array([extra_calls(mode, ranks) for ranks in self._ranks])
+            again = np.array([launches(mode, ranks) - 1 for ranks in self._ranks])
             issued_s = calls * self.context.spec.host.collective_s + again * issue_s
             self.cost.host_s = self.cost.host_s + np.where(paired & (active > 0), issued_s, 0.0)
         self.cost.expose("tp", exposed * (active > 0))
+
+
+def _matched(modes: NDArray[np.str_]) -> Rows:
+    """Return where a mode is set up by pattern."""
+    return np.isin(modes, list(MATCHED_MODES))
 
 
 def attention_work(name: str, context: CostContext, backward: bool) -> Work:

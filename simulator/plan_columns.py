@@ -116,6 +116,15 @@ def plan_columns(plans: Sequence[Plan]) -> PlanColumns:
     )
 
 
+def words(column: NDArray[np.str_]) -> tuple[str, ...]:
+    """Return the different words of a column of few, in alphabetical order: sooner than by sorting them all."""
+    found, rest = [], column
+    while len(rest):
+        found.append(str(rest[0]))
+        rest = rest[rest != rest[0]]
+    return tuple(sorted(found))
+
+
 def distinct(*columns: NDArray[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Return (one row of each distinct combination, which of those every row equals).
 

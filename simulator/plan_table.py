@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.model import Model
+from simulator.overlap_sites import mode_at, modes_in
 from simulator.plan import Plan
-from simulator.plan_columns import PlanColumns, plan_columns
-from simulator.tp_overlap import MODES
+from simulator.plan_columns import PlanColumns, plan_columns, words
 from simulator.workload import Workload
 from topology.errors import BadPlan
 
@@ -56,10 +56,21 @@ class PlanTable:
     def recompute_modes(self) -> tuple[str, ...]:
         """Every recompute mode that some layer of some plan runs under."""
         per_stage = {mode for plan in self.plans for mode in plan.recompute_per_stage}
-        return tuple(sorted({str(mode) for mode in np.unique(self.recompute)} | per_stage))
+        return tuple(sorted({*words(self.recompute)} | per_stage))
 
     def __getitem__(self, name: str) -> Floats:
         return self.columns[name]
+
+    @property
+    def overlap_modes(self) -> tuple[str, ...]:
+        """Every overlap mode that runs at some site of some plan, without none."""
+        return tuple(sorted({mode for text in words(self.tp_overlap) for mode in modes_in(text)}))
+
+    def overlap_at(self, site: str) -> NDArray[np.str_]:
+        """Return the overlap mode of each plan at a site; "" is wherever tokens move outside the four sites."""
+        texts = words(self.tp_overlap)
+        modes = np.array([mode_at(text, site) for text in texts], dtype=np.str_)
+        return modes[np.searchsorted(np.array(texts, dtype=np.str_), self.tp_overlap)]
 
     def take(self, which: Any) -> PlanTable:
         """Return the rows that `which` (a mask, indices or a slice) selects."""
@@ -94,12 +105,11 @@ def table_of_columns(
 ) -> PlanTable:
     """Return `plan_table` of plans that are columns already. Raises BadPlan likewise."""
     method = np.where(given.cp_method == "", cp_method, given.cp_method)
-    for name in np.unique(method):
+    for name in words(method):
         if name not in CP_METHODS:
-            raise BadPlan(f"context-parallel method {str(name)!r} is unknown", why=f"known: {', '.join(CP_METHODS)}")
-    for name in np.unique(given.tp_overlap):
-        if name not in MODES:
-            raise BadPlan(f"tp_overlap {str(name)!r} is unknown", why=f"known: {', '.join(MODES)}")
+            raise BadPlan(f"context-parallel method {name!r} is unknown", why=f"known: {', '.join(CP_METHODS)}")
+    for text in words(given.tp_overlap):
+        modes_in(text)
     columns = {name: np.asarray(getattr(given, name), dtype=np.float64) for name in DEGREES}
     dp = columns["dp_replicate"] * columns["dp_shard"]
     zero = given.zero_stage

@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 
 Bytes = TypeVar("Bytes", float, NDArray[np.float64])
 
-MODES = ("none", "chunked", "ring", "copy_engine", "fused", "async")
 # Modes that move shards from peer to peer, tp - 1 of them, and those whose shards copy engines move.
 PEER_MODES = frozenset({"ring", "copy_engine", "async"})
 COPY_ENGINE_MODES = frozenset({"copy_engine", "async"})

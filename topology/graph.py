@@ -159,26 +159,6 @@ def islands(g: Graph) -> tuple[tuple[str, ...], ...]:
     return tuple(sorted((i for i in found if len(i) > 1), key=lambda i: (-len(i), order[i[0]])))
 
 
-def nvlink_domains(g: Graph) -> dict[str, tuple[str, ...]]:
-    """Return, per NVSwitch hub, the healthy GPUs with a working port on it."""
-    hubs = [vertex for vertex, facts in g.nodes(data=True) if facts["kind"] == "nvswitch"]
-    return {
-        hub: tuple(
-            gpu
-            for gpu in gpus_of(g)
-            if _healthy(g, gpu)
-            and any(facts["rate_bytes_per_s"] > 0 for facts in (g.get_edge_data(gpu, hub) or {}).values())
-        )
-        for hub in hubs
-    }
-
-
-def rails(g: Graph) -> dict[str, tuple[str, ...]]:
-    """Return, per leaf switch, the network ports on it: the ports of a rail reach each other without the spine."""
-    leaves = sorted(vertex for vertex, facts in g.nodes(data=True) if facts["kind"] == "leaf")
-    return {leaf: tuple(v for v in g.predecessors(leaf) if g.nodes[v]["kind"] == "nic") for leaf in leaves}
-
-
 def _healthy(g: Graph, vertex: str) -> bool:
     return bool(g.nodes[vertex].get("healthy", True))
 

@@ -17,14 +17,14 @@ from simulator.costs import Cost
 from simulator.layer_cost import (
     WEIGHT_GRADIENT,
     CostContext,
-    active_rows,
     ends_of,
     overlap_parts_s,
     pieces_s,
     saved_bytes,
     tensors_bytes,
 )
-from simulator.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
+from simulator.operators import OperatorSpec, Work, WorkKind, active_rows, backward_work, forward_work
+from simulator.recomputation import run_again
 from simulator.runtime_library import RecomputeSpec
 from simulator.tp_overlap import MATCHED_MODES, extra_calls, launch_s, launches, partials_bytes, together_s
 
@@ -160,13 +160,14 @@ def block_code(
 ) -> BlockCode:
     """Return the code of one block under the single plan of `context`, recomputing what `mode` says."""
     active = [operator for operator in operators if active_rows(operator, context.table)[0]]
+    twice = run_again(active, mode, context.runtime, context.table)
     forward: list[Step] = []
     backward: list[Step] = []
     again: list[Step] = []
-    for operator in active:
+    for operator, again_too in zip(active, twice, strict=True):
         works = forward_work(operator, context.sizes, context.dtype_bytes)
         _extend(forward, works, operator, context)
-        if mode.runs_again(operator.name):
+        if again_too[0]:
             _extend(again, works, operator, context)
     for operator in reversed(active):
         works = backward_work(operator, context.sizes, context.dtype_bytes)
@@ -346,10 +347,10 @@ def _extend(steps: list[Step], works: Sequence[Work], operator: OperatorSpec, co
                 )
             )
             continue
-        steps.append(replace(_transfer(work, ranks, context), tensor=operator.tensor))
+        steps.append(replace(_transfer(work, operator.site, ranks, context), tensor=operator.tensor))
 
 
-def _transfer(work: Work, ranks: int, context: CostContext) -> TransferStep:
+def _transfer(work: Work, site: str, ranks: int, context: CostContext) -> TransferStep:
     size = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), (1,))
     step = TransferStep(
         op=work.collective,
@@ -359,7 +360,7 @@ def _transfer(work: Work, ranks: int, context: CostContext) -> TransferStep:
         seconds=float(context.groups.time_s(work.collective, work.over, size)[0]),
         ranks=ranks,
     )
-    mode = str(context.table.tp_overlap[0])
+    mode = str(context.table.overlap_at(site)[0])
     if work.over != "tp" or mode == "none" or work.collective not in {"all_gather", "reduce_scatter"}:
         return step
     chunk, hop = overlap_parts_s(mode, work.collective, size, context)
@@ -379,7 +380,7 @@ def _kernel(work: Work, context: CostContext) -> KernelStep:
     if context.table["tp"][0] > 1 and not context.runtime.compile:
         launch = host.dtensor_launch_s
     moved = float(np.asarray(work.bytes).flat[0])
-    overlaps = work.kind is WorkKind.MATMUL and str(context.table.tp_overlap[0]) != "none"
+    overlaps = work.kind is WorkKind.MATMUL and bool(context.table.overlap_modes)
     return KernelStep(
         key=(work.name, _shape(work), context.runtime.compute_dtype),
         cost=Cost(

@@ -24,7 +24,7 @@ BUILT = {
     "graph_breaks": 0,
     "schedule": None,
     "micro_batches": 1,
-    "tp_overlap": "none",
+    "tp_overlap": {"attention_in": "none", "attention_out": "none", "mlp_in": "none", "mlp_out": "none"},
     "cp_method": "none",
 }
 MESH = {"axes": {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}, "as_requested": True}
@@ -56,6 +56,11 @@ def test_what_took_effect_as_requested_is_ok() -> None:
         ({"runtime": Runtime(param_dtype="bfloat16")}, {}, "parameters stored in"),
         ({}, {"recomputed_blocks": 32}, "recompute"),
         ({"plan": Plan(tp=2, tp_overlap="ring")}, {}, "tp_overlap"),
+        (
+            {"plan": Plan(tp=2, tp_overlap="attention_in=ring,mlp_out=chunked")},
+            {"tp_overlap": {"attention_in": "ring", "attention_out": "none", "mlp_in": "none", "mlp_out": "ring"}},
+            "tp_overlap",
+        ),
         ({"plan": Plan(cp=2, cp_method="ring")}, {"cp_method": "all_gather"}, "cp_method"),
         ({"plan": Plan(pp=2)}, {"schedule": "Schedule1F1B", "micro_batches": 4, "most_shards": 1}, "pipeline"),
     ],

@@ -77,12 +77,20 @@ TWO = {
     ),
     "pp-uneven": ({"model": "four"}, {"pp": 2, "layers_per_stage": [3, 1], "micro_batch_size": 2}),
 }
+MIXED = {
+    "mixed": "attention_in=ring,mlp_in=fused,mlp_out=chunked",
+    "one-scatter": "attention_out=chunked",
+    "one-gather": "mlp_in=ring",
+}
 OVERLAP = {
-    f"tp-overlap-{mode}": (
+    f"tp-overlap-{name}": (
         {"model": "qk_norm"},
-        {"tp": 2, "sequence_parallel": True, "tp_overlap": mode, "micro_batch_size": 8},
+        {"tp": 2, "sequence_parallel": True, "tp_overlap": text, "micro_batch_size": 8},
     )
-    for mode in ("chunked", "ring", "copy_engine", "fused", "async")
+    for name, text in {
+        **{mode: mode for mode in ("chunked", "ring", "copy_engine", "fused", "async")},
+        **MIXED,
+    }.items()
 }
 TWO |= OVERLAP
 COMPILED = {

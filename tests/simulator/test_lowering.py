@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from simulator.check import check
 from simulator.closed_form import estimate_plans
@@ -15,12 +17,13 @@ from simulator.hf_config import load_model
 from simulator.layer_cost import block_cost
 from simulator.lowering.block_code import Detail, KernelStep, block_code, merged
 from simulator.lowering.training import lower_training, plan_context, strided_groups
+from simulator.overlap_sites import MODES, SITES, written
 from simulator.plan import Plan
 from simulator.program import Collective, Launch, Send
 from simulator.runtime import Runtime
 from simulator.runtime_library import RecomputeSpec, operators_for
 from simulator.simulation import choose_detail, simulate_plan
-from simulator.tp_overlap import MODES, together_s
+from simulator.tp_overlap import together_s
 from simulator.workload import Workload
 from tests.simulator.lowering_plans import run, shortened
 from tests.simulator.published_bubbles import bubble_fraction
@@ -363,6 +366,28 @@ def test_async_tensor_parallelism_hides_only_what_its_graph_pass_matches() -> No
     assert summed["torchtitan", "async"] == 2 * layers + 1
     assert summed["pytorch", "async"] == 3 * layers + 1
     assert summed["torchtitan", "copy_engine"] == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.fixed_dictionaries(dict.fromkeys(SITES, st.sampled_from(MODES))), st.sampled_from(["torchtitan", "pytorch"]))
+def test_sites_cost_what_they_cost_alone(modes: dict[str, str], name: str) -> None:
+    """What the modes of a block's four sites change, each alone in its plan, adds up; forward and backward."""
+    model, workload, runtime = (
+        shortened("llama3-8b", 1),
+        Workload(seq_len=8192, global_batch_size=1),
+        Runtime(name=name),
+    )
+    operators = operators_for(model, runtime).dense_layer
+
+    def cost(tp_overlap: str) -> np.ndarray:
+        plan = Plan(tp=4, sequence_parallel=True, tp_overlap=tp_overlap)
+        block = block_cost(operators, plan_context(model, H100, workload, plan, runtime))
+        return np.array([(p.exposed_s[0], p.compute_s[0], p.host_s[0]) for p in (block.forward, block.backward)])
+
+    plain = cost("none")
+    alone = [cost(written({site: mode})) - plain for site, mode in modes.items()]
+
+    assert cost(written(modes)) == pytest.approx(plain + sum(alone), rel=1e-9)
 
 
 @pytest.mark.parametrize("mode", MODES)
