@@ -202,7 +202,7 @@ def test_a_step_is_taken_even_if_the_profiler_cannot(monkeypatch, tmp_path) -> N
     monkeypatch.setattr(profile_step, "profile", Broken)
     taken = []
 
-    said, samples = profile_step.profile_step(lambda: taken.append(1), torch.device("cpu"), tmp_path / "t.json", rank=0)
+    said, _ = profile_step.profile_step(lambda: taken.append(1), torch.device("cpu"), tmp_path / "t.json", rank=0)
 
     assert (said, taken) == ("no counters", [1])
     assert not (tmp_path / "t.json").exists()
