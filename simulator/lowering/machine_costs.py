@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from simulator.collectives import CollectiveCost, CollectiveModel
 from simulator.costs import Cost, GpuLimits, LinkUse, Ranks
-from simulator.lowering.block_code import KernelKey
+from simulator.lowering.steps import KernelKey
 from simulator.lowering.writing import PEER_COPY, launch_key
 from simulator.program import Collective, Copy, Instruction, Kernel, Launch, Recv, Send
 from simulator.roofline import efficiency
