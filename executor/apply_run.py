@@ -37,6 +37,7 @@ from topology.errors import BadInput, BadPlan, PlannerError
 
 ENDING_S = 10.0  # of the budget, for ending ranks and writing the report
 GRACE_S = 4.0
+MODULE = "executor.worker"
 MAX_TRACE_BYTES = 256 * 2**20
 
 
@@ -91,7 +92,7 @@ def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict
     if request.device == "cuda":
         watch.start()
     done = launch(
-        "executor.worker",
+        MODULE,
         arguments,
         ranks=request.plan.gpus,
         budget_s=max(1.0, budget_s - 0.5 * ending),
@@ -101,11 +102,11 @@ def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict
     )
     samples = watch.stop() if request.device == "cuda" else []
     document = report(request, done, records, arguments, samples)
-    _write(document, out / "run.json")
+    write_report(document, out / "run.json")
     return document
 
 
-def _write(document: dict[str, Any], path: Path) -> None:
+def write_report(document: dict[str, Any], path: Path) -> None:
     """Write the report. Raises PlannerError with the gist of it where that cannot be done."""
     try:
         codec.write_text(path, codec.to_json(document) + "\n")
@@ -129,7 +130,7 @@ def run_node(request: Request, request_path: str, out: Path, budget_s: float, me
     records.mkdir(parents=True, exist_ok=True)
     ending = min(ENDING_S, 0.3 * budget_s)
     done = launch(
-        "executor.worker",
+        MODULE,
         worker_arguments(request_path, records, time.time() + budget_s - ending),
         ranks=request.plan.gpus // meeting.count,
         budget_s=max(1.0, budget_s - 0.5 * ending),
@@ -148,7 +149,7 @@ def collect(request: Request, request_path: str, out: Path, nodes: int) -> dict[
     """Write `run.json` from what the ranks of all nodes recorded, and return it."""
     done = together(read_words(out), nodes)
     document = report(request, done, out / "records", worker_arguments(request_path, out / "records", 0.0))
-    _write(document, out / "run.json")
+    write_report(document, out / "run.json")
     return document
 
 
@@ -216,7 +217,7 @@ def report(
         "seconds": done.seconds,
         "survivors": list(done.survivors),
         "command": command(
-            "executor.worker",
+            MODULE,
             arguments,
             ranks=ranks,
             elastic=True,

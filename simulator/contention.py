@@ -7,7 +7,7 @@ fair (`simulator.fair_share`), and an activity advances at the speed of its tigh
 between two events; whenever something starts or ends, the work left of those affected is re-timed.
 
 Not modelled: wave quantisation of a kernel on fewer SMs, L2 interference, and clocks that fall when both are busy; for a
-product and the tensor-parallel shards beside it, `tp_overlap.BESIDE` stands for the last two.
+product and the tensor-parallel shards beside it, `async_overlap.BESIDE` and the rates of `overlap_modes` stand for them.
 """
 
 from __future__ import annotations

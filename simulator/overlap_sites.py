@@ -7,13 +7,14 @@ A block with tensor and sequence parallelism has four sites where tokens move:
     mlp_in          the gather before up and gate
     mlp_out         the scatter after down
 
-Backward each site's collective is its transpose, in the same mode. `Plan.tp_overlap` is either one word, which holds
-wherever tokens move (the embedding's and the head's collectives as well, where the mode reaches them), or names sites:
+Backward each site's collective is its transpose, in the same mode. `Plan.tp_overlap` is either one word, which holds at
+all of them, or names sites:
 
     attention_in=fused,attention_out=none,mlp_in=fused,mlp_out=chunked
 
-A site that is not named runs none, and so does, in a plan that names sites, whatever is none of the four. One mode at
-all of them is the same as its word. The canonical text names all four in the order above.
+A site that is not named runs none. One mode at all of them is the same as its word. The canonical text names all four
+in the order above. Beyond the four (the embedding, the head) only `async` reaches, where it is the plan's one word: it is a
+pass over the whole graph.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from functools import lru_cache
 
 from topology.errors import BadPlan
 
-# What each does: simulator.tp_overlap.
+# What each does: simulator.overlap_modes, and for async simulator.async_overlap.
 MODES = ("none", "chunked", "ring", "copy_engine", "fused", "async")
 SITES = ("attention_in", "attention_out", "mlp_in", "mlp_out")
 NONE = "none"
@@ -64,14 +65,14 @@ def written(modes: Mapping[str, str]) -> str:
 
 
 def mode_at(tp_overlap: str, site: str) -> str:
-    """Return the mode of a site; for "", which is none of `SITES`, the plan's word if it has one for everything.
+    """Return the mode of a site; for "", which is none of `SITES`, what reaches beyond them.
 
     Raises BadPlan as `modes_by_site` does.
     """
     each = modes_by_site(tp_overlap)
     if site:
         return each[SITES.index(site)]
-    return each[0] if len(set(each)) == 1 else NONE
+    return each[0] if set(each) == {"async"} else NONE
 
 
 def modes_in(tp_overlap: str) -> tuple[str, ...]:
