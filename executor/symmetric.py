@@ -20,11 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._symmetric_memory import rendezvous
 
+from executor.stream_ops import Order
 from topology.errors import PlannerError
 
 POLLS = 1 << 28  # of a flag, a tenth to a fifth of a microsecond each: about a minute
 BARRIER_MS = 60_000
 STORE_ALIGNMENT = 256
+MAX_PROGRAMS = 256  # of one kernel, for which flags and epochs are laid out
 
 
 class SymmetricMemoryError(PlannerError):
@@ -55,44 +57,12 @@ class Allocation:
         self.local.zero_()
         torch.cuda.synchronize(device)
         self.handle.barrier(0, BARRIER_MS)
-        self.addresses = torch.tensor(
-            [self.on(rank, (1,), torch.uint8).data_ptr() for rank in range(self.world)],
-            dtype=torch.int64,
-            device=device,
-        )
+        self.at = tuple(self.on(rank, (1,), torch.uint8).data_ptr() for rank in range(self.world))
+        self.addresses = torch.tensor(self.at, dtype=torch.int64, device=device)
 
     def on(self, rank: int, shape: Sequence[int], dtype: torch.dtype, offset_bytes: int = 0) -> Tensor:
         """Return a rank's memory as a tensor that this process can copy from and to."""
         return self.handle.get_buffer(rank, tuple(shape), dtype, offset_bytes // dtype.itemsize)
-
-    def write(self, rank: int, index: int, value: int = 1) -> None:
-        """Set the `index`-th 32-bit word on a rank after all that the current stream has copied so far."""
-        from torch._C._distributed_c10d import _SymmetricMemory  # noqa: PLC0415 - torch exposes it nowhere else
-
-        # A memset rather than a write of the stream itself: it can be captured in a graph, too.
-        _SymmetricMemory.memset32(self.on(rank, (1,), torch.uint32, 4 * index), 0, value, 1)
-
-
-def wait_for_word(words: Tensor, index: int, value: int) -> None:
-    """Make the current stream wait until the `index`-th int32 of this GPU's `words` has reached `value`.
-
-    The driver's wait, not a kernel's: a kernel that spins can take the place of a program of the persistent kernel it
-    waits for (the two want shared memory divided differently), and then neither ends. It has no limit of its own, so
-    it is for counts that a kernel here reaches without waiting for anybody.
-    """
-    try:
-        from cuda.bindings import driver  # noqa: PLC0415 - comes with torch's wheels for CUDA
-    except ImportError as error:
-        raise SymmetricMemoryError(
-            "the fused reduce-scatter needs the package cuda-bindings", remedy="pip install cuda-bindings"
-        ) from error
-
-    address = driver.CUdeviceptr(words.data_ptr() + 4 * index)
-    stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
-    flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ.value
-    (status,) = driver.cuStreamWaitValue32(stream, address, value, flags)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise SymmetricMemoryError("the driver does not let a stream wait for memory", why=str(status))
 
 
 class Workspace:
@@ -104,21 +74,24 @@ class Workspace:
         self.set_bytes, self.turns = 0, 0
         self.data: Allocation | None = None
         self.signals: Allocation | None = None
-        self.prepared: dict[Any, Any] = {}  # launches that refer to this memory
+        self.prepared: dict[Any, Any] = {}  # what refers to this memory by address; goes when it grows
+        self.order = Order(device)
         self.captured = False
         self.outgrown: list[Allocation | None] = []  # that captured graphs still refer to
         # epoch: calls so far; ticket: programs that have left the running kernel; error: 1 + the rank that was missed.
         self.words = torch.zeros((3, 32), dtype=torch.int32, device=device)
         self.epoch, self.ticket, self.error = self.words[0, :1], self.words[1, :1], self.words[2, :1]
+        self.epochs = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)  # for programs that count alone
 
     def reserve(self, set_bytes: int, flags: int) -> None:
         """Make room for `set_bytes` in each set and that many int32 flags; collective when it has to grow."""
         wanted_flags = self.signals is None or self.signals.local.numel() < 4 * flags
         wanted_bytes = self.data is None or self.set_bytes < set_bytes
-        self.captured |= torch.cuda.is_current_stream_capturing()
+        capturing = self.fenced()
+        self.captured |= capturing
         if not (wanted_flags or wanted_bytes):
             return
-        if torch.cuda.is_current_stream_capturing():
+        if capturing:
             raise SymmetricMemoryError(
                 "symmetric memory cannot grow while a CUDA graph is captured",
                 why=f"this call needs 2 x {set_bytes} bytes and {flags} flags, more than any before",
@@ -128,6 +101,7 @@ class Workspace:
             self.outgrown += [self.data if wanted_bytes else None, self.signals if wanted_flags else None]
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)  # nobody writes to what is given back now
+        self.prepared.clear()
         if wanted_flags:
             # Zero is before every call, so fresh flags need no knowledge of the epoch.
             self.signals = Allocation(4 * max(1024, 1 << (flags - 1).bit_length()), self.group, self.device)
@@ -166,12 +140,12 @@ class Workspace:
         return self.signals
 
 
-_workspaces: dict[tuple[str, str, int], Workspace] = {}
+_workspaces: dict[tuple[dist.ProcessGroup, str, int], Workspace] = {}
 
 
 def workspace(group: dist.ProcessGroup, purpose: str, device: torch.device) -> Workspace:
     """Return the workspace of a group for a purpose; the same object every time."""
-    key = (group.group_name, purpose, device.index)
+    key = (group, purpose, device.index)
     found = _workspaces.get(key)
     if found is None:
         found = _workspaces[key] = Workspace(group, device)
@@ -197,7 +171,7 @@ def check_delivered() -> None:
         if missed:
             space.error.zero_()
             raise SymmetricMemoryError(
-                f"rank {missed - 1} of group {group} did not deliver its part",
+                f"rank {missed - 1} of group {group.group_name} did not deliver its part",
                 why=f"a kernel ({purpose}) polled its flag {POLLS} times and gave up; its result is not to be used",
                 remedy="look for the first failure in that rank's log; the ranks must make the same calls in one order",
             )

@@ -1,4 +1,4 @@
-"""Tensor parallelism, with or without sequence parallelism, as DTensor styles; and a loss over a cut vocabulary.
+"""Tensor parallelism, with or without sequence parallelism, as DTensor styles.
 
 Projections into heads or inner width are cut by output ("colwise"), those out of it by input ("rowwise"), so that a
 pair needs one sum (Megatron-LM, arXiv 1909.08053). Without sequence parallelism that sum is an all-reduce and
@@ -9,10 +9,6 @@ their mirror images.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
@@ -24,7 +20,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn import functional
 
 from executor.attention import Attention
 from executor.latent_attention import LatentAttention
@@ -47,7 +42,7 @@ def apply_tensor_parallel(
     if model.tok_embeddings is not None:
         ends["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     if model.output is not None:
-        # The logits stay cut: vocabulary_loss takes them as they are.
+        # The logits stay cut: VocabularyLoss takes them as they are.
         ends["output"] = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1))
         if sequence_parallel:
             ends["norm"] = SequenceParallel()
@@ -160,43 +155,3 @@ class SparseParallel(ParallelStyle):
 
 def _cut(linear: nn.Linear, mesh: DeviceMesh, placement: Placement) -> None:
     linear.register_parameter("weight", nn.Parameter(distribute_tensor(linear.weight, mesh, [placement])))
-
-
-# --- loss -------------------------------------------------------------------------------------------------------------
-
-
-class _VocabularyLoss(torch.autograd.Function):
-    """Cross-entropy when each rank has some columns of the logits: three numbers per token travel, not V of them."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        top = wide.amax(-1)
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-        weights = (wide - top[:, None]).exp()
-        mine = (targets >= first) & (targets < first + logits.shape[-1])
-        column = torch.where(mine, targets - first, 0)
-        chosen = torch.where(mine, wide.gather(-1, column[:, None])[:, 0] - top, 0)
-        sums = torch.stack((weights.sum(-1), chosen))
-        dist.all_reduce(sums, group=group)
-        weights /= sums[0][:, None]
-        ctx.save_for_backward(weights, column, mine)
-        ctx.dtype = logits.dtype
-        return (sums[0].log() - sums[1]).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        weights, column, mine = ctx.saved_tensors
-        slope = weights.scatter_add(-1, column[:, None], -mine[:, None].to(weights.dtype))
-        return (slope * grad).to(ctx.dtype), None, None, None
-
-
-def vocabulary_loss(logits: Tensor, targets: Tensor, *, vocab: int, mesh: DeviceMesh | None) -> Tensor:
-    """Return the cross-entropy summed over the tokens here; logits (B, S, V) or this rank's columns of them."""
-    flat, wanted = logits.flatten(0, 1), targets.flatten()
-    if mesh is None or mesh.size() == 1:
-        return functional.cross_entropy(
-            flat.to(torch.promote_types(flat.dtype, torch.float32)), wanted, reduction="sum"
-        )
-    share = -(-vocab // mesh.size())  # DTensor cuts like torch.chunk
-    return _VocabularyLoss.apply(flat, wanted, share * mesh.get_local_rank(), mesh.get_group())

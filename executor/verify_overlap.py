@@ -9,7 +9,7 @@ are exact, partial sums are rounded once for every rank that adds to them, and r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -136,15 +136,20 @@ def _row_parallel(
 def _all_reduce(
     mode: str, shape: Shape, group: dist.ProcessGroup, generator: torch.Generator, dtype: torch.dtype
 ) -> Found:
-    """Rows x columns summed, by one exchange or two (`mode`), alone and with residual and norm."""
+    """Rows x columns summed, by flagged words, one exchange or two (`mode`), alone and with residual and norm."""
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     xs = _draw((world, shape.rows, shape.columns), generator, dtype)
     residual, weight = _draw((shape.rows, shape.columns), generator, dtype), _draw((shape.columns,), generator, dtype)
-    total = xs.double().sum(0)
-    yield own_all_reduce.all_reduce(xs[rank], group, launch=_shots(mode, xs[rank])), total
-    row = shape.columns
+    x, total, row = xs[rank].clone(), xs.double().sum(0), shape.columns
+    if mode == "flagged":
+        launch = own_all_reduce.flagged(x.numel(), x.element_size())
+        if launch is None:
+            raise ValueError(f"flagged words do not carry {shape}")
+        yield own_all_reduce.all_reduce(x, group, launch=launch), total
+        return
+    yield own_all_reduce.all_reduce(x, group, launch=_shots(mode, x)), total
     normed, kept = own_all_reduce.all_reduce_rms_norm(
-        xs[rank], residual, weight, group, eps=1e-5, launch=_shots(mode, xs[rank], row=row)
+        x, residual, weight, group, eps=1e-5, launch=_shots(mode, x, row=row)
     )
     total += residual.double()
     yield kept, total
@@ -152,10 +157,8 @@ def _all_reduce(
 
 
 def _shots(mode: str, x: Tensor, row: int | None = None) -> own_all_reduce.Launch:
-    base = own_all_reduce.launch_for(x.numel(), x.element_size(), 2, x.device, row=row)
-    return own_all_reduce.Launch(
-        columns=base.columns, programs=base.programs, warps=base.warps, shots={"one_shot": 1, "two_shot": 2}[mode]
-    )
+    launch = own_all_reduce.launch_for(x.numel(), x.element_size(), 2, x.device, row=row)
+    return replace(launch, shots={"one_shot": 1, "two_shot": 2}[mode])
 
 
 _CASES: dict[str, Callable[..., Found]] = {
@@ -173,7 +176,7 @@ def poison(groups: Iterable[dist.ProcessGroup]) -> None:
 
     for space in workspaces():
         if space.data is not None:
-            space.data.local.fill_(0xFF)
+            space.data.local.fill_(0xFF)  # of flagged words, too: 0xFFFFFFFF is no call's number
         torch.cuda.synchronize(space.device)
     for group in groups:
         dist.barrier(group)

@@ -21,8 +21,8 @@ def cluster_of(name: str, gpus: int | None = None, *, gpu: str | None = None) ->
     the text does not), or `local` for the machine at hand. A node in which it matters which GPUs talk is not cut to
     size: which of them to leave out is for placement to say. Raises BadCluster when it does not come that size.
     """
-    from planner.search import irregular  # noqa: PLC0415 - keeps `--help` light
     from topology.cluster_file import load_cluster  # noqa: PLC0415 - as above
+    from topology.orders import irregular  # noqa: PLC0415 - keeps `--help` light
     from topology.platform import take_gpus  # noqa: PLC0415 - as above
 
     found = _captured(name, gpu)

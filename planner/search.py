@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.branch_and_bound import Explored, explore, grids_of, pareto_rows
-from planner.candidates import Bounds, Nodes, enumerate_nodes
+from planner.candidates import Bounds, Nodes, enumerate_nodes, plan_of
 from planner.costs import cost_table, require_plannable
 from planner.counts import CountRow, cost_per_million_tokens
 from planner.finalists import Finalist, simulated_order
@@ -31,8 +31,9 @@ from simulator.plan_columns import PlanColumns, distinct
 from simulator.runtime import Runtime
 from simulator.screening import Screening
 from simulator.workload import Workload
-from topology.cluster import Cluster, LinkKind
+from topology.cluster import Cluster
 from topology.errors import UserError
+from topology.orders import irregular
 
 OBJECTIVES = ("time", "throughput", "memory", "cost", "pareto")
 # The closed form is within so much of the simulation (tests/simulator/test_lowering_grid.py): plans closer than that
@@ -161,8 +162,7 @@ def suggest(
     staged: list[tuple[Plan, float]] = []
     if objective not in {"memory", "pareto"}:
         staged = _filled(screening, framework, explored, bounds.recomputes or framework.recomputes, top=top)
-    plans = _listed(explored, staged, objective, top=top, all_variants=all_variants)
-    plans = [_placed(plan, cluster) for plan in plans]
+    plans = _listed(explored, staged, objective, cluster, top=top, all_variants=all_variants)
     table = cost_table(model, cluster, workload, plans, runtime, profile)
     finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(plans)]
     if simulate and objective not in {"memory", "pareto"}:
@@ -223,7 +223,12 @@ def _filled(
     from planner.inner_solve import solve  # noqa: PLC0415 - only pipelines need it
     from planner.stage_options import priced  # noqa: PLC0415
 
-    costs = priced(screening, [explored.columns.plan(row) for row in rows], recomputes)
+    costs = priced(
+        screening,
+        [_plan(explored, row, screening.cluster) for row in rows],
+        explored.columns.take(np.array(rows)),
+        recomputes,
+    )
     grid = grids_of(explored.columns)
     best = np.full(int(grid.max()) + 1, np.inf)
     np.minimum.at(best, grid, explored.step_s)
@@ -267,16 +272,17 @@ def _listed(
     explored: Explored,
     staged: Sequence[tuple[Plan, float]],
     objective: str,
+    cluster: Cluster,
     *,
     top: int,
     all_variants: bool,
 ) -> list[Plan]:
     """Return the plans to list, best first by the closed form."""
     if objective == "pareto":
-        return [explored.columns.plan(row) for row in pareto_rows(explored.step_s, explored.reserved_bytes)]
+        return [_plan(explored, row, cluster) for row in pareto_rows(explored.step_s, explored.reserved_bytes)]
     values = explored.reserved_bytes if objective == "memory" else explored.step_s
     rows = ranked_rows(explored.columns, values, top=top, all_variants=all_variants)
-    found = [(float(values[row]), explored.columns.plan(row)) for row in rows]
+    found = [(float(values[row]), _plan(explored, row, cluster)) for row in rows]
     if staged:
         found = sorted([*found, *((step, plan) for plan, step in staged)], key=lambda pair: pair[0])
     if not all_variants:
@@ -351,28 +357,12 @@ def ranked_rows(table: PlanColumns, values: NDArray[np.float64], *, top: int, al
     return rows
 
 
-def _placed(plan: Plan, cluster: Cluster) -> Plan:
-    """Return the plan with ranks placed on GPUs, where the node is irregular enough for that to matter."""
-    if not irregular(cluster) or plan.gpus == 1:
+def _plan(explored: Explored, row: int, cluster: Cluster) -> Plan:
+    """Return a row as a plan, with ranks placed on GPUs where that matters."""
+    plan = plan_of(explored.columns, row, cluster)
+    if plan.placement or plan.gpus == 1 or not irregular(cluster):
         return plan
-    from topology.placement import place  # noqa: PLC0415 - only irregular machines need it
+    from topology.placement import place  # noqa: PLC0415 - only irregular machines whose orders are too many to list
 
     axes = {axis: int(getattr(plan, axis)) for axis in MESH_AXES if getattr(plan, axis) > 1}
     return replace(plan, placement=tuple(place(cluster, axes)))
-
-
-def irregular(cluster: Cluster) -> bool:
-    """Return whether it matters which GPUs of a node talk.
-
-    It does without a switch between pairs of different classes, and where some GPUs are off the switch.
-    """
-    from topology.node_rates import node_rates  # noqa: PLC0415 - keeps the module light
-
-    for position, group in enumerate(cluster.groups):
-        node = group.node
-        if len(node_rates(cluster, position).on_fabric) < len(node.gpus):
-            return True
-        switched = any(link.kind is LinkKind.NVSWITCH for link in node.links)
-        if not switched and len(set(node.pairs.values())) > 1:
-            return True
-    return False

@@ -24,7 +24,7 @@ from simulator.data_parallel import FSDP_OPS, sm_share
 from simulator.memory import memory_columns
 from simulator.model import Model
 from simulator.plan import Plan
-from simulator.plan_columns import PlanColumns, plan_columns
+from simulator.plan_columns import PlanColumns
 from simulator.plan_table import Floats
 from simulator.runtime_library import canonical_recompute
 from simulator.screening import ScreenedPlans, Screening, SharedBlocks
@@ -148,10 +148,9 @@ class Priced:
     shared: SharedBlocks
 
 
-def priced(screening: Screening, plans: Sequence[Plan], modes: Sequence[str]) -> Priced:
-    """Return `plans` with the costs of their blocks under every recompute mode of `modes`."""
+def priced(screening: Screening, plans: Sequence[Plan], columns: PlanColumns, modes: Sequence[str]) -> Priced:
+    """Return `plans`, which are the rows of `columns` too, with the costs of their blocks under every mode of `modes`."""
     bare = tuple(replace(plan, layers_per_stage=(), recompute_per_stage=()) for plan in plans)
-    columns = plan_columns(bare)
     return Priced(plans=bare, columns=columns, shared=screening.blocks(columns, modes))
 
 

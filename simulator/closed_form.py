@@ -26,7 +26,7 @@ from simulator.plan_table import Floats, PlanTable, axis_sizes, plan_table
 from simulator.provenance import HOST_DESCRIBED, Shares, half_width, main_source
 from simulator.roofline import efficiency
 from simulator.runtime import Runtime
-from simulator.runtime_library import ModelOperators, canonical_recompute, operators_for
+from simulator.runtime_library import ModelOperators, canonical_recompute, operators_for, wraps_one
 from simulator.site_costs import SiteRates
 from simulator.stages import stage_layout
 from simulator.step_cost import micro_batches, step_cost
@@ -130,7 +130,12 @@ def estimate_plans(
     """
     calibration = calibration or calibrated(profile, cluster)
     operators = calibrated_operators(model, runtime, calibration)
-    table = plan_table([spelled(plan, runtime) for plan in plans], workload, cp_method=operators.spec.context_parallel)
+    table = plan_table(
+        [spelled(plan, runtime) for plan in plans],
+        workload,
+        cp_method=operators.spec.context_parallel,
+        wraps_one=wraps_one(operators.spec, runtime),
+    )
     context = cost_context(model, cluster, workload, table, runtime, operators, profile, calibration, each_on)
     blocks = network_blocks(operators, context, table.recompute_modes, moe=model.moe is not None)
     layout = stage_layout(model, table, operators.spec.pipeline)

@@ -33,7 +33,7 @@ class PlanTable:
     expert parallelism has already divided by `ep`. `conditions` are what operators of a runtime description may ask of
     a plan: `sp`, `autocast` (16-bit compute by autocast rather than by a sharded copy: data parallel or a single GPU,
     nothing else) and the three methods of context parallelism. `keeps_gathered`: parameters stay gathered between
-    forward and backward.
+    forward and backward. `fully_sharded`: a wrapper gathers parameters unit by unit, if only from one rank.
     """
 
     plans: tuple[Plan, ...]
@@ -48,6 +48,7 @@ class PlanTable:
     conditions: dict[str, NDArray[np.bool_]]
     capacity_factor: Floats
     keeps_gathered: NDArray[np.bool_]
+    fully_sharded: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.sequence_parallel)
@@ -92,16 +93,24 @@ SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
 CP_METHODS = ("ring", "all_gather", "all_to_all")
 
 
-def plan_table(plans: Sequence[Plan], workload: Workload, *, cp_method: str = "all_gather") -> PlanTable:
+def plan_table(
+    plans: Sequence[Plan], workload: Workload, *, cp_method: str = "all_gather", wraps_one: bool = False
+) -> PlanTable:
     """Return `plans` as columns. Micro batches are fractional where the global batch does not divide evenly.
 
-    `cp_method` is the runtime's own. Raises BadPlan for a method or an overlap mode that does not exist.
+    `cp_method` is the runtime's own. `wraps_one`: tensor- and pipeline-parallel plans that shard nothing are wrapped as
+    if they did, for the sake of narrow types. Raises BadPlan for a method or an overlap mode that does not exist.
     """
-    return table_of_columns(plan_columns(plans), workload, cp_method=cp_method, plans=plans)
+    return table_of_columns(plan_columns(plans), workload, cp_method=cp_method, wraps_one=wraps_one, plans=plans)
 
 
 def table_of_columns(
-    given: PlanColumns, workload: Workload, *, cp_method: str = "all_gather", plans: Sequence[Plan] = ()
+    given: PlanColumns,
+    workload: Workload,
+    *,
+    cp_method: str = "all_gather",
+    wraps_one: bool = False,
+    plans: Sequence[Plan] = (),
 ) -> PlanTable:
     """Return `plan_table` of plans that are columns already. Raises BadPlan likewise."""
     method = np.where(given.cp_method == "", cp_method, given.cp_method)
@@ -118,6 +127,7 @@ def table_of_columns(
     group = np.where(zero < 0, columns["dp_shard"], spoken) * columns["cp"]
     stage = np.where(zero < 0, 3, zero)
     columns["dp"] = dp
+    columns["placing"] = given.placing.astype(np.float64)
     columns["sharded_over"] = group
     columns["gpus"] = dp * columns["cp"] * columns["tp"] * columns["pp"]
     # Experts live on ep ranks taken from (dp_shard x cp x tp); what is left of that product shards each expert.
@@ -129,6 +139,7 @@ def table_of_columns(
     expert_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], expert_group, 1.0) for k in STATES}
     unsharded = (zero == 0) | ((zero < 0) & (group <= 1))
     piped = columns["pp"] > 1
+    alone = (zero < 0) & (group <= 1) & ((columns["tp"] > 1) | piped)
     return PlanTable(
         plans=tuple(plans),
         columns=columns,
@@ -147,6 +158,7 @@ def table_of_columns(
         capacity_factor=given.capacity_factor,
         # The default under pipelining is to keep them.
         keeps_gathered=np.where(given.reshard < 0, piped, given.reshard == 0),
+        fully_sharded=(state_shard["parameters"] > 1) | (alone & wraps_one),
     )
 
 

@@ -50,9 +50,12 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpSpec:
+    """`wraps_one`: where types differ, tensor- and pipeline-parallel plans are wrapped though nothing is sharded."""
+
     copy_in_copy_out: bool
     prefetch: int
     overlap: bool
+    wraps_one: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +313,11 @@ def version_of_reports(name: str) -> str | None:
 
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def wraps_one(spec: RuntimeSpec, runtime: Runtime) -> bool:
+    """Return whether full sharding wraps a single rank's parameters, to compute in a narrower type than is stored."""
+    return spec.fsdp.wraps_one and runtime.param_dtype != runtime.compute_dtype
 
 
 def canonical_recompute(word: str, runtime: Runtime) -> str:

@@ -29,7 +29,7 @@ from simulator.plan_columns import PlanColumns, distinct, words
 from simulator.plan_table import Floats, PlanTable, table_of_columns
 from simulator.roofline import Roofline
 from simulator.runtime import Runtime
-from simulator.runtime_library import ModelOperators, canonical_recompute
+from simulator.runtime_library import ModelOperators, canonical_recompute, wraps_one
 from simulator.stages import StageLayout, stage_layout
 from simulator.step_cost import MicroBatches, micro_batches, step_cost
 from simulator.workload import Workload
@@ -89,15 +89,20 @@ class Screening:
             spelled = canonical_recompute(word, self.runtime)
             if spelled != word:
                 recompute = np.where(recompute == word, spelled, recompute)
-        method = self.operators.spec.context_parallel
-        return table_of_columns(replace(columns, recompute=recompute), self.workload, cp_method=method)
+        spec = self.operators.spec
+        return table_of_columns(
+            replace(columns, recompute=recompute),
+            self.workload,
+            cp_method=spec.context_parallel,
+            wraps_one=wraps_one(spec, self.runtime),
+        )
 
     def blocks(self, plans: PlanColumns | PlanTable, recompute: Sequence[str]) -> SharedBlocks:
         """Return the costs of the blocks of every plan, layers under all modes of `recompute`."""
         table = plans if isinstance(plans, PlanTable) else self.table(plans)
         conditions = np.stack([*table.conditions.values()]).T @ (1 << np.arange(len(table.conditions)))
         overlap = np.searchsorted(np.array(words(table.tp_overlap), dtype=np.str_), table.tp_overlap)
-        degrees = [table[name] for name in ("tp", "cp", "ep", "micro_batch_size", "gpus")]
+        degrees = [table[name] for name in ("tp", "cp", "ep", "micro_batch_size", "gpus", "placing")]
         rows, which = distinct(*degrees, conditions, overlap, table.capacity_factor)
         context = self._context(table.take(rows))
         modes = [canonical_recompute(word, self.runtime) for word in recompute]

@@ -340,7 +340,7 @@ WAITING_SHARE = 0.5
 
 def layer_host_s(host: HostSpec, table: PlanTable) -> Floats:
     """Return the host seconds that parallelism adds to one layer's two passes, one value a plan."""
-    sharded = table.state_shard["parameters"] > 1
+    sharded = table.fully_sharded
     replicated = ~sharded & (table["dp_replicate"] > 1)
     return np.asarray(
         np.where(sharded, host.fsdp_layer_s, 0.0)

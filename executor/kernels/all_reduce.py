@@ -3,6 +3,8 @@
 A tensor is seen as rows of at most BLOCK numbers; each program takes every P-th row and waits only for the same program
 of the other ranks. Sums are float32 in the order of ranks, so all ranks hold the same bits.
 
+flagged words: as one shot, but every 32 bits travel with the number of the call in the 32 bits beside them, in one store.
+    No flag follows and nothing waits for stores to be done: what has the number is there. 2·(W - 1)·n bytes out.
 one shot: everybody sends everything to everybody, then adds. One exchange, (W - 1)·n bytes out.
 two shot: rank r adds the r-th share of the rows and sends the sums around. Two exchanges, 2·(W - 1)/W·n bytes out.
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from executor.kernels.signals import leave, publish, wait_for
+from executor.kernels.signals import leave, publish_to, wait_for_all
 
 
 @triton.jit
@@ -41,18 +43,18 @@ def _exchange(
 ):
     """Tell this program's counterparts that its stores are done, and wait until theirs are. Flags: (2, W, STRIDE).
 
-    With LEAVE the program is counted out meanwhile: whoever counts has read the epoch, and only that matters.
+    All peers at once: one after the other, each would cost a trip over NVLink. With LEAVE the program is counted out
+    meanwhile: whoever counts has read the epoch, and only that matters.
     """
     program = tl.program_id(0)
-    tl.debug_barrier()  # one thread speaks for all
-    for step in tl.static_range(1, WORLD):
-        theirs = tl.load(peer_flags + (RANK + step) % WORLD).to(tl.pointer_type(tl.int32), bitcast=True)
-        publish(theirs + first + RANK * STRIDE + program, value)
+    peers = tl.arange(0, triton.next_power_of_2(WORLD))
+    others = (peers < WORLD) & (peers != RANK)
+    theirs = tl.load(peer_flags + peers, mask=others, other=0).to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.debug_barrier()  # a few threads speak for all
+    publish_to(theirs + first + RANK * STRIDE + program, value, others)
     if LEAVE:
         leave(epoch, ticket, tl.num_programs(0))
-    for step in tl.static_range(1, WORLD):
-        source = (RANK + step) % WORLD
-        wait_for(flags + first + source * STRIDE + program, value, error, 1 + source, LIMIT)
+    wait_for_all(flags + first + peers * STRIDE + program, value, others, peers, error, LIMIT)
     tl.debug_barrier()
 
 
@@ -66,6 +68,67 @@ def _finish(total, row, at, inside, out, residual, residual_out, weight, columns
         scale = tl.rsqrt(tl.sum(total * total, 0) / columns + eps)
         total = total * scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + where, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["quads"])
+def flagged_words(
+    x,
+    out,
+    inbox,
+    peer_inboxes,
+    epochs,
+    error,
+    quads,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STRIDE: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Out = sum over ranks of x, both 4 x `quads` words of 32 bits: pairs of half-precision numbers, or single float32.
+
+    `inbox` is int64 (2 sets, W sources, STRIDE programs, BLOCK). Every program has an epoch and a part of each set of its
+    own: what it sends, its counterparts alone have read. That they have, two calls later, follows as for whole kernels.
+    """
+    program = tl.program_id(0)
+    call = tl.load(epochs + program, volatile=True)
+    at = tl.arange(0, BLOCK)
+    where = program * BLOCK + at
+    inside = where < quads * 4  # so that the compiler knows that four go together
+    own = tl.load(x.to(tl.pointer_type(tl.int32), bitcast=True) + where, mask=inside, other=0)
+    flagged = ((call + 1).to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
+    half_set = (call % 2) * WORLD * STRIDE * BLOCK + program * BLOCK
+    for step in tl.static_range(1, WORLD):
+        theirs = tl.load(peer_inboxes + (RANK + step) % WORLD).to(tl.pointer_type(tl.int64), bitcast=True)
+        theirs = tl.multiple_of(theirs, 16)
+        tl.store(theirs + half_set + RANK * STRIDE * BLOCK + at, flagged, mask=inside)
+
+    sources = tl.arange(0, triton.next_power_of_2(WORLD))
+    mine = inbox + half_set + sources[:, None] * STRIDE * BLOCK + at[None, :]
+    awaited = inside[None, :] & ((sources < WORLD) & (sources != RANK))[:, None]
+    polls, late = 0, 1
+    arrived = tl.zeros(mine.shape, dtype=tl.int64)
+    while (late > 0) & (polls < LIMIT):
+        arrived = tl.load(mine, mask=awaited, other=0, volatile=True)
+        behind = awaited & ((arrived >> 32) != call + 1)
+        late = tl.max(behind.to(tl.int32) * (1 + sources)[:, None])
+        polls += 1
+    if late > 0:
+        tl.atomic_max(error, late, sem="relaxed", scope="sys")
+    tl.store(epochs + program, call + 1)
+
+    word = tl.where((sources == RANK)[:, None], own[None, :], arrived.to(tl.int32))
+    number: tl.constexpr = x.dtype.element_ty
+    if number == tl.float32:
+        total = tl.sum(word.to(tl.float32, bitcast=True), 0).to(tl.int32, bitcast=True)
+    else:
+        low = word.to(tl.int16).to(number, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(number, bitcast=True).to(tl.float32)
+        low, high = tl.sum(low, 0).to(number), tl.sum(high, 0).to(number)
+        total = (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (
+            high.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        )
+    tl.store(out.to(tl.pointer_type(tl.int32), bitcast=True) + where, total, mask=inside)
 
 
 @triton.jit

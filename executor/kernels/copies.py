@@ -8,13 +8,11 @@ import triton.language as tl
 from executor.kernels.signals import wait_for
 
 
-@triton.jit(do_not_specialize=["first", "code"])
-def wait_and_lower(flags, first, COUNT: tl.constexpr, error, code, LIMIT: tl.constexpr):
-    """Wait for COUNT flags from `first` on, on one program, and set each to zero for the next call."""
-    for index in tl.static_range(COUNT):
-        flag = flags + first + index
-        wait_for(flag, 1, error, code, LIMIT)
-        tl.atomic_xchg(flag, 0, sem="relaxed", scope="sys")
+@triton.jit(do_not_specialize=["code"])
+def wait_and_lower(flag, error, code, LIMIT: tl.constexpr):
+    """Wait for a flag, on one program, and set it to zero for the next call."""
+    wait_for(flag, 1, error, code, LIMIT)
+    tl.atomic_xchg(flag, 0, sem="relaxed", scope="sys")
 
 
 @triton.jit

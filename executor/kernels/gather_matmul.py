@@ -13,8 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from executor.kernels.signals import before_bulk_loads, wait_for
-from executor.kernels.tiles import first_at_or_after, place_in_shard
+from executor.kernels.signals import before_bulk_loads, lower_when_last, wait_for
+from executor.kernels.tiles import first_at_or_after, halves, place_in_shard, step
 
 
 @triton.jit
@@ -57,8 +57,7 @@ def _shards(
     tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
     per_shard = tiles_m * tiles_n
     for tile in tl.range(first_at_or_after(first, program, programs), last, programs, flatten=True):
-        step = tile // per_shard
-        shard = (RANK + step) % WORLD
+        shard = (RANK + tile // per_shard) % WORLD
         m, n = place_in_shard(tile % per_shard, tiles_m, tiles_n, GROUP_M)
         row = m * BLOCK_M
         if WAIT:
@@ -74,15 +73,10 @@ def _shards(
             a_row = row
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(tl.cdiv(depth, BLOCK_K)):
-            left = a.load([a_row, k * BLOCK_K])
-            if B_TURNED:
-                right = b.load([n * BLOCK_N, k * BLOCK_K]).T
-            else:
-                right = b.load([k * BLOCK_K, n * BLOCK_N])
-            acc = tl.dot(left, right, acc)
+            acc = step(a, b, acc, a_row, n * BLOCK_N, k * BLOCK_K, B_TURNED)
         # Three dimensions, so that rows beyond the end of a shard are cut off instead of written into the next one.
         if HALVES:
-            one, two = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+            one, two = halves(acc)
             c.store([shard, row, n * BLOCK_N], one.to(c.dtype).reshape(1, BLOCK_M, BLOCK_N // 2))
             c.store([shard, row, n * BLOCK_N + BLOCK_N // 2], two.to(c.dtype).reshape(1, BLOCK_M, BLOCK_N // 2))
         else:
@@ -129,8 +123,4 @@ def gather_matmul(
         gathered, b, c, flags, error, per_shard, WORLD * per_shard, rows, columns, depth, piece_rows, pieces,
         RANK, WORLD, True, B_TURNED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, HALVES, LIMIT, ASM,
     )  # fmt: skip
-    # The last program to leave has seen all others past their waits: it lowers the flags for the next call.
-    if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        tl.atomic_xchg(ticket, 0, sem="relaxed", scope="gpu")
-        for index in range(WORLD * pieces):
-            tl.atomic_xchg(flags + index, 0, sem="relaxed", scope="sys")
+    lower_when_last(ticket, flags, WORLD * pieces)

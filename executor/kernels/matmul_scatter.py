@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from executor.kernels.signals import bulk_stores_done, wait_for
-from executor.kernels.tiles import first_at_or_after, place_in_shard
+from executor.kernels.signals import bulk_stores_done, lower_when_last, wait_for
+from executor.kernels.tiles import first_at_or_after, halves, place_in_shard, step
 
 
 @triton.jit
@@ -96,24 +96,20 @@ def matmul_scatter(
     # Tiles and steps in one loop by hand: the compiler declines to flatten loops with waits or branches at their end.
     tile = program - programs
     k = -1
-    m, n, step = 0, 0, 0
+    m, n, turn = 0, 0, 0
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for _ in tl.range(0, steps * tl.maximum(tl.cdiv(others - program, programs), 0)):
         k = tl.where(k == steps - 1, 0, k + 1)
         if k == 0:
             tile += programs
-            step = 1 + tile // per_shard
+            turn = 1 + tile // per_shard
             m, n = place_in_shard(tile % per_shard, tiles_m, tiles_n, GROUP_M)
-        left = a.load([(RANK + step) % WORLD * rows + m * BLOCK_M, k * BLOCK_K])
-        if B_TURNED:
-            right = b.load([n * BLOCK_N, k * BLOCK_K]).T
-        else:
-            right = b.load([k * BLOCK_K, n * BLOCK_N])
-        acc = tl.dot(left, right, acc)
+        row = (RANK + turn) % WORLD * rows + m * BLOCK_M
+        acc = step(a, b, acc, row, n * BLOCK_N, k * BLOCK_K, B_TURNED)
         if k == steps - 1:
-            one, two = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
-            parts.store([step - 1, m * BLOCK_M, n * BLOCK_N], one.to(c.dtype).reshape(1, BLOCK_M, HALF))
-            parts.store([step - 1, m * BLOCK_M, n * BLOCK_N + HALF], two.to(c.dtype).reshape(1, BLOCK_M, HALF))
+            one, two = halves(acc)
+            parts.store([turn - 1, m * BLOCK_M, n * BLOCK_N], one.to(c.dtype).reshape(1, BLOCK_M, HALF))
+            parts.store([turn - 1, m * BLOCK_M, n * BLOCK_N + HALF], two.to(c.dtype).reshape(1, BLOCK_M, HALF))
             # A tile is counted at the end of the next: its stores are done by then, and making sure costs no time.
             if tile >= programs:
                 bulk_stores_done(2, ASM)
@@ -135,12 +131,7 @@ def matmul_scatter(
         if k == 0:
             inside += programs
             m, n = place_in_shard(inside, tiles_m, tiles_n, GROUP_M)
-        left = a.load([RANK * rows + m * BLOCK_M, k * BLOCK_K])
-        if B_TURNED:
-            right = b.load([n * BLOCK_N, k * BLOCK_K]).T
-        else:
-            right = b.load([k * BLOCK_K, n * BLOCK_N])
-        acc = tl.dot(left, right, acc)
+        acc = step(a, b, acc, RANK * rows + m * BLOCK_M, n * BLOCK_N, k * BLOCK_K, B_TURNED)
         if k == steps - 1:
             # Pieces arrive in order; a second wait for one that is there finds its flag still raised.
             piece = (tl.minimum(m * BLOCK_M + BLOCK_M, rows) - 1) // piece_rows
@@ -148,13 +139,10 @@ def matmul_scatter(
                 if source != RANK:
                     wait_for(flags + source * pieces + piece, 1, error, 1 + source, LIMIT)
             # Half a tile at a time: the whole would not fit beside the operands in shared memory.
-            one, two = acc.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+            one, two = halves(acc)
             numel = rows.to(tl.int64) * columns
             _add_and_store(one, slots, c, numel, m * BLOCK_M, n * BLOCK_N, rows, columns, RANK, WORLD)
             _add_and_store(two, slots, c, numel, m * BLOCK_M, n * BLOCK_N + HALF, rows, columns, RANK, WORLD)
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 
-    if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == programs - 1:
-        tl.atomic_xchg(ticket, 0, sem="relaxed", scope="gpu")
-        for index in range(WORLD * pieces):
-            tl.atomic_xchg(flags + index, 0, sem="relaxed", scope="sys")
+    lower_when_last(ticket, flags, WORLD * pieces)

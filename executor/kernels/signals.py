@@ -38,6 +38,24 @@ def publish(flag, value):
 
 
 @triton.jit
+def wait_for_all(flags, expected, wanted, sources, error, LIMIT: tl.constexpr):
+    """As `wait_for`, for a block of flags of which those `wanted` count; their round trips overlap."""
+    polls, late = 0, 1
+    while (late > 0) & (polls < LIMIT):
+        behind = wanted & (tl.atomic_add(flags, 0, mask=wanted, sem="acquire", scope="sys") - expected < 0)
+        late = tl.max(behind.to(tl.int32) * (1 + sources))
+        polls += 1
+    if late > 0:
+        tl.atomic_max(error, late, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def publish_to(flags, value, wanted):
+    """As `publish`, for a block of flags of which those `wanted` are set."""
+    tl.atomic_xchg(flags, value, mask=wanted, sem="release", scope="sys")
+
+
+@triton.jit
 def bulk_stores_done(LATEST: tl.constexpr, ASM: tl.constexpr):
     """Wait until the bulk (TMA) stores of this program, but for the LATEST 0 to 2, are in memory.
 
@@ -71,3 +89,12 @@ def leave(epoch, ticket, programs):
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == programs - 1:
         tl.atomic_xchg(ticket, 0, sem="relaxed", scope="gpu")
         tl.atomic_add(epoch, 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def lower_when_last(ticket, flags, count):
+    """Count a program that is past all its waits; the last sets `count` flags to zero for the next call."""
+    if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.atomic_xchg(ticket, 0, sem="relaxed", scope="gpu")
+        for index in range(count):
+            tl.atomic_xchg(flags + index, 0, sem="relaxed", scope="sys")

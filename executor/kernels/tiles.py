@@ -1,7 +1,7 @@
-"""The order in which a persistent product visits its output tiles.
+"""What persistent products share: the order in which they visit output tiles, and a step of a tile's product.
 
 Tiles come in shards of rows, one shard for each rank, and inside a shard in groups of rows (so that operands stay in
-the L2 cache). All functions are integer arithmetic and run in triton's interpreter as they run on a GPU.
+the L2 cache).
 """
 
 from __future__ import annotations
@@ -24,3 +24,20 @@ def place_in_shard(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 def first_at_or_after(start, program, programs):
     """Return the first number >= `start` that belongs to `program` when they are dealt round robin."""
     return start + (program - start % programs + programs) % programs
+
+
+@triton.jit
+def step(a, b, acc, row, column, depth, B_TURNED: tl.constexpr):
+    """Return `acc` plus one step of its product; `b` is described as (N, K) if B_TURNED, else as (K, N)."""
+    left = a.load([row, depth])
+    if B_TURNED:
+        right = b.load([column, depth]).T
+    else:
+        right = b.load([depth, column])
+    return tl.dot(left, right, acc)
+
+
+@triton.jit
+def halves(tile):
+    """Return the left and the right half of a tile, which take half the shared memory on their way out."""
+    return tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()

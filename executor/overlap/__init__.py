@@ -11,6 +11,10 @@ tensors `nccl`, `chunked` and `ring` run with gloo, and the others do what `nccl
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -53,7 +57,11 @@ def all_gather_matmul(
     Several weights share one gather (queries, keys and values; gate and up). Gradients flow to x and the weights.
     """
     rows, rest = _to_rows(x, dim)
-    outs = AllGatherMatmul.apply(mode_named(mode), group, rows, *weights)
+    run = mode_named(mode)
+    if torch.is_grad_enabled():
+        outs = AllGatherMatmul.apply(run, group, rows, *weights)
+    else:  # autograd's own cost is that of two launches
+        outs = run.gather_matmul(rows, tuple(weight.t() for weight in weights), group)[0]
     return tuple(_from_rows(out, rest, dim) for out in outs)
 
 
@@ -65,20 +73,42 @@ def matmul_reduce_scatter(x: Tensor, weight: Tensor, group: dist.ProcessGroup, *
     rows, rest = _to_rows(x, dim)
     if x.shape[dim] % dist.get_world_size(group):
         raise ValueError(f"{x.shape[dim]} rows cannot be shared out evenly among {dist.get_world_size(group)} ranks")
-    return _from_rows(MatmulReduceScatter.apply(mode_named(mode), group, rows, weight), rest, dim)
+    run = mode_named(mode)
+    if torch.is_grad_enabled():
+        out = MatmulReduceScatter.apply(run, group, rows, weight)
+    else:
+        out = run.matmul_scatter(((rows, weight.t()),), group)
+    return _from_rows(out, rest, dim)
 
 
 def matmul_all_reduce(x: Tensor, weight: Tensor, group: dist.ProcessGroup, *, mode: str) -> Tensor:
     """Return the sum over ranks of x @ w^T, `x` (..., K), weight (N, K)."""
-    out = MatmulAllReduce.apply(mode_named(mode), group, x.flatten(0, -2), weight)
+    run, rows = mode_named(mode), x.flatten(0, -2)
+    if torch.is_grad_enabled():
+        out = MatmulAllReduce.apply(run, group, rows, weight)
+    else:
+        out = run.matmul_reduce(rows, weight.t(), group)
     return out.unflatten(0, x.shape[:-1])
+
+
+def captured(call: Callable[..., Any], *samples: Tensor) -> Callable[..., Any]:
+    """Return `call` as CUDA graphs, one of its forward and one of its backward pass; collective.
+
+    `call` takes tensors (all that gradients shall flow to, weights among them) and returns tensors; shapes and
+    `requires_grad` are those of the samples. A replay costs the host one launch whatever the call consists of. Results lie
+    in memory of the graph until the next replay. The fused reduce-scatter runs as copy engines between products there,
+    and exchanges by copy engines are fenced by two barriers instead of taking turns with two buffers.
+    """
+    return torch.cuda.make_graphed_callables(call, samples)
 
 
 def _to_rows(x: Tensor, dim: int) -> tuple[Tensor, tuple[int, ...]]:
     """Return `x` as a matrix whose rows begin with `dim`, and the sizes of the other leading dimensions."""
+    if x.dim() == 2 and dim == 0:
+        return x, ()
     moved = x.movedim(dim, 0)
     return moved.flatten(0, -2), tuple(moved.shape[1:-1])
 
 
 def _from_rows(rows: Tensor, rest: tuple[int, ...], dim: int) -> Tensor:
-    return rows.unflatten(0, (-1, *rest)).movedim(0, dim)
+    return rows.unflatten(0, (-1, *rest)).movedim(0, dim) if rest else rows

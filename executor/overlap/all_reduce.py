@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from executor import symmetric
+from executor import stream_ops, symmetric
+from executor.symmetric import MAX_PROGRAMS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from executor.kernels.launching import Prepared
 
 LARGEST_BYTES = 8 * 2**20
+LARGEST_FLAGGED_BYTES = 2**17
 TWO_SHOT_SAVES_BYTES = 1.5 * 2**20
-MAX_PROGRAMS = 256  # flags are laid out for so many
 FLAGS = 2 * MAX_PROGRAMS  # of one source: two exchanges
 MAX_COLUMNS = 16384  # one row is one program's registers
+WORDS = 256  # of a program of the kernel with flagged words
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How a sum is cut: numbers a row, programs, warps, and one exchange or two."""
+    """How a sum is cut: numbers a row, programs, warps, and one exchange or two; no exchange is flagged words."""
 
     columns: int
     programs: int
@@ -36,11 +44,18 @@ def handles(nbytes: int) -> bool:
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, *, launch: Launch | None = None) -> Tensor:
     """Return the sum over ranks of `x`, of any shape; the same bits on every rank."""
-    flat = x.contiguous().view(-1)
-    out = torch.empty_like(flat)
-    launch = launch or launch_for(flat.numel(), flat.element_size(), dist.get_world_size(group), x.device)
-    _run(flat, out, None, None, None, 0.0, group, launch)
-    return out.view(x.shape)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    source, target, stream = x.data_ptr(), out.data_ptr(), stream_ops.current(x.device)
+    space = symmetric.workspace(group, "all_reduce", x.device)
+    key = (x.numel(), x.dtype, (source | target) % ALIGNMENT, launch)
+    ready = space.prepared.get(key)
+    if ready is None:
+        ready = _prepare(space, x, out, launch)
+        space.prepared[key] = ready
+    space.captured |= space.fenced()
+    ready(stream, source, target)
+    return out
 
 
 def all_reduce_rms_norm(
@@ -50,12 +65,22 @@ def all_reduce_rms_norm(
 
     `weight` is (D,), D at most 16,384. What is added and normalized is kept in float32 until it is stored.
     """
-    columns = x.shape[1]
-    if columns > MAX_COLUMNS:
-        raise ValueError(f"rows of {columns} numbers: the kernel holds at most {MAX_COLUMNS} of a row")
+    x, residual = x.contiguous(), residual.contiguous()
     out, residual_out = torch.empty_like(x), torch.empty_like(residual)
-    launch = launch or launch_for(x.numel(), x.element_size(), dist.get_world_size(group), x.device, row=columns)
-    _run(x.contiguous(), out, residual.contiguous(), residual_out, weight, eps, group, launch)
+    tensors = (x, out, residual, residual_out, weight)
+    addresses = [t.data_ptr() for t in tensors]
+    space = symmetric.workspace(group, "all_reduce", x.device)
+    space.captured |= space.fenced()
+    aligned = tuple(address % ALIGNMENT == 0 for address in addresses)
+    key = (x.shape, tuple(t.dtype for t in tensors), aligned, eps, launch)
+    ready = space.prepared.get(key)
+    if ready is None:
+        columns = x.shape[1]
+        if columns > MAX_COLUMNS:
+            raise ValueError(f"rows of {columns} numbers: the kernel holds at most {MAX_COLUMNS} of a row")
+        launch = launch or launch_for(x.numel(), x.element_size(), space.world, x.device, row=columns)
+        ready = space.prepared[key] = _prepare_rows(space, tensors, eps, launch)
+    ready(stream_ops.current(x.device), *addresses)
     return out, residual_out
 
 
@@ -73,54 +98,64 @@ def launch_for(numel: int, itemsize: int, world: int, device: torch.device, *, r
     return Launch(columns=columns, programs=max(1, min(rows, processors)), warps=warps, shots=shots)
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A compiled kernel and the arguments that stay: triton's own launch looks at every argument, for 30 µs."""
-
-    set_bytes: int
-    slots: symmetric.Allocation
-    signals: symmetric.Allocation
-    kernel: Any
-    grid: tuple[int, int, int]
-    rest: tuple[Any, ...]
+def flagged(numel: int, itemsize: int) -> Launch | None:
+    """Return the cut for flagged words; None for what they do not carry: other than whole 16 bytes, or too much."""
+    nbytes = numel * itemsize
+    if itemsize not in {2, 4} or nbytes % ALIGNMENT or nbytes > 4 * WORDS * MAX_PROGRAMS:
+        return None
+    return Launch(columns=4 * WORDS // itemsize, programs=-(-nbytes // (4 * WORDS)), warps=4, shots=0)
 
 
-def _run(
-    x: Tensor,
-    out: Tensor,
-    residual: Tensor | None,
-    residual_out: Tensor | None,
-    weight: Tensor | None,
-    eps: float,
-    group: dist.ProcessGroup,
-    launch: Launch,
-) -> None:
-    norm = residual is not None
-    tensors = (x, out, residual, residual_out, weight) if norm else (x, out, x, x, x)
-    aligned = tuple(t.data_ptr() % 16 == 0 for t in tensors) if norm else (x.data_ptr() % 16 == 0,)
-    space = symmetric.workspace(group, "all_reduce", x.device)
-    key = (x.numel(), tuple(t.dtype for t in tensors), aligned, eps, norm, launch)
-    ready = space.prepared.get(key)
-    if ready is not None:
-        space.reserve(ready.set_bytes, FLAGS * space.world)
-        if ready.slots is space.data and ready.signals is space.signals:
-            ready.kernel[ready.grid](*tensors, *ready.rest)
-            return
-    space.prepared[key] = _prepare_and_run(tensors, eps, space, launch, norm=norm)
+def _prepare(space: symmetric.Workspace, x: Tensor, out: Tensor, launch: Launch | None) -> Callable[..., None]:
+    aligned = (x.data_ptr() | out.data_ptr()) % ALIGNMENT == 0
+    small = flagged(x.numel(), x.element_size()) if aligned else None
+    if launch is None and small is not None and x.numel() * x.element_size() <= LARGEST_FLAGGED_BYTES:
+        launch = small
+    launch = launch or launch_for(x.numel(), x.element_size(), space.world, x.device)
+    if launch.shots == 0:
+        return _prepare_flagged(space, x, out, launch)
+    ready = _prepare_rows(space, (x.view(-1), out.view(-1), x, x, x), 0.0, launch, norm=False)
+    return lambda stream, source, target: ready(stream, source, target, source, source, source)
 
 
-def _prepare_and_run(
-    tensors: tuple[Tensor, ...], eps: float, space: symmetric.Workspace, launch: Launch, *, norm: bool
-) -> _Prepared:
+def _prepare_flagged(space: symmetric.Workspace, x: Tensor, out: Tensor, launch: Launch) -> Prepared:
+    from executor.kernels.all_reduce import flagged_words  # noqa: PLC0415 - triton
+    from executor.kernels.launching import Prepared  # noqa: PLC0415 - triton
+
+    # Memory of its own, which nothing but flagged words is ever written to: any other bits could look like a flag.
+    own = symmetric.workspace(space.group, "all_reduce words", x.device)
+    own.reserve(8 * space.world * MAX_PROGRAMS * WORDS, 1)
+    own.captured |= space.captured
+    args = (
+        x,
+        out,
+        own.slots.on(space.rank, (1,), torch.int64),
+        own.slots.addresses,
+        own.epochs,
+        own.error,
+        x.numel() * x.element_size() // 16,
+        space.rank,
+        space.world,
+        WORDS,
+        MAX_PROGRAMS,
+        symmetric.POLLS,
+    )
+    return Prepared(flagged_words, launch.programs, args, changing=(0, 1), num_warps=launch.warps)
+
+
+def _prepare_rows(
+    space: symmetric.Workspace, tensors: tuple[Tensor, ...], eps: float, launch: Launch, *, norm: bool = True
+) -> Prepared:
     from executor.kernels.all_reduce import one_shot, two_shot  # noqa: PLC0415 - triton
+    from executor.kernels.launching import Prepared  # noqa: PLC0415 - triton
 
     x = tensors[0]
     rank, world, numel = space.rank, space.world, x.numel()
     # One shot: a slot for every source. Two shots: a share for every source, and the sums; both rounded up to rows.
     padded = (-(-numel // launch.columns) + 2 * world) * launch.columns
-    set_bytes = (world if launch.shots == 1 else 2) * padded * x.element_size()
-    space.reserve(set_bytes, FLAGS * world)
-    rest = (
+    space.reserve((world if launch.shots == 1 else 2) * padded * x.element_size(), FLAGS * world)
+    args = (
+        *tensors,
         space.slots.on(rank, (1,), x.dtype),
         space.slots.addresses,
         space.flags.on(rank, (1,), torch.int32),
@@ -139,8 +174,6 @@ def _prepare_and_run(
         MAX_PROGRAMS,
         symmetric.POLLS,
     )
-    grid = (min(launch.programs, MAX_PROGRAMS), 1, 1)
-    kernel = (one_shot if launch.shots == 1 else two_shot)[grid](*tensors, *rest, num_warps=launch.warps)
-    # Addresses as numbers: Triton asks the driver about every tensor that it is given.
-    rest = tuple(value.data_ptr() if isinstance(value, Tensor) else value for value in rest)
-    return _Prepared(set_bytes, space.slots, space.flags, kernel, grid, rest)
+    kernel = one_shot if launch.shots == 1 else two_shot
+    programs = min(launch.programs, MAX_PROGRAMS)
+    return Prepared(kernel, programs, args, changing=range(len(tensors)), num_warps=launch.warps)

@@ -6,6 +6,7 @@ The own shard needs no transfer and is computed while the next ones arrive. With
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,10 @@ from torch import Tensor
 from executor.overlap import push
 from executor.overlap.mode import Pair, products, shard_rows
 from executor.overlap.nccl import Nccl
+from executor.overlap.relay import relay_sum
+
+TILE = (128, 256)  # rows and columns of an output tile of cuBLAS's large kernels on Hopper
+FULL = 0.9  # of the GPU has to be filled by a piece's tiles
 
 
 class CopyEngine(Nccl):
@@ -25,32 +30,40 @@ class CopyEngine(Nccl):
         if not x.is_cuda:
             return super().gather_matmul(x, operands, group, keep=keep)
         rank, world, rows = dist.get_rank(group), dist.get_world_size(group), x.shape[0]
-        outs = [x.new_empty(world, rows, operand.shape[1]) for operand in operands]
+        outs = [x.new_empty(world * rows, operand.shape[1]) for operand in operands]
         # Two ranks exchange one shard only; in halves, the second moves beside the product of the first.
         large = world == 2 and x.numel() * x.element_size() >= push.LARGE_BYTES
         moving = push.Gathering(x, group, pieces=2 if large else 1, keep=keep)
         for out, operand in zip(outs, operands, strict=True):
-            torch.mm(moving.x, operand, out=out[rank])
+            torch.mm(moving.x, operand, out=out[rank * rows : (rank + 1) * rows])
         for step in range(1, world):
             source = (rank + step) % world
-            shard = moving.gathered[source * rows : (source + 1) * rows]
-            for number, (first, last) in enumerate(moving.bounds):
-                moving.wait(source, number, 1)
+            for number, (first, last) in enumerate(moving.plan.bounds):
+                piece = moving.arrive(source, number)
                 for out, operand in zip(outs, operands, strict=True):
-                    torch.mm(shard[first:last], operand, out=out[source, first:last])
+                    torch.mm(piece, operand, out=out[source * rows + first : source * rows + last])
         moving.finish()
-        return tuple(out.flatten(0, 1) for out in outs), moving.gathered if keep else None
+        return tuple(outs), moving.plan.gathered if keep else None
 
     def matmul_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Tensor:
-        if not pairs[0][0].is_cuda:
-            return super().matmul_scatter(pairs, group)
         x, operand = pairs[0]
+        world = dist.get_world_size(group)
+        if not x.is_cuda or world == 1:
+            return super().matmul_scatter(pairs, group)
         rows = shard_rows(x.shape[0], group)
+        shape = (rows, operand.shape[1])
+        pieces = pieces_of_relay(*shape, processors(x.device))
+        if pieces > 1:
+
+            def multiply(shard: int, first: int, last: int, out: Tensor, add: bool) -> None:
+                products(pairs, shard * rows + first, shard * rows + last, out, add=add)
+
+            return relay_sum(multiply, shape, x.dtype, group, x.device, pieces=pieces)
 
         def make(shard: int, out: Tensor) -> None:
             products(pairs, shard * rows, (shard + 1) * rows, out)
 
-        return push.scatter_sum(make, (rows, operand.shape[1]), x.dtype, group)
+        return push.scatter_sum(make, shape, x.dtype, group, x.device)
 
     def matmul_reduce(self, x: Tensor, operand: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Reduce-scatter beside the product, then all-gather; the second half is exposed."""
@@ -60,3 +73,18 @@ class CopyEngine(Nccl):
 
     def start_gather(self, x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
         return push.gather(x, group) if x.is_cuda else super().start_gather(x, group)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def pieces_of_relay(rows: int, columns: int, processors: int) -> int:
+    """Return into how many pieces of rows a shard is cut for the relay; 1 means that it is not worth cutting.
+
+    A piece should fill the GPU with output tiles of the library's size, or products of pieces take longer than the whole.
+    """
+    tiles = -(-rows // (2 * TILE[0])) * -(-columns // TILE[1])
+    return 2 if tiles >= FULL * processors else 1

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,11 @@ from torch import Tensor
 
 from executor import symmetric
 from executor.overlap import all_reduce, push
-from executor.overlap.copy_engine import CopyEngine
+from executor.overlap.copy_engine import CopyEngine, processors
 from executor.overlap.mode import Pair, shard_rows
+
+if TYPE_CHECKING:
+    from executor.kernels.launching import Prepared
 
 TMA_BYTES = 16
 
@@ -57,12 +60,13 @@ class Fused(CopyEngine):
         keep_all = keep or len(operands) > 1
         first, moving = _gather_matmul(x, operands[0], group, keep=keep_all)
         moving.finish()
-        others = tuple(moving.gathered @ operand for operand in operands[1:])
-        return (first, *others), moving.gathered if keep else None
+        gathered = moving.plan.gathered
+        return (first, *(gathered @ operand for operand in operands[1:])), gathered if keep else None
 
     def matmul_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Tensor:
-        # A stream's wait for a word cannot be captured in a graph.
-        if len(pairs) > 1 or not fits(*pairs[0]) or torch.cuda.is_current_stream_capturing():
+        if len(pairs) > 1 or not fits(*pairs[0]) or dist.get_world_size(group) == 1:
+            return super().matmul_scatter(pairs, group)
+        if torch.cuda.is_current_stream_capturing():  # a stream's wait for a word cannot be captured
             return super().matmul_scatter(pairs, group)
         return _matmul_scatter(*pairs[0], group)
 
@@ -95,39 +99,43 @@ def _descriptors(a: Tensor, operand: Tensor, tile: Tile) -> tuple[object, object
     return left, TensorDescriptor.from_tensor(operand.t(), [tile.block_n, tile.block_k]), True
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _gather_matmul(
     x: Tensor, operand: Tensor, group: dist.ProcessGroup, *, keep: bool, tile: Tile | None = None, pieces: int = 0
 ) -> tuple[Tensor, push.Gathering]:
+    moving = push.Gathering(x, group, pieces=pieces or pieces_for(x), keep=keep)
+    out = x.new_empty(moving.space.world * x.shape[0], operand.shape[1])
+    kernel = moving.planned(
+        ("product", x.shape, operand.shape, operand.is_contiguous(), x.dtype, tile, pieces),
+        lambda: _prepare_gather(moving, operand, out, tile),
+    )
+    kernel(moving.current, moving.x.data_ptr(), operand.data_ptr(), out.data_ptr())
+    return out, moving
+
+
+def _prepare_gather(moving: push.Gathering, operand: Tensor, out: Tensor, tile: Tile | None) -> Prepared:
     from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - triton
 
     from executor.kernels.gather_matmul import gather_matmul  # noqa: PLC0415 - triton
-    from executor.kernels.launching import launch  # noqa: PLC0415 - triton
+    from executor.kernels.launching import Prepared  # noqa: PLC0415 - triton
 
-    (rows, depth), columns = x.shape, operand.shape[1]
-    moving = push.Gathering(x, group, pieces=pieces or pieces_for(x), keep=keep)
-    space, programs = moving.space, _processors(x.device)
+    x, plan, space = moving.x, moving.plan, moving.space
+    (rows, depth), columns, programs = x.shape, operand.shape[1], processors(x.device)
     tile = tile or tile_for(space.world * rows, columns, programs, GATHER_TILES)
-    out = x.new_empty(space.world, rows, columns)
-    own, right, turned = _descriptors(moving.x, operand, tile)
+    own, right, turned = _descriptors(x, operand, tile)
     width = tile.block_n // 2 if tile.halves else tile.block_n
     args = (
         own,
-        TensorDescriptor.from_tensor(moving.gathered, [tile.block_m, tile.block_k]),
+        TensorDescriptor.from_tensor(plan.gathered, [tile.block_m, tile.block_k]),
         right,
-        TensorDescriptor.from_tensor(out, [1, tile.block_m, width]),
-        moving.flags,
+        TensorDescriptor.from_tensor(out.view(space.world, rows, columns), [1, tile.block_m, width]),
+        plan.flags,
         space.ticket,
         space.error,
         rows,
         columns,
         depth,
-        moving.piece_rows,
-        len(moving.bounds),
+        plan.bounds[0][1],
+        len(plan.bounds),
         space.rank,
         space.world,
         turned,
@@ -139,9 +147,7 @@ def _gather_matmul(
         symmetric.POLLS,
         True,  # assembly: this is a GPU
     )
-    variant = (x.device.index, x.dtype, space.rank, space.world, turned, tile, symmetric.POLLS)
-    launch(gather_matmul, programs, args, variant=variant, num_warps=tile.warps, num_stages=tile.stages)
-    return out.flatten(0, 1), moving
+    return Prepared(gather_matmul, programs, args, changing=(0, 2, 3), num_warps=tile.warps, num_stages=tile.stages)
 
 
 def pieces_for(x: Tensor) -> int:
@@ -150,39 +156,64 @@ def pieces_for(x: Tensor) -> int:
 
 
 def _matmul_scatter(x: Tensor, operand: Tensor, group: dist.ProcessGroup, tile: Tile | None = None) -> Tensor:
+    x = x.contiguous()
+    rows, columns, device = shard_rows(x.shape[0], group), operand.shape[1], x.device
+    tile = tile or tile_for(x.shape[0], columns, processors(device), SCATTER_TILES)
+    moving = push.Scattering((rows, columns), x.dtype, group, device, unit=tile.block_m * tile.group_m)
+    world = moving.space.world
+    parts, out = x.new_empty(world - 1, rows, columns), x.new_empty(rows, columns)
+    counting: Counting = moving.planned(
+        ("product", x.shape, operand.shape, operand.is_contiguous(), x.dtype, tile),
+        lambda: _prepare_scatter(moving, x, operand, parts, out, tile),
+    )
+    moving.begin()
+    counting.kernel(moving.current, x.data_ptr(), operand.data_ptr(), parts.data_ptr(), out.data_ptr())
+    counting.calls += 1
+    moving.push_when_done(
+        parts.data_ptr(), counting.done.data_ptr(), [tiles * counting.calls for tiles in counting.tiles]
+    )
+    moving.finish()
+    return out
+
+
+@dataclass(slots=True, kw_only=True)
+class Counting:
+    """A kernel that counts the tiles of each piece it has finished; counts go up from call to call."""
+
+    kernel: Prepared
+    done: Tensor
+    tiles: list[int]
+    calls: int = 0
+
+
+def _prepare_scatter(
+    moving: push.Scattering, x: Tensor, operand: Tensor, parts: Tensor, out: Tensor, tile: Tile
+) -> Counting:
     from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - triton
 
-    from executor.kernels.launching import launch  # noqa: PLC0415 - triton
+    from executor.kernels.launching import Prepared  # noqa: PLC0415 - triton
     from executor.kernels.matmul_scatter import matmul_scatter  # noqa: PLC0415 - triton
 
-    x = x.contiguous()
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    rows, columns = shard_rows(x.shape[0], group), operand.shape[1]
-    programs = _processors(x.device)
-    tile = tile or tile_for(world * rows, columns, programs, SCATTER_TILES)
-    scattering = push.Scattering((rows, columns), x.dtype, group, piece_rows=tile.block_m * tile.group_m)
-    space = scattering.space
-    parts, out = x.new_empty(world - 1, rows, columns), x.new_empty(rows, columns)
-    done = torch.zeros((world - 1, len(scattering.bounds)), dtype=torch.int32, device=x.device)
+    space, (rows, columns) = moving.space, out.shape
+    done = torch.zeros((space.world - 1, len(moving.bounds)), dtype=torch.int32, device=x.device)
     left, right, turned = _descriptors(x, operand, tile)
-    scattering.begin()
     args = (
         left,
         right,
         TensorDescriptor.from_tensor(parts, [1, tile.block_m, tile.block_n // 2]),
-        scattering.slots,
+        moving.slots,
         TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 2]),
         done,
-        scattering.flags,
+        moving.flags,
         space.ticket,
         space.error,
         rows,
         columns // 8,
         x.shape[1],
-        scattering.bounds[0][1],
-        len(scattering.bounds),
-        rank,
-        world,
+        moving.bounds[0][1],
+        len(moving.bounds),
+        space.rank,
+        space.world,
         turned,
         tile.block_m,
         tile.block_n,
@@ -191,14 +222,18 @@ def _matmul_scatter(x: Tensor, operand: Tensor, group: dist.ProcessGroup, tile: 
         symmetric.POLLS,
         True,  # assembly: this is a GPU
     )
-    variant = (x.device.index, x.dtype, rank, world, turned, tile, symmetric.POLLS)
-    launch(matmul_scatter, programs, args, variant=variant, num_warps=tile.warps, num_stages=tile.stages)
-    scattering.push_when_done(parts, done, tiles_of(scattering.bounds, columns, tile))
-    scattering.finish()
-    return out
+    kernel = Prepared(
+        matmul_scatter,
+        processors(x.device),
+        args,
+        changing=(0, 1, 2, 4),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return Counting(kernel=kernel, done=done, tiles=tiles_of(moving.bounds, columns, tile))
 
 
-def tiles_of(bounds: list[tuple[int, int]], columns: int, tile: Tile) -> list[int]:
+def tiles_of(bounds: push.Bounds, columns: int, tile: Tile) -> list[int]:
     """Return how many output tiles touch each piece of rows."""
     across = -(-columns // tile.block_n)
     return [(-(-last // tile.block_m) - first // tile.block_m) * across for first, last in bounds]

@@ -43,13 +43,22 @@ class Mode(ABC):
         """Begin to gather `x` (R, K); the function returned waits for it and returns X as `gather_matmul` keeps it."""
 
 
-def products(pairs: tuple[Pair, ...], first: int = 0, last: int | None = None, out: Tensor | None = None) -> Tensor:
-    """Return the sum of x[first:last] @ operand over the pairs, in `out` if that is given."""
-    (x, operand), *others = pairs
-
-    total = torch.mm(x[first:last], operand, out=out) if out is not None else x[first:last] @ operand
-    for more, factor in others:
-        total.addmm_(more[first:last], factor)
+def products(
+    pairs: tuple[Pair, ...],
+    first: int = 0,
+    last: int | None = None,
+    out: Tensor | None = None,
+    *,
+    add: bool = False,
+) -> Tensor:
+    """Return the sum of x[first:last] @ operand over the pairs, in `out` if that is given, on top of it with `add`."""
+    total = out if add else None
+    for x, operand in pairs:
+        part = x[first:last]
+        if total is not None:
+            total.addmm_(part, operand)
+        else:
+            total = torch.mm(part, operand, out=out) if out is not None else part @ operand
     return total
 
 

@@ -3,18 +3,21 @@
 The source is any tensor of ours, so nothing is first copied into symmetric memory; no multiprocessor is taken from the
 product that runs meanwhile. Rank r sends to r - 1 first, then to r - 2, ...: everybody receives first what it consumes
 first, and every receiver hears one sender at a time.
+
+Where things lie is the same in every call of one shape: it is worked out once, and a call only issues it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from executor import symmetric
-from executor.kernels import launching
+from executor import stream_ops, symmetric
 from executor.symmetric import Workspace
 
 MAX_PIECES = 8
@@ -24,82 +27,153 @@ FLAG_RANGE = MAX_PIECES * 64  # flags of one set: for up to 64 ranks, an NVLink 
 LARGE_BYTES = 2**24  # from here on a second launch costs less than what it hides
 ADD_BLOCK = 4096
 
+Bounds = tuple[tuple[int, int], ...]
 Make = Callable[[int, Tensor], object]
-_streams: dict[int, torch.cuda.Stream] = {}
+_streams: dict[tuple[int, str], torch.cuda.Stream] = {}
 
 
-def side_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device, purpose: str = "push") -> torch.cuda.Stream:
     """The stream of our copies, of high priority: a copy that waits for a kernel's launch would be late."""
-    if device.index not in _streams:
-        _streams[device.index] = torch.cuda.Stream(device, priority=-1)
-    return _streams[device.index]
+    found = _streams.get((device.index, purpose))
+    if found is None:
+        found = _streams[device.index, purpose] = torch.cuda.Stream(device, priority=-1)
+    return found
 
 
-class Gathering:
+def cut(rows: int, pieces: int, unit: int) -> Bounds:
+    """Return (first, last) of at most `pieces` pieces of rows; all but the last are equal multiples of `unit`."""
+    height = -(-rows // (pieces * unit)) * unit
+    return tuple((first, min(first + height, rows)) for first in range(0, rows, height))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """One copy and the flag that follows it: addresses on the peer, place in the source."""
+
+    target: int
+    offset: int
+    nbytes: int
+    flag: int
+
+
+class Moving:
+    """What every exchange by copy engines has: a workspace, one of its two sets, a stream of copies, flags.
+
+    In a captured graph words are set by memsets and waited for by a kernel, since streams' own way cannot be captured.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, purpose: str, device: torch.device, set_bytes: int) -> None:
+        self.current, self.side = stream_ops.current(device), side_stream(device).cuda_stream
+        self.space: Workspace = symmetric.workspace(group, purpose, device)
+        self.space.reserve(set_bytes, 2 * FLAG_RANGE)
+        self.captured = self.space.fenced()
+        self.turn = 0 if self.captured else self.space.turn()
+
+    @property
+    def start(self) -> int:
+        """Where this call's set begins, in bytes."""
+        return self.turn * self.space.set_bytes
+
+    def flag_at(self, rank: int, index: int) -> int:
+        """Return the address of a flag of this call's set on a rank."""
+        return self.space.flags.at[rank] + 4 * (self.turn * FLAG_RANGE + index)
+
+    def planned(self, key: object, make: Callable[[], Any]) -> Any:
+        """Return what `make` worked out for this key and set, once for as long as the memory stays."""
+        whole = (self.turn, self.captured, key)
+        found = self.space.prepared.get(whole)
+        if found is None:
+            found = self.space.prepared[whole] = make()
+        return found
+
+    def begin(self) -> None:
+        """Mark, on the current stream, the moment from which peers may be written to and copies may start."""
+        if self.captured:
+            self.space.fence()
+        self.space.order(first=self.current, then=self.side)
+
+    def send(self, target: int, source: int, nbytes: int, flag: int) -> None:
+        stream_ops.copy(target, source, nbytes, self.side)
+        (stream_ops.fill_word if self.captured else stream_ops.write_word)(flag, 1, self.side)
+
+    def wait(self, flag: int, source: int) -> None:
+        """Make the current stream wait for a flag that `source` raises, and lower it for the next call."""
+        if self.captured:
+            from executor.kernels.copies import wait_and_lower  # noqa: PLC0415 - triton
+
+            word = self.space.flags.on(self.space.rank, (1,), torch.int32, flag - self.space.flags.at[self.space.rank])
+            wait_and_lower[1,](word, self.space.error, 1 + source, symmetric.POLLS, num_warps=1)
+        else:
+            stream_ops.wait_word(flag, 1, self.current)
+            stream_ops.write_word(flag, 0, self.current)
+
+    def finish(self) -> None:
+        """Let the current stream go on only when our own pushes are done; their source may be overwritten then."""
+        self.space.order(first=self.side, then=self.current)
+        if self.captured:
+            self.space.fence()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherPlan:
+    """Where the shards of an all-gather go, and the pieces (views) in which they arrive here."""
+
+    bounds: Bounds
+    pushes: tuple[Push, ...]
+    gathered: Tensor
+    own: int
+    pieces: tuple[tuple[Tensor, ...], ...]
+    flags: Tensor
+
+
+class Gathering(Moving):
     """An all-gather under way: where shards arrive, and which flag says so."""
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup, *, pieces: int, keep: bool) -> None:
         """Start to push `x` (R, K) to all peers. With `keep` it goes to its place among the gathered ones, too."""
-        self.rows, depth = x.shape
-        self.space: Workspace = symmetric.workspace(group, "gather", x.device)
-        rank, world = self.space.rank, self.space.world
-        self.space.reserve(world * x.numel() * x.element_size(), 2 * FLAG_RANGE)
-        turn = self.space.turn()
-        # Whole tiles of rows, whatever their height: a piece ends where a tile ends.
-        height = -(-self.rows // min(pieces, MAX_PIECES) // ROWS_OF_TILES) * ROWS_OF_TILES
-        self.bounds = [(first, min(first + height, self.rows)) for first in range(0, self.rows, height)]
-        self.first_flag = turn * FLAG_RANGE
-        start = turn * self.space.set_bytes
-        shape = (world * self.rows, depth)
-        self.gathered = self.space.slots.on(rank, shape, x.dtype, start)
-        self.space.fence()
+        nbytes = x.numel() * x.element_size()
+        super().__init__(group, "gather", x.device, dist.get_world_size(group) * nbytes)
+        self.plan: GatherPlan = self.planned((x.shape, x.dtype, pieces), lambda: self._plan(x, pieces))
         self.x = x = x.contiguous()
-        self.current, self.side = torch.cuda.current_stream(), side_stream(x.device)
-        self.side.wait_stream(self.current)
-        with torch.cuda.stream(self.side):
-            for step in range(1, world):
-                peer = (rank - step) % world
-                theirs = self.space.slots.on(peer, shape, x.dtype, start)[rank * self.rows :]
-                for number, (first, last) in enumerate(self.bounds):
-                    theirs[first:last].copy_(x[first:last], non_blocking=True)
-                    raise_flag(self.space, peer, self.first_flag + rank * len(self.bounds) + number)
-            if keep:
-                self.gathered[rank * self.rows : (rank + 1) * self.rows].copy_(x, non_blocking=True)
+        self.begin()
+        source = x.data_ptr()
+        for push in self.plan.pushes:
+            self.send(push.target, source + push.offset, push.nbytes, push.flag)
+        if keep:
+            stream_ops.copy(self.plan.own, source, nbytes, self.side)
 
-    @property
-    def piece_rows(self) -> int:
-        """Rows of every piece but the last; pieces are cut so that this tells where each begins."""
-        return self.bounds[0][1]
+    def _plan(self, x: Tensor, pieces: int) -> GatherPlan:
+        space, (rows, depth) = self.space, x.shape
+        rank, world, row_bytes = space.rank, space.world, depth * x.element_size()
+        bounds = cut(rows, min(pieces, MAX_PIECES), ROWS_OF_TILES)  # whole tiles of rows, whatever their height
+        place = self.start + rank * rows * row_bytes
+        pushes = tuple(
+            Push(
+                target=space.slots.at[peer] + place + first * row_bytes,
+                offset=first * row_bytes,
+                nbytes=(last - first) * row_bytes,
+                flag=self.flag_at(peer, rank * len(bounds) + number),
+            )
+            for peer in ((rank - step) % world for step in range(1, world))
+            for number, (first, last) in enumerate(bounds)
+        )
+        gathered = space.slots.on(rank, (world * rows, depth), x.dtype, self.start)
+        return GatherPlan(
+            bounds=bounds,
+            pushes=pushes,
+            gathered=gathered,
+            own=space.slots.at[rank] + place,
+            pieces=tuple(
+                tuple(gathered[source * rows + first : source * rows + last] for first, last in bounds)
+                for source in range(world)
+            ),
+            flags=space.flags.on(rank, (world, len(bounds)), torch.int32, 4 * self.turn * FLAG_RANGE),
+        )
 
-    @property
-    def flags(self) -> Tensor:
-        """Flags on this rank for this call, int32 (W, pieces)."""
-        space, count = self.space, len(self.bounds)
-        return space.flags.on(space.rank, (space.world, count), torch.int32, 4 * self.first_flag)
-
-    def wait(self, source: int, first: int = 0, count: int | None = None) -> None:
-        """Make the current stream wait for `count` pieces of a rank's shard, and lower their flags."""
-        count = count or len(self.bounds)
-        wait_and_lower(self.space, self.flags, source, source * len(self.bounds) + first, count)
-
-    def finish(self) -> None:
-        """Let the current stream go on only when our own pushes are done; `x` may be overwritten then."""
-        torch.cuda.current_stream().wait_stream(self.side)
-        self.space.fence()
-
-
-def wait_and_lower(space: Workspace, flags: Tensor, source: int, first: int, count: int) -> None:
-    """Make the current stream wait for `count` flags that `source` raises, and set them to zero."""
-    from executor.kernels import copies  # noqa: PLC0415 - triton
-
-    args = (flags, first, count, space.error, 1 + source, symmetric.POLLS)
-    variant = (space.device.index, count, symmetric.POLLS)
-    launching.launch(copies.wait_and_lower, 1, args, variant=variant, num_warps=1)
-
-
-def raise_flag(space: Workspace, peer: int, index: int) -> None:
-    """Set a peer's flag after the copies issued before on this stream."""
-    space.flags.write(peer, index)
+    def arrive(self, source: int, piece: int) -> Tensor:
+        """Make the current stream wait for a piece of a rank's shard; return the piece."""
+        self.wait(self.flag_at(self.space.rank, source * len(self.plan.bounds) + piece), source)
+        return self.plan.pieces[source][piece]
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
@@ -107,92 +181,87 @@ def gather(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
     moving = Gathering(x, group, pieces=1, keep=True)
 
     def wait() -> Tensor:
-        space = moving.space
-        for step in range(1, space.world):
-            moving.wait((space.rank + step) % space.world)
+        moving.current = stream_ops.current(x.device)
+        for step in range(1, moving.space.world):
+            moving.arrive((moving.space.rank + step) % moving.space.world, 0)
         moving.finish()
-        return moving.gathered
+        return moving.plan.gathered
 
     return wait
 
 
-class Scattering:
+class Scattering(Moving):
     """A reduce-scatter under way: parts of (R, N) go to their owners' slots (W, R, N), in pieces of rows."""
 
     def __init__(
-        self, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup, *, piece_rows: int | None = None
+        self,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        unit: int | None = None,
     ) -> None:
-        """Pieces are multiples of `piece_rows`, at most MAX_PIECES; None is one piece."""
-        rows, columns = shape
-        self.space: Workspace = symmetric.workspace(group, "scatter", torch.device("cuda", torch.cuda.current_device()))
-        rank, world = self.space.rank, self.space.world
-        self.space.reserve(world * rows * columns * dtype.itemsize, 2 * FLAG_RANGE)
-        turn = self.space.turn()
-        piece_rows = piece_rows or rows
-        height = -(-rows // (piece_rows * MAX_PIECES)) * piece_rows
-        self.bounds = [(first, min(first + height, rows)) for first in range(0, rows, height)]
-        self.first_flag, self.start = turn * FLAG_RANGE, turn * self.space.set_bytes
-        self.shape = (world, rows, columns)
-        self.slots = self.space.slots.on(rank, self.shape, dtype, self.start)
-        self.flags = self.space.flags.on(rank, (world, len(self.bounds)), torch.int32, 4 * self.first_flag)
-        self.side = side_stream(self.space.device)
+        """Pieces are multiples of `unit` rows, at most MAX_PIECES; None is one piece."""
+        self.rows, columns = shape
+        self.row_bytes, world = columns * dtype.itemsize, dist.get_world_size(group)
+        super().__init__(group, "scatter", device, world * self.rows * self.row_bytes)
+        self.bounds = cut(self.rows, MAX_PIECES, unit) if unit else ((0, self.rows),)
+        self.slots, self.flags = self.planned((shape, dtype, self.bounds), lambda: self._views(shape, dtype))
 
-    def begin(self) -> None:
-        """Mark, on the current stream, the moment from which peers may be written to."""
-        self.space.fence()
-        self.side.wait_stream(torch.cuda.current_stream())
-
-    def push(self, part: Tensor, peer: int, piece: int = 0) -> None:
-        """Send rows of a part that are ready on the side stream."""
-        first, last = self.bounds[piece]
-        theirs = self.space.slots.on(peer, self.shape, part.dtype, self.start)
-        theirs[self.space.rank, first:last].copy_(part[first:last], non_blocking=True)
-        raise_flag(self.space, peer, self.first_flag + self.space.rank * len(self.bounds) + piece)
-
-    def push_when_done(self, parts: Tensor, done: Tensor, tiles: list[int]) -> None:
-        """Send each piece of `parts` (W - 1, R, N) as soon as `done` (W - 1, pieces) has counted its tiles."""
+    def _views(self, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         space = self.space
-        with torch.cuda.stream(self.side):
-            for step in range(1, space.world):
-                for piece, count in enumerate(tiles):
-                    symmetric.wait_for_word(done, (step - 1) * len(tiles) + piece, count)
-                    self.push(parts[step - 1], (space.rank + step) % space.world, piece)
+        slots = space.slots.on(space.rank, (space.world, *shape), dtype, self.start)
+        flags = (space.world, len(self.bounds))
+        return slots, space.flags.on(space.rank, flags, torch.int32, 4 * self.turn * FLAG_RANGE)
+
+    def push(self, part: int, peer: int, piece: int = 0) -> None:
+        """Send rows of the part at an address, ready on the stream of copies."""
+        first, last = self.bounds[piece]
+        rank, offset = self.space.rank, first * self.row_bytes
+        target = self.space.slots.at[peer] + self.start + rank * self.rows * self.row_bytes + offset
+        flag = self.flag_at(peer, rank * len(self.bounds) + piece)
+        self.send(target, part + offset, (last - first) * self.row_bytes, flag)
+
+    def push_when_done(self, parts: int, done: int, counts: list[int]) -> None:
+        """Send each piece of `parts` (W - 1, R, N) as soon as `done` (W - 1, pieces) has counted as far as `counts`."""
+        rank, world = self.space.rank, self.space.world
+        for step in range(1, world):
+            for piece, count in enumerate(counts):
+                stream_ops.wait_word(done + 4 * ((step - 1) * len(counts) + piece), count, self.side)
+                self.push(parts + (step - 1) * self.rows * self.row_bytes, (rank + step) % world, piece)
 
     def add(self, out: Tensor) -> None:
         """Wait for the parts of all others (sent in one piece) and add them to `out` (R, N), this rank's own."""
+        rank, world = self.space.rank, self.space.world
+        for step in range(1, world):
+            source = (rank - step) % world
+            self.wait(self.flag_at(rank, source), source)
+        adding = self.planned((out.shape, out.dtype, "add"), lambda: self._adding(out))
+        adding(self.current, out.data_ptr())
+
+    def _adding(self, out: Tensor) -> Callable[..., None]:
         from executor.kernels.copies import add_slots  # noqa: PLC0415 - triton
+        from executor.kernels.launching import Prepared  # noqa: PLC0415 - triton
 
-        space, numel = self.space, out.numel()
-        for step in range(1, space.world):
-            source = (space.rank - step) % space.world
-            wait_and_lower(space, self.flags, source, source, 1)
-        args = (out, self.slots, numel, space.rank, space.world, ADD_BLOCK)
-        variant = (space.device.index, out.dtype, space.rank, space.world, numel % 16 == 0, numel == 1)
-        launching.launch(add_slots, -(-numel // ADD_BLOCK), args, variant=variant, num_warps=8)
-
-    def finish(self) -> None:
-        """Let the current stream go on only when our own pushes are done."""
-        torch.cuda.current_stream().wait_stream(self.side)
-        self.space.fence()
+        args = (out, self.slots, out.numel(), self.space.rank, self.space.world, ADD_BLOCK)
+        return Prepared(add_slots, -(-out.numel() // ADD_BLOCK), args, changing=(0,), num_warps=8)
 
 
-def scatter_sum(make: Make, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup) -> Tensor:
-    """Low-contention reduce-scatter of parts (R, N) while they are made; `make(shard, out)` makes one.
-
-    Whole shards on purpose: halves, so that one sum runs beside the product of the other, were slower on four H200 (637
-    instead of 484 us at 8192 x 8192 x 2048), since the host cannot issue so many copies in time.
-    """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    moving = Scattering(shape, dtype, group)
-    current, parts = torch.cuda.current_stream(), torch.empty((world, *shape), dtype=dtype, device=moving.space.device)
-    moving.space.fence()
+def scatter_sum(
+    make: Make, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
+) -> Tensor:
+    """Low-contention reduce-scatter of parts (R, N) while they are made; `make(shard, out)` makes one."""
+    moving = Scattering(shape, dtype, group, device)
+    rank, world = moving.space.rank, moving.space.world
+    parts = torch.empty((world - 1, *shape), dtype=dtype, device=device)
+    out = torch.empty(shape, dtype=dtype, device=device)
+    moving.begin()
     for step in range(1, world):
-        peer = (rank + step) % world
-        make(peer, parts[peer])
-        moving.side.wait_stream(current)
-        with torch.cuda.stream(moving.side):
-            moving.push(parts[peer], peer)
-    out = torch.empty(shape, dtype=dtype, device=moving.space.device)
+        peer, part = (rank + step) % world, parts[step - 1]
+        make(peer, part)
+        moving.space.order(first=moving.current, then=moving.side)
+        moving.push(part.data_ptr(), peer)
     make(rank, out)
     moving.add(out)
     moving.finish()

@@ -138,7 +138,7 @@ class MachineCosts:
     def shape(self, family: str, ranks: Ranks) -> GroupShape:
         """Return how a group lies on the machine: as planned for its family, else as its ranks are placed."""
         planned = self.families.get(family)
-        if planned is not None and planned.ranks == len(ranks) and not self.placement:
+        if planned is not None and planned.ranks == len(ranks) and (planned.placed or not self.placement):
             return planned
         per_node, _ = self._spread([self._physical(rank) for rank in ranks])
         siblings = max(1, self._gpus_per_node // per_node) if planned is None else planned.siblings

@@ -19,7 +19,17 @@ sys.path.insert(0, str(ROOT))
 from executor.launch import launch  # noqa: E402 - the path comes first
 from executor.records import read_records  # noqa: E402
 
-SHARE = {"check": 1.5, "parts": 0.3, "tiles": 0.6, "scatter_tiles": 0.4, "table": 1.5, "sums": 1.0, "norms": 0.3}
+SHARE = {
+    "check": 1.5,
+    "parts": 0.3,
+    "tiles": 0.6,
+    "scatter_tiles": 0.4,
+    "mechanisms": 0.8,
+    "host": 0.1,
+    "table": 1.5,
+    "sums": 1.0,
+    "norms": 0.3,
+}
 
 
 def main() -> int:
@@ -70,7 +80,9 @@ def show(found: list[dict]) -> None:
         print("WRONG", {k: v for k, v in bad.items() if k not in {"kind", "ok"}})
     print(f"{sum(r['ok'] for r in checks)} of {len(checks)} checks right")
     for r in found:
-        if r["kind"] in {"missing", "copy", "signal"}:
+        if r["kind"] == "host":
+            print("host us", " | ".join(f"{name} {1e6 * value:.0f}" for name, value in r["seconds"].items()))
+        if r["kind"] in {"missing", "copy", "signal", "checked"}:
             print({k: v for k, v in r.items() if k != "kind"})
         if r["kind"] == "tiles":
             print(r["operation"], r["rows"], r["columns"], r["depth"])

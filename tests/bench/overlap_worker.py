@@ -11,15 +11,19 @@ import argparse
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _SymmetricMemory
 
-from executor import overlap, symmetric, verify_overlap
+from executor import overlap, stream_ops, symmetric, verify_overlap
 from executor.overlap import all_reduce, fused, push, torch_symm_mem
+from executor.overlap.copy_engine import processors
+from executor.overlap.mode import products
+from executor.overlap.relay import relay_sum
 from executor.records import Deadline, Recorder
 from executor.verify_overlap import Shape
 
@@ -94,53 +98,70 @@ class Bench:
 CHANGING = ("copy_engine", "fused")  # modes of ours that move data themselves
 
 
-def captured(bench: Bench) -> None:
-    """The same from a CUDA graph, replayed with new inputs, eager calls between the replays."""
+def captured(bench: Bench, iterations: int) -> None:
+    """Replays of graphs, forward and backward, equal eager calls between them, and float64 now and then."""
     for operation in ("all_gather_matmul", "matmul_reduce_scatter"):
         for mode in CHANGING:
             gathers = operation == "all_gather_matmul"
-            rows, depth, columns = 512 * bench.world, 512, 768
-            held = torch.empty(
-                (rows // bench.world if gathers else rows, depth), dtype=torch.bfloat16, device=bench.device
+            rows, depth, columns = 2048 * bench.world, 256, 4096
+            x = bench.draw(rows // bench.world if gathers else rows, depth).requires_grad_()
+            weight = bench.draw(columns, depth).requires_grad_()
+
+            def call(x: Tensor, weight: Tensor, mode: str = mode, gathers: bool = gathers) -> Tensor:
+                if gathers:
+                    return overlap.all_gather_matmul(x, (weight,), bench.group, mode=mode)[0]
+                return overlap.matmul_reduce_scatter(x, weight, bench.group, mode=mode)
+
+            replay = overlap.captured(
+                call, x.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
             )
-            weight = bench.draw(columns, depth)
-            run = overlap.all_gather_matmul if gathers else overlap.matmul_reduce_scatter
-
-            def call(
-                held: Tensor = held,
-                weight: Tensor = weight,
-                run: Callable = run,
-                mode: str = mode,
-                many: bool = gathers,
+            worst, exact = (torch.zeros((), dtype=torch.float64, device=bench.device) for _ in range(2))
+            for turn in range(iterations):
+                with torch.no_grad():
+                    x.normal_(generator=bench.generator)
+                found = [t.clone() for t in _both_ways(replay, x, weight)]
+                for _ in range(turn % 3):
+                    wanted = _both_ways(call, x, weight)
+                    for one, other in zip(found, wanted, strict=True):
+                        worst = torch.maximum(worst, verify_overlap._difference(one, other.double()))
+                if turn % 100 == 0:
+                    wide = (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
+                    for one, other in zip(found, _both_ways(partial(call, mode="nccl"), *wide), strict=True):
+                        exact = torch.maximum(exact, verify_overlap._difference(one, other))
+            for what, value, units in (
+                # The other direction of the fused gather is a reduce-scatter, of another kernel in a graph.
+                ("captured, to eager", worst, 16 if mode == "fused" else 0),
+                ("captured, to float64", exact, 16),
             ):
-                return run(held, (weight,) if many else weight, bench.group, mode=mode)
+                dist.all_reduce(value, dist.ReduceOp.MAX)
+                _say(bench, verify_overlap.OverlapVerdict(
+                    operation=f"{operation} {what}", mode=mode, dtype="bfloat16",
+                    shape=Shape(rows=rows, depth=depth, columns=columns), iterations=iterations, difference=float(value),
+                    tolerance=units * torch.finfo(torch.bfloat16).eps,
+                ))  # fmt: skip
+    for nbytes in (2**13, 2**19, 2**22):
+        x = bench.draw(nbytes // 2)
+        replay = overlap.captured(lambda x: all_reduce.all_reduce(x, bench.group), x.clone())
+        worst = torch.zeros((), dtype=torch.float64, device=bench.device)
+        for turn in range(iterations):
+            x.normal_(generator=bench.generator)
+            found = replay(x).clone()
+            for _ in range(turn % 3):
+                worst = torch.maximum(
+                    worst, verify_overlap._difference(found, all_reduce.all_reduce(x, bench.group).double())
+                )
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        _say(bench, verify_overlap.OverlapVerdict(
+            operation="all_reduce captured, to eager", mode="own", dtype="bfloat16",
+            shape=Shape(rows=1, depth=0, columns=nbytes // 2), iterations=iterations, difference=float(worst), tolerance=0.0,
+        ))  # fmt: skip
 
-            worst = torch.zeros((), dtype=torch.float64, device=bench.device)
-            with torch.no_grad():
-                held.copy_(bench.draw(*held.shape))
-                call()
-                torch.cuda.synchronize()
-                dist.barrier()
-                graph_of_call = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph_of_call):
-                    out = call()
-                for turn in range(20):
-                    held.copy_(bench.draw(*held.shape))
-                    graph_of_call.replay()
-                    found = (out[0] if gathers else out).double()
-                    expected = overlap.MODES["nccl"]
-                    if gathers:
-                        (wanted,), _ = expected.gather_matmul(held.double(), (weight.t().double(),), bench.group)
-                    else:
-                        wanted = expected.matmul_scatter(((held.double(), weight.t().double()),), bench.group)
-                    worst = torch.maximum(worst, verify_overlap._difference(found, wanted))
-                    for _ in range(turn % 3):
-                        call()
-            dist.all_reduce(worst, dist.ReduceOp.MAX)
-            _say(bench, verify_overlap.OverlapVerdict(
-                operation=f"{operation} captured", mode=mode, dtype="bfloat16", shape=Shape(rows=rows, depth=depth, columns=columns),
-                iterations=20, difference=float(worst), tolerance=16 * torch.finfo(torch.bfloat16).eps,
-            ))  # fmt: skip
+
+def _both_ways(call: Callable[..., Tensor], x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the result and the gradients of x and the weight, for a slope that the result itself tells."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    out = call(x, weight)
+    return (out.detach(), *torch.autograd.grad(out, (x, weight), out.detach().cos()))
 
 
 def check(bench: Bench, iterations: int, modes: tuple[str, ...]) -> None:
@@ -150,6 +171,7 @@ def check(bench: Bench, iterations: int, modes: tuple[str, ...]) -> None:
         Shape(rows=100 * bench.world, depth=200, columns=136, weights=2),
         Shape(rows=1320 * bench.world, depth=1096, columns=776),
         Shape(rows=4096, depth=1024, columns=2048),
+        Shape(rows=4096 * bench.world, depth=136, columns=2056),
     ]
     for operation in verify_overlap.OPERATIONS:
         for mode in modes:
@@ -161,25 +183,29 @@ def check(bench: Bench, iterations: int, modes: tuple[str, ...]) -> None:
                         operation, mode, shape, bench.group, device=bench.device, dtype=dtype, seed=number, iterations=2,
                     ))  # fmt: skip
                     verify_overlap.poison([bench.group])
-    for mode in ("one_shot", "two_shot"):
+    for mode in ("flagged", "one_shot", "two_shot"):
         for rows, columns in ((1, 2048), (3, 4096), (37, 1544), (128, 8192), (512, 4096)):
+            if mode == "flagged" and rows > 3:
+                continue
             shape = Shape(rows=rows, depth=0, columns=columns)
             for dtype in (torch.bfloat16, torch.float16)[: 2 if rows == 3 else 1]:
                 _say(bench, verify_overlap.check(
                     "all_reduce", mode, shape, bench.group, device=bench.device, dtype=dtype, iterations=3
                 ))  # fmt: skip
                 verify_overlap.poison([bench.group])
-    for operation, mode in (
-        ("all_gather_matmul", "copy_engine"), ("matmul_reduce_scatter", "copy_engine"),
-        ("all_gather_matmul", "fused"), ("matmul_reduce_scatter", "fused"), ("all_reduce", "one_shot"), ("all_reduce", "two_shot"),
+    small, large = Shape(rows=1024, depth=512, columns=1024), Shape(rows=4096 * bench.world, depth=128, columns=2048)
+    for operation, mode, shape in (
+        ("all_gather_matmul", "copy_engine", small), ("matmul_reduce_scatter", "copy_engine", small),
+        ("matmul_reduce_scatter", "copy_engine", large), ("all_gather_matmul", "fused", small),
+        ("matmul_reduce_scatter", "fused", small), ("all_reduce", "one_shot", small), ("all_reduce", "two_shot", small),
+        ("all_reduce", "flagged", Shape(rows=8, depth=0, columns=4096)),
     ):  # fmt: skip
         if not bench.left(5):
             bench.recorder.missing(f"{operation} {mode}: many iterations")
             continue
-        shape = Shape(rows=1024, depth=512, columns=1024)
         _say(bench, verify_overlap.check(
-            operation, mode, shape, bench.group, device=bench.device, dtype=torch.bfloat16, iterations=iterations, delays=True,
-            seed=77,
+            operation, mode, shape, bench.group, device=bench.device, dtype=torch.bfloat16, delays=True, seed=77,
+            iterations=iterations if shape is not large else iterations // 4,
         ))  # fmt: skip
     symmetric.check_delivered()
 
@@ -208,19 +234,19 @@ def parts(bench: Bench) -> None:
     source = torch.empty(2**28, dtype=torch.uint8, device=bench.device).random_()
     for nbytes in (2**16, 2**18, 2**20, 2**22, 2**24, 2**26, 2**28):
         theirs = space.slots.on(peer, (nbytes,), torch.uint8)
-        side = push.side_stream(bench.device)
 
-        def copy(theirs: Tensor = theirs, nbytes: int = nbytes, side: torch.cuda.Stream = side) -> None:
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                theirs.copy_(source[:nbytes], non_blocking=True)
-            torch.cuda.current_stream().wait_stream(side)
+        def copy(theirs: Tensor = theirs, nbytes: int = nbytes) -> None:
+            current, side = stream_ops.current(bench.device), push.side_stream(bench.device).cuda_stream
+            space.order(first=current, then=side)
+            stream_ops.copy(theirs.data_ptr(), source.data_ptr(), nbytes, side)
+            space.order(first=side, then=current)
 
         bench.recorder.write("copy", bytes=nbytes, seconds=bench.times({"push": copy}, rounds=3)["push"])
     x = bench.draw(2**20)
     done = bench.times({
-        "write_flag": lambda: space.flags.write(peer, 0),
-        "stream_write": lambda: _SymmetricMemory.stream_write_value32(space.flags.on(peer, (1,), torch.uint32), 0, 1),
+        "fill_word": lambda: stream_ops.fill_word(space.flags.at[peer], 1, stream_ops.current(bench.device)),
+        "write_word": lambda: stream_ops.write_word(space.flags.at[peer], 1, stream_ops.current(bench.device)),
+        "wait_word": lambda: stream_ops.wait_word(space.flags.at[bench.rank], 0, stream_ops.current(bench.device)),
         "barrier": lambda: space.flags.handle.barrier(0, 10_000),
         "copy_small": lambda: space.slots.on(peer, (16,), torch.uint8).copy_(source[:16]),
         "add": lambda: torch.add(x, x, out=x),
@@ -280,6 +306,90 @@ def tiles_of_scatter(bench: Bench) -> None:
         _tile_record(bench, "matmul_reduce_scatter", rows, columns, depth, calls)
 
 
+def mechanisms(bench: Bench) -> None:
+    """Ways of a reduce-scatter beside its product, on the shapes with a goal and where transfers outweigh arithmetic."""
+    for rows, columns, depth in ((8192, 8192, 4096), (8192, 8192, 2048), (8192, 4096, 1024), (4096, 8192, 2048)):
+        if not bench.left(12):
+            bench.recorder.missing(f"mechanisms of {rows} x {columns} x {depth}")
+            return
+        x, weight = bench.draw(rows, depth), bench.draw(columns, depth)
+        operand, shape = weight.t(), (rows // bench.world, columns)
+        part, full = torch.empty(shape, dtype=x.dtype, device=x.device), bench.draw(rows, columns)
+
+        def multiply(
+            shard: int, first: int, last: int, out: Tensor, add: bool, x=x, operand=operand, r=shape[0]
+        ) -> None:
+            products(((x, operand),), shard * r + first, shard * r + last, out, add=add)
+
+        def make(shard: int, out: Tensor, x=x, operand=operand, r=shape[0]) -> None:
+            torch.mm(x[shard * r : (shard + 1) * r], operand, out=out)
+
+        calls: dict[str, Callable[[], object]] = {
+            "cublas": lambda: x @ operand,
+            "nccl alone": lambda: dist.reduce_scatter_tensor(part, full),
+            "nccl": lambda: overlap.MODES["nccl"].matmul_scatter(((x, operand),), bench.group),
+            "torch": lambda: overlap.MODES["torch_symm_mem"].matmul_scatter(((x, operand),), bench.group),
+            "whole shards, add": lambda: push.scatter_sum(make, shape, x.dtype, bench.group, bench.device),
+            "TMA adds to peers": adding_to_peers(bench, x, weight),
+        }
+        for pieces in (2, 3, 4):
+            calls[f"relay in {pieces}"] = lambda pieces=pieces: relay_sum(
+                multiply, shape, x.dtype, bench.group, bench.device, pieces=pieces
+            )
+        for name, tile in (
+            ("128x256", fused.Tile()), ("128x128", fused.Tile(block_n=128, stages=4)), ("64x256", fused.Tile(block_m=64, warps=4)),
+            ("128x256 g4", fused.Tile(group_m=4)),
+        ):  # fmt: skip
+            calls[f"fused {name}"] = lambda tile=tile: fused._matmul_scatter(x, operand, bench.group, tile)
+        done = bench.times(calls)
+        bench.recorder.write(
+            "tiles", operation="matmul_reduce_scatter", rows=rows, columns=columns, depth=depth, seconds=done
+        )
+        symmetric.check_delivered()
+
+
+def adding_to_peers(bench: Bench, x: Tensor, weight: Tensor) -> Callable[[], object]:
+    """A product whose tiles are added to their owners' memory by TMA, between two barriers; checked once."""
+    from tests.bench.scatter_by_tma import prepare
+
+    space = symmetric.workspace(bench.group, "tma", bench.device)
+    run, out = prepare(space, x, weight, processors(bench.device))
+    run()
+    expected = overlap.MODES["nccl"].matmul_scatter(((x, weight.t()),), bench.group)
+    gap = verify_overlap._difference(out, expected.double())
+    dist.all_reduce(gap, dist.ReduceOp.MAX)
+    bench.recorder.write("checked", what="TMA adds to peers, to NCCL then cuBLAS", difference=float(gap))
+    return run
+
+
+def host(bench: Bench) -> None:
+    """What a call costs the host: calls of tiny products in a row, without waiting for the GPU, per mode."""
+    x, weight = bench.draw(256, 256), bench.draw(256, 256)
+    small = bench.draw(2048)
+    calls: dict[str, Callable[[], object]] = {"all_reduce own": lambda: all_reduce.all_reduce(small, bench.group)}
+    for mode in overlap.MODES:
+        calls[f"gather {mode}"] = lambda mode=mode: overlap.all_gather_matmul(x, (weight,), bench.group, mode=mode)
+        calls[f"scatter {mode}"] = lambda mode=mode: overlap.matmul_reduce_scatter(x, weight, bench.group, mode=mode)
+    large, wide = bench.draw(4096, 2048), bench.draw(8192, 2048)
+    calls["scatter relay, large"] = lambda: overlap.matmul_reduce_scatter(large, wide, bench.group, mode="copy_engine")
+    calls["gather fused, large"] = lambda: overlap.all_gather_matmul(large, (wide,), bench.group, mode="fused")
+    found = {}
+    with torch.no_grad():
+        for name, call in calls.items():
+            samples = []
+            for _ in range(30):
+                call()
+                torch.cuda.synchronize()
+                dist.barrier()
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                call()
+                call()
+                samples.append((time.perf_counter() - start) / 2)
+            found[name] = median(samples)
+    bench.recorder.write("host", seconds=found)
+
+
 def _tile_record(
     bench: Bench, operation: str, rows: int, columns: int, depth: int, calls: dict[str, Callable[[], object]]
 ) -> None:
@@ -292,27 +402,36 @@ def _finish(pair: tuple[Tensor, push.Gathering]) -> Tensor:
     return pair[0]
 
 
-_ALONE_WORDS: list[Tensor] = []
+_ALONE: dict[object, Callable[..., None]] = {}
 
 
 def alone(x: Tensor, weight: Tensor, tile: fused.Tile) -> Tensor:
     """The fused kernel's product without anybody to wait for: one shard, which is all."""
+    out = x.new_empty(1, x.shape[0], weight.shape[0])
+    key = (x.shape, weight.shape, x.dtype, tile)
+    if key not in _ALONE:
+        _ALONE[key] = _prepare_alone(x, weight, out, tile)
+    _ALONE[key](stream_ops.current(x.device), x.data_ptr(), x.data_ptr(), weight.data_ptr(), out.data_ptr())
+    return out[0]
+
+
+def _prepare_alone(x: Tensor, weight: Tensor, out: Tensor, tile: fused.Tile) -> Callable[..., None]:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from executor.kernels.gather_matmul import gather_matmul
+    from executor.kernels.launching import Prepared
 
-    if not _ALONE_WORDS:
-        _ALONE_WORDS.extend(torch.zeros(8, dtype=torch.int32, device=x.device) for _ in range(3))
-    flags, ticket, error = _ALONE_WORDS
-    out = x.new_empty(1, x.shape[0], weight.shape[0])
-    left, right, turned = fused._descriptors(x, weight.t(), tile)
+    flags, ticket, error = (symmetric.workspace(dist.group.WORLD, name, x.device).words for name in ("f", "t", "e"))
+    (left, right, turned), (gathered, _, _) = (fused._descriptors(x, weight.t(), tile) for _ in range(2))
     width = tile.block_n // 2 if tile.halves else tile.block_n
-    gather_matmul[(fused._processors(x.device),)](
-        left, left, right, TensorDescriptor.from_tensor(out, [1, tile.block_m, width]), flags, ticket, error,
+    args = (
+        left, gathered, right, TensorDescriptor.from_tensor(out, [1, tile.block_m, width]), flags, ticket, error,
         x.shape[0], weight.shape[0], x.shape[1], x.shape[0], 1, 0, 1, turned, tile.block_m, tile.block_n, tile.block_k,
-        tile.group_m, tile.halves, 1, True, num_warps=tile.warps, num_stages=tile.stages,
+        tile.group_m, tile.halves, 1, True,
     )  # fmt: skip
-    return out[0]
+    return Prepared(
+        gather_matmul, processors(x.device), args, changing=(0, 1, 2, 3), num_warps=tile.warps, num_stages=tile.stages
+    )
 
 
 # --- table ------------------------------------------------------------------------------------------------------------
@@ -402,6 +521,11 @@ def sums(bench: Bench) -> None:
             inside, "sum", bench.group.group_name
         )
         calls["own"] = lambda x=x: all_reduce.all_reduce(x, bench.group)
+        for shots in (1, 2):
+            cut = replace(all_reduce.launch_for(x.numel(), 2, bench.world, bench.device), shots=shots)
+            calls[f"own {shots} shot"] = lambda x=x, cut=cut: all_reduce.all_reduce(x, bench.group, launch=cut)
+        if (words := all_reduce.flagged(x.numel(), 2)) is not None:
+            calls["own flagged words"] = lambda x=x, cut=words: all_reduce.all_reduce(x, bench.group, launch=cut)
         eager = bench.times(calls, rounds=5)
         bench.recorder.write("all_reduce", bytes=nbytes, how="eager", seconds=eager)
         replays = {name: graph(call, 20) for name, call in calls.items()}
@@ -453,6 +577,8 @@ STAGES = {
     "parts": parts,
     "tiles": tiles,
     "scatter_tiles": tiles_of_scatter,
+    "mechanisms": mechanisms,
+    "host": host,
     "table": table,
     "sums": sums,
     "norms": norms,
@@ -476,7 +602,7 @@ def main() -> None:
     for stage in options.stages.split(","):
         if stage == "check":
             check(bench, options.iterations, tuple(options.modes.split(",")))
-            captured(bench)
+            captured(bench, options.iterations)
         else:
             bench.warm()
             STAGES[stage](bench)

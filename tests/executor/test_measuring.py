@@ -202,7 +202,7 @@ def test_a_step_is_taken_even_if_the_profiler_cannot(monkeypatch, tmp_path) -> N
     monkeypatch.setattr(profile_step, "profile", Broken)
     taken = []
 
-    said = profile_step.profile_step(lambda: taken.append(1), torch.device("cpu"), tmp_path / "t.json", rank=0)
+    said, _ = profile_step.profile_step(lambda: taken.append(1), torch.device("cpu"), tmp_path / "t.json", rank=0)
 
     assert (said, taken) == ("no counters", [1])
     assert not (tmp_path / "t.json").exists()
@@ -215,7 +215,7 @@ def test_a_real_profile_is_a_trace(tmp_path) -> None:
     ones = torch.ones(64, 64)
     path = tmp_path / "t.json"
 
-    assert profile_step.profile_step(lambda: ones @ ones, torch.device("cpu"), path, rank=1) == ""
+    assert profile_step.profile_step(lambda: ones @ ones, torch.device("cpu"), path, rank=1) == ("", [])
 
     trace = from_kineto(json.loads(path.read_text()))
     assert any("matmul" in span.name or "mm" in span.name for span in trace.of(1))

@@ -15,6 +15,7 @@ from planner.inner_solve import solve
 from planner.stage_options import priced
 from simulator.model import MixtureOfExperts
 from simulator.plan import Plan
+from simulator.plan_columns import plan_columns
 from simulator.runtime_library import resolve
 from simulator.screening import Screening
 from simulator.stages import rank_of_stage
@@ -34,7 +35,7 @@ def compositions(total, parts):
 
 def solved(screening, plan, recomputes, framework=ANY, **limits):
     """Return what the solver makes of one plan."""
-    costs = priced(screening, [plan], recomputes)
+    costs = priced(screening, [plan], plan_columns([plan]), recomputes)
     return solve(screening, framework, costs, [0], recomputes, **limits)
 
 
@@ -100,7 +101,7 @@ def draw(seed):
     )
     workload = Workload(seq_len=rng.choice([512, 2048]), global_batch_size=plan.dp_shard * 2 * pp * rng.choice([1, 3]))
     gib = rng.choice([2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 24.0, 80.0])
-    cluster = make_cluster(rng.choice([1, 2]), 16, memory_gib=gib, nvlink=rng.random() < 0.7)
+    cluster = make_cluster(2, 8, memory_gib=gib, nvlink=rng.random() < 0.7)
     return Screening(model=model, cluster=cluster, workload=workload, runtime=rng.choice(RUNTIMES)), plan
 
 

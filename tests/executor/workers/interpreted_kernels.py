@@ -121,6 +121,31 @@ def reduce(shots: int, world: int, rows: int, columns: int, block: int, *, norm:
     return worst
 
 
+def words_with_flags(world: int, numel: int, dtype: torch.dtype) -> float:
+    """All ranks in three calls; a call's words are in place because every rank first runs once in vain."""
+    block, stride, programs = 16, 8, -(-numel * dtype.itemsize // 64)
+    inbox = torch.zeros((world, 2 * world * stride * block), dtype=torch.int64)
+    at = torch.tensor([inbox[r].data_ptr() for r in range(world)])
+    worst = 0.0
+    for call in range(3):
+        xs = draw(world, numel, seed=50 + call, dtype=dtype)
+        for attempt in range(2):
+            for rank in range(world):
+                out, error = torch.full((numel,), torch.nan, dtype=dtype), torch.zeros(1, dtype=torch.int32)
+                epochs = torch.full((stride,), call, dtype=torch.int32)
+                all_reduce.flagged_words[(programs,)](
+                    xs[rank], out, inbox[rank], at, epochs, error, numel * dtype.itemsize // 16, rank, world, block, stride,
+                    LIMIT,
+                )  # fmt: skip
+                assert (epochs[:programs] == call + 1).all()
+                if attempt == 0:
+                    assert int(error) or rank == world - 1, "nobody had sent anything, and nobody was missed"
+                else:
+                    assert not int(error)
+                    worst = max(worst, difference(out, xs.double().sum(0)))
+    return worst
+
+
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     gap = (found.double() - expected).abs().max() / expected.abs().max()
     return float(gap.nan_to_num(torch.inf))
@@ -150,6 +175,9 @@ def main() -> None:
                     f"reduce shots={shots} W{world} {rows}x{columns} {norm}",
                     reduce(shots, world, rows, columns, block, norm=norm),
                 )
+    for world in (2, 3, 4):
+        for dtype, numel in ((torch.float32, 36), (torch.float16, 72), (torch.float16, 16)):
+            say(f"flagged words W{world} {numel} {dtype}", words_with_flags(world, numel, dtype))
     parts = draw(3, 100, seed=8, dtype=torch.float32)
     own = parts[1].clone()
     copies.add_slots[(4,)](own, parts, 100, 1, 3, 32)

@@ -1,0 +1,33 @@
+"""Overlap modes where they will run: fresh inputs against float64, ranks delayed at random, graphs replayed. By hand:
+
+pytest -m multigpu tests/executor/test_overlap_on_gpus.py
+"""
+
+from pathlib import Path
+
+import pytest
+
+from executor.launch import launch
+from executor.records import read_records
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+GPUS = torch.cuda.device_count()
+ITERATIONS = 2000
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(GPUS < 2, reason="there are not two CUDA GPUs")
+@pytest.mark.parametrize("ranks", [2, *([4] if GPUS >= 4 else [])])
+def test_every_mode_is_right_on_gpus(tmp_path: Path, ranks: int) -> None:
+    """Odd shapes, bf16 and fp16, poisoned buffers; thousands of calls with delays; captured graphs equal eager calls."""
+    out = tmp_path / "checks.jsonl"
+    arguments = [str(out), "--seconds=230", "--stages=check", f"--iterations={ITERATIONS}"]
+    done = launch("tests.bench.overlap_worker", arguments, ranks=ranks, budget_s=240, directory=tmp_path)
+
+    assert done.ok, done.failure or done.stderr_tail[-3000:]
+    records = list(read_records(out))
+    assert [r for r in records if r["kind"] == "missing"] == []
+    checks = [r for r in records if r["kind"] == "check"]
+    assert len(checks) > 100
+    assert [r for r in checks if not r["ok"]] == []
