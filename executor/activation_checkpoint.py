@@ -69,6 +69,7 @@ def _recompute(block: Block, contexts: Any) -> None:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         # Nothing in a block is random, so the generator's state need not be kept.
-        return checkpoint(plain, x, use_reentrant=False, preserve_rng_state=False, **extra)
+        # A block runs again whole, as torchtitan has it since 0.2.0: so a run shows what its description predicts.
+        return checkpoint(plain, x, use_reentrant=False, preserve_rng_state=False, early_stop=False, **extra)
 
     block.forward = forward  # type: ignore[method-assign] # on this instance only

@@ -11,7 +11,6 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import signal
 import socket
 import sys
 import time
@@ -19,10 +18,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from executor.effects import operator_table, read_back
+from executor.entry import stop_at_sigterm
 from executor.gpu_watch import GpuWatch, Sample, summarise
 from executor.heartbeat import read_beats, suspects
 from executor.launch import Launched, Meeting, command, launch
@@ -38,6 +37,7 @@ from topology.errors import BadInput, BadPlan, PlannerError
 
 ENDING_S = 10.0  # of the budget, for ending ranks and writing the report
 GRACE_S = 4.0
+MODULE = "executor.worker"
 MAX_TRACE_BYTES = 256 * 2**20
 
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--meeting", default="meshwright", help="the name of their meeting, the same on all")
     parser.add_argument("--collect", action="store_true", help="start nothing: report what several nodes have left")
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)  # whoever stops us by SIGTERM wants our ranks gone, too
+    stop_at_sigterm()
     try:
         request = codec.convert(codec.read_json(options.request), Request, where=options.request)
         check(request.plan, request.model, request.workload, request.runtime, device=request.device)
@@ -92,7 +92,7 @@ def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict
     if request.device == "cuda":
         watch.start()
     done = launch(
-        "executor.worker",
+        MODULE,
         arguments,
         ranks=request.plan.gpus,
         budget_s=max(1.0, budget_s - 0.5 * ending),
@@ -102,11 +102,11 @@ def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict
     )
     samples = watch.stop() if request.device == "cuda" else []
     document = report(request, done, records, arguments, samples)
-    _write(document, out / "run.json")
+    write_report(document, out / "run.json")
     return document
 
 
-def _write(document: dict[str, Any], path: Path) -> None:
+def write_report(document: dict[str, Any], path: Path) -> None:
     """Write the report. Raises PlannerError with the gist of it where that cannot be done."""
     try:
         codec.write_text(path, codec.to_json(document) + "\n")
@@ -130,7 +130,7 @@ def run_node(request: Request, request_path: str, out: Path, budget_s: float, me
     records.mkdir(parents=True, exist_ok=True)
     ending = min(ENDING_S, 0.3 * budget_s)
     done = launch(
-        "executor.worker",
+        MODULE,
         worker_arguments(request_path, records, time.time() + budget_s - ending),
         ranks=request.plan.gpus // meeting.count,
         budget_s=max(1.0, budget_s - 0.5 * ending),
@@ -149,7 +149,7 @@ def collect(request: Request, request_path: str, out: Path, nodes: int) -> dict[
     """Write `run.json` from what the ranks of all nodes recorded, and return it."""
     done = together(read_words(out), nodes)
     document = report(request, done, out / "records", worker_arguments(request_path, out / "records", 0.0))
-    _write(document, out / "run.json")
+    write_report(document, out / "run.json")
     return document
 
 
@@ -217,7 +217,7 @@ def report(
         "seconds": done.seconds,
         "survivors": list(done.survivors),
         "command": command(
-            "executor.worker",
+            MODULE,
             arguments,
             ranks=ranks,
             elastic=True,
@@ -394,10 +394,6 @@ def _peaks(records: Sequence[dict[str, Any]]) -> dict[str, int]:
             if key.startswith("peak_") or key == "retries":
                 peaks[key] = max(peaks.get(key, 0), value)
     return peaks
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -7,13 +7,8 @@ from typing import Any
 import torch
 
 from executor.shards import local
-from executor.tensor_overlap import Overlapped
+from executor.tensor_overlap import applied_overlap
 from executor.train_step import Trainer
-
-
-def _overlap(project: Any) -> str:
-    owner = getattr(project, "__self__", None)
-    return owner.name if isinstance(owner, Overlapped) else "none"
 
 
 def built(trainer: Trainer) -> dict[str, Any]:
@@ -32,6 +27,6 @@ def built(trainer: Trainer) -> dict[str, Any]:
         "graph_breaks": sum(counters["graph_break"].values()),
         "schedule": type(schedule).__name__ if schedule is not None else None,
         "micro_batches": getattr(schedule, "_n_microbatches", trainer.micro_batches),
-        "tp_overlap": "/".join(sorted({_overlap(block.attention.project) for block in blocks})),
+        "tp_overlap": applied_overlap(blocks),
         "cp_method": "/".join(sorted(methods)),
     }

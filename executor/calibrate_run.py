@@ -8,22 +8,19 @@ measured, so a run that is stopped, killed or out of time leaves a valid profile
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-from executor.doctor_worker import complaint, find_devices, refuse_busy
-from executor.gpu_state import run_text
+from executor.entry import ended
 from executor.launch import launch
+from executor.measuring import devices_to_measure, driver_version, measuring_parser, noted, on_one_host
 from executor.records import Deadline, Recorder
 from topology.codec import read_json
-from topology.errors import PlannerError
 
 ENDING_S = 3.0  # for a piece to leave its process group and exit
 GRACE_S = 3.0
@@ -44,34 +41,19 @@ class Piece:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure. Returns 0 when all pieces ran, 1 when there is nothing to measure with, 130 on Ctrl-C."""
-    parser = argparse.ArgumentParser(prog="executor.calibrate_run")
+    parser = measuring_parser("executor.calibrate_run")
     parser.add_argument("--request", required=True)
     parser.add_argument("--records", required=True, help="JSON lines; what is there already is kept")
-    parser.add_argument("--budget", type=float, default=60.0)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--indices", default="", help="nvidia-smi's indices, in CUDA's order; default: all")
-    parser.add_argument("--allow-busy", action="store_true")
-    parser.add_argument("--machine", default="this machine")
     parser.add_argument("--gpu-name", default="", help="catalogue name of the GPU")
     parser.add_argument("--command", default="", help="what the user typed, for the record")
     parser.add_argument("--text", default="")
-    options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)  # whoever stops us by SIGTERM wants our children gone, too
-    try:
-        return run(options)
-    except KeyboardInterrupt:
-        return 130
-    except PlannerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    return ended(run, parser.parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the pieces in turn. Raises ProbeError when there is nothing to measure, or others are at work on the GPUs."""
     deadline = Deadline(options.budget)
-    devices = find_devices(options)
-    if options.device == "cuda":
-        refuse_busy(devices, allow=options.allow_busy)
+    devices = devices_to_measure(options)
     indices = [device["index"] for device in devices]
     recorder = Recorder(options.records)
     recorder.write("header", **header(options, len(indices)))
@@ -103,10 +85,7 @@ def run(options: argparse.Namespace) -> int:
                 environment=environment(options.device),
                 directory=Path(folder) / piece.name.replace(" ", "_"),
             )
-            said = complaint(piece.name, done)
-            if said:
-                recorder.missing(said)
-                print(said, file=sys.stderr, flush=True)
+            noted(piece.name, done, recorder)
             if done.outcome == "interrupted":
                 interrupted = True
                 break
@@ -145,13 +124,12 @@ def pieces_of(request: dict[str, Any], gpus: int) -> list[Piece]:
 def header(options: argparse.Namespace, gpus: int) -> dict[str, Any]:
     """Return what a `topology.samples.Provenance` is made of; the workers add the versions they load."""
     cuda = options.device == "cuda"
-    driver = run_text(("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")) if cuda else ""
     return {
         "machine": options.machine,
         "gpu": options.gpu_name if cuda else "cpu",
         "device": options.device,
         "gpus": gpus,
-        "driver": driver.splitlines()[0].strip() if driver else "",
+        "driver": driver_version() if cuda else "",
         "versions": {"python": sys.version.split()[0]},
         "taken_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": options.command,
@@ -172,18 +150,12 @@ def environment(device: str) -> dict[str, str]:
         added |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     else:
         added |= {"OMP_NUM_THREADS": "4"}
-    if Path("/sys/class/net/lo").exists():
-        added |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    return added
+    return added | on_one_host()
 
 
 def _collective_arguments(options: argparse.Namespace, indices: Sequence[int]) -> tuple[str, ...]:
     some = (f"--indices={','.join(map(str, indices))}",)
     return (*some, f"--largest={CPU_LARGEST}") if options.device == "cpu" else some
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -12,19 +12,23 @@ How keys and values travel is the plan's `cp_method`:
                  gradients W times, which brings them home
     all_gather   all at once, beside the rank's own part; gradients are reduce-scattered at the end
 
-Grouped queries: each key head serves several query heads, and is moved and read once (the flash kernel knows groups).
+Grouped queries: each key head serves several query heads, and is moved and read once (the kernels know groups).
 Parts are put together once, at the end, with weights from the log-sum-exp of all: rewriting the result after each part
 costs as much memory traffic as the attention of two short parts.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+LEAST_TOKENS = 128  # of a part that is given to cuDNN: in shorter ones there is nothing to gain
 
 # --- who holds what ---------------------------------------------------------------------------------------------------
 
@@ -42,8 +46,11 @@ def positions(seq_len: int, rank: int, world: int, device: torch.device) -> Tens
 
 def part_forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Return attention (B, a, Sq, d) over these keys alone, and its log-sum-exp (B, a, Sq) in float32 or wider."""
-    if _flash(q):
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]  # noqa: SLF001 - the only operator that returns the log-sum-exp
+    if _narrow(q):
+        if _cudnn_takes(q, k):
+            out, lse = _cudnn_forward(q, k, v, causal)
+            return out, lse
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]  # noqa: SLF001 - the only operators that return the log-sum-exp
         return out, lse
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
@@ -56,7 +63,9 @@ def part_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this part's gradients of q, k and v; `out` and `lse` are those of attention over all keys."""
-    if _flash(q):
+    if _narrow(q):
+        if _cudnn_takes(q, k):
+            return _cudnn_backward(grad, q, k, v, out, lse, causal)
         # The random state is for dropout, of which there is none.
         none = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # noqa: SLF001 - as above
@@ -77,8 +86,46 @@ def part_backward(
     return d_scores @ k.to(wide), dk, dv
 
 
-def _flash(q: Tensor) -> bool:
+def _narrow(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in {torch.bfloat16, torch.float16}
+
+
+def _cudnn_takes(q: Tensor, k: Tensor) -> bool:
+    return min(q.shape[2], k.shape[2]) >= LEAST_TOKENS and _cudnn(q.device.index, q.shape[-1], q.dtype)
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[:2]  # noqa: SLF001 - as above
+    return out, lse.reshape(q.shape[:-1])  # cuDNN leaves a last dimension of one
+
+
+def _cudnn_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    none = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout's random state, and of no bias
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # noqa: SLF001 - as above
+        grad, q, k, v, out, lse.unsqueeze(-1), none, none, None, None, None, q.shape[2], k.shape[2], 0.0, causal
+    )
+
+
+@cache
+def _cudnn(device: int, width: int, dtype: torch.dtype) -> bool:
+    """Return whether cuDNN's attention works here on parts of grouped keys.
+
+    On Hopper and later it is what `scaled_dot_product_attention` picks (TORCH_CUDNN_SDPA_PREFERRED=0 says otherwise, here
+    too), and its kernels are the quicker ones; but which shapes it takes depends on its version. So a small part is
+    tried, forward and backward; whether it computes rightly is checked with everything else (`executor.verify_kernels`).
+    """
+    if os.environ.get("TORCH_CUDNN_SDPA_PREFERRED") == "0" or torch.cuda.get_device_capability(device)[0] < 9:
+        return False
+    q = torch.zeros((1, 4, 2 * LEAST_TOKENS, width), device=torch.device("cuda", device), dtype=dtype)
+    k = torch.zeros((1, 2, LEAST_TOKENS, width), device=q.device, dtype=dtype)
+    try:
+        out, lse = _cudnn_forward(q, k, k, False)
+        _cudnn_backward(q, q, k, k, out, lse, False)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def _scores(q: Tensor, k: Tensor, *, causal: bool) -> Tensor:
@@ -170,8 +217,8 @@ class _RingAttention(torch.autograd.Function):
             found = part_forward(q[:, :, queries], keys[0][:, :, seen], keys[1][:, :, seen], causal=source == ring.rank)
             parts.append((queries, *found))
         out, lse = combine(parts)
-        # The flash kernel takes the result of its forward pass, in its own type; plain arithmetic the exact one.
-        kept = out.to(q.dtype) if _flash(q) else out
+        # The kernels take the result of its forward pass, in its own type; plain arithmetic the exact one.
+        kept = out.to(q.dtype) if _narrow(q) else out
         ctx.save_for_backward(q, k, v, kept, lse)
         ctx.ring = ring
         return out.to(q.dtype)

@@ -14,6 +14,7 @@ from typing import Any
 from executor.legal import cp_method
 from executor.request import Request
 from simulator import trace as tr
+from simulator.overlap_sites import mode_at, spoken
 from simulator.trace import Trace
 
 # Parts of kernel names, lower case, by what a plan counts on. Two for grouped products: ours by CUTLASS's type name.
@@ -87,13 +88,20 @@ def _built(request: Request, built: Mapping[str, Any]) -> list[Effect]:
         ran = f"{built['schedule']}, {built['micro_batches']} micro batches"
         found.append(_effect("pipeline", asked, ran, ok=built["micro_batches"] == rounds))
     if plan.tp > 1:
-        found.append(
-            _effect("tp_overlap", plan.tp_overlap, str(built["tp_overlap"]), ok=built["tp_overlap"] == plan.tp_overlap)
-        )
+        found.append(_overlap(plan.tp_overlap, built["tp_overlap"]))
     if plan.cp > 1:
         asked = cp_method(plan, runtime)
         found.append(_effect("cp_method", asked, str(built["cp_method"]), ok=asked == built["cp_method"]))
     return found
+
+
+def _overlap(asked: str, applied: Mapping[str, str]) -> Effect:
+    """Return whether every site that this rank's blocks have runs in its mode."""
+    ran = ", ".join(f"{site} {mode}" for site, mode in applied.items())
+    if len(set(applied.values())) == 1:
+        ran = next(iter(applied.values()))
+    right = all(mode == mode_at(asked, site) for site, mode in applied.items())
+    return _effect("tp_overlap", spoken(asked), ran or "no block on this rank", ok=right)
 
 
 def _kernels(request: Request, trace: Trace) -> list[Effect]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from executor.model import Decoder
 from executor.moe import Experts
+from executor.permute import inverse_of, take
 
 
 class _AllToAll(torch.autograd.Function):
@@ -53,9 +54,9 @@ class AllToAllExchange(nn.Module):
         here = theirs.numel() // self.world
         expert = torch.arange(here, device=tokens.device).repeat(self.world).repeat_interleave(theirs)
         order = expert.argsort(stable=True)
-        done = experts(arrived[order], theirs.view(self.world, -1).sum(0))
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return _AllToAll.apply(done[back], received, sent, self.group)
+        back = inverse_of(order)
+        done = experts(take(arrived, order, back), theirs.view(self.world, -1).sum(0))
+        return _AllToAll.apply(take(done, back, order), received, sent, self.group)
 
 
 def apply_expert_parallel(model: Decoder, mesh: DeviceMesh) -> None:

@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +45,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Writes the beat of this rank until the process ends; `phase` says what it is doing in words.
+    """Writes the beat of this rank until the process ends or it is closed; `phase` says what it is doing in words.
 
     `entered` is asked at each beat, from another thread; it is set when there are groups to count.
     """
@@ -56,6 +55,7 @@ class Heartbeat:
         self.entered: Callable[[], Mapping[str, int]] = dict
         self.telling = True
         self._ended = False
+        self._over = threading.Event()
         self._path = folder / f"rank{rank}.beat"
         self._main = threading.main_thread().ident or 0
         self._write()
@@ -66,13 +66,16 @@ class Heartbeat:
         self._ended = True
         self._write()
 
+    def close(self) -> None:
+        """Write no more: this rank has come to the end of the run and goes on to another."""
+        self._over.set()
+
     def enter(self, phase: str) -> None:
         self.phase = phase
         self._write()
 
     def _run(self) -> None:
-        while True:
-            time.sleep(PERIOD_S)
+        while not self._over.wait(PERIOD_S):
             self._write()
 
     def _write(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from simulator.model import Model
+from simulator.overlap_sites import NONE, SITES, mode_at, modes_in
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.runtime_library import runtime_spec
@@ -34,7 +35,7 @@ def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime, *, dev
     problems = []
     if plan.zero_stage not in {None, 0}:
         problems.append(f"ZeRO stage {plan.zero_stage}: say dp_shard, which is FSDP2")
-    problems += _overlap_problems(plan, runtime)
+    problems += _overlap_problems(plan, model, runtime)
     if model.heads % plan.tp or (model.latent is None and model.kv_heads % plan.tp):
         problems.append(f"tp {plan.tp} must divide {model.heads} heads and {model.kv_heads} key/value heads")
     if model.vocab % plan.tp:
@@ -48,8 +49,6 @@ def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime, *, dev
         )
     if plan.cp > 1:
         problems += _context_problems(plan, model, workload, cp_method(plan, runtime))
-    if plan.tp > 1 and plan.tp_overlap != "none" and model.latent is not None:
-        problems.append(f"tp_overlap {plan.tp_overlap} with latent attention, whose first products are not cut")
     if plan.ep > 1 and model.moe is None:
         problems.append(f"ep {plan.ep}: {model.name} has no experts")
     if plan.ep > 1 and model.moe is not None and model.moe.experts % plan.ep:
@@ -116,17 +115,23 @@ def _context_problems(plan: Plan, model: Model, workload: Workload, method: str)
     return found
 
 
-def _overlap_problems(plan: Plan, runtime: Runtime) -> list[str]:
+def _overlap_problems(plan: Plan, model: Model, runtime: Runtime) -> list[str]:
     """Return why the plan's tp_overlap cannot be run, or nothing."""
     if plan.tp_overlap == "none" or plan.tp == 1:
         return []
-    if plan.tp_overlap not in OVERLAP_MODES:
-        return [f"tp_overlap {plan.tp_overlap}: one of none, {', '.join(OVERLAP_MODES)}"]
+    try:
+        modes = modes_in(plan.tp_overlap)
+    except BadPlan as error:
+        return [f"{error.what}; sites are {', '.join(SITES)}, modes none, {', '.join(OVERLAP_MODES)}"]
+    if unknown := [mode for mode in modes if mode not in OVERLAP_MODES]:
+        return [f"tp_overlap {', '.join(unknown)}: one of none, {', '.join(OVERLAP_MODES)}"]
     found = []
     if not plan.sequence_parallel:
         found.append(f"tp_overlap {plan.tp_overlap} needs sequence_parallel: it hides gathers and scatters of tokens")
     if runtime.compile:
         found.append(f"tp_overlap {plan.tp_overlap} with compile: the overlapped products are eager")
+    if model.latent is not None and any(mode_at(plan.tp_overlap, site) != NONE for site in SITES[:2]):
+        found.append(f"tp_overlap {plan.tp_overlap} with latent attention, whose first products are not cut")
     return found
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 
 from executor.feed_forward import FeedForward
+from executor.permute import inverse_of, take
 from executor.shards import local
 from simulator.model import MixtureOfExperts as Shapes
 
@@ -91,11 +92,12 @@ class MixtureOfExperts(nn.Module):
         weights, ids = self.route(tokens)
         order = ids.flatten().argsort(stable=True)  # token copies, sorted by expert
         counts = torch.bincount(ids.flatten(), minlength=self.total)
-        source = order // self.experts_per_token
-        sent = tokens[source]
+        back = inverse_of(order)
+        sent = take(tokens, order, back, copies=self.experts_per_token)
         done = self.experts(sent, counts) if self.exchange is None else self.exchange(self.experts, sent, counts)
-        done = done * weights.flatten()[order, None].to(done.dtype)
-        return torch.zeros_like(tokens).index_add(0, source, done.to(tokens.dtype)).view_as(x)
+        # Where they came from: the copies of a token side by side, each with its weight.
+        done = take(done, back, order).unflatten(0, (-1, self.experts_per_token))
+        return (done * weights[..., None].to(done.dtype)).sum(1).to(tokens.dtype).view_as(x)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights (T, k), which add up to one, and expert numbers (T, k) (arXiv 2401.04088, section 2.1)."""

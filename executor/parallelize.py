@@ -22,8 +22,9 @@ from executor.expert_parallel import apply_expert_parallel
 from executor.init_weights import init_weights
 from executor.meshes import Meshes
 from executor.model import Decoder
-from executor.tensor_parallel import apply_tensor_parallel, vocabulary_loss
+from executor.tensor_parallel import apply_tensor_parallel
 from executor.ulysses import UlyssesAttention
+from executor.vocabulary_loss import VocabularyLoss
 from simulator.model import Model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
@@ -44,7 +45,7 @@ class Parallel:
     parts: tuple[Decoder, ...]
     modules: tuple[nn.Module, ...]  # what is called: the parts, or DDP around the only one
     schedule: Any
-    tp_mesh: DeviceMesh | None
+    loss: VocabularyLoss
     has_first: bool
     has_last: bool
     autocast: torch.dtype | None  # the type to compute in where FSDP does not see to it
@@ -117,12 +118,12 @@ def parallelize(
     modules: tuple[nn.Module, ...] = parts
     if alone and plan.dp_replicate > 1:
         modules = tuple(apply_ddp(part, meshes.group("dp_replicate"), device) for part in parts)
+    loss = VocabularyLoss(model.vocab, tp_mesh, compiled=runtime.compile)
     schedule = None
     if plan.pp > 1:
 
-        def loss(logits: Tensor, targets: Tensor) -> Tensor:
-            total = vocabulary_loss(logits, targets, vocab=model.vocab, mesh=tp_mesh)
-            return total / workload.tokens_per_step
+        def per_token(logits: Tensor, targets: Tensor) -> Tensor:
+            return loss(logits, targets) / workload.tokens_per_step
 
         schedule = pipeline.build_runtime(
             stages,
@@ -132,14 +133,14 @@ def parallelize(
             device=device,
             shapes=_shapes(plan, model, workload),
             dtype=compute if sharded else store,
-            loss=loss,
+            loss=per_token,
             own_table=own_table,
         )
     return Parallel(
         parts=parts,
         modules=modules,
         schedule=schedule,
-        tp_mesh=tp_mesh,
+        loss=loss,
         has_first=any(s.first for s in stages),
         has_last=any(s.last for s in stages),
         autocast=_if(alone and compute is not store, compute),

@@ -16,26 +16,30 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from executor.traced_operators import traced_operators
 from topology import codec
 
 ON_GPU = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 ON_HOST = frozenset({"cpu_op", "cuda_runtime", "cuda_driver"})
 
 
-def profile_step(step: Callable[[], object], device: torch.device, path: Path, *, rank: int) -> str:
-    """Take `step` under the profiler and write its trace to `path`; return why there is none, or nothing.
+def profile_step(
+    step: Callable[[], object], device: torch.device, path: Path, *, rank: int
+) -> tuple[str, list[dict[str, Any]]]:
+    """Take `step` under the profiler and write its trace to `path`.
 
-    The step is taken whether or not the profiler works: other ranks count on it.
+    Return why there is none, or nothing, and samples of the step's operators by shape. The step is taken whether or not
+    the profiler works: other ranks count on it.
     """
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
-    profiler = profile(activities=activities)
+    profiler = profile(activities=activities, record_shapes=True)
     try:
         profiler.start()
     except RuntimeError as error:  # another profiler is attached, or the driver refuses counters
         step()
-        return str(error)
+        return str(error), []
     step()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -46,9 +50,9 @@ def profile_step(step: Callable[[], object], device: torch.device, path: Path, *
             profiler.export_chrome_trace(str(raw))
             document = json.loads(raw.read_text(encoding="utf-8", errors="replace"))
         codec.write_text(path, json.dumps(trimmed(document, rank=rank)))
-    except (RuntimeError, OSError, ValueError) as error:
-        return str(error)
-    return ""
+        return "", traced_operators(document)
+    except (RuntimeError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        return str(error), []
 
 
 def trimmed(document: dict[str, Any], *, rank: int) -> dict[str, Any]:

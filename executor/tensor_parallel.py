@@ -1,4 +1,4 @@
-"""Tensor parallelism, with or without sequence parallelism, as DTensor styles; and a loss over a cut vocabulary.
+"""Tensor parallelism, with or without sequence parallelism, as DTensor styles.
 
 Projections into heads or inner width are cut by output ("colwise"), those out of it by input ("rowwise"), so that a
 pair needs one sum (Megatron-LM, arXiv 1909.08053). Without sequence parallelism that sum is an all-reduce and
@@ -9,10 +9,6 @@ their mirror images.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
@@ -24,12 +20,12 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn import functional
 
 from executor.attention import Attention
 from executor.latent_attention import LatentAttention
 from executor.model import Block, Decoder
 from executor.tensor_overlap import overlap_block
+from simulator.overlap_sites import NONE, mode_at
 
 
 def apply_tensor_parallel(
@@ -46,7 +42,7 @@ def apply_tensor_parallel(
     if model.tok_embeddings is not None:
         ends["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
     if model.output is not None:
-        # The logits stay cut: vocabulary_loss takes them as they are.
+        # The logits stay cut: VocabularyLoss takes them as they are.
         ends["output"] = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1))
         if sequence_parallel:
             ends["norm"] = SequenceParallel()
@@ -55,11 +51,8 @@ def apply_tensor_parallel(
         model.tok_embeddings.register_forward_hook(_not_a_view)
     model.tie()
     for block in model.layers.values():
-        parallelize_module(
-            block, mesh, _block_styles(block, between, experts_cut=experts_cut, overlaps=overlap != "none")
-        )
-        if overlap != "none":
-            overlap_block(block, overlap, mesh.get_group())
+        parallelize_module(block, mesh, _block_styles(block, between, experts_cut=experts_cut, overlap=overlap))
+        overlap_block(block, overlap, mesh.get_group())
 
 
 def _not_a_view(_module: nn.Module, _inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -71,7 +64,7 @@ def _not_a_view(_module: nn.Module, _inputs: tuple[Tensor, ...], out: Tensor) ->
     return out.clone()
 
 
-def _block_styles(block: Block, between: Placement, *, experts_cut: bool, overlaps: bool) -> dict[str, ParallelStyle]:
+def _block_styles(block: Block, between: Placement, *, experts_cut: bool, overlap: str) -> dict[str, ParallelStyle]:
     whole = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
     styles: dict[str, ParallelStyle] = {"attention": whole, "attention.wo": RowwiseParallel(output_layouts=between)}
     if isinstance(block.attention, LatentAttention):
@@ -88,20 +81,23 @@ def _block_styles(block: Block, between: Placement, *, experts_cut: bool, overla
         # One weight for heads that are on different ranks: its gradient is a sum over them.
         heads = SequenceParallel(sequence_dim=2, use_local_output=True)
         styles |= {"attention.q_norm": heads, "attention.k_norm": heads}
-    if overlaps:
-        # The products gather by themselves, from plain tensors; the styles of the products are for the weights alone.
-        del styles["attention"]
-        norms = ("attention_norm", "ffn_norm") if block.moe is None else ("attention_norm",)
-        styles |= dict.fromkeys(norms, SequenceParallel(use_local_output=True))
     if block.moe is not None:
         styles["moe"] = SparseParallel(between, experts_cut=experts_cut)
     else:
         styles |= {
-            **({} if overlaps else {"feed_forward": whole}),
+            "feed_forward": whole,
             "feed_forward.w1": ColwiseParallel(),
             "feed_forward.w3": ColwiseParallel(),
             "feed_forward.w2": RowwiseParallel(output_layouts=between),
         }
+    for site, module, norm in (
+        ("attention_in", "attention", "attention_norm"),
+        ("mlp_in", "feed_forward", "ffn_norm"),
+    ):
+        if module in styles and mode_at(overlap, site) != NONE:
+            # The products gather by themselves, from plain tensors; their styles are for the weights alone.
+            del styles[module]
+            styles[norm] = SequenceParallel(use_local_output=True)
     return styles
 
 
@@ -159,43 +155,3 @@ class SparseParallel(ParallelStyle):
 
 def _cut(linear: nn.Linear, mesh: DeviceMesh, placement: Placement) -> None:
     linear.register_parameter("weight", nn.Parameter(distribute_tensor(linear.weight, mesh, [placement])))
-
-
-# --- loss -------------------------------------------------------------------------------------------------------------
-
-
-class _VocabularyLoss(torch.autograd.Function):
-    """Cross-entropy when each rank has some columns of the logits: three numbers per token travel, not V of them."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        top = wide.amax(-1)
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-        weights = (wide - top[:, None]).exp()
-        mine = (targets >= first) & (targets < first + logits.shape[-1])
-        column = torch.where(mine, targets - first, 0)
-        chosen = torch.where(mine, wide.gather(-1, column[:, None])[:, 0] - top, 0)
-        sums = torch.stack((weights.sum(-1), chosen))
-        dist.all_reduce(sums, group=group)
-        weights /= sums[0][:, None]
-        ctx.save_for_backward(weights, column, mine)
-        ctx.dtype = logits.dtype
-        return (sums[0].log() - sums[1]).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        weights, column, mine = ctx.saved_tensors
-        slope = weights.scatter_add(-1, column[:, None], -mine[:, None].to(weights.dtype))
-        return (slope * grad).to(ctx.dtype), None, None, None
-
-
-def vocabulary_loss(logits: Tensor, targets: Tensor, *, vocab: int, mesh: DeviceMesh | None) -> Tensor:
-    """Return the cross-entropy summed over the tokens here; logits (B, S, V) or this rank's columns of them."""
-    flat, wanted = logits.flatten(0, 1), targets.flatten()
-    if mesh is None or mesh.size() == 1:
-        return functional.cross_entropy(
-            flat.to(torch.promote_types(flat.dtype, torch.float32)), wanted, reduction="sum"
-        )
-    share = -(-vocab // mesh.size())  # DTensor cuts like torch.chunk
-    return _VocabularyLoss.apply(flat, wanted, share * mesh.get_local_rank(), mesh.get_group())

@@ -15,7 +15,6 @@ from executor.batches import rank_batch
 from executor.meshes import Meshes
 from executor.parallelize import Parallel, parallelize
 from executor.shards import local
-from executor.tensor_parallel import vocabulary_loss
 from simulator.model import Model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
@@ -113,8 +112,7 @@ class Trainer:
             with module.no_sync() if quiet else nullcontext():
                 with self._precision():
                     logits = module(some)
-                loss = vocabulary_loss(logits, wanted, vocab=self.model.vocab, mesh=self.parallel.tp_mesh)
-                loss = loss / self.workload.tokens_per_step
+                loss = self.parallel.loss(logits, wanted) / self.workload.tokens_per_step
                 del logits
                 loss.backward()
             total = total + loss.detach()

@@ -1,11 +1,14 @@
 """One rank of a run: check the numbers, then take steps and time them. Started by `executor.apply_run`.
 
-Everything measured is written as it is measured (`rank<r>.jsonl`), so that a run cut short leaves what it had.
+Everything measured is written as it is measured (`rank<r>.jsonl`), so that a run cut short leaves what it had. Several
+requests of as many ranks run one after the other (`executor.apply_many`): starting processes and joining them takes
+longer than a plan's steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import resource
@@ -24,12 +27,13 @@ from executor import symmetric
 from executor.built import built
 from executor.checks import check_numbers
 from executor.heartbeat import Heartbeat
-from executor.meshes import build_meshes, effective, entered, set_timeout
+from executor.meshes import Meshes, build_meshes, effective, entered, set_timeout
 from executor.profile_step import profile_step
 from executor.records import OUT_OF_MEMORY, WRONG_NUMBERS, Deadline, Recorder
 from executor.request import Request
 from executor.shards import local
 from executor.train_step import Trainer
+from simulator.plan import MESH_AXES, Plan
 from topology import codec
 
 PROFILE_S = 10.0
@@ -39,26 +43,31 @@ PROFILE_S = 10.0
 def main(argv: Sequence[str] | None = None) -> None:
     """Run this rank. Ends the process with a code of its own when memory is full or numbers are wrong."""
     parser = argparse.ArgumentParser(prog="executor.worker")
-    parser.add_argument("--request", required=True)
-    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--request", required=True, action="append", help="may be repeated, each with an --out")
+    parser.add_argument("--out", required=True, action="append", type=Path)
     parser.add_argument("--until", type=float, default=float("inf"), help="take no step after this time of the clock")
     options = parser.parse_args(argv)
     deadline = Deadline(options.until - time.time())
     rank = int(os.environ["RANK"])
-    beat = Heartbeat(options.out, rank)
-    recorder = Recorder(options.out / f"rank{rank}.jsonl")
-    request = codec.convert(codec.read_json(options.request), Request, where=options.request)
-    try:
-        run(request, deadline, recorder, beat, options.out)
-    except BaseException as error:
-        beat.end()
-        if not _is_full_memory(error):
-            raise
-        recorder.write("out_of_memory", message=str(error)[:2000], phase=beat.phase, **_memory(request.device))
+    for path, out in zip(options.request, options.out, strict=True):
+        beat = Heartbeat(out, rank)
+        recorder = Recorder(out / f"rank{rank}.jsonl")
+        request = codec.convert(codec.read_json(path), Request, where=path)
+        try:
+            run(request, deadline, recorder, beat, out)
+        except BaseException as error:
+            beat.end()
+            if not _is_full_memory(error):
+                raise
+            recorder.write("out_of_memory", message=str(error)[:2000], phase=beat.phase, **_memory(request.device))
+            recorder.close()
+            # Not an exception: unwinding would run collectives that the other ranks never join.
+            os._exit(OUT_OF_MEMORY)
         recorder.close()
-        # Not an exception: unwinding would run collectives that the other ranks never join.
-        os._exit(OUT_OF_MEMORY)
-    recorder.close()
+        beat.close()
+        _forget(request.device)
+    # Only when all went well: after a failure others may be gone, and leaving the group would wait for them.
+    dist.destroy_process_group()
 
 
 def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbeat, out: Path) -> None:
@@ -67,27 +76,28 @@ def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbea
     if device.type == "cpu":
         torch.set_num_threads(1)
     beat.enter("joining the process group")
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=request.start_timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
-    try:
-        _run_joined(request, device, deadline, recorder, beat, out)
-    finally:
-        # After a failure others may be gone: leaving the group would wait for them.
-        if dist.is_initialized() and beat.phase == "done":
-            dist.destroy_process_group()
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=request.start_timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    _run_joined(request, device, deadline, recorder, beat, out)
 
 
 def _run_joined(
     request: Request, device: torch.device, deadline: Deadline, recorder: Recorder, beat: Heartbeat, out: Path
 ) -> None:
-    plan = request.plan
+    plan, began = request.plan, time.perf_counter()
     dist.barrier()  # the first collective: whoever is missing is found here, under the short timeout
     recorder.write("versions", torch=torch.__version__, backend=dist.get_backend(), device=_device_name(device))
+    if not _all_have_time(deadline, 0.0, device):
+        recorder.write("out_of_time", steps=0)
+        recorder.write("timed")
+        recorder.write("done", seconds=time.perf_counter() - began)
+        return
     beat.enter("building meshes")
-    meshes = build_meshes(plan, device.type)
+    meshes = _meshes(plan, device.type)
     mesh = effective(meshes, plan)
     recorder.write("mesh", **mesh)
     if not mesh["as_requested"]:
@@ -111,7 +121,7 @@ def _run_joined(
         own_table=request.own_table,
     )
     held = sum(local(p).numel() for p in trainer.parameters())
-    recorder.write("built", parameters_here=held, **_memory(device.type))
+    recorder.write("built", parameters_here=held, after_s=time.perf_counter() - began, **_memory(device.type))
     longest = 0.0
     for index in range(request.warm_up + request.steps):
         warm = index < request.warm_up
@@ -155,13 +165,37 @@ def _run_joined(
     if request.profile and _all_have_time(deadline, 2 * longest + PROFILE_S, device):
         rank = dist.get_rank()
         last = request.warm_up + request.steps
-        why = profile_step(lambda: trainer.step(last), device, out / f"rank{rank}.trace.json", rank=rank)
+        path = out / f"rank{rank}.trace.json"
+        why, operators = profile_step(lambda: trainer.step(last), device, path, rank=rank)
         if why:
             recorder.missing(f"profile: {why}")
+        for sample in operators:
+            recorder.write("operator", sample=sample)
     recorder.write("effects", **built(trainer))
     dist.barrier()
-    recorder.write("done")
+    recorder.write("done", seconds=time.perf_counter() - began)
     beat.enter("done")
+
+
+_MESHES: dict[tuple[int, ...], Meshes] = {}  # process groups cost a second each on GPUs, and are never handed back
+
+
+def _meshes(plan: Plan, device_type: str) -> Meshes:
+    """Return the meshes of a plan; those of an earlier one of the same degrees."""
+    key = (*(getattr(plan, axis) for axis in MESH_AXES), plan.ep)
+    if key not in _MESHES:
+        _MESHES[key] = build_meshes(plan, device_type)
+    return _MESHES[key]
+
+
+def _forget(device: str) -> None:
+    """Give back what the last run held, so that the next one finds the memory that a fresh process would."""
+    torch.compiler.reset()
+    symmetric.release()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _is_full_memory(error: BaseException) -> bool:

@@ -150,10 +150,11 @@ def _best_first(
     say: Progress,
 ) -> Explored:
     """Bound all `variants`, then cost them whole in the order of the bound until it passes what is found."""
-    shared = screening.blocks(variants, recomputes)
+    table = screening.table(variants)
+    shared = screening.blocks(table, recomputes)
     at_least = np.full(len(variants), floor_s(screening, variants))
     for done, part in enumerate(_parts(len(variants))):
-        some = screening.plans(variants.take(part), shared, part)
+        some = screening.plans(table.take(part), shared, part)
         at_least[part] = np.maximum(some.at_least_s(), at_least[part])
         say(f"bounded {part[-1] + 1:,} of {len(variants):,} plans that fit")
         if expired() and done:
@@ -174,7 +175,7 @@ def _best_first(
             rows = rows[bound[rows] <= best.value]
         if not len(rows):
             break
-        seconds[rows] = screening.plans(variants.take(rows), shared, rows).step_s()
+        seconds[rows] = screening.plans(table.take(rows), shared, rows).step_s()
         sure = rows[~counted[rows]]
         step[sure] = seconds[sure]
         best.add(grid[sure], exact[sure] if objective == "memory" else step[sure])
@@ -184,7 +185,7 @@ def _best_first(
         for few in np.array_split(unsure, -(-len(unsure) // COUNTED)) if len(unsure) else ():
             if objective == "time" and seconds[few[0]] > best.value:
                 break
-            exact[few] = screening.plans(variants.take(few), shared, few).reserved_bytes()
+            exact[few] = screening.plans(table.take(few), shared, few).reserved_bytes()
             step[few] = np.where(exact[few] <= screening.capacity_bytes, seconds[few], np.inf)
             values = exact[few] if objective == "memory" else step[few]
             best.add(grid[few], np.where(np.isfinite(step[few]), values, np.inf))

@@ -23,12 +23,16 @@ from planner.frameworks import SCHEDULES, Framework
 from planner.legality import Grade, Question, question
 from planner.rules import RULES, Level, divisors
 from planner.rules.rule import Mask
+from simulator.collectives import CollectiveModel
+from simulator.group_times import GroupTimes
 from simulator.model import Model
 from simulator.plan import Plan
-from simulator.plan_columns import PlanColumns
+from simulator.plan_columns import PlanColumns, distinct
+from simulator.plan_table import table_of_columns
 from simulator.runtime import Runtime
 from simulator.workload import Workload
 from topology.cluster import Cluster
+from topology.orders import node_orders, placed, undominated
 
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero_stage", "sequence_parallel")
 
@@ -73,7 +77,7 @@ class Nodes:
     @property
     def free(self) -> NDArray[np.int64]:
         """Variants of each leaf of a node that cost no memory."""
-        return self._count("tp_overlap") * self._count("cp_method")
+        return self._count("tp_overlap") * self._count("cp_method") * self._count("placing")
 
     def with_recompute(self, word: str) -> Nodes:
         """Return the nodes with one way of recomputation in place of all."""
@@ -84,8 +88,9 @@ class Nodes:
         return self._expanded(self.columns.take(rows), rows, ("recompute", "reshard"))
 
     def variants(self, leaves: PlanColumns, nodes: NDArray[np.intp]) -> tuple[PlanColumns, NDArray[np.intp]]:
-        """Return leaves, which came from `nodes`, under every overlap and method; and the leaf that each came from."""
-        found, of_node = self._expanded(leaves, nodes, ("tp_overlap", "cp_method"), origin=np.arange(len(nodes)))
+        """Return leaves, which came from `nodes`, under every choice that costs no memory; and each one's leaf."""
+        free = ("tp_overlap", "cp_method", "placing")
+        found, of_node = self._expanded(leaves, nodes, free, origin=np.arange(len(nodes)))
         return found, of_node
 
     def _count(self, field: str) -> NDArray[np.int64]:
@@ -95,36 +100,25 @@ class Nodes:
         self,
         columns: PlanColumns,
         nodes: NDArray[np.intp],
-        names: tuple[str, str],
+        names: tuple[str, ...],
         origin: NDArray[np.intp] | None = None,
     ) -> tuple[PlanColumns, NDArray[np.intp]]:
-        """Multiply rows by the legal values of two fields, in the order of the rows and then of the values."""
+        """Multiply rows by the legal values of some fields, in the order of the rows and then of the values."""
         origin = nodes if origin is None else origin
-        pairs = list(product(self.choices[names[0]], self.choices[names[1]]))
-        legal = np.stack([first[1][nodes] & second[1][nodes] for first, second in pairs], axis=1)
+        every = list(product(*(self.choices[name] for name in names)))
+        legal = np.stack([np.logical_and.reduce([mask[nodes] for _, mask in chosen]) for chosen in every], axis=1)
         rows, which = np.nonzero(legal)
-        values = [np.array([pair[i][0] for pair in pairs])[which] for i in (0, 1)]
+        values = [np.array([chosen[i][0] for chosen in every])[which] for i in range(len(names))]
         return replace(columns.take(rows), **dict(zip(names, values, strict=True))), origin[rows]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidates:
-    """Legal plans as columns, with the account of the rest."""
-
-    columns: PlanColumns
-    rejected: dict[str, int]
-    pruned: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        return len(self) + sum(self.rejected.values()) + sum(self.pruned.values())
-
-    def __len__(self) -> int:
-        return len(self.columns)
-
-    def plans(self, start: int = 0, stop: int | None = None) -> list[Plan]:
-        """Return the plans of rows `start` to `stop`."""
-        return [self.columns.plan(row) for row in range(start, len(self) if stop is None else min(stop, len(self)))]
+def plan_of(columns: PlanColumns, row: int, cluster: Cluster) -> Plan:
+    """Return a row as a plan, with its ranks placed on GPUs where the row says how."""
+    plan, placing = columns.plan(row), int(columns.placing[row])
+    if placing < 0:
+        return plan
+    order = node_orders(cluster, plan.gpus)[placing]
+    return replace(plan, placement=placed(order, plan.gpus, cluster.gpus_per_node))
 
 
 def enumerate_nodes(
@@ -150,24 +144,8 @@ def enumerate_nodes(
     table = _batches(table, asked, bounds, pruned)
     table = _sift(table, asked, Level.BATCH, rejected)
     choices = _choices(table, asked, bounds, rejected)
+    choices["placing"] = _placings(table, cluster, workload, asked)
     return Nodes(columns=table, choices=choices, rejected=_ordered(rejected), pruned=_ordered(pruned))
-
-
-def enumerate_candidates(
-    model: Model,
-    cluster: Cluster,
-    workload: Workload,
-    framework: str | Framework,
-    *,
-    gpus: int | None = None,
-    runtime: Runtime | None = None,
-    bounds: Bounds | None = None,
-) -> Candidates:
-    """Return all legal plans that use exactly `gpus` GPUs (default: the whole cluster), every leaf of the tree."""
-    nodes = enumerate_nodes(model, cluster, workload, framework, gpus=gpus, runtime=runtime, bounds=bounds)
-    leaves, of_node = nodes.leaves(np.arange(len(nodes)))
-    columns, _ = nodes.variants(leaves, of_node)
-    return Candidates(columns=columns, rejected=nodes.rejected, pruned=nodes.pruned)
 
 
 def _grids(asked: Question) -> Iterator[tuple[int, ...]]:
@@ -211,6 +189,7 @@ def _table(rows: list[tuple[int, ...]]) -> PlanColumns:
         reshard=np.full(n, -1, dtype=np.int64),
         capacity_factor=np.zeros(n),
         listed=np.zeros(n, dtype=np.bool_),
+        placing=np.full(n, -1, dtype=np.int64),
     )
 
 
@@ -343,6 +322,23 @@ def _choices(
             legal.append((value, keep))
         choices[name] = tuple(legal)
     return choices
+
+
+def _placings(
+    table: PlanColumns, cluster: Cluster, workload: Workload, asked: Question
+) -> tuple[tuple[Any, Mask], ...]:
+    """Return the orders of a node's GPUs (`topology.orders`) and the nodes for whose groups no other order is better."""
+    everywhere = np.ones(len(table), dtype=np.bool_)
+    orders = node_orders(cluster, asked.gpus) if len(table) else ()
+    if not orders:
+        return ((-1, everywhere),)
+    legal = np.zeros((len(orders), len(table)), dtype=np.bool_)
+    degrees = (table.dp_replicate, table.dp_shard, table.tp, table.cp, table.pp, table.ep)
+    rows, which = distinct(*degrees, table.zero_stage, table.sequence_parallel)
+    groups = GroupTimes(cluster, table_of_columns(table.take(rows), workload), CollectiveModel(cluster))
+    for number in range(len(rows)):
+        legal[list(undominated(cluster, asked.gpus, groups.patterns(number))), :] |= which == number
+    return tuple((number, legal[number]) for number in range(len(orders)) if legal[number].any())
 
 
 def _methods(asked: Question) -> tuple[str, ...]:

@@ -68,8 +68,8 @@ def flag(value: Any, where: str) -> bool:
     return value
 
 
-def word_of(value: Any, where: str) -> str:
-    if not isinstance(value, str) or len(value) > 64 or not value.isprintable():
+def word_of(value: Any, where: str, *, longest: int = 64) -> str:
+    if not isinstance(value, str) or len(value) > longest or not value.isprintable():
         raise BadPlan(f"{where} is {show(value)}", why="it must be one short word")
     return value
 

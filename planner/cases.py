@@ -27,6 +27,7 @@ from planner.case_fields import (
 from planner.case_runtime import implied_runtime, resolve_runtime, runtime_section, version_of_source
 from planner.frameworks import Framework, framework_named, framework_of_runtime
 from planner.plan_file import load_plan
+from simulator.overlap_sites import canonical
 from simulator.plan import Plan
 from simulator.workload import Workload
 from topology import codec
@@ -320,7 +321,8 @@ def complete_plan(
     values["schedule"] = _schedule(stated, values, assumed, where)
     values["recompute"] = _recompute(stated, framework, assumed, where)
     overlap = stated_value(stated, "tp_overlap")
-    values["tp_overlap"] = "none" if overlap is None else word_of(overlap, f"{where}: plan.tp_overlap")
+    if overlap is not None:
+        values["tp_overlap"] = canonical(word_of(overlap, f"{where}: plan.tp_overlap", longest=128))
     values["micro_batch_size"] = _micro_batch(stated, values, workload, assumed, where)
     return Plan(**values), assumed
 

@@ -24,12 +24,17 @@ def cost_table(
     plans: Sequence[Plan],
     runtime: Runtime,
     profile: Profile | None = None,
+    *,
+    each_on: Sequence[Cluster] = (),
 ) -> EstimateTable:
-    """Return step time and memory of every plan. Raises BadCluster where the GPU's rates are not known."""
+    """Return step time and memory of every plan. Raises BadCluster where the GPU's rates are not known.
+
+    `each_on` names the cluster of each plan, where they run on such as differ from `cluster` in link rates only.
+    """
     from simulator.closed_form import estimate_plans  # noqa: PLC0415 - keeps `--help` light
 
     require_plannable(cluster)
-    return estimate_plans(model, cluster, workload, plans, runtime, profile)
+    return estimate_plans(model, cluster, workload, plans, runtime, profile, each_on=each_on)
 
 
 def require_plannable(cluster: Cluster) -> None:

@@ -128,8 +128,9 @@ def explain(
     others = [ranked.plan for ranked in result.plans if ranked.plan != plan]
     table = cost_table(model, cluster, workload, others, runtime, profile) if others else None
 
-    def judge(changed: Cluster, which: Sequence[Plan]) -> list[Verdict]:
-        judged = cost_table(model, changed, workload, which, runtime, profile)
+    def judge(asked: Sequence[tuple[Cluster, Plan]]) -> list[Verdict]:
+        machines, which = zip(*asked, strict=True)
+        judged = cost_table(model, cluster, workload, which, runtime, profile, each_on=machines)
         return [(float(s), bool(f)) for s, f in zip(judged.step_s, judged.fits, strict=True)]
 
     first = result.plans[0]

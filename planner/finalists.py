@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from simulator.estimate import Estimate
 from simulator.lowering.block_code import Detail
@@ -34,6 +35,10 @@ class Finalist:
     def fits_simulated(self) -> bool:
         """Whether it fits where it was simulated; what was not simulated is taken at the closed form's word."""
         return self.simulated_bytes is None or self.simulated_bytes <= self.estimate.memory.capacity_bytes
+
+
+def _say(progress: Callable[[str], None], turn: str, line: str) -> None:
+    progress(f"{turn}: {line}")
 
 
 def simulated_order(
@@ -71,8 +76,7 @@ def simulated_order(
         return list(finalists)
     simulated = []
     for number, finalist in enumerate(finalists[:chosen], start=1):
-        if progress:
-            progress(f"simulating plan {number} of {chosen}")
+        turn = f"simulating plan {number} of {chosen}"
         run = simulate_plan(
             model,
             screening.cluster,
@@ -82,6 +86,7 @@ def simulated_order(
             detail=detail,
             profile=screening.profile,
             spans=False,
+            progress=None if progress is None else partial(_say, progress, turn),
         )
         simulated.append(
             replace(

@@ -1,13 +1,15 @@
 """Why a plan lost, and what would have to be true for it to win.
 
 The reason is read off the two breakdowns: the terms that differ, in seconds. The flip point of a link rate is found by
-asking again on a cluster whose links are scaled, and bisecting; that of memory follows from what the two plans need. A
-flip further away than a factor of 16 is not reported: nobody will re-plan for it.
+asking again on clusters whose links are scaled, octave by octave and then closing in; that of memory follows from what
+the two plans need. A flip further away than a factor of 16 is not reported: nobody will re-plan for it.
+
+Costing one plan takes nearly as long as costing fifty, so all knobs, directions and plans are asked about together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from planner.scaling import (
@@ -38,7 +40,8 @@ class Flip:
 
 # What one plan costs on a cluster: (objective value, fits).
 Verdict = tuple[float, bool]
-Judge = Callable[[Cluster, Sequence[Plan]], list[Verdict]]
+# Verdicts of plans, each on the cluster beside it; the clusters differ in the rates of their links only.
+Judge = Callable[[Sequence[tuple[Cluster, Plan]]], list[Verdict]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,22 +90,32 @@ def seconds(value: float) -> str:
 
 def find_flips(cluster: Cluster, best: Plan, others: Sequence[Plan], judge: Judge) -> list[tuple[Flip, ...]]:
     """Return, for each of `others`, the nearest link rates at which it would beat `best`."""
+    turns = [
+        (knob, sign)
+        for knob in KNOBS
+        for sign in (-1, 1)
+        if knob.now(cluster) > 0 and not (knob.quantity.startswith("network") and cluster.node_count == 1)
+    ]
+    if not others or not turns:
+        return [() for _ in others]
+    searches = {
+        (turn, index): _crossing(leads)
+        for turn, row in zip(turns, _octaves(cluster, best, others, judge, turns), strict=True)
+        for index, leads in enumerate(row)
+    }
     found: list[list[Flip]] = [[] for _ in others]
-    for knob in KNOBS:
-        now = knob.now(cluster)
-        if now <= 0 or not others or (knob.quantity.startswith("network") and cluster.node_count == 1):
-            continue
-        for sign in (-1, 1):
-            for index, factor in _crossings(cluster, best, others, judge, knob, sign):
-                found[index].append(
-                    Flip(
-                        quantity=knob.quantity,
-                        now=now,
-                        at=now * factor,
-                        unit=knob.unit,
-                        wins="below" if sign < 0 else "above",
-                    )
+    for ((knob, sign), index), exponent in _run(cluster, best, others, judge, searches).items():
+        if exponent is not None:
+            now = knob.now(cluster)
+            found[index].append(
+                Flip(
+                    quantity=knob.quantity,
+                    now=now,
+                    at=now * 2.0 ** (sign * exponent),
+                    unit=knob.unit,
+                    wins="below" if sign < 0 else "above",
                 )
+            )
     return [tuple(flips) for flips in found]
 
 
@@ -118,47 +131,80 @@ def memory_flip(cluster: Cluster, best: Estimate, other: Estimate) -> tuple[Flip
     return (Flip(quantity="memory per GPU", now=now, at=at, unit="bytes", wins="below"),)
 
 
-def _crossings(
-    cluster: Cluster, best: Plan, others: Sequence[Plan], judge: Judge, knob: Knob, sign: int
-) -> list[tuple[int, float]]:
-    """Return (index of plan, factor) where plans first overtake `best` when the knob is turned in one direction."""
+Turn = tuple[Knob, int]  # which rate is changed, and which way: -1 down, 1 up
+Search = Generator[
+    float, float, float | None
+]  # yields exponents to be asked about, is sent by how much the plan is behind
+
+
+def _behind(best: Verdict, other: Verdict) -> float:
+    """Return by how much a plan is behind the best, relative to it; negative where it wins."""
+    (value, fits), (theirs, other_fits) = best, other
+    return 1.0 if not other_fits else -1.0 if not fits else theirs / value - 1
+
+
+def _octaves(
+    cluster: Cluster, best: Plan, others: Sequence[Plan], judge: Judge, turns: Sequence[Turn]
+) -> list[list[list[float]]]:
+    """Return how far behind each plan is at every whole exponent of every turn, by turn, plan and exponent."""
     plans = [best, *others]
-    seen: dict[float, list[float]] = {}
-
-    def leads(exponent: float) -> list[float]:
-        """By how much each plan is behind `best`, relative to it; negative where it wins."""
-        if exponent not in seen:
-            (value, fits), *rest = judge(knob.scale(cluster, 2.0 ** (sign * exponent)), plans)
-            seen[exponent] = [
-                1.0 if not other_fits else -1.0 if not fits else other / value - 1 for other, other_fits in rest
-            ]
-        return seen[exponent]
-
-    # A plan that is ahead as it is (the simulation put it behind) crosses nothing.
-    ahead = {index for index, lead in enumerate(leads(0.0)) if lead < 0}
-    crossed: dict[int, float] = dict.fromkeys(ahead, 0.0)
-    for octave in range(1, OCTAVES + 1):
-        for index, lead in enumerate(leads(octave)):
-            if lead < 0 and index not in crossed:
-                crossed[index] = _root(lambda x, index=index: leads(x)[index], octave - 1, octave)  # type: ignore[misc]
-        if len(crossed) == len(others):
-            break
-    found = sorted((index, exponent) for index, exponent in crossed.items() if index not in ahead)
-    return [(index, 2.0 ** (sign * exponent)) for index, exponent in found]
+    changed = [knob.scale(cluster, 2.0 ** (sign * octave)) for knob, sign in turns for octave in range(1, OCTAVES + 1)]
+    verdicts = judge([(machine, plan) for machine in (cluster, *changed) for plan in plans])
+    rows = [verdicts[start : start + len(plans)] for start in range(0, len(verdicts), len(plans))]
+    behind = [[_behind(row[0], other) for other in row[1:]] for row in rows]
+    return [
+        [
+            [behind[0][index], *(behind[start + octave][index] for octave in range(OCTAVES))]
+            for index in range(len(others))
+        ]
+        for start in range(1, len(behind), OCTAVES)
+    ]
 
 
-def _root(lead: Callable[[float], float], low: float, high: float) -> float:
+def _run(
+    cluster: Cluster, best: Plan, others: Sequence[Plan], judge: Judge, searches: dict[tuple[Turn, int], Search]
+) -> dict[tuple[Turn, int], float | None]:
+    """Run all searches side by side and return what each ends with: what they ask in a round is judged at once."""
+    found: dict[tuple[Turn, int], float | None] = {}
+    answers: dict[tuple[Turn, int], float | None] = dict.fromkeys(searches)
+    while answers:
+        asked: list[tuple[tuple[Turn, int], float]] = []
+        for key, answer in answers.items():
+            try:
+                asked.append((key, next(searches[key]) if answer is None else searches[key].send(answer)))
+            except StopIteration as end:
+                found[key] = end.value
+        pairs = []
+        for ((knob, sign), index), exponent in asked:
+            machine = knob.scale(cluster, 2.0 ** (sign * exponent))
+            pairs += [(machine, best), (machine, others[index])]
+        verdicts = judge(pairs) if pairs else []
+        answers = {key: _behind(*verdicts[2 * i : 2 * i + 2]) for i, (key, _) in enumerate(asked)}
+    return {key: found[key] for key in searches}
+
+
+def _crossing(leads: Sequence[float]) -> Search:
+    """Search for the first exponent at which a plan overtakes; `leads` are what is known at whole ones, from zero on.
+
+    None where it never does, and where it is ahead as it is (the simulation put it behind), so that it crosses nothing.
+    """
+    ahead = [octave for octave, lead in enumerate(leads) if lead < 0]
+    if not ahead or ahead[0] == 0:
+        return None
+    return (yield from _root(ahead[0] - 1, ahead[0], leads[ahead[0] - 1], leads[ahead[0]]))
+
+
+def _root(low: float, high: float, before: float, after: float) -> Generator[float, float, float]:
     """Return an exponent at which the plan wins, within PRECISION of where it begins to.
 
     By regula falsi with the Illinois weights, since costs are smooth in a rate; it keeps a bracket as bisection does.
     """
-    before, after = lead(low), lead(high)
     side = 0
     while high - low > PRECISION:
         middle = low + (high - low) * before / (before - after) if before > 0 else low + PRECISION
         # Not nearer to an end than the precision, so that the bracket closes from both sides.
         middle = min(max(middle, low + PRECISION * 0.9), high - PRECISION * 0.9)
-        value = lead(middle)
+        value = yield middle
         if value < 0:
             high, after = middle, value
             before = before / 2 if side == 1 else before

@@ -242,25 +242,6 @@ def describe(plan: Plan) -> str:
     return ", ".join([*degrees, *zero, f"micro batch {plan.micro_batch_size}", f"recompute {plan.recompute}"])
 
 
-def leanest_gap(
-    model: Model,
-    cluster: Cluster,
-    workload: Workload,
-    framework: Framework,
-    runtime: Runtime,
-    gpus: int,
-    *,
-    profile: Any = None,
-    bounds: Bounds | None = None,
-) -> float:
-    """Return the bytes missing to the plan that needs least memory on `gpus` GPUs; negative when it fits.
-
-    Infinite when nothing is legal.
-    """
-    screening = Screening(model=model, cluster=cluster, workload=workload, runtime=runtime, profile=profile)
-    return Constrained(screening=screening, framework=framework, bounds=bounds or Bounds(), gpus=gpus).gap()
-
-
 # --- how many GPUs ----------------------------------------------------------------------------------------------------
 
 

@@ -21,8 +21,8 @@ def cluster_of(name: str, gpus: int | None = None, *, gpu: str | None = None) ->
     the text does not), or `local` for the machine at hand. A node in which it matters which GPUs talk is not cut to
     size: which of them to leave out is for placement to say. Raises BadCluster when it does not come that size.
     """
-    from planner.search import irregular  # noqa: PLC0415 - keeps `--help` light
     from topology.cluster_file import load_cluster  # noqa: PLC0415 - as above
+    from topology.orders import irregular  # noqa: PLC0415 - keeps `--help` light
     from topology.platform import take_gpus  # noqa: PLC0415 - as above
 
     found = _captured(name, gpu)
@@ -49,16 +49,16 @@ def unsound_gpus(cluster: Cluster) -> tuple[int, ...]:
 
 def _captured(name: str, gpu: str | None) -> Cluster | None:
     """Return the cluster that a captured text or this machine describes; None if `name` is neither."""
-    from topology import codec  # noqa: PLC0415 - keeps `--help` light
-    from topology.probe import probe_text  # noqa: PLC0415 - as above
-
     if name == "local":
-        from topology.probe_machine import probe_machine  # noqa: PLC0415 - as above
+        from topology.probe_machine import probe_machine  # noqa: PLC0415 - only what is asked for
 
         found = probe_machine()
     elif not Path(name).is_file():
         return None
     else:
+        from topology import codec  # noqa: PLC0415 - as above
+        from topology.probe import probe_text  # noqa: PLC0415 - as above
+
         text = codec.read_text(name)
         if text.lstrip().startswith("{"):
             return None

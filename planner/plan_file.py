@@ -8,13 +8,14 @@ question writes the same bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from planner.version import version
 from simulator.estimate import Estimate
 from simulator.model import Model
+from simulator.overlap_sites import canonical
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.workload import Workload
@@ -120,7 +121,7 @@ def load_plan(path: str | Path) -> PlanFile:
             f"{path} was edited: its contents do not match their fingerprints",
             remedy="make it again with planner suggest --out",
         )
-    return content
+    return replace(content, plan=content.plan.with_(tp_overlap=canonical(content.plan.tp_overlap)))
 
 
 def require_fresh(

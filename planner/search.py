@@ -2,7 +2,7 @@
 
 Branch and bound over the closed form (`planner.branch_and_bound`) finds the plans to list and proves that no other of
 the space (`planner.candidates`) beats them there. Pipelines among them get their layers and recomputation stage by stage
-(`planner.stage_search`). The simulation then has the last word on the order of those that the closed form cannot tell
+(`planner.inner_solve`). The simulation then has the last word on the order of those that the closed form cannot tell
 apart. Ties go to the simpler plan, in a fixed order, so that the same question has the same answer on any machine.
 """
 
@@ -16,24 +16,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.branch_and_bound import Explored, explore, pareto_rows
-from planner.candidates import Bounds, Nodes, enumerate_nodes
+from planner.branch_and_bound import Explored, explore, grids_of, pareto_rows
+from planner.candidates import Bounds, Nodes, enumerate_nodes, plan_of
 from planner.costs import cost_table, require_plannable
 from planner.counts import CountRow, cost_per_million_tokens
 from planner.finalists import Finalist, simulated_order
 from planner.flips import GIB, Flip, Verdict, find_flips, lost_because, memory_flip
 from planner.frameworks import Framework, framework_named
 from planner.legality import Problem, check
-from planner.stage_search import best_stages
 from simulator.estimate import Estimate
 from simulator.model import Model
 from simulator.plan import MESH_AXES, Plan
-from simulator.plan_columns import PlanColumns
+from simulator.plan_columns import PlanColumns, distinct
 from simulator.runtime import Runtime
 from simulator.screening import Screening
 from simulator.workload import Workload
-from topology.cluster import Cluster, LinkKind
+from topology.cluster import Cluster
 from topology.errors import UserError
+from topology.orders import irregular
 
 OBJECTIVES = ("time", "throughput", "memory", "cost", "pareto")
 # The closed form is within so much of the simulation (tests/simulator/test_lowering_grid.py): plans closer than that
@@ -153,16 +153,16 @@ def suggest(
 
         raise nothing_fits(screening, framework, nodes, bounds, gpus=gpus, grow=grow)
 
-    def judge(changed: Cluster, which: Sequence[Plan]) -> list[Verdict]:
-        judged = cost_table(model, changed, workload, which, runtime, profile)
+    def judge(asked: Sequence[tuple[Cluster, Plan]]) -> list[Verdict]:
+        machines, which = zip(*asked, strict=True)
+        judged = cost_table(model, cluster, workload, which, runtime, profile, each_on=machines)
         value = judged.reserved_bytes if objective == "memory" else judged.step_s
         return [(float(v), bool(f)) for v, f in zip(value, judged.fits, strict=True)]
 
     staged: list[tuple[Plan, float]] = []
     if objective not in {"memory", "pareto"}:
-        staged = _staged(screening, framework, explored, bounds.recomputes or framework.recomputes)
-    plans = _listed(explored, staged, objective, top=top, all_variants=all_variants)
-    plans = [_placed(plan, cluster) for plan in plans]
+        staged = _filled(screening, framework, explored, bounds.recomputes or framework.recomputes, top=top)
+    plans = _listed(explored, staged, objective, cluster, top=top, all_variants=all_variants)
     table = cost_table(model, cluster, workload, plans, runtime, profile)
     finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(plans)]
     if simulate and objective not in {"memory", "pareto"}:
@@ -208,34 +208,81 @@ def _reason(best: Finalist, other: Finalist, objective: str) -> str:
     return lost_because(best.estimate, other.estimate, objective=objective, simulated_s=behind)
 
 
-def _staged(
-    screening: Screening, framework: Framework, explored: Explored, recomputes: Sequence[str]
+def _filled(
+    screening: Screening, framework: Framework, explored: Explored, recomputes: Sequence[str], *, top: int
 ) -> list[tuple[Plan, float]]:
-    """Return the quickest pipelines with layers or recomputation of their own on each stage, where that is quicker."""
+    """Return the quickest pipelines with layers or recomputation of their own on each stage, where that is quicker.
+
+    Only what could come among the `top` grids is looked at: a pipeline has to beat the best plan of its own grid, and the
+    last grid of the list.
+    """
+    tells = framework.lists_layers or framework.lists_recompute
+    rows = _pipelines(explored)[:PIPELINES] if tells else []
+    if not rows:
+        return []
+    from planner.inner_solve import solve  # noqa: PLC0415 - only pipelines need it
+    from planner.stage_options import priced  # noqa: PLC0415
+
+    costs = priced(
+        screening,
+        [_plan(explored, row, screening.cluster) for row in rows],
+        explored.columns.take(np.array(rows)),
+        recomputes,
+    )
+    grid = grids_of(explored.columns)
+    best = np.full(int(grid.max()) + 1, np.inf)
+    np.minimum.at(best, grid, explored.step_s)
     better = []
-    rows = [row for row in np.argsort(explored.step_s, kind="stable") if explored.columns.pp[row] > 1]
-    for row in rows[:PIPELINES]:
-        plan, step = explored.columns.plan(int(row)), float(explored.step_s[row])
-        found, quicker = best_stages(screening, framework, plan, step, recomputes)
-        if quicker < step:
-            better.append((found, quicker))
+    for number, row in enumerate(rows):
+        last = float(np.partition(best, top - 1)[top - 1]) if len(best) >= top else np.inf
+        limit = min(last, float(best[grid[row]]), float(explored.step_s[row]))
+        found = solve(screening, framework, costs, [number], recomputes, cutoff_s=limit)
+        if found.plan is not None:
+            better.append((found.plan, found.step_s))
+            best[grid[row]] = found.step_s
     return better
+
+
+def _pipelines(explored: Explored) -> list[int]:
+    """Return the best row of each pipeline, quickest first: plans that differ in recomputation alone are one."""
+    c = explored.columns
+    same = distinct(
+        c.dp_replicate,
+        c.dp_shard,
+        c.zero_stage,
+        c.tp,
+        c.sequence_parallel,
+        c.cp,
+        c.pp,
+        c.ep,
+        c.virtual_stages,
+        c.schedule,
+        c.micro_batch_size,
+        c.tp_overlap,
+        c.cp_method,
+        c.reshard,
+    )[1]
+    rows = np.argsort(explored.step_s, kind="stable")
+    rows = rows[c.pp[rows] > 1]
+    _, first = np.unique(same[rows], return_index=True)
+    return [int(row) for row in rows[np.sort(first)]]
 
 
 def _listed(
     explored: Explored,
     staged: Sequence[tuple[Plan, float]],
     objective: str,
+    cluster: Cluster,
     *,
     top: int,
     all_variants: bool,
 ) -> list[Plan]:
     """Return the plans to list, best first by the closed form."""
     if objective == "pareto":
-        return [explored.columns.plan(row) for row in pareto_rows(explored.step_s, explored.reserved_bytes)]
+        return [_plan(explored, row, cluster) for row in pareto_rows(explored.step_s, explored.reserved_bytes)]
     values = explored.reserved_bytes if objective == "memory" else explored.step_s
     rows = ranked_rows(explored.columns, values, top=top, all_variants=all_variants)
-    found = [(float(values[row]), explored.columns.plan(row)) for row in rows]
+    found = [(float(values[row]), _plan(explored, row, cluster)) for row in rows]
     if staged:
         found = sorted([*found, *((step, plan) for plan, step in staged)], key=lambda pair: pair[0])
     if not all_variants:
@@ -310,28 +357,12 @@ def ranked_rows(table: PlanColumns, values: NDArray[np.float64], *, top: int, al
     return rows
 
 
-def _placed(plan: Plan, cluster: Cluster) -> Plan:
-    """Return the plan with ranks placed on GPUs, where the node is irregular enough for that to matter."""
-    if not irregular(cluster) or plan.gpus == 1:
+def _plan(explored: Explored, row: int, cluster: Cluster) -> Plan:
+    """Return a row as a plan, with ranks placed on GPUs where that matters."""
+    plan = plan_of(explored.columns, row, cluster)
+    if plan.placement or plan.gpus == 1 or not irregular(cluster):
         return plan
-    from topology.placement import place  # noqa: PLC0415 - only irregular machines need it
+    from topology.placement import place  # noqa: PLC0415 - only irregular machines whose orders are too many to list
 
     axes = {axis: int(getattr(plan, axis)) for axis in MESH_AXES if getattr(plan, axis) > 1}
     return replace(plan, placement=tuple(place(cluster, axes)))
-
-
-def irregular(cluster: Cluster) -> bool:
-    """Return whether it matters which GPUs of a node talk.
-
-    It does without a switch between pairs of different classes, and where some GPUs are off the switch.
-    """
-    from topology.node_rates import node_rates  # noqa: PLC0415 - keeps the module light
-
-    for position, group in enumerate(cluster.groups):
-        node = group.node
-        if len(node_rates(cluster, position).on_fabric) < len(node.gpus):
-            return True
-        switched = any(link.kind is LinkKind.NVSWITCH for link in node.links)
-        if not switched and len(set(node.pairs.values())) > 1:
-            return True
-    return False

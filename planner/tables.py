@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from planner.flips import GIB, Flip
 from planner.output import console, printable
 from simulator.estimate import Estimate, Interval
+from simulator.overlap_sites import spoken
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.workload import Workload
@@ -51,7 +52,7 @@ def policy(plan: Plan) -> str:
     if plan.pp > 1:
         parts.append((plan.schedule or "1F1B") + (f" x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
     if plan.tp_overlap != "none":
-        parts.append(f"tp overlap {plan.tp_overlap}")
+        parts.append(f"tp overlap {spoken(plan.tp_overlap)}")
     if plan.cp > 1 and plan.cp_method:
         parts.append(f"cp by {plan.cp_method.replace('_', '-')}")
     if plan.recompute_per_stage:

@@ -25,7 +25,7 @@ from simulator.plan_table import Floats, PlanTable, axis_sizes, plan_table
 from simulator.provenance import HOST_DESCRIBED, Shares, half_width, main_source
 from simulator.roofline import efficiency
 from simulator.runtime import Runtime
-from simulator.runtime_library import ModelOperators, canonical_recompute, operators_for
+from simulator.runtime_library import ModelOperators, canonical_recompute, operators_for, wraps_one
 from simulator.stages import stage_layout
 from simulator.step_cost import micro_batches, step_cost
 from simulator.workload import Workload
@@ -117,16 +117,24 @@ def estimate_plans(
     profile: Profile | None = None,
     *,
     calibration: Calibration | None = None,
+    each_on: Sequence[Cluster] = (),
 ) -> EstimateTable:
     """Return step time and memory of every plan, assuming each is legal for the model and the workload.
+
+    `each_on` names the cluster of each plan, where they run on such as differ from `cluster` in link rates only.
 
     Raises BadPlan when the runtime has no description or does not know a plan's recompute word. Without a `profile`
     every figure rests on datasheets and published efficiencies. `calibration` goes before the profile's own.
     """
     calibration = calibration or calibrated(profile, cluster)
     operators = calibrated_operators(model, runtime, calibration)
-    table = plan_table([spelled(plan, runtime) for plan in plans], workload, cp_method=operators.spec.context_parallel)
-    context = cost_context(model, cluster, workload, table, runtime, operators, profile, calibration)
+    table = plan_table(
+        [spelled(plan, runtime) for plan in plans],
+        workload,
+        cp_method=operators.spec.context_parallel,
+        wraps_one=wraps_one(operators.spec, runtime),
+    )
+    context = cost_context(model, cluster, workload, table, runtime, operators, profile, calibration, each_on)
     blocks = network_blocks(operators, context, table.recompute_modes, moe=model.moe is not None)
     layout = stage_layout(model, table, operators.spec.pipeline)
     parameters = local_parameters(model, context)
@@ -173,14 +181,21 @@ def cost_context(
     operators: ModelOperators,
     profile: Profile | None = None,
     calibration: Calibration | None = None,
+    each_on: Sequence[Cluster] = (),
 ) -> CostContext:
     """Return what the costs of blocks and traffic depend on besides the operators, for the plans of `table`."""
     roofline = roofline_of(cluster, runtime, operators.spec, calibration or calibrated(profile, cluster))
+    models = {id(machine): collective_model(machine, profile) for machine in each_on}
     return CostContext(
         table=table,
         sizes=axis_sizes(model, workload, table),
         roofline=roofline,
-        groups=GroupTimes(cluster, table, collective_model(cluster, profile)),
+        groups=GroupTimes(
+            cluster,
+            table,
+            collective_model(cluster, profile),
+            apart=tuple(models[id(machine)] for machine in each_on),
+        ),
         runtime=runtime,
         spec=operators.spec,
     )

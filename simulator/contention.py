@@ -7,7 +7,7 @@ fair (`simulator.fair_share`), and an activity advances at the speed of its tigh
 between two events; whenever something starts or ends, the work left of those affected is re-timed.
 
 Not modelled: wave quantisation of a kernel on fewer SMs, L2 interference, and clocks that fall when both are busy; for a
-product and the tensor-parallel shards beside it, `tp_overlap.BESIDE` stands for the last two.
+product and the tensor-parallel shards beside it, `async_overlap.BESIDE` and the rates of `overlap_modes` stand for them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Sms:
 
     @property
     def full(self) -> bool:
-        return sum(kernel.sms for kernel in self.kernels) > (self.total - self.held) * _ROUNDING
+        return bool(self.kernels) and sum([k.sms for k in self.kernels]) > (self.total - self.held) * _ROUNDING
 
 
 class Contention:
@@ -113,9 +113,10 @@ class Contention:
     # --- who is affected ----------------------------------------------------------------------------------------
 
     def _meets_others(self, activity: Activity) -> bool:
-        return any(self._resources[key].full for key, _ in activity.uses) or (
-            activity.gpu is not None and self._sms[activity.gpu].full
-        )
+        for key, _ in activity.uses:
+            if self._resources[key].full:
+                return True
+        return activity.gpu is not None and self._sms[activity.gpu].full
 
     def _affected(self, first: list[Activity] | dict[Activity, None]) -> list[Activity]:
         """Return `first` and whoever shares a full resource with them, directly or through others.

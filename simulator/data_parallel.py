@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from simulator.layer_cost import CostContext
 from simulator.memory import Parameters
-from simulator.plan_table import Floats
+from simulator.plan_table import Floats, PlanTable
 from simulator.roofline import efficiency
 from simulator.runtime import Runtime
 from simulator.runtime_library import ModelOperators, RuntimeSpec, is_early, runtime_spec
@@ -52,7 +52,7 @@ def data_parallel(
     count = np.maximum((dense + moe)[rows, slowest], 1.0)
 
     compute_bytes, reduce_bytes = context.dtype_bytes("compute"), context.dtype_bytes("reduce")
-    full = table.state_shard["parameters"] > 1
+    full = table.fully_sharded
     optimizer_only = ~full & (table.state_shard["optimizer"] > 1)
     gathers = np.where(table.keeps_gathered, 1.0, 2.0 * m)
     reductions = np.where(table["pp"] > 1, 1.0, m)
@@ -66,7 +66,7 @@ def data_parallel(
     # Hybrid sharding sums the shards over replicas, behind each reduce-scatter.
     shard = shared / table["sharded_over"] + experts / np.maximum(table.expert_shard["gradients"], 1.0)
     replicas = groups.time_s("all_reduce", "replicate", shard * reduce_bytes)
-    replicas = np.where((table["dp_replicate"] > 1) & (table["dp_shard"] > 1), replicas, 0.0)
+    replicas = np.where(full & has_replicas(table), replicas, 0.0)
 
     # What is copied in and out of flat buffers runs on the compute stream, and so hides traffic like any kernel.
     hbm = context.roofline.memory_bytes_per_s
@@ -132,6 +132,11 @@ def data_parallel(
     once = exposed_forward + 2 * (shared + experts) * compute_bytes / hbm + np.where(table["pp"] > 1, adding, 0.0)
     fill = np.where(full & (table["pp"] > 1), (table["pp"] - 1) * once, 0.0)
     return DataParallel(exposed_s=exposed, copies_s=copies, contention_s=contention, fill_s=fill)
+
+
+def has_replicas(table: PlanTable) -> NDArray[np.bool_]:
+    """Return whether shards of parameters have copies on other ranks, one value a plan."""
+    return np.asarray(table["dp"] * table["cp"] > table["sharded_over"])
 
 
 def _ends(

@@ -11,11 +11,14 @@ Deterministic: SimPy breaks ties in time by order of scheduling, and nothing her
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Hashable
+from collections.abc import Callable, Generator, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import simpy
+from simpy.core import EmptySchedule
 
 from simulator import trace as tr
 from simulator.allocations import Allocations, MemoryPeak, last_at_each_time
@@ -59,17 +62,26 @@ class Run:
         return max(self.memory, key=lambda rank: (self.memory[rank].peak_bytes, -rank))
 
 
-def simulate(program: Program, costs: CostModel, *, folded: bool = True, spans: bool = True) -> Run:
+def simulate(
+    program: Program,
+    costs: CostModel,
+    *,
+    folded: bool = True,
+    spans: bool = True,
+    watch: Callable[[float], None] | None = None,
+) -> Run:
     """Run `program`, in which `simulator.check.check` finds nothing, once on the machine that `costs` describes.
 
     `folded=False` simulates every rank by itself: same times, for checking and for looking at all of them.
-    `spans=False` leaves the trace empty, for when only times and peaks matter. Raises PlannerError when the program
-    does not come to an end.
+    `spans=False` leaves the trace empty, for when only times and peaks matter. `watch` is told the simulated time some
+    dozens of times a second; what it raises ends the run. Raises PlannerError when the program does not come to an end.
     """
-    return _Machine(program, costs, folded=folded, spans=spans).run()
+    return _Machine(program, costs, folded=folded, spans=spans).run(watch)
 
 
+WATCHED = 1024  # steps of the clock between two looks from outside
 _FREE = Cost(seconds=0.0)
+_CATEGORIES: dict[type, str] = {Launch: tr.COMPUTE, Copy: tr.COPY, HostWork: tr.HOST}
 _ALONE = Meeting((), (), ())
 
 
@@ -78,11 +90,14 @@ class _Op:
     """An instruction with all that is known of it beforehand: kernels have a cost, transfers also a meeting."""
 
     instruction: Instruction
-    name: str
     host_s: float
     cost: Cost = _FREE
     meeting: Meeting = _ALONE
     key: Hashable = None  # which meeting on that channel
+
+    @property
+    def name(self) -> str:
+        return label(self.instruction)
 
 
 @dataclass(slots=True)
@@ -109,9 +124,13 @@ class _Machine:
         self.end_s = 0.0  # when the last process ended; the clock may run on to timers that no longer matter
         self.ranks = [_Rank(self, rank_class) for rank_class in self.folding.classes]
 
-    def run(self) -> Run:
+    def run(self, watch: Callable[[float], None] | None) -> Run:
         processes = [process for rank in self.ranks for process in rank.start()]
-        self.env.run()
+        with suppress(EmptySchedule):
+            for step in count():
+                if watch is not None and step % WATCHED == 0:
+                    watch(self.env.now)
+                self.env.step()
         if any(process.is_alive for process in processes):
             raise self._no_end()
         self.spans.sort(key=lambda span: (span.start_s, span.rank, span.stream, -span.end_s))
@@ -227,7 +246,7 @@ class _Rank:
         for instruction, meeting_key in zip(
             self.rank_class.code.instructions, meeting_keys(self.rank_class), strict=True
         ):
-            op = _Op(instruction, label(instruction), costs.host_s(instruction), key=meeting_key)
+            op = _Op(instruction, costs.host_s(instruction), key=meeting_key)
             ranks: Ranks = (self.number,)
             match instruction:
                 case Launch():
@@ -261,7 +280,10 @@ class _Rank:
                 yield self.env.timeout(op.host_s)
                 self.span(op, begin, self.env.now, tr.HOST, HOST)
             if op.instruction.stream == HOST:
-                yield from self._carry_out(op)
+                begin, end = self.env.now, self._begin(op)
+                if end is not None:
+                    yield end
+                    self._drawn(op, begin)
             else:
                 self.streams[op.instruction.stream].put(op)
         self.machine.end_s = self.env.now
@@ -271,35 +293,40 @@ class _Rank:
     def _stream(self, queue: _Queue) -> Steps:
         while True:
             while queue.items:
-                yield from self._carry_out(queue.items.popleft())
+                op = queue.items.popleft()
+                begin, end = self.env.now, self._begin(op)
+                if end is not None:
+                    yield end
+                    self._drawn(op, begin)
             if queue.closed:
                 self.machine.end_s = self.env.now
                 return
             yield queue.wait()
 
-    def _carry_out(self, op: _Op) -> Steps:
-        begin = self.env.now
+    def _begin(self, op: _Op) -> simpy.Event | None:
+        """Begin an instruction; return the event of its end, None where it has ended already."""
         match op.instruction:
+            case Launch() | Copy():
+                return self._kernel(op)
             case RecordEvent(event=name):
                 self.events.record(name)
             case WaitEvent(event=name):
-                if not self.events.happened(name):
-                    yield self.events.wait(name)
-            case Launch():
-                yield self._kernel(op)
-                self.span(op, begin, self.env.now, tr.COMPUTE)
+                return None if self.events.happened(name) else self.events.wait(name)
             case Collective() | Send() | Recv():
-                yield self.machine.meet(self, op)
-            case Copy():
-                yield self._kernel(op)
-                self.span(op, begin, self.env.now, tr.COPY)
+                return self.machine.meet(self, op)
             case HostWork(duration_s=seconds):
-                yield self.env.timeout(seconds)
-                self.span(op, begin, self.env.now, tr.HOST)
+                return self.env.timeout(seconds)
             case Alloc(buffer=name, nbytes=nbytes, category=category, pool=pool):
                 self.memory.allocate(name, nbytes, category, pool)
             case Free(buffer=name):
                 self.memory.free(name)
+        return None
+
+    def _drawn(self, op: _Op, begin_s: float) -> None:
+        """Keep the span of an instruction that has ended, if it has one of its own; transfers draw theirs together."""
+        category = _CATEGORIES.get(type(op.instruction))
+        if category is not None:
+            self.span(op, begin_s, self.env.now, category)
 
     def _kernel(self, op: _Op) -> simpy.Event:
         cost = op.cost

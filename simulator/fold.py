@@ -177,7 +177,7 @@ class _Refinement:
     def _ask(self, costs: CostModel | None) -> None:
         """Learn from the cost model which ranks, groups and pairs are of one kind, and what links they share."""
         groups = {name: self.families[name].groups for name in self.collective_families}
-        pairs = {key: [(a, b) for a, b in rows.tolist()] for key, rows in self.partners.items()}
+        pairs = {key: list(map(tuple, rows.tolist())) for key, rows in self.partners.items()}
         if costs is None:
             self.rank_kinds = np.zeros_like(self.code_of)
             self.group_kinds = {name: number_values([len(g) for g in groups[name]]) for name in groups}

@@ -16,10 +16,11 @@ from typing import Any
 from simulator.config_reader import MAX_LAYERS, ConfigReader, show
 from simulator.model import LatentAttention, MixtureOfExperts, Model
 from simulator.model_families import FAMILIES, LATENT_DEFAULTS
+from simulator.published_networks import EXPERT_KEYS, complete
 from topology.codec import read_json
 from topology.errors import BadModel
 
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+PLAIN_FAMILIES = ("gpt", "llama")  # they describe "a GPT" or "a Llama" in general, with extra keys
 _NEXT_TOKEN_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 _SHIPPED = Path(__file__).parent / "models"
 
@@ -36,10 +37,14 @@ def model_from_config(config: dict[str, Any], *, name: str) -> Model:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         _refuse_family(config, model_type, name)
+    filled_in: tuple[str, ...] = ()
+    if model_type in PLAIN_FAMILIES and any(config.get(key) for key in EXPERT_KEYS):
+        config, filled_in = complete(config, _published())
+        model_type = config["model_type"]
     reader = ConfigReader(config, name, str(model_type), FAMILIES[str(model_type)])
     model = _read(reader)
     reader.report_unread()
-    return replace(model, assumed=tuple(reader.assumed))
+    return replace(model, assumed=(*filled_in, *reader.assumed))
 
 
 def load_model(name_or_path: str) -> Model:
@@ -79,6 +84,12 @@ def load_model(name_or_path: str) -> Model:
 def shipped_models() -> tuple[str, ...]:
     """Return the names of the models that come with the package, in alphabetical order."""
     return tuple(sorted(path.stem for path in _SHIPPED.glob("*.json") if path.stem != "SOURCES"))
+
+
+@cache
+def _published() -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Return the shipped networks, name and config, that a plain description may stand for."""
+    return tuple((name, read_json(_SHIPPED / f"{name}.json")) for name in shipped_models())
 
 
 @cache
@@ -166,8 +177,7 @@ def _read(reader: ConfigReader) -> Model:
 
 
 def _is_plain(reader: ConfigReader) -> bool:
-    """Whether the family is one of the two that describe "a GPT" or "a Llama" in general, with extra keys."""
-    return reader.model_type in {"gpt", "llama"}
+    return reader.model_type in PLAIN_FAMILIES
 
 
 def _latent(reader: ConfigReader) -> LatentAttention:
@@ -233,11 +243,11 @@ def _experts(reader: ConfigReader, layers: int) -> MixtureOfExperts | None:
     """Return the sparse layers, or None for a dense model."""
     family = reader.family
     if family.experts == "required":
-        experts = reader.integer(*_EXPERT_KEYS, low=0)
+        experts = reader.integer(*EXPERT_KEYS, low=0)
         if experts is None:
-            experts = reader.size(*_EXPERT_KEYS)
+            experts = reader.size(*EXPERT_KEYS)
     elif _is_plain(reader):
-        experts = reader.count(*_EXPERT_KEYS)
+        experts = reader.count(*EXPERT_KEYS)
     else:
         return None
     # Placement keys say which layers stay dense: HF Qwen2MoeDecoderLayer and DeepseekV3DecoderLayer.

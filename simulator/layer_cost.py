@@ -8,29 +8,24 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.async_overlap import ASYNC, extra_calls, partials_bytes, together_s
 from simulator.group_times import GroupTimes
 from simulator.operators import (
     FIXED_DTYPE_BYTES,
     OperatorSpec,
     Work,
     WorkKind,
+    active_rows,
     backward_work,
     forward_work,
     tensor_bytes,
 )
 from simulator.plan_table import Floats, PlanTable
+from simulator.recomputation import run_again
 from simulator.roofline import FITTED, MEASURED, Roofline
 from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import RecomputeSpec, RuntimeSpec
-from simulator.tp_overlap import (
-    COPY_ENGINE_MODES,
-    MATCHED_MODES,
-    PEER_MODES,
-    extra_calls,
-    launches,
-    partials_bytes,
-    together_s,
-)
+from simulator.site_costs import SitePairs, SiteRates
 
 Rows = NDArray[np.bool_]
 
@@ -106,6 +101,7 @@ class CostContext:
     groups: GroupTimes
     runtime: Runtime
     spec: RuntimeSpec
+    site: SiteRates = field(default_factory=SiteRates)
 
     def dtype_bytes(self, name: str) -> float:
         named = {
@@ -123,13 +119,13 @@ def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recomput
     forward, backward = PassWriter(context), PassWriter(context)
     modes = {name: context.spec.recompute[name] for name in recompute}
     again = {name: PassWriter(context) for name, mode in modes.items() if mode.recomputes}
-    for operator in operators:
-        active = active_rows(operator, context.table)
+    twice = {name: run_again(operators, modes[name], context.runtime, context.table) for name in again}
+    for i, operator in enumerate(operators):
         works = forward_work(operator, context.sizes, context.dtype_bytes)
-        forward.add(works, active, operator)
+        forward.add(works, active_rows(operator, context.table), operator)
         for name, writer in again.items():
-            if modes[name].runs_again(operator.name):
-                writer.add(works, active * modes[name].layers, operator)
+            if twice[name][i].any():
+                writer.add(works, twice[name][i] * modes[name].layers, operator)
     for operator in reversed(operators):
         works = backward_work(operator, context.sizes, context.dtype_bytes)
         backward.add(works, active_rows(operator, context.table), operator)
@@ -145,15 +141,6 @@ def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recomput
         | ({} if modes else {"none": everything}),
         everything_bytes=everything,
     )
-
-
-def active_rows(operator: OperatorSpec, table: PlanTable) -> Floats:
-    """Return 1 where the operator runs under the plan, else 0."""
-    active = np.ones(len(table))
-    for condition in operator.when:
-        holds = table.conditions[condition.removeprefix("!")]
-        active = active * (~holds if condition.startswith("!") else holds)
-    return active
 
 
 def tensors_bytes(operators: Sequence[OperatorSpec], context: CostContext, *, without: Sequence[str] = ()) -> Floats:
@@ -178,8 +165,9 @@ def saved_bytes(operators: Sequence[OperatorSpec], mode: RecomputeSpec, context:
 class PassWriter:
     """Adds up one pass, operator by operator, and pairs tensor-parallel collectives with the products beside them.
 
-    A gather runs beside the products that follow it, a reduce-scatter beside those just before it, as the plan's
-    `tp_overlap` says; a product serves one collective. All columns, since plans differ in which operators run.
+    Pairs in a mode of our executor are `SitePairs`'s. With torch's asynchronous tensor parallelism a gather runs beside
+    the products that follow it, a reduce-scatter beside those just before it; a product serves one collective. All
+    columns, since plans differ in which operators run.
     """
 
     def __init__(self, context: CostContext) -> None:
@@ -192,7 +180,9 @@ class PassWriter:
             hidden_s=np.zeros(rows),
         )
         self._ranks = context.table["tp"]
-        self._modes = [m for m in np.unique(context.table.tp_overlap) if m != "none"]
+        self._overlaps = bool(context.table.overlap_modes)
+        self._matches = ASYNC in context.table.overlap_modes
+        self._sites = SitePairs(context.groups, context.roofline, context.site, context.spec.host.collective_s)
         self._open = np.zeros(rows, dtype=bool)  # a gather waits for the end of its products
         self._seen = np.zeros(rows, dtype=bool)  # and has met one
         self._gathered = ""  # the tensor of the last gather
@@ -201,7 +191,6 @@ class PassWriter:
         self._beside = np.zeros((3, rows))  # its products: seconds at once and in pieces, and the host's for one launch
         self._tail = np.zeros((3, rows))  # products at the end of what has been added, claimed by no gather
         self._results: list[tuple[str, Rows]] = []  # what products since the last collective gave, and in which rows
-        self._matched = np.isin(context.table.tp_overlap, list(MATCHED_MODES))
 
     def add(self, works: Sequence[Work], active: Floats, operator: OperatorSpec) -> None:
         for work in works:
@@ -213,6 +202,7 @@ class PassWriter:
 
     def done(self) -> PassCost:
         self._close(self._open)
+        self._account(self._sites.end_gather())
         return self.cost
 
     def _kernel(self, work: Work, active: Floats, operator: OperatorSpec) -> None:
@@ -229,18 +219,18 @@ class PassWriter:
         launch_s = np.where((self._ranks > 1) & eager, host.dtensor_launch_s, launch)
         issued_s = active * work.launches * launch_s
         cost.host_s = cost.host_s + issued_s
-        if not self._modes:
-            return
         runs = active > 0
+        ends = ends_of(work, operator)
+        self._sites.product(work, ends, seconds, issued_s, active)
+        if not self._matches:
+            return
         if work.kind is WorkKind.MATMUL:
-            product = np.stack([seconds, active * pieces_s(work, self.context), issued_s])
             if work.name.endswith(WEIGHT_GRADIENT):
-                product = np.where(self._matched, 0.0, product)
-                self._seen = self._seen | (self._open & runs & ~self._matched)
-            else:
-                if ends_of(work, operator)[0] != self._gathered:
-                    self._close(self._open & self._seen & runs & self._matched)
-                self._seen = self._seen | (self._open & runs)
+                return
+            product = np.stack([seconds, active * pieces_s(work, self.context), issued_s])
+            if ends[0] != self._gathered:
+                self._close(self._open & self._seen & runs)
+            self._seen = self._seen | (self._open & runs)
             self._beside = self._beside + np.where(self._open, product, 0.0)
             self._tail = np.where(self._open, self._tail, self._tail + product)
             return
@@ -260,32 +250,56 @@ class PassWriter:
             cost.host_s = cost.host_s + active * hops * (2 * context.spec.host.collective_s + launch)
             return
         seconds = active * context.groups.time_s(work.collective, work.over, work.bytes)
-        cost.host_s = cost.host_s + active * context.spec.host.collective_s * runs
-        if work.over == "tp" and work.collective != "reduce_scatter":
-            self._results = [(tensor, r & ~runs) for tensor, r in self._results]
-        if work.over != "tp" or not self._modes:
+        if work.over != "tp" or not self._overlaps:
+            cost.host_s = cost.host_s + active * context.spec.host.collective_s * runs
             cost.expose(work.over, seconds)
             self._close(self._open & runs)
             self._end_tail(runs)
             return
+        paired, mode = self._sites.takes(operator.site, runs)
+        self._pair_sites(work, operator, paired, mode, seconds, runs)
+        seconds = np.where(paired, 0.0, seconds)
+        cost.host_s = cost.host_s + active * context.spec.host.collective_s * (runs & ~paired)
+        if work.collective != "reduce_scatter":
+            self._results = [(tensor, r & ~runs) for tensor, r in self._results]
         self._close(self._open & runs)
+        matched = runs & (mode == ASYNC)
         size = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), runs.shape)
         if work.collective == "all_gather":
-            self._open = self._open | runs
+            cost.expose("tp", np.where(matched, 0.0, seconds))
+            self._open = self._open | matched
             self._gathered = operator.tensor
-            self._seen = self._seen & ~runs
-            self._whole, self._bytes = np.where(runs, seconds, self._whole), np.where(runs, size, self._bytes)
-            self._beside = np.where(runs, 0.0, self._beside)
+            self._seen = self._seen & ~matched
+            self._whole, self._bytes = np.where(matched, seconds, self._whole), np.where(matched, size, self._bytes)
+            self._beside = np.where(matched, 0.0, self._beside)
         elif work.collective == "reduce_scatter":
             terms = sum(
                 (r.astype(int) for tensor, r in self._results if tensor == operator.tensor), np.zeros(len(runs))
             )
-            hides = ~self._matched | (terms == 1)
+            hides = matched & (terms == 1)
             self._pair(work.collective, seconds, size, np.where(hides, self._tail, 0.0), active)
             self._results = [(tensor, r & ~runs) for tensor, r in self._results]
         else:
             cost.expose("tp", seconds)
         self._end_tail(runs)
+
+    def _pair_sites(
+        self, work: Work, operator: OperatorSpec, paired: Rows, mode: NDArray[np.str_], seconds: Floats, runs: Rows
+    ) -> None:
+        """Have a tensor-parallel collective end what came before it, and begin or end a pair where it is one."""
+        self._account(self._sites.end_gather(None if work.collective == "all_gather" else runs))
+        size = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), runs.shape)
+        if work.collective == "all_gather":
+            self._sites.gather(operator.tensor, mode, seconds, size, paired)
+        elif work.collective == "reduce_scatter":
+            backward = work.backward
+            self._account(self._sites.scatter(operator.tensor, mode, seconds, size, paired, backward=backward))
+        self._sites.forget(runs)
+
+    def _account(self, found: tuple[Floats, Floats] | None) -> None:
+        if found is not None:
+            self.cost.expose("tp", found[0])
+            self.cost.host_s = self.cost.host_s + found[1]
 
     def _end_tail(self, rows: Rows) -> None:
         self._tail = np.where(rows, 0.0, self._tail)
@@ -309,31 +323,18 @@ class PassWriter:
             self._open = self._open & ~rows
 
     def _pair(self, op: str, whole_s: Floats, nbytes: Floats, products: Floats, active: Floats) -> None:
+        """Add what is left of a collective that torch's graph pass hides behind products, where there are any."""
         product_s, in_pieces_s, issue_s = products
-        exposed = whole_s
-        for mode in self._modes:
-            chunk_s, hop_s = overlap_parts_s(str(mode), op, nbytes, self.context)
-            together = together_s(
-                str(mode),
-                whole_s=whole_s,
-                chunk_s=chunk_s,
-                hop_s=hop_s,
-                product_s=product_s,
-                pieces_s=in_pieces_s,
-                ranks=self._ranks,
-            )
-            paired = (self.context.table.tp_overlap == mode) & (product_s > 0)
-            exposed = np.where(paired, np.maximum(together - product_s, 0.0), exposed)
-            if mode in MATCHED_MODES and op == "reduce_scatter":
-                moved = partials_bytes(str(mode), op, nbytes, self._ranks)
-                adding_s = np.where(paired, moved / self.context.roofline.memory_bytes_per_s, 0.0) * (active > 0)
-                self.cost.compute_s = self.cost.compute_s + adding_s
-            if mode not in COPY_ENGINE_MODES:
-                self.cost.hidden_s = self.cost.hidden_s + np.where(paired, np.maximum(whole_s - exposed, 0.0), 0.0)
-            calls = np.array([extra_calls(str(mode), ranks) for ranks in self._ranks])
-            again = np.array([launches(str(mode), ranks) - 1 for ranks in self._ranks])
-            issued_s = calls * self.context.spec.host.collective_s + again * issue_s
-            self.cost.host_s = self.cost.host_s + np.where(paired & (active > 0), issued_s, 0.0)
+        hop_s = copy_hop_s(nbytes, self.context)
+        together = together_s(hop_s=hop_s, pieces_s=in_pieces_s, ranks=self._ranks)
+        paired = product_s > 0
+        exposed = np.where(paired, np.maximum(together - product_s, 0.0), whole_s)
+        moved = partials_bytes(op, nbytes, self._ranks)
+        adding_s = np.where(paired, moved / self.context.roofline.memory_bytes_per_s, 0.0) * (active > 0)
+        self.cost.compute_s = self.cost.compute_s + adding_s
+        calls = extra_calls(self._ranks)
+        issued_s = calls * self.context.spec.host.collective_s + (self._ranks - 1) * issue_s
+        self.cost.host_s = self.cost.host_s + np.where(paired & (active > 0), issued_s, 0.0)
         self.cost.expose("tp", exposed * (active > 0))
 
 
@@ -368,12 +369,6 @@ def pieces_s(work: Work, context: CostContext) -> Floats:
     return np.asarray(ranks * context.roofline.seconds(piece))
 
 
-def overlap_parts_s(mode: str, op: str, nbytes: Floats, context: CostContext) -> tuple[Floats, Floats]:
-    """Return seconds of (a chunk as a collective of its own, a shard to a peer) under an overlap mode."""
-    ranks, groups = context.table["tp"], context.groups
-    if mode not in PEER_MODES:
-        chunk = groups.time_s(op, "tp", nbytes / ranks)
-        return chunk, chunk
-    algorithm = "copy_engine" if mode in COPY_ENGINE_MODES else None
-    hop = groups.time_s("send_recv", "tp_pair", nbytes / ranks, algorithm=algorithm)
-    return hop, hop
+def copy_hop_s(nbytes: Floats, context: CostContext) -> Floats:
+    """Return the seconds in which a copy engine moves one rank's shard of a tensor of `nbytes` to a peer."""
+    return context.groups.time_s("send_recv", "tp_pair", nbytes / context.table["tp"], algorithm="copy_engine")

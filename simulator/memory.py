@@ -105,7 +105,7 @@ def memory_columns(
 
     widths = state_bytes(context)
     param_bytes, gradient_bytes = widths["parameters"], widths["gradients"]
-    fully_sharded = (table.state_shard["parameters"] > 1)[:, None]
+    fully_sharded = table.fully_sharded[:, None]
 
     optimizer = sharded("optimizer") * widths["optimizer"]
 

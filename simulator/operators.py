@@ -17,7 +17,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from simulator.plan_table import Floats
+from simulator.plan_table import Floats, PlanTable
 from topology.errors import BadInput
 
 # Dtype names of descriptions; `compute`, `param` and `reduce` follow the runtime's configuration.
@@ -38,7 +38,8 @@ class OperatorSpec:
     `when` lists features of the model, plan or runtime that must hold (`gated`, `!sp`). `saves` are tensors autograd
     keeps for the backward pass. `scattered` operators move rows to where an index says. A matmul's backward is its two
     products; other operators give `backward_reads` and `backward_writes`. `hidden_by` names the operator, earlier in the
-    block, whose kernels a collective runs beside. `launches` are kernels (and host dispatches) forward,
+    block, whose kernels a collective runs beside; `site` is what a plan calls a tensor-parallel collective
+    (`simulator.overlap_sites`). `launches` are kernels (and host dispatches) forward,
     `backward_launches` backward; an operator without reads and writes does nothing forward.
     """
 
@@ -53,6 +54,7 @@ class OperatorSpec:
     collective: str = ""
     tensor: str = ""
     over: str = ""
+    site: str = ""
     hidden_by: str = ""
     saves: tuple[str, ...] = ()
     weight_gradient: bool = True
@@ -60,6 +62,15 @@ class OperatorSpec:
     scattered: bool = False
     launches: float = 1.0
     backward_launches: float = 1.0
+
+
+def active_rows(operator: OperatorSpec, table: PlanTable) -> Floats:
+    """Return 1 where the operator runs under the plan, else 0."""
+    active = np.ones(len(table))
+    for condition in operator.when:
+        holds = table.conditions[condition.removeprefix("!")]
+        active = active * (~holds if condition.startswith("!") else holds)
+    return active
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,188 +1,262 @@
-"""What a tensor-parallel product takes in each mode of the executor, from what its parts take alone; and which to choose.
-
-The parts: the product of so many rows (cuBLAS), the collective at once (NCCL), a copy engine's push of a shard, a signal.
-From these every mode follows by its own schedule, walked through piece by piece:
+"""What a tensor-parallel product and its collective take in each overlap mode of the executor, from what the parts take
+alone.
 
     nccl            collective and product, one after the other
-    chunked         `PIECES` pieces of every shard by NCCL, each beside the product of another
+    chunked         `SLICES` slices of every shard by NCCL, each beside one batched product of another slice
     ring            W - 1 hops to the neighbour, each beside the product of the shard at hand
-    copy_engine     pushes of whole shards, cuBLAS per shard; a reduce-scatter adds up in a pass at the end
+    copy_engine     pushes of whole shards, the library's product per shard; a reduce-scatter adds up in a pass at the end
     fused           one kernel, tiles in the order in which pieces arrive; a reduce-scatter adds in the last tiles
     torch_symm_mem  as copy_engine, from a copy in symmetric memory and with a barrier before every shard
     one_shot, two_shot   all-reduce of a small tensor in one or two exchanges
     multimem        one_shot in the switch: modelled only, the executor refuses it (NVLink multicast stays off)
 
-`OverlapRates` are few and physical, and the same for all shapes; `fit_rates` finds them from measured times. Where the very
-shape was measured, `choose` believes the measurement.
+All are pipelines of two stages, moving and multiplying, of equal steps; of such a pipeline the first or the last step
+decides, so each formula is the largest of two or three sums. Parts are numbers or columns of a plan table: the closed form
+and the simulation share every line here. What the device does and what the host issues are told apart: a host that is
+ahead costs nothing, one that is behind decides (small shapes).
 
-The idea of walking through arrivals is FlashOverlap's (EuroSys 2026: a bandwidth curve and waves of tiles); when
-hiding is possible at all, ParallelKittens' K >= s·R/(2·B) (arXiv 2511.13940, section 3) falls out of it.
+`OverlapRates` are few and physical, and the same for all shapes; `simulator.overlap_fit` finds them from measured times.
+Where the very shape was measured, `choose` believes the measurement.
+
+The idea of following arrivals is FlashOverlap's (EuroSys 2026: a bandwidth curve and waves of tiles); when hiding is
+possible at all, ParallelKittens' K >= s·R/(2·B) (arXiv 2511.13940, section 3) falls out of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Value = Any  # a float, or a column (numpy array) of them
 
 GATHER = "all_gather_matmul"
 SCATTER = "matmul_reduce_scatter"
+OPERATIONS = (GATHER, SCATTER)
 EXECUTED = ("nccl", "chunked", "ring", "copy_engine", "fused", "torch_symm_mem")
-PIECES = 4  # of a shard in `chunked`, as the executor cuts it
-FUSED_PIECES = 2  # of a shard that is pushed beside the fused kernel
+SLICES = 4  # of a shard in `chunked`, as the executor cuts it
+LARGE_BYTES = 2**24  # shards from here on are pushed in two pieces beside the fused gather
+BAND_ROWS = 1024  # rows that the fused scatter finishes before it pushes them: eight tiles of 128
+MOST_BANDS = 8
 # What the host issues in a call: always, and for every other rank. A launch, a copy, a flag, an event and a collective
-# count one each; autograd and views are in the first number of the modes that need them.
+# count one each; autograd and views are in the first number. Counted in executor/overlap; `host_s` is the time of one.
 HOST_CALLS = {
-    "nccl": (4, 0),
-    "chunked": (2 + 3 * PIECES, 0),
-    "ring": (2, 5),
-    "copy_engine": (9, 2),
-    "fused": (9, 1),
-    "torch_symm_mem": (9, 2),
+    (GATHER, "nccl"): (4, 0),
+    (SCATTER, "nccl"): (4, 0),
+    (GATHER, "chunked"): (1 + 3 * SLICES, 0),
+    (SCATTER, "chunked"): (2 + 3 * SLICES, 0),
+    (GATHER, "ring"): (3, 4),
+    (SCATTER, "ring"): (2, 5),
+    (GATHER, "copy_engine"): (8, 2),
+    (SCATTER, "copy_engine"): (5, 4),
+    (GATHER, "fused"): (9, 0.25),
+    (SCATTER, "fused"): (8, 2),
+    (GATHER, "torch_symm_mem"): (9, 2),
+    (SCATTER, "torch_symm_mem"): (7, 2),
 }
+REGATHER_CALLS = {"chunked": (2, 0), "ring": (2, 0), "nccl": (2, 0), "torch_symm_mem": (4, 2)}  # others as below
+REGATHER_PUSHED = (4, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """One product and its collective, each alone. `moved_bytes` is a rank's shard: what goes to each other rank."""
+    """One operation's product and collective, each alone; numbers or columns. A shard is what a rank sends each other.
 
-    ranks: int
-    moved_bytes: float
-    product_s: Callable[[float], float]
-    """Seconds of the product of a fraction (0 to 1] of the rows, by the library."""
-    collective_s: Callable[[float], float]
-    """Seconds of NCCL's collective on a fraction of the bytes."""
+    Several products may share a gather, or add up before a scatter: times are of all of them together, `first_s` is the
+    first one's (0: there is one only). `queued_s` is how long the stream that moves is busy already.
+    """
+
+    ranks: Value
+    shard_bytes: Value
+    shard_rows: Value
+    product_s: Value
+    """All rows at once, by the library."""
+    shard_product_s: Value
+    """The rows of one shard."""
+    slice_product_s: Value
+    """The rows of one slice of every shard, as one batched product of `ranks` matrices."""
+    collective_s: Value
+    slice_collective_s: Value
+    """The collective on the bytes of a slice."""
+    copy_s: Value
+    """One shard by a copy engine at its full rate."""
+    hop_s: Value
+    """One shard by NCCL's send and receive."""
+    stream_s: Value
+    """Reading or writing a shard once in memory."""
+    products: Value = 1
+    first_s: Value = 0.0
+    queued_s: Value = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapRates:
-    """What the modes add, the same for every shape. Defaults: `SOURCE`."""
+    """What the modes add, the same for every shape. Ratios are to the parts, so that they carry over to other machines.
 
-    copy_bytes_per_s: float = 385e9
-    copy_latency_s: float = 8e-6
+    `issue` are factors, by `operation mode`, on the host's seconds as `HOST_CALLS` count them: what was measured.
+    """
+
+    copy_latency_s: float = 1.7e-5
+    """What a push adds to the bytes over the rate: the engine's start and the flag behind it."""
     signal_s: float = 6e-6
-    """A flag raised by a copy and seen by a kernel that waits, or a barrier of all ranks."""
-    hop_s: float = 25e-6
-    """Launch of NCCL's send and receive of one hop."""
-    hop_bytes_per_s: float = 250e9
-    """Rate of such a hop, which all ranks make at once."""
+    """A flag seen by a stream or a kernel that waits, or a barrier of all ranks."""
+    hop_ratio: float = 1.0
+    """A hop that all ranks make at once over one between two that are alone, for each pair of ranks."""
+    cold: float = 1.05
+    """A product behind a collective over one behind its like: caches and clocks were the other's."""
+    gap_s: float = 6e-6
+    """From NCCL's stream to the product's and back."""
     beside: float = 0.1
     """Seconds that the library's products lose for each second of copies beside them: memory and power are shared."""
-    fused_beside: float = 0.35
-    """The same for the fused kernel, which also waits for the copies and adds what they bring."""
-    collective_beside: float = 0.6
-    """The same for a collective of NCCL, which takes multiprocessors as well."""
-    fused_ratio: float = 1.03
+    fused_beside: float = 0.05
+    """The same for the fused kernel."""
+    collective_beside: float = 0.9
+    """The same for a collective of NCCL that is there first and holds its multiprocessors."""
+    behind_beside: float = 0.6
+    """The same where the product is there first: the collective gets what its tiles leave."""
+    collective_slowed: float = 0.5
+    """Seconds that such a collective loses for each second of a product beside it."""
+    fused_ratio: float = 1.02
     """The fused kernel's product alone over the library's."""
-    fused_tail_s: float = 10e-6
+    fused_tail_s: float = 1.8e-5
     """Launch of the fused kernel with its copies, and what its last wave leaves idle."""
-    host_s: float = 24e-6
+    fused_sums: float = 2.0
+    """Times that the fused scatter's last tiles read what arrived, at memory rate: few wait for each other's loads."""
+    host_s: float = 2.4e-5
     """One call of the host. What is issued more slowly than it runs takes as long as issuing it."""
-    sum_bytes_per_s: float = 3.6e12
-    """Memory rate of passes that copy or add."""
+    issue: Mapping[str, float] = field(default_factory=dict)
 
 
-SOURCE = "assumed, from 4 H200: push 391 GB/s, barrier 4.7 us; recipes on 8 H100: fused_beside 0.35"
+SOURCE = "assumed, as on 4 H200: examples/validation/overlap_4xH200.md"
 
 
-def mode_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> float:
-    """Return the seconds of an operation (GATHER or SCATTER) in a mode.
+def mode_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Value:
+    """Return the seconds of an operation (GATHER or SCATTER) in a mode, one after another: device or host, the slower.
 
     Raises ValueError for a mode or an operation that does not exist.
     """
-    if operation not in {GATHER, SCATTER}:
-        raise ValueError(f"there is no operation {operation}")
-    if mode not in HOST_CALLS:
-        raise ValueError(f"there is no overlap mode {mode}")
-    if parts.ranks == 1:
-        return parts.product_s(1.0)
-    always, each = HOST_CALLS[mode]
-    return max(_device_s(mode, operation, parts, rates), rates.host_s * (always + each * (parts.ranks - 1)))
+    return np.maximum(device_s(mode, operation, parts, rates), issue_s(mode, operation, parts.ranks, rates))
 
 
-def _device_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> float:
-    whole, ranks = parts.product_s(1.0), parts.ranks
+def issue_s(mode: str, operation: str, ranks: Value, rates: OverlapRates, *, regathers: bool = False) -> Value:
+    """Return the seconds in which the host issues an operation; `regathers`: with a gather started before it.
+
+    Raises ValueError as `mode_s` does.
+    """
+    _known(mode, operation)
+    always, each = HOST_CALLS[operation, mode]
+    seconds = rates.issue.get(f"{operation} {mode}", 1.0) * rates.host_s * (always + each * (ranks - 1))
+    if regathers:
+        always, each = REGATHER_CALLS.get(mode, REGATHER_PUSHED)
+        seconds = seconds + rates.host_s * (always + each * (ranks - 1))
+    return seconds
+
+
+def device_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Value:
+    """Return the seconds of an operation in a mode when the host is ahead. Raises ValueError as `mode_s` does."""
+    _known(mode, operation)
     if mode == "nccl":
-        return parts.collective_s(1.0) + whole
-    if mode == "chunked":
-        return _chunked_s(parts, rates)
-    if mode == "ring":
-        piece, hop = parts.product_s(1 / ranks), rates.hop_s + parts.moved_bytes / rates.hop_bytes_per_s
-        beside = rates.collective_beside * min(hop, piece)
-        return piece + (ranks - 1) * (max(piece, hop) + beside)
-    if mode == "copy_engine":
-        return _copy_engine_s(operation, parts, rates, waits_s=0.0)
-    if mode == "torch_symm_mem":
-        copied_in = 2 * parts.moved_bytes / rates.sum_bytes_per_s if operation == GATHER else 0.0
-        return copied_in + _copy_engine_s(operation, parts, rates, waits_s=2 * rates.signal_s)
-    return _fused_s(operation, parts, rates)
+        together = parts.queued_s + parts.collective_s + rates.cold * parts.product_s + rates.gap_s
+    elif mode == "chunked":
+        together = _chunked_s(operation, parts, rates)
+    elif mode == "ring":
+        together = _ring_s(operation, parts, rates)
+    elif mode == "copy_engine":
+        together = _copy_engine_s(operation, parts, rates, barrier_s=0.0)
+    elif mode == "torch_symm_mem":
+        copied_in = 2 * parts.stream_s if operation == GATHER else 0.0
+        together = copied_in + _copy_engine_s(operation, parts, rates, barrier_s=rates.signal_s)
+    else:
+        together = _fused_s(operation, parts, rates)
+    return np.where(parts.ranks > 1, together, parts.product_s)
 
 
-def _chunked_s(parts: Parts, rates: OverlapRates) -> float:
-    """Pieces in a row; the first (or last) moves alone, and a product beside a collective is slower."""
-    move, piece = parts.collective_s(1 / PIECES), parts.product_s(1 / PIECES)
-    slowed = piece + rates.collective_beside * min(move, piece)
-    return move + (PIECES - 1) * max(move, slowed) + piece
+def push_s(parts: Parts, rates: OverlapRates, pieces: Value = 1) -> Value:
+    """Return the seconds in which a copy engine pushes one of `pieces` of a shard and raises its flag."""
+    return rates.copy_latency_s + parts.copy_s / pieces
 
 
-def _push_s(parts: Parts, rates: OverlapRates, fraction: float = 1.0) -> float:
-    return rates.copy_latency_s + fraction * parts.moved_bytes / rates.copy_bytes_per_s
+def _known(mode: str, operation: str) -> None:
+    if operation not in OPERATIONS:
+        raise ValueError(f"there is no operation {operation}")
+    if mode not in EXECUTED:
+        raise ValueError(f"there is no overlap mode {mode}")
 
 
-def _slowed_s(product_s: float, copied_s: float, beside: float) -> float:
-    """Return a product's seconds with copies beside it for at most `copied_s`."""
-    return product_s + beside * min(copied_s, product_s)
+def _piped_s(first: Value, then: Value, steps: Value, ready: Value = 0.0) -> Value:
+    """Return the end of `steps` steps that pass two stages one after the other, the second one busy until `ready`."""
+    return np.maximum(np.maximum(first, ready) + steps * then, steps * first + then)
 
 
-def _copy_engine_s(operation: str, parts: Parts, rates: OverlapRates, *, waits_s: float) -> float:
-    ranks, push = parts.ranks, _push_s(parts, rates) + waits_s
-    copied = (ranks - 1) * (push - rates.copy_latency_s)
-    piece = _slowed_s(ranks * parts.product_s(1 / ranks), copied, rates.beside) / ranks
+def _chunked_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
+    """NCCL and the product slow each other down while both run."""
+    move, piece = parts.slice_collective_s, parts.slice_product_s
+    both = np.minimum(move, piece)
+    beside = rates.collective_beside if operation == GATHER else rates.behind_beside
+    slow_move, slow_piece = move + rates.collective_slowed * both, piece + beside * both
+    # The first (or last) slice moves while nothing is multiplied, and the last (or first) is multiplied alone.
+    alone = (slow_move - move) + (slow_piece - piece)
+    gaps = SLICES * rates.gap_s
     if operation == GATHER:
-        now = piece
-        for number in range(1, ranks):
-            now = max(now, number * push) + rates.signal_s + piece
-        return now
-    made, sent = 0.0, 0.0
-    for _ in range(1, ranks):
-        made += piece
-        sent = max(made, sent) + push
-    adding = (ranks + 1) * parts.moved_bytes / rates.sum_bytes_per_s
-    return max(made + piece, sent) + rates.signal_s + adding
+        return _piped_s(slow_move, slow_piece, SLICES) - alone + gaps
+    return _piped_s(slow_piece, slow_move, SLICES, parts.queued_s) - alone + gaps
 
 
-def _fused_s(operation: str, parts: Parts, rates: OverlapRates) -> float:
-    ranks = parts.ranks
-    pieces = (ranks - 1) * FUSED_PIECES
-    push = _push_s(parts, rates, 1 / FUSED_PIECES)
-    product = _slowed_s(
-        rates.fused_ratio * parts.product_s(1.0), pieces * (push - rates.copy_latency_s), rates.fused_beside
-    )
-    own, piece = product / ranks, product / ranks / FUSED_PIECES
+def _ring_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
+    """NCCL shares its channels out among peers, so that a hop to one of many is slower than to the only one."""
+    piece, hop = parts.shard_product_s, rates.hop_ratio * parts.ranks / 2 * parts.hop_s
+    step = np.maximum(piece, hop) + rates.collective_beside * np.minimum(piece, hop) + rates.gap_s
+    adding = 3 * parts.stream_s if operation == SCATTER else 0.0
+    return np.maximum(piece, parts.queued_s) + (parts.ranks - 1) * (step + adding)
+
+
+def _copy_engine_s(operation: str, parts: Parts, rates: OverlapRates, *, barrier_s: float) -> Value:
+    others, push = parts.ranks - 1, push_s(parts, rates) + barrier_s
+    copied = np.minimum(others * parts.copy_s, parts.ranks * parts.shard_product_s)
+    piece = parts.shard_product_s + rates.beside * copied / parts.ranks
     if operation == GATHER:
-        now = own
-        for number in range(1, pieces + 1):
-            now = max(now, rates.signal_s + number * push) + piece
-        return now + rates.fused_tail_s
-    made, sent, arrivals = 0.0, 0.0, []
-    for _ in range(pieces):
-        made += piece
-        sent = max(made, sent) + push
-        arrivals.append(sent + rates.signal_s)
-    now = made
-    for number in range(FUSED_PIECES):
-        # The last of the other ranks to deliver this piece is the one that makes it last.
-        now = max(now + piece, arrivals[pieces - FUSED_PIECES + number])
-    return now + rates.fused_tail_s
+        # Shard after shard is pushed; each is multiplied when its flag is seen, the own one meanwhile.
+        waited = np.maximum(push + others * piece, others * push + piece)
+        return np.maximum(parts.ranks * piece, waited) + others * rates.signal_s
+    sent = _piped_s(piece, push, others, parts.queued_s)
+    return np.maximum(parts.ranks * piece, sent) + rates.signal_s + (parts.ranks + 1) * parts.stream_s
 
 
-def all_reduce_s(mode: str, nbytes: float, ranks: int, rates: OverlapRates) -> float:
-    """Return seconds of a small all-reduce inside one NVLink domain: `one_shot`, `two_shot` or `multimem`."""
+def _fused_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
+    """Of several products a gather fuses the first, and the others find everything in place; a scatter fuses one only."""
+    if operation == SCATTER:
+        bands = np.clip(np.ceil(parts.shard_rows / BAND_ROWS), 1, MOST_BANDS)
+        fused = _fused_product_s(parts, parts.product_s, bands, rates, scatter=True)
+        fused = fused + rates.fused_sums * (parts.ranks + 1) * parts.stream_s
+        return np.where(parts.products > 1, _copy_engine_s(operation, parts, rates, barrier_s=0.0), fused)
+    first = np.where(parts.products > 1, parts.first_s, parts.product_s)
+    pieces = np.where(parts.shard_bytes >= LARGE_BYTES, 2, 1)
+    return _fused_product_s(parts, first, pieces, rates, scatter=False) + parts.product_s - first
+
+
+def _fused_product_s(parts: Parts, product_s: Value, pieces: Value, rates: OverlapRates, *, scatter: bool) -> Value:
+    """Return the seconds of one product whose tiles wait for (or release) `pieces` of every other rank's shard."""
+    steps, push = (parts.ranks - 1) * pieces, push_s(parts, rates, pieces)
+    alone = rates.fused_ratio * product_s
+    slowed = alone + rates.fused_beside * np.minimum((parts.ranks - 1) * parts.copy_s, alone)
+    piece = slowed / (parts.ranks * pieces)
+    moving = _piped_s(piece, push, steps, parts.queued_s) if scatter else _piped_s(push, piece, steps)
+    return np.maximum(slowed, moving + rates.signal_s) + rates.fused_tail_s
+
+
+def all_reduce_s(mode: str, copy_s: float, ranks: int, rates: OverlapRates) -> float:
+    """Return seconds of a small all-reduce inside one NVLink domain: `one_shot`, `two_shot` or `multimem`.
+
+    `copy_s` is the time of the whole tensor at the full rate to one peer. Raises ValueError for other modes.
+    """
     if mode == "one_shot":
-        return rates.signal_s + (ranks - 1) * nbytes / rates.copy_bytes_per_s
+        return rates.signal_s + (ranks - 1) * copy_s
     if mode == "two_shot":
-        return 2 * rates.signal_s + 2 * (ranks - 1) / ranks * nbytes / rates.copy_bytes_per_s
+        return 2 * rates.signal_s + 2 * (ranks - 1) / ranks * copy_s
     if mode == "multimem":
-        return rates.signal_s + nbytes / rates.copy_bytes_per_s
+        return rates.signal_s + copy_s
     raise ValueError(f"there is no all-reduce mode {mode}")
 
 
@@ -198,58 +272,6 @@ class Choice:
 def choose(operation: str, parts: Parts, rates: OverlapRates, *, measured: Mapping[str, float] | None = None) -> Choice:
     """Return the fastest mode that the executor runs. Times of this very shape outrank the model, mode by mode."""
     known = measured or {}
-    seconds = {mode: known.get(mode) or mode_s(mode, operation, parts, rates) for mode in EXECUTED}
+    seconds = {mode: known.get(mode) or float(mode_s(mode, operation, parts, rates)) for mode in EXECUTED}
     best = min(seconds, key=lambda mode: seconds[mode])
     return Choice(mode=best, seconds=tuple(seconds.items()), source="measured" if best in known else "modelled")
-
-
-# --- calibration ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapSample:
-    """One measured time."""
-
-    operation: str
-    mode: str
-    parts: Parts
-    seconds: float
-
-
-MEASURED_ALONE = frozenset({"copy_bytes_per_s", "sum_bytes_per_s"})
-SPAN = 4.0  # beyond that a rate would no longer be what its name says
-
-
-def mean_error(samples: Sequence[OverlapSample], rates: OverlapRates) -> float:
-    """Return the mean of |predicted / measured - 1|."""
-    errors = [abs(mode_s(s.mode, s.operation, s.parts, rates) / s.seconds - 1) for s in samples]
-    return sum(errors) / len(errors)
-
-
-def fit_rates(samples: Sequence[OverlapSample], start: OverlapRates | None = None) -> OverlapRates:
-    """Return the rates with the least mean error, each within a factor of `SPAN` of where it starts.
-
-    Rates that are measured alone (`MEASURED_ALONE`) stay. The error is piecewise smooth with kinks where a copy ceases to
-    be hidden, so one rate after another is moved by shrinking steps, and again from where that ended. None belongs to a
-    shape. Raises ValueError without samples.
-    """
-    if not samples:
-        raise ValueError("there is nothing to fit: no samples")
-    best = first = start or OverlapRates()
-    error = mean_error(samples, best)
-    names = [field.name for field in fields(OverlapRates) if field.name not in MEASURED_ALONE]
-    for _ in range(3):
-        step = 2.0
-        while step > 1.01:
-            improved = False
-            for name in names:
-                for factor in (step, 1 / step):
-                    value = getattr(best, name) * factor
-                    if not 1 / SPAN <= value / getattr(first, name) <= SPAN:
-                        continue
-                    tried = replace(best, **{name: value})
-                    if (found := mean_error(samples, tried)) < error:
-                        best, error, improved = tried, found, True
-            if not improved:
-                step = step**0.5
-    return best

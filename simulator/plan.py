@@ -24,7 +24,7 @@ class Plan:
 
     `cp_method` is how ranks see each other's keys and values: `ring`, `all_gather` or `all_to_all` (Ulysses).
     `recompute_per_stage` names a mode for each of the pp * virtual_stages stages and then goes before `recompute`.
-    `tp_overlap` is one of `simulator.tp_overlap.MODES`. With `capacity_factor` every expert computes that multiple of
+    `tp_overlap` is one overlap mode, or one for each site of a block: see `simulator.overlap_sites`. With `capacity_factor` every expert computes that multiple of
     its mean load, padded or dropped; None is dropless.
     """
 

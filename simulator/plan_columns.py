@@ -18,7 +18,8 @@ class PlanColumns:
 
     `reshard` is -1 for the runtime's default, else 0 or 1; `capacity_factor` is 0 for dropless experts. `listed` marks
     plans that spell out their layers per stage. The lists themselves, recomputation per stage and placement are not
-    carried: who needs them keeps the plans beside the columns.
+    carried: who needs them keeps the plans beside the columns. `placing` is which of `topology.orders.node_orders` the
+    GPUs of every node have, -1 for none in particular.
     """
 
     dp_replicate: NDArray[np.int64]
@@ -38,6 +39,7 @@ class PlanColumns:
     reshard: NDArray[np.int64]
     capacity_factor: NDArray[np.float64]
     listed: NDArray[np.bool_]
+    placing: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -113,7 +115,17 @@ def plan_columns(plans: Sequence[Plan]) -> PlanColumns:
         reshard=np.array([-1 if (r := p.reshard_after_forward) is None else int(r) for p in plans], dtype=np.int64),
         capacity_factor=np.array([p.capacity_factor or 0.0 for p in plans], dtype=np.float64),
         listed=np.array([bool(p.layers_per_stage) for p in plans], dtype=np.bool_),
+        placing=np.full(len(plans), -1, dtype=np.int64),
     )
+
+
+def words(column: NDArray[np.str_]) -> tuple[str, ...]:
+    """Return the different words of a column of few, in alphabetical order: sooner than by sorting them all."""
+    found, rest = [], column
+    while len(rest):
+        found.append(str(rest[0]))
+        rest = rest[rest != rest[0]]
+    return tuple(sorted(found))
 
 
 def distinct(*columns: NDArray[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.model import Model
+from simulator.overlap_sites import mode_at, modes_in
 from simulator.plan import Plan
-from simulator.plan_columns import PlanColumns, plan_columns
-from simulator.tp_overlap import MODES
+from simulator.plan_columns import PlanColumns, plan_columns, words
 from simulator.workload import Workload
 from topology.errors import BadPlan
 
@@ -33,7 +33,7 @@ class PlanTable:
     expert parallelism has already divided by `ep`. `conditions` are what operators of a runtime description may ask of
     a plan: `sp`, `autocast` (16-bit compute by autocast rather than by a sharded copy: data parallel or a single GPU,
     nothing else) and the three methods of context parallelism. `keeps_gathered`: parameters stay gathered between
-    forward and backward.
+    forward and backward. `fully_sharded`: a wrapper gathers parameters unit by unit, if only from one rank.
     """
 
     plans: tuple[Plan, ...]
@@ -48,6 +48,7 @@ class PlanTable:
     conditions: dict[str, NDArray[np.bool_]]
     capacity_factor: Floats
     keeps_gathered: NDArray[np.bool_]
+    fully_sharded: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.sequence_parallel)
@@ -56,10 +57,21 @@ class PlanTable:
     def recompute_modes(self) -> tuple[str, ...]:
         """Every recompute mode that some layer of some plan runs under."""
         per_stage = {mode for plan in self.plans for mode in plan.recompute_per_stage}
-        return tuple(sorted({str(mode) for mode in np.unique(self.recompute)} | per_stage))
+        return tuple(sorted({*words(self.recompute)} | per_stage))
 
     def __getitem__(self, name: str) -> Floats:
         return self.columns[name]
+
+    @property
+    def overlap_modes(self) -> tuple[str, ...]:
+        """Every overlap mode that runs at some site of some plan, without none."""
+        return tuple(sorted({mode for text in words(self.tp_overlap) for mode in modes_in(text)}))
+
+    def overlap_at(self, site: str) -> NDArray[np.str_]:
+        """Return the overlap mode of each plan at a site; "" is wherever tokens move outside the four sites."""
+        texts = words(self.tp_overlap)
+        modes = np.array([mode_at(text, site) for text in texts], dtype=np.str_)
+        return modes[np.searchsorted(np.array(texts, dtype=np.str_), self.tp_overlap)]
 
     def take(self, which: Any) -> PlanTable:
         """Return the rows that `which` (a mask, indices or a slice) selects."""
@@ -81,25 +93,32 @@ SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
 CP_METHODS = ("ring", "all_gather", "all_to_all")
 
 
-def plan_table(plans: Sequence[Plan], workload: Workload, *, cp_method: str = "all_gather") -> PlanTable:
+def plan_table(
+    plans: Sequence[Plan], workload: Workload, *, cp_method: str = "all_gather", wraps_one: bool = False
+) -> PlanTable:
     """Return `plans` as columns. Micro batches are fractional where the global batch does not divide evenly.
 
-    `cp_method` is the runtime's own. Raises BadPlan for a method or an overlap mode that does not exist.
+    `cp_method` is the runtime's own. `wraps_one`: tensor- and pipeline-parallel plans that shard nothing are wrapped as
+    if they did, for the sake of narrow types. Raises BadPlan for a method or an overlap mode that does not exist.
     """
-    return table_of_columns(plan_columns(plans), workload, cp_method=cp_method, plans=plans)
+    return table_of_columns(plan_columns(plans), workload, cp_method=cp_method, wraps_one=wraps_one, plans=plans)
 
 
 def table_of_columns(
-    given: PlanColumns, workload: Workload, *, cp_method: str = "all_gather", plans: Sequence[Plan] = ()
+    given: PlanColumns,
+    workload: Workload,
+    *,
+    cp_method: str = "all_gather",
+    wraps_one: bool = False,
+    plans: Sequence[Plan] = (),
 ) -> PlanTable:
     """Return `plan_table` of plans that are columns already. Raises BadPlan likewise."""
     method = np.where(given.cp_method == "", cp_method, given.cp_method)
-    for name in np.unique(method):
+    for name in words(method):
         if name not in CP_METHODS:
-            raise BadPlan(f"context-parallel method {str(name)!r} is unknown", why=f"known: {', '.join(CP_METHODS)}")
-    for name in np.unique(given.tp_overlap):
-        if name not in MODES:
-            raise BadPlan(f"tp_overlap {str(name)!r} is unknown", why=f"known: {', '.join(MODES)}")
+            raise BadPlan(f"context-parallel method {name!r} is unknown", why=f"known: {', '.join(CP_METHODS)}")
+    for text in words(given.tp_overlap):
+        modes_in(text)
     columns = {name: np.asarray(getattr(given, name), dtype=np.float64) for name in DEGREES}
     dp = columns["dp_replicate"] * columns["dp_shard"]
     zero = given.zero_stage
@@ -108,6 +127,7 @@ def table_of_columns(
     group = np.where(zero < 0, columns["dp_shard"], spoken) * columns["cp"]
     stage = np.where(zero < 0, 3, zero)
     columns["dp"] = dp
+    columns["placing"] = given.placing.astype(np.float64)
     columns["sharded_over"] = group
     columns["gpus"] = dp * columns["cp"] * columns["tp"] * columns["pp"]
     # Experts live on ep ranks taken from (dp_shard x cp x tp); what is left of that product shards each expert.
@@ -119,6 +139,7 @@ def table_of_columns(
     expert_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], expert_group, 1.0) for k in STATES}
     unsharded = (zero == 0) | ((zero < 0) & (group <= 1))
     piped = columns["pp"] > 1
+    alone = (zero < 0) & (group <= 1) & ((columns["tp"] > 1) | piped)
     return PlanTable(
         plans=tuple(plans),
         columns=columns,
@@ -137,6 +158,7 @@ def table_of_columns(
         capacity_factor=given.capacity_factor,
         # The default under pipelining is to keep them.
         keeps_gathered=np.where(given.reshard < 0, piped, given.reshard == 0),
+        fully_sharded=(state_shard["parameters"] > 1) | (alone & wraps_one),
     )
 
 

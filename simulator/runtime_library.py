@@ -50,9 +50,12 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpSpec:
+    """`wraps_one`: where types differ, tensor- and pipeline-parallel plans are wrapped though nothing is sharded."""
+
     copy_in_copy_out: bool
     prefetch: int
     overlap: bool
+    wraps_one: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,10 +164,15 @@ class EarlierSpec:
     head_peak: tuple[tuple[str, ...], ...] = ()
     placeholder_gradients: bool = True
     keeps_outputs: bool = False
+    recompute_stops: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSpec:
+    """A runtime. `recompute_stops`: when recomputation ends as soon as backward has what it needs, `never`, where the
+    model is `compiled`, or `always`; see `simulator.recomputation`.
+    """
+
     names: tuple[str, ...]
     frameworks: tuple[str, ...]
     attention_kernel: str
@@ -178,6 +186,7 @@ class RuntimeSpec:
     recompute: dict[str, RecomputeSpec]
     dropout: bool = False
     context_parallel: str = "all_gather"
+    recompute_stops: str = "never"
     earlier: EarlierSpec | None = None
 
 
@@ -195,21 +204,29 @@ RECOMPUTE_SYNONYMS = {
 @cache
 def runtime_spec(name: str) -> RuntimeSpec:
     """Return the description that claims `name`. Raises BadPlan with the known names otherwise."""
-    for spec in _all_specs():
+    if name in _files():  # a file is called by the first name in it: no need to read the others
+        return _read(name)
+    for spec in map(_read, _files()):
         if name in spec.names:
             return spec
     raise BadPlan(f"runtime {name!r} is unknown", why=f"known: {', '.join(runtime_names())}")
 
 
 def runtime_names() -> tuple[str, ...]:
-    return tuple(name for spec in _all_specs() for name in spec.names)
+    return tuple(name for file in _files() for name in _read(file).names)
 
 
 @cache
-def _all_specs() -> tuple[RuntimeSpec, ...]:
+def _files() -> tuple[str, ...]:
+    """Return the names of the description files, without their ending."""
     folder = resources.files("simulator") / "runtimes"
-    files = sorted((f for f in folder.iterdir() if f.name.endswith(".toml")), key=lambda f: f.name)
-    return tuple(convert(tomllib.loads(f.read_text("utf-8")), RuntimeSpec, where=f"runtimes/{f.name}") for f in files)
+    return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
+
+
+@cache
+def _read(file: str) -> RuntimeSpec:
+    text = (resources.files("simulator") / "runtimes" / f"{file}.toml").read_text("utf-8")
+    return convert(tomllib.loads(text), RuntimeSpec, where=f"runtimes/{file}.toml")
 
 
 def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
@@ -281,6 +298,13 @@ def keeps_outputs(runtime: Runtime) -> bool:
     )
 
 
+def stops_early(runtime: Runtime) -> bool:
+    """Whether recomputing a block stops as soon as backward has what it needs; see `simulator.recomputation`."""
+    spec = runtime_spec(runtime.name)
+    earlier = spec.earlier.recompute_stops if spec.earlier and is_early(runtime) else ""
+    return (earlier or spec.recompute_stops) in {"always", "compiled" if runtime.compile else "always"}
+
+
 def version_of_reports(name: str) -> str | None:
     """Return the version that a run reported without one is taken for; None where versions make no difference."""
     earlier = runtime_spec(name).earlier
@@ -289,6 +313,11 @@ def version_of_reports(name: str) -> str | None:
 
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def wraps_one(spec: RuntimeSpec, runtime: Runtime) -> bool:
+    """Return whether full sharding wraps a single rank's parameters, to compute in a narrower type than is stored."""
+    return spec.fsdp.wraps_one and runtime.param_dtype != runtime.compute_dtype
 
 
 def canonical_recompute(word: str, runtime: Runtime) -> str:
@@ -325,6 +354,12 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
     features = _features(model, runtime, spec)
     attention = spec.layer.latent_attention if model.latent else spec.layer.attention
 
+    def sited(operators: tuple[OperatorSpec, ...], block: str) -> tuple[OperatorSpec, ...]:
+        ends = {"all_gather": f"{block}_in", "reduce_scatter": f"{block}_out"}
+        return tuple(replace(o, site=ends.get(o.collective, "")) if o.over == "tp" else o for o in operators)
+
+    attention, mlp = sited(attention, "attention"), sited(spec.layer.mlp, "mlp")
+
     def active(operators: tuple[OperatorSpec, ...]) -> tuple[OperatorSpec, ...]:
         kept = []
         for operator in operators:
@@ -336,7 +371,7 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
 
     return ModelOperators(
         spec=spec,
-        dense_layer=active(attention + spec.layer.mlp),
+        dense_layer=active(attention + mlp),
         moe_layer=active(attention + spec.layer.moe),
         embedding=active(spec.layer.embedding),
         head=active(spec.layer.head),

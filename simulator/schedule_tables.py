@@ -50,8 +50,11 @@ def build_schedule(name: str, *, ranks: int, micro_batches: int, stages_per_rank
                 _zero_bubble_v(row, stages[0], stages[1], rank, ranks, micro_batches)
             case _:
                 _dual_pipe_v(row, stages[0], stages[1], rank, ranks, micro_batches)
-        # ZB-V is laid out for at least 2p-1 micro batches; with fewer, the surplus is left out.
-        rows.append(tuple(a for a in row.actions if all(leaf.micro_batch < micro_batches for leaf in a.leaves)))
+        actions = row.actions
+        if name == "ZBVZeroBubble" and micro_batches < 2 * ranks - 1:
+            # It is laid out for at least 2p-1 micro batches; with fewer, the surplus is left out.
+            actions = [action for action in actions if action.micro_batch < micro_batches]
+        rows.append(tuple(actions))
     return Schedule(
         name=name,
         ranks=ranks,

@@ -25,11 +25,11 @@ from simulator.closed_form import calibrated_operators, cost_context, network_bl
 from simulator.layer_cost import BlockCost, CostContext
 from simulator.memory import CONTEXT_BYTES, Parameters, local_parameters, memory_columns
 from simulator.model import Model
-from simulator.plan_columns import PlanColumns, distinct
+from simulator.plan_columns import PlanColumns, distinct, words
 from simulator.plan_table import Floats, PlanTable, table_of_columns
 from simulator.roofline import Roofline
 from simulator.runtime import Runtime
-from simulator.runtime_library import ModelOperators, canonical_recompute
+from simulator.runtime_library import ModelOperators, canonical_recompute, wraps_one
 from simulator.stages import StageLayout, stage_layout
 from simulator.step_cost import MicroBatches, micro_batches, step_cost
 from simulator.workload import Workload
@@ -84,20 +84,25 @@ class Screening:
 
     def table(self, columns: PlanColumns) -> PlanTable:
         """Return the columns as the closed form reads them. Raises BadPlan for words the runtime does not know."""
-        words = columns.recompute
-        for word in np.unique(words):
-            spelled = canonical_recompute(str(word), self.runtime)
+        recompute = columns.recompute
+        for word in words(recompute):
+            spelled = canonical_recompute(word, self.runtime)
             if spelled != word:
-                words = np.where(words == word, spelled, words)
-        method = self.operators.spec.context_parallel
-        return table_of_columns(replace(columns, recompute=words), self.workload, cp_method=method)
+                recompute = np.where(recompute == word, spelled, recompute)
+        spec = self.operators.spec
+        return table_of_columns(
+            replace(columns, recompute=recompute),
+            self.workload,
+            cp_method=spec.context_parallel,
+            wraps_one=wraps_one(spec, self.runtime),
+        )
 
-    def blocks(self, columns: PlanColumns, recompute: Sequence[str]) -> SharedBlocks:
+    def blocks(self, plans: PlanColumns | PlanTable, recompute: Sequence[str]) -> SharedBlocks:
         """Return the costs of the blocks of every plan, layers under all modes of `recompute`."""
-        table = self.table(columns)
+        table = plans if isinstance(plans, PlanTable) else self.table(plans)
         conditions = np.stack([*table.conditions.values()]).T @ (1 << np.arange(len(table.conditions)))
-        overlap = np.unique(table.tp_overlap, return_inverse=True)[1].reshape(-1)
-        degrees = [table[name] for name in ("tp", "cp", "ep", "micro_batch_size", "gpus")]
+        overlap = np.searchsorted(np.array(words(table.tp_overlap), dtype=np.str_), table.tp_overlap)
+        degrees = [table[name] for name in ("tp", "cp", "ep", "micro_batch_size", "gpus", "placing")]
         rows, which = distinct(*degrees, conditions, overlap, table.capacity_factor)
         context = self._context(table.take(rows))
         modes = [canonical_recompute(word, self.runtime) for word in recompute]
@@ -106,9 +111,10 @@ class Screening:
             costs = network_blocks(self.operators, context, modes, moe=self.model.moe is not None)
         return SharedBlocks(costs=costs, which=which)
 
-    def plans(self, columns: PlanColumns, shared: SharedBlocks, rows: NDArray[np.intp]) -> ScreenedPlans:
-        """Return `columns`, which have the blocks of `rows` of `shared`, ready to be costed."""
-        return ScreenedPlans(self, self.table(columns), shared.take(rows))
+    def plans(self, plans: PlanColumns | PlanTable, shared: SharedBlocks, rows: NDArray[np.intp]) -> ScreenedPlans:
+        """Return `plans`, which have the blocks of `rows` of `shared`, ready to be costed."""
+        table = plans if isinstance(plans, PlanTable) else self.table(plans)
+        return ScreenedPlans(self, table, shared.take(rows))
 
     def _context(self, table: PlanTable) -> CostContext:
         return cost_context(self.model, self.cluster, self.workload, table, self.runtime, self.operators, self.profile)

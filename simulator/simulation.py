@@ -6,6 +6,7 @@ simulated.estimate.step_s.value, simulated.run.trace
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from simulator import trace as tr
@@ -64,17 +65,24 @@ def simulate_plan(
     detail: Detail | None = None,
     profile: Profile | None = None,
     spans: bool = True,
+    progress: Callable[[str], None] | None = None,
 ) -> Simulated:
     """Return the simulated step. `detail` defaults to `choose_detail`; without `spans` the trace stays empty and the
-    breakdown is the closed form's, scaled to the simulated step.
+    breakdown is the closed form's, scaled to the simulated step. `progress` is told how far it is; what it raises ends
+    the work.
 
     Raises BadPlan as `estimate_plans` and `lower_training` do, ValueError where the global batch does not divide.
     """
     table = estimate_plans(model, cluster, workload, [plan], runtime, profile)
     detail = detail or choose_detail(model, workload, plan)
     clocks = float(table.clocks[0])
+    say = progress or (lambda _: None)
+    say("writing down what every rank does")
     lowered = lower_training(model, cluster, workload, plan, runtime, detail=detail, profile=profile, clocks=clocks)
-    run = simulate(lowered.program, lowered.costs, spans=spans)
+    say("finding ranks that behave alike")
+    about = float(table.step_s[0])
+    watch = None if progress is None else lambda now: say(f"at {now:.3g} s of a step of about {about:.3g} s")
+    run = simulate(lowered.program, lowered.costs, spans=spans, watch=watch)
     return Simulated(estimate=_estimate(table, run, plan, spans=spans), run=run, detail=detail)
 
 

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.model import Model
-from simulator.pipeline import peak_activations
+from simulator.pipeline import peak_in_flight, peak_on_stage
 from simulator.plan import Plan
-from simulator.plan_columns import distinct
+from simulator.plan_columns import distinct, words
 from simulator.plan_table import Floats, PlanTable
 from simulator.runtime_library import PipelineSpec
 from simulator.schedule_tables import build_schedule
@@ -92,15 +92,15 @@ def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: 
         _held_layers(
             model.layers,
             leading,
-            table.plans[row]
-            if table.plans
-            else Plan(pp=int(table["pp"][row]), virtual_stages=int(table["virtual_stages"][row])),
+            table.plans[row].layers_per_stage if table.plans else (),
+            int(table["pp"][row]),
+            int(table["virtual_stages"][row]),
             spec,
             folded=bool(folded[row]),
+            merged=merged,
         )
         for row in rows
     ]
-    kinds = [_merged(kind) if merged else kind for kind in kinds]
     width = max(kind.shape[1] for kind in kinds)
     padded = [np.pad(kind, ((0, 0), (0, width - kind.shape[1])), constant_values=-1) for kind in kinds]
     dense, moe, rank, alike, first, last = np.moveaxis(np.stack(padded)[which], 1, 0)
@@ -124,19 +124,33 @@ def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: 
 FOLDED = ("ZBVZeroBubble", "DualPipeV")
 
 
-def _held_layers(layers: int, leading: int, plan: Plan, spec: PipelineSpec, *, folded: bool) -> NDArray[np.int64]:
-    """Return rows (dense, MoE, rank, alike, first, last) with a column for every pipeline rank of a plan."""
-    held = np.zeros((6, plan.pp), dtype=np.int64)
+@lru_cache(maxsize=4096)
+def _held_layers(
+    layers: int,
+    leading: int,
+    listed: tuple[int, ...],
+    pp: int,
+    virtual_stages: int,
+    spec: PipelineSpec,
+    *,
+    folded: bool,
+    merged: bool,
+) -> NDArray[np.int64]:
+    """Return rows (dense, MoE, rank, alike, first, last) with a column for every pipeline rank of a plan, or, `merged`,
+    one for all ranks that hold the same. `listed` are its layers by stage where the plan names them.
+    """
+    held = np.zeros((6, pp), dtype=np.int64)
     start = 0
+    plan = Plan(pp=pp, virtual_stages=virtual_stages, layers_per_stage=listed)
     for stage, count in enumerate(stage_layers(layers, plan, spec)):
-        rank = rank_of_stage(stage, plan.pp, FOLDED[0] if folded else "")
+        rank = rank_of_stage(stage, pp, FOLDED[0] if folded else "")
         dense = max(0, min(leading, start + count) - start)
         held[0, rank] += dense
         held[1, rank] += count - dense
         start += count
-    held[2], held[3] = np.arange(plan.pp), 1
-    held[4, 0], held[5, 0 if folded else plan.pp - 1] = 1, 1
-    return held
+    held[2], held[3] = np.arange(pp), 1
+    held[4, 0], held[5, 0 if folded else pp - 1] = 1, 1
+    return _merged(held) if merged else held
 
 
 def _merged(held: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -173,9 +187,9 @@ def bubble_s(table: PlanTable, forward: Floats, input_gradient: Floats, weight_g
     backward = input_gradient + weight_gradient
     whole = (p - 1) * (forward + backward)
     result = whole.copy()
-    for name in np.unique(table.schedule):
+    for name in words(table.schedule):
         mask = table.schedule == name
-        match str(name):
+        match name:
             case "Interleaved1F1B" | "LoopedBFS":
                 value = whole / v
             case "ZBH1":
@@ -208,9 +222,9 @@ def in_flight(table: PlanTable, rank: NDArray[np.int64] | None = None, *, at_lea
     p, m, v = table["pp"][:, None], table.micro_batches[:, None], np.maximum(table["virtual_stages"], 1.0)[:, None]
     ranks = np.maximum(rank, 0).astype(np.float64)
     held = np.minimum(p - ranks, m)
-    for name in np.unique(table.schedule):
+    for name in words(table.schedule):
         mask = (table.schedule == name)[:, None]
-        match str(name):
+        match name:
             case "GPipe" | "LoopedBFS":
                 value = m + 0 * ranks
             case "Interleaved1F1B":
@@ -265,7 +279,5 @@ def _held(name: str, p: int, m: int, v: int) -> tuple[tuple[float, ...], float]:
         schedule = build_schedule(name, ranks=p, micro_batches=m, stages_per_rank=v)
     except BadPlan:
         return (float(min(p, m)),) * p, 1.0
-    stages = p * v
-    held = tuple(peak / v for peak in peak_activations(schedule, [1.0] * stages))
-    last = max(peak_activations(schedule, [0.0] * (stages - 1) + [1.0]))
-    return held, last
+    held = tuple(peak / v for peak in peak_in_flight(schedule))
+    return held, float(peak_on_stage(schedule, p * v - 1))

@@ -16,6 +16,7 @@ from simulator.group_times import GroupTimes
 from simulator.layer_cost import BlockCost, CostContext
 from simulator.memory import Parameters
 from simulator.model import Model
+from simulator.plan_columns import words
 from simulator.plan_table import Floats, PlanTable
 from simulator.provenance import Shares, shares
 from simulator.roofline import efficiency
@@ -164,8 +165,11 @@ def rank_seconds(rank_sum: RankSum, spec: RuntimeSpec) -> RankSeconds:
     host["forward"] = host["forward"] + layers * (spec.host.forward_layer_s + FORWARD_SHARE * added)[:, None]
     host["backward"] = host["backward"] + layers * (spec.host.backward_layer_s + (1 - FORWARD_SHARE) * added)[:, None]
     again = _wrapped_layers(spec, rank_sum.layout)
-    wrapping = np.array([spec.host.wrapping_s(str(word)) for word in rank_sum.table.recompute])[:, None]
-    host["recompute"] = host["recompute"] + again * (spec.host.forward_layer_s + wrapping)
+    recompute = rank_sum.table.recompute
+    wrapping = np.zeros(len(recompute))
+    for word in words(recompute):
+        wrapping[recompute == word] = spec.host.wrapping_s(word)
+    host["recompute"] = host["recompute"] + again * (spec.host.forward_layer_s + wrapping)[:, None]
     return RankSeconds(
         device=device,
         host=host,
@@ -336,7 +340,7 @@ WAITING_SHARE = 0.5
 
 def layer_host_s(host: HostSpec, table: PlanTable) -> Floats:
     """Return the host seconds that parallelism adds to one layer's two passes, one value a plan."""
-    sharded = table.state_shard["parameters"] > 1
+    sharded = table.fully_sharded
     replicated = ~sharded & (table["dp_replicate"] > 1)
     return np.asarray(
         np.where(sharded, host.fsdp_layer_s, 0.0)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -146,9 +147,11 @@ def _mode(path: Path) -> int:
 
 def _unknown_keys(data: Any, kind: Any, path: str) -> Iterator[str]:
     """Walk `data` beside the type hints of `kind`; yield the path of every key that no dataclass field claims."""
+    if not isinstance(data, (dict, list, tuple)):
+        return
     origin, args = get_origin(kind), get_args(kind)
-    if dataclasses.is_dataclass(kind) and isinstance(data, dict):
-        hints = get_type_hints(kind)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(data, dict):
+        hints = _hints(kind)
         for key, value in data.items():
             if key in hints:
                 yield from _unknown_keys(value, hints[key], f"{path}.{key}")
@@ -160,7 +163,13 @@ def _unknown_keys(data: Any, kind: Any, path: str) -> Iterator[str]:
     elif origin is dict and isinstance(data, dict):
         for key, value in data.items():
             yield from _unknown_keys(value, args[1], f"{path}.{key}")
-    elif origin in (Union, types.UnionType) and data is not None:
+    elif origin in (Union, types.UnionType):
         for member in args:
             if member is not type(None):
                 yield from _unknown_keys(data, member, path)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Return the type of every field of a dataclass: evaluating annotations written as text takes a while."""
+    return get_type_hints(kind)

@@ -159,26 +159,6 @@ def islands(g: Graph) -> tuple[tuple[str, ...], ...]:
     return tuple(sorted((i for i in found if len(i) > 1), key=lambda i: (-len(i), order[i[0]])))
 
 
-def nvlink_domains(g: Graph) -> dict[str, tuple[str, ...]]:
-    """Return, per NVSwitch hub, the healthy GPUs with a working port on it."""
-    hubs = [vertex for vertex, facts in g.nodes(data=True) if facts["kind"] == "nvswitch"]
-    return {
-        hub: tuple(
-            gpu
-            for gpu in gpus_of(g)
-            if _healthy(g, gpu)
-            and any(facts["rate_bytes_per_s"] > 0 for facts in (g.get_edge_data(gpu, hub) or {}).values())
-        )
-        for hub in hubs
-    }
-
-
-def rails(g: Graph) -> dict[str, tuple[str, ...]]:
-    """Return, per leaf switch, the network ports on it: the ports of a rail reach each other without the spine."""
-    leaves = sorted(vertex for vertex, facts in g.nodes(data=True) if facts["kind"] == "leaf")
-    return {leaf: tuple(v for v in g.predecessors(leaf) if g.nodes[v]["kind"] == "nic") for leaf in leaves}
-
-
 def _healthy(g: Graph, vertex: str) -> bool:
     return bool(g.nodes[vertex].get("healthy", True))
 
@@ -196,12 +176,14 @@ def max_flow_bytes_per_s(
     start, end = set(sources), set(sinks)
     if start & end or not start or not end:
         raise ValueError("sources and sinks must be two separate, non-empty sets")
-    flow = _capacities(g, kinds, keep=start | end)
-    for vertex in start:
-        flow.add_edge("source", vertex)  # no capacity: unlimited
-    for vertex in end:
-        flow.add_edge(vertex, "sink")
-    value: float = nx.maximum_flow_value(flow, "source", "sink")
+    return _max_flow(_capacities(g, kinds, keep=start | end), start, end)
+
+
+def _max_flow(flow: nx.DiGraph[str], start: Collection[str], end: Collection[str]) -> float:
+    joined = flow.copy()
+    joined.add_edges_from(("source", vertex) for vertex in start)  # no capacity: unlimited
+    joined.add_edges_from((vertex, "sink") for vertex in end)
+    value: float = nx.maximum_flow_value(joined, "source", "sink")
     return value
 
 
@@ -222,11 +204,21 @@ def bisection_bytes_per_s(g: Graph, kinds: Collection[LinkKind] | None = None) -
         first = set(nodes[: len(nodes) // 2])
         near = [gpu for gpu in gpus if g.nodes[gpu]["node"] in first]
         return max_flow_bytes_per_s(g, near, set(gpus) - set(near), kinds)
+    # Every GPU is on one side, so what crosses is the wires between the sides, and what goes through anything else.
+    rest = _capacities(g, kinds, keep=set(gpus))
+    wires = [(a, b, facts["capacity"]) for a, b, facts in rest.edges(data=True) if {a, b} <= set(gpus)]
+    halves = _halves(rest, gpus)
+    rest.remove_edges_from([(a, b) for a, b, _ in wires])
+    switched = len(rest) > len(gpus)
     least = inf
-    for tried, half in enumerate(_halves(g, gpus, kinds)):
+    for tried, half in enumerate(halves):
         if tried >= MAX_PARTITIONS:
             raise ValueError(f"more than {MAX_PARTITIONS} different halves of {len(gpus)} GPUs")
-        least = min(least, max_flow_bytes_per_s(g, half, set(gpus) - set(half), kinds))
+        side = set(half)
+        crossing = sum(rate for a, b, rate in wires if a in side and b not in side)
+        if switched and crossing < least:
+            crossing += _max_flow(rest, side, set(gpus) - side)
+        least = min(least, crossing)
     return least
 
 
@@ -242,24 +234,36 @@ def crossing_kinds(g: Graph) -> Collection[LinkKind] | None:
     return NVLINK_KINDS if whole else NVLINK_KINDS | HOST_KINDS
 
 
-def _halves(g: Graph, gpus: tuple[str, ...], kinds: Collection[LinkKind] | None) -> Iterator[tuple[str, ...]]:
-    """Yield halves of `gpus`, one for each way of taking so many from each class of GPUs that hang alike."""
-    classes: defaultdict[object, list[str]] = defaultdict(list)
+def _halves(flow: nx.DiGraph[str], gpus: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Return halves of `gpus`, one for each way of taking so many from each class of GPUs that hang alike."""
+    ends = {gpu: {b: facts["capacity"] for b, facts in flow[gpu].items()} for gpu in gpus}
+
+    def alike(a: str, b: str) -> bool:
+        """Whether the two can change places: they have the same links to all others, and to each other."""
+        mine, other = ends[a], ends[b]
+        return mine.get(b) == other.get(a) and {**mine, b: 0.0, a: 0.0} == {**other, a: 0.0, b: 0.0}
+
+    classes: list[list[str]] = []
     for gpu in gpus:
-        edges = [(b, f["rate_bytes_per_s"]) for _, b, f in g.out_edges(gpu, data=True) if _counts(f, kinds)]
-        wired = any(g.nodes[b]["kind"] == "gpu" for b, _ in edges)
-        classes[gpu if wired else frozenset(edges)].append(gpu)
-    members = list(classes.values())
+        same = next((group for group in classes if alike(group[0], gpu)), None)
+        if same is None:
+            classes.append([gpu])
+        else:
+            same.append(gpu)
+    return _splits(classes, gpus)
+
+
+def _splits(classes: list[list[str]], gpus: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     size = len(gpus) // 2
-    if all(len(group) == 1 for group in members):
+    if all(len(group) == 1 for group in classes):
         # Complementary halves cross the same cut: the first GPU can stay on one side where halves are equal.
         fixed = gpus[:1] if len(gpus) % 2 == 0 else ()
         for rest in combinations(gpus[len(fixed) :], size - len(fixed)):
             yield (*fixed, *rest)
         return
-    for counts in product(*(range(len(group) + 1) for group in members)):
+    for counts in product(*(range(len(group) + 1) for group in classes)):
         if sum(counts) == size:
-            yield tuple(gpu for group, count in zip(members, counts, strict=True) for gpu in group[:count])
+            yield tuple(gpu for group, count in zip(classes, counts, strict=True) for gpu in group[:count])
 
 
 def bottleneck_path(

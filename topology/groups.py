@@ -29,6 +29,7 @@ class GroupShape:
 
     `stride` is the distance in physical GPU index between neighbours inside a node (1: adjacent GPUs). `span_nodes` is
     how many nodes lie between the first and the last of the group, both included; 0 means that they are adjacent.
+    `placed` are the positions of the groups on a node where that is decided; empty: the best for them.
     """
 
     ranks: int
@@ -36,6 +37,7 @@ class GroupShape:
     siblings: int = 1
     stride: int = 1
     span_nodes: int = 0
+    placed: tuple[tuple[int, ...], ...] = ()
 
     @property
     def nodes(self) -> int:
@@ -126,7 +128,7 @@ def _group_rates(cluster: Cluster, shape: GroupShape, gpus: tuple[int, ...] | No
 
 
 def _on_node(cluster: Cluster, rates: NodeRates, shape: GroupShape, gpus: tuple[int, ...] | None) -> GroupRates:
-    groups = (gpus,) if gpus is not None else sibling_groups(rates, shape)
+    groups = (gpus,) if gpus is not None else shape.placed or sibling_groups(rates, shape)
     if not groups or len(groups[0]) < shape.ranks_per_node:
         slowest = Ring(bytes_per_s=0.0, nccl_bytes_per_s=0.0, latency_s=HOST_LATENCY_S, layer="host")
         chosen: tuple[int, ...] = ()
@@ -134,7 +136,7 @@ def _on_node(cluster: Cluster, rates: NodeRates, shape: GroupShape, gpus: tuple[
         rings = rates.rings_together(groups)
         at = min(range(len(rings)), key=lambda i: rings[i].bytes_per_s)
         slowest, chosen = rings[at], tuple(groups[at])
-    inter = _network(rates, groups) if cluster.fabric is not None else 0.0
+    inter = network_bytes_per_s(rates, groups) if cluster.fabric is not None else 0.0
     hubs = {rates.ports[gpu][0] for gpu in chosen if gpu in rates.ports}
     switched = slowest.layer == "nvswitch"
     kinds = [cluster.kind(rates.node.gpus[gpu].kind) for gpu in chosen] or [cluster.slowest_kind]
@@ -207,7 +209,7 @@ def group_score(rates: NodeRates, group: tuple[int, ...]) -> tuple[float, float]
 # The network
 
 
-def _network(rates: NodeRates, groups: tuple[tuple[int, ...], ...]) -> float:
+def network_bytes_per_s(rates: NodeRates, groups: tuple[tuple[int, ...], ...]) -> float:
     """Return the NIC bandwidth the worst group has on this node, in bytes/s and direction.
 
     Each GPU uses the ports nearest to it; a port is divided among the GPUs that use it, and so is every host edge.

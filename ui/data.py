@@ -117,17 +117,21 @@ def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) ->
 
     knob = next(knob for knob in KNOBS if knob.quantity == quantity)
     now = knob.now(result.cluster)
-    rows = []
-    for exponent in range(-8, 9):
-        factor = 2.0 ** (exponent / 4)
-        table = cost_table(
-            result.model, knob.scale(result.cluster, factor), result.workload, list(plans), result.runtime
-        )
-        rows += [
-            {"rate": now * factor, "plan": plan_name(plan), "step_s": float(table.step_s[i])}
-            for i, plan in enumerate(plans)
-        ]
-    return rows
+    factors = [2.0 ** (exponent / 4) for exponent in range(-8, 9)]
+    machines = [knob.scale(result.cluster, factor) for factor in factors]
+    asked = [(factor, machine, plan) for factor, machine in zip(factors, machines, strict=True) for plan in plans]
+    table = cost_table(
+        result.model,
+        result.cluster,
+        result.workload,
+        [plan for _, _, plan in asked],
+        result.runtime,
+        each_on=[machine for _, machine, _ in asked],
+    )
+    return [
+        {"rate": now * factor, "plan": plan_name(plan), "step_s": float(table.step_s[row])}
+        for row, (factor, _, plan) in enumerate(asked)
+    ]
 
 
 def knobs(result: SearchResult) -> list[tuple[str, float]]:
@@ -219,8 +223,9 @@ def simulated(question: Question, result: SearchResult, ranked: RankedPlan) -> S
     def work(progress: jobs.Progress) -> Simulated:
         from simulator.simulation import simulate_plan  # noqa: PLC0415 - as above
 
-        progress("simulating one step, every stream of every rank that differs")
-        return simulate_plan(result.model, result.cluster, result.workload, ranked.plan, result.runtime)
+        return simulate_plan(
+            result.model, result.cluster, result.workload, ranked.plan, result.runtime, progress=progress
+        )
 
     key = f"{question.key} {plan_name(ranked.plan)}"
     found: Simulated = jobs.ask("timeline", key, work, title="Simulating the step")

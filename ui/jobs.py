@@ -1,9 +1,9 @@
 """Long work beside the page: it says where it is, can be stopped, and its answer is kept for the session.
 
 A page asks for the answer to a key. The first asking starts a thread and waits a moment, so that quick answers come
-without a flicker; then a panel shows progress and a stop button until the answer is there. Work that reports progress
-stops at its next report; work that does not is left to end by itself, and its answer is dropped. Finished answers are
-shared between sessions, so that a link that was answered once opens at once.
+without a flicker; then a panel shows progress and a stop button until the answer is there. Work stops at its next report,
+which searches and simulations alike make many times a second. Finished answers are shared between sessions, so that a
+link that was answered once opens at once.
 """
 
 from __future__ import annotations

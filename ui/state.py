@@ -17,6 +17,7 @@ import streamlit as st
 
 from planner.frameworks import FRAMEWORKS
 from simulator.hf_config import shipped_models
+from simulator.overlap_sites import brief
 from simulator.plan import Plan
 from topology import codec
 from topology.catalog import catalog_names
@@ -217,7 +218,7 @@ def plan_name(plan: Plan) -> str:
     words += [f"mb{plan.micro_batch_size}", plan.recompute]
     if plan.reshard_after_forward is not None and plan.dp_shard * plan.cp > 1:
         words.append("reshard" if plan.reshard_after_forward else "keep")
-    words += [f"overlap-{plan.tp_overlap}"] if plan.tp_overlap != "none" else []
+    words += [f"overlap-{brief(plan.tp_overlap)}"] if plan.tp_overlap != "none" else []
     if plan.layers_per_stage or plan.recompute_per_stage or plan.capacity_factor is not None:
         words.append(f"own-{codec.fingerprint(plan)[:4]}")  # layers or recomputation stage by stage: too long to spell
     return " ".join(words)

@@ -46,7 +46,12 @@ def estimate(
     recompute: Annotated[
         str | None, typer.Option("--recompute", help="none, selective, selective-op, full, or the runtime's own word.")
     ] = None,
-    tp_overlap: Annotated[str | None, typer.Option("--tp-overlap", help="none, ring, chunked, async, ...")] = None,
+    tp_overlap: Annotated[
+        str | None,
+        typer.Option(
+            "--tp-overlap", help="none, ring, fused, async, ...; or by site: attention_in=fused,mlp_out=ring."
+        ),
+    ] = None,
     runtime: Annotated[str | None, typer.Option("--runtime", "--framework", help="The software that runs it.")] = None,
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,

@@ -38,7 +38,12 @@ def trace(
     virtual_stages: Annotated[int, typer.Option("--virtual-stages", min=1, help="Stages a rank holds.")] = 1,
     schedule: Annotated[str | None, typer.Option("--schedule", help="Pipeline schedule, such as 1F1B.")] = None,
     recompute: Annotated[str | None, typer.Option("--recompute", help="none, selective, full, ...")] = None,
-    tp_overlap: Annotated[str | None, typer.Option("--tp-overlap", help="none, ring, chunked, async, ...")] = None,
+    tp_overlap: Annotated[
+        str | None,
+        typer.Option(
+            "--tp-overlap", help="none, ring, fused, async, ...; or by site: attention_in=fused,mlp_out=ring."
+        ),
+    ] = None,
     runtime: Annotated[str | None, typer.Option("--runtime", "--framework", help="The software that runs it.")] = None,
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,

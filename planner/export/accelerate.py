@@ -13,6 +13,7 @@ from planner.export.draft import Draft, Target
 from planner.export.job import Job, require_legal
 from planner.export.script import host_order, one_device_list
 from planner.export.yaml_text import yaml_text
+from simulator.overlap_sites import spoken
 from topology.errors import Infeasible
 
 VERSION = "1.15.0"
@@ -88,7 +89,7 @@ def write(job: Job) -> Draft:
     if recompute != plan.recompute:
         unsaid.append(f"recompute {plan.recompute!r}: accelerate recomputes whole blocks or nothing; written as full")
     if plan.tp_overlap != "none":
-        unsaid.append(f"tensor-parallel overlap {plan.tp_overlap!r}")
+        unsaid.append(f"tensor-parallel overlap {spoken(plan.tp_overlap)}")
     if runtime.compute_dtype == "float8":
         unsaid.append("the recipe of float8: set fp8_config")
     if runtime.param_dtype != "float32":

@@ -12,6 +12,7 @@ from planner.export.degrees import as_stage
 from planner.export.draft import Draft, Target
 from planner.export.job import Job, require_legal
 from planner.export.script import host_order, one_device_list
+from simulator.overlap_sites import spoken
 from topology.errors import Infeasible
 
 VERSION = "0.19.8"
@@ -99,7 +100,9 @@ def _unsaid(job: Job, *, hybrid: bool) -> tuple[str, ...]:
     if plan.cp > 1 and plan.cp_method not in {None, "all_to_all"}:
         unsaid.append(f"context parallelism by {plan.cp_method}: DeepSpeed's is Ulysses, all-to-all over heads")
     if plan.tp_overlap != "none":
-        unsaid.append(f"tensor-parallel overlap {plan.tp_overlap!r}: written as tp_overlap_comm")
+        unsaid.append(
+            f"tensor-parallel overlap {spoken(plan.tp_overlap)}: written as tp_overlap_comm, which decides by itself where"
+        )
     if runtime.compute_dtype == "float8":
         unsaid.append("float8 products")
     if runtime.compile:

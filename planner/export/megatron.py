@@ -22,6 +22,7 @@ from planner.export.script import (
     torchrun,
 )
 from simulator.model import Model
+from simulator.overlap_sites import spoken
 from simulator.plan import Plan
 
 VERSION = "0.19.2"
@@ -168,7 +169,9 @@ def program(job: Job) -> tuple[list[str], Draft]:
     if plan.recompute_per_stage:
         unsaid.append(f"recompute per stage ({', '.join(plan.recompute_per_stage)}): one mode holds for all stages")
     if plan.tp_overlap not in {"none", "ring"}:
-        unsaid.append(f"tensor-parallel overlap {plan.tp_overlap!r}: written as --tp-comm-overlap, which takes rings")
+        unsaid.append(
+            f"tensor-parallel overlap {spoken(plan.tp_overlap)}: written as --tp-comm-overlap, which takes rings"
+        )
     if runtime.param_dtype == "bfloat16" and job.framework != "megatron-lm":  # there it means just that
         unsaid.append("parameters stored in bfloat16 only: Megatron-LM keeps float32 copies in its optimizer")
     if runtime.compile:

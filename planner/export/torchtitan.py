@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from planner.export.job import Job
+from simulator.overlap_sites import spoken
 from simulator.plan import Plan
 from simulator.runtime_library import runtime_spec
 from simulator.stages import stage_layers
@@ -98,4 +99,4 @@ def uses_async(plan: Plan) -> bool:
 def overlap_unsaid(plan: Plan) -> tuple[str, ...]:
     if plan.tp_overlap in {"none", "async"}:
         return ()
-    return (f"tensor-parallel overlap {plan.tp_overlap!r}: {TITLE} has asynchronous tensor parallelism only",)
+    return (f"tensor-parallel overlap {spoken(plan.tp_overlap)}: {TITLE} has asynchronous tensor parallelism only",)

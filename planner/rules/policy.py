@@ -43,7 +43,7 @@ POLICY_RULES: list[Rule] = [
     rule(
         "overlap",
         lambda c, q: (c.tp_overlap != "none") & ((c.tp == 1) | ~c.sequence_parallel),
-        lambda p, q: f"tp_overlap={p.tp_overlap} needs tp > 1 with sequence parallelism: there is nothing to pipeline",
+        lambda p, q: f"tp_overlap {p.tp_overlap} needs tp > 1 with sequence parallelism: there is nothing to pipeline",
         level=Level.POLICY,
     ),
     rule(

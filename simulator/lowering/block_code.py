@@ -13,129 +13,29 @@ from enum import StrEnum
 
 import numpy as np
 
+from simulator.async_overlap import ASYNC, partials_bytes
 from simulator.costs import Cost
 from simulator.layer_cost import (
     WEIGHT_GRADIENT,
     CostContext,
-    active_rows,
+    copy_hop_s,
     ends_of,
-    overlap_parts_s,
     pieces_s,
     saved_bytes,
     tensors_bytes,
 )
-from simulator.operators import OperatorSpec, Work, WorkKind, backward_work, forward_work
+from simulator.lowering.pairing import async_pairs, site_pairs
+from simulator.lowering.steps import AsyncStep, KernelStep, RingStep, SiteStep, Step, TransferStep, summed
+from simulator.operators import OperatorSpec, Work, WorkKind, active_rows, backward_work, forward_work
+from simulator.recomputation import run_again
 from simulator.runtime_library import RecomputeSpec
-from simulator.tp_overlap import MATCHED_MODES, extra_calls, launch_s, launches, partials_bytes, together_s
-
-KernelKey = tuple[str, tuple[int, ...], str]
+from simulator.site_costs import SITE_MODES, product_of
 
 
 class Detail(StrEnum):
     KERNEL = "kernel"
     LAYER = "layer"
     STAGE = "stage"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelStep:
-    """One launch on the compute stream. `weight`: a weight gradient, which split backwards run later.
-
-    `pieces_s` is what it takes cut into one piece for each tensor-parallel rank; zero for what is no product.
-    """
-
-    key: KernelKey
-    cost: Cost
-    host_s: float
-    weight: bool = False
-    pieces_s: float = 0.0
-    merged: bool = False  # stands for many launches
-    reads: str = ""  # the tensor a product reads, in the runtime's words
-    result: str = ""  # and the one it gives
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferStep:
-    """One collective that the next kernel waits for. `mode` says how products next to it may hide it."""
-
-    op: str
-    group: str
-    nbytes: int
-    host_s: float
-    seconds: float
-    mode: str = "none"
-    chunk_s: float = 0.0
-    hop_s: float = 0.0
-    tensor: str = ""
-    adding: Cost | None = None  # of the pass that adds up partial results, where the mode has one
-    ranks: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapStep:
-    """A product and the collective it feeds on (`gathers`) or feeds, run beside each other; see tp_overlap."""
-
-    product: KernelStep
-    transfer: TransferStep
-    gathers: bool
-
-    @property
-    def ranks(self) -> int:
-        return self.transfer.ranks
-
-    @property
-    def piece(self) -> KernelStep:
-        """What is launched: one piece of the product, or all of it where one kernel does both."""
-        name, shape, dtype = self.product.key
-        pieces = round(launches(self.transfer.mode, self.ranks))
-        return KernelStep(
-            key=(f"{name}/{pieces}", shape, dtype),
-            cost=replace(self.product.cost, seconds=launch_s(self.transfer.mode, **self._times)),
-            host_s=self.product.host_s,
-        )
-
-    @property
-    def seconds(self) -> float:
-        """How long both take together on an idle machine."""
-        return together_s(self.transfer.mode, **self._times)
-
-    @property
-    def _times(self) -> dict[str, float]:
-        t = self.transfer
-        return {
-            "whole_s": t.seconds,
-            "chunk_s": t.chunk_s,
-            "hop_s": t.hop_s,
-            "product_s": self.product.cost.seconds,
-            "pieces_s": self.product.pieces_s,
-            "ranks": float(self.ranks),
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RingStep:
-    """A kernel in `ranks` pieces; while one computes, the shard that the next one needs comes round the ring."""
-
-    kernel: KernelStep
-    group: str
-    nbytes: int  # of one shard
-    hop_s: float
-    host_s: float
-    ranks: int
-
-    @property
-    def piece(self) -> KernelStep:
-        name, shape, dtype = self.kernel.key
-        cost = replace(self.kernel.cost, seconds=self.kernel.cost.seconds / self.ranks)
-        return KernelStep(key=(f"{name}/{self.ranks}", shape, dtype), cost=cost, host_s=self.kernel.host_s)
-
-    @property
-    def seconds(self) -> float:
-        piece = self.kernel.cost.seconds / self.ranks
-        return piece + (self.ranks - 1) * max(piece, self.hop_s)
-
-
-Step = KernelStep | TransferStep | OverlapStep | RingStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,13 +60,14 @@ def block_code(
 ) -> BlockCode:
     """Return the code of one block under the single plan of `context`, recomputing what `mode` says."""
     active = [operator for operator in operators if active_rows(operator, context.table)[0]]
+    twice = run_again(active, mode, context.runtime, context.table)
     forward: list[Step] = []
     backward: list[Step] = []
     again: list[Step] = []
-    for operator in active:
+    for operator, again_too in zip(active, twice, strict=True):
         works = forward_work(operator, context.sizes, context.dtype_bytes)
         _extend(forward, works, operator, context)
-        if mode.runs_again(operator.name):
+        if again_too[0]:
             _extend(again, works, operator, context)
     for operator in reversed(active):
         works = backward_work(operator, context.sizes, context.dtype_bytes)
@@ -179,8 +80,8 @@ def block_code(
     everything = round(float(tensors_bytes(active, context)[0]))
     return BlockCode(
         name=name,
-        forward=tuple(_rings(forward)),
-        backward=(*_rings(again), *_rings(backward)),
+        forward=tuple(_joined(forward, context)),
+        backward=(*_joined(again, context), *_joined(backward, context)),
         saved_bytes=kept,
         again_bytes=everything if again else 0,
     )
@@ -188,7 +89,7 @@ def block_code(
 
 def merged(steps: Iterable[Step], name: str, detail: Detail) -> list[Step]:
     """Return `steps` as coarse as `detail` asks for."""
-    steps = _overlapped(list(steps), name)
+    steps = async_pairs(list(steps), name)
     if detail is Detail.KERNEL:
         return steps
     out: list[Step] = []
@@ -196,7 +97,7 @@ def merged(steps: Iterable[Step], name: str, detail: Detail) -> list[Step]:
 
     def close() -> None:
         if run:
-            out.append(_sum(run, f"{name}.{len(out)}"))
+            out.append(summed(run, f"{name}.{len(out)}"))
             run.clear()
 
     for step in steps:
@@ -211,16 +112,16 @@ def merged(steps: Iterable[Step], name: str, detail: Detail) -> list[Step]:
     return out
 
 
-def _folded(step: TransferStep | OverlapStep | RingStep) -> KernelStep:
+def _folded(step: TransferStep | AsyncStep | SiteStep | RingStep) -> KernelStep:
     """Return what moves, and what runs beside it, as one kernel of the same length on an idle machine."""
     if isinstance(step, TransferStep):
         return KernelStep(
             key=(step.op, (step.nbytes,), step.group), cost=Cost(seconds=step.seconds), host_s=step.host_s
         )
-    if isinstance(step, OverlapStep):
-        kernel, mode = step.product, step.transfer.mode
-        host = kernel.host_s * launches(mode, step.ranks)
-        host += (1 + extra_calls(mode, step.ranks)) * step.transfer.host_s
+    if isinstance(step, SiteStep):
+        return replace(step.kernel, host_s=step.host_s)
+    if isinstance(step, AsyncStep):
+        kernel, host = step.product, step.host_s
     else:
         kernel = step.kernel
         host = kernel.host_s * step.ranks + 2 * (step.ranks - 1) * step.host_s
@@ -229,68 +130,9 @@ def _folded(step: TransferStep | OverlapStep | RingStep) -> KernelStep:
     return KernelStep(key=kernel.key, cost=cost, host_s=host)
 
 
-def _overlapped(steps: list[Step], name: str) -> list[Step]:
-    """Join every collective that may be hidden with the run of products it gathers for, or reduces after."""
-    out: list[Step] = []
-    position = 0
-    while position < len(steps):
-        step = steps[position]
-        position += 1
-        if not isinstance(step, TransferStep) or step.mode == "none" or step.op == "all_reduce":
-            out.append(step)
-            continue
-        partners: list[KernelStep] = []
-        earlier = tuple(out)
-        if step.op == "all_gather":
-            while position < len(steps) and _joins(steps[position], partners, step):
-                partners.append(steps[position])  # type: ignore[arg-type]  # _joins lets only kernels through
-                position += 1
-        else:
-            while out and isinstance(leader := out[-1], KernelStep) and leader.pieces_s:
-                partners.insert(0, leader)
-                out.pop()
-        gathers = step.op == "all_gather"
-        joined, apart = _matched(partners, step, _terms(earlier, step))
-        if not any(p.pieces_s for p in joined):
-            out += [step, *partners] if gathers else [*partners, step]
-            continue
-        product = _sum(joined, f"{name}.{step.op}.{len(out)}")
-        together = OverlapStep(product=product, transfer=step, gathers=gathers)
-        out += [together, *apart] if gathers else [*apart, together]
-        if step.adding is not None:
-            out.append(KernelStep(key=("add_partials", (step.nbytes,), step.group), cost=step.adding, host_s=0.0))
-    return out
-
-
-def _terms(steps: Sequence[Step], transfer: TransferStep) -> int:
-    """Return how many products since the last collective add up to what `transfer` reduces."""
-    count = 0
-    for step in reversed(steps):
-        if isinstance(step, OverlapStep) or (isinstance(step, TransferStep) and step.group == transfer.group):
-            break
-        count += isinstance(step, KernelStep) and step.result == transfer.tensor
-    return count
-
-
-def _matched(
-    partners: Sequence[KernelStep], step: TransferStep, terms: int
-) -> tuple[list[KernelStep], list[KernelStep]]:
-    """Return which of `partners` run in pieces beside the transfer, and which stay whole."""
-    if step.mode not in MATCHED_MODES:
-        return list(partners), []
-    joined = [p for p in partners if not p.weight]
-    if step.op == "reduce_scatter" and terms != 1:
-        return [], list(partners)
-    return joined, [p for p in partners if p.weight]
-
-
-def _joins(step: Step, partners: Sequence[KernelStep], gather: TransferStep) -> bool:
-    """Whether a step belongs to the products behind a gather: all up to the first that is none, after one has come."""
-    if not isinstance(step, KernelStep):
-        return False
-    if gather.mode in MATCHED_MODES and step.pieces_s and not step.weight and step.reads != gather.tensor:
-        return not any(p.pieces_s and not p.weight for p in partners)
-    return bool(step.pieces_s) or not any(p.pieces_s for p in partners)
+def _joined(steps: list[Step], context: CostContext) -> list[Step]:
+    """Return a pass with its kernels and collectives joined where they run beside each other."""
+    return site_pairs(_rings(steps), context)
 
 
 def _rings(steps: list[Step]) -> list[Step]:
@@ -324,8 +166,7 @@ def _extend(steps: list[Step], works: Sequence[Work], operator: OperatorSpec, co
         if work.kind is WorkKind.MOVE and not work.launches and not np.any(work.bytes):
             continue  # nothing to do under this plan
         if work.kind is not WorkKind.COLLECTIVE:
-            reads, result = ends_of(work, operator)
-            steps.append(replace(_kernel(work, context), reads=reads, result=result))
+            steps.append(_kernel(work, operator, context))
             continue
         ranks = _whole(context.groups.extent(work.over)[0])
         if ranks <= 1:
@@ -346,10 +187,10 @@ def _extend(steps: list[Step], works: Sequence[Work], operator: OperatorSpec, co
                 )
             )
             continue
-        steps.append(replace(_transfer(work, ranks, context), tensor=operator.tensor))
+        steps.append(replace(_transfer(work, operator.site, ranks, context), tensor=operator.tensor))
 
 
-def _transfer(work: Work, ranks: int, context: CostContext) -> TransferStep:
+def _transfer(work: Work, site: str, ranks: int, context: CostContext) -> TransferStep:
     size = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), (1,))
     step = TransferStep(
         op=work.collective,
@@ -358,28 +199,31 @@ def _transfer(work: Work, ranks: int, context: CostContext) -> TransferStep:
         host_s=context.spec.host.collective_s,
         seconds=float(context.groups.time_s(work.collective, work.over, size)[0]),
         ranks=ranks,
+        backward=work.backward,
     )
-    mode = str(context.table.tp_overlap[0])
+    mode = str(context.table.overlap_at(site)[0])
     if work.over != "tp" or mode == "none" or work.collective not in {"all_gather", "reduce_scatter"}:
         return step
-    chunk, hop = overlap_parts_s(mode, work.collective, size, context)
-    step = replace(step, mode=mode, chunk_s=float(chunk[0]), hop_s=float(hop[0]))
-    moved = partials_bytes(mode, work.collective, float(size[0]), float(ranks))
-    if not moved:
+    step = replace(step, mode=mode, hop_s=float(copy_hop_s(size, context)[0]), whole_bytes=float(size[0]))
+    moved = partials_bytes(work.collective, float(size[0]), float(ranks))
+    if mode != ASYNC or not moved:
         return step
     memory = context.roofline.memory_bytes_per_s
     adding = Cost(seconds=moved / memory, sms=float(context.roofline.gpu.sm_count), hbm_bytes_per_s=memory)
     return replace(step, adding=adding)
 
 
-def _kernel(work: Work, context: CostContext) -> KernelStep:
+def _kernel(work: Work, operator: OperatorSpec, context: CostContext) -> KernelStep:
     host = context.spec.host
     seconds = float(np.asarray(context.roofline.seconds(work)).flat[0])
     launch = host.backward_launch_s if work.backward else host.launch_s
     if context.table["tp"][0] > 1 and not context.runtime.compile:
         launch = host.dtensor_launch_s
     moved = float(np.asarray(work.bytes).flat[0])
-    overlaps = work.kind is WorkKind.MATMUL and str(context.table.tp_overlap[0]) != "none"
+    reads, result = ends_of(work, operator)
+    modes = context.table.overlap_modes if work.kind is WorkKind.MATMUL else ()
+    halves = bool(reads) and any(mode in SITE_MODES for mode in modes)
+    ranks = context.table["tp"]
     return KernelStep(
         key=(work.name, _shape(work), context.runtime.compute_dtype),
         cost=Cost(
@@ -389,26 +233,12 @@ def _kernel(work: Work, context: CostContext) -> KernelStep:
         ),
         host_s=launch * work.launches,
         weight=work.name.endswith(WEIGHT_GRADIENT),
-        pieces_s=float(pieces_s(work, context).flat[0]) if overlaps else 0.0,
-    )
-
-
-def _sum(run: Sequence[KernelStep], name: str) -> KernelStep:
-    if len(run) == 1:
-        return run[0]
-    seconds = sum(step.cost.seconds for step in run)
-    moved = sum(step.cost.seconds * step.cost.hbm_bytes_per_s for step in run)
-    return KernelStep(
-        key=(name, (), run[0].key[2]),
-        cost=Cost(
-            seconds=seconds,
-            sms=max(step.cost.sms for step in run),
-            hbm_bytes_per_s=moved / seconds if seconds else 0.0,
-        ),
-        host_s=sum(step.host_s for step in run),
-        weight=run[0].weight,
-        pieces_s=sum(step.pieces_s or step.cost.seconds for step in run),
-        merged=True,
+        pieces_s=float(pieces_s(work, context).flat[0]) if ASYNC in modes else 0.0,
+        reads=reads,
+        result=result,
+        product=product_of(work, np.full(1, seconds), launch * work.launches, ranks, context.roofline)
+        if halves
+        else None,
     )
 
 

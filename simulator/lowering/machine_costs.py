@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from simulator.collectives import CollectiveCost, CollectiveModel
 from simulator.costs import Cost, GpuLimits, LinkUse, Ranks
-from simulator.lowering.block_code import KernelKey
+from simulator.lowering.steps import KernelKey
 from simulator.lowering.writing import PEER_COPY, launch_key
 from simulator.program import Collective, Copy, Instruction, Kernel, Launch, Recv, Send
 from simulator.roofline import efficiency
@@ -29,6 +29,17 @@ TRAFFIC: dict[str, Callable[[int], float]] = {
 REDUCES_INSIDE = frozenset({"tree", "nvls", "nvls_tree"})
 
 
+class _LinkUses(dict[int, LinkUse]):
+    """The share that a transfer takes of one direction of the port, or the NIC, of each GPU, once looked up."""
+
+    def __init__(self, medium: str, way: str, share: float) -> None:
+        self._medium, self._way, self._share = medium, way, share
+
+    def __missing__(self, gpu: int) -> LinkUse:
+        self[gpu] = LinkUse(link=(self._medium, self._way, gpu), share=self._share)
+        return self[gpu]
+
+
 @dataclass(slots=True)
 class MachineCosts:
     """Costs of one lowered plan. `placement[r]` is the physical GPU of rank r (node * gpus_per_node + index)."""
@@ -41,7 +52,7 @@ class MachineCosts:
     families: Mapping[str, GroupShape] = field(default_factory=dict)
     peer_copies: Mapping[int, float] = field(default_factory=dict)  # bytes -> seconds
     _known: dict[tuple[str, int, GroupShape], CollectiveCost] = field(default_factory=dict)
-    _uses: dict[tuple[str, str, int, float], LinkUse] = field(default_factory=dict)
+    _uses: dict[tuple[str, float], tuple[_LinkUses, _LinkUses]] = field(default_factory=dict)
     _gpus_per_node: int = field(init=False)
     _one_kind: str = field(init=False)  # empty where GPUs differ
     _link_rates: dict[str, float] = field(init=False)
@@ -98,16 +109,12 @@ class MachineCosts:
         physical = [self.placement[rank] for rank in ranks] if self.placement else list(ranks)
         per_node, nodes = self._spread(physical)
         medium, share = ("port", 1.0) if nodes == 1 else ("nic", 1.0 / per_node)
+        if (medium, share) not in self._uses:
+            self._uses[medium, share] = _LinkUses(medium, "out", share), _LinkUses(medium, "in", share)
+        out, into = self._uses[medium, share]
         if len(ranks) == 2:
-            return self._use(medium, "out", physical[0], share), self._use(medium, "in", physical[1], share)
-        return tuple([self._use(medium, way, gpu, share) for way in ("out", "in") for gpu in physical])
-
-    def _use(self, medium: str, way: str, gpu: int, share: float) -> LinkUse:
-        key = (medium, way, gpu, share)
-        use = self._uses.get(key)
-        if use is None:
-            use = self._uses[key] = LinkUse(link=(medium, way, gpu), share=share)
-        return use
+            return out[physical[0]], into[physical[1]]
+        return (*[out[gpu] for gpu in physical], *[into[gpu] for gpu in physical])
 
     def link_bytes_per_s(self, link: Hashable) -> float:
         assert isinstance(link, tuple)  # noqa: S101 - made by routes above
@@ -123,13 +130,15 @@ class MachineCosts:
             # Ranks of a family lie evenly, so how the first node is filled says how all are.
             return (len(ranks), *self._spread(physical), kinds)
         per = self._gpus_per_node
+        if len(ranks) == 2:
+            return (2, physical[0] // per == physical[1] // per, kinds)
         nodes = [gpu // per for gpu in physical]
         return (len(ranks), tuple(sorted(nodes.count(node) for node in set(nodes))), kinds)
 
     def shape(self, family: str, ranks: Ranks) -> GroupShape:
         """Return how a group lies on the machine: as planned for its family, else as its ranks are placed."""
         planned = self.families.get(family)
-        if planned is not None and planned.ranks == len(ranks) and not self.placement:
+        if planned is not None and planned.ranks == len(ranks) and (planned.placed or not self.placement):
             return planned
         per_node, _ = self._spread([self._physical(rank) for rank in ranks])
         siblings = max(1, self._gpus_per_node // per_node) if planned is None else planned.siblings

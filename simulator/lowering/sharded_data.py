@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass, field
 
 from simulator.costs import Cost
-from simulator.lowering.block_code import KernelStep
+from simulator.lowering.steps import KernelStep
 from simulator.lowering.writing import StepWriter
 from simulator.program import COMPUTE, CodeWriter
 

@@ -16,13 +16,14 @@ from simulator.calibration_fit import calibrated
 from simulator.closed_form import spelled
 from simulator.collectives import collective_model
 from simulator.costs import Cost
-from simulator.data_parallel import update_bytes
+from simulator.data_parallel import has_replicas, update_bytes
 from simulator.group_times import GroupTimes
 from simulator.layer_cost import CostContext
-from simulator.lowering.block_code import BlockCode, Detail, KernelStep, Step, merged
+from simulator.lowering.block_code import BlockCode, Detail, merged
 from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.network import Network, StageUnits
 from simulator.lowering.sharded_data import DataTraffic, DataWriter, Unit
+from simulator.lowering.steps import KernelStep, Step
 from simulator.lowering.writing import StepWriter
 from simulator.memory import State, between_stages_bytes, state_bytes
 from simulator.model import Model
@@ -31,7 +32,7 @@ from simulator.plan import Plan
 from simulator.plan_table import axis_sizes, plan_table
 from simulator.program import COMPUTE, CodeWriter, Groups, Program
 from simulator.runtime import DTYPE_BYTES, Runtime
-from simulator.runtime_library import operators_for
+from simulator.runtime_library import operators_for, wraps_one
 from simulator.schedule_tables import build_schedule
 from simulator.schedules import Action, Kind, Schedule
 from simulator.step_cost import NORM_BYTES, loaded_tokens
@@ -78,7 +79,9 @@ def plan_context(
     """Return what the costs of a single plan depend on: the closed form's context, with one row."""
     calibration = calibrated(profile, cluster)
     spec = calibrated_host(operators_for(model, runtime).spec, calibration, compiled=runtime.compile)
-    table = plan_table([spelled(plan, runtime)], workload, cp_method=spec.context_parallel)
+    table = plan_table(
+        [spelled(plan, runtime)], workload, cp_method=spec.context_parallel, wraps_one=wraps_one(spec, runtime)
+    )
     return CostContext(
         table=table,
         sizes=axis_sizes(model, workload, table),
@@ -280,7 +283,7 @@ class _Lowering:
 
     def _traffic(self) -> DataTraffic:
         table, spec = self.context.table, self.spec
-        full = bool(table.state_shard["parameters"][0] > 1)
+        full = bool(table.fully_sharded[0])
         bytes_of = self.context.dtype_bytes
 
         def ranks(axis: str) -> int:
@@ -292,7 +295,7 @@ class _Lowering:
             optimizer_sharded=not full and bool(table.state_shard["optimizer"][0] > 1),
             gradients_sharded=not full and bool(table.state_shard["gradients"][0] > 1),
             overlap=spec.fsdp.overlap if full else spec.ddp.overlap,
-            replicated_sharding=full and self.plan.dp_replicate > 1 and self.plan.dp_shard > 1,
+            replicated_sharding=full and bool(has_replicas(table)[0]),
             shard_ranks=ranks("fsdp"),
             expert_shard_ranks=ranks("expert_fsdp"),
             every_micro_batch=self.plan.pp == 1 and (full or spec.ddp.every_micro_batch),

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from simulator.costs import Cost
-from simulator.lowering.block_code import KernelKey, KernelStep, OverlapStep, RingStep, Step, TransferStep
+from simulator.lowering.steps import AsyncStep, KernelKey, KernelStep, RingStep, SiteStep, Step, TransferStep
 from simulator.program import COMPUTE, CodeWriter, Launch
-from simulator.tp_overlap import COPY_ENGINE_MODES
 
 PEER_COPY = "peer"  # a copy engine reads a shard from another GPU of the node
 
@@ -38,8 +37,10 @@ class StepWriter:
                     code.after(COMPUTE, stream)
                 case RingStep():
                     self._ring(code, step.piece, step.group, step.nbytes, step.ranks)
-                case OverlapStep():
-                    self._overlap(code, step)
+                case AsyncStep():
+                    self._async(code, step)
+                case SiteStep():
+                    self._site(code, step)
 
     def launch(self, code: CodeWriter, step: KernelStep) -> None:
         launch = self._launches.get(step.key)
@@ -63,35 +64,13 @@ class StepWriter:
             if turn < ranks - 1:
                 code.after(COMPUTE, stream)
 
-    def _overlap(self, code: CodeWriter, step: OverlapStep) -> None:
-        transfer, stream = step.transfer, f"{step.transfer.group} comm"
-        shard = round(transfer.nbytes / step.ranks)
-        match transfer.mode:
-            case "ring":
-                self._ring(code, step.piece, transfer.group, shard, step.ranks)
-            case mode if mode in COPY_ENGINE_MODES:
-                self._copies(code, step, shard)
-            case "fused":
-                self._fused(code, step, shard)
-            case _:
-                code.after(stream, COMPUTE)
-                for _ in range(step.ranks):
-                    if step.gathers:
-                        code.collective(transfer.op, transfer.group, shard, stream=stream)
-                        code.after(COMPUTE, stream)
-                        self.launch(code, step.piece)
-                    else:
-                        self.launch(code, step.piece)
-                        code.after(stream, COMPUTE)
-                        code.collective(transfer.op, transfer.group, shard, stream=stream)
-                code.after(COMPUTE, stream)
-
-    def _copies(self, code: CodeWriter, step: OverlapStep, shard: int) -> None:
+    def _async(self, code: CodeWriter, step: AsyncStep) -> None:
         """The ring's pattern with copy engines: the rank's own shard first, the others while pieces compute."""
-        stream = f"{step.transfer.group} copies"
-        self.peer_copies[shard] = step.transfer.hop_s
+        transfer, stream = step.transfer, f"{step.transfer.group} copies"
+        shard = round(transfer.nbytes / step.ranks)
+        self.peer_copies[shard] = transfer.hop_s
         for turn in range(step.ranks):
-            code.host_work("issue copies", 2 * step.transfer.host_s)
+            code.host_work("issue copies", 2 * transfer.host_s)
             if turn < step.ranks - 1:
                 code.after(stream, COMPUTE)
                 code.copy(shard, PEER_COPY, stream=stream)
@@ -99,18 +78,14 @@ class StepWriter:
             if turn < step.ranks - 1:
                 code.after(COMPUTE, stream)
 
-    def _fused(self, code: CodeWriter, step: OverlapStep, shard: int) -> None:
-        """One kernel: the first shard is waited for (or the last one sent behind it), the rest moves beside it."""
-        transfer, stream = step.transfer, f"{step.transfer.group} comm"
-        rest = transfer.nbytes - shard
+    def _site(self, code: CodeWriter, step: SiteStep) -> None:
+        """One launch as long as the pair; the shards beside it show what moves, and nobody waits for them again."""
+        transfer, stream = step.transfer, f"{step.transfer.group} copies"
+        shard = round(transfer.nbytes / transfer.ranks)
+        self.peer_copies[shard] = transfer.hop_s
         code.after(stream, COMPUTE)
-        if step.gathers:
-            code.collective(transfer.op, transfer.group, shard, stream=stream)
-            code.after(COMPUTE, stream)
-        code.collective(transfer.op, transfer.group, rest, stream=stream)
-        self.launch(code, step.piece)
-        code.after(COMPUTE, stream)
-        if not step.gathers:
-            code.after(stream, COMPUTE)
-            code.collective(transfer.op, transfer.group, shard, stream=stream)
-            code.after(COMPUTE, stream)
+        for _ in range(transfer.ranks - 1):
+            code.copy(shard, PEER_COPY, stream=stream)
+        self.launch(code, step.kernel)
+        # The device starts on the first calls while the host is still issuing the others.
+        code.host_work(f"issue {transfer.mode}", step.more_host_s)

@@ -1,208 +1,225 @@
-"""Plans predicted, then run: every plan of a set by `planner apply`, predicted beside measured in one table.
+"""Plans predicted, then run: every plan of a set by our executor, predicted beside measured in one table.
 
-    python3 tests/bench/apply_plans.py predict OUT --set h200x2     anywhere, before anything runs
-    python3 tests/bench/apply_plans.py run OUT --budget 400         on a machine with the GPUs; no prediction can know it
-    python3 tests/bench/apply_plans.py table OUT > table.md         anywhere
+    python3 tests/bench/apply_plans.py predict OUT --set h200x2 --profile P      anywhere, before anything runs
+    python3 tests/bench/apply_plans.py run OUT --budget 400 --pack FILE          on a machine with the GPUs
+    python3 tests/bench/apply_plans.py table OUT > table.md                      anywhere
 
-OUT holds a plan file and a run's directory for each plan. What there is no time for is said to be not run.
+OUT holds a plan file and a run's directory for each plan (tests/bench/plan_sets.py); the plan file has the prediction,
+and nothing that is run can change it. Plans of as many ranks share processes (`executor.apply_many`). What there is no
+time for is said to be not run. `--pack` keeps reports and traces in one archive.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
+import tarfile
 import time
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from planner.plan_file import plan_file, save_plan  # noqa: E402 - the path comes first
-from simulator.closed_form import estimate_plans  # noqa: E402
-from simulator.hf_config import load_model  # noqa: E402
-from simulator.model import Model  # noqa: E402
-from simulator.plan import Plan  # noqa: E402
+from executor.apply_many import Run, read_run, run_many  # noqa: E402 - the path comes first
+from planner.apply_question import Question, cuda_question, job_question  # noqa: E402
+from planner.costs import cost_table  # noqa: E402
+from planner.plan_file import PlanFile, load_plan, plan_file, save_plan  # noqa: E402
+from planner.run_report import load_run  # noqa: E402
+from planner.runs_store import plan_words  # noqa: E402
 from simulator.runtime import Runtime  # noqa: E402
-from simulator.workload import Workload  # noqa: E402
+from tests.bench.plan_sets import AXES, SETS, Asked, plans  # noqa: E402
+from topology import codec  # noqa: E402
+from topology.cluster import Cluster  # noqa: E402
 from topology.cluster_file import load_cluster  # noqa: E402
+from topology.errors import PlannerError  # noqa: E402
+from topology.health import diagnose  # noqa: E402
 from topology.platform import take_gpus  # noqa: E402
+from topology.probe_machine import probe_machine  # noqa: E402
+from topology.profile import Profile, read_profile  # noqa: E402
+
+WARM_UP = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    model: str
-    seq_len: int
-    batch: int
-    plan: Plan
-    compiled: bool = False
-    layers: int | None = None  # as many of the model's layers as fit
+# --- before ---------------------------------------------------------------------------------------------------------
 
 
-SP = {"sequence_parallel": True}
-PLANS: dict[str, dict[str, Asked]] = {
-    "h200x4": {
-        "1b-fsdp4": Asked(model="llama3.2-1b", seq_len=4096, batch=16, plan=Plan(dp_shard=4, micro_batch_size=4)),
-        "8b-fsdp4": Asked(model="llama3-8b", seq_len=8192, batch=4, plan=Plan(dp_shard=4)),
-        "8b-fsdp4-full": Asked(model="llama3-8b", seq_len=8192, batch=4, plan=Plan(dp_shard=4, recompute="full")),
-        "8b-fsdp4-selop": Asked(
-            model="llama3-8b", seq_len=8192, batch=4, plan=Plan(dp_shard=4, recompute="selective-op")
-        ),
-        "8b-tp2-fsdp2": Asked(model="llama3-8b", seq_len=8192, batch=2, plan=Plan(tp=2, dp_shard=2, **SP)),
-        "8b-pp2-fsdp2": Asked(model="llama3-8b", seq_len=8192, batch=8, plan=Plan(pp=2, dp_shard=2, schedule="1F1B")),
-        "8b-cp4": Asked(model="llama3-8b", seq_len=32768, batch=1, plan=Plan(cp=4, cp_method="ring", recompute="full")),
-        "8b-cp4-gather": Asked(
-            model="llama3-8b", seq_len=32768, batch=1, plan=Plan(cp=4, cp_method="all_gather", recompute="full")
-        ),
-        "1b-ddp4": Asked(model="llama3.2-1b", seq_len=4096, batch=16, plan=Plan(dp_replicate=4, micro_batch_size=4)),
-        "8b-hsdp": Asked(model="llama3-8b", seq_len=4096, batch=4, plan=Plan(dp_replicate=2, dp_shard=2)),
-        "8b-fsdp4-compiled": Asked(model="llama3-8b", seq_len=8192, batch=4, plan=Plan(dp_shard=4), compiled=True),
-    },
-    "h200x2": {
-        "3b-cp2-ring": Asked(
-            model="llama3.2-3b", seq_len=32768, batch=1, plan=Plan(cp=2, cp_method="ring", recompute="full")
-        ),
-        "3b-cp2-gather": Asked(
-            model="llama3.2-3b", seq_len=32768, batch=1, plan=Plan(cp=2, cp_method="all_gather", recompute="full")
-        ),
-        # The same again, to be run with TORCH_NCCL_HIGH_PRIORITY=0: what the priority of hops is worth.
-        "3b-cp2-ring-normal": Asked(
-            model="llama3.2-3b", seq_len=32768, batch=1, plan=Plan(cp=2, cp_method="ring", recompute="full")
-        ),
-        "3b-tp2": Asked(model="llama3.2-3b", seq_len=8192, batch=2, plan=Plan(tp=2, micro_batch_size=2, **SP)),
-        "3b-tp2-compiled": Asked(
-            model="llama3.2-3b", seq_len=8192, batch=2, plan=Plan(tp=2, micro_batch_size=2, **SP), compiled=True
-        ),
-        "moe-ep2": Asked(
-            model="qwen3-30b-a3b", layers=8, seq_len=4096, batch=8, plan=Plan(dp_shard=2, ep=2, micro_batch_size=2)
-        ),
-        "3b-tp2-fused": Asked(
-            model="llama3.2-3b",
-            seq_len=8192,
-            batch=2,
-            plan=Plan(tp=2, micro_batch_size=2, tp_overlap="fused", **SP),
-        ),
-        "8b-pp2": Asked(model="llama3-8b", seq_len=4096, batch=8, plan=Plan(pp=2, schedule="1F1B")),
-        "1b-ddp2": Asked(model="llama3.2-1b", seq_len=4096, batch=8, plan=Plan(dp_replicate=2, micro_batch_size=4)),
-        "8b-pp2-interleaved": Asked(
-            model="llama3-8b",
-            seq_len=4096,
-            batch=8,
-            plan=Plan(pp=2, virtual_stages=2, schedule="Interleaved1F1B"),
-        ),
-        "3b-fsdp2": Asked(model="llama3.2-3b", seq_len=8192, batch=2, plan=Plan(dp_shard=2)),
-        "1b-fsdp2-compiled": Asked(
-            model="llama3.2-1b", seq_len=4096, batch=8, plan=Plan(dp_shard=2, micro_batch_size=4), compiled=True
-        ),
-        "8b-pp2-zbv": Asked(
-            model="llama3-8b", seq_len=4096, batch=8, plan=Plan(pp=2, virtual_stages=2, schedule="ZBVZeroBubble")
-        ),
-    },
-}
-
-
-def model_of(asked: Asked) -> Model:
-    model = load_model(asked.model)
-    if asked.layers is None:
-        return model
-    return replace(model, name=f"{model.name}-{asked.layers}-layers", layers=asked.layers)
-
-
-def write_plan(name: str, asked: Asked, machine: str, folder: Path) -> None:
+def write_plan(name: str, asked: Asked, cluster: Cluster, profile: Profile | None, folder: Path) -> None:
     """Predict one plan and save it; the plan file holds the prediction."""
-    model, cluster = model_of(asked), take_gpus(load_cluster("h200x4"), int(machine.rpartition("x")[2]))
-    workload = Workload(seq_len=asked.seq_len, global_batch_size=asked.batch)
     runtime = Runtime(compile=asked.compiled)
-    estimate = estimate_plans(model, cluster, workload, [asked.plan], runtime).estimate(0)
+    table = cost_table(asked.network, cluster, asked.workload, [asked.plan], runtime, profile)
     content = plan_file(
         plan=asked.plan,
-        estimate=estimate,
-        model=model,
+        estimate=table.estimate(0),
+        model=asked.network,
         cluster=cluster,
-        workload=workload,
+        workload=asked.workload,
         runtime=runtime,
         framework="torchtitan",
+        profile=profile,
     )
     save_plan(content, folder / f"{name}.plan.json", force=True)
 
 
-def predict(folder: Path, machine: str) -> None:
+def predict(folder: Path, name: str, profile_path: str, top: int) -> None:
+    """Write a plan file for each plan of the set, and the list of them."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, asked in PLANS[machine].items():
-        write_plan(name, asked, machine, folder)
-    (folder / "set.json").write_text(json.dumps({"machine": machine, "names": list(PLANS[machine])}))
+    profile = read_profile(profile_path) if profile_path else None
+    listed = {}
+    for label, asked in plans(name, take_gpus(load_cluster("h200x4"), SETS[name]), profile, top):
+        # A plan for fewer GPUs than the machine has: the others are idle.
+        cluster = take_gpus(load_cluster("h200x4"), asked.plan.gpus)
+        write_plan(label, asked, cluster, profile, folder)
+        listed[label] = {"traced": asked.traced}
+        print(label, plan_words(codec.to_builtins(asked.plan)), flush=True)
+    (folder / "set.json").write_text(json.dumps({"set": name, "profile": profile_path, "plans": listed}, indent=1))
 
 
-def apply(name: str, folder: Path, budget_s: float, steps: int) -> dict[str, Any]:
-    """Apply one plan in a process of its own; return how it ended."""
-    command = [sys.executable, "-m", "planner", "apply", str(folder / f"{name}.plan.json"), "--device", "cuda"]
-    command += ["--steps", str(steps), "--budget", f"{budget_s:.0f}s", "--out", str(folder / name), "--allow-busy"]
-    started = time.monotonic()
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=budget_s + 40, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"name": name, "exit_code": None, "said": "did not end", "seconds": budget_s + 40}
-    said = (done.stdout + done.stderr)[-3000:]
-    return {"name": name, "exit_code": done.returncode, "said": said, "seconds": time.monotonic() - started}
+# --- on the machine -------------------------------------------------------------------------------------------------
 
 
-def run(folder: Path, budget_s: float, steps: int, only: str) -> None:
-    """Run all while time lasts."""
-    end = time.monotonic() + budget_s
-    names = [n for n in json.loads((folder / "set.json").read_text())["names"] if not only or n in only.split(",")]
-    rows = []
-    for name in names:
-        left = end - time.monotonic()
-        if left < 35:
-            rows.append({"name": name, "exit_code": None, "said": "not run: out of time"})
+def requests(folder: Path, only: str, steps: int, budget_s: float, device: str) -> list[Run]:
+    """Write a request for each plan as `planner apply` would, after its checks of machine and health."""
+    listed = json.loads((folder / "set.json").read_text())["plans"]
+    runs = []
+    here = probe_machine() if device == "cuda" else None
+    for name, extra in listed.items():
+        if only and name not in only.split(","):
             continue
-        rows.append(apply(name, folder, min(100.0, left - 8), steps))
-        (folder / "ended.json").write_text(json.dumps(rows, indent=1))
-        print(f"== {name} exit {rows[-1]['exit_code']} {rows[-1]['seconds']:.0f} s", flush=True)
-        print(rows[-1]["said"], flush=True)
+        content = load_plan(folder / f"{name}.plan.json")
+        if here is not None:
+            request = checked(content, here).request(steps=steps, budget_s=budget_s, own_table=False)
+        else:
+            request = on_cpu(content)
+        request |= {"profile": extra["traced"], "collective_timeout_s": 40.0, "warm_up": WARM_UP}
+        out = folder / name
+        out.mkdir(exist_ok=True)
+        path = out / "request.json"
+        path.write_text(codec.to_json(request))
+        try:
+            runs.append(read_run(path, out))
+        except PlannerError as error:
+            print(f"== {name} cannot be run: {error}", flush=True)
+    return runs
+
+
+def checked(content: PlanFile, here: Cluster) -> Question:
+    """Return the run that `planner apply --allow-busy` would make; what its checks say against it is only told here."""
+    try:
+        return cuda_question(content, here, diagnose(here), allow_busy=True)
+    except PlannerError as error:
+        print(f"warning: {error}", flush=True)
+        return job_question(content)
+
+
+def on_cpu(content: PlanFile) -> dict[str, Any]:
+    """Return a small stand-in of a plan's run on gloo processes: a rehearsal, which measures nothing."""
+    from dataclasses import replace
+
+    from executor.verify import shrink, small_plan, small_workload
+    from planner.apply_question import cpu_question
+
+    question = cpu_question(
+        replace(
+            content,
+            plan=small_plan(content.plan),
+            model=shrink(content.model, content.plan),
+            workload=small_workload(content.plan, content.workload),
+        ),
+        None,
+    )
+    return {**question.request(steps=2, budget_s=60, own_table=False), "predicted": codec.to_builtins(content.estimate)}
+
+
+def run(folder: Path, options: argparse.Namespace) -> None:
+    """Run all while time lasts; archive what they left after each start of processes."""
+    began = time.monotonic()
+    runs = requests(folder, options.only, options.steps, options.budget, options.device)
+    ended: list[dict[str, Any]] = []
+
+    def told(made: Run, document: dict[str, Any]) -> None:
+        step = document["measured"]["step_s"] or {}
+        value = ((document["predicted"] or {}).get("step_s") or {}).get("value")
+        peaks = [rank.get("peak_reserved_bytes", 0) for rank in document["measured"]["memory_by_rank"]]
+        ended.append(
+            {
+                "name": made.out.name,
+                "status": document["status"],
+                "step_s": step.get("median"),
+                "spread": step.get("spread"),
+                "predicted_s": value,
+                "reserved_gib": max(peaks, default=0) / 2**30,
+                "seconds": document["seconds"],
+                "failure": str((document["failure"] or {}).get("message", ""))[-300:],
+            }
+        )
+        (folder / "ended.json").write_text(json.dumps(ended, indent=1))
+        row = ended[-1]
+        error = f"{row['predicted_s'] / row['step_s'] - 1:+.1%}" if row["step_s"] and row["predicted_s"] else ""
+        shown = f"{row['step_s'] or 0:.4f} s  predicted {row['predicted_s'] or 0:.4f}  {error}"
+        print(
+            f"== {row['name']} {row['status']} {shown} reserved {row['reserved_gib']:.1f} GiB, took {row['seconds']:.0f} s,"
+            f" {time.monotonic() - began:.0f} s since the start {row['failure']}",
+            flush=True,
+        )
+        if options.pack:
+            pack(folder, Path(options.pack))
+
+    run_many(runs, options.budget, told)
+
+
+KEPT = (".json", ".jsonl", ".txt")
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Put reports, records and traces into one archive."""
+    fresh = archive.with_suffix(".part")
+    with tarfile.open(fresh, "w:gz", compresslevel=3) as tar:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path.suffix in KEPT and "ranks" not in path.parts:
+                tar.add(path, arcname=str(path.relative_to(folder)))
+    fresh.replace(archive)
+
+
+# --- after ----------------------------------------------------------------------------------------------------------
+
+HEADS = (
+    "plan", "predicted s", "measured s", "spread", "error", "inside 80 % interval", "tokens/s/GPU",
+    "reserved predicted GiB", "measured GiB", "error", "gradients off by, float64", "in its types (allowed)",
+)  # fmt: skip
 
 
 def table(folder: Path) -> None:
-    """Print the table as Markdown, from the runs' own reports."""
-    heads = (
-        "plan", "predicted s", "measured s", "spread", "error", "inside 80 % interval", "tokens/s/GPU",
-        "reserved predicted GiB", "measured GiB", "error", "gradients off by, float64", "in its types (allowed)",
-    )  # fmt: skip
-    print("| " + " | ".join(heads) + " |")
-    print("|---" + "|--:" * (len(heads) - 1) + "|")
+    """Print the tables as Markdown, from the runs' own reports."""
+    listed = json.loads((folder / "set.json").read_text())
+    documents = {name: _document(folder / name / "run.json") for name in listed["plans"]}
+    print("| " + " | ".join(HEADS) + " |")
+    print("|---" + "|--:" * (len(HEADS) - 1) + "|")
     step_errors, memory_errors = [], []
-    for name in json.loads((folder / "set.json").read_text())["names"]:
-        path = folder / name / "run.json"
-        document = json.loads(path.read_text()) if path.is_file() else {"measured": {}}
+    for name, document in documents.items():
         step = document["measured"].get("step_s")
         if not step:
-            print(f"| {name} | {document.get('status', 'not run')} |" + " |" * (len(heads) - 2))
+            print(f"| {name} | {document.get('status', 'not run')} |" + " |" * (len(HEADS) - 2))
             continue
         predicted, measured = document["predicted"], document["measured"]
         interval = predicted["step_s"]
         error = interval["value"] / step["median"] - 1
         reserved = max(rank["peak_reserved_bytes"] for rank in measured["memory_by_rank"])
         memory = predicted["memory"]["reserved_bytes"] / reserved - 1
-        step_errors.append(abs(error))
-        memory_errors.append(abs(memory))
+        step_errors.append(error)
+        memory_errors.append(memory)
         types = document.get("verified_types")
         narrow = "loss only" if types and not types["gradients_compared"] else ""
         if types and types["gradients_compared"]:
             narrow = f"{types['gradient']:.1e} ({types['allowed']:.1e})"
-        inside = "yes" if interval["low"] <= step["median"] <= interval["high"] else "no"
         cells = (
             name,
             f"{interval['value']:.3f}",
             f"{step['median']:.3f}",
             f"{step['spread']:.1%}",
             f"{error:+.1%}",
-            inside,
+            "yes" if interval["low"] <= step["median"] <= interval["high"] else "no",
             f"{measured['tokens_per_s_per_gpu']:,.0f}",
             f"{predicted['memory']['reserved_bytes'] / 2**30:.1f}",
             f"{reserved / 2**30:.1f}",
@@ -212,9 +229,60 @@ def table(folder: Path) -> None:
         )
         print("| " + " | ".join(cells) + " |")
     if step_errors:
+        print(f"\n{_summary('step', step_errors)}; {_summary('memory', memory_errors)}; {len(step_errors)} plans.")
+    if listed["set"] in AXES:
+        terms(folder, list(documents))
+    else:
+        regrets(documents)
+
+
+def _document(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {"measured": {}}
+
+
+def _summary(what: str, errors: list[float]) -> str:
+    mean = sum(abs(error) for error in errors) / len(errors)
+    return f"Mean absolute error of {what} {mean:.1%} (bias {sum(errors) / len(errors):+.1%}, worst {max(errors, key=abs):+.1%})"
+
+
+def terms(folder: Path, names: list[str]) -> None:
+    """Print where predicted and measured part, in milliseconds a step: of the rank that computes longest, profiled."""
+    rows = []
+    for name in names:
+        if not (folder / name / "run.json").is_file():
+            continue
+        answer = load_run(str(folder / name)).answer(None)
+        if answer["terms"]:
+            rows.append((name, {term["name"]: term for term in answer["terms"]}, answer["blame"]))
+    if not rows:
+        return
+    heads = list(rows[0][1])
+    print("\n| plan | " + " | ".join(f"{head}, predicted / measured ms" for head in heads) + " | blamed |")
+    print("|---" + "|--:" * len(heads) + "|---|")
+    for name, found, blame in rows:
+        cells = [f"{found[head]['predicted_s'] * 1e3:.0f} / {found[head]['measured_s'] * 1e3:.0f}" for head in heads]
+        print(f"| {name} | " + " | ".join(cells) + f" | {blame or ''} |")
+
+
+def regrets(documents: dict[str, dict[str, Any]]) -> None:
+    """Print, for each question, what the planner's first choice cost over the best that was run."""
+    print("\n| question | plans run | first choice s | best s | which | regret |")
+    print("|---|--:|--:|--:|---|--:|")
+    for topic in dict.fromkeys(name.rpartition("-")[0] for name in documents):
+        steps = {
+            name: document["measured"]["step_s"]["median"]
+            for name, document in documents.items()
+            if name.rpartition("-")[0] == topic and document["measured"].get("step_s")
+        }
+        first = documents[f"{topic}-1"]
+        if not steps or f"{topic}-1" not in steps:
+            print(f"| {topic} | {len(steps)} | {first.get('status', 'not run')} | | | |")
+            continue
+        best = min(steps, key=steps.__getitem__)
+        which = plan_words(documents[best]["plan"])
+        regret = steps[f"{topic}-1"] / steps[best] - 1
         print(
-            f"\nMean absolute error: step {sum(step_errors) / len(step_errors):.1%}, memory"
-            f" {sum(memory_errors) / len(memory_errors):.1%} over {len(step_errors)} plans."
+            f"| {topic} | {len(steps)} | {steps[f'{topic}-1']:.3f} | {steps[best]:.3f} | {best}: {which} | {regret:.1%} |"
         )
 
 
@@ -222,15 +290,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("predict", "run", "table"))
     parser.add_argument("out", type=Path)
-    parser.add_argument("--set", choices=tuple(PLANS), default="h200x2")
+    parser.add_argument("--set", choices=tuple(SETS), default="h200x2")
+    parser.add_argument("--profile", default="", help="a profile of that machine; without one datasheets predict")
+    parser.add_argument("--top", type=int, default=11, help="plans for each question of a regret set")
     parser.add_argument("--budget", type=float, default=400.0)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--only", default="")
+    parser.add_argument("--pack", default="")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal, shrunken")
     options = parser.parse_args()
     if options.what == "predict":
-        predict(options.out, options.set)
+        predict(options.out, options.set, options.profile, options.top)
     elif options.what == "run":
-        run(options.out, options.budget, options.steps, options.only)
+        run(options.out, options)
     else:
         table(options.out)
 

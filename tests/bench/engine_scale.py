@@ -19,12 +19,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from simulator.check import check
 from simulator.costs import Cost, GpuLimits, LinkUse
 from simulator.engine import simulate
-from simulator.pipeline import pipeline_makespan, pipeline_program
+from simulator.pipeline import pipeline_program
 from simulator.plan import Plan, rank_grid
 from simulator.program import CodeWriter, Kernel, Launch, Program
 from simulator.schedule_tables import build_schedule
 from simulator.schedules import Action, Schedule
 from tests.simulator.engine_toys import SimpleCosts, mesh_groups
+from tests.simulator.makespan import pipeline_makespan
 
 # name, plan, micro batches, layers per stage spelled out (0: collapsed), links modelled
 CASES: dict[str, tuple[Plan, int, int, bool]] = {

@@ -15,13 +15,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from planner.candidates import enumerate_candidates
 from planner.frameworks import framework_named
 from planner.inputs import cluster_of
 from planner.search import default_runtime, suggest
 from simulator.closed_form import estimate_plans
 from simulator.hf_config import load_model
 from simulator.workload import Workload
+from tests.planner.every_plan import enumerate_candidates
 
 QUESTIONS = (
     ("llama3-8b", "dgx-h100", 64, 512, "torchtitan"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.apply_run import _write, measure, report
+from executor.apply_run import measure, report, write_report
 from executor.launch import Failure, Launched
 from executor.records import Recorder
 from executor.request import Request
@@ -189,7 +189,7 @@ def test_a_report_that_cannot_be_written_is_told_in_short(tmp_path) -> None:
     document = report(REQUEST, DONE, tmp_path, [])
 
     with pytest.raises(PlannerError, match="cannot write") as caught:
-        _write(document, Path("/proc/self/run.json"))
+        write_report(document, Path("/proc/self/run.json"))
 
     assert caught.value.exit_code == 1
     assert "finished, 1 steps of 1.5 s (median)" in str(caught.value)

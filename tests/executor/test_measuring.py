@@ -24,7 +24,7 @@ BUILT = {
     "graph_breaks": 0,
     "schedule": None,
     "micro_batches": 1,
-    "tp_overlap": "none",
+    "tp_overlap": {"attention_in": "none", "attention_out": "none", "mlp_in": "none", "mlp_out": "none"},
     "cp_method": "none",
 }
 MESH = {"axes": {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}, "as_requested": True}
@@ -56,6 +56,11 @@ def test_what_took_effect_as_requested_is_ok() -> None:
         ({"runtime": Runtime(param_dtype="bfloat16")}, {}, "parameters stored in"),
         ({}, {"recomputed_blocks": 32}, "recompute"),
         ({"plan": Plan(tp=2, tp_overlap="ring")}, {}, "tp_overlap"),
+        (
+            {"plan": Plan(tp=2, tp_overlap="attention_in=ring,mlp_out=chunked")},
+            {"tp_overlap": {"attention_in": "ring", "attention_out": "none", "mlp_in": "none", "mlp_out": "ring"}},
+            "tp_overlap",
+        ),
         ({"plan": Plan(cp=2, cp_method="ring")}, {"cp_method": "all_gather"}, "cp_method"),
         ({"plan": Plan(pp=2)}, {"schedule": "Schedule1F1B", "micro_batches": 4, "most_shards": 1}, "pipeline"),
     ],
@@ -197,7 +202,7 @@ def test_a_step_is_taken_even_if_the_profiler_cannot(monkeypatch, tmp_path) -> N
     monkeypatch.setattr(profile_step, "profile", Broken)
     taken = []
 
-    said = profile_step.profile_step(lambda: taken.append(1), torch.device("cpu"), tmp_path / "t.json", rank=0)
+    said, _ = profile_step.profile_step(lambda: taken.append(1), torch.device("cpu"), tmp_path / "t.json", rank=0)
 
     assert (said, taken) == ("no counters", [1])
     assert not (tmp_path / "t.json").exists()
@@ -210,7 +215,7 @@ def test_a_real_profile_is_a_trace(tmp_path) -> None:
     ones = torch.ones(64, 64)
     path = tmp_path / "t.json"
 
-    assert profile_step.profile_step(lambda: ones @ ones, torch.device("cpu"), path, rank=1) == ""
+    assert profile_step.profile_step(lambda: ones @ ones, torch.device("cpu"), path, rank=1) == ("", [])
 
     trace = from_kineto(json.loads(path.read_text()))
     assert any("matmul" in span.name or "mm" in span.name for span in trace.of(1))

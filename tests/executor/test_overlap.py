@@ -42,6 +42,22 @@ def test_an_unknown_mode_is_told_what_there_is() -> None:
     assert all(mode in caught.value.remedy for mode in MODES)
 
 
+@pytest.mark.parametrize(
+    "tp_overlap", ["none", "fused", "attention_in=ring,attention_out=none,mlp_in=fused,mlp_out=chunked"]
+)
+def test_a_plan_is_dispatched_by_site_and_read_back(tp_overlap: str) -> None:
+    from executor.model import Block
+    from executor.tensor_overlap import applied_overlap, overlap_block
+    from simulator.overlap_sites import written
+    from tests.executor.workers.verify_worker import MODELS
+
+    blocks = [Block(MODELS["qk_norm"], index) for index in range(2)]
+    for block in blocks:
+        overlap_block(block, tp_overlap, None)
+
+    assert written(applied_overlap(blocks)) == tp_overlap
+
+
 def test_the_planner_models_what_the_executor_runs() -> None:
     from executor.overlap import MODES
     from simulator.overlap_modes import EXECUTED

@@ -8,13 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.candidates import Bounds, enumerate_candidates, enumerate_nodes
+from planner.candidates import Bounds, enumerate_nodes
 from planner.frameworks import SCHEDULES, framework_named
 from planner.legality import check, is_legal
 from simulator.plan import Plan
 from simulator.runtime_library import resolve
 from simulator.workload import Workload
 from tests.planner.conftest import LLAMA8B, MIXTRAL, TINY, make_cluster
+from tests.planner.every_plan import enumerate_candidates
 from tests.planner.test_legality import reference
 
 # Beside the method of the runtime that runs the framework's plans.

@@ -85,9 +85,21 @@ def test_overlap_implies_a_compiled_model():
     assert any("compile true" in line for line in case.assumed)
 
 
+def test_overlap_by_site_is_read_in_any_order_and_written_in_one():
+    said = "mlp_out=copy_engine, attention_in=copy_engine,attention_out=copy_engine ,mlp_in=none"
+    case = load_case(changed(plan={"dp_shard": 4, "tp": 2, "tp_overlap": said}))
+
+    assert case.plan.tp_overlap == (
+        "attention_in=copy_engine,attention_out=copy_engine,mlp_in=none,mlp_out=copy_engine"
+    )
+    assert case.runtime.compile
+
+
 @pytest.mark.parametrize(
     ("sections", "error", "names"),
     [
+        ({"plan": {"tp": 2, "tp_overlap": "mlp_in=soon"}}, BadPlan, "soon"),
+        ({"plan": {"tp": 2, "tp_overlap": "head=ring"}}, BadPlan, "head=ring"),
         ({"plan": {"tensor_parallel": 2}}, BadPlan, "tensor_parallel"),
         ({"plan": {"tp": 0}}, BadPlan, "plan.tp"),
         ({"plan": {"tp": 2.0}}, BadPlan, "plan.tp"),

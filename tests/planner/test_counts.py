@@ -11,12 +11,13 @@ from planner.candidates import Bounds
 from planner.case_runtime import resolve_runtime
 from planner.counts import best_count, cost_per_million_tokens
 from planner.frameworks import MEGATRON, TORCHTITAN
-from planner.infeasible import Constrained, conflict, fewest_for_state, leanest_gap, minimal_gpus, relaxations
+from planner.infeasible import Constrained, conflict, fewest_for_state, minimal_gpus, relaxations
 from planner.search import suggest
 from simulator.hf_config import load_model
 from simulator.screening import Screening
 from simulator.workload import Workload
 from tests.planner.conftest import LLAMA8B, make_cluster
+from tests.planner.every_plan import leanest_gap
 from topology.errors import Infeasible
 
 TITAN = resolve_runtime({"name": "torchtitan"})[0]

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from planner.candidates import enumerate_candidates
 from planner.case_runtime import resolve_runtime
 from planner.costs import cost_table
 from planner.explain import STATE, AskedAgain, answer_flips, degrees, explain, memory_account
@@ -17,6 +16,7 @@ from planner.search import suggest
 from simulator.plan import Plan
 from simulator.workload import Workload
 from tests.planner.conftest import LLAMA8B, TINY, make_cluster
+from tests.planner.every_plan import enumerate_candidates
 
 RUNTIME = resolve_runtime({"name": "torchtitan"})[0]
 

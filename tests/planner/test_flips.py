@@ -41,10 +41,9 @@ def test_the_flip_is_where_the_two_costs_cross():
     """Best: 1 s + 10 GB over the network; other: 1.1 s + 2 GB. They cross at 8 GB / 0.1 s = 80 GB/s."""
     cluster = make_cluster(2, 8, network=100e9)
 
-    def judge(changed, plans):
-        rate = network_bytes_per_s(changed)
-        costs = {BEST: (1.0 + 10e9 / rate, True), OTHER: (1.1 + 2e9 / rate, True)}
-        return [costs[plan] for plan in plans]
+    def judge(asked):
+        costs = {BEST: (1.0, 10e9), OTHER: (1.1, 2e9)}
+        return [(costs[plan][0] + costs[plan][1] / network_bytes_per_s(changed), True) for changed, plan in asked]
 
     (flips,) = find_flips(cluster, BEST, [OTHER], judge)
 
@@ -58,9 +57,8 @@ def test_a_plan_can_win_above():
     """Other is better once NVLink exceeds 900 GB/s; on one node the network is not asked about."""
     cluster = make_cluster(1, 8)
 
-    def judge(changed, plans):
-        costs = {BEST: (1.0, True), OTHER: (0.5 + 450e9 / nvlink_bytes_per_s(changed), True)}
-        return [costs[plan] for plan in plans]
+    def judge(asked):
+        return [(1.0 if plan == BEST else 0.5 + 450e9 / nvlink_bytes_per_s(changed), True) for changed, plan in asked]
 
     (flips,) = find_flips(cluster, BEST, [OTHER], judge)
 
@@ -83,9 +81,11 @@ def test_less_memory_lets_the_smaller_plan_win():
 def test_no_flip_within_a_factor_of_sixteen_is_no_flip():
     cluster = make_cluster(2, 8)
 
-    def judge(changed, plans):
-        rate = network_bytes_per_s(changed)
-        return [(1.0, True) if plan == BEST else (1.1 - 0.0001 * 50e9 / rate, True) for plan in plans]
+    def judge(asked):
+        return [
+            (1.0 if plan == BEST else 1.1 - 0.0001 * 50e9 / network_bytes_per_s(changed), True)
+            for changed, plan in asked
+        ]
 
     assert find_flips(cluster, BEST, [OTHER], judge) == [()]
 

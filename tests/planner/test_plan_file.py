@@ -38,6 +38,14 @@ def test_a_saved_plan_is_read_back_whole(content, tmp_path):
     require_fresh(load_plan(path), model=content.model, cluster=content.cluster, workload=content.workload)
 
 
+def test_overlap_by_site_is_kept(content, tmp_path):
+    sited = replace(content, plan=content.plan.with_(tp_overlap="mlp_out=ring,mlp_in=fused"))
+    save_plan(sited, tmp_path / "plan.json")
+
+    read = load_plan(tmp_path / "plan.json").plan.tp_overlap
+    assert read == "attention_in=none,attention_out=none,mlp_in=fused,mlp_out=ring"
+
+
 def test_equal_questions_write_equal_bytes(content, tmp_path):
     save_plan(content, tmp_path / "a.json")
     save_plan(content, tmp_path / "b.json")

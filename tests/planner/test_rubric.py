@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import pytest
 
-from planner.candidates import Bounds, enumerate_candidates
+from planner.candidates import Bounds
 from planner.case_runtime import resolve_runtime
 from planner.costs import cost_table
 from planner.search import suggest
 from simulator.hf_config import load_model
 from simulator.workload import Workload
 from tests.planner.conftest import TINY, make_cluster
+from tests.planner.every_plan import enumerate_candidates
 
 TITAN = resolve_runtime({"name": "torchtitan"})[0]
 MEGATRON = resolve_runtime({"name": "megatron-lm"})[0]

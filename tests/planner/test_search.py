@@ -9,20 +9,22 @@ import numpy as np
 import pytest
 
 from planner.branch_and_bound import pareto_rows
-from planner.candidates import Bounds, enumerate_candidates
+from planner.candidates import Bounds
 from planner.case_runtime import resolve_runtime
 from planner.frameworks import TORCHTITAN
-from planner.infeasible import leanest_gap, minimal_gpus
+from planner.infeasible import minimal_gpus
 from planner.legality import is_legal
-from planner.search import irregular, ranked_rows, suggest
+from planner.search import ranked_rows, suggest
 from simulator.closed_form import estimate_plans
 from simulator.hf_config import load_model
 from simulator.workload import Workload
 from tests.planner.conftest import ROOT, make_cluster
+from tests.planner.every_plan import enumerate_candidates, leanest_gap
 from topology import codec
 from topology.cluster import Link, LinkKind
 from topology.cluster_file import load_cluster
 from topology.errors import BadCluster, Infeasible, UserError
+from topology.orders import irregular
 from topology.profile import read_profile
 
 

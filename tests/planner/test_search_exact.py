@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from planner.branch_and_bound import explore
-from planner.candidates import Bounds, enumerate_candidates, enumerate_nodes
+from planner.candidates import Bounds, enumerate_nodes
 from planner.frameworks import FRAMEWORKS
 from planner.search import default_runtime
 from simulator.closed_form import estimate_plans
@@ -22,6 +22,7 @@ from simulator.model import MixtureOfExperts
 from simulator.screening import Screening
 from simulator.workload import Workload
 from tests.planner.conftest import TINY, make_cluster
+from tests.planner.every_plan import enumerate_candidates
 from topology.cluster_file import load_cluster
 from topology.codec import to_json
 

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from planner.candidates import enumerate_candidates
 from planner.case_runtime import resolve_runtime
 from planner.costs import cost_table
 from planner.explain import memory_account
@@ -14,6 +13,7 @@ from planner.waterfall import waterfall
 from simulator.hf_config import load_model
 from simulator.plan import Plan
 from simulator.workload import Workload
+from tests.planner.every_plan import enumerate_candidates
 from topology.catalog import cluster
 
 TITAN = resolve_runtime({"name": "torchtitan"})[0]

@@ -8,10 +8,10 @@ from simulator.engine import simulate
 from simulator.hf_config import load_model
 from simulator.lowering.block_code import Detail
 from simulator.lowering.training import lower_training
+from simulator.overlap_sites import MODES
 from simulator.plan import Plan
 from simulator.plan_table import CP_METHODS
 from simulator.runtime import Runtime
-from simulator.tp_overlap import MODES
 from simulator.workload import Workload
 from topology.catalog import cluster
 

@@ -38,6 +38,26 @@ def test_a_stream_runs_in_order_and_streams_run_beside_each_other():
     assert simulate(alone(code), seconds(a=2.0, b=3.0, copy=4.0)).step_s == 5.0
 
 
+def test_a_long_run_says_how_far_it_is_and_can_be_ended():
+    """Kernels of a second each: the clock that is reported rises to the step, and an error from the watcher gets out."""
+    code = CodeWriter()
+    for _ in range(5000):
+        code.launch("a")
+    seen: list[float] = []
+
+    run = simulate(alone(code), seconds(a=1.0), watch=seen.append)
+    assert seen == sorted(seen)
+    assert len(seen) > 3
+    assert 0.0 < seen[-1] <= run.step_s == 5000.0
+
+    def ended(now: float) -> None:
+        if now > 500.0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate(alone(code), seconds(a=1.0), watch=ended)
+
+
 def test_an_event_orders_two_streams():
     code = CodeWriter()
     code.launch("a")

@@ -6,21 +6,27 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from simulator.async_overlap import together_s
 from simulator.check import check
 from simulator.closed_form import estimate_plans
 from simulator.data_parallel import update_bytes
 from simulator.engine import simulate
 from simulator.hf_config import load_model
 from simulator.layer_cost import block_cost
-from simulator.lowering.block_code import Detail, KernelStep, block_code, merged
+from simulator.lowering.block_code import Detail, block_code, merged
+from simulator.lowering.steps import KernelStep, SiteStep
 from simulator.lowering.training import lower_training, plan_context, strided_groups
+from simulator.overlap_modes import HOST_CALLS, OPERATIONS, OverlapRates
+from simulator.overlap_sites import MODES, SITES, written
 from simulator.plan import Plan
 from simulator.program import Collective, Launch, Send
 from simulator.runtime import Runtime
 from simulator.runtime_library import RecomputeSpec, operators_for
 from simulator.simulation import choose_detail, simulate_plan
-from simulator.tp_overlap import MODES, together_s
+from simulator.site_costs import SITE_MODES
 from simulator.workload import Workload
 from tests.simulator.lowering_plans import run, shortened
 from tests.simulator.published_bubbles import bubble_fraction
@@ -196,44 +202,37 @@ def test_ring_attention_is_balanced_and_exchanges_all_shards() -> None:
     assert {i.nbytes for i in code if isinstance(i, Send)} == {round(keys_values), round(2 * keys_values)}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_overlap_modes_take_what_their_formula_says(mode: str) -> None:
-    """One pair of 4 ms product and 2 ms collective on 4 ranks; no mode beats the longer of the two.
+def test_async_takes_what_its_formula_says() -> None:
+    """One pair of 4 ms product and 2 ms collective on 4 ranks, which does not beat the longer of the two.
 
-    A piece of 1.1 ms beside a shard of 0.6 ms is slowed by 0.35 of that, but for the first (or last) of the four.
+    A piece of 1.1 ms beside a shard of 0.6 ms is slowed by 0.35 of that, but for the first of the four.
     """
     piece = 1.1 + 0.35 * 0.6 * 3 / 4
-    got = together_s(mode, whole_s=2.0, chunk_s=0.6, hop_s=0.6, product_s=4.0, pieces_s=4.4, ranks=4.0)
-    expected = {
-        "none": 6.0,
-        "chunked": 0.6 + 4 * piece,
-        "ring": 4 * piece,
-        "copy_engine": 4 * piece,
-        "async": 4 * piece,
-        "fused": 0.6 + 4.0 + 0.35 * 1.4,
-    }
-    assert got == pytest.approx(expected[mode])
-    assert got >= 4.0
+
+    assert together_s(hop_s=0.6, pieces_s=4.4, ranks=4.0) == pytest.approx(4 * piece)
 
 
 def test_copies_that_cannot_be_made_take_for_ever() -> None:
     """Between nodes there are no peer copies: an endless hop stays endless and does not become no number."""
-    for whole in (2.0, np.array([2.0])):
-        got = together_s(
-            "copy_engine", whole_s=whole, chunk_s=0.6, hop_s=whole * np.inf, product_s=4.0, pieces_s=4.4, ranks=4.0
-        )
-        assert np.all(np.isposinf(got))
+    for hop in (np.inf, np.array([np.inf])):
+        assert np.all(np.isposinf(together_s(hop_s=hop, pieces_s=4.4, ranks=4.0)))
 
 
-def test_copy_engines_leave_the_sms_to_the_products() -> None:
-    """Both move the same shards; only the ring takes SMs from the products beside it."""
-    model = shortened("llama3-8b", 4)
-    times = {}
-    for mode in ("none", "ring", "copy_engine"):
-        plan = Plan(tp=4, sequence_parallel=True, tp_overlap=mode)
-        _, got = run((model, H100, Workload(seq_len=8192, global_batch_size=4), plan, QUIET))
-        times[mode] = got.trace.busy_s(0, "compute")
-    assert times["copy_engine"] < times["ring"]
+@pytest.mark.parametrize("name", ["pytorch", "torchtitan", "megatron-lm"])
+@pytest.mark.parametrize("mode", SITE_MODES)
+def test_a_layer_with_a_mode_takes_the_same_in_both_forms(mode: str, name: str) -> None:
+    """One layer's kernels and pairs, forward and backward, added up in the closed form and written as steps."""
+    model, runtime = shortened("llama3-8b", 1), Runtime(name=name)
+    plan = Plan(tp=4, sequence_parallel=True, tp_overlap=mode)
+    context = plan_context(model, H100, Workload(seq_len=8192, global_batch_size=1), plan, runtime)
+    operators = operators_for(model, runtime).dense_layer
+    code, cost = block_code("layer", operators, context, RecomputeSpec()), block_cost(operators, context)
+    for steps, formula in ((code.forward, cost.forward), (code.backward, cost.backward)):
+        written = merged(steps, "layer", Detail.STAGE)
+
+        assert sum(isinstance(step, SiteStep) for step in steps) == 4
+        assert sum(step.cost.seconds for step in written) == pytest.approx(formula.device_s[0])
+        assert sum(step.host_s for step in written) == pytest.approx(formula.host_s[0])
 
 
 def test_a_share_of_layers_is_wrapped_layer_by_layer() -> None:
@@ -365,11 +364,33 @@ def test_async_tensor_parallelism_hides_only_what_its_graph_pass_matches() -> No
     assert summed["torchtitan", "copy_engine"] == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_pieces_are_issued_one_by_one(mode: str) -> None:
+@settings(max_examples=25, deadline=None)
+@given(st.fixed_dictionaries(dict.fromkeys(SITES, st.sampled_from(MODES))), st.sampled_from(["torchtitan", "pytorch"]))
+def test_sites_cost_what_they_cost_alone(modes: dict[str, str], name: str) -> None:
+    """What the modes of a block's four sites change, each alone in its plan, adds up; forward and backward."""
+    model, workload, runtime = (
+        shortened("llama3-8b", 1),
+        Workload(seq_len=8192, global_batch_size=1),
+        Runtime(name=name),
+    )
+    operators = operators_for(model, runtime).dense_layer
+
+    def cost(tp_overlap: str) -> np.ndarray:
+        plan = Plan(tp=4, sequence_parallel=True, tp_overlap=tp_overlap)
+        block = block_cost(operators, plan_context(model, H100, workload, plan, runtime))
+        return np.array([(p.exposed_s[0], p.compute_s[0], p.host_s[0]) for p in (block.forward, block.backward)])
+
+    plain = cost("none")
+    alone = [cost(written({site: mode})) - plain for site, mode in modes.items()]
+
+    assert cost(written(modes)) == pytest.approx(plain + sum(alone), rel=1e-9)
+
+
+def test_async_pieces_are_issued_one_by_one() -> None:
     """Host seconds of a layer's forward: the same in both forms, and a launch and its calls for every piece."""
-    plan, model = Plan(tp=4, sequence_parallel=True, tp_overlap=mode), shortened("llama3-8b", 1)
-    context = plan_context(model, H100, Workload(seq_len=8192, global_batch_size=1), plan, QUIET)
+    model, workload = shortened("llama3-8b", 1), Workload(seq_len=8192, global_batch_size=1)
+    plan = Plan(tp=4, sequence_parallel=True, tp_overlap="async")
+    context = plan_context(model, H100, workload, plan, QUIET)
     operators = operators_for(model, QUIET).dense_layer
     steps = merged(block_code("layer", operators, context, RecomputeSpec()).forward, "layer", Detail.STAGE)
     formula = block_cost(operators, context).forward.host_s[0]
@@ -377,10 +398,23 @@ def test_pieces_are_issued_one_by_one(mode: str) -> None:
     assert sum(step.host_s for step in steps) == pytest.approx(formula)
     # The gathers before qkv and w1, the scatters behind out and w2; w3 comes after a kernel of its own.
     host, pairs = context.spec.host, 4
-    calls = {"none": 0, "fused": 1, "chunked": 3, "ring": 5, "copy_engine": 7, "async": 7}[mode]
-    alone = plan_context(
-        model, H100, Workload(seq_len=8192, global_batch_size=1), replace(plan, tp_overlap="none"), QUIET
-    )
+    alone = plan_context(model, H100, workload, replace(plan, tp_overlap="none"), QUIET)
     more = formula - block_cost(operators, alone).forward.host_s[0]
-    cut = 0 if mode in {"none", "fused"} else 3
-    assert more == pytest.approx(pairs * (calls * host.collective_s + cut * host.launch_s), abs=1e-9)
+    assert more == pytest.approx(pairs * (7 * host.collective_s + 3 * host.launch_s), abs=1e-9)
+
+
+@pytest.mark.parametrize("mode", SITE_MODES)
+def test_pairs_are_issued_as_the_executor_was_counted_to(mode: str) -> None:
+    """The products and four collectives of a layer's forward give way to two gathers and two scatters."""
+    model, workload = shortened("llama3-8b", 1), Workload(seq_len=8192, global_batch_size=1)
+    operators, host = operators_for(model, QUIET).dense_layer, {}
+    for tp_overlap in ("none", mode):
+        plan = Plan(tp=4, sequence_parallel=True, tp_overlap=tp_overlap)
+        context = plan_context(model, H100, workload, plan, QUIET)
+        host[tp_overlap] = block_cost(operators, context).forward.host_s[0]
+    calls = [HOST_CALLS[operation, mode] for operation in OPERATIONS]
+    issued = 2 * OverlapRates().host_s * sum(always + 3 * each for always, each in calls)
+
+    products = sum(bool(operator.matmul) for operator in operators)
+    spared = products * context.spec.host.launch_s + 4 * context.spec.host.collective_s
+    assert host[mode] - host["none"] == pytest.approx(issued - spared)

@@ -45,6 +45,23 @@ def test_closed_form_is_never_optimistic_beyond_the_margin(runs) -> None:
     assert abs(np.median(errors)) < 0.03
 
 
+@pytest.mark.parametrize(
+    "tp_overlap",
+    [
+        "attention_in=fused,attention_out=none,mlp_in=async,mlp_out=chunked",
+        "attention_in=none,attention_out=ring,mlp_in=copy_engine,mlp_out=fused",
+    ],
+)
+def test_modes_by_site_agree_as_one_mode_does(tp_overlap: str) -> None:
+    """The drawn plans that can overlap, with a mode for each site."""
+    for model, machine, workload, plan, runtime in [q for q in QUESTIONS if q[3].sequence_parallel][:12]:
+        mixed = plan.with_(tp_overlap=tp_overlap)
+        _, got = run((model, machine, workload, mixed, runtime), spans=False)
+        error = estimate_plans(model, machine, workload, [mixed], runtime).step_s[0] / got.step_s - 1
+
+        assert -MARGIN < error < PESSIMISM, mixed
+
+
 def test_closed_form_memory_is_tied_to_the_simulated_peak(runs) -> None:
     """Peaks within 18%, half of them within 2%: the closed form knows no order inside a stage."""
     errors = []

@@ -34,6 +34,7 @@ PUBLISHED: dict[str, tuple[int, str]] = {
     "qwen3-32b": (32_762_123_264, HUB + "Qwen/Qwen3-32B; " + KERAS + "qwen3_32b_en"),
     "qwen3-30b-a3b": (30_532_122_624, "GGUF header general.parameter_count of Qwen3-30B-A3B"),
     "qwen3-235b-a22b": (235_093_634_560, HUB + "Qwen/Qwen3-235B-A22B; " + KERAS + "qwen3_moe_235b_a22b_en"),
+    "deepseek-v2": (235_741_434_880, HUB + "deepseek-ai/DeepSeek-V2"),
     "deepseek-v2-lite": (15_706_484_224, HUB + "deepseek-ai/DeepSeek-V2-Lite"),
     "deepseek-v3": (671_026_419_200, "shard headers of deepseek-ai/DeepSeek-V3, main model, scales left out"),
     "gpt2": (124_439_808, "Colossal-AI GPT benchmark table (numel of gpt2_small); GPT2LMHeadModel.num_parameters()"),

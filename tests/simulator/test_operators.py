@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 
 from simulator.hf_config import load_model
-from simulator.layer_cost import active_rows
 from simulator.lowering.training import plan_context
-from simulator.operators import OperatorSpec, WorkKind, backward_work, forward_work, parse_matmul, tensor_bytes
+from simulator.operators import (
+    OperatorSpec,
+    WorkKind,
+    active_rows,
+    backward_work,
+    forward_work,
+    parse_matmul,
+    tensor_bytes,
+)
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.runtime_library import operators_for

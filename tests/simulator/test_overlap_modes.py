@@ -1,152 +1,240 @@
-"""Times of overlap modes against closed forms, and the fit against rates that it does not know."""
+"""The cost of overlap modes: formulas that must hold whatever the rates, walked through, and found again by fitting."""
 
-import itertools
+from __future__ import annotations
+
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from simulator.overlap_fit import TimedMode, fit_rates, mean_error
 from simulator.overlap_modes import (
     EXECUTED,
     GATHER,
-    HOST_CALLS,
+    OPERATIONS,
     SCATTER,
+    SLICES,
     OverlapRates,
-    OverlapSample,
     Parts,
     all_reduce_s,
     choose,
-    fit_rates,
-    mean_error,
+    device_s,
+    issue_s,
     mode_s,
+    push_s,
 )
 
-# Nothing but products and transfers: no latency, no host, nothing lost beside a copy.
-IDEAL = OverlapRates(
-    copy_latency_s=0.0,
-    signal_s=0.0,
-    hop_s=0.0,
-    beside=0.0,
-    fused_beside=0.0,
-    collective_beside=0.0,
+FREE = OverlapRates(
+    copy_latency_s=1e-12,
+    signal_s=1e-12,
+    cold=1.0,
+    gap_s=1e-12,
+    beside=1e-12,
+    fused_beside=1e-12,
+    collective_beside=1e-12,
+    behind_beside=1e-12,
+    collective_slowed=1e-12,
     fused_ratio=1.0,
-    fused_tail_s=0.0,
-    host_s=0.0,
-    sum_bytes_per_s=1e30,
-    copy_bytes_per_s=1e9,
-    hop_bytes_per_s=1e9,
+    fused_tail_s=1e-12,
+    fused_sums=1e-12,
+    host_s=1e-12,
 )
 
 
-def parts(*, ranks: int, product_s: float, push_s: float) -> Parts:
-    """A product and a shard that takes `push_s` at 1 GB/s."""
+def parts(*, ranks: float = 4, product_s: float = 1e-3, moved_s: float = 1e-4, rows: float = 4096) -> Parts:
+    """A product of `product_s` that cuts without loss, and copies that take `moved_s` to each peer."""
     return Parts(
         ranks=ranks,
-        moved_bytes=push_s * 1e9,
-        product_s=lambda fraction: product_s * fraction,
-        collective_s=lambda fraction: (ranks - 1) * push_s * fraction,
+        shard_bytes=moved_s * 385e9,
+        shard_rows=rows / ranks,
+        product_s=product_s,
+        shard_product_s=product_s / ranks,
+        slice_product_s=product_s / SLICES,
+        collective_s=(ranks - 1) * moved_s,
+        slice_collective_s=(ranks - 1) * moved_s / SLICES,
+        copy_s=moved_s,
+        hop_s=moved_s,
+        stream_s=moved_s / 10,
     )
 
 
-@given(
-    ranks=st.integers(2, 8),
-    product_s=st.floats(1e-4, 1e-2),
-    push_s=st.floats(1e-6, 1e-2),
-    operation=st.sampled_from([GATHER, SCATTER]),
-    mode=st.sampled_from(EXECUTED),
+seconds = st.floats(1e-6, 1e-2)
+anything = st.builds(
+    parts,
+    ranks=st.sampled_from([2, 4, 8]),
+    product_s=seconds,
+    moved_s=seconds,
+    rows=st.sampled_from([1024, 16384, 65536]),
 )
-def test_no_mode_beats_the_longer_part(ranks: int, product_s: float, push_s: float, operation: str, mode: str) -> None:
-    """Nor does one take longer than all parts one after the other."""
-    taken = mode_s(mode, operation, parts(ranks=ranks, product_s=product_s, push_s=push_s), IDEAL)
-
-    assert taken >= max(product_s, (ranks - 1) * push_s) * (1 - 1e-9)
-    assert taken <= (product_s + (ranks - 1) * push_s) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_copies_shorter_than_a_shards_product_are_hidden(ranks: int) -> None:
-    """Each shard is pushed while one is multiplied, so a push no longer than that costs nothing."""
-    fast = parts(ranks=ranks, product_s=1.0, push_s=0.99 / ranks)
+@given(anything, st.sampled_from(EXECUTED), st.sampled_from(OPERATIONS))
+def test_no_mode_beats_the_product_or_what_must_move(given: Parts, mode: str, operation: str) -> None:
+    """Copies to W - 1 peers leave one after another, so neither part can end before the longer of the two."""
+    took = device_s(mode, operation, given, FREE)
 
-    for operation, mode in itertools.product((GATHER, SCATTER), ("copy_engine", "fused")):
-        assert mode_s(mode, operation, fast, IDEAL) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_long_copies_leave_one_shards_product_exposed(ranks: int) -> None:
-    """A decomposed gather that is bound by its copies ends with the product of the shard that came last."""
-    slow = parts(ranks=ranks, product_s=1.0, push_s=3.0 / ranks)
-
-    assert mode_s("copy_engine", GATHER, slow, IDEAL) == pytest.approx((ranks - 1) * 3.0 / ranks + 1 / ranks)
+    assert took >= given.product_s * (1 - 1e-9)
+    if mode != "ring":
+        assert took >= (given.ranks - 1) * given.copy_s * (1 - 1e-9)
 
 
-def test_one_after_the_other() -> None:
-    assert mode_s("nccl", GATHER, parts(ranks=4, product_s=2.0, push_s=0.5), IDEAL) == pytest.approx(3.5)
-
-
-@pytest.mark.parametrize("mode", EXECUTED)
-def test_one_rank_has_nothing_to_move(mode: str) -> None:
-    assert mode_s(mode, GATHER, parts(ranks=1, product_s=2.0, push_s=0.5), OverlapRates()) == 2.0
-
-
-@pytest.mark.parametrize("mode", EXECUTED)
-def test_small_calls_take_as_long_as_the_host(mode: str) -> None:
-    small = parts(ranks=4, product_s=1e-9, push_s=1e-9)
-    always, each = HOST_CALLS[mode]
-
-    assert mode_s(mode, GATHER, small, replace(IDEAL, host_s=1e-3)) == pytest.approx(1e-3 * (always + 3 * each))
-
-
-def test_two_exchanges_pay_for_large_sums_only() -> None:
+@given(anything, st.sampled_from(EXECUTED), st.sampled_from(OPERATIONS), st.floats(1.0, 4.0))
+def test_more_to_move_never_takes_less(given: Parts, mode: str, operation: str, factor: float) -> None:
+    longer = {name: getattr(given, name) * factor for name in ("collective_s", "slice_collective_s", "copy_s", "hop_s")}
     rates = OverlapRates()
 
-    assert all_reduce_s("one_shot", 2**12, 8, rates) < all_reduce_s("two_shot", 2**12, 8, rates)
-    assert all_reduce_s("two_shot", 2**24, 8, rates) < all_reduce_s("one_shot", 2**24, 8, rates)
-    assert all_reduce_s("multimem", 2**24, 8, rates) < all_reduce_s("two_shot", 2**24, 8, rates)
+    more = device_s(mode, operation, replace(given, **longer), rates)
+    assert more >= device_s(mode, operation, given, rates) * (1 - 1e-9)
 
 
-def test_unknown_words() -> None:
-    small = parts(ranks=2, product_s=1.0, push_s=1.0)
-    with pytest.raises(ValueError, match="no overlap mode multimem"):
-        mode_s("multimem", GATHER, small, IDEAL)
+@given(anything, st.sampled_from(EXECUTED), st.sampled_from(OPERATIONS), st.floats(0.0, 1e-3))
+def test_waiting_for_the_stream_costs_at_most_the_wait(given: Parts, mode: str, operation: str, wait: float) -> None:
+    rates = OverlapRates()
+    free, queued = (device_s(mode, operation, replace(given, queued_s=s), rates) for s in (0.0, wait))
+
+    assert free * (1 - 1e-9) <= queued <= free + wait + 1e-12
+
+
+@given(anything, st.sampled_from(OPERATIONS))
+def test_pieces_walked_through_one_by_one_end_when_the_formula_says(given: Parts, operation: str) -> None:
+    """copy_engine and fused, step by step: a shard is multiplied (or pushed) when the step before it has ended."""
+    rates, ranks = OverlapRates(), int(given.ranks)
+    push = push_s(given, rates)
+    piece = given.shard_product_s + rates.beside * min((ranks - 1) * given.copy_s, given.product_s) / ranks
+    if operation == GATHER:
+        now = piece
+        for number in range(1, ranks):
+            now = max(now, number * push) + piece
+        expected = now + (ranks - 1) * rates.signal_s
+    else:
+        made, sent = 0.0, 0.0
+        for _ in range(1, ranks):
+            made += piece
+            sent = max(made, sent) + push
+        expected = max(made + piece, sent) + rates.signal_s + (ranks + 1) * given.stream_s
+
+    assert device_s("copy_engine", operation, given, rates) == pytest.approx(expected)
+
+
+@given(anything)
+def test_a_fused_scatter_pushes_what_is_done(given: Parts) -> None:
+    rates, ranks = OverlapRates(), int(given.ranks)
+    bands = int(np.clip(np.ceil(given.shard_rows / 1024), 1, 8))
+    alone = rates.fused_ratio * given.product_s
+    slowed = alone + rates.fused_beside * min((ranks - 1) * given.copy_s, alone)
+    made, sent = 0.0, 0.0
+    for _ in range((ranks - 1) * bands):
+        made += slowed / ranks / bands
+        sent = max(made, sent) + push_s(given, rates, bands)
+    expected = max(slowed, sent + rates.signal_s) + rates.fused_tail_s
+    expected += rates.fused_sums * (ranks + 1) * given.stream_s
+
+    assert device_s("fused", SCATTER, given, rates) == pytest.approx(expected)
+
+
+@given(st.lists(anything, min_size=1, max_size=6), st.sampled_from(EXECUTED), st.sampled_from(OPERATIONS))
+def test_columns_are_the_numbers_one_by_one(many: list[Parts], mode: str, operation: str) -> None:
+    rates = OverlapRates()
+    columns = Parts(**{name: np.array([getattr(p, name) for p in many], float) for name in Parts.__dataclass_fields__})
+
+    together = mode_s(mode, operation, columns, rates)
+    assert together == pytest.approx([float(mode_s(mode, operation, p, rates)) for p in many])
+
+
+def test_of_several_products_a_gather_fuses_the_first() -> None:
+    """Gate and up: the second finds everything in place."""
+    one = parts(product_s=1e-3, moved_s=2e-4)
+    two = replace(one, product_s=2e-3, shard_product_s=5e-4, slice_product_s=5e-4, products=2, first_s=1e-3)
+
+    first = device_s("fused", GATHER, one, OverlapRates())
+    assert device_s("fused", GATHER, two, OverlapRates()) == pytest.approx(first + 1e-3)
+    by_copies = device_s("copy_engine", SCATTER, two, OverlapRates())
+    assert device_s("fused", SCATTER, two, OverlapRates()) == by_copies
+
+
+def test_a_small_shape_takes_what_the_host_needs() -> None:
+    small, rates = parts(product_s=5e-6, moved_s=1e-6), OverlapRates()
+
+    for mode in EXECUTED:
+        assert mode_s(mode, GATHER, small, rates) >= issue_s(mode, GATHER, 4, rates)
+    assert choose(GATHER, small, rates).mode == "nccl"
+    slow = replace(rates, issue={f"{GATHER} nccl": 10.0})
+    assert choose(GATHER, small, slow).mode != "nccl"
+
+
+def test_one_rank_has_nothing_to_overlap() -> None:
+    alone = parts(ranks=1)
+
+    assert {float(device_s(mode, GATHER, alone, OverlapRates())) for mode in EXECUTED} == {alone.product_s}
+
+
+@pytest.mark.parametrize(("ranks", "depth"), [(2, 1070), (4, 1606), (8, 1873)])
+def test_from_which_depth_a_scatter_can_hide(ranks: int, depth: int) -> None:
+    """ParallelKittens' closed form (arXiv 2511.13940, section 3), with (W - 1) / W of the bytes leaving: at
+    790 TFLOP/s and 369 GB/s the copies of a bfloat16 result and its product take the same time at these depths.
+    """
+
+    def exposed(k: float) -> float:
+        rows = columns = 32768.0
+        product = 2 * rows * columns * k / 790e12
+        moved = rows / ranks * columns * 2 / 369e9
+        free = replace(parts(ranks=ranks, product_s=product, moved_s=moved, rows=rows), stream_s=0.0)
+        return float(device_s("copy_engine", SCATTER, free, FREE)) / product - 1
+
+    # Below that depth copies decide; at twice of it even the last push ends before the own shard is multiplied.
+    assert exposed(depth / 2) > 0.9
+    assert exposed(2 * depth) < 1e-3
+
+
+def test_unknown_words_are_refused() -> None:
+    with pytest.raises(ValueError, match="no overlap mode"):
+        mode_s("magic", GATHER, parts(), OverlapRates())
     with pytest.raises(ValueError, match="no operation"):
-        mode_s("nccl", "gather", small, IDEAL)
-    with pytest.raises(ValueError, match="no all-reduce mode"):
-        all_reduce_s("ring", 1.0, 2, IDEAL)
-    with pytest.raises(ValueError, match="no samples"):
-        fit_rates([])
+        mode_s("nccl", "gather", parts(), OverlapRates())
+    with pytest.raises(ValueError, match="all-reduce"):
+        all_reduce_s("magic", 1e-6, 4, OverlapRates())
 
 
-def test_the_choice_is_the_least_and_measurements_outrank_the_model() -> None:
-    large = parts(ranks=4, product_s=5e-3, push_s=1e-3)
-    choice = choose(GATHER, large, OverlapRates())
-    seconds = dict(choice.seconds)
+def test_measurements_outrank_the_model() -> None:
+    rates = OverlapRates()
+    known = {mode: float(mode_s(mode, GATHER, parts(), rates)) for mode in EXECUTED}
+    best, other = sorted(known, key=lambda mode: known[mode])[:2]
 
-    assert seconds[choice.mode] == min(seconds.values())
-    assert choice.source == "modelled"
-
-    measured = choose(GATHER, large, OverlapRates(), measured={"ring": 1e-3})
-    assert (measured.mode, measured.source) == ("ring", "measured")
+    assert choose(GATHER, parts(), rates).mode == best
+    chosen = choose(GATHER, parts(), rates, measured={other: known[best] / 2})
+    assert (chosen.mode, chosen.source) == (other, "measured")
 
 
-def test_fit_finds_what_made_the_samples() -> None:
-    true = OverlapRates(host_s=15e-6, fused_ratio=1.08, beside=0.05, fused_beside=0.2, hop_bytes_per_s=150e9)
-    samples = [
-        OverlapSample(operation=operation, mode=mode, parts=case, seconds=mode_s(mode, operation, case, true))
-        for ranks, rows, width in itertools.product((2, 4), (1024, 4096, 16384), (1e6, 4e6, 1.6e7))
-        for case in [
-            Parts(
-                ranks=ranks,
-                moved_bytes=rows * width / 1024 / ranks,
-                product_s=lambda f, s=rows * width / 4e13: s * f,
-                collective_s=lambda f, s=rows * width / 1024 / 3e11: 3e-5 + s * f,
-            )
-        ]
-        for operation, mode in itertools.product((GATHER, SCATTER), EXECUTED)
+@settings(max_examples=5, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_rates_are_found_again_from_times_they_made(seed: int) -> None:
+    """Times of some shapes under other rates, 1 % noise: fitted, they are predicted within 3 %, other shapes within 5 %."""
+    rng = np.random.default_rng(seed)
+    truth = OverlapRates(copy_latency_s=3e-5, signal_s=3e-6, fused_beside=0.1, collective_beside=0.5, fused_ratio=1.1)
+    shapes = [
+        parts(product_s=float(10 ** rng.uniform(-4, -2.5)), moved_s=float(10 ** rng.uniform(-5, -3))) for _ in range(24)
     ]
+    times = [
+        TimedMode(
+            operation=operation,
+            mode=mode,
+            parts=shape,
+            seconds=float(mode_s(mode, operation, shape, truth)) * float(rng.uniform(0.99, 1.01)),
+        )
+        for shape in shapes
+        for mode in EXECUTED
+        for operation in OPERATIONS
+    ]
+    half = len(times) // 2
+    rates = fit_rates(times[:half])
 
-    fitted = fit_rates(samples)
+    assert mean_error(times[:half], rates) < 0.03
+    assert mean_error(times[half:], rates) < 0.05
+    assert mean_error(times, OverlapRates()) > mean_error(times, rates)
 
-    assert mean_error(samples, OverlapRates()) > 0.05
-    assert mean_error(samples, fitted) < 0.01
+
+def test_nothing_to_fit_is_said() -> None:
+    with pytest.raises(ValueError, match="nothing to fit"):
+        fit_rates([])

@@ -6,17 +6,13 @@ from hypothesis import strategies as st
 
 from simulator.check import check
 from simulator.engine import simulate
-from simulator.pipeline import (
-    peak_activations,
-    peak_in_flight,
-    pipeline_makespan,
-    pipeline_program,
-)
+from simulator.pipeline import peak_in_flight, peak_on_stage, pipeline_program
 from simulator.program import Launch
 from simulator.schedule_tables import NAMES, build_schedule
-from simulator.schedules import schedule_from_rows
 from tests.simulator.engine_toys import SimpleCosts
+from tests.simulator.makespan import pipeline_makespan
 from tests.simulator.published_bubbles import bubble_fraction
+from tests.simulator.schedule_checks import schedule_from_rows
 
 
 def _longest_rank_fraction(schedule, forward, input_grad, weight_grad):
@@ -97,11 +93,11 @@ def test_micro_batches_in_flight(name, v, expected):
     assert peak_in_flight(schedule) == expected
 
 
-def test_activations_by_stage_and_what_an_input_gradient_leaves():
+def test_an_input_gradient_frees_nothing():
     schedule = schedule_from_rows(["0F0 0F1 0I0 0F2 0I1 0I2 0W0 0W1 0W2"], name="x", stages_per_rank=1, micro_batches=3)
 
-    assert peak_activations(schedule, [10.0]) == (30.0,)
-    assert peak_activations(schedule, [10.0], [4.0]) == (24.0,)
+    assert peak_in_flight(schedule) == (3,)
+    assert peak_on_stage(schedule, 0) == 3
 
 
 # --- against the machine ----------------------------------------------------------------------------------------------

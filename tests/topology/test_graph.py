@@ -14,9 +14,7 @@ from topology.graph import (
     graph,
     islands,
     max_flow_bytes_per_s,
-    nvlink_domains,
     pair_bytes_per_s,
-    rails,
 )
 from topology.node_rates import HOST_KINDS, NVLINK_KINDS, node_rates
 from topology.platform import CUBE_MESH
@@ -78,10 +76,9 @@ def test_pcie_box():
     assert (rate, path) == (31.5 * GB, ("n0.gpu0", "n0.cpu0", "n0.cpu1", "n0.gpu7"))
 
 
-def test_islands_and_domains_leave_out_the_lost_gpu():
+def test_islands_leave_out_the_lost_gpu():
     lost = graph(without_nvlink(cluster("dgx-b200"), 2))
     assert islands(lost) == (tuple(f"n0.gpu{i}" for i in (0, 1, 3, 4, 5, 6, 7)),)
-    assert nvlink_domains(lost) == {"n0.nvswitch": islands(lost)[0]}
     ill = cluster("dgx-b200")
     node = ill.groups[0].node
     gpus = tuple(replace(gpu, healthy=gpu.index != 5) for gpu in node.gpus)
@@ -92,7 +89,8 @@ def test_islands_and_domains_leave_out_the_lost_gpu():
 
 def test_rails_and_spine():
     g = graph(cluster("dgx-h100", 64 * 8))
-    on_rail = rails(g)
+    leaves = [vertex for vertex, facts in g.nodes(data=True) if facts["kind"] == "leaf"]
+    on_rail = {leaf: [v for v in g.predecessors(leaf) if g.nodes[v]["kind"] == "nic"] for leaf in leaves}
     assert len(on_rail) == 16  # two pods of 32 nodes, eight rails each
     assert all(len(ports) == 32 for ports in on_rail.values())
     assert set(on_rail["leaf1.3"]) == {f"n{node}.mlx5_3" for node in range(32, 64)}

@@ -124,6 +124,40 @@ def test_search_can_be_stopped_and_started_again(explorer, monkeypatch):
     assert "Best step" in metrics(test)
 
 
+def test_a_simulation_can_be_stopped(explorer, monkeypatch):
+    """Stop ends the engine itself, not only the wait for it."""
+    import threading
+
+    from simulator import simulation
+
+    began, ended, real = threading.Event(), threading.Event(), simulation.simulate
+
+    def held(program, costs, *, watch, **options):
+        def slow(now):
+            began.set()
+            ended.wait(0.02)
+            watch(now)
+
+        try:
+            while True:  # as a program that never comes to its end would
+                real(program, costs, watch=slow, **options)
+        except BaseException:
+            ended.set()
+            raise
+
+    test = explorer("plans", model="llama3.2-1b", seq="1024", tab="Timeline")
+    monkeypatch.setattr(simulation, "simulate", held)
+    test.session_state["_patience_s"] = 0.1
+    test.switch_page("views/detail.py").run()
+    assert "Simulating the step" in said(test)
+    assert began.wait(30)
+
+    test.button(key="stop_timeline").click().run()
+
+    assert "stopped" in said(test)
+    assert ended.wait(30)
+
+
 def test_while_a_search_runs_the_last_plans_are_costed_for_the_new_question(explorer, monkeypatch):
     import threading
 

@@ -1,0 +1,146 @@
+"""Matrix products and attention of a profiled step, by shape: what a run teaches about its operators.
+
+The profiler writes every operator with the sizes and strides of its inputs, and every kernel with the call that launched
+it. An operator's time is that of the kernels launched while it ran on its host thread. The memory layout tells the three
+products of a linear layer apart, as in `executor.calibrate_kernels`:
+    forward  x (m, k) by a weight stored (n, k), which is read transposed
+    dgrad    a gradient (m, k) by a weight stored (k, n)
+    wgrad    a gradient stored (k, n), read transposed, by x stored (k, m)
+Times are taken beside whatever else the step runs: their regime is `step`. Pure: a profiler's document in, samples out.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from executor.records import middle
+
+DTYPES = {"c10::BFloat16": "bfloat16", "c10::Half": "float16", "float": "float32", "double": "float64"}
+ATTENTION = (
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+)
+BACKWARD = "_backward"
+MOST_CALLS = 200_000  # events of a step; a document with more is not of one step
+
+Key = tuple[str, tuple[tuple[str, int], ...], str, str]  # kind, shape, dtype, direction
+
+
+def traced_operators(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return samples of the operators of one profiled step, as plain data of `topology.samples.OperatorSample`.
+
+    Empty where the profiler recorded no shapes, and on a CPU, where no kernels are launched.
+    """
+    events = [e for e in document.get("traceEvents", ()) if isinstance(e, dict) and e.get("ph") == "X"]
+    if len(events) > MOST_CALLS:
+        return []
+    launched = _launched(events)
+    found: dict[Key, list[float]] = {}
+    for event in events:
+        key = _key(event) if event.get("cat") == "cpu_op" else None
+        if key is None:
+            continue
+        seconds = sum(_within(launched.get(event.get("tid"), ((), ())), event["ts"], event["ts"] + event["dur"]))
+        if seconds > 0:
+            found.setdefault(key, []).append(seconds)
+    return [_sample(key, times) for key, times in sorted(found.items())]
+
+
+def _launched(events: Sequence[Mapping[str, Any]]) -> dict[Any, tuple[list[float], list[float]]]:
+    """Return, by host thread, when kernels were launched (microseconds) and how long each took (seconds)."""
+    took: dict[int, float] = {}
+    for event in events:
+        if event.get("cat") == "kernel" and (number := _argument(event, "correlation")) is not None:
+            took[number] = took.get(number, 0.0) + event["dur"] * 1e-6
+    by_thread: dict[Any, list[tuple[float, float]]] = {}
+    for event in events:
+        if event.get("cat") in {"cuda_runtime", "cuda_driver"}:
+            number = _argument(event, "correlation")
+            if number in took:
+                by_thread.setdefault(event.get("tid"), []).append((event["ts"], took[number]))
+    sorted_calls = {thread: sorted(calls) for thread, calls in by_thread.items()}
+    return {thread: ([at for at, _ in calls], [s for _, s in calls]) for thread, calls in sorted_calls.items()}
+
+
+def _within(calls: tuple[Sequence[float], Sequence[float]], begin: float, end: float) -> Iterator[float]:
+    at, seconds = calls
+    yield from seconds[bisect_left(at, begin) : bisect_right(at, end)]
+
+
+def _argument(event: Mapping[str, Any], name: str) -> Any:
+    arguments = event.get("args")
+    return arguments.get(name) if isinstance(arguments, dict) else None
+
+
+def _key(event: Mapping[str, Any]) -> Key | None:
+    """Return what a call is of, or None for calls that are not sampled."""
+    name = str(event.get("name"))
+    sizes, types = _argument(event, "Input Dims"), _argument(event, "Input type")
+    strides = _argument(event, "Input Strides")
+    if not sizes or not types or str(types[0]) not in DTYPES:
+        return None
+    dtype = DTYPES[str(types[0])]
+    if name == "aten::mm" and strides:
+        shape, direction = _product(sizes[0], sizes[1], strides[0], strides[1])
+        return "matmul", tuple(sorted(shape.items())), dtype, direction
+    if name == "aten::_grouped_mm" and strides:
+        grouped = _grouped(sizes, strides)
+        return None if grouped is None else ("matmul", tuple(sorted(grouped[0].items())), dtype, grouped[1])
+    base = name.removesuffix(BACKWARD)
+    if base in ATTENTION:
+        backward = name != base
+        q, k = sizes[int(backward)], sizes[1 + int(backward)]
+        if len(q) != 4 or len(k) != 4:
+            return None
+        shape = {"b": q[0], "a": q[1], "kv": k[1], "s": q[2], "S": k[2], "d": q[3]}
+        return "attention", tuple(sorted(shape.items())), dtype, "backward" if backward else "forward"
+    return None
+
+
+def _product(
+    left: Sequence[int], right: Sequence[int], left_strides: Sequence[int], right_strides: Sequence[int]
+) -> tuple[dict[str, int], str]:
+    """Return the axes and direction of `left` (rows, k) by `right` (k, columns)."""
+    rows, k, columns = left[0], left[1], right[1]
+    if _transposed(left, left_strides):
+        return {"m": columns, "n": rows, "k": k}, "wgrad"
+    direction = "forward" if _transposed(right, right_strides) else "dgrad"
+    return {"m": rows, "n": columns, "k": k}, direction
+
+
+def _grouped(sizes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]) -> tuple[dict[str, int], str] | None:
+    """Return the same of products by expert; tokens are counted as shared out evenly."""
+    left, right = sizes[0], sizes[1]
+    if len(left) == 2 and len(right) == 3:  # tokens (T, k) by weights (E, k, n)
+        experts = right[0]
+        shape, direction = _product(left, right[1:], strides[0], strides[1][1:])
+        shape["m"] = round(shape["m"] / experts)
+    elif len(left) == 2 and len(right) == 2 and len(sizes) > 2 and sizes[2]:  # gradients of the weights of E experts
+        experts = sizes[2][0]
+        shape, direction = {"m": right[1], "n": left[0], "k": round(left[1] / experts)}, "wgrad"
+    else:
+        return None
+    return (None if min(shape.values()) < 1 else ({**shape, "batch": experts}, direction)) if experts else None
+
+
+def _transposed(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    return len(strides) == 2 and strides[0] == 1 and sizes[0] > 1 and strides[1] >= sizes[0]
+
+
+def _sample(key: Key, times: list[float]) -> dict[str, Any]:
+    kind, shape, dtype, direction = key
+    seconds, spread = middle(times)
+    return {
+        "kind": kind,
+        "name": kind,
+        "shape": dict(shape),
+        "dtype": dtype,
+        "direction": direction,
+        "seconds": seconds,
+        "spread": spread,
+        "count": len(times),
+        "regime": "step",
+    }

@@ -1,0 +1,189 @@
+"""Plans that are predicted and then run by `tests/bench/apply_plans.py`, by the machine they are for.
+
+`h200x2` and `h200x4` go over the axes: one GPU, DDP, FSDP, HSDP, tensor, pipeline (1F1B, interleaved, zero bubble),
+context (ring, all-gather, by heads) and expert parallelism and their combinations, eager and compiled, with and without
+recomputation, on Llama shapes of 1B to 13B. `regret2` and `regret4` are three questions, each answered by the planner:
+its first choice and the plans that it lists next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from planner.search import suggest
+from simulator.hf_config import load_model
+from simulator.model import Model
+from simulator.plan import Plan
+from simulator.workload import Workload
+from topology.cluster import Cluster
+from topology.profile import Profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A plan to be run. `layers`: as many of the model's as fit; `traced`: one step more under the profiler."""
+
+    model: str
+    seq_len: int
+    batch: int
+    plan: Plan
+    compiled: bool = False
+    layers: int | None = None
+    traced: bool = True
+
+    @property
+    def network(self) -> Model:
+        return shortened(self.model, self.layers)
+
+    @property
+    def workload(self) -> Workload:
+        return Workload(seq_len=self.seq_len, global_batch_size=self.batch)
+
+
+def shortened(name: str, layers: int | None) -> Model:
+    """Return a shipped model, at its widths, with fewer layers where that is asked for."""
+    model = load_model(name)
+    return model if layers is None else replace(model, name=f"{model.name}-{layers}-layers", layers=layers)
+
+
+def llama1(plan: Plan, batch: int, *, compiled: bool = False) -> Asked:
+    return Asked(model="llama3.2-1b", seq_len=4096, batch=batch, plan=plan, compiled=compiled)
+
+
+def llama3(plan: Plan, batch: int = 2, *, seq_len: int = 8192, compiled: bool = False) -> Asked:
+    return Asked(model="llama3.2-3b", seq_len=seq_len, batch=batch, plan=plan, compiled=compiled)
+
+
+def llama8(plan: Plan, batch: int, *, seq_len: int = 4096, compiled: bool = False) -> Asked:
+    return Asked(model="llama3-8b", seq_len=seq_len, batch=batch, plan=plan, compiled=compiled)
+
+
+def llama13(plan: Plan, batch: int) -> Asked:
+    return Asked(model="llama2-13b", seq_len=4096, batch=batch, plan=plan)
+
+
+def experts(plan: Plan, batch: int, *, layers: int = 8) -> Asked:
+    return Asked(model="qwen3-30b-a3b", layers=layers, seq_len=4096, batch=batch, plan=plan)
+
+
+SP = {"sequence_parallel": True}
+FOUR = {"micro_batch_size": 4}
+TWO = {"micro_batch_size": 2}
+VIRTUAL = {"virtual_stages": 2}
+LONG = 32768
+
+
+def context(plan: Plan) -> Asked:
+    return llama3(replace(plan, recompute="full"), 1, seq_len=LONG)
+
+
+AXES: dict[str, dict[str, Asked]] = {
+    "h200x2": {
+        "3b-fsdp2": llama3(Plan(dp_shard=2)),
+        "1b-ddp2": llama1(Plan(dp_replicate=2, **FOUR), 8),
+        "3b-fsdp2-selop": llama3(Plan(dp_shard=2, recompute="selective-op")),
+        "8b-fsdp2": llama8(Plan(dp_shard=2), 2),
+        "8b-fsdp2-accumulated-full": llama8(Plan(dp_shard=2, recompute="full"), 4),
+        "3b-tp2": llama3(Plan(tp=2, **TWO, **SP)),
+        "13b-tp2": llama13(Plan(tp=2, **SP), 1),
+        "8b-pp2": llama8(Plan(pp=2, schedule="1F1B"), 4),
+        "8b-pp2-interleaved": llama8(Plan(pp=2, schedule="Interleaved1F1B", **VIRTUAL), 4),
+        "8b-pp2-zbv": llama8(Plan(pp=2, schedule="ZBVZeroBubble", **VIRTUAL), 4),
+        "13b-fsdp2": llama13(Plan(dp_shard=2), 2),
+        "moe-ep2": experts(Plan(dp_shard=2, ep=2, **TWO), 8),
+        "moe-fsdp2": experts(Plan(dp_shard=2, **TWO), 8),
+        "1b-fsdp2-compiled": llama1(Plan(dp_shard=2, **FOUR), 8, compiled=True),
+        "3b-tp2-compiled": llama3(Plan(tp=2, **TWO, **SP), compiled=True),
+        "3b-cp2-ring": context(Plan(cp=2, cp_method="ring")),
+        "3b-cp2-gather": context(Plan(cp=2, cp_method="all_gather")),
+        "3b-cp2-heads": context(Plan(cp=2, cp_method="all_to_all")),
+        "1b-gpu1": llama1(Plan(**FOUR), 4),
+        "1b-gpu1-compiled": llama1(Plan(**FOUR), 4, compiled=True),
+        "3b-gpu1-selop": llama3(Plan(recompute="selective-op"), 1),
+    },
+    "h200x4": {
+        "8b-fsdp4": llama8(Plan(dp_shard=4), 4, seq_len=8192),
+        "1b-fsdp4": llama1(Plan(dp_shard=4, **FOUR), 16),
+        "1b-ddp4": llama1(Plan(dp_replicate=4, **FOUR), 16),
+        "8b-hsdp": llama8(Plan(dp_replicate=2, dp_shard=2), 4),
+        "8b-fsdp4-selop": llama8(Plan(dp_shard=4, recompute="selective-op"), 4, seq_len=8192),
+        "8b-fsdp4-full": llama8(Plan(dp_shard=4, recompute="full"), 4, seq_len=8192),
+        "8b-tp4": llama8(Plan(tp=4, **TWO, **SP), 2),
+        "8b-tp2-fsdp2": llama8(Plan(tp=2, dp_shard=2, **SP), 2, seq_len=8192),
+        "13b-tp2-fsdp2": llama13(Plan(tp=2, dp_shard=2, **SP), 4),
+        "3b-tp2-ddp2": llama3(Plan(tp=2, dp_replicate=2, **SP)),
+        "8b-pp2-fsdp2": llama8(Plan(pp=2, dp_shard=2, schedule="1F1B"), 8),
+        "8b-pp2-fsdp2-interleaved": llama8(Plan(pp=2, dp_shard=2, schedule="Interleaved1F1B", **VIRTUAL), 8),
+        "8b-pp4": llama8(Plan(pp=4, schedule="1F1B"), 8),
+        "8b-pp2-tp2": llama8(Plan(pp=2, tp=2, schedule="1F1B", **SP), 4),
+        "13b-fsdp4": llama13(Plan(dp_shard=4), 4),
+        "moe-ep4": experts(Plan(dp_shard=4, ep=4, **TWO), 16),
+        "moe-fsdp4-ep2": experts(Plan(dp_shard=4, ep=2, **TWO), 16),
+        "8b-fsdp4-compiled": llama8(Plan(dp_shard=4), 4, seq_len=8192, compiled=True),
+        "8b-tp2-fsdp2-compiled": llama8(Plan(tp=2, dp_shard=2, **SP), 2, seq_len=8192, compiled=True),
+        "8b-cp4-ring": llama8(Plan(cp=4, cp_method="ring", recompute="full"), 1, seq_len=LONG),
+        "8b-cp4-gather": llama8(Plan(cp=4, cp_method="all_gather", recompute="full"), 1, seq_len=LONG),
+        "8b-cp2-fsdp2": llama8(Plan(cp=2, dp_shard=2, cp_method="ring", recompute="full"), 2, seq_len=LONG // 2),
+    },
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What the planner is asked: the model, how long sequences are, how many a step."""
+
+    model: str
+    seq_len: int
+    batch: int
+    layers: int | None = None
+
+
+QUESTIONS: dict[str, dict[str, Question]] = {
+    "regret2": {
+        "8b-long": Question(model="llama3-8b", seq_len=LONG, batch=1),
+        "13b-small-batch": Question(model="llama2-13b", seq_len=4096, batch=2),
+        "moe-15b": Question(model="qwen3-30b-a3b", layers=24, seq_len=4096, batch=4),
+    },
+    "regret4": {
+        "8b-long": Question(model="llama3-8b", seq_len=LONG, batch=2),
+        "13b-small-batch": Question(model="llama2-13b", seq_len=4096, batch=4),
+        "moe-15b": Question(model="qwen3-30b-a3b", layers=24, seq_len=4096, batch=8),
+    },
+}
+SETS = {**{name: int(name[5:]) for name in AXES}, **{name: int(name[6:]) for name in QUESTIONS}}  # and their GPUs
+
+
+def plans(name: str, cluster: Cluster, profile: Profile | None, top: int) -> Iterator[tuple[str, Asked]]:
+    """Yield the plans of a set under their names, best first where the planner was asked."""
+    if name in AXES:
+        yield from AXES[name].items()
+        return
+    listed = {topic: _answers(question, cluster, profile, top) for topic, question in QUESTIONS[name].items()}
+    # The first of each question, then the second of each: a run cut short has something of all.
+    for rank in range(top):
+        for topic, answers in listed.items():
+            if rank < len(answers):
+                yield f"{topic}-{rank + 1}", answers[rank]
+
+
+def _answers(question: Question, cluster: Cluster, profile: Profile | None, top: int) -> list[Asked]:
+    """Return what the planner lists: the best of each grid, then the variants that come next."""
+    model = shortened(question.model, question.layers)
+    workload = Workload(seq_len=question.seq_len, global_batch_size=question.batch)
+    answers = [
+        suggest(model, cluster, workload, profile=profile, gpus=cluster.gpu_count, top=top, all_variants=variants)
+        for variants in (False, True)
+    ]
+    listed = dict.fromkeys(ranked.plan for answer in answers for ranked in answer.plans)
+    return [
+        Asked(
+            model=question.model,
+            layers=question.layers,
+            seq_len=question.seq_len,
+            batch=question.batch,
+            plan=plan,
+            traced=False,
+        )
+        for plan in list(listed)[:top]
+    ]

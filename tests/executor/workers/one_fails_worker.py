@@ -1,0 +1,16 @@
+"""The worker, which one model of those it is asked for ends."""
+
+from executor import worker
+
+right = worker.check_numbers
+
+
+def check_numbers(request, *arguments):
+    if request.model.name == "bad":
+        raise RuntimeError("this one ends its processes")
+    return right(request, *arguments)
+
+
+worker.check_numbers = check_numbers
+if __name__ == "__main__":
+    worker.main()
