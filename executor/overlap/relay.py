@@ -63,14 +63,21 @@ class Relaying(Moving):
 
     def fetch(self, step: int, piece: int, target: Tensor) -> None:
         """Have the partial sum of a step of the rank before copied to `target`; the current stream waits for it."""
-        self.wait(self.plan.awaited[step][piece], (self.space.rank - 1) % self.space.world, on=self.side)
+        flag = self.plan.awaited[step][piece]
+        if self.captured:
+            self.wait_by_kernel(flag, (self.space.rank - 1) % self.space.world, on=self.side)
+        else:
+            stream_ops.wait_word(flag, 1, self.side)
         nbytes = target.numel() * target.element_size()
         stream_ops.copy(target.data_ptr(), self.plan.fetched[step][piece], nbytes, self.side)
         self.space.order(first=self.side, then=self.current)
+        if not self.captured:
+            stream_ops.write_word(flag, 0, self.side)  # for the next call; the product need not wait for this
 
     def tell(self, step: int, piece: int) -> None:
         """Tell the next rank that the current stream has made its partial sum."""
-        self.raise_flag(self.plan.raised[step][piece], on=self.current)
+        self.space.order(first=self.current, then=self.signals)
+        self.raise_flag(self.plan.raised[step][piece], on=self.signals)
 
 
 def relay_sum(
