@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from executor.calibrate_operators import invalid, versions
+from executor.collector import NoCollection
 from executor.gpu_state import read_states
 from executor.measuring import ended_as_rank, piece_parser
 from executor.records import Deadline, Recorder, middle
@@ -136,7 +137,8 @@ def _sample(
         problem, seen = "", None
         try:
             step = builder(model, plan, workload, runtime, device)
-            seen = _timed(torch, dist, device, step)
+            with NoCollection():
+                seen = _timed(torch, dist, device, step)
         except Exception as error:  # noqa: BLE001 - somebody else's framework fails in any way it likes
             problem = f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
         step = None  # type: ignore[assignment]  # the model goes before the next one comes

@@ -91,7 +91,11 @@ def parallelize(
             for block in part.layers.values():
                 attention, group = block.attention, meshes.group("cp")
                 by_heads = method == "all_to_all"
-                attention.core = UlyssesAttention(group, attention.core) if by_heads else RingAttention(group, method)
+                attention.core = (
+                    UlyssesAttention(group, attention.core)
+                    if by_heads
+                    else RingAttention(group, method, width=model.head_dim, dtype=compute, device=device)
+                )
         if meshes.sparse is not None:
             apply_expert_parallel(part, meshes.sparse["ep"])
         modes = plan.recompute_per_stage

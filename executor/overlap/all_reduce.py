@@ -42,10 +42,16 @@ def handles(nbytes: int) -> bool:
     return 0 < nbytes <= LARGEST_BYTES
 
 
-def all_reduce(x: Tensor, group: dist.ProcessGroup, *, launch: Launch | None = None) -> Tensor:
-    """Return the sum over ranks of `x`, of any shape; the same bits on every rank."""
+def all_reduce(
+    x: Tensor, group: dist.ProcessGroup, *, out: Tensor | None = None, launch: Launch | None = None
+) -> Tensor:
+    """Return the sum over ranks of `x`, of any shape; the same bits on every rank.
+
+    `out` is a contiguous tensor like `x` for the result, and may be `x` itself.
+    """
     x = x.contiguous()
-    out = torch.empty_like(x)
+    if out is None:
+        out = torch.empty_like(x)
     source, target, stream = x.data_ptr(), out.data_ptr(), stream_ops.current(x.device)
     space = symmetric.workspace(group, "all_reduce", x.device)
     key = (x.numel(), x.dtype, (source | target) % ALIGNMENT, launch)

@@ -29,14 +29,14 @@ ADD_BLOCK = 4096
 
 Bounds = tuple[tuple[int, int], ...]
 Make = Callable[[int, Tensor], object]
-_streams: dict[tuple[int, str], torch.cuda.Stream] = {}
+_streams: dict[int, torch.cuda.Stream] = {}
 
 
-def side_stream(device: torch.device, purpose: str = "push") -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of our copies, of high priority: a copy that waits for a kernel's launch would be late."""
-    found = _streams.get((device.index, purpose))
+    found = _streams.get(device.index)
     if found is None:
-        found = _streams[device.index, purpose] = torch.cuda.Stream(device, priority=-1)
+        found = _streams[device.index] = torch.cuda.Stream(device, priority=-1)
     return found
 
 
@@ -92,20 +92,30 @@ class Moving:
             self.space.fence()
         self.space.order(first=self.current, then=self.side)
 
+    def raise_flag(self, flag: int, *, on: int) -> None:
+        """Set a flag after what the stream has been given so far."""
+        (stream_ops.fill_word if self.captured else stream_ops.write_word)(flag, 1, on)
+
     def send(self, target: int, source: int, nbytes: int, flag: int) -> None:
+        """Copy to a peer, then raise a flag there."""
         stream_ops.copy(target, source, nbytes, self.side)
-        (stream_ops.fill_word if self.captured else stream_ops.write_word)(flag, 1, self.side)
+        self.raise_flag(flag, on=self.side)
 
-    def wait(self, flag: int, source: int) -> None:
-        """Make the current stream wait for a flag that `source` raises, and lower it for the next call."""
+    def wait(self, flag: int, source: int, *, on: int | None = None) -> None:
+        """Make a stream (None: the current one) wait for a flag that `source` raises; lower it for the next call."""
+        stream = on or self.current
         if self.captured:
-            from executor.kernels.copies import wait_and_lower  # noqa: PLC0415 - triton
-
-            word = self.space.flags.on(self.space.rank, (1,), torch.int32, flag - self.space.flags.at[self.space.rank])
-            wait_and_lower[1,](word, self.space.error, 1 + source, symmetric.POLLS, num_warps=1)
+            self.planned("wait", self._waiting)(stream, flag, 1 + source)
         else:
-            stream_ops.wait_word(flag, 1, self.current)
-            stream_ops.write_word(flag, 0, self.current)
+            stream_ops.wait_word(flag, 1, stream)
+            stream_ops.write_word(flag, 0, stream)
+
+    def _waiting(self) -> Callable[..., None]:
+        from executor.kernels.copies import wait_and_lower  # noqa: PLC0415 - triton
+        from executor.kernels.launching import Prepared  # noqa: PLC0415 - triton
+
+        flag = self.space.flags.on(self.space.rank, (1,), torch.int32)
+        return Prepared(wait_and_lower, 1, (flag, self.space.error, 1, symmetric.POLLS), changing=(0, 2), num_warps=1)
 
     def finish(self) -> None:
         """Let the current stream go on only when our own pushes are done; their source may be overwritten then."""
