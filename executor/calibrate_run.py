@@ -1,4 +1,4 @@
-"""A calibration, in pieces that cannot spoil each other: operators, contention, layers, collectives.
+"""A calibration, in pieces that cannot spoil each other: operators, contention, overlap, collectives, layers.
 
 Started by `planner calibrate` as a process of its own, with a request that lists what is wanted in order of worth. Each
 piece is another process with its share of the budget. Everything measured is one line of `--records` the moment it is
@@ -101,6 +101,10 @@ def pieces_of(request: dict[str, Any], gpus: int) -> list[Piece]:
         found.append(Piece(name="operators", module="executor.calibrate_operators", ranks=1, weight=4.0))
     if request.get("contention") and gpus > 1:
         found.append(Piece(name="contention", module="executor.calibrate_contention", ranks=gpus, weight=3.0))
+    found += [
+        Piece(name=f"overlap on {ranks} GPUs", module="executor.calibrate_overlap", ranks=ranks, weight=3.0)
+        for ranks in sorted({one["ranks"] for one in request.get("overlap", ()) if one["ranks"] <= gpus})
+    ]
     if request.get("collectives") and gpus > 1:
         found.append(Piece(name="collectives", module="executor.probe_collectives", ranks=gpus, weight=3.0))
     layers = request.get("layers", [])

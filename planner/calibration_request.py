@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from planner.overlap_request import plan_sites, site_key, spread_sites
 from topology import codec
 
 if TYPE_CHECKING:
@@ -125,16 +126,19 @@ class Request:
     operators: tuple[dict[str, Any], ...] = ()
     contention: tuple[dict[str, Any], ...] = ()
     layers: tuple[dict[str, Any], ...] = ()
+    overlap: tuple[dict[str, Any], ...] = ()
     collectives: bool = False
 
     @property
     def empty(self) -> bool:
-        return not (self.operators or self.contention or self.layers or self.collectives)
+        return not (self.operators or self.contention or self.layers or self.overlap or self.collectives)
 
 
 def machine_request(*, gpus: int, collectives: bool = True) -> Request:
-    """Return what several GPUs do together: collectives, and what they and kernels cost each other."""
-    return Request(contention=CONTENTION if gpus > 1 else (), collectives=collectives and gpus > 1)
+    """Return what several GPUs do together: collectives, what they and kernels cost each other, and overlapped both."""
+    return Request(
+        contention=CONTENTION if gpus > 1 else (), overlap=spread_sites(gpus), collectives=collectives and gpus > 1
+    )
 
 
 def spread_request() -> Request:
@@ -147,10 +151,14 @@ def spread_request() -> Request:
 
 
 def exact_request(questions: Sequence[Question], *, gpus: int, layers: bool = True) -> Request:
-    """Return the operators that the questions' plans run, and one and two layers of each plan as far as `gpus` go."""
+    """Return the operators and sites that the questions' plans run, and one and two layers of each as far as `gpus` go."""
     operators = [one for question in questions for one in plan_operators(question)]
     runs = [layer_request(question, gpus) for question in questions] if layers else []
-    return Request(operators=tuple(_unique(operators)), layers=tuple(_unique(run for run in runs if run is not None)))
+    return Request(
+        operators=tuple(_unique(operators)),
+        layers=tuple(_unique(run for run in runs if run is not None)),
+        overlap=plan_sites(questions, gpus),
+    )
 
 
 def runtime_request(name: str, *, gpus: int, version: str | None = None) -> Request:
@@ -219,6 +227,7 @@ def joined(*requests: Request) -> Request:
         operators=tuple(_unique(one for request in requests for one in request.operators)),
         contention=tuple(_unique(one for request in requests for one in request.contention)),
         layers=tuple(_unique(one for request in requests for one in request.layers)),
+        overlap=tuple(_unique(one for request in requests for one in request.overlap)),
         collectives=any(request.collectives for request in requests),
     )
 
@@ -229,6 +238,7 @@ def lacking(request: Request, profile: Profile | None) -> Request:
         return request
     known = {sample.key for sample in profile.operators if not sample.invalid and sample.regime == "sustained"}
     pairs = {sample.key for sample in profile.contention if not sample.invalid}
+    sites = {sample.key for sample in profile.overlap if not sample.invalid}
     ran = [
         (sample.model, sample.plan, sample.workload, sample.runtime) for sample in profile.layers if not sample.invalid
     ]
@@ -247,6 +257,7 @@ def lacking(request: Request, profile: Profile | None) -> Request:
         operators=tuple(one for one in request.operators if _operator_key(one) not in known),
         contention=tuple(one for one in request.contention if not any(_same_pair(one, key) for key in pairs)),
         layers=tuple(one for one in request.layers if not have_layer(one)),
+        overlap=tuple(one for one in request.overlap if site_key(one) not in sites),
         collectives=request.collectives and not profile.collectives,
     )
 
@@ -387,4 +398,11 @@ def small(request: Request) -> Request:
 
     first = {(one["kind"], one["name"], one["direction"]): shrunk(one) for one in reversed(request.operators)}
     pairs = tuple({**shrunk(one), "dtype": "float32", "nbytes": 4096} for one in request.contention[:1])
-    return Request(operators=tuple(first.values()), contention=pairs, collectives=request.collectives)
+    tiny = {"ranks": 2, "rows": 16, "depth": 8, "dtype": "float32"}
+    sites = {one["operation"]: {**one, **tiny, "columns": [8] * len(one["columns"])} for one in request.overlap[:2]}
+    return Request(
+        operators=tuple(first.values()),
+        contention=pairs,
+        overlap=tuple(sites.values()),
+        collectives=request.collectives,
+    )

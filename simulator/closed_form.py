@@ -20,12 +20,14 @@ from simulator.group_times import GroupTimes
 from simulator.layer_cost import BlockCost, CostContext, block_cost
 from simulator.memory import CONTEXT_BYTES, MemoryColumns, local_parameters, memory_columns
 from simulator.model import Model
+from simulator.overlap_samples import sites_of
 from simulator.plan import Plan
 from simulator.plan_table import Floats, PlanTable, axis_sizes, plan_table
 from simulator.provenance import HOST_DESCRIBED, Shares, half_width, main_source
 from simulator.roofline import efficiency
 from simulator.runtime import Runtime
 from simulator.runtime_library import ModelOperators, canonical_recompute, operators_for, wraps_one
+from simulator.site_costs import SiteRates
 from simulator.stages import stage_layout
 from simulator.step_cost import micro_batches, step_cost
 from simulator.workload import Workload
@@ -198,6 +200,7 @@ def cost_context(
         ),
         runtime=runtime,
         spec=operators.spec,
+        site=sites_of(profile, cluster) if table.overlap_modes else SiteRates(),
     )
 
 

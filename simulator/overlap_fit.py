@@ -37,8 +37,12 @@ def mean_error(samples: Sequence[TimedMode], rates: OverlapRates) -> float:
     return _error(_batches(samples), rates)
 
 
-def fit_rates(samples: Sequence[TimedMode], start: OverlapRates | None = None) -> OverlapRates:
+def fit_rates(
+    samples: Sequence[TimedMode], start: OverlapRates | None = None, *, first_step: float = 2.0, rounds: int = 3
+) -> OverlapRates:
     """Return the rates with the least mean error, each within a factor of `SPAN` of where it starts.
+
+    `first_step` is the factor by which each is moved first; a small one, and one round, for what is fitted already.
 
     Raises ValueError without samples.
     """
@@ -48,8 +52,8 @@ def fit_rates(samples: Sequence[TimedMode], start: OverlapRates | None = None) -
     best = first = start or OverlapRates()
     error = _error(batches, best)
     names = [*RATES, *(f"{operation} {mode}" for operation, mode, _, _ in batches)]
-    for _ in range(3):
-        step = 2.0
+    for _ in range(rounds):
+        step = first_step
         while step > 1.01:
             improved = False
             for name in names:

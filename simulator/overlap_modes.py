@@ -108,6 +108,8 @@ class OverlapRates:
     """A product behind a collective over one behind its like: caches and clocks were the other's."""
     gap_s: float = 6e-6
     """From NCCL's stream to the product's and back."""
+    step_gap_s: float = 1.5e-5
+    """The same for each of many steps: collectives and products wait for each other's end, kernel by kernel."""
     beside: float = 0.1
     """Seconds that the library's products lose for each second of copies beside them: memory and power are shared."""
     fused_beside: float = 0.05
@@ -198,7 +200,7 @@ def _chunked_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
     slow_move, slow_piece = move + rates.collective_slowed * both, piece + beside * both
     # The first (or last) slice moves while nothing is multiplied, and the last (or first) is multiplied alone.
     alone = (slow_move - move) + (slow_piece - piece)
-    gaps = SLICES * rates.gap_s
+    gaps = SLICES * rates.step_gap_s
     if operation == GATHER:
         return _piped_s(slow_move, slow_piece, SLICES) - alone + gaps
     return _piped_s(slow_piece, slow_move, SLICES, parts.queued_s) - alone + gaps
@@ -207,7 +209,7 @@ def _chunked_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
 def _ring_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
     """NCCL shares its channels out among peers, so that a hop to one of many is slower than to the only one."""
     piece, hop = parts.shard_product_s, rates.hop_ratio * parts.ranks / 2 * parts.hop_s
-    step = np.maximum(piece, hop) + rates.collective_beside * np.minimum(piece, hop) + rates.gap_s
+    step = np.maximum(piece, hop) + rates.collective_beside * np.minimum(piece, hop) + rates.step_gap_s
     adding = 3 * parts.stream_s if operation == SCATTER else 0.0
     return np.maximum(piece, parts.queued_s) + (parts.ranks - 1) * (step + adding)
 

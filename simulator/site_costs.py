@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -142,7 +143,7 @@ def pair_s(mode: str, op: str, parts: Parts, products: Products, *, regathers: b
     own = (parts.ranks, products.rows, parts.shard_bytes * parts.ranks, products.elements, products.count)
     for (of, by, *sizes), measured_s in site.measured.items():
         if (of, by) == (operation, mode):
-            same = np.logical_and.reduce([np.equal(mine, theirs) for mine, theirs in zip(own, sizes, strict=True)])
+            same = reduce(np.logical_and, (np.equal(mine, theirs) for mine, theirs in zip(own, sizes, strict=True)))
             seconds = np.where(same, measured_s, seconds)
     return np.maximum(seconds, parts.product_s)
 

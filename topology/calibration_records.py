@@ -11,22 +11,26 @@ from topology.errors import BadInput
 from topology.measured import GroupSample
 from topology.profile import CollectiveSample, Profile, check_profile
 from topology.profile_store import run_name
-from topology.samples import ContentionSample, HostSample, LayerSample, OperatorSample, Provenance
+from topology.samples import ContentionSample, HostSample, LayerSample, OperatorSample, OverlapSample, Provenance
 
 _HEAD = ("machine", "gpu", "device", "gpus", "driver", "versions", "taken_at", "command")
 
 
 def profile_from_records(records: Iterable[dict[str, Any]]) -> Profile:
     """Return the profile of one calibration. Each record has a `kind`: `header`, `operator`, `host`, `contention`,
-    `layer`, `group` or `missing`.
+    `layer`, `overlap`, `group` or `missing`.
 
     Raises BadInput for a record that is none of these, a sample that cannot be true, or when no header was written.
     """
     head: dict[str, Any] = {}
-    found: dict[type, list[Any]] = {
-        kind: [] for kind in (OperatorSample, HostSample, ContentionSample, LayerSample, CollectiveSample)
+    kinds = {
+        "operator": OperatorSample,
+        "host": HostSample,
+        "contention": ContentionSample,
+        "layer": LayerSample,
+        "overlap": OverlapSample,
     }
-    kinds = {"operator": OperatorSample, "host": HostSample, "contention": ContentionSample, "layer": LayerSample}
+    found: dict[type, list[Any]] = {kind: [] for kind in (*kinds.values(), CollectiveSample)}
     missing: list[str] = []
     for number, record in enumerate(records):
         where, kind = f"record {number}", record.get("kind")
@@ -61,6 +65,7 @@ def profile_from_records(records: Iterable[dict[str, Any]]) -> Profile:
         host=named[HostSample],
         contention=named[ContentionSample],
         layers=named[LayerSample],
+        overlap=named[OverlapSample],
         missing=tuple(dict.fromkeys(missing)),
     )
     check_profile(profile, where="the calibration")

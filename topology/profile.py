@@ -21,11 +21,13 @@ from topology.groups import GroupShape, group_rates
 from topology.samples import (
     DIRECTIONS,
     OPERATOR_KINDS,
+    OVERLAP_OPERATIONS,
     REGIMES,
     ContentionSample,
     HostSample,
     LayerSample,
     OperatorSample,
+    OverlapSample,
     Provenance,
 )
 
@@ -67,7 +69,7 @@ class Profile:
     """Everything measured on one machine. `taken_at` is ISO 8601; `versions` maps a library to its version.
 
     `runs` says where samples are from, by the name that their `run` gives; `missing` what was asked for and could not
-    be measured, and why.
+    be measured, and why. `overlap_rates` are those of `simulator.overlap_modes`, fitted to the samples of `overlap`.
     """
 
     machine: str
@@ -82,12 +84,14 @@ class Profile:
     host: tuple[HostSample, ...] = ()
     contention: tuple[ContentionSample, ...] = ()
     layers: tuple[LayerSample, ...] = ()
+    overlap: tuple[OverlapSample, ...] = ()
+    overlap_rates: dict[str, float] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
 
     @property
     def calibrated(self) -> bool:
         """Whether it holds more than collectives."""
-        return bool(self.operators or self.host or self.contention or self.layers)
+        return bool(self.operators or self.host or self.contention or self.layers or self.overlap)
 
 
 def read_profile(path: str | Path, *, cluster: Cluster | None = None) -> Profile:
@@ -112,6 +116,11 @@ def check_profile(profile: Profile, *, where: str = "profile", cluster: Cluster 
             raise BadInput(f"{where}: $.{path} is {seconds}", why="a time is finite and positive")
     for index, operator in enumerate(profile.operators):
         _check_operator(operator, f"{where}: $.operators[{index}]", cluster)
+    for index, pair in enumerate(profile.overlap):
+        _check_overlap(pair, f"{where}: $.overlap[{index}]")
+    for name, rate in profile.overlap_rates.items():
+        if not math.isfinite(rate) or rate < 0:
+            raise BadInput(f"{where}: $.overlap_rates.{name} is {rate}", why="a rate is finite and not negative")
     for index, layer in enumerate(profile.layers):
         if layer.layers not in {1, 2}:
             raise BadInput(
@@ -131,6 +140,26 @@ def _times(profile: Profile) -> Iterator[tuple[str, float]]:
             yield f"contention[{index}].{name}", getattr(pair, name)
     for index, layer in enumerate(profile.layers):
         yield f"layers[{index}].step_s", layer.step_s
+    for index, overlap in enumerate(profile.overlap):
+        yield f"overlap[{index}].product_s", overlap.product_s
+        yield f"overlap[{index}].collective_s", overlap.collective_s
+        for mode, seconds in overlap.seconds.items():
+            yield f"overlap[{index}].seconds.{mode}", seconds
+
+
+def _check_overlap(sample: OverlapSample, where: str) -> None:
+    if sample.operation not in OVERLAP_OPERATIONS:
+        raise BadInput(
+            f"{where}.operation is {sample.operation!r}", remedy=f"use one of {', '.join(OVERLAP_OPERATIONS)}"
+        )
+    sizes = (sample.rows, sample.depth, *sample.columns)
+    if not sample.columns or min(sizes) < 1 or sample.ranks < 2:
+        raise BadInput(f"{where} is of {sizes} on {sample.ranks} ranks", why="sizes are positive, ranks two or more")
+    parts = ("shard_product_s", "slice_product_s", "first_s", "slice_collective_s", "copy_s", "hop_s")
+    for name in parts:
+        value = getattr(sample, name)
+        if not math.isfinite(value) or value < 0:
+            raise BadInput(f"{where}.{name} is {value}", why="a time is finite, 0 where it was not measured")
 
 
 def _check_operator(sample: OperatorSample, where: str, cluster: Cluster | None) -> None:

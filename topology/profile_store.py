@@ -80,6 +80,7 @@ def with_runs(profile: Profile) -> Profile:
         host=named(profile.host),
         contention=named(profile.contention),
         layers=named(profile.layers),
+        overlap=named(profile.overlap),
     )
 
 
@@ -107,6 +108,9 @@ def merge(older: Profile, newer: Profile) -> Profile:
         host=_joined(a.host, b.host, runs),
         contention=_joined(a.contention, b.contention, runs),
         layers=_joined(a.layers, b.layers, runs),
+        overlap=(overlap := _joined(a.overlap, b.overlap, runs)),
+        # Rates are of the samples that they were fitted to.
+        overlap_rates=next((one.overlap_rates for one in (b, a) if one.overlap == overlap), {}),
         missing=tuple(dict.fromkeys((*(a.missing if not measured else ()), *b.missing))),
     )
 
@@ -133,6 +137,7 @@ def current(profile: Profile) -> Profile:
         host=tuple(filter(fits, profile.host)),
         contention=tuple(filter(fits, profile.contention)),
         layers=tuple(filter(fits, profile.layers)),
+        overlap=tuple(filter(fits, profile.overlap)),
     )
 
 
@@ -164,7 +169,14 @@ def keep(profile: Profile, folder: Path | None = None) -> Path:
 
 
 def _parts(profile: Profile) -> tuple[tuple[Any, ...], ...]:
-    return profile.collectives, profile.operators, profile.host, profile.contention, profile.layers
+    return (
+        profile.collectives,
+        profile.operators,
+        profile.host,
+        profile.contention,
+        profile.layers,
+        profile.overlap,
+    )
 
 
 def _joined(older: tuple[S, ...], newer: tuple[S, ...], runs: dict[str, Provenance]) -> tuple[S, ...]:

@@ -17,6 +17,7 @@ FAULTS = ("hardware slowdown", "software thermal slowdown", "hardware thermal sl
 OPERATOR_KINDS = ("matmul", "attention", "move")
 DIRECTIONS = ("forward", "backward", "dgrad", "wgrad")
 REGIMES = ("sustained", "burst")
+OVERLAP_OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,44 @@ class ContentionSample:
     @property
     def key(self) -> tuple[Any, ...]:
         return self.compute, tuple(sorted(self.shape.items())), self.dtype, self.op, self.ranks, self.nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapSample:
+    """A tensor-parallel product with its collective over `ranks` GPUs of one node, by overlap mode, and its parts alone.
+
+    `rows` are tokens of all ranks together; `columns` the widths of the products on a rank, several where they share a
+    gather; `depth` the width that they contract. `seconds`, `spread` and `host_s` are by mode: one call of several in a
+    row, the largest over ranks, and what issuing one cost the host. Parts are of all products together, 0 where they
+    were not measured: all rows, a shard of them, a slice of every shard in one batched product; the first product; the
+    collective, and on the bytes of a slice; one shard by a copy engine and by NCCL's send and receive.
+    """
+
+    operation: str
+    ranks: int
+    rows: int
+    columns: tuple[int, ...]
+    depth: int
+    dtype: str
+    seconds: dict[str, float]
+    spread: dict[str, float] = field(default_factory=dict)
+    host_s: dict[str, float] = field(default_factory=dict)
+    product_s: float
+    shard_product_s: float = 0.0
+    slice_product_s: float = 0.0
+    first_s: float = 0.0
+    collective_s: float
+    slice_collective_s: float = 0.0
+    copy_s: float = 0.0
+    hop_s: float = 0.0
+    count: int = 1
+    conditions: Conditions = Conditions()
+    invalid: str = ""
+    run: str = ""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.operation, self.ranks, self.rows, self.columns, self.depth, self.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ def calibrate(
     device: Annotated[str, typer.Option("--device", hidden=True)] = "cuda",
     json: options.Json = False,
 ) -> None:
-    """Measure operators, launch overheads, collectives, contention and layers; fit curves; say how well they predict.
+    """Measure operators, launch overheads, collectives, contention, overlap and layers; fit; say how well that predicts.
 
     What the profile has already is not measured again, so a run that was cut short is continued by the same command.
     Exit code 1 when there is no GPU to measure.
@@ -65,7 +65,7 @@ def calibrate(
     if device not in {"cuda", "cpu"}:
         raise UserError(f"--device is {device!r}", remedy="leave it out")
     questions = _questions(wanted or [])
-    machine, kind, indices = _machine(cluster, gpus, device)
+    machine, kind, indices, links = _machine(cluster, gpus, device)
     before = _known(out, kind, store=store)
     parts: list[Request] = []
     if questions:
@@ -81,7 +81,7 @@ def calibrate(
     needed = requests.lacking(request, before)
     if needed.empty and before is not None:
         warn("the profile has all of it already: nothing was measured")
-        _answer(before, before, out, json=json)
+        _answer(before, before, out, links, json=json)
         return
     records = (out.with_name(out.name + ".partial") if out is not None else _scratch()).absolute()
     records.parent.mkdir(parents=True, exist_ok=True)
@@ -101,13 +101,13 @@ def calibrate(
     except (KeyboardInterrupt, ProbeError):
         part = read_records(records)
         if part is not None and part.calibrated:
-            _save(part, before, out, store=store)
+            _save(part, before, out, store=store, links=links)
             records.unlink(missing_ok=True)
             warn("what had been measured was saved")
         raise
-    whole = _save(found, before, out, store=store)
+    whole = _save(found, before, out, store=store, links=links)
     records.unlink(missing_ok=True)
-    _answer(found, whole, out, json=json)
+    _answer(found, whole, out, links, json=json)
 
 
 def _without_folder(word: str) -> str:
@@ -132,8 +132,8 @@ def _questions(files: list[Path]) -> list[Question]:
     return [Question(model=case.model, plan=case.plan, workload=case.workload, runtime=case.runtime) for case in cases]
 
 
-def _machine(name: str, gpus: int | None, device: str) -> tuple[str, str, list[int]]:
-    """Return the machine's name, the catalogue name of its GPU, and which of its GPUs to use.
+def _machine(name: str, gpus: int | None, device: str) -> tuple[str, str, list[int], Cluster | None]:
+    """Return the machine's name, the catalogue name of its GPU, which of its GPUs to use, and its links.
 
     What is measured is always this machine; `name` says what it is. Raises ProbeError without a GPU.
     """
@@ -142,7 +142,7 @@ def _machine(name: str, gpus: int | None, device: str) -> tuple[str, str, list[i
     from topology.probe_machine import probe_machine  # noqa: PLC0415 - as above
 
     if device == "cpu":
-        return "stand-in", "cpu", list(range(gpus or 2))
+        return "stand-in", "cpu", list(range(gpus or 2)), None
     here = probe_machine()
     if not here.gpu_count:
         raise ProbeError(
@@ -158,7 +158,7 @@ def _machine(name: str, gpus: int | None, device: str) -> tuple[str, str, list[i
             remedy="--cluster local",
         )
     indices = [gpu.index for gpu in here.groups[0].node.gpus if gpu.healthy]
-    return found.name, found.slowest_kind.name, indices[:gpus]
+    return found.name, found.slowest_kind.name, indices[:gpus], found
 
 
 def _known(out: Path | None, kind: str, *, store: bool) -> Profile | None:
@@ -178,11 +178,17 @@ def _known(out: Path | None, kind: str, *, store: bool) -> Profile | None:
     return stored(kind) if store and out is None else None
 
 
-def _save(found: Profile, before: Profile | None, out: Path | None, *, store: bool) -> Profile:
-    from topology import codec  # noqa: PLC0415 - keeps `--help` light
+def _save(
+    found: Profile, before: Profile | None, out: Path | None, *, store: bool, links: Cluster | None = None
+) -> Profile:
+    """Put what was found to what was known, fit the rates of overlap to both, and write that."""
+    from simulator.overlap_samples import with_rates  # noqa: PLC0415 - keeps `--help` light
+    from topology import codec  # noqa: PLC0415 - as above
     from topology.profile_store import keep, merge, with_runs  # noqa: PLC0415 - as above
 
     whole = with_runs(found) if before is None else merge(before, found)
+    if links is not None and not whole.overlap_rates:
+        whole = with_rates(whole, links)
     if out is not None:
         codec.write_text(out, codec.to_json(whole) + "\n")
     if store and found.gpu != "cpu":
@@ -196,14 +202,14 @@ def _scratch() -> Path:
     return store_folder() / "calibration.partial"
 
 
-def _answer(found: Profile, whole: Profile, out: Path | None, *, json: bool) -> None:
+def _answer(found: Profile, whole: Profile, out: Path | None, links: Cluster | None, *, json: bool) -> None:
     from planner import output  # noqa: PLC0415 - keeps `--help` light
     from planner.calibration_report import document, lines  # noqa: PLC0415 - as above
 
     if json:
-        output.emit_json(document(found, whole))
+        output.emit_json(document(found, whole, links))
         return
-    for line in lines(found, whole):
+    for line in lines(found, whole, links):
         print(output.printable(line))
     if out is not None:
         print(output.printable(f"saved {out}"))

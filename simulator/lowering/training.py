@@ -27,6 +27,7 @@ from simulator.lowering.steps import KernelStep, Step
 from simulator.lowering.writing import StepWriter
 from simulator.memory import State, between_stages_bytes, state_bytes
 from simulator.model import Model
+from simulator.overlap_samples import sites_of
 from simulator.pipeline import peak_in_flight, pipeline_program
 from simulator.plan import Plan
 from simulator.plan_table import axis_sizes, plan_table
@@ -35,6 +36,7 @@ from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import operators_for, wraps_one
 from simulator.schedule_tables import build_schedule
 from simulator.schedules import Action, Kind, Schedule
+from simulator.site_costs import SiteRates
 from simulator.step_cost import NORM_BYTES, loaded_tokens
 from simulator.workload import Workload
 from topology.cluster import Cluster
@@ -89,6 +91,7 @@ def plan_context(
         groups=GroupTimes(cluster, table, collective_model(cluster, profile)),
         runtime=runtime,
         spec=spec,
+        site=sites_of(profile, cluster) if table.overlap_modes else SiteRates(),
     )
 
 

@@ -1,8 +1,7 @@
 """From the records of `overlap_table.py`: a Markdown table, what the cost model makes of them, and what it would choose.
 
 Run as `python3 tests/bench/overlap_report.py OUT_STEM --title TEXT --note TEXT RECORDS.jsonl...`; writes OUT_STEM.json
-with the records and OUT_STEM.md. The rates are fitted twice: to all shapes, and to every other shape, to be tried on the
-rest.
+with the records and OUT_STEM.md. The rates are fitted to all shapes, and again without each of them, to be tried on that.
 """
 
 from __future__ import annotations
@@ -17,44 +16,33 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from executor.records import read_records  # noqa: E402 - the path comes first
-from simulator.overlap_modes import (  # noqa: E402
-    EXECUTED,
-    GATHER,
-    OverlapRates,
-    OverlapSample,
-    Parts,
-    choose,
-    fit_rates,
-    mean_error,
-)
+from simulator.collectives import CollectiveModel, collective_model  # noqa: E402
+from simulator.overlap_fit import TimedMode, fit_rates, mean_error  # noqa: E402
+from simulator.overlap_modes import EXECUTED, GATHER, OverlapRates, choose  # noqa: E402
+from simulator.overlap_samples import rates_as_numbers, timed_modes  # noqa: E402
+from simulator.roofline import Roofline  # noqa: E402
+from tests.bench.overlap_profile import samples_of  # noqa: E402
+from topology.catalog import cluster  # noqa: E402
+from topology.samples import OverlapSample  # noqa: E402
 
-COLLECTIVE_FLOOR_S = 30e-6  # what NCCL takes for next to nothing: the part of a collective that does not shrink
-PRODUCT_FLOOR_S = 8e-6
+Machine = tuple[Roofline, CollectiveModel]
+Shapes = list[tuple[OverlapSample, list[TimedMode]]]
 
 
-def parts_of(record: dict[str, Any]) -> Parts:
-    """The product by cuBLAS and the collective by NCCL, each alone; pieces in proportion, down to a floor."""
-    seconds, ranks = record["seconds"], record["world"]
-    width = record["depth"] if record["operation"] == GATHER else record["columns"]
-    product, collective = seconds["cublas"], seconds["collective"]
-    floor = min(COLLECTIVE_FLOOR_S, collective)
-    return Parts(
-        ranks=ranks,
-        moved_bytes=record["rows"] / ranks * width * 2,
-        product_s=lambda fraction: max(product * fraction, PRODUCT_FLOOR_S),
-        collective_s=lambda fraction: floor + fraction * (collective - floor),
-    )
+def timed(samples: tuple[OverlapSample, ...], machine: Machine) -> Shapes:
+    """Every shape with its modes."""
+    pairs = timed_modes(samples, *machine)
+    return [(sample, [mode for of, mode in pairs if of is sample]) for sample in samples]
 
 
-def samples_of(shapes: list[dict[str, Any]]) -> list[OverlapSample]:
-    return [
-        OverlapSample(operation=r["operation"], mode=mode, parts=parts_of(r), seconds=r["seconds"][mode])
-        for r in shapes
-        for mode in EXECUTED
-    ]
+def chosen(shape: tuple[OverlapSample, list[TimedMode]], rates: OverlapRates) -> str:
+    """The mode that the model alone would take, of those that were measured."""
+    sample, modes = shape
+    predicted = dict(choose(sample.operation, modes[0].parts, rates).seconds)
+    return min(sample.seconds, key=lambda mode: predicted[mode])
 
 
-def shape_lines(shapes: list[dict[str, Any]], rates: OverlapRates) -> list[str]:
+def shape_lines(shapes: list[dict[str, Any]], choices: dict[tuple[Any, ...], str]) -> list[str]:
     """One line a shape: µs of everything, the best mode, and the mode the model would choose from the parts."""
     lines = [
         "| operation | layer | rows x columns x depth | cuBLAS | Triton | NCCL | "
@@ -63,34 +51,33 @@ def shape_lines(shapes: list[dict[str, Any]], rates: OverlapRates) -> list[str]:
         "|---|---|---|" + "---:|" * (3 + len(EXECUTED)) + "---|---|",
     ]
     for r in shapes:
-        s = r["seconds"]
+        s, choice = r["seconds"], choices[r["operation"], r["rows"], (r["columns"],), r["depth"]]
         best = min(EXECUTED, key=lambda mode: s[mode])
-        chosen = choose(r["operation"], parts_of(r), rates).mode
         alone = min(s["cublas"], s["triton"])
         numbers = [s["cublas"], s["triton"], s["collective"], *(s[mode] for mode in EXECUTED)]
         lines.append(
             f"| {'gather' if r['operation'] == GATHER else 'scatter'} | {r['name']} "
             f"| {r['rows']:,} x {r['columns']:,} x {r['depth']:,} | "
             + " | ".join(f"{1e6 * number:,.0f}" for number in numbers)
-            + f" | {best} {alone / s[best]:.3f} | {chosen} {100 * (s[chosen] / s[best] - 1):.0f} % |"
+            + f" | {best} {alone / s[best]:.3f} | {choice} {100 * (s[choice] / s[best] - 1):.0f} % |"
         )
     return lines
 
 
-def model_lines(shapes: list[dict[str, Any]]) -> tuple[list[str], OverlapRates]:
-    samples = samples_of(shapes)
+def model_lines(shapes: Shapes) -> tuple[list[str], OverlapRates]:
+    samples = [mode for _, modes in shapes for mode in modes]
     rates = fit_rates(samples)
-    halves = (shapes[::2], shapes[1::2])
-    across = [mean_error(samples_of(halves[1 - n]), fit_rates(samples_of(halves[n]))) for n in (0, 1)]
-    losses = []
-    for r in shapes:
-        s = r["seconds"]
-        mode = choose(r["operation"], parts_of(r), rates).mode
-        losses.append((s[mode] / min(s[m] for m in EXECUTED) - 1, s[mode] > min(s["nccl"], s["torch_symm_mem"])))
+    left_out, elsewhere = [], []
+    for index, shape in enumerate(shapes):
+        others = [mode for n, (_, modes) in enumerate(shapes) for mode in modes if n != index]
+        refitted = fit_rates(others, rates, first_step=1.2, rounds=1)
+        left_out += [mean_error([mode], refitted) for mode in shape[1]]
+        elsewhere.append(chosen(shape, refitted))
     lines = [
         (
             f"Predicted from the parts alone: mean error {100 * mean_error(samples, rates):.1f} % over {len(samples)} times "
-            f"({100 * sum(across) / 2:.1f} % on shapes that the rates were not fitted to). By mode:"
+            f"({100 * sum(left_out) / len(left_out):.1f} % for a shape whose times are left out of the fit, each in turn; "
+            f"{100 * mean_error(samples, OverlapRates()):.1f} % with the default rates). By mode:"
         ),
         "",
         "| mode | " + " | ".join(EXECUTED) + " |",
@@ -100,15 +87,27 @@ def model_lines(shapes: list[dict[str, Any]]) -> tuple[list[str], OverlapRates]:
         + " |",
         "",
         (
-            f"Mode chosen by the model alone: within 3 % of the best at {sum(loss <= 0.03 for loss, _ in losses)} of "
-            f"{len(losses)} shapes, mean loss {100 * sum(loss for loss, _ in losses) / len(losses):.1f} %, largest "
-            f"{100 * max(loss for loss, _ in losses):.0f} %; slower than NCCL then cuBLAS or than PyTorch's operators at "
-            f"{sum(slower for _, slower in losses)}. Where the shape itself was measured, `choose` takes the measured best."
+            f"Mode chosen by the model alone: {_choices(shapes, [chosen(shape, rates) for shape in shapes])}; with the "
+            f"shape's own times left out of the fit: {_choices(shapes, elsewhere)}. Where the shape itself was measured, "
+            "`choose` takes the measured best."
         ),
         "",
-        "Rates: " + ", ".join(f"{name} {getattr(rates, name):.3g}" for name in OverlapRates.__dataclass_fields__) + ".",
+        "Rates: " + ", ".join(f"{name} {value:.3g}" for name, value in rates_as_numbers(rates).items()) + ".",
     ]
     return lines, rates
+
+
+def _choices(shapes: Shapes, modes: list[str]) -> str:
+    losses, slower = [], 0
+    for (sample, _), mode in zip(shapes, modes, strict=True):
+        s = sample.seconds
+        losses.append(s[mode] / min(s.values()) - 1)
+        slower += s[mode] > min(s["nccl"], s["torch_symm_mem"])
+    return (
+        f"within 3 % of the best at {sum(loss <= 0.03 for loss in losses)} of {len(losses)} shapes, mean loss "
+        f"{100 * sum(losses) / len(losses):.1f} %, largest {100 * max(losses):.0f} %, slower than NCCL then cuBLAS or than "
+        f"PyTorch's operators at {slower}"
+    )
 
 
 def other_lines(found: list[dict[str, Any]]) -> list[str]:
@@ -158,14 +157,24 @@ def other_lines(found: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def _records(path: Path) -> list[dict[str, Any]]:
+    """Records of one run; those of a report made before (a list) know their runs."""
+    if path.suffix == ".json":
+        return list(json.loads(path.read_text(encoding="utf-8")))
+    return [{"run": path.stem, **r} for r in read_records(path)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("stem")
     parser.add_argument("--title", required=True)
     parser.add_argument("--note", action="append", default=[], help="a paragraph below the title")
+    parser.add_argument("--cluster", default="h200x4")
     parser.add_argument("records", nargs="+")
     options = parser.parse_args()
-    found = [{"run": Path(path).stem, **r} for path in options.records for r in read_records(path)]
+    here = cluster(options.cluster)
+    machine = (Roofline(gpu=here.slowest_kind), collective_model(here))
+    found = [r for path in options.records for r in _records(Path(path))]
     lines = [f"# {options.title}"]
     for note in options.note:
         lines += ["", note]
@@ -174,8 +183,10 @@ def main() -> None:
     for run in dict.fromkeys(r["run"] for r in found):
         shapes = [r for r in found if r["kind"] == "shape" and r["run"] == run]
         if shapes:
-            said, rates = model_lines(shapes)
-            lines += ["", f"## {run}", "", *shape_lines(shapes, rates), "", *said]
+            known = timed(samples_of(found, [run]), machine)
+            said, rates = model_lines(known)
+            choices = {(s.operation, s.rows, s.columns, s.depth): chosen((s, modes), rates) for s, modes in known}
+            lines += ["", f"## {run}", "", *shape_lines(shapes, choices), "", *said]
     lines += ["", "## Kernels", *other_lines(found)]
     Path(f"{options.stem}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     text = "[\n" + ",\n".join(json.dumps(r) for r in found) + "\n]\n"

@@ -160,11 +160,23 @@ def test_clocks_are_those_of_the_sample() -> None:
 
 def test_pieces_need_as_many_gpus_as_they_have_ranks() -> None:
     layer = {"ranks": 2, "runtime": {"name": "torchtitan"}}
-    request = {"operators": [1], "contention": [1], "collectives": True, "layers": [layer, {**layer, "ranks": 4}]}
+    request = {
+        "operators": [1],
+        "contention": [1],
+        "overlap": [{"ranks": 2}, {"ranks": 4}, {"ranks": 2}],
+        "collectives": True,
+        "layers": [layer, {**layer, "ranks": 4}],
+    }
 
     names = [piece.name for piece in pieces_of(request, 2)]
 
-    assert names == ["operators", "contention", "collectives", "layers of torchtitan on 2 GPUs"]
+    assert names == [
+        "operators",
+        "contention",
+        "overlap on 2 GPUs",
+        "collectives",
+        "layers of torchtitan on 2 GPUs",
+    ]
     assert [piece.name for piece in pieces_of(request, 1)] == ["operators"]
     assert all(isinstance(piece, Piece) and piece.weight > 0 for piece in pieces_of(request, 4))
 

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from planner.calibrate_process import read_records
+from planner.calibration_report import overlap_rows
 from planner.calibration_request import (
     Question,
     Request,
@@ -23,11 +24,12 @@ from planner.calibration_request import (
 from planner.cli import main
 from planner.commands.calibrate import _without_folder
 from simulator.model import Model
+from simulator.overlap_modes import EXECUTED
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.workload import Workload
 from topology.profile import Profile, read_profile
-from topology.samples import OperatorSample
+from topology.samples import OperatorSample, OverlapSample
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
@@ -70,6 +72,56 @@ def test_the_exact_operators_of_a_plan_are_the_ranks_own() -> None:
         (("S", 8192), ("a", 16), ("b", 1), ("d", 128), ("kv", 4), ("s", 8192))
     }
     assert (("h", 4096), ("u", 4096)) in shapes(request, "rms_norm", "forward"), "sequence parallelism halves the rows"
+
+
+def test_the_sites_of_a_plan_are_measured_as_its_ranks_run_them() -> None:
+    """8192 tokens on two ranks: gate and up share a gather, so do queries, keys and values; all modes of each."""
+    plan = Plan(tp=2, dp_shard=2, sequence_parallel=True, tp_overlap="mlp_in=fused")
+    request = exact_request([question(plan)] * 2, gpus=2, layers=False)
+
+    assert [(one["operation"], one["rows"], one["columns"], one["depth"]) for one in request.overlap] == [
+        ("all_gather_matmul", 8192, [7168, 7168], 4096),
+        ("matmul_reduce_scatter", 8192, [4096], 7168),
+        ("all_gather_matmul", 8192, [2048, 512, 512], 4096),
+        ("matmul_reduce_scatter", 8192, [4096], 2048),
+    ]
+    assert {one["ranks"] for one in request.overlap} == {2}
+    for other in (Plan(tp=2), Plan(dp_shard=2), Plan(tp=8, sequence_parallel=True)):
+        assert not exact_request([question(other)], gpus=4, layers=False).overlap
+
+
+def test_a_shape_in_every_mode_is_asked_for_once() -> None:
+    request = machine_request(gpus=4)
+    known = tuple(
+        OverlapSample(
+            **{**one, "columns": tuple(one["columns"])}, seconds={"nccl": 1e-3}, product_s=1e-3, collective_s=1e-4
+        )
+        for one in request.overlap[:3]
+    )
+    throttled = dataclasses.replace(known[0], invalid="hot")
+
+    assert {one["ranks"] for one in request.overlap} == {4}
+    assert not machine_request(gpus=1).overlap
+    assert lacking(request, Profile(machine="m", gpu="x", overlap=known)).overlap == request.overlap[3:]
+    assert lacking(request, Profile(machine="m", gpu="x", overlap=(throttled,))).overlap == request.overlap
+
+
+def test_the_report_names_the_fastest_mode_and_what_it_hides() -> None:
+    """A product of 4 ms, a collective of 1 ms, both in 4.25 ms: three quarters of the shorter are hidden."""
+    sample = OverlapSample(
+        operation="all_gather_matmul",
+        ranks=4,
+        rows=8192,
+        columns=(3584, 3584),
+        depth=4096,
+        dtype="bfloat16",
+        seconds={"nccl": 5.1e-3, "fused": 4.25e-3},
+        product_s=4e-3,
+        collective_s=1e-3,
+    )
+    (row,) = overlap_rows(Profile(machine="m", gpu="h200-sxm", overlap=(sample,)))
+
+    assert (row["fastest"], row["hidden"]) == ("fused", pytest.approx(0.75))
 
 
 def test_compiled_fusions_are_left_to_layers() -> None:
@@ -201,3 +253,21 @@ def test_a_calibration_runs_and_is_continued(tmp_path, capsys, monkeypatch) -> N
 
     assert main(arguments) == 0
     assert "nothing was measured" in capsys.readouterr().err
+
+
+@needs_torch
+@pytest.mark.slow
+def test_overlap_modes_are_measured_on_a_stand_in(tmp_path, capsys) -> None:
+    """Both operations, in every mode, with their parts; two processes with gloo."""
+    path = tmp_path / "p.json"
+    arguments = ["calibrate", "--device", "cpu", "--gpus", "2", "--out", str(path), "--budget", "120s", "--no-store"]
+
+    assert main([*arguments, "--no-operators", "--no-collectives", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    found = read_profile(path).overlap
+
+    assert [sample.operation for sample in found] == ["all_gather_matmul", "matmul_reduce_scatter"]
+    for sample in found:
+        assert set(sample.seconds) == set(sample.host_s) == set(sample.spread) == set(EXECUTED)
+        assert min(sample.product_s, sample.shard_product_s, sample.slice_product_s, sample.slice_collective_s) > 0
+    assert [row["ranks"] for row in answer["overlap"]] == [2, 2]

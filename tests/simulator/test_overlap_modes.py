@@ -31,6 +31,7 @@ FREE = OverlapRates(
     signal_s=1e-12,
     cold=1.0,
     gap_s=1e-12,
+    step_gap_s=1e-12,
     beside=1e-12,
     fused_beside=1e-12,
     collective_beside=1e-12,
