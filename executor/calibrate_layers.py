@@ -19,7 +19,9 @@ from datetime import timedelta
 from typing import Any
 
 from executor.calibrate_operators import invalid, versions
+from executor.collector import NoCollection
 from executor.gpu_state import read_states
+from executor.measuring import ended_as_rank, piece_parser
 from executor.records import Deadline, Recorder, middle
 from simulator.model import Model
 from simulator.plan import Plan
@@ -38,18 +40,12 @@ Step = Callable[[], dict[str, float]]  # takes one step; returns what it saw bes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="executor.calibrate_layers")
+    parser = piece_parser("executor.calibrate_layers")
     parser.add_argument("--request", required=True, help="JSON: {layers: [{model, plan, workload, runtime}]}")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--runtime", choices=("torchtitan", "own"), required=True)
     parser.add_argument("--text", default="", help="for torchtitan: a folder with tokenizer/ and c4_test/")
     parser.add_argument("--gpu", type=int, default=0)
-    options = parser.parse_args(argv)
-    from torch.distributed.elastic.multiprocessing.errors import record  # noqa: PLC0415 - only workers have torch
-
-    return int(record(run)(options))
+    return ended_as_rank(run, parser.parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -141,7 +137,8 @@ def _sample(
         problem, seen = "", None
         try:
             step = builder(model, plan, workload, runtime, device)
-            seen = _timed(torch, dist, device, step)
+            with NoCollection():
+                seen = _timed(torch, dist, device, step)
         except Exception as error:  # noqa: BLE001 - somebody else's framework fails in any way it likes
             problem = f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
         step = None  # type: ignore[assignment]  # the model goes before the next one comes

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+NARROW = frozenset({torch.bfloat16, torch.float16})
 LEAST_TOKENS = 128  # of a part that is given to cuDNN: in shorter ones there is nothing to gain
 
 # --- who holds what ---------------------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ def part_backward(
 
 
 def _narrow(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in {torch.bfloat16, torch.float16}
+    return q.is_cuda and q.dtype in NARROW
 
 
 def _cudnn_takes(q: Tensor, k: Tensor) -> bool:
@@ -112,7 +113,8 @@ def _cudnn_backward(
 def _cudnn(device: int, width: int, dtype: torch.dtype) -> bool:
     """Return whether cuDNN's attention works here on parts of grouped keys.
 
-    On Hopper and later it is what `scaled_dot_product_attention` picks (TORCH_CUDNN_SDPA_PREFERRED=0 says otherwise, here
+    To be asked before the first step, outside of whatever watches operators: selective checkpointing keeps the results
+    of attention in order, and would take the trial for one of the block's. On Hopper and later it is what `scaled_dot_product_attention` picks (TORCH_CUDNN_SDPA_PREFERRED=0 says otherwise, here
     too), and its kernels are the quicker ones; but which shapes it takes depends on its version. So a small part is
     tried, forward and backward; whether it computes rightly is checked with everything else (`executor.verify_kernels`).
     """
@@ -263,11 +265,15 @@ class _RingAttention(torch.autograd.Function):
 class RingAttention(nn.Module):
     """Takes the place of `CausalAttention` where a sequence is spread over `group`, head and tail.
 
-    `method` is `ring` or `all_gather`.
+    `method` is `ring` or `all_gather`; `width` that of a head, and `dtype` the type of queries on `device`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, method: str = "ring") -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, method: str, *, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
+        if device.type == "cuda" and dtype in NARROW:
+            _cudnn(torch.device(device).index or 0, width, dtype)
         self.method = method
         self.ring = _Ring(group, method)
 

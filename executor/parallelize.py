@@ -28,6 +28,7 @@ from executor.vocabulary_loss import VocabularyLoss
 from simulator.model import Model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
+from simulator.runtime_library import stops_early
 from simulator.workload import Workload
 
 DTYPES = {
@@ -91,11 +92,17 @@ def parallelize(
             for block in part.layers.values():
                 attention, group = block.attention, meshes.group("cp")
                 by_heads = method == "all_to_all"
-                attention.core = UlyssesAttention(group, attention.core) if by_heads else RingAttention(group, method)
+                attention.core = (
+                    UlyssesAttention(group, attention.core)
+                    if by_heads
+                    else RingAttention(group, method, width=model.head_dim, dtype=compute, device=device)
+                )
         if meshes.sparse is not None:
             apply_expert_parallel(part, meshes.sparse["ep"])
         modes = plan.recompute_per_stage
-        apply_activation_checkpoint(part, modes[stage.index] if modes else plan.recompute)
+        recompute = modes[stage.index] if modes else plan.recompute
+        # As the plan's runtime has it, so that a run shows what the description predicts.
+        apply_activation_checkpoint(part, recompute, early_stop=stops_early(runtime))
         if runtime.compile:
             for block in part.layers.values():
                 block.compile()

@@ -122,7 +122,7 @@ class Workspace:
 
     @staticmethod
     def fenced() -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        return torch._C._cuda_isCurrentStreamCapturing()  # noqa: SLF001 - without a look whether CUDA is there
 
     def fence(self) -> None:
         """A barrier of the ranks on the current stream, where taking turns does not do (see `turn`)."""

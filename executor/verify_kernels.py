@@ -50,7 +50,7 @@ def check_ring(
 
     held = positions(length, rank, world, device)
     parts = [t[:, :, held].detach().requires_grad_() for t in whole[:3]]
-    found = RingAttention(group, method)(*parts)
+    found = RingAttention(group, method, width=64, dtype=dtype, device=device)(*parts)
     found.backward(whole[3][:, :, held])
     pairs = [(found, expected), *zip((p.grad for p in parts), (q.grad, k.grad, v.grad), strict=True)]
     worst = torch.stack([_difference(mine, theirs[:, :, held], theirs) for mine, theirs in pairs]).max()

@@ -146,11 +146,14 @@ def _all_reduce(
         if launch is None:
             raise ValueError(f"flagged words do not carry {shape}")
         yield own_all_reduce.all_reduce(x, group, launch=launch), total
+        yield own_all_reduce.all_reduce(x, group, out=x, launch=launch), total
         return
     yield own_all_reduce.all_reduce(x, group, launch=_shots(mode, x)), total
     normed, kept = own_all_reduce.all_reduce_rms_norm(
         x, residual, weight, group, eps=1e-5, launch=_shots(mode, x, row=row)
     )
+    copy = x.clone()
+    yield own_all_reduce.all_reduce(copy, group, out=copy, launch=_shots(mode, x)), total.clone()
     total += residual.double()
     yield kept, total
     yield normed, total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight.double()

@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from executor import symmetric
 from executor.built import built
 from executor.checks import check_numbers
+from executor.collector import NoCollection
 from executor.heartbeat import Heartbeat
 from executor.meshes import Meshes, build_meshes, effective, entered, set_timeout
 from executor.profile_step import profile_step
@@ -122,10 +123,41 @@ def _run_joined(
     )
     held = sum(local(p).numel() for p in trainer.parameters())
     recorder.write("built", parameters_here=held, after_s=time.perf_counter() - began, **_memory(device.type))
+    with NoCollection() as collector:
+        longest = _take_steps(request, trainer, device, deadline, recorder, beat, collector)
+    recorder.write("timed")  # whatever comes after this costs a picture, not the measurement
+    beat.enter("profiling a step")
+    # Reading the profile takes seconds, and is worth them only where a step is left over.
+    if request.profile and _all_have_time(deadline, 2 * longest + PROFILE_S, device):
+        rank = dist.get_rank()
+        last = request.warm_up + request.steps
+        path = out / f"rank{rank}.trace.json"
+        why, operators = profile_step(lambda: trainer.step(last), device, path, rank=rank)
+        if why:
+            recorder.missing(f"profile: {why}")
+        for sample in operators:
+            recorder.write("operator", sample=sample)
+    recorder.write("effects", **built(trainer))
+    dist.barrier()
+    recorder.write("done", seconds=time.perf_counter() - began)
+    beat.enter("done")
+
+
+def _take_steps(
+    request: Request,
+    trainer: Trainer,
+    device: torch.device,
+    deadline: Deadline,
+    recorder: Recorder,
+    beat: Heartbeat,
+    collector: NoCollection,
+) -> float:
+    """Warm up, take the steps and record each; return the seconds of the longest."""
     longest = 0.0
     for index in range(request.warm_up + request.steps):
         warm = index < request.warm_up
         beat.enter(f"{'warm-up ' if warm else ''}step {index if warm else index - request.warm_up}")
+        collector.between_steps(index)
         if not _all_have_time(deadline, longest, device):
             recorder.write("out_of_time", steps=max(0, index - request.warm_up))
             break
@@ -159,22 +191,7 @@ def _run_joined(
             gradient_norm=result.gradient_norm,
             **_memory(device.type),
         )
-    recorder.write("timed")  # whatever comes after this costs a picture, not the measurement
-    beat.enter("profiling a step")
-    # Reading the profile takes seconds, and is worth them only where a step is left over.
-    if request.profile and _all_have_time(deadline, 2 * longest + PROFILE_S, device):
-        rank = dist.get_rank()
-        last = request.warm_up + request.steps
-        path = out / f"rank{rank}.trace.json"
-        why, operators = profile_step(lambda: trainer.step(last), device, path, rank=rank)
-        if why:
-            recorder.missing(f"profile: {why}")
-        for sample in operators:
-            recorder.write("operator", sample=sample)
-    recorder.write("effects", **built(trainer))
-    dist.barrier()
-    recorder.write("done", seconds=time.perf_counter() - began)
-    beat.enter("done")
+    return longest
 
 
 _MESHES: dict[tuple[int, ...], Meshes] = {}  # process groups cost a second each on GPUs, and are never handed back

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from planner.candidates import Nodes
-from simulator.plan_columns import PlanColumns, distinct
+from simulator.plan_columns import PlanColumns, distinct, joined
 from simulator.plan_table import Floats
 from simulator.screening import Screening
 from simulator.stages import COUNTED_OUT
@@ -287,11 +287,7 @@ class _Rows:
     def joined(self) -> tuple[PlanColumns, NDArray[np.intp], Floats]:
         nodes = np.concatenate(self._nodes)
         order = np.argsort(nodes, kind="stable")
-        whole = {
-            f.name: np.concatenate([getattr(part, f.name) for part in self._columns])[order]
-            for f in fields(PlanColumns)
-        }
-        return PlanColumns(**whole), nodes[order], np.concatenate(self._values)[order]
+        return joined(self._columns).take(order), nodes[order], np.concatenate(self._values)[order]
 
 
 def _parts(count: int) -> Iterator[NDArray[np.intp]]:

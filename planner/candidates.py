@@ -34,6 +34,19 @@ from simulator.workload import Workload
 from topology.cluster import Cluster
 from topology.orders import node_orders, placed, undominated
 
+NODE = (
+    "dp_replicate",
+    "dp_shard",
+    "zero_stage",
+    "tp",
+    "sequence_parallel",
+    "cp",
+    "pp",
+    "ep",
+    "virtual_stages",
+    "schedule",
+    "micro_batch_size",
+)
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero_stage", "sequence_parallel")
 
 
@@ -92,6 +105,11 @@ class Nodes:
         free = ("tp_overlap", "cp_method", "placing")
         found, of_node = self._expanded(leaves, nodes, free, origin=np.arange(len(nodes)))
         return found, of_node
+
+    def settings(self, plan: PlanColumns) -> PlanColumns:
+        """Return one plan of these nodes in every overlap mode and placement that its node may have."""
+        same = np.logical_and.reduce([getattr(self.columns, name) == getattr(plan, name)[0] for name in NODE])
+        return self._expanded(plan, np.nonzero(same)[0][:1], ("tp_overlap", "placing"))[0]
 
     def _count(self, field: str) -> NDArray[np.int64]:
         return sum((legal.astype(np.int64) for _, legal in self.choices[field]), np.zeros(len(self), dtype=np.int64))

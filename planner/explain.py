@@ -15,6 +15,7 @@ from planner.candidates import Bounds, enumerate_nodes
 from planner.costs import cost_table
 from planner.flips import KNOBS, Flip, Knob, Verdict, find_flips, lost_because, memory_flip
 from planner.frameworks import Framework
+from planner.overlap_account import SiteOverlap, overlap_by_site
 from planner.scaling import scale_memory, with_gpus
 from planner.search import ranked_rows
 from planner.waterfall import Difference, MemoryRow, Waterfall, difference, memory_rows, waterfall
@@ -87,6 +88,7 @@ class Explanation:
     flips: tuple[AnswerFlip, ...]
     rejected: dict[str, int]
     pruned: dict[str, int]
+    overlap: tuple[SiteOverlap, ...] = ()  # what the mode of each tensor-parallel communication hides
 
 
 def memory_account(estimate: Estimate, observed_bytes: float | None = None) -> MemoryAccount:
@@ -168,6 +170,7 @@ def explain(
         flips=tuple(answer_flips(asked, grow)) if with_flips else (),
         rejected=result.rejected,
         pruned=result.search.pruned,
+        overlap=overlap_by_site(plan, lambda plans: cost_table(model, cluster, workload, plans, runtime, profile)),
     )
 
 

@@ -21,10 +21,12 @@ from planner.tables import (
 )
 from planner.waterfall import Difference, Waterfall
 from simulator.estimate import Estimate
+from simulator.overlap_sites import NONE
 
 if TYPE_CHECKING:
     from planner.cases import Case
     from planner.explain import AnswerFlip, Explanation, MemoryAccount
+    from planner.overlap_account import SiteOverlap
     from planner.search import SearchResult
 
 BAR = 24  # characters of the longest bar
@@ -49,7 +51,7 @@ def print_explanation(found: Explanation, result: SearchResult) -> None:
     print_waterfall(found.waterfall)
     screen.print()
     print_memory(found.memory)
-    lines = [""]
+    lines = ["", *(f"overlap   {overlap_text(site)}" for site in found.overlap)]
     for number, runner in enumerate(found.runners, start=2):
         flips = "; ".join(flip_text(flip) for flip in runner.flips)
         lines.append(
@@ -60,6 +62,14 @@ def print_explanation(found: Explanation, result: SearchResult) -> None:
     counts = ", ".join(f"{name} {count:,}" for name, count in found.rejected.items() if count)
     lines += [f"rejected  {counts}"] if counts else []
     say(screen, lines)
+
+
+def overlap_text(found: SiteOverlap) -> str:
+    """Return what the overlap at one communication is worth."""
+    if found.mode == NONE:
+        return f"{found.site}: none"
+    gains = "shortens" if found.saves_s >= 0 else "lengthens"
+    return f"{found.site}: {found.mode} hides {seconds(found.hides_s)} and {gains} the step by {seconds(abs(found.saves_s))}"
 
 
 def print_waterfall(fall: Waterfall) -> None:

@@ -72,6 +72,7 @@ class Framework:
     fills: str = "dp_shard"  # the data-parallel degree that takes the GPUs nobody claimed
     schedules: tuple[str, ...] = tuple(SCHEDULES)
     overlaps: tuple[str, ...] = ()  # modes of overlap of tensor-parallel collectives beside "none"
+    overlap_by_site: bool = False  # each communication of a layer may have its own
     cp_methods: tuple[str, ...] = ()  # ways of context parallelism; empty: the runtime's own
     torch_pipelining: bool = False  # runs torch.distributed.pipelining, with its checks
     recomputes: tuple[str, ...] = ("none", "selective", "selective-op", "full")
@@ -87,6 +88,7 @@ class Framework:
     zero_tensor: bool = True  # ZeRO-3 works together with tensor parallelism
     ddp_alone: bool = False  # plain replication refuses company
     overlap_needs_compile: bool = False
+    overlap_needs_eager: bool = False
 
     def default_recompute(self) -> str:
         return "selective" if self.name == "torchtitan" else "none"
@@ -119,6 +121,20 @@ PYTORCH = Framework(
     torch_pipelining=True,
     recomputes=("none", "full"),
     overlap_needs_compile=True,
+)
+MESHWRIGHT = Framework(
+    name="meshwright",
+    title="meshwright's executor",
+    kv_heads=KvHeads.DIVIDE,
+    expert_grid=ExpertGrid.SHARD_CONTEXT_TENSOR,
+    overlaps=("chunked", "ring", "copy_engine", "fused", "async"),  # executor/overlap
+    overlap_by_site=True,
+    cp_methods=("all_gather", "ring", "all_to_all"),
+    lists_layers=True,
+    lists_recompute=True,
+    torch_pipelining=True,
+    recomputes=("none", "full"),
+    overlap_needs_eager=True,
 )
 MEGATRON = Framework(
     name="megatron-lm",
@@ -195,7 +211,7 @@ ANY = Framework(
 
 FRAMEWORKS = {
     framework.name: framework
-    for framework in (TORCHTITAN, MEGATRON, DEEPSPEED, MEGATRON_DEEPSPEED, LLM_FOUNDRY, PYTORCH, ANY)
+    for framework in (TORCHTITAN, MEGATRON, DEEPSPEED, MEGATRON_DEEPSPEED, LLM_FOUNDRY, PYTORCH, MESHWRIGHT, ANY)
 }
 _ALIASES = {
     "titan": "torchtitan",

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.branch_and_bound import Explored, explore, grids_of, pareto_rows
-from planner.candidates import Bounds, Nodes, enumerate_nodes, plan_of
+from planner.candidates import NODE, Bounds, Nodes, enumerate_nodes, plan_of
 from planner.costs import cost_table, require_plannable
 from planner.counts import CountRow, cost_per_million_tokens
 from planner.finalists import Finalist, simulated_order
@@ -27,7 +27,7 @@ from planner.legality import Problem, check
 from simulator.estimate import Estimate
 from simulator.model import Model
 from simulator.plan import MESH_AXES, Plan
-from simulator.plan_columns import PlanColumns, distinct
+from simulator.plan_columns import PlanColumns, distinct, joined
 from simulator.runtime import Runtime
 from simulator.screening import Screening
 from simulator.workload import Workload
@@ -39,6 +39,8 @@ OBJECTIVES = ("time", "throughput", "memory", "cost", "pareto")
 # The closed form is within so much of the simulation (tests/simulator/test_lowering_grid.py): plans closer than that
 # are told apart by simulating them.
 CLOSED_FORM_ERROR = 0.13
+SETTINGS = 4  # of a pipeline, that are looked at with its stages
+NEARLY = 0.01  # settings within so much of the best one
 PIPELINES = 8  # the quickest, whose stages are looked at one by one
 
 
@@ -138,6 +140,10 @@ def suggest(
         from planner.infeasible import nothing_legal  # noqa: PLC0415 - only on this path
 
         raise nothing_legal(model, cluster, workload, framework, nodes, gpus=gpus)
+    if framework.overlap_by_site:
+        from planner.overlap_choice import with_sites  # noqa: PLC0415 - only runtimes of such frameworks need it
+
+        nodes = with_sites(screening, nodes, framework, bounds.recomputes or framework.recomputes)
     explored = explore(
         screening,
         nodes,
@@ -161,7 +167,7 @@ def suggest(
 
     staged: list[tuple[Plan, float]] = []
     if objective not in {"memory", "pareto"}:
-        staged = _filled(screening, framework, explored, bounds.recomputes or framework.recomputes, top=top)
+        staged = _filled(screening, framework, nodes, explored, bounds.recomputes or framework.recomputes, top=top)
     plans = _listed(explored, staged, objective, cluster, top=top, all_variants=all_variants)
     table = cost_table(model, cluster, workload, plans, runtime, profile)
     finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(plans)]
@@ -209,7 +215,13 @@ def _reason(best: Finalist, other: Finalist, objective: str) -> str:
 
 
 def _filled(
-    screening: Screening, framework: Framework, explored: Explored, recomputes: Sequence[str], *, top: int
+    screening: Screening,
+    framework: Framework,
+    nodes: Nodes,
+    explored: Explored,
+    recomputes: Sequence[str],
+    *,
+    top: int,
 ) -> list[tuple[Plan, float]]:
     """Return the quickest pipelines with layers or recomputation of their own on each stage, where that is quicker.
 
@@ -220,15 +232,15 @@ def _filled(
     rows = _pipelines(explored)[:PIPELINES] if tells else []
     if not rows:
         return []
+    settings = [_settings(screening, nodes, explored.columns, row, recomputes) for row in rows]
     from planner.inner_solve import solve  # noqa: PLC0415 - only pipelines need it
     from planner.stage_options import priced  # noqa: PLC0415
 
-    costs = priced(
-        screening,
-        [_plan(explored, row, screening.cluster) for row in rows],
-        explored.columns.take(np.array(rows)),
-        recomputes,
-    )
+    columns = joined(settings)
+    cluster = screening.cluster
+    plans = [_on_gpus(plan_of(columns, number, cluster), cluster) for number in range(len(columns))]
+    costs = priced(screening, plans, columns, recomputes)
+    starts = np.cumsum([0, *(len(some) for some in settings)])
     grid = grids_of(explored.columns)
     best = np.full(int(grid.max()) + 1, np.inf)
     np.minimum.at(best, grid, explored.step_s)
@@ -236,32 +248,34 @@ def _filled(
     for number, row in enumerate(rows):
         last = float(np.partition(best, top - 1)[top - 1]) if len(best) >= top else np.inf
         limit = min(last, float(best[grid[row]]), float(explored.step_s[row]))
-        found = solve(screening, framework, costs, [number], recomputes, cutoff_s=limit)
+        numbers = range(int(starts[number]), int(starts[number + 1]))
+        found = solve(screening, framework, costs, numbers, recomputes, cutoff_s=limit)
         if found.plan is not None:
             better.append((found.plan, found.step_s))
             best[grid[row]] = found.step_s
     return better
 
 
+def _settings(
+    screening: Screening, nodes: Nodes, columns: PlanColumns, row: int, recomputes: Sequence[str]
+) -> PlanColumns:
+    """Return a row in the overlap modes and placements that could be best once its stages are filled: those that are
+    nearly as quick with the runtime's own stages, quickest first.
+    """
+    every = nodes.settings(columns.take(np.array([row])))
+    if len(every) == 1:
+        return every
+    shared = screening.blocks(every, recomputes)
+    steps = screening.plans(every, shared, np.arange(len(every))).step_s()
+    order = np.argsort(steps, kind="stable")[:SETTINGS]
+    return every.take(order[steps[order] <= steps[order[0]] * (1 + NEARLY)])
+
+
 def _pipelines(explored: Explored) -> list[int]:
-    """Return the best row of each pipeline, quickest first: plans that differ in recomputation alone are one."""
+    """Return the best row of each pipeline, quickest first: what is decided with its stages makes no other one."""
     c = explored.columns
-    same = distinct(
-        c.dp_replicate,
-        c.dp_shard,
-        c.zero_stage,
-        c.tp,
-        c.sequence_parallel,
-        c.cp,
-        c.pp,
-        c.ep,
-        c.virtual_stages,
-        c.schedule,
-        c.micro_batch_size,
-        c.tp_overlap,
-        c.cp_method,
-        c.reshard,
-    )[1]
+    names = (*NODE, "cp_method", "reshard")
+    same = distinct(*(getattr(c, name) for name in names))[1]
     rows = np.argsort(explored.step_s, kind="stable")
     rows = rows[c.pp[rows] > 1]
     _, first = np.unique(same[rows], return_index=True)
@@ -359,7 +373,11 @@ def ranked_rows(table: PlanColumns, values: NDArray[np.float64], *, top: int, al
 
 def _plan(explored: Explored, row: int, cluster: Cluster) -> Plan:
     """Return a row as a plan, with ranks placed on GPUs where that matters."""
-    plan = plan_of(explored.columns, row, cluster)
+    return _on_gpus(plan_of(explored.columns, row, cluster), cluster)
+
+
+def _on_gpus(plan: Plan, cluster: Cluster) -> Plan:
+    """Return a plan placed on an irregular machine whose orders are too many to be choices of the search."""
     if plan.placement or plan.gpus == 1 or not irregular(cluster):
         return plan
     from topology.placement import place  # noqa: PLC0415 - only irregular machines whose orders are too many to list

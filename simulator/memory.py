@@ -169,7 +169,9 @@ def memory_columns(
     fresh = fully_sharded & appear & ((table["pp"] > 1)[:, None] | alone)
     whole = ~fully_sharded & appear & alone & spec.state.gradients_freed
     early = everything - np.where(exists, passing, 0.0) - np.where(fresh | whole, categories["gradients"], 0.0)
-    late = everything - categories["activations"] - categories["loss_and_recompute"]
+    # At the end each unit's whole gradient turns into its shard: what is left of the ones makes room for the others.
+    turned = np.where(fully_sharded & exists, np.minimum(adding, categories["gradients"]), 0.0)
+    late = everything - categories["activations"] - categories["loss_and_recompute"] - turned
     peak = np.maximum(early, late)
     # One pool per stream: the compute stream's peak and the communication streams' peak add up.
     # Whole gradients come from the compute stream's own pool, where activations have made room for them.

@@ -128,6 +128,13 @@ def words(column: NDArray[np.str_]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+def joined(parts: Sequence[PlanColumns]) -> PlanColumns:
+    """Return the rows of several columns, one after the other."""
+    return PlanColumns(
+        **{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(PlanColumns)}
+    )
+
+
 def distinct(*columns: NDArray[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Return (one row of each distinct combination, which of those every row equals).
 

@@ -23,6 +23,16 @@ def plain(text: object) -> str:
     return re.sub(r"([\\`*_{}\[\]()<>#+!|~$:])", r"\\\1", str(text)).replace("\n", " ")
 
 
+def code(text: str) -> str:
+    """Return text as Markdown shows it in a fixed width, where nothing but the fence means anything."""
+    return f"`{text.replace('`', '')}`"
+
+
+def in_percent(rows: Sequence[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
+    """Return the rows of a table with fractions as percents, so that all of a column have the same decimals."""
+    return [{**row, **{name: 100 * row[name] for name in names if row.get(name) is not None}} for row in rows]
+
+
 def section(title: str, about: str = "") -> None:
     st.subheader(title, anchor=False)
     if about:

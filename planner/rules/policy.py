@@ -56,6 +56,22 @@ POLICY_RULES: list[Rule] = [
         applies=lambda q: q.framework.overlap_needs_compile and not q.compile,
     ),
     rule(
+        "overlap-compile",
+        lambda c, q: c.tp_overlap != "none",
+        lambda p, q: f"tp_overlap {p.tp_overlap} with compile: the overlapped products are eager",
+        level=Level.POLICY,
+        applies=lambda q: q.framework.overlap_needs_eager and q.compile,
+    ),
+    rule(
+        "overlap-latent",
+        lambda c, q: c.tp_overlap != "none",
+        lambda p, q: (
+            f"tp_overlap {p.tp_overlap} with latent attention, whose first products are not cut: mlp_in and mlp_out can"
+        ),
+        level=Level.POLICY,
+        applies=lambda q: q.framework.overlap_by_site and q.model.latent is not None,
+    ),
+    rule(
         "overlap-effective",
         lambda c, q: c.tp_overlap != "none",
         lambda p, q: (
@@ -64,7 +80,7 @@ POLICY_RULES: list[Rule] = [
         ),
         grade=Grade.LEGAL,
         level=Level.POLICY,
-        applies=lambda q: q.framework.torch_pipelining and q.version in {None, "0.2.2"},
+        applies=lambda q: q.framework.overlap_needs_compile and q.version in {None, "0.2.2"},
     ),
     rule(
         "overlap-pcie",

@@ -521,6 +521,7 @@ def sums(bench: Bench) -> None:
             inside, "sum", bench.group.group_name
         )
         calls["own"] = lambda x=x: all_reduce.all_reduce(x, bench.group)
+        calls["own in place"] = lambda x=x: all_reduce.all_reduce(x, bench.group, out=x)
         for shots in (1, 2):
             cut = replace(all_reduce.launch_for(x.numel(), 2, bench.world, bench.device), shots=shots)
             calls[f"own {shots} shot"] = lambda x=x, cut=cut: all_reduce.all_reduce(x, bench.group, launch=cut)

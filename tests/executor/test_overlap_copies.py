@@ -86,9 +86,8 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_ops, "copy", lambda to, source, nbytes, _: ctypes.memmove(to, source, nbytes))
     monkeypatch.setattr(stream_ops, "write_word", write_word)
     monkeypatch.setattr(stream_ops, "wait_word", wait_word)
-    for module in (push, relay):
-        monkeypatch.setattr(module, "side_stream", lambda *_: SimpleNamespace(cuda_stream=1))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(push, "side_stream", lambda *_: SimpleNamespace(cuda_stream=1))
+    monkeypatch.setattr(symmetric.Workspace, "fenced", staticmethod(lambda: False))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group.size)

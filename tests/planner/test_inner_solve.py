@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from planner.candidates import plan_of
 from planner.costs import cost_table
 from planner.frameworks import SCHEDULES, framework_named
 from planner.inner_solve import solve
@@ -21,6 +22,8 @@ from simulator.screening import Screening
 from simulator.stages import rank_of_stage
 from simulator.workload import Workload
 from tests.planner.conftest import TINY, make_cluster
+from topology.cluster_file import parse_cluster
+from topology.orders import node_orders
 
 ANY = framework_named("any")
 RUNTIMES = [resolve({"name": name})[0] for name in ("pytorch", "megatron-lm")]
@@ -33,10 +36,30 @@ def compositions(total, parts):
         yield tuple(b - a for a, b in itertools.pairwise(edges))
 
 
-def solved(screening, plan, recomputes, framework=ANY, **limits):
-    """Return what the solver makes of one plan."""
-    costs = priced(screening, [plan], plan_columns([plan]), recomputes)
-    return solve(screening, framework, costs, [0], recomputes, **limits)
+def bridged(gpus):
+    """Return a node of `gpus` GPUs in pairs on NVLink bridges, listed so that ranks in order miss them."""
+    far = gpus // 2
+    bridges = [[i, i + far] for i in range(far)]
+    return parse_cluster(
+        {"gpu": "a6000", "gpus_per_node": gpus, "interconnect": "pcie", "bridges": bridges}, where="bridged"
+    )
+
+
+def settings_of(screening, plan):
+    """Return columns of what all stages share: overlap modes, and orders of the GPUs where the node is irregular."""
+    overlaps = ("none", "attention_in=ring,attention_out=none,mlp_in=fused,mlp_out=none", "fused")
+    orders = range(len(node_orders(screening.cluster, plan.gpus))) or (-1,)
+    overlaps = overlaps[: 1 if plan.tp == 1 else 2 if len(orders) > 1 else 3]
+    several = [(replace(plan, tp_overlap=overlap), order) for overlap in overlaps for order in orders]
+    placing = np.array([order for _, order in several])
+    return replace(plan_columns([plan for plan, _ in several]), placing=placing)
+
+
+def solved(screening, columns, recomputes, framework=ANY, **limits):
+    """Return what the solver makes of one pipeline in the settings of `columns`."""
+    plans = [plan_of(columns, row, screening.cluster) for row in range(len(columns))]
+    costs = priced(screening, plans, columns, recomputes)
+    return solve(screening, framework, costs, range(len(plans)), recomputes, **limits)
 
 
 def spread(total, stages):
@@ -63,10 +86,15 @@ def fillings(plan, layers, recomputes):
             )
 
 
-def brute_force(screening, plan, recomputes):
-    """Return the least step over everything that the stages of `plan` could hold, infinite if nothing fits."""
+def brute_force(screening, columns, recomputes):
+    """Return the least step over everything that stages could hold in every setting, infinite if nothing fits."""
     s = screening
-    plans = list(fillings(plan, s.model.layers, recomputes))
+    settings = [plan_of(columns, row, s.cluster) for row in range(len(columns))]
+    plans = [
+        replace(filled, tp_overlap=given.tp_overlap, placement=given.placement)
+        for filled in fillings(settings[0], s.model.layers, recomputes)
+        for given in settings
+    ]
     table = cost_table(s.model, s.cluster, s.workload, plans, s.runtime)
     return float(np.where(table.fits, table.step_s, np.inf).min())
 
@@ -101,20 +129,31 @@ def draw(seed):
     )
     workload = Workload(seq_len=rng.choice([512, 2048]), global_batch_size=plan.dp_shard * 2 * pp * rng.choice([1, 3]))
     gib = rng.choice([2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 24.0, 80.0])
-    cluster = make_cluster(2, 8, memory_gib=gib, nvlink=rng.random() < 0.7)
+    if plan.gpus in {4, 8} and rng.random() < 0.7:
+        cluster = bridged(plan.gpus)
+        cluster = replace(
+            cluster, gpu_kinds=tuple(replace(kind, memory_bytes=int(gib * 2**30)) for kind in cluster.gpu_kinds)
+        )
+    else:
+        cluster = make_cluster(2, 8, memory_gib=gib, nvlink=rng.random() < 0.7)
     return Screening(model=model, cluster=cluster, workload=workload, runtime=rng.choice(RUNTIMES)), plan
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(10))
 def test_the_stages_found_are_the_best_there_are(block):
-    """Two hundred pipelines of every schedule; where none fits, the solver says so; nothing is below the bound."""
+    """Two hundred pipelines of every schedule, up to 16 GPUs, a quarter of them on bridged pairs.
+
+    Layers, recomputation, overlap modes and the order of the GPUs together. Where nothing fits, the solver says so; nothing
+    is below the bound.
+    """
     answered = 0
     for seed in range(block * 20, block * 20 + 20):
         screening, plan = draw(seed)
         recomputes = ("none", "full")
-        least = brute_force(screening, plan, recomputes)
-        found = solved(screening, plan, recomputes)
+        columns = settings_of(screening, plan)
+        least = brute_force(screening, columns, recomputes)
+        found = solved(screening, columns, recomputes)
 
         assert found.step_s == pytest.approx(least, rel=1e-9), (seed, plan, found)
         assert found.bound_s <= least, (seed, plan, found)
@@ -126,7 +165,7 @@ def test_a_framework_that_cannot_tell_stages_apart_keeps_its_plan():
     screening, plan = draw(1)
     plain = replace(ANY, lists_layers=False, lists_recompute=False)
 
-    assert solved(screening, plan, ("none", "full"), plain, cutoff_s=1.0).plan is None
+    assert solved(screening, plan_columns([plan]), ("none", "full"), plain, cutoff_s=1.0).plan is None
 
 
 def test_only_the_stages_that_need_it_recompute():
@@ -138,7 +177,7 @@ def test_only_the_stages_that_need_it_recompute():
     def words(gib):
         cluster = make_cluster(1, 4, memory_gib=gib)
         screening = Screening(model=model, cluster=cluster, workload=workload, runtime=RUNTIMES[0])
-        found = solved(screening, plan, ("none", "full")).plan
+        found = solved(screening, plan_columns([plan]), ("none", "full")).plan
         return () if found is None else found.recompute_per_stage or (found.recompute,) * 4
 
     mixed = next(w for gib in np.arange(4.0, 24.0, 0.25) if len(set(w := words(gib))) == 2)

@@ -224,8 +224,8 @@ def test_kept_runs_stand_beside_their_predictions(explorer):
     test = explorer("measured")
     row = table(test, "model").iloc[0]
     assert row["model"] == "llama3-8b"
-    assert row["step"] == pytest.approx(-0.1)
-    assert row["memory"] == pytest.approx(-0.2)
+    assert row["step"] == pytest.approx(-10.0)  # percent
+    assert row["memory"] == pytest.approx(-20.0)
 
 
 def test_without_the_repository_the_published_runs_say_where_they_are(explorer, monkeypatch):

@@ -32,7 +32,7 @@ def test_plans_are_those_of_suggest(explorer, capsys):
         assert row["plan"] == plan_name(plan_of(told["plan"]))
         assert row["step_s"] == pytest.approx(estimate["step_s"]["value"], rel=1e-12)
         assert row["peak_gib"] * 2**30 == pytest.approx(estimate["memory"]["reserved_bytes"], rel=1e-12)
-        assert row["mfu"] == pytest.approx(estimate["mfu"], rel=1e-12)
+        assert row["mfu"] == pytest.approx(100 * estimate["mfu"], rel=1e-12)
         assert row["tokens"] == round(estimate["tokens_per_s_per_gpu"])
         assert (told["lost_because"] or "best") in row["why"]
 

@@ -42,6 +42,7 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
         "step_s:Q",
         title="step time, s",
         scale=alt.Scale(domain=[min(times) * 0.985, max(times) * 1.015], nice=False, zero=False),
+        axis=alt.Axis(labelBound=True),  # no label is cut off at the edge
     )
     y = alt.Y(
         "peak_gib:Q",

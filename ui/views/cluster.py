@@ -62,7 +62,8 @@ def show(question: state.Question) -> None:
     panels.section(
         "Expected against measured", "Rates are one way, decimal GB/s. A sound link copies at about 88 % of nominal."
     )
-    st.dataframe(rows.link_rows(node_view(found)), hide_index=True, width="stretch", column_config=_COLUMNS)
+    links = panels.in_percent(rows.link_rows(node_view(found)), "share")
+    st.dataframe(links, hide_index=True, width="stretch", placeholder="", column_config=_COLUMNS)
     _findings(found)
     _add()
 
@@ -70,7 +71,7 @@ def show(question: state.Question) -> None:
 SHOWN_GPUS = 16  # a rack has 72, alike by tray
 
 _COLUMNS = {
-    "share": st.column_config.ProgressColumn("measured / nominal", format="percent", min_value=0, max_value=1),
+    "share": st.column_config.ProgressColumn("measured / nominal", format="%.0f%%", min_value=0, max_value=100),
     "links": st.column_config.NumberColumn("lanes each", help="Bonded links behind one line of the picture."),
 }
 

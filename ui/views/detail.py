@@ -91,11 +91,11 @@ def _memory(question: state.Question, result: SearchResult, ranked: RankedPlan) 
         if nbytes >= 0.005 * GIB
     ]
     st.dataframe(
-        shown,
+        panels.in_percent(shown, "share"),
         hide_index=True,
         column_config={
             "GiB": st.column_config.NumberColumn("GiB on the worst rank", format="%.2f"),
-            "share": st.column_config.NumberColumn("of its peak", format="percent"),
+            "share": st.column_config.NumberColumn("of its peak, %", format="%.1f"),
         },
     )
 

@@ -31,7 +31,7 @@ def _own() -> None:
         panels.empty(
             "No run was kept yet",
             "`planner apply plan.json` runs a plan on this machine's GPUs, checks its numbers against one process, and keeps"
-            f" what it measured in `{panels.plain(_home(default_path()))}`. Then it stands here beside its prediction.",
+            f" what it measured in {panels.code(_home(default_path()))}. Then it stands here beside its prediction.",
             icon=":material/play_circle:",
         )
         return
@@ -44,12 +44,13 @@ def _own() -> None:
                 ("Step, median", f"{median(errors):+.1%}", "signed: below zero is predicted too fast"),
             ]
         )
-    st.dataframe([rows.run_row(run) for run in kept], hide_index=True, width="stretch", column_config=_RUNS)
+    told = panels.in_percent([rows.run_row(run) for run in kept], "step", "memory")
+    st.dataframe(told, hide_index=True, width="stretch", placeholder="-", column_config=_RUNS)
 
 
 _RUNS = {
-    "step": st.column_config.NumberColumn("step error", format="percent"),
-    "memory": st.column_config.NumberColumn("memory error", format="percent"),
+    "step": st.column_config.NumberColumn("step error, %", format="%+.1f"),
+    "memory": st.column_config.NumberColumn("memory error, %", format="%+.1f"),
 }
 
 

@@ -139,8 +139,9 @@ def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]]) -> None:
             st.session_state["plan"] = shown[ticked[0]]["plan"]
 
     st.dataframe(
-        shown,
+        panels.in_percent(shown, "mfu", "exposed", "bubble"),
         key="plans_table",
+        placeholder="-",
         hide_index=True,
         on_select=pick,
         selection_mode="single-row",
@@ -172,10 +173,10 @@ def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]]) -> None:
             ),
             "range": st.column_config.TextColumn("80 % range, s", width=105),
             "tokens": st.column_config.NumberColumn("tokens/s/GPU", format="localized", width=95),
-            "mfu": st.column_config.NumberColumn("MFU", format="percent", width=65),
+            "mfu": st.column_config.NumberColumn("MFU, %", format="%.1f", width=65),
             "peak_gib": st.column_config.NumberColumn("GiB", format="%.1f", width=65),
-            "exposed": st.column_config.NumberColumn("exposed comm", format="percent", width=105),
-            "bubble": st.column_config.NumberColumn("bubble", format="percent", width=65),
+            "exposed": st.column_config.NumberColumn("exposed comm, %", format="%.1f", width=125),
+            "bubble": st.column_config.NumberColumn("bubble, %", format="%.1f", width=80),
             "why": st.column_config.TextColumn("why it lost, and when it would win", width=420),
             "gpus": st.column_config.TextColumn("GPUs", width=280),
             "policy": st.column_config.TextColumn("policy", width=320),

@@ -1,0 +1,50 @@
+"""What the overlap of each tensor-parallel communication is worth: the plan's step with it against the step without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from simulator.overlap_sites import NONE, SITES, modes_by_site, written
+from simulator.plan import Plan
+
+if TYPE_CHECKING:
+    from simulator.closed_form import EstimateTable
+
+
+ENDS = "embedding and head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteOverlap:
+    """One communication: seconds of a step that its mode hides, and by which the step is shorter for it.
+
+    The second is less where the products beside it take longer, or the host issues more. `mode` none hides nothing.
+    `site` is one of `simulator.overlap_sites.SITES`, or ENDS for what a word reaches beyond them.
+    """
+
+    site: str
+    mode: str
+    hides_s: float
+    saves_s: float
+
+
+def overlap_by_site(plan: Plan, cost: Callable[[Sequence[Plan]], EstimateTable]) -> tuple[SiteOverlap, ...]:
+    """Return what each site's mode is worth alone, in the order of a layer; empty where nothing overlaps."""
+    modes = modes_by_site(plan.tp_overlap)
+    if plan.tp == 1 or set(modes) == {NONE}:
+        return ()
+    texts = [NONE, *(written({site: mode}) for site, mode in zip(SITES, modes, strict=True)), plan.tp_overlap]
+    table = cost([replace(plan, tp_overlap=text) for text in texts])
+    hides = table.exposed_by_axis_s["tp"][0] - table.exposed_by_axis_s["tp"]
+    saves = table.step_s[0] - table.step_s
+    found = [
+        SiteOverlap(site=site, mode=mode, hides_s=float(hides[number]), saves_s=float(saves[number]))
+        for number, (site, mode) in enumerate(zip(SITES, modes, strict=True), start=1)
+    ]
+    beyond = float(hides[-1] - hides[1:-1].sum())
+    if len(set(modes)) == 1 and beyond > 0:
+        saved = float(saves[-1] - saves[1:-1].sum())
+        found.append(SiteOverlap(site=ENDS, mode=modes[0], hides_s=beyond, saves_s=saved))
+    return tuple(found)

@@ -1,0 +1,77 @@
+"""Overlap modes by communication against all 1,296 ways to choose them, and what each is said to be worth."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from planner.candidates import Bounds
+from planner.costs import cost_table
+from planner.legality import Grade, check
+from planner.overlap_account import overlap_by_site
+from planner.search import suggest
+from simulator.hf_config import load_model
+from simulator.overlap_sites import MODES, NONE, SITES, modes_by_site, written
+from simulator.plan import Plan
+from simulator.runtime_library import resolve
+from simulator.workload import Workload
+from tests.planner.conftest import make_cluster
+
+EVERY = sorted({written(dict(zip(SITES, modes, strict=True))) for modes in itertools.product(MODES, repeat=4)})
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "length", "memory_gib"), [("llama3-8b", 4, 4096, 40.0), ("mixtral-8x7b", 16, 8192, 80.0)]
+)
+def test_no_other_choice_of_modes_is_better(name, gpus, length, memory_gib):
+    """Memory or length asks for tensor parallelism; its modes are those that costing every text says."""
+    model = load_model(name)
+    machine = make_cluster(-(-gpus // 8), min(gpus, 8), memory_gib=memory_gib)
+    workload = Workload(seq_len=length, global_batch_size=2 * gpus)
+    answer = suggest(
+        model, machine, workload, framework="meshwright", top=8, simulate=False, bounds=Bounds(max_micro_batch=2)
+    )
+    best = next(ranked for ranked in answer.plans if ranked.plan.tp > 1)
+    table = cost_table(
+        model, machine, workload, [replace(best.plan, tp_overlap=text) for text in EVERY], answer.runtime
+    )
+
+    assert best.plan.tp_overlap != NONE
+    assert best.estimate.step_s.value == pytest.approx(table.step_s.min(), rel=1e-9)
+
+
+def test_what_modes_hide_adds_up_to_the_plan():
+    """Sites apart and together: the same seconds hidden, since no product is beside two of them."""
+    model, machine, workload = load_model("llama3-8b"), make_cluster(1, 4), Workload(seq_len=4096, global_batch_size=8)
+    runtime = resolve({"name": "meshwright"})[0]
+
+    def cost(plans):
+        return cost_table(model, machine, workload, plans, runtime)
+
+    for text in ("attention_in=fused,attention_out=async,mlp_in=ring,mlp_out=none", "fused"):
+        plan = Plan(tp=4, sequence_parallel=True, tp_overlap=text)
+        found = overlap_by_site(plan, cost)
+        table = cost([replace(plan, tp_overlap=NONE), plan])
+
+        assert [site.mode for site in found][:4] == list(modes_by_site(text))
+        assert sum(site.hides_s for site in found) == pytest.approx(
+            table.exposed_by_axis_s["tp"][0] - table.exposed_by_axis_s["tp"][1]
+        )
+    assert overlap_by_site(replace(plan, tp_overlap=NONE), cost) == ()
+
+
+def test_modes_by_site_are_for_the_executor_that_has_them():
+    """It runs them eagerly; compiled, or before latent attention, they are refused."""
+    model, machine, workload = load_model("llama3-8b"), make_cluster(1, 4), Workload(seq_len=4096, global_batch_size=8)
+    runtime = resolve({"name": "meshwright"})[0]
+    plan = Plan(tp=4, sequence_parallel=True, tp_overlap="attention_in=fused,mlp_out=ring")
+
+    def illegal(model, runtime):
+        problems = check(plan, model, machine, workload, "meshwright", runtime=runtime)
+        return {problem.rule for problem in problems if problem.grade is Grade.ILLEGAL}
+
+    assert illegal(model, runtime) == set()
+    assert "overlap-compile" in illegal(model, replace(runtime, compile=True))
+    assert "overlap-latent" in illegal(load_model("deepseek-v3"), runtime)
