@@ -53,7 +53,9 @@ class CopyEngine(Nccl):
         rows = shard_rows(x.shape[0], group)
         shape = (rows, operand.shape[1])
         pieces = pieces_of_relay(*shape, processors(x.device))
-        if pieces > 1:
+        # In a graph only kernels can wait. One that spins beside the product that its peer waits for may keep a
+        # multiprocessor from it, for ever; slots are waited for after the last product.
+        if pieces > 1 and not torch.cuda.is_current_stream_capturing():
 
             def multiply(shard: int, first: int, last: int, out: Tensor, add: bool) -> None:
                 products(pairs, shard * rows + first, shard * rows + last, out, add=add)

@@ -103,7 +103,11 @@ def captured(bench: Bench, iterations: int) -> None:
     for operation in ("all_gather_matmul", "matmul_reduce_scatter"):
         for mode in CHANGING:
             gathers = operation == "all_gather_matmul"
-            rows, depth, columns = 2048 * bench.world, 256, 4096
+            rows, depth, columns = (
+                2048 * bench.world,
+                256,
+                2048,
+            )  # so small that no way of adding is chosen but the graph's
             x = bench.draw(rows // bench.world if gathers else rows, depth).requires_grad_()
             weight = bench.draw(columns, depth).requires_grad_()
 
