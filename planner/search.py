@@ -141,6 +141,7 @@ def suggest(
         from planner.infeasible import nothing_legal  # noqa: PLC0415 - only on this path
 
         raise nothing_legal(model, cluster, workload, framework, nodes, gpus=gpus)
+    deadline = None if time_limit_s is None else started + time_limit_s
     nodes = with_sites(screening, nodes, framework, bounds.recomputes or framework.recomputes)
     explored = explore(
         screening,
@@ -149,13 +150,15 @@ def suggest(
         objective=objective if objective in {"memory", "pareto"} else "time",
         keep=top,
         one_per_grid=not all_variants,
-        deadline=None if time_limit_s is None else started + time_limit_s,
+        deadline=deadline,
         progress=progress,
         nearly=NEAR_FIT if framework.lists_layers or framework.lists_recompute else 1.0,
     )
     filled = Filled()
     if objective not in {"memory", "pareto"} or not len(explored):
-        filled = fill(screening, framework, nodes, explored, bounds.recomputes or framework.recomputes, top=top)
+        filled = fill(
+            screening, framework, nodes, explored, bounds.recomputes or framework.recomputes, top=top, deadline=deadline
+        )
     if not len(explored) and not filled.plans:
         from planner.infeasible import nothing_fits  # noqa: PLC0415 - only on this path
 
