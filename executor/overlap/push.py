@@ -94,30 +94,21 @@ class Moving:
         """Mark, on the current stream, the moment from which peers may be written to and copies may start."""
         if self.captured:
             self.space.fence()
-            self.space.order(first=self.current, then=self.signals)  # so that the graph knows it
         self.space.order(first=self.current, then=self.side)
-
-    def raise_flag(self, flag: int, *, on: int) -> None:
-        """Set a flag after what the stream has been given so far."""
-        (stream_ops.fill_word if self.captured else stream_ops.write_word)(flag, 1, on)
 
     def send(self, target: int, source: int, nbytes: int, flag: int) -> None:
         """Copy to a peer, then raise a flag there."""
         stream_ops.copy(target, source, nbytes, self.side)
-        self.raise_flag(flag, on=self.side)
+        (stream_ops.fill_word if self.captured else stream_ops.write_word)(flag, 1, self.side)
 
     def wait(self, flag: int, source: int) -> None:
         """Make the current stream wait for a flag that `source` raises; lower it for the next call."""
         if self.captured:
-            self.wait_by_kernel(flag, source, on=self.current)
+            self.planned("wait", self._waiting)(self.current, flag, 1 + source)
         else:
             stream_ops.wait_word(flag, 1, self.signals)
             self.space.order(first=self.signals, then=self.current)
             stream_ops.write_word(flag, 0, self.signals)
-
-    def wait_by_kernel(self, flag: int, source: int, *, on: int) -> None:
-        """As `wait`, by a kernel on a stream that the graph knows."""
-        self.planned("wait", self._waiting)(on, flag, 1 + source)
 
     def _waiting(self) -> Callable[..., None]:
         from executor.kernels.copies import wait_and_lower  # noqa: PLC0415 - triton
@@ -132,9 +123,10 @@ class Moving:
         And when all flags are down: what this rank sends next may bring peers to raise them again.
         """
         self.space.order(first=self.side, then=self.current)
-        self.space.order(first=self.signals, then=self.current)
         if self.captured:
             self.space.fence()
+        else:
+            self.space.order(first=self.signals, then=self.current)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ class RelayPlan:
 
 
 class Relaying(Moving):
-    """A relay under way."""
+    """A relay under way; not in a graph, where a stream cannot wait for a word."""
 
     def __init__(
         self, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device, bounds: Bounds
@@ -64,20 +64,16 @@ class Relaying(Moving):
     def fetch(self, step: int, piece: int, target: Tensor) -> None:
         """Have the partial sum of a step of the rank before copied to `target`; the current stream waits for it."""
         flag = self.plan.awaited[step][piece]
-        if self.captured:
-            self.wait_by_kernel(flag, (self.space.rank - 1) % self.space.world, on=self.side)
-        else:
-            stream_ops.wait_word(flag, 1, self.side)
+        stream_ops.wait_word(flag, 1, self.side)
         nbytes = target.numel() * target.element_size()
         stream_ops.copy(target.data_ptr(), self.plan.fetched[step][piece], nbytes, self.side)
         self.space.order(first=self.side, then=self.current)
-        if not self.captured:
-            stream_ops.write_word(flag, 0, self.side)  # for the next call; the product need not wait for this
+        stream_ops.write_word(flag, 0, self.side)  # for the next call; the product need not wait for this
 
     def tell(self, step: int, piece: int) -> None:
         """Tell the next rank that the current stream has made its partial sum."""
         self.space.order(first=self.current, then=self.signals)
-        self.raise_flag(self.plan.raised[step][piece], on=self.signals)
+        stream_ops.write_word(self.plan.raised[step][piece], 1, self.signals)
 
 
 def relay_sum(

@@ -28,6 +28,16 @@ Machine = tuple[Roofline, CollectiveModel]
 Shapes = list[tuple[OverlapSample, list[TimedMode]]]
 
 
+SUMS = {
+    "nccl": "NCCL",
+    "torch": "PyTorch, any tensor",
+    "torch_one_shot": "PyTorch one-shot, symmetric",
+    "torch_two_shot": "PyTorch two-shot, symmetric",
+    "own": "own, any tensor",
+    "own in place": "own in place, any tensor",
+}
+
+
 def timed(samples: tuple[OverlapSample, ...], machine: Machine) -> Shapes:
     """Every shape with its modes."""
     pairs = timed_modes(samples, *machine)
@@ -125,19 +135,17 @@ def other_lines(found: list[dict[str, Any]]) -> list[str]:
     for how in ("graph", "eager"):
         rows = [r for r in sums if r["how"] == how]
         if rows:
-            names = ["nccl", "torch", "torch_one_shot", "torch_two_shot", "own"]
-            best = ["best own variant"] if how == "graph" else []
+            names = [name for name in SUMS if name in rows[0]["seconds"]]
             lines += [
                 "",
                 f"All-reduce, µs, {'from a captured graph' if how == 'graph' else 'launched one by one'}:",
                 "",
-                "| bytes | " + " | ".join(names + best) + " |",
-                "|---:|" + "---:|" * len(names + best),
+                "| bytes | " + " | ".join(SUMS[name] for name in names) + " | best own variant |",
+                "|---:|" + "---:|" * (len(names) + 1),
             ]
         for r in rows:
             s = r["seconds"]
-            own = [s[name] for name in s if name.startswith("own")]
-            numbers = [s[name] for name in names] + ([min(own)] if how == "graph" else [])
+            numbers = [*(s[name] for name in names), min(s[name] for name in s if name.startswith("own"))]
             lines.append(f"| {r['bytes']:,} | " + " | ".join(f"{1e6 * number:.1f}" for number in numbers) + " |")
     norms = [r for r in found if r["kind"] == "norm"]
     if norms:
@@ -154,6 +162,39 @@ def other_lines(found: list[dict[str, Any]]) -> list[str]:
             + " |"
             for r in norms
         ]
+    for r in found:
+        if r["kind"] == "host":
+            lines += ["", f"Host time of a call on tiny tensors after an idle moment, µs: {_listed(r['seconds'])}."]
+    signals = {r["what"]: r["seconds"] for r in found if r["kind"] == "signal"}
+    if signals:
+        lines += ["", f"Signals and small operations, one after the other, µs each: {_listed(signals)}."]
+    copies = [f"{r['bytes']:,} bytes {r['bytes'] / r['seconds'] / 1e9:,.0f}" for r in found if r["kind"] == "copy"]
+    if copies:
+        lines += ["", f"Copy engine to a peer, GB/s: {', '.join(copies)}."]
+    return lines
+
+
+def _listed(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {1e6 * value:.1f}" for name, value in seconds.items())
+
+
+def step_lines(found: list[dict[str, Any]]) -> list[str]:
+    """Training steps of `overlap_end_to_end.py`, and the modes that were chosen for them."""
+    steps = [r for r in found if r["kind"] == "step"]
+    if not steps:
+        return []
+    lines = ["", "## Training steps", ""]
+    for r in found:
+        if r["kind"] == "chosen":
+            lines.append(f"- {r['model']}: " + ", ".join(f"{site} {mode}" for site, mode in r["modes"].items()))
+        if r["kind"] == "numbers":
+            losses = ", ".join(f"{name} {loss:.4f}" for name, loss in r["first_losses"].items())
+            lines.append(f"- {r['model']}, loss of the first step: {losses}")
+    lines += ["", "| model | way | ms | tokens/s | PyTorch's fused operators in a step |", "|---|---|---:|---:|---:|"]
+    lines += [
+        f"| {r['model']} | {r['what']} | {1e3 * r['seconds']:.1f} | {r['tokens'] / r['seconds']:,.0f} | {r['fused']} |"
+        for r in steps
+    ]
     return lines
 
 
@@ -180,6 +221,7 @@ def main() -> None:
             said, rates = model_lines(known)
             choices = {(s.operation, s.rows, s.columns, s.depth): chosen((s, modes), rates) for s, modes in known}
             lines += ["", f"## {run}", "", *shape_lines(shapes, choices), "", *said]
+    lines += step_lines(found)
     lines += ["", "## Kernels", *other_lines(found)]
     Path(f"{options.stem}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     text = "[\n" + ",\n".join(json.dumps(r) for r in found) + "\n]\n"
