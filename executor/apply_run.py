@@ -240,6 +240,7 @@ def report(
         "mesh": {"requested": rank_grid(request.plan).tolist(), "effective": mesh},
         "effects": codec.to_builtins(effects),
         "operators": operator_table(trace) if trace else [],
+        "operator_samples": [entry["sample"] for entry in by_rank[0] if entry["kind"] == "operator"],
         "gpus": _clocks(by_rank[0], samples),
         "missing": _missing(by_rank),
         "versions": {**versions(), **(_first(by_rank, "versions") or {})},

@@ -39,14 +39,22 @@ def traced_operators(document: Mapping[str, Any]) -> list[dict[str, Any]]:
         return []
     launched = _launched(events)
     found: dict[Key, list[float]] = {}
-    for event in events:
-        key = _key(event) if event.get("cat") == "cpu_op" else None
-        if key is None:
-            continue
+    for event, key in _innermost(events):
         seconds = sum(_within(launched.get(event.get("tid"), ((), ())), event["ts"], event["ts"] + event["dur"]))
         if seconds > 0:
             found.setdefault(key, []).append(seconds)
     return [_sample(key, times) for key, times in sorted(found.items())]
+
+
+def _innermost(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], Key]]:
+    """Yield the calls that are sampled and hold no other such call: a DTensor's product holds that of its shards."""
+    calls = [(e, key) for e in events if e.get("cat") == "cpu_op" and (key := _key(e)) is not None]
+    calls.sort(key=lambda call: (str(call[0].get("tid")), call[0]["ts"], -call[0]["dur"]))
+    for place, (event, key) in enumerate(calls):
+        after = calls[place + 1][0] if place + 1 < len(calls) else None
+        ends = event["ts"] + event["dur"]
+        if after is None or after.get("tid") != event.get("tid") or after["ts"] >= ends:
+            yield event, key
 
 
 def _launched(events: Sequence[Mapping[str, Any]]) -> dict[Any, tuple[list[float], list[float]]]:

@@ -163,6 +163,7 @@ def _take_steps(
             break
         if index == request.warm_up and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+            torch.cuda.reset_accumulated_memory_stats(device)  # counts how often memory had to be given back
         _synchronize(device)
         dist.barrier()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []

@@ -16,9 +16,9 @@ from simulator import trace as tr
 from simulator.trace import Span, Trace
 
 # Parts of kernel names, lower case. The optimizer: AdamW's fused kernel and the norms of clipping. Copies: FSDP's into
-# and out of its buffers.
+# and out of its buffers, and its casts, which are of the same kind of kernel as the optimizer's.
 OPTIMIZER = ("adam", "lpnorm", "multi_tensor_apply")
-COPIES = ("split_with_sizes_copy", "chunk_cat", "copy_in", "copy_out", "accumulate")
+COPIES = ("split_with_sizes_copy", "chunk_cat", "copy_in", "copy_out", "accumulate", "native::copy<")
 # How NCCL's kernels and our simulated transfers are called, by collective. All-to-alls are sends and receives in NCCL.
 COLLECTIVES = {
     "all_reduce": ("allreduce", "all_reduce"),

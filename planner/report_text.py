@@ -73,3 +73,17 @@ def effect_rows(answer: Mapping[str, Any]) -> list[Row]:
         (str(e["what"]), str(e["requested"]), str(e["effective"]), "yes" if e["ok"] else "NO")
         for e in answer["effects"]
     ]
+
+
+def learned_rows(answer: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the operators that took furthest from what they were expected to, at the pace of the others."""
+    return [
+        (
+            row["name"],
+            str(row["calls"]),
+            f"{row['seconds']:.3g}",
+            f"{row['expected_s']:.3g}",
+            f"{row['expected_s'] / row['seconds'] - 1:+.0%}",
+        )
+        for row in answer["learned"]["rows"]
+    ]

@@ -21,6 +21,7 @@ from simulator.workload import Workload
 from topology import codec
 from topology.cluster import Cluster
 from topology.errors import BadInput, PlannerError
+from topology.profile import Profile
 
 MAX_TRACE_BYTES = 256 * 2**20
 
@@ -96,10 +97,10 @@ class RunReport:
         }
 
 
-def load_run(name: str, *, simulate: bool = True) -> RunReport:
+def load_run(name: str, *, simulate: bool = True, profile: Profile | None = None) -> RunReport:
     """Return the report of a run: `name` is its directory, its `run.json`, or an id of the store.
 
-    Raises BadInput when there is no such run.
+    The predicted timeline is simulated with `profile`, which a run does not keep. Raises BadInput when there is no such run.
     """
     document, directory = _document(name)
     notes: list[str] = []
@@ -118,7 +119,7 @@ def load_run(name: str, *, simulate: bool = True) -> RunReport:
         notes.append("the measured timeline is of a CPU's operators: it has no terms to compare")
     simulated = None
     if simulate:
-        simulated, why = _simulated(document)
+        simulated, why = _simulated(document, profile)
         notes += [why] if why else []
     return RunReport(
         document=document, directory=directory, simulated=simulated, measured=tuple(traces), notes=tuple(notes)
@@ -148,7 +149,7 @@ def _rank_of(path: Path) -> int:
     return int(digits or 0)
 
 
-def _simulated(document: Mapping[str, Any]) -> tuple[Trace | None, str]:
+def _simulated(document: Mapping[str, Any], profile: Profile | None) -> tuple[Trace | None, str]:
     """Return the timeline of the prediction, simulated from what the report holds, or why there is none."""
     from simulator.simulation import simulate_plan  # noqa: PLC0415 - SimPy is for timelines alone
 
@@ -161,6 +162,7 @@ def _simulated(document: Mapping[str, Any]) -> tuple[Trace | None, str]:
             codec.convert(document["workload"], Workload, where="the run's workload"),
             codec.convert(document["plan"], Plan, where="the run's plan"),
             codec.convert(document["runtime"], Runtime, where="the run's runtime"),
+            profile=profile,
         )
     except (PlannerError, ValueError) as error:
         return None, f"no predicted timeline: {error}"

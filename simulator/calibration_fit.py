@@ -28,6 +28,7 @@ from simulator.operators import FIXED_DTYPE_BYTES, OperatorSpec, Work, backward_
 from simulator.roofline import Roofline, efficiency
 from simulator.runtime import DTYPE_BYTES
 from simulator.runtime_library import RuntimeSpec, runtime_names, runtime_spec
+from simulator.step_samples import Alone, exact_key, learned
 from topology.cluster import Cluster, GpuKind
 from topology.errors import BadCluster
 from topology.gpus import gpu_kind
@@ -87,9 +88,11 @@ def _calibration(profile: Profile, kind: GpuKind) -> Calibration | None:
             widths.setdefault((sample.dtype, sample.shape["d"], sample.direction), []).append(sample)
     attention = {key: found for key, group in widths.items() if (found := fit_attention(group)) is not None}
     counter = _Counter(kind)
+    exact = {exact_key(s): s.seconds for s in samples if s.kind in {"matmul", "attention"}}
+    seen = learned(current(profile).operators, Alone(exact=exact, matmuls=matmuls, attention=attention))
     return Calibration(
         gpu=kind,
-        exact=_exact(samples),
+        exact={**seen, **exact},
         matmuls=matmuls,
         attention=attention,
         moves=_moves(samples, counter),
@@ -101,17 +104,9 @@ def _calibration(profile: Profile, kind: GpuKind) -> Calibration | None:
     )
 
 
-def _exact(samples: list[OperatorSample]) -> dict[tuple[Any, ...], float]:
-    found: dict[tuple[Any, ...], float] = {}
-    for s in samples:
-        shape = s.shape
-        if s.kind == "matmul":
-            sizes = (shape.get("batch", 1), shape["m"], shape["n"], shape["k"])
-            found["matmul", s.dtype, s.direction, *map(float, sizes)] = s.seconds
-        elif s.kind == "attention":
-            sizes = (shape["b"] * shape["a"], shape["s"], shape["S"], shape["d"])
-            found["attention", s.dtype, s.direction, *map(float, sizes), 1.0] = s.seconds
-    return found
+def alone_of(calibration: Calibration) -> Alone:
+    """Return what a calibration knows of operators that run alone."""
+    return Alone(exact=calibration.exact, matmuls=calibration.matmuls, attention=calibration.attention)
 
 
 def _burst(samples: tuple[OperatorSample, ...], matmuls: dict[str, MatmulCurve]) -> float:

@@ -16,7 +16,7 @@ FAULTS = ("hardware slowdown", "software thermal slowdown", "hardware thermal sl
 
 OPERATOR_KINDS = ("matmul", "attention", "move")
 DIRECTIONS = ("forward", "backward", "dgrad", "wgrad")
-REGIMES = ("sustained", "burst")
+REGIMES = ("sustained", "burst", "step")
 OVERLAP_OPERATIONS = ("all_gather_matmul", "matmul_reduce_scatter")
 
 
@@ -56,7 +56,8 @@ class OperatorSample:
     (sequences, query heads, key/value heads, queries, keys, head width), causal; `move` has the axes that the runtime
     descriptions name (`simulator.plan_table.axis_sizes`), or `bytes`. `seconds` is device time of one call, median over
     `count`; `spread` is (90th - 10th percentile) / median; `host_s` what issuing it cost. `runtime` is set where the
-    kernels differ by framework. `regime` is `sustained` on a GPU kept busy, `burst` after a rest.
+    kernels differ by framework. `regime` is `sustained` on a GPU kept busy, `burst` after a rest, `step` inside a
+    training step, beside whatever else runs there.
     """
 
     kind: str

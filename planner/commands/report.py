@@ -19,6 +19,10 @@ def report(
     html: Annotated[Path | None, typer.Option("--html", help="Write the report as one self-contained page.")] = None,
     picture: Annotated[Path | None, typer.Option("--picture", help="Write both timelines as an SVG picture.")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="Write both timelines for Perfetto.")] = None,
+    learn: Annotated[
+        Path | None, typer.Option("--learn", help="Add the run's operators by shape to this profile.")
+    ] = None,
+    profile: options.Profile = None,
     force: Annotated[bool, typer.Option("--force", help="Let output replace files.")] = False,
     json: options.Json = False,
 ) -> None:
@@ -28,6 +32,7 @@ def report(
     that failed is asked to be within a tolerance.
     """
     from planner import output  # noqa: PLC0415 - keeps `--help` light
+    from planner.inputs import profile_of  # noqa: PLC0415 - as above
     from planner.plan_file import refuse_overwrite  # noqa: PLC0415 - as above
     from planner.run_report import load_run  # noqa: PLC0415 - as above
     from topology.errors import PlannerError  # noqa: PLC0415 - as above
@@ -35,8 +40,10 @@ def report(
     for path in (html, picture, trace):
         if path is not None:
             refuse_overwrite(path, force=force)
-    found = load_run(run)
+    found = load_run(run, profile=profile_of(profile))
     answer = found.answer(tolerance)
+    if learn is not None:
+        answer["learned"] = _learn(found, learn)
     if json:
         output.emit_json(answer)
     else:
@@ -81,11 +88,23 @@ def _print(answer: dict[str, Any]) -> None:
         screen.print(output.printable(f"to blame: {answer['blame']}"))
     table(("collective", "side", "calls", "seconds", "exposed s"), report_text.collective_rows(answer))
     table(("setting", "requested", "took effect", "agree"), report_text.effect_rows(answer))
+    if "learned" in answer:
+        table(("operator in the step", "calls", "measured s", "expected s", "error"), report_text.learned_rows(answer))
     if any(row["error"] is not None for row in answer["quantities"]):
         screen.print()
         screen.print("Errors and differences are predicted / measured - 1 and predicted - measured.")
     for note in answer["notes"]:
         screen.print(output.printable(f"note: {note}"))
+
+
+def _learn(found: RunReport, profile: Path) -> dict[str, Any]:
+    from planner import output  # noqa: PLC0415 - keeps `--help` light
+    from planner.learning import learn  # noqa: PLC0415 - as above
+    from topology import codec  # noqa: PLC0415 - as above
+
+    lesson = learn(found, profile)
+    output.warn(f"{profile}: {lesson.samples} operators of the run, {lesson.fresh} of them new")
+    return dict(codec.to_builtins(lesson))
 
 
 def _write(

@@ -15,13 +15,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from executor.records import read_records  # noqa: E402 - the path comes first
 from simulator.collectives import CollectiveModel, collective_model  # noqa: E402
 from simulator.overlap_fit import TimedMode, fit_rates, mean_error  # noqa: E402
 from simulator.overlap_modes import EXECUTED, GATHER, OverlapRates, choose  # noqa: E402
 from simulator.overlap_samples import rates_as_numbers, timed_modes  # noqa: E402
 from simulator.roofline import Roofline  # noqa: E402
-from tests.bench.overlap_profile import samples_of  # noqa: E402
+from tests.bench.overlap_profile import samples_of, table_records  # noqa: E402
 from topology.catalog import cluster  # noqa: E402
 from topology.samples import OverlapSample  # noqa: E402
 
@@ -198,13 +197,6 @@ def step_lines(found: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    """Records of one run; those of a report made before (a list) know their runs."""
-    if path.suffix == ".json":
-        return list(json.loads(path.read_text(encoding="utf-8")))
-    return [{"run": path.stem, **r} for r in read_records(path)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("stem")
@@ -215,7 +207,7 @@ def main() -> None:
     options = parser.parse_args()
     here = cluster(options.cluster)
     machine = (Roofline(gpu=here.slowest_kind), collective_model(here))
-    found = [r for path in options.records for r in _records(Path(path))]
+    found = [r for path in options.records for r in table_records(Path(path))]
     lines = [f"# {options.title}"]
     for note in options.note:
         lines += ["", note]

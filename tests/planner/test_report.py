@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from defusedxml.ElementTree import fromstring
@@ -18,12 +20,17 @@ from planner.runs_store import keep, run_id
 from planner.search import suggest
 from planner.timelines import settled, side_by_side
 from simulator import trace as tr
+from simulator.calibration_fit import calibrated
 from simulator.plan import Plan
 from simulator.simulation import simulate_plan
 from simulator.trace import Span, Trace
 from simulator.workload import Workload
 from tests.planner.conftest import TINY, make_cluster
 from topology import codec
+from topology.cluster_file import load_cluster
+from topology.profile import read_profile
+
+PROFILES = Path(__file__).parents[2] / "examples" / "profiles"
 
 # --- terms ------------------------------------------------------------------------------------------------------------
 
@@ -256,6 +263,38 @@ def test_a_tolerance_without_anything_to_hold_fails(planner, content, tmp_path) 
     done = planner("report", tmp_path / "run", "--tolerance", "5")
     assert done.returncode == 1
     assert "nothing could be held" in done.stderr
+
+
+def test_a_run_teaches_a_profile_its_operators(planner, content, tmp_path) -> None:
+    """Operators as the profile has them, a tenth quicker for a step's clocks; and one shape that nobody measured."""
+    path = tmp_path / "profile.json"
+    shutil.copy(PROFILES / "h200x4.json", path)
+    before = read_profile(path)
+    known = [s for s in before.operators if s.kind == "matmul" and s.regime == "sustained" and not s.invalid][:5]
+    document = write_run(content, tmp_path / "run")
+    document["cluster"] = codec.to_builtins(load_cluster("h200x4"))
+    document["versions"] = {"device": "NVIDIA H200", "torch": "2.11.0+cu130"}
+    seen = [{**codec.to_builtins(s), "seconds": 0.9 * s.seconds, "regime": "step", "run": ""} for s in known]
+    fresh = {**seen[0], "shape": {"m": 4099, "n": 4099, "k": 4099}, "direction": "forward", "seconds": 9e-4}
+    document["operator_samples"] = [*seen, fresh]
+    codec.write_text(tmp_path / "run" / "run.json", codec.to_json(document))
+
+    done = planner("report", tmp_path / "run", "--learn", path, "--json")
+
+    assert done.returncode == 0, done.stderr
+    lesson = json.loads(done.stdout)["learned"]
+    assert (lesson["samples"], lesson["fresh"]) == (6, 6)
+    assert lesson["pace"] == pytest.approx(0.9)
+    after = read_profile(path)
+    assert len(after.operators) == len(before.operators) + 6
+    calibration = calibrated(after, load_cluster("h200x4"))
+    assert calibration.exact["matmul", "bfloat16", "forward", 1.0, 4099.0, 4099.0, 4099.0] == pytest.approx(1e-3)
+
+    document["versions"]["torch"] = "2.9.0"
+    codec.write_text(tmp_path / "run" / "run.json", codec.to_json(document))
+    refused = planner("report", tmp_path / "run", "--learn", path)
+    assert refused.returncode == 1
+    assert "torch 2.9.0" in refused.stderr
 
 
 def test_a_kept_run_is_found_by_its_id(planner, content, tmp_path) -> None:
