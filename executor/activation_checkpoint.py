@@ -52,24 +52,23 @@ def _keep_dear(dear: set[Any]) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def apply_activation_checkpoint(model: Decoder, mode: str) -> None:
-    """Apply a mode of `executor.legal.RECOMPUTE` to every block."""
+def apply_activation_checkpoint(model: Decoder, mode: str, *, early_stop: bool) -> None:
+    """Apply a mode of `executor.legal.RECOMPUTE` to every block; see `simulator.recomputation` for `early_stop`."""
     if mode == "none":
         return
     dear = _dear() if mode == "selective-op" else set()
     for place, block in enumerate(model.layers.values()):
         if mode == "selective" and place % 2:
             continue
-        _recompute(block, partial(_keep_dear, dear) if mode == "selective-op" else None)
+        _recompute(block, partial(_keep_dear, dear) if mode == "selective-op" else None, early_stop=early_stop)
 
 
-def _recompute(block: Block, contexts: Any) -> None:
+def _recompute(block: Block, contexts: Any, *, early_stop: bool) -> None:
     plain = block.forward
     extra = {} if contexts is None else {"context_fn": contexts}
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         # Nothing in a block is random, so the generator's state need not be kept.
-        # A block runs again whole, as torchtitan has it since 0.2.0: so a run shows what its description predicts.
-        return checkpoint(plain, x, use_reentrant=False, preserve_rng_state=False, early_stop=False, **extra)
+        return checkpoint(plain, x, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop, **extra)
 
     block.forward = forward  # type: ignore[method-assign] # on this instance only

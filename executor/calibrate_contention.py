@@ -15,6 +15,7 @@ from typing import Any
 
 from executor.calibrate_kernels import operator_call
 from executor.calibrate_operators import invalid, versions
+from executor.measuring import ended_as_rank, piece_parser
 from executor.records import Deadline, Recorder, middle
 from executor.timing import WARM_S, ClockWatch, Timer
 
@@ -24,16 +25,10 @@ TIMEOUT_S = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="executor.calibrate_contention")
+    parser = piece_parser("executor.calibrate_contention")
     parser.add_argument("--request", required=True, help="JSON: {contention: [{compute, shape, dtype, op, nbytes}]}")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpu", type=int, default=0)
-    options = parser.parse_args(argv)
-    from torch.distributed.elastic.multiprocessing.errors import record  # noqa: PLC0415 - only workers have torch
-
-    return int(record(run)(options))
+    return ended_as_rank(run, parser.parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 from executor.calibrate_operators import invalid, versions
 from executor.collector import NoCollection
 from executor.gpu_state import read_states
+from executor.measuring import ended_as_rank, piece_parser
 from executor.records import Deadline, Recorder, middle
 from simulator.model import Model
 from simulator.plan import Plan
@@ -39,18 +40,12 @@ Step = Callable[[], dict[str, float]]  # takes one step; returns what it saw bes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="executor.calibrate_layers")
+    parser = piece_parser("executor.calibrate_layers")
     parser.add_argument("--request", required=True, help="JSON: {layers: [{model, plan, workload, runtime}]}")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--runtime", choices=("torchtitan", "own"), required=True)
     parser.add_argument("--text", default="", help="for torchtitan: a folder with tokenizer/ and c4_test/")
     parser.add_argument("--gpu", type=int, default=0)
-    options = parser.parse_args(argv)
-    from torch.distributed.elastic.multiprocessing.errors import record  # noqa: PLC0415 - only workers have torch
-
-    return int(record(run)(options))
+    return ended_as_rank(run, parser.parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> int:

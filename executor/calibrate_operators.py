@@ -6,12 +6,12 @@ limits decide. What does not fit into the time is listed as missing and can be a
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from executor.calibrate_kernels import Unsupported, operator_call
+from executor.measuring import piece_parser
 from executor.records import Deadline, Recorder, middle
 from executor.timing import ClockWatch, Timer
 from topology.codec import read_json
@@ -25,11 +25,8 @@ LAUNCHES = 400
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="executor.calibrate_operators")
+    parser = piece_parser("executor.calibrate_operators")
     parser.add_argument("--request", required=True, help="JSON: {operators: [{kind, name, shape, dtype, direction}]}")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpu", type=int, default=0, help="nvidia-smi's index, for the clocks")
     options = parser.parse_args(argv)
     deadline = Deadline.since_launch(options.seconds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,22 @@ def measuring_parser(program: str) -> argparse.ArgumentParser:
     parser.add_argument("--allow-busy", action="store_true", help="measure though others use the GPUs")
     parser.add_argument("--machine", default="this machine")
     return parser
+
+
+def piece_parser(program: str) -> argparse.ArgumentParser:
+    """Return a parser of the options that every piece of a measurement has."""
+    parser = argparse.ArgumentParser(prog=program)
+    parser.add_argument("--out", required=True, help="JSON lines; what is there already is kept")
+    parser.add_argument("--seconds", type=float, required=True, help="for everything, the start included")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    return parser
+
+
+def ended_as_rank(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Run a piece under torchrun's agent, which is told of an error with its trace."""
+    from torch.distributed.elastic.multiprocessing.errors import record  # noqa: PLC0415 - only workers have torch
+
+    return int(record(run)(options))
 
 
 def devices_to_measure(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ from executor.vocabulary_loss import VocabularyLoss
 from simulator.model import Model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
+from simulator.runtime_library import stops_early
 from simulator.workload import Workload
 
 DTYPES = {
@@ -99,7 +100,9 @@ def parallelize(
         if meshes.sparse is not None:
             apply_expert_parallel(part, meshes.sparse["ep"])
         modes = plan.recompute_per_stage
-        apply_activation_checkpoint(part, modes[stage.index] if modes else plan.recompute)
+        recompute = modes[stage.index] if modes else plan.recompute
+        # As the plan's runtime has it, so that a run shows what the description predicts.
+        apply_activation_checkpoint(part, recompute, early_stop=stops_early(runtime))
         if runtime.compile:
             for block in part.layers.values():
                 block.compile()

@@ -21,6 +21,7 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
+from executor.measuring import ended_as_rank, piece_parser
 from executor.records import Deadline, Recorder, middle
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
@@ -319,16 +320,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="executor.probe_collectives")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = piece_parser("executor.probe_collectives")
     parser.add_argument("--indices", required=True)
     parser.add_argument("--largest", type=int, default=LARGEST)
-    options = parser.parse_args(argv)
-    from torch.distributed.elastic.multiprocessing.errors import record  # noqa: PLC0415 - only workers have torch
-
-    return int(record(run)(options))
+    return ended_as_rank(run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

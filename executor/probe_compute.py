@@ -6,13 +6,13 @@ as in training, when power and heat decide; its last part counts.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 from executor.gpu_state import read_states
+from executor.measuring import piece_parser
 from executor.records import Deadline, Recorder, middle
 
 MATMUL = 8192
@@ -130,10 +130,7 @@ def measure_cpu(indices: Sequence[int], recorder: Recorder) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="executor.probe_compute")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = piece_parser("executor.probe_compute")
     parser.add_argument("--indices", required=True)
     options = parser.parse_args(argv)
     indices = [int(index) for index in options.indices.split(",")]

@@ -9,12 +9,12 @@ launching them one after the other does not stagger them. Copies run on the copy
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations
 from typing import Any
 
+from executor.measuring import piece_parser
 from executor.records import Deadline, Recorder, middle
 
 FLOW_BYTES = 128 * 2**20  # copies reach their rate from about 64 MiB on
@@ -236,10 +236,7 @@ class HostCopies:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; return 0 even when time ran out, since what was recorded holds."""
-    parser = argparse.ArgumentParser(prog="executor.probe_flows")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser = piece_parser("executor.probe_flows")
     parser.add_argument("--indices", required=True, help="nvidia-smi's index of each device, comma separated")
     parser.add_argument("--nbytes", type=int, default=FLOW_BYTES)
     options = parser.parse_args(argv)

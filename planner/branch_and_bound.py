@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from simulator.stages import COUNTED_OUT
 NODES = 4096  # nodes whose leaves are screened at once: bounds memory, and gives a deadline something to cut
 LEAVES = 1 << 15  # plans bounded or costed at once
 FIRST = 256  # plans costed whole at first; the best of them bounds the rest
+MISSED = 2048  # pipelines that nearly fit, at most
 COUNTED = 64  # plans whose schedule is counted out at once
 
 Progress = Callable[[str], None]
@@ -42,7 +43,8 @@ class Explored:
     Rows are the plans that were costed whole and fit. `fitting` leaves were not shown to need too much memory; those of
     them without a row cannot be among the plans to list. `bound` is a lower bound of the objective (seconds, or bytes
     for memory) over all legal plans that fit; without a deadline it is that of the best plan. `floor_s` bounds the step
-    of them all, whatever the objective.
+    of them all, whatever the objective. `near` are pipelines that fall short of fitting by little, which other stages
+    than the runtime's may mend, with their steps; only where they were asked for.
     """
 
     columns: PlanColumns
@@ -53,6 +55,8 @@ class Explored:
     bound: float
     floor_s: float
     complete: bool
+    near: PlanColumns
+    near_s: Floats
 
     def __len__(self) -> int:
         return len(self.step_s)
@@ -68,15 +72,18 @@ def explore(
     one_per_grid: bool = True,
     deadline: float | None = None,
     progress: Progress | None = None,
+    nearly: float = 1.0,
 ) -> Explored:
     """Return every plan that could be among the `keep` best, costed whole.
 
     `objective` is time, memory or pareto (the plans that no other beats in both). `one_per_grid`: the `keep` best are
-    of different degrees. `deadline` is a reading of `time.monotonic`.
+    of different degrees. `deadline` is a reading of `time.monotonic`. With `nearly` above one, pipelines that need up to
+    that many times the memory there is are returned as well.
     """
     say = progress or _silent
     expired = _clock(deadline)
-    fitting = _Rows()
+    fitting, missed = _Rows(), _Rows()
+    capacity = screening.capacity_bytes
     seen = 0
     legal = int(nodes.policies.sum())
     shared = screening.blocks(nodes.columns, recomputes)
@@ -88,17 +95,27 @@ def explore(
         # A node on which not even the leanest of its recomputations would fit, at the price of none, has no leaf to see.
         trial, of_node = lean.leaves(rows)
         lowest = screening.plans(trial, kept_least, of_node).reserved_bytes(at_least=True)
-        leaves, of_node = nodes.leaves(np.unique(of_node[lowest <= screening.capacity_bytes]))
+        reach = capacity * np.where(nodes.columns.pp[of_node] > 1, nearly, 1.0)
+        leaves, of_node = nodes.leaves(np.unique(of_node[lowest <= reach]))
         for part in _parts(len(leaves)):
             some, mine = leaves.take(part), of_node[part]
             reserved = screening.plans(some, shared, mine).reserved_bytes(at_least=True)
-            fit = np.nonzero(reserved <= screening.capacity_bytes)[0]
+            fit = np.nonzero(reserved <= capacity)[0]
             if len(fit):
                 fitting.add(some.take(fit), mine[fit], reserved[fit])
+            miss = np.nonzero((reserved > capacity) & (reserved <= capacity * nearly) & (some.pp > 1))[0]
+            if len(miss):
+                missed.add(some.take(miss), mine[miss], reserved[miss])
         seen += len(rows)
         say(f"memory of {seen:,} of {len(nodes):,} nodes")
         if expired() and len(fitting):
             break
+    near, near_s = nodes.columns.take(slice(0)), np.empty(0)
+    if len(missed):
+        near, of_node, reserved = missed.joined()
+        least = np.sort(np.argsort(reserved, kind="stable")[:MISSED])
+        near = near.take(least)
+        near_s = screening.plans(near, shared, of_node[least]).step_s()
     if not len(fitting):
         return Explored(
             columns=nodes.columns.take(slice(0)),
@@ -109,11 +126,13 @@ def explore(
             bound=np.inf,
             floor_s=floor_s(screening, nodes.columns),
             complete=True,
+            near=near,
+            near_s=near_s,
         )
     leaves, of_node, reserved = fitting.joined()
     variants, of_leaf = nodes.variants(leaves, of_node)
     reserved, of_node = reserved[of_leaf], of_node[of_leaf]
-    return _best_first(
+    found = _best_first(
         screening,
         variants,
         reserved,
@@ -127,6 +146,7 @@ def explore(
         expired=expired,
         say=say,
     )
+    return replace(found, near=near, near_s=near_s)
 
 
 def grids_of(columns: PlanColumns) -> NDArray[np.intp]:
@@ -212,6 +232,8 @@ def _best_first(
         bound=float(min(least, unexplored)),
         floor_s=float(at_least.min()) if whole else floor_s(screening, variants),
         complete=bool(finished),
+        near=variants.take(slice(0)),
+        near_s=np.empty(0),
     )
 
 

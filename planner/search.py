@@ -2,7 +2,7 @@
 
 Branch and bound over the closed form (`planner.branch_and_bound`) finds the plans to list and proves that no other of
 the space (`planner.candidates`) beats them there. Pipelines among them get their layers and recomputation stage by stage
-(`planner.inner_solve`). The simulation then has the last word on the order of those that the closed form cannot tell
+(`planner.filling`). The simulation then has the last word on the order of those that the closed form cannot tell
 apart. Ties go to the simpler plan, in a fixed order, so that the same question has the same answer on any machine.
 """
 
@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.branch_and_bound import Explored, explore, grids_of, pareto_rows
-from planner.candidates import NODE, Bounds, Nodes, enumerate_nodes, plan_of
+from planner.branch_and_bound import Explored, explore, pareto_rows
+from planner.candidates import Bounds, Nodes, enumerate_nodes
 from planner.costs import cost_table, require_plannable
 from planner.counts import CountRow, cost_per_million_tokens
+from planner.filling import NEAR_FIT, Filled, fill, plan_of_row
 from planner.finalists import Finalist, simulated_order
 from planner.flips import GIB, Flip, Verdict, find_flips, lost_because, memory_flip
 from planner.frameworks import Framework, framework_named
@@ -27,21 +28,17 @@ from planner.legality import Problem, check
 from simulator.estimate import Estimate
 from simulator.model import Model
 from simulator.plan import MESH_AXES, Plan
-from simulator.plan_columns import PlanColumns, distinct, joined
+from simulator.plan_columns import PlanColumns
 from simulator.runtime import Runtime
 from simulator.screening import Screening
 from simulator.workload import Workload
 from topology.cluster import Cluster
 from topology.errors import UserError
-from topology.orders import irregular
 
 OBJECTIVES = ("time", "throughput", "memory", "cost", "pareto")
 # The closed form is within so much of the simulation (tests/simulator/test_lowering_grid.py): plans closer than that
 # are told apart by simulating them.
 CLOSED_FORM_ERROR = 0.13
-SETTINGS = 4  # of a pipeline, that are looked at with its stages
-NEARLY = 0.01  # settings within so much of the best one
-PIPELINES = 8  # the quickest, whose stages are looked at one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +62,9 @@ class SearchStats:
 
     `fitting` plans were not shown to need too much memory, `costed` of them were costed whole, `simulated` simulated.
     `bound_s` is a lower bound of the step over all legal plans that fit, `gap` how far the best found may be above the
-    best there is, relative, by the objective. Both are about stages as the runtime splits them; stages with layers or
-    recomputation of their own are solved exactly for the quickest pipelines, and can only be better.
+    best there is, relative, by the objective. Both are about stages as the runtime splits them. Layers, recomputation,
+    overlap and placement were decided together for the stages of the `filled` quickest pipelines, which can only be
+    better; none of those can be better than found by more than `filled_gap`, relative.
     """
 
     candidates: int
@@ -80,6 +78,8 @@ class SearchStats:
     objective: str
     bound_s: float
     gap: float
+    filled: int = 0
+    filled_gap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,8 +153,12 @@ def suggest(
         one_per_grid=not all_variants,
         deadline=None if time_limit_s is None else started + time_limit_s,
         progress=progress,
+        nearly=NEAR_FIT if framework.lists_layers or framework.lists_recompute else 1.0,
     )
-    if not len(explored):
+    filled = Filled()
+    if objective not in {"memory", "pareto"} or not len(explored):
+        filled = fill(screening, framework, nodes, explored, bounds.recomputes or framework.recomputes, top=top)
+    if not len(explored) and not filled.plans:
         from planner.infeasible import nothing_fits  # noqa: PLC0415 - only on this path
 
         raise nothing_fits(screening, framework, nodes, bounds, gpus=gpus, grow=grow)
@@ -165,10 +169,7 @@ def suggest(
         value = judged.reserved_bytes if objective == "memory" else judged.step_s
         return [(float(v), bool(f)) for v, f in zip(value, judged.fits, strict=True)]
 
-    staged: list[tuple[Plan, float]] = []
-    if objective not in {"memory", "pareto"}:
-        staged = _filled(screening, framework, nodes, explored, bounds.recomputes or framework.recomputes, top=top)
-    plans = _listed(explored, staged, objective, cluster, top=top, all_variants=all_variants)
+    plans = _listed(explored, filled, objective, cluster, top=top, all_variants=all_variants)
     table = cost_table(model, cluster, workload, plans, runtime, profile)
     finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(plans)]
     if simulate and objective not in {"memory", "pareto"}:
@@ -190,7 +191,7 @@ def suggest(
         )
         for i, finalist in enumerate(finalists)
     )
-    stats = _account(nodes, explored, objective, finalists, seconds=time.monotonic() - started)
+    stats = _account(nodes, explored, filled, objective, finalists, seconds=time.monotonic() - started)
     rejected = {**nodes.rejected, "memory": explored.legal - explored.fitting}
     return SearchResult(
         model=model,
@@ -214,77 +215,9 @@ def _reason(best: Finalist, other: Finalist, objective: str) -> str:
     return lost_because(best.estimate, other.estimate, objective=objective, simulated_s=behind)
 
 
-def _filled(
-    screening: Screening,
-    framework: Framework,
-    nodes: Nodes,
-    explored: Explored,
-    recomputes: Sequence[str],
-    *,
-    top: int,
-) -> list[tuple[Plan, float]]:
-    """Return the quickest pipelines with layers or recomputation of their own on each stage, where that is quicker.
-
-    Only what could come among the `top` grids is looked at: a pipeline has to beat the best plan of its own grid, and the
-    last grid of the list.
-    """
-    tells = framework.lists_layers or framework.lists_recompute
-    rows = _pipelines(explored)[:PIPELINES] if tells else []
-    if not rows:
-        return []
-    settings = [_settings(screening, nodes, explored.columns, row, recomputes) for row in rows]
-    from planner.inner_solve import solve  # noqa: PLC0415 - only pipelines need it
-    from planner.stage_options import priced  # noqa: PLC0415
-
-    columns = joined(settings)
-    cluster = screening.cluster
-    plans = [_on_gpus(plan_of(columns, number, cluster), cluster) for number in range(len(columns))]
-    costs = priced(screening, plans, columns, recomputes)
-    starts = np.cumsum([0, *(len(some) for some in settings)])
-    grid = grids_of(explored.columns)
-    best = np.full(int(grid.max()) + 1, np.inf)
-    np.minimum.at(best, grid, explored.step_s)
-    better = []
-    for number, row in enumerate(rows):
-        last = float(np.partition(best, top - 1)[top - 1]) if len(best) >= top else np.inf
-        limit = min(last, float(best[grid[row]]), float(explored.step_s[row]))
-        numbers = range(int(starts[number]), int(starts[number + 1]))
-        found = solve(screening, framework, costs, numbers, recomputes, cutoff_s=limit)
-        if found.plan is not None:
-            better.append((found.plan, found.step_s))
-            best[grid[row]] = found.step_s
-    return better
-
-
-def _settings(
-    screening: Screening, nodes: Nodes, columns: PlanColumns, row: int, recomputes: Sequence[str]
-) -> PlanColumns:
-    """Return a row in the overlap modes and placements that could be best once its stages are filled: those that are
-    nearly as quick with the runtime's own stages, quickest first.
-    """
-    every = nodes.settings(columns.take(np.array([row])))
-    if len(every) == 1:
-        return every
-    shared = screening.blocks(every, recomputes)
-    steps = screening.plans(every, shared, np.arange(len(every))).step_s()
-    order = np.argsort(steps, kind="stable")[:SETTINGS]
-    return every.take(order[steps[order] <= steps[order[0]] * (1 + NEARLY)])
-
-
-def _pipelines(explored: Explored) -> list[int]:
-    """Return the best row of each pipeline, quickest first: what is decided with its stages makes no other one."""
-    c = explored.columns
-    names = (*NODE, "cp_method", "reshard")
-    same = distinct(*(getattr(c, name) for name in names))[1]
-    rows = np.argsort(explored.step_s, kind="stable")
-    rows = rows[c.pp[rows] > 1]
-    _, first = np.unique(same[rows], return_index=True)
-    return [int(row) for row in rows[np.sort(first)]]
-
-
 def _listed(
     explored: Explored,
-    staged: Sequence[tuple[Plan, float]],
+    filled: Filled,
     objective: str,
     cluster: Cluster,
     *,
@@ -293,12 +226,13 @@ def _listed(
 ) -> list[Plan]:
     """Return the plans to list, best first by the closed form."""
     if objective == "pareto":
-        return [_plan(explored, row, cluster) for row in pareto_rows(explored.step_s, explored.reserved_bytes)]
+        rows = pareto_rows(explored.step_s, explored.reserved_bytes)
+        return [plan_of_row(explored.columns, row, cluster) for row in rows] or [plan for plan, _ in filled.plans[:top]]
     values = explored.reserved_bytes if objective == "memory" else explored.step_s
     rows = ranked_rows(explored.columns, values, top=top, all_variants=all_variants)
-    found = [(float(values[row]), _plan(explored, row, cluster)) for row in rows]
-    if staged:
-        found = sorted([*found, *((step, plan) for plan, step in staged)], key=lambda pair: pair[0])
+    found = [(float(values[row]), plan_of_row(explored.columns, row, cluster)) for row in rows]
+    if filled.plans:
+        found = sorted([*found, *((step, plan) for plan, step in filled.plans)], key=lambda pair: pair[0])
     if not all_variants:
         first: dict[tuple[int, ...], tuple[float, Plan]] = {}
         for value, plan in found:
@@ -308,12 +242,23 @@ def _listed(
 
 
 def _account(
-    nodes: Nodes, explored: Explored, objective: str, finalists: Sequence[Finalist], *, seconds: float
+    nodes: Nodes,
+    explored: Explored,
+    filled: Filled,
+    objective: str,
+    finalists: Sequence[Finalist],
+    *,
+    seconds: float,
 ) -> SearchStats:
     """Return what the search went through, and how much its answer may be off."""
     memory = objective == "memory"
-    value = float((explored.reserved_bytes if memory else explored.step_s).min())
     listed = min(finalist.estimate.step_s.value for finalist in finalists)
+    status = "optimal within the model" if explored.complete else "best found within the time limit"
+    if not len(explored):  # nothing fits but pipelines filled in another way, of which not all were tried
+        status = "best of the pipelines tried"
+        explored = replace(explored, complete=False, bound=0.0 if memory else explored.floor_s)
+    values = explored.reserved_bytes if memory else explored.step_s
+    value = float(values.min(initial=np.inf)) if len(values) else listed
     gap = 0.0 if explored.complete else value / explored.bound - 1 if explored.bound > 0 else float("inf")
     beaten = explored.fitting - len(explored)
     pruned = {**nodes.pruned, **({"bound above the plans listed": beaten} if beaten else {})}
@@ -325,10 +270,12 @@ def _account(
         pruned=pruned,
         simulated=sum(finalist.simulated_s is not None for finalist in finalists),
         seconds=seconds,
-        status="optimal within the model" if explored.complete else "best found within the time limit",
+        status=status,
         objective=objective,
         bound_s=explored.floor_s if memory else min(explored.bound, listed),
         gap=gap,
+        filled=filled.solved,
+        filled_gap=filled.gap,
     )
 
 
@@ -369,18 +316,3 @@ def ranked_rows(table: PlanColumns, values: NDArray[np.float64], *, top: int, al
             rows.append(row)
             seen.add(grid)
     return rows
-
-
-def _plan(explored: Explored, row: int, cluster: Cluster) -> Plan:
-    """Return a row as a plan, with ranks placed on GPUs where that matters."""
-    return _on_gpus(plan_of(explored.columns, row, cluster), cluster)
-
-
-def _on_gpus(plan: Plan, cluster: Cluster) -> Plan:
-    """Return a plan placed on an irregular machine whose orders are too many to be choices of the search."""
-    if plan.placement or plan.gpus == 1 or not irregular(cluster):
-        return plan
-    from topology.placement import place  # noqa: PLC0415 - only irregular machines whose orders are too many to list
-
-    axes = {axis: int(getattr(plan, axis)) for axis in MESH_AXES if getattr(plan, axis) > 1}
-    return replace(plan, placement=tuple(place(cluster, axes)))

@@ -325,6 +325,9 @@ def search_line(result: SearchResult) -> str:
         f"{search.status} (gap {search.gap:.1%})",
         f"{search.seconds:.1f} s",
     ]
+    if search.filled:
+        proof = f"to {search.filled_gap:.1%}" if search.filled_gap > 5e-4 else "exactly"
+        parts.append(f"stages of {search.filled} pipelines filled {proof}")
     if search.pruned:
         parts.append("left out by bounds: " + ", ".join(f"{name} {n:,}" for name, n in search.pruned.items()))
     return "; ".join(parts)

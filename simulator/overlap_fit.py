@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from simulator.overlap_modes import OverlapRates, Parts, mode_s
 
 SPAN = 4.0  # how far a rate may move from its default; beyond that it would no longer be what its name says
-ISSUE_SPAN = 1.5  # and the host's calls of one operation and mode from what was counted
+ISSUE_SPAN = 4.0  # and the host's calls of one operation and mode from what was counted
 RATES = tuple(field.name for field in fields(OverlapRates) if field.name != "issue")
 
 

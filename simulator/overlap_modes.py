@@ -4,7 +4,8 @@ alone.
     nccl            collective and product, one after the other
     chunked         `SLICES` slices of every shard by NCCL, each beside one batched product of another slice
     ring            W - 1 hops to the neighbour, each beside the product of the shard at hand
-    copy_engine     pushes of whole shards, the library's product per shard; a reduce-scatter adds up in a pass at the end
+    copy_engine     pushes of whole shards, the library's product per shard; a reduce-scatter adds up in a pass at the end,
+                    or, where half a shard still fills the GPU, as its products are made: partial sums go round in halves
     fused           one kernel, tiles in the order in which pieces arrive; a reduce-scatter adds in the last tiles
     torch_symm_mem  as copy_engine, from a copy in symmetric memory and with a barrier before every shard
     one_shot, two_shot   all-reduce of a small tensor in one or two exchanges
@@ -40,8 +41,10 @@ SLICES = 4  # of a shard in `chunked`, as the executor cuts it
 LARGE_BYTES = 2**24  # shards from here on are pushed in two pieces beside the fused gather
 BAND_ROWS = 1024  # rows that the fused scatter finishes before it pushes them: eight tiles of 128
 MOST_BANDS = 8
-# What the host issues in a call: always, and for every other rank. A launch, a copy, a flag, an event and a collective
-# count one each; autograd and views are in the first number. Counted in executor/overlap; `host_s` is the time of one.
+# What the host issues in a call: always, and for every other rank, in calls of torch: a launch, a copy, an event or a
+# collective through Python each count one. Our own pushes go to the driver at a third of that. Counted in executor/overlap,
+# checked with calls of tiny products on two H200 (90, 122 to 202, 70 and 87 us in turn for copy_engine and fused); `host_s`
+# is the time of one.
 HOST_CALLS = {
     (GATHER, "nccl"): (4, 0),
     (SCATTER, "nccl"): (4, 0),
@@ -49,15 +52,17 @@ HOST_CALLS = {
     (SCATTER, "chunked"): (2 + 3 * SLICES, 0),
     (GATHER, "ring"): (3, 4),
     (SCATTER, "ring"): (2, 5),
-    (GATHER, "copy_engine"): (8, 2),
-    (SCATTER, "copy_engine"): (5, 4),
-    (GATHER, "fused"): (9, 0.25),
-    (SCATTER, "fused"): (8, 2),
+    (GATHER, "copy_engine"): (2.75, 1),
+    (SCATTER, "copy_engine"): (4.5, 2.25),
+    (GATHER, "fused"): (2.5, 0.4),
+    (SCATTER, "fused"): (3, 0.6),
     (GATHER, "torch_symm_mem"): (9, 2),
     (SCATTER, "torch_symm_mem"): (7, 2),
 }
 REGATHER_CALLS = {"chunked": (2, 0), "ring": (2, 0), "nccl": (2, 0), "torch_symm_mem": (4, 2)}  # others as below
-REGATHER_PUSHED = (4, 2)
+REGATHER_PUSHED = (1.5, 0.7)
+HALF_TILES = (256, 256)  # rows and columns of a shard for each tile (128 rows) of the library in half a shard
+FULL = 0.9  # of the GPU that they have to fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,50 +93,52 @@ class Parts:
     """Reading or writing a shard once in memory."""
     products: Value = 1
     first_s: Value = 0.0
+    relays: Value = False
+    """Whether a scatter's partial sums go round; see `relayed`."""
     queued_s: Value = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapRates:
     """What the modes add, the same for every shape. Ratios are to the parts, so that they carry over to other machines.
+    Defaults: fitted to two and four H200 (`examples/profiles/h200x4.json`), assumed elsewhere.
 
     `issue` are factors, by `operation mode`, on the host's seconds as `HOST_CALLS` count them: what was measured.
     """
 
     copy_latency_s: float = 1.7e-5
     """What a push adds to the bytes over the rate: the engine's start and the flag behind it."""
-    signal_s: float = 6e-6
+    signal_s: float = 3e-6
     """A flag seen by a stream or a kernel that waits, or a barrier of all ranks."""
-    hop_ratio: float = 1.0
+    hop_ratio: float = 1.3
     """A hop that all ranks make at once over one between two that are alone, for each pair of ranks."""
-    cold: float = 1.05
+    cold: float = 1.04
     """A product behind a collective over one behind its like: caches and clocks were the other's."""
-    gap_s: float = 6e-6
+    gap_s: float = 8e-6
     """From NCCL's stream to the product's and back."""
-    step_gap_s: float = 1.5e-5
+    step_gap_s: float = 1.7e-5
     """The same for each of many steps: collectives and products wait for each other's end, kernel by kernel."""
-    beside: float = 0.1
+    beside: float = 0.02
     """Seconds that the library's products lose for each second of copies beside them: memory and power are shared."""
-    fused_beside: float = 0.05
+    torch_beside: float = 0.33
+    """The same in torch's operator, which also has its products on two streams by turns."""
+    fused_beside: float = 0.07
     """The same for the fused kernel."""
     collective_beside: float = 0.9
     """The same for a collective of NCCL that is there first and holds its multiprocessors."""
-    behind_beside: float = 0.6
+    behind_beside: float = 0.42
     """The same where the product is there first: the collective gets what its tiles leave."""
-    collective_slowed: float = 0.5
+    collective_slowed: float = 0.37
     """Seconds that such a collective loses for each second of a product beside it."""
-    fused_ratio: float = 1.02
+    fused_ratio: float = 0.95
     """The fused kernel's product alone over the library's."""
-    fused_tail_s: float = 1.8e-5
+    fused_tail_s: float = 1.5e-5
     """Launch of the fused kernel with its copies, and what its last wave leaves idle."""
-    fused_sums: float = 2.0
+    fused_sums: float = 1.2
     """Times that the fused scatter's last tiles read what arrived, at memory rate: few wait for each other's loads."""
     host_s: float = 2.4e-5
     """One call of the host. What is issued more slowly than it runs takes as long as issuing it."""
     issue: Mapping[str, float] = field(default_factory=dict)
-
-
-SOURCE = "assumed, as on 4 H200: examples/validation/overlap_4xH200.md"
 
 
 def mode_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Value:
@@ -166,13 +173,18 @@ def device_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Va
     elif mode == "ring":
         together = _ring_s(operation, parts, rates)
     elif mode == "copy_engine":
-        together = _copy_engine_s(operation, parts, rates, barrier_s=0.0)
+        together = _copy_engine_s(operation, parts, rates)
     elif mode == "torch_symm_mem":
         copied_in = 2 * parts.stream_s if operation == GATHER else 0.0
-        together = copied_in + _copy_engine_s(operation, parts, rates, barrier_s=rates.signal_s)
+        together = copied_in + _copy_engine_s(operation, parts, rates, by_torch=True)
     else:
         together = _fused_s(operation, parts, rates)
     return np.where(parts.ranks > 1, together, parts.product_s)
+
+
+def relayed(shard_rows: Value, columns: Value, processors: float) -> Value:
+    """Return where the executor's copy_engine scatter passes partial sums round, for a GPU's multiprocessors."""
+    return np.ceil(shard_rows / HALF_TILES[0]) * np.ceil(columns / HALF_TILES[1]) >= FULL * processors
 
 
 def push_s(parts: Parts, rates: OverlapRates, pieces: Value = 1) -> Value:
@@ -214,16 +226,24 @@ def _ring_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
     return np.maximum(piece, parts.queued_s) + (parts.ranks - 1) * (step + adding)
 
 
-def _copy_engine_s(operation: str, parts: Parts, rates: OverlapRates, *, barrier_s: float) -> Value:
-    others, push = parts.ranks - 1, push_s(parts, rates) + barrier_s
+def _copy_engine_s(operation: str, parts: Parts, rates: OverlapRates, *, by_torch: bool = False) -> Value:
+    """`by_torch`: with a barrier before every shard, and partial results added up at the end only."""
+    others, push = parts.ranks - 1, push_s(parts, rates) + (rates.signal_s if by_torch else 0.0)
     copied = np.minimum(others * parts.copy_s, parts.ranks * parts.shard_product_s)
-    piece = parts.shard_product_s + rates.beside * copied / parts.ranks
+    piece = parts.shard_product_s + (rates.torch_beside if by_torch else rates.beside) * copied / parts.ranks
     if operation == GATHER:
         # Shard after shard is pushed; each is multiplied when its flag is seen, the own one meanwhile.
         waited = np.maximum(push + others * piece, others * push + piece)
         return np.maximum(parts.ranks * piece, waited) + others * rates.signal_s
     sent = _piped_s(piece, push, others, parts.queued_s)
-    return np.maximum(parts.ranks * piece, sent) + rates.signal_s + (parts.ranks + 1) * parts.stream_s
+    at_the_end = np.maximum(parts.ranks * piece, sent) + rates.signal_s + (parts.ranks + 1) * parts.stream_s
+    if by_torch:
+        return at_the_end
+    # A half is multiplied on top of what has arrived, and may arrive and leave while the other half is.
+    half, leave = (piece + parts.stream_s) / 2, push_s(parts, rates, 2)
+    step = np.maximum(2 * half, np.maximum(half + leave + rates.signal_s, 2 * leave))
+    round_about = np.maximum(half, parts.queued_s) + half + others * step
+    return np.where(parts.relays, round_about, at_the_end)
 
 
 def _fused_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
@@ -232,7 +252,7 @@ def _fused_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
         bands = np.clip(np.ceil(parts.shard_rows / BAND_ROWS), 1, MOST_BANDS)
         fused = _fused_product_s(parts, parts.product_s, bands, rates, scatter=True)
         fused = fused + rates.fused_sums * (parts.ranks + 1) * parts.stream_s
-        return np.where(parts.products > 1, _copy_engine_s(operation, parts, rates, barrier_s=0.0), fused)
+        return np.where(parts.products > 1, _copy_engine_s(operation, parts, rates), fused)
     first = np.where(parts.products > 1, parts.first_s, parts.product_s)
     pieces = np.where(parts.shard_bytes >= LARGE_BYTES, 2, 1)
     return _fused_product_s(parts, first, pieces, rates, scatter=False) + parts.product_s - first

@@ -16,7 +16,8 @@ from simulator.calibration_fit import calibrated
 from simulator.collectives import CollectiveModel, collective_model
 from simulator.operators import Work, WorkKind
 from simulator.overlap_fit import RATES, TimedMode, fit_rates, mean_error
-from simulator.overlap_modes import EXECUTED, GATHER, SCATTER, SLICES, OverlapRates, Parts, issue_s
+from simulator.overlap_modes import EXECUTED, GATHER, SCATTER, SLICES, OverlapRates, Parts, issue_s, relayed
+from simulator.overlap_sites import modes_in
 from simulator.roofline import Roofline
 from simulator.runtime import DTYPE_BYTES
 from simulator.site_costs import LARGE_COPY_BYTES, SITE_MODES, Shape, SiteRates
@@ -120,6 +121,7 @@ def _parts(
         hop_s=sample.hop_s or float(collectives.time_s("send_recv", size, pair)[0]),
         stream_s=shard / roofline.memory_bytes_per_s,
         products=len(sample.columns),
+        relays=bool(relayed(sample.rows / ranks, sample.columns[0], roofline.gpu.sm_count)),
         first_s=sample.first_s or whole * sample.columns[0] / sum(sample.columns),
     )
 
@@ -167,6 +169,14 @@ def sites_of(profile: Profile | None, cluster: Cluster) -> SiteRates:
         _known.pop(next(iter(_known)))
     _known[id(profile)] = (profile, kind.name, found)
     return found
+
+
+def assumed_of(tp_overlap: str, profile: Profile | None, cluster: Cluster) -> tuple[str, ...]:
+    """Return what an estimate of a plan with these overlap modes assumes, in words; nothing where it was measured."""
+    ours = [mode for mode in modes_in(tp_overlap) if mode in SITE_MODES]
+    if not ours or sites_of(profile, cluster).source != "assumed":
+        return ()
+    return (f"overlap {', '.join(ours)} as measured on H200s (planner calibrate measures it here)",)
 
 
 def with_rates(profile: Profile, cluster: Cluster) -> Profile:

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 
 from simulator.group_times import GroupTimes
 from simulator.operators import Work
-from simulator.overlap_modes import GATHER, SCATTER, SLICES, OverlapRates, Parts, Value, device_s, issue_s
+from simulator.overlap_modes import GATHER, SCATTER, SLICES, OverlapRates, Parts, Value, device_s, issue_s, relayed
 from simulator.overlap_sites import SITES
 from simulator.plan_table import Floats
 from simulator.roofline import Roofline
+from simulator.runtime import DTYPE_BYTES
 
 Rows = NDArray[np.bool_]
 SITE_MODES = ("chunked", "ring", "copy_engine", "fused")  # words of plans that are modes of the executor's own
@@ -104,7 +105,7 @@ def parts_of(
     op: str, products: Products, whole_s: Value, nbytes: Value, groups: GroupTimes, roofline: Roofline, ranks: Value
 ) -> Parts:
     """Return the parts of a collective (`op`, `nbytes` in all, over tensor-parallel ranks) and its products."""
-    shard = nbytes / ranks
+    shard, element = nbytes / ranks, float(DTYPE_BYTES.get(roofline.dtype, 2))
     return Parts(
         ranks=ranks,
         shard_bytes=shard,
@@ -119,6 +120,7 @@ def parts_of(
         stream_s=shard / roofline.memory_bytes_per_s,
         products=products.count,
         first_s=products.first_s,
+        relays=relayed(products.rows / ranks, nbytes / element / np.maximum(products.rows, 1.0), roofline.gpu.sm_count),
     )
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from topology.cluster import Cluster, Finding, LinkKind, LinkState, Node, Severity
+from topology.cluster import Cluster, Finding, LinkKind, LinkState, Node
 from topology.finding import ERROR, INFO, WARNING, names
 from topology.health_cost import (
     Cost,
@@ -23,10 +24,12 @@ from topology.health_cost import (
     without_nvlink,
     without_text,
 )
-from topology.health_item import HealthItem
+from topology.health_item import HealthItem, item_of
 from topology.health_measured import check_measured
 from topology.measured import Measured
 from topology.node_rates import NodeRates
+
+_item = partial(item_of, "links")
 
 __all__ = ["Health", "HealthItem", "diagnose"]
 
@@ -328,25 +331,3 @@ def _merged(items: Iterable[HealthItem]) -> list[HealthItem]:
         reasons = dict.fromkeys(reason for one in (other, item) for reason in one.why.split("; "))
         kept[key] = replace(worst, why="; ".join(reasons), cost=other.cost or item.cost)
     return list(kept.values())
-
-
-def _item(
-    code: str,
-    severity: Severity,
-    what: str,
-    why: str,
-    consequence: str,
-    remedy: str,
-    *,
-    gpus: tuple[int, ...] = (),
-) -> HealthItem:
-    return HealthItem(
-        code=code,
-        severity=severity,
-        what=what,
-        why=why,
-        consequence=consequence,
-        remedy=remedy,
-        gpus=gpus,
-        source="links",
-    )

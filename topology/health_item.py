@@ -25,3 +25,28 @@ class HealthItem:
     gpus: tuple[int, ...] = ()
     cost: Cost | None = None
     source: str = ""
+
+
+def item_of(
+    source: str,
+    code: str,
+    severity: Severity,
+    what: str,
+    why: str,
+    consequence: str,
+    remedy: str,
+    gpus: tuple[int, ...] = (),
+    cost: Cost | None = None,
+) -> HealthItem:
+    """Return an item as its check writes it: in the order in which it is read."""
+    return HealthItem(
+        code=code,
+        severity=severity,
+        what=what,
+        why=why,
+        consequence=consequence,
+        remedy=remedy,
+        gpus=gpus,
+        cost=cost,
+        source=source,
+    )

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
-from topology.cluster import Cluster, Severity
+from topology.cluster import Cluster
 from topology.finding import ERROR, INFO, WARNING, names
 from topology.groups import GroupShape, group_rates
 from topology.health_cost import REFERENCE_BYTES, Cost, as_expected
-from topology.health_item import HealthItem
+from topology.health_item import HealthItem, item_of
 from topology.measured import HOST, Flow, GroupSample, Measured, colliding_flows, gpu_index, shared_groups, typical
 from topology.node_rates import NodeRates
+
+_item = partial(item_of, "measured")
 
 PAIR_OUTLIER = 0.8  # of its class: runs of one point differ by 3 % (median) to 17 % (90th percentile)
 NVLINK_SHARE = 0.75  # of the link rate: copies reach 396 of 450 GB/s, 88 % (NVIDIA/nccl#1264)
@@ -381,26 +384,3 @@ def _together(measured: Measured, shared: Sequence[Sequence[int]]) -> list[Healt
             )
         )
     return found
-
-
-def _item(
-    code: str,
-    severity: Severity,
-    what: str,
-    why: str,
-    consequence: str,
-    remedy: str,
-    gpus: tuple[int, ...] = (),
-    cost: Cost | None = None,
-) -> HealthItem:
-    return HealthItem(
-        code=code,
-        severity=severity,
-        what=what,
-        why=why,
-        consequence=consequence,
-        remedy=remedy,
-        gpus=gpus,
-        cost=cost,
-        source="measured",
-    )

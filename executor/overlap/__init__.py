@@ -96,8 +96,9 @@ def captured(call: Callable[..., Any], *samples: Tensor) -> Callable[..., Any]:
 
     `call` takes tensors (all that gradients shall flow to, weights among them) and returns tensors; shapes and
     `requires_grad` are those of the samples. A replay costs the host one launch whatever the call consists of. Results lie
-    in memory of the graph until the next replay. The fused reduce-scatter runs as copy engines between products there,
-    and exchanges by copy engines are fenced by two barriers instead of taking turns with two buffers.
+    in memory of the graph until the next replay. Reduce-scatters of the modes copy_engine and fused send whole
+    shards there and add them up after the last product, and exchanges by copy engines are fenced by two barriers instead
+    of taking turns with two buffers.
     """
     return torch.cuda.make_graphed_callables(call, samples)
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from executor.kernels.launching import Prepared
 
 LARGEST_BYTES = 8 * 2**20
-LARGEST_FLAGGED_BYTES = 2**17
+# What flagged words send in addition, (W - 1)·n bytes, in the time that an exchange of flags takes: 2.2 us on two H200
+# (examples/validation/overlap_2xH200.md), where NVLink carries 350 GB/s.
+FLAGGED_SAVE_BYTES = 768 * 2**10
 TWO_SHOT_SAVES_BYTES = 1.5 * 2**20
 FLAGS = 2 * MAX_PROGRAMS  # of one source: two exchanges
 MAX_COLUMNS = 16384  # one row is one program's registers
@@ -115,7 +117,7 @@ def flagged(numel: int, itemsize: int) -> Launch | None:
 def _prepare(space: symmetric.Workspace, x: Tensor, out: Tensor, launch: Launch | None) -> Callable[..., None]:
     aligned = (x.data_ptr() | out.data_ptr()) % ALIGNMENT == 0
     small = flagged(x.numel(), x.element_size()) if aligned else None
-    if launch is None and small is not None and x.numel() * x.element_size() <= LARGEST_FLAGGED_BYTES:
+    if launch is None and small is not None and (space.world - 1) * x.numel() * x.element_size() <= FLAGGED_SAVE_BYTES:
         launch = small
     launch = launch or launch_for(x.numel(), x.element_size(), space.world, x.device)
     if launch.shots == 0:

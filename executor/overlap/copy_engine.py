@@ -17,8 +17,9 @@ from executor.overlap.mode import Pair, products, shard_rows
 from executor.overlap.nccl import Nccl
 from executor.overlap.relay import relay_sum
 
-TILE = (128, 256)  # rows and columns of an output tile of cuBLAS's large kernels on Hopper
-FULL = 0.9  # of the GPU has to be filled by a piece's tiles
+# On two H200 the two ways were equally fast at 3 x 67 MB, the relay slower at 3 x 34 MB (249 and 189 us at 8192 x 4096 x
+# 1024; examples/validation/overlap_2xH200.md).
+LARGEST_ADDED_BYTES = 2**27
 
 
 class CopyEngine(Nccl):
@@ -52,13 +53,14 @@ class CopyEngine(Nccl):
             return super().matmul_scatter(pairs, group)
         rows = shard_rows(x.shape[0], group)
         shape = (rows, operand.shape[1])
-        pieces = pieces_of_relay(*shape, processors(x.device))
-        if pieces > 1:
+        # In a graph only kernels can wait. One that spins beside the product that its peer waits for may keep a
+        # multiprocessor from it, for ever; slots are waited for after the last product.
+        if relays(world, *shape, x.element_size()) and not torch.cuda.is_current_stream_capturing():
 
             def multiply(shard: int, first: int, last: int, out: Tensor, add: bool) -> None:
                 products(pairs, shard * rows + first, shard * rows + last, out, add=add)
 
-            return relay_sum(multiply, shape, x.dtype, group, x.device, pieces=pieces)
+            return relay_sum(multiply, shape, x.dtype, group, x.device, pieces=2)
 
         def make(shard: int, out: Tensor) -> None:
             products(pairs, shard * rows, (shard + 1) * rows, out)
@@ -81,10 +83,9 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def pieces_of_relay(rows: int, columns: int, processors: int) -> int:
-    """Return into how many pieces of rows a shard is cut for the relay; 1 means that it is not worth cutting.
+def relays(world: int, rows: int, columns: int, itemsize: int) -> bool:
+    """Say whether parts of (rows, columns) are relayed in pieces, or sent whole to slots and added up.
 
-    A piece should fill the GPU with output tiles of the library's size, or products of pieces take longer than the whole.
+    Adding reads and writes W + 1 parts after the last product; the relay does not, for more launches and signals.
     """
-    tiles = -(-rows // (2 * TILE[0])) * -(-columns // TILE[1])
-    return 2 if tiles >= FULL * processors else 1
+    return (world + 1) * rows * columns * itemsize >= LARGEST_ADDED_BYTES

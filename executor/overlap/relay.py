@@ -34,7 +34,7 @@ class RelayPlan:
 
 
 class Relaying(Moving):
-    """A relay under way."""
+    """A relay under way; not in a graph, where a stream cannot wait for a word."""
 
     def __init__(
         self, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device, bounds: Bounds
@@ -63,14 +63,17 @@ class Relaying(Moving):
 
     def fetch(self, step: int, piece: int, target: Tensor) -> None:
         """Have the partial sum of a step of the rank before copied to `target`; the current stream waits for it."""
-        self.wait(self.plan.awaited[step][piece], (self.space.rank - 1) % self.space.world, on=self.side)
+        flag = self.plan.awaited[step][piece]
+        stream_ops.wait_word(flag, 1, self.side)
         nbytes = target.numel() * target.element_size()
         stream_ops.copy(target.data_ptr(), self.plan.fetched[step][piece], nbytes, self.side)
         self.space.order(first=self.side, then=self.current)
+        stream_ops.write_word(flag, 0, self.side)  # for the next call; the product need not wait for this
 
     def tell(self, step: int, piece: int) -> None:
         """Tell the next rank that the current stream has made its partial sum."""
-        self.raise_flag(self.plan.raised[step][piece], on=self.current)
+        self.space.order(first=self.current, then=self.signals)
+        stream_ops.write_word(self.plan.raised[step][piece], 1, self.signals)
 
 
 def relay_sum(

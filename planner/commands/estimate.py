@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -110,6 +111,7 @@ def estimate(
             },
             runtime={"name": runtime or "torchtitan", "compile": compile_model, "param_dtype": param_dtype},
         )
+    asked = _with_assumed(asked, measured)
     problems, estimated = answer(asked, measured)
     if json:
         output.emit_json(document(asked, problems, estimated))
@@ -128,7 +130,7 @@ def _answer_list(raw: list[dict[str, Any]], profile: Any, *, json: bool) -> None
     documents = []
     for index, data in enumerate(raw):
         try:
-            case = load_case(data)
+            case = _with_assumed(load_case(data), profile)
             problems, estimated = answer(case, profile)
         except UserError as error:
             documents.append(_unreadable(case_id(data), str(error)))
@@ -176,6 +178,13 @@ def document(case: Case, problems: tuple[Problem, ...], estimated: Estimate | No
         "runtime": codec.to_builtins(case.runtime),
         "estimate": None if estimated is None else codec.to_builtins(estimated),
     }
+
+
+def _with_assumed(case: Case, profile: Any) -> Case:
+    """Return the case with what its overlap modes assume: rates of another machine, where no profile has measured them."""
+    from simulator.overlap_samples import assumed_of  # noqa: PLC0415 - keeps `--help` light
+
+    return replace(case, assumed=(*case.assumed, *assumed_of(case.plan.tp_overlap, profile, case.cluster)))
 
 
 def answer(case: Case, profile: Any) -> tuple[tuple[Problem, ...], Estimate | None]:

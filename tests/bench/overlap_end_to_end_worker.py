@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from executor import overlap, symmetric
 from executor.records import Deadline, Recorder
 
-ROUNDS, STEPS = 5, 4
+ROUNDS, STEPS = 5, 3
 FUSED = ("symm_mem::fused_all_gather_matmul", "symm_mem::fused_matmul_reduce_scatter")
 
 
@@ -278,7 +278,7 @@ def measure(size: Size, tokens: int, recorder: Recorder, deadline: Deadline) -> 
     steps: dict[str, Steps] = {"chosen modes": ours(modes), "nccl mode": ours(dict.fromkeys(modes, "nccl"))}
     losses = {name: float(step()) for name, step in steps.items()}
     for name, kind in (("DTensor", Block), ("async TP", AsynchronousBlock)):
-        if not left(deadline, 45):
+        if not left(deadline, 25):
             recorder.missing(f"{size.name}: {name}")
             continue
         blocks = with_dtensor(blocks_of(size, kind), mesh, asynchronous=kind is AsynchronousBlock)
@@ -311,7 +311,7 @@ def main() -> None:
     enable_symm_mem_for_group(dist.group.WORLD.group_name)
     recorder, deadline = Recorder(options.out if rank == 0 else None), Deadline.since_launch(options.seconds)
     for size in SIZES:
-        if not left(deadline, 60):
+        if not left(deadline, 40):
             recorder.missing(size.name)
             continue
         measure(size, options.tokens, recorder, deadline)

@@ -2,8 +2,9 @@
 
 Run as `python3 tests/bench/overlap_profile.py PROFILE.json CLUSTER TABLE.json RUN[:MODE,MODE...]... --taken-at TIME
 --command TEXT`. TABLE is what `overlap_report.py` writes, RUN one of its runs; with modes (`gather/fused`, `nccl`, ...) only
-their times are taken. Later runs on the command line replace the same times of earlier ones. TIME and TEXT say when and by
-what the table was measured. Everything else in the profile stays as it is, byte for byte.
+their times are taken. Later runs on the command line replace the same times of earlier ones. Shapes that the profile has
+are replaced, others added. TIME and TEXT say when and by what the table was measured. Everything else in the profile stays
+as it is, byte for byte.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from executor.records import read_records  # noqa: E402 - the path comes first
 from simulator.overlap_modes import EXECUTED, GATHER  # noqa: E402 - the path comes first
 from simulator.overlap_samples import rate_errors, with_rates  # noqa: E402
 from topology import codec  # noqa: E402
@@ -57,6 +59,13 @@ def samples_of(records: list[dict[str, Any]], runs: list[str], run: str = "") ->
     )
 
 
+def table_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a report's JSON, or of one run's JSON lines, which are then of a run of the file's name."""
+    if path.suffix == ".json":
+        return list(json.loads(path.read_text()))
+    return [{"run": path.stem, **record} for record in read_records(path)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("profile", type=Path)
@@ -64,12 +73,13 @@ def main() -> None:
     parser.add_argument("table", type=Path)
     parser.add_argument("runs", nargs="+")
     parser.add_argument("--taken-at", required=True, help="when the table was measured, ISO 8601")
+    parser.add_argument("--machine", default="", help="what it was measured on; default: the profile's own machine")
     parser.add_argument("--command", required=True, help="what measured it")
     options = parser.parse_args()
-    text, records = options.profile.read_text(), json.loads(options.table.read_text())
-    kept = replace(codec.convert(json.loads(text), Profile, where=str(options.profile)), overlap=(), overlap_rates={})
+    text, records = options.profile.read_text(), table_records(options.table)
+    kept = codec.convert(json.loads(text), Profile, where=str(options.profile))
     run = Provenance(
-        machine=kept.machine,
+        machine=options.machine or kept.machine,
         gpu=kept.gpu,
         gpus=max(r["world"] for r in records if r["kind"] == "shape"),
         driver=kept.driver,
@@ -78,7 +88,8 @@ def main() -> None:
         command=options.command,
     )
     name = run_name(run)
-    samples = samples_of(records, options.runs, name)
+    found = {sample.key: sample for sample in (*kept.overlap, *samples_of(records, options.runs, name))}
+    samples = tuple(found.values())
     machine = cluster(options.cluster)
     profile = with_rates(replace(kept, overlap=samples, runs={**kept.runs, name: run}), machine)
     check_profile(profile)

@@ -15,18 +15,27 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from executor.records import read_records  # noqa: E402 - the path comes first
 from simulator.collectives import CollectiveModel, collective_model  # noqa: E402
 from simulator.overlap_fit import TimedMode, fit_rates, mean_error  # noqa: E402
 from simulator.overlap_modes import EXECUTED, GATHER, OverlapRates, choose  # noqa: E402
 from simulator.overlap_samples import rates_as_numbers, timed_modes  # noqa: E402
 from simulator.roofline import Roofline  # noqa: E402
-from tests.bench.overlap_profile import samples_of  # noqa: E402
+from tests.bench.overlap_profile import samples_of, table_records  # noqa: E402
 from topology.catalog import cluster  # noqa: E402
 from topology.samples import OverlapSample  # noqa: E402
 
 Machine = tuple[Roofline, CollectiveModel]
 Shapes = list[tuple[OverlapSample, list[TimedMode]]]
+
+
+SUMS = {
+    "nccl": "NCCL",
+    "torch": "PyTorch, any tensor",
+    "torch_one_shot": "PyTorch one-shot, symmetric",
+    "torch_two_shot": "PyTorch two-shot, symmetric",
+    "own": "own, any tensor",
+    "own in place": "own in place, any tensor",
+}
 
 
 def timed(samples: tuple[OverlapSample, ...], machine: Machine) -> Shapes:
@@ -125,19 +134,17 @@ def other_lines(found: list[dict[str, Any]]) -> list[str]:
     for how in ("graph", "eager"):
         rows = [r for r in sums if r["how"] == how]
         if rows:
-            names = ["nccl", "torch", "torch_one_shot", "torch_two_shot", "own"]
-            best = ["best own variant"] if how == "graph" else []
+            names = [name for name in SUMS if name in rows[0]["seconds"]]
             lines += [
                 "",
                 f"All-reduce, µs, {'from a captured graph' if how == 'graph' else 'launched one by one'}:",
                 "",
-                "| bytes | " + " | ".join(names + best) + " |",
-                "|---:|" + "---:|" * len(names + best),
+                "| bytes | " + " | ".join(SUMS[name] for name in names) + " | best own variant |",
+                "|---:|" + "---:|" * (len(names) + 1),
             ]
         for r in rows:
             s = r["seconds"]
-            own = [s[name] for name in s if name.startswith("own")]
-            numbers = [s[name] for name in names] + ([min(own)] if how == "graph" else [])
+            numbers = [*(s[name] for name in names), min(s[name] for name in s if name.startswith("own"))]
             lines.append(f"| {r['bytes']:,} | " + " | ".join(f"{1e6 * number:.1f}" for number in numbers) + " |")
     norms = [r for r in found if r["kind"] == "norm"]
     if norms:
@@ -154,14 +161,40 @@ def other_lines(found: list[dict[str, Any]]) -> list[str]:
             + " |"
             for r in norms
         ]
+    for r in found:
+        if r["kind"] == "host":
+            lines += ["", f"Host time of a call on tiny tensors after an idle moment, µs: {_listed(r['seconds'])}."]
+    signals = {r["what"]: r["seconds"] for r in found if r["kind"] == "signal"}
+    if signals:
+        lines += ["", f"Signals and small operations, one after the other, µs each: {_listed(signals)}."]
+    copies = [f"{r['bytes']:,} bytes {r['bytes'] / r['seconds'] / 1e9:,.0f}" for r in found if r["kind"] == "copy"]
+    if copies:
+        lines += ["", f"Copy engine to a peer, GB/s: {', '.join(copies)}."]
     return lines
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    """Records of one run; those of a report made before (a list) know their runs."""
-    if path.suffix == ".json":
-        return list(json.loads(path.read_text(encoding="utf-8")))
-    return [{"run": path.stem, **r} for r in read_records(path)]
+def _listed(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {1e6 * value:.1f}" for name, value in seconds.items())
+
+
+def step_lines(found: list[dict[str, Any]]) -> list[str]:
+    """Training steps of `overlap_end_to_end.py`, and the modes that were chosen for them."""
+    steps = [r for r in found if r["kind"] == "step"]
+    if not steps:
+        return []
+    lines = ["", "## Training steps", ""]
+    for r in found:
+        if r["kind"] == "chosen":
+            lines.append(f"- {r['model']}: " + ", ".join(f"{site} {mode}" for site, mode in r["modes"].items()))
+        if r["kind"] == "numbers":
+            losses = ", ".join(f"{name} {loss:.4f}" for name, loss in r["first_losses"].items())
+            lines.append(f"- {r['model']}, loss of the first step: {losses}")
+    lines += ["", "| model | way | ms | tokens/s | PyTorch's fused operators in a step |", "|---|---|---:|---:|---:|"]
+    lines += [
+        f"| {r['model']} | {r['what']} | {1e3 * r['seconds']:.1f} | {r['tokens'] / r['seconds']:,.0f} | {r['fused']} |"
+        for r in steps
+    ]
+    return lines
 
 
 def main() -> None:
@@ -174,7 +207,7 @@ def main() -> None:
     options = parser.parse_args()
     here = cluster(options.cluster)
     machine = (Roofline(gpu=here.slowest_kind), collective_model(here))
-    found = [r for path in options.records for r in _records(Path(path))]
+    found = [r for path in options.records for r in table_records(Path(path))]
     lines = [f"# {options.title}"]
     for note in options.note:
         lines += ["", note]
@@ -187,6 +220,7 @@ def main() -> None:
             said, rates = model_lines(known)
             choices = {(s.operation, s.rows, s.columns, s.depth): chosen((s, modes), rates) for s, modes in known}
             lines += ["", f"## {run}", "", *shape_lines(shapes, choices), "", *said]
+    lines += step_lines(found)
     lines += ["", "## Kernels", *other_lines(found)]
     Path(f"{options.stem}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     text = "[\n" + ",\n".join(json.dumps(r) for r in found) + "\n]\n"

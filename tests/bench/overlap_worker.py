@@ -103,7 +103,11 @@ def captured(bench: Bench, iterations: int) -> None:
     for operation in ("all_gather_matmul", "matmul_reduce_scatter"):
         for mode in CHANGING:
             gathers = operation == "all_gather_matmul"
-            rows, depth, columns = 2048 * bench.world, 256, 4096
+            rows, depth, columns = (
+                2048 * bench.world,
+                256,
+                2048,
+            )  # so small that no way of adding is chosen but the graph's
             x = bench.draw(rows // bench.world if gathers else rows, depth).requires_grad_()
             weight = bench.draw(columns, depth).requires_grad_()
 
@@ -171,7 +175,7 @@ def check(bench: Bench, iterations: int, modes: tuple[str, ...]) -> None:
         Shape(rows=100 * bench.world, depth=200, columns=136, weights=2),
         Shape(rows=1320 * bench.world, depth=1096, columns=776),
         Shape(rows=4096, depth=1024, columns=2048),
-        Shape(rows=4096 * bench.world, depth=136, columns=2056),
+        Shape(rows=4096 * bench.world, depth=136, columns=6152),
     ]
     for operation in verify_overlap.OPERATIONS:
         for mode in modes:
@@ -193,7 +197,7 @@ def check(bench: Bench, iterations: int, modes: tuple[str, ...]) -> None:
                     "all_reduce", mode, shape, bench.group, device=bench.device, dtype=dtype, iterations=3
                 ))  # fmt: skip
                 verify_overlap.poison([bench.group])
-    small, large = Shape(rows=1024, depth=512, columns=1024), Shape(rows=4096 * bench.world, depth=128, columns=2048)
+    small, large = Shape(rows=1024, depth=512, columns=1024), Shape(rows=4096 * bench.world, depth=128, columns=6144)
     for operation, mode, shape in (
         ("all_gather_matmul", "copy_engine", small), ("matmul_reduce_scatter", "copy_engine", small),
         ("matmul_reduce_scatter", "copy_engine", large), ("all_gather_matmul", "fused", small),
@@ -371,7 +375,9 @@ def host(bench: Bench) -> None:
         calls[f"gather {mode}"] = lambda mode=mode: overlap.all_gather_matmul(x, (weight,), bench.group, mode=mode)
         calls[f"scatter {mode}"] = lambda mode=mode: overlap.matmul_reduce_scatter(x, weight, bench.group, mode=mode)
     large, wide = bench.draw(4096, 2048), bench.draw(8192, 2048)
-    calls["scatter relay, large"] = lambda: overlap.matmul_reduce_scatter(large, wide, bench.group, mode="copy_engine")
+    calls["scatter copy_engine, large"] = lambda: overlap.matmul_reduce_scatter(
+        large, wide, bench.group, mode="copy_engine"
+    )
     calls["gather fused, large"] = lambda: overlap.all_gather_matmul(large, (wide,), bench.group, mode="fused")
     found = {}
     with torch.no_grad():
@@ -521,6 +527,7 @@ def sums(bench: Bench) -> None:
             inside, "sum", bench.group.group_name
         )
         calls["own"] = lambda x=x: all_reduce.all_reduce(x, bench.group)
+        calls["own in place"] = lambda x=x: all_reduce.all_reduce(x, bench.group, out=x)
         for shots in (1, 2):
             cut = replace(all_reduce.launch_for(x.numel(), 2, bench.world, bench.device), shots=shots)
             calls[f"own {shots} shot"] = lambda x=x, cut=cut: all_reduce.all_reduce(x, bench.group, launch=cut)

@@ -201,3 +201,46 @@ def test_a_rank_that_is_far_ahead_waits_instead_of_overwriting() -> None:
             moving.finish()
 
     on_ranks(2, run)
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_call_issues_no_more_than_it_has_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Per piece sent: a copy and a word set; per piece awaited: a wait and a word lowered. Plans are worked out once."""
+    issued: dict[int, list[str]] = {}
+
+    def counted(name: str, call: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            issued.setdefault(threading.get_ident(), []).append(name)
+            call(*args)
+
+        return run
+
+    for name in ("copy", "write_word", "wait_word"):
+        monkeypatch.setattr(stream_ops, name, counted(name, getattr(stream_ops, name)))
+
+    def run(group: Any) -> None:
+        x = draw(600, 4, seed=0)
+        plans = []
+        for _ in range(4):
+            issued[threading.get_ident()] = []
+            moving = push.Gathering(x, group, pieces=2, keep=False)
+            for source in range(3):
+                for number in range(2):
+                    if source != group.rank:
+                        moving.arrive(source, number)
+            moving.finish()
+            plans.append(id(moving.plan))
+            counts = [issued[threading.get_ident()].count(name) for name in ("copy", "write_word", "wait_word")]
+            assert counts == [2 * 2, 2 * 2 * 2, 2 * 2]
+        assert plans[:2] == plans[2:]
+
+    on_ranks(3, run)
+
+
+def test_parts_are_relayed_where_adding_them_up_would_take_long() -> None:
+    from executor.overlap.copy_engine import relays
+
+    assert relays(2, 4096, 8192, 2)
+    assert not relays(2, 4096, 4096, 2)
+    assert relays(4, 2048, 8192, 2)  # more slots to read
+    assert not relays(4, 1024, 8192, 2)

@@ -13,7 +13,7 @@ from executor.records import read_records
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 GPUS = torch.cuda.device_count()
-ITERATIONS = 2000
+ITERATIONS = 1000  # of each of a dozen operations
 
 
 @pytest.mark.multigpu

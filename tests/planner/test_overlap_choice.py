@@ -31,7 +31,13 @@ def test_no_other_choice_of_modes_is_better(name, gpus, length, memory_gib):
     machine = make_cluster(-(-gpus // 8), min(gpus, 8), memory_gib=memory_gib)
     workload = Workload(seq_len=length, global_batch_size=2 * gpus)
     answer = suggest(
-        model, machine, workload, framework="meshwright", top=8, simulate=False, bounds=Bounds(max_micro_batch=2)
+        model,
+        machine,
+        workload,
+        framework="meshwright",
+        top=8,
+        simulate=False,
+        bounds=Bounds(max_micro_batch=1, max_cp=1, max_pp=2),
     )
     best = next(ranked for ranked in answer.plans if ranked.plan.tp > 1)
     table = cost_table(

@@ -33,6 +33,7 @@ FREE = OverlapRates(
     gap_s=1e-12,
     step_gap_s=1e-12,
     beside=1e-12,
+    torch_beside=1e-12,
     fused_beside=1e-12,
     collective_beside=1e-12,
     behind_beside=1e-12,
@@ -160,9 +161,10 @@ def test_a_small_shape_takes_what_the_host_needs() -> None:
 
     for mode in EXECUTED:
         assert mode_s(mode, GATHER, small, rates) >= issue_s(mode, GATHER, 4, rates)
-    assert choose(GATHER, small, rates).mode == "nccl"
-    slow = replace(rates, issue={f"{GATHER} nccl": 10.0})
-    assert choose(GATHER, small, slow).mode != "nccl"
+    quickest = min(EXECUTED, key=lambda mode: issue_s(mode, GATHER, 4, rates))
+    assert choose(GATHER, small, rates).mode == quickest
+    slow = replace(rates, issue={f"{GATHER} {quickest}": 10.0})
+    assert choose(GATHER, small, slow).mode != quickest
 
 
 def test_one_rank_has_nothing_to_overlap() -> None:
@@ -208,7 +210,7 @@ def test_measurements_outrank_the_model() -> None:
     assert (chosen.mode, chosen.source) == (other, "measured")
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_rates_are_found_again_from_times_they_made(seed: int) -> None:
     """Times of some shapes under other rates, 1 % noise: fitted, they are predicted within 3 %, other shapes within 5 %."""
@@ -239,3 +241,25 @@ def test_rates_are_found_again_from_times_they_made(seed: int) -> None:
 def test_nothing_to_fit_is_said() -> None:
     with pytest.raises(ValueError, match="nothing to fit"):
         fit_rates([])
+
+
+@given(anything)
+def test_partial_sums_go_round_as_the_steps_say(given: Parts) -> None:
+    """copy_engine's scatter where halves fill the GPU: piece by piece on one rank, its neighbour ahead by one step."""
+    rates, ranks = OverlapRates(), int(given.ranks)
+    shard = given.shard_product_s + rates.beside * min((ranks - 1) * given.copy_s, given.product_s) / ranks
+    half, leave = (shard + given.stream_s) / 2, push_s(given, rates, 2)
+    now, sent, arrived = 0.0, 0.0, [0.0, 0.0]
+    for step in range(ranks):
+        arriving = []
+        for piece in range(2):
+            now = max(now, arrived[piece]) + half
+            if step < ranks - 1:
+                sent = max(sent, now) + leave
+                arriving.append(sent + rates.signal_s)
+        arrived = arriving
+    took = device_s("copy_engine", SCATTER, replace(given, relays=True), rates)
+
+    # The formula leaves out at most what the very last piece waits for.
+    assert took <= now * (1 + 1e-9)
+    assert now <= (took + leave + rates.signal_s) * (1 + 1e-9)

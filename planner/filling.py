@@ -1,0 +1,133 @@
+"""Which pipelines get their stages filled (`planner.inner_solve`), in which settings, and what comes of it.
+
+Branch and bound compares pipelines as the runtime splits them. The quickest are then looked at one by one, and among them those that would be quick if all their stages need not recompute, or
+would fit if the layers lay otherwise. A pipeline is dropped as soon as bounds show that, however filled, it comes to no
+place in the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.branch_and_bound import Explored, grids_of
+from planner.candidates import NODE, Nodes, plan_of
+from planner.frameworks import Framework
+from simulator.plan import MESH_AXES, Plan
+from simulator.plan_columns import PlanColumns, distinct, joined
+from simulator.screening import Screening
+from topology.cluster import Cluster
+from topology.orders import irregular
+
+PIPELINES = 8  # whose stages are looked at one by one
+SETTINGS = 4  # overlap modes and placements of a pipeline that are looked at with its stages
+NEARLY = 0.01  # settings within so much of the best one
+NEAR_FIT = 1.15  # times the memory there is, that a pipeline may need as the runtime splits it to be looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    """Plans with stages of their own and their steps, how many pipelines were `solved`, and the largest gap left."""
+
+    plans: tuple[tuple[Plan, float], ...] = ()
+    solved: int = 0
+    gap: float = 0.0
+
+
+def fill(
+    screening: Screening,
+    framework: Framework,
+    nodes: Nodes,
+    explored: Explored,
+    recomputes: Sequence[str],
+    *,
+    top: int,
+) -> Filled:
+    """Return the pipelines that are quicker with layers or recomputation of their own on each stage.
+
+    Only what could come among the `top` grids counts: a pipeline has to beat the best plan of its own grid, and the last
+    grid of the list.
+    """
+    if not (framework.lists_layers or framework.lists_recompute):
+        return Filled()
+    columns = _quickest(screening, framework, explored, recomputes)
+    if not len(columns):
+        return Filled()
+    from planner.inner_solve import solve  # noqa: PLC0415 - only pipelines need it
+    from planner.stage_options import priced  # noqa: PLC0415 - as above
+
+    settings = [_settings(screening, nodes, columns.take(np.array([row])), recomputes) for row in range(len(columns))]
+    every = joined(settings)
+    plans = [plan_of_row(every, row, screening.cluster) for row in range(len(every))]
+    costs = priced(screening, plans, every, recomputes)
+    starts = np.cumsum([0, *(len(some) for some in settings)])
+    grid = grids_of(joined([explored.columns, columns]))
+    best = np.full(int(grid.max()) + 1, np.inf)
+    np.minimum.at(best, grid[: len(explored)], explored.step_s)
+    better, gap = [], 0.0
+    for row, mine in enumerate(grid[len(explored) :]):
+        last = float(np.partition(best, top - 1)[top - 1]) if len(best) >= top else np.inf
+        limit = min(last, float(best[mine]))
+        found = solve(screening, framework, costs, range(*starts[row : row + 2].tolist()), recomputes, cutoff_s=limit)
+        gap = max(gap, found.gap)
+        if found.plan is not None:
+            better.append((found.plan, found.step_s))
+            best[mine] = found.step_s
+    return Filled(plans=tuple(better), solved=len(columns), gap=gap)
+
+
+def _quickest(screening: Screening, framework: Framework, explored: Explored, recomputes: Sequence[str]) -> PlanColumns:
+    """Return a row of each pipeline, quickest first: of those that fit, and those that nearly do.
+
+    Where stages can differ in recomputation, plans that differ in nothing else are one pipeline, as quick as in the mode
+    that costs least, fitting or not.
+    """
+    piped = np.nonzero(explored.columns.pp > 1)[0]
+    columns = joined([explored.columns.take(piped), explored.near])
+    steps = np.concatenate([explored.step_s[piped], explored.near_s])
+    decided = () if framework.lists_recompute else ("recompute",)
+    same = distinct(*(getattr(columns, name) for name in (*NODE, "cp_method", "reshard", *decided)))[1]
+    rows = np.argsort(steps, kind="stable")
+    rows = rows[np.sort(np.unique(same[rows], return_index=True)[1])]
+    columns, steps = columns.take(rows), steps[rows]
+    if framework.lists_recompute and len(rows):
+        steps = np.minimum(steps, _steps(screening, columns, recomputes))
+    return columns.take(np.argsort(steps, kind="stable")[:PIPELINES])
+
+
+def _steps(screening: Screening, columns: PlanColumns, recomputes: Sequence[str]) -> NDArray[np.float64]:
+    """Return the step of every plan in the quickest mode of recomputation."""
+    shared = screening.blocks(columns, recomputes)
+    every = np.arange(len(columns))
+    steps = [
+        screening.plans(replace(columns, recompute=np.full(len(columns), word)), shared, every).step_s()
+        for word in recomputes
+    ]
+    return np.asarray(np.min(steps, axis=0))
+
+
+def _settings(screening: Screening, nodes: Nodes, plan: PlanColumns, recomputes: Sequence[str]) -> PlanColumns:
+    """Return a plan in the overlap modes and placements that could be best once its stages are filled: those that are
+    nearly as quick with the runtime's own stages, quickest first.
+    """
+    every = nodes.settings(plan)
+    if len(every) == 1:
+        return every
+    shared = screening.blocks(every, recomputes)
+    steps = screening.plans(every, shared, np.arange(len(every))).step_s()
+    order = np.argsort(steps, kind="stable")[:SETTINGS]
+    return every.take(order[steps[order] <= steps[order[0]] * (1 + NEARLY)])
+
+
+def plan_of_row(columns: PlanColumns, row: int, cluster: Cluster) -> Plan:
+    """Return a row as a plan, with ranks placed on GPUs where that matters."""
+    plan = plan_of(columns, row, cluster)
+    if plan.placement or plan.gpus == 1 or not irregular(cluster):
+        return plan
+    from topology.placement import place  # noqa: PLC0415 - only irregular machines whose orders are too many to list
+
+    axes = {axis: int(getattr(plan, axis)) for axis in MESH_AXES if getattr(plan, axis) > 1}
+    return replace(plan, placement=tuple(place(cluster, axes)))
