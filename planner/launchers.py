@@ -96,6 +96,11 @@ def collect_command(job: Job) -> list[str]:
     ]
 
 
+def keep_advice(job: Job) -> str:
+    """Say how the run comes to be among those that planner runs lists, as a run on one host does by itself."""
+    return f"to keep it: planner runs --add {shlex.quote(str(job.directory))}"
+
+
 def torchrun(job: Job) -> Written:
     """Return a script that is to be run on every node, by hand or by whatever starts things there."""
     if job.endpoint is None:
@@ -103,7 +108,7 @@ def torchrun(job: Job) -> Written:
     path = job.directory / "node.sh"
     text = "#!/bin/sh\nset -eu\nexec " + shlex.join(node_command(job, endpoint=job.endpoint)) + "\n"
     collect = shlex.join(collect_command(job))
-    advice = (f"on each of {job.nodes} nodes: sh {shlex.quote(str(path))}", f"then once: {collect}")
+    advice = (f"on each of {job.nodes} nodes: sh {shlex.quote(str(path))}", f"then once: {collect}", keep_advice(job))
     return Written(path=path, text=text, submit=(), advice=advice)
 
 
@@ -135,7 +140,7 @@ def slurm(job: Job) -> Written:
     )
     path = job.directory / "job.sbatch"
     submit = ("sbatch", str(path))
-    return Written(path=path, text=text, submit=submit, advice=(f"submit: {shlex.join(submit)}",))
+    return Written(path=path, text=text, submit=submit, advice=(f"submit: {shlex.join(submit)}", keep_advice(job)))
 
 
 def trainjob(job: Job) -> Written:
@@ -167,6 +172,7 @@ def trainjob(job: Job) -> Written:
         f"submit: {shlex.join(submit)}",
         f"the directory {job.directory} must be a volume that the runtime mounts on every node",
         *((f"when it has ended: {shlex.join(collect_command(job))}",) if job.nodes > 1 else ()),
+        keep_advice(job),
     )
     return Written(path=path, text=text, submit=submit, advice=advice)
 

@@ -25,6 +25,7 @@ from planner.finalists import Finalist, simulated_order
 from planner.flips import GIB, Flip, Verdict, find_flips, lost_because, memory_flip
 from planner.frameworks import Framework, framework_named
 from planner.legality import Problem, check
+from planner.overlap_choice import with_sites
 from simulator.estimate import Estimate
 from simulator.model import Model
 from simulator.plan import MESH_AXES, Plan
@@ -140,10 +141,7 @@ def suggest(
         from planner.infeasible import nothing_legal  # noqa: PLC0415 - only on this path
 
         raise nothing_legal(model, cluster, workload, framework, nodes, gpus=gpus)
-    if framework.overlap_by_site:
-        from planner.overlap_choice import with_sites  # noqa: PLC0415 - only runtimes of such frameworks need it
-
-        nodes = with_sites(screening, nodes, framework, bounds.recomputes or framework.recomputes)
+    nodes = with_sites(screening, nodes, framework, bounds.recomputes or framework.recomputes)
     explored = explore(
         screening,
         nodes,

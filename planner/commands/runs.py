@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +11,10 @@ from planner.commands import options
 
 
 def runs(
+    add: Annotated[
+        list[Path] | None,
+        typer.Option("--add", help="Keep this run's directory too: one of several nodes, or made elsewhere."),
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=100_000, help="How many, newest first.")] = 20,
     json: options.Json = False,
 ) -> None:
@@ -20,7 +25,10 @@ def runs(
 
     from planner import output, runs_store  # noqa: PLC0415 - as above
     from planner.report_text import shown  # noqa: PLC0415 - as above
+    from planner.run_report import load_run  # noqa: PLC0415 - as above
 
+    for folder in add or ():
+        output.warn(f"kept {runs_store.keep(load_run(str(folder), simulate=False).document, folder.resolve())}")
     rows = runs_store.list_runs(limit=limit)
     if json:
         listed = [{**asdict(r), "step_error": r.step_error, "memory_error": r.memory_error} for r in rows]

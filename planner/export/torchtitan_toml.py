@@ -13,6 +13,7 @@ from planner.export.job import Job, require_legal
 from planner.export.schema import shipped_model
 from planner.export.script import host_order, one_device_list, torchrun
 from planner.export.torchtitan import ROTATE, TITLE, overlap_unsaid, parallelism, stage_modules, training, uses_async
+from simulator.plan import Plan
 
 VERSION = "0.2.2"
 FILE = "torchtitan.toml"
@@ -44,6 +45,11 @@ def write(job: Job) -> Draft:
         degrees["enable_async_tensor_parallel"] = True
     if plan.tp > 1 and not plan.sequence_parallel:
         unsaid = (*unsaid, f"tensor parallelism without sequence parallelism: {title} always uses both")
+    if not _narrows(plan) and job.runtime.param_dtype != job.runtime.compute_dtype:
+        # distributed/utils.py, maybe_enable_amp: "only supported when FSDP/HSDP/CP is enabled"
+        wide = f"in {job.runtime.param_dtype}, in which parameters are stored; 0.3.0 does as planned"
+        alone = f"with tensor or pipeline parallelism alone {title} computes {wide}"
+        unsaid = (*unsaid, f"computing in {job.runtime.compute_dtype}: {alone}")
     modules = stage_modules(job, "output")
     if modules:
         degrees["module_fqns_per_model_part"] = modules
@@ -77,6 +83,11 @@ def write(job: Job) -> Draft:
         ),
         notes=(*notes, *host_order(hosts)),
     )
+
+
+def _narrows(plan: Plan) -> bool:
+    """Return whether this version computes in a narrower type than it stores: under FSDP, or by autocast without."""
+    return plan.dp_shard * plan.cp > 1 or (plan.tp == 1 and plan.pp == 1)
 
 
 def program(job: Job) -> tuple[list[str], Draft]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from executor.launch import launch
+from tests.executor.launched_once import made_once
 
 pytest.importorskip("torch", reason="torch is not installed: plans cannot be run")
 
@@ -168,10 +169,10 @@ FOUR = {
     "pp-ep": ({"model": "moe"}, {"pp": 2, "dp_shard": 2, "ep": 2, "micro_batch_size": 1}),
     "pp4": ({"model": "four"}, {"pp": 4, "micro_batch_size": 1}),
 }
-FOUR |= {
-    f"compiled-{name}": ({**FOUR[name][0], "compile": True}, FOUR[name][1])
-    for name in ("fsdp-tp-selective-op", "pp-tp", "ep-tp")
-}
+# One compiled plan on four ranks, with recomputation inside: each takes as long as all others together, and pipelines
+# and experts are compiled on two ranks.
+COMPILED_ON_FOUR = "fsdp-tp-selective-op"
+FOUR[f"compiled-{COMPILED_ON_FOUR}"] = ({**FOUR[COMPILED_ON_FOUR][0], "compile": True}, FOUR[COMPILED_ON_FOUR][1])
 EIGHT = {
     "fsdp-cp-tp": ({}, {"dp_shard": 2, "cp": 2, "tp": 2, "sequence_parallel": True, "micro_batch_size": 4}),
     "hsdp-tp": (
@@ -201,13 +202,11 @@ NO_NUMBER = {"no-number": ({"fault": "nan"}, {"dp_shard": 2, "micro_batch_size":
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     """Return a function that launches those cases that were selected, once, and returns the folder of the answers."""
-    done = {}
     parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     selected = {(found.get("ranks"), found.get("name")) for found in parameters}
 
     def run(ranks: int) -> Path:
-        if ranks not in done:
-            folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        def make(folder: Path) -> None:
             cases = {2: TWO | TYPES, 4: FOUR, 8: EIGHT}[ranks]
             cases = {name: case for name, case in cases.items() if (ranks, name) in selected}
             if ranks == 2:
@@ -221,9 +220,10 @@ def results(request, tmp_path_factory):
                 budget_s=240,
                 environment={"OMP_NUM_THREADS": "1"},
             )
-            done[ranks] = folder
             assert launched.ok, launched.failure or launched.stderr_tail[-3000:]
-        return done[ranks]
+
+        # One that failed is not tried again: its folder is there, and says why.
+        return made_once(tmp_path_factory, f"plans-{ranks}", make)
 
     return run
 
@@ -269,16 +269,18 @@ def test_a_gradient_that_is_no_number_is_infinitely_wrong(results) -> None:
 @pytest.fixture(scope="module")
 def precisions(tmp_path_factory) -> dict:
     """Losses of plans in two precisions, and differences of kernels, from one launch."""
-    out = tmp_path_factory.mktemp("precision") / "losses.json"
-    launched = launch(
-        "tests.executor.workers.precision_worker",
-        [str(out)],
-        ranks=2,
-        budget_s=120,
-        environment={"OMP_NUM_THREADS": "1"},
-    )
-    assert launched.ok, launched.failure or launched.stderr_tail[-3000:]
-    return json.loads(out.read_text())
+
+    def make(folder: Path) -> None:
+        launched = launch(
+            "tests.executor.workers.precision_worker",
+            [str(folder / "losses.json")],
+            ranks=2,
+            budget_s=120,
+            environment={"OMP_NUM_THREADS": "1"},
+        )
+        assert launched.ok, launched.failure or launched.stderr_tail[-3000:]
+
+    return json.loads((made_once(tmp_path_factory, "precision", make) / "losses.json").read_text())
 
 
 def test_computing_in_bfloat16_keeps_parameters_wide_and_the_loss_near(precisions) -> None:

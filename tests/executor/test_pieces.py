@@ -124,3 +124,51 @@ def test_the_small_model_of_a_check_suits_the_plan(name: str, plan: Plan) -> Non
     check(small_plan(plan), model, work, Runtime(param_dtype="float64", compute_dtype="float64"), device="cpu")
     assert model.parameters < 1e6
     assert model.qk_norm == load_model(name).qk_norm
+
+
+def test_rows_taken_in_another_order_come_back_with_their_gradients() -> None:
+    """Against autograd's own way back from an index, for a permutation and for three copies of each row."""
+    from executor.permute import inverse_of, take
+
+    for copies in (1, 3):
+        x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(copies)).requires_grad_()
+        order = torch.randperm(5 * copies, generator=torch.Generator().manual_seed(7))
+        slope = torch.randn(5 * copies, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
+        plain = x.detach().clone().requires_grad_()
+
+        found, expected = take(x, order, inverse_of(order), copies=copies), plain[order // copies]
+        found.backward(slope)
+        expected.backward(slope)
+
+        assert torch.equal(found, expected)
+        assert torch.allclose(x.grad, plain.grad, rtol=1e-14, atol=0)
+
+
+def test_the_loss_and_its_gradient_are_those_of_cross_entropy() -> None:
+    """The slope of a rank's columns, as the cut loss computes it, where one rank has all of them."""
+    from executor.vocabulary_loss import VocabularyLoss, _slope, _sums, _top
+
+    logits = torch.randn(2, 3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    targets = torch.tensor([[0, 6, 3], [2, 2, 5]])
+
+    loss = VocabularyLoss(7, None, compiled=False)(logits, targets)
+    loss.backward()
+
+    assert loss == torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    flat, column, mine = logits.detach().flatten(0, 1), targets.flatten(), torch.ones(6, dtype=torch.bool)
+    top = _top(flat)
+    total, chosen = _sums(flat, top, column, mine)
+    assert torch.allclose((total.log() - chosen).sum(), loss.detach(), rtol=1e-14)
+    slope = _slope(flat, top, total, column, mine, torch.tensor(1.0, dtype=torch.float64))
+    assert torch.allclose(slope, logits.grad.flatten(0, 1), rtol=1e-12)
+
+
+def test_nothing_is_collected_within_steps() -> None:
+    import gc
+
+    from executor.collector import NoCollection
+
+    assert gc.isenabled()
+    with NoCollection():
+        assert not gc.isenabled()
+    assert gc.isenabled()

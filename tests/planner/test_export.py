@@ -165,6 +165,22 @@ def test_sharding_in_the_words_of_each_school() -> None:
     assert any("ZeRO-2" in line for line in exported("zero2", "accelerate").unsaid)
 
 
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (Plan(tp=8, sequence_parallel=True, recompute="none"), True),
+        (Plan(pp=4, tp=2, schedule="1F1B", sequence_parallel=True, recompute="none"), True),
+        (TP, False),
+        (Plan(dp_replicate=8, recompute="none"), False),  # autocast
+    ],
+)
+def test_torchtitan_0_2_computes_in_what_it_stores_without_sharding(plan: Plan, said: bool) -> None:
+    unsaid = {to: export(job(plan), target_named(to)).unsaid for to in ("torchtitan@0.2.2", "torchtitan@0.3.0")}
+
+    assert any(line.startswith("computing in bfloat16") for line in unsaid["torchtitan@0.2.2"]) is said
+    assert not any(line.startswith("computing in") for line in unsaid["torchtitan@0.3.0"])
+
+
 def test_what_cannot_be_said_is_listed_in_the_file_too() -> None:
     for name in JOBS:
         for done in every_export_of(name):

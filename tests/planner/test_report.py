@@ -317,6 +317,17 @@ def test_a_kept_run_is_found_by_its_id(planner, content, tmp_path) -> None:
     assert "its directory is not there" in moved.stdout
 
 
+def test_a_run_made_elsewhere_is_kept_when_asked(planner, content, tmp_path) -> None:
+    """Several nodes leave a directory that was collected afterwards; nothing has put it into the store."""
+    document = write_run(content, tmp_path / "collected")
+
+    done = planner("runs", "--add", tmp_path / "collected", "--json")
+
+    assert done.returncode == 0, done.stderr
+    kept = {run["id"]: run for run in json.loads(done.stdout)["runs"]}
+    assert kept[run_id(document)]["directory"] == str(tmp_path / "collected")
+
+
 def test_no_runs_is_an_answer(planner) -> None:
     assert planner("runs").stdout == "no runs yet: planner apply makes one\n"
     assert json.loads(planner("runs", "--json").stdout)["runs"] == []

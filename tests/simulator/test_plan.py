@@ -79,3 +79,22 @@ def test_experts_split_over_ranks_keep_the_routed_rows() -> None:
 
     assert (sizes["E"], sizes["e"], sizes["r"]) == (128, 16, 8 * 1024)
     assert sizes["e"] * sizes["x"] == sizes["r"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "wrapped"),
+    [
+        (Plan(tp=2, sequence_parallel=True), True),
+        (Plan(pp=2), True),
+        (Plan(dp_replicate=2, tp=2), True),
+        (Plan(dp_replicate=2), False),  # autocast sees to the types
+        (Plan(), False),
+        (Plan(dp_shard=2), True),
+        (Plan(dp_replicate=2, zero_stage=0, tp=2), False),  # a runtime that speaks of ZeRO has no such wrapper
+    ],
+)
+def test_plans_that_shard_nothing_are_wrapped_for_their_types(plan: Plan, wrapped: bool) -> None:
+    workload = Workload(seq_len=128, global_batch_size=8)
+
+    assert bool(plan_table([plan], workload, wraps_one=True).fully_sharded[0]) is wrapped
+    assert bool(plan_table([plan], workload).fully_sharded[0]) is (plan.dp_shard > 1)
