@@ -95,8 +95,9 @@ def brute_force(screening, columns, recomputes):
         for filled in fillings(settings[0], s.model.layers, recomputes)
         for given in settings
     ]
-    table = cost_table(s.model, s.cluster, s.workload, plans, s.runtime)
-    return float(np.where(table.fits, table.step_s, np.inf).min())
+    with np.errstate(invalid="ignore"):  # what cannot run here takes for ever, and for ever less for ever is no number
+        table = cost_table(s.model, s.cluster, s.workload, plans, s.runtime)
+    return float(np.where(table.fits & np.isfinite(table.step_s), table.step_s, np.inf).min())
 
 
 def draw(seed):
