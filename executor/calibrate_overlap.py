@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ROUNDS = 5
 CALL_S = 8e-3  # of calls in a row for one time
 MOST_CALLS = 100
+HOST_CALLS = 3
 SHAPE_S = 4.0  # that a shape may take: kernels of a mode are compiled when it is first met
 TIMEOUT_S = 60.0
 PARTS = ("product", "shard_product", "slice_product", "first", "collective", "slice_collective")
@@ -166,15 +167,14 @@ def _taken(torch: Any, dist: Any, device: Any, calls: dict[str, Call]) -> dict[s
     for name, call in calls.items():
         for _ in range(2):
             call()
-        one = _slowest(torch, dist, [_together(torch, dist, device, call, 2)[0]])[0]
+        one = _slowest(torch, dist, [_together(torch, dist, device, call, 2)])[0]
         counts[name] = max(2, min(MOST_CALLS, round(CALL_S / max(one, 1e-6)))) if device.type == "cuda" else 2
     times: dict[str, list[float]] = {name: [] for name in calls}
     hosts: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
-            seconds, host_s = _together(torch, dist, device, call, counts[name])
-            times[name].append(seconds)
-            hosts[name].append(host_s)
+            times[name].append(_together(torch, dist, device, call, counts[name]))
+            hosts[name].append(_issued(torch, dist, device, call))
     found = {}
     for name in calls:
         (mid, spread), (host_s, _) = middle(times[name]), middle(hosts[name])
@@ -182,25 +182,38 @@ def _taken(torch: Any, dist: Any, device: Any, calls: dict[str, Call]) -> dict[s
     return found  # type: ignore[return-value]  # three numbers each
 
 
-def _together(torch: Any, dist: Any, device: Any, call: Call, count: int) -> tuple[float, float]:
-    """Return (seconds, host seconds) of one of `count` calls in a row, begun by all ranks at once."""
-    dist.barrier()
+def _together(torch: Any, dist: Any, device: Any, call: Call, count: int) -> float:
+    """Return seconds of one of `count` calls in a row; one before them brings the ranks together."""
+    _meet(torch, dist, device)
     if device.type != "cuda":
         began = time.perf_counter()
         for _ in range(count):
             call()
-        seconds = max(time.perf_counter() - began, 1e-9) / count
-        return seconds, seconds
+        return max(time.perf_counter() - began, 1e-9) / count
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize(device)
+    call()
     start.record()
-    began = time.perf_counter()
     for _ in range(count):
         call()
-    host_s = (time.perf_counter() - began) / count
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3 / count, host_s
+    return float(start.elapsed_time(end)) / 1e3 / count
+
+
+def _issued(torch: Any, dist: Any, device: Any, call: Call) -> float:
+    """Return host seconds of one call while the queue has room: a full one would make the host wait for the device."""
+    _meet(torch, dist, device)
+    began = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    return max(time.perf_counter() - began, 1e-9) / HOST_CALLS
+
+
+def _meet(torch: Any, dist: Any, device: Any) -> None:
+    """Wait for what was issued, and for the other ranks."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    _slowest(torch, dist, [0.0])
 
 
 def _slowest(torch: Any, dist: Any, mine: list[float]) -> list[float]:

@@ -16,6 +16,7 @@ from planner.costs import cost_table
 from planner.flips import KNOBS, Flip, Knob, Verdict, find_flips, lost_because, memory_flip
 from planner.frameworks import Framework
 from planner.overlap_account import SiteOverlap, overlap_by_site
+from planner.overlap_choice import with_sites
 from planner.scaling import scale_memory, with_gpus
 from planner.search import ranked_rows
 from planner.waterfall import Difference, MemoryRow, Waterfall, difference, memory_rows, waterfall
@@ -215,6 +216,7 @@ class AskedAgain:
             return None
         if not len(nodes):
             return None
+        nodes = with_sites(screening, nodes, asked.framework, asked.framework.recomputes)
         found = explore(screening, nodes, asked.framework.recomputes)
         if not len(found):
             return None

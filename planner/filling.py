@@ -7,6 +7,7 @@ place in the list.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -45,11 +46,12 @@ def fill(
     recomputes: Sequence[str],
     *,
     top: int,
+    deadline: float | None = None,
 ) -> Filled:
     """Return the pipelines that are quicker with layers or recomputation of their own on each stage.
 
     Only what could come among the `top` grids counts: a pipeline has to beat the best plan of its own grid, and the last
-    grid of the list.
+    grid of the list. None is begun after `deadline`, a reading of `time.monotonic`, but for the first.
     """
     if not (framework.lists_layers or framework.lists_recompute):
         return Filled()
@@ -67,8 +69,11 @@ def fill(
     grid = grids_of(joined([explored.columns, columns]))
     best = np.full(int(grid.max()) + 1, np.inf)
     np.minimum.at(best, grid[: len(explored)], explored.step_s)
-    better, gap = [], 0.0
+    better, gap, solved = [], 0.0, 0
     for row, mine in enumerate(grid[len(explored) :]):
+        if solved and deadline is not None and time.monotonic() > deadline:
+            break
+        solved += 1
         last = float(np.partition(best, top - 1)[top - 1]) if len(best) >= top else np.inf
         limit = min(last, float(best[mine]))
         found = solve(screening, framework, costs, range(*starts[row : row + 2].tolist()), recomputes, cutoff_s=limit)
@@ -76,7 +81,7 @@ def fill(
         if found.plan is not None:
             better.append((found.plan, found.step_s))
             best[mine] = found.step_s
-    return Filled(plans=tuple(better), solved=len(columns), gap=gap)
+    return Filled(plans=tuple(better), solved=solved, gap=gap)
 
 
 def _quickest(screening: Screening, framework: Framework, explored: Explored, recomputes: Sequence[str]) -> PlanColumns:

@@ -25,6 +25,7 @@ from planner.finalists import Finalist, simulated_order
 from planner.flips import GIB, Flip, Verdict, find_flips, lost_because, memory_flip
 from planner.frameworks import Framework, framework_named
 from planner.legality import Problem, check
+from planner.overlap_choice import with_sites
 from simulator.estimate import Estimate
 from simulator.model import Model
 from simulator.plan import MESH_AXES, Plan
@@ -140,10 +141,8 @@ def suggest(
         from planner.infeasible import nothing_legal  # noqa: PLC0415 - only on this path
 
         raise nothing_legal(model, cluster, workload, framework, nodes, gpus=gpus)
-    if framework.overlap_by_site:
-        from planner.overlap_choice import with_sites  # noqa: PLC0415 - only runtimes of such frameworks need it
-
-        nodes = with_sites(screening, nodes, framework, bounds.recomputes or framework.recomputes)
+    deadline = None if time_limit_s is None else started + time_limit_s
+    nodes = with_sites(screening, nodes, framework, bounds.recomputes or framework.recomputes)
     explored = explore(
         screening,
         nodes,
@@ -151,13 +150,15 @@ def suggest(
         objective=objective if objective in {"memory", "pareto"} else "time",
         keep=top,
         one_per_grid=not all_variants,
-        deadline=None if time_limit_s is None else started + time_limit_s,
+        deadline=deadline,
         progress=progress,
         nearly=NEAR_FIT if framework.lists_layers or framework.lists_recompute else 1.0,
     )
     filled = Filled()
     if objective not in {"memory", "pareto"} or not len(explored):
-        filled = fill(screening, framework, nodes, explored, bounds.recomputes or framework.recomputes, top=top)
+        filled = fill(
+            screening, framework, nodes, explored, bounds.recomputes or framework.recomputes, top=top, deadline=deadline
+        )
     if not len(explored) and not filled.plans:
         from planner.infeasible import nothing_fits  # noqa: PLC0415 - only on this path
 

@@ -41,10 +41,12 @@ SLICES = 4  # of a shard in `chunked`, as the executor cuts it
 LARGE_BYTES = 2**24  # shards from here on are pushed in two pieces beside the fused gather
 BAND_ROWS = 1024  # rows that the fused scatter finishes before it pushes them: eight tiles of 128
 MOST_BANDS = 8
+TILE_ROWS, TILE_COLUMNS = 128, (256, 128)  # of the fused kernels
+LARGE_OVER_SMALL = 0.93  # time of a large tile over that of two small ones
 # What the host issues in a call: always, and for every other rank, in calls of torch: a launch, a copy, an event or a
 # collective through Python each count one. Our own pushes go to the driver at a third of that. Counted in executor/overlap,
-# checked with calls of tiny products on two H200 (90, 122 to 202, 70 and 87 us in turn for copy_engine and fused); `host_s`
-# is the time of one.
+# checked with the smallest products on two H200, where a call in a row takes 82, 108, 67 and 74 us in turn for copy_engine and
+# fused (examples/validation/overlap_2xH200.json); `host_s` is the time of one.
 HOST_CALLS = {
     (GATHER, "nccl"): (4, 0),
     (SCATTER, "nccl"): (4, 0),
@@ -52,10 +54,10 @@ HOST_CALLS = {
     (SCATTER, "chunked"): (2 + 3 * SLICES, 0),
     (GATHER, "ring"): (3, 4),
     (SCATTER, "ring"): (2, 5),
-    (GATHER, "copy_engine"): (2.75, 1),
-    (SCATTER, "copy_engine"): (4.5, 2.25),
-    (GATHER, "fused"): (2.5, 0.4),
-    (SCATTER, "fused"): (3, 0.6),
+    (GATHER, "copy_engine"): (2.5, 1),
+    (SCATTER, "copy_engine"): (3, 1.5),
+    (GATHER, "fused"): (2, 0.4),
+    (SCATTER, "fused"): (2.2, 0.6),
     (GATHER, "torch_symm_mem"): (9, 2),
     (SCATTER, "torch_symm_mem"): (7, 2),
 }
@@ -93,6 +95,8 @@ class Parts:
     """Reading or writing a shard once in memory."""
     products: Value = 1
     first_s: Value = 0.0
+    rounds: Value = 1.0
+    """Whole rounds of the fused kernel's tiles over those that its work would fill; see `rounds_of`."""
     relays: Value = False
     """Whether a scatter's partial sums go round; see `relayed`."""
     queued_s: Value = 0.0
@@ -108,33 +112,35 @@ class OverlapRates:
 
     copy_latency_s: float = 1.7e-5
     """What a push adds to the bytes over the rate: the engine's start and the flag behind it."""
-    signal_s: float = 3e-6
+    signal_s: float = 6e-6
     """A flag seen by a stream or a kernel that waits, or a barrier of all ranks."""
-    hop_ratio: float = 1.3
+    hop_ratio: float = 0.77
     """A hop that all ranks make at once over one between two that are alone, for each pair of ranks."""
     cold: float = 1.04
     """A product behind a collective over one behind its like: caches and clocks were the other's."""
-    gap_s: float = 8e-6
+    gap_s: float = 8.5e-6
     """From NCCL's stream to the product's and back."""
-    step_gap_s: float = 1.7e-5
+    step_gap_s: float = 1.3e-5
     """The same for each of many steps: collectives and products wait for each other's end, kernel by kernel."""
-    beside: float = 0.02
+    beside: float = 0.07
     """Seconds that the library's products lose for each second of copies beside them: memory and power are shared."""
-    torch_beside: float = 0.33
+    torch_beside: float = 0.38
     """The same in torch's operator, which also has its products on two streams by turns."""
-    fused_beside: float = 0.07
+    fused_beside: float = 0.02
     """The same for the fused kernel."""
-    collective_beside: float = 0.9
+    collective_beside: float = 1.0
     """The same for a collective of NCCL that is there first and holds its multiprocessors."""
     behind_beside: float = 0.42
     """The same where the product is there first: the collective gets what its tiles leave."""
-    collective_slowed: float = 0.37
+    collective_slowed: float = 0.49
     """Seconds that such a collective loses for each second of a product beside it."""
-    fused_ratio: float = 0.95
-    """The fused kernel's product alone over the library's."""
-    fused_tail_s: float = 1.5e-5
+    fused_ratio: float = 0.96
+    """The fused kernel's product alone over the library's, both of whole rounds of tiles."""
+    fused_rounds: float = 0.98
+    """Of what its last round leaves idle, what the library's product loses less: it has more shapes of tiles."""
+    fused_tail_s: float = 1.1e-5
     """Launch of the fused kernel with its copies, and what its last wave leaves idle."""
-    fused_sums: float = 1.2
+    fused_sums: float = 1.3
     """Times that the fused scatter's last tiles read what arrived, at memory rate: few wait for each other's loads."""
     host_s: float = 2.4e-5
     """One call of the host. What is issued more slowly than it runs takes as long as issuing it."""
@@ -180,6 +186,17 @@ def device_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Va
     else:
         together = _fused_s(operation, parts, rates)
     return np.where(parts.ranks > 1, together, parts.product_s)
+
+
+def rounds_of(rows: Value, columns: Value, processors: float) -> Value:
+    """Return the rounds of all multiprocessors that the fused kernel takes for an output, over what its area would fill.
+
+    Like executor.overlap.fused.tile_for: large tiles (128 x 256), or small ones of half the width where those need less.
+    """
+    high = np.ceil(rows / TILE_ROWS)
+    large, small = (np.ceil(high * np.ceil(columns / width) / processors) for width in TILE_COLUMNS)
+    taken = np.where(2 * LARGE_OVER_SMALL * large <= small, large, small / (2 * LARGE_OVER_SMALL))
+    return taken * processors / (rows / TILE_ROWS * columns / TILE_COLUMNS[0])
 
 
 def relayed(shard_rows: Value, columns: Value, processors: float) -> Value:
@@ -261,7 +278,7 @@ def _fused_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
 def _fused_product_s(parts: Parts, product_s: Value, pieces: Value, rates: OverlapRates, *, scatter: bool) -> Value:
     """Return the seconds of one product whose tiles wait for (or release) `pieces` of every other rank's shard."""
     steps, push = (parts.ranks - 1) * pieces, push_s(parts, rates, pieces)
-    alone = rates.fused_ratio * product_s
+    alone = rates.fused_ratio * product_s * np.maximum(rates.fused_rounds * parts.rounds, 1.0)
     slowed = alone + rates.fused_beside * np.minimum((parts.ranks - 1) * parts.copy_s, alone)
     piece = slowed / (parts.ranks * pieces)
     moving = _piped_s(piece, push, steps, parts.queued_s) if scatter else _piped_s(push, piece, steps)

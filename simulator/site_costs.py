@@ -19,7 +19,18 @@ from numpy.typing import NDArray
 
 from simulator.group_times import GroupTimes
 from simulator.operators import Work
-from simulator.overlap_modes import GATHER, SCATTER, SLICES, OverlapRates, Parts, Value, device_s, issue_s, relayed
+from simulator.overlap_modes import (
+    GATHER,
+    SCATTER,
+    SLICES,
+    OverlapRates,
+    Parts,
+    Value,
+    device_s,
+    issue_s,
+    relayed,
+    rounds_of,
+)
 from simulator.overlap_sites import SITES
 from simulator.plan_table import Floats
 from simulator.roofline import Roofline
@@ -48,7 +59,7 @@ class SiteRates:
 class Products:
     """Products of one pair, numbers or columns: seconds at once, of a shard, of a slice, the host's launches, and sizes.
 
-    `first_s` is the first one's at once; `elements` are those of the weights; a `count` of 0 is none.
+    `first_s` is the first one's at once, `first_columns` its width; `elements` are those of the weights; a `count` of 0 is none.
     """
 
     seconds: Value = 0.0
@@ -59,6 +70,7 @@ class Products:
     count: Value = 0.0
     rows: Value = 0.0
     elements: Value = 0.0
+    first_columns: Value = 0.0
 
     def joined(self, other: Products) -> Products:
         """Return these and then others."""
@@ -71,6 +83,7 @@ class Products:
             count=self.count + other.count,
             rows=np.maximum(self.rows, other.rows),
             elements=self.elements + other.elements,
+            first_columns=np.where(self.count == 0, other.first_columns, self.first_columns),
         )
 
     def where(self, rows: Value) -> Products:
@@ -92,6 +105,7 @@ def product_of(work: Work, seconds: Value, issued_s: Value, ranks: Value, roofli
         count=1.0,
         rows=work.m,
         elements=work.n * work.k,
+        first_columns=work.n,
     )
 
 
@@ -120,6 +134,9 @@ def parts_of(
         stream_s=shard / roofline.memory_bytes_per_s,
         products=products.count,
         first_s=products.first_s,
+        rounds=rounds_of(
+            np.maximum(products.rows, 1.0), np.maximum(products.first_columns, 1.0), roofline.gpu.sm_count
+        ),
         relays=relayed(products.rows / ranks, nbytes / element / np.maximum(products.rows, 1.0), roofline.gpu.sm_count),
     )
 

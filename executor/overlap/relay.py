@@ -40,8 +40,9 @@ class Relaying(Moving):
         self, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device, bounds: Bounds
     ) -> None:
         self.nbytes = shape[0] * shape[1] * dtype.itemsize
-        super().__init__(group, "relay", device, (dist.get_world_size(group) - 1) * self.nbytes)
-        self.plan: RelayPlan = self.planned((shape, dtype, bounds), lambda: self._plan(shape, dtype, bounds))
+        # The memory of `push.Scattering`, and as much of it: a graph of the same call uses that instead.
+        super().__init__(group, "scatter", device, dist.get_world_size(group) * self.nbytes)
+        self.plan: RelayPlan = self.planned(("relay", shape, dtype, bounds), lambda: self._plan(shape, dtype, bounds))
 
     def _plan(self, shape: tuple[int, int], dtype: torch.dtype, bounds: Bounds) -> RelayPlan:
         space = self.space

@@ -76,6 +76,7 @@ def shape_lines(shapes: list[dict[str, Any]], choices: dict[tuple[Any, ...], str
 def model_lines(shapes: Shapes) -> tuple[list[str], OverlapRates]:
     samples = [mode for _, modes in shapes for mode in modes]
     rates = fit_rates(samples)
+    modes = [mode for mode in EXECUTED if any(one.mode == mode for one in samples)]
     left_out, elsewhere = [], []
     for index, shape in enumerate(shapes):
         others = [mode for n, (_, modes) in enumerate(shapes) for mode in modes if n != index]
@@ -89,10 +90,10 @@ def model_lines(shapes: Shapes) -> tuple[list[str], OverlapRates]:
             f"{100 * mean_error(samples, OverlapRates()):.1f} % with the default rates). By mode:"
         ),
         "",
-        "| mode | " + " | ".join(EXECUTED) + " |",
-        "|---|" + "---:|" * len(EXECUTED),
+        "| mode | " + " | ".join(modes) + " |",
+        "|---|" + "---:|" * len(modes),
         "| mean error | "
-        + " | ".join(f"{100 * mean_error([x for x in samples if x.mode == mode], rates):.1f} %" for mode in EXECUTED)
+        + " | ".join(f"{100 * mean_error([x for x in samples if x.mode == mode], rates):.1f} %" for mode in modes)
         + " |",
         "",
         (

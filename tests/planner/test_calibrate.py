@@ -260,7 +260,7 @@ def test_a_calibration_runs_and_is_continued(tmp_path, capsys, monkeypatch) -> N
 def test_overlap_modes_are_measured_on_a_stand_in(tmp_path, capsys) -> None:
     """Both operations, in every mode, with their parts; two processes with gloo."""
     path = tmp_path / "p.json"
-    arguments = ["calibrate", "--device", "cpu", "--gpus", "2", "--out", str(path), "--budget", "120s", "--no-store"]
+    arguments = ["calibrate", "--device", "cpu", "--gpus", "2", "--out", str(path), "--budget", "300s", "--no-store"]
 
     assert main([*arguments, "--no-operators", "--no-collectives", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)

@@ -182,3 +182,20 @@ def test_only_the_stages_that_need_it_recompute():
 
     mixed = next(w for gib in np.arange(4.0, 24.0, 0.25) if len(set(w := words(gib))) == 2)
     assert mixed == tuple(sorted(mixed))  # full before none
+
+
+def test_the_same_pipeline_has_the_same_filling_every_time():
+    """Ties between equal ranks included: a fixed seed, one thread, and a limit in the solver's own time."""
+    model = replace(TINY, layers=22, hidden=2048, head_dim=256, ffn=8192, vocab=128000)
+    screening = Screening(
+        model=model,
+        cluster=make_cluster(1, 8),
+        workload=Workload(seq_len=2048, global_batch_size=64),
+        runtime=RUNTIMES[0],
+    )
+    columns = plan_columns([Plan(pp=8, schedule="1F1B")])
+    first, second = (solved(screening, columns, ("none", "full")) for _ in range(2))
+
+    assert first.solver
+    assert first == second
+    assert first.bound_s == pytest.approx(first.step_s, rel=1e-7)

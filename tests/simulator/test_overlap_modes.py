@@ -39,6 +39,7 @@ FREE = OverlapRates(
     behind_beside=1e-12,
     collective_slowed=1e-12,
     fused_ratio=1.0,
+    fused_rounds=0.9,
     fused_tail_s=1e-12,
     fused_sums=1e-12,
     host_s=1e-12,

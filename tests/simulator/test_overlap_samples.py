@@ -155,7 +155,7 @@ def test_what_the_shipped_profile_says_of_four_h200() -> None:
     errors = rate_errors(shipped, MACHINE)
 
     assert errors["all"][1] > 250
-    assert errors["all"][0] < 0.06
+    assert errors["all"][0] < 0.065
     assert errors["copy_engine"][0] < 0.06
     assert errors["fused"][0] < 0.06
     assert np.isfinite(list(shipped.overlap_rates.values())).all()

@@ -1,0 +1,146 @@
+"""Overlap modes against float64, and graphs against eager calls, on the GPUs at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from executor import overlap, symmetric, verify_overlap
+from executor.overlap import all_reduce
+from executor.verify_overlap import Shape
+from tests.bench.overlap_bench import Bench
+
+CHANGING = ("copy_engine", "fused")  # modes of ours that move data themselves
+
+
+def captured(bench: Bench, iterations: int) -> None:
+    """Replays of graphs, forward and backward, equal eager calls between them, and float64 now and then."""
+    for operation in ("all_gather_matmul", "matmul_reduce_scatter"):
+        for mode in CHANGING:
+            gathers = operation == "all_gather_matmul"
+            rows, depth, columns = (
+                2048 * bench.world,
+                256,
+                2048,
+            )  # so small that no way of adding is chosen but the graph's
+            x = bench.draw(rows // bench.world if gathers else rows, depth).requires_grad_()
+            weight = bench.draw(columns, depth).requires_grad_()
+
+            def call(x: Tensor, weight: Tensor, mode: str = mode, gathers: bool = gathers) -> Tensor:
+                if gathers:
+                    return overlap.all_gather_matmul(x, (weight,), bench.group, mode=mode)[0]
+                return overlap.matmul_reduce_scatter(x, weight, bench.group, mode=mode)
+
+            replay = overlap.captured(
+                call, x.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
+            )
+            worst, exact = (torch.zeros((), dtype=torch.float64, device=bench.device) for _ in range(2))
+            for turn in range(iterations):
+                with torch.no_grad():
+                    x.normal_(generator=bench.generator)
+                found = [t.clone() for t in _both_ways(replay, x, weight)]
+                for _ in range(turn % 3):
+                    wanted = _both_ways(call, x, weight)
+                    for one, other in zip(found, wanted, strict=True):
+                        worst = torch.maximum(worst, verify_overlap._difference(one, other.double()))
+                if turn % 100 == 0:
+                    wide = (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
+                    for one, other in zip(found, _both_ways(partial(call, mode="nccl"), *wide), strict=True):
+                        exact = torch.maximum(exact, verify_overlap._difference(one, other))
+            for what, value, units in (
+                # The other direction of the fused gather is a reduce-scatter, of another kernel in a graph.
+                ("captured, to eager", worst, 16 if mode == "fused" else 0),
+                ("captured, to float64", exact, 16),
+            ):
+                dist.all_reduce(value, dist.ReduceOp.MAX)
+                _say(bench, verify_overlap.OverlapVerdict(
+                    operation=f"{operation} {what}", mode=mode, dtype="bfloat16",
+                    shape=Shape(rows=rows, depth=depth, columns=columns), iterations=iterations, difference=float(value),
+                    tolerance=units * torch.finfo(torch.bfloat16).eps,
+                ))  # fmt: skip
+    for nbytes in (2**13, 2**19, 2**22):
+        x = bench.draw(nbytes // 2)
+        replay = overlap.captured(lambda x: all_reduce.all_reduce(x, bench.group), x.clone())
+        worst = torch.zeros((), dtype=torch.float64, device=bench.device)
+        for turn in range(iterations):
+            x.normal_(generator=bench.generator)
+            found = replay(x).clone()
+            for _ in range(turn % 3):
+                worst = torch.maximum(
+                    worst, verify_overlap._difference(found, all_reduce.all_reduce(x, bench.group).double())
+                )
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        _say(bench, verify_overlap.OverlapVerdict(
+            operation="all_reduce captured, to eager", mode="own", dtype="bfloat16",
+            shape=Shape(rows=1, depth=0, columns=nbytes // 2), iterations=iterations, difference=float(worst), tolerance=0.0,
+        ))  # fmt: skip
+
+
+def _both_ways(call: Callable[..., Tensor], x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the result and the gradients of x and the weight, for a slope that the result itself tells."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    out = call(x, weight)
+    return (out.detach(), *torch.autograd.grad(out, (x, weight), out.detach().cos()))
+
+
+def check(bench: Bench, iterations: int, modes: tuple[str, ...]) -> None:
+    """Odd shapes, both half types, poisoned buffers, random delays; then many iterations of one shape of each."""
+    shapes = [
+        Shape(rows=512, depth=256, columns=512),
+        Shape(rows=100 * bench.world, depth=200, columns=136, weights=2),
+        Shape(rows=1320 * bench.world, depth=1096, columns=776),
+        Shape(rows=4096, depth=1024, columns=2048),
+        Shape(rows=4096 * bench.world, depth=136, columns=6152),
+    ]
+    for operation in verify_overlap.OPERATIONS:
+        for mode in modes:
+            for number, shape in enumerate(shapes):
+                for dtype in (torch.bfloat16, torch.float16):
+                    if dtype == torch.float16 and number:
+                        continue
+                    _say(bench, verify_overlap.check(
+                        operation, mode, shape, bench.group, device=bench.device, dtype=dtype, seed=number, iterations=2,
+                    ))  # fmt: skip
+                    verify_overlap.poison([bench.group])
+    for mode in ("flagged", "one_shot", "two_shot"):
+        for rows, columns in ((1, 2048), (3, 4096), (37, 1544), (128, 8192), (512, 4096)):
+            if mode == "flagged" and rows > 3:
+                continue
+            shape = Shape(rows=rows, depth=0, columns=columns)
+            for dtype in (torch.bfloat16, torch.float16)[: 2 if rows == 3 else 1]:
+                _say(bench, verify_overlap.check(
+                    "all_reduce", mode, shape, bench.group, device=bench.device, dtype=dtype, iterations=3
+                ))  # fmt: skip
+                verify_overlap.poison([bench.group])
+    small, large = Shape(rows=1024, depth=512, columns=1024), Shape(rows=4096 * bench.world, depth=128, columns=6144)
+    for operation, mode, shape in (
+        ("all_gather_matmul", "copy_engine", small), ("matmul_reduce_scatter", "copy_engine", small),
+        ("matmul_reduce_scatter", "copy_engine", large), ("all_gather_matmul", "fused", small),
+        ("matmul_reduce_scatter", "fused", small), ("all_reduce", "one_shot", small), ("all_reduce", "two_shot", small),
+        ("all_reduce", "flagged", Shape(rows=8, depth=0, columns=4096)),
+    ):  # fmt: skip
+        if not bench.left(5):
+            bench.recorder.missing(f"{operation} {mode}: many iterations")
+            continue
+        _say(bench, verify_overlap.check(
+            operation, mode, shape, bench.group, device=bench.device, dtype=torch.bfloat16, delays=True, seed=77,
+            iterations=iterations if shape is not large else iterations // 4,
+        ))  # fmt: skip
+    symmetric.check_delivered()
+
+
+def _say(bench: Bench, verdict: verify_overlap.OverlapVerdict) -> None:
+    shape = verdict.shape
+    bench.recorder.write(
+        "check", operation=verdict.operation, mode=verdict.mode, dtype=verdict.dtype, rows=shape.rows, depth=shape.depth,
+        columns=shape.columns, weights=shape.weights, iterations=verdict.iterations, difference=min(verdict.difference, 1e30),
+        tolerance=verdict.tolerance, ok=verdict.ok,
+    )  # fmt: skip
+    try:
+        symmetric.check_delivered()
+    except symmetric.SymmetricMemoryError as error:
+        bench.recorder.missing(f"{verdict.operation} {verdict.mode}: {error.what}")
