@@ -159,7 +159,7 @@ def test_a_rank_that_hangs_at_the_start_is_named(tmp_path) -> None:
 
 
 def test_the_budget_ends_a_run_between_steps(tmp_path) -> None:
-    budget_s = 50.0
+    budget_s = 60.0
     process = start(tmp_path, budget_s=budget_s)
 
     report = finished(process, tmp_path)
