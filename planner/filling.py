@@ -8,7 +8,7 @@ place in the list.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -47,6 +47,7 @@ def fill(
     *,
     top: int,
     deadline: float | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Filled:
     """Return the pipelines that are quicker with layers or recomputation of their own on each stage.
 
@@ -73,6 +74,8 @@ def fill(
     for row, mine in enumerate(grid[len(explored) :]):
         if solved and deadline is not None and time.monotonic() > deadline:
             break
+        if progress is not None:
+            progress(f"pipeline {solved + 1} of {len(settings)}: layers and recomputation by stage")
         solved += 1
         last = float(np.partition(best, top - 1)[top - 1]) if len(best) >= top else np.inf
         limit = min(last, float(best[mine]))

@@ -157,7 +157,14 @@ def suggest(
     filled = Filled()
     if objective not in {"memory", "pareto"} or not len(explored):
         filled = fill(
-            screening, framework, nodes, explored, bounds.recomputes or framework.recomputes, top=top, deadline=deadline
+            screening,
+            framework,
+            nodes,
+            explored,
+            bounds.recomputes or framework.recomputes,
+            top=top,
+            deadline=deadline,
+            progress=progress,
         )
     if not len(explored) and not filled.plans:
         from planner.infeasible import nothing_fits  # noqa: PLC0415 - only on this path
