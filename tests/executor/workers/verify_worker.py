@@ -91,6 +91,7 @@ def main() -> None:
             (out / f"{case['id']}.json").write_text(
                 codec.to_json({"ok": verdict.ok, "seconds": time.perf_counter() - begin, "verdict": verdict})
             )
+    dist.barrier()  # gloo aborts a rank whose neighbour leaves before its own last message has arrived
     dist.destroy_process_group()
 
 
