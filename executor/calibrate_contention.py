@@ -7,14 +7,13 @@ product lacks, both draw on memory bandwidth, and both heat the chip. Only what 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
 from executor.calibrate_kernels import operator_call
 from executor.calibrate_operators import invalid, versions
+from executor.joined import agreed, join
 from executor.measuring import ended_as_rank, piece_parser
 from executor.records import Deadline, Recorder, middle
 from executor.timing import WARM_S, ClockWatch, Timer
@@ -38,19 +37,13 @@ def run(options: argparse.Namespace) -> int:
     from topology.codec import read_json  # noqa: PLC0415 - after the check for torch
 
     deadline = Deadline.since_launch(options.seconds)
-    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    cuda = options.device == "cuda"
-    if cuda:
-        torch.cuda.set_device(local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    device = torch.device(f"cuda:{local}" if cuda else "cpu")
-    recorder = Recorder(options.out if rank == 0 else None)
-    watch = ClockWatch() if cuda and rank == 0 else None
+    device, recorder = join(options, timeout_s=TIMEOUT_S)
+    watch = ClockWatch() if device.type == "cuda" and dist.get_rank() == 0 else None
     wanted = read_json(options.request).get("contention", [])
     recorder.write("header", versions=versions(torch, options.device))
     try:
         for number, one in enumerate(wanted):
-            if not _together(torch, dist, deadline.has(3.0)):
+            if not agreed(torch, dist, mine=deadline.has(3.0)):
                 recorder.missing(
                     f"contention: {len(wanted) - number} pairs from {one['op']} {one['nbytes']} on: out of time"
                 )
@@ -62,13 +55,6 @@ def run(options: argparse.Namespace) -> int:
     recorder.close()
     dist.destroy_process_group()
     return 0
-
-
-def _together(torch: Any, dist: Any, mine: bool) -> bool:
-    """Whether rank 0 says so: ranks that disagree about what comes next would wait for each other for ever."""
-    box = torch.tensor(float(mine if dist.get_rank() == 0 else True))
-    dist.all_reduce(box, op=dist.ReduceOp.MIN)
-    return bool(box.item())
 
 
 def _pair(

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 from executor.calibrate_operators import invalid, versions
 from executor.collector import NoCollection
 from executor.gpu_state import read_states
+from executor.joined import agreed, join
 from executor.measuring import ended_as_rank, piece_parser
 from executor.records import Deadline, Recorder, middle
 from simulator.model import Model
@@ -53,19 +52,10 @@ def run(options: argparse.Namespace) -> int:
     import torch.distributed as dist  # noqa: PLC0415 - as above
 
     deadline = Deadline.since_launch(options.seconds)
-    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    cuda = options.device == "cuda"
-    device = torch.device(f"cuda:{local}" if cuda else "cpu")
-    if cuda:
-        torch.cuda.set_device(local)
-    else:
+    if options.device == "cpu":
         torch.set_num_threads(1)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
+    device, recorder = join(options, timeout_s=TIMEOUT_S)
     world = dist.get_world_size()
-    recorder = Recorder(options.out if rank == 0 else None)
     wanted = [
         one
         for one in codec.read_json(options.request).get("layers", [])
@@ -78,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     longest = 20.0
     for number, one in enumerate(wanted):
         # Every rank must take the same way: rank 0's clock decides.
-        if not _agree(torch, dist, deadline.has(longest if one["runtime"].get("compile") else 0.4 * longest)):
+        if not agreed(torch, dist, mine=deadline.has(longest if one["runtime"].get("compile") else 0.4 * longest)):
             recorder.missing(f"{len(wanted) - number} layers from {label(one)} on: out of time")
             break
         began = time.monotonic()
@@ -112,13 +102,6 @@ def _builder(options: argparse.Namespace) -> Callable[..., Step]:
     return own_step
 
 
-def _agree(torch: Any, dist: Any, mine: bool, *, leader: bool = True) -> bool:
-    """Whether all ranks (or, as `leader` says, rank 0 alone) answer yes; told over gloo."""
-    box = torch.tensor(float(mine if dist.get_rank() == 0 or not leader else True))
-    dist.all_reduce(box, op=dist.ReduceOp.MIN)
-    return bool(box.item())
-
-
 def _sample(
     torch: Any,
     dist: Any,
@@ -145,7 +128,7 @@ def _sample(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        if not _agree(torch, dist, not problem, leader=False) or seen is None:
+        if not agreed(torch, dist, mine=not problem, leader=False) or seen is None:
             recorder.missing(f"{label(one)} with {layers} layers: {problem or 'another rank failed'}")
             return
         times, extra = seen
@@ -193,7 +176,7 @@ def _timed(torch: Any, dist: Any, device: Any, step: Step) -> tuple[list[float],
         now = time.perf_counter()
         times.append(now - last)
         last = now
-        if not _agree(torch, dist, sum(times) < LONGEST_S) and len(times) >= LEAST_STEPS:
+        if not agreed(torch, dist, mine=sum(times) < LONGEST_S) and len(times) >= LEAST_STEPS:
             break
         last = time.perf_counter()  # agreeing is ours, not the step's
     extra = {name: middle([one[name] for one in seen])[0] for name in (seen[0] if seen else {})}

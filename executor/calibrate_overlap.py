@@ -8,14 +8,14 @@ small shapes that is what a mode takes. Parts alone are what the model of overla
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from executor.calibrate_operators import invalid, versions
-from executor.records import Deadline, Recorder, middle
+from executor.joined import agreed, join
+from executor.measuring import ended_as_rank, piece_parser
+from executor.records import Deadline, middle
 from executor.timing import WARM_S, ClockWatch, Timer
 from simulator.overlap_modes import GATHER, SLICES
 
@@ -34,18 +34,12 @@ Call = Callable[[], object]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="executor.calibrate_overlap")
+    parser = piece_parser("executor.calibrate_overlap")
     parser.add_argument(
         "--request", required=True, help="JSON: {overlap: [{operation, ranks, rows, columns, depth, dtype}]}"
     )
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--gpu", type=int, default=0)
-    options = parser.parse_args(argv)
-    from torch.distributed.elastic.multiprocessing.errors import record  # noqa: PLC0415 - only workers have torch
-
-    return int(record(run)(options))
+    return ended_as_rank(run, parser.parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,19 +49,13 @@ def run(options: argparse.Namespace) -> int:
     from topology.codec import read_json  # noqa: PLC0415 - after the check for torch
 
     deadline = Deadline.since_launch(options.seconds)
-    rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    cuda = options.device == "cuda"
-    if cuda:
-        torch.cuda.set_device(local)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=TIMEOUT_S))
-    device = torch.device(f"cuda:{local}" if cuda else "cpu")
-    recorder = Recorder(options.out if rank == 0 else None)
-    watch = ClockWatch() if cuda and rank == 0 else None
+    device, recorder = join(options, timeout_s=TIMEOUT_S)
+    watch = ClockWatch() if device.type == "cuda" and dist.get_rank() == 0 else None
     recorder.write("header", versions=versions(torch, options.device))
     wanted = [one for one in read_json(options.request).get("overlap", []) if one["ranks"] == dist.get_world_size()]
     try:
         for number, one in enumerate(wanted):
-            if not _agreed(torch, dist, mine=deadline.has(SHAPE_S if cuda else 0.0)):
+            if not agreed(torch, dist, mine=deadline.has(SHAPE_S if device.type == "cuda" else 0.0)):
                 recorder.missing(f"overlap: {len(wanted) - number} shapes from {one['operation']} on: out of time")
                 break
             sample = measured(torch, dist, device, one, watch, options.gpu)
@@ -220,13 +208,6 @@ def _slowest(torch: Any, dist: Any, mine: list[float]) -> list[float]:
     box = torch.tensor(mine, dtype=torch.float64)
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return [float(value) for value in box]
-
-
-def _agreed(torch: Any, dist: Any, *, mine: bool) -> bool:
-    """Whether rank 0 says so: ranks that disagree about what comes next would wait for each other for ever."""
-    box = torch.tensor(float(mine if dist.get_rank() == 0 else True))
-    dist.all_reduce(box, op=dist.ReduceOp.MIN)
-    return bool(box.item())
 
 
 if __name__ == "__main__":
