@@ -97,8 +97,8 @@ def captured(call: Callable[..., Any], *samples: Tensor) -> Callable[..., Any]:
     `call` takes tensors (all that gradients shall flow to, weights among them) and returns tensors; shapes and
     `requires_grad` are those of the samples. A replay costs the host one launch whatever the call consists of. Results lie
     in memory of the graph until the next replay. Reduce-scatters of the modes copy_engine and fused send whole
-    shards there and add them up after the last product, and exchanges by copy engines are fenced by two barriers instead
-    of taking turns with two buffers.
+    shards there and add them up after the last product, and exchanges by copy engines begin with a barrier instead of
+    taking turns with two buffers; graphs have buffers of their own.
     """
     return torch.cuda.make_graphed_callables(call, samples)
 

@@ -36,6 +36,8 @@ class RelayPlan:
 class Relaying(Moving):
     """A relay under way; not in a graph, where a stream cannot wait for a word."""
 
+    what = "a relayed reduce-scatter"
+
     def __init__(
         self, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device, bounds: Bounds
     ) -> None:
@@ -65,7 +67,7 @@ class Relaying(Moving):
     def fetch(self, step: int, piece: int, target: Tensor) -> None:
         """Have the partial sum of a step of the rank before copied to `target`; the current stream waits for it."""
         flag = self.plan.awaited[step][piece]
-        stream_ops.wait_word(flag, 1, self.side)
+        self.wait_on(self.side, flag, 1)
         nbytes = target.numel() * target.element_size()
         stream_ops.copy(target.data_ptr(), self.plan.fetched[step][piece], nbytes, self.side)
         self.space.order(first=self.side, then=self.current)
