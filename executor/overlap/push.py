@@ -32,11 +32,11 @@ Make = Callable[[int, Tensor], object]
 _streams: dict[tuple[int, str], torch.cuda.Stream] = {}
 
 
-def side_stream(device: torch.device, purpose: str = "copies") -> torch.cuda.Stream:
+def side_stream(device: torch.device, purpose: str = "copies", priority: int = -1) -> torch.cuda.Stream:
     """A stream beside the products, of high priority: a copy that waits for a kernel's launch would be late."""
     found = _streams.get((device.index, purpose))
     if found is None:
-        found = _streams[device.index, purpose] = torch.cuda.Stream(device, priority=-1)
+        found = _streams[device.index, purpose] = torch.cuda.Stream(device, priority=priority)
     return found
 
 

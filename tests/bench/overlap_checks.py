@@ -15,7 +15,7 @@ from executor.overlap import all_reduce
 from executor.verify_overlap import Shape
 from tests.bench.overlap_bench import Bench
 
-LONGEST_CASE_S = 60.0
+LONGEST_CASE_S = 45.0
 CHECKED_EVERY = 50  # replays
 CHANGING = ("copy_engine", "fused")  # modes of ours that move data themselves
 

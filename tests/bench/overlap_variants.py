@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -138,6 +139,61 @@ def mechanisms(bench: Bench) -> None:
             "tiles", operation="matmul_reduce_scatter", rows=rows, columns=columns, depth=depth, seconds=done
         )
         symmetric.check_delivered()
+
+
+def relays(bench: Bench) -> None:
+    """Cuts of a relayed reduce-scatter and lanes of its products, each checked once; beside whole shards and the kernel."""
+    for rows, columns, depth in (
+        (8192, 8192, 2048), (8192, 8192, 4096), (16384, 4096, 2048), (8192, 4096, 2048), (4096, 8192, 4096), (4096, 4096, 2048),
+    ):  # fmt: skip
+        if not bench.left(6):
+            bench.recorder.missing(f"relays of {rows} x {columns} x {depth}")
+            return
+        x, weight = bench.draw(rows, depth), bench.draw(columns, depth)
+        operand, shape = weight.t(), (rows // bench.world, columns)
+
+        def multiply(
+            shard: int, first: int, last: int, out: Tensor, add: bool, x=x, operand=operand, r=shape[0]
+        ) -> None:
+            products(((x, operand),), shard * r + first, shard * r + last, out, add=add)
+
+        def make(shard: int, out: Tensor, x=x, operand=operand, r=shape[0]) -> None:
+            torch.mm(x[shard * r : (shard + 1) * r], operand, out=out)
+
+        def scatter(mode: str, x: Tensor = x, operand: Tensor = operand) -> Tensor:
+            return overlap.MODES[mode].matmul_scatter(((x, operand),), bench.group)
+
+        def relay(pieces: int, unit: int, lanes: int, shape: tuple[int, int] = shape, multiply=multiply) -> Tensor:
+            return relay_sum(
+                multiply, shape, torch.bfloat16, bench.group, bench.device, pieces=pieces, unit=unit, lanes=lanes
+            )
+
+        wave = 128 * max(1, processors(bench.device) // -(-columns // 256))  # rows of one round of tiles
+        calls: dict[str, Callable[[], Tensor]] = {
+            "nccl": partial(scatter, "nccl"),
+            "whole shards, add": lambda: push.scatter_sum(make, shape, x.dtype, bench.group, bench.device),
+            "fused 128x256": lambda: fused._matmul_scatter(x, operand, bench.group, fused.Tile()),
+            "fused 128x256 g4": lambda: fused._matmul_scatter(x, operand, bench.group, fused.Tile(group_m=4)),
+            "fused 128x128": lambda: fused._matmul_scatter(
+                x, operand, bench.group, fused.Tile(block_n=128, stages=4, group_m=8)
+            ),
+        }
+        for pieces, unit, lanes in (
+            (2, 1, 1), (2, 1, 2), (3, wave, 1), (3, wave, 2), (4, wave, 1), (4, wave, 2), (8, wave, 2),
+        ):  # fmt: skip
+            calls[f"relay in {pieces}, {lanes} lanes, by {unit}"] = partial(relay, pieces, unit, lanes)
+        expected = calls["nccl"]().double()
+        worst = torch.zeros((), dtype=torch.float64, device=bench.device)
+        for call in calls.values():
+            for _ in range(3):
+                worst = torch.maximum(worst, verify_overlap._difference(call(), expected))
+        symmetric.check_delivered()
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        done = bench.times({"cublas": lambda: x @ operand, **calls}, rounds=7)
+        bench.recorder.write(
+            "tiles", operation="matmul_reduce_scatter", rows=rows, columns=columns, depth=depth, seconds=done,
+            difference=float(worst),
+        )  # fmt: skip
 
 
 def adding_to_peers(bench: Bench, x: Tensor, weight: Tensor) -> Callable[[], object]:

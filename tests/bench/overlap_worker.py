@@ -20,7 +20,7 @@ from executor import overlap, symmetric
 from executor.overlap import all_reduce, fused, torch_symm_mem
 from tests.bench.overlap_bench import Bench
 from tests.bench.overlap_checks import captured, check
-from tests.bench.overlap_variants import alone, host, mechanisms, parts, tiles, tiles_of_scatter
+from tests.bench.overlap_variants import alone, host, mechanisms, parts, relays, tiles, tiles_of_scatter
 
 
 def shapes(world: int) -> list[tuple[str, str, int, int, int]]:
@@ -165,6 +165,7 @@ STAGES = {
     "tiles": tiles,
     "scatter_tiles": tiles_of_scatter,
     "mechanisms": mechanisms,
+    "relays": relays,
     "host": host,
     "table": table,
     "sums": sums,
@@ -187,7 +188,9 @@ def main() -> None:
     symmetric.POLLS = 1 << 25
     bench = Bench(options.out, options.seconds, tuple(int(rows) for rows in options.rows.split(",") if rows))
     for stage in options.stages.split(","):
-        if stage == "check":
+        if stage == "captured":
+            captured(bench, options.iterations)
+        elif stage == "check":
             check(bench, options.iterations, tuple(options.modes.split(",")))
             captured(bench, options.iterations)
         else:
