@@ -13,7 +13,7 @@ from torch import Tensor
 
 from executor import overlap, stream_ops, symmetric, verify_overlap
 from executor.overlap import all_reduce, fused, push
-from executor.overlap.copy_engine import processors
+from executor.overlap.copy_engine import processors, rows_of_a_round
 from executor.overlap.mode import products
 from executor.overlap.relay import relay_sum
 from tests.bench.overlap_bench import Bench
@@ -168,7 +168,7 @@ def relays(bench: Bench) -> None:
                 multiply, shape, torch.bfloat16, bench.group, bench.device, pieces=pieces, unit=unit, lanes=lanes
             )
 
-        wave = 128 * max(1, processors(bench.device) // -(-columns // 256))  # rows of one round of tiles
+        wave = rows_of_a_round(columns, processors(bench.device))
         calls: dict[str, Callable[[], Tensor]] = {
             "nccl": partial(scatter, "nccl"),
             "whole shards, add": lambda: push.scatter_sum(make, shape, x.dtype, bench.group, bench.device),

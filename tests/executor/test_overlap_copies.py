@@ -238,6 +238,14 @@ def test_a_call_issues_no_more_than_it_has_to(monkeypatch: pytest.MonkeyPatch) -
     on_ranks(3, run)
 
 
+def test_rounds_of_tiles_fill_the_multiprocessors() -> None:
+    from executor.overlap.copy_engine import rows_of_a_round
+
+    assert rows_of_a_round(8192, 132) == 4 * 128  # 32 tiles across: four rows of tiles, 128 of 132 at work
+    assert rows_of_a_round(4096, 132) == 8 * 128
+    assert rows_of_a_round(100_000, 132) == 128  # never less than a row of tiles
+
+
 def test_parts_are_relayed_where_adding_them_up_would_take_long() -> None:
     from executor.overlap.copy_engine import relays
 
