@@ -52,8 +52,7 @@ def table(bench: Bench) -> None:
         shape
         for shape in shapes(bench.world)
         if shape[1] == "goal"
-        or (not bench.rows or shape[2] in bench.rows)
-        and (not bench.operations or shape[0] in bench.operations)
+        or ((not bench.rows or shape[2] in bench.rows) and (not bench.operations or shape[0] in bench.operations))
     ]
     for number, (operation, name, rows, columns, depth) in enumerate(wanted):
         if not bench.left(6):
