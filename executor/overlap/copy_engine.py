@@ -20,10 +20,11 @@ from executor.overlap.relay import relay_sum
 # On two H200 the two ways were equally fast at 3 x 67 MB, the relay slower at 3 x 34 MB (249 and 189 us at 8192 x 4096 x
 # 1024; examples/validation/overlap_2xH200.md).
 LARGEST_ADDED_BYTES = 2**27
-# Four pieces, each a whole number of rounds of tiles, whose products take turns on two streams: 451 instead of 467 us at
-# 8192 x 8192 x 2048, 868 instead of 889 at twice the depth. For parts half as large two pieces in one stream were faster,
-# 449 instead of 462 us at 4096 x 8192 x 4096, and in two streams two were slower (505 us; as above).
-FOUR_PIECES_BYTES = 2**26
+# Multiply-adds from which two ranks relay in four pieces, each a whole number of rounds of tiles, whose products take turns
+# on two streams: 837 and 868 instead of 866 and 889 us at 8192 x 8192 x 4096. At half the depth that was 445 and 451
+# instead of 452 and 467 us while the host kept up, and 558 instead of 454 when it did not: eight products and their
+# signals cost it 260 to 550 us.
+FOUR_PIECES_PRODUCT = 2**38
 TILE = (128, 256)  # of the library's products
 
 
@@ -65,7 +66,7 @@ class CopyEngine(Nccl):
             def multiply(shard: int, first: int, last: int, out: Tensor, add: bool) -> None:
                 products(pairs, shard * rows + first, shard * rows + last, out, add=add)
 
-            if shape[0] * shape[1] * x.element_size() < FOUR_PIECES_BYTES:
+            if world > 2 or sum(x.numel() for x, _ in pairs) * shape[1] < FOUR_PIECES_PRODUCT:
                 return relay_sum(multiply, shape, x.dtype, group, x.device, pieces=2)
             unit = rows_of_a_round(shape[1], processors(x.device))
             return relay_sum(multiply, shape, x.dtype, group, x.device, pieces=4, unit=unit, lanes=2)
