@@ -185,6 +185,18 @@ def workspaces() -> tuple[Workspace, ...]:
     return tuple(_workspaces.values())
 
 
+def held_bytes() -> int:
+    """Return the bytes of all symmetric memory of this process, of which torch's allocator knows nothing."""
+    found = [part for space in _workspaces.values() for part in (space, space.graphs, *space.outgrown)]
+    memory = {id(one): one for part in found for one in _allocations(part)}
+    return sum(one.local.numel() for one in memory.values())
+
+
+def _allocations(part: Workspace | Allocation | None) -> tuple[Allocation, ...]:
+    held = (part.data, part.signals) if isinstance(part, Workspace) else (part,)
+    return tuple(one for one in held if one is not None)
+
+
 def release() -> None:
     """Forget all workspaces. Collective: no rank may still write to another's."""
     for space in _workspaces.values():

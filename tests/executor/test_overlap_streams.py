@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: nothing can
 
 from executor import stream_ops, symmetric  # noqa: E402 - after the check for torch
 from executor.overlap import push, relay  # noqa: E402 - as above
+from simulator.overlap_memory import PAGE_BYTES, buffer_bytes  # noqa: E402 - as above
 
 CPU = torch.device("cpu")
 CURRENT, SIDE, SIGNALS, SECOND = 0, 1, 2, 3
@@ -278,3 +279,19 @@ def test_waits_of_streams_are_counted_for_the_watch(machine: Machine) -> None:
     for space in symmetric.workspaces():  # one more of each, by which memory came to be
         assert word(space.line.address).value == {"gather": 1 + 1, "scatter": 1 + 2}[space.purpose]
         assert space.line.stalled(1e9) is None
+
+
+@pytest.mark.parametrize("machine", [2, 3], indirect=True)
+@pytest.mark.parametrize("rows", [4, 200_000])
+def test_the_simulator_knows_how_much_memory_a_rank_holds(machine: Machine, rows: int) -> None:
+    """What all ranks' (rows, columns) take, gathered and scattered, in the simulator's formula."""
+    columns, group = 3, machine.groups[0]
+    for call in range(2):
+        x = draw(rows, columns, seed=call)
+        push.Gathering(x, group, pieces=1, keep=False).finish()
+        push.Scattering((rows, columns), x.dtype, group, CPU)
+        KEPT.append(x)
+
+    held = sum(-(-ranks[0].numel() // PAGE_BYTES) * PAGE_BYTES for ranks in machine.memory)
+    assert held == 2 * buffer_bytes(machine.world * rows * columns * 8)
+    assert symmetric.held_bytes() == sum(ranks[0].numel() for ranks in machine.memory)
