@@ -1,0 +1,300 @@
+"""From one layout of a tensor to another: the cheapest sequence of primitives, by Dijkstra over layouts.
+
+Layouts are the nodes; the edges are what can be done in one step:
+
+    slice           a mesh axis that holds copies cuts a dim; local, no bytes
+    all-gather      the innermost axes of a dim are joined; several at once as one flattened group
+    reduce-scatter  pending axes are reduced and cut a dim
+    all-reduce      pending axes are reduced
+    all-to-all      the innermost axes of a dim move to another one
+    permute         every rank's whole block moves to one other rank: swapped axes, another order of the same cuts
+
+Costs add up along the path, so what is found is the cheapest there is in these primitives, and the triangle inequality
+holds by construction: no detour through a third layout is cheaper than the direct way.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count, permutations
+
+from planner.sharding.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    PERMUTE,
+    REDUCE_SCATTER,
+    SLICE,
+    Collective,
+    FREE,
+    Cost,
+    cost_of,
+    plus,
+)
+from planner.sharding.layout import Items, Layout, fits, local_shape, trimmed
+from planner.sharding.mesh import Mesh
+
+MAX_LAYOUTS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One primitive: what it turns a layout into. A slice has no collective; a strided one may take several."""
+
+    kind: str
+    after: Layout
+    collectives: tuple[Collective, ...] = ()
+
+
+@dataclass(slots=True)
+class Redistributor:
+    """Shortest paths between the layouts of one tensor; every source is solved once.
+
+    `special` are dims' items that a search would not invent, since blocks stay whole or a cut is uneven, but that some
+    layout asked for has.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    mesh: Mesh
+    special: frozenset[tuple[int, Items]] = frozenset()
+    _trees: dict[Layout, dict[Layout, tuple[Cost, Layout, Step | None]]] = field(default_factory=dict)
+
+    def allow(self, layouts: Iterable[Layout]) -> None:
+        """Let paths pass through the strided and uneven cuts of `layouts`."""
+        found = {
+            (dim, items)
+            for layout in layouts
+            for dim, items in enumerate(layout.dims)
+            if any(isinstance(item, int) for item in items) or not fits(self.shape[dim], items, self.mesh)
+        }
+        if not found <= self.special:
+            self.special |= found
+            self._trees.clear()
+
+    def cost(self, source: Layout, target: Layout) -> Cost | None:
+        """Return the cost of the best path, None if there is none: nothing makes a finished sum pending again."""
+        found = self._tree(source).get(target)
+        return found[0] if found else None
+
+    def path(self, source: Layout, target: Layout) -> tuple[Step, ...]:
+        """Return the steps of the best path. Raises KeyError where `cost` is None."""
+        tree, steps = self._tree(source), []
+        while target != source:
+            _, target, step = tree[target]
+            if step is not None:
+                steps.append(step)
+        return tuple(reversed(steps))
+
+    def _tree(self, source: Layout) -> dict[Layout, tuple[Cost, Layout, Step | None]]:
+        if source not in self._trees:
+            self._trees[source] = self._solve(source)
+        return self._trees[source]
+
+    def _solve(self, source: Layout) -> dict[Layout, tuple[Cost, Layout, Step | None]]:
+        done: dict[Layout, tuple[Cost, Layout, Step | None]] = {}
+        order = count()  # equal costs: first come, so that the answer does not depend on hashes
+        queue: list[tuple[Cost, int, Layout, Layout, Step | None]] = [(FREE, next(order), source, source, None)]
+        while queue and len(done) < MAX_LAYOUTS:
+            cost, _, here, before, step = heapq.heappop(queue)
+            if here in done:
+                continue
+            done[here] = (cost, before, step)
+            for move in self.steps(here):
+                if move.after not in done:
+                    price = cost_of(move.collectives, self.mesh.ranks, slices=int(move.kind == SLICE))
+                    heapq.heappush(queue, (plus(cost, price), next(order), move.after, here, move))
+        return done
+
+    def steps(self, here: Layout) -> Iterator[Step]:
+        """Yield every primitive that applies to `here`."""
+        yield from self._slices(here)
+        yield from self._joins(here)
+        yield from self._reductions(here)
+        yield from self._permutes(here)
+
+    def _slices(self, here: Layout) -> Iterator[Step]:
+        used = here.axes() | {axis for axis, _ in here.pending}
+        for axis in self.mesh.names:
+            if axis not in used:
+                for dim in range(len(self.shape)):
+                    for items in self._with(here, dim, (axis,)):
+                        yield Step(SLICE, _replaced(here, {dim: items}))
+
+    def _joins(self, here: Layout) -> Iterator[Step]:
+        """All-gathers, and all-to-alls that cut another dim instead."""
+        for dim, items in enumerate(here.dims):
+            names = 0
+            while names < len(items) and isinstance(items[-1 - names], str):
+                names += 1
+                moved = tuple(str(item) for item in items[-names:])
+                rest = trimmed(items[:-names])
+                blocks = 1 if rest == items[:-names] else int(items[-names - 1])
+                if not self._allowed(dim, rest):
+                    continue
+                joined = _replaced(here, {dim: rest})
+                yield self._step(ALL_GATHER, here, joined, moved, dim, blocks=blocks)
+                for other in range(len(self.shape)):
+                    if other != dim:
+                        for longer in self._with(here, other, moved):
+                            yield self._step(ALL_TO_ALL, here, _replaced(joined, {other: longer}), moved)
+
+    def _reductions(self, here: Layout) -> Iterator[Step]:
+        for reducer in dict.fromkeys(reducer for _, reducer in here.pending):
+            axes = [axis for axis, how in here.pending if how == reducer]
+            for length in range(1, len(axes) + 1):
+                for chosen in permutations(axes, length):
+                    left = tuple(pair for pair in here.pending if pair[0] not in chosen)
+                    if list(chosen) == sorted(chosen, key=axes.index):
+                        whole = Layout(here.dims, left)
+                        yield self._step(ALL_REDUCE, here, whole, chosen, reducer=reducer)
+                    for dim in range(len(self.shape)):
+                        for items in self._with(here, dim, chosen):
+                            after = Layout(_replaced(here, {dim: items}).dims, left)
+                            blocks = 1
+                            if len(items) > length and isinstance(items[-length - 1], int):
+                                blocks = int(items[-length - 1])
+                            yield self._step(REDUCE_SCATTER, here, after, chosen, dim, reducer=reducer, blocks=blocks)
+
+    def _permutes(self, here: Layout) -> Iterator[Step]:
+        """Layouts whose blocks are the same ones on other ranks.
+
+        Exchanging axes of one size always is a renumbering of ranks, pending reductions included. With reductions left
+        alone, so is every other assignment of axes to the same cuts.
+        """
+        if len(self.mesh.names) == 1:
+            return
+        pending = {axis for axis, _ in here.pending}
+        free = [axis for axis in self.mesh.names if axis not in pending]
+        wanted = [_blocks(items, self.mesh) for items in here.dims]
+        seen = {here}
+        for order in permutations(free):
+            dims, left = [], list(order)
+            for blocks in wanted:
+                items = _filled(blocks, left, self.mesh)
+                if items is None:
+                    break
+                dims.append(items)
+            else:
+                seen.add(Layout(tuple(dims), here.pending))
+        for order in permutations(self.mesh.names):
+            if all(self.mesh.size(a) == self.mesh.size(b) for a, b in zip(self.mesh.names, order, strict=True)):
+                new = dict(zip(self.mesh.names, order, strict=True))
+                seen.add(
+                    Layout(
+                        tuple(tuple(new[i] if isinstance(i, str) else i for i in items) for items in here.dims),
+                        tuple(sorted(((new[a], how) for a, how in here.pending), key=lambda p: self.mesh.names.index(p[0]))),
+                    )
+                )
+        buffer = local_shape(self.shape, here, self.mesh)
+        for after in sorted(seen - {here}, key=repr):
+            if all(self._allowed(dim, items) for dim, items in enumerate(after.dims)):
+                moved = Collective(
+                    kind=PERMUTE,
+                    mesh_dim="world",
+                    axes=self.mesh.names,
+                    group=self.mesh.ranks,
+                    dtype=self.dtype,
+                    local_in=buffer,
+                    local_out=buffer,
+                    tensor=self.name,
+                )
+                yield Step(PERMUTE, after, (moved,))
+
+    def _with(self, here: Layout, dim: int, axes: tuple[str, ...]) -> Iterator[Items]:
+        """Yield the items of `dim` with `axes` as the innermost cuts: plain, or inside blocks that are asked for."""
+        start = here.dims[dim]
+        plain = (*start, *axes)
+        if self._allowed(dim, plain):
+            yield plain
+        for where, items in sorted(self.special, key=repr):
+            middle = items[len(start) : len(start) + 1]
+            longer = (*start, *middle, *axes)
+            if where == dim and items[: len(longer)] == longer and longer != plain and isinstance(middle[0], int):
+                yield longer
+
+    def _allowed(self, dim: int, items: Items) -> bool:
+        return fits(self.shape[dim], items, self.mesh) or any(
+            where == dim and special[: len(items)] == items for where, special in self.special
+        )
+
+    def _step(
+        self,
+        kind: str,
+        here: Layout,
+        after: Layout,
+        axes: tuple[str, ...],
+        dim: int = 0,
+        *,
+        reducer: str = "",
+        blocks: int = 1,
+    ) -> Step:
+        """Return a collective over `axes`. Where `dim` keeps `blocks` whole outside the cut, each goes on its own.
+
+        That is what a loop over tiles does, and it needs no copy into another order.
+        """
+        group = self.mesh.size(axes)
+        before, behind = list(local_shape(self.shape, here, self.mesh)), list(local_shape(self.shape, after, self.mesh))
+        # Uneven pieces travel padded: the joined buffer is the piece times the group.
+        if kind == ALL_GATHER:
+            behind[dim] = before[dim] * group
+        elif kind == REDUCE_SCATTER:
+            before[dim] = behind[dim] * group
+        elif kind == ALL_TO_ALL:
+            for position, (was, now) in enumerate(zip(before, behind, strict=True)):
+                if here.dims[position] != after.dims[position]:
+                    if len(here.dims[position]) > len(after.dims[position]):
+                        behind[position] = was * group
+                    else:
+                        before[position] = now * group
+        if blocks > 1:
+            before[dim] //= blocks
+            behind[dim] //= blocks
+        one = Collective(
+            kind=kind,
+            mesh_dim=self.mesh.group_name(axes),
+            axes=axes,
+            group=group,
+            dtype=self.dtype,
+            local_in=tuple(before),
+            local_out=tuple(behind),
+            tensor=self.name,
+            reducer=reducer,
+        )
+        return Step(kind, after, (one,) * blocks)
+
+
+def _replaced(here: Layout, dims: dict[int, Items]) -> Layout:
+    return Layout(tuple(dims.get(dim, items) for dim, items in enumerate(here.dims)), here.pending)
+
+
+def _blocks(items: Items, mesh: Mesh) -> list[int]:
+    """Return the cuts of a dim without names: pieces over neighbouring axes as positive, whole blocks as negative."""
+    out: list[int] = []
+    for item in items:
+        if isinstance(item, int):
+            out.append(-item)
+        elif out and out[-1] > 0:
+            out[-1] *= mesh.size(item)
+        else:
+            out.append(mesh.size(item))
+    return out
+
+
+def _filled(blocks: list[int], left: list[str], mesh: Mesh) -> Items | None:
+    """Return items that cut as `blocks` do, taking axes from the front of `left`; None if they do not come out even."""
+    items: list[str | int] = []
+    for block in blocks:
+        if block < 0:
+            items.append(-block)
+            continue
+        while block > 1:
+            if not left or block % mesh.size(left[0]):
+                return None
+            block //= mesh.size(left[0])
+            items.append(left.pop(0))
+    return tuple(items)
+

@@ -1,0 +1,83 @@
+"""A chosen graph in program order: redistributions before the operators that need them, and after those that leave them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from planner.sharding.choose import Choice, choose
+from planner.sharding.collectives import Collective
+from planner.sharding.layout import Layout
+from planner.sharding.problem import Problem
+from planner.sharding.redistribute import Redistributor, Step
+from planner.sharding.rule import Option
+from planner.sharding.schedule import Schedule, carried_out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A tensor brought from one layout to another, step by step; `runs` are the collectives as scheduled."""
+
+    tensor: str
+    source: Layout
+    target: Layout
+    steps: tuple[Step, ...]
+    runs: tuple[Collective, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """An operator on local pieces; `runs` are collectives inside it."""
+
+    operator: int
+    option: Option
+    runs: tuple[Collective, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The chosen layouts and the whole program in order."""
+
+    choice: Choice
+    program: tuple[Move | Compute, ...]
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        return tuple(one for step in self.program for one in step.runs)
+
+
+def answer(problem: Problem) -> Answer:
+    """Return the best choice for `problem` as a program. Raises Infeasible where there is none."""
+    choice, moves = choose(problem)
+    program: list[Move | Compute] = []
+    held: set[tuple[str, Layout]] = set()
+    for number, (operator, option) in enumerate(zip(problem.operators, choice.options, strict=True)):
+        schedule = problem.schedule.get(operator.result.name, Schedule())
+        before = []
+        for name, layout in option.operands:
+            if layout != choice.layouts[name] and (name, layout) not in held:
+                held.add((name, layout))
+                before.append(_move(moves, name, choice.layouts[name], layout))
+        program += _scheduled(before, schedule)
+        program.append(Compute(operator=number, option=option, runs=option.inside))
+        name = operator.result.name
+        if option.result != choice.layouts[name]:
+            kept = schedule if schedule.kind != "ring" else Schedule()
+            program += _scheduled([_move(moves, name, option.result, choice.layouts[name])], kept)
+    return Answer(choice=choice, program=tuple(program))
+
+
+def _move(moves: Mapping[str, Redistributor], name: str, source: Layout, target: Layout) -> Move:
+    steps = moves[name].path(source, target)
+    runs = tuple(one for step in steps for one in step.collectives)
+    return Move(tensor=name, source=source, target=target, steps=steps, runs=runs)
+
+
+def _scheduled(before: list[Move], schedule: Schedule) -> list[Move]:
+    """Return the moves with their collectives as `schedule` says; what is packed together runs with the last of them."""
+    if not before or schedule.kind == "whole":
+        return before
+    runs = carried_out([one for move in before for one in move.runs], schedule)
+    bare = [Move(tensor=m.tensor, source=m.source, target=m.target, steps=m.steps, runs=()) for m in before[:-1]]
+    last = before[-1]
+    return [*bare, Move(tensor=last.tensor, source=last.source, target=last.target, steps=last.steps, runs=runs)]
