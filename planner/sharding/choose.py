@@ -25,7 +25,6 @@ from typing import Any
 from planner.sharding.collectives import Cost, cost_of
 from planner.sharding.follow import followed, settled
 from planner.sharding.layout import Items, Layout, fits
-from planner.sharding.mesh import Mesh
 from planner.sharding.operator import Operator
 from planner.sharding.problem import Problem
 from planner.sharding.redistribute import Redistributor
@@ -103,7 +102,9 @@ def _special(problem: Problem) -> dict[str, frozenset[tuple[int, Items]]]:
             if any(isinstance(item, int) for item in items) or not fits(size, items, mesh):
                 found[name].add((dim, items))
 
-    def carry(source: str, dims: Sequence[Sequence[str]], target: str, wanted: Sequence[Sequence[str]], o: Operator) -> None:
+    def carry(
+        source: str, dims: Sequence[Sequence[str]], target: str, wanted: Sequence[Sequence[str]], o: Operator
+    ) -> None:
         for dim, items in list(found[source]):
             parts = lifted(items, tuple(dims[dim]), o.sizes, mesh) or {}
             for position, other in enumerate(wanted):
@@ -148,12 +149,10 @@ class _Program:
 
     def _state(self) -> None:
         problem, graph, ranks = self.problem, self.graph, self.mesh.ranks
-        self.option = [
-            [self._column(cost_of(o.inside, ranks), idle=o.idle) for o in found] for found in graph.options
-        ]
+        self.option = [[self._column(cost_of(o.inside, ranks), idle=o.idle) for o in found] for found in graph.options]
         self.place: dict[str, dict[Layout, list[int]]] = {}
         for columns in self.option:
-            self._equal({column: 1 for column in columns}, 1)
+            self._equal(dict.fromkeys(columns, 1), 1)
         made = {operator.result.name: number for number, operator in enumerate(problem.operators)}
         for name in problem.tensors:
             layouts = graph.layouts[name]
@@ -299,5 +298,3 @@ class _Program:
             for name, places in self.place.items()
         }
         return Choice(options=picked, layouts=layouts, cost=(ring, 0, 0, 0, 0), proved=True)
-
-

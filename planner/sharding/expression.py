@@ -21,21 +21,54 @@ MAX_CHARACTERS = 2000
 MAX_TERMS = 64
 
 _VIEWS = frozenset(
-    "set reshape view permute transpose swapaxes t contiguous flatten unflatten unsqueeze squeeze expand expand_as "
-    "broadcast_to movedim chunk split narrow clone detach cat stack repeat_interleave repeat rearrange identity".split()
+    [
+        "set",
+        "reshape",
+        "view",
+        "permute",
+        "transpose",
+        "swapaxes",
+        "t",
+        "contiguous",
+        "flatten",
+        "unflatten",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "expand_as",
+        "broadcast_to",
+        "movedim",
+        "chunk",
+        "split",
+        "narrow",
+        "clone",
+        "detach",
+        "cat",
+        "stack",
+        "repeat_interleave",
+        "repeat",
+        "rearrange",
+        "identity",
+    ]
 )
-_LINEAR_METHODS = frozenset("to float double half bfloat16 type neg sum mean cumsum type_as".split())
-_PRODUCTS = frozenset("einsum matmul mm bmm dot outer mul grouped_mm scaled_mm baddbmm_ conv1d conv2d".split())
-_LINEAR_LAYERS = frozenset("linear addmm_".split())
+_LINEAR_METHODS = frozenset(
+    ["to", "float", "double", "half", "bfloat16", "type", "neg", "sum", "mean", "cumsum", "type_as"]
+)
+_PRODUCTS = frozenset(
+    ["einsum", "matmul", "mm", "bmm", "dot", "outer", "mul", "grouped_mm", "scaled_mm", "baddbmm_", "conv1d", "conv2d"]
+)
+_LINEAR_LAYERS = frozenset(["linear", "addmm_"])
 _REDUCERS = {
     **dict.fromkeys(("amax", "max"), "max"),
     **dict.fromkeys(("amin", "min"), "min"),
     "prod": "product",
     "mean": "avg",
 }
-_ATTENTION = frozenset("attn attention sdpa sdpfa scaled_dot_product_attention flash_attention mha gqa".split())
-_MODULES = frozenset("torch F nn np jnp functional numpy".split())
-_ATTRIBUTES = frozenset("T mT H values indices data".split())
+_ATTENTION = frozenset(
+    ["attn", "attention", "sdpa", "sdpfa", "scaled_dot_product_attention", "flash_attention", "mha", "gqa"]
+)
+_MODULES = frozenset(["torch", "F", "nn", "np", "jnp", "functional", "numpy"])
+_ATTRIBUTES = frozenset(["T", "mT", "H", "values", "indices", "data"])
 
 
 @dataclass(frozen=True, slots=True)

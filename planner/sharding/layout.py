@@ -131,7 +131,11 @@ def _cut(items: list[str | int], axis: str, ranks: int, factor: int, size: int, 
             if factor % block:
                 if block % factor or (block // factor) % ranks:
                     raise BadInput(f"{where} is not possible", why=f"it would split a block of {block} unevenly")
-                items[position : position + 1] = [factor, axis, *([left] if (left := block // factor // ranks) > 1 else [])]
+                items[position : position + 1] = [
+                    factor,
+                    axis,
+                    *([left] if (left := block // factor // ranks) > 1 else []),
+                ]
                 return
             factor //= block
         position += 1

@@ -50,9 +50,7 @@ def merging(operator: Operator, placed: Mapping[str, Items], mesh: Mesh) -> tupl
     if not axes:
         return ()
     group = mesh.size(axes)
-    result = tuple(
-        _local(operator, dim, placed, mesh, {}) for dim in operator.dims if not (set(dim) & operator.kept)
-    )
+    result = tuple(_local(operator, dim, placed, mesh, {}) for dim in operator.dims if not (set(dim) & operator.kept))
     statistic = "f64" if operator.result.dtype == "f64" else "f32"
 
     def one(kind: str, local_in: tuple[int, ...], local_out: tuple[int, ...], dtype: str, reducer: str) -> Collective:

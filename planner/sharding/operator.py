@@ -233,7 +233,11 @@ def _complete(
 ) -> None:
     """Find the sizes of axes inside groups, and of those that only the result has."""
     (dims,) = spec.results
-    groups = [(dim, size) for use, ds in zip(uses, spec.operands, strict=True) for dim, size in zip(ds, tensors[use].shape, strict=True)]
+    groups = [
+        (dim, size)
+        for use, ds in zip(uses, spec.operands, strict=True)
+        for dim, size in zip(ds, tensors[use].shape, strict=True)
+    ]
     if result is not None and len(result) == len(dims):
         groups += zip(dims, result, strict=True)
     for _ in range(2):

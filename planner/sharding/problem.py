@@ -79,7 +79,9 @@ def case_texts(data: Any, *, where: str) -> list[dict[str, Any]]:
     if not cases:
         raise BadInput(f"{where} holds no case", remedy="give at least one")
     if len(cases) > MAX_CASES:
-        raise BadInput(f"{where} holds {len(cases)} cases", why=f"at most {MAX_CASES} are read", remedy="split the file")
+        raise BadInput(
+            f"{where} holds {len(cases)} cases", why=f"at most {MAX_CASES} are read", remedy="split the file"
+        )
     return cases
 
 

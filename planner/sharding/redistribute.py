@@ -24,11 +24,11 @@ from planner.sharding.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    FREE,
     PERMUTE,
     REDUCE_SCATTER,
     SLICE,
     Collective,
-    FREE,
     Cost,
     cost_of,
     plus,
@@ -186,7 +186,11 @@ class Redistributor:
                 seen.add(
                     Layout(
                         tuple(tuple(new[i] if isinstance(i, str) else i for i in items) for items in here.dims),
-                        tuple(sorted(((new[a], how) for a, how in here.pending), key=lambda p: self.mesh.names.index(p[0]))),
+                        tuple(
+                            sorted(
+                                ((new[a], how) for a, how in here.pending), key=lambda p: self.mesh.names.index(p[0])
+                            )
+                        ),
                     )
                 )
         buffer = local_shape(self.shape, here, self.mesh)
@@ -291,10 +295,10 @@ def _filled(blocks: list[int], left: list[str], mesh: Mesh) -> Items | None:
         if block < 0:
             items.append(-block)
             continue
-        while block > 1:
-            if not left or block % mesh.size(left[0]):
+        pieces = block
+        while pieces > 1:
+            if not left or pieces % mesh.size(left[0]):
                 return None
-            block //= mesh.size(left[0])
+            pieces //= mesh.size(left[0])
             items.append(left.pop(0))
     return tuple(items)
-

@@ -224,16 +224,17 @@ def lifted(items: Items, dim: Dim, sizes: Mapping[str, int], mesh: Mesh) -> dict
     return None if left else out
 
 
-def may_pend(
-    operators: Sequence[Operator], given: Mapping[str, Layout], mesh: Mesh
-) -> dict[str, frozenset[str]]:
+def may_pend(operators: Sequence[Operator], given: Mapping[str, Layout], mesh: Mesh) -> dict[str, frozenset[str]]:
     """Return which reductions every tensor could hold at all, by following them through the operators in order."""
     found = {name: frozenset(reducer for _, reducer in layout.pending) for name, layout in given.items()}
     if mesh.ranks == 1:
         return found
     for operator in operators:
         here = {t.reducer for t in _passing(operator, found)}
-        if any(axis in operator.reduced and _may_cut(operator, axis) and not merges(operator, axis) for axis in operator.axes):
+        if any(
+            axis in operator.reduced and _may_cut(operator, axis) and not merges(operator, axis)
+            for axis in operator.axes
+        ):
             here.add(_PENDING_KINDS[operator.kind])
         found[operator.result.name] = found.get(operator.result.name, frozenset()) | here
     return found

@@ -67,7 +67,11 @@ def _ring(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
         if first.kind != ALL_GATHER:
             out.append(first)
             continue
-        alike = [o for o in rest if (o.kind, o.axes, o.local_in, o.dtype) == (ALL_GATHER, first.axes, first.local_in, first.dtype)]
+        alike = [
+            o
+            for o in rest
+            if (o.kind, o.axes, o.local_in, o.dtype) == (ALL_GATHER, first.axes, first.local_in, first.dtype)
+        ]
         rest = [o for o in rest if o not in alike]
         packed = (1 + len(alike), *first.local_in) if alike else first.local_in
         together = ", ".join(dict.fromkeys([first.tensor, *(o.tensor for o in alike)]))

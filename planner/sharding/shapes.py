@@ -104,7 +104,9 @@ def _indexed(shape: Shape, parts: Sequence[ast.expr]) -> Shape | None:
                 position += skipped
             case ast.Slice(lower=lower, upper=upper, step=step):
                 ends = [None if end is None else integer(end) for end in (lower, upper, step)]
-                if any(end is not None and value is None for end, value in zip((lower, upper, step), ends, strict=True)):
+                if any(
+                    end is not None and value is None for end, value in zip((lower, upper, step), ends, strict=True)
+                ):
                     return None
                 out.append(len(range(*slice(*ends).indices(shape[position]))))
                 position += 1

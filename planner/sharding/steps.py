@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.sharding.choose import Choice, choose
 from planner.sharding.collectives import Collective
@@ -16,9 +16,13 @@ from planner.sharding.schedule import Schedule, carried_out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A tensor brought from one layout to another, step by step; `runs` are the collectives as scheduled."""
+    """A tensor brought from one layout to another, step by step; `runs` are the collectives as scheduled.
+
+    `needed_by` is the result whose operator needs it there, empty where the tensor itself is to lie there.
+    """
 
     tensor: str
+    needed_by: str = ""
     source: Layout
     target: Layout
     steps: tuple[Step, ...]
@@ -57,7 +61,7 @@ def answer(problem: Problem) -> Answer:
         for name, layout in option.operands:
             if layout != choice.layouts[name] and (name, layout) not in held:
                 held.add((name, layout))
-                before.append(_move(moves, name, choice.layouts[name], layout))
+                before.append(_move(moves, name, choice.layouts[name], layout, operator.result.name))
         program += _scheduled(before, schedule)
         program.append(Compute(operator=number, option=option, runs=option.inside))
         name = operator.result.name
@@ -67,10 +71,10 @@ def answer(problem: Problem) -> Answer:
     return Answer(choice=choice, program=tuple(program))
 
 
-def _move(moves: Mapping[str, Redistributor], name: str, source: Layout, target: Layout) -> Move:
+def _move(moves: Mapping[str, Redistributor], name: str, source: Layout, target: Layout, needed_by: str = "") -> Move:
     steps = moves[name].path(source, target)
     runs = tuple(one for step in steps for one in step.collectives)
-    return Move(tensor=name, source=source, target=target, steps=steps, runs=runs)
+    return Move(tensor=name, needed_by=needed_by, source=source, target=target, steps=steps, runs=runs)
 
 
 def _scheduled(before: list[Move], schedule: Schedule) -> list[Move]:
@@ -78,6 +82,4 @@ def _scheduled(before: list[Move], schedule: Schedule) -> list[Move]:
     if not before or schedule.kind == "whole":
         return before
     runs = carried_out([one for move in before for one in move.runs], schedule)
-    bare = [Move(tensor=m.tensor, source=m.source, target=m.target, steps=m.steps, runs=()) for m in before[:-1]]
-    last = before[-1]
-    return [*bare, Move(tensor=last.tensor, source=last.source, target=last.target, steps=last.steps, runs=runs)]
+    return [*(replace(move, runs=()) for move in before[:-1]), replace(before[-1], runs=runs)]
