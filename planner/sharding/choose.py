@@ -17,18 +17,19 @@ cut or moved for no gain.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import gcd
 from typing import Any
 
-from planner.sharding.collectives import Cost, cost_of
+from planner.sharding.collectives import FREE, Cost, cost_of
 from planner.sharding.follow import followed, settled
 from planner.sharding.layout import Items, Layout, fits
 from planner.sharding.operator import Operator
 from planner.sharding.problem import Problem
 from planner.sharding.redistribute import Redistributor
 from planner.sharding.rule import Option, lifted, may_pend, options, projected
+from planner.sharding.schedule import Schedule
 from topology.errors import Infeasible
 
 MAX_VARIABLES = 400_000
@@ -46,10 +47,10 @@ class Choice:
     proved: bool
 
 
-def choose(problem: Problem) -> tuple[Choice, Mapping[str, Redistributor]]:
-    """Return the cheapest choice and the redistributors it was priced with. Raises Infeasible where there is none."""
+def choose(problem: Problem) -> tuple[Choice, Network]:
+    """Return the cheapest choice and the network it was made in. Raises Infeasible where there is none."""
     graph = network(problem)
-    return _Program(problem, graph).solved(), graph.moves
+    return _Program(problem, graph).solved(), graph
 
 
 @dataclass(slots=True)
@@ -59,7 +60,12 @@ class Network:
     options: list[list[Option]]
     layouts: dict[str, list[Layout]]
     moves: dict[str, Redistributor]
+    limited: dict[tuple[str, int], Redistributor] = field(default_factory=dict)  # by operand of scheduled operators
     uses: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # tensor: (operator, operand) of consumers
+
+    def to_operand(self, name: str, operator: int) -> Redistributor:
+        """Return what brings the tensor `name` to `operator`."""
+        return self.limited.get((name, operator), self.moves[name])
 
 
 def network(problem: Problem) -> Network:
@@ -89,7 +95,17 @@ def network(problem: Problem) -> Network:
     for name, tensor in tensors.items():
         moves[name] = Redistributor(name, tensor.shape, tensor.dtype, mesh)
         moves[name].allow([*layouts[name], *needed[name]])
-    return Network(chosen, layouts, moves, uses)
+    graph = Network(options=chosen, layouts=layouts, moves=moves, uses=uses)
+    for number, operator in enumerate(problem.operators):
+        ways = problem.schedule.get(operator.result.name, Schedule())
+        for name, _ in operator.operands:
+            own = problem.schedule.get(name, Schedule())
+            without = (ways.without if ways.kind != "stay" else frozenset()) | (
+                own.without if own.kind == "stay" else frozenset()
+            )
+            if without:
+                graph.limited[name, number] = replace(moves[name], without=without, _trees={})
+    return graph
 
 
 def _special(problem: Problem) -> dict[str, frozenset[tuple[int, Items]]]:
@@ -159,7 +175,7 @@ class _Program:
             if name in made:
                 self._made(name, made[name], layouts)
             else:
-                self.place[name] = {layout: [self._column((0, 0, 0, 0, 0))] for layout in layouts}
+                self.place[name] = {layout: [self._column(FREE)] for layout in layouts}
                 self._equal({c: 1 for columns in self.place[name].values() for c in columns}, 1)
             self._used(name)
 
@@ -182,8 +198,9 @@ class _Program:
     def _used(self, name: str) -> None:
         """From the tensor's layout to what consumers need; a layout that several need is made once."""
         uses = self.graph.uses.get(name, [])
-        shared: dict[tuple[Layout, Layout], int] = {}
+        shared: dict[tuple[Layout, Layout, frozenset[str]], int] = {}
         for number, operand in uses:
+            moves = self.graph.to_operand(name, number)
             needing: dict[Layout, list[int]] = {}
             for column, option in zip(self.option[number], self.graph.options[number], strict=True):
                 needing.setdefault(option.operands[operand][1], []).append(column)
@@ -191,17 +208,18 @@ class _Program:
             for layout, columns in self.place[name].items():
                 leaves = dict.fromkeys(columns, -1)
                 for wanted in needing:
-                    price = self.graph.moves[name].cost(layout, wanted)
+                    price = moves.cost(layout, wanted)
                     if price is None:
                         continue
                     edge = int(wanted != layout)
                     if len(uses) == 1 or not edge:
                         flow = self._column(price, edge=edge)
                     else:
-                        if (layout, wanted) not in shared:
-                            shared[layout, wanted] = self._column(price, edge=edge)
-                        flow = self._column((0, 0, 0, 0, 0))
-                        self.shares.append((flow, shared[layout, wanted]))
+                        key = (layout, wanted, moves.without)
+                        if key not in shared:
+                            shared[key] = self._column(price, edge=edge)
+                        flow = self._column(FREE)
+                        self.shares.append((flow, shared[key]))
                     leaves[flow] = 1
                     arrives[wanted][flow] = 1
                 self._equal(leaves, 0)

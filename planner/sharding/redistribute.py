@@ -61,6 +61,7 @@ class Redistributor:
     dtype: str
     mesh: Mesh
     special: frozenset[tuple[int, Items]] = frozenset()
+    without: frozenset[str] = frozenset()  # kinds of primitives that are not to be used
     _trees: dict[Layout, dict[Layout, tuple[Cost, Layout, Step | None]]] = field(default_factory=dict)
 
     def allow(self, layouts: Iterable[Layout]) -> None:
@@ -111,10 +112,8 @@ class Redistributor:
 
     def steps(self, here: Layout) -> Iterator[Step]:
         """Yield every primitive that applies to `here`."""
-        yield from self._slices(here)
-        yield from self._joins(here)
-        yield from self._reductions(here)
-        yield from self._permutes(here)
+        for found in (self._slices, self._joins, self._reductions, self._permutes):
+            yield from (step for step in found(here) if step.kind not in self.without)
 
     def _slices(self, here: Layout) -> Iterator[Step]:
         used = here.axes() | {axis for axis, _ in here.pending}

@@ -1,9 +1,11 @@
 """How a planned collective is carried out: whole, as a ring of permutes, in pieces, or as two.
 
-The layouts on both sides stay what they are, and so do the bytes; what changes is what can run meanwhile. So it is data
+The layouts on both sides stay what they are; what changes is what can run meanwhile. So it is data
 on a tensor (`"schedule": {"y": "ring"}` on the result of an operator) and not another graph:
 
     whole           one collective (default)
+    stay            no operator that uses this tensor moves it; it may be cut where it holds copies
+    gather          operands come by all-gather, and no piece goes to one rank only: every rank then sees all of them
     ring            an all-gather that an operator needs, as n-1 permutes of the piece held, each used on arrival;
                     several operands with equal pieces travel in one buffer, as keys and values do in ring attention
     chunked:k       k collectives of a k-th each
@@ -16,16 +18,23 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.sharding.collectives import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, Collective
+from planner.sharding.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Collective
 from topology.errors import BadInput
 
-KINDS = ("whole", "ring", "chunked", "scatter_gather")
+KINDS = ("whole", "stay", "gather", "ring", "chunked", "scatter_gather")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     kind: str = "whole"
     pieces: int = 1
+
+    @property
+    def without(self) -> frozenset[str]:
+        """Primitives that operands are not to be moved with."""
+        if self.kind == "stay":
+            return frozenset({ALL_GATHER, ALL_TO_ALL, ALL_REDUCE, REDUCE_SCATTER, PERMUTE})
+        return frozenset({ALL_TO_ALL, PERMUTE}) if self.kind in {"gather", "ring"} else frozenset()
 
 
 def schedule_of(name: str, value: Any, tensors: Container[str]) -> Schedule:
@@ -35,7 +44,8 @@ def schedule_of(name: str, value: Any, tensors: Container[str]) -> Schedule:
     kind, colon, pieces = value.partition(":") if isinstance(value, str) else ("", "", "")
     if kind not in KINDS or bool(colon) != (kind == "chunked") or (colon and not 1 < _number(pieces) <= 4096):
         raise BadInput(
-            f"{name}: {str(value)[:40]!r} is no schedule", remedy="whole, ring, chunked:2 (or more) or scatter_gather"
+            f"{name}: {str(value)[:40]!r} is no schedule",
+            remedy=f"{', '.join(KINDS[:-2])}, chunked:2 (or more) or scatter_gather",
         )
     return Schedule(kind=kind, pieces=_number(pieces) if colon else 1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from planner.sharding.choose import Choice, choose
@@ -52,7 +51,7 @@ class Answer:
 
 def answer(problem: Problem) -> Answer:
     """Return the best choice for `problem` as a program. Raises Infeasible where there is none."""
-    choice, moves = choose(problem)
+    choice, graph = choose(problem)
     program: list[Move | Compute] = []
     held: set[tuple[str, Layout]] = set()
     for number, (operator, option) in enumerate(zip(problem.operators, choice.options, strict=True)):
@@ -61,20 +60,21 @@ def answer(problem: Problem) -> Answer:
         for name, layout in option.operands:
             if layout != choice.layouts[name] and (name, layout) not in held:
                 held.add((name, layout))
-                before.append(_move(moves, name, choice.layouts[name], layout, operator.result.name))
+                moves = graph.to_operand(name, number)
+                before.append(_move(moves, choice.layouts[name], layout, operator.result.name))
         program += _scheduled(before, schedule)
         program.append(Compute(operator=number, option=option, runs=option.inside))
         name = operator.result.name
         if option.result != choice.layouts[name]:
             kept = schedule if schedule.kind != "ring" else Schedule()
-            program += _scheduled([_move(moves, name, option.result, choice.layouts[name])], kept)
+            program += _scheduled([_move(graph.moves[name], option.result, choice.layouts[name])], kept)
     return Answer(choice=choice, program=tuple(program))
 
 
-def _move(moves: Mapping[str, Redistributor], name: str, source: Layout, target: Layout, needed_by: str = "") -> Move:
-    steps = moves[name].path(source, target)
+def _move(moves: Redistributor, source: Layout, target: Layout, needed_by: str = "") -> Move:
+    steps = moves.path(source, target)
     runs = tuple(one for step in steps for one in step.collectives)
-    return Move(tensor=name, needed_by=needed_by, source=source, target=target, steps=steps, runs=runs)
+    return Move(tensor=moves.name, needed_by=needed_by, source=source, target=target, steps=steps, runs=runs)
 
 
 def _scheduled(before: list[Move], schedule: Schedule) -> list[Move]:
