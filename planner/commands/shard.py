@@ -43,14 +43,16 @@ def shard(
 
 
 def _print(rows: Sequence[Mapping[str, Any]]) -> None:
-    from rich.table import Table  # noqa: PLC0415 - keeps `--help` light
+
+    from rich.table import Table  # noqa: PLC0415 - as above
 
     from planner.output import console, printable  # noqa: PLC0415 - as above
 
     screen = console()
     for row in rows:
         if row["rejected"] is not None:
-            screen.print(printable(f"{row['id']}: rejected: {row['rejected']}\n"))
+            screen.print(printable(f"{row['id']}: rejected: {row['rejected']}"))
+            screen.print()
             continue
         screen.print(printable(f"{row['id']}: {row['ring_send_bytes_per_rank']:,} ring bytes sent by a rank"))
         placed = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 2))

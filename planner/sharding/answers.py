@@ -39,7 +39,7 @@ def _rejected(name: str, error: PlannerError) -> dict[str, Any]:
         "named": {},
         "collectives": [],
         "ring_send_bytes_per_rank": None,
-        "rejected": f"{error.what}: {error.why}" if error.why else error.what,
+        "rejected": "; ".join(part for part in (error.what, error.why, error.remedy) if part),
     }
 
 
@@ -61,12 +61,13 @@ def _reasons(problem: Problem, found: Answer) -> list[tuple[Collective, str]]:
     for step in found.program:
         if isinstance(step, Move):
             source, target = (" ".join(tokens_of(at, problem.mesh)) for at in (step.source, step.target))
-            why = f"{step.tensor.removesuffix('.product')} from {source} to {target}"
-            if step.needed_by:
-                why += f", as {step.needed_by.removesuffix('.product')} needs it"
+            then = f", as {step.needed_by.removesuffix('.product')} needs it" if step.needed_by else ""
+            rows += [
+                (one, f"{one.tensor.replace('.product', '')} from {source} to {target}{then}") for one in step.runs
+            ]
         else:
-            why = f"inside {problem.operators[step.operator].result.name}"
-        rows += [(one, why) for one in step.runs]
+            name = problem.operators[step.operator].result.name
+            rows += [(one, f"{one.note}, for {name}") for one in step.runs]
     return rows
 
 

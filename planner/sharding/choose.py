@@ -151,10 +151,10 @@ class _Program:
         self._state()
         self.unit = reduce(gcd, (ring for ring, _ in self.columns), 0) or 1
 
-    def _column(self, cost: Cost, *, edge: int = 0, idle: int = 0) -> int:
+    def _column(self, cost: Cost, *, late: int = 0, idle: int = 0) -> int:
+        """Add a variable. `late` and `idle` break ties: where a tensor is moved, what an operator repeats."""
         ring, count, hops, _, slices = cost
-        # Hops stay below 2^14 of a unit, what is merely tidier below those.
-        self.columns.append((ring, (count << 34) + (min(hops, 1 << 20) << 12) + (slices << 3) + (edge << 2) + idle))
+        self.columns.append((ring, (count << 34) + (min(hops, 1 << 20) << 12) + (slices << 5) + (late << 2) + idle))
         if len(self.columns) > MAX_VARIABLES:
             raise Infeasible(
                 "the graph is too large for an exact choice",
@@ -180,7 +180,12 @@ class _Program:
             self._used(name)
 
     def _made(self, name: str, number: int, layouts: Sequence[Layout]) -> None:
-        """From what the operator leaves to the tensor's layout."""
+        """From what the operator leaves to the tensor's layout.
+
+        At equal price a pending reduction is made at once, a `set` moves its tensor itself, and any other tensor stays as
+        it was left until an operator needs it elsewhere.
+        """
+        moves_itself = self.problem.operators[number].text.startswith("set(")
         self.place[name] = {layout: [] for layout in layouts}
         left: dict[Layout, list[int]] = {}
         for column, option in zip(self.option[number], self.graph.options[number], strict=True):
@@ -190,7 +195,8 @@ class _Program:
             for layout in layouts:
                 price = self.graph.moves[name].cost(result, layout)
                 if price is not None:
-                    flow = self._column(price)
+                    stays = result == layout or bool(result.pending) or moves_itself
+                    flow = self._column(price, late=0 if stays else 2)
                     row[flow] = 1
                     self.place[name][layout].append(flow)
             self._equal(row, 0)
@@ -211,13 +217,13 @@ class _Program:
                     price = moves.cost(layout, wanted)
                     if price is None:
                         continue
-                    edge = int(wanted != layout)
-                    if len(uses) == 1 or not edge:
-                        flow = self._column(price, edge=edge)
+                    late = int(wanted != layout)
+                    if len(uses) == 1 or not late:
+                        flow = self._column(price, late=late)
                     else:
                         key = (layout, wanted, moves.without)
                         if key not in shared:
-                            shared[key] = self._column(price, edge=edge)
+                            shared[key] = self._column(price, late=late)
                         flow = self._column(FREE)
                         self.shares.append((flow, shared[key]))
                     leaves[flow] = 1

@@ -98,8 +98,9 @@ def problem_of(data: Mapping[str, Any]) -> Problem:
             why=f"at most {MAX_OPERATORS} and {MAX_TENSORS} are read",
             remedy="split the graph; layers that are alike have one answer",
         )
-    if case.policy is not None and case.policy not in POLICIES:
-        raise BadInput(f"unknown policy {case.policy[:40]!r}", remedy=f"one of {', '.join(POLICIES)}, or none")
+    policy = None if case.policy == "none" else case.policy
+    if policy is not None and policy not in POLICIES:
+        raise BadInput(f"unknown policy {policy[:40]!r}", remedy=f"one of {', '.join(POLICIES)}, or none")
     tensors: dict[str, Tensor] = {}
     given: dict[str, Layout] = {}
     for name, text in case.inputs.items():
@@ -126,7 +127,7 @@ def problem_of(data: Mapping[str, Any]) -> Problem:
         operators=tuple(operators),
         given=given,
         pins={name: layout for name, layout in pins.items() if name not in case.inputs},
-        policy=case.policy,
+        policy=policy,
         schedule={name: schedule_of(name, value, tensors) for name, value in case.schedule.items()},
     )
 

@@ -99,7 +99,7 @@ def test_a_sum_that_nothing_leaves_pending_cannot_be_pinned() -> None:
 
 
 def test_a_gathered_tensor_is_gathered_once_for_all_who_need_it() -> None:
-    """x is needed whole by three products: one all-gather, as long as all three want the same."""
+    """X is needed whole by three products: one all-gather, as long as all three want the same."""
     ops = [f"{y} = linear(x, {w}) :: t h+, f h+ -> t f" for y, w in zip("pqr", "abc", strict=True)]
     of = cases.case("once", {"x": 4}, ops, {"x": "t h: S(0)", **dict.fromkeys("abc", "f h: S(0)")}, SIZES)
 

@@ -220,7 +220,7 @@ class World:
             if [self.mesh.shape[i] for i in order] != list(self.mesh.shape):
                 continue
             source = [self.coordinates.index(tuple(c[i] for i in order)) for c in self.coordinates]
-            names = {self.mesh.names[order[i]]: self.mesh.names[i] for i in range(len(order))}
+            names = {self.mesh.names[i]: self.mesh.names[order[i]] for i in range(len(order))}
             pending = {(names[axis], how) for axis, how in before.pending}
             if [key_before[s] for s in source] == key_after and pending == set(after.pending):
                 return source
