@@ -17,7 +17,7 @@ cut or moved for no gain.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from math import gcd
 from typing import Any
@@ -91,10 +91,17 @@ def network(problem: Problem) -> Network:
         name: [known[name]] if name in known else sorted(needed[name], key=repr) or [Layout(((),) * len(t.shape))]
         for name, t in tensors.items()
     }
-    moves = {}
-    for name, tensor in tensors.items():
-        moves[name] = Redistributor(name, tensor.shape, tensor.dtype, mesh)
-        moves[name].allow([*layouts[name], *needed[name]])
+    shared: dict[tuple[tuple[int, ...], str, frozenset[str]], Redistributor] = {}
+
+    def redistributor(name: str, without: frozenset[str]) -> Redistributor:
+        tensor = tensors[name]
+        key = (tensor.shape, tensor.dtype, without)
+        if key not in shared:
+            shared[key] = Redistributor(tensor.shape, tensor.dtype, mesh, without=without)
+        shared[key].allow([*layouts[name], *needed[name]])
+        return shared[key]
+
+    moves = {name: redistributor(name, frozenset()) for name in tensors}
     graph = Network(options=chosen, layouts=layouts, moves=moves, uses=uses)
     for number, operator in enumerate(problem.operators):
         ways = problem.schedule.get(operator.result.name, Schedule())
@@ -104,7 +111,7 @@ def network(problem: Problem) -> Network:
                 own.without if own.kind == "stay" else frozenset()
             )
             if without:
-                graph.limited[name, number] = replace(moves[name], without=without, _trees={})
+                graph.limited[name, number] = redistributor(name, without)
     return graph
 
 

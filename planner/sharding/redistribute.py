@@ -50,19 +50,21 @@ class Step:
 
 @dataclass(slots=True)
 class Redistributor:
-    """Shortest paths between the layouts of one tensor; every source is solved once.
+    """Shortest paths between the layouts of tensors of one shape and type; every source is solved once.
 
     `special` are dims' items that a search would not invent, since blocks stay whole or a cut is uneven, but that some
-    layout asked for has.
+    layout asked for has. `without` are kinds of primitives not to be used.
     """
 
-    name: str
     shape: tuple[int, ...]
     dtype: str
     mesh: Mesh
     special: frozenset[tuple[int, Items]] = frozenset()
-    without: frozenset[str] = frozenset()  # kinds of primitives that are not to be used
-    _trees: dict[Layout, dict[Layout, tuple[Cost, Layout, Step | None]]] = field(default_factory=dict)
+    without: frozenset[str] = frozenset()
+    _numbers: dict[Layout, int] = field(default_factory=dict)  # layouts by number: hashing them is what costs
+    _layouts: list[Layout] = field(default_factory=list)
+    _moves: dict[int, list[tuple[Cost, int, Step]]] = field(default_factory=dict)
+    _trees: dict[int, dict[int, tuple[Cost, int, Step | None]]] = field(default_factory=dict)
 
     def allow(self, layouts: Iterable[Layout]) -> None:
         """Let paths pass through the strided and uneven cuts of `layouts`."""
@@ -74,41 +76,59 @@ class Redistributor:
         }
         if not found <= self.special:
             self.special |= found
+            self._moves.clear()
             self._trees.clear()
 
     def cost(self, source: Layout, target: Layout) -> Cost | None:
         """Return the cost of the best path, None if there is none: nothing makes a finished sum pending again."""
-        found = self._tree(source).get(target)
+        found = self._tree(source).get(self._number(target))
         return found[0] if found else None
 
     def path(self, source: Layout, target: Layout) -> tuple[Step, ...]:
         """Return the steps of the best path. Raises KeyError where `cost` is None."""
-        tree, steps = self._tree(source), []
-        while target != source:
-            _, target, step = tree[target]
+        tree, steps, here = self._tree(source), [], self._number(target)
+        while here != self._number(source):
+            _, here, step = tree[here]
             if step is not None:
                 steps.append(step)
         return tuple(reversed(steps))
 
-    def _tree(self, source: Layout) -> dict[Layout, tuple[Cost, Layout, Step | None]]:
-        if source not in self._trees:
-            self._trees[source] = self._solve(source)
-        return self._trees[source]
+    def _number(self, layout: Layout) -> int:
+        if layout not in self._numbers:
+            self._numbers[layout] = len(self._layouts)
+            self._layouts.append(layout)
+        return self._numbers[layout]
 
-    def _solve(self, source: Layout) -> dict[Layout, tuple[Cost, Layout, Step | None]]:
-        done: dict[Layout, tuple[Cost, Layout, Step | None]] = {}
+    def _tree(self, source: Layout) -> dict[int, tuple[Cost, int, Step | None]]:
+        number = self._number(source)
+        if number not in self._trees:
+            self._trees[number] = self._solve(number)
+        return self._trees[number]
+
+    def _solve(self, source: int) -> dict[int, tuple[Cost, int, Step | None]]:
+        best: dict[int, tuple[Cost, int, Step | None]] = {source: (FREE, source, None)}
         order = count()  # equal costs: first come, so that the answer does not depend on hashes
-        queue: list[tuple[Cost, int, Layout, Layout, Step | None]] = [(FREE, next(order), source, source, None)]
-        while queue and len(done) < MAX_LAYOUTS:
-            cost, _, here, before, step = heapq.heappop(queue)
+        queue: list[tuple[Cost, int, int]] = [(FREE, next(order), source)]
+        done: set[int] = set()
+        while queue and len(best) < MAX_LAYOUTS:
+            cost, _, here = heapq.heappop(queue)
             if here in done:
                 continue
-            done[here] = (cost, before, step)
-            for move in self.steps(here):
-                if move.after not in done:
-                    price = cost_of(move.collectives, self.mesh.ranks, slices=int(move.kind == SLICE))
-                    heapq.heappush(queue, (plus(cost, price), next(order), move.after, here, move))
-        return done
+            done.add(here)
+            for price, after, step in self._from(here):
+                total = plus(cost, price)
+                if after not in best or total < best[after][0]:
+                    best[after] = (total, here, step)
+                    heapq.heappush(queue, (total, next(order), after))
+        return best
+
+    def _from(self, here: int) -> list[tuple[Cost, int, Step]]:
+        if here not in self._moves:
+            self._moves[here] = [
+                (cost_of(s.collectives, self.mesh.ranks, slices=int(s.kind == SLICE)), self._number(s.after), s)
+                for s in self.steps(self._layouts[here])
+            ]
+        return self._moves[here]
 
     def steps(self, here: Layout) -> Iterator[Step]:
         """Yield every primitive that applies to `here`."""
@@ -203,7 +223,6 @@ class Redistributor:
                     dtype=self.dtype,
                     local_in=buffer,
                     local_out=buffer,
-                    tensor=self.name,
                 )
                 yield Step(PERMUTE, after, (moved,))
 
@@ -264,7 +283,6 @@ class Redistributor:
             dtype=self.dtype,
             local_in=tuple(before),
             local_out=tuple(behind),
-            tensor=self.name,
             reducer=reducer,
         )
         return Step(kind, after, (one,) * blocks)

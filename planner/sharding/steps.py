@@ -61,20 +61,20 @@ def answer(problem: Problem) -> Answer:
             if layout != choice.layouts[name] and (name, layout) not in held:
                 held.add((name, layout))
                 moves = graph.to_operand(name, number)
-                before.append(_move(moves, choice.layouts[name], layout, operator.result.name))
+                before.append(_move(name, moves, choice.layouts[name], layout, operator.result.name))
         program += _scheduled(before, schedule)
         program.append(Compute(operator=number, option=option, runs=option.inside))
         name = operator.result.name
         if option.result != choice.layouts[name]:
             kept = schedule if schedule.kind != "ring" else Schedule()
-            program += _scheduled([_move(graph.moves[name], option.result, choice.layouts[name])], kept)
+            program += _scheduled([_move(name, graph.moves[name], option.result, choice.layouts[name])], kept)
     return Answer(choice=choice, program=tuple(program))
 
 
-def _move(moves: Redistributor, source: Layout, target: Layout, needed_by: str = "") -> Move:
+def _move(name: str, moves: Redistributor, source: Layout, target: Layout, needed_by: str = "") -> Move:
     steps = moves.path(source, target)
-    runs = tuple(one for step in steps for one in step.collectives)
-    return Move(tensor=moves.name, needed_by=needed_by, source=source, target=target, steps=steps, runs=runs)
+    runs = tuple(replace(one, tensor=name) for step in steps for one in step.collectives)
+    return Move(tensor=name, needed_by=needed_by, source=source, target=target, steps=steps, runs=runs)
 
 
 def _scheduled(before: list[Move], schedule: Schedule) -> list[Move]:

@@ -17,7 +17,7 @@ from tests.planner.sharding.virtual_ranks import World
 
 def planned(tokens, wanted, shape, mesh, dtype="bf16"):
     layouts = [layout_of(t, shape, mesh, of="x") for t in (tokens, wanted)]
-    moves = Redistributor("x", shape, dtype, mesh)
+    moves = Redistributor(shape, dtype, mesh)
     moves.allow(layouts)
     return [one for step in moves.path(*layouts) for one in step.collectives], moves, layouts
 
@@ -100,7 +100,7 @@ def test_nothing_makes_a_finished_sum_pending_again() -> None:
 def test_the_path_is_the_cheapest_of_all_short_sequences(mesh) -> None:
     """Brute force: every sequence of up to three primitives between every two layouts."""
     shape = (16, 8)
-    moves = Redistributor("x", shape, "f32", mesh)
+    moves = Redistributor(shape, "f32", mesh)
     layouts = every_layout(shape, mesh)
     for source in layouts:
         best = {source: (0, 0, 0, 0, 0)}
@@ -129,7 +129,7 @@ def test_the_path_is_the_cheapest_of_all_short_sequences(mesh) -> None:
 def test_no_detour_is_cheaper(data) -> None:
     """The triangle inequality, which DTensor's prices break (pytorch issue 169439)."""
     mesh = mesh_of(["a", "b"], data.draw(st.sampled_from([[2, 2], [2, 3], [4, 2]])))
-    moves = Redistributor("x", (24, 48), "bf16", mesh)
+    moves = Redistributor((24, 48), "bf16", mesh)
     one, two, three = (data.draw(st.sampled_from(every_layout((24, 48), mesh))) for _ in range(3))
     direct, first, second = moves.cost(one, three), moves.cost(one, two), moves.cost(two, three)
 
@@ -149,7 +149,7 @@ def test_every_rank_ends_with_its_part(data) -> None:
     reducer = data.draw(st.sampled_from(["sum", "max"])) if len(sizes) == 1 else "sum"
     layouts = every_layout(shape, mesh, (reducer,))
     source, target = data.draw(st.sampled_from(layouts)), data.draw(st.sampled_from(layouts))
-    moves, world = Redistributor("x", shape, "bf16", mesh), World(mesh)
+    moves, world = Redistributor(shape, "bf16", mesh), World(mesh)
     if moves.cost(source, target) is None:
         assert target.pending  # only a finished sum cannot be made pending
         return
