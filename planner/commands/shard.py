@@ -51,6 +51,7 @@ def shard(
 
 
 def _print(rows: Sequence[Mapping[str, Any]]) -> None:
+    from itertools import groupby  # noqa: PLC0415 - keeps `--help` light
 
     from rich.table import Table  # noqa: PLC0415 - as above
 
