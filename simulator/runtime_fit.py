@@ -27,6 +27,7 @@ from simulator.runtime_library import runtime_names, runtime_spec
 from simulator.workload import Workload
 from topology import codec
 from topology.errors import PlannerError
+from topology.platform import grow
 
 if TYPE_CHECKING:
     from simulator.closed_form import EstimateTable
@@ -246,9 +247,9 @@ class _Fit:
         from simulator.closed_form import estimate_plans  # noqa: PLC0415 - it asks for calibrations itself
 
         calibration = replace(self.calibration, costs={self.key: RuntimeCosts(host=host)}, fit=None, burst=1.0)
-        return estimate_plans(
-            run.model, self.cluster, run.workload, [run.plan], run.runtime, None, calibration=calibration
-        )
+        # Layers were run on the machine of the profile, of which the plans in question may have a part.
+        machine = grow(self.cluster, run.plan.gpus)
+        return estimate_plans(run.model, machine, run.workload, [run.plan], run.runtime, None, calibration=calibration)
 
 
 def feature(run: Run) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +19,11 @@ from simulator.simulation import simulate_plan
 from simulator.workload import Workload
 from topology import codec
 from topology.cluster_file import load_cluster
-from topology.profile import Profile
+from topology.platform import take_gpus
+from topology.profile import Profile, read_profile
 from topology.samples import LayerSample, OperatorSample
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WIDE = Model(
     name="wide", family="llama", layers=2, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=4096
 )
@@ -264,3 +267,15 @@ def test_layers_that_this_version_cannot_read_are_passed_over() -> None:
     assert fit_runtime(profile(layers=(strange,)), cluster(), whole, TITAN) == RuntimeCosts()
     invalid = tuple(dataclasses.replace(s, invalid="slowed down") for s in layers())
     assert fit_runtime(profile(layers=invalid), cluster(), whole, TITAN) == RuntimeCosts()
+
+
+def test_a_part_of_the_measured_machine_is_calibrated_as_the_whole() -> None:
+    """Layers that ran on four GPUs say the same of two of them: what they took does not depend on the question."""
+    profile = read_profile(EXAMPLES / "profiles" / "h200x4.json")
+    whole, part = (
+        calibrated(dataclasses.replace(profile), take_gpus(cluster(), gpus)).runtime("torchtitan", compiled=False)
+        for gpus in (4, 2)
+    )
+
+    assert whole.host["fsdp_layer_s"] > 1e-3
+    assert part == whole
