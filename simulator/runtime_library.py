@@ -109,11 +109,13 @@ class HostSpec:
     selective_s: float | None = None  # None: as any other recomputed region
     rest_s: float = 0.0
 
+    def dispatches(self, recompute: str) -> bool:
+        """Return whether layers are recomputed operator by operator, each of them seen by a dispatch mode."""
+        return recompute == "selective-op" and self.selective_s is not None
+
     def wrapping_s(self, recompute: str) -> float:
         """Return the host seconds that wrapping one layer for recomputation adds."""
-        if recompute == "selective-op" and self.selective_s is not None:
-            return self.selective_s
-        return self.checkpoint_s
+        return self.checkpoint_s if self.selective_s is None or not self.dispatches(recompute) else self.selective_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
