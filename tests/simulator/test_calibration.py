@@ -15,6 +15,7 @@ from simulator.model import Model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
 from simulator.runtime_fit import WAITING_SHARE, fit_runtime
+from simulator.runtime_library import runtime_spec
 from simulator.simulation import simulate_plan
 from simulator.workload import Workload
 from topology import codec
@@ -281,3 +282,25 @@ def test_a_part_of_the_measured_machine_is_calibrated_as_the_whole() -> None:
 
     assert whole.host["fsdp_layer_s"] > 1e-3
     assert part == whole
+
+
+def test_a_runtime_that_is_like_another_borrows_what_was_measured_of_it() -> None:
+    """The executor has torchtitan's costs but for Python between tensors, until layers of its own were run."""
+    borrowed = calibrated(read_profile(EXAMPLES / "profiles" / "h200x4.json"), cluster())
+    assert borrowed is not None
+    titan, executor = (borrowed.runtime(name, compiled=False) for name in ("torchtitan", "meshwright"))
+    own = dataclasses.replace(borrowed, costs={("meshwright", False): RuntimeCosts(busy=1.2, host=HOST, runs=4)})
+
+    assert set(titan.host) - set(executor.host) == {"tp_layer_s", "selective_s"}
+    assert executor.host["fsdp_layer_s"] == titan.host["fsdp_layer_s"]
+    assert executor.busy == titan.busy
+    assert own.runtime("meshwright", compiled=False).busy == 1.2
+
+
+def test_the_executor_runs_torchtitans_operators() -> None:
+    titan, executor = (runtime_spec(name) for name in ("torchtitan", "meshwright"))
+
+    assert executor.layer.attention == titan.layer.attention
+    assert executor.recompute == titan.recompute
+    assert executor.host.plain_tensors
+    assert not titan.host.plain_tensors
