@@ -259,7 +259,7 @@ def answer(
             found = run(counts[0] if counts else machine.gpu_count)
     finally:
         output.end_progress()
-    rates = [line for one in found.plans for line in assumed_of(one.plan.tp_overlap, measured, machine)]
+    rates = assumed_of([one.plan.tp_overlap for one in found.plans], measured, machine)
     return replace(found, assumed=tuple(dict.fromkeys([*found.assumed, *assumed, *rates])))
 
 
