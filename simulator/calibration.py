@@ -52,12 +52,13 @@ class Effects:
 class RuntimeCosts:
     """What runs of one and two layers said of a runtime, eager or compiled; see simulator.runtime_fit.
 
-    `busy` multiplies kernel times: inside a step clocks, caches and gaps are not those of a kernel alone. `host` are
-    fields of HostSpec that replace the description's. `reserved` is what the allocator held over what was predicted.
+    `busy` multiplies kernel times: inside a step clocks, caches and gaps are not those of a kernel alone; `layer_busy`
+    those of layers once more, whose many short kernels have more of all three than a head's few. `host` are fields of HostSpec that replace the description's. `reserved` is what the allocator held over what was predicted.
     `borrowed`: of the runtime that the one in question is like.
     """
 
     busy: float = 1.0
+    layer_busy: float = 1.0
     host: dict[str, float] = field(default_factory=dict)
     reserved: float = 1.0
     spread: float = 0.0  # of the runs around the fit
@@ -250,16 +251,17 @@ def calibrated_host(spec: RuntimeSpec, calibration: Calibration | None, *, compi
 
 def roofline_of(cluster: Cluster, runtime: Runtime, spec: RuntimeSpec, calibration: Calibration | None) -> Roofline:
     """Return kernel times for a runtime on a cluster's slowest GPU."""
-    busy = 1.0
+    costs = RuntimeCosts()
     if calibration is not None and calibration.effects.sustained:
-        busy = calibration.runtime(spec.names[0], compiled=runtime.compile).busy
+        costs = calibration.runtime(spec.names[0], compiled=runtime.compile)
     return Roofline(
         gpu=cluster.slowest_kind,
         dtype=runtime.compute_dtype,
         attention_kernel=attention_kernel(runtime, cluster.slowest_kind.architecture),
         calibration=calibration,
         runtime=spec.measured_as,
-        busy=busy,
+        busy=costs.busy,
+        layer_busy=costs.layer_busy,
     )
 
 

@@ -222,13 +222,14 @@ def network_blocks(
     operators: ModelOperators, context: CostContext, recompute: Sequence[str], *, moe: bool
 ) -> dict[str, BlockCost]:
     """Return the costs of the network's blocks (`dense`, `moe`, `embedding`, `head`), layers under every mode given."""
+    layers = context.in_layers
     blocks = {
-        "dense": block_cost(operators.dense_layer, context, recompute),
+        "dense": block_cost(operators.dense_layer, layers, recompute),
         "embedding": block_cost(operators.embedding, context),
         "head": block_cost(operators.head, context),
     }
     if moe:
-        blocks["moe"] = block_cost(operators.moe_layer, context, recompute)
+        blocks["moe"] = block_cost(operators.moe_layer, layers, recompute)
     return blocks
 
 

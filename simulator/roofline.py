@@ -8,7 +8,7 @@ functions take plan-table columns and return seconds.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -96,6 +96,7 @@ class Roofline:
     calibration: Calibration | None = None
     runtime: str = ""  # first name of the description whose operators are costed
     busy: float = 1.0  # how much longer kernels take inside a step, as runs of single layers say
+    layer_busy: float = 1.0  # and those of layers over the others: second layers say so apart from heads and losses
 
     @property
     def peak_flops(self) -> float:
@@ -124,6 +125,11 @@ class Roofline:
     @property
     def memory_bytes_per_s(self) -> float:
         return self.gpu.memory_bytes_per_s * efficiency(self.gpu.architecture).hbm
+
+    @property
+    def in_layers(self) -> Roofline:
+        """The roofline of kernels that belong to a layer."""
+        return self if self.layer_busy == 1.0 else replace(self, busy=self.busy * self.layer_busy, layer_busy=1.0)
 
     def seconds(self, work: Work) -> Floats:
         """Return the time of a compute kernel, measured or fitted where a calibration knows it; collectives are not

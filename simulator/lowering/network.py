@@ -97,7 +97,7 @@ class Network:
         block = block_code(
             f"{name} {word}" if wrapped else name,
             operators,
-            self.context,
+            self.context.in_layers if layer else self.context,
             mode,
             host_forward_s=host.forward_layer_s + FORWARD_SHARE * added if layer else 0.0,
             host_backward_s=host.backward_layer_s + (1 - FORWARD_SHARE) * added if layer else 0.0,
