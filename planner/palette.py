@@ -29,6 +29,7 @@ TIME = {
     "copies": PURPLE,
     "bubble": GREY,
     "host": ORANGE,
+    "allocator": BROWN,
     "optimizer": GREEN,
 }
 SPANS = {

@@ -28,6 +28,8 @@ from simulator.runtime import Runtime
 from simulator.runtime_library import RuntimeSpec, attention_kernel, runtime_spec
 from topology.cluster import Cluster, GpuKind
 
+# Host costs that only runtimes have whose operators go through Python one by one.
+OF_DTENSORS = frozenset({"tp_layer_s", "selective_s"})
 NOTHING = 1e-12  # what is left of an effect that is not counted: a rate stays a number
 
 
@@ -50,15 +52,18 @@ class Effects:
 class RuntimeCosts:
     """What runs of one and two layers said of a runtime, eager or compiled; see simulator.runtime_fit.
 
-    `busy` multiplies kernel times: inside a step clocks, caches and gaps are not those of a kernel alone. `host` are
-    fields of HostSpec that replace the description's. `reserved` is what the allocator held over what was predicted.
+    `busy` multiplies kernel times: inside a step clocks, caches and gaps are not those of a kernel alone; `layer_busy`
+    those of layers once more, whose many short kernels have more of all three than a head's few. `host` are fields of HostSpec that replace the description's. `reserved` is what the allocator held over what was predicted.
+    `borrowed`: of the runtime that the one in question is like.
     """
 
     busy: float = 1.0
+    layer_busy: float = 1.0
     host: dict[str, float] = field(default_factory=dict)
     reserved: float = 1.0
     spread: float = 0.0  # of the runs around the fit
     runs: int = 0
+    borrowed: bool = False
 
 
 @dataclass(slots=True)
@@ -81,8 +86,19 @@ class Calibration:
     _seen: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict)
 
     def runtime(self, name: str, *, compiled: bool) -> RuntimeCosts:
-        """Return what is known of a runtime, fitted when it is first asked for; neutral where nobody ran it."""
-        key = runtime_spec(name).names[0], compiled
+        """Return what is known of a runtime, fitted when it is first asked for; neutral where nobody ran it.
+
+        One that was not run is taken to cost what the runtime costs that it is like, but for Python that it does without.
+        """
+        spec = runtime_spec(name)
+        own = self._costs((spec.names[0], compiled))
+        if own != RuntimeCosts() or not spec.like:
+            return own
+        found = self._costs((spec.like, compiled))
+        kept = {k: v for k, v in found.host.items() if not (spec.host.plain_tensors and k in OF_DTENSORS)}
+        return replace(found, host=kept, borrowed=True)
+
+    def _costs(self, key: tuple[str, bool]) -> RuntimeCosts:
         if key not in self.costs and self.fit is not None:
             self.costs[key] = self.fit(key)
         return self.costs.get(key, RuntimeCosts())
@@ -226,7 +242,7 @@ def calibrated_host(spec: RuntimeSpec, calibration: Calibration | None, *, compi
     if calibration is None:
         return spec
     if not calibration.effects.host:
-        numbers = [f.name for f in fields(spec.host) if f.name not in {"synchronizes", "selective_s"}]
+        numbers = [f.name for f in fields(spec.host) if f.name not in {"synchronizes", "plain_tensors", "selective_s"}]
         silent = dict.fromkeys(numbers, 0.0)
         return replace(spec, host=replace(spec.host, selective_s=None, **silent))  # type: ignore[arg-type]  # floats
     found = calibration.runtime(spec.names[0], compiled=compiled).host
@@ -235,16 +251,17 @@ def calibrated_host(spec: RuntimeSpec, calibration: Calibration | None, *, compi
 
 def roofline_of(cluster: Cluster, runtime: Runtime, spec: RuntimeSpec, calibration: Calibration | None) -> Roofline:
     """Return kernel times for a runtime on a cluster's slowest GPU."""
-    busy = 1.0
+    costs = RuntimeCosts()
     if calibration is not None and calibration.effects.sustained:
-        busy = calibration.runtime(spec.names[0], compiled=runtime.compile).busy
+        costs = calibration.runtime(spec.names[0], compiled=runtime.compile)
     return Roofline(
         gpu=cluster.slowest_kind,
         dtype=runtime.compute_dtype,
         attention_kernel=attention_kernel(runtime, cluster.slowest_kind.architecture),
         calibration=calibration,
-        runtime=spec.names[0],
-        busy=busy,
+        runtime=spec.measured_as,
+        busy=costs.busy,
+        layer_busy=costs.layer_busy,
     )
 
 

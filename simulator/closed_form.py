@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.allocator import flush_s
 from simulator.calibration import Calibration, calibrated_host, roofline_of
 from simulator.calibration_fit import calibrated
 from simulator.collectives import collective_model
@@ -125,9 +126,10 @@ def estimate_plans(
 
     `each_on` names the cluster of each plan, where they run on such as differ from `cluster` in link rates only.
 
-    Raises BadPlan when the runtime has no description or does not know a plan's recompute word. Without a `profile`
-    every figure rests on datasheets and published efficiencies. `calibration` goes before the profile's own.
+    Raises BadPlan when a plan needs more GPUs than there are, and when the runtime has no description or does not know
+    a plan's recompute word. Without a `profile` every figure rests on datasheets and published efficiencies. `calibration` goes before the profile's own.
     """
+    require_gpus(plans, cluster)
     calibration = calibration or calibrated(profile, cluster)
     operators = calibrated_operators(model, runtime, calibration)
     table = plan_table(
@@ -145,11 +147,12 @@ def estimate_plans(
     step = step_cost(operators, context, layout, parameters, micro)
     capacity = cluster.gpu_memory_bytes - CONTEXT_BYTES
     reserved = memory.reserved_bytes.max(axis=1)
+    flushing = flush_s(table, reserved, capacity)
     flops = 3.0 * model.forward_flops_per_token(workload.seq_len) * workload.tokens_per_step
     return EstimateTable(
         plans=tuple(plans),
-        step_s=step.total_s,
-        breakdown_s=step.breakdown_s,
+        step_s=step.total_s + flushing,
+        breakdown_s={**step.breakdown_s, "allocator": flushing},
         exposed_by_axis_s=step.exposed_s,
         lower_bound_s=micro.clocks_at_least * (micro.compute + micro.recompute) + micro.optimizer,
         peak_bytes=memory.peak_bytes.max(axis=1),
@@ -161,11 +164,22 @@ def estimate_plans(
         model_flops=flops,
         peak_flops=context.roofline.peak_flops,
         basis=tuple(_basis(cluster, plan) for plan in plans),
-        shares=step.shares,
+        shares=step.shares.more(Source.ASSUMED, flushing),
         runtime=runtime,
         clocks=step.clocks,
         calibration=calibration,
     )
+
+
+def require_gpus(plans: Sequence[Plan], cluster: Cluster) -> None:
+    """Raise BadPlan where a plan needs more GPUs than `cluster` has: what is not joined has no time to predict."""
+    most = max(plans, key=lambda plan: plan.gpus, default=None)
+    if most is not None and most.gpus > cluster.gpu_count:
+        raise BadPlan(
+            f"a plan needs {most.gpus} GPUs and {cluster.name} has {cluster.gpu_count}",
+            why="its groups would span GPUs that are not there, so their communication has no time",
+            remedy="lower its degrees, or predict it on a cluster of that size (--nodes, --gpus)",
+        )
 
 
 def calibrated_operators(model: Model, runtime: Runtime, calibration: Calibration | None) -> ModelOperators:
@@ -208,13 +222,14 @@ def network_blocks(
     operators: ModelOperators, context: CostContext, recompute: Sequence[str], *, moe: bool
 ) -> dict[str, BlockCost]:
     """Return the costs of the network's blocks (`dense`, `moe`, `embedding`, `head`), layers under every mode given."""
+    layers = context.in_layers
     blocks = {
-        "dense": block_cost(operators.dense_layer, context, recompute),
+        "dense": block_cost(operators.dense_layer, layers, recompute),
         "embedding": block_cost(operators.embedding, context),
         "head": block_cost(operators.head, context),
     }
     if moe:
-        blocks["moe"] = block_cost(operators.moe_layer, context, recompute)
+        blocks["moe"] = block_cost(operators.moe_layer, layers, recompute)
     return blocks
 
 

@@ -103,6 +103,12 @@ class CostContext:
     spec: RuntimeSpec
     site: SiteRates = field(default_factory=SiteRates)
 
+    @property
+    def in_layers(self) -> CostContext:
+        """The context of operators that belong to a layer."""
+        inside = self.roofline.in_layers
+        return self if inside is self.roofline else replace(self, roofline=inside)
+
     def dtype_bytes(self, name: str) -> float:
         named = {
             "compute": self.runtime.compute_dtype,

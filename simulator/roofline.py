@@ -8,7 +8,7 @@ functions take plan-table columns and return seconds.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING
@@ -49,6 +49,7 @@ class Efficiency:
     nccl_sms: float
     scattered: float = 1.0
     accumulated: float = 1.0
+    grouped: float = 1.0
     attention: dict[str, AttentionEfficiency]
 
 
@@ -95,6 +96,7 @@ class Roofline:
     calibration: Calibration | None = None
     runtime: str = ""  # first name of the description whose operators are costed
     busy: float = 1.0  # how much longer kernels take inside a step, as runs of single layers say
+    layer_busy: float = 1.0  # and those of layers over the others: second layers say so apart from heads and losses
 
     @property
     def peak_flops(self) -> float:
@@ -124,6 +126,11 @@ class Roofline:
     def memory_bytes_per_s(self) -> float:
         return self.gpu.memory_bytes_per_s * efficiency(self.gpu.architecture).hbm
 
+    @property
+    def in_layers(self) -> Roofline:
+        """The roofline of kernels that belong to a layer."""
+        return self if self.layer_busy == 1.0 else replace(self, busy=self.busy * self.layer_busy, layer_busy=1.0)
+
     def seconds(self, work: Work) -> Floats:
         """Return the time of a compute kernel, measured or fitted where a calibration knows it; collectives are not
         ours to time.
@@ -138,6 +145,9 @@ class Roofline:
         seconds, source = self.calibration.seconds(
             work, lambda: np.atleast_1d(self._datasheet(work)), dtype=self.dtype, runtime=self.runtime
         )
+        if work.grouped:
+            # What is measured, and what curves go through, are products of one size: grouped ones are not among them.
+            return seconds * self.busy / efficiency(self.gpu.architecture).grouped, np.full(seconds.shape, DATASHEET)
         return seconds * self.busy, source
 
     def packing_bytes_per_s(self, nbytes: Floats | float) -> Floats:
@@ -171,7 +181,7 @@ class Roofline:
                 filled = waves / np.ceil(waves)
                 depth = work.k / pieces
                 best = np.maximum(best, used * filled * rate * cost * depth / (depth + known.ramp_k))
-        best = best * (known.accumulated if work.accumulates else 1.0)
+        best = best * (known.accumulated if work.accumulates else 1.0) * (known.grouped if work.grouped else 1.0)
         arithmetic = work.flops / (self.sustained_flops * best)
         return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s
 

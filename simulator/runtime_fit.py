@@ -11,7 +11,7 @@ Full-depth runs are never looked at; profiles that hold one are refused (topolog
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from simulator.runtime_library import runtime_names, runtime_spec
 from simulator.workload import Workload
 from topology import codec
 from topology.errors import PlannerError
+from topology.platform import grow
 
 if TYPE_CHECKING:
     from simulator.closed_form import EstimateTable
@@ -39,6 +40,7 @@ Floats = NDArray[np.float64]
 DEVICE_BOUND = 0.7  # predicted device time over measured, above which the device decided the run
 HOST_BOUND = 0.35  # and below which the host did
 ROUNDS = 3
+KERNELS = ("compute", "recompute")  # parts of a step that the factors stretch
 STEP_RANGE_S = (0.0, 10e-3)
 # Costs of the host that a fit starts from: none, so that what is predicted is the device alone.
 SILENT = {
@@ -54,6 +56,13 @@ SILENT = {
 COUNTING = SILENT | {"launch_s": 1.0, "backward_launch_s": 1.0, "dtensor_launch_s": 1.0}
 # What a kind of parallelism adds to a layer's host time, as fields of HostSpec.
 PARALLEL = (("fsdp", "fsdp_layer_s"), ("ddp", "ddp_layer_s"), ("tp", "tp_layer_s"), ("cp", "cp_layer_s"))
+# How much of that is waiting: in runs of one and two layers no host gets ahead, ranks meet in every collective, and each
+# waits for the latest launch of all; over many layers that evens out. Source: between a quarter and a half. 32 layers of
+# tensor parallelism over four H200s under torchtitan took 9.1 ms each, the device's time, where single ones waited 12.9
+# (examples/validation): at least a half of what is beyond launches. 40 over two, which waited for hosts that hooks kept
+# busier, took 12.7 to 14.4 ms where single ones said 17.4: about a quarter.
+WAITING_SHARE = 0.5
+UNSHARDED = ("plain", "ddp")  # kinds whose layers launch their operators and little else, best first
 FEWEST = 3  # wide runs below which nothing is said of the device
 
 
@@ -112,6 +121,47 @@ def run_of(sample: LayerSample) -> Run | None:
         return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Device:
+    """Seconds of a wide run: kernels of layers and others at full clocks, packing, and what no factor changes."""
+
+    measured_s: float
+    layers_s: float
+    others_s: float
+    copies_s: float
+    rest_s: float
+    loaded_s: float
+
+    @property
+    def left_s(self) -> float:
+        """What the factors and the step's own time have to explain."""
+        return self.measured_s - self.rest_s
+
+    def row(self, answer: Floats, clocks: Callable[[float], float]) -> Floats:
+        """Return the coefficients of (factor of layers, factor of others, step's own seconds), at the clocks of `answer`."""
+        layers, others, step_s = answer
+        busy = layers * self.layers_s + others * (self.others_s + self.copies_s) + self.rest_s
+        slower = clocks(busy / (busy + step_s + self.loaded_s))
+        return np.array([slower * self.layers_s, slower * self.others_s + self.copies_s, 1.0])
+
+
+def _solved(matrix: Floats, left: Floats, *, layers_apart: bool) -> Floats:
+    """Return (factor of layers, factor of others, step's own seconds), least squares with the last within its range."""
+    if not layers_apart:
+        factor, step_s = _solved_for(np.stack([matrix[:, 0] + matrix[:, 1], matrix[:, 2]], axis=1), left)
+        return np.array([factor, factor, step_s])
+    return _solved_for(matrix, left)
+
+
+def _solved_for(matrix: Floats, left: Floats) -> Floats:
+    found, *_ = np.linalg.lstsq(matrix, left, rcond=None)
+    step_s = float(np.clip(found[-1], *STEP_RANGE_S))
+    if step_s == found[-1]:
+        return np.asarray(found)
+    factors, *_ = np.linalg.lstsq(matrix[:, :-1], left - matrix[:, -1] * step_s, rcond=None)
+    return np.array([*factors, step_s])
+
+
 class _Fit:
     """The fit of one runtime, eager or compiled."""
 
@@ -144,7 +194,7 @@ class _Fit:
         return {"data_token_s": float(np.median(rates))} if rates else {}
 
     def _host(self, narrow: list[Run]) -> dict[str, float]:
-        """Return the fields of HostSpec that second layers show; empty without a plain narrow pair.
+        """Return the fields of HostSpec that second layers show; empty without a narrow pair that shards nothing.
 
         A second layer takes as long as the slower of host and device: the least over runs of one kind, wide ones
         included, is the host's, and noise can only lengthen it.
@@ -161,9 +211,10 @@ class _Fit:
                 example[kind] = one
                 rest.append(max(one.seconds - took, 0.0))
         counts = {kind: self._launches(run) for kind, run in example.items()}
-        if not counts.get("plain"):
+        base = next((kind for kind in UNSHARDED if counts.get(kind)), None)
+        if base is None:
             return {}
-        launch_s = each["plain"] / counts["plain"]
+        launch_s = each[base] / counts[base]
         found = {
             "forward_layer_s": 0.0,
             "backward_layer_s": 0.0,
@@ -175,10 +226,12 @@ class _Fit:
         }
         for kind, field in PARALLEL:
             if kind in counts:
-                found[field] = max(each[kind] - counts[kind] * launch_s, 0.0)
+                found[field] = (1 - WAITING_SHARE) * max(each[kind] - counts[kind] * launch_s, 0.0)
         if "cp" in counts:  # ranks that share a sequence share parameters too
             found["cp_layer_s"] = max(found["cp_layer_s"] - found.get("fsdp_layer_s", 0.0), 0.0)
-        for word, field in (("full", "checkpoint_s"), ("selective-op", "selective_s")):
+        plain_tensors = runtime_spec(self.key[0]).host.plain_tensors  # then selective recomputation is as any other
+        wrapped = [("full", "checkpoint_s"), *([] if plain_tensors else [("selective-op", "selective_s")])]
+        for word, field in wrapped:
             more = [
                 each[f"{base} {word}"] - each[base] - max(counts[f"{base} {word}"] - counts[base], 0.0) * launch_s
                 for base in ("plain", "fsdp")
@@ -201,54 +254,67 @@ class _Fit:
     def _busy(self, wide: list[Run], parts: list[dict[str, Floats]], host: dict[str, float]) -> RuntimeCosts:
         """Return how much longer kernels take inside a step, and the step's own host work, from wide layers.
 
-        Both are solved for together, least squares of relative errors; a run is one equation. Clocks depend on how
-        much of a step is idle, and so on the answer: a few rounds settle it.
+        A pair of one layer and two is two equations: what the second layer added, which is a layer's kernels alone, and
+        the run of one, which has embedding, head and loss as well; a run without its pair is one. All are solved for
+        together, least squares of relative errors: one factor for kernels, one for those of layers over it, and the
+        step's own. Clocks depend on how much of a step is idle, and so on the answer: a few rounds settle it.
         """
         if len(wide) < FEWEST:
             return RuntimeCosts(host=host, runs=len(self.runs))
-        measured = np.array([run.seconds for run in wide])
-        loaded = np.array([_loaded_s(run, host) for run in wide])
-
-        def total(*names: str) -> Floats:
-            return np.array([sum(float(part[name][0]) for name in names) for part in parts])
-
-        arithmetic, moving = total("compute", "recompute"), total("copies", "contention", "optimizer")
-        rest = total("exposed_communication", "bubble")
-        exponent = efficiency(self.cluster.slowest_kind.architecture).power_exponent
-        factor, step_s = 1.0, 1e-3
+        device = [self._device(run, part, host) for run, part in zip(wide, parts, strict=True)]
+        place = {id(run): index for index, run in enumerate(wide)}
+        pairs = [(place[id(a)], place[id(b)]) for a, b in _pairs(wide)]
+        answer = np.array([1.0, 1.0, 1e-3])
         for _ in range(ROUNDS):
-            kernels = self._kernels(arithmetic, moving, factor, rest, step_s + loaded, exponent)
-            # measured = kernels * factor + step + rest, each row over `measured`
-            matrix = np.stack([kernels / measured, 1.0 / measured], axis=1)
-            (factor, step_s), *_ = np.linalg.lstsq(matrix, 1.0 - rest / measured, rcond=None)
-            if not STEP_RANGE_S[0] <= step_s <= STEP_RANGE_S[1]:
-                step_s = float(np.clip(step_s, *STEP_RANGE_S))
-                factor = float(np.median((measured - rest - step_s) / kernels))
-        predicted = factor * self._kernels(arithmetic, moving, factor, rest, step_s + loaded, exponent) + rest + step_s
-        found = {**host, "step_s": float(step_s)}
+            rows = np.array([one.row(answer, self._clocks) for one in device])
+            left = np.array([one.left_s for one in device])
+            scale = np.array([one.measured_s for one in device])
+            for one, two in pairs:
+                rows[two], left[two], scale[two] = rows[two] - rows[one], left[two] - left[one], scale[two] - scale[one]
+            usable = scale > 0
+            answer = _solved(rows[usable] / scale[usable, None], left[usable] / scale[usable], layers_apart=bool(pairs))
+        predicted = [one.row(answer, self._clocks) @ answer for one in device]
+        missed = [np.log((p + d.rest_s) / d.measured_s) for p, d in zip(predicted, device, strict=True)]
+        layers, others, step_s = (float(value) for value in answer)
+        found = {**host, "step_s": step_s}
         if "rest_s" in found:
-            found["rest_s"] = max(found["rest_s"] - float(step_s), 0.0)
+            found["rest_s"] = max(found["rest_s"] - step_s, 0.0)
         return RuntimeCosts(
-            busy=float(factor),
+            busy=others,
+            layer_busy=layers / others,
             host=found,
-            spread=float(np.median(np.abs(np.log(predicted / measured)))),
+            spread=float(np.median(np.abs(missed))),
             runs=len(self.runs),
         )
 
-    def _kernels(
-        self, arithmetic: Floats, moving: Floats, factor: float, rest: Floats, idle: Floats, exponent: float
-    ) -> Floats:
-        """Return kernel seconds before `factor`, at the clocks that the idle part of each run leaves."""
-        busy = factor * (arithmetic + moving) + rest
-        return np.asarray(arithmetic * self.calibration.clocks(busy / (busy + idle), exponent) + moving)
+    def _device(self, run: Run, part: dict[str, Floats], host: dict[str, float]) -> _Device:
+        """Return the device's part of a run, that of layers apart from the others'."""
+        fewer = replace(run, model=replace(run.model, layers=run.model.layers + 1))
+        more = self._estimate(fewer, SILENT).breakdown_s
+        arithmetic = sum(float(part[name][0]) for name in KERNELS)
+        layer = sum(float(more[name][0]) - float(part[name][0]) for name in KERNELS)
+        inside = min(run.model.layers * layer, arithmetic)
+        counted = (*KERNELS, "copies", "host")
+        return _Device(
+            measured_s=run.seconds,
+            layers_s=inside,
+            others_s=arithmetic - inside,
+            copies_s=float(part["copies"][0]),
+            rest_s=sum(float(seconds[0]) for name, seconds in part.items() if name not in counted),
+            loaded_s=_loaded_s(run, host),
+        )
+
+    def _clocks(self, duty: float) -> float:
+        exponent = efficiency(self.cluster.slowest_kind.architecture).power_exponent
+        return float(self.calibration.clocks(np.array([duty]), exponent)[0])
 
     def _estimate(self, run: Run, host: dict[str, float]) -> EstimateTable:
         from simulator.closed_form import estimate_plans  # noqa: PLC0415 - it asks for calibrations itself
 
         calibration = replace(self.calibration, costs={self.key: RuntimeCosts(host=host)}, fit=None, burst=1.0)
-        return estimate_plans(
-            run.model, self.cluster, run.workload, [run.plan], run.runtime, None, calibration=calibration
-        )
+        # Layers were run on the machine of the profile, of which the plans in question may have a part.
+        machine = grow(self.cluster, run.plan.gpus)
+        return estimate_plans(run.model, machine, run.workload, [run.plan], run.runtime, None, calibration=calibration)
 
 
 def feature(run: Run) -> str:

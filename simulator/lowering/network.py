@@ -15,7 +15,7 @@ from simulator.model import Model
 from simulator.overlap_memory import symmetric_bytes
 from simulator.runtime_library import ModelOperators, RecomputeSpec
 from simulator.stages import stage_layers
-from simulator.step_cost import FORWARD_SHARE, WAITING_SHARE, layer_host_s
+from simulator.step_cost import FORWARD_SHARE, layer_host_s
 
 StageUnits = Sequence[tuple[Unit, BlockCode]]
 
@@ -86,7 +86,7 @@ class Network:
     def _new_block(self, name: str, word: str, *, wrapped: bool) -> BlockCode:
         layer = name in {"dense", "moe"}
         host = self.context.spec.host
-        added = (1 - WAITING_SHARE) * float(layer_host_s(host, self.context.table)[0])
+        added = float(layer_host_s(host, self.context.table)[0])
         operators = {
             "dense": self.operators.dense_layer,
             "moe": self.operators.moe_layer,
@@ -97,7 +97,7 @@ class Network:
         block = block_code(
             f"{name} {word}" if wrapped else name,
             operators,
-            self.context,
+            self.context.in_layers if layer else self.context,
             mode,
             host_forward_s=host.forward_layer_s + FORWARD_SHARE * added if layer else 0.0,
             host_backward_s=host.backward_layer_s + (1 - FORWARD_SHARE) * added if layer else 0.0,

@@ -47,7 +47,7 @@ WARM_UP = 2
 
 def write_plan(name: str, asked: Asked, cluster: Cluster, profile: Profile | None, folder: Path) -> None:
     """Predict one plan and save it; the plan file holds the prediction."""
-    runtime = Runtime(compile=asked.compiled)
+    runtime = Runtime(name="meshwright", compile=asked.compiled)
     table = cost_table(asked.network, cluster, asked.workload, [asked.plan], runtime, profile)
     content = plan_file(
         plan=asked.plan,
