@@ -33,6 +33,7 @@ from planner.sharding.schedule import Schedule
 from topology.errors import Infeasible
 
 MAX_VARIABLES = 400_000
+EXACT_BITS = 48
 PARAMETERS = "num_workers:1 random_seed:1 max_deterministic_time:20 mip_max_bound:1e15"
 _WORTH_FIXING = 0.01  # of the relaxation's value: what costs more than that above it is left out first
 
@@ -156,7 +157,6 @@ class _Program:
         self.right: list[int] = []
         self.shares: list[tuple[int, int]] = []  # (flow, use): a flow needs its use
         self._state()
-        self.unit = reduce(gcd, (ring for ring, _ in self.columns), 0) or 1
 
     def _column(self, cost: Cost, *, late: int = 0, idle: int = 0) -> int:
         """Add a variable. `late` and `idle` break ties: where a tensor is moved, what an operator repeats."""
@@ -212,6 +212,7 @@ class _Program:
         """From the tensor's layout to what consumers need; a layout that several need is made once."""
         uses = self.graph.uses.get(name, [])
         shared: dict[tuple[Layout, Layout, frozenset[str]], int] = {}
+        self._sent(name)
         for number, operand in uses:
             moves = self.graph.to_operand(name, number)
             needing: dict[Layout, list[int]] = {}
@@ -239,13 +240,28 @@ class _Program:
             for row in arrives.values():
                 self._equal(row, 0)
 
+    def _sent(self, name: str) -> None:
+        """To the other stages that use a tensor: priced by the piece that a rank holds of it."""
+        stages, tensor = self.problem.stages, self.problem.tensors[name]
+        made = [n for n, operator in enumerate(self.problem.operators) if operator.result.name == name]
+        if stages is None or not made:
+            return
+        others = {stages.of[number] for number, _ in self.graph.uses.get(name, [])} - {stages.of[made[0]]}
+        for layout, columns in self.place[name].items():
+            price = cost_of(stages.sent(tensor, layout, self.mesh), self.mesh.ranks)
+            for _ in others:
+                self._equal({**dict.fromkeys(columns, -1), self._column(price): 1}, 0)
+
     def _equal(self, row: dict[int, int], value: int) -> None:
         self.rows.append(row)
         self.right.append(value)
 
     def solved(self) -> Choice:
         """Return the best choice: least bytes first, then what is tidier."""
-        bytes_ = [ring // self.unit for ring, _ in self.columns]
+        # In whole units; where those leave the range in which the solver is exact, rounded to coarser ones.
+        unit = reduce(gcd, (ring for ring, _ in self.columns), 0) or 1
+        unit *= max(1, sum(ring for ring, _ in self.columns) // unit >> EXACT_BITS)
+        bytes_ = [round(ring / unit) for ring, _ in self.columns]
         bound, reduced = self._relaxed(bytes_)
         allowance = max(1.0, _WORTH_FIXING * bound)
         while True:  # what the reduced costs rule out costs more than the answer, so the answer is the best of all
@@ -263,7 +279,7 @@ class _Program:
         kept = [price <= least - bound + 1e-6 for price in reduced]
         tidier = self._integral([rest for _, rest in self.columns], kept, (bytes_, least))
         values = (tidier or found)[1]
-        return self._choice(values, least * self.unit)
+        return self._choice(values)
 
     def _relaxed(self, costs: Sequence[int]) -> tuple[float, list[float]]:
         """Return the relaxation's value and every variable's reduced cost."""
@@ -304,7 +320,14 @@ class _Program:
             if cost:
                 objective.SetCoefficient(variable, cost)
         objective.SetMinimization()
-        if solver.Solve() != pywraplp.Solver.OPTIMAL:
+        status = solver.Solve()
+        if status == pywraplp.Solver.NOT_SOLVED or (status == pywraplp.Solver.FEASIBLE and limit is None):
+            raise Infeasible(
+                "no proof within the effort set for a choice",
+                why=f"{len(variables):,} alternatives of layouts",
+                remedy="pin more tensors, or give a layer instead of the model",
+            )
+        if status not in {pywraplp.Solver.OPTIMAL, pywraplp.Solver.FEASIBLE}:
             return None
         values = [variable.solution_value() > 0.5 for variable in variables]
         return sum(cost for cost, value in zip(costs, values, strict=True) if value), values
@@ -319,7 +342,8 @@ class _Program:
             constraint.SetCoefficient(variables[flow], 1)
             constraint.SetCoefficient(variables[use], -1)
 
-    def _choice(self, values: Sequence[bool], ring: int) -> Choice:
+    def _choice(self, values: Sequence[bool]) -> Choice:
+        ring = sum(cost for (cost, _), value in zip(self.columns, values, strict=True) if value)
         picked = tuple(
             found[next(n for n, column in enumerate(columns) if values[column])]
             for found, columns in zip(self.graph.options, self.option, strict=True)

@@ -16,7 +16,9 @@ from planner.sharding.collectives import DTYPE_BYTES
 from planner.sharding.layout import Layout, layout_of
 from planner.sharding.mesh import Mesh, mesh_of
 from planner.sharding.operator import Operator, Tensor, operators_of
+from planner.sharding.routing import Routing, routings_of
 from planner.sharding.schedule import Schedule, schedule_of
+from planner.sharding.stages import Stages, stage_axis, stages_of, tokens_without, without_axis
 from topology.errors import BadInput
 
 MAX_CASES = 2000
@@ -51,11 +53,16 @@ class CaseText(msgspec.Struct):
     pins: dict[str, list[str]] = {}
     policy: str | None = None
     schedule: dict[str, Any] = {}
+    stages: Any = None
+    routed: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A case understood. `given` has a layout for every input that is placed, `pins` for results that must be."""
+    """A case understood. `given` has a layout for every input that is placed, `pins` for results that must be.
+
+    `mesh` is that of one stage where there are stages.
+    """
 
     mesh: Mesh
     tensors: Mapping[str, Tensor]
@@ -65,6 +72,8 @@ class Problem:
     pins: Mapping[str, Layout]
     policy: str | None = None
     schedule: Mapping[str, Schedule] = field(default_factory=dict)
+    stages: Stages | None = None
+    routed: Mapping[str, Routing] = field(default_factory=dict)
 
 
 def case_texts(data: Any, *, where: str) -> list[dict[str, Any]]:
@@ -74,7 +83,7 @@ def case_texts(data: Any, *, where: str) -> list[dict[str, Any]]:
         raise BadInput(
             f"{where} holds no sharding cases",
             why="expected a list of objects, or an object with a list `cases`",
-            remedy="each with id, mesh, ops, inputs; see examples/sharding/mlp.json",
+            remedy="each with id, mesh, ops, inputs; see examples/sharding/layer.json",
         )
     if not cases:
         raise BadInput(f"{where} holds no case", remedy="give at least one")
@@ -90,8 +99,16 @@ def problem_of(data: Mapping[str, Any]) -> Problem:
     try:
         case = msgspec.convert(data, CaseText, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise BadInput("not a sharding case", why=str(error), remedy="see examples/sharding/mlp.json") from error
-    mesh = mesh_of(case.mesh.names, case.mesh.shape)
+        raise BadInput("not a sharding case", why=str(error), remedy="see examples/sharding/layer.json") from error
+    everything = mesh_of(case.mesh.names, case.mesh.shape)
+    axis = None if case.stages is None else stage_axis(case.stages, everything)
+    mesh = everything if axis is None else without_axis(everything, axis)
+
+    def placed(tokens: list[str], name: str) -> Layout:
+        if axis is not None:
+            tokens = tokens_without(tokens, everything.names.index(axis), everything, of=name)
+        return layout_of(tokens, tensors[name].shape, mesh, of=name)
+
     if len(case.ops) > MAX_OPERATORS or len(case.inputs) > MAX_TENSORS:
         raise BadInput(
             f"{len(case.ops)} operators and {len(case.inputs)} inputs",
@@ -106,7 +123,7 @@ def problem_of(data: Mapping[str, Any]) -> Problem:
     for name, text in case.inputs.items():
         tensors[name] = _tensor(name, text)
         if text.placements is not None:
-            given[name] = layout_of(text.placements, tensors[name].shape, mesh, of=name)
+            given[name] = placed(text.placements, name)
     operators: list[Operator] = []
     for text_of_op in case.ops:
         for operator in operators_of(text_of_op, tensors, case.axes):
@@ -117,7 +134,7 @@ def problem_of(data: Mapping[str, Any]) -> Problem:
     for name, tokens in case.pins.items():
         if name not in tensors:
             raise BadInput(f"{name[:60]!r} is pinned, and no operator makes it", remedy="pin a tensor of the graph")
-        pins[name] = layout_of(tokens, tensors[name].shape, mesh, of=name)
+        pins[name] = placed(tokens, name)
         if name in case.inputs and given.setdefault(name, pins[name]) != pins[name]:
             raise BadInput(f"{name} is given as {given[name]} and pinned to {pins[name]}", remedy="say it once")
     return Problem(
@@ -129,6 +146,8 @@ def problem_of(data: Mapping[str, Any]) -> Problem:
         pins={name: layout for name, layout in pins.items() if name not in case.inputs},
         policy=policy,
         schedule={name: schedule_of(name, value, tensors) for name, value in case.schedule.items()},
+        stages=None if axis is None else stages_of(case.stages, everything, operators),
+        routed=routings_of(case.routed, mesh, frozenset(operator.result.name for operator in operators)),
     )
 
 

@@ -41,6 +41,9 @@ class Array(np.ndarray):
     def sort(self, dim):
         return SimpleNamespace(values=np.sort(np.asarray(self), axis=dim).view(Array))
 
+    def var(self, *dims, unbiased=True, **options):
+        return super().var(*dims, ddof=int(unbiased) if dims else 0, **options)
+
     def to(self, *_):
         return self
 
@@ -74,7 +77,7 @@ def gelu(x):
 
 
 def grouped_mm(x, w, offsets):
-    starts = [0, *(int(o) for o in offsets)]
+    starts = [0, *(min(int(o), len(x)) for o in np.sort(np.asarray(offsets))[:-1]), len(x)]
     pieces = [x[a:b] @ w[g] for g, (a, b) in enumerate(pairwise(starts))]
     return np.concatenate(pieces).view(Array)
 
