@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from planner.sharding.collectives import DTYPE_BYTES
-from planner.sharding.layout import Layout, layout_of
+from planner.sharding.layout import REDUCERS, Layout, layout_of, tokens_of, trimmed
 from planner.sharding.mesh import Mesh, mesh_of
 from planner.sharding.operator import Operator, Tensor, operators_of
 from planner.sharding.routing import Routing, routings_of
@@ -34,12 +34,17 @@ class _MeshText(msgspec.Struct, forbid_unknown_fields=True):
     shape: list[int]
 
 
+class _NamedText(msgspec.Struct, forbid_unknown_fields=True):
+    axes: dict[str, list[str | int]] = {}
+    partial: dict[str, str] = {}
+
+
 class _TensorText(msgspec.Struct, forbid_unknown_fields=True):
     shape: list[int]
     dtype: str = "bf16"
     axes: list[str] = []
     placements: list[str] | None = None
-    named: Any = None
+    named: _NamedText | None = None
 
 
 class CaseText(msgspec.Struct):
@@ -50,6 +55,7 @@ class CaseText(msgspec.Struct):
     ops: list[str] = []
     inputs: dict[str, _TensorText] = {}
     axes: dict[str, int] = {}
+    axis_map: dict[str, str | list[str]] = {}
     pins: dict[str, list[str]] = {}
     policy: str | None = None
     schedule: dict[str, Any] = {}
@@ -124,6 +130,8 @@ def problem_of(data: Mapping[str, Any]) -> Problem:
         tensors[name] = _tensor(name, text)
         if text.placements is not None:
             given[name] = placed(text.placements, name)
+        elif text.named is not None or case.axis_map:
+            given[name] = _by_names(tensors[name], text.named or _mapped(case.axis_map, text.axes), mesh)
     operators: list[Operator] = []
     for text_of_op in case.ops:
         for operator in operators_of(text_of_op, tensors, case.axes):
@@ -151,11 +159,35 @@ def problem_of(data: Mapping[str, Any]) -> Problem:
     )
 
 
+def _mapped(axis_map: Mapping[str, str | list[str]], axes: list[str]) -> _NamedText:
+    """Return the layout of a tensor from the map for all tensors, as Haliax has it: {axis: mesh axis or several}."""
+    cuts = {axis: axis_map[axis] for axis in axes if axis in axis_map}
+    return _NamedText(axes={axis: [over] if isinstance(over, str) else [*over] for axis, over in cuts.items()})
+
+
+def _by_names(tensor: Tensor, named: _NamedText, mesh: Mesh) -> Layout:
+    """Return the layout that axes by name say. Raises BadInput."""
+    used = [item for items in named.axes.values() for item in items if isinstance(item, str)] + list(named.partial)
+    strange = [axis for axis in named.axes if tensor.axes.count(axis) != 1] or [a for a in used if a not in mesh.names]
+    if strange or len(set(used)) != len(used) or not set(named.partial.values()) <= set(REDUCERS):
+        raise BadInput(
+            f"{tensor.name}: the axes {strange or used} cannot be placed so",
+            why="an axis is one of the tensor's, and each mesh axis is used once",
+            remedy='{"axes": {"f": ["tp"]}, "partial": {}}',
+        )
+    dims = tuple(trimmed(named.axes.get(axis, ())) for axis in tensor.axes) or ((),) * len(tensor.shape)
+    pending = tuple((axis, named.partial[axis]) for axis in mesh.names if axis in named.partial)
+    written = Layout(dims, pending)
+    return layout_of(tokens_of(written, mesh), tensor.shape, mesh, of=tensor.name)
+
+
 def _tensor(name: str, text: _TensorText) -> Tensor:
     if not name.isidentifier() or len(name) > 64:
         raise BadInput(f"{name[:64]!r} is no name for a tensor", remedy="letters, digits and _")
     if text.dtype not in DTYPE_BYTES:
         raise BadInput(f"{name}: unknown dtype {text.dtype[:20]!r}", remedy=f"one of {', '.join(DTYPE_BYTES)}")
+    if text.axes and len(text.axes) != len(text.shape):
+        raise BadInput(f"{name} has {len(text.shape)} dims and {len(text.axes)} axes", remedy="one name per dim")
     found = Tensor(name=name, shape=tuple(text.shape), dtype=text.dtype, axes=tuple(text.axes))
     _bounded(found)
     return found

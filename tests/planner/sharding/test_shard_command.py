@@ -57,6 +57,21 @@ def test_a_collective_says_its_bytes_and_why(capsys, tmp_path) -> None:
     assert row["named"]["u"] == {"axes": {"f": ["tp"]}, "partial": {}}
 
 
+def test_layouts_can_be_said_by_names(capsys, tmp_path) -> None:
+    """One map from axes to mesh axes for all tensors, as in Haliax, or names by tensor; placements follow."""
+    inputs = {name: {k: v for k, v in text.items() if k != "placements"} for name, text in TP["inputs"].items()}
+    by_tensor = {**inputs, "w1": {**inputs["w1"], "named": {"axes": {"f": ["tp"]}}}}
+    asked = [
+        {**TP, "inputs": inputs, "axis_map": {"f": "tp"}},
+        {**TP, "inputs": by_tensor, "axis_map": {"f": ["tp"]}},
+    ]
+    for row in json.loads(ask(capsys, tmp_path, asked, "--json")[1])["cases"]:
+        assert row["placements"] == answered(TP, 0)["placements"]
+
+    for axis_map in ({"f": "no"}, {"f": ["tp", "tp"]}, {"f": "tp", "h": "tp"}):
+        assert "cannot be placed" in answered({**TP, "inputs": inputs, "axis_map": axis_map}, 0)["rejected"]
+
+
 def test_the_text_shows_placements_and_collectives(capsys, tmp_path) -> None:
     code, out, _ = ask(capsys, tmp_path, TP)
 

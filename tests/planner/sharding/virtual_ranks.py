@@ -198,7 +198,7 @@ class World:
                 return total
             return [self._from([r], r, before, step.after, total, shape) for r in ranks]
         out = [self._from(self.group(r, axes), r, before, step.after, pieces, shape) for r in ranks]
-        even = all(p.size == pieces[0].size for p in pieces)
+        even = len({p.size for p in pieces}) == len({p.size for p in out}) == 1
         if step.kind == "all_to_all" and even:  # nothing comes twice: a rank keeps 1/n of what it has
             assert all(new.size == old.size for new, old in zip(out, pieces, strict=True))
         return out
