@@ -5,7 +5,8 @@ through, or to nothing (the operator is repeated there). Operands and result are
 axes in it are, in their order. What is left to say is what may be assigned:
 
     an axis that goes through    always, where it divides
-    a reduced axis               if the formula is linear in a tensor that has it, in every term; the result is pending
+    a reduced axis               if pieces of it reduce to terms: the formula is linear in a tensor that has it, in every
+                                 summand, or computes element by element and reduces last; the result is pending
     a reduced or kept axis       if the operator merges pieces itself (`planner.sharding.merging`); nothing is pending
     a needed-whole axis          never
     a pending sum                if every term is linear in exactly one tensor that is pending
@@ -101,8 +102,8 @@ def _may_cut(operator: Operator, axis: str) -> bool:
         return True
     if operator.kind not in _PENDING_KINDS:
         return False
-    if operator.kind in {"max", "min", "product"}:
-        return True
+    if operator.pointwise or operator.kind in {"avg", "max", "min", "product"}:
+        return operator.pointwise
     having = {name for name, dims in operator.operands if any(axis in dim for dim in dims)}
     return bool(operator.terms) and all(term.linear & having for term in operator.terms)
 
@@ -169,6 +170,8 @@ def _option(
     left = {axis: t.reducer for axis, t in through.items()}
     for axis, items in placed.items():
         if axis in operator.reduced and not merges(operator, axis):
+            if operator.kind == "avg" and not fits(operator.sizes[axis], items, mesh):
+                return None  # the mean of uneven pieces' means is not the mean
             left.update({str(i): _PENDING_KINDS[operator.kind] for i in items if isinstance(i, str)})
     needed += [(name, Layout(((),) * len(tensors[name].shape))) for name in operator.unlisted]
     return Option(

@@ -18,12 +18,17 @@ from planner.sharding.steps import Move, answer
 
 MERGE = {
     "sum": np.add,
-    "avg": np.add,
     "mask": np.add,
     "max": np.maximum,
     "min": np.minimum,
     "product": np.multiply,
 }
+
+
+def merged(reducer, pieces):
+    if reducer == "avg":
+        return reduce(np.add, pieces) / len(pieces)
+    return reduce(MERGE[reducer], pieces)
 
 
 class Array(np.ndarray):
@@ -152,7 +157,9 @@ class World:
                 if group[0] == rank:
                     for other in group[1:]:
                         noise = rng.normal(size=pieces[rank].shape)
-                        if reducer in {"sum", "avg"}:
+                        if reducer == "avg":
+                            pieces[rank], pieces[other] = pieces[rank] - noise, pieces[other] + noise
+                        elif reducer == "sum":
                             pieces[rank], pieces[other] = pieces[rank] - noise, noise
                         else:
                             pieces[other] = pieces[rank] - np.abs(noise) * (1 if reducer == "max" else -1)
@@ -179,7 +186,7 @@ class World:
             if layout.pending:
                 (reducer,) = {how for _, how in layout.pending}
                 group = self.group(rank, tuple(axis for axis, _ in layout.pending))
-                value = reduce(MERGE[reducer], (pieces[r] for r in group))
+                value = merged(reducer, [pieces[r] for r in group])
             np.testing.assert_allclose(value, self.cut(whole, layout, rank), rtol=1e-9, atol=1e-9, err_msg=what)
 
     def moved(self, step, before, pieces, shape):
@@ -192,8 +199,8 @@ class World:
             source = self._renumbered(before, step.after, shape)
             return [pieces[source[r]] for r in ranks]
         if step.kind in {"all_reduce", "reduce_scatter"}:
-            ufunc = MERGE[step.collectives[0].reducer]
-            total = [reduce(ufunc, (pieces[m] for m in self.group(r, axes))).view(Array) for r in ranks]
+            reducer = step.collectives[0].reducer
+            total = [merged(reducer, [pieces[m] for m in self.group(r, axes)]).view(Array) for r in ranks]
             if step.kind == "all_reduce":
                 return total
             return [self._from([r], r, before, step.after, total, shape) for r in ranks]
@@ -258,15 +265,19 @@ def run(problem, inputs, *, seed=0, found=None):
         name = operator.result.name
         whole[name] = _computed(operator, whole)
         assert whole[name].shape == operator.result.shape
-        local = [
-            _local(operator, step.option, [pieces[n, at][r] for n, at in step.option.operands], world, r, whole)
-            for r in range(len(world.coordinates))
-        ]
-        if local[0] is None:  # merged from statistics of the group
-            local = _merged(operator, step.option, pieces, world)
+        local = ran(operator, step.option, pieces, world, whole)
         pieces[name, step.option.result] = local
         world.check(local, step.option.result, whole[name], f"{name} after its operator")
     return found
+
+
+def ran(operator, option, pieces, world, whole):
+    """Every rank's piece of the result, from its own pieces of the operands (`pieces` by tensor and layout)."""
+    local = [
+        _local(operator, option, [pieces[n, at][r] for n, at in option.operands], world, r, whole)
+        for r in range(len(world.coordinates))
+    ]
+    return _merged(operator, option, pieces, world) if local[0] is None else local
 
 
 def _formula(operator):
@@ -298,9 +309,23 @@ def _local(operator, option, values, world, rank, whole):
         return array(half(*values))
     if option.inside:
         return None
+    if operator.is_view and "reshape(" in operator.text:
+        return _viewed(operator, option, values[0], world, rank)
     if "embedding_bwd(" in operator.text or "embedding(" in operator.text:
         return _embedding(operator, option, named, world, rank, whole)
     return evaluate(operator.text, named)
+
+
+def _viewed(operator, option, value, world, rank):
+    """A view by its annotation: the formula's numbers are those of the whole tensor."""
+    cuts = dict(option.placed)
+    sizes = {axis: len(world.indices(operator.sizes[axis], cuts.get(axis, ()), rank)) for axis in operator.axes}
+    ((_, dims),) = operator.operands
+    before = [axis for dim in dims for axis in dim]
+    after = [axis for dim in operator.dims for axis in dim]
+    apart = np.asarray(value).reshape([sizes[axis] for axis in before])
+    moved = apart.transpose([before.index(axis) for axis in after])
+    return array(moved.reshape([np.prod([sizes[a] for a in dim], dtype=int) for dim in operator.dims]))
 
 
 def _embedding(operator, option, named, world, rank, whole):
