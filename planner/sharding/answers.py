@@ -33,6 +33,7 @@ def answered(
         return _rejected(name, error)
     return {
         "id": name,
+        "mesh_axes": _axes(problem),
         "placements": _shown({n: _tokens(problem, at) for n, at in found.choice.layouts.items()}),
         "named": _shown({n: _named(problem, n, at) for n, at in found.choice.layouts.items()}),
         "collectives": [_collective(one, why) for one, why in _reasons(problem, found)],
@@ -57,6 +58,7 @@ def _time(problem: Problem, found: Answer, cluster: Cluster, profile: Profile | 
 def _rejected(name: str, error: PlannerError) -> dict[str, Any]:
     return {
         "id": name,
+        "mesh_axes": [],
         "placements": {},
         "named": {},
         "collectives": [],
@@ -71,6 +73,14 @@ def _tokens(problem: Problem, layout: Layout) -> list[str]:
     if problem.stages is not None:
         tokens.insert(problem.stages.position, "R")
     return tokens
+
+
+def _axes(problem: Problem) -> list[str]:
+    """Return the names that placements are given for, in order; finer than the given mesh where that is split."""
+    names = list(problem.mesh.names)
+    if problem.stages is not None:
+        names.insert(problem.stages.position, problem.stages.axis)
+    return names
 
 
 def _shown(found: Mapping[str, Any]) -> dict[str, Any]:

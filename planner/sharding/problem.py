@@ -14,7 +14,7 @@ import msgspec
 
 from planner.sharding.collectives import DTYPE_BYTES
 from planner.sharding.layout import REDUCERS, Layout, layout_of, tokens_of, trimmed
-from planner.sharding.mesh import Mesh, mesh_of
+from planner.sharding.mesh import Mesh, Refined, mesh_of, refined
 from planner.sharding.operator import Operator, Tensor, operators_of
 from planner.sharding.routing import Routing, routings_of
 from planner.sharding.schedule import Schedule, schedule_of
@@ -32,6 +32,7 @@ POLICIES = ("min_ring_bytes", "follow_weights")
 class _MeshText(msgspec.Struct, forbid_unknown_fields=True):
     names: list[str]
     shape: list[int]
+    split: dict[str, dict[str, int]] = {}
 
 
 class _NamedText(msgspec.Struct, forbid_unknown_fields=True):
@@ -106,11 +107,13 @@ def problem_of(data: Mapping[str, Any]) -> Problem:
         case = msgspec.convert(data, CaseText, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
         raise BadInput("not a sharding case", why=str(error), remedy="see examples/sharding/layer.json") from error
-    everything = mesh_of(case.mesh.names, case.mesh.shape)
+    fine = refined(mesh_of(case.mesh.names, case.mesh.shape), case.mesh.split)
+    everything = fine.mesh
     axis = None if case.stages is None else stage_axis(case.stages, everything)
     mesh = everything if axis is None else without_axis(everything, axis)
 
     def placed(tokens: list[str], name: str) -> Layout:
+        tokens = fine.tokens(tokens)
         if axis is not None:
             tokens = tokens_without(tokens, everything.names.index(axis), everything, of=name)
         return layout_of(tokens, tensors[name].shape, mesh, of=name)
@@ -131,7 +134,7 @@ def problem_of(data: Mapping[str, Any]) -> Problem:
         if text.placements is not None:
             given[name] = placed(text.placements, name)
         elif text.named is not None or case.axis_map:
-            given[name] = _by_names(tensors[name], text.named or _mapped(case.axis_map, text.axes), mesh)
+            given[name] = _by_names(tensors[name], text.named or _mapped(case.axis_map, text.axes), fine, mesh)
     operators: list[Operator] = []
     for text_of_op in case.ops:
         for operator in operators_of(text_of_op, tensors, case.axes):
@@ -165,18 +168,23 @@ def _mapped(axis_map: Mapping[str, str | list[str]], axes: list[str]) -> _NamedT
     return _NamedText(axes={axis: [over] if isinstance(over, str) else [*over] for axis, over in cuts.items()})
 
 
-def _by_names(tensor: Tensor, named: _NamedText, mesh: Mesh) -> Layout:
+def _by_names(tensor: Tensor, named: _NamedText, fine: Refined, mesh: Mesh) -> Layout:
     """Return the layout that axes by name say. Raises BadInput."""
-    used = [item for items in named.axes.values() for item in items if isinstance(item, str)] + list(named.partial)
-    strange = [axis for axis in named.axes if tensor.axes.count(axis) != 1] or [a for a in used if a not in mesh.names]
-    if strange or len(set(used)) != len(used) or not set(named.partial.values()) <= set(REDUCERS):
+    cuts = {
+        axis: tuple(part for item in items for part in (fine.named(item) if isinstance(item, str) else (item,)))
+        for axis, items in named.axes.items()
+    }
+    partial = {part: reducer for axis, reducer in named.partial.items() for part in fine.named(axis)}
+    used = [item for items in cuts.values() for item in items if isinstance(item, str)] + list(partial)
+    strange = [axis for axis in cuts if tensor.axes.count(axis) != 1] or [a for a in used if a not in mesh.names]
+    if strange or len(set(used)) != len(used) or not set(partial.values()) <= set(REDUCERS):
         raise BadInput(
             f"{tensor.name}: the axes {strange or used} cannot be placed so",
             why="an axis is one of the tensor's, and each mesh axis is used once",
             remedy='{"axes": {"f": ["tp"]}, "partial": {}}',
         )
-    dims = tuple(trimmed(named.axes.get(axis, ())) for axis in tensor.axes) or ((),) * len(tensor.shape)
-    pending = tuple((axis, named.partial[axis]) for axis in mesh.names if axis in named.partial)
+    dims = tuple(trimmed(cuts.get(axis, ())) for axis in tensor.axes) or ((),) * len(tensor.shape)
+    pending = tuple((axis, partial[axis]) for axis in mesh.names if axis in partial)
     written = Layout(dims, pending)
     return layout_of(tokens_of(written, mesh), tensor.shape, mesh, of=tensor.name)
 

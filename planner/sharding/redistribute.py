@@ -144,8 +144,10 @@ class Redistributor:
                         yield Step(SLICE, _replaced(here, {dim: items}))
 
     def _joins(self, here: Layout) -> Iterator[Step]:
-        """All-gathers, and all-to-alls that cut another dim instead."""
-        for dim, items in enumerate(here.dims):
+        """All-gathers, and all-to-alls that cut another dim instead; of equals, those over the innermost axis first."""
+        order = {name: position for position, name in enumerate(self.mesh.names)}
+        ends = sorted(range(len(here.dims)), key=lambda dim: -order[str(here.dims[dim][-1])] if here.dims[dim] else 0)
+        for dim, items in ((dim, here.dims[dim]) for dim in ends):
             names = 0
             while names < len(items) and isinstance(items[-1 - names], str):
                 names += 1

@@ -72,6 +72,24 @@ def test_layouts_can_be_said_by_names(capsys, tmp_path) -> None:
         assert "cannot be placed" in answered({**TP, "inputs": inputs, "axis_map": axis_map}, 0)["rejected"]
 
 
+def test_an_axis_can_be_split_for_fewer_key_heads_than_ranks() -> None:
+    """GQA of 16 query and 2 key heads on 8 ranks: keys are cut in two and copied four times, and nothing moves."""
+    heads = [f"{y} = einsum('te,hde->thd', x, {w}) :: t e+, {n} d e+ -> t {n} d" for y, w, n in ("qwH", "kvK")]
+    sizes = {"t": 3, "e": 8, "H": 16, "K": 2, "d": 2}
+    of = cases.case("gqa", {"tp": 8}, heads, {"x": "t e: R", "w": "H d e: S(0)", "v": "K d e: S(0) R"}, sizes)
+    of["mesh"]["split"] = {"tp": {"kv": 2, "rep": 4}}
+
+    row = answered(of, 0)
+
+    assert row["mesh_axes"] == ["kv", "rep"]
+    assert row["placements"]["q"] == ["S(1)", "S(1)"]
+    assert row["placements"]["k"] == ["S(1)", "R"]
+    assert row["collectives"] == []
+    inputs = {name: {**text, "placements": None} for name, text in of["inputs"].items()}
+    assert answered({**of, "inputs": inputs, "axis_map": {"H": "tp", "K": "kv"}}, 0) == row
+    assert "multiply" in answered({**of, "mesh": {**of["mesh"], "split": {"tp": {"a": 3, "b": 4}}}}, 0)["rejected"]
+
+
 def test_the_text_shows_placements_and_collectives(capsys, tmp_path) -> None:
     code, out, _ = ask(capsys, tmp_path, TP)
 
