@@ -40,12 +40,14 @@ _WORTH_FIXING = 0.01  # of the relaxation's value: what costs more than that abo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """An option for every operator and a layout for every tensor; `bound` says the bytes that no choice is below."""
+    """An option for every operator and a layout for every tensor, and the ring bytes of all that.
+
+    `ring` is in the units of `planner.sharding.collectives.Cost`.
+    """
 
     options: tuple[Option, ...]
     layouts: Mapping[str, Layout]
-    cost: Cost
-    proved: bool
+    ring: int
 
 
 def choose(problem: Problem) -> tuple[Choice, Network]:
@@ -352,4 +354,4 @@ class _Program:
             name: next(layout for layout, columns in places.items() if any(values[c] for c in columns))
             for name, places in self.place.items()
         }
-        return Choice(options=picked, layouts=layouts, cost=(ring, 0, 0, 0, 0), proved=True)
+        return Choice(options=picked, layouts=layouts, ring=ring)

@@ -146,38 +146,25 @@ class World:
         return [self.indices(n, items, rank) for n, items in zip(shape, layout.dims, strict=True)]
 
     def cut(self, whole, layout, rank):
-        return whole[np.ix_(*self.held(whole.shape, layout, rank))].view(Array)
+        return array(np.asarray(whole)[np.ix_(*self.held(whole.shape, layout, rank))])
 
     def scattered(self, whole, layout, rng):
-        """Local pieces of `whole`; pending reductions get terms that only together give it."""
-        pieces = [np.array(self.cut(whole, layout, r)) for r in range(len(self.coordinates))]
-        for axis, reducer in layout.pending:
-            for rank in range(len(pieces)):
-                group = self.group(rank, (axis,))
-                if group[0] == rank:
-                    for other in group[1:]:
-                        noise = rng.normal(size=pieces[rank].shape)
-                        if reducer == "avg":
-                            pieces[rank], pieces[other] = pieces[rank] - noise, pieces[other] + noise
-                        elif reducer == "sum":
-                            pieces[rank], pieces[other] = pieces[rank] - noise, noise
-                        else:
-                            pieces[other] = pieces[rank] - np.abs(noise) * (1 if reducer == "max" else -1)
-        # Two pending axes: the terms of one are themselves terms of the other.
-        return [piece.view(Array) for piece in pieces] if len(layout.pending) < 2 else self._terms(whole, layout, rng)
-
-    def _terms(self, whole, layout, rng):
-        axes = tuple(axis for axis, _ in layout.pending)
-        out = [None] * len(self.coordinates)
-        for rank in range(len(out)):
-            group = self.group(rank, axes)
-            if group[0] == rank:
-                total = np.array(self.cut(whole, layout, rank))
-                for other in group[1:]:
-                    out[other] = array(rng.normal(size=total.shape))
-                    total = total - out[other]
-                out[rank] = array(total)
-        return out
+        """Local pieces of `whole`. What is pending is given as terms, one by coordinates of the pending axes."""
+        whole = np.asarray(whole)
+        axes = [axis for axis, _ in layout.pending]
+        places = list(product(*(range(self.mesh.size(axis)) for axis in axes)))
+        reducer = layout.pending[0][1] if axes else "sum"
+        noise = rng.normal(size=(len(places), *whole.shape))
+        if reducer == "avg":
+            terms = whole + noise - noise.mean(0)
+        elif reducer == "sum":
+            terms = noise.copy()
+            terms[0] = whole - noise[1:].sum(0)
+        else:
+            terms = whole - np.abs(noise) * (1 if reducer == "max" else -1)
+            terms[0] = whole
+        ranks = range(len(self.coordinates))
+        return [self.cut(terms[places.index(tuple(self.at(r, a) for a in axes))], layout, r) for r in ranks]
 
     def check(self, pieces, layout, whole, what):
         """Every rank's piece, with what is pending reduced, is its part of the whole."""
