@@ -48,8 +48,14 @@ class _TensorText(msgspec.Struct, forbid_unknown_fields=True):
     named: _NamedText | None = None
 
 
+# What may stand beside a question and is not read: prose, and what its source expects of an answer.
+BESIDE = frozenset(
+    ["group", "kind", "title", "notes", "note", "source", "extra", "plan", "reference", "alternatives", "verified"]
+) | {"expect", "expected_collectives", "expected_ring_send_bytes_per_rank"}
+
+
 class CaseText(msgspec.Struct):
-    """A case as written. What a source expects of an answer (`expect`, `plan`, ...) may stand beside and is not read."""
+    """A case as written."""
 
     id: str
     mesh: _MeshText
@@ -90,7 +96,7 @@ def case_texts(data: Any, *, where: str) -> list[dict[str, Any]]:
         raise BadInput(
             f"{where} holds no sharding cases",
             why="expected a list of objects, or an object with a list `cases`",
-            remedy="each with id, mesh, ops, inputs; see examples/sharding/layer.json",
+            remedy="each with id, mesh, ops, inputs; see examples/sharding/README.md",
         )
     if not cases:
         raise BadInput(f"{where} holds no case", remedy="give at least one")
@@ -101,12 +107,23 @@ def case_texts(data: Any, *, where: str) -> list[dict[str, Any]]:
     return cases
 
 
+def unread(data: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a case that nobody knows: a misspelt one would otherwise be a setting ignored."""
+    return [key for key in data if key not in BESIDE and key not in CaseText.__struct_fields__]
+
+
 def problem_of(data: Mapping[str, Any]) -> Problem:
     """Return the problem that a case states. Raises BadInput where it states none."""
+    if strange := unread(data):
+        raise BadInput(
+            f"a sharding case has no {', '.join(repr(key[:40]) for key in strange[:4])}",
+            why="a misspelt key would otherwise be ignored silently",
+            remedy="remove or rename it; examples/sharding/README.md lists them",
+        )
     try:
         case = msgspec.convert(data, CaseText, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise BadInput("not a sharding case", why=str(error), remedy="see examples/sharding/layer.json") from error
+        raise BadInput("not a sharding case", why=str(error), remedy="see examples/sharding/README.md") from error
     fine = refined(mesh_of(case.mesh.names, case.mesh.shape), case.mesh.split)
     everything = fine.mesh
     axis = None if case.stages is None else stage_axis(case.stages, everything)

@@ -35,6 +35,7 @@ from planner.sharding.collectives import (
 )
 from planner.sharding.layout import Items, Layout, fits, local_shape, trimmed
 from planner.sharding.mesh import Mesh
+from topology.errors import Infeasible
 
 MAX_LAYOUTS = 20_000
 
@@ -110,7 +111,13 @@ class Redistributor:
         order = count()  # equal costs: first come, so that the answer does not depend on hashes
         queue: list[tuple[Cost, int, int]] = [(FREE, next(order), source)]
         done: set[int] = set()
-        while queue and len(best) < MAX_LAYOUTS:
+        while queue:
+            if len(best) > MAX_LAYOUTS:
+                raise Infeasible(
+                    f"a tensor of {len(self.shape)} dims lies on this mesh in more than {MAX_LAYOUTS:,} ways",
+                    why="redistributions search all of them",
+                    remedy="fewer mesh axes, or dims merged that are not cut",
+                )
             cost, _, here = heapq.heappop(queue)
             if here in done:
                 continue

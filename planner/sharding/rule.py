@@ -26,6 +26,7 @@ from planner.sharding.merging import merges, merging
 from planner.sharding.mesh import Mesh
 from planner.sharding.notation import Dim
 from planner.sharding.operator import Operator, Tensor
+from topology.errors import Infeasible
 
 MAX_OPTIONS = 4000
 _LINEAR_REDUCERS = ("sum", "avg")
@@ -65,7 +66,7 @@ def options(
     """Return every way to shard `operator`.
 
     `pending` are reducers that tensors may hold; `special` are cuts of their dims, with whole blocks or uneven, that
-    something given has and that are therefore worth keeping.
+    something given has and that are therefore worth keeping. Raises Infeasible where there are too many ways.
     """
     unusual: dict[str, set[Items]] = {}
     for name, dims in operator.operands:
@@ -85,7 +86,11 @@ def options(
             if option is not None:
                 found.setdefault((option.operands, option.result), option)
         if len(found) > MAX_OPTIONS:
-            break
+            raise Infeasible(
+                f"{operator.result.name} can be sharded in more than {MAX_OPTIONS:,} ways",
+                why="all of them are priced",
+                remedy="fewer mesh axes, or an operator of fewer axes",
+            )
     return list(found.values())
 
 

@@ -135,6 +135,7 @@ def test_a_file_that_is_none_ends_with_2(capsys, tmp_path, text) -> None:
         ({"pins": {"u": ["R", "R"]}}, "2 placements"),
         ({"pins": {"x": ["S(0)"]}}, "say it once"),
         ({"policy": "guess"}, "unknown policy"),
+        ({"pin": {"y": ["R"]}}, "no 'pin'"),
         ({"schedule": {"y": "chunked"}}, "no schedule"),
         ({"schedule": {"q": "ring"}}, "no operator makes it"),
         ({"mesh": {"names": ["tp", "tp"], "shape": [2, 2]}}, "twice"),
@@ -150,6 +151,17 @@ def test_what_is_wrong_with_a_case_is_said(change, why) -> None:
     assert row["rejected"] is not None
     assert why in row["rejected"]
     assert row["placements"] == {}
+
+
+def test_the_time_on_a_machine_is_said(capsys) -> None:
+    assert main(["shard", str(EXAMPLE), "--cluster", "dgx-h100", "--gpus", "32", "--json"]) == 0
+
+    rows = json.loads(capsys.readouterr().out)["cases"]
+    for row in rows[:4]:
+        time = row["time_s"]
+        assert time["value"] == pytest.approx(time["compute"] + time["exposed_communication"])
+        assert time["source"] == "datasheet"
+    assert main(["shard", str(EXAMPLE), "--gpus", "32"]) == 2
 
 
 def test_formulas_are_read_and_never_run(tmp_path) -> None:
