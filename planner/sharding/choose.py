@@ -199,10 +199,11 @@ class _Program:
         left: dict[Layout, list[int]] = {}
         for column, option in zip(self.option[number], self.graph.options[number], strict=True):
             left.setdefault(option.result, []).append(column)
+        prices = self.graph.moves[name].costs(left, layouts)
         for result, columns in left.items():
             row = dict.fromkeys(columns, -1)
             for layout in layouts:
-                price = self.graph.moves[name].cost(result, layout)
+                price = prices.get((result, layout))
                 if price is not None:
                     stays = result == layout or bool(result.pending) or moves_itself
                     flow = self._column(price, late=0 if stays else 2)
@@ -220,11 +221,12 @@ class _Program:
             needing: dict[Layout, list[int]] = {}
             for column, option in zip(self.option[number], self.graph.options[number], strict=True):
                 needing.setdefault(option.operands[operand][1], []).append(column)
+            prices = moves.costs(self.place[name], needing)
             arrives: dict[Layout, dict[int, int]] = {layout: dict.fromkeys(cs, -1) for layout, cs in needing.items()}
             for layout, columns in self.place[name].items():
                 leaves = dict.fromkeys(columns, -1)
                 for wanted in needing:
-                    price = moves.cost(layout, wanted)
+                    price = prices.get((layout, wanted))
                     if price is None:
                         continue
                     late = int(wanted != layout)

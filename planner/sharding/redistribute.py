@@ -16,7 +16,7 @@ holds by construction: no detour through a third layout is cheaper than the dire
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count, permutations
 
@@ -66,6 +66,7 @@ class Redistributor:
     _layouts: list[Layout] = field(default_factory=list)
     _moves: dict[int, list[tuple[Cost, int, Step]]] = field(default_factory=dict)
     _trees: dict[int, dict[int, tuple[Cost, int, Step | None]]] = field(default_factory=dict)
+    _toward: dict[int, dict[int, Cost]] = field(default_factory=dict)  # by target, then source
 
     def allow(self, layouts: Iterable[Layout]) -> None:
         """Let paths pass through the strided and uneven cuts of `layouts`."""
@@ -79,6 +80,17 @@ class Redistributor:
             self.special |= found
             self._moves.clear()
             self._trees.clear()
+            self._toward.clear()
+
+    def costs(self, sources: Collection[Layout], targets: Collection[Layout]) -> dict[tuple[Layout, Layout], Cost]:
+        """Return the costs between all pairs that have a path, searching from whichever side has fewer layouts."""
+        if len(targets) < len(sources):
+            for target in targets:
+                self._search_back(sources, target)
+            found = [(s, t, self._toward[self._number(t)].get(self._number(s))) for s in sources for t in targets]
+        else:
+            found = [(s, t, self.cost(s, t)) for s in sources for t in targets]
+        return {(source, target): cost for source, target, cost in found if cost is not None}
 
     def cost(self, source: Layout, target: Layout) -> Cost | None:
         """Return the cost of the best path, None if there is none: nothing makes a finished sum pending again."""
@@ -112,12 +124,7 @@ class Redistributor:
         queue: list[tuple[Cost, int, int]] = [(FREE, next(order), source)]
         done: set[int] = set()
         while queue:
-            if len(best) > MAX_LAYOUTS:
-                raise Infeasible(
-                    f"a tensor of {len(self.shape)} dims lies on this mesh in more than {MAX_LAYOUTS:,} ways",
-                    why="redistributions search all of them",
-                    remedy="fewer mesh axes, or dims merged that are not cut",
-                )
+            _bounded(len(best), len(self.shape))
             cost, _, here = heapq.heappop(queue)
             if here in done:
                 continue
@@ -128,6 +135,34 @@ class Redistributor:
                     best[after] = (total, here, step)
                     heapq.heappush(queue, (total, next(order), after))
         return best
+
+    def _search_back(self, sources: Iterable[Layout], target: Layout) -> None:
+        """Find the costs of all ways to `target` at once, along reversed moves of all that `sources` can become."""
+        number, known = self._number(target), self._toward.get(self._number(target))
+        starts = {self._number(source) for source in sources}
+        if known is not None and starts <= set(known):
+            return
+        reverse: dict[int, list[tuple[Cost, int]]] = {}
+        waiting, seen = list(starts), set(starts)
+        while waiting:
+            here = waiting.pop()
+            for price, after, _ in self._from(here):
+                reverse.setdefault(after, []).append((price, here))
+                if after not in seen:
+                    seen.add(after)
+                    waiting.append(after)
+            _bounded(len(seen), len(self.shape))
+        best: dict[int, Cost] = {number: FREE}
+        queue: list[tuple[Cost, int]] = [(FREE, number)]
+        while queue:
+            cost, here = heapq.heappop(queue)
+            if cost == best[here]:
+                for price, before in reverse.get(here, ()):
+                    total = plus(cost, price)
+                    if before not in best or total < best[before]:
+                        best[before] = total
+                        heapq.heappush(queue, (total, before))
+        self._toward[number] = {**(known or {}), **best}
 
     def _from(self, here: int) -> list[tuple[Cost, int, Step]]:
         if here not in self._moves:
@@ -295,6 +330,15 @@ class Redistributor:
             reducer=reducer,
         )
         return Step(kind, after, (one,) * blocks)
+
+
+def _bounded(layouts: int, dims: int) -> None:
+    if layouts > MAX_LAYOUTS:
+        raise Infeasible(
+            f"a tensor of {dims} dims lies on this mesh in more than {MAX_LAYOUTS:,} ways",
+            why="redistributions search all of them",
+            remedy="fewer mesh axes, or dims merged that are not cut",
+        )
 
 
 def _replaced(here: Layout, dims: dict[int, Items]) -> Layout:
