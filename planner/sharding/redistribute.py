@@ -194,6 +194,8 @@ class Redistributor:
             while names < len(items) and isinstance(items[-1 - names], str):
                 names += 1
                 moved = tuple(str(item) for item in items[-names:])
+                if self._padded(moved):
+                    continue
                 rest = trimmed(items[:-names])
                 blocks = 1 if rest == items[:-names] else int(items[-names - 1])
                 if not self._allowed(dim, rest):
@@ -210,6 +212,8 @@ class Redistributor:
             axes = [axis for axis, how in here.pending if how == reducer]
             for length in range(1, len(axes) + 1):
                 for chosen in permutations(axes, length):
+                    if self._padded(chosen):
+                        continue
                     left = tuple(pair for pair in here.pending if pair[0] not in chosen)
                     if list(chosen) == sorted(chosen, key=axes.index):
                         whole = Layout(here.dims, left)
@@ -282,6 +286,10 @@ class Redistributor:
             if where == dim and items[: len(longer)] == longer and longer != plain and isinstance(middle[0], int):
                 yield longer
 
+    def _padded(self, axes: tuple[str, ...]) -> bool:
+        """Return whether a group over `axes` is one over fewer of them: axes of one rank are dealt with for nothing."""
+        return len(axes) > 1 and any(self.mesh.size(axis) == 1 for axis in axes)
+
     def _allowed(self, dim: int, items: Items) -> bool:
         return fits(self.shape[dim], items, self.mesh) or any(
             where == dim and special[: len(items)] == items for where, special in self.special
@@ -303,6 +311,8 @@ class Redistributor:
         That is what a loop over tiles does, and it needs no copy into another order.
         """
         group = self.mesh.size(axes)
+        if group == 1:  # nobody to talk to
+            return Step(SLICE, after)
         before, behind = list(local_shape(self.shape, here, self.mesh)), list(local_shape(self.shape, after, self.mesh))
         # Uneven pieces travel padded: the joined buffer is the piece times the group.
         if kind == ALL_GATHER:

@@ -485,6 +485,41 @@ KNOWN = [
         [("all_reduce", "rep", 1.5 * 3 * 4 * 2)],
         {},
     ),
+    (
+        case(
+            "an axis of one rank",
+            {"dp": 1, "tp": 4},
+            MLP,
+            {"x": "t h: S(0) R", "w1": "f h: R S(0)", "w2": "h f: R S(1)"},
+            S,
+            {"y": "R R"},
+        ),
+        [("all_reduce", "tp", 2 * 3 / 4 * X)],
+        {},
+    ),
+    (
+        case(
+            "a sum over an axis of one rank",
+            {"dp": 1, "tp": 4},
+            ["s = x.sum(0) :: t+ h -> h"],
+            {"x": "t h: S(0) S(0)"},
+            S,
+            {"s": "R R"},
+        ),
+        [("all_reduce", "tp", 2 * 3 / 4 * H * 2)],
+        {},
+    ),
+    (
+        case(
+            "softmax on one rank",
+            {"tp": 1},
+            ["y = softmax(x, -1) :: t v* -> t v"],
+            {"x": "t v: S(1) f32"},
+            {"t": 6, "v": 32},
+        ),
+        [],
+        {"y": "S(1)"},
+    ),
 ]
 
 
