@@ -2,7 +2,7 @@
 
 Hues are Okabe and Ito's ("Color Universal Design", jfly.uni-koeln.de/color, 2008) less their yellow and black, which
 vanish on white and on dark paper, with the wine of Paul Tol's muted scheme (SRON technical note EPS/TN/09-002, 2021),
-a bronze and a grey. All pairs stay apart under protan, deutan and tritan vision; neighbours are separated by a gap and named in
+a brown and a grey. All pairs stay apart under protan, deutan and tritan vision; neighbours are separated by a gap and named in
 words all the same.
 """
 
@@ -17,7 +17,7 @@ ORANGE = "#E69F00"
 VERMILION = "#D55E00"
 PURPLE = "#CC79A7"
 WINE = "#882255"
-BRONZE = "#8C6D31"
+BROWN = "#7A5230"
 GREY = "#BEBEC4"
 
 # Parts of a step. Spans of a timeline use the same words for the same things.
@@ -47,7 +47,7 @@ MEMORY = {
     "gathered_parameters": PURPLE,
     "gradient_buffers": WINE,
     "loss_and_recompute": SKY,
-    "symmetric_buffers": BRONZE,
+    "symmetric_buffers": BROWN,
     "reserved": GREY,  # held by the allocator, in use by nothing
 }
 # What a link is made of, widest first (`topology.cluster.LinkKind`).
