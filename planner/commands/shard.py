@@ -30,8 +30,11 @@ def shard(
     from planner.sharding.answers import answered  # noqa: PLC0415 - as above
     from planner.sharding.problem import case_texts  # noqa: PLC0415 - as above
     from topology import codec  # noqa: PLC0415 - as above
+    from topology.errors import UserError  # noqa: PLC0415 - as above
 
     text, where = codec.read_given(file)
+    if cluster is None and (gpus is not None or profile is not None):
+        raise UserError("--gpus and --profile are about a machine", remedy="name it with --cluster")
     machine = None if cluster is None else cluster_of(cluster, gpus)
     measured = None if machine is None else profile_of(profile, machine)
     cases = case_texts(codec.parse_json(text, where=where), where=where)

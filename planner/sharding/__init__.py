@@ -3,15 +3,22 @@
 Reading order, which is also the order of the work:
 
     problem.py        a file of cases becomes a mesh, operators and given placements (untrusted, bounded)
-    mesh.py           mesh axes, and which of them a device mesh was refined into
+    mesh.py           mesh axes, and which of them others were split into
     layout.py         where the pieces of one tensor lie: tensor dim -> ordered mesh axes, and pending reductions
     notation.py       `t h+, f h+ -> t f`: which named axes an operator has, and what it does to each
     expression.py     what the formula beside it says: in which operands it is linear, what it reduces with
+    shapes.py         the shape a formula gives, where only the formula says it
     operator.py       the two bound to tensors of known sizes
     rule.py           the one rule: axes -> mesh axes gives what operands must look like and what comes out
-    collectives.py    the bytes of every primitive
+    merging.py        what softmax, norms, attention and top-k exchange when the axis they reduce inside is cut
+    follow.py         policies: which ways to shard an operator are left to the price
+    collectives.py    the primitives and their bytes
     redistribute.py   shortest path from one layout to another
-    choose.py         the cheapest consistent choice for a whole graph, proved (LP, then CP-SAT)
+    choose.py         the cheapest consistent choice for a whole graph, proved (linear relaxation, then CP-SAT)
     schedule.py       whole, ring or in pieces: how a planned collective is carried out
+    stages.py         pipelines: tensors that cross between parts of the mesh
+    routing.py        tokens routed to experts, by counts
     steps.py          the result in program order
+    lowering.py       that as a program of the simulator, with its time on a cluster
+    answers.py        and as JSON
 """

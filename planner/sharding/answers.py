@@ -26,15 +26,18 @@ def answered(
     try:
         problem = problem_of(data)
         found = answer(problem)
-        time = {} if cluster is None else {"time_s": _time(problem, found, cluster, profile)}
+        time = (
+            {} if cluster is None or problem.stages is not None else {"time_s": _time(problem, found, cluster, profile)}
+        )
     except (UserError, Infeasible) as error:
         return _rejected(name, error)
     return {
         "id": name,
-        "placements": _shown({n: list(tokens_of(at, problem.mesh)) for n, at in found.choice.layouts.items()}),
+        "mesh_axes": _axes(problem),
+        "placements": _shown({n: _tokens(problem, at) for n, at in found.choice.layouts.items()}),
         "named": _shown({n: _named(problem, n, at) for n, at in found.choice.layouts.items()}),
         "collectives": [_collective(one, why) for one, why in _reasons(problem, found)],
-        "ring_send_bytes_per_rank": _number(sum((c.ring_send_bytes for c in found.collectives), Fraction(0))),
+        "ring_send_bytes_per_rank": _number(found.ring_send_bytes),
         "rejected": None,
         **time,
     }
@@ -55,12 +58,29 @@ def _time(problem: Problem, found: Answer, cluster: Cluster, profile: Profile | 
 def _rejected(name: str, error: PlannerError) -> dict[str, Any]:
     return {
         "id": name,
+        "mesh_axes": [],
         "placements": {},
         "named": {},
         "collectives": [],
         "ring_send_bytes_per_rank": None,
         "rejected": "; ".join(part for part in (error.what, error.why, error.remedy) if part),
     }
+
+
+def _tokens(problem: Problem, layout: Layout) -> list[str]:
+    """Return placements on the mesh as it was given: copies over the axis of stages."""
+    tokens = list(tokens_of(layout, problem.mesh))
+    if problem.stages is not None:
+        tokens.insert(problem.stages.position, "R")
+    return tokens
+
+
+def _axes(problem: Problem) -> list[str]:
+    """Return the names that placements are given for, in order; finer than the given mesh where that is split."""
+    names = list(problem.mesh.names)
+    if problem.stages is not None:
+        names.insert(problem.stages.position, problem.stages.axis)
+    return names
 
 
 def _shown(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +100,7 @@ def _reasons(problem: Problem, found: Answer) -> list[tuple[Collective, str]]:
     rows = []
     for step in found.program:
         if isinstance(step, Move):
-            source, target = (" ".join(tokens_of(at, problem.mesh)) for at in (step.source, step.target))
+            source, target = (" ".join(_tokens(problem, at)) for at in (step.source, step.target))
             then = f", as {step.needed_by.removesuffix('.product')} needs it" if step.needed_by else ""
             rows += [
                 (one, f"{one.tensor.replace('.product', '')} from {source} to {target}{then}") for one in step.runs
@@ -104,6 +124,16 @@ def _collective(one: Collective, why: str) -> dict[str, Any]:
         "ring_send_bytes_per_rank": _number(one.ring_send_bytes),
         "reduction": one.reducer or None,
         "why": why,
+        **({"per_rank": [_row(one, *row) for row in one.rows]} if one.rows else {}),
+    }
+
+
+def _row(one: Collective, rows_in: int, rows_out: int, sent: int) -> dict[str, int]:
+    """Return the bytes of one rank of a group whose ranks differ."""
+    return {
+        "bytes_in": rows_in * one.row_bytes,
+        "bytes_out": rows_out * one.row_bytes,
+        "ring_send_bytes_per_rank": sent * one.row_bytes,
     }
 
 

@@ -33,18 +33,21 @@ from planner.sharding.schedule import Schedule
 from topology.errors import Infeasible
 
 MAX_VARIABLES = 400_000
+EXACT_BITS = 48
 PARAMETERS = "num_workers:1 random_seed:1 max_deterministic_time:20 mip_max_bound:1e15"
 _WORTH_FIXING = 0.01  # of the relaxation's value: what costs more than that above it is left out first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """An option for every operator and a layout for every tensor; `bound` says the bytes that no choice is below."""
+    """An option for every operator and a layout for every tensor, and the ring bytes of all that.
+
+    `ring` is in the units of `planner.sharding.collectives.Cost`.
+    """
 
     options: tuple[Option, ...]
     layouts: Mapping[str, Layout]
-    cost: Cost
-    proved: bool
+    ring: int
 
 
 def choose(problem: Problem) -> tuple[Choice, Network]:
@@ -156,7 +159,6 @@ class _Program:
         self.right: list[int] = []
         self.shares: list[tuple[int, int]] = []  # (flow, use): a flow needs its use
         self._state()
-        self.unit = reduce(gcd, (ring for ring, _ in self.columns), 0) or 1
 
     def _column(self, cost: Cost, *, late: int = 0, idle: int = 0) -> int:
         """Add a variable. `late` and `idle` break ties: where a tensor is moved, what an operator repeats."""
@@ -197,10 +199,11 @@ class _Program:
         left: dict[Layout, list[int]] = {}
         for column, option in zip(self.option[number], self.graph.options[number], strict=True):
             left.setdefault(option.result, []).append(column)
+        prices = self.graph.moves[name].costs(left, layouts)
         for result, columns in left.items():
             row = dict.fromkeys(columns, -1)
             for layout in layouts:
-                price = self.graph.moves[name].cost(result, layout)
+                price = prices.get((result, layout))
                 if price is not None:
                     stays = result == layout or bool(result.pending) or moves_itself
                     flow = self._column(price, late=0 if stays else 2)
@@ -212,16 +215,18 @@ class _Program:
         """From the tensor's layout to what consumers need; a layout that several need is made once."""
         uses = self.graph.uses.get(name, [])
         shared: dict[tuple[Layout, Layout, frozenset[str]], int] = {}
+        self._sent(name)
         for number, operand in uses:
             moves = self.graph.to_operand(name, number)
             needing: dict[Layout, list[int]] = {}
             for column, option in zip(self.option[number], self.graph.options[number], strict=True):
                 needing.setdefault(option.operands[operand][1], []).append(column)
+            prices = moves.costs(self.place[name], needing)
             arrives: dict[Layout, dict[int, int]] = {layout: dict.fromkeys(cs, -1) for layout, cs in needing.items()}
             for layout, columns in self.place[name].items():
                 leaves = dict.fromkeys(columns, -1)
                 for wanted in needing:
-                    price = moves.cost(layout, wanted)
+                    price = prices.get((layout, wanted))
                     if price is None:
                         continue
                     late = int(wanted != layout)
@@ -239,13 +244,28 @@ class _Program:
             for row in arrives.values():
                 self._equal(row, 0)
 
+    def _sent(self, name: str) -> None:
+        """To the other stages that use a tensor: priced by the piece that a rank holds of it."""
+        stages, tensor = self.problem.stages, self.problem.tensors[name]
+        made = [n for n, operator in enumerate(self.problem.operators) if operator.result.name == name]
+        if stages is None or not made:
+            return
+        others = {stages.of[number] for number, _ in self.graph.uses.get(name, [])} - {stages.of[made[0]]}
+        for layout, columns in self.place[name].items():
+            price = cost_of(stages.sent(tensor, layout, self.mesh), self.mesh.ranks)
+            for _ in others:
+                self._equal({**dict.fromkeys(columns, -1), self._column(price): 1}, 0)
+
     def _equal(self, row: dict[int, int], value: int) -> None:
         self.rows.append(row)
         self.right.append(value)
 
     def solved(self) -> Choice:
         """Return the best choice: least bytes first, then what is tidier."""
-        bytes_ = [ring // self.unit for ring, _ in self.columns]
+        # In whole units; where those leave the range in which the solver is exact, rounded to coarser ones.
+        unit = reduce(gcd, (ring for ring, _ in self.columns), 0) or 1
+        unit *= max(1, sum(ring for ring, _ in self.columns) // unit >> EXACT_BITS)
+        bytes_ = [round(ring / unit) for ring, _ in self.columns]
         bound, reduced = self._relaxed(bytes_)
         allowance = max(1.0, _WORTH_FIXING * bound)
         while True:  # what the reduced costs rule out costs more than the answer, so the answer is the best of all
@@ -263,7 +283,7 @@ class _Program:
         kept = [price <= least - bound + 1e-6 for price in reduced]
         tidier = self._integral([rest for _, rest in self.columns], kept, (bytes_, least))
         values = (tidier or found)[1]
-        return self._choice(values, least * self.unit)
+        return self._choice(values)
 
     def _relaxed(self, costs: Sequence[int]) -> tuple[float, list[float]]:
         """Return the relaxation's value and every variable's reduced cost."""
@@ -304,7 +324,14 @@ class _Program:
             if cost:
                 objective.SetCoefficient(variable, cost)
         objective.SetMinimization()
-        if solver.Solve() != pywraplp.Solver.OPTIMAL:
+        status = solver.Solve()
+        if status == pywraplp.Solver.NOT_SOLVED or (status == pywraplp.Solver.FEASIBLE and limit is None):
+            raise Infeasible(
+                "no proof within the effort set for a choice",
+                why=f"{len(variables):,} alternatives of layouts",
+                remedy="pin more tensors, or give a layer instead of the model",
+            )
+        if status not in {pywraplp.Solver.OPTIMAL, pywraplp.Solver.FEASIBLE}:
             return None
         values = [variable.solution_value() > 0.5 for variable in variables]
         return sum(cost for cost, value in zip(costs, values, strict=True) if value), values
@@ -319,7 +346,8 @@ class _Program:
             constraint.SetCoefficient(variables[flow], 1)
             constraint.SetCoefficient(variables[use], -1)
 
-    def _choice(self, values: Sequence[bool], ring: int) -> Choice:
+    def _choice(self, values: Sequence[bool]) -> Choice:
+        ring = sum(cost for (cost, _), value in zip(self.columns, values, strict=True) if value)
         picked = tuple(
             found[next(n for n, column in enumerate(columns) if values[column])]
             for found, columns in zip(self.graph.options, self.option, strict=True)
@@ -328,4 +356,4 @@ class _Program:
             name: next(layout for layout, columns in places.items() if any(values[c] for c in columns))
             for name, places in self.place.items()
         }
-        return Choice(options=picked, layouts=layouts, cost=(ring, 0, 0, 0, 0), proved=True)
+        return Choice(options=picked, layouts=layouts, ring=ring)

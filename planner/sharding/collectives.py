@@ -43,6 +43,7 @@ class Collective:
     tensor: str = ""
     reducer: str = ""
     note: str = ""
+    rows: tuple[tuple[int, int, int], ...] = ()  # by rank: rows in, out, and sent away, where ranks differ
 
     @property
     def bytes_in(self) -> int:
@@ -53,9 +54,15 @@ class Collective:
         return prod(self.local_out) * DTYPE_BYTES[self.dtype]
 
     @property
+    def row_bytes(self) -> int:
+        return prod(self.local_in[1:]) * DTYPE_BYTES[self.dtype]
+
+    @property
     def ring_send_bytes(self) -> Fraction:
         """Bytes that the worst rank sends."""
         n = self.group
+        if self.rows:
+            return Fraction(max(sent for _, _, sent in self.rows) * self.row_bytes)
         match self.kind:
             case "all_gather":
                 return Fraction((n - 1) * self.bytes_in)

@@ -64,6 +64,40 @@ _REDUCERS = {
     "prod": "product",
     "mean": "avg",
 }
+_REDUCTIONS = frozenset(["sum", "mean", "amax", "amin", "prod"])
+_POINTWISE = frozenset(
+    [
+        "gelu",
+        "relu",
+        "silu",
+        "swish",
+        "tanh",
+        "sigmoid",
+        "softplus",
+        "exp",
+        "log",
+        "log1p",
+        "sqrt",
+        "rsqrt",
+        "square",
+        "pow",
+        "abs",
+        "sin",
+        "cos",
+        "neg",
+        "float",
+        "double",
+        "to",
+        "clamp",
+        "mul",
+        "add",
+        "sub",
+        "div",
+        "where",
+        "maximum",
+        "minimum",
+    ]
+)
 _ATTENTION = frozenset(
     ["attn", "attention", "sdpa", "sdpfa", "scaled_dot_product_attention", "flash_attention", "mha", "gqa"]
 )
@@ -93,6 +127,7 @@ class Formula:
     functions: frozenset[str]
     kind: str
     is_view: bool
+    pointwise: bool  # what is reduced last is computed element by element: pieces of it are reduced to pieces
     bias: str = ""  # a tensor that is added to the rest, when it is a linear layer's
 
 
@@ -125,6 +160,7 @@ def parse(text: str, known: Sequence[str]) -> Formula:
         functions=functions,
         kind=_kind(tree, functions),
         is_view=view,
+        pointwise=_pointwise(tree),
         bias=_bias(tree, reader.known),
     )
 
@@ -173,6 +209,25 @@ def _kind(tree: ast.expr, functions: frozenset[str]) -> str:
         if any(last == word or (word in last and word in functions) for word in words):
             return kind
     return "sum"
+
+
+def _pointwise(tree: ast.expr) -> bool:
+    """Return whether a formula is one reduction of what has none inside: `(silu(g) * u).sum(0)`, not `(x @ w).sum(0)`."""
+    if not isinstance(tree, ast.Call) or called(tree) not in _REDUCTIONS:
+        return False
+    match tree:
+        case ast.Call(func=ast.Attribute(value=reduced)) if not (
+            isinstance(reduced, ast.Name) and reduced.id in _MODULES
+        ):
+            pass
+        case ast.Call(args=[reduced, *_]):
+            pass
+        case _:
+            return False
+    return all(
+        not isinstance(node, ast.MatMult) and (not isinstance(node, ast.Call) or called(node) in _POINTWISE)
+        for node in ast.walk(reduced)
+    )
 
 
 def _bias(tree: ast.expr, known: frozenset[str]) -> str:

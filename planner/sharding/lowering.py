@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
-from planner.sharding.collectives import ALL_GATHER, DTYPE_BYTES, PERMUTE, SEND_RECV, Collective
+from planner.sharding.collectives import ALL_GATHER, ALL_TO_ALL_V, DTYPE_BYTES, PERMUTE, Collective
 from planner.sharding.layout import Layout, local_shape, local_size
 from planner.sharding.mesh import Mesh
 from planner.sharding.operator import Operator
@@ -62,6 +62,8 @@ def lowered(
 ) -> tuple[Program, MachineCosts]:
     """Return the program of `found`, ranks laid on the GPUs of `cluster` in order, and what its instructions cost."""
     mesh = problem.mesh
+    if problem.stages is not None:
+        raise Infeasible("stages have no time here", why="that is the schedule's", remedy="planner trace, for a plan")
     if mesh.ranks > cluster.gpu_count:
         raise Infeasible(
             f"{cluster.name} has {cluster.gpu_count} GPU(s), the mesh {mesh.ranks} ranks",
@@ -157,7 +159,8 @@ class _Writer:
     def _collective(self, one: Collective) -> None:
         self.families.setdefault(one.mesh_dim, one.axes)
         nbytes = one.bytes_out if one.kind == ALL_GATHER else one.bytes_in
-        self.code.collective("send_recv" if one.kind in {PERMUTE, SEND_RECV} else one.kind, one.mesh_dim, nbytes)
+        op = {PERMUTE: "send_recv", ALL_TO_ALL_V: "all_to_all"}.get(one.kind, one.kind)
+        self.code.collective(op, one.mesh_dim, nbytes)
 
     def _launch(self, name: str, option: Option, operator: Operator, seconds: float) -> None:
         shape = local_shape(operator.result.shape, option.result, self.problem.mesh)

@@ -46,7 +46,8 @@ def merges(operator: Operator, axis: str) -> bool:
 def merging(operator: Operator, placed: Mapping[str, Items], mesh: Mesh) -> tuple[Collective, ...]:
     """Return what is exchanged when axes are sharded as `placed` says."""
     merged = [axis for axis in placed if merges(operator, axis)]
-    axes = mesh.ordered(str(item) for axis in merged for item in placed[axis] if isinstance(item, str))
+    cutting = [item for axis in merged for item in placed[axis] if isinstance(item, str)]
+    axes = mesh.ordered(axis for axis in cutting if mesh.size(axis) > 1)
     if not axes:
         return ()
     group = mesh.size(axes)

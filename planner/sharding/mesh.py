@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -51,3 +51,40 @@ def mesh_of(names: Sequence[str], shape: Sequence[int]) -> Mesh:
     if any(size < 1 for size in shape) or prod(shape) > MAX_RANKS:
         raise BadInput(f"a mesh of shape {list(shape)}", why=f"sizes are positive, and at most {MAX_RANKS:,} ranks")
     return Mesh(names=tuple(names), shape=tuple(shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refined:
+    """A mesh whose coarse axes may be split into finer ones, major first: `tp` of 8 into `kv` of 2 and `rep` of 4.
+
+    Key-value heads fewer than ranks are then cut by `kv` and copied over `rep`, while queries are cut by `tp`, which
+    stands for both. Layouts are of the fine mesh; what names a coarse axis means all its parts.
+    """
+
+    mesh: Mesh
+    parts: Mapping[str, tuple[str, ...]]
+
+    def named(self, axis: str) -> tuple[str, ...]:
+        """Return the fine axes that a name stands for."""
+        return self.parts.get(axis, (axis,))
+
+    def tokens(self, given: Sequence[str]) -> list[str]:
+        """Return one placement per fine axis: a coarse one says the same of each part."""
+        if len(given) != len(self.parts):
+            return list(given)
+        return [token for token, parts in zip(given, self.parts.values(), strict=True) for _ in parts]
+
+
+def refined(coarse: Mesh, split: Mapping[str, Mapping[str, int]]) -> Refined:
+    """Return `coarse` with axes split as said. Raises BadInput where the parts do not multiply to the axis."""
+    for axis, parts in split.items():
+        if axis not in coarse.names or not parts or prod(parts.values()) != coarse.size(axis):
+            raise BadInput(
+                f"{axis[:40]!r} cannot be split into {dict(parts)}",
+                why="the parts of an axis of the mesh multiply to its size",
+                remedy='"split": {"tp": {"kv": 2, "rep": 4}} for tp of 8',
+            )
+    finer = {name: split.get(name, {name: size}) for name, size in zip(coarse.names, coarse.shape, strict=True)}
+    names = [name for parts in finer.values() for name in parts]
+    sizes = [size for parts in finer.values() for size in parts.values()]
+    return Refined(mesh=mesh_of(names, sizes), parts={axis: tuple(parts) for axis, parts in finer.items()})

@@ -52,6 +52,7 @@ class Operator:
     terms: tuple[Term, ...]
     kind: str
     is_view: bool
+    pointwise: bool
     best: int = 0  # elements that a top-k keeps
 
     @property
@@ -157,6 +158,7 @@ def _bound(
         terms=formula.terms,
         kind=formula.kind,
         is_view=formula.is_view,
+        pointwise=formula.pointwise,
         best=_best(formula.tree),
     )
 

@@ -16,7 +16,7 @@ holds by construction: no detour through a third layout is cheaper than the dire
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count, permutations
 
@@ -35,6 +35,7 @@ from planner.sharding.collectives import (
 )
 from planner.sharding.layout import Items, Layout, fits, local_shape, trimmed
 from planner.sharding.mesh import Mesh
+from topology.errors import Infeasible
 
 MAX_LAYOUTS = 20_000
 
@@ -65,6 +66,7 @@ class Redistributor:
     _layouts: list[Layout] = field(default_factory=list)
     _moves: dict[int, list[tuple[Cost, int, Step]]] = field(default_factory=dict)
     _trees: dict[int, dict[int, tuple[Cost, int, Step | None]]] = field(default_factory=dict)
+    _toward: dict[int, dict[int, Cost]] = field(default_factory=dict)  # by target, then source
 
     def allow(self, layouts: Iterable[Layout]) -> None:
         """Let paths pass through the strided and uneven cuts of `layouts`."""
@@ -78,6 +80,17 @@ class Redistributor:
             self.special |= found
             self._moves.clear()
             self._trees.clear()
+            self._toward.clear()
+
+    def costs(self, sources: Collection[Layout], targets: Collection[Layout]) -> dict[tuple[Layout, Layout], Cost]:
+        """Return the costs between all pairs that have a path, searching from whichever side has fewer layouts."""
+        if len(targets) < len(sources):
+            for target in targets:
+                self._search_back(sources, target)
+            found = [(s, t, self._toward[self._number(t)].get(self._number(s))) for s in sources for t in targets]
+        else:
+            found = [(s, t, self.cost(s, t)) for s in sources for t in targets]
+        return {(source, target): cost for source, target, cost in found if cost is not None}
 
     def cost(self, source: Layout, target: Layout) -> Cost | None:
         """Return the cost of the best path, None if there is none: nothing makes a finished sum pending again."""
@@ -110,7 +123,8 @@ class Redistributor:
         order = count()  # equal costs: first come, so that the answer does not depend on hashes
         queue: list[tuple[Cost, int, int]] = [(FREE, next(order), source)]
         done: set[int] = set()
-        while queue and len(best) < MAX_LAYOUTS:
+        while queue:
+            _bounded(len(best), len(self.shape))
             cost, _, here = heapq.heappop(queue)
             if here in done:
                 continue
@@ -121,6 +135,34 @@ class Redistributor:
                     best[after] = (total, here, step)
                     heapq.heappush(queue, (total, next(order), after))
         return best
+
+    def _search_back(self, sources: Iterable[Layout], target: Layout) -> None:
+        """Find the costs of all ways to `target` at once, along reversed moves of all that `sources` can become."""
+        number, known = self._number(target), self._toward.get(self._number(target))
+        starts = {self._number(source) for source in sources}
+        if known is not None and starts <= set(known):
+            return
+        reverse: dict[int, list[tuple[Cost, int]]] = {}
+        waiting, seen = list(starts), set(starts)
+        while waiting:
+            here = waiting.pop()
+            for price, after, _ in self._from(here):
+                reverse.setdefault(after, []).append((price, here))
+                if after not in seen:
+                    seen.add(after)
+                    waiting.append(after)
+            _bounded(len(seen), len(self.shape))
+        best: dict[int, Cost] = {number: FREE}
+        queue: list[tuple[Cost, int]] = [(FREE, number)]
+        while queue:
+            cost, here = heapq.heappop(queue)
+            if cost == best[here]:
+                for price, before in reverse.get(here, ()):
+                    total = plus(cost, price)
+                    if before not in best or total < best[before]:
+                        best[before] = total
+                        heapq.heappush(queue, (total, before))
+        self._toward[number] = {**(known or {}), **best}
 
     def _from(self, here: int) -> list[tuple[Cost, int, Step]]:
         if here not in self._moves:
@@ -144,12 +186,16 @@ class Redistributor:
                         yield Step(SLICE, _replaced(here, {dim: items}))
 
     def _joins(self, here: Layout) -> Iterator[Step]:
-        """All-gathers, and all-to-alls that cut another dim instead."""
-        for dim, items in enumerate(here.dims):
+        """All-gathers, and all-to-alls that cut another dim instead; of equals, those over the innermost axis first."""
+        order = {name: position for position, name in enumerate(self.mesh.names)}
+        ends = sorted(range(len(here.dims)), key=lambda dim: -order[str(here.dims[dim][-1])] if here.dims[dim] else 0)
+        for dim, items in ((dim, here.dims[dim]) for dim in ends):
             names = 0
             while names < len(items) and isinstance(items[-1 - names], str):
                 names += 1
                 moved = tuple(str(item) for item in items[-names:])
+                if self._padded(moved):
+                    continue
                 rest = trimmed(items[:-names])
                 blocks = 1 if rest == items[:-names] else int(items[-names - 1])
                 if not self._allowed(dim, rest):
@@ -166,6 +212,8 @@ class Redistributor:
             axes = [axis for axis, how in here.pending if how == reducer]
             for length in range(1, len(axes) + 1):
                 for chosen in permutations(axes, length):
+                    if self._padded(chosen):
+                        continue
                     left = tuple(pair for pair in here.pending if pair[0] not in chosen)
                     if list(chosen) == sorted(chosen, key=axes.index):
                         whole = Layout(here.dims, left)
@@ -238,6 +286,10 @@ class Redistributor:
             if where == dim and items[: len(longer)] == longer and longer != plain and isinstance(middle[0], int):
                 yield longer
 
+    def _padded(self, axes: tuple[str, ...]) -> bool:
+        """Return whether a group over `axes` is one over fewer of them: axes of one rank are dealt with for nothing."""
+        return len(axes) > 1 and any(self.mesh.size(axis) == 1 for axis in axes)
+
     def _allowed(self, dim: int, items: Items) -> bool:
         return fits(self.shape[dim], items, self.mesh) or any(
             where == dim and special[: len(items)] == items for where, special in self.special
@@ -259,6 +311,8 @@ class Redistributor:
         That is what a loop over tiles does, and it needs no copy into another order.
         """
         group = self.mesh.size(axes)
+        if group == 1:  # nobody to talk to
+            return Step(SLICE, after)
         before, behind = list(local_shape(self.shape, here, self.mesh)), list(local_shape(self.shape, after, self.mesh))
         # Uneven pieces travel padded: the joined buffer is the piece times the group.
         if kind == ALL_GATHER:
@@ -286,6 +340,15 @@ class Redistributor:
             reducer=reducer,
         )
         return Step(kind, after, (one,) * blocks)
+
+
+def _bounded(layouts: int, dims: int) -> None:
+    if layouts > MAX_LAYOUTS:
+        raise Infeasible(
+            f"a tensor of {dims} dims lies on this mesh in more than {MAX_LAYOUTS:,} ways",
+            why="redistributions search all of them",
+            remedy="fewer mesh axes, or dims merged that are not cut",
+        )
 
 
 def _replaced(here: Layout, dims: dict[int, Items]) -> Layout:

@@ -5,7 +5,8 @@ through, or to nothing (the operator is repeated there). Operands and result are
 axes in it are, in their order. What is left to say is what may be assigned:
 
     an axis that goes through    always, where it divides
-    a reduced axis               if the formula is linear in a tensor that has it, in every term; the result is pending
+    a reduced axis               if pieces of it reduce to terms: the formula is linear in a tensor that has it, in every
+                                 summand, or computes element by element and reduces last; the result is pending
     a reduced or kept axis       if the operator merges pieces itself (`planner.sharding.merging`); nothing is pending
     a needed-whole axis          never
     a pending sum                if every term is linear in exactly one tensor that is pending
@@ -25,6 +26,7 @@ from planner.sharding.merging import merges, merging
 from planner.sharding.mesh import Mesh
 from planner.sharding.notation import Dim
 from planner.sharding.operator import Operator, Tensor
+from topology.errors import Infeasible
 
 MAX_OPTIONS = 4000
 _LINEAR_REDUCERS = ("sum", "avg")
@@ -64,7 +66,7 @@ def options(
     """Return every way to shard `operator`.
 
     `pending` are reducers that tensors may hold; `special` are cuts of their dims, with whole blocks or uneven, that
-    something given has and that are therefore worth keeping.
+    something given has and that are therefore worth keeping. Raises Infeasible where there are too many ways.
     """
     unusual: dict[str, set[Items]] = {}
     for name, dims in operator.operands:
@@ -84,7 +86,11 @@ def options(
             if option is not None:
                 found.setdefault((option.operands, option.result), option)
         if len(found) > MAX_OPTIONS:
-            break
+            raise Infeasible(
+                f"{operator.result.name} can be sharded in more than {MAX_OPTIONS:,} ways",
+                why="all of them are priced",
+                remedy="fewer mesh axes, or an operator of fewer axes",
+            )
     return list(found.values())
 
 
@@ -101,8 +107,8 @@ def _may_cut(operator: Operator, axis: str) -> bool:
         return True
     if operator.kind not in _PENDING_KINDS:
         return False
-    if operator.kind in {"max", "min", "product"}:
-        return True
+    if operator.pointwise or operator.kind in {"avg", "max", "min", "product"}:
+        return operator.pointwise
     having = {name for name, dims in operator.operands if any(axis in dim for dim in dims)}
     return bool(operator.terms) and all(term.linear & having for term in operator.terms)
 
@@ -169,6 +175,8 @@ def _option(
     left = {axis: t.reducer for axis, t in through.items()}
     for axis, items in placed.items():
         if axis in operator.reduced and not merges(operator, axis):
+            if operator.kind == "avg" and not fits(operator.sizes[axis], items, mesh):
+                return None  # the mean of uneven pieces' means is not the mean
             left.update({str(i): _PENDING_KINDS[operator.kind] for i in items if isinstance(i, str)})
     needed += [(name, Layout(((),) * len(tensors[name].shape))) for name in operator.unlisted]
     return Option(

@@ -437,6 +437,89 @@ KNOWN = [
         [("all_reduce", "tp", 2 * 3 / 4 * X / 3)] * 3,
         {},
     ),
+    (
+        case(
+            "rows that do not divide",
+            DP,
+            MLP,
+            {"x": "t h: S(0)", "w1": "f h: R", "w2": "h f: R"},
+            {**S, "t": 10},
+            {"y": "R"},
+        ),
+        [("all_gather", "dp", 3 * 3 * H * 2)],  # pieces of 3 rows, padded
+        {"u": "S(0)"},
+    ),
+    (
+        case(
+            "sum scattered unevenly",
+            TP,
+            ["y = linear(x, w) :: t h+, f h+ -> t f"],
+            {"x": "t h: S(1)", "w": "f h: S(1)"},
+            {**S, "t": 10},
+            {"y": "S(0)"},
+        ),
+        [("reduce_scatter", "tp", 3 * 3 * F * 2)],
+        {},
+    ),
+    (
+        case(
+            "three axes",
+            {"x": 2, "y": 2, "z": 2},
+            ["o = p @ q :: m k+, k+ n -> m n"],
+            {"p": "m k: S(0) S(1) R", "q": "k n: R S(0) S(1)"},
+            {"m": 4, "k": 6, "n": 8},
+            {"o": "S(0) R S(1)"},
+        ),
+        [("all_reduce", "y", 2 * 4 * 2)],
+        {},
+    ),
+    (
+        case(
+            "gradient of few key heads",
+            {"kv": 2, "rep": 4},
+            ["dk = g.sum(1) :: K r+ t d -> K t d"],
+            {"g": "K r t d: S(0) S(1)"},
+            {"K": 2, "r": 8, "t": 3, "d": 4},
+            {"dk": "S(0) R"},
+        ),
+        [("all_reduce", "rep", 1.5 * 3 * 4 * 2)],
+        {},
+    ),
+    (
+        case(
+            "an axis of one rank",
+            {"dp": 1, "tp": 4},
+            MLP,
+            {"x": "t h: S(0) R", "w1": "f h: R S(0)", "w2": "h f: R S(1)"},
+            S,
+            {"y": "R R"},
+        ),
+        [("all_reduce", "tp", 2 * 3 / 4 * X)],
+        {},
+    ),
+    (
+        case(
+            "a sum over an axis of one rank",
+            {"dp": 1, "tp": 4},
+            ["s = x.sum(0) :: t+ h -> h"],
+            {"x": "t h: S(0) S(0)"},
+            S,
+            {"s": "R R"},
+        ),
+        [("all_reduce", "tp", 2 * 3 / 4 * H * 2)],
+        {},
+    ),
+    (
+        case(
+            "softmax on one rank",
+            {"tp": 1},
+            ["y = softmax(x, -1) :: t v* -> t v"],
+            {"x": "t v: S(1) f32"},
+            {"t": 6, "v": 32},
+        ),
+        [],
+        {"y": "S(1)"},
+    ),
 ]
 
 

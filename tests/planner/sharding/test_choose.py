@@ -80,7 +80,7 @@ def test_no_other_choice_sends_less(of) -> None:
 
     choice, _ = choose(problem)
 
-    assert choice.cost[0] == tried(problem)
+    assert choice.ring == tried(problem)
 
 
 @settings(max_examples=60, deadline=None)

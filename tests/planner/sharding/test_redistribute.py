@@ -187,3 +187,13 @@ def test_uneven_and_strided_pieces_end_where_they_belong(tokens, wanted, shape) 
         pieces, here = world.moved(step, here, pieces, shape), step.after
         world.check(pieces, here, whole, step.kind)
     assert here == target
+
+
+@pytest.mark.parametrize("mesh", [TWO, mesh_of(["a", "b"], [2, 4])], ids=["2x2", "2x4"])
+def test_searching_back_from_the_target_finds_the_same_costs(mesh) -> None:
+    forward, back = Redistributor((16, 8), "f32", mesh), Redistributor((16, 8), "f32", mesh)
+    layouts = every_layout((16, 8), mesh)
+
+    for target in layouts:
+        found = back.costs(layouts, [target])
+        assert found == {(at, target): c for at in layouts if (c := forward.cost(at, target)) is not None}

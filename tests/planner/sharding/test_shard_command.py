@@ -57,6 +57,39 @@ def test_a_collective_says_its_bytes_and_why(capsys, tmp_path) -> None:
     assert row["named"]["u"] == {"axes": {"f": ["tp"]}, "partial": {}}
 
 
+def test_layouts_can_be_said_by_names(capsys, tmp_path) -> None:
+    """One map from axes to mesh axes for all tensors, as in Haliax, or names by tensor; placements follow."""
+    inputs = {name: {k: v for k, v in text.items() if k != "placements"} for name, text in TP["inputs"].items()}
+    by_tensor = {**inputs, "w1": {**inputs["w1"], "named": {"axes": {"f": ["tp"]}}}}
+    asked = [
+        {**TP, "inputs": inputs, "axis_map": {"f": "tp"}},
+        {**TP, "inputs": by_tensor, "axis_map": {"f": ["tp"]}},
+    ]
+    for row in json.loads(ask(capsys, tmp_path, asked, "--json")[1])["cases"]:
+        assert row["placements"] == answered(TP, 0)["placements"]
+
+    for axis_map in ({"f": "no"}, {"f": ["tp", "tp"]}, {"f": "tp", "h": "tp"}):
+        assert "cannot be placed" in answered({**TP, "inputs": inputs, "axis_map": axis_map}, 0)["rejected"]
+
+
+def test_an_axis_can_be_split_for_fewer_key_heads_than_ranks() -> None:
+    """GQA of 16 query and 2 key heads on 8 ranks: keys are cut in two and copied four times, and nothing moves."""
+    heads = [f"{y} = einsum('te,hde->thd', x, {w}) :: t e+, {n} d e+ -> t {n} d" for y, w, n in ("qwH", "kvK")]
+    sizes = {"t": 3, "e": 8, "H": 16, "K": 2, "d": 2}
+    of = cases.case("gqa", {"tp": 8}, heads, {"x": "t e: R", "w": "H d e: S(0)", "v": "K d e: S(0) R"}, sizes)
+    of["mesh"]["split"] = {"tp": {"kv": 2, "rep": 4}}
+
+    row = answered(of, 0)
+
+    assert row["mesh_axes"] == ["kv", "rep"]
+    assert row["placements"]["q"] == ["S(1)", "S(1)"]
+    assert row["placements"]["k"] == ["S(1)", "R"]
+    assert row["collectives"] == []
+    inputs = {name: {**text, "placements": None} for name, text in of["inputs"].items()}
+    assert answered({**of, "inputs": inputs, "axis_map": {"H": "tp", "K": "kv"}}, 0) == row
+    assert "multiply" in answered({**of, "mesh": {**of["mesh"], "split": {"tp": {"a": 3, "b": 4}}}}, 0)["rejected"]
+
+
 def test_the_text_shows_placements_and_collectives(capsys, tmp_path) -> None:
     code, out, _ = ask(capsys, tmp_path, TP)
 
@@ -102,6 +135,7 @@ def test_a_file_that_is_none_ends_with_2(capsys, tmp_path, text) -> None:
         ({"pins": {"u": ["R", "R"]}}, "2 placements"),
         ({"pins": {"x": ["S(0)"]}}, "say it once"),
         ({"policy": "guess"}, "unknown policy"),
+        ({"pin": {"y": ["R"]}}, "no 'pin'"),
         ({"schedule": {"y": "chunked"}}, "no schedule"),
         ({"schedule": {"q": "ring"}}, "no operator makes it"),
         ({"mesh": {"names": ["tp", "tp"], "shape": [2, 2]}}, "twice"),
@@ -117,6 +151,17 @@ def test_what_is_wrong_with_a_case_is_said(change, why) -> None:
     assert row["rejected"] is not None
     assert why in row["rejected"]
     assert row["placements"] == {}
+
+
+def test_the_time_on_a_machine_is_said(capsys) -> None:
+    assert main(["shard", str(EXAMPLE), "--cluster", "dgx-h100", "--gpus", "32", "--json"]) == 0
+
+    rows = json.loads(capsys.readouterr().out)["cases"]
+    for row in rows[:4]:
+        time = row["time_s"]
+        assert time["value"] == pytest.approx(time["compute"] + time["exposed_communication"])
+        assert time["source"] == "datasheet"
+    assert main(["shard", str(EXAMPLE), "--gpus", "32"]) == 2
 
 
 def test_formulas_are_read_and_never_run(tmp_path) -> None:

@@ -18,12 +18,17 @@ from planner.sharding.steps import Move, answer
 
 MERGE = {
     "sum": np.add,
-    "avg": np.add,
     "mask": np.add,
     "max": np.maximum,
     "min": np.minimum,
     "product": np.multiply,
 }
+
+
+def merged(reducer, pieces):
+    if reducer == "avg":
+        return reduce(np.add, pieces) / len(pieces)
+    return reduce(MERGE[reducer], pieces)
 
 
 class Array(np.ndarray):
@@ -40,6 +45,9 @@ class Array(np.ndarray):
 
     def sort(self, dim):
         return SimpleNamespace(values=np.sort(np.asarray(self), axis=dim).view(Array))
+
+    def var(self, *dims, unbiased=True, **options):
+        return super().var(*dims, ddof=int(unbiased) if dims else 0, **options)
 
     def to(self, *_):
         return self
@@ -74,7 +82,7 @@ def gelu(x):
 
 
 def grouped_mm(x, w, offsets):
-    starts = [0, *(int(o) for o in offsets)]
+    starts = [0, *(min(int(o), len(x)) for o in np.sort(np.asarray(offsets))[:-1]), len(x)]
     pieces = [x[a:b] @ w[g] for g, (a, b) in enumerate(pairwise(starts))]
     return np.concatenate(pieces).view(Array)
 
@@ -138,36 +146,25 @@ class World:
         return [self.indices(n, items, rank) for n, items in zip(shape, layout.dims, strict=True)]
 
     def cut(self, whole, layout, rank):
-        return whole[np.ix_(*self.held(whole.shape, layout, rank))].view(Array)
+        return array(np.asarray(whole)[np.ix_(*self.held(whole.shape, layout, rank))])
 
     def scattered(self, whole, layout, rng):
-        """Local pieces of `whole`; pending reductions get terms that only together give it."""
-        pieces = [np.array(self.cut(whole, layout, r)) for r in range(len(self.coordinates))]
-        for axis, reducer in layout.pending:
-            for rank in range(len(pieces)):
-                group = self.group(rank, (axis,))
-                if group[0] == rank:
-                    for other in group[1:]:
-                        noise = rng.normal(size=pieces[rank].shape)
-                        if reducer in {"sum", "avg"}:
-                            pieces[rank], pieces[other] = pieces[rank] - noise, noise
-                        else:
-                            pieces[other] = pieces[rank] - np.abs(noise) * (1 if reducer == "max" else -1)
-        # Two pending axes: the terms of one are themselves terms of the other.
-        return [piece.view(Array) for piece in pieces] if len(layout.pending) < 2 else self._terms(whole, layout, rng)
-
-    def _terms(self, whole, layout, rng):
-        axes = tuple(axis for axis, _ in layout.pending)
-        out = [None] * len(self.coordinates)
-        for rank in range(len(out)):
-            group = self.group(rank, axes)
-            if group[0] == rank:
-                total = np.array(self.cut(whole, layout, rank))
-                for other in group[1:]:
-                    out[other] = array(rng.normal(size=total.shape))
-                    total = total - out[other]
-                out[rank] = array(total)
-        return out
+        """Local pieces of `whole`. What is pending is given as terms, one by coordinates of the pending axes."""
+        whole = np.asarray(whole)
+        axes = [axis for axis, _ in layout.pending]
+        places = list(product(*(range(self.mesh.size(axis)) for axis in axes)))
+        reducer = layout.pending[0][1] if axes else "sum"
+        noise = rng.normal(size=(len(places), *whole.shape))
+        if reducer == "avg":
+            terms = whole + noise - noise.mean(0)
+        elif reducer == "sum":
+            terms = noise.copy()
+            terms[0] = whole - noise[1:].sum(0)
+        else:
+            terms = whole - np.abs(noise) * (1 if reducer == "max" else -1)
+            terms[0] = whole
+        ranks = range(len(self.coordinates))
+        return [self.cut(terms[places.index(tuple(self.at(r, a) for a in axes))], layout, r) for r in ranks]
 
     def check(self, pieces, layout, whole, what):
         """Every rank's piece, with what is pending reduced, is its part of the whole."""
@@ -176,7 +173,7 @@ class World:
             if layout.pending:
                 (reducer,) = {how for _, how in layout.pending}
                 group = self.group(rank, tuple(axis for axis, _ in layout.pending))
-                value = reduce(MERGE[reducer], (pieces[r] for r in group))
+                value = merged(reducer, [pieces[r] for r in group])
             np.testing.assert_allclose(value, self.cut(whole, layout, rank), rtol=1e-9, atol=1e-9, err_msg=what)
 
     def moved(self, step, before, pieces, shape):
@@ -189,13 +186,13 @@ class World:
             source = self._renumbered(before, step.after, shape)
             return [pieces[source[r]] for r in ranks]
         if step.kind in {"all_reduce", "reduce_scatter"}:
-            ufunc = MERGE[step.collectives[0].reducer]
-            total = [reduce(ufunc, (pieces[m] for m in self.group(r, axes))).view(Array) for r in ranks]
+            reducer = step.collectives[0].reducer
+            total = [merged(reducer, [pieces[m] for m in self.group(r, axes)]).view(Array) for r in ranks]
             if step.kind == "all_reduce":
                 return total
             return [self._from([r], r, before, step.after, total, shape) for r in ranks]
         out = [self._from(self.group(r, axes), r, before, step.after, pieces, shape) for r in ranks]
-        even = all(p.size == pieces[0].size for p in pieces)
+        even = len({p.size for p in pieces}) == len({p.size for p in out}) == 1
         if step.kind == "all_to_all" and even:  # nothing comes twice: a rank keeps 1/n of what it has
             assert all(new.size == old.size for new, old in zip(out, pieces, strict=True))
         return out
@@ -255,15 +252,19 @@ def run(problem, inputs, *, seed=0, found=None):
         name = operator.result.name
         whole[name] = _computed(operator, whole)
         assert whole[name].shape == operator.result.shape
-        local = [
-            _local(operator, step.option, [pieces[n, at][r] for n, at in step.option.operands], world, r, whole)
-            for r in range(len(world.coordinates))
-        ]
-        if local[0] is None:  # merged from statistics of the group
-            local = _merged(operator, step.option, pieces, world)
+        local = ran(operator, step.option, pieces, world, whole)
         pieces[name, step.option.result] = local
         world.check(local, step.option.result, whole[name], f"{name} after its operator")
     return found
+
+
+def ran(operator, option, pieces, world, whole):
+    """Every rank's piece of the result, from its own pieces of the operands (`pieces` by tensor and layout)."""
+    local = [
+        _local(operator, option, [pieces[n, at][r] for n, at in option.operands], world, r, whole)
+        for r in range(len(world.coordinates))
+    ]
+    return _merged(operator, option, pieces, world) if local[0] is None else local
 
 
 def _formula(operator):
@@ -295,9 +296,23 @@ def _local(operator, option, values, world, rank, whole):
         return array(half(*values))
     if option.inside:
         return None
+    if operator.is_view and "reshape(" in operator.text:
+        return _viewed(operator, option, values[0], world, rank)
     if "embedding_bwd(" in operator.text or "embedding(" in operator.text:
         return _embedding(operator, option, named, world, rank, whole)
     return evaluate(operator.text, named)
+
+
+def _viewed(operator, option, value, world, rank):
+    """A view by its annotation: the formula's numbers are those of the whole tensor."""
+    cuts = dict(option.placed)
+    sizes = {axis: len(world.indices(operator.sizes[axis], cuts.get(axis, ()), rank)) for axis in operator.axes}
+    ((_, dims),) = operator.operands
+    before = [axis for dim in dims for axis in dim]
+    after = [axis for dim in operator.dims for axis in dim]
+    apart = np.asarray(value).reshape([sizes[axis] for axis in before])
+    moved = apart.transpose([before.index(axis) for axis in after])
+    return array(moved.reshape([np.prod([sizes[a] for a in dim], dtype=int) for dim in operator.dims]))
 
 
 def _embedding(operator, option, named, world, rank, whole):
