@@ -51,7 +51,7 @@ class AllToAllExchange(nn.Module):
         arrived = _AllToAll.apply(tokens, sent, received, self.group)
         # Tokens arrive sorted by sender, then expert; experts want them by expert.
         here = theirs.numel() // self.world
-        expert = torch.arange(here, device=tokens.device).repeat(self.world)
+        expert = torch.arange(here, dtype=torch.int16, device=tokens.device).repeat(self.world)
         expert = expert.repeat_interleave(theirs, output_size=sum(received))  # without the size the host waits again
         order = expert.argsort(stable=True)
         back = inverse_of(order)

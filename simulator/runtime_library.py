@@ -225,8 +225,21 @@ def _files() -> tuple[str, ...]:
 
 @cache
 def _read(file: str) -> RuntimeSpec:
+    return convert(_described(file), RuntimeSpec, where=f"runtimes/{file}.toml")
+
+
+def _described(file: str) -> dict[str, Any]:
+    """Return a description as it is written; one that is `like` another says only where it differs."""
     text = (resources.files("simulator") / "runtimes" / f"{file}.toml").read_text("utf-8")
-    return convert(tomllib.loads(text), RuntimeSpec, where=f"runtimes/{file}.toml")
+    own: dict[str, Any] = tomllib.loads(text)
+    if "like" not in own:
+        return own
+    whole = _described(own.pop("like"))
+    whole.pop("earlier", None)  # generations are the other's
+    for key, value in own.items():
+        both = isinstance(value, dict) and isinstance(whole.get(key), dict)
+        whole[key] = {**whole[key], **value} if both else value
+    return whole
 
 
 def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
