@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from planner.commands import options
+from planner.commands import plan_flags as flags
 
 if TYPE_CHECKING:
     from planner.cases import Case
@@ -19,41 +20,26 @@ if TYPE_CHECKING:
 def estimate(
     case: Annotated[str | None, typer.Option("--case", help="Case file: one case or a list; - reads stdin.")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Plan file saved by planner suggest --out.")] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", "--config", help="Shipped model, config.json or its directory.")
-    ] = None,
-    cluster: Annotated[str | None, typer.Option("--cluster", help="Catalogue name or cluster file.")] = None,
+    model: flags.Model = None,
+    cluster: flags.Cluster = None,
     gpu: options.Gpu = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=1 << 20, help="How many GPUs of it.")] = None,
+    gpus: flags.Gpus = None,
     seq_len: options.SeqLen = 8192,
-    global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step; default 8 a GPU.")
-    ] = None,
-    micro_batch: Annotated[int | None, typer.Option("--micro-batch", min=1, help="Sequences in a micro batch.")] = None,
-    dp_replicate: Annotated[int | None, typer.Option("--dp-replicate", min=1, help="Replicas.")] = None,
-    dp_shard: Annotated[
-        int | None, typer.Option("--dp-shard", min=1, help="FSDP shards; default fills the GPUs.")
-    ] = None,
-    zero: Annotated[int | None, typer.Option("--zero", min=0, max=3, help="ZeRO stage over --dp-replicate.")] = None,
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel degree.")] = 1,
-    sequence_parallel: Annotated[
-        bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="Default: the framework's.")
-    ] = None,
-    cp: Annotated[int, typer.Option("--cp", min=1, help="Context-parallel degree.")] = 1,
-    pp: Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages.")] = 1,
-    ep: Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel degree.")] = 1,
-    virtual_stages: Annotated[int, typer.Option("--virtual-stages", min=1, help="Stages a rank holds.")] = 1,
-    schedule: Annotated[str | None, typer.Option("--schedule", help="Pipeline schedule, such as 1F1B.")] = None,
-    recompute: Annotated[
-        str | None, typer.Option("--recompute", help="none, selective, selective-op, full, or the runtime's own word.")
-    ] = None,
-    tp_overlap: Annotated[
-        str | None,
-        typer.Option(
-            "--tp-overlap", help="none, ring, fused, async, ...; or by site: attention_in=fused,mlp_out=ring."
-        ),
-    ] = None,
-    runtime: Annotated[str | None, typer.Option("--runtime", "--framework", help="The software that runs it.")] = None,
+    global_batch: flags.GlobalBatch = None,
+    micro_batch: flags.MicroBatch = None,
+    dp_replicate: flags.DpReplicate = None,
+    dp_shard: flags.DpShard = None,
+    zero: flags.Zero = None,
+    tp: flags.Tp = 1,
+    sequence_parallel: flags.SequenceParallel = None,
+    cp: flags.Cp = 1,
+    pp: flags.Pp = 1,
+    ep: flags.Ep = 1,
+    virtual_stages: flags.VirtualStages = 1,
+    schedule: flags.Schedule = None,
+    recompute: flags.Recompute = None,
+    tp_overlap: flags.TpOverlap = None,
+    runtime: flags.Runtime = None,
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
     profile: options.Profile = None,
@@ -64,8 +50,9 @@ def estimate(
     The data-parallel degree left unsaid fills the GPUs. Exit code 3 when no plan given is legal; a plan that is legal
     but does not fit is an answer, and ends with 0.
     """
+    given = locals()  # first of all, so that it holds the arguments and nothing else
     from planner import output  # noqa: PLC0415 - keeps `--help` light
-    from planner.cases import case_from_flags, case_of_plan_file, load_case, read_cases  # noqa: PLC0415 - as above
+    from planner.cases import case_of_plan_file, load_case, read_cases  # noqa: PLC0415 - as above
     from planner.inputs import cluster_of, profile_of  # noqa: PLC0415 - as above
     from planner.plan_file import load_plan, require_fresh  # noqa: PLC0415 - as above
     from topology.errors import UserError  # noqa: PLC0415 - as above
@@ -87,30 +74,7 @@ def estimate(
         if measured is not None and "profile" in content.fingerprints:
             require_fresh(content, profile=measured)
     else:
-        asked = case_from_flags(
-            model=model,
-            cluster=cluster,
-            gpus=gpus,
-            gpu=gpu,
-            seq_len=seq_len,
-            global_batch=global_batch,
-            plan={
-                "dp_replicate": dp_replicate,
-                "dp_shard": dp_shard,
-                "zero_stage": zero,
-                "tp": tp,
-                "sequence_parallel": sequence_parallel,
-                "cp": cp,
-                "pp": pp,
-                "ep": ep,
-                "virtual_stages": virtual_stages,
-                "schedule": schedule,
-                "micro_batch_size": micro_batch,
-                "recompute": recompute,
-                "tp_overlap": tp_overlap,
-            },
-            runtime={"name": runtime or "torchtitan", "compile": compile_model, "param_dtype": param_dtype},
-        )
+        asked = flags.spelled(given)
     asked = _with_assumed(asked, measured)
     problems, estimated = answer(asked, measured)
     if json:

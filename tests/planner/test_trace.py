@@ -61,3 +61,17 @@ def test_trace_refuses_to_replace_a_file_and_illegal_plans(tmp_path) -> None:
     assert main(["trace", *FLAGS, "--out", str(out)]) == 2
     assert out.read_text() == "mine"
     assert main(["trace", *FLAGS, "--tp", "3", "--out", str(tmp_path / "other.json")]) in {2, 3}
+
+
+def test_trace_prices_with_the_profile_given(tmp_path, capsys) -> None:
+    question = ("--model", "llama3-8b", "--cluster", "h200x4", "--tp", "2", "--seq-len", "4096", "--global-batch", "8")
+    profile = ("--profile", "examples/profiles/h200x4.json")
+
+    def step_s(command: str, *more: str) -> float:
+        assert main([command, *question, *more, "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        return answer["step_s"] if command == "trace" else answer["estimate"]["step_s"]["value"]
+
+    datasheet, measured = (step_s("trace", *more, "--out", str(tmp_path / f"{len(more)}")) for more in ((), profile))
+    assert measured / datasheet == pytest.approx(step_s("estimate", *profile) / step_s("estimate"), abs=0.02)
+    assert measured != pytest.approx(datasheet, rel=1e-3)
