@@ -275,9 +275,7 @@ def layer_request(question: Question, gpus: int) -> dict[str, Any] | None:
     The pipeline goes first, since a layer does not know of it, then data parallelism shrinks; tensor and context
     parallelism stay, as they are what a layer is made of.
     """
-    from simulator.runtime_library import runtime_spec  # noqa: PLC0415 - keeps `--help` light
-
-    if question.model.moe is not None and runtime_spec(question.runtime.name).names[0] == "torchtitan":
+    if question.model.moe is not None and question.runtime.name == "torchtitan":
         return None
     plan = single_layer_plan(question.plan, gpus)
     if plan is None:

@@ -241,7 +241,7 @@ class _Model:
         return largest
 
     def _host_and_bubble(self) -> Any:
-        """`HostTime.seconds` and the bubble: a late host waits through the bubble, and for others while it is behind."""
+        """`HostTime.seconds` and the bubble: a late host waits through the bubble."""
         solver, rows, slowest = self.solver, self.rows, self.slowest
         bubble = self._bubble()
         if self.worlds[0][0].synchronizes:
@@ -249,11 +249,6 @@ class _Model:
         both = self._var("host and bubble")
         solver.Add(both >= self._sum(slowest, rows.before + rows.late))
         solver.Add(both >= self._sum(slowest, rows.before + rows.first) + bubble)
-        if (rows.late[list(slowest)] > 0).any() and (rows.waits[list(slowest)] > 0).any():
-            behind = solver.BoolVar("behind")
-            solver.Add(bubble + self.most * behind >= self._sum(slowest, rows.late))
-            waiting = self._sum(slowest, rows.before + rows.late + rows.waits)
-            solver.Add(both + self.most * (1 - behind) >= waiting)
         return both
 
     def _bubble(self) -> Any:

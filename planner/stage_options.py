@@ -63,7 +63,7 @@ class Options:
     `count` layers, `early` of them on the rank's first stage, `dense` of them dense ones of the beginning (0 where all
     layers are of one kind); `mix` numbers the modes of its stages. `forward`, `input_s` and `weight_s` are seconds of one
     micro batch. `alone` is the step without bubble, host and optimizer if this rank is the slowest, `alone_least` at the
-    highest clocks that idle moments could give; `update` its optimizer. The host is `late` without a bubble, `waits` then,
+    highest clocks that idle moments could give; `update` its optimizer. The host is `late` without a bubble,
     behind by `first` at least, and takes `before`.
     """
 
@@ -79,7 +79,6 @@ class Options:
     alone_least: Floats
     update: Floats
     late: Floats
-    waits: Floats
     first: Floats
     before: Floats
 
@@ -323,6 +322,7 @@ def _costed(model: Model, several: ScreenedPlans, held: _Held, layout: StageLayo
     alone = step.total_s - parts["host"] - parts["optimizer"] - micro.bubble
     # What keeps the device busy while it would wait for the host; see `HostTime.seconds`.
     beside = parts["copies"] + parts["contention"] - micro.hidden * sm_share(context, *FSDP_OPS)
+    beside = beside - (1 / step.clocks - 1) * arithmetic
     late = host.late if host.synchronizes else host.late + micro.bubble - beside
     early = held.sizes[:, 0] if held.told else np.zeros_like(held.rank)
     options = Options(
@@ -338,7 +338,6 @@ def _costed(model: Model, several: ScreenedPlans, held: _Held, layout: StageLayo
         alone_least=alone - arithmetic * (1 - micro.clocks_at_least / step.clocks),
         update=micro.optimizer,
         late=late,
-        waits=np.zeros_like(late) + host.waits,
         first=np.zeros_like(late) + host.first,
         before=np.zeros_like(late) + host.before,
     )

@@ -28,6 +28,8 @@ from simulator.runtime import Runtime
 from simulator.runtime_library import RuntimeSpec, attention_kernel, runtime_spec
 from topology.cluster import Cluster, GpuKind
 
+# Host costs that only runtimes have whose operators go through Python one by one.
+OF_DTENSORS = frozenset({"tp_layer_s", "selective_s"})
 NOTHING = 1e-12  # what is left of an effect that is not counted: a rate stays a number
 
 
@@ -81,8 +83,20 @@ class Calibration:
     _seen: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict)
 
     def runtime(self, name: str, *, compiled: bool) -> RuntimeCosts:
-        """Return what is known of a runtime, fitted when it is first asked for; neutral where nobody ran it."""
-        key = runtime_spec(name).names[0], compiled
+        """Return what is known of a runtime, fitted when it is first asked for; neutral where nobody ran it.
+
+        One that was not run is taken to cost what the runtime costs that it is like, but for Python that it does without.
+        """
+        spec = runtime_spec(name)
+        own = self._costs((spec.names[0], compiled))
+        if own.runs or not spec.like:
+            return own
+        borrowed = self._costs((spec.like, compiled))
+        if not spec.host.plain_tensors:
+            return borrowed
+        return replace(borrowed, host={k: v for k, v in borrowed.host.items() if k not in OF_DTENSORS})
+
+    def _costs(self, key: tuple[str, bool]) -> RuntimeCosts:
         if key not in self.costs and self.fit is not None:
             self.costs[key] = self.fit(key)
         return self.costs.get(key, RuntimeCosts())
@@ -226,7 +240,7 @@ def calibrated_host(spec: RuntimeSpec, calibration: Calibration | None, *, compi
     if calibration is None:
         return spec
     if not calibration.effects.host:
-        numbers = [f.name for f in fields(spec.host) if f.name not in {"synchronizes", "selective_s"}]
+        numbers = [f.name for f in fields(spec.host) if f.name not in {"synchronizes", "plain_tensors", "selective_s"}]
         silent = dict.fromkeys(numbers, 0.0)
         return replace(spec, host=replace(spec.host, selective_s=None, **silent))  # type: ignore[arg-type]  # floats
     found = calibration.runtime(spec.names[0], compiled=compiled).host
@@ -243,7 +257,7 @@ def roofline_of(cluster: Cluster, runtime: Runtime, spec: RuntimeSpec, calibrati
         dtype=runtime.compute_dtype,
         attention_kernel=attention_kernel(runtime, cluster.slowest_kind.architecture),
         calibration=calibration,
-        runtime=spec.names[0],
+        runtime=spec.measured_as,
         busy=busy,
     )
 

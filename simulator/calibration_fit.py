@@ -174,7 +174,7 @@ def _moves(samples: list[OperatorSample], counter: _Counter) -> dict[tuple[str, 
     """Return the curve of every operator of every runtime that a measured kernel stands for."""
     found: dict[tuple[str, str], MoveCurve] = {}
     grouped = by_key([s for s in samples if s.kind == "move"], "name", "direction")
-    for name in dict.fromkeys(runtime_spec(name).names[0] for name in runtime_names()):
+    for name in dict.fromkeys(runtime_spec(name).measured_as for name in runtime_names()):
         operators = _eager(runtime_spec(name))
         for movement in MOVEMENTS:
             if movement.runtime not in {"", name}:

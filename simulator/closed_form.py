@@ -125,9 +125,10 @@ def estimate_plans(
 
     `each_on` names the cluster of each plan, where they run on such as differ from `cluster` in link rates only.
 
-    Raises BadPlan when the runtime has no description or does not know a plan's recompute word. Without a `profile`
-    every figure rests on datasheets and published efficiencies. `calibration` goes before the profile's own.
+    Raises BadPlan when a plan needs more GPUs than there are, and when the runtime has no description or does not know
+    a plan's recompute word. Without a `profile` every figure rests on datasheets and published efficiencies. `calibration` goes before the profile's own.
     """
+    require_gpus(plans, cluster)
     calibration = calibration or calibrated(profile, cluster)
     operators = calibrated_operators(model, runtime, calibration)
     table = plan_table(
@@ -166,6 +167,17 @@ def estimate_plans(
         clocks=step.clocks,
         calibration=calibration,
     )
+
+
+def require_gpus(plans: Sequence[Plan], cluster: Cluster) -> None:
+    """Raise BadPlan where a plan needs more GPUs than `cluster` has: what is not joined has no time to predict."""
+    most = max(plans, key=lambda plan: plan.gpus, default=None)
+    if most is not None and most.gpus > cluster.gpu_count:
+        raise BadPlan(
+            f"a plan needs {most.gpus} GPUs and {cluster.name} has {cluster.gpu_count}",
+            why="its groups would span GPUs that are not there, so their communication has no time",
+            remedy="lower its degrees, or predict it on a cluster of that size (--nodes, --gpus)",
+        )
 
 
 def calibrated_operators(model: Model, runtime: Runtime, calibration: Calibration | None) -> ModelOperators:

@@ -84,7 +84,7 @@ def operators_of(model: Model, plan: Plan, workload: Workload, runtime: Runtime)
     operators = operators_for(model, runtime)
     table = plan_table([plan], workload, cp_method=operators.spec.context_parallel)
     sizes = axis_sizes(model, workload, table)
-    first = runtime_spec(runtime.name).names[0]
+    first = runtime_spec(runtime.name).measured_as
     found: list[dict[str, Any]] = []
     lists = (operators.dense_layer, operators.moe_layer if model.moe else (), operators.embedding, operators.head)
     for specs in lists:

@@ -91,6 +91,7 @@ class Work:
     backward: bool = False
     scattered: bool = False  # moves rows to where an index says
     accumulates: bool = False  # adds its result to what is there, in a wider type
+    grouped: bool = False  # as many products as there are experts, of as many rows as each has
 
 
 DtypeBytes = Callable[[str], float]
@@ -210,6 +211,7 @@ def _matmul(
         k=k,
         launches=launches,
         backward=backward,
+        grouped=batch == ["e"],
     )
 
 

@@ -32,7 +32,7 @@ class PlanTable:
     `gradients`, `optimizer`) for everything but routed experts; `expert_shard[k]` likewise for routed experts, which
     expert parallelism has already divided by `ep`. `conditions` are what operators of a runtime description may ask of
     a plan: `sp`, `autocast` (16-bit compute by autocast rather than by a sharded copy: data parallel or a single GPU,
-    nothing else) and the three methods of context parallelism. `keeps_gathered`: parameters stay gathered between
+    nothing else), the three methods of context parallelism, and `ep`, expert parallelism. `keeps_gathered`: parameters stay gathered between
     forward and backward. `fully_sharded`: a wrapper gathers parameters unit by unit, if only from one rank.
     """
 
@@ -154,6 +154,7 @@ def table_of_columns(
             "sp": given.sequence_parallel,
             "autocast": unsharded & (columns["tp"] == 1) & ~piped,
             **{f"cp_{m}": method == m for m in CP_METHODS},
+            "ep": columns["ep"] > 1,
         },
         capacity_factor=given.capacity_factor,
         # The default under pipelining is to keep them.

@@ -49,6 +49,7 @@ class Efficiency:
     nccl_sms: float
     scattered: float = 1.0
     accumulated: float = 1.0
+    grouped: float = 1.0
     attention: dict[str, AttentionEfficiency]
 
 
@@ -138,7 +139,9 @@ class Roofline:
         seconds, source = self.calibration.seconds(
             work, lambda: np.atleast_1d(self._datasheet(work)), dtype=self.dtype, runtime=self.runtime
         )
-        return seconds * self.busy, source
+        # What is measured, and what curves go through, are products of one size: grouped ones are not among them.
+        grouped = efficiency(self.gpu.architecture).grouped if work.grouped else 1.0
+        return seconds * self.busy / grouped, source
 
     def packing_bytes_per_s(self, nbytes: Floats | float) -> Floats:
         """Return the rate at which FSDP packs and unpacks modules of `nbytes`, over the bytes counted for it."""
@@ -171,7 +174,7 @@ class Roofline:
                 filled = waves / np.ceil(waves)
                 depth = work.k / pieces
                 best = np.maximum(best, used * filled * rate * cost * depth / (depth + known.ramp_k))
-        best = best * (known.accumulated if work.accumulates else 1.0)
+        best = best * (known.accumulated if work.accumulates else 1.0) * (known.grouped if work.grouped else 1.0)
         arithmetic = work.flops / (self.sustained_flops * best)
         return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s
 

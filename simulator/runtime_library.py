@@ -86,7 +86,7 @@ class PipelineSpec:
 class HostSpec:
     """Host seconds: per kernel launch, per operator on DTensors, per collective, per layer and pass, per recomputed
     layer, per step, per token loaded (a step waits for its data). `synchronizes`: the host waits for the device after every pass of a micro batch, instead of running
-    ahead.
+    ahead. With `plain_tensors` neither tensor parallelism nor selective recomputation goes through Python for every operator.
     """
 
     launch_s: float
@@ -98,6 +98,7 @@ class HostSpec:
     checkpoint_s: float
     step_s: float
     synchronizes: bool = False
+    plain_tensors: bool = False
     data_token_s: float = 0.0
     # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, cut by
     # tensor parallelism, or sees a part of the sequence; what dispatching a layer operator by operator costs under selective recomputation; and
@@ -109,11 +110,13 @@ class HostSpec:
     selective_s: float | None = None  # None: as any other recomputed region
     rest_s: float = 0.0
 
+    def dispatches(self, recompute: str) -> bool:
+        """Return whether layers are recomputed operator by operator, each of them seen by a dispatch mode."""
+        return recompute == "selective-op" and self.selective_s is not None
+
     def wrapping_s(self, recompute: str) -> float:
         """Return the host seconds that wrapping one layer for recomputation adds."""
-        if recompute == "selective-op" and self.selective_s is not None:
-            return self.selective_s
-        return self.checkpoint_s
+        return self.checkpoint_s if self.selective_s is None or not self.dispatches(recompute) else self.selective_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +173,8 @@ class EarlierSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSpec:
     """A runtime. `recompute_stops`: when recomputation ends as soon as backward has what it needs, `never`, where the
-    model is `compiled`, or `always`; see `simulator.recomputation`.
+    model is `compiled`, or `always`; see `simulator.recomputation`. A description that is `like` another says only what
+    differs, and what was measured of the other goes for it.
     """
 
     names: tuple[str, ...]
@@ -188,6 +192,12 @@ class RuntimeSpec:
     context_parallel: str = "all_gather"
     recompute_stops: str = "never"
     earlier: EarlierSpec | None = None
+    like: str = ""
+
+    @property
+    def measured_as(self) -> str:
+        """The runtime whose measurements go for this one."""
+        return self.like or self.names[0]
 
 
 # Other words for the recompute modes, as frameworks and papers spell them.
@@ -225,21 +235,20 @@ def _files() -> tuple[str, ...]:
 
 @cache
 def _read(file: str) -> RuntimeSpec:
-    return convert(_described(file), RuntimeSpec, where=f"runtimes/{file}.toml")
+    said = _said(file)
+    if said.get("like"):
+        said = _over(_said(said["like"]), said)
+    return convert(said, RuntimeSpec, where=f"runtimes/{file}.toml")
 
 
-def _described(file: str) -> dict[str, Any]:
-    """Return a description as it is written; one that is `like` another says only where it differs."""
-    text = (resources.files("simulator") / "runtimes" / f"{file}.toml").read_text("utf-8")
-    own: dict[str, Any] = tomllib.loads(text)
-    if "like" not in own:
-        return own
-    whole = _described(own.pop("like"))
-    whole.pop("earlier", None)  # generations are the other's
-    for key, value in own.items():
-        both = isinstance(value, dict) and isinstance(whole.get(key), dict)
-        whole[key] = {**whole[key], **value} if both else value
-    return whole
+def _said(file: str) -> dict[str, Any]:
+    return tomllib.loads((resources.files("simulator") / "runtimes" / f"{file}.toml").read_text("utf-8"))
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return `below` with what `above` says in its place, table by table."""
+    both = {key: _over(below[key], value) for key, value in above.items() if isinstance(value, dict) and key in below}
+    return {**below, **above, **both}
 
 
 def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
@@ -357,7 +366,7 @@ class ModelOperators:
     features: frozenset[str] = field(default_factory=frozenset)
 
 
-_OF_PLANS = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all")
+_OF_PLANS = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "ep")
 PLAN_CONDITIONS = frozenset(_OF_PLANS) | {f"!{name}" for name in _OF_PLANS}
 
 

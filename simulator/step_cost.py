@@ -29,13 +29,11 @@ from simulator.stages import StageLayout, bubble_s
 class HostTime:
     """What the device waits for the host, seconds of a step.
 
-    `late` is the host behind the device over the step, bubble and all; `waits` what hosts wait for each other on top
-    where they are late; `first` is lateness in the first pass, which nothing ran ahead of; `before` is the step's own
-    host time. A host that `synchronizes` never runs ahead.
+    `late` is the host behind the device over the step, bubble and all; `first` is lateness in the first pass, which
+    nothing ran ahead of; `before` is the step's own host time. A host that `synchronizes` never runs ahead.
     """
 
     late: Floats
-    waits: Floats
     first: Floats
     before: Floats
     synchronizes: bool
@@ -44,8 +42,7 @@ class HostTime:
         """Return the wait while `beside`, seconds of other work, keeps the device busy too."""
         if self.synchronizes:
             return self.late + self.before
-        behind = self.late - beside
-        return np.maximum(np.where(behind > 0, behind + self.waits, behind), self.first) + self.before
+        return np.maximum(self.late - beside, self.first) + self.before
 
     @property
     def at_least_s(self) -> Floats:
@@ -161,15 +158,11 @@ def rank_seconds(rank_sum: RankSum, spec: RuntimeSpec) -> RankSeconds:
     device, host = rank_sum.passes("device_s"), rank_sum.passes("host_s")
     dense, moe = rank_sum.layout.layers
     layers = dense + moe
-    added = (1 - WAITING_SHARE) * layer_host_s(spec.host, rank_sum.table)
+    added = layer_host_s(spec.host, rank_sum.table)
     host["forward"] = host["forward"] + layers * (spec.host.forward_layer_s + FORWARD_SHARE * added)[:, None]
     host["backward"] = host["backward"] + layers * (spec.host.backward_layer_s + (1 - FORWARD_SHARE) * added)[:, None]
     again = _wrapped_layers(spec, rank_sum.layout)
-    recompute = rank_sum.table.recompute
-    wrapping = np.zeros(len(recompute))
-    for word in words(recompute):
-        wrapping[recompute == word] = spec.host.wrapping_s(word)
-    host["recompute"] = host["recompute"] + again * (spec.host.forward_layer_s + wrapping)[:, None]
+    host["recompute"] = host["recompute"] + again * again_host_s(spec.host, rank_sum.table)[:, None]
     return RankSeconds(
         device=device,
         host=host,
@@ -224,8 +217,6 @@ def micro_batches(
 
     bubble = bubble_s(table, elsewhere(forward_s), elsewhere(behind_s - weight_s), elsewhere(weight_s))
     late = m * (on_host - on_device) + spec.host.rest_s - bubble
-    dense, moe = layout.layers
-    waits = m * here((dense + moe) * WAITING_SHARE * layer_host_s(spec.host, table)[:, None])
     boundary = context.sizes["u"] * model.hidden * DTYPE_BYTES[context.runtime.compute_dtype]
     if spec.pipeline.scatter_p2p:
         boundary = np.where(table.sequence_parallel, boundary, boundary / table["tp"])
@@ -250,7 +241,6 @@ def micro_batches(
         bubble=bubble,
         host=HostTime(
             late=m * (forward + backward - on_device) if spec.host.synchronizes else late,
-            waits=waits,
             first=first,
             before=before_s,
             synchronizes=spec.host.synchronizes,
@@ -286,7 +276,10 @@ def step_cost(
         "optimizer": micro.optimizer,
     }
     clocks = working_clocks(breakdown, context)
+    # A device that works quicker waits so much longer for a host that is behind.
+    saved = (1.0 - clocks) * (micro.compute + micro.recompute)
     breakdown |= {name: breakdown[name] * clocks for name in ("compute", "recompute")}
+    breakdown["host"] = micro.host.seconds(beside - saved)
     return Step(
         breakdown_s=breakdown,
         exposed_s=exposed,
@@ -332,10 +325,8 @@ BUSY = ("compute", "recompute", "copies", "contention", "optimizer", "exposed_co
 
 # How much of what parallelism adds to a layer's host time belongs to its forward pass: backward gathers, and reduces.
 FORWARD_SHARE = 1 / 3
-# How much of it is waiting: ranks whose hosts are not ahead meet in every collective, and each waits for the latest
-# launch of all. A host that is ahead of its device waits for nobody. Source: assumed, a half; one- and two-layer runs,
-# in which no host gets ahead, show both together.
-WAITING_SHARE = 0.5
+# A dispatch mode sees an operator on DTensors, and then the local operators and collectives it becomes.
+SEEN_TWICE = 2.0
 
 
 def layer_host_s(host: HostSpec, table: PlanTable) -> Floats:
@@ -348,6 +339,16 @@ def layer_host_s(host: HostSpec, table: PlanTable) -> Floats:
         + np.where(table["tp"] > 1, host.tp_layer_s, 0.0)
         + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
     )
+
+
+def again_host_s(host: HostSpec, table: PlanTable) -> Floats:
+    """Return the host seconds of one layer recomputed, beside the launches: its modules, its wrapping, its DTensors."""
+    tensors = table["tp"] > 1
+    wrapping = np.zeros(len(table))
+    for word in words(table.recompute):
+        seen = np.where(tensors, SEEN_TWICE, 1.0) if host.dispatches(word) else 1.0
+        wrapping = np.where(table.recompute == word, seen * host.wrapping_s(word), wrapping)
+    return np.asarray(host.forward_layer_s + wrapping + np.where(tensors, FORWARD_SHARE * host.tp_layer_s, 0.0))
 
 
 def _wrapped_layers(spec: RuntimeSpec, layout: StageLayout) -> Floats:

@@ -349,6 +349,30 @@ def take_gpus(cluster: Cluster, gpus: int) -> Cluster:
     return replace(cluster, groups=tuple(groups))
 
 
+def grow(cluster: Cluster, gpus: int) -> Cluster:
+    """Return `cluster`, or where it has fewer than `gpus`, its first node with more GPUs like the last, wired alike.
+
+    For asking what something took on a larger machine of the same kind: a part of a node, grown again, is that node.
+    """
+    if gpus <= cluster.gpu_count:
+        return cluster
+    node = cluster.groups[0].node
+    last = node.gpus[-1]
+    more = [replace(last, index=last.index + 1 + n, uuid=None, pci_bus_id=None) for n in range(gpus - len(node.gpus))]
+
+    def joined(end: str, gpu: str) -> str:
+        return gpu if end == last.vertex else end
+
+    links = [
+        replace(link, a=joined(link.a, gpu.vertex), b=joined(link.b, gpu.vertex))
+        for gpu in more
+        for link in node.links
+        if last.vertex in {link.a, link.b}
+    ]
+    grown = replace(node, gpus=(*node.gpus, *more), links=(*node.links, *links))
+    return replace(cluster, groups=(NodeGroup(node=grown),))
+
+
 def part_of_node(node: Node, gpus: int) -> Node:
     """Return `node` with its first `gpus` GPUs only, and the network ports nearest to them."""
     kept = node.gpus[:gpus]

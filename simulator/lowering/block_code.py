@@ -30,6 +30,7 @@ from simulator.operators import OperatorSpec, Work, WorkKind, active_rows, backw
 from simulator.recomputation import run_again
 from simulator.runtime_library import RecomputeSpec
 from simulator.site_costs import SITE_MODES, product_of
+from simulator.step_cost import again_host_s
 
 
 class Detail(StrEnum):
@@ -73,8 +74,7 @@ def block_code(
         works = backward_work(operator, context.sizes, context.dtype_bytes)
         _extend(backward, works, operator, context)
     _add_host(forward, f"{name} forward", host_forward_s)
-    wrapping = context.spec.host.wrapping_s(context.table.plans[0].recompute)
-    extra = context.spec.host.forward_layer_s + wrapping if again else 0.0
+    extra = float(again_host_s(context.spec.host, context.table)[0]) if again else 0.0
     _add_host(backward, f"{name} backward", host_backward_s + extra)
     kept = round(float(saved_bytes(active, mode, context)[0]))
     everything = round(float(tensors_bytes(active, context)[0]))

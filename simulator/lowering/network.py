@@ -14,7 +14,7 @@ from simulator.memory import Parameters, head_peak_bytes, local_parameters, plac
 from simulator.model import Model
 from simulator.runtime_library import ModelOperators, RecomputeSpec
 from simulator.stages import stage_layers
-from simulator.step_cost import FORWARD_SHARE, WAITING_SHARE, layer_host_s
+from simulator.step_cost import FORWARD_SHARE, layer_host_s
 
 StageUnits = Sequence[tuple[Unit, BlockCode]]
 
@@ -79,7 +79,7 @@ class Network:
     def _new_block(self, name: str, word: str, *, wrapped: bool) -> BlockCode:
         layer = name in {"dense", "moe"}
         host = self.context.spec.host
-        added = (1 - WAITING_SHARE) * float(layer_host_s(host, self.context.table)[0])
+        added = float(layer_host_s(host, self.context.table)[0])
         operators = {
             "dense": self.operators.dense_layer,
             "moe": self.operators.moe_layer,

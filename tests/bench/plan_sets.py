@@ -17,6 +17,7 @@ from planner.search import suggest
 from simulator.hf_config import load_model
 from simulator.model import Model
 from simulator.plan import Plan
+from simulator.runtime import Runtime
 from simulator.workload import Workload
 from topology.cluster import Cluster
 from topology.profile import Profile
@@ -228,10 +229,14 @@ def _answers(question: Question, cluster: Cluster, profile: Profile | None, top:
     """Return what the planner lists: the best of each grid, then the variants that come next."""
     model = shortened(question.model, question.layers)
     workload = Workload(seq_len=question.seq_len, global_batch_size=question.batch)
+    executor = Runtime(name="meshwright")  # torchtitan's plans, run by the executor here
     answers = [
-        suggest(model, cluster, workload, profile=profile, gpus=cluster.gpu_count, top=top, all_variants=variants)
+        suggest(
+            model, cluster, workload, runtime=executor, profile=profile, gpus=cluster.gpu_count, top=top,
+            all_variants=variants,
+        )
         for variants in (False, True)
-    ]
+    ]  # fmt: skip
     listed = dict.fromkeys(ranked.plan for answer in answers for ranked in answer.plans)
     return [
         Asked(

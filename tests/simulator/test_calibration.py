@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,14 +14,17 @@ from simulator.kernel_samples import operators_of
 from simulator.model import Model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
-from simulator.runtime_fit import fit_runtime
+from simulator.runtime_fit import WAITING_SHARE, fit_runtime
+from simulator.runtime_library import runtime_spec
 from simulator.simulation import simulate_plan
 from simulator.workload import Workload
 from topology import codec
 from topology.cluster_file import load_cluster
-from topology.profile import Profile
+from topology.platform import take_gpus
+from topology.profile import Profile, read_profile
 from topology.samples import LayerSample, OperatorSample
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WIDE = Model(
     name="wide", family="llama", layers=2, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=4096
 )
@@ -203,7 +207,9 @@ def layers(busy: float = 1.0) -> tuple[LayerSample, ...]:
     """Steps of one and two layers on a machine whose host and kernels follow the model exactly."""
     whole = calibrated(profile(), cluster())
     assert whole is not None
-    truth = dataclasses.replace(whole, costs={("torchtitan", False): RuntimeCosts(busy=busy, host=HOST, runs=1)})
+    # Hosts that no layers before have let get ahead wait for each other on top.
+    host = HOST | {"fsdp_layer_s": HOST["fsdp_layer_s"] / (1 - WAITING_SHARE)}
+    truth = dataclasses.replace(whole, costs={("torchtitan", False): RuntimeCosts(busy=busy, host=host, runs=1)})
     found = []
     runs = [
         (NARROW, Plan(), 256),
@@ -264,3 +270,37 @@ def test_layers_that_this_version_cannot_read_are_passed_over() -> None:
     assert fit_runtime(profile(layers=(strange,)), cluster(), whole, TITAN) == RuntimeCosts()
     invalid = tuple(dataclasses.replace(s, invalid="slowed down") for s in layers())
     assert fit_runtime(profile(layers=invalid), cluster(), whole, TITAN) == RuntimeCosts()
+
+
+def test_a_part_of_the_measured_machine_is_calibrated_as_the_whole() -> None:
+    """Layers that ran on four GPUs say the same of two of them: what they took does not depend on the question."""
+    profile = read_profile(EXAMPLES / "profiles" / "h200x4.json")
+    whole, part = (
+        calibrated(dataclasses.replace(profile), take_gpus(cluster(), gpus)).runtime("torchtitan", compiled=False)
+        for gpus in (4, 2)
+    )
+
+    assert whole.host["fsdp_layer_s"] > 1e-3
+    assert part == whole
+
+
+def test_a_runtime_that_is_like_another_borrows_what_was_measured_of_it() -> None:
+    """The executor has torchtitan's costs but for Python between tensors, until layers of its own were run."""
+    borrowed = calibrated(read_profile(EXAMPLES / "profiles" / "h200x4.json"), cluster())
+    assert borrowed is not None
+    titan, executor = (borrowed.runtime(name, compiled=False) for name in ("torchtitan", "meshwright"))
+    own = dataclasses.replace(borrowed, costs={("meshwright", False): RuntimeCosts(busy=1.2, host=HOST, runs=4)})
+
+    assert set(titan.host) - set(executor.host) == {"tp_layer_s", "selective_s"}
+    assert executor.host["fsdp_layer_s"] == titan.host["fsdp_layer_s"]
+    assert executor.busy == titan.busy
+    assert own.runtime("meshwright", compiled=False).busy == 1.2
+
+
+def test_the_executor_runs_torchtitans_operators() -> None:
+    titan, executor = (runtime_spec(name) for name in ("torchtitan", "meshwright"))
+
+    assert executor.layer.attention == titan.layer.attention
+    assert executor.recompute == titan.recompute
+    assert executor.host.plain_tensors
+    assert not titan.host.plain_tensors

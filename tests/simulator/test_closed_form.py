@@ -97,6 +97,11 @@ def test_unknown_recompute_word_lists_the_known() -> None:
         table([Plan(dp_shard=16, recompute="everything")])
 
 
+def test_a_plan_too_large_for_its_cluster_is_refused() -> None:
+    with pytest.raises(BadPlan, match="needs 32 GPUs"):
+        table([*PLANS, Plan(dp_shard=32)])
+
+
 def test_synonyms_of_recompute_are_understood() -> None:
     got = table([Plan(dp_shard=16, recompute="per-op selective"), Plan(dp_shard=16, recompute="selective-op")])
 
