@@ -31,12 +31,15 @@ sys.path.insert(0, str(ROOT))
 from executor.apply_many import Run, read_run, run_many  # noqa: E402 - the path comes first
 from planner.apply_question import Question, cuda_question, job_question  # noqa: E402
 from planner.calibrate_process import calibrate  # noqa: E402
-from planner.calibration_request import runtime_request, small  # noqa: E402
+from planner.calibration_request import runtime_request  # noqa: E402
 from planner.costs import cost_table  # noqa: E402
 from planner.plan_file import PlanFile, load_plan, plan_file, save_plan  # noqa: E402
 from planner.run_report import load_run  # noqa: E402
 from planner.runs_store import plan_words  # noqa: E402
+from simulator.model import Model  # noqa: E402
+from simulator.plan import Plan  # noqa: E402
 from simulator.runtime import Runtime  # noqa: E402
+from simulator.workload import Workload  # noqa: E402
 from tests.bench.plan_sets import AXES, SETS, Asked, plans  # noqa: E402
 from topology import codec  # noqa: E402
 from topology.cluster import Cluster  # noqa: E402
@@ -93,13 +96,11 @@ def calibrated(folder: Path, options: argparse.Namespace) -> str:
     base = read_profile(options.profile)
     here = probe_machine() if options.device == "cuda" else None
     request = runtime_request("meshwright", gpus=SETS[options.set])
-    if here is None:
-        request = small(request)
-    # Compiling takes longer than all other layers together: those of the other host stand for them.
-    eager = replace(request, layers=tuple(one for one in request.layers if not one["runtime"]["compile"]))
+    # Compiling takes longer than all other layers together.
+    eager = tuple(one for one in request.layers if not one["runtime"]["compile"])
     folder.mkdir(parents=True, exist_ok=True)
     found = calibrate(
-        eager,
+        replace(request, layers=eager if here is not None else tuple(map(small_layer, eager[:6]))),
         range(SETS[options.set]),
         budget_s=options.calibrate,
         machine="the machine that runs the plans",
@@ -110,11 +111,26 @@ def calibrated(folder: Path, options: argparse.Namespace) -> str:
         allow_busy=True,
     )
     print(f"{len(found.layers)} samples of layers; missing: {'; '.join(found.missing) or 'nothing'}", flush=True)
+    for sample in found.layers:
+        print(
+            f"{plan_words(sample.plan)}, {sample.model['name']}, {sample.model['layers']}: {sample.step_s:.4f} s",
+            flush=True,
+        )
     path = folder / "profile.json"
     # A rehearsal measures a processor, of which nothing goes into a GPU's profile.
     whole = base if here is None else merge(replace(base, layers=()), found)
     codec.write_text(path, codec.to_json(whole) + "\n")
     return str(path)
+
+
+def small_layer(one: dict[str, Any]) -> dict[str, Any]:
+    """Return a layer to be run on a CPU, for a rehearsal."""
+    from executor.verify import shrink, small_workload
+
+    plan = codec.convert(one["plan"], Plan, where="request")
+    model = shrink(codec.convert(one["model"], Model, where="request"), plan)
+    workload = small_workload(plan, codec.convert(one["workload"], Workload, where="request"))
+    return {**one, "model": codec.to_builtins(model), "workload": codec.to_builtins(workload)}
 
 
 # --- on the machine -------------------------------------------------------------------------------------------------
