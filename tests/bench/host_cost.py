@@ -63,7 +63,7 @@ def trainer(shapes: dict[str, object], layers: int, plan: Plan) -> Trainer:
 
 
 def passes(some: Trainer, rounds: int) -> tuple[float, float]:
-    """Return the median seconds of forward and of backward passes."""
+    """Return the median seconds of the processor that forward and backward passes take."""
     tokens, targets = some.batch(0)
     module = some.parallel.modules[0]
     forward, backward = [], []
@@ -71,12 +71,12 @@ def passes(some: Trainer, rounds: int) -> tuple[float, float]:
     for turn in range(rounds + 2):
         for parameter in some.parameters():
             parameter.grad = None
-        begin = time.perf_counter()
+        begin = time.process_time()
         with some._precision():
             loss = some.parallel.loss(module(tokens), targets)
-        middle = time.perf_counter()
+        middle = time.process_time()
         loss.backward()
-        end = time.perf_counter()
+        end = time.process_time()
         if turn > 1:
             forward.append(middle - begin)
             backward.append(end - middle)
