@@ -115,7 +115,8 @@ def explore(
         near, of_node, reserved = missed.joined()
         least = np.sort(np.argsort(reserved, kind="stable")[:MISSED])
         near = near.take(least)
-        near_s = screening.plans(near, shared, of_node[least]).step_s()
+        short = screening.plans(near, shared, of_node[least])
+        near_s = short.step_s() + short.flush_s(reserved[least])
     if not len(fitting):
         return Explored(
             columns=nodes.columns.take(slice(0)),
@@ -195,7 +196,8 @@ def _best_first(
             rows = rows[bound[rows] <= best.value]
         if not len(rows):
             break
-        seconds[rows] = screening.plans(table.take(rows), shared, rows).step_s()
+        some = screening.plans(table.take(rows), shared, rows)
+        seconds[rows] = some.step_s() + some.flush_s(reserved[rows])
         sure = rows[~counted[rows]]
         step[sure] = seconds[sure]
         best.add(grid[sure], exact[sure] if objective == "memory" else step[sure])
@@ -205,8 +207,10 @@ def _best_first(
         for few in np.array_split(unsure, -(-len(unsure) // COUNTED)) if len(unsure) else ():
             if objective == "time" and seconds[few[0]] > best.value:
                 break
-            exact[few] = screening.plans(table.take(few), shared, few).reserved_bytes()
-            step[few] = np.where(exact[few] <= screening.capacity_bytes, seconds[few], np.inf)
+            some = screening.plans(table.take(few), shared, few)
+            exact[few] = some.reserved_bytes()
+            more = some.flush_s(exact[few]) - some.flush_s(reserved[few])
+            step[few] = np.where(exact[few] <= screening.capacity_bytes, seconds[few] + more, np.inf)
             values = exact[few] if objective == "memory" else step[few]
             best.add(grid[few], np.where(np.isfinite(step[few]), values, np.inf))
         costed[rows] = True

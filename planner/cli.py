@@ -23,6 +23,7 @@ from planner.commands.export import export
 from planner.commands.probe import probe
 from planner.commands.report import report
 from planner.commands.runs import runs
+from planner.commands.shard import shard
 from planner.commands.suggest import suggest
 from planner.commands.trace import trace
 from planner.commands.ui import ui
@@ -74,6 +75,7 @@ app.command("report")(report)
 app.command("runs")(runs)
 app.command("export")(export)
 app.command("collective")(collective)
+app.command("shard")(shard)
 app.command("calibrate")(calibrate)
 app.command("ui")(ui)
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from planner.branch_and_bound import Explored, grids_of
 from planner.candidates import NODE, Nodes, plan_of
+from planner.costs import cost_table
 from planner.frameworks import Framework
 from simulator.plan import MESH_AXES, Plan
 from simulator.plan_columns import PlanColumns, distinct, joined
@@ -81,9 +82,12 @@ def fill(
         limit = min(last, float(best[mine]))
         found = solve(screening, framework, costs, range(*starts[row : row + 2].tolist()), recomputes, cutoff_s=limit)
         gap = max(gap, found.gap)
-        if found.plan is not None:
-            better.append((found.plan, found.step_s))
-            best[mine] = found.step_s
+        if found.plan is None:
+            continue
+        step_s = _whole_step_s(screening, found.plan)
+        if step_s < limit:
+            better.append((found.plan, step_s))
+            best[mine] = step_s
     return Filled(plans=tuple(better), solved=solved, gap=gap)
 
 
@@ -115,6 +119,12 @@ def _steps(screening: Screening, columns: PlanColumns, recomputes: Sequence[str]
         for word in recomputes
     ]
     return np.asarray(np.min(steps, axis=0))
+
+
+def _whole_step_s(screening: Screening, plan: Plan) -> float:
+    """Return a plan's step with all that it is expected to cost."""
+    s = screening
+    return float(cost_table(s.model, s.cluster, s.workload, [plan], s.runtime, s.profile).step_s[0])
 
 
 def _settings(screening: Screening, nodes: Nodes, plan: PlanColumns, recomputes: Sequence[str]) -> PlanColumns:

@@ -1,8 +1,8 @@
 """One colour for one idea, in every picture, table and page.
 
 Hues are Okabe and Ito's ("Color Universal Design", jfly.uni-koeln.de/color, 2008) less their yellow and black, which
-vanish on white and on dark paper, with the wine of Paul Tol's muted scheme (SRON technical note EPS/TN/09-002, 2021)
-and a grey. All pairs stay apart under protan, deutan and tritan vision; neighbours are separated by a gap and named in
+vanish on white and on dark paper, with the wine of Paul Tol's muted scheme (SRON technical note EPS/TN/09-002, 2021),
+a brown and a grey. All pairs stay apart under protan, deutan and tritan vision; neighbours are separated by a gap and named in
 words all the same.
 """
 
@@ -17,6 +17,7 @@ ORANGE = "#E69F00"
 VERMILION = "#D55E00"
 PURPLE = "#CC79A7"
 WINE = "#882255"
+BROWN = "#7A4A12"
 GREY = "#BEBEC4"
 
 # Parts of a step. Spans of a timeline use the same words for the same things.
@@ -28,6 +29,7 @@ TIME = {
     "copies": PURPLE,
     "bubble": GREY,
     "host": ORANGE,
+    "allocator": BROWN,
     "optimizer": GREEN,
 }
 SPANS = {

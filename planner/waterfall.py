@@ -79,6 +79,7 @@ _PARTS = {
     "contention": "compute slowed by collectives that run beside it",
     "bubble": "waiting for the pipeline to fill and drain",
     "host": "kernels launched later than the device could start them",
+    "allocator": "memory given back and asked for anew, as likely as that is where it is nearly full",
     "optimizer": "gradient clipping and the update of the weights",
 }
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.allocator import flush_s
 from simulator.calibration import Calibration, calibrated_host, roofline_of
 from simulator.calibration_fit import calibrated
 from simulator.collectives import collective_model
@@ -146,11 +147,12 @@ def estimate_plans(
     step = step_cost(operators, context, layout, parameters, micro)
     capacity = cluster.gpu_memory_bytes - CONTEXT_BYTES
     reserved = memory.reserved_bytes.max(axis=1)
+    flushing = flush_s(table, reserved, capacity)
     flops = 3.0 * model.forward_flops_per_token(workload.seq_len) * workload.tokens_per_step
     return EstimateTable(
         plans=tuple(plans),
-        step_s=step.total_s,
-        breakdown_s=step.breakdown_s,
+        step_s=step.total_s + flushing,
+        breakdown_s={**step.breakdown_s, "allocator": flushing},
         exposed_by_axis_s=step.exposed_s,
         lower_bound_s=micro.clocks_at_least * (micro.compute + micro.recompute) + micro.optimizer,
         peak_bytes=memory.peak_bytes.max(axis=1),
@@ -162,7 +164,7 @@ def estimate_plans(
         model_flops=flops,
         peak_flops=context.roofline.peak_flops,
         basis=tuple(_basis(cluster, plan) for plan in plans),
-        shares=step.shares,
+        shares=step.shares.more(Source.ASSUMED, flushing),
         runtime=runtime,
         clocks=step.clocks,
         calibration=calibration,

@@ -5,7 +5,7 @@
     some = screening.plans(columns.take(rows), shared, rows)
     some.reserved_bytes(at_least=True)                   # memory, all of it true but for schedules counted on tables
     some.at_least_s()                                    # a lower bound of the step: all but data-parallel traffic
-    some.step_s()                                        # the step
+    some.step_s()                                        # the step, but for flushes of a full allocator: flush_s
 
 The numbers are those of `estimate_plans`: the same functions, on one column for each kind of pipeline rank instead of
 one for each rank.
@@ -20,6 +20,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.allocator import flush_s
 from simulator.calibration_fit import calibrated
 from simulator.closed_form import calibrated_operators, cost_context, network_blocks
 from simulator.layer_cost import BlockCost, CostContext
@@ -167,8 +168,12 @@ class ScreenedPlans:
         """Return a lower bound of the step: all but data-parallel traffic. Infinite where something cannot run."""
         return np.nan_to_num(self.micro.at_least_s, nan=np.inf)
 
+    def flush_s(self, reserved_bytes: Floats) -> Floats:
+        """Return what `step_s` leaves out: seconds that a nearly full allocator costs (`simulator.allocator`)."""
+        return flush_s(self.table, reserved_bytes, self.screening.capacity_bytes)
+
     def step_s(self) -> Floats:
-        """Return seconds of the whole step. Infinite where something cannot run."""
+        """Return seconds of the whole step but for flushes. Infinite where something cannot run."""
         micro = self.micro
         with np.errstate(invalid="ignore"):
             total = step_cost(self.operators, self.context, self.layout, self.parameters, micro).total_s

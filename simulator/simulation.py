@@ -89,7 +89,9 @@ def simulate_plan(
 def _estimate(table: EstimateTable, run: Run, plan: Plan, *, spans: bool) -> Estimate:
     """Return the closed form's estimate with time and memory of the run in place of its own."""
     formula = table.estimate(0)
-    scale = run.step_s / formula.step_s.value
+    flushing = formula.breakdown_s["allocator"]
+    step_s = run.step_s + flushing  # what a full allocator costs is not simulated
+    scale = step_s / formula.step_s.value
     interval = formula.step_s
     worst = max(run.memory, key=lambda rank: (run.memory[rank].reserved_bytes, -rank))
     peak = run.memory[worst]
@@ -100,7 +102,7 @@ def _estimate(table: EstimateTable, run: Run, plan: Plan, *, spans: bool) -> Est
     simulated_of = [run.folding.classes[class_of[rank]].representative for rank in first_ranks]
     return replace(
         formula,
-        step_s=replace(interval, value=run.step_s, low=interval.low * scale, high=interval.high * scale),
+        step_s=replace(interval, value=step_s, low=interval.low * scale, high=interval.high * scale),
         tokens_per_s_per_gpu=formula.tokens_per_s_per_gpu / scale,
         mfu=formula.mfu / scale,
         tflops_per_gpu=formula.tflops_per_gpu / scale,
@@ -119,7 +121,9 @@ def _estimate(table: EstimateTable, run: Run, plan: Plan, *, spans: bool) -> Est
             by_stage=tuple({k: float(v) for k, v in run.memory[rank].by_category.items()} for rank in simulated_of),
             reserved_by_stage=tuple(float(run.memory[rank].reserved_bytes) for rank in simulated_of),
         ),
-        breakdown_s=breakdown_s(run) if spans else {k: v * scale for k, v in formula.breakdown_s.items()},
+        breakdown_s={**breakdown_s(run), "allocator": flushing}
+        if spans
+        else {k: v * scale for k, v in formula.breakdown_s.items()},
     )
 
 

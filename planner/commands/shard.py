@@ -1,0 +1,80 @@
+"""`planner shard`: where the pieces of every tensor lie, and which collectives that takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from planner.commands import options
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+def shard(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Cases: mesh, operators, placements; - for stdin.")],
+    json: options.Json = False,
+) -> None:
+    """Choose placements for what is not pinned, and plan the collectives between them.
+
+    A case that has no answer says why. Exit code 3 when that is so of every case.
+    """
+    from planner import output  # noqa: PLC0415 - keeps `--help` light
+    from planner.sharding.answers import answered  # noqa: PLC0415 - as above
+    from planner.sharding.problem import case_texts  # noqa: PLC0415 - as above
+    from topology import codec  # noqa: PLC0415 - as above
+
+    text, where = codec.read_given(file)
+    cases = case_texts(codec.parse_json(text, where=where), where=where)
+    rows = []
+    try:
+        for number, case in enumerate(cases):
+            output.progress(f"case {number + 1} of {len(cases)}")
+            rows.append(answered(case, number))
+    finally:
+        output.end_progress()
+    if json:
+        output.emit_json({"schema_version": output.SCHEMA_VERSION, "cases": rows})
+    else:
+        _print(rows)
+    if all(row["rejected"] is not None for row in rows):
+        raise typer.Exit(3)
+
+
+def _print(rows: Sequence[Mapping[str, Any]]) -> None:
+
+    from rich.table import Table  # noqa: PLC0415 - as above
+
+    from planner.output import console, printable  # noqa: PLC0415 - as above
+
+    screen = console()
+    for row in rows:
+        if row["rejected"] is not None:
+            screen.print(printable(f"{row['id']}: rejected: {row['rejected']}"))
+            screen.print()
+            continue
+        screen.print(printable(f"{row['id']}: {row['ring_send_bytes_per_rank']:,} ring bytes sent by a rank"))
+        placed = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 2))
+        for name, tokens in row["placements"].items():
+            placed.add_row(printable(name), " ".join(tokens), printable(_axes(row["named"][name])))
+        screen.print(placed)
+        if row["collectives"]:
+            table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2))
+            for heading, justify in (("collective", "left"), ("over", "left"), ("in B", "right"), ("ring B", "right")):
+                table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+            table.add_column("why", overflow="fold")
+            for one in row["collectives"]:
+                sent = f"{one['ring_send_bytes_per_rank']:,}"
+                table.add_row(
+                    one["kind"], printable(one["mesh_dim"]), f"{one['bytes_in']:,}", sent, printable(one["why"])
+                )
+            screen.print(table)
+        screen.print()
+
+
+def _axes(named: Mapping[str, Any]) -> str:
+    """Return a layout as `f: tp,dp; sum pending over cp`."""
+    parts = [f"{axis}: {','.join(str(item) for item in items)}" for axis, items in named["axes"].items()]
+    parts += [f"{reducer} pending over {axis}" for axis, reducer in named["partial"].items()]
+    return "; ".join(parts)

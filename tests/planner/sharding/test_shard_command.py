@@ -1,0 +1,155 @@
+"""`planner shard`: what it prints, how it ends, and that no file makes it do anything else."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.cli import main
+from planner.sharding.answers import answered
+from tests.planner.sharding import cases
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "sharding" / "layer.json"
+KEYS = {"id", "placements", "named", "collectives", "ring_send_bytes_per_rank", "rejected"}
+TP = cases.KNOWN[0][0]
+
+
+def ask(capsys, tmp_path, content, *flags):
+    path = tmp_path / "cases.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    code = main(["shard", str(path), *flags])
+    return code, *capsys.readouterr()
+
+
+def test_the_example_is_answered(capsys) -> None:
+    """Bytes in closed form: Megatron's sequence-parallel layer, Ulysses, a ring, a gradient across replicas."""
+    assert main(["shard", str(EXAMPLE), "--json"]) == 0
+
+    document = json.loads(capsys.readouterr().out)
+    rows = document["cases"]
+    assert document["schema_version"] == 1
+    assert all(set(row) >= KEYS for row in rows)
+    t, h, f, n = 8192, 4096, 14336, 4
+    assert rows[0]["ring_send_bytes_per_rank"] == 2 * (n - 1) * t // n * h * 2
+    q = 32 * 32768 // 8 * 128 * 2
+    assert rows[1]["ring_send_bytes_per_rank"] == 4 * 7 * q // 8
+    assert rows[2]["ring_send_bytes_per_rank"] == 7 * 2 * q
+    assert rows[3]["ring_send_bytes_per_rank"] == 7 * f * h * 2 // 8 + 2 * 3 * f * h * 2 // 8 // 4
+    assert rows[4]["rejected"]
+    assert rows[4]["collectives"] == []
+
+
+def test_a_collective_says_its_bytes_and_why(capsys, tmp_path) -> None:
+    code, out, _ = ask(capsys, tmp_path, [TP], "--json")
+    (row,) = json.loads(out)["cases"]
+    (one,) = row["collectives"]
+
+    assert code == 0
+    assert one["kind"] == "all_reduce"
+    assert one["mesh_dim"] == "tp"
+    assert one["bytes_in"] == one["bytes_out"] == cases.X
+    assert one["ring_send_bytes_per_rank"] == row["ring_send_bytes_per_rank"] == 1.5 * cases.X
+    assert one["why"] == "y from P(sum) to R"
+    assert row["placements"]["u"] == ["S(1)"]
+    assert row["named"]["u"] == {"axes": {"f": ["tp"]}, "partial": {}}
+
+
+def test_the_text_shows_placements_and_collectives(capsys, tmp_path) -> None:
+    code, out, _ = ask(capsys, tmp_path, TP)
+
+    assert code == 0
+    assert "all_reduce" in out
+    assert "f: tp" in out
+
+
+def test_one_bad_case_does_not_take_the_others_along(capsys, tmp_path) -> None:
+    code, out, _ = ask(capsys, tmp_path, {"cases": [{**TP, "mesh": {"names": ["x"], "shape": [0]}}, TP]}, "--json")
+    bad, good = json.loads(out)["cases"]
+
+    assert code == 0
+    assert "positive" in bad["rejected"]
+    assert good["rejected"] is None
+
+
+def test_a_file_without_an_answer_ends_with_3(capsys, tmp_path) -> None:
+    assert ask(capsys, tmp_path, [{**TP, "pins": {"y": ["S(7)"]}}], "--json")[0] == 3
+
+
+@pytest.mark.parametrize("text", ["", "{", "3", '{"cases": 3}', "[]", "[3]"])
+def test_a_file_that_is_none_ends_with_2(capsys, tmp_path, text) -> None:
+    code, out, error = ask(capsys, tmp_path, text, "--json")
+
+    assert (code, out) == (2, "")
+    assert error.startswith("error:")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"ops": ["u = linear(x, w1)"]}, "cannot read the operator"),
+        ({"ops": ["u = linear(x, w1) :: t h+, f h+"]}, "annotation"),
+        ({"ops": ["u = linear(x, w1) :: t h+, (f h+ -> t f"]}, "not closed"),
+        ({"ops": ["u = linear(x, w1 :: t h+, f h+ -> t f"]}, "not an expression"),
+        ({"ops": ["u = linear(x, w1) :: t f+, f+ h -> t h"]}, "axis f"),
+        ({"ops": ["x = gelu(x) :: t h -> t h"]}, "given twice"),
+        ({"ops": ["u = other(x) :: t h -> t q"]}, "size of axis q"),
+        ({"ops": ["u = gelu(x) :: t -> t"]}, "2 dims"),
+        ({"ops": ["u = gelu(n) :: t -> t"]}, "0 tensors"),
+        ({"pins": {"nobody": ["R"]}}, "no operator makes it"),
+        ({"pins": {"u": ["R", "R"]}}, "2 placements"),
+        ({"pins": {"x": ["S(0)"]}}, "say it once"),
+        ({"policy": "guess"}, "unknown policy"),
+        ({"schedule": {"y": "chunked"}}, "no schedule"),
+        ({"schedule": {"q": "ring"}}, "no operator makes it"),
+        ({"mesh": {"names": ["tp", "tp"], "shape": [2, 2]}}, "twice"),
+        ({"mesh": {"names": list("abcde"), "shape": [2] * 5}}, "5 axes"),
+        ({"inputs": {"x": {"shape": [4, 4], "dtype": "q8", "placements": ["R"]}}}, "unknown dtype"),
+        ({"inputs": {"x": {"shape": [4, 4], "placement": ["R"]}}}, "unknown field"),
+        ({"inputs": {"x": {"shape": [1 << 40, 1 << 40], "placements": ["R"]}}}, "elements"),
+    ],
+)
+def test_what_is_wrong_with_a_case_is_said(change, why) -> None:
+    row = answered({**TP, "pins": {}, **change}, 0)
+
+    assert row["rejected"] is not None
+    assert why in row["rejected"]
+    assert row["placements"] == {}
+
+
+def test_formulas_are_read_and_never_run(tmp_path) -> None:
+    mark = tmp_path / "ran"
+    formula = f"u = __import__('pathlib').Path({str(mark)!r}).touch() or gelu(x) :: t h -> t h"
+
+    answered({**TP, "pins": {}, "ops": [formula]}, 0)
+
+    assert not mark.exists()
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 1 << 40)
+    | st.text(max_size=12)
+    | st.sampled_from(["S(0)", "t h -> t h"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(TP)), JSON)
+def test_any_value_anywhere_is_answered_or_rejected(key, value) -> None:
+    row = answered({**TP, key: value}, 0)
+
+    assert set(row) >= KEYS
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="abxyw=:->+^*(), .[]0123'\n", max_size=60))
+def test_any_operator_is_answered_or_rejected(text) -> None:
+    row = answered({**TP, "pins": {}, "ops": [text]}, 0)
+
+    assert set(row) >= KEYS

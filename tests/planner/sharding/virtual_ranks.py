@@ -1,0 +1,351 @@
+"""Runs a sharded program on numpy arrays, one per virtual rank, and holds every tensor against the unsharded run.
+
+Independent of the planner's arithmetic: pieces are index sets, found here from the layout by taking chunks. A collective
+may only use what the ranks of its own group hold, and moves no more than it says. Operators are run on local pieces by
+their own formula; those that merge statistics over pieces (softmax, attention, ...) are written out as such.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from itertools import pairwise, permutations, product
+from types import SimpleNamespace
+
+import networkx as nx
+import numpy as np
+
+from planner.sharding.steps import Move, answer
+
+MERGE = {
+    "sum": np.add,
+    "avg": np.add,
+    "mask": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "product": np.multiply,
+}
+
+
+class Array(np.ndarray):
+    """An array with the few methods of torch that formulas use."""
+
+    def permute(self, *order):
+        return self.transpose(*order)
+
+    def amax(self, dim):
+        return self.max(axis=dim)
+
+    def topk(self, k, dim):
+        return SimpleNamespace(values=array(-np.sort(-np.asarray(self), axis=dim).take(range(k), axis=dim)))
+
+    def sort(self, dim):
+        return SimpleNamespace(values=np.sort(np.asarray(self), axis=dim).view(Array))
+
+    def to(self, *_):
+        return self
+
+
+def array(value):
+    return np.asarray(value, dtype=np.float64).view(Array)
+
+
+def softmax(x, dim=-1):
+    e = np.exp(x - x.max(axis=dim, keepdims=True))
+    return e / e.sum(axis=dim, keepdims=True)
+
+
+def attn(q, k, v, causal=False):
+    scores = q @ np.swapaxes(k, -1, -2) / np.sqrt(q.shape[-1])
+    if causal:
+        scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
+    return softmax(scores) @ v
+
+
+def rmsnorm(x, w):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * w
+
+
+def layernorm(x, g, b):
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * g + b
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(0.8 * x))
+
+
+def grouped_mm(x, w, offsets):
+    starts = [0, *(int(o) for o in offsets)]
+    pieces = [x[a:b] @ w[g] for g, (a, b) in enumerate(pairwise(starts))]
+    return np.concatenate(pieces).view(Array)
+
+
+FUNCTIONS = {
+    "linear": lambda x, w, b=0.0: x @ w.T + b,
+    "gelu": gelu,
+    "relu": lambda x: np.maximum(x, 0),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu_bwd": lambda d, x: d * np.cos(x),
+    "einsum": lambda text, *xs: np.einsum(text, *xs).view(Array),
+    "set": lambda x: x,
+    "attn": attn,
+    "softmax": softmax,
+    "rmsnorm": rmsnorm,
+    "layernorm": layernorm,
+    "grouped_mm": grouped_mm,
+    "embedding": lambda ids, w: w[np.asarray(ids, int)],
+    "embedding_bwd": lambda d, ids, rows: _rows(d, ids, int(rows)),
+    "torch": SimpleNamespace(softmax=softmax),
+}
+
+
+def _rows(d, ids, rows):
+    out = array(np.zeros((rows, d.shape[-1])))
+    np.add.at(out, np.asarray(ids, int).reshape(-1), np.asarray(d).reshape(-1, d.shape[-1]))
+    return out
+
+
+def evaluate(text, tensors):
+    return array(eval(text, {**FUNCTIONS, **tensors}))  # noqa: S307 - formulas of our own tests
+
+
+class World:
+    def __init__(self, mesh):
+        self.mesh = mesh
+        self.coordinates = list(product(*(range(n) for n in mesh.shape)))
+
+    def at(self, rank, axis):
+        return self.coordinates[rank][self.mesh.names.index(axis)]
+
+    def group(self, rank, axes):
+        """The ranks that differ from `rank` in `axes` alone, in the order of `axes`."""
+        same = [a for a in self.mesh.names if a not in axes]
+        members = [r for r in range(len(self.coordinates)) if all(self.at(r, a) == self.at(rank, a) for a in same)]
+        return sorted(members, key=lambda r: [self.at(r, a) for a in axes])
+
+    def indices(self, size, items, rank):
+        """Which elements of a dim `rank` holds, in the order it holds them."""
+        blocks = [np.arange(size)]
+        for item in items:
+            if isinstance(item, int):
+                blocks = [part for block in blocks for part in np.split(block, item)]
+            else:
+                n = self.mesh.size(item)
+                width = -(-len(blocks[0]) // n)
+                blocks = [block[self.at(rank, item) * width :][:width] for block in blocks]
+        return np.concatenate(blocks)
+
+    def held(self, shape, layout, rank):
+        return [self.indices(n, items, rank) for n, items in zip(shape, layout.dims, strict=True)]
+
+    def cut(self, whole, layout, rank):
+        return whole[np.ix_(*self.held(whole.shape, layout, rank))].view(Array)
+
+    def scattered(self, whole, layout, rng):
+        """Local pieces of `whole`; pending reductions get terms that only together give it."""
+        pieces = [np.array(self.cut(whole, layout, r)) for r in range(len(self.coordinates))]
+        for axis, reducer in layout.pending:
+            for rank in range(len(pieces)):
+                group = self.group(rank, (axis,))
+                if group[0] == rank:
+                    for other in group[1:]:
+                        noise = rng.normal(size=pieces[rank].shape)
+                        if reducer in {"sum", "avg"}:
+                            pieces[rank], pieces[other] = pieces[rank] - noise, noise
+                        else:
+                            pieces[other] = pieces[rank] - np.abs(noise) * (1 if reducer == "max" else -1)
+        # Two pending axes: the terms of one are themselves terms of the other.
+        return [piece.view(Array) for piece in pieces] if len(layout.pending) < 2 else self._terms(whole, layout, rng)
+
+    def _terms(self, whole, layout, rng):
+        axes = tuple(axis for axis, _ in layout.pending)
+        out = [None] * len(self.coordinates)
+        for rank in range(len(out)):
+            group = self.group(rank, axes)
+            if group[0] == rank:
+                total = np.array(self.cut(whole, layout, rank))
+                for other in group[1:]:
+                    out[other] = array(rng.normal(size=total.shape))
+                    total = total - out[other]
+                out[rank] = array(total)
+        return out
+
+    def check(self, pieces, layout, whole, what):
+        """Every rank's piece, with what is pending reduced, is its part of the whole."""
+        for rank, piece in enumerate(pieces):
+            value = piece
+            if layout.pending:
+                (reducer,) = {how for _, how in layout.pending}
+                group = self.group(rank, tuple(axis for axis, _ in layout.pending))
+                value = reduce(MERGE[reducer], (pieces[r] for r in group))
+            np.testing.assert_allclose(value, self.cut(whole, layout, rank), rtol=1e-9, atol=1e-9, err_msg=what)
+
+    def moved(self, step, before, pieces, shape):
+        """Carry one primitive out."""
+        ranks = range(len(pieces))
+        if step.kind == "slice":
+            return [self._from([r], r, before, step.after, pieces, shape) for r in ranks]
+        axes = step.collectives[0].axes
+        if step.kind == "collective_permute":
+            source = self._renumbered(before, step.after, shape)
+            return [pieces[source[r]] for r in ranks]
+        if step.kind in {"all_reduce", "reduce_scatter"}:
+            ufunc = MERGE[step.collectives[0].reducer]
+            total = [reduce(ufunc, (pieces[m] for m in self.group(r, axes))).view(Array) for r in ranks]
+            if step.kind == "all_reduce":
+                return total
+            return [self._from([r], r, before, step.after, total, shape) for r in ranks]
+        out = [self._from(self.group(r, axes), r, before, step.after, pieces, shape) for r in ranks]
+        even = all(p.size == pieces[0].size for p in pieces)
+        if step.kind == "all_to_all" and even:  # nothing comes twice: a rank keeps 1/n of what it has
+            assert all(new.size == old.size for new, old in zip(out, pieces, strict=True))
+        return out
+
+    def _from(self, members, rank, before, after, pieces, shape):
+        """The piece that `rank` holds `after`, out of what `members` hold `before` and nothing else."""
+        wanted = self.held(shape, after, rank)
+        out = np.full([len(w) for w in wanted], np.nan)
+        for member in members:
+            have = self.held(shape, before, member)
+            there = [np.isin(w, h) for w, h in zip(wanted, have, strict=True)]
+            take = [[list(h).index(x) for x in w[t]] for w, h, t in zip(wanted, have, there, strict=True)]
+            out[np.ix_(*there)] = pieces[member][np.ix_(*take)]
+        assert not np.isnan(out).any(), "a piece that no rank of the group holds"
+        return array(out)
+
+    def _renumbered(self, before, after, shape):
+        """For every rank the one whose whole block it takes over."""
+        key_before = [str([list(h) for h in self.held(shape, before, r)]) for r in range(len(self.coordinates))]
+        key_after = [str([list(h) for h in self.held(shape, after, r)]) for r in range(len(self.coordinates))]
+        for order in permutations(range(len(self.mesh.names))):
+            if [self.mesh.shape[i] for i in order] != list(self.mesh.shape):
+                continue
+            source = [self.coordinates.index(tuple(c[i] for i in order)) for c in self.coordinates]
+            names = {self.mesh.names[i]: self.mesh.names[order[i]] for i in range(len(order))}
+            pending = {(names[axis], how) for axis, how in before.pending}
+            if [key_before[s] for s in source] == key_after and pending == set(after.pending):
+                return source
+        assert before.pending == after.pending
+        held = [axis for axis, _ in before.pending]
+        graph = nx.Graph()
+        for r, wanted in enumerate(key_after):
+            for s, have in enumerate(key_before):
+                if wanted == have and all(self.at(r, a) == self.at(s, a) for a in held):
+                    graph.add_edge(("to", r), ("from", s))
+        found = nx.bipartite.maximum_matching(graph, [("to", r) for r in range(len(key_after))])
+        return [found["to", r][1] for r in range(len(key_after))]
+
+
+def run(problem, inputs, *, seed=0, found=None):
+    """Run the planner's answer on `inputs` (whole arrays by name); every tensor is checked. Returns the answer."""
+    rng, world = np.random.default_rng(seed), World(problem.mesh)
+    found = found or answer(problem)
+    layouts = found.choice.layouts
+    whole = {name: array(value) for name, value in inputs.items()}
+    pieces = {(n, layouts[n]): world.scattered(whole[n], layouts[n], rng) for n in problem.inputs}
+    for step in found.program:
+        if isinstance(step, Move):
+            here, values = step.source, pieces[step.tensor, step.source]
+            for one in step.steps:
+                values = world.moved(one, here, values, whole[step.tensor].shape)
+                here = one.after
+                world.check(values, here, whole[step.tensor], f"{step.tensor} after {one.kind}")
+            pieces[step.tensor, step.target] = values
+            continue
+        operator = problem.operators[step.operator]
+        name = operator.result.name
+        whole[name] = _computed(operator, whole)
+        assert whole[name].shape == operator.result.shape
+        local = [
+            _local(operator, step.option, [pieces[n, at][r] for n, at in step.option.operands], world, r, whole)
+            for r in range(len(world.coordinates))
+        ]
+        if local[0] is None:  # merged from statistics of the group
+            local = _merged(operator, step.option, pieces, world)
+        pieces[name, step.option.result] = local
+        world.check(local, step.option.result, whole[name], f"{name} after its operator")
+    return found
+
+
+def _formula(operator):
+    """Two halves of a linear layer with bias are what their annotation says."""
+    name = operator.result.name
+    if name.endswith(".product"):
+        return lambda x, w: x @ w.T
+    if any(n == f"{name}.product" for n, _ in operator.operands):
+        return lambda x, b: x + b
+    return None
+
+
+def _computed(operator, tensors):
+    half = _formula(operator)
+    if half is not None:
+        return array(half(*(tensors[n] for n, _ in operator.operands)))
+    return evaluate(operator.text, {n: tensors[n] for n in tensors if "." not in n})
+
+
+def _merged_axes(operator, option):
+    return [a for a, _ in option.placed if a in operator.kept or a in operator.reduced]
+
+
+def _local(operator, option, values, world, rank, whole):
+    """The operator on one rank's pieces; None if it merges statistics over ranks."""
+    named = dict(zip((n for n, _ in option.operands), values, strict=True))
+    half = _formula(operator)
+    if half is not None:
+        return array(half(*values))
+    if option.inside:
+        return None
+    if "embedding_bwd(" in operator.text or "embedding(" in operator.text:
+        return _embedding(operator, option, named, world, rank, whole)
+    return evaluate(operator.text, named)
+
+
+def _embedding(operator, option, named, world, rank, whole):
+    """A lookup in, or a gradient of, the rows that this rank owns."""
+    cuts = dict(option.placed)
+    rows = next(axis for axis in operator.axes if axis.startswith("v"))
+    mine = world.indices(operator.sizes[rows], cuts.get(rows, ()), rank)
+    ids_name = next(n for n, _ in operator.operands if n.startswith("ids"))
+    ids = np.asarray(named[ids_name], int)
+    other = next(n for n, _ in operator.operands if n != ids_name)
+    if "embedding_bwd(" in operator.text:
+        return _rows(named[other], ids, operator.sizes[rows])[mine]
+    out = np.zeros((*ids.shape, named[other].shape[-1]))
+    for position, row in enumerate(mine):
+        out[ids == row] = named[other][position]
+    return array(out)
+
+
+def _merged(operator, option, pieces, world):
+    """Softmax, norms, attention and top-k over a sharded axis, from statistics of the pieces."""
+    axes = option.inside[0].axes
+    ranks = range(len(world.coordinates))
+    operands = [pieces[n, at] for n, at in option.operands]
+
+    def over(values, ufunc):
+        return [reduce(ufunc, (values[m] for m in world.group(r, axes))) for r in ranks]
+
+    if operator.kind == "softmax":
+        top = over([x.max(-1, keepdims=True) for x in operands[0]], np.maximum)
+        e = [np.exp(x - t) for x, t in zip(operands[0], top, strict=True)]
+        total = over([x.sum(-1, keepdims=True) for x in e], np.add)
+        return [array(x / t) for x, t in zip(e, total, strict=True)]
+    if operator.kind == "rmsnorm":
+        total = over([(x * x).sum(-1, keepdims=True) for x in operands[0]], np.add)
+        size = operator.sizes[operator.dims[-1][0]]
+        return [
+            array(x / np.sqrt(t / size + 1e-5) * w) for x, t, w in zip(operands[0], total, operands[1], strict=True)
+        ]
+    if operator.kind == "attention":
+        q, k, v = operands
+        scores = [q[r] @ np.swapaxes(k[r], -1, -2) / np.sqrt(q[r].shape[-1]) for r in ranks]
+        top = over([s.max(-1) for s in scores], np.maximum)
+        e = [np.exp(s - t[..., None]) for s, t in zip(scores, top, strict=True)]
+        total = over([x.sum(-1) for x in e], np.add)
+        weighted = over([x @ v[r] for r, x in zip(ranks, e, strict=True)], np.add)
+        return [array(w / t[..., None]) for w, t in zip(weighted, total, strict=True)]
+    if operator.kind == "topk":
+        best = [x.topk(min(operator.best, x.shape[-1]), -1).values for x in operands[0]]
+        every = [np.concatenate([best[m] for m in world.group(r, axes)], -1).view(Array) for r in ranks]
+        return [array(x.topk(operator.best, -1).values) for x in every]
+    raise NotImplementedError(operator.kind)
