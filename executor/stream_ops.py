@@ -4,9 +4,9 @@ The driver's calls, by address and by stream handle: about a microsecond of the 
 tensors, events and stream contexts costs five to ten. No multiprocessor takes part, so these also run beside kernels
 that fill the GPU.
 
-A stream that waits for a word has no limit of its own; like a collective whose peer is gone it waits until the process
-ends, and the watchdog of a run sees to that. One rule keeps such waits from closing a circle even where the hardware
-puts two streams into one queue: the order of calls on each rank, run strictly one after the other, must lead to an end.
+A stream that waits for a word has no limit of its own: `executor.exchange_watch` names a call whose wait does not end,
+and ends the process. One rule keeps such waits from closing a circle even where the hardware puts two streams into one
+queue: the order of calls on each rank, run strictly one after the other, must lead to an end.
 """
 
 from __future__ import annotations
@@ -79,14 +79,15 @@ def wait_word(address: int, value: int, stream: int) -> None:
 
 
 class Order:
-    """Makes one stream wait for what another has been given so far. Can be captured."""
+    """Makes one stream, or several, wait for what another has been given so far. Can be captured."""
 
     def __init__(self, device: torch.device) -> None:
         current(device)
         status, self._event = _driver().cuEventCreate(_driver().CUevent_flags.CU_EVENT_DISABLE_TIMING.value)
         _done((status,))
 
-    def __call__(self, *, first: int, then: int) -> None:
+    def __call__(self, *, first: int, then: int | tuple[int, ...]) -> None:
         driver = _driver()
         _done(driver.cuEventRecord(self._event, first))
-        _done(driver.cuStreamWaitEvent(then, self._event, 0))
+        for stream in then if isinstance(then, tuple) else (then,):
+            _done(driver.cuStreamWaitEvent(stream, self._event, 0))

@@ -3,7 +3,8 @@
 A `Workspace` belongs to one group and one purpose. It has two sets of data, used in turn, flags, and the words with
 which kernels count calls (`executor.kernels.signals` tells how). Because they take turns, no barrier is needed between
 calls: no call ends before every peer has delivered its part, so whoever writes into a set again knows that its reader
-has finished with it. The exception is a captured CUDA graph whose copies have fixed addresses; see `Workspace.turn`.
+has finished with it. A captured CUDA graph repeats with the same addresses and cannot take turns: its copies go to memory
+that no eager call uses (`Workspace.for_graphs`), behind a barrier.
 
 All ranks make the same calls in the same order, on one stream: that is the contract of symmetric memory altogether.
 NVLink multicast is never used, and it is refused where it is switched on: creating its objects can hang the fabric of
@@ -13,6 +14,8 @@ virtual machines and shared hosts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._symmetric_memory import rendezvous
 
+from executor.exchange_watch import Line, the_watch
 from executor.stream_ops import Order
 from topology.errors import PlannerError
 
@@ -68,8 +72,8 @@ class Allocation:
 class Workspace:
     """Two sets of data, flags, and counters, of one group and purpose."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(self, group: dist.ProcessGroup, purpose: str, device: torch.device) -> None:
+        self.group, self.purpose, self.device = group, purpose, device
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self.set_bytes, self.turns = 0, 0
         self.data: Allocation | None = None
@@ -77,7 +81,8 @@ class Workspace:
         self.prepared: dict[Any, Any] = {}  # what refers to this memory by address; goes when it grows
         self.order = Order(device)
         self.captured = False
-        self.outgrown: list[Allocation | None] = []  # that captured graphs still refer to
+        self.graphs: Workspace | None = None
+        self.outgrown: list[Allocation | Workspace | None] = []  # that captured graphs still refer to
         # epoch: calls so far; ticket: programs that have left the running kernel; error: 1 + the rank that was missed.
         self.words = torch.zeros((3, 32), dtype=torch.int32, device=device)
         self.epoch, self.ticket, self.error = self.words[0, :1], self.words[1, :1], self.words[2, :1]
@@ -85,18 +90,13 @@ class Workspace:
 
     def reserve(self, set_bytes: int, flags: int) -> None:
         """Make room for `set_bytes` in each set and that many int32 flags; collective when it has to grow."""
-        wanted_flags = self.signals is None or self.signals.local.numel() < 4 * flags
-        wanted_bytes = self.data is None or self.set_bytes < set_bytes
+        wanted_bytes, wanted_flags = self.lacks(set_bytes, flags)
         capturing = self.fenced()
         self.captured |= capturing
         if not (wanted_flags or wanted_bytes):
             return
         if capturing:
-            raise SymmetricMemoryError(
-                "symmetric memory cannot grow while a CUDA graph is captured",
-                why=f"this call needs 2 x {set_bytes} bytes and {flags} flags, more than any before",
-                remedy="run the call once before capturing it",
-            )
+            raise _cannot_grow(set_bytes, flags)
         if self.captured:
             self.outgrown += [self.data if wanted_bytes else None, self.signals if wanted_flags else None]
         torch.cuda.synchronize(self.device)
@@ -109,25 +109,46 @@ class Workspace:
             self.set_bytes = -(-max(set_bytes, 1 << 16) // STORE_ALIGNMENT) * STORE_ALIGNMENT
             self.data = Allocation(2 * self.set_bytes, self.group, self.device)
 
-    def turn(self) -> int:
-        """Return the set (0 or 1) whose address a copy of this call may be given.
+    def lacks(self, set_bytes: int, flags: int) -> tuple[bool, bool]:
+        """Say whether there is too little room for data, and for flags."""
+        return (
+            self.data is None or self.set_bytes < set_bytes,
+            self.signals is None or self.signals.local.numel() < 4 * flags,
+        )
 
-        A captured graph repeats with the same addresses, so its calls do not take turns with anybody: they use set 0
-        between two barriers, see `fenced`.
+    def for_graphs(self, set_bytes: int, flags: int) -> Workspace:
+        """Return what copies in captured graphs use, for the call that is being captured.
+
+        Nothing can be allocated now. The first capture takes the memory that there is, of calls that ran before, and the
+        next eager call gets new memory. An eager call could meet a graph's in no other way: a graph is replayed without
+        our knowledge, and what it holds is still read by products after it.
         """
-        if self.fenced():
-            return 0
+        if self.graphs is None or any(self.graphs.lacks(set_bytes, flags)):
+            if any(self.lacks(set_bytes, flags)):
+                raise _cannot_grow(set_bytes, flags)
+            self.outgrown.append(self.graphs)
+            self.graphs = copy(self)
+            self.data, self.signals, self.set_bytes, self.prepared = None, None, 0, {}
+        return self.graphs
+
+    def turn(self) -> int:
+        """Return the set (0 or 1) whose addresses this call may be given."""
         self.turns += 1
         return self.turns % 2
 
     @staticmethod
     def fenced() -> bool:
+        """Say whether a graph is being captured, whose calls begin with a barrier (`fence`) instead of taking turns."""
         return torch._C._cuda_isCurrentStreamCapturing()  # noqa: SLF001 - without a look whether CUDA is there
 
     def fence(self) -> None:
-        """A barrier of the ranks on the current stream, where taking turns does not do (see `turn`)."""
-        if self.fenced():
-            self.flags.handle.barrier(0, BARRIER_MS)
+        """A barrier of the ranks on the current stream: behind it nobody reads what calls before it have brought."""
+        self.flags.handle.barrier(0, BARRIER_MS)
+
+    @cached_property
+    def line(self) -> Line:
+        """Where calls whose streams wait are counted, see `executor.exchange_watch`."""
+        return the_watch().line(f"{self.purpose}, group {self.group.group_name}")
 
     @property
     def slots(self) -> Allocation:
@@ -140,6 +161,14 @@ class Workspace:
         return self.signals
 
 
+def _cannot_grow(set_bytes: int, flags: int) -> SymmetricMemoryError:
+    return SymmetricMemoryError(
+        "symmetric memory cannot grow while a CUDA graph is captured",
+        why=f"this call needs 2 x {set_bytes} bytes and {flags} flags, more than any before",
+        remedy="run the call once before capturing it",
+    )
+
+
 _workspaces: dict[tuple[dist.ProcessGroup, str, int], Workspace] = {}
 
 
@@ -148,12 +177,24 @@ def workspace(group: dist.ProcessGroup, purpose: str, device: torch.device) -> W
     key = (group, purpose, device.index)
     found = _workspaces.get(key)
     if found is None:
-        found = _workspaces[key] = Workspace(group, device)
+        found = _workspaces[key] = Workspace(group, purpose, device)
     return found
 
 
 def workspaces() -> tuple[Workspace, ...]:
     return tuple(_workspaces.values())
+
+
+def held_bytes() -> int:
+    """Return the bytes of all symmetric memory of this process, of which torch's allocator knows nothing."""
+    found = [part for space in _workspaces.values() for part in (space, space.graphs, *space.outgrown)]
+    memory = {id(one): one for part in found for one in _allocations(part)}
+    return sum(one.local.numel() for one in memory.values())
+
+
+def _allocations(part: Workspace | Allocation | None) -> tuple[Allocation, ...]:
+    held = (part.data, part.signals) if isinstance(part, Workspace) else (part,)
+    return tuple(one for one in held if one is not None)
 
 
 def release() -> None:

@@ -274,12 +274,14 @@ def _all_have_time(deadline: Deadline, step_s: float, device: torch.device) -> b
 
 
 def _memory(device_type: str) -> dict[str, Any]:
-    """Return peaks in bytes: of torch's allocator on a GPU, of the process on a CPU."""
+    """Return peaks in bytes: of torch's allocator and symmetric memory on a GPU, of the process on a CPU."""
     if device_type == "cuda":
-        stats = torch.cuda.memory_stats()
+        from executor.symmetric import held_bytes  # noqa: PLC0415 - CUDA
+
+        stats, beside = torch.cuda.memory_stats(), held_bytes()
         return {
-            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
-            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated() + beside,
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved() + beside,
             "allocated_bytes": stats.get("allocated_bytes.all.current", 0),
             "retries": stats.get("num_alloc_retries", 0),
         }

@@ -2,9 +2,10 @@
 
 A layer has four places where tensor parallelism moves tokens (`simulator.overlap_sites`). Each can run in its own mode, and
 no product is beside two of them, so their costs add. What a mode changes is what the device and the host take forward and
-backward, and how long SMs are held; a choice of modes that another beats in all of these is never part of the best plan,
-whatever the pipeline, memory or data parallelism around it. Of 1,296 choices a few are left, mostly one: the search takes
-them as one more choice of the plan. No mode of these costs memory in this model, so that none is kept for its sake.
+backward, how long SMs are held, and whether GPUs hold symmetric memory (`simulator.overlap_memory`); a choice of modes that
+another beats in all of these is never part of the best plan, whatever the pipeline, memory or data parallelism around it.
+Of 1,296 choices a few are left, mostly the quickest and the quickest without such memory: the search takes them as one more
+choice of the plan.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from planner.candidates import Nodes
 from planner.frameworks import Framework
 from simulator.data_parallel import FSDP_OPS, sm_share
 from simulator.layer_cost import BlockCost
-from simulator.overlap_sites import NONE, SITES, written
+from simulator.overlap_sites import NONE, SITES, modes_in, written
 from simulator.plan_columns import distinct
 from simulator.plan_table import Floats
 from simulator.screening import Screening
+from simulator.site_costs import PUSHED_MODES
 
-MOST = 10  # choices kept for one way to shard a layer: the quickest; and the one that asks least of the host
+MOST = 10  # choices kept for one way to shard a layer: the quickest; the one that asks least of the host; and of memory
 
 
 def with_sites(screening: Screening, nodes: Nodes, framework: Framework, recomputes: Sequence[str]) -> Nodes:
@@ -116,10 +118,11 @@ def _figures(screening: Screening, costs: dict[str, BlockCost], share: float, sh
 def _worth_trying(tried: _Figures, modes: Sequence[str]) -> list[str]:
     """Return the choices that no other beats, from the figures of none, of each mode everywhere, and of each at a site."""
     none, count = tried[0], len(modes)
+    holding = np.array([mode in PUSHED_MODES for mode in (NONE, *modes)])
     by_site = []
     for number in range(len(SITES)):
         here = [0, *range(1 + (number + 1) * count, 1 + (number + 2) * count)]
-        kept = _undominated(tried[here].compared())
+        kept = _undominated(np.column_stack([tried[here].compared(), holding]))
         by_site.append([((NONE, *modes)[index], tried[here[index]]) for index in kept])
     texts, found = list(modes), [tried[number] for number in range(1, 1 + count)]
     for chosen in product(*by_site):
@@ -134,9 +137,10 @@ def _worth_trying(tried: _Figures, modes: Sequence[str]) -> list[str]:
         often=none.often,
     )
     seconds = every.seconds()
-    kept = sorted(_undominated(every.compared()), key=lambda row: (float(seconds[row]), row))
-    leanest = int(np.argmin(every.host.sum(axis=1)))
-    return [texts[row] for row in dict.fromkeys([*kept[:MOST], leanest])]
+    held = np.array([bool(set(modes_in(text)) & set(PUSHED_MODES)) for text in texts])
+    kept = sorted(_undominated(np.column_stack([every.compared(), held])), key=lambda row: (float(seconds[row]), row))
+    leanest, smallest = int(np.argmin(every.host.sum(axis=1))), next(row for row in kept if not held[row])
+    return [texts[row] for row in dict.fromkeys([*kept[:MOST], leanest, smallest])]
 
 
 def _undominated(vectors: Floats) -> list[int]:

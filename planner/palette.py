@@ -48,6 +48,7 @@ MEMORY = {
     "gathered_parameters": PURPLE,
     "gradient_buffers": WINE,
     "loss_and_recompute": SKY,
+    "symmetric_buffers": BROWN,
     "reserved": GREY,  # held by the allocator, in use by nothing
 }
 # What a link is made of, widest first (`topology.cluster.LinkKind`).

@@ -54,6 +54,7 @@ class RuntimeCosts:
 
     `busy` multiplies kernel times: inside a step clocks, caches and gaps are not those of a kernel alone. `host` are
     fields of HostSpec that replace the description's. `reserved` is what the allocator held over what was predicted.
+    `borrowed`: of the runtime that the one in question is like.
     """
 
     busy: float = 1.0
@@ -61,6 +62,7 @@ class RuntimeCosts:
     reserved: float = 1.0
     spread: float = 0.0  # of the runs around the fit
     runs: int = 0
+    borrowed: bool = False
 
 
 @dataclass(slots=True)
@@ -91,10 +93,9 @@ class Calibration:
         own = self._costs((spec.names[0], compiled))
         if own.runs or not spec.like:
             return own
-        borrowed = self._costs((spec.like, compiled))
-        if not spec.host.plain_tensors:
-            return borrowed
-        return replace(borrowed, host={k: v for k, v in borrowed.host.items() if k not in OF_DTENSORS})
+        found = self._costs((spec.like, compiled))
+        kept = {k: v for k, v in found.host.items() if not (spec.host.plain_tensors and k in OF_DTENSORS)}
+        return replace(found, host=kept, borrowed=True)
 
     def _costs(self, key: tuple[str, bool]) -> RuntimeCosts:
         if key not in self.costs and self.fit is not None:

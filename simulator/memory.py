@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from simulator.layer_cost import BlockCost, CostContext
 from simulator.model import Model
 from simulator.operators import OperatorSpec, parse_matmul, tensor_bytes
+from simulator.overlap_memory import symmetric_bytes
 from simulator.plan_table import Floats
 from simulator.runtime_library import ModelOperators, head_moments, holds_placeholders, keeps_outputs
 from simulator.stages import COUNTED_OUT, StageLayout, head_in_flight, in_flight
@@ -159,6 +160,7 @@ def memory_columns(
         "gathered_parameters": gathered,
         "gradient_buffers": reduction,
         "loss_and_recompute": turning,
+        "symmetric_buffers": symmetric_bytes(context, *layout.layers),
     }
     categories = {k: np.where(exists, v, 0.0) for k, v in categories.items()}
     everything = sum(categories.values(), np.zeros_like(shared))

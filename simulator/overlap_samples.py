@@ -7,7 +7,7 @@ it. A slice's collective likewise keeps its share. Copies and hops run at the ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -172,9 +172,9 @@ def sites_of(profile: Profile | None, cluster: Cluster) -> SiteRates:
     return found
 
 
-def assumed_of(tp_overlap: str, profile: Profile | None, cluster: Cluster) -> tuple[str, ...]:
-    """Return what an estimate of a plan with these overlap modes assumes, in words; nothing where it was measured."""
-    ours = [mode for mode in modes_in(tp_overlap) if mode in SITE_MODES]
+def assumed_of(tp_overlaps: Iterable[str], profile: Profile | None, cluster: Cluster) -> tuple[str, ...]:
+    """Return what estimates of plans with these overlap modes assume, in words; nothing where it was measured."""
+    ours = sorted({mode for text in tp_overlaps for mode in modes_in(text) if mode in SITE_MODES})
     if not ours or sites_of(profile, cluster).source != "assumed":
         return ()
     return (f"overlap {', '.join(ours)} as measured on H200s (planner calibrate measures it here)",)

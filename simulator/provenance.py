@@ -21,6 +21,7 @@ Floats = NDArray[np.float64]
 # An 80 % half-width over a median deviation, for a normal distribution.
 HALF_WIDTH = 1.28 / 0.6745
 LEAST = 0.06  # the same layers took 3 to 6 % more or less on two hosts with the same GPUs (examples/profiles)
+BORROWED = 0.03  # the executor took 1.2 % less to 3.3 % more than torchtitan for the same plan, minutes apart (examples/validation)
 UNRUN = 0.08  # where no layer of the runtime was run: its host and its order of kernels are the description's
 # What a share adds that is not measured: the intervals that datasheet predictions have (simulator.closed_form).
 WIDER = {Source.MEASURED: 0.0, Source.FITTED: 0.0, Source.DATASHEET: 0.15, Source.ASSUMED: 0.30}
@@ -92,7 +93,8 @@ def shares(
 def half_width(row: dict[str, float], calibration: Calibration, runtime: Runtime, *, host: float) -> float:
     """Return the relative half-width of a calibrated step's 80 % interval; `host` is the share of waiting for it."""
     costs = calibration.runtime(runtime.name, compiled=runtime.compile)
-    base = max(HALF_WIDTH * costs.spread, LEAST) if costs.runs and costs.spread else UNRUN
+    base = float(np.hypot(HALF_WIDTH * costs.spread, LEAST)) if costs.runs and costs.spread else UNRUN
+    base += BORROWED if costs.borrowed else 0.0
     return base + HOST_MEASURED * host + sum(row.get(source.value, 0.0) * wider for source, wider in WIDER.items())
 
 

@@ -139,9 +139,10 @@ class Roofline:
         seconds, source = self.calibration.seconds(
             work, lambda: np.atleast_1d(self._datasheet(work)), dtype=self.dtype, runtime=self.runtime
         )
-        # What is measured, and what curves go through, are products of one size: grouped ones are not among them.
-        grouped = efficiency(self.gpu.architecture).grouped if work.grouped else 1.0
-        return seconds * self.busy / grouped, source
+        if work.grouped:
+            # What is measured, and what curves go through, are products of one size: grouped ones are not among them.
+            return seconds * self.busy / efficiency(self.gpu.architecture).grouped, np.full(seconds.shape, DATASHEET)
+        return seconds * self.busy, source
 
     def packing_bytes_per_s(self, nbytes: Floats | float) -> Floats:
         """Return the rate at which FSDP packs and unpacks modules of `nbytes`, over the bytes counted for it."""

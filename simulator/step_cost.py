@@ -343,7 +343,7 @@ def layer_host_s(host: HostSpec, table: PlanTable) -> Floats:
 
 def again_host_s(host: HostSpec, table: PlanTable) -> Floats:
     """Return the host seconds of one layer recomputed, beside the launches: its modules, its wrapping, its DTensors."""
-    tensors = table["tp"] > 1
+    tensors = (table["tp"] > 1) & (not host.plain_tensors)
     wrapping = np.zeros(len(table))
     for word in words(table.recompute):
         seen = np.where(tensors, SEEN_TWICE, 1.0) if host.dispatches(word) else 1.0

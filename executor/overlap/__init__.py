@@ -11,6 +11,7 @@ tensors `nccl`, `chunked` and `ring` run with gloo, and the others do what `nccl
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -97,10 +98,18 @@ def captured(call: Callable[..., Any], *samples: Tensor) -> Callable[..., Any]:
     `call` takes tensors (all that gradients shall flow to, weights among them) and returns tensors; shapes and
     `requires_grad` are those of the samples. A replay costs the host one launch whatever the call consists of. Results lie
     in memory of the graph until the next replay. Reduce-scatters of the modes copy_engine and fused send whole
-    shards there and add them up after the last product, and exchanges by copy engines are fenced by two barriers instead
-    of taking turns with two buffers.
+    shards there and add them up after the last product, and exchanges by copy engines begin with a barrier instead of
+    taking turns with two buffers; graphs have buffers of their own.
     """
-    return torch.cuda.make_graphed_callables(call, samples)
+    # Graphs of before are garbage in cycles; collected in the middle of a capture, their end would spoil it.
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return torch.cuda.make_graphed_callables(call, samples)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _to_rows(x: Tensor, dim: int) -> tuple[Tensor, tuple[int, ...]]:

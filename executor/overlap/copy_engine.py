@@ -20,6 +20,12 @@ from executor.overlap.relay import relay_sum
 # On two H200 the two ways were equally fast at 3 x 67 MB, the relay slower at 3 x 34 MB (249 and 189 us at 8192 x 4096 x
 # 1024; examples/validation/overlap_2xH200.md).
 LARGEST_ADDED_BYTES = 2**27
+# Multiply-adds from which two ranks relay in four pieces, each a whole number of rounds of tiles, whose products take turns
+# on two streams: 837 and 868 instead of 866 and 889 us at 8192 x 8192 x 4096. At half the depth that was 445 and 451
+# instead of 452 and 467 us while the host kept up, and 558 instead of 454 when it did not: eight products and their
+# signals cost it 260 to 550 us.
+FOUR_PIECES_PRODUCT = 2**38
+TILE = (128, 256)  # of the library's products
 
 
 class CopyEngine(Nccl):
@@ -60,7 +66,10 @@ class CopyEngine(Nccl):
             def multiply(shard: int, first: int, last: int, out: Tensor, add: bool) -> None:
                 products(pairs, shard * rows + first, shard * rows + last, out, add=add)
 
-            return relay_sum(multiply, shape, x.dtype, group, x.device, pieces=2)
+            if world > 2 or sum(x.numel() for x, _ in pairs) * shape[1] < FOUR_PIECES_PRODUCT:
+                return relay_sum(multiply, shape, x.dtype, group, x.device, pieces=2)
+            unit = rows_of_a_round(shape[1], processors(x.device))
+            return relay_sum(multiply, shape, x.dtype, group, x.device, pieces=4, unit=unit, lanes=2)
 
         def make(shard: int, out: Tensor) -> None:
             products(pairs, shard * rows, (shard + 1) * rows, out)
@@ -81,6 +90,12 @@ class CopyEngine(Nccl):
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def rows_of_a_round(columns: int, processors: int) -> int:
+    """Return how many rows of a product the multiprocessors compute at once, a tile each."""
+    height, width = TILE
+    return height * max(1, processors // -(-columns // width))
 
 
 def relays(world: int, rows: int, columns: int, itemsize: int) -> bool:

@@ -32,11 +32,11 @@ Make = Callable[[int, Tensor], object]
 _streams: dict[tuple[int, str], torch.cuda.Stream] = {}
 
 
-def side_stream(device: torch.device, purpose: str = "copies") -> torch.cuda.Stream:
+def side_stream(device: torch.device, purpose: str = "copies", priority: int = -1) -> torch.cuda.Stream:
     """A stream beside the products, of high priority: a copy that waits for a kernel's launch would be late."""
     found = _streams.get((device.index, purpose))
     if found is None:
-        found = _streams[device.index, purpose] = torch.cuda.Stream(device, priority=-1)
+        found = _streams[device.index, purpose] = torch.cuda.Stream(device, priority=priority)
     return found
 
 
@@ -59,18 +59,26 @@ class Push:
 class Moving:
     """What every exchange by copy engines has: a workspace, one of its two sets, a stream of copies, flags.
 
+    `begin` comes before the first copy and the first wait, `finish` after the last.
+
     Words are never set or waited for on the stream of products, which would stand still for 20 us each time (two H200:
     516 instead of 477 us for a reduce-scatter at 8192 x 8192 x 2048); a stream of signals does that, and products wait
     for its events. In a captured graph words are set by memsets and waited for by a kernel, since streams' own way cannot
     be captured.
     """
 
+    what = "an exchange"
+
     def __init__(self, group: dist.ProcessGroup, purpose: str, device: torch.device, set_bytes: int) -> None:
         self.current, self.side = stream_ops.current(device), side_stream(device).cuda_stream
         self.signals = side_stream(device, "signals").cuda_stream
         self.space: Workspace = symmetric.workspace(group, purpose, device)
-        self.space.reserve(set_bytes, 2 * FLAG_RANGE)
         self.captured = self.space.fenced()
+        if self.captured:
+            self.space = self.space.for_graphs(set_bytes, 2 * FLAG_RANGE)
+        else:
+            self.space.reserve(set_bytes, 2 * FLAG_RANGE)
+        self.waiting: int | None = None  # the stream that waits for words in this call, if one does
         self.turn = 0 if self.captured else self.space.turn()
 
     @property
@@ -84,17 +92,24 @@ class Moving:
 
     def planned(self, key: object, make: Callable[[], Any]) -> Any:
         """Return what `make` worked out for this key and set, once for as long as the memory stays."""
-        whole = (self.turn, self.captured, key)
+        whole = (self.turn, key)
         found = self.space.prepared.get(whole)
         if found is None:
             found = self.space.prepared[whole] = make()
         return found
 
     def begin(self) -> None:
-        """Mark, on the current stream, the moment from which peers may be written to and copies may start."""
+        """Mark, on the current stream, the moment from which peers may be written to and copies may start.
+
+        And from which flags may be looked at. They are lowered by whoever waits for them, a kernel on the current stream
+        (the fused product) or the stream of signals: if that ran ahead, it would take a flag that was raised for the
+        kernel, which would then wait for ever.
+        """
         if self.captured:
             self.space.fence()
-        self.space.order(first=self.current, then=self.side)
+            self.space.order(first=self.current, then=self.side)
+        else:
+            self.space.order(first=self.current, then=(self.side, self.signals))
 
     def send(self, target: int, source: int, nbytes: int, flag: int) -> None:
         """Copy to a peer, then raise a flag there."""
@@ -106,9 +121,14 @@ class Moving:
         if self.captured:
             self.planned("wait", self._waiting)(self.current, flag, 1 + source)
         else:
-            stream_ops.wait_word(flag, 1, self.signals)
+            self.wait_on(self.signals, flag, 1)
             self.space.order(first=self.signals, then=self.current)
             stream_ops.write_word(flag, 0, self.signals)
+
+    def wait_on(self, stream: int, word: int, value: int) -> None:
+        """Make a stream wait for a word; the host watches that the call ends."""
+        self.waiting = stream
+        stream_ops.wait_word(word, value, stream)
 
     def _waiting(self) -> Callable[..., None]:
         from executor.kernels.copies import wait_and_lower  # noqa: PLC0415 - triton
@@ -124,9 +144,11 @@ class Moving:
         """
         self.space.order(first=self.side, then=self.current)
         if self.captured:
-            self.space.fence()
-        else:
-            self.space.order(first=self.signals, then=self.current)
+            return
+        self.space.order(first=self.signals, then=self.current)
+        if self.waiting is not None:
+            line = self.space.line
+            stream_ops.write_word(line.address, line.issue(self.what), self.waiting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +165,8 @@ class GatherPlan:
 
 class Gathering(Moving):
     """An all-gather under way: where shards arrive, and which flag says so."""
+
+    what = "an all-gather"
 
     def __init__(self, x: Tensor, group: dist.ProcessGroup, *, pieces: int, keep: bool) -> None:
         """Start to push `x` (R, K) to all peers. With `keep` it goes to its place among the gathered ones, too."""
@@ -208,6 +232,8 @@ def gather(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
 class Scattering(Moving):
     """A reduce-scatter under way: parts of (R, N) go to their owners' slots (W, R, N), in pieces of rows."""
 
+    what = "a reduce-scatter"
+
     def __init__(
         self,
         shape: tuple[int, int],
@@ -243,7 +269,7 @@ class Scattering(Moving):
         rank, world = self.space.rank, self.space.world
         for step in range(1, world):
             for piece, count in enumerate(counts):
-                stream_ops.wait_word(done + 4 * ((step - 1) * len(counts) + piece), count, self.side)
+                self.wait_on(self.side, done + 4 * ((step - 1) * len(counts) + piece), count)
                 self.push(parts + (step - 1) * self.rows * self.row_bytes, (rank + step) % world, piece)
 
     def add(self, out: Tensor) -> None:

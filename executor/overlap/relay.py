@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor import stream_ops
-from executor.overlap.push import FLAG_RANGE, Bounds, Moving, cut
+from executor.overlap.push import FLAG_RANGE, Bounds, Moving, cut, side_stream
 
 Multiply = Callable[[int, int, int, Tensor, bool], object]
 
@@ -35,6 +35,8 @@ class RelayPlan:
 
 class Relaying(Moving):
     """A relay under way; not in a graph, where a stream cannot wait for a word."""
+
+    what = "a relayed reduce-scatter"
 
     def __init__(
         self, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device, bounds: Bounds
@@ -65,11 +67,25 @@ class Relaying(Moving):
     def fetch(self, step: int, piece: int, target: Tensor) -> None:
         """Have the partial sum of a step of the rank before copied to `target`; the current stream waits for it."""
         flag = self.plan.awaited[step][piece]
-        stream_ops.wait_word(flag, 1, self.side)
+        self.wait_on(self.side, flag, 1)
         nbytes = target.numel() * target.element_size()
         stream_ops.copy(target.data_ptr(), self.plan.fetched[step][piece], nbytes, self.side)
         self.space.order(first=self.side, then=self.current)
         stream_ops.write_word(flag, 0, self.side)  # for the next call; the product need not wait for this
+
+    def lanes(self, count: int) -> tuple[torch.cuda.Stream | None, ...]:
+        """Return streams for products, the current one (None if it is the only one) first."""
+        if count == 1:
+            return (None,)
+        more = tuple(side_stream(self.space.device, f"products {n}", priority=0) for n in range(1, count))
+        self.space.order(first=self.current, then=tuple(stream.cuda_stream for stream in more))
+        return (torch.cuda.current_stream(self.space.device), *more)
+
+    def take(self, stream: torch.cuda.Stream | None) -> None:
+        """Have what follows run on a stream."""
+        if stream is not None:
+            torch.cuda.set_stream(stream)
+            self.current = stream.cuda_stream
 
     def tell(self, step: int, piece: int) -> None:
         """Tell the next rank that the current stream has made its partial sum."""
@@ -85,24 +101,34 @@ def relay_sum(
     device: torch.device,
     *,
     pieces: int,
+    unit: int = 1,
+    lanes: int = 1,
 ) -> Tensor:
     """Return this rank's (R, N) of the sum over ranks; `multiply(shard, first, last, out, add)` makes or adds rows.
 
     W at least 2. What is waited for at a step was told one step of the neighbour before, which waited only for one step
-    before that: no circle.
+    before that: no circle. All pieces but the last are multiples of `unit` rows. With two lanes, products take turns on
+    two streams: the next one begins on multiprocessors that the last round of tiles of the one before leaves idle.
     """
-    bounds = cut(shape[0], pieces, 1)
+    bounds = cut(shape[0], pieces, unit)
     moving = Relaying(shape, dtype, group, device, bounds)
     rank, world = moving.space.rank, moving.space.world
     out = torch.empty(shape, dtype=dtype, device=device)
     moving.begin()
-    for step in range(world):
-        for piece, (first, last) in enumerate(bounds):
-            target = moving.plan.made[step][piece] if step < world - 1 else out[first:last]
-            if step:
-                moving.fetch(step - 1, piece, target)
-            multiply((rank - 1 - step) % world, first, last, target, step > 0)
-            if step < world - 1:
-                moving.tell(step, piece)
+    streams = moving.lanes(lanes)
+    try:
+        for step in range(world):
+            for piece, (first, last) in enumerate(bounds):
+                moving.take(streams[(step * len(bounds) + piece) % lanes])
+                target = moving.plan.made[step][piece] if step < world - 1 else out[first:last]
+                if step:
+                    moving.fetch(step - 1, piece, target)
+                multiply((rank - 1 - step) % world, first, last, target, step > 0)
+                if step < world - 1:
+                    moving.tell(step, piece)
+    finally:
+        moving.take(streams[0])
+    for stream in streams[1:]:
+        moving.space.order(first=stream.cuda_stream, then=moving.current)
     moving.finish()
     return out

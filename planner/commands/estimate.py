@@ -148,7 +148,7 @@ def _with_assumed(case: Case, profile: Any) -> Case:
     """Return the case with what its overlap modes assume: rates of another machine, where no profile has measured them."""
     from simulator.overlap_samples import assumed_of  # noqa: PLC0415 - keeps `--help` light
 
-    return replace(case, assumed=(*case.assumed, *assumed_of(case.plan.tp_overlap, profile, case.cluster)))
+    return replace(case, assumed=(*case.assumed, *assumed_of([case.plan.tp_overlap], profile, case.cluster)))
 
 
 def answer(case: Case, profile: Any) -> tuple[tuple[Problem, ...], Estimate | None]:

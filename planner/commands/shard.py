@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 
 def shard(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Cases: mesh, operators, placements; - for stdin.")],
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="Simulate the time there: catalogue name, cluster file or capture.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=1 << 20, help="GPUs of the cluster to have.")] = None,
+    profile: options.Profile = None,
     json: options.Json = False,
 ) -> None:
     """Choose placements for what is not pinned, and plan the collectives between them.
@@ -21,17 +26,20 @@ def shard(
     A case that has no answer says why. Exit code 3 when that is so of every case.
     """
     from planner import output  # noqa: PLC0415 - keeps `--help` light
+    from planner.inputs import cluster_of, profile_of  # noqa: PLC0415 - as above
     from planner.sharding.answers import answered  # noqa: PLC0415 - as above
     from planner.sharding.problem import case_texts  # noqa: PLC0415 - as above
     from topology import codec  # noqa: PLC0415 - as above
 
     text, where = codec.read_given(file)
+    machine = None if cluster is None else cluster_of(cluster, gpus)
+    measured = None if machine is None else profile_of(profile, machine)
     cases = case_texts(codec.parse_json(text, where=where), where=where)
     rows = []
     try:
         for number, case in enumerate(cases):
             output.progress(f"case {number + 1} of {len(cases)}")
-            rows.append(answered(case, number))
+            rows.append(answered(case, number, machine, measured))
     finally:
         output.end_progress()
     if json:
@@ -43,6 +51,7 @@ def shard(
 
 
 def _print(rows: Sequence[Mapping[str, Any]]) -> None:
+    from itertools import groupby  # noqa: PLC0415 - keeps `--help` light
 
     from rich.table import Table  # noqa: PLC0415 - as above
 
@@ -59,16 +68,19 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
         for name, tokens in row["placements"].items():
             placed.add_row(printable(name), " ".join(tokens), printable(_axes(row["named"][name])))
         screen.print(placed)
+        if time := row.get("time_s"):
+            parts = f"{1e6 * time['compute']:,.1f} compute, {1e6 * time['exposed_communication']:,.1f} communication not hidden"
+            screen.print(f"{1e6 * time['value']:,.1f} us simulated ({time['source']}): {parts}")
         if row["collectives"]:
             table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2))
             for heading, justify in (("collective", "left"), ("over", "left"), ("in B", "right"), ("ring B", "right")):
                 table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
             table.add_column("why", overflow="fold")
-            for one in row["collectives"]:
+            for _, alike in groupby(row["collectives"], key=str):
+                one, *more = alike
+                kind = f"{len(more) + 1} x {one['kind']}" if more else one["kind"]
                 sent = f"{one['ring_send_bytes_per_rank']:,}"
-                table.add_row(
-                    one["kind"], printable(one["mesh_dim"]), f"{one['bytes_in']:,}", sent, printable(one["why"])
-                )
+                table.add_row(kind, printable(one["mesh_dim"]), f"{one['bytes_in']:,}", sent, printable(one["why"]))
             screen.print(table)
         screen.print()
 

@@ -197,6 +197,7 @@ def answer(
     from planner.infeasible import minimal_gpus  # noqa: PLC0415 - as above
     from planner.inputs import cluster_of, profile_of, unsound_gpus  # noqa: PLC0415 - as above
     from simulator.hf_config import load_model  # noqa: PLC0415 - as above
+    from simulator.overlap_samples import assumed_of  # noqa: PLC0415 - as above
     from simulator.workload import Workload  # noqa: PLC0415 - as above
 
     _training_only(task)
@@ -258,7 +259,8 @@ def answer(
             found = run(counts[0] if counts else machine.gpu_count)
     finally:
         output.end_progress()
-    return replace(found, assumed=tuple(dict.fromkeys([*found.assumed, *assumed])))
+    rates = assumed_of([one.plan.tp_overlap for one in found.plans], measured, machine)
+    return replace(found, assumed=tuple(dict.fromkeys([*found.assumed, *assumed, *rates])))
 
 
 def _training_only(task: Task) -> None:

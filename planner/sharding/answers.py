@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from planner.sharding.collectives import Collective
 from planner.sharding.layout import Layout, tokens_of
@@ -12,14 +12,21 @@ from planner.sharding.problem import Problem, problem_of
 from planner.sharding.steps import Answer, Move, answer
 from topology.errors import Infeasible, PlannerError, UserError
 
+if TYPE_CHECKING:
+    from topology.cluster import Cluster
+    from topology.profile import Profile
 
-def answered(data: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return the row of one case; `rejected` is None, or says why it has no answer."""
+
+def answered(
+    data: Mapping[str, Any], number: int, cluster: Cluster | None = None, profile: Profile | None = None
+) -> dict[str, Any]:
+    """Return the row of one case; `rejected` is None, or says why it has no answer. On a cluster, with its time there."""
     name = data.get("id")
     name = name[:200] if isinstance(name, str) else f"case {number}"
     try:
         problem = problem_of(data)
         found = answer(problem)
+        time = {} if cluster is None else {"time_s": _time(problem, found, cluster, profile)}
     except (UserError, Infeasible) as error:
         return _rejected(name, error)
     return {
@@ -29,6 +36,19 @@ def answered(data: Mapping[str, Any], number: int) -> dict[str, Any]:
         "collectives": [_collective(one, why) for one, why in _reasons(problem, found)],
         "ring_send_bytes_per_rank": _number(sum((c.ring_send_bytes for c in found.collectives), Fraction(0))),
         "rejected": None,
+        **time,
+    }
+
+
+def _time(problem: Problem, found: Answer, cluster: Cluster, profile: Profile | None) -> dict[str, Any]:
+    from planner.sharding.lowering import timed  # noqa: PLC0415 - numpy and SimPy, only where a machine is named
+
+    time = timed(problem, found, cluster, profile)
+    return {
+        "value": time.seconds,
+        "compute": time.compute_s,
+        "exposed_communication": time.exposed_communication_s,
+        "source": "datasheet" if profile is None else "fitted",
     }
 
 

@@ -12,6 +12,7 @@ from simulator.lowering.block_code import BlockCode, block_code
 from simulator.lowering.sharded_data import Unit
 from simulator.memory import Parameters, head_peak_bytes, local_parameters, placeholder_bytes
 from simulator.model import Model
+from simulator.overlap_memory import symmetric_bytes
 from simulator.runtime_library import ModelOperators, RecomputeSpec
 from simulator.stages import stage_layers
 from simulator.step_cost import FORWARD_SHARE, layer_host_s
@@ -66,6 +67,12 @@ class Network:
         kinds = frozenset[str]().union(*(self._kinds[stage] for stage in stages))
         held = [operator for kind in sorted(kinds) for operator in of_kind[kind]]
         return float(placeholder_bytes(held, self.context)[0])
+
+    def symmetric_bytes(self, stages: Sequence[int]) -> float:
+        """Return the bytes of symmetric memory on a rank that holds `stages`."""
+        kinds = [kind for stage in stages for kind in self._kinds[stage]]
+        dense, moe = (np.array([[kinds.count(kind)]]) for kind in ("dense", "moe"))
+        return float(symmetric_bytes(self.context, dense, moe)[0, 0])
 
     def _unit(self, name: str, shared: object, experts: object = 0.0) -> Unit:
         return Unit(name=name, shared=_number(shared), experts=_number(experts))

@@ -183,6 +183,9 @@ class _Lowering:
         placeholders = round(self.network.placeholder_bytes(self.schedule.stages_of(rank)))
         if placeholders and not self.traffic.fully_sharded:
             code.alloc("placeholders", placeholders, "gradient_buffers", filled=True, stream=COMPUTE)
+        symmetric = round(self.network.symmetric_bytes(self.schedule.stages_of(rank)))
+        if symmetric:
+            code.alloc("symmetric", symmetric, "symmetric_buffers", filled=True, stream=COMPUTE)
         if table.conditions["autocast"][0] and widths["parameters"] > self.context.dtype_bytes("compute"):
             nbytes = round(whole * self.context.dtype_bytes("compute"))
             code.alloc("cast weights", nbytes, "gathered_parameters", filled=True, stream=COMPUTE)

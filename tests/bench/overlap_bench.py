@@ -20,6 +20,7 @@ WARM_S = 2.0
 class Bench:
     def __init__(self, out: str, seconds: float, rows: tuple[int, ...] = ()) -> None:
         self.rows = rows
+        self.operations: tuple[str, ...] = ()
         self.deadline = Deadline.since_launch(seconds)
         self.rank = int(dist.get_rank())
         self.group = dist.group.WORLD

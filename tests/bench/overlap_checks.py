@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Callable
 from functools import partial
 
@@ -14,6 +15,8 @@ from executor.overlap import all_reduce
 from executor.verify_overlap import Shape
 from tests.bench.overlap_bench import Bench
 
+LONGEST_CASE_S = 45.0
+CHECKED_EVERY = 50  # replays
 CHANGING = ("copy_engine", "fused")  # modes of ours that move data themselves
 
 
@@ -35,6 +38,7 @@ def captured(bench: Bench, iterations: int) -> None:
                     return overlap.all_gather_matmul(x, (weight,), bench.group, mode=mode)[0]
                 return overlap.matmul_reduce_scatter(x, weight, bench.group, mode=mode)
 
+            _starting(bench, f"{operation} {mode}: captured")
             replay = overlap.captured(
                 call, x.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
             )
@@ -47,6 +51,8 @@ def captured(bench: Bench, iterations: int) -> None:
                     wanted = _both_ways(call, x, weight)
                     for one, other in zip(found, wanted, strict=True):
                         worst = torch.maximum(worst, verify_overlap._difference(one, other.double()))
+                if turn % CHECKED_EVERY == 0:  # seldom: the host is to run ahead of both GPUs
+                    symmetric.check_delivered()
                 if turn % 100 == 0:
                     wide = (x.detach().double().requires_grad_(), weight.detach().double().requires_grad_())
                     for one, other in zip(found, _both_ways(partial(call, mode="nccl"), *wide), strict=True):
@@ -64,6 +70,7 @@ def captured(bench: Bench, iterations: int) -> None:
                 ))  # fmt: skip
     for nbytes in (2**13, 2**19, 2**22):
         x = bench.draw(nbytes // 2)
+        _starting(bench, f"all_reduce of {nbytes} bytes: captured")
         replay = overlap.captured(lambda x: all_reduce.all_reduce(x, bench.group), x.clone())
         worst = torch.zeros((), dtype=torch.float64, device=bench.device)
         for turn in range(iterations):
@@ -78,6 +85,15 @@ def captured(bench: Bench, iterations: int) -> None:
             operation="all_reduce captured, to eager", mode="own", dtype="bfloat16",
             shape=Shape(rows=1, depth=0, columns=nbytes // 2), iterations=iterations, difference=float(worst), tolerance=0.0,
         ))  # fmt: skip
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _starting(bench: Bench, what: str) -> None:
+    """Say what comes next, and have every rank show where it stands if that takes too long."""
+    symmetric.check_delivered()
+    bench.recorder.write("starting", what=what, left_s=bench.deadline.left_s)
+    faulthandler.cancel_dump_traceback_later()
+    faulthandler.dump_traceback_later(LONGEST_CASE_S, exit=True)
 
 
 def _both_ways(call: Callable[..., Tensor], x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -98,6 +114,7 @@ def check(bench: Bench, iterations: int, modes: tuple[str, ...]) -> None:
     ]
     for operation in verify_overlap.OPERATIONS:
         for mode in modes:
+            _starting(bench, f"{operation} {mode}: shapes")
             for number, shape in enumerate(shapes):
                 for dtype in (torch.bfloat16, torch.float16):
                     if dtype == torch.float16 and number:
@@ -126,11 +143,13 @@ def check(bench: Bench, iterations: int, modes: tuple[str, ...]) -> None:
         if not bench.left(5):
             bench.recorder.missing(f"{operation} {mode}: many iterations")
             continue
+        _starting(bench, f"{operation} {mode}: many iterations")
         _say(bench, verify_overlap.check(
             operation, mode, shape, bench.group, device=bench.device, dtype=torch.bfloat16, delays=True, seed=77,
             iterations=iterations if shape is not large else iterations // 4,
         ))  # fmt: skip
     symmetric.check_delivered()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _say(bench: Bench, verdict: verify_overlap.OverlapVerdict) -> None:

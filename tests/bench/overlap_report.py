@@ -127,7 +127,7 @@ def other_lines(found: list[dict[str, Any]]) -> list[str]:
         if r["kind"] == "tiles":
             lines += [
                 "",
-                f"Kernel variants, {r['operation']}, {r['rows']:,} x {r['columns']:,} x {r['depth']:,} (µs): "
+                f"Kernel variants ({r['run']}), {r['operation']}, {r['rows']:,} x {r['columns']:,} x {r['depth']:,} (µs): "
                 + ", ".join(f"{name} {1e6 * s:,.0f}" for name, s in sorted(r["seconds"].items(), key=lambda i: i[1]))
                 + ".",
             ]

@@ -25,6 +25,7 @@ SHARE = {
     "tiles": 0.6,
     "scatter_tiles": 0.4,
     "mechanisms": 0.8,
+    "relays": 0.8,
     "host": 0.1,
     "table": 1.5,
     "sums": 1.0,
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=300)
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--rows", default="", help="numbers of rows in the table, such as 2048,8192; default: all")
+    parser.add_argument("--operations", default="", help="operations in the table; default: all")
     parser.add_argument("--modes", default="", help="modes to check; default: all")
     options = parser.parse_args()
     folder = Path(options.out)
@@ -58,6 +60,7 @@ def main() -> int:
         ]
         arguments += [f"--modes={options.modes}"] if options.modes else []
         arguments += [f"--rows={options.rows}"] if options.rows else []
+        arguments += [f"--operations={options.operations}"] if options.operations else []
         done = launch(
             "tests.bench.overlap_worker", arguments, ranks=options.ranks, budget_s=seconds, directory=folder / "logs"
         )

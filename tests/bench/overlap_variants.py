@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from executor import overlap, stream_ops, symmetric, verify_overlap
 from executor.overlap import all_reduce, fused, push
-from executor.overlap.copy_engine import processors
+from executor.overlap.copy_engine import processors, rows_of_a_round
 from executor.overlap.mode import products
 from executor.overlap.relay import relay_sum
 from tests.bench.overlap_bench import Bench
@@ -137,6 +138,57 @@ def mechanisms(bench: Bench) -> None:
         bench.recorder.write(
             "tiles", operation="matmul_reduce_scatter", rows=rows, columns=columns, depth=depth, seconds=done
         )
+        symmetric.check_delivered()
+
+
+def relays(bench: Bench) -> None:
+    """Cuts of a relayed reduce-scatter and lanes of its products, each behind a call that leaves the GPU cool."""
+    for rows, columns, depth in (
+        (8192, 8192, 2048), (16384, 4096, 2048), (8192, 8192, 2048), (8192, 4096, 2048), (4096, 8192, 4096), (8192, 8192, 4096),
+        (8192, 8192, 2048), (4096, 4096, 2048), (2048, 8192, 4096),
+    ):  # fmt: skip
+        if not bench.left(5):
+            bench.recorder.missing(f"relays of {rows} x {columns} x {depth}")
+            return
+        x, weight = bench.draw(rows, depth), bench.draw(columns, depth)
+        operand, shape = weight.t(), (rows // bench.world, columns)
+
+        def multiply(
+            shard: int, first: int, last: int, out: Tensor, add: bool, x=x, operand=operand, r=shape[0]
+        ) -> None:
+            products(((x, operand),), shard * r + first, shard * r + last, out, add=add)
+
+        def make(shard: int, out: Tensor, x=x, operand=operand, r=shape[0]) -> None:
+            torch.mm(x[shard * r : (shard + 1) * r], operand, out=out)
+
+        wave = rows_of_a_round(columns, processors(bench.device))
+        cool = partial(overlap.MODES["ring"].matmul_scatter, ((x, operand),), bench.group)
+        wanted: dict[str, Callable[[], object]] = {
+            "cublas": lambda: x @ operand,
+            "copy_engine": partial(overlap.MODES["copy_engine"].matmul_scatter, ((x, operand),), bench.group),
+            "fused": partial(overlap.MODES["fused"].matmul_scatter, ((x, operand),), bench.group),
+            "whole shards": lambda: push.scatter_sum(make, shape, x.dtype, bench.group, bench.device),
+        }
+        for pieces, unit, lanes in ((2, 1, 1), (2, 1, 2), (3, wave, 1), (3, wave, 2), (4, wave, 1), (4, wave, 2)):
+            wanted[f"relay in {pieces}, {lanes} lanes"] = partial(
+                relay_sum, multiply, shape, torch.bfloat16, bench.group, bench.device,
+                pieces=pieces, unit=unit, lanes=lanes,
+            )  # fmt: skip
+        expected, worst = cool().double(), torch.zeros((), dtype=torch.float64, device=bench.device)
+        for call in wanted.values():
+            found = call()
+            if found.shape == expected.shape:
+                worst = torch.maximum(worst, verify_overlap._difference(found, expected))
+        calls: dict[str, Callable[[], object]] = {}
+        for name, call in wanted.items():
+            calls[f"ring before {name}"] = cool
+            calls[name] = call
+        done = bench.times(calls, rounds=7)
+        done = {name: s for name, s in done.items() if not name.startswith("ring")}
+        bench.recorder.write(
+            "tiles", operation="matmul_reduce_scatter", rows=rows, columns=columns, depth=depth, seconds=done,
+            difference=float(worst),
+        )  # fmt: skip
         symmetric.check_delivered()
 
 

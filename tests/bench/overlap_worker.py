@@ -20,7 +20,7 @@ from executor import overlap, symmetric
 from executor.overlap import all_reduce, fused, torch_symm_mem
 from tests.bench.overlap_bench import Bench
 from tests.bench.overlap_checks import captured, check
-from tests.bench.overlap_variants import alone, host, mechanisms, parts, tiles, tiles_of_scatter
+from tests.bench.overlap_variants import alone, host, mechanisms, parts, relays, tiles, tiles_of_scatter
 
 
 def shapes(world: int) -> list[tuple[str, str, int, int, int]]:
@@ -48,7 +48,12 @@ def shapes(world: int) -> list[tuple[str, str, int, int, int]]:
 
 
 def table(bench: Bench) -> None:
-    wanted = [shape for shape in shapes(bench.world) if shape[1] == "goal" or not bench.rows or shape[2] in bench.rows]
+    wanted = [
+        shape
+        for shape in shapes(bench.world)
+        if shape[1] == "goal"
+        or ((not bench.rows or shape[2] in bench.rows) and (not bench.operations or shape[0] in bench.operations))
+    ]
     for number, (operation, name, rows, columns, depth) in enumerate(wanted):
         if not bench.left(6):
             bench.recorder.missing(f"shapes from number {number} on")
@@ -165,6 +170,7 @@ STAGES = {
     "tiles": tiles,
     "scatter_tiles": tiles_of_scatter,
     "mechanisms": mechanisms,
+    "relays": relays,
     "host": host,
     "table": table,
     "sums": sums,
@@ -180,14 +186,18 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--modes", default=",".join(overlap.MODES), help="those to check")
     parser.add_argument("--rows", default="", help="numbers of rows in the table; default: all")
+    parser.add_argument("--operations", default="", help="operations in the table; default: all")
     options = parser.parse_args()
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
     symmetric.POLLS = 1 << 25
     bench = Bench(options.out, options.seconds, tuple(int(rows) for rows in options.rows.split(",") if rows))
+    bench.operations = tuple(name for name in options.operations.split(",") if name)
     for stage in options.stages.split(","):
-        if stage == "check":
+        if stage == "captured":
+            captured(bench, options.iterations)
+        elif stage == "check":
             check(bench, options.iterations, tuple(options.modes.split(",")))
             captured(bench, options.iterations)
         else:

@@ -56,6 +56,7 @@ class Group:
     rank: int
     size: int
     barrier: threading.Barrier
+    group_name: str = "all"
     allocations: list[int] = field(default_factory=lambda: [0])
 
 
@@ -231,10 +232,18 @@ def test_a_call_issues_no_more_than_it_has_to(monkeypatch: pytest.MonkeyPatch) -
             moving.finish()
             plans.append(id(moving.plan))
             counts = [issued[threading.get_ident()].count(name) for name in ("copy", "write_word", "wait_word")]
-            assert counts == [2 * 2, 2 * 2 * 2, 2 * 2]
+            assert counts == [2 * 2, 2 * 2 * 2 + 1, 2 * 2]  # one word more tells the host's watch that the call ended
         assert plans[:2] == plans[2:]
 
     on_ranks(3, run)
+
+
+def test_rounds_of_tiles_fill_the_multiprocessors() -> None:
+    from executor.overlap.copy_engine import rows_of_a_round
+
+    assert rows_of_a_round(8192, 132) == 4 * 128  # 32 tiles across: four rows of tiles, 128 of 132 at work
+    assert rows_of_a_round(4096, 132) == 8 * 128
+    assert rows_of_a_round(100_000, 132) == 128  # never less than a row of tiles
 
 
 def test_parts_are_relayed_where_adding_them_up_would_take_long() -> None:

@@ -146,6 +146,17 @@ def test_estimate_of_a_case_has_the_keys_of_the_contract(planner):
     assert many[0] == answer
 
 
+def test_default_overlap_rates_are_listed_as_assumed(planner):
+    """As `estimate` does: plans that overlap by modes whose rates nobody measured here rest on those of another machine."""
+    question = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "4", "--seq", "16384", "--global-batch", "1")
+    done = planner("suggest", *question, "--framework", "meshwright", "--top", "8", "--json")
+    answer = json.loads(done.stdout)
+    overlaps = any(plan["plan"]["tp_overlap"] != "none" for plan in answer["plans"])
+
+    assert overlaps
+    assert sum("as measured on H200s" in line for line in answer["assumed"]) == 1
+
+
 def test_one_unreadable_case_does_not_spoil_a_list(planner):
     """The others are answered; it is answered with what is wrong. Alone, it is exit code 2."""
     good = json.loads((CASES / "torchtitan_h200x4.json").read_text())[0]

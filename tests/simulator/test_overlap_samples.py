@@ -90,9 +90,9 @@ def test_without_samples_or_on_another_gpu_the_defaults_hold() -> None:
         found = sites_of(given, MACHINE)
 
         assert (found.rates, found.measured, found.source) == (OverlapRates(), {}, "assumed")
-        assert "as measured on H200s" in assumed_of("mlp_in=fused", given, MACHINE)[0]
-        assert assumed_of("async", given, MACHINE) == assumed_of("none", given, MACHINE) == ()
-    assert assumed_of("fused", profile(*MANY), MACHINE) == ()
+        assert "as measured on H200s" in assumed_of(["mlp_in=fused"], given, MACHINE)[0]
+        assert assumed_of(["async"], given, MACHINE) == assumed_of(["none"], given, MACHINE) == ()
+    assert assumed_of(["fused"], profile(*MANY), MACHINE) == ()
     assert with_rates(profile(), MACHINE) == profile()
 
 

@@ -1,0 +1,79 @@
+"""The watch over streams that wait: it speaks when calls are due and none ends, and only then."""
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+from executor.exchange_watch import EXIT_CODE, Line, Watch
+
+LATEST = (1 << 31) - 1
+
+
+@pytest.fixture
+def words() -> ctypes.Array[ctypes.c_int32]:
+    return (ctypes.c_int32 * 4)()
+
+
+def watch_over(words: ctypes.Array[ctypes.c_int32], said: list[str]) -> Watch:
+    return Watch(ctypes.addressof(words), said.append, stall_s=60.0)
+
+
+def test_a_call_that_does_not_end_is_named(words: ctypes.Array[ctypes.c_int32]) -> None:
+    said: list[str] = []
+    watch = watch_over(words, said)
+    idle, stuck = watch.line("gather, group 0"), watch.line("scatter, group 1")
+    assert (idle.address, stuck.address) == (ctypes.addressof(words), ctypes.addressof(words) + 4)
+    for what in ("a reduce-scatter", "a relayed reduce-scatter", "a third"):
+        stuck.issue(what)
+    words[1] = 1  # the first has ended
+    assert not watch.look(1000.0)
+    assert not watch.look(1059.0)
+    assert said == []
+    assert watch.look(1060.0)
+    assert said[0].startswith("a relayed reduce-scatter (call 2 of scatter, group 1) has not ended")
+
+
+def test_progress_and_idleness_start_the_clock_again(words: ctypes.Array[ctypes.c_int32]) -> None:
+    said: list[str] = []
+    watch = watch_over(words, said)
+    line = watch.line("gather")
+    for now in range(0, 1000, 50):  # always due, always going on
+        line.issue("an all-gather")
+        assert not watch.look(float(now))
+        words[0] += 1
+    assert not watch.look(1000.0)  # nothing is due for an hour
+    assert not watch.look(4600.0)
+    line.issue("an all-gather")
+    assert not watch.look(4601.0)
+    assert not watch.look(4660.0)
+    assert watch.look(4661.0)
+
+
+def test_counts_wrap_as_words_do(words: ctypes.Array[ctypes.c_int32]) -> None:
+    line = Line("gather", ctypes.addressof(words))
+    line._issued = words[0] = LATEST - 1
+    assert [line.issue("one"), line.issue("two"), line.issue("three")] == [LATEST, 0, 1]
+    line.stalled(10.0)
+    words[0] = 0
+    assert line.stalled(11.0) == (0.0, 1, "three")
+    words[0] = 1
+    assert line.stalled(12.0) is None
+
+
+def test_a_process_whose_wait_does_not_end_says_so_and_leaves() -> None:
+    """As on a GPU: the main thread sits in a call that does not return."""
+    script = (
+        "import executor.exchange_watch as w, threading\n"
+        "w.STALL_S, w.TICK_S = 0.2, 0.05\n"
+        "w.Watch.__init__.__kwdefaults__['stall_s'] = 0.2\n"
+        "w.the_watch().line('gather, group 0').issue('an all-gather')\n"
+        "threading.Event().wait(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == EXIT_CODE
+    assert "an all-gather (call 1 of gather, group 0) has not ended" in done.stderr
+    assert "most recent call first" in done.stderr

@@ -1,0 +1,94 @@
+"""The program of a sharded graph: what waits for what, and what can hide behind what."""
+
+import pytest
+
+from planner.sharding.lowering import lowered, timed, work_of
+from planner.sharding.steps import answer
+from simulator.check import check
+from simulator.collectives import collective_model
+from simulator.operators import WorkKind
+from tests.planner.sharding import cases
+from topology.cluster_file import load_cluster
+from topology.errors import Infeasible
+from topology.groups import GroupShape
+
+BIG = {"t": 8192, "h": 4096, "f": 16384}
+TP = cases.case("tp", cases.TP, cases.MLP, {"x": "t h: R", "w1": "f h: S(0)", "w2": "h f: S(1)"}, BIG, {"y": "R"})
+LONG = {"b": 1, "h": 6, "s": 32768, "z": 32768, "d": 128}
+RING = cases.case(
+    "ring", {"cp": 4}, [cases.ATTN], dict.fromkeys("qkv", "b h s d: S(2)"), LONG, {"o": "S(2)"}, schedule={"o": "ring"}
+)
+
+
+@pytest.fixture(scope="module")
+def machine():
+    return load_cluster("h200x4")
+
+
+def time_of(stated, machine):
+    problem = cases.problem(stated)
+    return timed(problem, answer(problem), machine)
+
+
+def test_a_chain_without_anything_beside_it_takes_the_sum(machine) -> None:
+    found = time_of(TP, machine)
+    wire = collective_model(machine).choose("all_reduce", 8192 * 4096 * 2, GroupShape(ranks=4, ranks_per_node=4))
+
+    assert found.exposed_communication_s == pytest.approx(wire.time_s.value, rel=1e-6)
+
+
+def test_products_are_counted_by_their_local_shape() -> None:
+    problem = cases.problem(TP)
+    found = answer(problem)
+    works = [work_of(o, option, problem) for o, option in zip(problem.operators, found.choice.options, strict=True)]
+
+    assert [work.kind for work in works] == [WorkKind.MATMUL, WorkKind.MOVE, WorkKind.MATMUL]
+    assert [work.flops for work in works[::2]] == [2 * 8192 * 4096 * 16384 / 4] * 2
+    assert works[1].bytes == 2 * 8192 * 16384 / 4 * 2
+    assert (works[2].m, works[2].n, works[2].k) == (8192, 4096, 4096)
+
+
+def test_attention_is_counted_by_rows_and_keys() -> None:
+    problem = cases.problem(RING)
+    (option,) = answer(problem).choice.options
+    work = work_of(problem.operators[0], option, problem)
+
+    assert work.kind is WorkKind.ATTENTION
+    assert work.flops == 4 * (32768 / 4) * 32768 * 128 * 6
+    assert (work.m, work.n, work.k, work.batch) == (8192, 32768, 128, 6)
+
+
+def test_a_ring_hides_what_a_gather_shows(machine) -> None:
+    """Pieces arrive while others are attended to: only what is faster on the wire than in the kernel is hidden."""
+    ring, whole = time_of(RING, machine), time_of({**RING, "schedule": {"o": "gather"}}, machine)
+
+    assert ring.compute_s == pytest.approx(whole.compute_s)
+    assert ring.seconds < whole.seconds
+    assert ring.exposed_communication_s < 0.3 * whole.exposed_communication_s
+
+
+def test_pieces_of_a_reduction_run_beside_the_product(machine) -> None:
+    pieces = {**TP, "schedule": {"y": "chunked:4"}}
+
+    assert time_of(pieces, machine).seconds < time_of(TP, machine).seconds
+
+
+@pytest.mark.parametrize("stated", [TP, RING, *(c for c, _, _ in cases.KNOWN)], ids=lambda c: c["id"])
+def test_every_program_is_sound(stated, machine) -> None:
+    """No event is waited for that nobody records, no rank waits for ever, and time is what kernels take at least."""
+    problem = cases.problem(stated)
+    found = answer(problem)
+    cluster = load_cluster("dgx-h100") if problem.mesh.ranks > 4 else machine
+    program, _ = lowered(problem, found, cluster)
+
+    assert check(program) == []
+    time = timed(problem, found, cluster)
+    assert time.seconds >= time.compute_s * (1 - 1e-9)
+    assert bool(time.exposed_communication_s > 1e-12) == bool(found.collectives)
+
+
+def test_a_mesh_larger_than_the_machine_has_no_time(machine) -> None:
+    stated = {**TP, "mesh": {"names": ["tp"], "shape": [8]}}
+
+    with pytest.raises(Infeasible, match="8 ranks"):
+        time_of(stated, machine)
