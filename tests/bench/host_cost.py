@@ -4,7 +4,8 @@
 
 One process pretends to be a rank of two (torch's `fake` process group sends nothing), widths are tiny, and the cost of
 a layer is the difference of a deep and a shallow model. A GPU's host is quicker or slower than this one by some factor; what
-is compared are ways of running the same layer. Medians of several forward and backward passes, one thread.
+is compared are ways of running the same layer. The least processor time of several
+passes, one thread: whatever else runs only adds to it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import argparse
 import cProfile
 import gc
 import pstats
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -63,7 +63,7 @@ def trainer(shapes: dict[str, object], layers: int, plan: Plan) -> Trainer:
 
 
 def passes(some: Trainer, rounds: int) -> tuple[float, float]:
-    """Return the median seconds of the processor that forward and backward passes take."""
+    """Return the least seconds of the processor that forward and backward passes take."""
     tokens, targets = some.batch(0)
     module = some.parallel.modules[0]
     forward, backward = [], []
@@ -81,7 +81,7 @@ def passes(some: Trainer, rounds: int) -> tuple[float, float]:
             forward.append(middle - begin)
             backward.append(end - middle)
     gc.enable()
-    return statistics.median(forward), statistics.median(backward)
+    return min(forward), min(backward)
 
 
 def world(ranks: int) -> None:
