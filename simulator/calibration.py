@@ -91,7 +91,7 @@ class Calibration:
         """
         spec = runtime_spec(name)
         own = self._costs((spec.names[0], compiled))
-        if own.runs or not spec.like:
+        if own != RuntimeCosts() or not spec.like:
             return own
         found = self._costs((spec.like, compiled))
         kept = {k: v for k, v in found.host.items() if not (spec.host.plain_tensors and k in OF_DTENSORS)}

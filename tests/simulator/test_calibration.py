@@ -297,6 +297,21 @@ def test_a_runtime_that_is_like_another_borrows_what_was_measured_of_it() -> Non
     assert own.runtime("meshwright", compiled=False).busy == 1.2
 
 
+def test_layers_of_a_runtime_like_another_say_the_same_as_of_that_other() -> None:
+    """The very runs, as if the executor had made them: the fit counts launches of its own description."""
+    measured = read_profile(EXAMPLES / "profiles" / "h200x4.json")
+    titan = [sample for sample in measured.layers if sample.runtime["name"] == "torchtitan"]
+    own = [dataclasses.replace(sample, runtime={**sample.runtime, "name": "meshwright"}) for sample in titan]
+    first, second = (
+        calibrated(dataclasses.replace(measured, layers=tuple(layers)), cluster()).runtime(name, compiled=False)
+        for layers, name in ((titan, "torchtitan"), (own, "meshwright"))
+    )
+
+    assert second.host["launch_s"] == pytest.approx(first.host["launch_s"])
+    assert second.host["fsdp_layer_s"] == pytest.approx(first.host["fsdp_layer_s"])
+    assert second.busy == pytest.approx(first.busy)
+
+
 def test_the_executor_runs_torchtitans_operators() -> None:
     titan, executor = (runtime_spec(name) for name in ("torchtitan", "meshwright"))
 
