@@ -1,7 +1,8 @@
 """What is kept for the backward pass: everything, the dear operators' results, or only what enters a block.
 
 The modes are those of torchtitan 0.2.2, which the runtime description of that name predicts: `full` wraps every block,
-`selective` every second one, `selective-op` keeps the results of attention, reductions and every second product.
+`selective` every second one, `selective-op` keeps the results of attention, reductions and every second product: eagerly
+by `executor.kept`, compiled by torch's own policy, which the compiler knows.
 A block's `forward` is replaced rather than the block wrapped, so that parameters keep their names.
 """
 
@@ -14,16 +15,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from executor import kept
 from executor.model import Block, Decoder
 
 # Recomputing these costs a collective, or an attention.
-_DEAR = (
-    "aten._scaled_dot_product_flash_attention",
-    "aten._scaled_dot_product_flash_attention_for_cpu",
-    "aten._scaled_dot_product_efficient_attention",
-    "aten._scaled_dot_product_cudnn_attention",
-    "_c10d_functional.reduce_scatter_tensor",
-)
+_DEAR = (*(f"aten.{name}" for name in kept.ATTENTION), "_c10d_functional.reduce_scatter_tensor")
 
 
 def _dear() -> set[Any]:
@@ -52,15 +48,17 @@ def _keep_dear(dear: set[Any]) -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def apply_activation_checkpoint(model: Decoder, mode: str, *, early_stop: bool) -> None:
+def apply_activation_checkpoint(model: Decoder, mode: str, *, early_stop: bool, compiled: bool) -> None:
     """Apply a mode of `executor.legal.RECOMPUTE` to every block; see `simulator.recomputation` for `early_stop`."""
     if mode == "none":
         return
-    dear = _dear() if mode == "selective-op" else set()
+    contexts = None
+    if mode == "selective-op":
+        contexts = partial(_keep_dear, _dear()) if compiled else kept.contexts
     for place, block in enumerate(model.layers.values()):
         if mode == "selective" and place % 2:
             continue
-        _recompute(block, partial(_keep_dear, dear) if mode == "selective-op" else None, early_stop=early_stop)
+        _recompute(block, contexts, early_stop=early_stop)
 
 
 def _recompute(block: Block, contexts: Any, *, early_stop: bool) -> None:

@@ -172,6 +172,9 @@ def environment(request: Request, records: Path, *, one_host: bool = True) -> di
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        # As torchtitan's run_train.sh has it: with fixed segments a third of a full GPU's memory can lie in gaps, and
+        # whenever none fits, all that is cached is given back while the device waits.
+        "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
     }
     # The flight recorder's variables have two names, by version of torch.
     added |= dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from executor.kept import attention, product
 from simulator.model import Model
 
 NORM_EPS = 1e-5
@@ -20,11 +21,15 @@ Close = Callable[[Tensor, nn.Linear], Tensor]
 
 def each(x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
     """Return `x` through each of `linears`."""
-    return tuple(linear(x) for linear in linears)
+    return tuple(one(x, linear) for linear in linears)
 
 
 def one(x: Tensor, linear: nn.Linear) -> Tensor:
-    return linear(x)
+    return product(x, linear.weight, linear.bias)
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 class CausalAttention(nn.Module):
@@ -41,14 +46,15 @@ class CausalAttention(nn.Module):
         """Take q (B, a, S, d) and k, v (B, a_kv, S, d); return (B, a, S, d)."""
         tokens = q.shape[2]
         grouped = q.shape[1] != k.shape[1]
-        if not 0 < self.window < tokens:
-            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-        if q.is_cuda and q.dtype in {torch.bfloat16, torch.float16} and q.shape[-1] == v.shape[-1]:
-            return _windowed_flash(q, k, v, self.window)
-        at = torch.arange(tokens, device=q.device)
-        behind = at[:, None] - at[None, :]
-        seen = (behind >= 0) & (behind < self.window)
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
+        with attention():
+            if not 0 < self.window < tokens:
+                return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+            if q.is_cuda and q.dtype in {torch.bfloat16, torch.float16} and q.shape[-1] == v.shape[-1]:
+                return _windowed_flash(q, k, v, self.window)
+            at = torch.arange(tokens, device=q.device)
+            behind = at[:, None] - at[None, :]
+            seen = (behind >= 0) & (behind < self.window)
+            return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
 
 
 def _windowed_flash(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -70,7 +76,11 @@ def _windowed_flash(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """How many heads are here is read off the projections' outputs."""
+    """How many heads are here is read off the projections' outputs.
+
+    `tokens_first`: hidden states are (S, B, h), as sequence parallelism lays them out. Attention reads either through a
+    view: kernels take queries and keys in any order of dimensions.
+    """
 
     def __init__(self, model: Model, window: int) -> None:
         super().__init__()
@@ -85,19 +95,30 @@ class Attention(nn.Module):
         self.core: nn.Module = CausalAttention(window)
         self.project: Project = each
         self.close: Close = one
-        # (S, 1, d) each. Buffers and not arguments: mixed precision casts the arguments of a block, and angles in
+        self.tokens_first = False
+        # (S, 1, d) each, or (S, 1, 1, d) with tokens first. Buffers and not arguments: mixed precision casts the arguments of a block, and angles in
         # bfloat16 would blur positions.
         self.register_buffer("cos", torch.empty(0), persistent=False)
         self.register_buffer("sin", torch.empty(0), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.project(x, (self.wq, self.wk, self.wv))
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (B, S, heads here, d)
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (B, S, heads here, d) or (S, B, ..)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
-        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        return self.close(out.transpose(1, 2).flatten(-2), self.wo)
+        out = self.core(*(heads_first(t, tokens_first=self.tokens_first) for t in (q, k, v)))
+        return self.close(heads_last(out, tokens_first=self.tokens_first), self.wo)
+
+
+def heads_first(x: Tensor, *, tokens_first: bool) -> Tensor:
+    """Return (B, a, S, d) of (B, S, a, d), or of (S, B, a, d) with tokens first; a view."""
+    return x.permute(1, 2, 0, 3) if tokens_first else x.transpose(1, 2)
+
+
+def heads_last(x: Tensor, *, tokens_first: bool) -> Tensor:
+    """Return (B, S, a d), or (S, B, a d) with tokens first, of (B, a, S, d); a view where kernels answer in the order asked."""
+    return (x.permute(2, 0, 1, 3) if tokens_first else x.transpose(1, 2)).flatten(-2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

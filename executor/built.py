@@ -15,7 +15,11 @@ def built(trainer: Trainer) -> dict[str, Any]:
     """Return counts and names read from the modules themselves, not from what was asked for."""
     blocks = [block for part in trainer.parallel.parts for block in part.layers.values()]
     counters = torch._dynamo.utils.counters  # noqa: SLF001 - the only count of what was compiled
-    shards = [p.numel() / local(p).numel() for p in trainer.parameters() if p.dim() > 1 and local(p).numel()]
+    shards = [
+        (trainer.cuts[name].whole if name in trainer.cuts else p.shape).numel() / local(p).numel()
+        for name, p in trainer.named_parameters()
+        if p.dim() > 1 and local(p).numel()
+    ]
     schedule = trainer.parallel.schedule
     methods = {getattr(block.attention.core, "method", "none") for block in blocks}
     return {

@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from executor.kept import kept
+
 NARROW = frozenset({torch.bfloat16, torch.float16})
 LEAST_TOKENS = 128  # of a part that is given to cuDNN: in shorter ones there is nothing to gain
 
@@ -209,19 +211,24 @@ def _wait(works: list[Any]) -> None:
         work.wait()
 
 
+def _attended(q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> tuple[Tensor, Tensor]:
+    """Return attention to all keys, and its log-sum-exp."""
+    half = q.shape[2] // 2
+    parts: list[Part] = []
+    for source, keys in ring.turns(torch.stack((k, v))):
+        queries, seen = ring.sees(source, half)
+        found = part_forward(q[:, :, queries], keys[0][:, :, seen], keys[1][:, :, seen], causal=source == ring.rank)
+        parts.append((queries, *found))
+    out, lse = combine(parts)
+    # The kernels take the result of its forward pass, in its own type; plain arithmetic the exact one.
+    return (out.to(q.dtype) if _narrow(q) else out), lse
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
-        half = q.shape[2] // 2
-        parts: list[Part] = []
-        for source, keys in ring.turns(torch.stack((k, v))):
-            queries, seen = ring.sees(source, half)
-            found = part_forward(q[:, :, queries], keys[0][:, :, seen], keys[1][:, :, seen], causal=source == ring.rank)
-            parts.append((queries, *found))
-        out, lse = combine(parts)
-        # The kernels take the result of its forward pass, in its own type; plain arithmetic the exact one.
-        kept = out.to(q.dtype) if _narrow(q) else out
-        ctx.save_for_backward(q, k, v, kept, lse)
+        out, lse = kept(lambda: _attended(q, k, v, ring))
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.ring = ring
         return out.to(q.dtype)
 

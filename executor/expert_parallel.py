@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from executor.model import Decoder
 from executor.moe import Experts
 from executor.permute import inverse_of, take
+from executor.shards import cut
 
 
 class _AllToAll(torch.autograd.Function):
@@ -47,24 +46,24 @@ class AllToAllExchange(nn.Module):
         """Take tokens (T k, h) sorted by expert and counts (E,) of all experts; return results in the same order."""
         theirs = torch.empty_like(counts)  # (ranks, experts here), flat: what each rank sends to each expert here
         dist.all_to_all_single(theirs, counts, group=self.group)
-        sent = counts.view(self.world, -1).sum(1).tolist()
-        received = theirs.view(self.world, -1).sum(1).tolist()
+        # The host must know both, and waits for the device once.
+        sent, received = torch.stack((counts, theirs)).view(2, self.world, -1).sum(2).tolist()
         arrived = _AllToAll.apply(tokens, sent, received, self.group)
         # Tokens arrive sorted by sender, then expert; experts want them by expert.
         here = theirs.numel() // self.world
-        expert = torch.arange(here, device=tokens.device).repeat(self.world).repeat_interleave(theirs)
+        expert = torch.arange(here, dtype=torch.int16, device=tokens.device).repeat(self.world)
+        expert = expert.repeat_interleave(theirs, output_size=sum(received))  # without the size the host waits again
         order = expert.argsort(stable=True)
         back = inverse_of(order)
         done = experts(take(arrived, order, back), theirs.view(self.world, -1).sum(0))
         return _AllToAll.apply(take(done, back, order), received, sent, self.group)
 
 
-def apply_expert_parallel(model: Decoder, mesh: DeviceMesh) -> None:
-    """Cut the experts of every sparse layer over the one-dimensional `mesh`, along the experts."""
-    for block in model.layers.values():
+def apply_expert_parallel(model: Decoder, group: dist.ProcessGroup) -> None:
+    """Cut the experts of every sparse layer over the ranks of `group`, along the experts."""
+    for index, block in model.layers.items():
         if block.moe is None:
             continue
-        experts = block.moe.experts
-        for name, weight in list(experts.named_parameters(recurse=False)):
-            experts.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
-        block.moe.exchange = AllToAllExchange(mesh.get_group())
+        for name, _ in list(block.moe.experts.named_parameters(recurse=False)):
+            model.cuts[f"layers.{index}.moe.experts.{name}"] = cut(block.moe.experts, name, 0, group)
+        block.moe.exchange = AllToAllExchange(group)

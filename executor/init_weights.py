@@ -7,11 +7,12 @@ model on a thousand start from the same numbers, whatever the plan.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from executor.shards import local, shard_of
+from executor.shards import Cut, local, shard_of
 
 STD = 0.02
 
@@ -29,9 +30,10 @@ def draw(name: str, shape: torch.Size, *, seed: int, device: torch.device, dtype
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, *, seed: int) -> None:
-    """Fill every parameter of `model` (not on the meta device) in place."""
+def init_weights(model: nn.Module, *, seed: int, cuts: Mapping[str, Cut] | None = None) -> None:
+    """Fill every parameter of `model` (not on the meta device) in place. `cuts`: of its parameters, by name."""
     for name, parameter in model.named_parameters():
-        here = local(parameter)
-        whole = draw(name, parameter.shape, seed=seed, device=here.device, dtype=here.dtype)
-        here.copy_(shard_of(whole, parameter))
+        here, cut = local(parameter), (cuts or {}).get(name)
+        shape = parameter.shape if cut is None else cut.whole
+        whole = draw(name, shape, seed=seed, device=here.device, dtype=here.dtype)
+        here.copy_(shard_of(whole, parameter, cut))

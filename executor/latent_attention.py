@@ -6,11 +6,12 @@ head without and with rotary positions, v a value head. The part with positions 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
 
-from executor.attention import NORM_EPS, CausalAttention, rotate
+from executor.attention import NORM_EPS, CausalAttention, Close, as_it_is, heads_first, heads_last, one, rotate
 from simulator.model import Model
 
 
@@ -34,24 +35,25 @@ class LatentAttention(nn.Module):
         self.wkv_b = nn.Linear(widths.kv_lora_rank, both, bias=False)
         self.wo = nn.Linear(model.heads * widths.v_head_dim, model.hidden, bias=False)
         self.core: nn.Module = CausalAttention(window)
+        self.enter: Callable[[Tensor], Tensor] = as_it_is
+        self.close: Close = one
+        self.tokens_first = False
         self.register_buffer("cos", torch.empty(0), persistent=False)
         self.register_buffer("sin", torch.empty(0), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        narrow = x if self.wq_a is None or self.q_norm is None else self.q_norm(self.wq_a(x))
-        q = self.wq_b(narrow).unflatten(-1, (-1, self.widths.qk_nope_head_dim + self.rope_dim))  # (B, S, heads, n + r)
-        compressed, k_rope = self.wkv_a(x).split((self.widths.kv_lora_rank, self.rope_dim), dim=-1)
-        kv = self.wkv_b(self.kv_norm(compressed))
+        x = self.enter(x)
+        narrow = x if self.wq_a is None or self.q_norm is None else self.q_norm(one(x, self.wq_a))
+        q = one(narrow, self.wq_b).unflatten(
+            -1, (-1, self.widths.qk_nope_head_dim + self.rope_dim)
+        )  # (.., heads, n + r)
+        compressed, k_rope = one(x, self.wkv_a).split((self.widths.kv_lora_rank, self.rope_dim), dim=-1)
+        kv = one(self.kv_norm(compressed), self.wkv_b)
         kv = kv.unflatten(-1, (-1, self.widths.qk_nope_head_dim + self.widths.v_head_dim))
         k_nope, v = kv.split((self.widths.qk_nope_head_dim, self.widths.v_head_dim), dim=-1)
         q_nope, q_rope = q.split((self.widths.qk_nope_head_dim, self.rope_dim), dim=-1)
         q_rope = rotate(q_rope, self.cos, self.sin)
-        k_rope = rotate(_shared(k_rope)[:, :, None], self.cos, self.sin).expand(-1, -1, k_nope.shape[2], -1)
+        k_rope = rotate(k_rope[:, :, None], self.cos, self.sin).expand(-1, -1, k_nope.shape[2], -1)
         q, k = torch.cat((q_nope, q_rope), dim=-1), torch.cat((k_nope, k_rope), dim=-1)
-        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        return self.wo(out.transpose(1, 2).flatten(-2))
-
-
-def _shared(tensor: Tensor) -> Tensor:
-    """Return what every head reads as a plain tensor; ranks with different heads see parts of its gradient."""
-    return tensor.to_local(grad_placements=[Partial()]) if isinstance(tensor, DTensor) else tensor
+        out = self.core(*(heads_first(t, tokens_first=self.tokens_first) for t in (q, k, v)))
+        return self.close(heads_last(out, tokens_first=self.tokens_first), self.wo)

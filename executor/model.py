@@ -1,8 +1,8 @@
 """A Llama-like decoder made from the shapes of a `simulator.model.Model`, with nothing parallel in it.
 
 Parallelisms are applied from outside (`executor.parallelize`): they shard parameters in place and replace the callables
-that communicate: `core` of attention, `exchange` of a sparse layer, and `project` and `close`, the products with which
-attention and feed-forward begin and end. Names of parameters are those of the whole model even when only some layers
+that communicate: `core` of attention, `enter`, `leave` and `exchange` of a sparse layer, and `project` and `close`, the
+products with which attention and feed-forward begin and end. Names of parameters are those of the whole model even when only some layers
 are built, so that a stage of a pipeline and the whole agree on what `layers.7.attention.wq.weight` is.
 
 Shapes in comments: B sequences, S tokens of each held here, h hidden, V vocabulary.
@@ -20,6 +20,7 @@ from executor.feed_forward import FeedForward
 from executor.latent_attention import LatentAttention
 from executor.legal import refuse_unsupported
 from executor.moe import MixtureOfExperts
+from executor.shards import Cut
 from simulator.model import Model
 
 ROPE_BASE = 500_000.0  # Llama 3's; the shapes do not say it and no cost depends on it
@@ -59,6 +60,7 @@ class Decoder(nn.Module):
         super().__init__()
         refuse_unsupported(model)
         self.tied = model.tied_embeddings
+        self.cuts: dict[str, Cut] = {}  # by name, of parameters that tensor or expert parallelism has cut
         self.tok_embeddings = nn.Embedding(model.vocab, model.hidden) if first else None
         indices = range(model.layers) if layers is None else layers
         self.layers = nn.ModuleDict({str(index): Block(model, index) for index in indices})
@@ -75,17 +77,20 @@ class Decoder(nn.Module):
         """Say which positions of the sequence this rank's tokens have; `positions` is (S,) of integers."""
         tables: dict[int, tuple[Tensor, Tensor]] = {}  # one for all layers
         for block in self.layers.values():
-            width = block.attention.rope_dim
+            width, rest = block.attention.rope_dim, (1, 1) if block.attention.tokens_first else (1,)
             if width not in tables:
                 half = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device)
                 angles = positions.to(torch.float64)[:, None] * ROPE_BASE ** (-half / width)
-                angles = torch.cat((angles, angles), dim=-1)[:, None, :]
+                angles = torch.cat((angles, angles), dim=-1).unflatten(0, (-1, *rest))
                 wide = torch.promote_types(dtype, torch.float32)
                 tables[width] = angles.cos().to(wide), angles.sin().to(wide)
             block.attention.cos, block.attention.sin = tables[width]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take token ids (B, S), or hidden states (B, S, h) if not first; return hidden states or logits (B, S, V)."""
+        """Take token ids (B, S), or hidden states (B, S, h) if not first; return hidden states or logits (B, S, V).
+
+        With sequence parallelism hidden states and logits have their tokens first, (S, B, ..).
+        """
         x = self.tok_embeddings(x) if self.tok_embeddings is not None else x
         for block in self.layers.values():
             x = block(x)

@@ -5,16 +5,17 @@ Shapes: T tokens held here, k experts per token, E experts, f width of one exper
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 
+from executor.attention import as_it_is, one
 from executor.feed_forward import FeedForward
+from executor.kept import product
 from executor.permute import inverse_of, take
-from executor.shards import local
 from simulator.model import MixtureOfExperts as Shapes
 
 
@@ -29,18 +30,20 @@ class Experts(nn.Module):
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Take tokens (T k, h) in order of expert and how many each expert here has; return (T k, h)."""
-        w1, w2, w3 = (local(w) for w in (self.w1, self.w2, self.w3))
         multiply = grouped if can_group(tokens) else looped
-        ends = counts.cumsum(0).to(torch.int32)
-        inner = functional.silu(multiply(tokens, w1, ends)) * multiply(tokens, w3, ends)
-        return multiply(inner, w2, ends)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        inner = functional.silu(multiply(tokens, self.w1, ends)) * multiply(tokens, self.w3, ends)
+        return multiply(inner, self.w2, ends)
 
 
 def can_group(tokens: Tensor) -> bool:
     """One kernel for all experts exists for bfloat16 on Hopper and newer; rows must be 16-byte aligned."""
-    return (
-        tokens.is_cuda and tokens.dtype is torch.bfloat16 and torch.cuda.get_device_capability(tokens.device) >= (9, 0)
-    )
+    return tokens.is_cuda and tokens.dtype is torch.bfloat16 and _capability(tokens.device) >= (9, 0)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def grouped(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -57,7 +60,8 @@ def looped(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 class MixtureOfExperts(nn.Module):
     """Experts that are chosen, and with `shared` one that every token visits (DeepSeekMoE, arXiv 2401.06066).
 
-    `exchange` is set by expert parallelism: it takes tokens to their experts and brings the results back.
+    `exchange` is set by expert parallelism: it takes tokens to their experts and brings the results back. `enter` and
+    `leave` are set by tensor parallelism that cuts the experts' width: tokens to all ranks, and the sum of their parts.
     """
 
     def __init__(self, hidden: int, shapes: Shapes) -> None:
@@ -72,58 +76,46 @@ class MixtureOfExperts(nn.Module):
         )
         self.shared = FeedForward(hidden, shapes.shared_ffn) if shapes.shared_ffn else None
         self.shared_gate = nn.Linear(hidden, 1, bias=False) if shapes.shared_gate else None
-        if self.shared is not None:
-            self.shared.project, self.shared.close = _each_here, _one_here
         self.exchange: nn.Module | None = None
+        self.enter: Callable[[Tensor], Tensor] = as_it_is
+        self.leave: Callable[[Tensor], Tensor] = as_it_is
 
     def forward(self, x: Tensor) -> Tensor:
-        """Take and return (B, S, h); both plain tensors, of the tokens to be routed here."""
+        """Take and return (B, S, h), or the same with other first dimensions."""
+        x = self.enter(x)
         out = self.routed(x)
-        if self.shared is None:
-            return out
-        shared = self.shared(x)
-        if self.shared_gate is not None:
-            shared = shared * functional.linear(x, whole(self.shared_gate.weight)).sigmoid()
-        return out + shared
+        if self.shared is not None:
+            shared = self.shared(x)
+            if self.shared_gate is not None:
+                shared = shared * one(x, self.shared_gate).sigmoid()
+            out = out + shared
+        return self.leave(out)
 
     def routed(self, x: Tensor) -> Tensor:
         """Return what the chosen experts make of each token."""
         tokens = x.reshape(-1, x.shape[-1])
         weights, ids = self.route(tokens)
-        order = ids.flatten().argsort(stable=True)  # token copies, sorted by expert
-        counts = torch.bincount(ids.flatten(), minlength=self.total)
+        # Token copies, by expert: of short numbers, whose sort takes half as long.
+        experts, order = ids.flatten().to(torch.int16).sort(stable=True)
+        # Not `bincount`, which has the host wait to see how many experts there are.
+        every = torch.arange(self.total, dtype=torch.int16, device=ids.device)
+        ends = torch.searchsorted(experts, every, right=True)
+        counts = ends.diff(prepend=ends.new_zeros(1))
         back = inverse_of(order)
         sent = take(tokens, order, back, copies=self.experts_per_token)
         done = self.experts(sent, counts) if self.exchange is None else self.exchange(self.experts, sent, counts)
         # Where they came from: the copies of a token side by side, each with its weight.
         done = take(done, back, order).unflatten(0, (-1, self.experts_per_token))
-        return (done * weights[..., None].to(done.dtype)).sum(1).to(tokens.dtype).view_as(x)
+        # A product of matrices, (1, k) with (k, h) for each token: nothing of the copies' size is written.
+        return torch.bmm(weights[:, None].to(done.dtype), done).to(tokens.dtype).view_as(x)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights (T, k), which add up to one, and expert numbers (T, k) (arXiv 2401.04088, section 2.1)."""
-        scores = functional.linear(tokens, whole(self.router.weight))
+        scores = product(tokens, self.router.weight)
         probabilities = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1)
         if self.router_bias is None:
             best, ids = probabilities.topk(self.experts_per_token, dim=-1)
         else:
-            ids = (probabilities + local(self.router_bias)).topk(self.experts_per_token, dim=-1).indices
+            ids = (probabilities + self.router_bias).topk(self.experts_per_token, dim=-1).indices
             best = probabilities.gather(-1, ids)
         return best / best.sum(-1, keepdim=True), ids
-
-
-def whole(weight: Tensor) -> Tensor:
-    """Return a weight as a plain tensor; if ranks share it, each sees a part of its gradient.
-
-    They work on different tokens, or their results are parts of a sum.
-    """
-    if not isinstance(weight, DTensor):
-        return weight
-    return weight.to_local(grad_placements=[p if p.is_shard() else Partial() for p in weight.placements])
-
-
-def _each_here(x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    return tuple(functional.linear(x, whole(linear.weight)) for linear in linears)
-
-
-def _one_here(x: Tensor, linear: nn.Linear) -> Tensor:
-    return functional.linear(x, whole(linear.weight))

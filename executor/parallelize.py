@@ -82,7 +82,7 @@ def parallelize(
         if tp_mesh is not None:
             apply_tensor_parallel(
                 part,
-                tp_mesh,
+                tp_mesh.get_group(),
                 sequence_parallel=plan.sequence_parallel,
                 experts_cut=plan.ep > 1,
                 overlap=plan.tp_overlap,
@@ -98,11 +98,11 @@ def parallelize(
                     else RingAttention(group, method, width=model.head_dim, dtype=compute, device=device)
                 )
         if meshes.sparse is not None:
-            apply_expert_parallel(part, meshes.sparse["ep"])
+            apply_expert_parallel(part, meshes.sparse["ep"].get_group())
         modes = plan.recompute_per_stage
         recompute = modes[stage.index] if modes else plan.recompute
         # As the plan's runtime has it, so that a run shows what the description predicts.
-        apply_activation_checkpoint(part, recompute, early_stop=stops_early(runtime))
+        apply_activation_checkpoint(part, recompute, early_stop=stops_early(runtime), compiled=runtime.compile)
         if runtime.compile:
             for block in part.layers.values():
                 block.compile()
@@ -119,13 +119,13 @@ def parallelize(
         part.to_empty(device=device)
         if not sharded:
             part.tie()  # FSDP keeps shared parameters shared; plain modules come back from the meta device without
-        init_weights(part, seed=seed)
+        init_weights(part, seed=seed, cuts=part.cuts)
         part.set_positions(positions(workload.seq_len, meshes.coordinate("cp"), plan.cp, device), compute)
 
     modules: tuple[nn.Module, ...] = parts
     if alone and plan.dp_replicate > 1:
         modules = tuple(apply_ddp(part, meshes.group("dp_replicate"), device) for part in parts)
-    loss = VocabularyLoss(model.vocab, tp_mesh, compiled=runtime.compile)
+    loss = VocabularyLoss(model.vocab, tp_mesh, compiled=runtime.compile, tokens_first=_tokens_first(plan))
     schedule = None
     if plan.pp > 1:
 
@@ -159,6 +159,11 @@ def _data_mesh(mesh: DeviceMesh, shards: str, plan: Plan) -> DeviceMesh:
     return mesh["dp_replicate", shards] if plan.dp_replicate > 1 else mesh[shards]
 
 
+def _tokens_first(plan: Plan) -> bool:
+    """Return whether hidden states are (S, B, h): tokens that tensor parallelism cuts lie first."""
+    return plan.tp > 1 and plan.sequence_parallel
+
+
 def _if(wanted: bool, dtype: torch.dtype) -> torch.dtype | None:
     return dtype if wanted else None
 
@@ -166,9 +171,11 @@ def _if(wanted: bool, dtype: torch.dtype) -> torch.dtype | None:
 def _shapes(plan: Plan, model: Model, workload: Workload) -> dict[str, tuple[int, ...]]:
     """Return what crosses the boundaries of stages, per micro batch and rank."""
     batch, tokens = plan.micro_batch_size, workload.seq_len // plan.cp
-    share = tokens // plan.tp if plan.sequence_parallel else tokens
+    hidden, logits = (batch, tokens), (batch, tokens)
+    if _tokens_first(plan):
+        hidden, logits = (tokens // plan.tp, batch), (tokens, batch)
     return {
         "tokens": (batch, tokens),
-        "hidden": (batch, share, model.hidden),
-        "logits": (batch, tokens, model.vocab // plan.tp),
+        "hidden": (*hidden, model.hidden),
+        "logits": (*logits, model.vocab // plan.tp),
     }

@@ -1,8 +1,8 @@
 """The plan's `tp_overlap`, applied: products of a block and their collectives run in the overlap mode of their site.
 
-The DTensor styles cut the weights as ever; what changes is who multiplies. Tokens come in cut (sequence parallelism),
-the first products of attention and feed-forward gather them on the way, the last ones scatter their sum. Sites whose
-mode is none are left to the styles.
+Weights are cut as ever; what changes is who multiplies. Tokens come in cut (sequence parallelism), the first products of
+attention and feed-forward gather them on the way, the last ones scatter their sum. Sites whose mode is none are left as
+they are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from executor.legal import OVERLAP_MODES
 from executor.model import Block
-from executor.shards import local
 from simulator.overlap_sites import NONE, mode_at
 
 
@@ -26,20 +25,22 @@ class Overlapped:
         self.name, self.mode, self.group = name, OVERLAP_MODES[name], group
 
     def project(self, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-        """Take this rank's tokens (B, S / tp, h); return all tokens through this rank's columns, (B, S, width)."""
+        """Take this rank's tokens (S / tp, B, h); return all tokens through this rank's columns, (S, B, width)."""
         from executor.overlap import all_gather_matmul  # noqa: PLC0415 - Triton is imported for plans that overlap
 
-        weights = tuple(local(linear.weight) for linear in linears)
-        outs = all_gather_matmul(local(x), weights, self.group, mode=self.mode, dim=1)
+        weights = tuple(linear.weight for linear in linears)
+        outs = all_gather_matmul(x.flatten(0, 1), weights, self.group, mode=self.mode)
+        outs = tuple(out.unflatten(0, (-1, x.shape[1])) for out in outs)
         return tuple(
-            out if linear.bias is None else out + local(linear.bias) for out, linear in zip(outs, linears, strict=True)
+            out if linear.bias is None else out + linear.bias for out, linear in zip(outs, linears, strict=True)
         )
 
     def close(self, x: Tensor, linear: nn.Linear) -> Tensor:
-        """Take all tokens of this rank's width (B, S, width / tp); return this rank's tokens of the sum."""
+        """Take all tokens of this rank's width (S, B, width / tp); return this rank's tokens of the sum."""
         from executor.overlap import matmul_reduce_scatter  # noqa: PLC0415 - as above
 
-        return matmul_reduce_scatter(local(x), local(linear.weight), self.group, mode=self.mode, dim=1)
+        out = matmul_reduce_scatter(x.flatten(0, 1), linear.weight, self.group, mode=self.mode)
+        return out.unflatten(0, (-1, x.shape[1]))
 
 
 def overlap_block(block: Block, tp_overlap: str, group: dist.ProcessGroup) -> None:

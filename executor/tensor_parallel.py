@@ -1,157 +1,149 @@
-"""Tensor parallelism, with or without sequence parallelism, as DTensor styles.
+"""Tensor parallelism, with or without sequence parallelism.
 
 Projections into heads or inner width are cut by output ("colwise"), those out of it by input ("rowwise"), so that a
 pair needs one sum (Megatron-LM, arXiv 1909.08053). Without sequence parallelism that sum is an all-reduce and
 everything between pairs is computed on each rank; with it (arXiv 2205.05198) tokens are cut between pairs: the sum is
 a reduce-scatter and an all-gather stands before the next pair. What moves per layer, forward: two of each; backward:
 their mirror images.
+
+Parameters are cut where they are made and everything computes with plain tensors: DTensor says the same with a dispatch
+in Python for every operator, which costs the host 9 ms more a layer (`tests/bench/host_cost.py`). Cut tokens lie
+first in memory, (S, B, h), as in Megatron-LM: what is gathered of several sequences is then in order, and no copy is made.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.nn import functional
 
 from executor.attention import Attention
+from executor.kept import product
 from executor.latent_attention import LatentAttention
 from executor.model import Block, Decoder
+from executor.shards import Cut, cut
 from executor.tensor_overlap import overlap_block
-from simulator.overlap_sites import NONE, mode_at
+from executor.token_collectives import copy_in, gather, scatter, sum_up
+
+
+class Line:
+    """The ranks of one tensor-parallel group, and how tokens get to all of them and back."""
+
+    def __init__(self, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
+        self.group, self.tokens_first = group, sequence_parallel
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return all tokens, (S, B, h), of this rank's, (S / tp, B, h); or what every rank has, whose gradient is a sum."""
+        return gather(x, self.group) if self.tokens_first else copy_in(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens of the sum over ranks, or all tokens of it."""
+        return scatter(x, self.group) if self.tokens_first else sum_up(x, self.group)
+
+    def project(self, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+        """Take tokens as they lie between layers; return all of them through this rank's columns."""
+        whole = self.enter(x)
+        return tuple(product(whole, linear.weight, linear.bias) for linear in linears)
+
+    def close(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """Take all tokens of this rank's width; return tokens as they lie between layers."""
+        return self.leave(product(x, linear.weight))
+
+
+class CutEmbedding(nn.Embedding):
+    """Has a share of the words. A token's vector comes from the rank that has its word; the others add zeros."""
+
+    line: Line
+    first: int  # word here
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Take token ids (B, S); return hidden states as they lie between layers."""
+        column = (tokens.t() if self.line.tokens_first else tokens) - self.first
+        absent = (column < 0) | (column >= self.weight.shape[0])
+        rows = functional.embedding(column.masked_fill(absent, 0), self.weight)
+        return self.line.leave(rows.masked_fill(absent[..., None], 0))
+
+
+class CutHead(nn.Linear):
+    """Has a share of the words; the logits stay cut, and VocabularyLoss takes them as they are."""
+
+    line: Line
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(self.line.enter(x), self.weight)
 
 
 def apply_tensor_parallel(
-    model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool, experts_cut: bool, overlap: str = "none"
+    model: Decoder, group: dist.ProcessGroup, *, sequence_parallel: bool, experts_cut: bool, overlap: str = "none"
 ) -> None:
-    """Cut a decoder over the one-dimensional `mesh`.
+    """Cut a decoder over `group`.
 
-    Hidden states between blocks are plain tensors: of all tokens, or with `sequence_parallel` of this rank's share.
     `experts_cut`: experts lie whole on the ranks (expert parallelism), so tokens are routed where they are; otherwise
     each rank takes a slice of every expert's width. `overlap` is the plan's tp_overlap; see executor.tensor_overlap.
     """
-    between: Placement = Shard(1) if sequence_parallel else Replicate()
-    ends: dict[str, ParallelStyle] = {}
+    line = Line(group, sequence_parallel=sequence_parallel)
     if model.tok_embeddings is not None:
-        ends["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        vocab, hidden = model.tok_embeddings.weight.shape
+        model.tok_embeddings = _like(CutEmbedding(vocab, hidden, device="meta"), model.tok_embeddings, line)
+        model.tok_embeddings.first = -(-vocab // dist.get_world_size(group)) * dist.get_rank(group)
+        model.cuts["tok_embeddings.weight"] = cut(model.tok_embeddings, "weight", 0, group)
     if model.output is not None:
-        # The logits stay cut: VocabularyLoss takes them as they are.
-        ends["output"] = ColwiseParallel(input_layouts=between, output_layouts=Shard(-1))
-        if sequence_parallel:
-            ends["norm"] = SequenceParallel()
-    parallelize_module(model, mesh, ends)
-    if model.tok_embeddings is not None:
-        model.tok_embeddings.register_forward_hook(_not_a_view)
+        vocab, hidden = model.output.weight.shape
+        model.output = _like(CutHead(hidden, vocab, bias=False, device="meta"), model.output, line)
+        model.cuts["output.weight"] = cut(model.output, "weight", 0, group)
+    if model.norm is not None and sequence_parallel:
+        model.cuts["norm.weight"] = cut(model.norm, "weight", None, group)
     model.tie()
-    for block in model.layers.values():
-        parallelize_module(block, mesh, _block_styles(block, between, experts_cut=experts_cut, overlap=overlap))
-        overlap_block(block, overlap, mesh.get_group())
+    for index, block in model.layers.items():
+        for name, made in _cut_block(block, line, experts_cut=experts_cut).items():
+            model.cuts[f"layers.{index}.{name}"] = made
+        overlap_block(block, overlap, group)
 
 
-def _not_a_view(_module: nn.Module, _inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
-    """Copy what enters the first block.
-
-    It would be a view of a DTensor, and a compiled block that takes one gives it no gradient: torch 2.13 leaves the
-    embedding's at zero, in silence.
-    """
-    return out.clone()
+def _like(module: CutEmbedding | CutHead, plain: nn.Module, line: Line) -> CutEmbedding | CutHead:
+    """Have `module` take the place of `plain`, whose parameter it gets."""
+    module.line, module.weight = line, plain.weight
+    return module
 
 
-def _block_styles(block: Block, between: Placement, *, experts_cut: bool, overlap: str) -> dict[str, ParallelStyle]:
-    whole = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
-    styles: dict[str, ParallelStyle] = {"attention": whole, "attention.wo": RowwiseParallel(output_layouts=between)}
+def _cut_block(block: Block, line: Line, *, experts_cut: bool) -> dict[str, Cut]:
+    """Cut a block's parameters and set what communicates in it; return the cuts by the parameters' names in it."""
+    dims: dict[str, int | None] = {"attention.wo.weight": 1}
+    block.attention.tokens_first, block.attention.close = line.tokens_first, line.close
     if isinstance(block.attention, LatentAttention):
         # What is compressed is one for all heads: every rank compresses all tokens, and expands them for its heads.
+        dims |= dict.fromkeys(("attention.wq_b.weight", "attention.wkv_b.weight"), 0)
         compressing = ("wq_a", "q_norm", "wkv_a", "kv_norm")
         held = [name for name in compressing if getattr(block.attention, name) is not None]
-        styles |= {f"attention.{name}": Copied() for name in held}
-        styles |= {"attention.wq_b": ColwiseParallel(), "attention.wkv_b": ColwiseParallel()}
+        dims |= {f"attention.{name}.weight": None for name in held}
+        block.attention.enter = line.enter
     else:
-        styles |= {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
-    if between.is_shard():
-        styles |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
+        dims |= {f"attention.{name}.weight": 0 for name in ("wq", "wk", "wv")}
+        dims |= {f"attention.{name}.bias": 0 for name in ("wq", "wk", "wv") if block.attention.wq.bias is not None}
+        block.attention.project = line.project
+    if line.tokens_first:
+        dims |= {"attention_norm.weight": None, "ffn_norm.weight": None}
     if isinstance(block.attention, Attention) and block.attention.q_norm is not None:
         # One weight for heads that are on different ranks: its gradient is a sum over them.
-        heads = SequenceParallel(sequence_dim=2, use_local_output=True)
-        styles |= {"attention.q_norm": heads, "attention.k_norm": heads}
+        dims |= {"attention.q_norm.weight": None, "attention.k_norm.weight": None}
+    if block.feed_forward is not None:
+        dims |= {"feed_forward.w1.weight": 0, "feed_forward.w3.weight": 0, "feed_forward.w2.weight": 1}
+        block.feed_forward.project, block.feed_forward.close = line.project, line.close
     if block.moe is not None:
-        styles["moe"] = SparseParallel(between, experts_cut=experts_cut)
-    else:
-        styles |= {
-            "feed_forward": whole,
-            "feed_forward.w1": ColwiseParallel(),
-            "feed_forward.w3": ColwiseParallel(),
-            "feed_forward.w2": RowwiseParallel(output_layouts=between),
-        }
-    for site, module, norm in (
-        ("attention_in", "attention", "attention_norm"),
-        ("mlp_in", "feed_forward", "ffn_norm"),
-    ):
-        if module in styles and mode_at(overlap, site) != NONE:
-            # The products gather by themselves, from plain tensors; their styles are for the weights alone.
-            del styles[module]
-            styles[norm] = SequenceParallel(use_local_output=True)
-    return styles
-
-
-class Copied(ParallelStyle):
-    """Every rank holds the whole and computes the same from the same."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh)
-
-
-class SparseParallel(ParallelStyle):
-    """Gives a sparse layer plain tensors to route.
-
-    With experts whole on ranks, each rank routes its share of the tokens. Otherwise every rank routes all of them
-    through a slice of each expert, and whatever lies inside has gradients that are parts of a sum.
-    """
-
-    def __init__(self, between: Placement, *, experts_cut: bool) -> None:
-        super().__init__()
-        self.between, self.experts_cut = between, experts_cut
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for linear in (module.router, module.shared_gate):
-            if linear is not None:
-                _cut(linear, device_mesh, Replicate())
-        if module.router_bias is not None:
-            bias = distribute_tensor(module.router_bias, device_mesh, [Replicate()])
-            module.register_parameter("router_bias", nn.Parameter(bias, requires_grad=False))
-        if module.shared is not None:
+        # Every rank routes its tokens, or all tokens through its slice: either way its gradients are parts of a sum.
+        apart = ("router", "shared_gate")
+        dims |= {f"moe.{name}.weight": None for name in apart if getattr(block.moe, name) is not None}
+        if block.moe.shared is not None:
             for name, dim in (("w1", 0), ("w3", 0), ("w2", 1)):
-                _cut(getattr(module.shared, name), device_mesh, Replicate() if self.experts_cut else Shard(dim))
-        if not self.experts_cut:
-            for name, dim in (("w1", 1), ("w3", 1), ("w2", 2)):
-                weight = distribute_tensor(getattr(module.experts, name), device_mesh, [Shard(dim)])
-                module.experts.register_parameter(name, nn.Parameter(weight))
-
-        def enter(_module: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-            x = inputs[0]
-            if not isinstance(x, DTensor):
-                x = DTensor.from_local(x, device_mesh, [self.between], run_check=False)
-            if self.experts_cut:
-                return x.to_local()
-            return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-
-        def leave(_module: nn.Module, _inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
-            if self.experts_cut:
-                return out
-            total = DTensor.from_local(out, device_mesh, [Partial()], run_check=False)
-            return total.redistribute(placements=[self.between]).to_local()
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave)
-        return module
+                dims[f"moe.shared.{name}.weight"] = None if experts_cut else dim
+        if not experts_cut:
+            dims |= {"moe.experts.w1": 1, "moe.experts.w3": 1, "moe.experts.w2": 2}
+            block.moe.enter, block.moe.leave = line.enter, line.leave
+    return {path: _cut_at(block, path, dim, line.group) for path, dim in dims.items()}
 
 
-def _cut(linear: nn.Linear, mesh: DeviceMesh, placement: Placement) -> None:
-    linear.register_parameter("weight", nn.Parameter(distribute_tensor(linear.weight, mesh, [placement])))
+def _cut_at(block: Block, path: str, dim: int | None, group: dist.ProcessGroup) -> Cut:
+    module, _, name = path.rpartition(".")
+    return cut(block.get_submodule(module), name, dim, group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from executor import gradients, pipeline
 from executor.batches import rank_batch
 from executor.meshes import Meshes
 from executor.parallelize import Parallel, parallelize
-from executor.shards import local
+from executor.shards import Cut, local
 from simulator.model import Model
 from simulator.plan import Plan
 from simulator.runtime import Runtime
@@ -63,6 +64,11 @@ class Trainer:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.named_parameters()]
 
+    @cached_property
+    def cuts(self) -> dict[str, Cut]:
+        """How tensor and expert parallelism cut parameters, by name."""
+        return {name: cut for part in self.parallel.parts for name, cut in part.cuts.items()}
+
     def step(self, index: int) -> StepResult:
         """Take one whole step on batch `index`."""
         loss = self.backward(index)
@@ -91,7 +97,7 @@ class Trainer:
             total = torch.stack([loss.detach() for loss in losses]).sum() if losses else torch.zeros(())
         else:
             total = self._accumulate(tokens, targets)
-        gradients.finish(self.parameters())
+        gradients.finish(self.named_parameters(), self.cuts)
         return total.to(self.device)
 
     def batch(self, index: int) -> tuple[Tensor, Tensor]:
@@ -139,9 +145,8 @@ class Trainer:
 
     def update(self) -> Tensor:
         """Clip, step and forget the gradients; return their norm before clipping."""
-        parameters = self.parameters()
         stages = self.meshes.group("pp") if self.plan.pp > 1 else None
-        norm = gradients.global_norm(parameters, stages, self.device)
+        norm = gradients.global_norm(self.named_parameters(), self.cuts, stages, self.device)
         if self._optimizer is None:
             self._optimizer = self._build_optimizer()
         for parameter, here in self._locals:

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from executor.batches import rank_batch
-from executor.init_weights import init_weights
+from executor.init_weights import STD, init_weights
 from executor.meshes import Meshes
 from executor.model import Decoder
 from executor.parallelize import DTYPES
-from executor.shards import local, shard_of
+from executor.shards import Cut, local, shard_of
 from executor.train_step import CLIP, LEARNING_RATE, Trainer
 from simulator.model import Model
 from simulator.plan import Plan
@@ -99,7 +99,7 @@ def verify(
             for name, parameter in trainer.named_parameters():
                 if not parameter.requires_grad:
                     continue
-                difference = relative(parameter.grad, wanted.gradients[name])
+                difference = relative(parameter.grad, wanted.gradients[name], trainer.cuts.get(name))
                 compared += 1
                 if not difference <= worst_gradient:
                     worst_gradient, worst = difference, name
@@ -107,7 +107,10 @@ def verify(
         norm = larger(norm, abs(found - wanted.norms[step]) / wanted.norms[step])
         loss = larger(loss, abs(trainer.total_loss(part) - wanted.losses[step]) / wanted.losses[step])
     for name, parameter in trainer.named_parameters():
-        worst_parameter = larger(worst_parameter, relative(parameter.detach(), wanted.parameters[name]))
+        # A bias starts at zero and is as large as its updates, of which AdamW makes the smallest gradient's as large as
+        # the largest's: it is held against the size of the weights beside it.
+        difference = relative(parameter.detach(), wanted.parameters[name], trainer.cuts.get(name), least=STD)
+        worst_parameter = larger(worst_parameter, difference)
     # NaN must not win or lose a maximum by accident: it becomes infinity.
     mine = torch.tensor([loss, norm, worst_gradient, worst_parameter], dtype=torch.float64, device=device)
     mine = mine.nan_to_num(torch.inf, torch.inf, torch.inf)
@@ -132,16 +135,19 @@ def larger(a: float, b: float) -> float:
     return b if not b <= a else a
 
 
-def relative(part: torch.Tensor | None, whole: torch.Tensor) -> float:
-    """Return the largest difference of this rank's part to the same part of `whole`, over the largest of `whole`."""
+def relative(part: torch.Tensor | None, whole: torch.Tensor, cut: Cut | None = None, *, least: float = 1e-30) -> float:
+    """Return the largest difference of this rank's part to the same part of `whole`, over the largest of `whole`.
+
+    `least` is the smallest size that differences are held against.
+    """
     if part is None:
         return float("inf")
-    mine, theirs = local(part), shard_of(whole, part)
+    mine, theirs = local(part), shard_of(whole, part, cut)
     if mine.shape != theirs.shape:
         return float("inf")
     if not mine.numel():
         return 0.0
-    return float((mine.double() - theirs.double()).abs().max() / whole.double().abs().max().clamp(min=1e-30))
+    return float((mine.double() - theirs.double()).abs().max() / whole.double().abs().max().clamp(min=least))
 
 
 def one_process(

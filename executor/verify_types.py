@@ -86,7 +86,7 @@ def verify_types(
             continue
         if fault and dist.get_rank() == 0 and parameter.grad is not None:
             parameter.grad.mul_(1 + fault)
-        found = relative(parameter.grad, exact.gradients[name])
+        found = relative(parameter.grad, exact.gradients[name], trainer.cuts.get(name))
         most = TIMES * relative(rounded.gradients[name], exact.gradients[name]) + UNITS * unit
         if not found / most <= used:
             used, difference, allowed, worst = found / most, found, most, name

@@ -19,11 +19,12 @@ from torch.nn import functional
 class VocabularyLoss(nn.Module):
     """Takes logits (B, S, V), or this rank's columns of them, and targets (B, S); returns the sum over the tokens here.
 
-    `mesh` cuts the vocabulary of `vocab` words as `torch.chunk` does, which is DTensor's way.
+    `mesh` cuts the vocabulary of `vocab` words as `torch.chunk` does. `tokens_first`: logits are (S, B, V).
     """
 
-    def __init__(self, vocab: int, mesh: DeviceMesh | None, *, compiled: bool) -> None:
+    def __init__(self, vocab: int, mesh: DeviceMesh | None, *, compiled: bool, tokens_first: bool = False) -> None:
         super().__init__()
+        self.tokens_first = tokens_first
         self.cut = mesh is not None and mesh.size() > 1
         self.whole, self.top, self.sums, self.slope = (_Part(f) for f in (_whole, _top, _sums, _slope))
         if mesh is not None and self.cut:
@@ -33,7 +34,7 @@ class VocabularyLoss(nn.Module):
                 part.compile()
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        flat, wanted = logits.flatten(0, 1), targets.flatten()
+        flat, wanted = logits.flatten(0, 1), (targets.t() if self.tokens_first else targets).flatten()
         if self.cut:
             return _CutLoss.apply(flat, wanted, self)
         return self.whole(flat, wanted)

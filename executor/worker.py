@@ -38,6 +38,8 @@ from simulator.plan import MESH_AXES, Plan
 from topology import codec
 
 PROFILE_S = 10.0
+MORE_WARM_UP = 6  # steps at most, while a step still adds memory
+GROWN = 1.002
 
 
 @record
@@ -130,7 +132,7 @@ def _run_joined(
     # Reading the profile takes seconds, and is worth them only where a step is left over.
     if request.profile and _all_have_time(deadline, 2 * longest + PROFILE_S, device):
         rank = dist.get_rank()
-        last = request.warm_up + request.steps
+        last = request.warm_up + MORE_WARM_UP + request.steps
         path = out / f"rank{rank}.trace.json"
         why, operators = profile_step(lambda: trainer.step(last), device, path, rank=rank)
         if why:
@@ -152,16 +154,20 @@ def _take_steps(
     beat: Heartbeat,
     collector: NoCollection,
 ) -> float:
-    """Warm up, take the steps and record each; return the seconds of the longest."""
-    longest = 0.0
-    for index in range(request.warm_up + request.steps):
-        warm = index < request.warm_up
-        beat.enter(f"{'warm-up ' if warm else ''}step {index if warm else index - request.warm_up}")
+    """Warm up, take the steps and record each; return the seconds of the longest.
+
+    Warm-up goes on for some steps while the allocator still grows: experts get more tokens in one step than in another,
+    and memory that is asked of the driver in a step is not a cost of training.
+    """
+    longest, index, warm_up, held = 0.0, 0, request.warm_up, 0
+    while index < warm_up + request.steps:
+        warm = index < warm_up
+        beat.enter(f"{'warm-up ' if warm else ''}step {index if warm else index - warm_up}")
         collector.between_steps(index)
         if not _all_have_time(deadline, longest, device):
-            recorder.write("out_of_time", steps=max(0, index - request.warm_up))
+            recorder.write("out_of_time", steps=max(0, index - warm_up))
             break
-        if index == request.warm_up and device.type == "cuda":
+        if index == warm_up and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             torch.cuda.reset_accumulated_memory_stats(device)  # counts how often memory had to be given back
         _synchronize(device)
@@ -192,7 +198,20 @@ def _take_steps(
             gradient_norm=result.gradient_norm,
             **_memory(device.type),
         )
+        index += 1
+        if index == warm_up and warm_up < request.warm_up + MORE_WARM_UP and device.type == "cuda":
+            before, held = held, torch.cuda.memory_reserved(device)
+            warm_up += _any(held > before * GROWN, device)
+        elif warm and device.type == "cuda":
+            held = torch.cuda.memory_reserved(device)
     return longest
+
+
+def _any(mine: bool, device: torch.device) -> bool:
+    """Return whether it is so on some rank."""
+    flag = torch.tensor(float(mine), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag.item())
 
 
 _MESHES: dict[tuple[int, ...], Meshes] = {}  # process groups cost a second each on GPUs, and are never handed back

@@ -3,6 +3,11 @@
     python3 tests/bench/apply_plans.py predict OUT --set h200x2 --profile P      anywhere, before anything runs
     python3 tests/bench/apply_plans.py run OUT --budget 400 --pack FILE          on a machine with the GPUs
     python3 tests/bench/apply_plans.py table OUT > table.md                      anywhere
+    python3 tests/bench/apply_plans.py whole OUT --set h200x2-fresh --profile P --calibrate 100 --budget 260
+
+`whole` is what a user does on a new machine: one and two layers of the executor's own runtime are measured there and
+take the place of the layers that another host's profile holds, every plan is predicted from that and written, then run.
+Hosts differ by 10 % a launch, and the machine that is lent changes.
 
 OUT holds a plan file and a run's directory for each plan (tests/bench/plan_sets.py); the plan file has the prediction,
 and nothing that is run can change it. Plans of as many ranks share processes (`executor.apply_many`). What there is no
@@ -16,6 +21,7 @@ import json
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +30,16 @@ sys.path.insert(0, str(ROOT))
 
 from executor.apply_many import Run, read_run, run_many  # noqa: E402 - the path comes first
 from planner.apply_question import Question, cuda_question, job_question  # noqa: E402
+from planner.calibrate_process import calibrate  # noqa: E402
+from planner.calibration_request import runtime_request  # noqa: E402
 from planner.costs import cost_table  # noqa: E402
 from planner.plan_file import PlanFile, load_plan, plan_file, save_plan  # noqa: E402
 from planner.run_report import load_run  # noqa: E402
 from planner.runs_store import plan_words  # noqa: E402
+from simulator.model import Model  # noqa: E402
+from simulator.plan import Plan  # noqa: E402
 from simulator.runtime import Runtime  # noqa: E402
+from simulator.workload import Workload  # noqa: E402
 from tests.bench.plan_sets import AXES, SETS, Asked, plans  # noqa: E402
 from topology import codec  # noqa: E402
 from topology.cluster import Cluster  # noqa: E402
@@ -38,6 +49,7 @@ from topology.health import diagnose  # noqa: E402
 from topology.platform import take_gpus  # noqa: E402
 from topology.probe_machine import probe_machine  # noqa: E402
 from topology.profile import Profile, read_profile  # noqa: E402
+from topology.profile_store import merge  # noqa: E402
 
 WARM_UP = 2
 
@@ -56,7 +68,7 @@ def write_plan(name: str, asked: Asked, cluster: Cluster, profile: Profile | Non
         cluster=cluster,
         workload=asked.workload,
         runtime=runtime,
-        framework="torchtitan",
+        framework="meshwright",
         profile=profile,
     )
     save_plan(content, folder / f"{name}.plan.json", force=True)
@@ -74,6 +86,51 @@ def predict(folder: Path, name: str, profile_path: str, top: int) -> None:
         listed[label] = {"traced": asked.traced}
         print(label, plan_words(codec.to_builtins(asked.plan)), flush=True)
     (folder / "set.json").write_text(json.dumps({"set": name, "profile": profile_path, "plans": listed}, indent=1))
+
+
+# --- a new machine --------------------------------------------------------------------------------------------------
+
+
+def calibrated(folder: Path, options: argparse.Namespace) -> str:
+    """Measure this host's layers within the budget; return the path of the profile with those instead of another's."""
+    base = read_profile(options.profile)
+    here = probe_machine() if options.device == "cuda" else None
+    request = runtime_request("meshwright", gpus=SETS[options.set])
+    # Compiling takes longer than all other layers together.
+    eager = tuple(one for one in request.layers if not one["runtime"]["compile"])
+    folder.mkdir(parents=True, exist_ok=True)
+    found = calibrate(
+        replace(request, layers=eager if here is not None else tuple(map(small_layer, eager[:6]))),
+        range(SETS[options.set]),
+        budget_s=options.calibrate,
+        machine="the machine that runs the plans",
+        gpu=base.gpu if here is not None else "cpu",
+        records=folder / "calibration.jsonl",
+        command=f"apply_plans.py whole --set {options.set} --calibrate {options.calibrate:g}",
+        device=options.device,
+        allow_busy=True,
+    )
+    print(f"{len(found.layers)} samples of layers; missing: {'; '.join(found.missing) or 'nothing'}", flush=True)
+    for sample in found.layers:
+        print(
+            f"{plan_words(sample.plan)}, {sample.model['name']}, {sample.model['layers']}: {sample.step_s:.4f} s",
+            flush=True,
+        )
+    path = folder / "profile.json"
+    # A rehearsal measures a processor, of which nothing goes into a GPU's profile.
+    whole = base if here is None else merge(replace(base, layers=()), found)
+    codec.write_text(path, codec.to_json(whole) + "\n")
+    return str(path)
+
+
+def small_layer(one: dict[str, Any]) -> dict[str, Any]:
+    """Return a layer to be run on a CPU, for a rehearsal."""
+    from executor.verify import shrink, small_workload
+
+    plan = codec.convert(one["plan"], Plan, where="request")
+    model = shrink(codec.convert(one["model"], Model, where="request"), plan)
+    workload = small_workload(plan, codec.convert(one["workload"], Workload, where="request"))
+    return {**one, "model": codec.to_builtins(model), "workload": codec.to_builtins(workload)}
 
 
 # --- on the machine -------------------------------------------------------------------------------------------------
@@ -115,8 +172,6 @@ def checked(content: PlanFile, here: Cluster) -> Question:
 
 def on_cpu(content: PlanFile) -> dict[str, Any]:
     """Return a small stand-in of a plan's run on gloo processes: a rehearsal, which measures nothing."""
-    from dataclasses import replace
-
     from executor.verify import shrink, small_plan, small_workload
     from planner.apply_question import cpu_question
 
@@ -288,12 +343,13 @@ def regrets(documents: dict[str, dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("predict", "run", "table"))
+    parser.add_argument("what", choices=("predict", "run", "table", "whole"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--set", choices=tuple(SETS), default="h200x2")
     parser.add_argument("--profile", default="", help="a profile of that machine; without one datasheets predict")
     parser.add_argument("--top", type=int, default=11, help="plans for each question of a regret set")
     parser.add_argument("--budget", type=float, default=400.0)
+    parser.add_argument("--calibrate", type=float, default=100.0, help="seconds for this host's layers, in `whole`")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--only", default="")
     parser.add_argument("--pack", default="")
@@ -302,6 +358,9 @@ def main() -> None:
     if options.what == "predict":
         predict(options.out, options.set, options.profile, options.top)
     elif options.what == "run":
+        run(options.out, options)
+    elif options.what == "whole":
+        predict(options.out, options.set, calibrated(options.out, options), options.top)
         run(options.out, options)
     else:
         table(options.out)

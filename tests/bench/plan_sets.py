@@ -2,14 +2,16 @@
 
 `h200x2` and `h200x4` go over the axes: one GPU, DDP, FSDP, HSDP, tensor, pipeline (1F1B, interleaved, zero bubble),
 context (ring, all-gather, by heads) and expert parallelism and their combinations, eager and compiled, with and without
-recomputation, on Llama shapes of 1B to 13B. `regret2` and `regret4` are three questions, each answered by the planner:
-its first choice and the plans that it lists next.
+recomputation, on Llama shapes of 1B to 13B. `h200x2-fresh` goes over them once more with models, lengths and batches
+that nothing was ever adjusted on. `regret2` and `regret4` are three questions, each answered by the planner: its first
+choice and the plans that it lists next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from planner.search import suggest
 from simulator.hf_config import load_model
@@ -42,9 +44,23 @@ class Asked:
         return Workload(seq_len=self.seq_len, global_batch_size=self.batch)
 
 
+# Smaller ones of a family that is shipped: what differs, from their config.json on huggingface.co.
+RELATED: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2.5-1.5b": (
+        "qwen2.5-7b",
+        {"hidden": 1536, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151936, "tied_embeddings": True},
+    ),
+    "qwen2.5-3b": (
+        "qwen2.5-7b",
+        {"layers": 36, "hidden": 2048, "heads": 16, "kv_heads": 2, "ffn": 11008, "vocab": 151936, "tied_embeddings": True},
+    ),
+}  # fmt: skip
+
+
 def shortened(name: str, layers: int | None) -> Model:
-    """Return a shipped model, at its widths, with fewer layers where that is asked for."""
-    model = load_model(name)
+    """Return a model, at its widths, with fewer layers where that is asked for."""
+    shipped, changes = RELATED.get(name, (name, {}))
+    model = replace(load_model(shipped), name=name, **changes)
     return model if layers is None else replace(model, name=f"{model.name}-{layers}-layers", layers=layers)
 
 
@@ -66,6 +82,12 @@ def llama13(plan: Plan, batch: int) -> Asked:
 
 def experts(plan: Plan, batch: int, *, layers: int = 8) -> Asked:
     return Asked(model="qwen3-30b-a3b", layers=layers, seq_len=4096, batch=batch, plan=plan)
+
+
+def fresh(
+    model: str, plan: Plan, *, batch: int, seq_len: int = 4096, layers: int | None = None, compiled: bool = False
+) -> Asked:
+    return Asked(model=model, layers=layers, seq_len=seq_len, batch=batch, plan=plan, compiled=compiled, traced=False)
 
 
 SP = {"sequence_parallel": True}
@@ -102,6 +124,38 @@ AXES: dict[str, dict[str, Asked]] = {
         "1b-gpu1": llama1(Plan(**FOUR), 4),
         "1b-gpu1-compiled": llama1(Plan(**FOUR), 4, compiled=True),
         "3b-gpu1-selop": llama3(Plan(recompute="selective-op"), 1),
+    },
+    "h200x2-fresh": {
+        "7b-tp2": fresh("llama2-7b", Plan(tp=2, **FOUR, **SP), batch=4, seq_len=2048),
+        "qwen3b-fsdp2": fresh("qwen2.5-3b", Plan(dp_shard=2, **TWO), batch=4),
+        "7b-pp2": fresh("llama2-7b", Plan(pp=2, schedule="1F1B"), batch=8),
+        "mistral-fsdp2-selop": fresh("mistral-7b", Plan(dp_shard=2, recompute="selective-op", **TWO), batch=4),
+        "moe-mixtral-ep2": fresh("mixtral-8x7b", Plan(dp_shard=2, ep=2), batch=2, layers=4),
+        "mistral-tp2-selop": fresh("mistral-7b", Plan(tp=2, recompute="selective-op", **TWO, **SP), batch=4),
+        "7b-fsdp2-kept-full": fresh(
+            "llama2-7b", Plan(dp_shard=2, reshard_after_forward=False, recompute="full", **FOUR), batch=8, seq_len=2048
+        ),
+        "qwen1.5b-ddp2": fresh("qwen2.5-1.5b", Plan(dp_replicate=2, **FOUR), batch=8, seq_len=2048),
+        "7b-pp2-zbv": fresh(
+            "llama2-7b", Plan(pp=2, schedule="ZBVZeroBubble", **VIRTUAL), batch=8, seq_len=2048, layers=24
+        ),
+        "moe-qwen-fsdp2": fresh("qwen3-30b-a3b", Plan(dp_shard=2, **TWO), batch=4, layers=6),
+        "13b-tp2-full": fresh("llama2-13b", Plan(tp=2, recompute="full", **TWO, **SP), batch=2, layers=30),
+        "7b-pp2-interleaved": fresh(
+            "llama2-7b", Plan(pp=2, schedule="Interleaved1F1B", **TWO, **VIRTUAL), batch=8, seq_len=2048
+        ),
+        "7b-fsdp2": fresh("llama2-7b", Plan(dp_shard=2, **TWO), batch=4, seq_len=2048),
+        "qwen7b-tp2-selective": fresh("qwen2.5-7b", Plan(tp=2, recompute="selective", **SP), batch=2, seq_len=8192),
+        "8b-tp2-whole": fresh("llama3-8b", Plan(tp=2, **TWO), batch=2, seq_len=2048),
+        "moe-qwen-tp2-ep2": fresh("qwen3-30b-a3b", Plan(tp=2, ep=2, **TWO, **SP), batch=2, layers=6),
+        "8b-cp2-ring": fresh("llama3-8b", Plan(cp=2, cp_method="ring"), batch=1, seq_len=16384, layers=16),
+        "qwen7b-cp2-gather-full": fresh(
+            "qwen2.5-7b", Plan(cp=2, cp_method="all_gather", recompute="full"), batch=1, seq_len=24576, layers=14
+        ),
+        "7b-cp2-heads": fresh("llama2-7b", Plan(cp=2, cp_method="all_to_all"), batch=1, seq_len=12288, layers=16),
+        "qwen1.5b-gpu1": fresh("qwen2.5-1.5b", Plan(**TWO), batch=2),
+        "7b-fsdp2-compiled": fresh("llama2-7b", Plan(dp_shard=2), batch=2, layers=20, compiled=True),
+        "qwen3b-tp2-compiled": fresh("qwen2.5-3b", Plan(tp=2, **TWO, **SP), batch=2, compiled=True),
     },
     "h200x4": {
         "8b-fsdp4": llama8(Plan(dp_shard=4), 4, seq_len=8192),
@@ -153,7 +207,9 @@ QUESTIONS: dict[str, dict[str, Question]] = {
         "moe-15b": Question(model="qwen3-30b-a3b", layers=24, seq_len=4096, batch=8),
     },
 }
-SETS = {**{name: int(name[5:]) for name in AXES}, **{name: int(name[6:]) for name in QUESTIONS}}  # and their GPUs
+SETS = {
+    name: int(name.removeprefix("h200x").removeprefix("regret")[0]) for name in (*AXES, *QUESTIONS)
+}  # and their GPUs
 
 
 def plans(name: str, cluster: Cluster, profile: Profile | None, top: int) -> Iterator[tuple[str, Asked]]:

@@ -76,6 +76,32 @@ TWO = {
             "micro_batch_size": 2,
         },
     ),
+    # Kept results: of every kind of attention, of reductions, and where each half of a backward pass runs the block again.
+    "tp-selective-op": ({}, {"tp": 2, "recompute": "selective-op", "micro_batch_size": 8}),
+    "tp-sp-selective-op": (
+        {"model": "qk_norm"},
+        {"tp": 2, "sequence_parallel": True, "recompute": "selective-op", "micro_batch_size": 4},
+    ),
+    "cp-selective-op": ({}, {"cp": 2, "micro_batch_size": 8, "recompute": "selective-op", "cp_method": "ring"}),
+    "cp-heads-selective-op": (
+        {},
+        {"cp": 2, "micro_batch_size": 8, "recompute": "selective-op", "cp_method": "all_to_all"},
+    ),
+    "latent-selective-op": (
+        {"model": "latent"},
+        {"tp": 2, "sequence_parallel": True, "recompute": "selective-op", "micro_batch_size": 8},
+    ),
+    "ep-selective-op": ({"model": "moe"}, {"dp_shard": 2, "ep": 2, "recompute": "selective-op", "micro_batch_size": 4}),
+    "pp-zbv-selective-op": (
+        {"model": "four"},
+        {
+            "pp": 2,
+            "virtual_stages": 2,
+            "schedule": "ZBVZeroBubble",
+            "recompute": "selective-op",
+            "micro_batch_size": 2,
+        },
+    ),
     "pp-uneven": ({"model": "four"}, {"pp": 2, "layers_per_stage": [3, 1], "micro_batch_size": 2}),
 }
 MIXED = {
@@ -190,7 +216,19 @@ EIGHT = {
 # One step in float32 stored and bfloat16 computed, as it would be timed.
 TYPES = {
     f"types-{name}": ({**TWO[name][0], "types": True}, TWO[name][1])
-    for name in ("ddp", "fsdp", "tp", "tp-sp", "cp", "cp-all-gather", "cp-heads", "ep", "pp-1f1b", "latent-tp")
+    for name in (
+        "ddp",
+        "fsdp",
+        "tp",
+        "tp-sp",
+        "cp",
+        "cp-all-gather",
+        "cp-heads",
+        "ep",
+        "pp-1f1b",
+        "latent-tp",
+        "tp-sp-selective-op",
+    )
 }
 # A gradient that is wrong by one part in 1e9 on one rank.
 WRONG = {"wrong-gradient": ({"fault": 1e-9}, {"dp_shard": 2, "micro_batch_size": 4})}
