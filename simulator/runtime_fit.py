@@ -89,7 +89,13 @@ class Run:
 def fit_runtime(profile: Profile, cluster: Cluster, calibration: Calibration, key: tuple[str, bool]) -> RuntimeCosts:
     """Return the costs of one runtime, `key` being (name, compiled); neutral ones where the profile has no layers of it."""
     runs = _by_runtime(profile).get(key)
-    return _Fit(runs, cluster, calibration).costs() if runs else RuntimeCosts()
+    return _Fit(runs, cluster, calibration, _boost_hz(profile)).costs() if runs else RuntimeCosts()
+
+
+def _boost_hz(profile: Profile) -> float:
+    """Return the clock at which products after a rest were measured; 0 where none was read."""
+    clocks = (sample.conditions.sm_clock_hz or 0.0 for sample in profile.operators if sample.regime == "burst")
+    return max(clocks, default=0.0)
 
 
 def _by_runtime(profile: Profile) -> dict[tuple[str, bool], list[Run]]:
@@ -131,6 +137,7 @@ class _Device:
     copies_s: float
     rest_s: float
     loaded_s: float
+    at_clock: float  # kernel time at the clock that was read over that at full load; 1 where none was
 
     @property
     def left_s(self) -> float:
@@ -138,10 +145,13 @@ class _Device:
         return self.measured_s - self.rest_s
 
     def row(self, answer: Floats, clocks: Callable[[float], float]) -> Floats:
-        """Return the coefficients of (factor of layers, factor of others, step's own seconds), at the clocks of `answer`."""
+        """Return the coefficients of (factor of layers, factor of others, step's own seconds), at the clocks of `answer`.
+
+        A GPU is quicker than under full load where it idles now and then, and in runs too short for its power limiter.
+        """
         layers, others, step_s = answer
         busy = layers * self.layers_s + others * (self.others_s + self.copies_s) + self.rest_s
-        slower = clocks(busy / (busy + step_s + self.loaded_s))
+        slower = min(clocks(busy / (busy + step_s + self.loaded_s)), self.at_clock)
         return np.array([slower * self.layers_s, slower * self.others_s + self.copies_s, 1.0])
 
 
@@ -165,8 +175,8 @@ def _solved_for(matrix: Floats, left: Floats) -> Floats:
 class _Fit:
     """The fit of one runtime, eager or compiled."""
 
-    def __init__(self, runs: list[Run], cluster: Cluster, calibration: Calibration) -> None:
-        self.runs, self.cluster, self.calibration = runs, cluster, calibration
+    def __init__(self, runs: list[Run], cluster: Cluster, calibration: Calibration, boost_hz: float) -> None:
+        self.runs, self.cluster, self.calibration, self.boost_hz = runs, cluster, calibration, boost_hz
         self.key = (runtime_spec(runs[0].runtime.name).names[0], runs[0].runtime.compile)
 
     def costs(self) -> RuntimeCosts:
@@ -295,6 +305,7 @@ class _Fit:
         layer = sum(float(more[name][0]) - float(part[name][0]) for name in KERNELS)
         inside = min(run.model.layers * layer, arithmetic)
         counted = (*KERNELS, "copies", "host")
+        clock_hz = run.sample.conditions.sm_clock_hz if self.boost_hz else None
         return _Device(
             measured_s=run.seconds,
             layers_s=inside,
@@ -302,6 +313,9 @@ class _Fit:
             copies_s=float(part["copies"][0]),
             rest_s=sum(float(seconds[0]) for name, seconds in part.items() if name not in counted),
             loaded_s=_loaded_s(run, host),
+            at_clock=max(self.calibration.burst, self.calibration.burst * self.boost_hz / clock_hz)
+            if clock_hz
+            else 1.0,
         )
 
     def _clocks(self, duty: float) -> float:

@@ -22,7 +22,7 @@ from topology import codec
 from topology.cluster_file import load_cluster
 from topology.platform import take_gpus
 from topology.profile import Profile, read_profile
-from topology.samples import LayerSample, OperatorSample
+from topology.samples import Conditions, LayerSample, OperatorSample
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WIDE = Model(
@@ -203,20 +203,21 @@ def test_the_simulation_and_the_closed_form_agree_on_calibrated_costs() -> None:
 # --- runtimes -------------------------------------------------------------------------------------------------------
 
 
-def layers(busy: float = 1.0) -> tuple[LayerSample, ...]:
+def layers(busy: float = 1.0, layer_busy: float = 1.0, wide: Model = WIDE, own: dict = HOST) -> tuple[LayerSample, ...]:
     """Steps of one and two layers on a machine whose host and kernels follow the model exactly."""
     whole = calibrated(profile(), cluster())
     assert whole is not None
     # Hosts that no layers before have let get ahead wait for each other on top.
-    host = HOST | {"fsdp_layer_s": HOST["fsdp_layer_s"] / (1 - WAITING_SHARE)}
-    truth = dataclasses.replace(whole, costs={("torchtitan", False): RuntimeCosts(busy=busy, host=host, runs=1)})
+    host = own | {"fsdp_layer_s": own["fsdp_layer_s"] / (1 - WAITING_SHARE)}
+    costs = RuntimeCosts(busy=busy, layer_busy=layer_busy, host=host, runs=1)
+    truth = dataclasses.replace(whole, costs={("torchtitan", False): costs})
     found = []
     runs = [
         (NARROW, Plan(), 256),
         (NARROW, Plan(dp_shard=2), 256),
         (NARROW, Plan(dp_shard=2, recompute="full"), 256),
-        *((WIDE, Plan(dp_shard=2), length) for length in (4096, 8192, 16384)),
-        (WIDE, Plan(), 8192),
+        *((wide, Plan(dp_shard=2), length) for length in (4096, 8192, 16384)),
+        (wide, Plan(), 8192),
     ]
     for model, plan, length in runs:
         for count in (1, 2):
@@ -230,7 +231,7 @@ def layers(busy: float = 1.0) -> tuple[LayerSample, ...]:
                     workload=codec.to_builtins(load),
                     runtime=codec.to_builtins(RUNTIME),
                     step_s=float(table.step_s[0]),
-                    data_s=HOST["data_token_s"] * length,
+                    data_s=own["data_token_s"] * length,
                 )
             )
     return tuple(found)
@@ -249,6 +250,41 @@ def test_host_data_and_kernel_times_are_told_apart() -> None:
     assert costs.host["checkpoint_s"] == pytest.approx(HOST["checkpoint_s"], rel=0.3)
     assert costs.host["step_s"] == pytest.approx(HOST["step_s"], abs=1.5e-3)
     assert costs.spread < 0.02
+
+
+def test_kernels_of_layers_are_told_from_those_of_a_large_head() -> None:
+    """With a vocabulary that takes longer than a layer, one factor for both would say the head's of every layer."""
+    whole = calibrated(profile(), cluster())
+    assert whole is not None
+    large = dataclasses.replace(WIDE, vocab=128256)
+
+    found = layers(busy=0.95, layer_busy=1.12, wide=large)
+    costs = fit_runtime(profile(layers=found), cluster(), whole, TITAN)
+
+    assert costs.busy == pytest.approx(0.95, rel=0.02)
+    assert costs.layer_busy == pytest.approx(1.12, rel=0.02)
+
+
+def test_runs_too_short_for_the_power_limiter_do_not_make_kernels_quick() -> None:
+    """The same seconds, read at the clock of a rested GPU: kernels under full load take longer by what clocks differ."""
+    burst = dataclasses.replace(
+        next(s for s in operators() if s.kind == "matmul" and min(s.shape.values()) >= 2048),
+        regime="burst",
+        conditions=Conditions(sm_clock_hz=1.98e9),
+    )
+    burst = dataclasses.replace(burst, seconds=0.9 * burst.seconds)
+    busy_all_along = layers(own=HOST | {"data_token_s": 0.0, "step_s": 0.0})
+    rested = tuple(dataclasses.replace(s, conditions=Conditions(sm_clock_hz=1.98e9)) for s in busy_all_along)
+
+    def busy(found: tuple[LayerSample, ...]) -> float:
+        known = profile(operators=(*operators(), burst), layers=found)
+        calibration = calibrated(known, cluster())
+        assert calibration is not None
+        assert calibration.burst == pytest.approx(0.9, rel=0.03)
+        costs = fit_runtime(known, cluster(), calibration, TITAN)
+        return costs.busy * costs.layer_busy
+
+    assert busy(rested) / busy(busy_all_along) == pytest.approx(1 / 0.9, rel=0.03)
 
 
 def test_full_depth_follows_from_one_and_two_layers() -> None:
