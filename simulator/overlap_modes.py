@@ -5,7 +5,7 @@ alone.
     chunked         `SLICES` slices of every shard by NCCL, each beside one batched product of another slice
     ring            W - 1 hops to the neighbour, each beside the product of the shard at hand
     copy_engine     pushes of whole shards, the library's product per shard; a reduce-scatter adds up in a pass at the end,
-                    or, where half a shard still fills the GPU, as its products are made: partial sums go round in halves
+                    or, for large shards, as its products are made: partial sums go round in halves
     fused           one kernel, tiles in the order in which pieces arrive; a reduce-scatter adds in the last tiles
     torch_symm_mem  as copy_engine, from a copy in symmetric memory and with a barrier before every shard
     one_shot, two_shot   all-reduce of a small tensor in one or two exchanges
@@ -63,8 +63,7 @@ HOST_CALLS = {
 }
 REGATHER_CALLS = {"chunked": (2, 0), "ring": (2, 0), "nccl": (2, 0), "torch_symm_mem": (4, 2)}  # others as below
 REGATHER_PUSHED = (1.5, 0.7)
-HALF_TILES = (256, 256)  # rows and columns of a shard for each tile (128 rows) of the library in half a shard
-FULL = 0.9  # of the GPU that they have to fill
+LARGEST_ADDED_BYTES = 2**27  # of W + 1 shards that copy_engine adds up at the end; larger ones it relays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +96,6 @@ class Parts:
     first_s: Value = 0.0
     rounds: Value = 1.0
     """Whole rounds of the fused kernel's tiles over those that its work would fill; see `rounds_of`."""
-    relays: Value = False
-    """Whether a scatter's partial sums go round; see `relayed`."""
     queued_s: Value = 0.0
 
 
@@ -199,9 +196,9 @@ def rounds_of(rows: Value, columns: Value, processors: float) -> Value:
     return taken * processors / (rows / TILE_ROWS * columns / TILE_COLUMNS[0])
 
 
-def relayed(shard_rows: Value, columns: Value, processors: float) -> Value:
-    """Return where the executor's copy_engine scatter passes partial sums round, for a GPU's multiprocessors."""
-    return np.ceil(shard_rows / HALF_TILES[0]) * np.ceil(columns / HALF_TILES[1]) >= FULL * processors
+def relayed(ranks: Value, shard_bytes: Value) -> Value:
+    """Return where the executor's copy_engine scatter passes partial sums round instead of adding them up at the end."""
+    return (ranks + 1) * shard_bytes >= LARGEST_ADDED_BYTES
 
 
 def push_s(parts: Parts, rates: OverlapRates, pieces: Value = 1) -> Value:
@@ -260,7 +257,7 @@ def _copy_engine_s(operation: str, parts: Parts, rates: OverlapRates, *, by_torc
     half, leave = (piece + parts.stream_s) / 2, push_s(parts, rates, 2)
     step = np.maximum(2 * half, np.maximum(half + leave + rates.signal_s, 2 * leave))
     round_about = np.maximum(half, parts.queued_s) + half + others * step
-    return np.where(parts.relays, round_about, at_the_end)
+    return np.where(relayed(parts.ranks, parts.shard_bytes), round_about, at_the_end)
 
 
 def _fused_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:

@@ -16,7 +16,7 @@ from simulator.calibration_fit import calibrated
 from simulator.collectives import CollectiveModel, collective_model
 from simulator.operators import Work, WorkKind
 from simulator.overlap_fit import RATES, TimedMode, fit_rates, mean_error
-from simulator.overlap_modes import EXECUTED, GATHER, SCATTER, SLICES, OverlapRates, Parts, issue_s, relayed, rounds_of
+from simulator.overlap_modes import EXECUTED, GATHER, SCATTER, SLICES, OverlapRates, Parts, issue_s, rounds_of
 from simulator.overlap_sites import modes_in
 from simulator.roofline import Roofline
 from simulator.runtime import DTYPE_BYTES
@@ -122,7 +122,6 @@ def _parts(
         stream_s=shard / roofline.memory_bytes_per_s,
         products=len(sample.columns),
         rounds=float(rounds_of(sample.rows, sample.columns[0], roofline.gpu.sm_count)),
-        relays=bool(relayed(sample.rows / ranks, sample.columns[0], roofline.gpu.sm_count)),
         first_s=sample.first_s or whole * sample.columns[0] / sum(sample.columns),
     )
 

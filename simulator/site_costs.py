@@ -28,13 +28,11 @@ from simulator.overlap_modes import (
     Value,
     device_s,
     issue_s,
-    relayed,
     rounds_of,
 )
 from simulator.overlap_sites import SITES
 from simulator.plan_table import Floats
 from simulator.roofline import Roofline
-from simulator.runtime import DTYPE_BYTES
 
 Rows = NDArray[np.bool_]
 SITE_MODES = ("chunked", "ring", "copy_engine", "fused")  # words of plans that are modes of the executor's own
@@ -119,7 +117,7 @@ def parts_of(
     op: str, products: Products, whole_s: Value, nbytes: Value, groups: GroupTimes, roofline: Roofline, ranks: Value
 ) -> Parts:
     """Return the parts of a collective (`op`, `nbytes` in all, over tensor-parallel ranks) and its products."""
-    shard, element = nbytes / ranks, float(DTYPE_BYTES.get(roofline.dtype, 2))
+    shard = nbytes / ranks
     return Parts(
         ranks=ranks,
         shard_bytes=shard,
@@ -137,7 +135,6 @@ def parts_of(
         rounds=rounds_of(
             np.maximum(products.rows, 1.0), np.maximum(products.first_columns, 1.0), roofline.gpu.sm_count
         ),
-        relays=relayed(products.rows / ranks, nbytes / element / np.maximum(products.rows, 1.0), roofline.gpu.sm_count),
     )
 
 

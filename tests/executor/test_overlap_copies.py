@@ -253,3 +253,13 @@ def test_parts_are_relayed_where_adding_them_up_would_take_long() -> None:
     assert not relays(2, 4096, 4096, 2)
     assert relays(4, 2048, 8192, 2)  # more slots to read
     assert not relays(4, 1024, 8192, 2)
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_the_simulator_relays_what_is_relayed(world: int) -> None:
+    from executor.overlap.copy_engine import relays
+    from simulator.overlap_modes import relayed
+
+    for rows in (512, 1024, 2048, 4096, 8192):
+        for columns in (1024, 4096, 8192, 16384):
+            assert relays(world, rows, columns, 2) == relayed(world, 2 * rows * columns)

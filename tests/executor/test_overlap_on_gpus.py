@@ -30,4 +30,7 @@ def test_every_mode_is_right_on_gpus(tmp_path: Path, ranks: int) -> None:
     assert [r for r in records if r["kind"] == "missing"] == []
     checks = [r for r in records if r["kind"] == "check"]
     assert len(checks) > 100
+    assert (
+        sum("captured" in r["operation"] for r in checks) == 2 * 2 * 2 + 3
+    )  # products, modes, to eager and float64; sums
     assert [r for r in checks if not r["ok"]] == []
