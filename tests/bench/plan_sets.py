@@ -3,7 +3,7 @@
 `h200x2` and `h200x4` go over the axes: one GPU, DDP, FSDP, HSDP, tensor, pipeline (1F1B, interleaved, zero bubble),
 context (ring, all-gather, by heads) and expert parallelism and their combinations, eager and compiled, with and without
 recomputation, on Llama shapes of 1B to 13B. `h200x2-fresh` goes over them once more with models, lengths and batches
-that nothing was ever adjusted on. `regret2` and `regret4` are three questions, each answered by the planner: its first
+that nothing had been adjusted on when it ran; `h200x2-next` has others, which have not been run. `regret2` and `regret4` are three questions, each answered by the planner: its first
 choice and the plans that it lists next.
 """
 
@@ -156,6 +156,36 @@ AXES: dict[str, dict[str, Asked]] = {
         "qwen1.5b-gpu1": fresh("qwen2.5-1.5b", Plan(**TWO), batch=2),
         "7b-fsdp2-compiled": fresh("llama2-7b", Plan(dp_shard=2), batch=2, layers=20, compiled=True),
         "qwen3b-tp2-compiled": fresh("qwen2.5-3b", Plan(tp=2, **TWO, **SP), batch=2, compiled=True),
+    },
+    "h200x2-next": {
+        "qwen8b-fsdp2": fresh("qwen3-8b", Plan(dp_shard=2), batch=2, seq_len=6144, layers=24),
+        "3b-tp2": fresh("llama3.2-3b", Plan(tp=2, **SP), batch=2, seq_len=6144),
+        "mistral-pp2": fresh("mistral-7b", Plan(pp=2, schedule="1F1B"), batch=6, seq_len=3072, layers=28),
+        "qwen1.5b-gpu1": fresh("qwen2.5-1.5b", Plan(**TWO), batch=4, seq_len=3072),
+        "moe-qwen-ep2": fresh("qwen3-30b-a3b", Plan(dp_shard=2, ep=2, **TWO), batch=4, seq_len=3072, layers=7),
+        "qwen7b-fsdp2-selop": fresh(
+            "qwen2.5-7b", Plan(dp_shard=2, recompute="selective-op", **TWO), batch=4, seq_len=3072, layers=20
+        ),
+        "13b-tp2-selop": fresh("llama2-13b", Plan(tp=2, recompute="selective-op", **TWO, **SP), batch=2, layers=26),
+        "3b-ddp2": fresh("llama3.2-3b", Plan(dp_replicate=2), batch=2, seq_len=3072),
+        "mistral-fsdp2-full": fresh("mistral-7b", Plan(dp_shard=2, recompute="full", **TWO), batch=4, seq_len=6144),
+        "qwen8b-tp2-selective": fresh(
+            "qwen3-8b", Plan(tp=2, recompute="selective", **TWO, **SP), batch=2, seq_len=3072
+        ),
+        "3b-pp2-interleaved": fresh(
+            "llama3.2-3b", Plan(pp=2, schedule="Interleaved1F1B", **VIRTUAL), batch=8, seq_len=6144
+        ),
+        "qwen3b-pp2-zbv": fresh("qwen2.5-3b", Plan(pp=2, schedule="ZBVZeroBubble", **VIRTUAL), batch=8, seq_len=3072),
+        "13b-fsdp2": fresh("llama2-13b", Plan(dp_shard=2), batch=2, seq_len=3072, layers=30),
+        "mixtral-fsdp2": fresh("mixtral-8x7b", Plan(dp_shard=2), batch=2, seq_len=6144, layers=3),
+        "mistral-cp2-ring": fresh("mistral-7b", Plan(cp=2, cp_method="ring"), batch=1, seq_len=20480, layers=16),
+        "3b-cp2-gather-selop": fresh(
+            "llama3.2-3b", Plan(cp=2, cp_method="all_gather", recompute="selective-op"), batch=1, seq_len=20480
+        ),
+        "qwen8b-cp2-heads-full": fresh(
+            "qwen3-8b", Plan(cp=2, cp_method="all_to_all", recompute="full"), batch=1, seq_len=28672, layers=18
+        ),
+        "3b-fsdp2-compiled": fresh("llama3.2-3b", Plan(dp_shard=2, **TWO), batch=4, seq_len=3072, compiled=True),
     },
     "h200x4": {
         "8b-fsdp4": llama8(Plan(dp_shard=4), 4, seq_len=8192),
