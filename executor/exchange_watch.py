@@ -68,16 +68,19 @@ def _reached(ended: int, number: int) -> bool:
 
 
 class Watch:
-    """Looks at all lines once a tick, and calls `give_up` with what it has to say at most once."""
+    """Looks at all lines once a tick, and calls `give_up` with what it has to say at most once.
 
-    def __init__(self, base: int, give_up: Callable[[str], None], *, stall_s: float = STALL_S) -> None:
-        self._base, self._give_up, self._stall_s = base, give_up, stall_s
+    `words` are LINES int32 on the host, where streams write; the watch keeps them alive.
+    """
+
+    def __init__(self, words: torch.Tensor, give_up: Callable[[str], None], *, stall_s: float = STALL_S) -> None:
+        self._words, self._give_up, self._stall_s = words, give_up, stall_s
         self._lines: list[Line] = []
 
     def line(self, name: str) -> Line:
         if len(self._lines) == LINES:
             raise ValueError(f"more than {LINES} workspaces cannot be watched")
-        self._lines.append(Line(name, self._base + 4 * len(self._lines)))
+        self._lines.append(Line(name, self._words.data_ptr() + self._words.element_size() * len(self._lines)))
         return self._lines[-1]
 
     def look(self, now_s: float) -> bool:
@@ -103,8 +106,7 @@ class Watch:
 def the_watch() -> Watch:
     """Return the process's own, whose thread runs from the first call on."""
     words = torch.zeros(LINES, dtype=torch.int32, pin_memory=torch.cuda.is_available())
-    watch = Watch(words.data_ptr(), leave)
-    watch.words = words  # type: ignore[attr-defined]  # kept alive
+    watch = Watch(words, leave)
     threading.Thread(target=watch.run, name="overlap watch", daemon=True).start()
     return watch
 

@@ -40,6 +40,7 @@ Floats = NDArray[np.float64]
 DEVICE_BOUND = 0.7  # predicted device time over measured, above which the device decided the run
 HOST_BOUND = 0.35  # and below which the host did
 ROUNDS = 3
+FACTORS = (0.5, 2.0)  # of kernel times inside a step over those alone; beyond, a fit has found noise
 KERNELS = ("compute", "recompute")  # parts of a step that the factors stretch
 STEP_RANGE_S = (0.0, 10e-3)
 # Costs of the host that a fit starts from: none, so that what is predicted is the device alone.
@@ -156,11 +157,16 @@ class _Device:
 
 
 def _solved(matrix: Floats, left: Floats, *, layers_apart: bool) -> Floats:
-    """Return (factor of layers, factor of others, step's own seconds), least squares with the last within its range."""
-    if not layers_apart:
-        factor, step_s = _solved_for(np.stack([matrix[:, 0] + matrix[:, 1], matrix[:, 2]], axis=1), left)
-        return np.array([factor, factor, step_s])
-    return _solved_for(matrix, left)
+    """Return (factor of layers, factor of others, step's own seconds), least squares with the last within its range.
+
+    One factor stands for both where no pair tells them apart, or where heads are so small that noise decides theirs.
+    """
+    if layers_apart:
+        found = _solved_for(matrix, left)
+        if FACTORS[0] <= found[:2].min() and found[:2].max() <= FACTORS[1]:
+            return found
+    factor, step_s = _solved_for(np.stack([matrix[:, 0] + matrix[:, 1], matrix[:, 2]], axis=1), left)
+    return np.array([factor, factor, step_s])
 
 
 def _solved_for(matrix: Floats, left: Floats) -> Floats:
@@ -299,8 +305,8 @@ class _Fit:
 
     def _device(self, run: Run, part: dict[str, Floats], host: dict[str, float]) -> _Device:
         """Return the device's part of a run, that of layers apart from the others'."""
-        fewer = replace(run, model=replace(run.model, layers=run.model.layers + 1))
-        more = self._estimate(fewer, SILENT).breakdown_s
+        deeper = replace(run, model=replace(run.model, layers=run.model.layers + 1))
+        more = self._estimate(deeper, SILENT).breakdown_s
         arithmetic = sum(float(part[name][0]) for name in KERNELS)
         layer = sum(float(more[name][0]) - float(part[name][0]) for name in KERNELS)
         inside = min(run.model.layers * layer, arithmetic)

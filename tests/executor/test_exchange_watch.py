@@ -1,32 +1,31 @@
 """The watch over streams that wait: it speaks when calls are due and none ends, and only then."""
 
-import ctypes
 import subprocess
 import sys
 
 import pytest
 
-pytest.importorskip("torch", reason="torch is not installed")
+torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from executor.exchange_watch import EXIT_CODE, Line, Watch
+from executor.exchange_watch import EXIT_CODE, Line, Watch  # noqa: E402 - after the check for torch
 
 LATEST = (1 << 31) - 1
 
 
 @pytest.fixture
-def words() -> ctypes.Array[ctypes.c_int32]:
-    return (ctypes.c_int32 * 4)()
+def words() -> torch.Tensor:
+    return torch.zeros(4, dtype=torch.int32)
 
 
-def watch_over(words: ctypes.Array[ctypes.c_int32], said: list[str]) -> Watch:
-    return Watch(ctypes.addressof(words), said.append, stall_s=60.0)
+def watch_over(words: torch.Tensor, said: list[str]) -> Watch:
+    return Watch(words, said.append, stall_s=60.0)
 
 
-def test_a_call_that_does_not_end_is_named(words: ctypes.Array[ctypes.c_int32]) -> None:
+def test_a_call_that_does_not_end_is_named(words: torch.Tensor) -> None:
     said: list[str] = []
     watch = watch_over(words, said)
     idle, stuck = watch.line("gather, group 0"), watch.line("scatter, group 1")
-    assert (idle.address, stuck.address) == (ctypes.addressof(words), ctypes.addressof(words) + 4)
+    assert (idle.address, stuck.address) == (words.data_ptr(), words.data_ptr() + 4)
     for what in ("a reduce-scatter", "a relayed reduce-scatter", "a third"):
         stuck.issue(what)
     words[1] = 1  # the first has ended
@@ -37,7 +36,7 @@ def test_a_call_that_does_not_end_is_named(words: ctypes.Array[ctypes.c_int32]) 
     assert said[0].startswith("a relayed reduce-scatter (call 2 of scatter, group 1) has not ended")
 
 
-def test_progress_and_idleness_start_the_clock_again(words: ctypes.Array[ctypes.c_int32]) -> None:
+def test_progress_and_idleness_start_the_clock_again(words: torch.Tensor) -> None:
     said: list[str] = []
     watch = watch_over(words, said)
     line = watch.line("gather")
@@ -53,8 +52,8 @@ def test_progress_and_idleness_start_the_clock_again(words: ctypes.Array[ctypes.
     assert watch.look(4661.0)
 
 
-def test_counts_wrap_as_words_do(words: ctypes.Array[ctypes.c_int32]) -> None:
-    line = Line("gather", ctypes.addressof(words))
+def test_counts_wrap_as_words_do(words: torch.Tensor) -> None:
+    line = Line("gather", words.data_ptr())
     line._issued = words[0] = LATEST - 1
     assert [line.issue("one"), line.issue("two"), line.issue("three")] == [LATEST, 0, 1]
     line.stalled(10.0)

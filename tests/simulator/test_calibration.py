@@ -265,6 +265,23 @@ def test_kernels_of_layers_are_told_from_those_of_a_large_head() -> None:
     assert costs.layer_busy == pytest.approx(1.12, rel=0.02)
 
 
+def test_noise_in_runs_without_a_large_head_does_not_become_a_factor() -> None:
+    """A head of a thousandth of the step: noise of some percent is many times its size, and one factor stands for all."""
+    whole = calibrated(profile(), cluster())
+    assert whole is not None
+    tiny = dataclasses.replace(WIDE, vocab=64)
+    signs = [1, -1, 1, -1, 1, -1, -1, 1]
+    noisy = tuple(
+        dataclasses.replace(sample, step_s=sample.step_s * (1 + 0.03 * signs[place % 8]))
+        for place, sample in enumerate(layers(busy=1.1, wide=tiny))
+    )
+
+    costs = fit_runtime(profile(layers=noisy), cluster(), whole, TITAN)
+
+    assert costs.layer_busy == 1.0
+    assert costs.busy == pytest.approx(1.1, rel=0.1)
+
+
 def test_runs_too_short_for_the_power_limiter_do_not_make_kernels_quick() -> None:
     """The same seconds, read at the clock of a rested GPU: kernels under full load take longer by what clocks differ."""
     burst = dataclasses.replace(
