@@ -187,6 +187,28 @@ AXES: dict[str, dict[str, Asked]] = {
         ),
         "3b-fsdp2-compiled": fresh("llama3.2-3b", Plan(dp_shard=2, **TWO), batch=4, seq_len=3072, compiled=True),
     },
+    "h200x1-fresh": {
+        "qwen1.5b-selop": fresh("qwen2.5-1.5b", Plan(recompute="selective-op", **TWO), batch=4, seq_len=6144),
+        "13b-short": fresh("llama2-13b", Plan(), batch=2, seq_len=2560, layers=8),
+        "moe-qwen": fresh("qwen3-30b-a3b", Plan(**TWO), batch=2, seq_len=3072, layers=5),
+        "3b-micro4": fresh("llama3.2-3b", Plan(**FOUR), batch=4, seq_len=1536, layers=20),
+        "mistral-full": fresh("mistral-7b", Plan(recompute="full", **TWO), batch=4, seq_len=5120, layers=18),
+        "qwen8b-accumulated": fresh("qwen3-8b", Plan(), batch=4, seq_len=2048, layers=14),
+        "1b-long-selop": fresh("llama3.2-1b", Plan(recompute="selective-op"), batch=1, seq_len=40960),
+        "mixtral-full": fresh("mixtral-8x7b", Plan(recompute="full", **TWO), batch=2, seq_len=3072, layers=4),
+        "qwen7b-selective": fresh("qwen2.5-7b", Plan(recompute="selective"), batch=2, seq_len=10240, layers=12),
+        "7b-micro8": fresh("llama2-7b", Plan(recompute="full", micro_batch_size=8), batch=8, seq_len=1024, layers=24),
+        "8b-micro4": fresh("llama3-8b", Plan(**FOUR), batch=8, seq_len=1024, layers=16),
+        "moe-qwen-selop": fresh(
+            "qwen3-30b-a3b", Plan(recompute="selective-op"), batch=2, seq_len=5120, layers=6
+        ),
+        "1b-one-sequence": fresh("llama3.2-1b", Plan(), batch=2, seq_len=1024),
+        "3b-compiled": fresh("llama3.2-3b", Plan(**TWO), batch=2, seq_len=3072, layers=24, compiled=True),
+        "mistral-compiled-selop": fresh(
+            "mistral-7b", Plan(recompute="selective-op"), batch=2, seq_len=6144, layers=16, compiled=True
+        ),
+        "qwen1.5b-compiled": fresh("qwen2.5-1.5b", Plan(**FOUR), batch=4, seq_len=2048, compiled=True),
+    },
     "h200x4": {
         "8b-fsdp4": llama8(Plan(dp_shard=4), 4, seq_len=8192),
         "1b-fsdp4": llama1(Plan(dp_shard=4, **FOUR), 16),
@@ -225,6 +247,11 @@ class Question:
 
 
 QUESTIONS: dict[str, dict[str, Question]] = {
+    "regret1": {
+        "3b-long": Question(model="llama3.2-3b", seq_len=LONG // 2, batch=4),
+        "7b-small-batch": Question(model="llama2-7b", seq_len=2048, batch=8, layers=20),
+        "moe-5b": Question(model="qwen3-30b-a3b", layers=8, seq_len=4096, batch=8),
+    },
     "regret2": {
         "8b-long": Question(model="llama3-8b", seq_len=LONG, batch=1),
         "13b-small-batch": Question(model="llama2-13b", seq_len=4096, batch=2),
