@@ -50,16 +50,39 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and there is nothing to scale
 
 
-def apply_ddp(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> DistributedDataParallel:
+class Replica(DistributedDataParallel):
+    """A copy of the model, whose gradients are summed over its group.
+
+    After the first backward pass DDP trades its one bucket of everything (torch/nn/parallel/distributed.py,
+    `_ddp_init_helper`: limits of [sys.maxsize]) for buckets of 25 MiB in the order that gradients came in
+    (reducer.cpp, `rebuild_buckets`). But an NCCL call keeps its tensors until somebody waits for it, or until another
+    call of its group after its watchdog has seen it end (ProcessGroupNCCL.cpp, `stashed_for_allocator_safety_`), and DDP
+    waits for futures only: the old bucket would be there, a second copy of all gradients, when memory peaks in the
+    second step. So we wait: on a GPU only the stream does, and DDP has made it wait already.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(
+            model, device_ids=[device.index] if device.type == "cuda" else None, process_group=group, init_sync=False
+        )
+        self.travelling: list[dist.Work] = []
+        self.register_comm_hook((group, self.travelling), _sum)
+
+    def let_go(self) -> None:
+        """Let calls forget the buckets that they have summed; to be called after a backward pass."""
+        for work in self.travelling:
+            work.wait()
+        self.travelling.clear()
+
+
+def apply_ddp(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> Replica:
     """Copy a model whose parameters are already initialised; gradients are summed over `group`."""
-    wrapped = DistributedDataParallel(
-        model, device_ids=[device.index] if device.type == "cuda" else None, process_group=group, init_sync=False
-    )
-    wrapped.register_comm_hook(group, _sum)
-    return wrapped
+    return Replica(model, group, device)
 
 
-def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Reduce a bucket by sum; DDP's own way divides."""
+def _sum(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Reduce a bucket by sum; DDP's own way divides. `state`: the group, and where to note what is on its way."""
+    group, travelling = state
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    travelling.append(work)
     return work.get_future().then(lambda done: done.value()[0])

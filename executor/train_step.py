@@ -9,10 +9,10 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from executor import gradients, pipeline
 from executor.batches import rank_batch
+from executor.data_parallel import Replica
 from executor.meshes import Meshes
 from executor.parallelize import Parallel, parallelize
 from executor.shards import Cut, local
@@ -120,14 +120,16 @@ class Trainer:
         for turn, (some, wanted) in enumerate(pieces):
             last = turn == self.micro_batches - 1
             # DDP adds what it has summed to what it sums next, so only the last micro batch may travel.
-            quiet = isinstance(module, DistributedDataParallel) and not last
-            with module.no_sync() if quiet else nullcontext():
+            quiet = module.no_sync() if isinstance(module, Replica) and not last else nullcontext()
+            with quiet:
                 with self._precision():
                     logits = module(some)
                 loss = self.parallel.loss(logits, wanted) / self.workload.tokens_per_step
                 del logits
                 loss.backward()
             total = total + loss.detach()
+        if isinstance(module, Replica):
+            module.let_go()
         return total
 
     def _precision(self) -> AbstractContextManager[object]:

@@ -1,5 +1,7 @@
 """Parts of the executor that need no second process, against torch's own or closed forms."""
 
+from contextlib import nullcontext
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -144,23 +146,145 @@ def test_rows_taken_in_another_order_come_back_with_their_gradients() -> None:
         assert torch.allclose(x.grad, plain.grad, rtol=1e-14, atol=0)
 
 
-def test_the_loss_and_its_gradient_are_those_of_cross_entropy() -> None:
-    """The slope of a rank's columns, as the cut loss computes it, where one rank has all of them."""
+def test_the_loss_and_its_gradient_are_those_of_cross_entropy(monkeypatch) -> None:
+    """The slope of a rank's columns, as the cut loss computes it, where one rank has all of them; eagerly, by pieces."""
+    from executor import vocabulary_loss
     from executor.vocabulary_loss import VocabularyLoss, _slope, _sums, _top
 
     logits = torch.randn(2, 3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     targets = torch.tensor([[0, 6, 3], [2, 2, 5]])
 
-    loss = VocabularyLoss(7, None, compiled=False)(logits, targets)
-    loss.backward()
-
-    assert loss == torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    (slope,) = torch.autograd.grad(expected, logits)
+    for piece in (1, 16, 1 << 23):  # of one token, of two, and of all
+        monkeypatch.setattr(vocabulary_loss, "PIECE", piece)
+        loss = VocabularyLoss(7, None, compiled=False)(logits, targets)
+        assert torch.allclose(loss, expected, rtol=1e-14, atol=0)
+        (found,) = torch.autograd.grad(3 * loss, logits)
+        assert torch.allclose(found, 3 * slope, rtol=1e-12, atol=1e-15)
     flat, column, mine = logits.detach().flatten(0, 1), targets.flatten(), torch.ones(6, dtype=torch.bool)
     top = _top(flat)
     total, chosen = _sums(flat, top, column, mine)
-    assert torch.allclose((total.log() - chosen).sum(), loss.detach(), rtol=1e-14)
-    slope = _slope(flat, top, total, column, mine, torch.tensor(1.0, dtype=torch.float64))
-    assert torch.allclose(slope, logits.grad.flatten(0, 1), rtol=1e-12)
+    assert torch.allclose((total.log() - chosen).sum(), expected.detach(), rtol=1e-14)
+    cut = _slope(flat, top, total, column, mine, torch.tensor(1.0, dtype=torch.float64))
+    assert torch.allclose(cut, slope.flatten(0, 1), rtol=1e-12)
+
+
+def test_cut_columns_give_the_loss_of_all_of_them_even_where_a_rank_has_next_to_nothing(monkeypatch) -> None:
+    """Two ranks' parts put together by hand: the second's columns are e^-900 of the sum, too little for a float64."""
+    from executor import vocabulary_loss
+    from executor.vocabulary_loss import _EagerLoss
+
+    logits = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits[0, 3:] -= 900.0
+    logits.requires_grad_()
+    targets = torch.tensor([5, 0, 3, 2])
+    expected = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    (slope,) = torch.autograd.grad(expected, logits)
+    whole = logits.detach().logsumexp(-1)[:, None], logits.detach().gather(-1, targets[:, None])
+    monkeypatch.setattr(vocabulary_loss, "_together", lambda *_: whole)
+
+    for first in (0, 3):
+        part = logits.detach()[:, first : first + 3].clone().requires_grad_()
+        loss = _EagerLoss.apply(part, targets, first, object())
+        loss.backward()
+        assert torch.allclose(loss, expected, rtol=1e-14, atol=0)
+        assert torch.allclose(part.grad, slope[:, first : first + 3], rtol=1e-12, atol=1e-300)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_eager_loss_holds_what_the_runtime_says(dtype) -> None:
+    """The most bytes held at once, the logits among them, by the account of torch's own allocator."""
+    from executor.vocabulary_loss import PIECE, VocabularyLoss
+    from simulator.operators import tensor_bytes
+    from simulator.runtime import DTYPE_BYTES
+    from simulator.runtime_library import runtime_spec
+
+    tokens, vocab = 3072, 16384
+    logits = torch.randn(1, tokens, vocab).to(getattr(torch, dtype)).requires_grad_()
+    targets = torch.randint(0, vocab, (1, tokens))
+    loss = VocabularyLoss(vocab, None, compiled=False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss(logits, targets).backward()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = logits.numel() * logits.element_size()
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+
+    width = {"f32": 4, "compute": DTYPE_BYTES[dtype]}
+    (moment,) = runtime_spec("meshwright").layer.head_peak
+    said = sum(tensor_bytes(x, {"t": tokens, "v": vocab, "one": 1.0}, width.__getitem__) for x in moment)
+    per_token = 64 * tokens  # columns of the loss, its exponents and masks
+    assert tokens * vocab > 4 * PIECE
+    assert 2 * logits.numel() * width["compute"] <= most <= said + per_token
+    wide = torch.nn.functional.cross_entropy(logits.detach().double().flatten(0, 1), targets.flatten(), reduction="sum")
+    assert torch.allclose(loss(logits, targets).double(), wide, rtol=1e-6)
+
+
+def test_no_call_keeps_the_buckets_of_replicas_beyond_the_backward_pass(monkeypatch) -> None:
+    """NCCL's calls hold their tensors until somebody waits: with one process, calls that do just that."""
+    import weakref
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+
+    from executor.data_parallel import apply_ddp
+    from executor.train_step import Trainer
+
+    buckets: list[weakref.ref] = []
+    right = dist.all_reduce
+
+    class Call:
+        def __init__(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+            self.held: list[torch.Tensor] = [tensor]
+            self.work = right(tensor, group=group, async_op=True)
+            buckets.append(weakref.ref(tensor))
+
+        def get_future(self) -> torch.futures.Future:
+            return self.work.get_future()
+
+        def wait(self) -> None:
+            self.work.wait()
+            self.work = None
+            self.held.clear()
+
+    kept = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group, **_: kept.append(Call(tensor, group)) or kept[-1])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        first_is_there = []
+
+        def loss(out: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+            first_is_there.append(bool(buckets) and buckets[0]() is not None)
+            return (out - wanted).square().sum()
+
+        trainer = SimpleNamespace(
+            parallel=SimpleNamespace(modules=(apply_ddp(model, dist.group.WORLD, torch.device("cpu")),), loss=loss),
+            device="cpu",
+            micro_batches=2,
+            workload=SimpleNamespace(tokens_per_step=8),
+            _precision=nullcontext,
+        )
+        x, wanted = torch.randn(8, 64), torch.randn(8, 64)
+        Trainer._accumulate(trainer, x, wanted)
+        assert [call.held for call in kept] == [[]]  # one bucket, once for both micro batches
+        assert buckets[0]() is not None  # it is still the one that the next gradients would go to
+        first = [p.grad.clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.grad = None
+        Trainer._accumulate(trainer, x, wanted)
+        # The second step's forward pass makes new buckets; when its loss turns round the old one is gone.
+        assert first_is_there == [False, False, False, False]
+        again = [p.grad for p in model.parameters()]
+    finally:
+        dist.destroy_process_group()
+
+    alone = torch.autograd.grad((model(x) - wanted).square().sum() / 8, list(model.parameters()))
+    for found, repeated, expected in zip(first, again, alone, strict=True):
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(repeated, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_is_collected_within_steps() -> None:

@@ -362,7 +362,8 @@ def test_layers_of_a_runtime_like_another_say_the_same_as_of_that_other() -> Non
 
     assert second.host["launch_s"] == pytest.approx(first.host["launch_s"])
     assert second.host["fsdp_layer_s"] == pytest.approx(first.host["fsdp_layer_s"])
-    assert second.busy == pytest.approx(first.busy)
+    # The executor's loss passes over the logits less often: in the same time, so each pass took longer.
+    assert first.busy < second.busy < 1.02 * first.busy
 
 
 def test_the_executor_runs_torchtitans_operators() -> None:

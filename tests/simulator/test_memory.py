@@ -144,6 +144,18 @@ def test_the_loss_holds_logits_twice_or_their_gradient_and_the_weights() -> None
         assert head_peak_bytes(context)[0] == max(6 * logits, 2 * logits + 2 * weights)
 
 
+def test_the_executors_eager_loss_holds_logits_and_gradient_and_torchtitans_three_copies_in_float32() -> None:
+    """Two columns of bfloat16 and two pieces of 2^23 float32 numbers; nothing of it changes what torchtitan holds."""
+    model, workload = load_model("llama3-8b"), Workload(seq_len=8192, global_batch_size=1)
+    held = {
+        name: head_peak_bytes(plan_context(model, cluster("dgx-h100"), workload, Plan(), Runtime(name=name)))[0]
+        for name in ("meshwright", "torchtitan")
+    }
+
+    assert held["meshwright"] == 2 * 2 * 8192 * model.vocab + 64 * 2**20
+    assert held["torchtitan"] == 3 * 4 * 8192 * model.vocab
+
+
 def test_torch_stages_hold_a_buffer_for_every_message_and_once_kept_their_outputs() -> None:
     """Four stages, eight micro batches: stage 1 receives 8 activations, 3 of which backward needs anyway, and 8
     gradients; stage 3 receives no gradients. Early versions kept 8 outputs of each stage too, logits on the last.
