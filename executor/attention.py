@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from executor.kept import attention, product
+from executor.rotary import rotate
 from simulator.model import Model
 
 NORM_EPS = 1e-5
@@ -119,11 +120,3 @@ def heads_first(x: Tensor, *, tokens_first: bool) -> Tensor:
 def heads_last(x: Tensor, *, tokens_first: bool) -> Tensor:
     """Return (B, S, a d), or (S, B, a d) with tokens first, of (B, a, S, d); a view where kernels answer in the order asked."""
     return (x.permute(2, 0, 1, 3) if tokens_first else x.transpose(1, 2)).flatten(-2)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + d/2) of each head by the angle of the token's position (arXiv 2104.09864)."""
-    wide = x.to(cos.dtype)
-    first, second = wide.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (wide * cos + turned * sin).to(x.dtype)
