@@ -1,6 +1,8 @@
 """What only GPUs have: half-precision kernels and compiled plans, and schedules over NCCL. Run by hand there:
 
 pytest -m "gpu or multigpu" tests/executor
+
+Where there is one GPU, two ranks share it for the plans whose collectives gloo serves (`tests.executor.shared_gpu`).
 """
 
 import json
@@ -8,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from executor.launch import launch
+from executor.launch import Launched, launch
+from simulator.overlap_sites import modes_by_site
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -86,18 +89,32 @@ COMPILED = {
 }
 OVERLAPPED = {name: ({**changes, "types": True}, plan) for name, (changes, plan) in OVERLAP.items()}
 ON_TWO = V_SHAPED | TYPES | OVERLAPPED | COMPILED
+SHARED_S, COMPILING_S = 75.0, 60.0  # for the eager plans of ranks that share a GPU, and for each compiled one
 
 
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory) -> Path:
     """Where one launch of two ranks has left its verdict on every plan that was selected."""
     out = tmp_path_factory.mktemp("cuda")
-    selected = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    listed = [{"id": name, **changes, "plan": plan} for name, (changes, plan) in ON_TWO.items() if name in selected]
-    (out / "cases.json").write_text(json.dumps(listed))
-    launched = launch(WORKER, [str(out / "cases.json"), str(out), "cuda"], ranks=2, budget_s=300)
+    launched = verify_plans(request, out, "cuda", budget_s=300)
     assert launched.ok, launched.failure or launched.stderr_tail[-3000:]
     return out
+
+
+@pytest.fixture(scope="module")
+def shared(request, tmp_path_factory) -> tuple[Path, Launched]:
+    """As `folder`, on one GPU; a launch that was cut short has left the verdicts that it came to."""
+    out = tmp_path_factory.mktemp("shared")
+    return out, verify_plans(request, out, "share", budget_s=SHARED_S, compiling_s=COMPILING_S)
+
+
+def verify_plans(request, out: Path, where: str, *, budget_s: float, compiling_s: float = 0.0) -> Launched:
+    here = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
+    selected = {item.callspec.params["name"] for item in here if not item.get_closest_marker("skip")}
+    listed = [{"id": name, **changes, "plan": plan} for name, (changes, plan) in ON_TWO.items() if name in selected]
+    (out / "cases.json").write_text(json.dumps(listed))
+    budget_s += compiling_s * sum(case.get("compile", False) for case in listed)
+    return launch(WORKER, [str(out / "cases.json"), str(out), where], ranks=2, budget_s=budget_s)
 
 
 @pytest.mark.multigpu
@@ -106,6 +123,32 @@ def folder(request, tmp_path_factory) -> Path:
 def test_a_plan_on_two_gpus_computes_what_one_process_computes(folder: Path, name: str) -> None:
     path = folder / f"{name}.json"
     assert path.is_file(), "\n".join(p.read_text() for p in folder.glob(f"{name}.rank0.txt"))
+
+    found = json.loads(path.read_text())
+    assert found["ok"], found["verdict"]
+
+
+def needs_more(plan: dict) -> str:
+    """Return why a plan cannot be checked by ranks that share a GPU, or nothing."""
+    modes = modes_by_site(plan.get("tp_overlap", "none"))
+    if plan.get("pp", 1) > 1 or (plan.get("cp", 1) > 1 and plan.get("cp_method", "ring") == "ring") or "ring" in modes:
+        return "gloo sends and receives no CUDA tensors"
+    return "torch's fused operators wait without a limit" if "async" in modes else ""
+
+
+def sharing(name: str) -> object:
+    why = needs_more(ON_TWO[name][1])
+    return pytest.param(name, marks=pytest.mark.skip(reason=why)) if why else name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() != 1, reason="there is not one CUDA GPU alone, which ranks would share")
+@pytest.mark.parametrize("name", [sharing(name) for name in ON_TWO])
+def test_a_plan_on_a_shared_gpu_computes_what_one_process_computes(shared: tuple[Path, Launched], name: str) -> None:
+    folder, launched = shared
+    path = folder / f"{name}.json"
+    raised = "\n".join(p.read_text() for p in folder.glob(f"{name}.rank0.txt"))
+    assert path.is_file(), raised or f"{launched.outcome}: {launched.failure or launched.stderr_tail[-3000:]}"
 
     found = json.loads(path.read_text())
     assert found["ok"], found["verdict"]
