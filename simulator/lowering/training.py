@@ -87,9 +87,7 @@ def plan_context(
     return CostContext(
         table=table,
         sizes=axis_sizes(model, workload, table),
-        roofline=roofline_of(
-            cluster, runtime, spec, calibration, windowed=windowed_share(model, workload.seq_len)
-        ),
+        roofline=roofline_of(cluster, runtime, spec, calibration, windowed=windowed_share(model, workload.seq_len)),
         groups=GroupTimes(cluster, table, collective_model(cluster, profile)),
         runtime=runtime,
         spec=spec,
