@@ -119,9 +119,10 @@ def memory_columns(
     )
     gathered = np.where(fully_sharded, window * context.dtype_bytes("compute"), 0.0)
     # Autocast keeps a 16-bit copy of every weight that products use from its first use to the end of the forward pass,
-    # and backward keeps those of layers that are not run again; embeddings are looked up as they are.
+    # and backward keeps those of layers that are not run again; embeddings are looked up as they are. Compiled blocks cast
+    # by themselves, and autocast remembers nothing of theirs.
     cast = table.conditions["autocast"] & (param_bytes > context.dtype_bytes("compute"))
-    copied = np.where(cast[:, None], context.dtype_bytes("compute"), 0.0)
+    cast_bytes = np.where(cast[:, None], context.dtype_bytes("compute"), 0.0)
     again = np.zeros_like(shared)
     for mode, (in_dense, in_moe) in layout.by_mode.items():
         if mode != "none":
@@ -129,7 +130,7 @@ def memory_columns(
             of_layers = of_layers + in_moe * (parameters.moe_layer + parameters.experts)[:, None]
             again = again + spec.recompute[mode].layers * of_layers
     looked_up = np.where(model.tied_embeddings, 0.0, first * parameters.embedding[:, None])
-    gathered = np.where(cast[:, None], (shared + experts - again - looked_up) * copied, gathered)
+    gathered = np.where(cast[:, None], (shared + experts - again - looked_up) * cast_bytes, gathered)
     unsharded_gradients = np.maximum(per_layer[:, None], ends) * (
         context.dtype_bytes(spec.state.unsharded_gradient_dtype) + context.dtype_bytes("reduce")
     )
@@ -157,9 +158,10 @@ def memory_columns(
     # A recomputed block's intermediates live again, one block at a time.
     widest = np.max([blocks[name].everything_bytes for name in ("dense", "moe") if name in blocks], axis=0)
     wrapped = sum((a + b for mode, (a, b) in layout.by_mode.items() if mode != "none"), np.zeros_like(shared))
-    recomputed = np.where(wrapped > 0, widest[:, None] + per_layer[:, None] * copied, 0.0)
+    recomputed = np.where(wrapped > 0, widest[:, None] + per_layer[:, None] * cast_bytes, 0.0)
     loss = last * np.maximum(head_peak_bytes(context) - head_saved, 0.0)[:, None]
-    turning = np.maximum(np.maximum(loss, recomputed * exists), again * copied)
+    remembered = np.zeros_like(again) if context.runtime.compile else again * cast_bytes
+    turning = np.maximum(np.maximum(loss, recomputed * exists), remembered * exists)
 
     categories = {
         "parameters": sharded("parameters") * param_bytes,
