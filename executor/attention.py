@@ -33,6 +33,11 @@ def as_it_is(x: Tensor) -> Tensor:
     return x
 
 
+def normed(x: Tensor, norm: nn.RMSNorm) -> Tensor:
+    """Return `x` through `norm` in the type of `x`: with a weight of another, as under autocast, torch has no kernel for it."""
+    return functional.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
+
+
 class CausalAttention(nn.Module):
     """Attention of one rank that holds whole sequences; context parallelism puts a ring in its place.
 
@@ -106,7 +111,7 @@ class Attention(nn.Module):
         q, k, v = self.project(x, (self.wq, self.wk, self.wv))
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (B, S, heads here, d) or (S, B, ..)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = normed(q, self.q_norm), normed(k, self.k_norm)
         q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
         out = self.core(*(heads_first(t, tokens_first=self.tokens_first) for t in (q, k, v)))
         return self.close(heads_last(out, tokens_first=self.tokens_first), self.wo)

@@ -30,7 +30,7 @@ from simulator.model import Model
 from simulator.overlap_samples import sites_of
 from simulator.pipeline import peak_in_flight, pipeline_program
 from simulator.plan import Plan
-from simulator.plan_table import axis_sizes, plan_table
+from simulator.plan_table import axis_sizes, plan_table, windowed_share
 from simulator.program import COMPUTE, CodeWriter, Groups, Program
 from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import operators_for, wraps_one
@@ -87,7 +87,7 @@ def plan_context(
     return CostContext(
         table=table,
         sizes=axis_sizes(model, workload, table),
-        roofline=roofline_of(cluster, runtime, spec, calibration),
+        roofline=roofline_of(cluster, runtime, spec, calibration, windowed=windowed_share(model, workload.seq_len)),
         groups=GroupTimes(cluster, table, collective_model(cluster, profile)),
         runtime=runtime,
         spec=spec,

@@ -84,7 +84,9 @@ def worker(options: argparse.Namespace) -> None:
             shape = (content.model, content.plan, content.workload)
             makers = {"torchtitan": lambda: titan_step(*shape, content.runtime, device)}
             if options.ours:
-                makers["ours"] = lambda: own_step(*shape, replace(content.runtime, name="meshwright"), device)
+                # First: torchtitan leaves torch another order of attention kernels than it found.
+                ours = replace(content.runtime, name="meshwright")
+                makers = {"ours": lambda: own_step(*shape, ours, device), **makers}
             for who, make in makers.items():
                 step = make()
                 times = [timed(torch, dist, device, step) for _ in range(WARM_UP + options.steps)][WARM_UP:]
