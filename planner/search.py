@@ -61,7 +61,8 @@ class RankedPlan:
 class SearchStats:
     """What the search went through.
 
-    `fitting` plans were not shown to need too much memory, `costed` of them were costed whole, `simulated` simulated.
+    `fitting` plans were not shown to need too much memory, `costed` of them had to be costed whole, as no bound ruled
+    them out, and `simulated` were simulated.
     `bound_s` is a lower bound of the step over all legal plans that fit, `gap` how far the best found may be above the
     best there is, relative, by the objective. Both are about stages as the runtime splits them. Layers, recomputation,
     overlap and placement were decided together for the stages of the `filled` quickest pipelines, which can only be
