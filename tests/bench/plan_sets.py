@@ -199,7 +199,9 @@ AXES: dict[str, dict[str, Asked]] = {
         "qwen7b-selective": fresh("qwen2.5-7b", Plan(recompute="selective"), batch=2, seq_len=10240, layers=12),
         "7b-micro8": fresh("llama2-7b", Plan(recompute="full", micro_batch_size=8), batch=8, seq_len=1024, layers=24),
         "8b-micro4": fresh("llama3-8b", Plan(**FOUR), batch=8, seq_len=1024, layers=16),
-        "moe-qwen-selop": fresh("qwen3-30b-a3b", Plan(recompute="selective-op"), batch=2, seq_len=5120, layers=6),
+        "moe-qwen-selop": fresh(
+            "qwen3-30b-a3b", Plan(recompute="selective-op"), batch=2, seq_len=5120, layers=6
+        ),
         "1b-one-sequence": fresh("llama3.2-1b", Plan(), batch=2, seq_len=1024),
         "3b-compiled": fresh("llama3.2-3b", Plan(**TWO), batch=2, seq_len=3072, layers=24, compiled=True),
         "mistral-compiled-selop": fresh(
