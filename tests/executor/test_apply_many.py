@@ -39,11 +39,18 @@ def run_of(tmp_path, name: str, plan: Plan, **changes) -> Run:
     return Run(request=request, path=path, out=tmp_path / name)
 
 
-def test_runs_share_processes_where_ranks_and_environment_are_the_same(tmp_path) -> None:
-    plans = {"a": Plan(dp_shard=2), "b": Plan(), "c": Plan(tp=2), "d": Plan(cp=2)}
+def test_runs_of_equal_meshes_share_processes(tmp_path) -> None:
+    """Other groups would keep their communicators' memory beside those of the next."""
+    plans = {
+        "a": Plan(dp_shard=2),
+        "b": Plan(),
+        "c": Plan(tp=2),
+        "d": Plan(dp_shard=2, recompute="full"),
+        "e": Plan(ep=2, dp_shard=2),
+    }
     runs = [run_of(tmp_path, name, plan) for name, plan in plans.items()]
 
-    assert [[run.request.model.name for run in batch] for batch in batches(runs)] == [["a", "c"], ["b"], ["d"]]
+    assert [[run.path.name[0] for run in batch] for batch in batches(runs)] == [["a", "d"], ["b"], ["c"], ["e"]]
 
 
 def test_a_run_that_fails_takes_none_of_the_others_with_it(tmp_path, monkeypatch) -> None:
