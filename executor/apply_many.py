@@ -1,7 +1,6 @@
 """Several runs with one start: `python -m executor.apply_many --run REQUEST OUT [--run REQUEST OUT ...] --budget S`.
 
-Plans that need as many ranks and the same environment share processes and process groups: starting those takes longer
-than a plan's steps. Each run has its own directory and report, as `executor.apply_run` would have written them. A run
+Plans of equal meshes share processes and process groups: starting those takes longer than a plan's steps. Each run has its own directory and report, as `executor.apply_run` would have written them. A run
 that fails ends its processes; those after it get new ones. What the budget has no time for is left without a report.
 Imports no torch.
 """
@@ -23,6 +22,7 @@ from executor.launch import Launched, launch
 from executor.legal import check
 from executor.records import read_records
 from executor.request import Request
+from simulator.plan import MESH_AXES
 from topology import codec
 from topology.errors import PlannerError
 
@@ -90,11 +90,16 @@ def run_many(
 
 
 def batches(runs: Sequence[Run]) -> list[list[Run]]:
-    """Return the runs that can share processes, together, in the order of each batch's first."""
+    """Return the runs that can share processes, together, in the order of each batch's first: those of equal meshes.
+
+    A communicator keeps the buffers of every connection that it ever opened, out of the allocator's reach, gigabytes
+    after a few plans: who needs other groups starts with a GPU's whole memory. (Destroying the groups and joining anew
+    ended processes by SIGSEGV in NCCL 2.28.)
+    """
     found: dict[tuple[object, ...], list[Run]] = {}
     for run in runs:
-        # Context parallelism has its streams at another priority, which a process has or has not.
-        found.setdefault((run.request.device, run.request.plan.gpus, run.request.plan.cp > 1), []).append(run)
+        plan = run.request.plan
+        found.setdefault((run.request.device, *(getattr(plan, axis) for axis in MESH_AXES), plan.ep), []).append(run)
     return list(found.values())
 
 

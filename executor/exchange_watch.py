@@ -83,11 +83,6 @@ class Watch:
         self._lines.append(Line(name, self._words.data_ptr() + self._words.element_size() * len(self._lines)))
         return self._lines[-1]
 
-    def forget(self) -> None:
-        """Watch none of the lines so far: all their calls have ended, and their words are given to others."""
-        self._lines = []
-        self._words.zero_()
-
     def look(self, now_s: float) -> bool:
         """Say whether a line stalled."""
         for line in self._lines:
@@ -111,7 +106,7 @@ class Watch:
 def the_watch() -> Watch:
     """Return the process's own, whose thread runs from the first call on."""
     words = torch.zeros(LINES, dtype=torch.int32, pin_memory=torch.cuda.is_available())
-    watch = Watch(words, leave)
+    watch = Watch(words, leave, stall_s=STALL_S)
     threading.Thread(target=watch.run, name="overlap watch", daemon=True).start()
     return watch
 

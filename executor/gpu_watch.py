@@ -11,13 +11,13 @@ from typing import Any
 from executor.gpu_state import Nvml, read_states
 
 PERIOD_S = 2.0  # of nvidia-smi, which takes tenths of a second to start
-NVML_PERIOD_S = 0.2  # so that a run of a second has samples; all fields are one call each to an open library
+NVML_PERIOD_S = 0.5  # so that a short run has samples; all fields are one call each to an open library
 Read = Callable[[], dict[int, dict[str, Any]]]
 Sample = tuple[float, dict[int, dict[str, Any]]]  # time of the clock, state by nvidia-smi's index
 
 
 class GpuWatch:
-    """Asks NVML five times a second, or nvidia-smi every two seconds, in a thread, from `start` to `stop`."""
+    """Asks NVML twice a second, or nvidia-smi every two seconds, in a thread, from `start` to `stop`."""
 
     def __init__(self, read: Read = read_states, open_nvml: Callable[[], Nvml] = Nvml) -> None:
         self._read, self._open_nvml, self._over = read, open_nvml, threading.Event()

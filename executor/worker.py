@@ -15,6 +15,7 @@ import resource
 import socket
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ from executor.built import built
 from executor.checks import check_numbers
 from executor.collector import NoCollection
 from executor.heartbeat import Heartbeat
-from executor.joining import join, memory_beside, meshes_of
-from executor.meshes import effective, entered, set_timeout
+from executor.meshes import Meshes, build_meshes, effective, entered, set_timeout
 from executor.profile_step import profile_step
 from executor.records import OUT_OF_MEMORY, WRONG_NUMBERS, Deadline, Recorder
 from executor.request import Request
 from executor.shards import local
+from executor.sm_clock import SmClock
 from executor.train_step import Trainer
+from simulator.plan import MESH_AXES, Plan
 from topology import codec
 
 PROFILE_S = 10.0
@@ -78,8 +80,12 @@ def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbea
     if device.type == "cpu":
         torch.set_num_threads(1)
     beat.enter("joining the process group")
-    number = join(request.plan, device, request.start_timeout_s)
-    recorder.write("joined", number=number, group=dist.group.WORLD.group_name, **_beside(device))
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=request.start_timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
     _run_joined(request, device, deadline, recorder, beat, out)
 
 
@@ -95,7 +101,7 @@ def _run_joined(
         recorder.write("done", seconds=time.perf_counter() - began)
         return
     beat.enter("building meshes")
-    meshes = meshes_of(plan, device.type)
+    meshes = _meshes(plan, device.type)
     mesh = effective(meshes, plan)
     recorder.write("mesh", **mesh)
     if not mesh["as_requested"]:
@@ -155,6 +161,7 @@ def _take_steps(
     and memory that is asked of the driver in a step is not a cost of training.
     """
     longest, index, warm_up, held = 0.0, 0, request.warm_up, 0
+    clock = SmClock(device)
     while index < warm_up + request.steps:
         warm = index < warm_up
         beat.enter(f"{'warm-up ' if warm else ''}step {index if warm else index - warm_up}")
@@ -168,6 +175,7 @@ def _take_steps(
         _synchronize(device)
         dist.barrier()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        clock.stamp()
         begin = time.perf_counter()
         for event in events[:1]:
             event.record()
@@ -176,6 +184,7 @@ def _take_steps(
             event.record()
         _synchronize(device)
         seconds = time.perf_counter() - begin
+        clock.stamp()
         symmetric.check_delivered()  # a kernel whose wait ran out went on with whatever was there
         longest = max(longest, seconds)
         if not (math.isfinite(result.loss) and math.isfinite(result.gradient_norm)):
@@ -189,6 +198,7 @@ def _take_steps(
             seconds=seconds,
             device_seconds=events[0].elapsed_time(events[1]) * 1e-3 if events else None,
             ended_at=time.time(),
+            sm_clock_hz=next(iter(clock.hertz()), None),
             loss=result.loss,
             gradient_norm=result.gradient_norm,
             **_memory(device.type),
@@ -207,6 +217,17 @@ def _any(mine: bool, device: torch.device) -> bool:
     flag = torch.tensor(float(mine), device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag.item())
+
+
+_MESHES: dict[tuple[int, ...], Meshes] = {}  # process groups cost a second each on GPUs, and are never handed back
+
+
+def _meshes(plan: Plan, device_type: str) -> Meshes:
+    """Return the meshes of a plan; those of an earlier one of the same degrees."""
+    key = (*(getattr(plan, axis) for axis in MESH_AXES), plan.ep)
+    if key not in _MESHES:
+        _MESHES[key] = build_meshes(plan, device_type)
+    return _MESHES[key]
 
 
 def _forget(device: str) -> None:
@@ -255,10 +276,6 @@ def _all_have_time(deadline: Deadline, step_s: float, device: torch.device) -> b
     left = torch.tensor(float(deadline.has(step_s)), device=device)
     dist.all_reduce(left, dist.ReduceOp.MIN)
     return bool(left.item())
-
-
-def _beside(device: torch.device) -> dict[str, int]:
-    return {"memory_beside_bytes": memory_beside(device)} if device.type == "cuda" else {}
 
 
 def _memory(device_type: str) -> dict[str, Any]:

@@ -8,7 +8,8 @@ the order of their price:
     best so far leaves are costed whole in the order of that bound, until it passes the last plan that is to be listed
 
 Everything is vectorised over leaves (`simulator.screening`), so the order of the work depends on no clock and no number
-of workers. With a deadline, what is left unexplored is bounded from below by the model's FLOPs at the GPUs' peak, which
+of workers. How many plans are costed at once decides how much is costed in vain and nothing else: what is returned
+follows from each plan's own values and those of the last plan to list. With a deadline, what is left unexplored is bounded from below by the model's FLOPs at the GPUs' peak, which
 no plan can beat; the gap says how far the answer may be from the best.
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,9 @@ LEAVES = 1 << 15  # plans bounded or costed at once
 FIRST = 256  # plans costed whole at first; the best of them bounds the rest
 MISSED = 2048  # pipelines that nearly fit, at most
 COUNTED = 64  # plans whose schedule is counted out at once
+# How much slower than the last plan to list a pipeline may be as the runtime splits it, to be worth filling: layers that
+# suit its stages took 7 % off at most in the searches of tests/bench/search_cost.py, mostly less than 2.
+REACH = 0.05
 
 Progress = Callable[[str], None]
 
@@ -40,11 +44,11 @@ Progress = Callable[[str], None]
 class Explored:
     """Plans costed whole, and the account of the others.
 
-    Rows are the plans that were costed whole and fit. `fitting` leaves were not shown to need too much memory; those of
-    them without a row cannot be among the plans to list. `bound` is a lower bound of the objective (seconds, or bytes
+    Rows are the plans that had to be costed whole and fit. `fitting` leaves were not shown to need too much memory; those
+    of them without a row cannot be among the plans to list. `bound` is a lower bound of the objective (seconds, or bytes
     for memory) over all legal plans that fit; without a deadline it is that of the best plan. `floor_s` bounds the step
-    of them all, whatever the objective. `near` are pipelines that fall short of fitting by little, which other stages
-    than the runtime's may mend, with their steps; only where they were asked for.
+    of them all, whatever the objective. `near` are pipelines that other stages than the runtime's may bring into the list,
+    with their steps: a little too slow for it, or short of fitting by little; only where they were asked for.
     """
 
     columns: PlanColumns
@@ -77,8 +81,8 @@ def explore(
     """Return every plan that could be among the `keep` best, costed whole.
 
     `objective` is time, memory or pareto (the plans that no other beats in both). `one_per_grid`: the `keep` best are
-    of different degrees. `deadline` is a reading of `time.monotonic`. With `nearly` above one, pipelines that need up to
-    that many times the memory there is are returned as well.
+    of different degrees. `deadline` is a reading of `time.monotonic`. With `nearly` above one, pipelines that come near the
+    list are returned as well, among them those that need up to that many times the memory there is.
     """
     say = progress or _silent
     expired = _clock(deadline)
@@ -133,7 +137,7 @@ def explore(
     leaves, of_node, reserved = fitting.joined()
     variants, of_leaf = nodes.variants(leaves, of_node)
     reserved, of_node = reserved[of_leaf], of_node[of_leaf]
-    found = _best_first(
+    return _best_first(
         screening,
         variants,
         reserved,
@@ -143,11 +147,11 @@ def explore(
         keep=keep,
         one_per_grid=one_per_grid,
         legal=legal,
+        short=(near, near_s) if nearly > 1.0 else None,
         whole=seen == len(nodes),
         expired=expired,
         say=say,
     )
-    return replace(found, near=near, near_s=near_s)
 
 
 def grids_of(columns: PlanColumns) -> NDArray[np.intp]:
@@ -166,11 +170,15 @@ def _best_first(
     keep: int,
     one_per_grid: bool,
     legal: int,
+    short: tuple[PlanColumns, Floats] | None,
     whole: bool,
     expired: Callable[[], bool],
     say: Progress,
 ) -> Explored:
-    """Bound all `variants`, then cost them whole in the order of the bound until it passes what is found."""
+    """Bound all `variants`, then cost them whole in the order of the bound until it passes what is found.
+
+    `short` are pipelines that fall short of fitting by little, and their steps; None where none are to be filled.
+    """
     table = screening.table(variants)
     shared = screening.blocks(table, recomputes)
     at_least = np.full(len(variants), floor_s(screening, variants))
@@ -219,25 +227,47 @@ def _best_first(
         say(f"costed {costed.sum():,} of {len(variants):,} plans that fit")
         if expired() and np.isfinite(step).any():
             break
-    found = np.nonzero(np.isfinite(step))[0]
+    # Plans costed in vain are left out: which those are depends on how many were costed at once.
+    needed = bound <= best.value
     if objective == "pareto":
         left = _undominated(left, at_least, reserved, step, exact)
+        needed = np.isin(
+            np.arange(len(variants)), _undominated(np.arange(len(variants)), at_least, reserved, step, exact)
+        )
+    elif objective == "time":
+        needed &= ~costed | (seconds <= best.value)
+    found = np.nonzero(needed & np.isfinite(step))[0]
     finished = whole and (not len(left) or (objective != "pareto" and bound[left[0]] > best.value))
     unexplored = float(bound[left[0]]) if len(left) else np.inf
     if not whole:
         unexplored = 0.0 if objective == "memory" else floor_s(screening, variants)
     least = (exact if objective == "memory" else step)[found].min() if len(found) else np.inf
+    near, near_s = variants.take(slice(0)), np.empty(0)
+    if short is not None and (objective == "time" or not len(found)):
+        reach_s = best.value * (1 + REACH) if objective == "time" else np.inf
+        left = left[(variants.pp[left] > 1) & (bound[left] <= reach_s)]
+        for part in _parts(len(left)):
+            if expired():
+                break
+            rows = left[part]
+            some = screening.plans(table.take(rows), shared, rows)
+            seconds[rows] = some.step_s() + some.flush_s(reserved[rows])
+            costed[rows] = True
+        within = np.nonzero(costed & (variants.pp > 1) & (seconds <= reach_s))[0]
+        almost = np.nonzero(short[1] <= reach_s)[0]
+        near = joined([variants.take(within), short[0].take(almost)])
+        near_s = np.concatenate([seconds[within], short[1][almost]])
     return Explored(
         columns=variants.take(found),
         step_s=step[found],
         reserved_bytes=exact[found],
         legal=legal,
-        fitting=len(variants) - int((exact > screening.capacity_bytes).sum()),
+        fitting=len(variants) - int((needed & (exact > screening.capacity_bytes)).sum()),
         bound=float(min(least, unexplored)),
         floor_s=float(at_least.min()) if whole else floor_s(screening, variants),
         complete=bool(finished),
-        near=variants.take(slice(0)),
-        near_s=np.empty(0),
+        near=near,
+        near_s=near_s,
     )
 
 
@@ -277,9 +307,12 @@ def _undominated(
         return rows
     known = known[np.argsort(exact[known], kind="stable")]
     quickest = np.minimum.accumulate(step[known])
-    # The quickest costed plan that needs no more memory than this one at least does.
+    # The quickest costed plan that needs no more memory than this one at least does. One as good in both beats nothing:
+    # of equals the first is listed, whichever was costed first.
     position = np.searchsorted(exact[known], reserved[rows], side="right") - 1
-    beaten = (position >= 0) & (quickest[np.maximum(position, 0)] <= at_least[rows])
+    beaten = (position >= 0) & (quickest[np.maximum(position, 0)] < at_least[rows])
+    position = np.searchsorted(exact[known], reserved[rows], side="left") - 1
+    beaten |= (position >= 0) & (quickest[np.maximum(position, 0)] <= at_least[rows])
     return rows[~beaten]
 
 

@@ -15,6 +15,8 @@ from planner.candidates import Bounds, enumerate_nodes
 from planner.costs import cost_table
 from planner.flips import KNOBS, Flip, Knob, Verdict, find_flips, lost_because, memory_flip
 from planner.frameworks import Framework
+from planner.headroom import Room, more_room
+from planner.legality import check, is_legal
 from planner.overlap_account import SiteOverlap, overlap_by_site
 from planner.overlap_choice import with_sites
 from planner.scaling import scale_memory, with_gpus
@@ -90,6 +92,7 @@ class Explanation:
     rejected: dict[str, int]
     pruned: dict[str, int]
     overlap: tuple[SiteOverlap, ...] = ()  # what the mode of each tensor-parallel communication hides
+    room: Room | None = None  # where memory is tight: what would give room
 
 
 def memory_account(estimate: Estimate, observed_bytes: float | None = None) -> MemoryAccount:
@@ -172,6 +175,15 @@ def explain(
         rejected=result.rejected,
         pruned=result.search.pruned,
         overlap=overlap_by_site(plan, lambda plans: cost_table(model, cluster, workload, plans, runtime, profile)),
+        room=more_room(
+            plan,
+            estimate,
+            result.framework,
+            lambda plans: cost_table(model, cluster, workload, plans, runtime, profile),
+            lambda other: is_legal(
+                check(other, model, cluster, workload, result.framework, runtime=runtime, gpus=plan.gpus)
+            ),
+        ),
     )
 
 

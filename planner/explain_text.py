@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from planner.flips import GIB, seconds
+from planner.headroom import room_text
 from planner.output import console, printable
 from planner.tables import (
     arithmetic,
@@ -51,7 +52,11 @@ def print_explanation(found: Explanation, result: SearchResult) -> None:
     print_waterfall(found.waterfall)
     screen.print()
     print_memory(found.memory)
-    lines = ["", *(f"overlap   {overlap_text(site)}" for site in found.overlap)]
+    lines = [
+        f"memory    {room_text(found.estimate, found.room)}",
+        "",
+        *(f"overlap   {overlap_text(site)}" for site in found.overlap),
+    ]
     for number, runner in enumerate(found.runners, start=2):
         flips = "; ".join(flip_text(flip) for flip in runner.flips)
         lines.append(

@@ -46,13 +46,15 @@ PARAMETERS = "num_workers:1 random_seed:1 max_deterministic_time:{effort} linear
 class Solved:
     """The best filling found, in seconds of a step; `plan` is None where nothing is less than what was to be beaten.
 
-    Steps are without what a nearly full allocator is expected to cost (`simulator.allocator`). No filling takes less than `bound_s`; `solver` says whether CP-SAT was asked at all.
+    Steps are without what a nearly full allocator is expected to cost (`simulator.allocator`). No filling takes less than
+    `bound_s`; `room` says whether memory left any, and `solver` whether CP-SAT was asked at all.
     """
 
     plan: Plan | None
     step_s: float
     bound_s: float
     solver: bool
+    room: bool = True
 
     @property
     def gap(self) -> float:
@@ -79,15 +81,18 @@ def solve(
     free = freedom(framework, costs.plans[settings[0]], recomputes)
     if not free.any:
         return Solved(plan=None, step_s=cutoff_s, bound_s=0.0, solver=False)
-    worlds, bound = [], cutoff_s
+    worlds, bound, room = [], cutoff_s, False
     for number in settings:
         pipe = pipeline(screening, costs, number, free, cutoff_s)
+        if pipe is None:
+            continue
+        room = True
         left = remaining(pipe, cutoff_s)
         bound = min(bound, left.bound_s)
         if len(left.options):
             worlds.append((pipe, left))
     if not worlds:
-        return Solved(plan=None, step_s=cutoff_s, bound_s=cutoff_s, solver=False)
+        return Solved(plan=None, step_s=cutoff_s, bound_s=cutoff_s, solver=False, room=room)
     filled, proved = _solved(worlds, cutoff_s, effort)
     bound = proved if screening.profile is None else bound
     if filled is None:

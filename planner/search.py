@@ -24,7 +24,8 @@ from planner.filling import NEAR_FIT, Filled, fill, plan_of_row
 from planner.finalists import Finalist, simulated_order
 from planner.flips import GIB, Flip, Verdict, find_flips, lost_because, memory_flip
 from planner.frameworks import Framework, framework_named
-from planner.legality import Problem, check
+from planner.headroom import Room, more_room
+from planner.legality import Problem, check, is_legal
 from planner.overlap_choice import with_sites
 from simulator.estimate import Estimate
 from simulator.model import Model
@@ -55,13 +56,15 @@ class RankedPlan:
     simulated_s: float | None = None
     simulated_bytes: float | None = None  # what the simulated allocator reserves on the worst rank
     cost_per_million_tokens: float | None = None  # in the currency of the price given
+    room: Room | None = None  # of the first plan, where memory is tight: what would give room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchStats:
     """What the search went through.
 
-    `fitting` plans were not shown to need too much memory, `costed` of them were costed whole, `simulated` simulated.
+    `fitting` plans were not shown to need too much memory, `costed` of them had to be costed whole, as no bound ruled
+    them out, and `simulated` were simulated.
     `bound_s` is a lower bound of the step over all legal plans that fit, `gap` how far the best found may be above the
     best there is, relative, by the objective. Both are about stages as the runtime splits them. Layers, recomputation,
     overlap and placement were decided together for the stages of the `filled` quickest pipelines, which can only be
@@ -185,6 +188,17 @@ def suggest(
     plans = [finalist.plan for finalist in finalists]
     best = finalists[0].estimate
     flips = find_flips(cluster, plans[0], plans[1:], judge)
+
+    def problems_of(plan: Plan) -> tuple[Problem, ...]:
+        return check(plan, model, cluster, workload, framework, runtime=runtime, gpus=gpus)
+
+    room = more_room(
+        plans[0],
+        best,
+        framework,
+        lambda several: cost_table(model, cluster, workload, several, runtime, profile),
+        lambda plan: is_legal(problems_of(plan)),
+    )
     ranked = tuple(
         RankedPlan(
             rank=i + 1,
@@ -192,10 +206,11 @@ def suggest(
             estimate=finalist.estimate,
             lost_because=_reason(finalists[0], finalist, objective) if i else None,
             flips=(*flips[i - 1], *memory_flip(cluster, best, finalist.estimate)) if i else (),
-            problems=check(finalist.plan, model, cluster, workload, framework, runtime=runtime, gpus=gpus),
+            problems=problems_of(finalist.plan),
             simulated_s=finalist.simulated_s,
             simulated_bytes=finalist.simulated_bytes,
             cost_per_million_tokens=cost_per_million_tokens(finalist.estimate, gpu_price_per_hour),
+            room=None if i else room,
         )
         for i, finalist in enumerate(finalists)
     )

@@ -153,8 +153,11 @@ def priced(screening: Screening, plans: Sequence[Plan], columns: PlanColumns, mo
     return Priced(plans=bare, columns=columns, shared=screening.blocks(columns, modes))
 
 
-def pipeline(screening: Screening, costs: Priced, number: int, free: Freedom, cutoff_s: float) -> Pipeline:
-    """Return what the ranks of a plan could hold; alternatives that alone take `cutoff_s` and more are left out."""
+def pipeline(screening: Screening, costs: Priced, number: int, free: Freedom, cutoff_s: float) -> Pipeline | None:
+    """Return what the ranks of a plan could hold; alternatives that alone take `cutoff_s` and more are left out.
+
+    None where the ranks together have no room for the network's layers.
+    """
     model, plan = screening.model, costs.plans[number]
     mixes = _mixes(free.modes, plan.virtual_stages)
     row = np.array([number])
@@ -168,6 +171,10 @@ def pipeline(screening: Screening, costs: Priced, number: int, free: Freedom, cu
         model, one.operators, one.context, held.side_by_side(plan, modes, words), one.blocks, one.parameters
     )
     fits = np.nonzero(memory.reserved_bytes[0] <= screening.capacity_bytes)[0]
+    most = np.zeros(plan.pp, dtype=np.int64)
+    np.maximum.at(most, held.rank[fits], held.sizes[fits].sum(axis=1))
+    if (most == 0).any() or most.sum() < model.layers:
+        return None
     held, modes = held.take(fits), modes[fits]
     rows = np.full(len(fits), number)
     several = screening.plans(costs.columns.take(rows), costs.shared, rows)

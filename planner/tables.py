@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from planner.flips import GIB, Flip
+from planner.headroom import Room, room_text
 from planner.output import console, printable
 from simulator.estimate import Estimate, Interval
 from simulator.overlap_sites import spoken
@@ -79,17 +80,17 @@ def figures(estimate: Estimate) -> list[str]:
         interval(step),
         f"{estimate.tokens_per_s_per_gpu:,.0f}",
         f"{estimate.mfu:.1%}",
-        f"{memory.reserved_bytes / GIB:.1f}",
+        f"{memory.reserved_bytes / GIB:.1f} {memory.fit}",
         share(parts.get("exposed_communication", 0.0), step.value),
         share(parts.get("bubble", 0.0), step.value),
     ]
 
 
-HEADINGS = ("step s (80% range)", "tok/s/GPU", "MFU", "peak GiB", "exposed comm", "bubble")
+HEADINGS = ("step s (80% range)", "tok/s/GPU", "MFU", "peak GiB, fits", "exposed comm", "bubble")
 
 
 def interval(value: Interval) -> str:
-    digits = 3 if value.value < 10 else 1
+    digits = 3 if value.value < 1 else 2 if value.value < 10 else 1
     return f"{value.value:.{digits}f} ({value.low:.{digits}f}-{value.high:.{digits}f})"
 
 
@@ -125,10 +126,9 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
                 f"careful: the simulated allocator of #1 reserves {held / GIB:.1f} of {has / GIB:.1f} GiB, as its memory "
                 "fragments; all plans this close do"
             )
-    memory = best.estimate.memory
     notes = [f"[{problem.grade}] {problem.message}" for problem in best.problems]
     say(screen, [*reasons, *(f"note on #1: {line}" for line in notes), *legend(best.estimate)])
-    say(screen, [f"memory of #1: {memory.verdict}; {memory_line(best.estimate)}"])
+    say(screen, [f"memory of #1: {room_text(best.estimate, best.room)}", f"of it {memory_line(best.estimate)}"])
     if out:
         say(screen, [f"saved {out}", f"next: planner estimate --plan {out}"])
     else:
@@ -209,8 +209,9 @@ def print_estimate(
     assumed: Sequence[str],
     problems: Sequence[Problem],
     estimate: Estimate | None,
+    room: Room | None = None,
 ) -> None:
-    """Print the answer of `planner estimate` for one plan."""
+    """Print the answer of `planner estimate` for one plan; `room` is what would give it more memory."""
     screen = console()
     say(
         screen,
@@ -235,7 +236,7 @@ def print_estimate(
         table.add_column(heading, justify="right")
     table.add_row(*figures(estimate))
     screen.print(table)
-    say(screen, [f"memory    {estimate.memory.verdict}; {memory_line(estimate)}"])
+    say(screen, [f"memory    {room_text(estimate, room)}", f"of it     {memory_line(estimate)}"])
     parts = sorted(estimate.breakdown_s.items(), key=lambda item: -item[1])
     say(
         screen,
@@ -248,7 +249,7 @@ LEAST_SHARE = 0.005  # of a step, below which a source is not worth a word
 
 def legend(estimate: Estimate) -> list[str]:
     """Return the lines that say what the figures mean and rest on."""
-    step = estimate.step_s
+    step, has = estimate.step_s, estimate.memory.capacity_bytes / GIB
     low, high = (step.low / step.value - 1, step.high / step.value - 1) if step.value else (0.0, 0.0)
     if step.source in {"datasheet", "assumed"}:
         sure = "datasheet numbers, uncalibrated"
@@ -258,7 +259,7 @@ def legend(estimate: Estimate) -> list[str]:
     return [
         f"{sure}: 80% of steps are expected between {low:+.0%} and {high:+.0%} of the value",
         f"MFU counts model FLOPs (no recompute) against the dense peak of {estimate.peak_flops / 1e12:.0f} TFLOP/s",
-        f"peak GiB is what the allocator holds on the worst rank, of {estimate.memory.capacity_bytes / GIB:.1f} GiB",
+        f"peak GiB is what the allocator holds on the worst rank, of {has:.1f} GiB: yes where its whole 80% range fits",
     ]
 
 

@@ -13,6 +13,7 @@ from planner.commands import plan_flags as flags
 
 if TYPE_CHECKING:
     from planner.cases import Case
+    from planner.headroom import Room
     from planner.legality import Problem
     from simulator.estimate import Estimate
 
@@ -77,10 +78,11 @@ def estimate(
         asked = flags.spelled(given)
     asked = _with_assumed(asked, measured)
     problems, estimated = answer(asked, measured)
+    room = room_of(asked, estimated, measured)
     if json:
-        output.emit_json(document(asked, problems, estimated))
+        output.emit_json(document(asked, problems, estimated, room))
     else:
-        _print(asked, problems, estimated)
+        _print(asked, problems, estimated, room)
     if estimated is None:
         raise typer.Exit(3)
 
@@ -96,15 +98,16 @@ def _answer_list(raw: list[dict[str, Any]], profile: Any, *, json: bool) -> None
         try:
             case = _with_assumed(load_case(data), profile)
             problems, estimated = answer(case, profile)
+            room = room_of(case, estimated, profile)
         except UserError as error:
             documents.append(_unreadable(case_id(data), str(error)))
             output.warn(f"case {case_id(data)}: {error}")
             continue
-        documents.append(document(case, problems, estimated))
+        documents.append(document(case, problems, estimated, room))
         if not json:
             if index:
                 print()
-            _print(case, problems, estimated)
+            _print(case, problems, estimated, room)
     if json:
         output.emit_json(documents)
     if documents and not any(one["legal"] for one in documents):
@@ -125,8 +128,10 @@ def _unreadable(name: str, message: str) -> dict[str, Any]:
     }
 
 
-def document(case: Case, problems: tuple[Problem, ...], estimated: Estimate | None) -> dict[str, Any]:
-    """Return the JSON document of one case, legality, what was assumed, the estimate."""
+def document(
+    case: Case, problems: tuple[Problem, ...], estimated: Estimate | None, room: Room | None = None
+) -> dict[str, Any]:
+    """Return the JSON document of one case, legality, what was assumed, the estimate, what would give room in memory."""
     from planner.output import SCHEMA_VERSION  # noqa: PLC0415 - keeps `--help` light
     from topology import codec  # noqa: PLC0415 - as above
 
@@ -141,6 +146,7 @@ def document(case: Case, problems: tuple[Problem, ...], estimated: Estimate | No
         "workload": codec.to_builtins(case.workload),
         "runtime": codec.to_builtins(case.runtime),
         "estimate": None if estimated is None else codec.to_builtins(estimated),
+        "room": codec.to_builtins(room),
     }
 
 
@@ -165,7 +171,25 @@ def answer(case: Case, profile: Any) -> tuple[tuple[Problem, ...], Estimate | No
     return problems, table.estimate(0)
 
 
-def _print(case: Case, problems: tuple[Problem, ...], estimated: Estimate | None) -> None:
+def room_of(case: Case, estimated: Estimate | None, profile: Any) -> Room | None:
+    """Return what would give the plan room in memory, where it has little or none."""
+    if estimated is None:
+        return None
+    from planner.costs import cost_table  # noqa: PLC0415 - keeps `--help` light
+    from planner.headroom import more_room  # noqa: PLC0415 - as above
+    from planner.legality import check, is_legal  # noqa: PLC0415 - as above
+
+    question = (case.model, case.cluster, case.workload)
+    return more_room(
+        case.plan,
+        estimated,
+        case.framework,
+        lambda plans: cost_table(*question, plans, case.runtime, profile),
+        lambda plan: is_legal(check(plan, *question, case.framework, runtime=case.runtime, gpus=case.gpus)),
+    )
+
+
+def _print(case: Case, problems: tuple[Problem, ...], estimated: Estimate | None, room: Room | None) -> None:
     from planner.tables import print_estimate  # noqa: PLC0415 - keeps `--help` light
 
     print_estimate(
@@ -179,4 +203,5 @@ def _print(case: Case, problems: tuple[Problem, ...], estimated: Estimate | None
         assumed=case.assumed,
         problems=problems,
         estimate=estimated,
+        room=room,
     )
