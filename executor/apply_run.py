@@ -380,6 +380,8 @@ def measure(request: Request, by_rank: Sequence[Sequence[dict[str, Any]]]) -> di
         "step_s": {"median": median(seconds), "spread": spread, "all": seconds},
         # By the GPUs' own events, from the first kernel that is queued to the last; None without a GPU.
         "device_step_s": median(on_device) if all(on_device) else None,
+        # The mean over each step by the processors' counters, of the slowest rank; None without a GPU.
+        "sm_clock_hz": _slowest_clock(steps, count),
         "tokens_per_s": tokens / mid,
         "tokens_per_s_per_gpu": tokens / mid / gpus,
         "tflops_per_gpu": flops / mid / gpus / 1e12,
@@ -387,6 +389,13 @@ def measure(request: Request, by_rank: Sequence[Sequence[dict[str, Any]]]) -> di
         "mfu_denominator": {"peak_flops": peak, "source": request.peak_flops_source or "none given for this device"},
     }
     return answer
+
+
+def _slowest_clock(steps: Sequence[Sequence[dict[str, Any]]], count: int) -> float | None:
+    """Return the median over steps of the lowest clock of all ranks."""
+    clocks = [[taken[i].get("sm_clock_hz") for taken in steps] for i in range(count)]
+    known = [min(hz for hz in step if hz) for step in clocks if all(step)]
+    return median(known) if known else None
 
 
 def _peaks(records: Sequence[dict[str, Any]]) -> dict[str, int]:

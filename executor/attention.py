@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from executor.kept import attention, product
+from executor.rotary import rotate
 from simulator.model import Model
 
 NORM_EPS = 1e-5
@@ -30,6 +31,11 @@ def one(x: Tensor, linear: nn.Linear) -> Tensor:
 
 def as_it_is(x: Tensor) -> Tensor:
     return x
+
+
+def normed(x: Tensor, norm: nn.RMSNorm) -> Tensor:
+    """Return `x` through `norm` in the type of `x`: with a weight of another, as under autocast, torch has no kernel for it."""
+    return functional.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
 
 
 class CausalAttention(nn.Module):
@@ -105,7 +111,7 @@ class Attention(nn.Module):
         q, k, v = self.project(x, (self.wq, self.wk, self.wv))
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))  # (B, S, heads here, d) or (S, B, ..)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = normed(q, self.q_norm), normed(k, self.k_norm)
         q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
         out = self.core(*(heads_first(t, tokens_first=self.tokens_first) for t in (q, k, v)))
         return self.close(heads_last(out, tokens_first=self.tokens_first), self.wo)
@@ -119,11 +125,3 @@ def heads_first(x: Tensor, *, tokens_first: bool) -> Tensor:
 def heads_last(x: Tensor, *, tokens_first: bool) -> Tensor:
     """Return (B, S, a d), or (S, B, a d) with tokens first, of (B, a, S, d); a view where kernels answer in the order asked."""
     return (x.permute(2, 0, 1, 3) if tokens_first else x.transpose(1, 2)).flatten(-2)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + d/2) of each head by the angle of the token's position (arXiv 2104.09864)."""
-    wide = x.to(cos.dtype)
-    first, second = wide.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (wide * cos + turned * sin).to(x.dtype)

@@ -131,9 +131,11 @@ def _sample(
         if not agreed(torch, dist, mine=not problem, leader=False) or seen is None:
             recorder.missing(f"{label(one)} with {layers} layers: {problem or 'another rank failed'}")
             return
-        times, extra = seen
+        times, extra, mean_hz = seen
         mid, spread = middle(times)
         conditions = _conditions(gpu) if device.type == "cuda" and dist.get_rank() == 0 else {}
+        if mean_hz is not None:
+            conditions["mean_sm_clock_hz"] = mean_hz
         recorder.write(
             "layer",
             sample={
@@ -158,9 +160,11 @@ def _conditions(gpu: int) -> dict[str, Any]:
     return {**found, "throttle": state.get("throttle") or []}
 
 
-def _timed(torch: Any, dist: Any, device: Any, step: Step) -> tuple[list[float], dict[str, float]]:
-    """Return step times from one end to the next, and the medians of what steps saw besides."""
-    cuda = device.type == "cuda"
+def _timed(torch: Any, dist: Any, device: Any, step: Step) -> tuple[list[float], dict[str, float], float | None]:
+    """Return step times from one end to the next, the medians of what steps saw besides, and the mean clock meanwhile."""
+    from executor.sm_clock import SmClock  # noqa: PLC0415 - imports torch
+
+    cuda, clock = device.type == "cuda", SmClock(device)
     for _ in range(WARM_UP):
         step()
     if cuda:
@@ -168,6 +172,7 @@ def _timed(torch: Any, dist: Any, device: Any, step: Step) -> tuple[list[float],
     dist.barrier()
     times: list[float] = []
     seen: list[dict[str, float]] = []
+    clock.stamp()
     last = time.perf_counter()
     for _ in range(STEPS):
         seen.append(step())
@@ -179,8 +184,9 @@ def _timed(torch: Any, dist: Any, device: Any, step: Step) -> tuple[list[float],
         if not agreed(torch, dist, mine=sum(times) < LONGEST_S) and len(times) >= LEAST_STEPS:
             break
         last = time.perf_counter()  # agreeing is ours, not the step's
+    clock.stamp()
     extra = {name: middle([one[name] for one in seen])[0] for name in (seen[0] if seen else {})}
-    return times, extra
+    return times, extra, next(iter(clock.hertz()), None)
 
 
 def own_step(model: Model, plan: Plan, workload: Workload, runtime: Runtime, device: Any) -> Step:

@@ -106,7 +106,7 @@ class Watch:
 def the_watch() -> Watch:
     """Return the process's own, whose thread runs from the first call on."""
     words = torch.zeros(LINES, dtype=torch.int32, pin_memory=torch.cuda.is_available())
-    watch = Watch(words, leave)
+    watch = Watch(words, leave, stall_s=STALL_S)
     threading.Thread(target=watch.run, name="overlap watch", daemon=True).start()
     return watch
 

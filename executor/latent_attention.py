@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from executor.attention import NORM_EPS, CausalAttention, Close, as_it_is, heads_first, heads_last, one, rotate
+from executor.attention import NORM_EPS, CausalAttention, Close, as_it_is, heads_first, heads_last, one
+from executor.rotary import rotate
 from simulator.model import Model
 
 

@@ -30,10 +30,18 @@ class Experts(nn.Module):
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Take tokens (T k, h) in order of expert and how many each expert here has; return (T k, h)."""
+        # Autocast knows nothing of grouped products.
+        tokens, w1, w2, w3 = (as_autocast(x) for x in (tokens, self.w1, self.w2, self.w3))
         multiply = grouped if can_group(tokens) else looped
         ends = counts.cumsum(0, dtype=torch.int32)
-        inner = functional.silu(multiply(tokens, self.w1, ends)) * multiply(tokens, self.w3, ends)
-        return multiply(inner, self.w2, ends)
+        inner = functional.silu(multiply(tokens, w1, ends)) * multiply(tokens, w3, ends)
+        return multiply(inner, w2, ends)
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Return x in the type that products have here: its own, but under autocast."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def can_group(tokens: Tensor) -> bool:
@@ -82,7 +90,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Take and return (B, S, h), or the same with other first dimensions."""
-        x = self.enter(x)
+        x = self.enter(as_autocast(x))  # before it is copied for every expert
         out = self.routed(x)
         if self.shared is not None:
             shared = self.shared(x)

@@ -58,19 +58,25 @@ def check_ring(
     return _verdict("ring attention", dtype, worst)
 
 
-def check_experts(*, device: torch.device, dtype: torch.dtype) -> KernelVerdict:
-    """Compare the product with sorted tokens (grouped where there is such a kernel) with one expert after another."""
+def check_experts(*, device: torch.device, dtype: torch.dtype, autocast: bool = False) -> KernelVerdict:
+    """Compare the product with sorted tokens (grouped where there is such a kernel) with one expert after another.
+
+    `autocast`: weights and tokens are float32, and autocast has products done in `dtype`.
+    """
     generator = torch.Generator().manual_seed(0)
     wide = Experts(64, 128, 4).to(device=device, dtype=torch.float64)
     for parameter in wide.parameters():
         drawn = torch.randn(parameter.shape, generator=generator) / 8  # so that products stay near one
         parameter.data = drawn.to(device=device, dtype=dtype).double()
-    narrow = Experts(64, 128, 4).to(device=device, dtype=dtype)
+    kept = torch.float32 if autocast else dtype
+    narrow = Experts(64, 128, 4).to(device=device, dtype=kept)
     narrow.load_state_dict(wide.state_dict())
     counts = torch.tensor([24, 0, 8, 32], device=device)
     tokens = torch.randn((64, 64), generator=generator).to(device=device, dtype=dtype)
-    sent, exact = tokens.detach().requires_grad_(), tokens.double().requires_grad_()
-    found, expected = narrow(sent, counts), wide(exact, counts)
+    sent, exact = tokens.to(kept).detach().requires_grad_(), tokens.double().requires_grad_()
+    with torch.autocast(device.type, dtype=dtype, enabled=autocast):
+        found = narrow(sent, counts)
+    expected = wide(exact, counts)
     slope = torch.randn((64, 64), generator=generator).to(device=device, dtype=dtype)
     found.backward(slope)
     expected.backward(slope.double())

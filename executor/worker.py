@@ -33,6 +33,7 @@ from executor.profile_step import profile_step
 from executor.records import OUT_OF_MEMORY, WRONG_NUMBERS, Deadline, Recorder
 from executor.request import Request
 from executor.shards import local
+from executor.sm_clock import SmClock
 from executor.train_step import Trainer
 from simulator.plan import MESH_AXES, Plan
 from topology import codec
@@ -160,6 +161,7 @@ def _take_steps(
     and memory that is asked of the driver in a step is not a cost of training.
     """
     longest, index, warm_up, held = 0.0, 0, request.warm_up, 0
+    clock = SmClock(device)
     while index < warm_up + request.steps:
         warm = index < warm_up
         beat.enter(f"{'warm-up ' if warm else ''}step {index if warm else index - warm_up}")
@@ -173,6 +175,7 @@ def _take_steps(
         _synchronize(device)
         dist.barrier()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        clock.stamp()
         begin = time.perf_counter()
         for event in events[:1]:
             event.record()
@@ -181,6 +184,7 @@ def _take_steps(
             event.record()
         _synchronize(device)
         seconds = time.perf_counter() - begin
+        clock.stamp()
         symmetric.check_delivered()  # a kernel whose wait ran out went on with whatever was there
         longest = max(longest, seconds)
         if not (math.isfinite(result.loss) and math.isfinite(result.gradient_norm)):
@@ -194,6 +198,7 @@ def _take_steps(
             seconds=seconds,
             device_seconds=events[0].elapsed_time(events[1]) * 1e-3 if events else None,
             ended_at=time.time(),
+            sm_clock_hz=next(iter(clock.hertz()), None),
             loss=result.loss,
             gradient_norm=result.gradient_norm,
             **_memory(device.type),

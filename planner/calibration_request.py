@@ -102,6 +102,7 @@ RUNTIME_RUNS = (
     LayerRun(layer=_WIDE, seq_len=8192),
     _tall(),
     LayerRun(layer=_SMALL, seq_len=4096, sequences=4, compile=True),
+    _tall(compile=True),
     _narrow(recompute="selective-op"),
     _narrow(compile=True),
     _narrow(tp=2, compile=True),

@@ -249,8 +249,13 @@ def calibrated_host(spec: RuntimeSpec, calibration: Calibration | None, *, compi
     return replace(spec, host=replace(spec.host, **found)) if found else spec  # type: ignore[arg-type]  # floats all
 
 
-def roofline_of(cluster: Cluster, runtime: Runtime, spec: RuntimeSpec, calibration: Calibration | None) -> Roofline:
-    """Return kernel times for a runtime on a cluster's slowest GPU."""
+def roofline_of(
+    cluster: Cluster, runtime: Runtime, spec: RuntimeSpec, calibration: Calibration | None, *, windowed: float = 0.0
+) -> Roofline:
+    """Return kernel times for a runtime on a cluster's slowest GPU.
+
+    `windowed`: the share of attention's arithmetic in layers with a sliding window (`plan_table.windowed_share`).
+    """
     costs = RuntimeCosts()
     if calibration is not None and calibration.effects.sustained:
         costs = calibration.runtime(spec.names[0], compiled=runtime.compile)
@@ -258,6 +263,8 @@ def roofline_of(cluster: Cluster, runtime: Runtime, spec: RuntimeSpec, calibrati
         gpu=cluster.slowest_kind,
         dtype=runtime.compute_dtype,
         attention_kernel=attention_kernel(runtime, cluster.slowest_kind.architecture),
+        window_kernel=spec.window_kernel,
+        windowed=windowed,
         calibration=calibration,
         runtime=spec.measured_as,
         busy=costs.busy,

@@ -23,7 +23,7 @@ from simulator.memory import CONTEXT_BYTES, MemoryColumns, local_parameters, mem
 from simulator.model import Model
 from simulator.overlap_samples import sites_of
 from simulator.plan import Plan
-from simulator.plan_table import Floats, PlanTable, axis_sizes, plan_table
+from simulator.plan_table import Floats, PlanTable, axis_sizes, plan_table, windowed_share
 from simulator.provenance import HOST_DESCRIBED, Shares, half_width, main_source
 from simulator.roofline import efficiency
 from simulator.runtime import Runtime
@@ -200,7 +200,9 @@ def cost_context(
     each_on: Sequence[Cluster] = (),
 ) -> CostContext:
     """Return what the costs of blocks and traffic depend on besides the operators, for the plans of `table`."""
-    roofline = roofline_of(cluster, runtime, operators.spec, calibration or calibrated(profile, cluster))
+    known = calibration or calibrated(profile, cluster)
+    windowed = windowed_share(model, workload.seq_len)
+    roofline = roofline_of(cluster, runtime, operators.spec, known, windowed=windowed)
     models = {id(machine): collective_model(machine, profile) for machine in each_on}
     return CostContext(
         table=table,

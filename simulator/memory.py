@@ -118,9 +118,19 @@ def memory_columns(
         table.keeps_gathered[:, None], shared + experts, (1.0 + spec.fsdp.prefetch) * per_layer[:, None] + ends
     )
     gathered = np.where(fully_sharded, window * context.dtype_bytes("compute"), 0.0)
-    # Autocast keeps a 16-bit copy of every weight from its first use to the end of backward.
+    # Autocast keeps a 16-bit copy of every weight that products use from its first use to the end of the forward pass,
+    # and backward keeps those of layers that are not run again; embeddings are looked up as they are. Compiled blocks cast
+    # by themselves, and autocast remembers nothing of theirs.
     cast = table.conditions["autocast"] & (param_bytes > context.dtype_bytes("compute"))
-    gathered = np.where(cast[:, None], (shared + experts) * context.dtype_bytes("compute"), gathered)
+    cast_bytes = np.where(cast[:, None], context.dtype_bytes("compute"), 0.0)
+    again = np.zeros_like(shared)
+    for mode, (in_dense, in_moe) in layout.by_mode.items():
+        if mode != "none":
+            of_layers = in_dense * parameters.dense_layer[:, None]
+            of_layers = of_layers + in_moe * (parameters.moe_layer + parameters.experts)[:, None]
+            again = again + spec.recompute[mode].layers * of_layers
+    looked_up = np.where(model.tied_embeddings, 0.0, first * parameters.embedding[:, None])
+    gathered = np.where(cast[:, None], (shared + experts - again - looked_up) * cast_bytes, gathered)
     unsharded_gradients = np.maximum(per_layer[:, None], ends) * (
         context.dtype_bytes(spec.state.unsharded_gradient_dtype) + context.dtype_bytes("reduce")
     )
@@ -148,9 +158,10 @@ def memory_columns(
     # A recomputed block's intermediates live again, one block at a time.
     widest = np.max([blocks[name].everything_bytes for name in ("dense", "moe") if name in blocks], axis=0)
     wrapped = sum((a + b for mode, (a, b) in layout.by_mode.items() if mode != "none"), np.zeros_like(shared))
-    recomputed = np.where(wrapped > 0, widest[:, None], 0.0)
+    recomputed = np.where(wrapped > 0, widest[:, None] + per_layer[:, None] * cast_bytes, 0.0)
     loss = last * np.maximum(head_peak_bytes(context) - head_saved, 0.0)[:, None]
-    turning = np.maximum(loss, recomputed * exists)
+    remembered = np.zeros_like(again) if context.runtime.compile else again * cast_bytes
+    turning = np.maximum(np.maximum(loss, recomputed * exists), remembered * exists)
 
     categories = {
         "parameters": sharded("parameters") * param_bytes,

@@ -239,9 +239,22 @@ def axis_sizes(model: Model, workload: Workload, table: PlanTable) -> dict[str, 
 
 def _keys_per_query(model: Model, seq_len: int) -> float:
     """Return how many keys a causal query attends to, on average over positions and layers."""
+    return sum(_keys_by_layers(model, seq_len))
+
+
+def windowed_share(model: Model, seq_len: int) -> float:
+    """Return the share of attention's arithmetic in layers whose window is shorter than the sequence."""
+    if not 0 < model.sliding_window < seq_len:
+        return 0.0
+    sliding, whole = _keys_by_layers(model, seq_len)
+    return sliding / (sliding + whole)
+
+
+def _keys_by_layers(model: Model, seq_len: int) -> tuple[float, float]:
+    """Return the parts of layers with windows and of others in the mean number of keys that a causal query sees."""
     causal = (seq_len + 1) / 2
     window = min(model.sliding_window or seq_len, seq_len)
     # The first `window` positions see 1..window keys, all later ones exactly `window`.
     sliding = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
     share = model.sliding_layers / model.layers
-    return share * sliding + (1 - share) * causal
+    return share * sliding, (1 - share) * causal

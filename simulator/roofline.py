@@ -93,6 +93,8 @@ class Roofline:
     gpu: GpuKind
     dtype: str = "bfloat16"
     attention_kernel: str = "cudnn"
+    window_kernel: str = ""  # of layers with a sliding window, where they have one of their own
+    windowed: float = 0.0  # share of attention's arithmetic that is theirs
     calibration: Calibration | None = None
     runtime: str = ""  # first name of the description whose operators are costed
     busy: float = 1.0  # how much longer kernels take inside a step, as runs of single layers say
@@ -141,14 +143,14 @@ class Roofline:
         """Return (seconds, source) of a compute kernel; sources are MEASURED, FITTED, DATASHEET."""
         if self.calibration is None:
             datasheet = np.atleast_1d(self._datasheet(work))
-            return datasheet, np.full(datasheet.shape, DATASHEET)
+            return datasheet * self._in_windows(work), np.full(datasheet.shape, DATASHEET)
         seconds, source = self.calibration.seconds(
             work, lambda: np.atleast_1d(self._datasheet(work)), dtype=self.dtype, runtime=self.runtime
         )
         if work.grouped:
             # What is measured, and what curves go through, are products of one size: grouped ones are not among them.
             return seconds * self.busy / efficiency(self.gpu.architecture).grouped, np.full(seconds.shape, DATASHEET)
-        return seconds * self.busy, source
+        return seconds * self.busy * self._in_windows(work), source
 
     def packing_bytes_per_s(self, nbytes: Floats | float) -> Floats:
         """Return the rate at which FSDP packs and unpacks modules of `nbytes`, over the bytes counted for it."""
@@ -185,12 +187,25 @@ class Roofline:
         arithmetic = work.flops / (self.sustained_flops * best)
         return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s
 
+    def _in_windows(self, work: Work) -> Floats | float:
+        """Return what attention takes over all of it by `attention_kernel`, as layers with windows have another."""
+        if work.kind is not WorkKind.ATTENTION or not self.windowed or not self.window_kernel:
+            return 1.0
+        slower = self._reached(work, self.attention_kernel) / self._reached(work, self.window_kernel)
+        return np.asarray(1.0 + self.windowed * (slower - 1.0))
+
+    def _reached(self, work: Work, kernel: str) -> Floats:
+        """Return the fraction of the peak that a kernel of attention reaches on a full grid."""
+        curves = efficiency(self.gpu.architecture).attention
+        curve = curves.get(kernel) or curves["flash2"]
+        fraction = curve.backward if work.backward else curve.forward
+        narrow = np.where(np.asarray(work.k) < 128, curve.narrow, 1.0)
+        return np.asarray(fraction * narrow * work.n / (work.n + curve.ramp_s))
+
     def _attention(self, work: Work) -> Floats:
         known = efficiency(self.gpu.architecture)
         curve = known.attention.get(self.attention_kernel) or known.attention["flash2"]
-        fraction = curve.backward if work.backward else curve.forward
-        narrow = np.where(np.asarray(work.k) < 128, curve.narrow, 1.0)
-        reached = fraction * narrow * work.n / (work.n + curve.ramp_s)
+        reached = self._reached(work, self.attention_kernel)
         if not work.backward:
             # All tiles by all SMs, then the longest by one: twice the mean, since causal tiles grow to the whole row.
             tail = 2 * curve.rows * self.gpu.sm_count

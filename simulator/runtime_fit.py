@@ -138,7 +138,7 @@ class _Device:
     copies_s: float
     rest_s: float
     loaded_s: float
-    at_clock: float  # kernel time at the clock that was read over that at full load; 1 where none was
+    at_clock: float  # kernel time at the run's mean clock over that at full load; 1 where that is not known
 
     @property
     def left_s(self) -> float:
@@ -311,7 +311,7 @@ class _Fit:
         layer = sum(float(more[name][0]) - float(part[name][0]) for name in KERNELS)
         inside = min(run.model.layers * layer, arithmetic)
         counted = (*KERNELS, "copies", "host")
-        clock_hz = run.sample.conditions.sm_clock_hz if self.boost_hz else None
+        clock_hz = run.sample.conditions.mean_sm_clock_hz if self.boost_hz else None
         return _Device(
             measured_s=run.seconds,
             layers_s=inside,

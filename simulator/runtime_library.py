@@ -12,6 +12,7 @@ import tomllib
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
+from itertools import groupby
 from typing import Any
 
 from simulator.model import Model
@@ -173,13 +174,15 @@ class EarlierSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeSpec:
     """A runtime. `recompute_stops`: when recomputation ends as soon as backward has what it needs, `never`, where the
-    model is `compiled`, or `always`; see `simulator.recomputation`. A description that is `like` another says only what
-    differs, and what was measured of the other goes for it.
+    model is `compiled`, or `always`; see `simulator.recomputation`. `window_kernel`: the attention library for layers with
+    a sliding window, where that is another. A description that is `like` another says only what differs (operators of a
+    part of the layer under `layer.instead`), and what was measured of the other goes for it.
     """
 
     names: tuple[str, ...]
     frameworks: tuple[str, ...]
     attention_kernel: str
+    window_kernel: str = ""
     defaults: RuntimeDefaults
     state: StateSpec
     fsdp: FsdpSpec
@@ -237,7 +240,9 @@ def _files() -> tuple[str, ...]:
 def _read(file: str) -> RuntimeSpec:
     said = _said(file)
     if said.get("like"):
+        instead = said.get("layer", {}).pop("instead", {})
         said = _over(_said(said["like"]), said)
+        said["layer"] |= {part: _instead(said["layer"][part], some) for part, some in instead.items()}
     return convert(said, RuntimeSpec, where=f"runtimes/{file}.toml")
 
 
@@ -249,6 +254,14 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Return `below` with what `above` says in its place, table by table."""
     both = {key: _over(below[key], value) for key, value in above.items() if isinstance(value, dict) and key in below}
     return {**below, **above, **both}
+
+
+def _instead(operators: list[dict[str, Any]], others: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return a part's operators with `others` in the places of those of their names; all of one name stand together."""
+    found: list[dict[str, Any]] = []
+    for name, run in groupby(operators, key=lambda operator: str(operator["name"])):
+        found += others.get(name, list(run))
+    return found
 
 
 def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:

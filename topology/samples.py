@@ -36,9 +36,14 @@ class Provenance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Clocks while a sample was taken; None where the driver does not say. `throttle` are reasons seen meanwhile."""
+    """Clocks while a sample was taken; None where the driver does not say. `throttle` are reasons seen meanwhile.
+
+    `sm_clock_hz` is what the driver read at some moment. `mean_sm_clock_hz` is the mean over the timed work and nothing
+    else, by the processors' own counters: when the work is over clocks are up again within milliseconds.
+    """
 
     sm_clock_hz: float | None = None
+    mean_sm_clock_hz: float | None = None
     power_w: float | None = None
     temperature_c: float | None = None
     throttle: tuple[str, ...] = ()

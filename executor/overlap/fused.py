@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from executor.kernels.launching import Prepared
 
 TMA_BYTES = 16
+# Multiprocessors that programs leave alone while they wait for copies. Copy engines bring those from other GPUs; within one
+# GPU kernels do, which a kernel that waits on every multiprocessor would keep out for ever. Ranks that share a GPU set this.
+UNUSED_PROCESSORS = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,11 @@ class Fused(CopyEngine):
         return super().matmul_reduce(x, operand, group)
 
 
+def programs_on(device: torch.device) -> int:
+    """Return how many programs a persistent kernel has: one on each multiprocessor but those that it leaves alone."""
+    return max(1, processors(device) - UNUSED_PROCESSORS)
+
+
 def fits(x: Tensor, operand: Tensor) -> bool:
     """Say whether the kernels take these operands."""
     row_bytes = (x.shape[1] * x.element_size(), operand.shape[1] * x.element_size())
@@ -119,7 +127,7 @@ def _prepare_gather(moving: push.Gathering, operand: Tensor, out: Tensor, tile: 
     from executor.kernels.launching import Prepared  # noqa: PLC0415 - triton
 
     x, plan, space = moving.x, moving.plan, moving.space
-    (rows, depth), columns, programs = x.shape, operand.shape[1], processors(x.device)
+    (rows, depth), columns, programs = x.shape, operand.shape[1], programs_on(x.device)
     tile = tile or tile_for(space.world * rows, columns, programs, GATHER_TILES)
     own, right, turned = _descriptors(x, operand, tile)
     width = tile.block_n // 2 if tile.halves else tile.block_n
@@ -158,7 +166,7 @@ def pieces_for(x: Tensor) -> int:
 def _matmul_scatter(x: Tensor, operand: Tensor, group: dist.ProcessGroup, tile: Tile | None = None) -> Tensor:
     x = x.contiguous()
     rows, columns, device = shard_rows(x.shape[0], group), operand.shape[1], x.device
-    tile = tile or tile_for(x.shape[0], columns, processors(device), SCATTER_TILES)
+    tile = tile or tile_for(x.shape[0], columns, programs_on(device), SCATTER_TILES)
     moving = push.Scattering((rows, columns), x.dtype, group, device, unit=tile.block_m * tile.group_m)
     world = moving.space.world
     parts, out = x.new_empty(world - 1, rows, columns), x.new_empty(rows, columns)
@@ -224,7 +232,7 @@ def _prepare_scatter(
     )
     kernel = Prepared(
         matmul_scatter,
-        processors(x.device),
+        programs_on(x.device),
         args,
         changing=(0, 1, 2, 4),
         num_warps=tile.warps,

@@ -39,7 +39,13 @@ class Network:
         for stage, count in enumerate(counts):
             units: list[tuple[Unit, BlockCode]] = []
             if stage == 0:
-                units.append((self._unit("embedding", self.parameters.embedding), self._block("embedding")))
+                # Looked up, not multiplied with, unless it is the head as well.
+                units.append(
+                    (
+                        self._unit("embedding", self.parameters.embedding, cast=model.tied_embeddings),
+                        self._block("embedding"),
+                    )
+                )
             word = plan.recompute_per_stage[stage] if plan.recompute_per_stage else plan.recompute
             units += [self._layer(index, word) for index in range(layer, layer + count)]
             self._kinds.append(frozenset("dense" if self._is_dense(i) else "moe" for i in range(layer, layer + count)))
@@ -55,8 +61,9 @@ class Network:
         wrapped = bool(mode.recomputes) and index % every == every - 1
         p, name = self.parameters, f"layer {index}"
         if self._is_dense(index):
-            return self._unit(name, p.dense_layer), self._block("dense", word, wrapped=wrapped)
-        return self._unit(name, p.moe_layer, p.experts), self._block("moe", word, wrapped=wrapped)
+            return self._unit(name, p.dense_layer, wrapped=wrapped), self._block("dense", word, wrapped=wrapped)
+        unit = self._unit(name, p.moe_layer, p.experts, wrapped=wrapped)
+        return unit, self._block("moe", word, wrapped=wrapped)
 
     def _is_dense(self, index: int) -> bool:
         return self.model.moe is None or index < self.model.dense_layers
@@ -74,8 +81,12 @@ class Network:
         dense, moe = (np.array([[kinds.count(kind)]]) for kind in ("dense", "moe"))
         return float(symmetric_bytes(self.context, dense, moe)[0, 0])
 
-    def _unit(self, name: str, shared: object, experts: object = 0.0) -> Unit:
-        return Unit(name=name, shared=_number(shared), experts=_number(experts))
+    def _unit(
+        self, name: str, shared: object, experts: object = 0.0, *, wrapped: bool = False, cast: bool = True
+    ) -> Unit:
+        found = Unit(name=name, shared=_number(shared), experts=_number(experts))
+        used = found.elements if cast else 0.0
+        return replace(found, recast=used) if wrapped else replace(found, kept_cast=used)
 
     def _block(self, name: str, word: str = "none", *, wrapped: bool = False) -> BlockCode:
         key = (name, word, wrapped)
@@ -119,6 +130,8 @@ def _collapsed(
         experts=sum(u.experts for u, _ in units),
         pieces=len(units),
         widest=max((u.elements for u, _ in units), default=0.0),
+        kept_cast=sum(u.kept_cast for u, _ in units),
+        recast=sum(u.recast for u, _ in units),
     )
     key = tuple(id(block) for _, block in units)
     if key not in same:

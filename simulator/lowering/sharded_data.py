@@ -30,6 +30,8 @@ class Unit:
 
     A collapsed stage stands for `pieces` modules in a row: only the first one's gather and the last one's reduction
     have nothing to hide behind, the others run beside the stage's compute. `widest` is the largest module in it.
+    Elements that products use: `kept_cast` of modules that run once, whose narrow copies backward keeps under autocast,
+    `recast` of those that run again.
     """
 
     name: str
@@ -37,6 +39,8 @@ class Unit:
     experts: float = 0.0
     pieces: int = 1
     widest: float = 0.0
+    kept_cast: float = 0.0
+    recast: float = 0.0
 
     @property
     def elements(self) -> float:

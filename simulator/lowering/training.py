@@ -30,7 +30,7 @@ from simulator.model import Model
 from simulator.overlap_samples import sites_of
 from simulator.pipeline import peak_in_flight, pipeline_program
 from simulator.plan import Plan
-from simulator.plan_table import axis_sizes, plan_table
+from simulator.plan_table import axis_sizes, plan_table, windowed_share
 from simulator.program import COMPUTE, CodeWriter, Groups, Program
 from simulator.runtime import DTYPE_BYTES, Runtime
 from simulator.runtime_library import operators_for, wraps_one
@@ -87,7 +87,7 @@ def plan_context(
     return CostContext(
         table=table,
         sizes=axis_sizes(model, workload, table),
-        roofline=roofline_of(cluster, runtime, spec, calibration),
+        roofline=roofline_of(cluster, runtime, spec, calibration, windowed=windowed_share(model, workload.seq_len)),
         groups=GroupTimes(cluster, table, collective_model(cluster, profile)),
         runtime=runtime,
         spec=spec,
@@ -171,7 +171,7 @@ class _Lowering:
         code.host_work("step", self.spec.host.step_s + loading_s)
         code.alloc("parameters", held("parameters", widths["parameters"]), "parameters", filled=True, stream=COMPUTE)
         code.alloc("optimizer", held("optimizer", widths["optimizer"]), "optimizer", filled=True, stream=COMPUTE)
-        if not self.traffic.gradients_appear:
+        if not self.traffic.gradients_appear and not self._gradients_come:
             nbytes = held("gradients", widths["gradients"])
             code.alloc("gradients", nbytes, "gradients", filled=True, stream=COMPUTE)
         whole = sum(u.elements for u in units)
@@ -186,10 +186,30 @@ class _Lowering:
         symmetric = round(self.network.symmetric_bytes(self.schedule.stages_of(rank)))
         if symmetric:
             code.alloc("symmetric", symmetric, "symmetric_buffers", filled=True, stream=COMPUTE)
-        if table.conditions["autocast"][0] and widths["parameters"] > self.context.dtype_bytes("compute"):
-            nbytes = round(whole * self.context.dtype_bytes("compute"))
-            code.alloc("cast weights", nbytes, "gathered_parameters", filled=True, stream=COMPUTE)
+        kept = round(sum(u.kept_cast for u in units) * self._cast_bytes)
+        if kept:
+            code.alloc("cast weights", kept, "gathered_parameters", filled=True, stream=COMPUTE)
         return DataWriter(code=code, traffic=self.traffic, steps=self.steps)
+
+    @property
+    def _gradients_come(self) -> bool:
+        """Whether gradients that stay whole are there only from the backward pass that makes them: one a step."""
+        state = self.spec.state
+        once = self.schedule.micro_batches <= 1 and state.gradients_freed
+        return once and not self.traffic.fully_sharded and state.gradient_dtype != "reduce"
+
+    def _gradient_bytes(self, unit: Unit) -> int:
+        """Bytes of the gradients of a unit on a rank, in the type and the shards in which they are kept."""
+        table = self.context.table
+        shard, expert = float(table.state_shard["gradients"][0]), float(table.expert_shard["gradients"][0])
+        return round((unit.shared / shard + unit.experts / expert) * float(state_bytes(self.context)["gradients"]))
+
+    @property
+    def _cast_bytes(self) -> float:
+        """Bytes of an element of the copies that autocast makes of weights; 0 where it makes none."""
+        bytes_of = self.context.dtype_bytes
+        casts = self.context.table.conditions["autocast"][0] and bytes_of("param") > bytes_of("compute")
+        return bytes_of("compute") if casts else 0.0
 
     def _action(self, code: CodeWriter, data: DataWriter, action: Action) -> None:
         units = self.network.stages[action.stage]
@@ -201,17 +221,25 @@ class _Lowering:
             code.synchronize(COMPUTE)
 
     def _forward(self, code: CodeWriter, data: DataWriter, units: StageUnits, action: Action) -> None:
+        # Autocast remembers its copies to the end of the pass; what compiled blocks cast is theirs.
+        remembered = 0.0 if self.runtime.compile else self._cast_bytes
+        casts: list[str] = []
         for position, (unit, block) in enumerate(units):
             following = units[position + 1][0] if position + 1 < len(units) else None
             data.before(unit, following)
             if block.saved_bytes:
                 name = f"saved {unit.name} {action.micro_batch}"
                 code.alloc(name, block.saved_bytes, "activations", stream=COMPUTE)
+            if unit.recast * remembered:
+                casts.append(f"cast {unit.name} {action.micro_batch}")
+                code.alloc(casts[-1], round(unit.recast * remembered), "loss_and_recompute", stream=COMPUTE)
             self._write(code, block, "forward")
             data.join()
             # The last unit is needed again at once; a whole stage in one is not, but for its last layer.
             if position + 1 < len(units) or unit.pieces > 1:
                 data.after(unit, last_use=False)
+        for name in casts:
+            code.free(name, stream=COMPUTE)
 
     def _backward(self, code: CodeWriter, data: DataWriter, units: StageUnits, action: Action) -> None:
         last = action.micro_batch == self.schedule.micro_batches - 1
@@ -224,8 +252,10 @@ class _Lowering:
             else:
                 following = units[position - 1][0] if position else None
                 data.before(unit, following, reducing=reducing)
+                recast = min(unit.recast, unit.in_use) * self._cast_bytes
                 if block.again_bytes:
-                    code.alloc(f"again {name}", block.again_bytes, "loss_and_recompute", stream=COMPUTE)
+                    nbytes = block.again_bytes + round(recast)
+                    code.alloc(f"again {name}", nbytes, "loss_and_recompute", stream=COMPUTE)
                 self._write(code, block, "backward" if action.kind is Kind.BACKWARD else "input")
                 data.join()
                 if block.again_bytes:
@@ -240,6 +270,8 @@ class _Lowering:
                 data.turned(unit, reducing=reducing)
                 if whole:
                     code.free(f"gradient of {name}", stream=COMPUTE)
+                if self._gradients_come:
+                    code.alloc(f"gradient of {name}", self._gradient_bytes(unit), "gradients", stream=COMPUTE)
                 data.after(unit, last_use=last)
         if reducing and action.stage == 0:
             data.settle()

@@ -5,8 +5,8 @@
     python3 tests/bench/apply_plans.py table OUT > table.md                      anywhere
     python3 tests/bench/apply_plans.py whole OUT --set h200x2-fresh --profile P --calibrate 100 --budget 260
 
-`whole` is what a user does on a new machine: one and two layers of the executor's own runtime are measured there and
-take the place of the layers that another host's profile holds, every plan is predicted from that and written, then run.
+`whole` is what a user does on a new machine: updates, and one and two layers of the executor's own runtime, are measured
+there and take the place of those that another host's profile holds, every plan is predicted from that and written, then run.
 Hosts differ by 10 % a launch, and the machine that is lent changes.
 
 OUT holds a plan file and a run's directory for each plan (tests/bench/plan_sets.py); the plan file has the prediction,
@@ -31,11 +31,12 @@ sys.path.insert(0, str(ROOT))
 from executor.apply_many import Run, read_run, run_many  # noqa: E402 - the path comes first
 from planner.apply_question import Question, cuda_question, job_question  # noqa: E402
 from planner.calibrate_process import calibrate  # noqa: E402
-from planner.calibration_request import runtime_request  # noqa: E402
+from planner.calibration_request import runtime_request, spread_request  # noqa: E402
 from planner.costs import cost_table  # noqa: E402
 from planner.plan_file import PlanFile, load_plan, plan_file, save_plan  # noqa: E402
 from planner.run_report import load_run  # noqa: E402
 from planner.runs_store import plan_words  # noqa: E402
+from simulator.kernel_samples import UPDATES  # noqa: E402 - as above
 from simulator.model import Model  # noqa: E402
 from simulator.plan import Plan  # noqa: E402
 from simulator.runtime import Runtime  # noqa: E402
@@ -96,11 +97,16 @@ def calibrated(folder: Path, options: argparse.Namespace) -> str:
     base = read_profile(options.profile)
     here = probe_machine() if options.device == "cuda" else None
     request = runtime_request("meshwright", gpus=SETS[options.set])
-    # Compiling takes longer than all other layers together.
-    eager = tuple(one for one in request.layers if not one["runtime"]["compile"])
+    # Compiling takes longer than all other layers together: what there is no time for comes last.
+    layers = sorted(request.layers, key=lambda one: bool(one["runtime"]["compile"]))
+    updates = tuple(one for one in spread_request().operators if one["name"] in UPDATES)
     folder.mkdir(parents=True, exist_ok=True)
     found = calibrate(
-        replace(request, layers=eager if here is not None else tuple(map(small_layer, eager[:6]))),
+        replace(
+            request,
+            operators=updates if here is not None else (),
+            layers=tuple(layers) if here is not None else tuple(map(small_layer, layers[:6])),
+        ),
         range(SETS[options.set]),
         budget_s=options.calibrate,
         machine="the machine that runs the plans",
@@ -110,12 +116,14 @@ def calibrated(folder: Path, options: argparse.Namespace) -> str:
         device=options.device,
         allow_busy=True,
     )
-    print(f"{len(found.layers)} samples of layers; missing: {'; '.join(found.missing) or 'nothing'}", flush=True)
+    print(
+        f"{len(found.operators)} samples of updates, {len(found.layers)} of layers; missing: {'; '.join(found.missing) or 'nothing'}",
+        flush=True,
+    )
     for sample in found.layers:
-        print(
-            f"{plan_words(sample.plan)}, {sample.model['name']}, {sample.model['layers']}: {sample.step_s:.4f} s",
-            flush=True,
-        )
+        clock = (sample.conditions.mean_sm_clock_hz or 0.0) / 1e9
+        what = f"{plan_words(sample.plan)}, {sample.model['name']}, {sample.model['layers']}"
+        print(f"{what}: {sample.step_s:.4f} s at {clock:.2f} GHz", flush=True)
     path = folder / "profile.json"
     # A rehearsal measures a processor, of which nothing goes into a GPU's profile.
     whole = base if here is None else merge(replace(base, layers=()), found)

@@ -5,7 +5,8 @@
 
 `steps`: torchtitan's own Trainer and `train_step` (`executor.calibrate_titan`) under plan files of
 `tests/bench/apply_plans.py predict`, with random tokens as our executor has them; a plan's time is that of a whole step
-on its slowest rank. `export`: `torchrun -m torchtitan.train --job.config_file FILE`, the file as `planner export` wrote
+on its slowest rank. `--ours` has our executor take steps of the same plan in the same processes, in turns with torchtitan,
+so that both see one clock; `--kernels` adds what the GPU spent in each kernel of one profiled step. `export`: `torchrun -m torchtitan.train --job.config_file FILE`, the file as `planner export` wrote
 it; what no plan decides (tokenizer, data set, number of steps) is on the command line. Needs torchtitan==0.2.2.
 """
 
@@ -20,6 +21,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,6 +40,11 @@ def steps(options: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
     command += [f"--nproc-per-node={options.gpus}", "--max-restarts=0", str(Path(__file__)), "worker", str(options.out)]
     command += ["--plans", str(options.plans), "--only", ",".join(names), "--budget", str(options.budget)]
+    command += [
+        f"--steps={options.steps}",
+        *(["--ours"] if options.ours else []),
+        *(["--kernels"] if options.kernels else []),
+    ]
     log = options.out.with_suffix(".log")
     with log.open("wb") as file:
         try:
@@ -55,6 +62,7 @@ def worker(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
+    from executor.calibrate_layers import own_step
     from executor.calibrate_titan import titan_step
     from planner.plan_file import load_plan
 
@@ -73,17 +81,26 @@ def worker(options: argparse.Namespace) -> None:
         row: dict[str, Any] = {"name": name, "predicted_s": content.estimate.step_s.value}
         began = time.monotonic()
         try:
-            step = titan_step(content.model, content.plan, content.workload, content.runtime, device)
-            times = [timed(torch, dist, device, step) for _ in range(WARM_UP + options.steps)][WARM_UP:]
-            row |= {"status": "ok", "step_s": median(times), "all": times}
-            row["reserved_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
+            shape = (content.model, content.plan, content.workload)
+            makers = {"torchtitan": lambda: titan_step(*shape, content.runtime, device)}
+            if options.ours:
+                # First: torchtitan leaves torch another order of attention kernels than it found.
+                ours = replace(content.runtime, name="meshwright")
+                makers = {"ours": lambda: own_step(*shape, ours, device), **makers}
+            for who, make in makers.items():
+                step = make()
+                times = [timed(torch, dist, device, step) for _ in range(WARM_UP + options.steps)][WARM_UP:]
+                row[who] = {"step_s": median(times), "all": times}
+                row[who]["reserved_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
+                if options.kernels:
+                    row[who]["kernels"] = kernels(torch, device, step)
+                step = None
+                forget(torch)
+            row["status"] = "ok"
         except Exception as error:  # noqa: BLE001 - somebody else's framework fails in any way it likes
             row["status"] = f"{type(error).__name__}: {str(error)[:300]}"
-        step = None
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        torch.compiler.reset()
+            step = None
+            forget(torch)
         rows.append({**row, "seconds": time.monotonic() - began})
         if dist.get_rank() == 0:
             options.out.write_text(json.dumps(rows, indent=1))
@@ -94,6 +111,29 @@ def worker(options: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(rows, indent=1))
     os._exit(0)  # torchtitan's groups are not ours to leave in order
+
+
+def forget(torch: Any) -> None:
+    """Give back what the last steps held."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.compiler.reset()
+
+
+def kernels(torch: Any, device: Any, step: Any) -> list[dict[str, Any]]:
+    """Return the GPU's seconds in each kernel of one step, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize(device)
+    spent: dict[str, list[float]] = {}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spent.setdefault(event.name[:160], []).append(event.device_time_total * 1e-6)
+    rows = [{"kernel": name, "count": len(times), "seconds": sum(times)} for name, times in spent.items()]
+    return sorted(rows, key=lambda row: -row["seconds"])[:60]
 
 
 def timed(torch: Any, dist: Any, device: Any, step: Any) -> float:
@@ -153,6 +193,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a folder with tokenizer/ and c4_test/")
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--ours", action="store_true", help="steps: our executor too, in the same processes")
+    parser.add_argument("--kernels", action="store_true", help="steps: seconds of each kernel of one profiled step")
     parser.add_argument("--budget", type=float, default=120.0)
     options = parser.parse_args()
     {"steps": steps, "worker": worker, "export": export}[options.what](options)

@@ -16,6 +16,7 @@ from executor.verify_overlap import Shape
 from tests.bench.overlap_bench import Bench
 
 LONGEST_CASE_S = 45.0
+LEAST_S = 5.0  # with less nothing is begun
 CHECKED_EVERY = 50  # replays
 CHANGING = ("copy_engine", "fused")  # modes of ours that move data themselves
 
@@ -38,7 +39,8 @@ def captured(bench: Bench, iterations: int) -> None:
                     return overlap.all_gather_matmul(x, (weight,), bench.group, mode=mode)[0]
                 return overlap.matmul_reduce_scatter(x, weight, bench.group, mode=mode)
 
-            _starting(bench, f"{operation} {mode}: captured")
+            if not _starting(bench, f"{operation} {mode}: captured"):
+                continue
             replay = overlap.captured(
                 call, x.detach().clone().requires_grad_(), weight.detach().clone().requires_grad_()
             )
@@ -70,7 +72,8 @@ def captured(bench: Bench, iterations: int) -> None:
                 ))  # fmt: skip
     for nbytes in (2**13, 2**19, 2**22):
         x = bench.draw(nbytes // 2)
-        _starting(bench, f"all_reduce of {nbytes} bytes: captured")
+        if not _starting(bench, f"all_reduce of {nbytes} bytes: captured"):
+            continue
         replay = overlap.captured(lambda x: all_reduce.all_reduce(x, bench.group), x.clone())
         worst = torch.zeros((), dtype=torch.float64, device=bench.device)
         for turn in range(iterations):
@@ -85,15 +88,28 @@ def captured(bench: Bench, iterations: int) -> None:
             operation="all_reduce captured, to eager", mode="own", dtype="bfloat16",
             shape=Shape(rows=1, depth=0, columns=nbytes // 2), iterations=iterations, difference=float(worst), tolerance=0.0,
         ))  # fmt: skip
-    faulthandler.cancel_dump_traceback_later()
+    _ended()
 
 
-def _starting(bench: Bench, what: str) -> None:
-    """Say what comes next, and have every rank show where it stands if that takes too long."""
+def _starting(bench: Bench, what: str) -> bool:
+    """Say what comes next, and have every rank show where it stands if a case takes too long; False without the time."""
     symmetric.check_delivered()
+    if not bench.left(LEAST_S):
+        bench.recorder.missing(what)
+        return False
     bench.recorder.write("starting", what=what, left_s=bench.deadline.left_s)
+    _watch()
+    return True
+
+
+def _watch() -> None:
     faulthandler.cancel_dump_traceback_later()
     faulthandler.dump_traceback_later(LONGEST_CASE_S, exit=True)
+
+
+def _ended() -> None:
+    symmetric.check_delivered()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def _both_ways(call: Callable[..., Tensor], x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -103,8 +119,8 @@ def _both_ways(call: Callable[..., Tensor], x: Tensor, weight: Tensor) -> tuple[
     return (out.detach(), *torch.autograd.grad(out, (x, weight), out.detach().cos()))
 
 
-def check(bench: Bench, iterations: int, modes: tuple[str, ...]) -> None:
-    """Odd shapes, both half types, poisoned buffers, random delays; then many iterations of one shape of each."""
+def modes(bench: Bench, names: tuple[str, ...]) -> None:
+    """Odd shapes, both half types, poisoned buffers."""
     shapes = [
         Shape(rows=512, depth=256, columns=512),
         Shape(rows=100 * bench.world, depth=200, columns=136, weights=2),
@@ -113,8 +129,9 @@ def check(bench: Bench, iterations: int, modes: tuple[str, ...]) -> None:
         Shape(rows=4096 * bench.world, depth=136, columns=6152),
     ]
     for operation in verify_overlap.OPERATIONS:
-        for mode in modes:
-            _starting(bench, f"{operation} {mode}: shapes")
+        for mode in names:
+            if not _starting(bench, f"{operation} {mode}: shapes"):
+                continue
             for number, shape in enumerate(shapes):
                 for dtype in (torch.bfloat16, torch.float16):
                     if dtype == torch.float16 and number:
@@ -123,7 +140,14 @@ def check(bench: Bench, iterations: int, modes: tuple[str, ...]) -> None:
                         operation, mode, shape, bench.group, device=bench.device, dtype=dtype, seed=number, iterations=2,
                     ))  # fmt: skip
                     verify_overlap.poison([bench.group])
+    _ended()
+
+
+def sums(bench: Bench) -> None:
+    """All-reduce in each of its ways, alone and with residual and norm."""
     for mode in ("flagged", "one_shot", "two_shot"):
+        if not _starting(bench, f"all_reduce {mode}: shapes"):
+            continue
         for rows, columns in ((1, 2048), (3, 4096), (37, 1544), (128, 8192), (512, 4096)):
             if mode == "flagged" and rows > 3:
                 continue
@@ -133,6 +157,11 @@ def check(bench: Bench, iterations: int, modes: tuple[str, ...]) -> None:
                     "all_reduce", mode, shape, bench.group, device=bench.device, dtype=dtype, iterations=3
                 ))  # fmt: skip
                 verify_overlap.poison([bench.group])
+    _ended()
+
+
+def many(bench: Bench, iterations: int) -> None:
+    """Many iterations of one shape of each, with ranks delayed at random."""
     small, large = Shape(rows=1024, depth=512, columns=1024), Shape(rows=4096 * bench.world, depth=128, columns=6144)
     long = Shape(rows=8192, depth=4096, columns=8192)  # which two ranks relay in four pieces
     for operation, mode, shape in (
@@ -142,20 +171,18 @@ def check(bench: Bench, iterations: int, modes: tuple[str, ...]) -> None:
         ("matmul_reduce_scatter", "fused", small), ("all_reduce", "one_shot", small), ("all_reduce", "two_shot", small),
         ("all_reduce", "flagged", Shape(rows=8, depth=0, columns=4096)),
     ):  # fmt: skip
-        if not bench.left(5):
-            bench.recorder.missing(f"{operation} {mode}: many iterations")
+        if not _starting(bench, f"{operation} {mode}: many iterations"):
             continue
-        _starting(bench, f"{operation} {mode}: many iterations")
         _say(bench, verify_overlap.check(
             operation, mode, shape, bench.group, device=bench.device, dtype=torch.bfloat16, delays=True, seed=77,
             iterations=max(1, iterations // {large: 4, long: 50}.get(shape, 1)),
         ))  # fmt: skip
-    symmetric.check_delivered()
-    faulthandler.cancel_dump_traceback_later()
+    _ended()
 
 
 def _say(bench: Bench, verdict: verify_overlap.OverlapVerdict) -> None:
     shape = verdict.shape
+    _watch()  # anew for the next case
     bench.recorder.write(
         "check", operation=verdict.operation, mode=verdict.mode, dtype=verdict.dtype, rows=shape.rows, depth=shape.depth,
         columns=shape.columns, weights=shape.weights, iterations=verdict.iterations, difference=min(verdict.difference, 1e30),

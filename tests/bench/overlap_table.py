@@ -21,6 +21,10 @@ from executor.records import read_records  # noqa: E402
 
 SHARE = {
     "check": 1.5,
+    "check_modes": 0.6,
+    "check_sums": 0.3,
+    "check_many": 0.3,
+    "captured": 0.3,
     "parts": 0.3,
     "tiles": 0.6,
     "scatter_tiles": 0.4,
@@ -43,6 +47,7 @@ def main() -> int:
     parser.add_argument("--rows", default="", help="numbers of rows in the table, such as 2048,8192; default: all")
     parser.add_argument("--operations", default="", help="operations in the table; default: all")
     parser.add_argument("--modes", default="", help="modes to check; default: all")
+    parser.add_argument("--share-gpu", action="store_true", help="all ranks on one GPU, for the stage check only")
     options = parser.parse_args()
     folder = Path(options.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,6 +66,7 @@ def main() -> int:
         arguments += [f"--modes={options.modes}"] if options.modes else []
         arguments += [f"--rows={options.rows}"] if options.rows else []
         arguments += [f"--operations={options.operations}"] if options.operations else []
+        arguments += ["--share-gpu"] if options.share_gpu else []
         done = launch(
             "tests.bench.overlap_worker", arguments, ranks=options.ranks, budget_s=seconds, directory=folder / "logs"
         )

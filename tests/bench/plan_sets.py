@@ -3,8 +3,9 @@
 `h200x2` and `h200x4` go over the axes: one GPU, DDP, FSDP, HSDP, tensor, pipeline (1F1B, interleaved, zero bubble),
 context (ring, all-gather, by heads) and expert parallelism and their combinations, eager and compiled, with and without
 recomputation, on Llama shapes of 1B to 13B. `h200x2-fresh` goes over them once more with models, lengths and batches
-that nothing had been adjusted on when it ran; `h200x2-next` has others, which have not been run. `regret2` and `regret4` are three questions, each answered by the planner: its first
-choice and the plans that it lists next.
+that nothing had been adjusted on when it ran; `h200x2-next` has others, which have not been run; `h200x1-fresh` and `h200x1-next` are of one GPU, where host, kernels,
+recomputation and memory are all there is. `regret1`, `regret2` and `regret4` are three questions, each answered by the
+planner: its first choice and the plans that it lists next.
 """
 
 from __future__ import annotations
@@ -199,15 +200,32 @@ AXES: dict[str, dict[str, Asked]] = {
         "qwen7b-selective": fresh("qwen2.5-7b", Plan(recompute="selective"), batch=2, seq_len=10240, layers=12),
         "7b-micro8": fresh("llama2-7b", Plan(recompute="full", micro_batch_size=8), batch=8, seq_len=1024, layers=24),
         "8b-micro4": fresh("llama3-8b", Plan(**FOUR), batch=8, seq_len=1024, layers=16),
-        "moe-qwen-selop": fresh(
-            "qwen3-30b-a3b", Plan(recompute="selective-op"), batch=2, seq_len=5120, layers=6
-        ),
+        "moe-qwen-selop": fresh("qwen3-30b-a3b", Plan(recompute="selective-op"), batch=2, seq_len=5120, layers=6),
         "1b-one-sequence": fresh("llama3.2-1b", Plan(), batch=2, seq_len=1024),
         "3b-compiled": fresh("llama3.2-3b", Plan(**TWO), batch=2, seq_len=3072, layers=24, compiled=True),
         "mistral-compiled-selop": fresh(
             "mistral-7b", Plan(recompute="selective-op"), batch=2, seq_len=6144, layers=16, compiled=True
         ),
         "qwen1.5b-compiled": fresh("qwen2.5-1.5b", Plan(**FOUR), batch=4, seq_len=2048, compiled=True),
+    },
+    "h200x1-next": {
+        "qwen8b-micro2": fresh("qwen3-8b", Plan(**TWO), batch=2, seq_len=5120, layers=10),
+        "7b-accumulated": fresh("llama2-7b", Plan(), batch=4, seq_len=3072, layers=14),
+        "moe-qwen": fresh("qwen3-30b-a3b", Plan(**TWO), batch=4, seq_len=4096, layers=5),
+        "mistral-selop": fresh("mistral-7b", Plan(recompute="selective-op"), batch=2, seq_len=7168, layers=12),
+        "3b-full": fresh("llama3.2-3b", Plan(recompute="full"), batch=2, seq_len=12288),
+        "mixtral": fresh("mixtral-8x7b", Plan(**TWO), batch=2, seq_len=2048, layers=3),
+        "qwen3b-micro4": fresh("qwen2.5-3b", Plan(**FOUR), batch=4, seq_len=2048, layers=24),
+        "13b-selective": fresh("llama2-13b", Plan(recompute="selective", **TWO), batch=4, seq_len=4096, layers=9),
+        "1b-micro8": fresh("llama3.2-1b", Plan(micro_batch_size=8), batch=16, seq_len=512),
+        "moe-qwen-full": fresh("qwen3-30b-a3b", Plan(recompute="full", **FOUR), batch=4, seq_len=2048, layers=7),
+        "1b-one-sequence": fresh("llama3.2-1b", Plan(), batch=2, seq_len=768),
+        "qwen7b-long-full": fresh("qwen2.5-7b", Plan(recompute="full"), batch=1, seq_len=20480, layers=10),
+        "mixtral-selop": fresh("mixtral-8x7b", Plan(recompute="selective-op"), batch=2, seq_len=4096, layers=3),
+        "qwen1.5b-selop": fresh("qwen2.5-1.5b", Plan(recompute="selective-op"), batch=1, seq_len=16384),
+        "qwen8b-compiled": fresh("qwen3-8b", Plan(**TWO), batch=2, seq_len=2048, layers=12, compiled=True),
+        "3b-compiled-full": fresh("llama3.2-3b", Plan(recompute="full"), batch=1, seq_len=16384, compiled=True),
+        "7b-compiled": fresh("llama2-7b", Plan(**FOUR), batch=4, seq_len=1024, layers=16, compiled=True),
     },
     "h200x4": {
         "8b-fsdp4": llama8(Plan(dp_shard=4), 4, seq_len=8192),

@@ -68,7 +68,6 @@ def test_a_process_whose_wait_does_not_end_says_so_and_leaves() -> None:
     script = (
         "import executor.exchange_watch as w, threading\n"
         "w.STALL_S, w.TICK_S = 0.2, 0.05\n"
-        "w.Watch.__init__.__kwdefaults__['stall_s'] = 0.2\n"
         "w.the_watch().line('gather, group 0').issue('an all-gather')\n"
         "threading.Event().wait(60)\n"
     )

@@ -1,14 +1,18 @@
 """What only GPUs have: half-precision kernels and compiled plans, and schedules over NCCL. Run by hand there:
 
 pytest -m "gpu or multigpu" tests/executor
+
+Where there is one GPU, two ranks share it for the plans whose collectives gloo serves (`tests.executor.shared_gpu`).
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from executor.launch import launch
+from executor.launch import Launched, launch
+from simulator.overlap_sites import modes_by_site
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -86,18 +90,57 @@ COMPILED = {
 }
 OVERLAPPED = {name: ({**changes, "types": True}, plan) for name, (changes, plan) in OVERLAP.items()}
 ON_TWO = V_SHAPED | TYPES | OVERLAPPED | COMPILED
+SHARED_S, COMPILING_S = 75.0, 60.0  # for the eager plans of ranks that share a GPU, and for each compiled one
+LEAST_S = 20.0  # to start processes and check a plan
 
 
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory) -> Path:
     """Where one launch of two ranks has left its verdict on every plan that was selected."""
     out = tmp_path_factory.mktemp("cuda")
-    selected = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
-    listed = [{"id": name, **changes, "plan": plan} for name, (changes, plan) in ON_TWO.items() if name in selected]
-    (out / "cases.json").write_text(json.dumps(listed))
-    launched = launch(WORKER, [str(out / "cases.json"), str(out), "cuda"], ranks=2, budget_s=300)
+    launched = verify_plans(selected(request), out, "cuda", budget_s=300)
     assert launched.ok, launched.failure or launched.stderr_tail[-3000:]
     return out
+
+
+@pytest.fixture(scope="module")
+def shared(request, tmp_path_factory) -> tuple[Path, dict[str, Launched]]:
+    """As `folder`, on one GPU, and how the launch ended in which a plan was left without a verdict."""
+    out, cases = tmp_path_factory.mktemp("shared"), selected(request)
+    budget_s = SHARED_S + COMPILING_S * sum(case.get("compile", False) for case in cases)
+    return out, verify_all(cases, out, lambda left, left_s: verify_plans(left, out, "share", budget_s=left_s), budget_s)
+
+
+def verify_all(
+    cases: list[dict], out: Path, run: Callable[[list[dict], float], Launched], budget_s: float
+) -> dict[str, Launched]:
+    """Run cases until all have been told about; a plan that ends its processes is left out of the next launch."""
+    ended: dict[str, Launched] = {}
+    while cases:
+        launched = run(cases, budget_s)
+        budget_s -= launched.seconds
+        cases = [case for case in cases if not told(out, case["id"])]
+        ended |= {case["id"]: launched for case in cases}
+        if launched.outcome != "failed" or budget_s < LEAST_S:
+            break
+        cases = cases[1:]  # the first is the one that had begun
+    return ended
+
+
+def told(out: Path, name: str) -> bool:
+    return (out / f"{name}.json").is_file() or any(out.glob(f"{name}.rank*.txt"))
+
+
+def selected(request) -> list[dict]:
+    """Return the plans that the tests of a fixture ask for."""
+    here = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
+    names = {item.callspec.params["name"] for item in here if not item.get_closest_marker("skip")}
+    return [{"id": name, **changes, "plan": plan} for name, (changes, plan) in ON_TWO.items() if name in names]
+
+
+def verify_plans(cases: list[dict], out: Path, where: str, *, budget_s: float) -> Launched:
+    (out / "cases.json").write_text(json.dumps(cases))
+    return launch(WORKER, [str(out / "cases.json"), str(out), where], ranks=2, budget_s=budget_s)
 
 
 @pytest.mark.multigpu
@@ -106,6 +149,36 @@ def folder(request, tmp_path_factory) -> Path:
 def test_a_plan_on_two_gpus_computes_what_one_process_computes(folder: Path, name: str) -> None:
     path = folder / f"{name}.json"
     assert path.is_file(), "\n".join(p.read_text() for p in folder.glob(f"{name}.rank0.txt"))
+
+    found = json.loads(path.read_text())
+    assert found["ok"], found["verdict"]
+
+
+def needs_more(plan: dict) -> str:
+    """Return why a plan cannot be checked by ranks that share a GPU, or nothing."""
+    modes = modes_by_site(plan.get("tp_overlap", "none"))
+    if plan.get("pp", 1) > 1 or (plan.get("cp", 1) > 1 and plan.get("cp_method", "ring") == "ring") or "ring" in modes:
+        return "gloo sends and receives no CUDA tensors"
+    return "torch's fused operators wait without a limit" if "async" in modes else ""
+
+
+def sharing(name: str) -> object:
+    why = needs_more(ON_TWO[name][1])
+    return pytest.param(name, marks=pytest.mark.skip(reason=why)) if why else name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() != 1, reason="there is not one CUDA GPU alone, which ranks would share")
+@pytest.mark.parametrize("name", [sharing(name) for name in ON_TWO])
+def test_a_plan_on_a_shared_gpu_computes_what_one_process_computes(
+    shared: tuple[Path, dict[str, Launched]], name: str
+) -> None:
+    folder, ended = shared
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        raised = "\n".join(p.read_text() for p in sorted(folder.glob(f"{name}.rank*.txt")))
+        end = ended.get(name)
+        pytest.fail(raised or (f"{end.outcome}: {end.failure}\n{end.stderr_tail[-3000:]}" if end else "was not begun"))
 
     found = json.loads(path.read_text())
     assert found["ok"], found["verdict"]

@@ -1,6 +1,6 @@
 """Overlap modes where they will run: fresh inputs against float64, ranks delayed at random, graphs replayed. By hand:
 
-pytest -m multigpu tests/executor/test_overlap_on_gpus.py
+pytest -m "gpu or multigpu" tests/executor/test_overlap_on_gpus.py
 """
 
 from pathlib import Path
@@ -14,6 +14,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 GPUS = torch.cuda.device_count()
 ITERATIONS = 1000  # of each of a dozen operations
+SHARED_ITERATIONS = 20  # where ranks take turns on one GPU, and every wait costs milliseconds
+CAPTURED = 2 * 2 * 2 + 3  # products, modes, to eager and float64; sums
 
 
 @pytest.mark.multigpu
@@ -30,7 +32,30 @@ def test_every_mode_is_right_on_gpus(tmp_path: Path, ranks: int) -> None:
     assert [r for r in records if r["kind"] == "missing"] == []
     checks = [r for r in records if r["kind"] == "check"]
     assert len(checks) > 100
-    assert (
-        sum("captured" in r["operation"] for r in checks) == 2 * 2 * 2 + 3
-    )  # products, modes, to eager and float64; sums
+    assert sum("captured" in r["operation"] for r in checks) == CAPTURED
     assert [r for r in checks if not r["ok"]] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS != 1, reason="there is not one CUDA GPU alone, which ranks would share")
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_our_modes_are_right_on_a_shared_gpu(tmp_path: Path, ranks: int) -> None:
+    """The same for the modes that move data themselves; the others would test gloo, or wait without a limit."""
+    out = tmp_path / "checks.jsonl"
+    arguments = [str(out), "--share-gpu", "--seconds=140", "--stages=check", f"--iterations={SHARED_ITERATIONS}"]
+    done = launch("tests.bench.overlap_worker", arguments, ranks=ranks, budget_s=150, directory=tmp_path)
+
+    records = list(read_records(out))
+    checks = [r for r in records if r["kind"] == "check"]
+    assert [r for r in checks if not r["ok"]] == []  # what was wrong tells more than how it ended
+    assert done.ok, done.failure or done.stderr_tail[-3000:]
+    assert [r for r in records if r["kind"] == "missing"] == []
+    assert next(r for r in records if r["kind"] == "modes")["left_out"] == [
+        "nccl",
+        "chunked",
+        "ring",
+        "torch_symm_mem",
+    ]
+    products, sums, many = 3 * 2 * 6, 3 + 6 + 6, 9  # operations, modes, shapes and types; ways to sum; long runs
+    assert len(checks) == products + sums + many + CAPTURED
+    assert sum("captured" in r["operation"] for r in checks) == CAPTURED

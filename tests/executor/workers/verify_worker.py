@@ -1,4 +1,7 @@
-"""Verify a list of plans in one process group: `python -m tests.executor.workers.verify_worker CASES OUT [cuda]`."""
+"""Verify a list of plans in one process group: `python -m tests.executor.workers.verify_worker CASES OUT [cuda|share]`.
+
+`cuda` gives each rank a GPU of its own, `share` all of them the first one.
+"""
 
 import json
 import os
@@ -72,13 +75,19 @@ def capture_only() -> None:
 def main() -> None:
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if sys.argv[3:] != ["cuda"]:
-        capture_only()
-    if sys.argv[3:] == ["cuda"]:
+    where = sys.argv[3] if len(sys.argv) > 3 else "cpu"
+    if where == "share":
+        from tests.executor import shared_gpu
+
+        device = shared_gpu.join()
+    elif where == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if device.type == "cpu" else "nccl", timeout=timedelta(seconds=60))
+        dist.init_process_group("nccl", timeout=timedelta(seconds=60))
+    else:
+        device = torch.device("cpu")
+        capture_only()
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     for case in cases:
         plan = codec.convert(case["plan"], Plan, where=case["id"])
         begin = time.perf_counter()
