@@ -244,7 +244,7 @@ def report(
         "effects": codec.to_builtins(effects),
         "operators": operator_table(trace) if trace else [],
         "operator_samples": [entry["sample"] for entry in by_rank[0] if entry["kind"] == "operator"],
-        "gpus": _clocks(by_rank[0], samples),
+        "gpus": _clocks(request, by_rank[0], samples),
         "missing": _missing(by_rank),
         "versions": {**versions(), **(_first(by_rank, "versions") or {})},
     }
@@ -268,13 +268,15 @@ def _trace(path: Path) -> Trace | None:
         return None
 
 
-def _clocks(records: Sequence[dict[str, Any]], samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Return the states of the GPUs while steps were timed."""
+def _clocks(request: Request, records: Sequence[dict[str, Any]], samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Return the states of the plan's GPUs while steps were timed; of all where CUDA counts them otherwise."""
     steps = [entry for entry in records if entry["kind"] == "step" and "ended_at" in entry]
     if not steps or not samples:
         return []
     begin = steps[0]["ended_at"] - steps[0]["seconds"]
-    return summarise(samples, sorted({gpu for _, states in samples for gpu in states}), begin, steps[-1]["ended_at"])
+    seen = {gpu for _, states in samples for gpu in states}
+    ours = set(request.gpus) & seen if "CUDA_VISIBLE_DEVICES" not in os.environ else set()
+    return summarise(samples, sorted(ours or seen), begin, steps[-1]["ended_at"])
 
 
 def versions() -> dict[str, str]:

@@ -83,6 +83,11 @@ class Watch:
         self._lines.append(Line(name, self._words.data_ptr() + self._words.element_size() * len(self._lines)))
         return self._lines[-1]
 
+    def forget(self) -> None:
+        """Watch none of the lines so far: all their calls have ended, and their words are given to others."""
+        self._lines = []
+        self._words.zero_()
+
     def look(self, now_s: float) -> bool:
         """Say whether a line stalled."""
         for line in self._lines:

@@ -1,27 +1,22 @@
-"""Clocks, throttle reasons and other people's processes, as nvidia-smi tells them.
+"""Clocks, throttle reasons and other people's processes, as nvidia-smi tells them, or the driver's library (NVML).
 
-nvidia-smi rather than NVML: it is there wherever the driver is, and a hung driver hangs a child that can be killed
-instead of this process.
+nvidia-smi is there wherever the driver is, and a hung driver hangs a child that can be killed instead of this process.
+But it starts the library anew for every question; who asks several times a second keeps it open (`Nvml`), in a thread
+that can be left behind.
 """
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from topology.nvml import THROTTLE_BITS
 from topology.processes import owner
 
 TIMEOUT_S = 10.0
-# Bits of nvmlClocksEventReasons that mean "slower than asked" (nvml.h).
-REASONS = {
-    0x04: "software power cap",
-    0x08: "hardware slowdown",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "hardware power brake",
-}
 Run = Callable[[Sequence[str]], str]
 
 
@@ -69,18 +64,61 @@ def _state(line: str) -> tuple[int, dict[str, Any]] | None:
         return None
     clock, power, temperature = (_number(cell) for cell in cells[1:4])
     try:
-        bits = int(cells[4], 16)
-        reasons: list[str] | None = [text for bit, text in REASONS.items() if bits & bit]
+        bits: int | None = int(cells[4], 16)
     except ValueError:
-        reasons = None
+        bits = None
     gpu = int(cells[0])
-    return gpu, {
+    return gpu, _fields(gpu, clock, power, temperature, bits)
+
+
+def _fields(
+    gpu: int, clock_mhz: float | None, power_w: float | None, temperature_c: float | None, bits: int | None
+) -> dict[str, Any]:
+    return {
         "gpu": gpu,
-        "sm_clock_hz": clock * 1e6 if clock is not None else None,
-        "power_w": power,
-        "temperature_c": temperature,
-        "throttle": reasons,
+        "sm_clock_hz": clock_mhz * 1e6 if clock_mhz is not None else None,
+        "power_w": power_w,
+        "temperature_c": temperature_c,
+        "throttle": None if bits is None else [text for bit, text in THROTTLE_BITS.items() if bits & bit],
     }
+
+
+class Nvml:
+    """The driver's library, started once; `read` answers as `read_states`, by the same index (nvidia-smi asks NVML).
+
+    Raises an exception of the library's, ImportError or OSError where it cannot be started.
+    """
+
+    def __init__(self, nvml: Any = None) -> None:
+        self._nvml = nvml or importlib.import_module("pynvml")
+        self._nvml.nvmlInit()
+        self._handles = [self._nvml.nvmlDeviceGetHandleByIndex(i) for i in range(self._nvml.nvmlDeviceGetCount())]
+
+    def read(self) -> dict[int, dict[str, Any]]:
+        """Return the states of all GPUs; a field that a driver does not give is None."""
+        nvml, states = self._nvml, {}
+        for gpu, handle in enumerate(self._handles):
+            power_mw = self._field("nvmlDeviceGetPowerUsage", handle)
+            bits = self._field("nvmlDeviceGetCurrentClocksEventReasons", handle)
+            if bits is None:  # the name before driver 535
+                bits = self._field("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+            states[gpu] = _fields(
+                gpu,
+                self._field("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM),
+                None if power_mw is None else power_mw / 1e3,
+                self._field("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
+                None if bits is None else int(bits),
+            )
+        return states
+
+    def close(self) -> None:
+        self._nvml.nvmlShutdown()
+
+    def _field(self, name: str, *arguments: Any) -> float | None:
+        try:
+            return float(getattr(self._nvml, name)(*arguments))
+        except (self._nvml.NVMLError, AttributeError):
+            return None
 
 
 def _number(text: str) -> float | None:

@@ -8,17 +8,19 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from executor.gpu_state import read_states
+from executor.gpu_state import Nvml, read_states
 
-PERIOD_S = 2.0
+PERIOD_S = 2.0  # of nvidia-smi, which takes tenths of a second to start
+NVML_PERIOD_S = 0.5  # so that a short run has samples; all fields are one call each to an open library
+Read = Callable[[], dict[int, dict[str, Any]]]
 Sample = tuple[float, dict[int, dict[str, Any]]]  # time of the clock, state by nvidia-smi's index
 
 
 class GpuWatch:
-    """Asks nvidia-smi every two seconds, in a thread, from `start` to `stop`."""
+    """Asks NVML twice a second, or nvidia-smi every two seconds, in a thread, from `start` to `stop`."""
 
-    def __init__(self, read: Callable[[], dict[int, dict[str, Any]]] = read_states) -> None:
-        self._read, self._over = read, threading.Event()
+    def __init__(self, read: Read = read_states, open_nvml: Callable[[], Nvml] = Nvml) -> None:
+        self._read, self._open_nvml, self._over = read, open_nvml, threading.Event()
         self._samples: list[Sample] = []
         self._thread = threading.Thread(target=self._run, daemon=True, name="gpu-watch")
 
@@ -32,8 +34,17 @@ class GpuWatch:
         return list(self._samples)
 
     def _run(self) -> None:
-        while not self._over.wait(PERIOD_S):
-            states = self._read()
+        try:
+            nvml = self._open_nvml()
+        except Exception:  # noqa: BLE001 - no library, no driver, another version: whatever it is, nvidia-smi may do
+            self._ask(self._read, PERIOD_S)
+            return
+        self._ask(nvml.read, NVML_PERIOD_S)
+        nvml.close()
+
+    def _ask(self, read: Read, period_s: float) -> None:
+        while not self._over.wait(period_s):
+            states = read()
             if states:
                 self._samples.append((time.time(), states))
 

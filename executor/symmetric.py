@@ -202,6 +202,8 @@ def release() -> None:
     for space in _workspaces.values():
         torch.cuda.synchronize(space.device)
         dist.barrier(space.group)
+    if any("line" in vars(part) for space in _workspaces.values() for part in (space, space.graphs) if part):
+        the_watch().forget()
     _workspaces.clear()
 
 

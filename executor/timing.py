@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from executor.gpu_state import REASONS
 from executor.records import middle
+from topology.nvml import THROTTLE_BITS
 
 LONG_S = 300e-6  # a call this long hides its own launch
 QUEUE_S = 0.02  # device time queued at once
@@ -157,7 +157,7 @@ class ClockWatch:
             "sm_clock_hz": _median(rows, 1, 1e6),
             "power_w": _median(rows, 2, 1.0),
             "temperature_c": _median(rows, 3, 1.0),
-            "throttle": [text for bit, text in REASONS.items() if bits & bit],
+            "throttle": [text for bit, text in THROTTLE_BITS.items() if bits & bit],
         }
 
     def close(self) -> None:

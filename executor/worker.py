@@ -15,7 +15,6 @@ import resource
 import socket
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,14 @@ from executor.built import built
 from executor.checks import check_numbers
 from executor.collector import NoCollection
 from executor.heartbeat import Heartbeat
-from executor.meshes import Meshes, build_meshes, effective, entered, set_timeout
+from executor.joining import join, memory_beside, meshes_of
+from executor.meshes import effective, entered, set_timeout
 from executor.profile_step import profile_step
 from executor.records import OUT_OF_MEMORY, WRONG_NUMBERS, Deadline, Recorder
 from executor.request import Request
 from executor.shards import local
 from executor.sm_clock import SmClock
 from executor.train_step import Trainer
-from simulator.plan import MESH_AXES, Plan
 from topology import codec
 
 PROFILE_S = 10.0
@@ -80,12 +79,8 @@ def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbea
     if device.type == "cpu":
         torch.set_num_threads(1)
     beat.enter("joining the process group")
-    if not dist.is_initialized():
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=request.start_timeout_s),
-            device_id=device if device.type == "cuda" else None,
-        )
+    number = join(request.plan, device, request.start_timeout_s)
+    recorder.write("joined", number=number, group=dist.group.WORLD.group_name, **_beside(device))
     _run_joined(request, device, deadline, recorder, beat, out)
 
 
@@ -101,7 +96,7 @@ def _run_joined(
         recorder.write("done", seconds=time.perf_counter() - began)
         return
     beat.enter("building meshes")
-    meshes = _meshes(plan, device.type)
+    meshes = meshes_of(plan, device.type)
     mesh = effective(meshes, plan)
     recorder.write("mesh", **mesh)
     if not mesh["as_requested"]:
@@ -219,17 +214,6 @@ def _any(mine: bool, device: torch.device) -> bool:
     return bool(flag.item())
 
 
-_MESHES: dict[tuple[int, ...], Meshes] = {}  # process groups cost a second each on GPUs, and are never handed back
-
-
-def _meshes(plan: Plan, device_type: str) -> Meshes:
-    """Return the meshes of a plan; those of an earlier one of the same degrees."""
-    key = (*(getattr(plan, axis) for axis in MESH_AXES), plan.ep)
-    if key not in _MESHES:
-        _MESHES[key] = build_meshes(plan, device_type)
-    return _MESHES[key]
-
-
 def _forget(device: str) -> None:
     """Give back what the last run held, so that the next one finds the memory that a fresh process would."""
     torch.compiler.reset()
@@ -276,6 +260,10 @@ def _all_have_time(deadline: Deadline, step_s: float, device: torch.device) -> b
     left = torch.tensor(float(deadline.has(step_s)), device=device)
     dist.all_reduce(left, dist.ReduceOp.MIN)
     return bool(left.item())
+
+
+def _beside(device: torch.device) -> dict[str, int]:
+    return {"memory_beside_bytes": memory_beside(device)} if device.type == "cuda" else {}
 
 
 def _memory(device_type: str) -> dict[str, Any]:

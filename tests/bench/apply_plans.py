@@ -250,6 +250,7 @@ def pack(folder: Path, archive: Path) -> None:
 HEADS = (
     "plan", "predicted s", "measured s", "spread", "error", "inside 80 % interval", "tokens/s/GPU",
     "reserved predicted GiB", "measured GiB", "error", "gradients off by, float64", "in its types (allowed)",
+    "SM clock GHz (lowest)", "slowed by",
 )  # fmt: skip
 
 
@@ -289,6 +290,7 @@ def table(folder: Path) -> None:
             f"{memory:+.1%}",
             f"{document['verified']['gradient']:.1e}",
             narrow,
+            *clocks(document),
         )
         print("| " + " | ".join(cells) + " |")
     if step_errors:
@@ -297,6 +299,16 @@ def table(folder: Path) -> None:
         terms(folder, list(documents))
     else:
         regrets(documents)
+
+
+def clocks(document: dict[str, Any]) -> tuple[str, str]:
+    """Return the median clock of the slowest GPU while steps were timed, with the lowest seen, and why GPUs were slow."""
+    gpus = document.get("gpus") or []
+    slowest = min(
+        (gpu["sm_clock_hz"] for gpu in gpus if gpu["sm_clock_hz"]), key=lambda one: one["median"], default=None
+    )
+    shown = f"{slowest['median'] / 1e9:.2f} ({slowest['lowest'] / 1e9:.2f})" if slowest else ""
+    return shown, ", ".join(sorted({reason for gpu in gpus for reason in gpu["throttle"]}))
 
 
 def _document(path: Path) -> dict[str, Any]:

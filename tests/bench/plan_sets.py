@@ -179,7 +179,7 @@ AXES: dict[str, dict[str, Asked]] = {
         "qwen3b-pp2-zbv": fresh("qwen2.5-3b", Plan(pp=2, schedule="ZBVZeroBubble", **VIRTUAL), batch=8, seq_len=3072),
         "13b-fsdp2": fresh("llama2-13b", Plan(dp_shard=2), batch=2, seq_len=3072, layers=30),
         "mixtral-fsdp2": fresh("mixtral-8x7b", Plan(dp_shard=2), batch=2, seq_len=6144, layers=3),
-        "mistral-cp2-ring": fresh("mistral-7b", Plan(cp=2, cp_method="ring"), batch=1, seq_len=20480, layers=16),
+        "7b-cp2-ring": fresh("llama2-7b", Plan(cp=2, cp_method="ring"), batch=1, seq_len=20480, layers=14),
         "3b-cp2-gather-selop": fresh(
             "llama3.2-3b", Plan(cp=2, cp_method="all_gather", recompute="selective-op"), batch=1, seq_len=20480
         ),

@@ -52,6 +52,21 @@ def test_progress_and_idleness_start_the_clock_again(words: torch.Tensor) -> Non
     assert watch.look(4661.0)
 
 
+def test_words_of_ended_lines_are_given_to_others(words: torch.Tensor) -> None:
+    said: list[str] = []
+    watch = watch_over(words, said)
+    old = watch.line("an earlier plan")
+    old.issue("an all-gather")
+    words[0] = 1
+    watch.forget()
+    new = watch.line("this plan")
+    assert new.address == old.address
+    new.issue("a reduce-scatter")  # the first of its line: the old count must not stand for it
+    assert not watch.look(0.0)
+    assert watch.look(61.0)
+    assert said[0].startswith("a reduce-scatter (call 1 of this plan")
+
+
 def test_counts_wrap_as_words_do(words: torch.Tensor) -> None:
     line = Line("gather", words.data_ptr())
     line._issued = words[0] = LATEST - 1

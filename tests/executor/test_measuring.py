@@ -7,6 +7,7 @@ import pytest
 
 from executor.apply_run import report
 from executor.effects import operator_table, read_back
+from executor.gpu_state import Nvml, read_states
 from executor.gpu_watch import GpuWatch, summarise
 from simulator import trace as tr
 from simulator.chrome import from_kineto
@@ -145,13 +146,83 @@ def test_only_clocks_while_steps_were_timed_count() -> None:
 
 def test_the_watch_asks_until_it_is_stopped(monkeypatch) -> None:
     monkeypatch.setattr("executor.gpu_watch.PERIOD_S", 0.01)
-    watch = GpuWatch(lambda: {0: state(0, 1e9)})
+    assert first_clock(GpuWatch(lambda: {0: state(0, 1e9)}, open_nvml=no_driver)) == 1e9
+
+
+def test_the_watch_rather_asks_the_open_library(monkeypatch) -> None:
+    monkeypatch.setattr("executor.gpu_watch.NVML_PERIOD_S", 0.01)
+    library = FakeNvml()
+
+    watch = GpuWatch(lambda: pytest.fail("nvidia-smi was started"), open_nvml=lambda: Nvml(library))
+
+    assert first_clock(watch) == 1755e6
+    assert library.began == library.ended == 1
+
+
+def test_the_library_says_what_nvidia_smi_says() -> None:
+    library = FakeNvml()
+
+    said = Nvml(library).read()
+
+    lines = "0, 1755, 698.512, 61, 0x4\n1, 345, 71.2, 30, 0x1\n"
+    assert said == read_states(lambda _: lines)
+    library.broken = True
+    unknown = {"sm_clock_hz": None, "power_w": None, "temperature_c": None, "throttle": None}
+    assert Nvml(library).read() == {gpu: {"gpu": gpu, **unknown} for gpu in (0, 1)}
+
+
+def first_clock(watch: GpuWatch) -> float:
     watch.start()
     end = time.monotonic() + 20
     while not watch._samples and time.monotonic() < end:
         time.sleep(0.01)
+    return watch.stop()[0][1][0]["sm_clock_hz"]
 
-    assert watch.stop()[0][1][0]["sm_clock_hz"] == 1e9
+
+def no_driver() -> Nvml:
+    raise OSError("libnvidia-ml.so.1: cannot open shared object file")
+
+
+class FakeNvml:
+    """Two GPUs, the first under its power cap, of a driver that knows the old name of the reasons only."""
+
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        self.began = self.ended = 0
+        self.broken = False
+
+    def nvmlInit(self) -> None:  # noqa: N802 - the library's names
+        self.began += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802 - as above
+        self.ended += 1
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802 - as above
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802 - as above
+        return index
+
+    def nvmlDeviceGetClockInfo(self, handle: int, clock: int) -> int:  # noqa: N802 - as above
+        return self.known((1755, 345)[handle], clock == self.NVML_CLOCK_SM)
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:  # noqa: N802 - as above
+        return self.known((61, 30)[handle], sensor == self.NVML_TEMPERATURE_GPU)
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:  # noqa: N802 - as above
+        return self.known((698_512, 71_200)[handle])
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: int) -> int:  # noqa: N802 - as above
+        return self.known((0x4, 0x1)[handle])
+
+    def known(self, value: int, asked_rightly: bool = True) -> int:
+        if self.broken or not asked_rightly:
+            raise self.NVMLError
+        return value
 
 
 # --- the profile ------------------------------------------------------------------------------------------------------
