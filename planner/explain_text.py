@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import floor, log10
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 BAR = 24  # characters of the longest bar
 NOTHING_S = 1e-7  # differences below are rounding
+NOTHING_BYTES = 0.005 * GIB  # and below would be shown as nothing
 
 
 def print_explanation(found: Explanation, result: SearchResult) -> None:
@@ -51,9 +53,8 @@ def print_explanation(found: Explanation, result: SearchResult) -> None:
     )
     print_waterfall(found.waterfall)
     screen.print()
-    print_memory(found.memory)
+    print_memory(found.memory, room_text(found.estimate, found.room))
     lines = [
-        f"memory    {room_text(found.estimate, found.room)}",
         "",
         *(f"overlap   {overlap_text(site)}" for site in found.overlap),
     ]
@@ -84,21 +85,29 @@ def print_waterfall(fall: Waterfall) -> None:
     table.add_column("s", justify="right")
     table.add_column("of the step", justify="right")
     table.add_column("")
+    digits = decimals(fall.step_s)
     peak = f"model FLOPs at {fall.peak_flops / 1e12:.0f} TFLOP/s"
-    table.add_row(peak, f"{fall.peak_s:.4g}", f"{fall.peak_s / fall.step_s:.1%} (MFU)", _bar(fall.peak_s, fall.step_s))
+    table.add_row(
+        peak, f"{fall.peak_s:.{digits}f}", f"{fall.peak_s / fall.step_s:.1%} (MFU)", _bar(fall.peak_s, fall.step_s)
+    )
     for term in fall.terms:
-        table.add_row(term.name, f"{term.seconds:+.4g}", f"{term.share:.1%}", _bar(term.seconds, fall.step_s))
-    table.add_row("achieved", f"{fall.step_s:.4g}", "100.0%", "")
+        table.add_row(term.name, f"{term.seconds:+.{digits}f}", f"{term.share:.1%}", _bar(term.seconds, fall.step_s))
+    table.add_row("achieved", f"{fall.step_s:.{digits}f}", "100.0%", "")
     console().print(table)
     say(console(), [f"most      {fall.top_loss.name}: {fall.top_loss.meaning}"])
+
+
+def decimals(step_s: float) -> int:
+    """Return the decimals that give a step four digits: its terms stand under each other and add up in sight."""
+    return min(6, max(0, 3 - floor(log10(step_s)))) if step_s > 0 else 3
 
 
 def _bar(value: float, whole: float) -> str:
     return "#" * max(0, round(BAR * value / whole)) if whole else ""
 
 
-def print_memory(account: MemoryAccount) -> None:
-    """Print bytes by category and stage, and what an estimate of state alone would leave out."""
+def print_memory(account: MemoryAccount, verdict: str) -> None:
+    """Print bytes by category and stage, what an estimate of state alone would leave out, and whether they fit."""
     stages = sorted({row.stage for row in account.rows})
     shown = stages if len(stages) <= 8 else sorted({*stages[:3], account.worst_stage, *stages[-2:]})
     table = Table(box=None, pad_edge=False)
@@ -107,6 +116,8 @@ def print_memory(account: MemoryAccount) -> None:
         table.add_column(f"{stage}{'*' if stage == account.worst_stage else ''}", justify="right")
     for category in dict.fromkeys(row.category for row in account.rows):
         here = {row.stage: row.nbytes for row in account.rows if row.category == category}
+        if not any(here.values()):
+            continue
         table.add_row(category.replace("_", " "), *(f"{here.get(stage, 0.0) / GIB:.2f}" for stage in shown))
     console().print(table)
     omitted = ", ".join(f"{name.replace('_', ' ')} {nbytes / GIB:.1f}" for name, nbytes in account.omitted)
@@ -119,7 +130,7 @@ def print_memory(account: MemoryAccount) -> None:
         f"state     {account.state_bytes / GIB:.1f} GiB of parameters, gradients and optimizer; an estimate of those "
         f"alone leaves out {omitted} GiB"
     )
-    lines = [worst, state]
+    lines = [worst, f"memory    {verdict}", state]
     if account.observed_bytes is not None:
         error = account.reserved_bytes / account.observed_bytes - 1
         lines.append(
@@ -162,21 +173,39 @@ def print_comparison(
     for heading in ("term", "first", "second", "difference"):
         table.add_column(heading, justify="left" if heading == "term" else "right")
     steps = [estimate.step_s.value for estimate in estimates]
+    digits = min(decimals(step) for step in steps)
     for term in terms:
-        if term.unit == "s":
-            delta = seconds(term.delta) if abs(term.delta) >= NOTHING_S else "-"
-            table.add_row(term.name, f"{term.first:.4g} s", f"{term.second:.4g} s", delta)
-    table.add_row("step", f"{steps[0]:.4g} s", f"{steps[1]:.4g} s", seconds(steps[1] - steps[0]))
+        if term.unit == "s" and max(abs(term.first), abs(term.second)) >= NOTHING_S:
+            table.add_row(
+                term.name, f"{term.first:.{digits}f} s", f"{term.second:.{digits}f} s", _change(term.delta, 0.0)
+            )
+    table.add_row(
+        "step", f"{steps[0]:.{digits}f} s", f"{steps[1]:.{digits}f} s", _change(steps[1] - steps[0], steps[0])
+    )
+    rates = [estimate.tokens_per_s_per_gpu for estimate in estimates]
+    table.add_row("tokens/s/GPU", f"{rates[0]:,.0f}", f"{rates[1]:,.0f}", f"{rates[1] / rates[0] - 1:+.1%}")
     for term in terms:
-        if term.unit == "bytes":
+        if term.unit == "bytes" and (term.first or term.second):
             table.add_row(
                 term.name.replace("_", " "),
                 f"{term.first / GIB:.2f} GiB",
                 f"{term.second / GIB:.2f} GiB",
-                f"{term.delta / GIB:+.2f} GiB",
+                f"{term.delta / GIB:+.2f} GiB" if abs(term.delta) >= NOTHING_BYTES else "-",
             )
     reserved = [estimate.memory.reserved_bytes / GIB for estimate in estimates]
     table.add_row(
         "reserved", f"{reserved[0]:.2f} GiB", f"{reserved[1]:.2f} GiB", f"{reserved[1] - reserved[0]:+.2f} GiB"
     )
+    has = [estimate.memory.capacity_bytes / GIB for estimate in estimates]
+    table.add_row(
+        "of", f"{has[0]:.2f} GiB", f"{has[1]:.2f} GiB", "" if has[0] == has[1] else f"{has[1] - has[0]:+.2f} GiB"
+    )
+    table.add_row("fits", *(str(estimate.memory.fit) for estimate in estimates), "")
     screen.print(table)
+
+
+def _change(delta_s: float, of_s: float) -> str:
+    """Return a difference of seconds, with its share of `of_s` where there is one; a dash where it is rounding."""
+    if abs(delta_s) < NOTHING_S:
+        return "-"
+    return seconds(delta_s) + (f" ({delta_s / of_s:+.1%})" if of_s else "")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from planner.flips import GIB, Flip
 from planner.headroom import Room, room_text
 from planner.output import console, printable
-from simulator.estimate import Estimate, Interval
+from simulator.estimate import Estimate, Fit, Interval
 from simulator.overlap_sites import spoken
 from simulator.plan import Plan
 from simulator.runtime import Runtime
@@ -90,8 +90,13 @@ HEADINGS = ("step s (80% range)", "tok/s/GPU", "MFU", "peak GiB, fits", "exposed
 
 
 def interval(value: Interval) -> str:
-    digits = 3 if value.value < 1 else 2 if value.value < 10 else 1
+    """Return a value and its range in three digits: more would say more than is known."""
+    digits = step_digits(value.value)
     return f"{value.value:.{digits}f} ({value.low:.{digits}f}-{value.high:.{digits}f})"
+
+
+def step_digits(step_s: float) -> int:
+    return 3 if step_s < 1 else 2 if step_s < 10 else 1
 
 
 def share(part: float, whole: float) -> str:
@@ -118,7 +123,7 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
         flips = "; ".join(flip_text(flip) for flip in ranked.flips)
         reasons.append(f"why #{ranked.rank} lost: {ranked.lost_because}" + (f"; {flips}" if flips else ""))
     if result.search.simulated:
-        seconds = ", ".join(f"#{p.rank} {p.simulated_s:.4g} s" for p in result.plans if p.simulated_s is not None)
+        seconds = ", ".join(f"#{p.rank} {p.simulated_s:#.4g} s" for p in result.plans if p.simulated_s is not None)
         reasons.append(f"simulated: {seconds}; the closed form cannot tell plans apart that are this close")
         held, has = result.plans[0].simulated_bytes or 0.0, best.estimate.memory.capacity_bytes
         if held > has:
@@ -128,11 +133,27 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
             )
     notes = [f"[{problem.grade}] {problem.message}" for problem in best.problems]
     say(screen, [*reasons, *(f"note on #1: {line}" for line in notes), *legend(best.estimate)])
-    say(screen, [f"memory of #1: {room_text(best.estimate, best.room)}", f"of it {memory_line(best.estimate)}"])
+    say(screen, [f"memory of #1: {room_text(best.estimate, best.room)}{_roomier(result.plans)}"])
+    say(screen, [f"of it {memory_line(best.estimate)}"])
     if out:
         say(screen, [f"saved {out}", f"next: planner estimate --plan {out}"])
     else:
         say(screen, ["next: planner suggest ... --out plan.json"])
+
+
+def _roomier(plans: Sequence[RankedPlan]) -> str:
+    """Return which plan of the list surely fits where the first may not, if that costs less than what gives it room."""
+    first = plans[0]
+    if first.estimate.memory.fit is Fit.YES:
+        return ""
+    sure = [plan for plan in plans[1:] if plan.estimate.memory.fit is Fit.YES]
+    if not sure or (first.room and first.room.fit is Fit.YES and first.room.step_s <= sure[0].estimate.step_s.value):
+        return ""
+    spare, behind = (
+        sure[0].estimate.memory.headroom_bytes / GIB,
+        sure[0].estimate.step_s.value / first.estimate.step_s.value - 1,
+    )
+    return f"; #{sure[0].rank} leaves {spare:.1f} GiB, for {behind:+.1%}"
 
 
 def print_plans(plans: Sequence[RankedPlan]) -> None:
@@ -181,10 +202,10 @@ def print_counts(rows: Sequence[CountRow]) -> None:
         if row.plan is None or row.step_s is None:
             table.add_row(str(row.gpus), *["-"] * (3 + priced), printable(row.problem))
             continue
-        cost = [f"{row.cost_per_million_tokens:.4g}"] if row.cost_per_million_tokens is not None else []
+        cost = [f"{row.cost_per_million_tokens:.3g}"] if row.cost_per_million_tokens is not None else []
         table.add_row(
             str(row.gpus),
-            f"{row.step_s:.3f}",
+            f"{row.step_s:.{step_digits(row.step_s)}f}",
             f"{row.tokens_per_s_per_gpu:,.0f}",
             f"{(row.reserved_bytes or 0.0) / GIB:.1f}",
             *cost,
@@ -240,7 +261,7 @@ def print_estimate(
     parts = sorted(estimate.breakdown_s.items(), key=lambda item: -item[1])
     say(
         screen,
-        ["step      " + ", ".join(f"{n.replace('_', ' ')} {v:.4g} s" for n, v in parts if v > 0), *legend(estimate)],
+        ["step      " + ", ".join(f"{n.replace('_', ' ')} {v:.3g} s" for n, v in parts if v > 0), *legend(estimate)],
     )
 
 

@@ -59,7 +59,7 @@ class SharedBlocks:
         return {name: cost.take(mine) for name, cost in self.costs.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: what every round of a search needs is found once
 class Screening:
     """One question to the closed form."""
 
@@ -79,7 +79,7 @@ class Screening:
         """Dense datasheet rate of the compute type on one GPU."""
         return Roofline(gpu=self.cluster.slowest_kind, dtype=self.runtime.compute_dtype).peak_flops
 
-    @property
+    @cached_property
     def operators(self) -> ModelOperators:
         return calibrated_operators(self.model, self.runtime, calibrated(self.profile, self.cluster))
 

@@ -45,10 +45,20 @@ def compare(
 
         print_comparison(cases, estimates, terms, settings, question)
         return
+    sides = [
+        {
+            "file": file,
+            "plan": codec.to_builtins(case.plan),
+            "step_s": estimate.step_s.value,
+            "fits": estimate.memory.fits,
+            "fit": estimate.memory.fit,
+        }
+        for file, case, estimate in zip((first, second), cases, estimates, strict=True)
+    ]
     document: dict[str, Any] = {
         "schema_version": output.SCHEMA_VERSION,
-        "first": {"file": first, "plan": codec.to_builtins(cases[0].plan), "step_s": estimates[0].step_s.value},
-        "second": {"file": second, "plan": codec.to_builtins(cases[1].plan), "step_s": estimates[1].step_s.value},
+        "first": sides[0],
+        "second": sides[1],
         "step_s": estimates[1].step_s.value - estimates[0].step_s.value,
         "reserved_bytes": estimates[1].memory.reserved_bytes - estimates[0].memory.reserved_bytes,
         "terms": [{**codec.to_builtins(term), "delta": term.delta} for term in terms],

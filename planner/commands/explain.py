@@ -103,9 +103,10 @@ def explain(
         output.emit_json(document(found, result))
         return
     from planner.explain_text import print_explanation, print_memory  # noqa: PLC0415 - as above
+    from planner.headroom import room_text  # noqa: PLC0415 - as above
 
     if memory:
-        print_memory(found.memory)
+        print_memory(found.memory, room_text(found.estimate, found.room))
     else:
         print_explanation(found, result)
 
@@ -171,17 +172,20 @@ def _draw(plan: Plan, estimate: Estimate, model: Model, path: Path, *, memory: b
 
 def _memory_only(asked: Case, observed: float | None, profile: Any, svg: Path | None, *, json: bool) -> None:
     from planner import output  # noqa: PLC0415 - keeps `--help` light
+    from planner.commands.estimate import room_of  # noqa: PLC0415 - as above
     from planner.costs import cost_table  # noqa: PLC0415 - as above
     from planner.explain import memory_account  # noqa: PLC0415 - as above
     from planner.explain_text import print_memory  # noqa: PLC0415 - as above
+    from planner.headroom import room_text  # noqa: PLC0415 - as above
     from topology import codec  # noqa: PLC0415 - as above
 
     table = cost_table(asked.model, asked.cluster, asked.workload, [asked.plan], asked.runtime, profile)
     estimate = table.estimate(0)
-    account = memory_account(estimate, observed)
+    account, room = memory_account(estimate, observed), room_of(asked, estimate, profile)
     if svg is not None:
         _draw(asked.plan, estimate, asked.model, svg, memory=True)
     if json:
-        output.emit_json({"schema_version": output.SCHEMA_VERSION, "memory": codec.to_builtins(account)})
+        found = {"memory": codec.to_builtins(account), "fit": estimate.memory.fit, "room": codec.to_builtins(room)}
+        output.emit_json({"schema_version": output.SCHEMA_VERSION, **found})
     else:
-        print_memory(account)
+        print_memory(account, room_text(estimate, room))

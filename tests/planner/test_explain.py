@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -151,3 +152,23 @@ def test_plans_of_an_answer_are_plans_of_a_case(planner, tmp_path):
         path.write_text(json.dumps(case))
         estimate = json.loads(planner("estimate", "--case", path, "--json").stdout)["estimate"]
         assert estimate["step_s"]["value"] == pytest.approx(ranked["estimate"]["step_s"]["value"], rel=0.05)
+
+
+def test_text_is_no_more_precise_than_it_can_be_read(planner, tmp_path):
+    """Terms stand under each other with the step's decimals; what neither plan has is left out; both say if they fit."""
+    leaner = ("--recompute", "full", "--micro-batch", 1)
+    question = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", 8, "--global-batch", 64)
+    plans = [tmp_path / "a.json", tmp_path / "b.json"]
+    assert planner("suggest", *question, "--out", plans[0], "--no-simulate").returncode == 0
+    assert planner("suggest", *question, "--out", plans[1], "--no-simulate", *leaner).returncode == 0
+    text = planner("compare", *plans, env={"COLUMNS": "160"}).stdout
+    seconds = re.findall(r"(?<![+\-.\d])([\d.]+) s\b", text)
+    document = json.loads(planner("compare", *plans, "--json").stdout)
+    memory = planner("explain", plans[0], "--memory").stdout
+
+    assert len({len(word.partition(".")[2]) for word in seconds}) == 1
+    assert "0.00 GiB   0.00 GiB" not in text
+    assert re.search(r"^step .*\([+-]\d+\.\d%\)$", text, re.MULTILINE)
+    assert re.search(r"^fits +likely +yes", text, re.MULTILINE)
+    assert (document["first"]["fit"], document["second"]["fit"]) == ("likely", "yes")
+    assert "likely fits, but tight" in memory

@@ -132,3 +132,16 @@ def test_commands_say_how_sure_it_is(planner):
         < memory["reserved_high_bytes"]
     )
     assert document["room"]["fit"] == "yes"
+
+
+def test_a_plan_of_the_list_that_surely_fits_is_named_where_it_is_the_cheaper_way(planner):
+    """Mixtral on two nodes: full recomputation of the first costs a third of the step, another plan of the list 1 %."""
+    question = ("--model", "mixtral-8x7b", "--cluster", "dgx-h200", "--gpus", 16, "--framework", "megatron-lm")
+    document = json.loads(planner("suggest", *question, "--no-simulate", "--json").stdout)
+    first, *others = document["plans"]
+    sure = next(other for other in others if other["estimate"]["memory"]["fit"] == "yes")
+    text = " ".join(planner("suggest", *question, "--no-simulate").stdout.split())
+
+    assert first["estimate"]["memory"]["fit"] == "likely"
+    assert sure["estimate"]["step_s"]["value"] < first["room"]["step_s"]
+    assert f"; #{sure['rank']} leaves {sure['estimate']['memory']['headroom_bytes'] / 2**30:.1f} GiB" in text
