@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-PIECE = 1 << 23  # numbers of a piece, 32 MiB in float32: a kernel over it takes longer than its launch on any GPU
+# Numbers of a piece, 256 MiB in float32: with 128,256 words 523 tokens, one block each, which fill a GPU's processors about
+# twice; fewer would leave some idle.
+PIECE = 1 << 26
 
 
 class VocabularyLoss(nn.Module):

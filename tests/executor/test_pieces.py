@@ -193,13 +193,16 @@ def test_cut_columns_give_the_loss_of_all_of_them_even_where_a_rank_has_next_to_
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_eager_loss_holds_what_the_runtime_says(dtype) -> None:
-    """The most bytes held at once, the logits among them, by the account of torch's own allocator."""
+def test_the_eager_loss_holds_what_the_runtime_says(dtype, monkeypatch) -> None:
+    """The most bytes held at once, the logits among them, by the account of torch's own allocator; pieces an eighth as large."""
+    from executor import vocabulary_loss
     from executor.vocabulary_loss import PIECE, VocabularyLoss
     from simulator.operators import tensor_bytes
     from simulator.runtime import DTYPE_BYTES
     from simulator.runtime_library import runtime_spec
 
+    piece = PIECE // 8
+    monkeypatch.setattr(vocabulary_loss, "PIECE", piece)
     tokens, vocab = 3072, 16384
     logits = torch.randn(1, tokens, vocab).to(getattr(torch, dtype)).requires_grad_()
     targets = torch.randint(0, vocab, (1, tokens))
@@ -214,9 +217,11 @@ def test_the_eager_loss_holds_what_the_runtime_says(dtype) -> None:
 
     width = {"f32": 4, "compute": DTYPE_BYTES[dtype]}
     (moment,) = runtime_spec("meshwright").layer.head_peak
-    said = sum(tensor_bytes(x, {"t": tokens, "v": vocab, "one": 1.0}, width.__getitem__) for x in moment)
+    parts = [tensor_bytes(x, {"t": tokens, "v": vocab, "one": 1.0}, width.__getitem__) for x in moment]
+    assert parts[1] == 2 * PIECE * 4
+    said = parts[0] + 2 * piece * 4
     per_token = 64 * tokens  # columns of the loss, its exponents and masks
-    assert tokens * vocab > 4 * PIECE
+    assert tokens * vocab > 4 * piece
     assert 2 * logits.numel() * width["compute"] <= most <= said + per_token
     wide = torch.nn.functional.cross_entropy(logits.detach().double().flatten(0, 1), targets.flatten(), reduction="sum")
     assert torch.allclose(loss(logits, targets).double(), wide, rtol=1e-6)
