@@ -137,6 +137,13 @@ def explore(
     leaves, of_node, reserved = fitting.joined()
     variants, of_leaf = nodes.variants(leaves, of_node)
     reserved, of_node = reserved[of_leaf], of_node[of_leaf]
+    # A leaf overlaps nothing yet: variants that do hold symmetric memory besides, and may not fit for it.
+    overlapping = np.nonzero(variants.tp_overlap != "none")[0]
+    for part in _parts(len(overlapping)):
+        rows = overlapping[part]
+        reserved[rows] = screening.plans(variants.take(rows), shared, of_node[rows]).reserved_bytes(at_least=True)
+    fit = np.nonzero(reserved <= capacity)[0]
+    variants, reserved, of_node = variants.take(fit), reserved[fit], of_node[fit]
     return _best_first(
         screening,
         variants,

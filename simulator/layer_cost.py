@@ -71,7 +71,8 @@ class PassCost:
 class BlockCost:
     """Forward, backward without recomputation, and for each recompute mode what runs again and what is kept.
 
-    Bytes are of one micro batch. A mode that wraps a share of the layers is averaged over layers.
+    Bytes are of one micro batch. A mode that wraps a share of the layers is averaged over layers. `bounds`: of no mode, but
+    no more than under any (`simulator.screening.SharedBlocks.keeping_least`).
     """
 
     forward: PassCost
@@ -79,6 +80,7 @@ class BlockCost:
     recompute: dict[str, PassCost]
     saved_bytes: dict[str, Floats]
     everything_bytes: Floats  # what it would save without recomputation
+    bounds: bool = False
 
     def take(self, which: NDArray[np.intp]) -> BlockCost:
         """Return the rows that `which` selects."""
@@ -88,6 +90,7 @@ class BlockCost:
             recompute={mode: cost.take(which) for mode, cost in self.recompute.items()},
             saved_bytes={mode: nbytes[which] for mode, nbytes in self.saved_bytes.items()},
             everything_bytes=self.everything_bytes[which],
+            bounds=self.bounds,
         )
 
 

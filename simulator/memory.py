@@ -26,8 +26,11 @@ from simulator.stages import COUNTED_OUT, StageLayout, head_in_flight, in_flight
 # Bytes beside the allocator's: CUDA context, kernels and NCCL buffers of a few communicators. Source: assumed; a bare
 # torch process with NCCL shows 1 to 2 GiB in nvidia-smi on Hopper.
 CONTEXT_BYTES = 1.5 * 2**30
-# Rounding and fragmentation of the caching allocator as a share of what is allocated. Source: assumed.
-FRAGMENTATION = 0.03
+# What the caching allocator holds beyond what is allocated: a share of everything, for rounding, and a share of what comes
+# and goes while the loss turns round or layers run again, whose blocks are cut up in between. Source: fitted to 39 plans
+# on 2 x H200 that left the allocator room (examples/validation/apply_2xH200_next.md): 1.5 %, no bias.
+FRAGMENTATION = 0.01
+CUT_UP = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +129,9 @@ def memory_columns(
     again = np.zeros_like(shared)
     for mode, (in_dense, in_moe) in layout.by_mode.items():
         if mode != "none":
-            of_layers = in_dense * parameters.dense_layer[:, None]
-            of_layers = of_layers + in_moe * (parameters.moe_layer + parameters.experts)[:, None]
-            again = again + spec.recompute[mode].layers * of_layers
+            again = again + spec.recompute[mode].layers * _of_layers(parameters, (in_dense, in_moe))
+    if blocks["dense"].bounds:  # whatever the mode, copies are there together at the end of the forward pass
+        again = again + _of_layers(parameters, layout.by_mode.get("none"))
     looked_up = np.where(model.tied_embeddings, 0.0, first * parameters.embedding[:, None])
     gathered = np.where(cast[:, None], (shared + experts - again - looked_up) * cast_bytes, gathered)
     unsharded_gradients = np.maximum(per_layer[:, None], ends) * (
@@ -161,6 +164,7 @@ def memory_columns(
     recomputed = np.where(wrapped > 0, widest[:, None] + per_layer[:, None] * cast_bytes, 0.0)
     loss = last * np.maximum(head_peak_bytes(context) - head_saved, 0.0)[:, None]
     remembered = np.zeros_like(again) if context.runtime.compile else again * cast_bytes
+    cut_up = CUT_UP * np.maximum(loss, recomputed * exists)
     turning = np.maximum(np.maximum(loss, recomputed * exists), remembered * exists)
 
     categories = {
@@ -188,8 +192,16 @@ def memory_columns(
     peak = np.maximum(early, late)
     # One pool per stream: the compute stream's peak and the communication streams' peak add up.
     # Whole gradients come from the compute stream's own pool, where activations have made room for them.
-    reserved = np.where(whole, peak, everything) * (1.0 + FRAGMENTATION)
+    reserved = np.where(whole, peak, everything) * (1.0 + FRAGMENTATION) + cut_up
     return MemoryColumns(categories=categories, peak_bytes=peak, reserved_bytes=np.where(exists, reserved, 0.0))
+
+
+def _of_layers(parameters: Parameters, layers: tuple[Floats, Floats] | None) -> Floats | float:
+    """Return the parameters of so many dense layers and layers with experts; both of shape (plans, ranks)."""
+    if layers is None:
+        return 0.0
+    dense, moe = layers
+    return dense * parameters.dense_layer[:, None] + moe * (parameters.moe_layer + parameters.experts)[:, None]
 
 
 State = Literal["parameters", "gradients", "optimizer"]

@@ -48,7 +48,9 @@ class SharedBlocks:
     def keeping_least(self) -> SharedBlocks:
         """Return blocks that keep, without recomputing anything, no more than under any mode: a bound, not a mode."""
         least = {
-            name: replace(cost, recompute={}, saved_bytes={"none": np.minimum.reduce([*cost.saved_bytes.values()])})
+            name: replace(
+                cost, recompute={}, saved_bytes={"none": np.minimum.reduce([*cost.saved_bytes.values()])}, bounds=True
+            )
             for name, cost in self.costs.items()
         }
         return SharedBlocks(costs=least, which=self.which)

@@ -23,7 +23,7 @@ def test_a_shared_gpu_checks_the_modes_that_move_data_themselves() -> None:
     assert len(arguments(["out"]).modes) == 6
 
 
-@pytest.mark.parametrize("given", ["--stages=check,sums", "--modes=fused,ring", "--modes=nccl", "--stages=chek"])
+@pytest.mark.parametrize("given", ["--stages=check,sums", "--modes=fused,ring", "--modes=nccl", "--stages=everything"])
 def test_times_and_other_modes_are_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         arguments(["out", "--share-gpu", given])
