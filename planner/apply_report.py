@@ -54,6 +54,11 @@ def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> 
         if not e["ok"]
     ]
     said += [f"missing   {what}" for what in document.get("missing") or ()]
+    clock_hz = measured.get("sm_clock_hz")
+    if clock_hz:
+        said.append(
+            f"clocks    {clock_hz / 1e9:.2f} GHz in the mean of a step, on the slowest rank, by its processors' count"
+        )
     slow = {reason for gpu in document.get("gpus") or () for reason in gpu["throttle"]}
     if slow:
         said.append(f"clocks    throttled while steps were timed: {', '.join(sorted(slow))}")

@@ -477,3 +477,23 @@ def test_a_full_memory_is_shown_with_what_was_held_and_what_was_predicted(conten
     assert "rank 1 had reached 3.00 GiB allocated, 4.00 GiB reserved, in step 1" in said
     name, size = max(content.estimate.memory.by_category.items(), key=lambda item: item[1])
     assert f"{name} {size / 2**30:.2f}" in said
+
+
+def test_the_clock_of_steps_is_said_where_processors_counted_it() -> None:
+    step = {"median": 0.5, "spread": 0.01, "all": [0.5]}
+    measured = {
+        "steps": 1, "steps_asked": 1, "step_s": step, "tokens_per_s": 1.0, "tokens_per_s_per_gpu": 1.0,
+        "tflops_per_gpu": 1.0, "mfu": None, "mfu_denominator": {"peak_flops": None, "source": "none"}, "memory_by_rank": [],
+        "losses": [],
+    }  # fmt: skip
+    ran = {
+        "status": "finished",
+        "complete": True,
+        "failure": None,
+        "survivors": [],
+        "measured": measured,
+        "verified": None,
+    }
+
+    assert "clocks    1.53 GHz" in "\n".join(lines({**ran, "measured": {**measured, "sm_clock_hz": 1.53e9}}, None))
+    assert "GHz" not in "\n".join(lines(ran, None))
