@@ -79,6 +79,7 @@ def simulate(
     return _Machine(program, costs, folded=folded, spans=spans).run(watch)
 
 
+ROUNDING = 1e-12  # relative: sums of the same times in another order are as far apart, and that is no waiting
 WATCHED = 1024  # steps of the clock between two looks from outside
 _FREE = Cost(seconds=0.0)
 _CATEGORIES: dict[type, str] = {Launch: tr.COMPUTE, Copy: tr.COPY, HostWork: tr.HOST}
@@ -189,7 +190,7 @@ class _Machine:
         for rank, op, arrived_s in rendezvous.arrived:
             if op.cost.sms:
                 self.contention.hold(rank.index, -op.cost.sms)
-            if arrived_s < begin:
+            if begin - arrived_s > ROUNDING * begin:
                 rank.span(op, arrived_s, begin, tr.WAIT)
             rank.span(op, begin, self.env.now, tr.COMMUNICATION)
         if self.keep_spans and not isinstance(main.instruction, Collective):

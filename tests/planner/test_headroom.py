@@ -135,8 +135,8 @@ def test_commands_say_how_sure_it_is(planner):
 
 
 def test_a_plan_of_the_list_that_surely_fits_is_named_where_it_is_the_cheaper_way(planner):
-    """Mixtral on two nodes: full recomputation of the first costs a third of the step, another plan of the list 1 %."""
-    question = ("--model", "mixtral-8x7b", "--cluster", "dgx-h200", "--gpus", 16, "--framework", "megatron-lm")
+    """Llama-2 13B on four nodes: to recompute costs the first plan more than another one of the list takes."""
+    question = ("--model", "llama2-13b", "--cluster", "dgx-h100", "--gpus", 32, "--framework", "megatron-lm")
     document = json.loads(planner("suggest", *question, "--no-simulate", "--json").stdout)
     first, *others = document["plans"]
     sure = next(other for other in others if other["estimate"]["memory"]["fit"] == "yes")

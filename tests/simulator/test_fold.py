@@ -142,6 +142,29 @@ def test_folded_equals_unfolded_on_anything(tangle):
     assert_same(program, machine)
 
 
+def test_arrivals_that_only_rounding_tells_apart_are_no_wait():
+    """Folded, two ranks are one and arrive at once; unfolded, their hub's shares add up to a last digit apart."""
+    code = CodeWriter()
+    code.launch("work", [1], stream="compute 0")
+    code.after("comm", "compute 0")
+    code.collective("all_reduce", "a", 8)
+    code.launch("work", [2], stream="compute 1")
+    code.after("comm", "compute 1")
+    code.after("in", "comm")
+    code.send("ring", 1, 8, relative=True)
+    code.recv("ring", -1, 8, relative=True, stream="in")
+    code.launch("work", [3], stream="compute 0")
+    code.after("comm", "compute 0")
+    code.collective("all_reduce", "a", 8)
+    groups = {
+        "a": ((0, 1, 2, 3), (4, 5, 6)),
+        **{family: tuple((rank,) for rank in range(7)) for family in ("b", "ring")},
+    }
+    program = Program(codes=(code.code("kind 0", range(7)),), groups=groups)
+
+    assert_same(program, RandomLinks(hubs=(0, 0, 2, 2, 0, 0, 2), capacities=(15.0, 10.0, 10.0)))
+
+
 def test_rings_of_different_lengths_stay_apart():
     """Two steps round a ring of 2 is oneself, of 3 the left neighbour."""
     first, second = CodeWriter(), CodeWriter()
