@@ -1,8 +1,8 @@
 """Several runs with one start: `python -m executor.apply_many --run REQUEST OUT [--run REQUEST OUT ...] --budget S`.
 
-Plans of equal meshes share processes and process groups: starting those takes longer than a plan's steps. Each run has its own directory and report, as `executor.apply_run` would have written them. A run
-that fails ends its processes; those after it get new ones. What the budget has no time for is left without a report.
-Imports no torch.
+Plans of equal meshes share processes and process groups: starting those takes longer than a plan's steps. Each run has
+its own directory and report, as `executor.apply_run` would have written them. A run that fails ends its processes; those
+after it get new ones. What the budget has no time for is left without a report. Imports no torch.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _sample(
         try:
             step = builder(model, plan, workload, runtime, device)
             with NoCollection():
-                seen = _timed(torch, dist, device, step)
+                seen = _timed(torch, dist, device, step, recorder)
         except Exception as error:  # noqa: BLE001 - somebody else's framework fails in any way it likes
             problem = f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
         step = None  # type: ignore[assignment]  # the model goes before the next one comes
@@ -160,7 +160,9 @@ def _conditions(gpu: int) -> dict[str, Any]:
     return {**found, "throttle": state.get("throttle") or []}
 
 
-def _timed(torch: Any, dist: Any, device: Any, step: Step) -> tuple[list[float], dict[str, float], float | None]:
+def _timed(
+    torch: Any, dist: Any, device: Any, step: Step, recorder: Recorder
+) -> tuple[list[float], dict[str, float], float | None]:
     """Return step times from one end to the next, the medians of what steps saw besides, and the mean clock meanwhile."""
     from executor.sm_clock import SmClock  # noqa: PLC0415 - imports torch
 
@@ -185,6 +187,8 @@ def _timed(torch: Any, dist: Any, device: Any, step: Step) -> tuple[list[float],
             break
         last = time.perf_counter()  # agreeing is ours, not the step's
     clock.stamp()
+    if clock.missing:
+        recorder.missing(clock.missing)
     extra = {name: middle([one[name] for one in seen])[0] for name in (seen[0] if seen else {})}
     return times, extra, next(iter(clock.hertz()), None)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from executor.heartbeat import Heartbeat
 from executor.legal import cp_method
 from executor.meshes import Meshes
-from executor.parallelize import DTYPES
+from executor.parallelize import DTYPES, autocast_type
 from executor.records import Recorder, finite
 from executor.request import Request
 from executor.verify import shrink, small_plan, small_workload, verify
@@ -63,7 +63,8 @@ def _check_kernels(request: Request, meshes: Meshes, device: torch.device) -> li
     if dtype.itemsize < 4 and request.plan.cp > 1 and method != "all_to_all":  # which runs the kernel of one rank
         found.append(check_ring(meshes.group("cp"), device=device, dtype=dtype, method=method))
     if dtype.itemsize < 4 and request.model.moe is not None:
-        found.append(check_experts(device=device, dtype=dtype))
+        autocast = autocast_type(request.plan, request.runtime) is not None
+        found.append(check_experts(device=device, dtype=dtype, autocast=autocast))
     # All ranks must stop together, so that none is left in a collective.
     worst = torch.tensor(float(any(not kernel.ok for kernel in found)), device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)

@@ -51,7 +51,7 @@ def apply_fsdp(
 
 
 class Replica(DistributedDataParallel):
-    """A copy of the model, whose gradients are summed over its group.
+    """A copy of the model, whose parameters are already initialised and whose gradients are summed over its group.
 
     After the first backward pass DDP trades its one bucket of everything (torch/nn/parallel/distributed.py,
     `_ddp_init_helper`: limits of [sys.maxsize]) for buckets of 25 MiB in the order that gradients came in
@@ -73,11 +73,6 @@ class Replica(DistributedDataParallel):
         for work in self.travelling:
             work.wait()
         self.travelling.clear()
-
-
-def apply_ddp(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> Replica:
-    """Copy a model whose parameters are already initialised; gradients are summed over `group`."""
-    return Replica(model, group, device)
 
 
 def _sum(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

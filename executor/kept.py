@@ -103,10 +103,13 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight^T + bias; x (..., in), weight (out, in). Every second one of a block is kept, if anything is."""
     if _now is None or not _now.odd_product():
         return functional.linear(x, weight, bias)
-    if torch.is_autocast_enabled(x.device.type):
-        kind = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(kind), weight.to(kind), None if bias is None else bias.to(kind)
-    return _Product.apply(x, weight, bias)
+    return _Product.apply(as_autocast(x), as_autocast(weight), None if bias is None else as_autocast(bias))
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Return x in the type that products have here: its own, but under autocast, which looks at torch's own alone."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 class _Product(torch.autograd.Function):

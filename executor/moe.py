@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from executor.attention import as_it_is, one
 from executor.feed_forward import FeedForward
-from executor.kept import product
+from executor.kept import as_autocast, product
 from executor.permute import inverse_of, take
 from simulator.model import MixtureOfExperts as Shapes
 
@@ -36,12 +36,6 @@ class Experts(nn.Module):
         ends = counts.cumsum(0, dtype=torch.int32)
         inner = functional.silu(multiply(tokens, w1, ends)) * multiply(tokens, w3, ends)
         return multiply(inner, w2, ends)
-
-
-def as_autocast(x: Tensor) -> Tensor:
-    """Return x in the type that products have here: its own, but under autocast."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def can_group(tokens: Tensor) -> bool:

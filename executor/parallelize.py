@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from executor import legal, pipeline
 from executor.activation_checkpoint import apply_activation_checkpoint
 from executor.context_parallel import RingAttention, positions
-from executor.data_parallel import apply_ddp, apply_fsdp
+from executor.data_parallel import Replica, apply_fsdp
 from executor.expert_parallel import apply_expert_parallel
 from executor.init_weights import init_weights
 from executor.meshes import Meshes
@@ -73,10 +73,9 @@ def parallelize(
     with torch.device("meta"):
         parts = tuple(Decoder(model, s.layers, first=s.first, last=s.last).to(store) for s in stages)
 
-    # Whole copies, or one GPU: no FSDP, so autocast does what FSDP's precision does elsewhere. With tensor or pipeline
-    # parallelism, FSDP is applied for the sake of precision even when it shards nothing, and whatever the types are:
-    # what is verified in wide ones is built as what is timed in narrow ones.
-    alone = plan.dp_shard * plan.cp * plan.tp * plan.pp == 1
+    # With tensor or pipeline parallelism, FSDP is applied for the sake of precision even when it shards nothing, and
+    # whatever the types are: what is verified in wide ones is built as what is timed in narrow ones.
+    alone = _alone(plan)
     sharded = not alone
     for part, stage in zip(parts, stages, strict=True):
         if tp_mesh is not None:
@@ -124,7 +123,7 @@ def parallelize(
 
     modules: tuple[nn.Module, ...] = parts
     if alone and plan.dp_replicate > 1:
-        modules = tuple(apply_ddp(part, meshes.group("dp_replicate"), device) for part in parts)
+        modules = tuple(Replica(part, meshes.group("dp_replicate"), device) for part in parts)
     loss = VocabularyLoss(model.vocab, tp_mesh, compiled=runtime.compile, tokens_first=_tokens_first(plan))
     schedule = None
     if plan.pp > 1:
@@ -150,8 +149,21 @@ def parallelize(
         loss=loss,
         has_first=any(s.first for s in stages),
         has_last=any(s.last for s in stages),
-        autocast=_if(alone and compute is not store, compute),
+        autocast=autocast_type(plan, runtime),
     )
+
+
+def autocast_type(plan: Plan, runtime: Runtime) -> torch.dtype | None:
+    """Return the type that autocast computes in; None where FSDP sees to it, or parameters have it.
+
+    Whole copies, or one GPU: no FSDP, so autocast does what FSDP's precision does elsewhere.
+    """
+    store, compute = DTYPES[runtime.param_dtype], DTYPES[runtime.compute_dtype]
+    return _if(_alone(plan) and compute is not store, compute)
+
+
+def _alone(plan: Plan) -> bool:
+    return plan.dp_shard * plan.cp * plan.tp * plan.pp == 1
 
 
 def _data_mesh(mesh: DeviceMesh, shards: str, plan: Plan) -> DeviceMesh:

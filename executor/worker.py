@@ -209,6 +209,8 @@ def _take_steps(
             warm_up += _any(held > before * GROWN, device)
         elif warm and device.type == "cuda":
             held = torch.cuda.memory_reserved(device)
+    if clock.missing:
+        recorder.missing(clock.missing)
     return longest
 
 

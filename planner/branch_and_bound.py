@@ -9,8 +9,9 @@ the order of their price:
 
 Everything is vectorised over leaves (`simulator.screening`), so the order of the work depends on no clock and no number
 of workers. How many plans are costed at once decides how much is costed in vain and nothing else: what is returned
-follows from each plan's own values and those of the last plan to list. With a deadline, what is left unexplored is bounded from below by the model's FLOPs at the GPUs' peak, which
-no plan can beat; the gap says how far the answer may be from the best.
+follows from each plan's own values and those of the last plan to list. With a deadline, what is left unexplored is
+bounded from below by the model's FLOPs at the GPUs' peak, which no plan can beat; the gap says how far the answer may be
+from the best.
 """
 
 from __future__ import annotations

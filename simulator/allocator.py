@@ -20,7 +20,8 @@ COMMUNICATOR_BYTES = 1.2 * 2**30
 # A flush and what it leads to, a step, for each byte of the GPU. Source: nine plans on 2 x H200 that flushed once a step
 # took 0.06 to 0.15 s longer than their like that did not, 0.09 in the middle, of 140 GiB (examples/validation).
 FLUSH_S_PER_BYTE = 0.09 / 150e9
-# How far, relative, what is reserved lies from what is predicted. Source: 39 plans on 2 x H200 that did not flush.
+# How far, relative, what is reserved lies from what is predicted. Source: 40 plans on 2 x H200 that
+# did not flush (examples/validation/apply_2xH200_next.md).
 RESERVED_BIAS, RESERVED_SPREAD = 1.007, 0.02
 
 

@@ -27,7 +27,7 @@ from simulator.stages import COUNTED_OUT, StageLayout, head_in_flight, in_flight
 # torch process with NCCL shows 1 to 2 GiB in nvidia-smi on Hopper.
 CONTEXT_BYTES = 1.5 * 2**30
 # What the caching allocator holds beyond what is allocated: a share of everything, for rounding, and a share of what comes
-# and goes while the loss turns round or layers run again, whose blocks are cut up in between. Source: fitted to 39 plans
+# and goes while the loss turns round or layers run again, whose blocks are cut up in between. Source: fitted to 40 plans
 # on 2 x H200 that left the allocator room (examples/validation/apply_2xH200_next.md), which it meets within 1.5 %.
 FRAGMENTATION = 0.01
 CUT_UP = 0.15

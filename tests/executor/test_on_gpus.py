@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from executor.attention import CausalAttention  # noqa: E402 - after the check for torch
 from executor.context_parallel import LEAST_TOKENS, combine, part_backward, part_forward  # noqa: E402 - as above
+from executor.rotary import rotate  # noqa: E402 - as above
 from executor.verify_kernels import check_experts  # noqa: E402 - as above
 from tests.executor.test_parallel_plans import OVERLAP, TWO, WORKER  # noqa: E402 - as above
 
@@ -76,8 +77,33 @@ def test_parts_of_attention_with_grouped_keys_are_attention(half: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
-def test_grouped_products_of_experts() -> None:
-    assert check_experts(device=torch.device("cuda", 0), dtype=torch.bfloat16).ok
+@pytest.mark.parametrize("autocast", [False, True])
+def test_grouped_products_of_experts(autocast: bool) -> None:
+    assert check_experts(device=torch.device("cuda", 0), dtype=torch.bfloat16, autocast=autocast).ok
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
+@pytest.mark.parametrize("first", [False, True], ids=["sequences first", "tokens first"])
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("width", [128, 96])
+def test_rotary_positions_in_one_kernel(width: int, first: bool, strided: bool) -> None:
+    """Forward and backward against float64, operator by operator."""
+    x, slope = (drawn(2, 3, 33, width, seed=seed) for seed in (0, 1))  # sequences, heads, tokens
+    order = (2, 0, 1, 3) if first else (0, 2, 1, 3)
+    x, slope = (t.permute(order) if strided else t.permute(order).contiguous() for t in (x, slope))
+    half = torch.arange(0, width, 2, device="cuda", dtype=torch.float64)
+    angles = torch.arange(33, device="cuda", dtype=torch.float64)[:, None] * 500_000.0 ** (-half / width)
+    angles = torch.cat((angles, angles), dim=-1).view(33, *((1, 1) if first else (1,)), width)
+    narrow, exact = (x.detach().to(kind).requires_grad_() for kind in (torch.bfloat16, torch.float64))
+
+    found = rotate(narrow, angles.cos().float(), angles.sin().float())
+    expected = rotate(exact, angles.cos(), angles.sin())
+    found.backward(slope)
+    expected.backward(slope.double())
+
+    assert near(found, expected, units=1)
+    assert near(narrow.grad, exact.grad, units=1)
 
 
 V_SHAPED = {name: TWO[name] for name in ("pp-zbv", "pp-zbv-own-table", "pp-dualpipev")}

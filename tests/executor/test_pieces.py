@@ -234,7 +234,7 @@ def test_no_call_keeps_the_buckets_of_replicas_beyond_the_backward_pass(monkeypa
 
     import torch.distributed as dist
 
-    from executor.data_parallel import apply_ddp
+    from executor.data_parallel import Replica
     from executor.train_step import Trainer
 
     buckets: list[weakref.ref] = []
@@ -266,7 +266,7 @@ def test_no_call_keeps_the_buckets_of_replicas_beyond_the_backward_pass(monkeypa
             return (out - wanted).square().sum()
 
         trainer = SimpleNamespace(
-            parallel=SimpleNamespace(modules=(apply_ddp(model, dist.group.WORLD, torch.device("cpu")),), loss=loss),
+            parallel=SimpleNamespace(modules=(Replica(model, dist.group.WORLD, torch.device("cpu")),), loss=loss),
             device="cpu",
             micro_batches=2,
             workload=SimpleNamespace(tokens_per_step=8),
@@ -301,3 +301,19 @@ def test_nothing_is_collected_within_steps() -> None:
     with NoCollection():
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+def test_experts_under_autocast_compute_in_its_type() -> None:
+    """Weights and tokens are float32 there, and torch's autocast looks at no product of experts."""
+    from executor.moe import Experts
+    from executor.verify_kernels import check_experts
+
+    experts = Experts(16, 32, 2)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = experts(torch.randn(8, 16), torch.tensor([3, 5]))
+
+    assert found.dtype == torch.bfloat16
+    assert experts(torch.randn(8, 16), torch.tensor([3, 5])).dtype == torch.float32
+    assert check_experts(device=torch.device("cpu"), dtype=torch.bfloat16, autocast=True).ok

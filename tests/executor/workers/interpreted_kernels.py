@@ -14,9 +14,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from executor import rotary
 from executor.kernels import all_reduce, copies
 from executor.kernels.gather_matmul import gather_matmul
 from executor.kernels.matmul_scatter import matmul_scatter
+from executor.kernels.rotary import turn_pairs
 from executor.overlap.fused import Tile, tiles_of
 
 LIMIT = 3  # a wait for what is not preset ends at once, and the error word tells
@@ -146,6 +148,27 @@ def words_with_flags(world: int, numel: int, dtype: torch.dtype) -> float:
     return worst
 
 
+def rotate(shape: tuple[int, ...], *, first: bool, strided: bool, back: bool) -> float:
+    """Against `executor.rotary` operator by operator in float64; a rotation's way back is its transpose, so by autograd."""
+    x = draw(*shape, seed=9, dtype=torch.float32)
+    if strided:
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    positions, width = shape[0 if first else 1], shape[-1]
+    angles = draw(positions, width // 2, seed=10, dtype=torch.float64)
+    angles = torch.cat((angles, angles), dim=-1).view(positions, *((1, 1) if first else (1,)), width)
+    out, rows = torch.full(shape, torch.nan), x.numel() // width
+    turn_pairs[(-(-rows // 4),)](
+        x, out, angles.cos().float(), angles.sin().float(), rows, positions, shape[2], *x.stride()[:3],
+        back, first, width // 2, 1 << (width // 2 - 1).bit_length(), 4,
+    )  # fmt: skip
+    exact = x.double().requires_grad_()
+    turned = rotary.rotate(exact, angles.cos(), angles.sin())
+    if not back:
+        return difference(out, turned.detach())
+    (slope,) = torch.autograd.grad(turned, exact, x.double())
+    return difference(out, slope)
+
+
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     gap = (found.double() - expected).abs().max() / expected.abs().max()
     return float(gap.nan_to_num(torch.inf))
@@ -178,6 +201,10 @@ def main() -> None:
     for world in (2, 3, 4):
         for dtype, numel in ((torch.float32, 36), (torch.float16, 72), (torch.float16, 16)):
             say(f"flagged words W{world} {numel} {dtype}", words_with_flags(world, numel, dtype))
+    for shape, first in (((2, 5, 3, 16), False), ((5, 2, 3, 16), True), ((1, 7, 2, 12), False)):
+        for strided in (False, True):
+            for back in (False, True):
+                say(f"rotary {shape} {first} {strided} {back}", rotate(shape, first=first, strided=strided, back=back))
     parts = draw(3, 100, seed=8, dtype=torch.float32)
     own = parts[1].clone()
     copies.add_slots[(4,)](own, parts, 100, 1, 3, 32)
