@@ -1,33 +1,22 @@
 """The `planner` command: what is registered, and how every way of ending becomes text and an exit code.
 
-Commands live one a file in `planner.commands`; they import what they need when they run, so that `--help` costs only
-typer. Results go to standard output, progress and warnings to standard error.
+Commands live one a file in `planner.commands`, each a function of the file's name. A file is imported when its command
+is asked for, so that `planner --help` costs only typer. Results go to standard output, progress and warnings to standard
+error.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
-from typing import Annotated
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from planner.commands.apply import apply
-from planner.commands.calibrate import calibrate
-from planner.commands.collective import collective
-from planner.commands.compare import compare
-from planner.commands.doctor import doctor
-from planner.commands.estimate import estimate
-from planner.commands.explain import explain
-from planner.commands.export import export
-from planner.commands.probe import probe
-from planner.commands.report import report
-from planner.commands.runs import runs
-from planner.commands.shard import shard
-from planner.commands.suggest import suggest
-from planner.commands.trace import trace
-from planner.commands.ui import ui
-from planner.commands.validate import validate
 from topology.errors import PlannerError
 
 HELP = """Plan multi-GPU training: probe the machine, predict every plan, choose one and say why.
@@ -52,37 +41,65 @@ Exit codes:
 Set MESHWRIGHT_DEBUG=1 for tracebacks, NO_COLOR=1 for plain text.
 """
 
+SETTINGS: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False, "add_completion": False}
+CONTEXT = {"help_option_names": ["-h", "--help"]}
+
+# What `planner --help` says of each command, in this order.
+COMMANDS = {
+    "suggest": "Rank the legal plans for one training step.",
+    "estimate": "Predict step time and memory of one plan, if it is legal.",
+    "explain": "Say where a plan's step and memory go, and why others lost.",
+    "compare": "Compare two plans term by term.",
+    "validate": "Compare predictions with measured runs, row by row.",
+    "trace": "Simulate one step: what every rank and stream does when.",
+    "probe": "Read the GPUs, links and NICs of a machine, or of captures.",
+    "doctor": "Compare a machine with its datasheet, and say what is wrong.",
+    "apply": "Run a plan on this machine, beside its prediction.",
+    "report": "Show a run: predicted and measured, term by term.",
+    "runs": "List the runs that planner apply made.",
+    "export": "Write a plan for the framework that shall run it.",
+    "collective": "Predict collectives, or score predictions against tables.",
+    "shard": "Choose shardings of a graph's tensors.",
+    "calibrate": "Measure operators, collectives and layers of this machine.",
+    "ui": "Look at clusters, plans and runs in a browser.",
+}
+
+
+class _OnDemand(TyperGroup):
+    """Imports the module of a command when that command is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 - as above
+        if cmd_name not in COMMANDS:
+            return None
+        if cmd_name not in self.commands:
+            function = getattr(import_module(f"planner.commands.{cmd_name}"), cmd_name)
+            single = typer.Typer(**SETTINGS, context_settings=CONTEXT)
+            single.command(cmd_name)(function)
+            self.commands[cmd_name] = typer.main.get_command(single)
+        return self.commands[cmd_name]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as above
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return what `args` begin with. Names near an unknown one are suggested, loaded or not."""
+        if args and args[0] not in COMMANDS and (near := get_close_matches(args[0], COMMANDS)):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {', '.join(map(repr, near))}?")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
-    name="planner",
-    help=HELP,
-    epilog=EPILOG,
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    name="planner", cls=_OnDemand, help=HELP, epilog=EPILOG, no_args_is_help=True, context_settings=CONTEXT, **SETTINGS
 )
-app.command("suggest")(suggest)
-app.command("estimate")(estimate)
-app.command("explain")(explain)
-app.command("compare")(compare)
-app.command("validate")(validate)
-app.command("trace")(trace)
-app.command("probe")(probe)
-app.command("doctor")(doctor)
-app.command("apply")(apply)
-app.command("report")(report)
-app.command("runs")(runs)
-app.command("export")(export)
-app.command("collective")(collective)
-app.command("shard")(shard)
-app.command("calibrate")(calibrate)
-app.command("ui")(ui)
 
 
 def _show_version(value: bool) -> None:
     if value:
-        from planner.version import version  # noqa: PLC0415 - importlib.metadata is slow to import
+        from planner.io.version import version  # noqa: PLC0415 - importlib.metadata is slow to import
 
         typer.echo(f"planner (meshwright) {version()}")
         raise typer.Exit
@@ -114,6 +131,11 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as stop:  # raised by the argument parser when a pipe breaks
         _silence_stdout()
         return stop.code if isinstance(stop.code, int) else 1
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            return _last_resort(error)
+        _say(f"error: {str(error.filename)[:40]}... is no file name\n  why: {error.strerror}")
+        return 2
     except Exception as error:  # noqa: BLE001 - the last resort: one line for people, the traceback on request
         return _last_resort(error)
     return code if isinstance(code, int) else 0
@@ -137,7 +159,7 @@ def _last_resort(error: Exception) -> int:
 
 
 def _say(text: str) -> None:
-    from planner.output import printable  # noqa: PLC0415 - after argument parsing
+    from planner.io.output import printable  # noqa: PLC0415 - after argument parsing
 
     print(printable(text), file=sys.stderr)
 

@@ -1,8 +1,8 @@
 """What the machine is: GPUs, the switches and links between them, NICs, and the fabric between nodes.
 
-A `Cluster` is a list of node groups, each one `Node` description and how often it occurs, so that 16,384 GPUs cost as
-much memory as eight. Everything a cost or a placement needs is derived from it (`topology.node_rates`,
-`topology.graph`); nothing here does I/O. Rates are bytes per second **per direction**; every rate carries where it came from.
+A `Cluster` is a list of node groups, each one `Node` description and how often it occurs, so that 16,384 GPUs take as
+much memory as eight. Costs and placements are derived from it in `topology.rates`; nothing here does I/O. Rates are
+bytes per second **per direction**, each with its source.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COPY_SHARE = 0.88
 
 
 class Source(StrEnum):
-    """Where a number came from, best first. Every estimate says which of these it rests on."""
+    """Where a number came from, most reliable first. Every estimate states its source."""
 
     MEASURED = "measured"
     FITTED = "fitted"
@@ -27,7 +27,7 @@ class Source(StrEnum):
 
 
 class LinkKind(StrEnum):
-    """What a link is made of. The PCIe classes are nvidia-smi's and say where the path goes, not how fast it is."""
+    """The technology of a link. nvidia-smi's PCIe classes (`Link.label`) say where a path goes, not how fast it is."""
 
     NVLINK = "nvlink"  # GPU to GPU, `count` bonded links
     NVSWITCH = "nvswitch"  # GPU to an NVSwitch hub, `count` links of that GPU
@@ -45,7 +45,7 @@ class LinkState(StrEnum):
 
 
 class VertexKind(StrEnum):
-    """Vertices of a node that are neither GPUs nor NICs. Shared ones are bottlenecks of their own."""
+    """Vertices of a node that are neither GPUs nor NICs; several GPUs share one and so its bandwidth."""
 
     NVSWITCH = "nvswitch"  # one hub for the whole NVSwitch fabric of the node
     PCIE_SWITCH = "pcie_switch"
@@ -154,11 +154,11 @@ class Link:
 
     @property
     def best_bytes_per_s(self) -> float | None:
-        """The rate to plan with, in nominal terms; zero when the link is absent.
+        """The nominal rate to plan with, in bytes/s and direction; zero when the link is absent.
 
-        What is measured is what a copy reached, and a copy over a sound link reaches `COPY_SHARE` of it. Cost models
-        start from nominal rates and know their own efficiency, so a measurement is read as the link it was copied
-        over: it lowers a rate that is not delivered, and leaves a sound one as it is.
+        Cost models start from nominal rates and apply an efficiency of their own. A measured rate is that of a copy,
+        which reaches `COPY_SHARE` of a healthy link's nominal rate, so it is divided by that share and lowers the
+        nominal rate only where the link delivers less.
         """
         if self.state is LinkState.ABSENT:
             return 0.0
@@ -176,13 +176,19 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Something about the machine a person should know: what, why we think so, what it costs, what to do."""
+    """A fact about the machine that the user should know: what it is, the evidence, the consequence and the remedy.
 
+    Programs use the stable `code`, the `gpus` that it is about, and `numbers`, the values in the sentences.
+    """
+
+    code: str = "note"
     severity: Severity
     what: str
     why: str
     consequence: str
     remedy: str
+    gpus: tuple[int, ...] = ()
+    numbers: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,8 +224,7 @@ class Fabric:
     """The network between nodes.
 
     `oversubscription` is downlink over uplink capacity of a leaf (1.0 is non-blocking); `nodes_per_leaf` is how many
-    nodes share a leaf (a "pod"): traffic that leaves it crosses the spine. `efficiency` is the fraction of the line
-    rate that large NCCL messages reach.
+    nodes share a leaf (a "pod"): traffic that leaves it crosses the spine.
     """
 
     kind: FabricKind
@@ -251,7 +256,7 @@ class Cluster:
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs that every node can offer: the smallest count decides."""
+        """GPUs that every node has: the smallest count of all nodes."""
         return min(len(group.node.gpus) for group in self.groups)
 
     def kind(self, name: str) -> GpuKind:
@@ -268,7 +273,7 @@ class Cluster:
 
     @property
     def gpu_memory_bytes(self) -> int:
-        """Memory every rank can count on: the smallest GPU decides."""
+        """Memory that every GPU has: that of the smallest GPU."""
         return min(
             gpu.memory_bytes if gpu.memory_bytes is not None else self.kind(gpu.kind).memory_bytes
             for group in self.groups

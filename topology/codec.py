@@ -1,22 +1,20 @@
-"""The one door for files people hand us: JSON in, typed objects out, and back.
+"""Read files that users give us as typed objects, and write them back. All user files are read here.
 
 Inputs are data: nothing here can run code, follow a reference or grow without bound. A document larger than
-`MAX_BYTES`, or nested deeper than the decoder's limit, is refused; unknown keys are named, never dropped. Writing is atomic: a reader sees the old file or the new one, never half of either.
+`MAX_BYTES`, or nested deeper than the decoder's limit, is refused; unknown keys are an error, never dropped. Writing is
+atomic: a reader sees the old file or the new one, never half of either.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import stat
 import sys
 import tempfile
-import types
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,10 +29,15 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
     """Return a file's text. Raises BadInput when it is missing, too large, binary, or not UTF-8."""
     path = Path(path)
     try:
+        # Opening a named pipe waits for a writer, for ever if there is none. A shell's <(command) has one.
+        if stat.S_ISFIFO(path.stat().st_mode) and not str(path).startswith(("/dev/", "/proc/self/fd/")):
+            raise BadInput(f"{path} is a named pipe", remedy="pass a file, or - for standard input")
         with path.open("rb") as file:
             raw = file.read(max_bytes + 1)
     except OSError as error:
         raise BadInput(f"cannot read {path}", why=error.strerror or str(error), remedy="check the path") from error
+    except ValueError as error:  # a NUL character in the path
+        raise BadInput(f"cannot read {str(path)[:80]!r}", why=str(error), remedy="check the path") from error
     if len(raw) > max_bytes:
         raise BadInput(f"{path} is larger than {max_bytes / 2**20:.0f} MiB", remedy="pass a smaller file")
     if raw.startswith((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")):
@@ -49,8 +52,8 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
         raise BadInput(f"{path} is not UTF-8 text", why=str(error)) from error
 
 
-def read_given(name: str | Path) -> tuple[str, str]:
-    """Return what a command line names and how errors call it: a file's text, or standard input for `-`."""
+def read_path_or_stdin(name: str | Path) -> tuple[str, str]:
+    """Return (text, name for error messages) of a file given on the command line, or of standard input for `-`."""
     if str(name) != "-":
         return read_text(name), str(name)
     text = sys.stdin.read(MAX_BYTES + 1)
@@ -72,22 +75,34 @@ def parse_json(text: str, *, where: str) -> Any:
         raise BadInput(f"{where} is not valid JSON", why=str(error)) from error
 
 
+def parse_lines(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the objects of JSON lines up to the first that is not whole, which a killed writer can leave."""
+    for line in text.splitlines():
+        try:
+            record = msgspec.json.decode(line)
+        except (msgspec.DecodeError, RecursionError):
+            return
+        if isinstance(record, dict):
+            yield record
+
+
 def convert(data: Any, kind: type[T], *, where: str) -> T:
     """Return plain `data` as an object of the dataclass `kind`.
 
     Types are strict, keys that `kind` does not have are an error, and the message names the path to the value.
     """
-    unknown = list(_unknown_keys(data, kind, "$"))
+    try:
+        value = msgspec.convert(data, kind, strict=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise BadInput(f"{where} is not a valid {kind.__name__}", why=str(error)) from error
+    unknown = list(_dropped(data, msgspec.to_builtins(value), "$"))
     if unknown:
         raise BadInput(
             f"{where} has unknown keys: {', '.join(unknown[:8])}",
             why="a misspelt key would otherwise be ignored silently",
             remedy="remove or rename them",
         )
-    try:
-        return msgspec.convert(data, kind, strict=True)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise BadInput(f"{where} is not a valid {kind.__name__}", why=str(error)) from error
+    return value
 
 
 def to_builtins(value: Any) -> Any:
@@ -145,31 +160,14 @@ def _mode(path: Path) -> int:
     return 0o666 & ~mask
 
 
-def _unknown_keys(data: Any, kind: Any, path: str) -> Iterator[str]:
-    """Walk `data` beside the type hints of `kind`; yield the path of every key that no dataclass field claims."""
-    if not isinstance(data, (dict, list, tuple)):
-        return
-    origin, args = get_origin(kind), get_args(kind)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(data, dict):
-        hints = _hints(kind)
-        for key, value in data.items():
-            if key in hints:
-                yield from _unknown_keys(value, hints[key], f"{path}.{key}")
+def _dropped(given: Any, kept: Any, path: str) -> Iterator[str]:
+    """Yield the path of every key of `given` that its decoded form does not have."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        for key, value in given.items():
+            if key in kept:
+                yield from _dropped(value, kept[key], f"{path}.{key}")
             else:
                 yield f"{path}.{key}"
-    elif origin in (list, tuple) and isinstance(data, (list, tuple)):
-        for index, item in enumerate(data):
-            yield from _unknown_keys(item, args[0], f"{path}[{index}]")
-    elif origin is dict and isinstance(data, dict):
-        for key, value in data.items():
-            yield from _unknown_keys(value, args[1], f"{path}.{key}")
-    elif origin in (Union, types.UnionType):
-        for member in args:
-            if member is not type(None):
-                yield from _unknown_keys(data, member, path)
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    """Return the type of every field of a dataclass: evaluating annotations written as text takes a while."""
-    return get_type_hints(kind)
+    elif isinstance(given, (list, tuple)) and isinstance(kept, (list, tuple)):
+        for index, (value, other) in enumerate(zip(given, kept, strict=False)):
+            yield from _dropped(value, other, f"{path}[{index}]")

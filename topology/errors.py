@@ -1,14 +1,14 @@
-"""Everything that can go wrong, as one tree. Each error says what, why, and what to do, and knows its exit code.
+"""The exceptions of all packages. Each says what happened, why, and what to do, and has an exit code:
 
     PlannerError
-    ├── UserError                2   the question itself cannot be read
+    ├── UserError                2   invalid input
     │   ├── BadInput             2   a file or text: malformed, too large, of another version
-    │   ├── BadModel             2   a model we do not know or cannot read without guessing
-    │   ├── BadCluster           2   likewise a cluster
-    │   └── BadPlan              2   likewise a plan or a case
+    │   ├── BadModel             2   a model that is unknown or cannot be read without guessing
+    │   ├── BadCluster           2   a cluster that is unknown or impossible
+    │   └── BadPlan              2   a plan or a case that is invalid
     ├── Infeasible               3   a valid question without a legal or fitting answer
-    ├── Stale                    1   made for another cluster, model or profile than the one at hand
-    ├── ProbeError               1   the machine refused to be read
+    ├── Stale                    1   made for another cluster, model or profile than the given one
+    ├── ProbeError               1   the machine cannot be read or measured
     └── OutOfTolerance           4   ran, but not as predicted
 
 The tree lives in the lowest package so that every layer can raise it; only the command line turns it into text.

@@ -1,1 +1,5 @@
-"""The explorer. Streamlit is imported here and nowhere below; charts, layouts and aggregation are pure functions."""
+"""The explorer, a Streamlit app. Streamlit is imported only in this package; charts, layouts and rows are pure
+functions.
+
+May import `planner`, `simulator` and `topology`; nobody imports `ui`.
+"""

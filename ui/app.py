@@ -1,7 +1,7 @@
-"""The explorer's frame: the question in the sidebar, the answer it needs, and the page.
+"""The frame of the explorer: the question in the sidebar, the search result a page needs, and the page itself.
 
-Streamlit runs this file on every change. The pages lie in `views/`, not in `pages/`: a folder of that name would make
-Streamlit open a page by itself, without this frame, when a link is followed first.
+Streamlit runs this file on every change. The pages are in `views/`, not in `pages/`: Streamlit would open a page in a
+folder of that name directly, without this frame, when it is the first link followed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import streamlit as st
 from topology.errors import BadCluster, PlannerError
 from ui import data, panels, state, uploads
 
-# Streamlit leaves 6 rem at the top and 5 at the sides: a fifth of a small screen.
+# Streamlit's margins of 6 rem at the top and 5 at the sides would take a fifth of a small screen.
 STYLE = """<style>
   .stMainBlockContainer { padding: 2.6rem 2.6rem 4rem; max-width: 1680px; }
   [data-testid="stSidebarUserContent"] { padding-top: 0; padding-bottom: 2rem; }
 </style>"""
 VIEWS = Path(__file__).parent / "views"
-# name, title, icon, whether it shows the answer of a search
+# name, title, icon, whether it shows a search result
 PAGES = (
     ("cluster", "Cluster", ":material/hub:", False),
     ("model", "Model and workload", ":material/deployed_code:", False),
@@ -32,7 +32,7 @@ PAGES = (
 
 st.set_page_config(
     page_title="meshwright",
-    page_icon=str(Path(__file__).parent / "mark.svg"),  # an icon by name would be fetched from elsewhere
+    page_icon=str(Path(__file__).parent / "mark.svg"),  # an icon given by name would be fetched from the network
     layout="wide",
     initial_sidebar_state=290,
     menu_items={"about": "meshwright plans multi-GPU training. Everything runs on this machine; nothing is sent."},
@@ -58,4 +58,4 @@ except PlannerError as error:
             "Choose the **GPU model** in the sidebar: the uploaded file does not name it.", icon=":material/arrow_back:"
         )
 with st.sidebar:
-    st.caption("Numbers without a measurement rest on datasheets and published efficiencies, and say so.")
+    st.caption("Figures without a measurement are from datasheets and published efficiencies, and are marked so.")

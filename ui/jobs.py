@@ -1,9 +1,9 @@
-"""Long work beside the page: it says where it is, can be stopped, and its answer is kept for the session.
+"""Long work in background threads: it reports progress, can be stopped, and its result is kept.
 
-A page asks for the answer to a key. The first asking starts a thread and waits a moment, so that quick answers come
-without a flicker; then a panel shows progress and a stop button until the answer is there. Work stops at its next report,
-which searches and simulations alike make many times a second. Finished answers are shared between sessions, so that a
-link that was answered once opens at once.
+A page asks for the result of a key. The first request starts a thread and waits a moment, so that fast results appear
+without a flicker; then a panel shows progress and a stop button until the result is there. Work stops at its next
+progress report, which searches and simulations make many times a second. Finished results are shared between sessions,
+so that a link that was computed once opens immediately.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from topology.errors import PlannerError
 from ui import state
 
 Progress = Callable[[str], None]
-KEPT = {"search": 64, "timeline": 2}  # answers in all; those of a search are small, a large trace has 50 MB
+MAX_RESULTS = {"search": 64, "timeline": 2}  # kept for all sessions; search results are small, a large trace has 50 MB
 PATIENCE_S = 0.8  # before the panel replaces the page
 
 
 class Stopped(PlannerError):
-    """A person pressed stop."""
+    """The user pressed stop."""
 
 
-class Job:
-    """One piece of work on a thread of its own. `result` or `error` is set once `done` is."""
+class BackgroundJob:
+    """Work on a background thread. `result` or `error` is set once `done` is."""
 
     def __init__(self, work: Callable[[Progress], Any]) -> None:
         self.started = time.monotonic()
@@ -49,7 +49,7 @@ class Job:
         except Exception as error:  # noqa: BLE001 - shown on the page: a thread has nobody else to tell
             self.error = PlannerError(
                 f"internal error: {type(error).__name__}: {error}",
-                why="this is a fault of the program, not of the question",
+                why="this is a bug of the program, not of the question",
                 remedy="please report it with the link of this page",
             )
         self.seconds = time.monotonic() - self.started
@@ -71,22 +71,22 @@ class Job:
 def ask(
     kind: str, key: str, work: Callable[[Progress], Any], *, title: str, meanwhile: Callable[[], None] | None = None
 ) -> Any:
-    """Return the answer of `work`, or show its progress and end the page here. Raises what the work raises.
+    """Return the result of `work`, or show its progress and end the page here. Raises what the work raises.
 
-    `meanwhile` draws what is known already, below the progress.
+    `meanwhile` draws what is already known, below the progress.
     """
     finished = _finished()
     if (kind, key) in finished:
         return finished[kind, key]
-    kept: dict[str, Job] = state.results().setdefault(kind, {})
+    kept: dict[str, BackgroundJob] = state.results().setdefault(kind, {})
     for other, job in kept.items():
         if other != key and not job.done.is_set():
-            job.stop()  # the question has changed: nobody waits for it
+            job.stop()  # the question has changed, so its result is not needed
     if key in kept and kept[key].stopped and st.session_state.get(f"_stopped_{kind}") != key:
         del kept[key]
     if key not in kept:
         kept.clear()
-        kept[key] = Job(work)
+        kept[key] = BackgroundJob(work)
     job = kept[key]
     if st.session_state.get(f"_stopped_{kind}") == key:
         _stopped(kind, key, kept, title)
@@ -103,21 +103,21 @@ def ask(
 
 @st.cache_resource(show_spinner=False)
 def _finished() -> dict[tuple[str, str], Any]:
-    """Return the answers of all sessions, by kind and key. They are frozen, so nobody can change another's."""
+    """Return the results of all sessions, by kind and key. They are frozen, so that sessions can share them."""
     return {}
 
 
 def _share(finished: dict[tuple[str, str], Any], kind: str, key: str, result: Any) -> None:
-    """Keep an answer for everybody; of each kind only the newest stay."""
-    alike = [pair for pair in list(finished) if pair[0] == kind]
-    for old in alike[: max(0, len(alike) + 1 - KEPT[kind])]:
+    """Keep a result for all sessions; of each kind only the newest MAX_RESULTS."""
+    same_kind = [pair for pair in list(finished) if pair[0] == kind]
+    for old in same_kind[: max(0, len(same_kind) + 1 - MAX_RESULTS[kind])]:
         finished.pop(old, None)
     finished[kind, key] = result
 
 
 @st.fragment(run_every=0.4)
-def _panel(kind: str, key: str, job: Job, title: str) -> None:
-    """Show where the work is. Only this part of the page runs again until the work is done."""
+def _panel(kind: str, key: str, job: BackgroundJob, title: str) -> None:
+    """Show the progress of a job. Only this fragment of the page runs again until the job is done."""
     if job.done.is_set():
         st.rerun()
     with st.container(border=True):
@@ -131,7 +131,7 @@ def _panel(kind: str, key: str, job: Job, title: str) -> None:
             st.rerun()
 
 
-def _stopped(kind: str, key: str, kept: dict[str, Job], title: str) -> None:
+def _stopped(kind: str, key: str, kept: dict[str, BackgroundJob], title: str) -> None:
     with st.container(border=True):
         left, right = st.columns([5, 1], vertical_alignment="center")
         left.markdown(f":material/stop_circle: **{title}**: stopped. Change the question, or start it again.")

@@ -1,4 +1,4 @@
-"""What every page shows the same way: headings, figures, and the states in which there is nothing to draw."""
+"""Widgets that all pages share: headings, figures, findings, errors, and panels for when there is nothing to draw."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def dark() -> bool:
 
 
 def plain(text: object) -> str:
-    """Return text that Markdown shows as it is: names come from files, and files are not trusted."""
+    """Return `text` escaped for Markdown: names come from files, which are not trusted."""
     return re.sub(r"([\\`*_{}\[\]()<>#+!|~$:])", r"\\\1", str(text)).replace("\n", " ")
 
 
 def code(text: str) -> str:
-    """Return text as Markdown shows it in a fixed width, where nothing but the fence means anything."""
+    """Return `text` as inline code in Markdown."""
     return f"`{text.replace('`', '')}`"
 
 
 def in_percent(rows: Sequence[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
-    """Return the rows of a table with fractions as percents, so that all of a column have the same decimals."""
+    """Return the rows of a table with the fractions in columns `names` as percentages."""
     return [{**row, **{name: 100 * row[name] for name in names if row.get(name) is not None}} for row in rows]
 
 
@@ -40,44 +40,44 @@ def section(title: str, about: str = "") -> None:
 
 
 def figures(cells: Sequence[tuple[str, str, str]]) -> None:
-    """Show a row of figures: what, the value with its unit, and where it comes from."""
+    """Show a row of figures: label, value with unit, and a help text on its source."""
     for column, (label, value, about) in zip(st.columns(len(cells)), cells, strict=True):
         column.metric(label, value, help=about or None, border=True)
 
 
 def chart(drawn: Any, *, key: str, alt: str) -> None:
-    """Show a chart in the colours it brings; `alt` says in words what it shows."""
+    """Show a chart in its own colours; `alt` describes it in words."""
     st.altair_chart(drawn, theme=None, key=key, alt=alt, width="stretch")
 
 
 def empty(title: str, about: str, *, icon: str = ":material/inbox:") -> None:
-    """Say why there is nothing here, and how something comes to be here."""
+    """Say why there is nothing to show, and what would change that."""
     with st.container(border=True):
         st.markdown(f"##### {icon} {title}")
         st.markdown(about)
 
 
 def failure(error: PlannerError) -> None:
-    """Show an error of ours as what, why and what to do; a question without an answer is no fault."""
+    """Show an error as what, why and what to do. An infeasible question is not shown as a fault."""
     if isinstance(error, Infeasible):
         infeasible(error)
         return
     with st.container(border=True):
         st.markdown(f"##### :red[:material/error:] {plain(error.what)}")
-        _told(error)
+        _show_reasons(error)
 
 
 def infeasible(error: PlannerError) -> None:
     with st.container(border=True):
         st.markdown(f"##### :orange[:material/block:] {plain(error.what)}")
-        _told(error)
+        _show_reasons(error)
         st.caption(
-            "Every legal plan was costed: this is an answer, not a fault. Change the question in the sidebar and it is"
-            " asked again."
+            "Every legal plan was checked: this is an answer, not an error. Change the question in the sidebar to search"
+            " again."
         )
 
 
-def _told(error: PlannerError) -> None:
+def _show_reasons(error: PlannerError) -> None:
     if error.why:
         st.markdown(f"**Why** · {plain(error.why)}")
     if error.remedy:
@@ -85,7 +85,7 @@ def _told(error: PlannerError) -> None:
 
 
 def finding(severity: str, what: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Show something that a person should know about the machine."""
+    """Show a finding about the machine."""
     hue = {"error": "red", "warning": "orange"}.get(severity, "blue")
     with st.container(border=True):
         st.markdown(f":{hue}[{ICONS.get(severity, ICONS['info'])}] **{plain(what)}**")
@@ -95,7 +95,7 @@ def finding(severity: str, what: str, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def assumed(lines: Sequence[str]) -> None:
-    """List defaults that stood in for what was not said."""
+    """List the defaults that were assumed."""
     if not lines:
         return
     with st.expander(f"{len(lines)} assumptions", icon=":material/rule:"):

@@ -1,6 +1,6 @@
-"""What the tables and charts of the pages are made of: answers in, rows of plain values out. Pure.
+"""The rows of tables and charts, as pure functions of results: field names become words, and bytes GiB.
 
-Nothing is computed here that the command line does not say too; names are made into words, and bytes into GiB.
+Nothing is computed here that the command line does not print as well.
 """
 
 from __future__ import annotations
@@ -10,33 +10,30 @@ from dataclasses import fields
 from math import log2
 from typing import TYPE_CHECKING, Any
 
-from planner.palette import TIME, colour
-from planner.tables import HEADINGS, arithmetic, flip_text, policy
-from planner.tables import figures as cells
-from planner.waterfall import waterfall
+from planner.explain.tables import HEADINGS, degrees_text, flip_text, policy_text
+from planner.explain.tables import estimate_cells as cells
+from planner.pictures.node_layout import LINK_WORDS
 from ui.charts.look import GIB, rate, seconds, words
-from ui.charts.topology import NAMES
 from ui.state import plan_name
 
 if TYPE_CHECKING:
-    from planner.runs_store import RunSummary
-    from planner.search import RankedPlan, SearchResult
-    from simulator.estimate import Estimate
-    from simulator.model import Model
-    from simulator.plan import Plan
-    from ui.topology_view import Cable, NodeView
+    from planner.pictures.node_layout import Cable, NodeView
+    from planner.runs.runs_store import RunSummary
+    from planner.search.result import RankedPlan, SearchResult
+    from simulator.config.model import Model
+    from simulator.config.plan import Plan
 
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
 def plan_rows(result: SearchResult) -> list[dict[str, Any]]:
-    """Return the listed plans as rows of the table: the numbers are those of `planner suggest --json`."""
+    """Return the listed plans as table rows, with the figures of `planner suggest --json`."""
     return [
         {
             "rank": ranked.rank,
             "plan": plan_name(ranked.plan),
-            "gpus": arithmetic(ranked.plan),
-            "policy": policy(ranked.plan),
+            "gpus": degrees_text(ranked.plan),
+            "policy": policy_text(ranked.plan),
             "step_s": ranked.estimate.step_s.value,
             "simulated_s": ranked.simulated_s,
             "low_s": ranked.estimate.step_s.low,
@@ -69,7 +66,7 @@ def _why(ranked: RankedPlan) -> str:
 
 
 def figure_rows(first: RankedPlan, second: RankedPlan) -> list[dict[str, str]]:
-    """Return the figures of two plans beside each other, as the terminal prints them."""
+    """Return the figures of two plans side by side, formatted as in the terminal."""
     both = zip(HEADINGS, cells(first.estimate), cells(second.estimate), strict=True)
     return [{"what": name, "first": a, "second": b} for name, a, b in both]
 
@@ -77,16 +74,16 @@ def figure_rows(first: RankedPlan, second: RankedPlan) -> list[dict[str, str]]:
 def differing_rows(first: Plan, second: Plan) -> list[dict[str, str]]:
     """Return the fields in which two plans differ, in words."""
 
-    def said(value: object) -> str:
+    def text(value: object) -> str:
         if value is None or value == ():
-            return "the framework's own"
+            return "framework default"
         return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
     return [
         {
             "what": words(field.name),
-            "first": said(getattr(first, field.name)),
-            "second": said(getattr(second, field.name)),
+            "first": text(getattr(first, field.name)),
+            "second": text(getattr(second, field.name)),
         }
         for field in fields(first)
         if getattr(first, field.name) != getattr(second, field.name)
@@ -97,15 +94,15 @@ DEGREES = ("tp", "pp", "cp", "ep", "micro_batch_size", "virtual_stages", "dp_rep
 
 
 def degrees_of(plan: Plan) -> dict[str, int]:
-    """Return the degrees that say which plan it is; the data-parallel one follows where there is a ZeRO stage."""
+    """Return the degrees and sizes that identify a plan; with a ZeRO stage, dp_replicate follows from the others."""
     named = DEGREES if plan.zero_stage is None else DEGREES[:-1]
     return {name: int(getattr(plan, name)) for name in named}
 
 
 def changed_flags(plan: Plan, degrees: Mapping[str, int], recompute: str) -> dict[str, Any]:
-    """Return a plan with other degrees as flags of `planner estimate`: unchanged ones give the same plan again.
+    """Return a plan with changed `degrees` as flags of `planner estimate`; unchanged ones give the same plan.
 
-    What follows from a degree that changed (a schedule, a placement) is left to the framework's defaults.
+    Fields that depend on a changed degree (schedule, placement) are left to the framework's defaults.
     """
     flags: dict[str, Any] = {**degrees, "recompute": recompute, "tp_overlap": plan.tp_overlap}
     same = all(getattr(plan, name) == value for name, value in degrees.items())
@@ -124,48 +121,8 @@ def changed_flags(plan: Plan, degrees: Mapping[str, int], recompute: str) -> dic
     return flags
 
 
-def fall_rows(estimate: Estimate) -> list[dict[str, Any]]:
-    """Return the waterfall of an estimate as rows of the chart, each in the palette's colour of its idea."""
-    fall = waterfall(estimate)
-    rows = [
-        {
-            "name": "model FLOPs at peak",
-            "seconds": fall.peak_s,
-            "share": fall.peak_s / fall.step_s,
-            "meaning": "what the datasheet would allow",
-            "colour": TIME["compute"],
-        }
-    ]
-    rows += [
-        {
-            "name": term.name,
-            "seconds": term.seconds,
-            "share": term.share,
-            "meaning": term.meaning,
-            "colour": _colour(term.name),
-        }
-        for term in fall.terms
-    ]
-    return [
-        *rows,
-        {
-            "name": "step",
-            "seconds": fall.step_s,
-            "share": 1.0,
-            "meaning": "predicted step time",
-            "total": True,
-        },
-    ]
-
-
-def _colour(name: str) -> str:
-    if name.startswith("exposed"):
-        return TIME["exposed_communication"]
-    return colour("time", "compute" if name.startswith("compute") else name.replace(" ", "_"))
-
-
-def flips_together(result: SearchResult) -> list[tuple[str, list[str]]]:
-    """Return what would change the answer, nearest first, each with the plans that would win then, best first."""
+def merged_flips(result: SearchResult) -> list[tuple[str, list[str]]]:
+    """Return the flip points of all listed plans, nearest first, each with the plans that would win there, best first."""
     found: dict[str, tuple[float, list[str]]] = {}
     for runner in result.plans[1:]:
         for flip in runner.flips:
@@ -178,25 +135,25 @@ def flips_together(result: SearchResult) -> list[tuple[str, list[str]]]:
 
 
 def link_rows(view: NodeView) -> list[dict[str, Any]]:
-    """Return links that are alike as one row: how many, nominal and measured rate, state and source."""
-    alike: dict[tuple[Any, ...], list[Any]] = {}
+    """Return one row per class of equal links: their number, nominal and measured rate, state and source."""
+    classes: dict[tuple[Any, ...], list[Any]] = {}
     for cable in view.cables:
-        alike.setdefault((cable.kind, cable.label, cable.count, cable.nominal, cable.state, cable.source), []).append(
+        classes.setdefault((cable.kind, cable.label, cable.count, cable.nominal, cable.state, cable.source), []).append(
             cable
         )
     rows = []
-    for (kind, label, count, nominal, link_state, source), cables in alike.items():
-        seen = [cable.measured for cable in cables if cable.measured]
-        low, high = (rate(min(seen)), rate(max(seen))) if seen else ("", "")
+    for (kind, label, count, nominal, link_state, source), cables in classes.items():
+        measured = [cable.measured for cable in cables if cable.measured]
+        low, high = (rate(min(measured)), rate(max(measured))) if measured else ("", "")
         rows.append(
             {
-                "link": NAMES[kind],
+                "link": LINK_WORDS[kind],
                 "class": label or "-",
                 "count": len(cables),
                 "links": count,
                 "nominal": rate(nominal),
                 "measured": (low if low == high else f"{low} to {high}") or "not measured",
-                "share": min(seen) / nominal if seen and nominal else None,
+                "share": min(measured) / nominal if measured and nominal else None,
                 "state": link_state,
                 "source": source,
                 "between": _between(cables),
@@ -211,7 +168,7 @@ def _between(cables: list[Cable]) -> str:
 
 
 def part_rows(model: Model) -> list[dict[str, object]]:
-    """Return parameters by part; they add up to `model.parameters`."""
+    """Return the parameters of each part of the model; they add up to `model.parameters`."""
     attention = model.layers * model.attention_parameters
     dense = model.dense_layers * (model.dense_layer_parameters - model.attention_parameters)
     experts = model.moe_layers * (model.moe_layer_parameters - model.attention_parameters)
@@ -228,7 +185,7 @@ def part_rows(model: Model) -> list[dict[str, object]]:
 
 def workload_rows(model: Model, seq_len: int, batch: int) -> list[dict[str, str]]:
     tokens = seq_len * batch
-    flops = 3 * model.forward_flops_per_token(seq_len)
+    flops = model.training_flops_per_token(seq_len, causal=True)
     states = 16 * model.parameters
     rows = [
         ("Sequence", f"{seq_len:,} tokens"),
@@ -247,22 +204,9 @@ def workload_rows(model: Model, seq_len: int, batch: int) -> list[dict[str, str]
 
 # --- runs --------------------------------------------------------------------------------------------------------------
 
-SOURCES = {
-    "korthikanti22.json": "Megatron-LM, A100 (Korthikanti 2022)",
-    "korthikanti22_mem.json": "Megatron-LM memory, A100 (Korthikanti 2022)",
-    "llama3_paper.json": "Llama 3 paper, 8k to 16k H100",
-    "llm_foundry.json": "llm-foundry FSDP, A100 and H100",
-    "megatron_sc21.json": "Megatron-LM, A100 (SC21)",
-    "simumax_b200.json": "Megatron-LM, B200 (SimuMax)",
-    "torchtitan.json": "torchtitan, H100",
-    "torchtitan_h200x4.json": "torchtitan, 4 x H200",
-    "vtrain_multi.json": "Megatron-DeepSpeed, A100 (vTrain, many nodes)",
-    "vtrain_single.json": "Megatron-DeepSpeed, A100 (vTrain, one node)",
-}
-
 
 def run_row(run: RunSummary) -> dict[str, Any]:
-    """Return a kept run as a row; what was not measured stays empty."""
+    """Return a saved run as a row; values that were not measured stay empty."""
 
     def gib(nbytes: float | None) -> str:
         return f"{nbytes / GIB:.1f} GiB" if nbytes else ""
@@ -286,7 +230,7 @@ def compared_rows(compared: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
     """Return predicted and measured step times (s) and memory (GiB) of `planner validate --json`, one row each."""
     found = []
     for row in compared:
-        source = SOURCES.get(row.get("file", ""), row.get("file", "this file"))
+        source = row.get("file", "this file").removesuffix(".json").replace("_", " ")
         predicted, error, within = row["predicted"], row["error"], row["within"]
         step, peak = predicted["step_s"], predicted["peak_memory_bytes"] / GIB
         for what, value in (("step time", step), ("memory", peak)):
@@ -302,7 +246,7 @@ def compared_rows(compared: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
                     "predicted": value,
                     "measured": value / (1 + error[key]),
                     "error": error[key],
-                    "held": "no range" if inside is None else "inside the 80 % range" if inside else "outside",
+                    "interval": "no range" if inside is None else "inside the 80 % range" if inside else "outside",
                 }
             )
     return found

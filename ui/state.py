@@ -1,8 +1,8 @@
-"""What is asked, as the sidebar and the URL hold it.
+"""The question, as set in the sidebar and stored in the URL.
 
-Every widget of the question is tied to a query parameter, so that a link reproduces the page; a value that is the
-default leaves the URL clean, and one that is not among the choices is ignored. Files are named by their content
-(`ui.uploads`), plans by their degrees: no path ever comes out of a URL.
+Every widget of the question is bound to a query parameter, so that a link reproduces the page. Default values do not
+appear in the URL, and values that are not among the choices are ignored. Uploaded files are named by their content
+(`ui.uploads`) and plans by their degrees, so that no path is ever taken from a URL.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from typing import Any
 
 import streamlit as st
 
-from planner.frameworks import FRAMEWORKS
-from simulator.hf_config import shipped_models
-from simulator.overlap_sites import brief
-from simulator.plan import Plan
+from planner.question.flags import Flags
+from simulator.config.hf_config import shipped_models
+from simulator.config.overlap_sites import brief
+from simulator.config.plan import Plan
+from simulator.legality.frameworks import FRAMEWORKS
 from topology import codec
-from topology.catalog import catalog_names
-from topology.gpus import gpu_kinds
+from topology.catalog.clusters import catalog_names
+from topology.catalog.gpus import gpu_kinds
 from ui import uploads
 
 OBJECTIVES = ("time", "memory", "pareto")
-LISTED = 10  # plans in an answer: enough for a scatter, few enough to read
-AS_WRITTEN = "as the file says"
-TOO_MANY = 1 << 17  # GPUs; the largest machines built have fewer
+LISTED = 10  # plans in a result: enough for a scatter plot, few enough to read
+FROM_FILE = "as in the file"
+MAX_GPUS = 1 << 17  # more than the largest machines have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """The flags of `planner suggest`, as the sidebar has them. `cluster` and `model` are names or kept uploads."""
+class Inputs:
+    """The flags of `planner suggest`, as set in the sidebar. `cluster` and `model` are names or uploads."""
 
     cluster: str = "dgx-h100"
     gpu: str | None = None
@@ -46,20 +47,32 @@ class Question:
 
     @property
     def key(self) -> str:
-        """Return what identifies the question."""
+        """Return a fingerprint of the question."""
         return codec.fingerprint(asdict(self))
 
     @property
     def cluster_source(self) -> str:
-        """Return what `planner suggest --cluster` would be given."""
+        """Return the argument of `planner suggest --cluster`."""
         return source_of(self.cluster)
 
     @property
     def model_source(self) -> str:
         return source_of(self.model)
 
+    def flags(self) -> Flags:
+        """Return them as `planner suggest` states them."""
+        return Flags(
+            model=self.model_source,
+            cluster=self.cluster_source,
+            gpu=self.gpu,
+            gpus=None if self.gpus is None else (self.gpus,),
+            seq_len=self.seq_len,
+            global_batch=self.global_batch,
+            runtime={"compile": self.compile or None, "param_dtype": None},
+        )
+
     def command(self) -> str:
-        """Return the command line that gives the same answer in a terminal."""
+        """Return the command line that gives the same result in a terminal."""
         words = ["planner", "suggest", "--model", _file_name(self.model), "--cluster", _file_name(self.cluster)]
         words += ["--gpu", self.gpu] if self.gpu else []
         words += ["--gpus", str(self.gpus)] if self.gpus else []
@@ -72,7 +85,7 @@ class Question:
 
 
 def source_of(choice: str) -> str:
-    """Return the name or the path that a choice stands for."""
+    """Return the name or path that a choice in the sidebar stands for."""
     upload = uploads.find(choice)
     return str(upload.path) if upload else choice
 
@@ -82,38 +95,38 @@ def _file_name(choice: str) -> str:
     return upload.name if upload else choice
 
 
-def sidebar() -> Question:
+def sidebar() -> Inputs:
     """Draw the question and return it."""
-    default = Question()
+    default = Inputs()
     with st.sidebar:
-        st.caption("The question, on every page")
+        st.caption("The question, for all pages")
         clusters = [*catalog_names(), *uploads.choices("cluster")]
         cluster = linked_choice(
-            "Cluster", clusters, default.cluster, "cluster", "A shipped machine, or a file you upload."
+            "Cluster", clusters, default.cluster, "cluster", "A cluster of the catalogue, or a file you upload."
         )
         gpu = None
         if uploads.find(cluster):
             gpu = _choice(
                 "GPU model",
-                [AS_WRITTEN, *(kind.name for kind in gpu_kinds())],
-                AS_WRITTEN,
+                [FROM_FILE, *(kind.name for kind in gpu_kinds())],
+                FROM_FILE,
                 "gpu",
-                "A topology matrix does not always say which GPUs it shows, and without their rates nothing is predicted.",
+                "A topology matrix does not always name its GPUs, and predictions need their rates.",
             )
-        linked("gpus", _whole)
+        linked("gpus", _parse_gpus)
         gpus = st.number_input(
             "GPUs",
             min_value=1,
-            max_value=TOO_MANY,
+            max_value=MAX_GPUS,
             value=None,
             step=1,
             placeholder="the whole cluster",
             key="gpus",
-            help="A shipped cluster takes as many nodes as this needs.",
+            help="A cluster of the catalogue gets as many nodes as needed.",
         )
         to_link("gpus", gpus, None)
         models = [*shipped_models(), *uploads.choices("model")]
-        model = linked_choice("Model", models, default.model, "model", "A shipped model, or a config.json you upload.")
+        model = linked_choice("Model", models, default.model, "model", "A built-in model, or a config.json you upload.")
         left, right = st.columns(2)
         seq_len = left.number_input(
             "Sequence",
@@ -137,19 +150,19 @@ def sidebar() -> Question:
             help="Sequences in an optimizer step.",
         )
         framework = _choice(
-            "Framework", list(FRAMEWORKS), default.framework, "framework", "Its legality rules, and its kernels."
+            "Framework", list(FRAMEWORKS), default.framework, "framework", "Its rules for legal plans, and its kernels."
         )
         objective = _choice(
             "Best by",
             list(OBJECTIVES),
             default.objective,
             "objective",
-            "Least step time, least memory, or all plans that no other beats in both.",
+            "Least step time, least memory, or the Pareto front of both.",
         )
         compiled = st.toggle("torch.compile", key="compile", bind="query-params")
-    return Question(
+    return Inputs(
         cluster=cluster,
-        gpu=None if gpu == AS_WRITTEN else gpu,
+        gpu=None if gpu == FROM_FILE else gpu,
         gpus=gpus,
         model=model,
         seq_len=seq_len,
@@ -167,7 +180,7 @@ def _choice(label: str, options: list[str], default: str, key: str, text: str) -
 
 
 def linked(key: str, read: Callable[[str], Any]) -> None:
-    """Give a widget its first value from the link, where `read` finds one in it."""
+    """Set the initial value of a widget from the URL, if `read` accepts the value there."""
     if key not in st.session_state and key in st.query_params:
         value = read(st.query_params[key])
         if value is not None:
@@ -175,7 +188,7 @@ def linked(key: str, read: Callable[[str], Any]) -> None:
 
 
 def to_link(key: str, value: Any, default: Any) -> None:
-    """Write a widget's value into the link; a default leaves the link clean."""
+    """Write the value of a widget to the URL, unless it is the default."""
     text = None if value == default else str(value)
     if st.query_params.get(key) != text:
         if text is None:
@@ -185,7 +198,7 @@ def to_link(key: str, value: Any, default: Any) -> None:
 
 
 def linked_choice(label: str, options: list[str], default: str, key: str, text: str) -> str:
-    """Return a choice that callbacks may set too: an upload, a ticked row. Streamlit's own binding forbids that."""
+    """Return the choice of a menu that callbacks may set as well, which Streamlit's own URL binding forbids."""
     linked(key, lambda word: word if word in options else None)
     if st.session_state.get(key, default) not in options:
         del st.session_state[key]
@@ -195,12 +208,12 @@ def linked_choice(label: str, options: list[str], default: str, key: str, text: 
     return chosen
 
 
-def _whole(word: str) -> int | None:
-    return int(word) if word.isascii() and word.isdigit() and 0 < int(word[:9]) <= TOO_MANY else None
+def _parse_gpus(word: str) -> int | None:
+    return int(word) if word.isascii() and word.isdigit() and 0 < int(word[:9]) <= MAX_GPUS else None
 
 
 def plan_name(plan: Plan) -> str:
-    """Return a plan in a few words that fit a URL and a menu: `fsdp256 cp2 mb1 selective-op reshard`."""
+    """Return a short name of a plan for URLs and menus: `fsdp256 cp2 mb1 selective-op reshard`."""
     degrees = {
         "dp": plan.dp_replicate,
         "fsdp": plan.dp_shard,
@@ -220,22 +233,22 @@ def plan_name(plan: Plan) -> str:
         words.append("reshard" if plan.reshard_after_forward else "keep")
     words += [f"overlap-{brief(plan.tp_overlap)}"] if plan.tp_overlap != "none" else []
     if plan.layers_per_stage or plan.recompute_per_stage or plan.capacity_factor is not None:
-        words.append(f"own-{codec.fingerprint(plan)[:4]}")  # layers or recomputation stage by stage: too long to spell
+        words.append(f"own-{codec.fingerprint(plan)[:4]}")  # layers or recompute modes by stage would be too long
     return " ".join(words)
 
 
 def example(name: str) -> Path | None:
-    """Return a file of the repository's examples, or None where only the package is installed."""
+    """Return a file of the repository's examples, or None if only the package is installed."""
     path = Path(__file__).resolve().parents[1] / "examples" / name
     return path if path.exists() else None
 
 
 def results() -> dict[str, Any]:
-    """Return what this session has worked out: results live here and inputs in the URL, nothing in globals."""
+    """Return the results of this session. Inputs are in the URL, and nothing is in globals."""
     kept: dict[str, Any] = st.session_state.setdefault("_results", {})
     return kept
 
 
 def view(name: str) -> str:
-    """Return the file of a page, as links between pages name it."""
+    """Return the file of a page, for links between pages."""
     return str(Path(__file__).parent / "views" / f"{name}.py")

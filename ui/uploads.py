@@ -1,7 +1,7 @@
-"""Files people upload: kept by their content, so that a link to a page that used one works again on this machine.
+"""Uploaded files, stored under a hash of their content, so that a link that used one works again on this machine.
 
-A file is read by the same functions as the command line reads it before it is kept, and never trusted: bounded in
-size, its name cut to harmless characters, its text escaped where shown. The oldest go when there are too many.
+An upload is checked with the functions that the command line reads it with, and not trusted: its size is limited, its
+name reduced to harmless characters, and its text escaped where shown. The oldest are deleted beyond MAX_FILES.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from typing import Literal
 
 import platformdirs
 
+from planner.io.inputs import read_cluster
+from simulator.config.hf_config import load_model
 from topology import codec
 from topology.errors import BadInput, PlannerError
 
 Kind = Literal["cluster", "model"]
-MAX_BYTES = 4 * 2**20  # the largest real topology file at hand has 60 KB
+MAX_BYTES = 4 * 2**20  # real topology files have up to 60 KB
 MAX_FILES = 40
-_KEPT = re.compile(r"^(cluster|model)-([0-9a-f]{8})-([A-Za-z0-9._-]{1,48})$")
+_STORED_NAME = re.compile(r"^(cluster|model)-([0-9a-f]{8})-([A-Za-z0-9._-]{1,48})$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """A kept file. `choice` is what it is called in the sidebar and in the URL."""
+    """A stored upload. `choice` is its name in the sidebar and in the URL."""
 
     kind: Kind
     name: str
@@ -38,33 +40,33 @@ class Upload:
 
 
 def folder() -> Path:
-    """Return where uploads lie: the user's cache folder."""
+    """Return the folder of uploads, in the user's cache."""
     return platformdirs.user_cache_path("meshwright", appauthor=False) / "uploads"
 
 
-def kept(kind: Kind) -> tuple[Upload, ...]:
-    """Return the kept files of a kind, newest first."""
+def stored(kind: Kind) -> tuple[Upload, ...]:
+    """Return the stored uploads of a kind, newest first."""
     found = []
     for path in folder().glob(f"{kind}-*") if folder().is_dir() else ():
-        match = _KEPT.match(path.name)
+        match = _STORED_NAME.match(path.name)
         if match and path.is_file():
             found.append((path.stat().st_mtime, Upload(kind=kind, digest=match[2], name=match[3], path=path)))
     return tuple(upload for _, upload in sorted(found, key=lambda pair: (-pair[0], pair[1].name)))
 
 
 def choices(kind: Kind) -> list[str]:
-    return [upload.choice for upload in kept(kind)]
+    return [upload.choice for upload in stored(kind)]
 
 
 def find(choice: str) -> Upload | None:
-    """Return the upload that a choice of the sidebar names, or None when it is a shipped name."""
+    """Return the upload that a choice in the sidebar names, or None if it is a built-in name."""
     if not choice.endswith(")"):
         return None
-    return next((upload for kind in ("cluster", "model") for upload in kept(kind) if upload.choice == choice), None)
+    return next((upload for kind in ("cluster", "model") for upload in stored(kind) if upload.choice == choice), None)
 
 
-def keep(kind: Kind, name: str, content: bytes) -> Upload:
-    """Check an uploaded file and keep it. Raises PlannerError, naming the file, when it is not one of `kind`."""
+def store(kind: Kind, name: str, content: bytes) -> Upload:
+    """Check and store an uploaded file. Raises PlannerError, which names the file, when it is not one of `kind`."""
     if len(content) > MAX_BYTES:
         raise BadInput(
             f"{name} has {len(content) / 2**20:.1f} MiB",
@@ -89,26 +91,22 @@ def keep(kind: Kind, name: str, content: bytes) -> Upload:
         if not existed:
             path.unlink(missing_ok=True)
         raise _renamed(error, str(path), name) from error
-    for old in sorted(kept("cluster") + kept("model"), key=lambda u: -u.path.stat().st_mtime)[MAX_FILES:]:
+    for old in sorted(stored("cluster") + stored("model"), key=lambda u: -u.path.stat().st_mtime)[MAX_FILES:]:
         old.path.unlink(missing_ok=True)
     return Upload(kind=kind, name=harmless, digest=digest, path=path)
 
 
 def _read(kind: Kind, path: Path) -> None:
     if kind == "model":
-        from simulator.hf_config import load_model  # noqa: PLC0415 - keeps the first page light
-
         load_model(str(path))
     else:
-        from planner.inputs import cluster_of  # noqa: PLC0415 - as above
-
-        cluster_of(str(path))
+        read_cluster(str(path))
 
 
 def _renamed(error: PlannerError, path: str, name: str) -> PlannerError:
-    """Say the name the person knows where the error says our own path."""
+    """Return the error with the name of the uploaded file in place of the path where it is stored."""
 
-    def say(text: str) -> str:
+    def rename(text: str) -> str:
         return text.replace(path, name).replace(Path(path).name, name).replace(Path(path).stem, Path(name).stem)
 
-    return type(error)(say(error.what), why=say(error.why), remedy=say(error.remedy))
+    return type(error)(rename(error.what), why=rename(error.why), remedy=rename(error.remedy))

@@ -1,1 +1,4 @@
-"""Triton kernels in which communication and arithmetic share a launch. Imported only where triton is."""
+"""Triton kernels that combine communication and arithmetic, and small helpers of copies and clocks.
+
+Imported only where Triton is installed, inside functions of `gpu`, `model` and `overlap`. May import nothing else.
+"""

@@ -1,14 +1,14 @@
-"""Sums over ranks in one kernel, small ones for latency, optionally with the residual and RMSNorm that follow.
+"""All-reduce in one kernel, for small messages, optionally fused with the residual and RMSNorm that follow.
 
-A tensor is seen as rows of at most BLOCK numbers; each program takes every P-th row and waits only for the same program
-of the other ranks. Sums are float32 in the order of ranks, so all ranks hold the same bits.
+A tensor is treated as rows of at most BLOCK numbers; each program takes every P-th row and waits only for the same
+program of the other ranks. Sums are float32 in rank order, so all ranks get bitwise equal results.
 
-flagged words: as one shot, but every 32 bits travel with the number of the call in the 32 bits beside them, in one store.
-    No flag follows and nothing waits for stores to be done: what has the number is there. 2·(W - 1)·n bytes out.
-one shot: everybody sends everything to everybody, then adds. One exchange, (W - 1)·n bytes out.
-two shot: rank r adds the r-th share of the rows and sends the sums around. Two exchanges, 2·(W - 1)/W·n bytes out.
+flagged words: as one shot, but each 32-bit word is stored with the call's number as a 64-bit word, as in NCCL's LL
+    protocol: no separate flag and no wait for stores to complete. Sends 2·(W - 1)·n bytes.
+one shot: each rank sends all data to all others, then adds. One exchange, sends (W - 1)·n bytes.
+two shot: rank r adds the r-th share of the rows and sends the sums to all. Two exchanges, sends 2·(W - 1)/W·n bytes.
 
-Data are pushed: stores need no answer, loads from a peer would wait for one.
+Data are pushed to peers, since a store does not wait for a round trip and a load does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from executor.kernels.signals import leave, publish_to, wait_for_all
+from executor.kernels.signals import advance_epoch_when_last, publish_to, wait_for_all
 
 
 @triton.jit
@@ -41,19 +41,19 @@ def _exchange(
     LIMIT: tl.constexpr,
     LEAVE: tl.constexpr,
 ):
-    """Tell this program's counterparts that its stores are done, and wait until theirs are. Flags: (2, W, STRIDE).
+    """Signal the same program of all peers that this one's stores are done, and wait for theirs. Flags: (2, W, STRIDE).
 
-    All peers at once: one after the other, each would cost a trip over NVLink. With LEAVE the program is counted out
-    meanwhile: whoever counts has read the epoch, and only that matters.
+    All peers are signalled at once, since one after the other would cost a round trip over NVLink each. With LEAVE the
+    program also counts itself as having read the epoch.
     """
     program = tl.program_id(0)
     peers = tl.arange(0, triton.next_power_of_2(WORLD))
     others = (peers < WORLD) & (peers != RANK)
     theirs = tl.load(peer_flags + peers, mask=others, other=0).to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.debug_barrier()  # a few threads speak for all
+    tl.debug_barrier()  # a few threads signal for the whole program
     publish_to(theirs + first + RANK * STRIDE + program, value, others)
     if LEAVE:
-        leave(epoch, ticket, tl.num_programs(0))
+        advance_epoch_when_last(epoch, ticket, tl.num_programs(0))
     wait_for_all(flags + first + peers * STRIDE + program, value, others, peers, error, LIMIT)
     tl.debug_barrier()
 
@@ -87,14 +87,14 @@ def flagged_words(
 ):
     """Out = sum over ranks of x, both 4 x `quads` words of 32 bits: pairs of half-precision numbers, or single float32.
 
-    `inbox` is int64 (2 sets, W sources, STRIDE programs, BLOCK). Every program has an epoch and a part of each set of its
-    own: what it sends, its counterparts alone have read. That they have, two calls later, follows as for whole kernels.
+    `inbox` is int64 (2 sets, W sources, STRIDE programs, BLOCK). Every program has its own epoch and its own part of
+    each set, which only the same program of the peers reads. Why two sets suffice: see `executor.kernels.signals`.
     """
     program = tl.program_id(0)
     call = tl.load(epochs + program, volatile=True)
     at = tl.arange(0, BLOCK)
     where = program * BLOCK + at
-    inside = where < quads * 4  # so that the compiler knows that four go together
+    inside = where < quads * 4  # a multiple of 4, so that the compiler vectorises the accesses
     own = tl.load(x.to(tl.pointer_type(tl.int32), bitcast=True) + where, mask=inside, other=0)
     flagged = ((call + 1).to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
     half_set = (call % 2) * WORLD * STRIDE * BLOCK + program * BLOCK
@@ -158,7 +158,7 @@ def one_shot(
 ):
     """Out = sum over ranks of x, each (rows, `columns` <= BLOCK) with `numel` numbers (the last row may be short).
 
-    `slots` (2 sets, W sources, numel) at a distance of `set_numel` between sets, `flags` (2, W, STRIDE programs).
+    `slots` is (2 sets, W sources, numel) with `set_numel` numbers between sets, `flags` (2, W, STRIDE programs).
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     call = tl.load(epoch, volatile=True)

@@ -1,4 +1,4 @@
-"""Small kernels beside copy engines: wait for what they bring, and add it up."""
+"""Small kernels for copies by copy engines: wait for a flag, and add up what arrived."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from executor.kernels.signals import wait_for
 
 
 @triton.jit(do_not_specialize=["code"])
-def wait_and_lower(flag, error, code, LIMIT: tl.constexpr):
-    """Wait for a flag, on one program, and set it to zero for the next call."""
+def wait_and_clear(flag, error, code, LIMIT: tl.constexpr):
+    """Wait for a flag (one program), then reset it to zero for the next call."""
     wait_for(flag, 1, error, code, LIMIT)
     tl.atomic_xchg(flag, 0, sem="relaxed", scope="sys")
 
 
 @triton.jit
 def add_slots(own, slots, numel, RANK: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr):
-    """Own += all other ranks' slots (W, numel), in float32 and in the order of ranks."""
+    """Own += all other ranks' slots (W, numel), in float32 and in rank order."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
     total = tl.zeros((BLOCK,), dtype=tl.float32)

@@ -1,4 +1,4 @@
-"""Every processor's cycle counter and the GPU's clock, written down."""
+"""Read every SM's cycle counter and the GPU's global timer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def stamp(words):
-    """Put (cycles, nanoseconds) of the processor that runs this program into its row of `words`."""
+    """Store (cycles, nanoseconds) of the SM that runs this program in that SM's row of `words` (SMs, 2)."""
     processor = tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     cycles = tl.inline_asm_elementwise("mov.u64 $0, %clock64;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
     now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)

@@ -1,11 +1,11 @@
-"""All-gather and matrix product in one persistent kernel, (W·R, K) x (K, N).
+"""All-gather and matmul in one persistent kernel, (W·R, K) x (K, N).
 
-Each rank has R rows of the left operand. Copy engines bring the other ranks' rows into `gathered` while the kernel
-computes, and raise a flag for every piece. The kernel starts with the rows it has (no wait, and no copy: they are read
-where they are) and takes the shards in the order in which they arrive: rank + 1, rank + 2, ...
+Each rank has R rows of the left operand. Copy engines copy the other ranks' rows into `gathered` while the kernel
+computes, and set a flag for every piece. The kernel starts with its own rows, in place and without waiting, and takes
+the shards in the order in which they arrive: rank + 1, rank + 2, ...
 
-The wait stands in the outer loop, whose results are the coordinates of the loads. This is what keeps the compiler's
-software pipeliner from moving loads above it; a test reads the compiled code to see that it did not.
+The wait is in the outer loop, which computes the coordinates of the loads. This keeps the compiler's software pipeliner
+from moving loads above the wait; a test checks the compiled code for that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from executor.kernels.signals import before_bulk_loads, lower_when_last, wait_for
+from executor.kernels.signals import before_bulk_loads, clear_flags_when_last, wait_for
 from executor.kernels.tiles import first_at_or_after, halves, place_in_shard, step
 
 
@@ -21,7 +21,7 @@ from executor.kernels.tiles import first_at_or_after, halves, place_in_shard, st
 def _piece_of(
     tile, per_shard, tiles_m, tiles_n, rows, piece_rows, pieces, BLOCK_M: tl.constexpr, GROUP_M: tl.constexpr
 ):
-    """Return the number, in order of arrival, of the last piece that a tile touches; those before it are there, too."""
+    """Return the index, in order of arrival, of the last piece that a tile reads; earlier pieces have arrived by then."""
     m, _ = place_in_shard(tile % per_shard, tiles_m, tiles_n, GROUP_M)
     return tile // per_shard * pieces + tl.minimum(m * BLOCK_M + BLOCK_M - 1, rows - 1) // piece_rows
 
@@ -43,7 +43,7 @@ def _shards(
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
     WAIT: tl.constexpr,
-    B_TURNED: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -62,8 +62,8 @@ def _shards(
         row = m * BLOCK_M
         if WAIT:
             number = _piece_of(tile, per_shard, tiles_m, tiles_n, rows, piece_rows, pieces, BLOCK_M, GROUP_M)
-            # What an earlier tile of this program has waited for needs no second look. That is computed from the tile,
-            # not remembered: a value carried from tile to tile would tie the loads to the end of the tile before.
+            # A piece that an earlier tile of this program has waited for is not waited for again. This is recomputed
+            # from the tile index: a value carried between iterations would make the loads depend on the tile before.
             before = _piece_of(tile - programs, per_shard, tiles_m, tiles_n, rows, piece_rows, pieces, BLOCK_M, GROUP_M)
             if (tile - programs < first) | (number > before):
                 wait_for(flags + shard * pieces + number % pieces, 1, error, 1 + shard, LIMIT)
@@ -73,7 +73,7 @@ def _shards(
             a_row = row
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(tl.cdiv(depth, BLOCK_K)):
-            acc = step(a, b, acc, a_row, n * BLOCK_N, k * BLOCK_K, B_TURNED)
+            acc = step(a, b, acc, a_row, n * BLOCK_N, k * BLOCK_K, B_TRANSPOSED)
         # Three dimensions, so that rows beyond the end of a shard are cut off instead of written into the next one.
         if HALVES:
             one, two = halves(acc)
@@ -99,7 +99,7 @@ def gather_matmul(
     pieces,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
-    B_TURNED: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -110,17 +110,17 @@ def gather_matmul(
 ):
     """c[s] = x_s @ b for all shards s: `own` (rows, K) is this rank's, `gathered` (W·rows, K) receives the others'.
 
-    Descriptors for TMA: own, gathered (BLOCK_M, BLOCK_K); b of (N, K) as (BLOCK_N, BLOCK_K) if B_TURNED, else of (K, N)
+    TMA descriptors: own, gathered (BLOCK_M, BLOCK_K); b (N, K) as (BLOCK_N, BLOCK_K) if B_TRANSPOSED, else (K, N)
     as (BLOCK_K, BLOCK_N); c (W, rows, N) as (1, BLOCK_M, BLOCK_N), half as wide with HALVES.
     `flags` (W, pieces), zero before the call, becomes zero again.
     """
     per_shard = tl.cdiv(rows, BLOCK_M) * tl.cdiv(columns, BLOCK_N)
     _shards(
         own, b, c, flags, error, 0, per_shard, rows, columns, depth, piece_rows, pieces,
-        RANK, WORLD, False, B_TURNED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, HALVES, LIMIT, ASM,
+        RANK, WORLD, False, B_TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, HALVES, LIMIT, ASM,
     )  # fmt: skip
     _shards(
         gathered, b, c, flags, error, per_shard, WORLD * per_shard, rows, columns, depth, piece_rows, pieces,
-        RANK, WORLD, True, B_TURNED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, HALVES, LIMIT, ASM,
+        RANK, WORLD, True, B_TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, HALVES, LIMIT, ASM,
     )  # fmt: skip
-    lower_when_last(ticket, flags, WORLD * pieces)
+    clear_flags_when_last(ticket, flags, WORLD * pieces)

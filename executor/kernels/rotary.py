@@ -1,4 +1,4 @@
-"""Rotary positions in one pass: every number is read once and written once."""
+"""Rotary position embedding in one pass: every number is read once and written once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def turn_pairs(
+def rotate_pairs(
     x,
     out,
     cos,
@@ -24,7 +24,7 @@ def turn_pairs(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Turn the pairs (i, i + HALF) of rows of x by the angles of their positions, in float32; BACK: the other way round.
+    """Rotate the pairs (i, i + HALF) of rows of x by the angles of their positions, in float32; BACK: by minus that.
 
     Rows are numbered over three dimensions, the last of them `heads`, and positions are the first or the second one;
     x lies as its strides say, `out` one row after the other. cos and sin are (positions, 2 HALF).

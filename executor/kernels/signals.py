@@ -1,18 +1,18 @@
-"""How ranks tell each other, from inside a kernel, that data is there. All waits are bounded.
+"""Flags by which ranks signal each other from inside a kernel that data have arrived. All waits are bounded.
 
-A flag is an int32 in symmetric memory that one rank writes and one rank reads. What a writer stores before `publish` is
-visible to whoever returns from `wait_for`: release and acquire at system scope, so across NVLink as well.
+A flag is an int32 in symmetric memory that one rank writes and one rank reads. What a writer stores before `publish_to`
+is visible to a reader after `wait_for`: release and acquire at system scope, so across NVLink as well.
 
-Flags carry the number of the call (the epoch) rather than 0 or 1: nothing has to be reset, and a flag that is early
-(its writer is already one call ahead) still says "ready". The epoch lives in device memory, is read by every program of
-a kernel and advanced by the last one to have read it, so a captured CUDA graph counts on like an eager program. It also selects
-one of two sets of buffers. Two are enough where a call cannot end before every peer has taken part in it: whoever writes
-to a set for call n + 2 has finished call n + 1, so its peer has finished call n.
+Flags hold the number of the call (the epoch) instead of 0 or 1, so they need no reset, and a flag whose writer is
+already one call ahead still means "ready". The epoch is in device memory, is read by every program of a kernel and
+advanced by the last one that read it, so a captured CUDA graph counts like an eager program. It also selects one of two
+sets of buffers. Two suffice where a call cannot end before every peer has taken part in it: a rank that writes to a set
+for call n + 2 has finished call n + 1, so its peer has finished call n.
 
-A wait that runs out of polls sets an error word and goes on with whatever is there: the kernel ends, the host sees the
-word at its next check, and no GPU is left spinning.
+A wait that exceeds its limit of polls sets an error word and continues: the kernel ends, the host sees the word at its
+next check, and no GPU spins forever.
 
-Assembly is behind constexpr switches, since triton's interpreter knows none.
+Assembly is behind constexpr switches, since Triton's interpreter does not support it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,6 @@ def wait_for(flag, expected, error, code, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def publish(flag, value):
-    """Set the int32 at `flag`, usually a peer's, after all that this program has stored."""
-    tl.atomic_xchg(flag, value, sem="release", scope="sys")
-
-
-@triton.jit
 def wait_for_all(flags, expected, wanted, sources, error, LIMIT: tl.constexpr):
     """As `wait_for`, for a block of flags of which those `wanted` count; their round trips overlap."""
     polls, late = 0, 1
@@ -51,7 +45,7 @@ def wait_for_all(flags, expected, wanted, sources, error, LIMIT: tl.constexpr):
 
 @triton.jit
 def publish_to(flags, value, wanted):
-    """As `publish`, for a block of flags of which those `wanted` are set."""
+    """Set those `wanted` of a block of int32 flags, usually a peer's, after all that this program has stored."""
     tl.atomic_xchg(flags, value, mask=wanted, sem="release", scope="sys")
 
 
@@ -84,7 +78,7 @@ def _assembly(TEXT: tl.constexpr):
 
 
 @triton.jit
-def leave(epoch, ticket, programs):
+def advance_epoch_when_last(epoch, ticket, programs):
     """Count a program that has read the epoch; the last advances it, for the next launch, and resets the ticket."""
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == programs - 1:
         tl.atomic_xchg(ticket, 0, sem="relaxed", scope="gpu")
@@ -92,7 +86,7 @@ def leave(epoch, ticket, programs):
 
 
 @triton.jit
-def lower_when_last(ticket, flags, count):
+def clear_flags_when_last(ticket, flags, count):
     """Count a program that is past all its waits; the last sets `count` flags to zero for the next call."""
     if tl.atomic_add(ticket, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.atomic_xchg(ticket, 0, sem="relaxed", scope="gpu")

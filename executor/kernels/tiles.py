@@ -1,7 +1,7 @@
-"""What persistent products share: the order in which they visit output tiles, and a step of a tile's product.
+"""Shared by the persistent matmuls: the order in which they visit output tiles, and one step of a tile's matmul.
 
-Tiles come in shards of rows, one shard for each rank, and inside a shard in groups of rows (so that operands stay in
-the L2 cache).
+Tiles are ordered by shards of rows, one shard per rank, and inside a shard by groups of rows, so that operands stay in
+the L2 cache.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def first_at_or_after(start, program, programs):
 
 
 @triton.jit
-def step(a, b, acc, row, column, depth, B_TURNED: tl.constexpr):
-    """Return `acc` plus one step of its product; `b` is described as (N, K) if B_TURNED, else as (K, N)."""
+def step(a, b, acc, row, column, depth, B_TRANSPOSED: tl.constexpr):
+    """Return `acc` plus one step of its product; `b` is described as (N, K) if B_TRANSPOSED, else as (K, N)."""
     left = a.load([row, depth])
-    if B_TURNED:
+    if B_TRANSPOSED:
         right = b.load([column, depth]).T
     else:
         right = b.load([depth, column])
@@ -39,5 +39,5 @@ def step(a, b, acc, row, column, depth, B_TURNED: tl.constexpr):
 
 @triton.jit
 def halves(tile):
-    """Return the left and the right half of a tile, which take half the shared memory on their way out."""
+    """Return the left and the right half of a tile; storing it in halves needs half the shared memory."""
     return tile.reshape(tile.shape[0], 2, tile.shape[1] // 2).permute(0, 2, 1).split()

@@ -1,12 +1,14 @@
-"""Tensor-parallel products whose communication hides behind them: one signature, many modes.
+"""Tensor-parallel matmuls overlapped with their collective, in interchangeable modes.
 
-    all_gather_matmul(x, (w1, w3), group, mode="fused")   column-parallel; tokens are cut before, the width after
-    matmul_reduce_scatter(x, w2, group, mode="fused")     row-parallel; the width is cut before, tokens after
+    all_gather_matmul(x, (w1, w3), group, mode="fused")   column-parallel; input sharded by tokens, output by width
+    matmul_reduce_scatter(x, w2, group, mode="fused")     row-parallel; input sharded by width, output by tokens
     matmul_all_reduce(x, w2, group, mode="fused")         row-parallel without sequence parallelism
 
-Weights are as in `torch.nn.Linear`, (out, in), this rank's part of them. All functions are differentiable, in the same
-mode. `nccl` is the reference; what the others need and how they do it is the first sentence of each one's file. On CPU
-tensors `nccl`, `chunked` and `ring` run with gloo, and the others do what `nccl` does.
+Weights are as in `torch.nn.Linear`, (out, in), this rank's shard of them. All functions are differentiable; the
+backward pass uses the same mode. `nccl` is the reference; each mode's module says how it overlaps. On CPU tensors
+`nccl`, `chunked` and `ring` run with gloo, and the other modes run as `nccl`.
+
+May import `gpu`, `kernels` (where Triton is installed) and `launch`, `topology` and `simulator`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from topology.errors import BadPlan
 MODES: dict[str, Mode] = {
     mode.name: mode for mode in (Nccl(), Chunked(), Ring(), CopyEngine(), Fused(), TorchSymmMem())
 }
-# Modelled by the simulator at most: they reduce or broadcast in the switch, and that needs multicast objects.
+# Not implemented, since they need NVLink multicast objects; the simulator may model them.
 NEED_MULTICAST = frozenset({"multimem", "multimem_one_shot", "multimem_two_shot", "nvls"})
 
 
@@ -53,9 +55,9 @@ def mode_named(name: str) -> Mode:
 def all_gather_matmul(
     x: Tensor, weights: tuple[Tensor, ...], group: dist.ProcessGroup, *, mode: str, dim: int = 0
 ) -> tuple[Tensor, ...]:
-    """Return X @ w^T for each weight (N_i, K), where X is all ranks' `x` (..., K) joined along `dim`.
+    """Return X @ w^T for each weight (N_i, K), where X is all ranks' `x` (..., K) concatenated along `dim`.
 
-    Several weights share one gather (queries, keys and values; gate and up). Gradients flow to x and the weights.
+    Several weights share one all-gather (queries, keys and values; gate and up).
     """
     rows, rest = _to_rows(x, dim)
     run = mode_named(mode)
@@ -92,16 +94,15 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, group: dist.ProcessGroup, *, mo
     return out.unflatten(0, x.shape[:-1])
 
 
-def captured(call: Callable[..., Any], *samples: Tensor) -> Callable[..., Any]:
-    """Return `call` as CUDA graphs, one of its forward and one of its backward pass; collective.
+def as_cuda_graphs(call: Callable[..., Any], *samples: Tensor) -> Callable[..., Any]:
+    """Return `call` as CUDA graphs, one for its forward and one for its backward pass; a collective call.
 
-    `call` takes tensors (all that gradients shall flow to, weights among them) and returns tensors; shapes and
-    `requires_grad` are those of the samples. A replay costs the host one launch whatever the call consists of. Results lie
-    in memory of the graph until the next replay. Reduce-scatters of the modes copy_engine and fused send whole
-    shards there and add them up after the last product, and exchanges by copy engines begin with a barrier instead of
-    taking turns with two buffers; graphs have buffers of their own.
+    `call` takes tensors (all inputs with gradients, weights included) and returns tensors; shapes and `requires_grad`
+    are those of the samples. A replay costs the host one launch. Results are valid until the next replay. In a graph,
+    reduce-scatters of the modes copy_engine and fused send whole shards and add them up after the last matmul, and
+    exchanges by copy engines start with a barrier instead of double buffering; graphs have their own buffers.
     """
-    # Graphs of before are garbage in cycles; collected in the middle of a capture, their end would spoil it.
+    # Earlier graphs are garbage in reference cycles; collecting them during a capture would invalidate it.
     gc.collect()
     collects = gc.isenabled()
     gc.disable()

@@ -1,22 +1,19 @@
-"""All-reduce of up to 8 MiB by our own kernels, alone or with the residual and the RMSNorm that follow it."""
+"""All-reduce of up to 8 MiB by our own Triton kernels, alone or fused with the residual and the RMSNorm that follow."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from executor import stream_ops, symmetric
-from executor.symmetric import MAX_PROGRAMS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from executor.kernels.launching import Prepared
+from executor.gpu import stream_ops
+from executor.gpu import symmetric_memory as symmetric
+from executor.gpu.symmetric_memory import MAX_PROGRAMS
+from executor.kernels.prepared_kernel import PreparedKernel
 
 LARGEST_BYTES = 8 * 2**20
 # What flagged words send in addition, (W - 1)·n bytes, in the time that an exchange of flags takes: 2.2 us on two H200
@@ -31,7 +28,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How a sum is cut: numbers a row, programs, warps, and one exchange or two; no exchange is flagged words."""
+    """Launch configuration: numbers per row, programs, warps; `shots` is 1 or 2 exchanges, 0 for flagged words."""
 
     columns: int
     programs: int
@@ -39,29 +36,29 @@ class Launch:
     shots: int
 
 
-def handles(nbytes: int) -> bool:
-    """Say whether a tensor of that size is ours to reduce; larger ones are NCCL's."""
+def fits_own_kernel(nbytes: int) -> bool:
+    """Return whether a tensor of `nbytes` is reduced by these kernels; larger ones go to NCCL."""
     return 0 < nbytes <= LARGEST_BYTES
 
 
 def all_reduce(
     x: Tensor, group: dist.ProcessGroup, *, out: Tensor | None = None, launch: Launch | None = None
 ) -> Tensor:
-    """Return the sum over ranks of `x`, of any shape; the same bits on every rank.
+    """Return the sum over ranks of `x`, of any shape; bitwise equal on every rank.
 
     `out` is a contiguous tensor like `x` for the result, and may be `x` itself.
     """
     x = x.contiguous()
     if out is None:
         out = torch.empty_like(x)
-    source, target, stream = x.data_ptr(), out.data_ptr(), stream_ops.current(x.device)
+    source, target, stream = x.data_ptr(), out.data_ptr(), stream_ops.current_stream(x.device)
     space = symmetric.workspace(group, "all_reduce", x.device)
     key = (x.numel(), x.dtype, (source | target) % ALIGNMENT, launch)
     ready = space.prepared.get(key)
     if ready is None:
         ready = _prepare(space, x, out, launch)
         space.prepared[key] = ready
-    space.captured |= space.fenced()
+    space.captured |= space.is_capturing()
     ready(stream, source, target)
     return out
 
@@ -78,7 +75,7 @@ def all_reduce_rms_norm(
     tensors = (x, out, residual, residual_out, weight)
     addresses = [t.data_ptr() for t in tensors]
     space = symmetric.workspace(group, "all_reduce", x.device)
-    space.captured |= space.fenced()
+    space.captured |= space.is_capturing()
     aligned = tuple(address % ALIGNMENT == 0 for address in addresses)
     key = (x.shape, tuple(t.dtype for t in tensors), aligned, eps, launch)
     ready = space.prepared.get(key)
@@ -88,18 +85,18 @@ def all_reduce_rms_norm(
             raise ValueError(f"rows of {columns} numbers: the kernel holds at most {MAX_COLUMNS} of a row")
         launch = launch or launch_for(x.numel(), x.element_size(), space.world, x.device, row=columns)
         ready = space.prepared[key] = _prepare_rows(space, tensors, eps, launch)
-    ready(stream_ops.current(x.device), *addresses)
+    ready(stream_ops.current_stream(x.device), *addresses)
     return out, residual_out
 
 
 @cache
 def launch_for(numel: int, itemsize: int, world: int, device: torch.device, *, row: int | None = None) -> Launch:
-    """Return the cut: small tensors over many small rows, large ones over rows that fill a program's load queues."""
+    """Return the launch configuration: short rows for small tensors, so that many SMs take part, longer ones else."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     columns = row or (1024 if numel <= 1024 * processors else 2048 if numel <= 2048 * processors else 4096)
     rows = -(-numel // columns)
-    # Two exchanges pay when what they save, (W - 1)·(1 - 2/W) of the bytes, outweighs a second wait: on four H200
-    # from 2 MiB on (examples/validation/overlap_4xH200.md).
+    # Two exchanges are faster when the bytes they save, (W - 1)·(1 - 2/W) of the tensor, outweigh a second wait: on
+    # four H200 from 2 MiB on (examples/validation/overlap_4xH200.md).
     shots = 2 if (world - 1) * (1 - 2 / world) * numel * itemsize > TWO_SHOT_SAVES_BYTES else 1
     width = 1 << (columns - 1).bit_length()
     warps = min(16, max(4, width // 512))
@@ -107,7 +104,7 @@ def launch_for(numel: int, itemsize: int, world: int, device: torch.device, *, r
 
 
 def flagged(numel: int, itemsize: int) -> Launch | None:
-    """Return the cut for flagged words; None for what they do not carry: other than whole 16 bytes, or too much."""
+    """Return the configuration for flagged words; None for sizes that are too large or no multiple of 16 bytes."""
     nbytes = numel * itemsize
     if itemsize not in {2, 4} or nbytes % ALIGNMENT or nbytes > 4 * WORDS * MAX_PROGRAMS:
         return None
@@ -126,11 +123,10 @@ def _prepare(space: symmetric.Workspace, x: Tensor, out: Tensor, launch: Launch 
     return lambda stream, source, target: ready(stream, source, target, source, source, source)
 
 
-def _prepare_flagged(space: symmetric.Workspace, x: Tensor, out: Tensor, launch: Launch) -> Prepared:
-    from executor.kernels.all_reduce import flagged_words  # noqa: PLC0415 - triton
-    from executor.kernels.launching import Prepared  # noqa: PLC0415 - triton
+def _prepare_flagged(space: symmetric.Workspace, x: Tensor, out: Tensor, launch: Launch) -> PreparedKernel:
+    from executor.kernels.all_reduce import flagged_words  # noqa: PLC0415 - Triton is not installed on CPU-only machines
 
-    # Memory of its own, which nothing but flagged words is ever written to: any other bits could look like a flag.
+    # A separate workspace that holds flagged words only: other data could look like a flag.
     own = symmetric.workspace(space.group, "all_reduce words", x.device)
     own.reserve(8 * space.world * MAX_PROGRAMS * WORDS, 1)
     own.captured |= space.captured
@@ -148,14 +144,13 @@ def _prepare_flagged(space: symmetric.Workspace, x: Tensor, out: Tensor, launch:
         MAX_PROGRAMS,
         symmetric.POLLS,
     )
-    return Prepared(flagged_words, launch.programs, args, changing=(0, 1), num_warps=launch.warps)
+    return PreparedKernel(flagged_words, launch.programs, args, changing=(0, 1), num_warps=launch.warps)
 
 
 def _prepare_rows(
     space: symmetric.Workspace, tensors: tuple[Tensor, ...], eps: float, launch: Launch, *, norm: bool = True
-) -> Prepared:
-    from executor.kernels.all_reduce import one_shot, two_shot  # noqa: PLC0415 - triton
-    from executor.kernels.launching import Prepared  # noqa: PLC0415 - triton
+) -> PreparedKernel:
+    from executor.kernels.all_reduce import one_shot, two_shot  # noqa: PLC0415 - Triton is not installed on CPU-only machines
 
     x = tensors[0]
     rank, world, numel = space.rank, space.world, x.numel()
@@ -184,4 +179,4 @@ def _prepare_rows(
     )
     kernel = one_shot if launch.shots == 1 else two_shot
     programs = min(launch.programs, MAX_PROGRAMS)
-    return Prepared(kernel, programs, args, changing=range(len(tensors)), num_warps=launch.warps)
+    return PreparedKernel(kernel, programs, args, changing=range(len(tensors)), num_warps=launch.warps)

@@ -1,4 +1,4 @@
-"""Collectives on pieces of every shard: while one piece moves, the product of another runs."""
+"""NCCL collectives on pieces of every shard: while one piece is communicated, the matmul of another runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from executor.overlap.mode import Pair, shard_rows
 from executor.overlap.nccl import Nccl
-
-PIECES = 4
+from simulator.overlap.modes import SLICES
 
 
 def bounds(rows: int, pieces: int) -> list[tuple[int, int]]:
@@ -29,7 +28,7 @@ class Chunked(Nccl):
         world, (rows, depth) = dist.get_world_size(group), x.shape
         x = x.contiguous()
         moving = []
-        for first, last in bounds(rows, PIECES):
+        for first, last in bounds(rows, SLICES):
             piece = x.new_empty(world, last - first, depth)
             work = dist.all_gather_into_tensor(piece.flatten(0, 1), x[first:last], group=group, async_op=True)
             moving.append((first, last, piece, work))
@@ -48,7 +47,7 @@ class Chunked(Nccl):
         rows = shard_rows(pairs[0][0].shape[0], group)
         out = pairs[0][0].new_empty(rows, pairs[0][1].shape[1])
         moving = []
-        for first, last in bounds(rows, PIECES):
+        for first, last in bounds(rows, SLICES):
             partial = None
             for x, operand in pairs:
                 piece, wide = x.unflatten(0, (world, rows))[:, first:last], operand.expand(world, -1, -1)
@@ -62,7 +61,7 @@ class Chunked(Nccl):
     def matmul_reduce(self, x: Tensor, operand: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = x.new_empty(x.shape[0], operand.shape[1])
         works = []
-        for first, last in bounds(x.shape[0], PIECES):
+        for first, last in bounds(x.shape[0], SLICES):
             torch.mm(x[first:last], operand, out=total[first:last])
             works.append(dist.all_reduce(total[first:last], group=group, async_op=True))
         for work in works:

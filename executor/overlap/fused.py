@@ -1,27 +1,27 @@
-"""One persistent Triton kernel for the product and its collective. Without CUDA, or for shapes that TMA cannot take
-(rows of no multiple of 16 bytes), and for several products at once, it falls back to copy engines between products.
+"""One persistent Triton kernel for the matmul and its collective.
+
+Without CUDA, for rows that are no multiple of 16 bytes (which TMA needs), and for several matmuls at once, this falls
+back to the mode copy_engine.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from executor import symmetric
+from executor.gpu import symmetric_memory as symmetric
+from executor.kernels.prepared_kernel import PreparedKernel
 from executor.overlap import all_reduce, push
 from executor.overlap.copy_engine import CopyEngine, processors
 from executor.overlap.mode import Pair, shard_rows
-
-if TYPE_CHECKING:
-    from executor.kernels.launching import Prepared
+from simulator.overlap.modes import LARGE_BYTES, TILE_COLUMNS, TILE_ROWS, takes_large_tiles
 
 TMA_BYTES = 16
-# Multiprocessors that programs leave alone while they wait for copies. Copy engines bring those from other GPUs; within one
-# GPU kernels do, which a kernel that waits on every multiprocessor would keep out for ever. Ranks that share a GPU set this.
+# SMs that persistent kernels leave free. Copies from other GPUs use copy engines, but within one GPU they are kernels,
+# which a kernel that waits on every SM would block forever. Set by tests whose ranks share a GPU.
 UNUSED_PROCESSORS = 0
 
 
@@ -29,8 +29,8 @@ UNUSED_PROCESSORS = 0
 class Tile:
     """Shape of an output tile, depth of a step, and how many steps are loaded ahead."""
 
-    block_m: int = 128
-    block_n: int = 256
+    block_m: int = TILE_ROWS
+    block_n: int = TILE_COLUMNS[0]
     block_k: int = 64
     group_m: int = 8
     stages: int = 3
@@ -38,17 +38,13 @@ class Tile:
     halves: bool = False
 
 
-GATHER_TILES = (Tile(halves=True, stages=4), Tile(block_n=128, stages=4))
-SCATTER_TILES = (Tile(stages=3), Tile(block_n=128, stages=4))
-# Time of a large tile over that of two small ones: it loads three quarters of the bytes. Measured, two H200:
-# 1427 and 1528 us at 16384 x 3584 x 8192 (examples/validation/overlap_2xH200.md).
-LARGE_OVER_SMALL = 0.93
+GATHER_TILES = (Tile(halves=True, stages=4), Tile(block_n=TILE_COLUMNS[1], stages=4))
+SCATTER_TILES = (Tile(stages=3), Tile(block_n=TILE_COLUMNS[1], stages=4))
 
 
 def tile_for(rows: int, columns: int, processors: int, tiles: tuple[Tile, Tile]) -> Tile:
-    """Return the large or the small tile, whichever needs less time in whole rounds of all processors."""
-    large, small = (-(-(-(-rows // t.block_m) * -(-columns // t.block_n)) // processors) for t in tiles)
-    return tiles[0] if large * 2 * LARGE_OVER_SMALL <= small else tiles[1]
+    """Return the large or the small tile, whichever needs less time in whole waves over all SMs."""
+    return tiles[0] if takes_large_tiles(rows, columns, processors) else tiles[1]
 
 
 class Fused(CopyEngine):
@@ -57,35 +53,35 @@ class Fused(CopyEngine):
     def gather_matmul(
         self, x: Tensor, operands: tuple[Tensor, ...], group: dist.ProcessGroup, *, keep: bool = False
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        if not fits(x, operands[0]):
+        if not kernel_supports(x, operands[0]):
             return super().gather_matmul(x, operands, group, keep=keep)
-        # The first product hides the gather; the others find everything in place and are the library's.
+        # The first matmul overlaps the gather; the others run on the gathered rows with cuBLAS.
         keep_all = keep or len(operands) > 1
-        first, moving = _gather_matmul(x, operands[0], group, keep=keep_all)
-        moving.finish()
-        gathered = moving.plan.gathered
+        first, exchange = _gather_matmul(x, operands[0], group, keep=keep_all)
+        exchange.finish()
+        gathered = exchange.plan.gathered
         return (first, *(gathered @ operand for operand in operands[1:])), gathered if keep else None
 
     def matmul_scatter(self, pairs: tuple[Pair, ...], group: dist.ProcessGroup) -> Tensor:
-        if len(pairs) > 1 or not fits(*pairs[0]) or dist.get_world_size(group) == 1:
+        if len(pairs) > 1 or not kernel_supports(*pairs[0]) or dist.get_world_size(group) == 1:
             return super().matmul_scatter(pairs, group)
         if torch.cuda.is_current_stream_capturing():  # a stream's wait for a word cannot be captured
             return super().matmul_scatter(pairs, group)
         return _matmul_scatter(*pairs[0], group)
 
     def matmul_reduce(self, x: Tensor, operand: Tensor, group: dist.ProcessGroup) -> Tensor:
-        if x.is_cuda and all_reduce.handles(x.shape[0] * operand.shape[1] * x.element_size()):
+        if x.is_cuda and all_reduce.fits_own_kernel(x.shape[0] * operand.shape[1] * x.element_size()):
             return all_reduce.all_reduce(x @ operand, group)
         return super().matmul_reduce(x, operand, group)
 
 
 def programs_on(device: torch.device) -> int:
-    """Return how many programs a persistent kernel has: one on each multiprocessor but those that it leaves alone."""
+    """Return how many programs a persistent kernel has: one per SM, except UNUSED_PROCESSORS."""
     return max(1, processors(device) - UNUSED_PROCESSORS)
 
 
-def fits(x: Tensor, operand: Tensor) -> bool:
-    """Say whether the kernels take these operands."""
+def kernel_supports(x: Tensor, operand: Tensor) -> bool:
+    """Return whether the kernels support these operands: half precision, aligned, contiguous or transposed."""
     row_bytes = (x.shape[1] * x.element_size(), operand.shape[1] * x.element_size())
     return (
         x.is_cuda
@@ -99,7 +95,7 @@ def fits(x: Tensor, operand: Tensor) -> bool:
 
 def _descriptors(a: Tensor, operand: Tensor, tile: Tile) -> tuple[object, object, bool]:
     """Return TMA descriptors of the left and the right operand, and whether the right one lies as (N, K)."""
-    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - triton
+    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - Triton is not installed on CPU-only machines
 
     left = TensorDescriptor.from_tensor(a, [tile.block_m, tile.block_k])
     if operand.is_contiguous():
@@ -109,27 +105,26 @@ def _descriptors(a: Tensor, operand: Tensor, tile: Tile) -> tuple[object, object
 
 def _gather_matmul(
     x: Tensor, operand: Tensor, group: dist.ProcessGroup, *, keep: bool, tile: Tile | None = None, pieces: int = 0
-) -> tuple[Tensor, push.Gathering]:
-    moving = push.Gathering(x, group, pieces=pieces or pieces_for(x), keep=keep)
-    out = x.new_empty(moving.space.world * x.shape[0], operand.shape[1])
-    kernel = moving.planned(
+) -> tuple[Tensor, push.CopyGather]:
+    exchange = push.CopyGather(x, group, pieces=pieces or pieces_for(x), keep=keep)
+    out = x.new_empty(exchange.space.world * x.shape[0], operand.shape[1])
+    kernel = exchange.cached(
         ("product", x.shape, operand.shape, operand.is_contiguous(), x.dtype, tile, pieces),
-        lambda: _prepare_gather(moving, operand, out, tile),
+        lambda: _prepare_gather(exchange, operand, out, tile),
     )
-    kernel(moving.current, moving.x.data_ptr(), operand.data_ptr(), out.data_ptr())
-    return out, moving
+    kernel(exchange.current, exchange.x.data_ptr(), operand.data_ptr(), out.data_ptr())
+    return out, exchange
 
 
-def _prepare_gather(moving: push.Gathering, operand: Tensor, out: Tensor, tile: Tile | None) -> Prepared:
-    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - triton
+def _prepare_gather(exchange: push.CopyGather, operand: Tensor, out: Tensor, tile: Tile | None) -> PreparedKernel:
+    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - Triton is not installed on CPU-only machines
 
-    from executor.kernels.gather_matmul import gather_matmul  # noqa: PLC0415 - triton
-    from executor.kernels.launching import Prepared  # noqa: PLC0415 - triton
+    from executor.kernels.gather_matmul import gather_matmul  # noqa: PLC0415 - Triton is not installed on CPU-only machines
 
-    x, plan, space = moving.x, moving.plan, moving.space
+    x, plan, space = exchange.x, exchange.plan, exchange.space
     (rows, depth), columns, programs = x.shape, operand.shape[1], programs_on(x.device)
     tile = tile or tile_for(space.world * rows, columns, programs, GATHER_TILES)
-    own, right, turned = _descriptors(x, operand, tile)
+    own, right, transposed = _descriptors(x, operand, tile)
     width = tile.block_n // 2 if tile.halves else tile.block_n
     args = (
         own,
@@ -146,7 +141,7 @@ def _prepare_gather(moving: push.Gathering, operand: Tensor, out: Tensor, tile: 
         len(plan.bounds),
         space.rank,
         space.world,
-        turned,
+        transposed,
         tile.block_m,
         tile.block_n,
         tile.block_k,
@@ -155,74 +150,75 @@ def _prepare_gather(moving: push.Gathering, operand: Tensor, out: Tensor, tile: 
         symmetric.POLLS,
         True,  # assembly: this is a GPU
     )
-    return Prepared(gather_matmul, programs, args, changing=(0, 2, 3), num_warps=tile.warps, num_stages=tile.stages)
+    return PreparedKernel(
+        gather_matmul, programs, args, changing=(0, 2, 3), num_warps=tile.warps, num_stages=tile.stages
+    )
 
 
 def pieces_for(x: Tensor) -> int:
-    """Two pieces of a shard, so that the first arrives early; one of a small shard, whose copies are all latency."""
-    return 2 if x.numel() * x.element_size() >= push.LARGE_BYTES else 1
+    """Return two pieces per shard, so that the first arrives early; one for small shards, bound by latency."""
+    return 2 if x.numel() * x.element_size() >= LARGE_BYTES else 1
 
 
 def _matmul_scatter(x: Tensor, operand: Tensor, group: dist.ProcessGroup, tile: Tile | None = None) -> Tensor:
     x = x.contiguous()
     rows, columns, device = shard_rows(x.shape[0], group), operand.shape[1], x.device
     tile = tile or tile_for(x.shape[0], columns, programs_on(device), SCATTER_TILES)
-    moving = push.Scattering((rows, columns), x.dtype, group, device, unit=tile.block_m * tile.group_m)
-    world = moving.space.world
+    exchange = push.CopyScatter((rows, columns), x.dtype, group, device, unit=tile.block_m * tile.group_m)
+    world = exchange.space.world
     parts, out = x.new_empty(world - 1, rows, columns), x.new_empty(rows, columns)
-    counting: Counting = moving.planned(
+    counter: TileCounter = exchange.cached(
         ("product", x.shape, operand.shape, operand.is_contiguous(), x.dtype, tile),
-        lambda: _prepare_scatter(moving, x, operand, parts, out, tile),
+        lambda: _prepare_scatter(exchange, x, operand, parts, out, tile),
     )
-    moving.begin()
-    counting.kernel(moving.current, x.data_ptr(), operand.data_ptr(), parts.data_ptr(), out.data_ptr())
-    counting.calls += 1
-    moving.push_when_done(
-        parts.data_ptr(), counting.done.data_ptr(), [tiles * counting.calls for tiles in counting.tiles]
+    exchange.begin()
+    counter.kernel(exchange.current, x.data_ptr(), operand.data_ptr(), parts.data_ptr(), out.data_ptr())
+    counter.calls += 1
+    exchange.push_when_done(
+        parts.data_ptr(), counter.done.data_ptr(), [tiles * counter.calls for tiles in counter.tiles]
     )
-    moving.finish()
+    exchange.finish()
     return out
 
 
 @dataclass(slots=True, kw_only=True)
-class Counting:
-    """A kernel that counts the tiles of each piece it has finished; counts go up from call to call."""
+class TileCounter:
+    """A prepared kernel with its counters of finished tiles per piece, which accumulate over calls."""
 
-    kernel: Prepared
+    kernel: PreparedKernel
     done: Tensor
     tiles: list[int]
     calls: int = 0
 
 
 def _prepare_scatter(
-    moving: push.Scattering, x: Tensor, operand: Tensor, parts: Tensor, out: Tensor, tile: Tile
-) -> Counting:
-    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - triton
+    exchange: push.CopyScatter, x: Tensor, operand: Tensor, parts: Tensor, out: Tensor, tile: Tile
+) -> TileCounter:
+    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - Triton is not installed on CPU-only machines
 
-    from executor.kernels.launching import Prepared  # noqa: PLC0415 - triton
-    from executor.kernels.matmul_scatter import matmul_scatter  # noqa: PLC0415 - triton
+    from executor.kernels.matmul_scatter import matmul_scatter  # noqa: PLC0415 - Triton is not installed on CPU-only machines
 
-    space, (rows, columns) = moving.space, out.shape
-    done = torch.zeros((space.world - 1, len(moving.bounds)), dtype=torch.int32, device=x.device)
-    left, right, turned = _descriptors(x, operand, tile)
+    space, (rows, columns) = exchange.space, out.shape
+    done = torch.zeros((space.world - 1, len(exchange.bounds)), dtype=torch.int32, device=x.device)
+    left, right, transposed = _descriptors(x, operand, tile)
     args = (
         left,
         right,
         TensorDescriptor.from_tensor(parts, [1, tile.block_m, tile.block_n // 2]),
-        moving.slots,
+        exchange.slots,
         TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 2]),
         done,
-        moving.flags,
+        exchange.flags,
         space.ticket,
         space.error,
         rows,
         columns // 8,
         x.shape[1],
-        moving.bounds[0][1],
-        len(moving.bounds),
+        exchange.bounds[0][1],
+        len(exchange.bounds),
         space.rank,
         space.world,
-        turned,
+        transposed,
         tile.block_m,
         tile.block_n,
         tile.block_k,
@@ -230,7 +226,7 @@ def _prepare_scatter(
         symmetric.POLLS,
         True,  # assembly: this is a GPU
     )
-    kernel = Prepared(
+    kernel = PreparedKernel(
         matmul_scatter,
         programs_on(x.device),
         args,
@@ -238,7 +234,7 @@ def _prepare_scatter(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return Counting(kernel=kernel, done=done, tiles=tiles_of(moving.bounds, columns, tile))
+    return TileCounter(kernel=kernel, done=done, tiles=tiles_of(exchange.bounds, columns, tile))
 
 
 def tiles_of(bounds: push.Bounds, columns: int, tile: Tile) -> list[int]:

@@ -1,4 +1,4 @@
-"""What every overlap mode offers. Modes differ in time, never in meaning.
+"""The interface of overlap modes. Modes differ in time, not in results.
 
 Operands are (K, N) matrices, so that a product is `x @ operand`; the weight of a linear layer is passed as `weight.t()`
 and read as it lies in memory. Rows are tokens: a rank's shard is (R, K), all of them in the order of ranks (W·R, K).
@@ -17,7 +17,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Mode(ABC):
-    """One way of running a tensor-parallel product and its collective."""
+    """One implementation of tensor-parallel matmuls with their collectives."""
 
     name: str
 
@@ -27,7 +27,7 @@ class Mode(ABC):
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """Return X @ operand for each operand (K, N_i), where X (W·R, K) is all ranks' `x` (R, K).
 
-        With `keep` X is returned, too. It may lie in a buffer that the call after the next one overwrites.
+        With `keep` X is returned, too. It may be in a buffer that the call after the next one overwrites.
         """
 
     @abstractmethod

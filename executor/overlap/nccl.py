@@ -1,4 +1,4 @@
-"""The reference: one collective, one product, one after the other. With gloo it runs without a GPU."""
+"""The reference: one collective and one matmul, one after the other. With gloo it runs without a GPU."""
 
 from __future__ import annotations
 

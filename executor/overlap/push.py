@@ -1,10 +1,10 @@
-"""Copy engines push shards into the peers' symmetric memory, and raise a flag there when a piece has arrived.
+"""Exchanges by copy engines: push shards into the peers' symmetric memory and set a flag there for each piece.
 
-The source is any tensor of ours, so nothing is first copied into symmetric memory; no multiprocessor is taken from the
-product that runs meanwhile. Rank r sends to r - 1 first, then to r - 2, ...: everybody receives first what it consumes
-first, and every receiver hears one sender at a time.
+The source is any local tensor, so nothing is copied into symmetric memory first, and no SM is taken from the matmul
+that runs meanwhile. Rank r sends to r - 1 first, then to r - 2, ...: every rank receives first what it uses first, from
+one sender at a time.
 
-Where things lie is the same in every call of one shape: it is worked out once, and a call only issues it.
+Addresses are the same in every call of one shape: they are computed once and cached.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from executor import stream_ops, symmetric
-from executor.symmetric import Workspace
+from executor.gpu import stream_ops
+from executor.gpu import symmetric_memory as symmetric
+from executor.gpu.symmetric_memory import Workspace
+from executor.kernels.prepared_kernel import PreparedKernel
 
 MAX_PIECES = 8
 ROWS_OF_TILES = 256
 FLAG_RANGE = MAX_PIECES * 64  # flags of one set: for up to 64 ranks, an NVLink domain of today
 
-LARGE_BYTES = 2**24  # from here on a second launch costs less than what it hides
 ADD_BLOCK = 4096
 
 Bounds = tuple[tuple[int, int], ...]
-Make = Callable[[int, Tensor], object]
+ComputePart = Callable[[int, Tensor], object]
 _streams: dict[tuple[int, str], torch.cuda.Stream] = {}
 
 
 def side_stream(device: torch.device, purpose: str = "copies", priority: int = -1) -> torch.cuda.Stream:
-    """A stream beside the products, of high priority: a copy that waits for a kernel's launch would be late."""
+    """Return the stream of this device for `purpose`, created once, of high priority so that copies are not delayed."""
     found = _streams.get((device.index, purpose))
     if found is None:
         found = _streams[device.index, purpose] = torch.cuda.Stream(device, priority=priority)
     return found
 
 
-def cut(rows: int, pieces: int, unit: int) -> Bounds:
+def split_rows(rows: int, pieces: int, unit: int) -> Bounds:
     """Return (first, last) of at most `pieces` pieces of rows; all but the last are equal multiples of `unit`."""
     height = -(-rows // (pieces * unit)) * unit
     return tuple((first, min(first + height, rows)) for first in range(0, rows, height))
@@ -56,24 +57,24 @@ class Push:
     flag: int
 
 
-class Moving:
-    """What every exchange by copy engines has: a workspace, one of its two sets, a stream of copies, flags.
+class CopyExchange:
+    """An exchange by copy engines: a workspace, one of its two sets of buffers, a stream for copies, and flags.
 
-    `begin` comes before the first copy and the first wait, `finish` after the last.
+    Call `begin` before the first copy and the first wait, `finish` after the last.
 
-    Words are never set or waited for on the stream of products, which would stand still for 20 us each time (two H200:
-    516 instead of 477 us for a reduce-scatter at 8192 x 8192 x 2048); a stream of signals does that, and products wait
-    for its events. In a captured graph words are set by memsets and waited for by a kernel, since streams' own way cannot
-    be captured.
+    Words are never written or waited for on the stream of the matmuls, which would stall it for 20 us each time (two
+    H200: 516 instead of 477 us for a reduce-scatter at 8192 x 8192 x 2048); a separate stream does that, and the
+    matmuls wait for its events. In a captured graph words are written by memsets and waited for by a kernel, since
+    stream memory operations cannot be captured.
     """
 
     what = "an exchange"
 
     def __init__(self, group: dist.ProcessGroup, purpose: str, device: torch.device, set_bytes: int) -> None:
-        self.current, self.side = stream_ops.current(device), side_stream(device).cuda_stream
-        self.signals = side_stream(device, "signals").cuda_stream
+        self.current, self.copy_stream = stream_ops.current_stream(device), side_stream(device).cuda_stream
+        self.signal_stream = side_stream(device, "signals").cuda_stream
         self.space: Workspace = symmetric.workspace(group, purpose, device)
-        self.captured = self.space.fenced()
+        self.captured = self.space.is_capturing()
         if self.captured:
             self.space = self.space.for_graphs(set_bytes, 2 * FLAG_RANGE)
         else:
@@ -82,16 +83,16 @@ class Moving:
         self.turn = 0 if self.captured else self.space.turn()
 
     @property
-    def start(self) -> int:
-        """Where this call's set begins, in bytes."""
+    def set_offset(self) -> int:
+        """Return the byte offset of this call's set of buffers."""
         return self.turn * self.space.set_bytes
 
     def flag_at(self, rank: int, index: int) -> int:
         """Return the address of a flag of this call's set on a rank."""
         return self.space.flags.at[rank] + 4 * (self.turn * FLAG_RANGE + index)
 
-    def planned(self, key: object, make: Callable[[], Any]) -> Any:
-        """Return what `make` worked out for this key and set, once for as long as the memory stays."""
+    def cached(self, key: object, make: Callable[[], Any]) -> Any:
+        """Return `make()`, cached by key and buffer set for as long as the workspace's memory stays the same."""
         whole = (self.turn, key)
         found = self.space.prepared.get(whole)
         if found is None:
@@ -99,61 +100,62 @@ class Moving:
         return found
 
     def begin(self) -> None:
-        """Mark, on the current stream, the moment from which peers may be written to and copies may start.
+        """Let copies and waits start after the work submitted to the current stream so far.
 
-        And from which flags may be looked at. They are lowered by whoever waits for them, a kernel on the current stream
-        (the fused product) or the stream of signals: if that ran ahead, it would take a flag that was raised for the
-        kernel, which would then wait for ever.
+        Flags are reset by whatever waits for them, a kernel on the current stream (the fused matmul) or the signal
+        stream. If the signal stream ran ahead, it would consume a flag that was set for the kernel, which would then
+        wait forever.
         """
         if self.captured:
-            self.space.fence()
-            self.space.order(first=self.current, then=self.side)
+            self.space.barrier()
+            self.space.order(first=self.current, then=self.copy_stream)
         else:
-            self.space.order(first=self.current, then=(self.side, self.signals))
+            self.space.order(first=self.current, then=(self.copy_stream, self.signal_stream))
 
     def send(self, target: int, source: int, nbytes: int, flag: int) -> None:
-        """Copy to a peer, then raise a flag there."""
-        stream_ops.copy(target, source, nbytes, self.side)
-        (stream_ops.fill_word if self.captured else stream_ops.write_word)(flag, 1, self.side)
+        """Copy to a peer, then set a flag there."""
+        stream_ops.copy(target, source, nbytes, self.copy_stream)
+        (stream_ops.fill_word if self.captured else stream_ops.write_word)(flag, 1, self.copy_stream)
 
     def wait(self, flag: int, source: int) -> None:
-        """Make the current stream wait for a flag that `source` raises; lower it for the next call."""
+        """Make the current stream wait for a flag that rank `source` sets, and reset it for the next call."""
         if self.captured:
-            self.planned("wait", self._waiting)(self.current, flag, 1 + source)
+            self.cached("wait", self._wait_kernel)(self.current, flag, 1 + source)
         else:
-            self.wait_on(self.signals, flag, 1)
-            self.space.order(first=self.signals, then=self.current)
-            stream_ops.write_word(flag, 0, self.signals)
+            self.wait_on(self.signal_stream, flag, 1)
+            self.space.order(first=self.signal_stream, then=self.current)
+            stream_ops.write_word(flag, 0, self.signal_stream)
 
     def wait_on(self, stream: int, word: int, value: int) -> None:
-        """Make a stream wait for a word; the host watches that the call ends."""
+        """Make a stream wait for a word; `executor.gpu.exchange_watch` detects when the call does not end."""
         self.waiting = stream
         stream_ops.wait_word(word, value, stream)
 
-    def _waiting(self) -> Callable[..., None]:
-        from executor.kernels.copies import wait_and_lower  # noqa: PLC0415 - triton
-        from executor.kernels.launching import Prepared  # noqa: PLC0415 - triton
+    def _wait_kernel(self) -> Callable[..., None]:
+        from executor.kernels.copies import wait_and_clear  # noqa: PLC0415 - Triton is not installed on CPU-only machines
 
         flag = self.space.flags.on(self.space.rank, (1,), torch.int32)
-        return Prepared(wait_and_lower, 1, (flag, self.space.error, 1, symmetric.POLLS), changing=(0, 2), num_warps=1)
+        return PreparedKernel(
+            wait_and_clear, 1, (flag, self.space.error, 1, symmetric.POLLS), changing=(0, 2), num_warps=1
+        )
 
     def finish(self) -> None:
-        """Let the current stream go on only when our own pushes are done; their source may be overwritten then.
+        """Make the current stream wait for this rank's copies, so that their source may be overwritten afterwards.
 
-        And when all flags are down: what this rank sends next may bring peers to raise them again.
+        It also waits until all flags are reset, since data that this rank sends next can make peers set them again.
         """
-        self.space.order(first=self.side, then=self.current)
+        self.space.order(first=self.copy_stream, then=self.current)
         if self.captured:
             return
-        self.space.order(first=self.signals, then=self.current)
+        self.space.order(first=self.signal_stream, then=self.current)
         if self.waiting is not None:
-            line = self.space.line
-            stream_ops.write_word(line.address, line.issue(self.what), self.waiting)
+            counter = self.space.call_counter
+            stream_ops.write_word(counter.address, counter.issue(self.what), self.waiting)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherPlan:
-    """Where the shards of an all-gather go, and the pieces (views) in which they arrive here."""
+    """Addresses of an all-gather: where this rank's shard goes, and the pieces (views) in which the others arrive."""
 
     bounds: Bounds
     pushes: tuple[Push, ...]
@@ -163,8 +165,8 @@ class GatherPlan:
     flags: Tensor
 
 
-class Gathering(Moving):
-    """An all-gather under way: where shards arrive, and which flag says so."""
+class CopyGather(CopyExchange):
+    """An all-gather in progress."""
 
     what = "an all-gather"
 
@@ -172,20 +174,20 @@ class Gathering(Moving):
         """Start to push `x` (R, K) to all peers. With `keep` it goes to its place among the gathered ones, too."""
         nbytes = x.numel() * x.element_size()
         super().__init__(group, "gather", x.device, dist.get_world_size(group) * nbytes)
-        self.plan: GatherPlan = self.planned((x.shape, x.dtype, pieces), lambda: self._plan(x, pieces))
+        self.plan: GatherPlan = self.cached((x.shape, x.dtype, pieces), lambda: self._plan(x, pieces))
         self.x = x = x.contiguous()
         self.begin()
         source = x.data_ptr()
         for push in self.plan.pushes:
             self.send(push.target, source + push.offset, push.nbytes, push.flag)
         if keep:
-            stream_ops.copy(self.plan.own, source, nbytes, self.side)
+            stream_ops.copy(self.plan.own, source, nbytes, self.copy_stream)
 
     def _plan(self, x: Tensor, pieces: int) -> GatherPlan:
         space, (rows, depth) = self.space, x.shape
         rank, world, row_bytes = space.rank, space.world, depth * x.element_size()
-        bounds = cut(rows, min(pieces, MAX_PIECES), ROWS_OF_TILES)  # whole tiles of rows, whatever their height
-        place = self.start + rank * rows * row_bytes
+        bounds = split_rows(rows, min(pieces, MAX_PIECES), ROWS_OF_TILES)  # whole tiles of rows, whatever their height
+        place = self.set_offset + rank * rows * row_bytes
         pushes = tuple(
             Push(
                 target=space.slots.at[peer] + place + first * row_bytes,
@@ -196,7 +198,7 @@ class Gathering(Moving):
             for peer in ((rank - step) % world for step in range(1, world))
             for number, (first, last) in enumerate(bounds)
         )
-        gathered = space.slots.on(rank, (world * rows, depth), x.dtype, self.start)
+        gathered = space.slots.on(rank, (world * rows, depth), x.dtype, self.set_offset)
         return GatherPlan(
             bounds=bounds,
             pushes=pushes,
@@ -209,28 +211,28 @@ class Gathering(Moving):
             flags=space.flags.on(rank, (world, len(bounds)), torch.int32, 4 * self.turn * FLAG_RANGE),
         )
 
-    def arrive(self, source: int, piece: int) -> Tensor:
+    def wait_for_piece(self, source: int, piece: int) -> Tensor:
         """Make the current stream wait for a piece of a rank's shard; return the piece."""
         self.wait(self.flag_at(self.space.rank, source * len(self.plan.bounds) + piece), source)
         return self.plan.pieces[source][piece]
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Low-contention all-gather: start it, and return what waits for it and returns (W·R, K)."""
-    moving = Gathering(x, group, pieces=1, keep=True)
+    """Start an all-gather by copy engines; return a function that waits for it and returns (W·R, K)."""
+    exchange = CopyGather(x, group, pieces=1, keep=True)
 
     def wait() -> Tensor:
-        moving.current = stream_ops.current(x.device)
-        for step in range(1, moving.space.world):
-            moving.arrive((moving.space.rank + step) % moving.space.world, 0)
-        moving.finish()
-        return moving.plan.gathered
+        exchange.current = stream_ops.current_stream(x.device)
+        for step in range(1, exchange.space.world):
+            exchange.wait_for_piece((exchange.space.rank + step) % exchange.space.world, 0)
+        exchange.finish()
+        return exchange.plan.gathered
 
     return wait
 
 
-class Scattering(Moving):
-    """A reduce-scatter under way: parts of (R, N) go to their owners' slots (W, R, N), in pieces of rows."""
+class CopyScatter(CopyExchange):
+    """A reduce-scatter in progress: parts (R, N) are copied to their owners' slots (W, R, N), in pieces of rows."""
 
     what = "a reduce-scatter"
 
@@ -247,29 +249,29 @@ class Scattering(Moving):
         self.rows, columns = shape
         self.row_bytes, world = columns * dtype.itemsize, dist.get_world_size(group)
         super().__init__(group, "scatter", device, world * self.rows * self.row_bytes)
-        self.bounds = cut(self.rows, MAX_PIECES, unit) if unit else ((0, self.rows),)
-        self.slots, self.flags = self.planned((shape, dtype, self.bounds), lambda: self._views(shape, dtype))
+        self.bounds = split_rows(self.rows, MAX_PIECES, unit) if unit else ((0, self.rows),)
+        self.slots, self.flags = self.cached((shape, dtype, self.bounds), lambda: self._views(shape, dtype))
 
     def _views(self, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         space = self.space
-        slots = space.slots.on(space.rank, (space.world, *shape), dtype, self.start)
+        slots = space.slots.on(space.rank, (space.world, *shape), dtype, self.set_offset)
         flags = (space.world, len(self.bounds))
         return slots, space.flags.on(space.rank, flags, torch.int32, 4 * self.turn * FLAG_RANGE)
 
     def push(self, part: int, peer: int, piece: int = 0) -> None:
-        """Send rows of the part at an address, ready on the stream of copies."""
+        """Send a piece of the part at address `part` to `peer`; the part is complete in copy-stream order."""
         first, last = self.bounds[piece]
         rank, offset = self.space.rank, first * self.row_bytes
-        target = self.space.slots.at[peer] + self.start + rank * self.rows * self.row_bytes + offset
+        target = self.space.slots.at[peer] + self.set_offset + rank * self.rows * self.row_bytes + offset
         flag = self.flag_at(peer, rank * len(self.bounds) + piece)
         self.send(target, part + offset, (last - first) * self.row_bytes, flag)
 
     def push_when_done(self, parts: int, done: int, counts: list[int]) -> None:
-        """Send each piece of `parts` (W - 1, R, N) as soon as `done` (W - 1, pieces) has counted as far as `counts`."""
+        """Send each piece of `parts` (W - 1, R, N) as soon as its counter in `done` (W - 1, pieces) reaches `counts`."""
         rank, world = self.space.rank, self.space.world
         for step in range(1, world):
             for piece, count in enumerate(counts):
-                self.wait_on(self.side, done + 4 * ((step - 1) * len(counts) + piece), count)
+                self.wait_on(self.copy_stream, done + 4 * ((step - 1) * len(counts) + piece), count)
                 self.push(parts + (step - 1) * self.rows * self.row_bytes, (rank + step) % world, piece)
 
     def add(self, out: Tensor) -> None:
@@ -278,32 +280,31 @@ class Scattering(Moving):
         for step in range(1, world):
             source = (rank - step) % world
             self.wait(self.flag_at(rank, source), source)
-        adding = self.planned((out.shape, out.dtype, "add"), lambda: self._adding(out))
+        adding = self.cached((out.shape, out.dtype, "add"), lambda: self._add_kernel(out))
         adding(self.current, out.data_ptr())
 
-    def _adding(self, out: Tensor) -> Callable[..., None]:
-        from executor.kernels.copies import add_slots  # noqa: PLC0415 - triton
-        from executor.kernels.launching import Prepared  # noqa: PLC0415 - triton
+    def _add_kernel(self, out: Tensor) -> Callable[..., None]:
+        from executor.kernels.copies import add_slots  # noqa: PLC0415 - Triton is not installed on CPU-only machines
 
         args = (out, self.slots, out.numel(), self.space.rank, self.space.world, ADD_BLOCK)
-        return Prepared(add_slots, -(-out.numel() // ADD_BLOCK), args, changing=(0,), num_warps=8)
+        return PreparedKernel(add_slots, -(-out.numel() // ADD_BLOCK), args, changing=(0,), num_warps=8)
 
 
 def scatter_sum(
-    make: Make, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
+    make: ComputePart, shape: tuple[int, int], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
 ) -> Tensor:
-    """Low-contention reduce-scatter of parts (R, N) while they are made; `make(shard, out)` makes one."""
-    moving = Scattering(shape, dtype, group, device)
-    rank, world = moving.space.rank, moving.space.world
+    """Return the reduce-scatter of parts (R, N), each sent while the next is computed by `make(shard, out)`."""
+    exchange = CopyScatter(shape, dtype, group, device)
+    rank, world = exchange.space.rank, exchange.space.world
     parts = torch.empty((world - 1, *shape), dtype=dtype, device=device)
     out = torch.empty(shape, dtype=dtype, device=device)
-    moving.begin()
+    exchange.begin()
     for step in range(1, world):
         peer, part = (rank + step) % world, parts[step - 1]
         make(peer, part)
-        moving.space.order(first=moving.current, then=moving.side)
-        moving.push(part.data_ptr(), peer)
+        exchange.space.order(first=exchange.current, then=exchange.copy_stream)
+        exchange.push(part.data_ptr(), peer)
     make(rank, out)
-    moving.add(out)
-    moving.finish()
+    exchange.add(out)
+    exchange.finish()
     return out

@@ -1,4 +1,4 @@
-"""Shards travel from neighbour to neighbour, W - 1 hops, each beside the product of the shard at hand."""
+"""Shards travel from neighbour to neighbour in W - 1 hops, each overlapped with the matmul of the current shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PyTorch's own symmetric-memory operators, as a mode to compare with. Without CUDA this is the reference."""
+"""PyTorch's symmetric-memory operators (asynchronous tensor parallelism). Without CUDA this is the reference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from executor import symmetric
+from executor.gpu import symmetric_memory as symmetric
 from executor.overlap.mode import Pair
 from executor.overlap.nccl import Nccl
 

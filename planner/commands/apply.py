@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import psutil
 import typer
 
 from planner.commands import options
-
-if TYPE_CHECKING:
-    from planner.apply_question import Question
+from planner.commands.apply_job import write
+from planner.commands.doctor import budget_s
+from planner.explain.tables import degrees_text
+from planner.io import output
+from planner.io.output import SCHEMA_VERSION, printable
+from planner.question.plan_file import load_plan
+from planner.runs import apply_process, apply_report, runs_store
+from planner.runs.comparison import compare
+from planner.runs.planned_run import PlannedRun, cpu_run, cuda_run, default_run
+from simulator.config.plan import MESH_AXES, rank_grid
+from topology import codec
+from topology.errors import BadInput, PlannerError, UserError
+from topology.health.diagnose import diagnose
+from topology.probe.from_machine import probe_machine
 
 DEVICES = ("cuda", "cpu")
 ROOM_BYTES = 64 * 2**20
@@ -45,17 +61,10 @@ def apply(
     timed. Every run is kept: planner runs lists them, planner report explains one. Exit code 1 when the plan is stale or
     the run failed, 4 when memory was full or the step is outside --tolerance, without it outside its predicted interval.
     """
-    from planner import apply_process, output  # noqa: PLC0415 - keeps `--help` light
-    from planner.commands.doctor import budget_s  # noqa: PLC0415 - as above
-    from planner.comparison import compare  # noqa: PLC0415 - as above
-    from topology.errors import UserError  # noqa: PLC0415 - as above
-
     seconds = budget_s(budget)
     if device is not None and device not in DEVICES:
         raise UserError(f"--device is {device!r}", remedy=f"one of {', '.join(DEVICES)}")
     if launcher != "local":
-        from planner.commands.apply_job import write  # noqa: PLC0415 - as above
-
         write(
             plan,
             launcher=launcher,
@@ -74,21 +83,21 @@ def apply(
         return
     if nodes is not None or endpoint is not None or image is not None or submit:
         raise UserError("--nodes, --endpoint, --image and --submit are for jobs", remedy="--launcher slurm, say")
-    question = _question(plan, device, allow_busy=allow_busy)
-    if tolerance is not None and question.predicted is None:
+    run = _planned(plan, device, allow_busy=allow_busy)
+    if tolerance is not None and run.predicted is None:
         raise UserError(
             "--tolerance has nothing to hold the step against",
             why="only runs of a saved plan on the planned GPUs are predicted",
             remedy="leave --tolerance out, or give a plan and GPUs",
         )
     folder = _folder(out, force=force)
-    request = question.request(steps=steps, budget_s=seconds, own_table=own_table)
+    request = run.request(steps=steps, budget_s=seconds, own_table=own_table)
     if dry_run:
-        _show(question, request, folder, seconds, json=json)
+        _show(run, request, folder, seconds, json=json)
         return
     apply_process.require_torch()
     _make(folder)
-    for note in question.notes:
+    for note in run.notes:
         output.warn(f"note: {note}")
     try:
         document = apply_process.run(request, folder, seconds, lambda phase: output.progress(f"{phase} ..."))
@@ -101,7 +110,7 @@ def apply(
     _keep(document, folder)
     _report(document, folder, json=json)
     code = int(document["exit_code"])
-    if code == 0 and question.predicted is not None and not (comparison and comparison["within"]):
+    if code == 0 and run.predicted is not None and not (comparison and comparison["within"]):
         code = 4
     if code:
         raise typer.Exit(code)
@@ -109,10 +118,6 @@ def apply(
 
 def _make(folder: Path) -> None:
     """Make the run's directory, and see that there is room in it before anything starts."""
-    import shutil  # noqa: PLC0415 - keeps `--help` light
-
-    from topology.errors import BadInput, PlannerError  # noqa: PLC0415 - as above
-
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
@@ -128,57 +133,30 @@ def _make(folder: Path) -> None:
 
 def _keep(document: dict[str, Any], folder: Path) -> None:
     """Write the report, and copy it to the store of runs; neither may cost a run that has been made."""
-    from planner import output, runs_store  # noqa: PLC0415 - keeps `--help` light
-    from topology import codec  # noqa: PLC0415 - as above
-    from topology.errors import PlannerError  # noqa: PLC0415 - as above
-
     document["id"] = runs_store.run_id(document)
     try:
         codec.write_text(folder / "run.json", codec.to_json(document) + "\n")
-        runs_store.keep(document, folder)
+        runs_store.save_run(document, folder)
     except PlannerError as error:
         output.warn(f"warning: {error}")
 
 
-def _question(plan: Path | None, device: str | None, *, allow_busy: bool) -> Question:
-    import os  # noqa: PLC0415 - keeps `--help` light
-
-    from planner.apply_question import cpu_question, cuda_question, default_question  # noqa: PLC0415 - as above
-    from planner.plan_file import load_plan  # noqa: PLC0415 - as above
-    from topology.errors import UserError  # noqa: PLC0415 - as above
+def _planned(plan: Path | None, device: str | None, *, allow_busy: bool) -> PlannedRun:
 
     if plan is None:
         if device == "cuda":
             raise UserError("--device cuda needs a plan", remedy="planner suggest ... --out plan.json, then apply that")
-        return default_question(os.cpu_count() or 1)
+        return default_run(os.cpu_count() or 1)
     content = load_plan(plan)
     if device == "cpu":
-        return cpu_question(content, _free_bytes())
-    from topology.health import diagnose  # noqa: PLC0415 - keeps `--help` light
-    from topology.probe_machine import probe_machine  # noqa: PLC0415 - as above
+        return cpu_run(content, psutil.virtual_memory().available)
 
     here = probe_machine()
-    return cuda_question(content, here, diagnose(here), allow_busy=allow_busy)
-
-
-def _free_bytes() -> int | None:
-    """Return the memory that new processes can have, or None where the system does not say."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    return cuda_run(content, here, diagnose(here), allow_busy=allow_busy)
 
 
 def _folder(out: Path | None, *, force: bool) -> Path:
     """Return the run's directory. Raises BadInput when it has something in it already."""
-    from datetime import datetime  # noqa: PLC0415 - keeps `--help` light
-
-    from topology.errors import BadInput  # noqa: PLC0415 - as above
-
     if out is None:
         stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
         out = Path(f"meshwright-run-{stamp}")
@@ -189,22 +167,16 @@ def _folder(out: Path | None, *, force: bool) -> Path:
     return out.resolve()
 
 
-def _show(question: Question, request: dict[str, Any], folder: Path, seconds: float, *, json: bool) -> None:
-    import shlex  # noqa: PLC0415 - keeps `--help` light
+def _show(run: PlannedRun, request: dict[str, Any], folder: Path, seconds: float, *, json: bool) -> None:
 
-    from planner import apply_process, output  # noqa: PLC0415 - as above
-    from planner.output import SCHEMA_VERSION, printable  # noqa: PLC0415 - as above
-    from planner.tables import arithmetic  # noqa: PLC0415 - as above
-    from simulator.plan import MESH_AXES, rank_grid  # noqa: PLC0415 - as above
-
-    plan, path = question.plan, folder / "request.json"
+    plan, path = run.plan, folder / "request.json"
     started = apply_process.command(path, folder, seconds)
     ranks = apply_process.ranks_command(plan.gpus, path, folder)
     grid = rank_grid(plan)
     places = [
         {
             "rank": rank,
-            "device": f"cuda:{question.gpus[rank]}" if question.gpus else question.device,
+            "device": f"cuda:{run.gpus[rank]}" if run.gpus else run.device,
             **{axis: int(at) for axis, at in zip(MESH_AXES, place, strict=True)},
         }
         for rank in range(plan.gpus)
@@ -221,13 +193,13 @@ def _show(question: Question, request: dict[str, Any], folder: Path, seconds: fl
                 "directory": str(folder),
                 "mesh": mesh,
                 "placement": places,
-                "notes": list(question.notes),
+                "notes": list(run.notes),
                 "request": request,
             }
         )
         return
-    print(printable(f"would run {question.model.name}, {arithmetic(plan)}, on {plan.gpus} {question.device} ranks"))
-    for note in question.notes:
+    print(printable(f"would run {run.model.name}, {degrees_text(plan)}, on {plan.gpus} {run.device} ranks"))
+    for note in run.notes:
         print(printable(f"note      {note}"))
     print(printable(f"command   {shlex.join(started)}"))
     print(printable(f"  starts  {shlex.join(ranks)}"))
@@ -237,7 +209,6 @@ def _show(question: Question, request: dict[str, Any], folder: Path, seconds: fl
 
 
 def _report(document: dict[str, Any], folder: Path, *, json: bool) -> None:
-    from planner import apply_report, output  # noqa: PLC0415 - keeps `--help` light
 
     if json:
         output.emit_json({**document, "directory": str(folder)})
@@ -251,8 +222,6 @@ def _report(document: dict[str, Any], folder: Path, *, json: bool) -> None:
 
 def _interrupted(folder: Path, *, json: bool) -> None:
     """Show what there is of a run that was interrupted."""
-    from topology import codec  # noqa: PLC0415 - keeps `--help` light
-
     report = folder / "run.json"
     if report.is_file():
         document = codec.read_json(report)

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from planner.io import output
+from planner.question.plan_file import load_plan
+from planner.runs import launchers
+from planner.runs.planned_run import job_run
+from topology import codec
+from topology.errors import UserError
+
 
 def write(
     plan: Path | None,
@@ -22,19 +29,13 @@ def write(
     json: bool,
 ) -> None:
     """Write the request and the job's file into `folder`; with `dry_run` show them instead."""
-    from planner import launchers, output  # noqa: PLC0415 - keeps `--help` light
-    from planner.apply_question import job_question  # noqa: PLC0415 - as above
-    from planner.plan_file import load_plan  # noqa: PLC0415 - as above
-    from topology import codec  # noqa: PLC0415 - as above
-    from topology.errors import UserError  # noqa: PLC0415 - as above
-
     if launcher not in launchers.LAUNCHERS:
         raise UserError(f"--launcher is {launcher!r}", remedy=f"one of {', '.join(launchers.LAUNCHERS)}")
     if plan is None:
         raise UserError(f"--launcher {launcher} needs a plan", remedy="planner suggest ... --out plan.json")
     content = load_plan(plan)
     per_node = content.cluster.gpus_per_node
-    job = launchers.Job(
+    job = launchers.LauncherJob(
         name=name,
         directory=folder,
         ranks=content.plan.gpus,
@@ -46,7 +47,7 @@ def write(
     written = launchers.write_job(launcher, job)
     if submit and not written.submit:
         raise UserError(f"--launcher {launcher} has nobody to submit to", remedy="; ".join(written.advice))
-    request = job_question(content).request(steps=steps, budget_s=budget_s, own_table=own_table)
+    request = job_run(content).request(steps=steps, budget_s=budget_s, own_table=own_table)
     if not dry_run:
         codec.write_text(folder / "request.json", codec.to_json(request) + "\n")
         codec.write_text(written.path, written.text)

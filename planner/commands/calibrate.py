@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from planner.calibrate import calibration_request as requests
+from planner.calibrate.calibrate_process import calibrate as run
+from planner.calibrate.calibrate_process import read_records
+from planner.calibrate.calibration_report import document, lines
+from planner.calibrate.calibration_request import Request
+from planner.calibrate.planned_step import PlannedStep
 from planner.commands import options
-
-if TYPE_CHECKING:
-    from planner.calibration_request import Question, Request
-    from topology.cluster import Cluster
-    from topology.profile import Profile
+from planner.commands.doctor import budget_s
+from planner.io import output
+from planner.io.inputs import read_cluster
+from planner.io.output import warn
+from planner.question.cases import case_of_plan_file, load_case, read_cases
+from simulator.fitting.calibration_fit import with_rates
+from topology import codec
+from topology.cluster import Cluster
+from topology.errors import BadCluster, BadInput, ProbeError, UserError
+from topology.probe.from_machine import probe_machine
+from topology.profile.profile import Profile, read_profile
+from topology.profile.store import add_to_store, merge, read_stored, store_folder, with_named_runs
 
 
 def calibrate(
@@ -51,34 +66,24 @@ def calibrate(
     What the profile has already is not measured again, so a run that was cut short is continued by the same command.
     Exit code 1 when there is no GPU to measure.
     """
-    import shlex  # noqa: PLC0415 - keeps `--help` light
-    import sys  # noqa: PLC0415 - as above
-
-    from planner import calibration_request as requests  # noqa: PLC0415 - as above
-    from planner.calibrate_process import calibrate as run  # noqa: PLC0415 - as above
-    from planner.calibrate_process import read_records  # noqa: PLC0415 - as above
-    from planner.commands.doctor import budget_s  # noqa: PLC0415 - as above
-    from planner.output import warn  # noqa: PLC0415 - as above
-    from topology.errors import ProbeError, UserError  # noqa: PLC0415 - as above
-
     seconds = budget_s(budget)
     if device not in {"cuda", "cpu"}:
         raise UserError(f"--device is {device!r}", remedy="leave it out")
-    questions = _questions(wanted or [])
+    steps = _steps(wanted or [])
     machine, kind, indices, links = _machine(cluster, gpus, device)
     before = _known(out, kind, store=store)
     parts: list[Request] = []
-    if questions:
-        parts.append(requests.exact_request(questions, gpus=len(indices)))
+    if steps:
+        parts.append(requests.exact_request(steps, gpus=len(indices)))
     parts += [requests.runtime_request(name, gpus=len(indices)) for name in runtime or []]
-    if operators and not questions:
-        parts.append(requests.spread_request())
-    if not questions:
+    if operators and not steps:
+        parts.append(requests.typical_request())
+    if not steps:
         parts.append(requests.machine_request(gpus=len(indices), collectives=collectives))
-    request = requests.joined(*parts)
+    request = requests.merge_requests(*parts)
     if device == "cpu":
-        request = requests.small(request)
-    needed = requests.lacking(request, before)
+        request = requests.shrink(request)
+    needed = requests.missing_from(request, before)
     if needed.empty and before is not None:
         warn("the profile has all of it already: nothing was measured")
         _answer(before, before, out, links, json=json)
@@ -116,12 +121,8 @@ def _without_folder(word: str) -> str:
     return f"{option}={Path(value).name}" if equals and "/" in value else Path(word).name if "/" in word else word
 
 
-def _questions(files: list[Path]) -> list[Question]:
+def _steps(files: list[Path]) -> list[PlannedStep]:
     """Return the plans of plan files and case files."""
-    from planner.calibration_request import Question  # noqa: PLC0415 - keeps `--help` light
-    from planner.cases import case_of_plan_file, load_case, read_cases  # noqa: PLC0415 - as above
-    from topology import codec  # noqa: PLC0415 - as above
-
     cases = []
     for path in files:
         data = codec.read_json(path)
@@ -129,7 +130,12 @@ def _questions(files: list[Path]) -> list[Question]:
             cases.append(case_of_plan_file(path))
         else:
             cases += [load_case(raw) for raw in read_cases(path)[0]]
-    return [Question(model=case.model, plan=case.plan, workload=case.workload, runtime=case.runtime) for case in cases]
+    return [
+        PlannedStep(
+            model=case.question.model, plan=case.plan, workload=case.question.workload, runtime=case.question.runtime
+        )
+        for case in cases
+    ]
 
 
 def _machine(name: str, gpus: int | None, device: str) -> tuple[str, str, list[int], Cluster | None]:
@@ -137,10 +143,6 @@ def _machine(name: str, gpus: int | None, device: str) -> tuple[str, str, list[i
 
     What is measured is always this machine; `name` says what it is. Raises ProbeError without a GPU.
     """
-    from planner.inputs import cluster_of  # noqa: PLC0415 - keeps `--help` light
-    from topology.errors import BadCluster, ProbeError  # noqa: PLC0415 - as above
-    from topology.probe_machine import probe_machine  # noqa: PLC0415 - as above
-
     if device == "cpu":
         return "stand-in", "cpu", list(range(gpus or 2)), None
     here = probe_machine()
@@ -150,7 +152,7 @@ def _machine(name: str, gpus: int | None, device: str) -> tuple[str, str, list[i
             why="neither NVML nor nvidia-smi shows one",
             remedy="run this on the machine whose profile you want",
         )
-    found: Cluster = here if name == "local" else cluster_of(name)
+    found: Cluster = here if name == "local" else read_cluster(name)
     if found.slowest_kind.name != here.slowest_kind.name:
         raise BadCluster(
             f"{name} has {found.slowest_kind.title}, this machine has {here.slowest_kind.title}",
@@ -163,10 +165,6 @@ def _machine(name: str, gpus: int | None, device: str) -> tuple[str, str, list[i
 
 def _known(out: Path | None, kind: str, *, store: bool) -> Profile | None:
     """Return what has been measured before: in the file that is to be written, and in the store."""
-    from topology.errors import BadInput  # noqa: PLC0415 - keeps `--help` light
-    from topology.profile import read_profile  # noqa: PLC0415 - as above
-    from topology.profile_store import stored  # noqa: PLC0415 - as above
-
     if out is not None and out.exists():
         found = read_profile(out)
         if found.gpu.casefold() != kind.casefold():
@@ -175,36 +173,29 @@ def _known(out: Path | None, kind: str, *, store: bool) -> Profile | None:
                 remedy="name another file with --out",
             )
         return found
-    return stored(kind) if store and out is None else None
+    return read_stored(kind) if store and out is None else None
 
 
 def _save(
     found: Profile, before: Profile | None, out: Path | None, *, store: bool, links: Cluster | None = None
 ) -> Profile:
     """Put what was found to what was known, fit the rates of overlap to both, and write that."""
-    from simulator.overlap_samples import with_rates  # noqa: PLC0415 - keeps `--help` light
-    from topology import codec  # noqa: PLC0415 - as above
-    from topology.profile_store import keep, merge, with_runs  # noqa: PLC0415 - as above
-
-    whole = with_runs(found) if before is None else merge(before, found)
+    whole = with_named_runs(found) if before is None else merge(before, found)
     if links is not None and not whole.overlap_rates:
         whole = with_rates(whole, links)
     if out is not None:
         codec.write_text(out, codec.to_json(whole) + "\n")
     if store and found.gpu != "cpu":
-        keep(found)
+        add_to_store(found)
     return whole
 
 
 def _scratch() -> Path:
-    from topology.profile_store import store_folder  # noqa: PLC0415 - keeps `--help` light
 
     return store_folder() / "calibration.partial"
 
 
 def _answer(found: Profile, whole: Profile, out: Path | None, links: Cluster | None, *, json: bool) -> None:
-    from planner import output  # noqa: PLC0415 - keeps `--help` light
-    from planner.calibration_report import document, lines  # noqa: PLC0415 - as above
 
     if json:
         output.emit_json(document(found, whole, links))

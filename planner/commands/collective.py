@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from planner.commands import options
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from planner.io import output
+from planner.io.inputs import profile_of, read_cluster
+from planner.io.output import console, printable
+from planner.validate.collective_rows import predicted_rows, table_rows
+from topology.errors import UserError
 
 
 class CostModel(StrEnum):
@@ -54,11 +59,6 @@ def collective(
     json: options.Json = False,
 ) -> None:
     """Predict the time of a collective by message size, or compare with a file of measured tables."""
-    from planner import output  # noqa: PLC0415 - keeps `--help` light
-    from planner.collective_rows import predicted_rows, table_rows  # noqa: PLC0415 - as above
-    from planner.inputs import cluster_of, profile_of  # noqa: PLC0415 - as above
-    from topology.errors import UserError  # noqa: PLC0415 - as above
-
     summary = None
     if known_every is not None and tables is None:
         raise UserError("--known-every splits a file of measured tables", remedy="give one with --tables")
@@ -67,7 +67,7 @@ def collective(
             tables, cost_model=cost_model.value, profile=profile_of(profile), known_every=known_every
         )
     else:
-        machine = cluster_of(cluster, gpus, gpu=gpu)
+        machine = read_cluster(cluster, gpus, gpu=gpu)
         measured = profile_of(profile, machine)
         rows = predicted_rows(
             machine,
@@ -89,7 +89,6 @@ def collective(
 
 
 def _sizes(text: str) -> list[int]:
-    from topology.errors import UserError  # noqa: PLC0415 - keeps `--help` light
 
     sizes = []
     for part in text.split(","):
@@ -103,11 +102,6 @@ def _sizes(text: str) -> list[int]:
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
-    from itertools import groupby  # noqa: PLC0415 - keeps `--help` light
-
-    from rich.table import Table  # noqa: PLC0415 - as above
-
-    from planner.output import console, printable  # noqa: PLC0415 - as above
 
     screen = console()
     for (machine, op, gpus), group in groupby(rows, key=lambda row: (row["machine"], row["op"], row["gpus"])):
@@ -130,7 +124,6 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _print_scores(summary: dict[str, Any]) -> None:
-    from planner.output import printable  # noqa: PLC0415 - keeps `--help` light
 
     for skipped in summary["skipped"]:
         print(printable(f"skipped table {skipped['id']} ({skipped['machine']}): {skipped['reason']}"))

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import platform
 import re
+from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from planner.calibrate.measure_process import measure as run
 from planner.commands import options
-
-if TYPE_CHECKING:
-    from topology.cluster import Cluster, Finding
-    from topology.health import Health
-    from topology.measured import Measured
+from planner.commands.probe import probe_cluster
+from planner.io.inputs import read_cluster
+from planner.io.output import printable
+from planner.io.version import version
+from planner.question.plan_file import refuse_overwrite
+from topology import codec
+from topology.catalog.cluster_file import save_cluster
+from topology.cluster import Cluster, Finding
+from topology.errors import ProbeError, Stale, UserError
+from topology.finding import ERROR, describe_processes
+from topology.finding import finding as make_finding
+from topology.health import report as health_report
+from topology.health.diagnose import Health, diagnose
+from topology.processes import process_owner
+from topology.profile.measured_links import with_measured_rates
+from topology.profile.measurement import Measurement, profile_from_measurement, read_measurement
 
 MAX_BUDGET_S = 3600.0
 
@@ -49,9 +64,6 @@ def doctor(
 
     Exit code 1 when it is unhealthy, 0 when it is healthy or has no GPU. Nothing is changed, no process is ended.
     """
-    from topology.errors import UserError  # noqa: PLC0415 - keeps `--help` light
-    from topology.health import diagnose  # noqa: PLC0415 - as above
-
     seconds = budget_s(budget)
     if (sources or cluster) and measure:
         raise UserError("--measure needs this machine", why="--from and --cluster describe another", remedy="drop one")
@@ -65,9 +77,7 @@ def doctor(
     found, samples = _samples(found, measure=measure, saved=measured, seconds=seconds, allow_busy=allow_busy)
     health = diagnose(found, samples, expected=should)
     if samples is not None:
-        from topology.apply_measured import with_measured  # noqa: PLC0415 - as above
-
-        found = with_measured(found, samples)
+        found = with_measured_rates(found, samples)
     _save(found, samples, out, save_measured, save_profile)
     _answer(found, health, samples, here=not sources and not cluster, as_json=json, hide=redact)
     if not health.healthy:
@@ -76,8 +86,6 @@ def doctor(
 
 def budget_s(text: str) -> float:
     """Return the seconds of `60`, `60s`, `1.5m`. Raises UserError for anything else, or more than an hour."""
-    from topology.errors import UserError  # noqa: PLC0415 - keeps `--help` light
-
     match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)(s|m)?", text.strip())
     seconds = float(match[1]) * (60 if match[2] == "m" else 1) if match else 0.0
     if not 5 <= seconds <= MAX_BUDGET_S:
@@ -86,7 +94,6 @@ def budget_s(text: str) -> float:
 
 
 def _refuse(*paths: Path | None, force: bool) -> None:
-    from planner.plan_file import refuse_overwrite  # noqa: PLC0415 - keeps `--help` light
 
     for path in paths:
         if path is not None:
@@ -94,44 +101,33 @@ def _refuse(*paths: Path | None, force: bool) -> None:
 
 
 def _machine(sources: list[str] | None, cluster: str | None, gpu: str | None) -> Cluster:
-    from planner.commands.probe import read_cluster  # noqa: PLC0415 - keeps `--help` light
-    from topology.errors import UserError  # noqa: PLC0415 - as above
 
     if cluster is None:
-        return read_cluster(sources, gpu)
+        return probe_cluster(sources, gpu)
     if gpu is not None:
         raise UserError("--gpu names what --cluster already says", remedy="leave --gpu out")
     return _load(cluster)
 
 
 def _load(name: str) -> Cluster:
-    from planner.inputs import cluster_of  # noqa: PLC0415 - keeps `--help` light
 
-    return cluster_of(name)
+    return read_cluster(name)
 
 
 def _owners(cluster: Cluster) -> Cluster:
     """Add the owner to each process that the probe's findings name; the probe itself reads no process table."""
-    from dataclasses import replace  # noqa: PLC0415 - keeps `--help` light
-
-    from topology.processes import owner  # noqa: PLC0415 - as above
 
     def named(finding: Finding) -> Finding:
-        if "in use by other processes" not in finding.what:
+        if finding.code != "busy" or not finding.numbers:
             return finding
-        why = re.sub(
-            r"\bpid (\d+)\b(?! of )", lambda m: f"pid {m[1]} of {owner(int(m[1])) or 'an unknown user'}", finding.why
-        )
-        return replace(finding, why=why)
+        held = {int(pid): held_bytes for pid, held_bytes in finding.numbers.items()}
+        return replace(finding, why=describe_processes(held, lambda pid: process_owner(pid) or "an unknown user"))
 
     return replace(cluster, findings=tuple(named(finding) for finding in cluster.findings))
 
 
 def installed() -> dict[str, str]:
     """Return versions of what matters on this machine, without importing any of it."""
-    import platform  # noqa: PLC0415 - keeps `--help` light
-    from importlib import metadata  # noqa: PLC0415 - as above
-
     found = {"python": platform.python_version(), "kernel": platform.release()}
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
@@ -150,18 +146,11 @@ def installed() -> dict[str, str]:
 
 def _samples(
     cluster: Cluster, *, measure: bool, saved: Path | None, seconds: float, allow_busy: bool
-) -> tuple[Cluster, Measured | None]:
+) -> tuple[Cluster, Measurement | None]:
     """Return the measurement, and the cluster with a finding more where it failed: what was read is still an answer."""
-    from dataclasses import replace  # noqa: PLC0415 - keeps `--help` light
-
-    from topology.errors import ProbeError, Stale  # noqa: PLC0415 - as above
-    from topology.finding import ERROR  # noqa: PLC0415 - as above
-    from topology.finding import finding as make_finding  # noqa: PLC0415 - as above
-    from topology.measured import read_measured  # noqa: PLC0415 - as above
-
     node = cluster.groups[0].node
     if saved is not None:
-        samples = read_measured(saved)
+        samples = read_measurement(saved)
         here = tuple(gpu.uuid for gpu in node.gpus)
         if all(here) and samples.uuids and set(samples.uuids).isdisjoint(here):
             raise Stale(
@@ -170,22 +159,20 @@ def _samples(
         return cluster, samples
     if not measure or not node.gpus:
         return cluster, None
-    from planner.measure_process import measure as run  # noqa: PLC0415 - as above
 
     indices = [gpu.index for gpu in node.gpus]
     try:
         return cluster, run(indices, budget_s=seconds, machine=cluster.name, allow_busy=allow_busy)
     except ProbeError as error:
-        failed = make_finding(ERROR, error.what, error.why, "the machine is judged by what can be read", error.remedy)
+        failed = make_finding(
+            "not_measured", ERROR, error.what, error.why, "the machine is judged by what can be read", error.remedy
+        )
         return replace(cluster, findings=(*cluster.findings, failed)), None
 
 
 def _save(
-    cluster: Cluster, measured: Measured | None, out: Path | None, raw: Path | None, profile: Path | None
+    cluster: Cluster, measured: Measurement | None, out: Path | None, raw: Path | None, profile: Path | None
 ) -> None:
-    from topology import codec  # noqa: PLC0415 - keeps `--help` light
-    from topology.cluster_file import save_cluster  # noqa: PLC0415 - as above
-    from topology.measured import profile_of  # noqa: PLC0415 - as above
 
     if out is not None and cluster.gpu_count:
         save_cluster(cluster, out)
@@ -193,17 +180,12 @@ def _save(
         codec.write_text(raw, codec.to_json(measured) + "\n")
     if measured is not None and profile is not None:
         kind = cluster.groups[0].node.gpus[0].kind if cluster.gpu_count else "unknown"
-        codec.write_text(profile, codec.to_json(profile_of(measured, gpu=kind)) + "\n")
+        codec.write_text(profile, codec.to_json(profile_from_measurement(measured, gpu=kind)) + "\n")
 
 
 def _answer(
-    cluster: Cluster, health: Health, measured: Measured | None, *, here: bool, as_json: bool, hide: bool
+    cluster: Cluster, health: Health, measured: Measurement | None, *, here: bool, as_json: bool, hide: bool
 ) -> None:
-    import platform  # noqa: PLC0415 - keeps `--help` light
-
-    from planner.output import printable  # noqa: PLC0415 - as above
-    from planner.version import version  # noqa: PLC0415 - as above
-    from topology import codec, health_report  # noqa: PLC0415 - as above
 
     versions = {"meshwright": version(), **(installed() if here else {})}
     if measured is not None:

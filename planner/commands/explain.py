@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from planner.commands import options
-
-if TYPE_CHECKING:
-    from planner.cases import Case
-    from planner.explain import Explanation
-    from planner.search import SearchResult
-    from simulator.estimate import Estimate
-    from simulator.model import Model
-    from simulator.plan import Plan
+from planner.commands import options, plan_flags
+from planner.commands.suggest import gpu_counts
+from planner.explain import explain as reasons
+from planner.explain.documents import explanation_document
+from planner.explain.explain_text import print_explanation, print_memory
+from planner.explain.tables import degrees_text
+from planner.io import output
+from planner.io.inputs import measurements, parse_bytes, read_cluster
+from planner.pictures.memory import memory as memory_picture
+from planner.pictures.waterfall import estimate_picture
+from planner.question.cases import Case, case_of_file
+from planner.question.flags import Flags
+from planner.question.overrides import with_flags
+from planner.question.plan_file import refuse_overwrite
+from planner.search.answer import answer
+from planner.search.headroom import find_headroom, memory_text
+from planner.search.result import SearchResult
+from planner.search.search import SearchOptions, suggest
+from simulator.config.estimate import Estimate
+from topology import codec
 
 
 def explain(
@@ -24,15 +36,17 @@ def explain(
         typer.Argument(help="Plan file of suggest --out, or a case; without one the best plan is explained."),
     ] = None,
     case_id: Annotated[str | None, typer.Option("--id", help="Which case of a list.")] = None,
-    model: options.Model = "llama3-8b",
-    cluster: options.Cluster = "dgx-h100",
+    model: plan_flags.Model = None,
+    cluster: plan_flags.Cluster = None,
     gpu: options.Gpu = None,
     gpus: Annotated[str | None, typer.Option("--gpus", help="Number of GPUs to use.")] = None,
-    seq_len: options.SeqLen = 8192,
+    seq_len: plan_flags.SeqLen = None,
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step; default 8 a GPU.")
     ] = None,
-    framework: Annotated[str, typer.Option("--framework", help="Whose rules and kernels.")] = "torchtitan",
+    framework: Annotated[
+        str | None, typer.Option("--framework", help="Whose rules and kernels; default torchtitan.")
+    ] = None,
     top: Annotated[int, typer.Option("--top", min=1, max=20, help="How many runners-up.")] = 4,
     memory: Annotated[bool, typer.Option("--memory", help="Memory only, stage by stage.")] = False,
     observed_peak: Annotated[
@@ -48,144 +62,79 @@ def explain(
 ) -> None:
     """Explain a plan: from the peak of the GPU to the achieved step, memory by stage, runners-up, flip points.
 
-    Without a file, the best plan of the question that the flags ask, as planner suggest would answer it.
+    Without a file, the best plan of the question that the flags ask, as planner suggest would answer it. Beside a file,
+    flags change what it says, and the answer lists what they changed.
     """
-    from planner import explain as reasons  # noqa: PLC0415 - as above
-    from planner import output  # noqa: PLC0415 - keeps `--help` light
-    from planner.inputs import bytes_of, cluster_of, profile_of  # noqa: PLC0415 - as above
-    from planner.plan_file import refuse_overwrite  # noqa: PLC0415 - as above
-
     if svg is not None:
         refuse_overwrite(svg, force=force)
-    observed = None if observed_peak is None else bytes_of(observed_peak)
-    measured = profile_of(profile)
-    if file is not None:
-        asked = _case(file, case_id)
-        if memory:
-            _memory_only(asked, observed, measured, svg, json=json)
-            return
-        result, plan = _search(asked, measured, top), asked.plan
-    else:
-        from planner.commands.suggest import Task, answer  # noqa: PLC0415 - as above
-
-        result = answer(
-            model=model,
-            cluster=cluster,
-            gpu=gpu,
-            gpus=gpus,
-            task=Task.TRAIN,
-            seq_len=seq_len,
-            global_batch=global_batch,
-            framework=framework,
-            objective="time",
-            top=top + 1,
-            all_variants=False,
-            runtime={"compile": compile_model, "param_dtype": param_dtype},
-            bounds={},
-            profile=profile,
-        )
-        plan = result.plans[0].plan
+    observed = None if observed_peak is None else parse_bytes(observed_peak)
+    measured = measurements(profile)
+    flags = Flags(
+        model=model,
+        cluster=cluster,
+        gpu=gpu,
+        gpus=gpu_counts(gpus),
+        seq_len=seq_len,
+        global_batch=global_batch,
+        runtime={"compile": compile_model, "param_dtype": param_dtype} | ({"name": framework} if file else {}),
+    )
+    changed: tuple[str, ...] = ()
     try:
+        if file is not None:
+            asked = with_flags(case_of_file(file, case_id, measured), flags, measured)
+            changed = asked.changed
+            if memory:
+                _memory_only(asked, observed, svg, json=json)
+                return
+            result, chosen = _search(asked, top), asked.plan
+        else:
+            wanted = SearchOptions(top=top + 1)
+            result = answer(flags, framework or "torchtitan", wanted, measured=measured, progress=output.progress)
+            chosen = result.plans[0].plan
         found = reasons.explain(
-            plan,
+            chosen,
             result,
-            profile=measured,
             observed_bytes=observed,
             with_flips=flips and not memory,
-            grow=None if file is not None else lambda n: cluster_of(cluster, n, gpu=gpu),
+            grow=None if file is not None else lambda n: read_cluster(cluster or "dgx-h100", n, gpu=gpu),
             progress=output.progress,
         )
     finally:
         output.end_progress()
     if svg is not None:
-        _draw(found.plan, found.estimate, result.model, svg, memory=memory)
+        _draw(f"{result.question.model.name}, {degrees_text(found.plan)}", found.estimate, svg, memory=memory)
     if json:
-        output.emit_json(document(found, result))
-        return
-    from planner.explain_text import print_explanation, print_memory  # noqa: PLC0415 - as above
-    from planner.headroom import room_text  # noqa: PLC0415 - as above
-
-    if memory:
-        print_memory(found.memory, room_text(found.estimate, found.room))
+        output.emit_json(explanation_document(found, result.question, changed))
+    elif memory:
+        print_memory(found.memory, memory_text(found.estimate, found.room))
     else:
-        print_explanation(found, result)
+        print_explanation(found, result, changed)
 
 
-def document(found: Explanation, result: SearchResult) -> dict[str, Any]:
-    """Return the JSON document of an explanation."""
-    from planner.output import SCHEMA_VERSION  # noqa: PLC0415 - keeps `--help` light
-    from topology import codec  # noqa: PLC0415 - as above
-
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "question": {
-            "model": result.model.name,
-            "cluster": result.cluster.name,
-            "gpus": found.plan.gpus,
-            "framework": result.framework.name,
-            "workload": codec.to_builtins(result.workload),
-            "runtime": codec.to_builtins(result.runtime),
-        },
-        **codec.to_builtins(found),
-    }
+def _search(asked: Case, top: int) -> SearchResult:
+    """Answer the question that a plan or a case is about, on as many GPUs as its plan uses. Raises Infeasible."""
+    question = replace(asked.question, gpus=asked.plan.gpus)
+    return suggest(question, SearchOptions(top=top, simulate=False), progress=output.progress)
 
 
-def _case(file: str, case_id: str | None) -> Case:
-    from planner.cases import case_of_file  # noqa: PLC0415 - keeps `--help` light
-
-    return case_of_file(file, case_id)
-
-
-def _search(asked: Case, profile: Any, top: int) -> SearchResult:
-    """Answer the question that a plan or a case is about. Raises Infeasible."""
-    from planner import output  # noqa: PLC0415 - keeps `--help` light
-    from planner.search import suggest  # noqa: PLC0415 - as above
-
-    try:
-        return suggest(
-            asked.model,
-            asked.cluster,
-            asked.workload,
-            framework=asked.framework,
-            top=top,
-            gpus=asked.plan.gpus,
-            runtime=asked.runtime,
-            profile=profile,
-            simulate=False,
-            progress=output.progress,
-        )
-    finally:
-        output.end_progress()
-
-
-def _draw(plan: Plan, estimate: Estimate, model: Model, path: Path, *, memory: bool) -> None:
-    from planner import output  # noqa: PLC0415 - keeps `--help` light
-    from planner.pictures.memory import memory as held  # noqa: PLC0415 - as above
-    from planner.pictures.waterfall import explained  # noqa: PLC0415 - as above
-    from planner.tables import arithmetic  # noqa: PLC0415 - as above
-    from topology import codec  # noqa: PLC0415 - as above
-
-    title = f"{model.name}, {arithmetic(plan)}"
-    codec.write_text(path, held(estimate.memory, title=title) if memory else explained(estimate, title=title))
+def _draw(title: str, estimate: Estimate, path: Path, *, memory: bool) -> None:
+    codec.write_text(
+        path, memory_picture(estimate.memory, title=title) if memory else estimate_picture(estimate, title=title)
+    )
     output.warn(f"saved {path}")
 
 
-def _memory_only(asked: Case, observed: float | None, profile: Any, svg: Path | None, *, json: bool) -> None:
-    from planner import output  # noqa: PLC0415 - keeps `--help` light
-    from planner.commands.estimate import room_of  # noqa: PLC0415 - as above
-    from planner.costs import cost_table  # noqa: PLC0415 - as above
-    from planner.explain import memory_account  # noqa: PLC0415 - as above
-    from planner.explain_text import print_memory  # noqa: PLC0415 - as above
-    from planner.headroom import room_text  # noqa: PLC0415 - as above
-    from topology import codec  # noqa: PLC0415 - as above
-
-    table = cost_table(asked.model, asked.cluster, asked.workload, [asked.plan], asked.runtime, profile)
-    estimate = table.estimate(0)
-    account, room = memory_account(estimate, observed), room_of(asked, estimate, profile)
+def _memory_only(asked: Case, observed: float | None, svg: Path | None, *, json: bool) -> None:
+    """Account for the memory of one plan, legal or not."""
+    estimate = asked.question.estimate([asked.plan]).estimate(0)
+    account = reasons.memory_account(estimate, observed)
+    room = find_headroom(asked.question, asked.plan, estimate)
     if svg is not None:
-        _draw(asked.plan, estimate, asked.model, svg, memory=True)
+        _draw(f"{asked.question.model.name}, {degrees_text(asked.plan)}", estimate, svg, memory=True)
     if json:
         found = {"memory": codec.to_builtins(account), "fit": estimate.memory.fit, "room": codec.to_builtins(room)}
-        output.emit_json({"schema_version": output.SCHEMA_VERSION, **found})
+        output.emit_json({"schema_version": output.SCHEMA_VERSION, "changed": list(asked.changed), **found})
     else:
-        print_memory(account, room_text(estimate, room))
+        for line in asked.changed:
+            print(f"changed: {line}")
+        print_memory(account, memory_text(estimate, room))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from planner.commands import options
-
-if TYPE_CHECKING:
-    from planner.export.job import Job
+from planner.export.job import export_job
+from planner.export.registry import export as written
+from planner.export.registry import find_target
+from planner.io import output
+from planner.question.cases import case_of_file
+from planner.question.plan_file import refuse_overwrite
+from topology import codec
 
 TO = (
     "torchrun, torchtitan, megatron, deepspeed, accelerate, slurm, trainjob or skypilot; @VERSION where several are "
@@ -32,44 +36,20 @@ def export(
     The file says in its header which plan it is, what of it the tool cannot express, and what has to be put beside it.
     Exit code 3 when the tool cannot run such a plan at all.
     """
-    from planner import output  # noqa: PLC0415 - keeps `--help` light
-    from planner.export.registry import export as written  # noqa: PLC0415 - as above
-    from planner.export.registry import target_named  # noqa: PLC0415 - as above
-    from planner.plan_file import refuse_overwrite  # noqa: PLC0415 - as above
-    from topology import codec  # noqa: PLC0415 - as above
-
     if out is not None:
         refuse_overwrite(out, force=force)
-    job = job_of(plan, case_id, name)
-    done = written(job, target_named(to, job.runtime.version))
+    job = export_job(case_of_file(str(plan), case_id), name)
+    done = written(job, find_target(to, job.question.runtime.version))
     if out is not None:
         codec.write_text(out, done.text)
     if json:
         document = {"schema_version": output.SCHEMA_VERSION, **codec.to_builtins(done)}
-        document["not_expressed"] = document.pop("unsaid")
         output.emit_json(document | {"saved": str(out) if out else None})
         return
     if out is None:
         print(done.text, end="")
         return
-    for label, lines in (("not expressed", done.unsaid), ("needed", done.needed), ("note", done.notes)):
+    for label, lines in (("not expressed", done.not_expressed), ("needed", done.needed), ("note", done.notes)):
         for line in lines:
             print(output.printable(f"{label}: {line}"))
     print(output.printable(f"saved {out}"))
-
-
-def job_of(path: Path, case_id: str | None, name: str | None) -> Job:
-    """Return what a plan file or a case file asks to run. Raises BadInput, BadPlan or UserError (exit 2)."""
-    from planner.cases import case_of_file  # noqa: PLC0415 - keeps `--help` light
-    from planner.export.job import Job  # noqa: PLC0415 - as above
-
-    case = case_of_file(str(path), case_id)
-    return Job(
-        name=name if name is not None else case.model.name,
-        plan=case.plan,
-        model=case.model,
-        cluster=case.cluster,
-        workload=case.workload,
-        runtime=case.runtime,
-        framework=case.framework.name,
-    )

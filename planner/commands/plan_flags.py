@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from planner.cases import Case
+from planner.question.flags import Flags
 
 Model = Annotated[str | None, typer.Option("--model", "--config", help="Shipped model, config.json or its directory.")]
 Cluster = Annotated[str | None, typer.Option("--cluster", help="Catalogue name or cluster file.")]
 Gpus = Annotated[int | None, typer.Option("--gpus", min=1, max=1 << 20, help="How many GPUs of it.")]
+SeqLen = Annotated[
+    int | None, typer.Option("--seq-len", "--seq", min=1, max=1 << 31, help="Tokens in a sequence; default 8192.")
+]
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step; default 8 a GPU.")
 ]
@@ -19,14 +21,14 @@ MicroBatch = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Se
 DpReplicate = Annotated[int | None, typer.Option("--dp-replicate", min=1, help="Replicas.")]
 DpShard = Annotated[int | None, typer.Option("--dp-shard", min=1, help="FSDP shards; default fills the GPUs.")]
 Zero = Annotated[int | None, typer.Option("--zero", min=0, max=3, help="ZeRO stage over --dp-replicate.")]
-Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel degree.")]
+Tp = Annotated[int | None, typer.Option("--tp", min=1, help="Tensor-parallel degree; default 1.")]
 SequenceParallel = Annotated[
     bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="Default: the framework's.")
 ]
-Cp = Annotated[int, typer.Option("--cp", min=1, help="Context-parallel degree.")]
-Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline stages.")]
-Ep = Annotated[int, typer.Option("--ep", min=1, help="Expert-parallel degree.")]
-VirtualStages = Annotated[int, typer.Option("--virtual-stages", min=1, help="Stages a rank holds.")]
+Cp = Annotated[int | None, typer.Option("--cp", min=1, help="Context-parallel degree; default 1.")]
+Pp = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline stages; default 1.")]
+Ep = Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel degree; default 1.")]
+VirtualStages = Annotated[int | None, typer.Option("--virtual-stages", min=1, help="Stages a rank holds; default 1.")]
 Schedule = Annotated[str | None, typer.Option("--schedule", help="Pipeline schedule, such as 1F1B.")]
 Recompute = Annotated[
     str | None, typer.Option("--recompute", help="none, selective, selective-op, full, or the runtime's own word.")
@@ -38,24 +40,19 @@ TpOverlap = Annotated[
 Runtime = Annotated[str | None, typer.Option("--runtime", "--framework", help="The software that runs it.")]
 
 
-def spelled(given: dict[str, Any]) -> Case:
-    """Return the case that a command's arguments describe; `given` has them under their parameters' names.
-
-    The data-parallel degree left unsaid fills the GPUs. Raises UserError where a value cannot be.
-    """
-    from planner.cases import case_from_flags  # noqa: PLC0415 - keeps `--help` light
-
-    asked = ("model", "cluster", "gpus", "gpu", "seq_len", "global_batch")
+def flags_of(given: dict[str, Any]) -> Flags:
+    """Return what a command's arguments state of one plan; `given` has them under their parameters' names."""
     degrees = ("dp_replicate", "dp_shard", "tp", "sequence_parallel", "cp", "pp", "ep", "virtual_stages")
-    return case_from_flags(
-        **{name: given[name] for name in asked},
+    return Flags(
+        **{name: given[name] for name in ("model", "cluster", "gpu", "seq_len", "global_batch")},
+        gpus=None if given["gpus"] is None else (given["gpus"],),
         plan={
             **{name: given[name] for name in (*degrees, "schedule", "recompute", "tp_overlap")},
             "zero_stage": given["zero"],
             "micro_batch_size": given["micro_batch"],
         },
         runtime={
-            "name": given["runtime"] or "torchtitan",
+            "name": given["runtime"],
             "compile": given["compile_model"],
             "param_dtype": given["param_dtype"],
         },

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from planner.commands import options
-
-if TYPE_CHECKING:
-    from topology.cluster import Cluster
+from planner.explain.tables import cluster_line
+from planner.io import output
+from planner.io.inputs import read_cluster
+from planner.io.output import printable
+from planner.pictures.topology import topology
+from planner.question.plan_file import refuse_overwrite
+from planner.question.question import plannable
+from topology import codec
+from topology.catalog.cluster_file import save_cluster
+from topology.catalog.clusters import is_catalog_name
+from topology.cluster import Cluster
+from topology.codec import read_path_or_stdin
+from topology.errors import BadCluster, UserError
+from topology.export import nccl as export_nccl
+from topology.export import simulators as export_topology
+from topology.probe import report
+from topology.probe.from_machine import probe_machine
+from topology.probe.from_text import probe_text
 
 
 class Export(StrEnum):
@@ -46,40 +61,28 @@ def probe(
 
     Tokens that are not understood are reported, never guessed.
     """
-    from planner import output  # noqa: PLC0415 - keeps `--help` light
-    from planner.plan_file import refuse_overwrite  # noqa: PLC0415 - as above
-    from topology import report  # noqa: PLC0415 - as above
-
     for path in (out, svg):
         if path is not None:
             refuse_overwrite(path, force=force)
-    cluster = read_cluster(sources, gpu)
+    cluster = probe_cluster(sources, gpu)
     if svg is not None:
         _draw(cluster, svg)
     if to is not None:
         _export(cluster, to, out)
         return
     if out is not None:
-        from topology.cluster_file import save_cluster  # noqa: PLC0415 - as above
-
         save_cluster(cluster, out)
     if json:
         output.emit_json({"schema_version": output.SCHEMA_VERSION, **report.probe_json(cluster)})
         return
     _print(cluster, explain=explain)
     if out is not None:
-        from planner.costs import plannable  # noqa: PLC0415 - as above
-
         print(f"saved {out}")
         if plannable(cluster):
             print(f"next: planner suggest --cluster {out}")
 
 
 def _draw(cluster: Cluster, path: Path) -> None:
-    from planner import output  # noqa: PLC0415 - keeps `--help` light
-    from planner.pictures.topology import topology  # noqa: PLC0415 - as above
-    from topology import codec  # noqa: PLC0415 - as above
-    from topology.errors import BadCluster  # noqa: PLC0415 - as above
 
     if not cluster.gpu_count:
         raise BadCluster("there is nothing to draw: no GPU was found", remedy="planner probe --explain says why")
@@ -88,7 +91,6 @@ def _draw(cluster: Cluster, path: Path) -> None:
 
 
 def _export(cluster: Cluster, to: Export, out: Path | None) -> None:
-    from topology import codec, export_nccl, export_topology  # noqa: PLC0415 - keeps `--help` light
 
     match to:
         case Export.NCCL_XML:
@@ -104,35 +106,24 @@ def _export(cluster: Cluster, to: Export, out: Path | None) -> None:
         print(f"saved {out}")
 
 
-def read_cluster(sources: list[str] | None, gpu: str | None) -> Cluster:
+def probe_cluster(sources: list[str] | None, gpu: str | None) -> Cluster:
     """Return what captured files say, or this machine where there are none."""
-    from topology.codec import read_given  # noqa: PLC0415 - keeps `--help` light
-    from topology.errors import UserError  # noqa: PLC0415 - as above
-    from topology.probe import probe_text  # noqa: PLC0415 - as above
-
     if sources and len(sources) == 1 and _named(sources[0]):
         if gpu is not None:
             raise UserError("--gpu names what a catalogue cluster already says", remedy="leave --gpu out")
-        from planner.inputs import cluster_of  # noqa: PLC0415 - as above
 
-        return cluster_of(sources[0])
+        return read_cluster(sources[0])
     if not sources:
-        from topology.probe_machine import probe_machine  # noqa: PLC0415 - as above
-
         return probe_machine(gpu=gpu)
-    return probe_text([(name, read_given(name)[0]) for name in sources], gpu=gpu)
+    return probe_text([(name, read_path_or_stdin(name)[0]) for name in sources], gpu=gpu)
 
 
 def _named(source: str) -> bool:
-    from topology.catalog import is_catalog_name  # noqa: PLC0415 - keeps `--help` light
 
     return is_catalog_name(source) and not Path(source).exists()
 
 
 def _print(cluster: Cluster, *, explain: bool) -> None:
-    from planner.output import printable  # noqa: PLC0415 - keeps `--help` light
-    from planner.tables import cluster_line  # noqa: PLC0415 - as above
-    from topology import report  # noqa: PLC0415 - as above
 
     if explain or not cluster.gpu_count:
         print(printable(report.explain(cluster)))

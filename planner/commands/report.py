@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from planner.commands import options
-
-if TYPE_CHECKING:
-    from planner.run_report import RunReport
+from planner.io import output
+from planner.io.inputs import measurements
+from planner.pictures.timelines import timelines
+from planner.question.plan_file import refuse_overwrite
+from planner.runs import profile_update, report_text
+from planner.runs.report_html import to_html
+from planner.runs.run_report import RunReport, load_run
+from planner.runs.runs_store import plan_words
+from planner.runs.timelines import side_by_side
+from topology import codec
+from topology.errors import PlannerError
 
 
 def report(
@@ -31,16 +40,10 @@ def report(
     Exit code 4 when the step is outside --tolerance percent, without it outside its predicted interval; 1 when a run
     that failed is asked to be within a tolerance.
     """
-    from planner import output  # noqa: PLC0415 - keeps `--help` light
-    from planner.inputs import profile_of  # noqa: PLC0415 - as above
-    from planner.plan_file import refuse_overwrite  # noqa: PLC0415 - as above
-    from planner.run_report import load_run  # noqa: PLC0415 - as above
-    from topology.errors import PlannerError  # noqa: PLC0415 - as above
-
     for path in (html, picture, trace):
         if path is not None:
             refuse_overwrite(path, force=force)
-    found = load_run(run, profile=profile_of(profile))
+    found = load_run(run, measured=measurements(profile))
     answer = found.answer(tolerance)
     if learn is not None:
         answer["learned"] = _learn(found, learn)
@@ -61,10 +64,6 @@ def report(
 
 
 def _print(answer: dict[str, Any]) -> None:
-    from rich.table import Table  # noqa: PLC0415 - keeps `--help` light
-
-    from planner import output, report_text  # noqa: PLC0415 - as above
-    from planner.runs_store import plan_words  # noqa: PLC0415 - as above
 
     screen = output.console()
     screen.print(output.printable(f"{answer['model']}, {plan_words(answer['plan'])}"))
@@ -98,11 +97,7 @@ def _print(answer: dict[str, Any]) -> None:
 
 
 def _learn(found: RunReport, profile: Path) -> dict[str, Any]:
-    from planner import output  # noqa: PLC0415 - keeps `--help` light
-    from planner.learning import learn  # noqa: PLC0415 - as above
-    from topology import codec  # noqa: PLC0415 - as above
-
-    lesson = learn(found, profile)
+    lesson = profile_update.add_run_to_profile(found, profile)
     output.warn(f"{profile}: {lesson.samples} operators of the run, {lesson.fresh} of them new")
     return dict(codec.to_builtins(lesson))
 
@@ -110,13 +105,6 @@ def _learn(found: RunReport, profile: Path) -> dict[str, Any]:
 def _write(
     found: RunReport, answer: dict[str, Any], *, html: Path | None, picture: Path | None, trace: Path | None
 ) -> None:
-    from planner import output  # noqa: PLC0415 - keeps `--help` light
-    from planner.pictures.timelines import timelines  # noqa: PLC0415 - as above
-    from planner.report_html import to_html  # noqa: PLC0415 - as above
-    from planner.runs_store import plan_words  # noqa: PLC0415 - as above
-    from planner.timelines import side_by_side  # noqa: PLC0415 - as above
-    from topology import codec  # noqa: PLC0415 - as above
-    from topology.errors import PlannerError  # noqa: PLC0415 - as above
 
     words = plan_words(answer["plan"])
     drawn = ""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from planner.commands import options
+from planner.io import output
+from planner.runs import runs_store
+from planner.runs.report_text import quantity_text
+from planner.runs.run_report import load_run
 
 
 def runs(
@@ -15,27 +21,30 @@ def runs(
         list[Path] | None,
         typer.Option("--add", help="Keep this run's directory too: one of several nodes, or made elsewhere."),
     ] = None,
+    remove: Annotated[
+        list[str] | None,
+        typer.Option("--remove", help="Remove this run from the list, by its id; its directory stays."),
+    ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=100_000, help="How many, newest first.")] = 20,
     json: options.Json = False,
 ) -> None:
     """List the runs that planner apply made, with measured against predicted. planner report ID explains one."""
-    from dataclasses import asdict  # noqa: PLC0415 - keeps `--help` light
-
-    from rich.table import Table  # noqa: PLC0415 - as above
-
-    from planner import output, runs_store  # noqa: PLC0415 - as above
-    from planner.report_text import shown  # noqa: PLC0415 - as above
-    from planner.run_report import load_run  # noqa: PLC0415 - as above
-
     for folder in add or ():
-        output.warn(f"kept {runs_store.keep(load_run(str(folder), simulate=False).document, folder.resolve())}")
-    rows = runs_store.list_runs(limit=limit)
+        output.warn(f"kept {runs_store.save_run(load_run(str(folder), simulate=False).document, folder.resolve())}")
+    for name in remove or ():
+        output.warn(f"removed {runs_store.remove(name)}")
+    rows, damaged = runs_store.list_runs(limit=limit), runs_store.damaged_runs()
     if json:
         listed = [{**asdict(r), "step_error": r.step_error, "memory_error": r.memory_error} for r in rows]
-        output.emit_json(
-            {"schema_version": output.SCHEMA_VERSION, "store": str(runs_store.default_path()), "runs": listed}
-        )
+        document = {
+            "store": str(runs_store.default_path()),
+            "runs": listed,
+            "damaged": [asdict(run) for run in damaged],
+        }
+        output.emit_json({"schema_version": output.SCHEMA_VERSION, **document})
         return
+    for run in damaged:
+        output.warn(f"run {run.id} is damaged ({run.why}): planner runs --remove '{run.id}' takes it off the list")
     if not rows:
         print("no runs yet: planner apply makes one")
         return
@@ -44,13 +53,13 @@ def runs(
         table.add_column(head, overflow="fold", no_wrap=head == "id")
     for head in ("step s", "error", "memory GiB", "error"):
         table.add_column(head, justify="right")
-    for run in rows:
-        words = (run.id[:8], run.taken_at[:16].replace("T", " "), run.status, run.model, run.plan, run.device)
+    for row in rows:
+        words = (row.id[:8], row.taken_at[:16].replace("T", " "), row.status, row.model, row.plan, row.device)
         numbers = (
-            shown(run.measured_step_s, "s"),
-            _error(run.step_error),
-            shown(run.measured_peak_bytes, "bytes"),
-            _error(run.memory_error),
+            quantity_text(row.measured_step_s, "s"),
+            _error(row.step_error),
+            quantity_text(row.measured_peak_bytes, "bytes"),
+            _error(row.memory_error),
         )
         table.add_row(*(output.printable(word) for word in (*words, *numbers)))
     output.console().print(table)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from planner.commands import options
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from planner.io import output
+from planner.io.inputs import measurements, read_cluster
+from planner.io.output import console, printable
+from planner.sharding.problem import split_cases
+from planner.sharding.report import report_case
+from topology import codec
+from topology.errors import UserError
 
 
 def shard(
@@ -25,24 +32,17 @@ def shard(
 
     A case that has no answer says why. Exit code 3 when that is so of every case.
     """
-    from planner import output  # noqa: PLC0415 - keeps `--help` light
-    from planner.inputs import cluster_of, profile_of  # noqa: PLC0415 - as above
-    from planner.sharding.answers import answered  # noqa: PLC0415 - as above
-    from planner.sharding.problem import case_texts  # noqa: PLC0415 - as above
-    from topology import codec  # noqa: PLC0415 - as above
-    from topology.errors import UserError  # noqa: PLC0415 - as above
-
-    text, where = codec.read_given(file)
+    text, where = codec.read_path_or_stdin(file)
     if cluster is None and (gpus is not None or profile is not None):
         raise UserError("--gpus and --profile are about a machine", remedy="name it with --cluster")
-    machine = None if cluster is None else cluster_of(cluster, gpus)
-    measured = None if machine is None else profile_of(profile, machine)
-    cases = case_texts(codec.parse_json(text, where=where), where=where)
+    machine = None if cluster is None else read_cluster(cluster, gpus)
+    measured = None if machine is None else measurements(profile, machine).on(machine)
+    cases = split_cases(codec.parse_json(text, where=where), where=where)
     rows = []
     try:
         for number, case in enumerate(cases):
             output.progress(f"case {number + 1} of {len(cases)}")
-            rows.append(answered(case, number, machine, measured))
+            rows.append(report_case(case, number, machine, measured))
     finally:
         output.end_progress()
     if json:
@@ -54,11 +54,6 @@ def shard(
 
 
 def _print(rows: Sequence[Mapping[str, Any]]) -> None:
-    from itertools import groupby  # noqa: PLC0415 - keeps `--help` light
-
-    from rich.table import Table  # noqa: PLC0415 - as above
-
-    from planner.output import console, printable  # noqa: PLC0415 - as above
 
     screen = console()
     for row in rows:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from planner.commands import options
 from planner.commands import plan_flags as flags
-
-if TYPE_CHECKING:
-    from planner.cases import Case
-    from topology.profile import Profile
+from planner.explain.traced import write_trace
+from planner.io import output
+from planner.io.inputs import measurements
+from planner.question.cases import case_from_flags, case_of_plan_file, named_case
+from planner.question.overrides import with_flags
+from planner.question.plan_file import refuse_overwrite
+from simulator.legality.rules import is_legal
+from simulator.lowering.block_code import Detail
+from topology.errors import UserError
 
 
 def trace(
@@ -24,18 +29,18 @@ def trace(
     cluster: flags.Cluster = None,
     gpu: options.Gpu = None,
     gpus: flags.Gpus = None,
-    seq_len: options.SeqLen = 8192,
+    seq_len: flags.SeqLen = None,
     global_batch: flags.GlobalBatch = None,
     micro_batch: flags.MicroBatch = None,
     dp_replicate: flags.DpReplicate = None,
     dp_shard: flags.DpShard = None,
     zero: flags.Zero = None,
-    tp: flags.Tp = 1,
+    tp: flags.Tp = None,
     sequence_parallel: flags.SequenceParallel = None,
-    cp: flags.Cp = 1,
-    pp: flags.Pp = 1,
-    ep: flags.Ep = 1,
-    virtual_stages: flags.VirtualStages = 1,
+    cp: flags.Cp = None,
+    pp: flags.Pp = None,
+    ep: flags.Ep = None,
+    virtual_stages: flags.VirtualStages = None,
     schedule: flags.Schedule = None,
     recompute: flags.Recompute = None,
     tp_overlap: flags.TpOverlap = None,
@@ -53,71 +58,30 @@ def trace(
     when the plan is not legal.
     """
     given = locals()  # first of all, so that it holds the arguments and nothing else
-    from planner.cases import case_of_plan_file, named_case  # noqa: PLC0415 - keeps `--help` light
-    from planner.inputs import profile_of  # noqa: PLC0415 - as above
-    from planner.plan_file import load_plan, refuse_overwrite, require_fresh  # noqa: PLC0415 - as above
-    from topology.errors import UserError  # noqa: PLC0415 - as above
-
     if case is not None and plan is not None:
         raise UserError("--case and --plan exclude each other", remedy="give one of them")
     refuse_overwrite(out, force=force)
-    measured = profile_of(profile)
+    said, measured = flags.flags_of(given), measurements(profile)
     if plan is not None:
-        asked = case_of_plan_file(plan)
-        content = load_plan(plan)
-        if measured is not None and "profile" in content.fingerprints:
-            require_fresh(content, profile=measured)
+        asked = with_flags(case_of_plan_file(plan, measured), said, measured)
     elif case is not None:
-        asked = named_case(case, case_id)
+        asked = with_flags(named_case(case, case_id, measured), said, measured)
     else:
-        asked = flags.spelled(given)
-    _write(asked, out, measured, detail=detail, json=json)
-
-
-def _write(case: Case, out: Path, profile: Profile | None, *, detail: str | None, json: bool) -> None:
-    from planner import output  # noqa: PLC0415 - keeps `--help` light
-    from planner.legality import check, is_legal  # noqa: PLC0415 - as above
-    from simulator.chrome import to_chrome  # noqa: PLC0415 - as above
-    from simulator.lowering.block_code import Detail  # noqa: PLC0415 - as above
-    from simulator.simulation import simulate_plan  # noqa: PLC0415 - as above
-    from topology.codec import to_json, write_text  # noqa: PLC0415 - as above
-    from topology.errors import UserError  # noqa: PLC0415 - as above
-
+        asked = case_from_flags(said, measured)
     if detail is not None and detail not in set(Detail):
         raise UserError(f"--detail {detail!r} is unknown", why=f"known: {', '.join(Detail)}")
-    problems = check(
-        case.plan, case.model, case.cluster, case.workload, case.framework, runtime=case.runtime, gpus=case.gpus
-    )
+    problems = asked.question.problems(asked.plan)
     if not is_legal(problems):
         for problem in problems:
             output.warn(problem.message)
         raise typer.Exit(3)
-    simulated = simulate_plan(
-        case.model,
-        case.cluster,
-        case.workload,
-        case.plan,
-        case.runtime,
-        detail=Detail(detail) if detail else None,
-        profile=profile,
-    )
-    run = simulated.run
-    write_text(out, to_json(to_chrome(run.trace), indent=None))
-    answer: dict[str, Any] = {
-        "schema_version": output.SCHEMA_VERSION,
-        "id": case.id,
-        "out": str(out),
-        "detail": str(simulated.detail),
-        "step_s": run.step_s,
-        "ranks": sum(len(c.ranks) for c in run.folding.classes),
-        "drawn_ranks": list(run.trace.ranks),
-        "spans": len(run.trace.spans),
-        "breakdown_s": simulated.estimate.breakdown_s,
-    }
+    written = write_trace(asked, out, Detail(detail) if detail else None)
     if json:
-        output.emit_json(answer)
+        output.emit_json(written)
         return
+    for line in asked.changed:
+        print(f"changed: {line}")
     print(
-        f"{out}: {len(run.trace.spans)} spans of {len(run.trace.ranks)} of {answer['ranks']} ranks, "
-        f"a step of {run.step_s:.4f} s, {simulated.detail} by {simulated.detail}"
+        f"{out}: {written['spans']} spans of {len(written['drawn_ranks'])} of {written['ranks']} ranks, "
+        f"a step of {written['step_s']:.4f} s, {written['detail']} by {written['detail']}"
     )

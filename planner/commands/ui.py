@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import signal
+import subprocess
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    import subprocess
+from planner.io.explorer_server import command, environment, require_free, require_installed, stop_server
 
 
 def ui(
@@ -17,10 +18,6 @@ def ui(
 
     Serves on this machine only, sends nothing anywhere, needs no GPU. Ctrl-C ends it.
     """
-    import subprocess  # noqa: PLC0415 - keeps `--help` light
-
-    from planner.explorer import command, environment, require_free, require_installed  # noqa: PLC0415 - as above
-
     require_installed()
     require_free(port)
     server = subprocess.Popen(command(port), env=environment())
@@ -30,9 +27,6 @@ def ui(
 
 def _wait(server: subprocess.Popen[bytes]) -> int:
     """Return the server's exit code; leave no server behind, however this process is asked to end."""
-    import signal  # noqa: PLC0415 - keeps `--help` light
-
-    from planner.explorer import end  # noqa: PLC0415 - as above
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -43,4 +37,4 @@ def _wait(server: subprocess.Popen[bytes]) -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        end(server)
+        stop_server(server)

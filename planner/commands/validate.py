@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from planner.commands import options
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from planner.io import output
+from planner.io.inputs import measurements
+from planner.io.output import console, printable
+from planner.question.cases import read_cases
+from planner.validate.validation import summarise, validate_case
+from topology.errors import OutOfTolerance, UserError
 
 
 def validate(
@@ -22,19 +28,12 @@ def validate(
 
     A row that cannot be predicted is listed as skipped, with the reason. --tolerance is for mean absolute errors.
     """
-    from pathlib import Path  # noqa: PLC0415 - keeps `--help` light
-
-    from planner import output  # noqa: PLC0415 - as above
-    from planner.cases import read_cases  # noqa: PLC0415 - as above
-    from planner.inputs import profile_of  # noqa: PLC0415 - as above
-    from planner.validation import summarise, validate_case  # noqa: PLC0415 - as above
-
-    measured = profile_of(profile)
+    measured = measurements(profile)
     rows: list[dict[str, Any]] = []
     try:
         for name in files:
             for index, data in enumerate(read_cases(name)[0]):
-                rows.append({**validate_case(data, profile=measured), "file": Path(name).name})
+                rows.append({**validate_case(data, measured=measured), "file": Path(name).name})
                 if index % 20 == 0:
                     output.progress(f"{name}: row {index + 1}")
     finally:
@@ -51,7 +50,6 @@ def validate(
 
 
 def _hold(summary: Mapping[str, Any], tolerance: float) -> None:
-    from topology.errors import OutOfTolerance, UserError  # noqa: PLC0415 - keeps `--help` light
 
     if not summary["step"] and not summary["memory"]:
         raise UserError(
@@ -72,9 +70,6 @@ def _hold(summary: Mapping[str, Any], tolerance: float) -> None:
 
 
 def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
-    from rich.table import Table  # noqa: PLC0415 - keeps `--help` light
-
-    from planner.output import console, printable  # noqa: PLC0415 - as above
 
     screen = console()
     table = Table(box=None, pad_edge=False)

@@ -1,5 +1,6 @@
-"""A plan in the words of other tools: pure functions from a plan to the text of a file.
+"""Write a plan as the configuration of other tools: pure functions from a plan to the text of a file.
 
-`registry.py` lists the targets; each has a file of its own. What a target writes is checked against a schema that was
-generated from the real package (`schema/*.json`), and what it cannot say it lists.
+`registry.py` lists the targets, each in a module of its own. The keys that a target writes are checked against a schema
+generated from the real package (`schema/*.json`), and what it cannot express is listed in the file. May import
+`explain` and the rooms below it.
 """

@@ -1,18 +1,18 @@
 """DeepSpeed: the JSON file that `deepspeed.initialize` takes.
 
-Keys: `deepspeed/runtime/constants.py`, `runtime/zero/config.py`, `runtime/tensor_parallel/config.py` of 0.19.8. JSON has
-no comments, so the header is a section of its own, which DeepSpeed does not look at.
+Keys: `deepspeed/runtime/constants.py`, `runtime/zero/config.py`, `runtime/tensor_parallel/config.py` of 0.19.8. JSON
+has no comments, so the header is a section of its own, which DeepSpeed ignores.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from planner.export.degrees import as_stage
+from planner.export.degrees import to_zero_stage
 from planner.export.draft import Draft, Target
-from planner.export.job import Job, require_legal
-from planner.export.script import host_order, one_device_list
-from simulator.overlap_sites import spoken
+from planner.export.job import ExportJob, require_legal
+from planner.export.script import common_device_list, host_order_notes
+from simulator.config.overlap_sites import spoken
 from topology.errors import Infeasible
 
 VERSION = "0.19.8"
@@ -20,9 +20,9 @@ TITLE = f"DeepSpeed {VERSION}"
 FILE = "deepspeed.json"
 
 
-def write(job: Job) -> Draft:
-    """Return the configuration. Raises Infeasible for pipelines and experts, which are Python there, not JSON."""
-    plan, runtime = job.plan, job.runtime
+def write(job: ExportJob) -> Draft:
+    """Return the configuration. Raises Infeasible for pipelines and experts, which need Python code instead of JSON."""
+    plan, runtime = job.plan, job.question.runtime
     if plan.pp > 1:
         raise Infeasible(
             f"{TITLE} has no pipeline in its JSON",
@@ -35,8 +35,8 @@ def write(job: Job) -> Draft:
             why=f"ep={plan.ep} needs its MoE layers in your program",
             remedy="plan with ep 1, or --to megatron",
         )
-    # A degree of FSDP2 is a ZeRO stage here; the rules are asked about the plan as it will be written.
-    stage = as_stage(plan)
+    # FSDP2 degrees become a ZeRO stage; legality is checked for the plan as it is written.
+    stage = to_zero_stage(plan)
     written = plan.with_(
         zero_stage=stage,
         dp_replicate=plan.data_parallel,
@@ -53,7 +53,7 @@ def write(job: Job) -> Draft:
     if hybrid:
         zero["zero_hpz_partition_size"] = plan.dp_shard
     document: dict[str, Any] = {
-        "train_batch_size": job.workload.global_batch_size,
+        "train_batch_size": job.question.workload.global_batch_size,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": job.micro_batches,
         "zero_optimization": zero,
@@ -68,46 +68,46 @@ def write(job: Job) -> Draft:
     if plan.cp > 1:
         document["sequence_parallel_size"] = plan.cp
     hosts = job.hosts()
-    devices = one_device_list(hosts, TITLE)
+    devices = common_device_list(hosts, TITLE)
     placed = (f"start it with CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={devices}",) if devices else ()
     return Draft(
         body=document,
         settings=_flat(document),
-        unsaid=_unsaid(job, hybrid=hybrid),
+        not_expressed=_not_expressed(job, hybrid=hybrid),
         needed=(
             f"a program that calls deepspeed.initialize(config={FILE!r}) and sets optimizer and learning rate",
-            f"to run: torchrun --nproc-per-node={hosts.ranks_each} YOUR_PROGRAM.py",
             *placed,
         ),
-        notes=(*notes, *host_order(hosts)),
+        run=f"torchrun --nproc-per-node={hosts.ranks_per_host} YOUR_PROGRAM.py",
+        notes=(*notes, *host_order_notes(hosts)),
     )
 
 
-def _unsaid(job: Job, *, hybrid: bool) -> tuple[str, ...]:
-    plan, runtime = job.plan, job.runtime
-    unsaid = [f"sequence length {job.workload.seq_len}: set it in the program"]
+def _not_expressed(job: ExportJob, *, hybrid: bool) -> tuple[str, ...]:
+    plan, runtime = job.plan, job.question.runtime
+    not_expressed = [f"sequence length {job.question.workload.seq_len}: set it in the program"]
     if plan.zero_stage is None and plan.dp_shard > 1:
-        unsaid.append("FSDP2 is written as ZeRO, an implementation of its own")
+        not_expressed.append("FSDP2 is written as ZeRO, which is another implementation")
     if hybrid:
-        unsaid.append(
+        not_expressed.append(
             f"{plan.dp_replicate} replicas of shards: gradients and optimizer are sharded over all ranks, and parameters "
             f"gathered among {plan.dp_shard} (ZeRO++ hpZ)"
         )
     if plan.sequence_parallel and plan.tp > 1:
-        unsaid.append("sequence parallelism beside tensor parallelism: DeepSpeed's AutoTP has none")
+        not_expressed.append("sequence parallelism with tensor parallelism: DeepSpeed's AutoTP has none")
     if plan.recompute != "none":
-        unsaid.append(f"recompute {plan.recompute!r}: call your model's gradient_checkpointing_enable()")
+        not_expressed.append(f"recompute {plan.recompute!r}: call your model's gradient_checkpointing_enable()")
     if plan.cp > 1 and plan.cp_method not in {None, "all_to_all"}:
-        unsaid.append(f"context parallelism by {plan.cp_method}: DeepSpeed's is Ulysses, all-to-all over heads")
+        not_expressed.append(f"context parallelism by {plan.cp_method}: DeepSpeed's is Ulysses, all-to-all over heads")
     if plan.tp_overlap != "none":
-        unsaid.append(
+        not_expressed.append(
             f"tensor-parallel overlap {spoken(plan.tp_overlap)}: written as tp_overlap_comm, which decides by itself where"
         )
     if runtime.compute_dtype == "float8":
-        unsaid.append("float8 products")
+        not_expressed.append("float8 products")
     if runtime.compile:
-        unsaid.append("torch.compile of the model: call engine.compile()")
-    return tuple(unsaid)
+        not_expressed.append("torch.compile of the model: call engine.compile()")
+    return tuple(not_expressed)
 
 
 def _flat(document: dict[str, Any]) -> dict[str, Any]:

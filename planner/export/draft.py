@@ -1,4 +1,4 @@
-"""What a target answers: the body of a file, the settings in it, and what it could not say."""
+"""The output of a target: the body of a file, its settings, and what it cannot express."""
 
 from __future__ import annotations
 
@@ -6,47 +6,49 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from planner.export.job import Job
+from planner.export.job import ExportJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """`body` is text, or a document for a target whose format has no comments.
+    """The content of an exported file before its header is added.
 
-    `settings` are what the target's own parser must read back, by its own spelling of the key. `unsaid` says in words
-    what of the plan the target cannot express, `needed` what the user has to put beside the file.
+    `body` is text, or a document for a format without comments. `settings` are the values that the target's own parser
+    must read back, by its keys. `not_expressed` says what of the plan the target cannot express, `needed` what the user
+    has to provide in addition, and `run` is the command that starts the file.
     """
 
     body: str | dict[str, Any]
     settings: dict[str, Any]
-    unsaid: tuple[str, ...] = ()
+    not_expressed: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
+    run: str = ""
     notes: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)  # variables set, each with its reason
+    environment: dict[str, str] = field(default_factory=dict)  # variables that are set, each with its reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One version of a tool that plans are written for. `write` raises Infeasible for a plan it cannot express."""
+    """One version of a tool that plans are exported to. `write` raises Infeasible for a plan that it cannot run."""
 
     name: str
     version: str
     title: str
     file_name: str
-    write: Callable[[Job], Draft]
+    write: Callable[[ExportJob], Draft]
     first_line: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A finished file. `text` carries a header with the same facts as the other fields."""
+    """An exported file. The header of `text` contains the other fields."""
 
     target: str
     version: str
     file_name: str
     plan_hash: str
     settings: dict[str, Any]
-    unsaid: tuple[str, ...]
+    not_expressed: tuple[str, ...]
     needed: tuple[str, ...]
     notes: tuple[str, ...]
     environment: dict[str, str]

@@ -1,7 +1,7 @@
-"""Where ranks start: hosts in the order of their ranks, and the GPUs of each in the order of its local ranks.
+"""Hosts in the order of their ranks, and the GPUs of each host in the order of its local ranks.
 
-A launcher numbers ranks host by host, so a placement can be kept when every host's ranks are consecutive and equally
-many: then the order of hosts and `CUDA_VISIBLE_DEVICES` on each of them say everything.
+A launcher numbers ranks host by host. A placement can be kept if the ranks of every host are consecutive and equal in
+number: then it is determined by the order of hosts and by `CUDA_VISIBLE_DEVICES` on each.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from simulator.plan import Plan
+from simulator.config.plan import Plan
 from topology.cluster import Cluster, Gpu
 from topology.errors import Infeasible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosts:
-    """`order[k]` is the physical host that gets node rank k; `devices[k]` its GPUs, one for each local rank.
+    """`order[k]` is the physical host with node rank k, and `devices[k]` are its GPUs by local rank.
 
-    `installed` is how many GPUs the fullest host has.
+    `installed` is the number of GPUs of the largest host.
     """
 
     order: tuple[int, ...]
@@ -31,13 +31,13 @@ class Hosts:
         return len(self.order)
 
     @property
-    def ranks_each(self) -> int:
+    def ranks_per_host(self) -> int:
         return len(self.devices[0])
 
     @property
-    def gpus_to_ask(self) -> int:
-        """GPUs to ask a scheduler for: the whole host where ranks use certain ones of it."""
-        return self.installed if self.devices_matter else self.ranks_each
+    def gpus_to_request(self) -> int:
+        """GPUs to request from a scheduler: the whole host if ranks use particular GPUs of it."""
+        return self.installed if self.devices_matter else self.ranks_per_host
 
     @property
     def same_devices(self) -> bool:
@@ -45,7 +45,7 @@ class Hosts:
 
     @property
     def devices_matter(self) -> bool:
-        """Whether the launcher's own choice, GPU i for local rank i, would be another one."""
+        """Whether the devices differ from the launcher's default, GPU i for local rank i."""
         return any(devices != tuple(range(len(devices))) for devices in self.devices)
 
     @property
@@ -54,7 +54,7 @@ class Hosts:
 
 
 def hosts_of(plan: Plan, cluster: Cluster) -> Hosts:
-    """Return where the ranks of `plan` start on `cluster`. Raises Infeasible when no launcher could start them so."""
+    """Return the hosts of the ranks of `plan` on `cluster`. Raises Infeasible for a placement no launcher can start."""
     slots = _slots(cluster, max(plan.placement, default=0) + plan.gpus)
     placement = plan.placement or tuple(slots)[: plan.gpus]
     if len(placement) < plan.gpus:
@@ -64,28 +64,28 @@ def hosts_of(plan: Plan, cluster: Cluster) -> Hosts:
         raise Infeasible(
             f"the plan places ranks on GPU {', '.join(map(str, missing[:8]))}, which {cluster.name} does not have"
         )
-    runs: list[tuple[int, list[int]]] = []
+    by_host: list[tuple[int, list[int]]] = []
     for number in placement:
         host, device = slots[number]
-        if not runs or runs[-1][0] != host:
-            runs.append((host, []))
-        runs[-1][1].append(device)
-    order = tuple(host for host, _ in runs)
+        if not by_host or by_host[-1][0] != host:
+            by_host.append((host, []))
+        by_host[-1][1].append(device)
+    order = tuple(host for host, _ in by_host)
     if len(set(order)) < len(order):
         raise Infeasible(
             "the placement interleaves hosts: the ranks of one are not consecutive",
             why="launchers number ranks host by host",
             remedy="place whole hosts one after the other",
         )
-    counts = {len(devices) for _, devices in runs}
+    counts = {len(devices) for _, devices in by_host}
     if len(counts) > 1:
         raise Infeasible(
             f"hosts get {' and '.join(map(str, sorted(counts)))} ranks",
-            why="a launcher starts equally many on each",
+            why="a launcher starts the same number on each",
             remedy="plan for a number of GPUs that fills hosts evenly",
         )
     installed = max(Counter((group_index, gpu.tray) for group_index, gpu in _installed(cluster)).values())
-    return Hosts(order=order, devices=tuple(tuple(devices) for _, devices in runs), installed=installed)
+    return Hosts(order=order, devices=tuple(tuple(devices) for _, devices in by_host), installed=installed)
 
 
 def _installed(cluster: Cluster) -> Iterator[tuple[int, Gpu]]:
@@ -95,9 +95,9 @@ def _installed(cluster: Cluster) -> Iterator[tuple[int, Gpu]]:
 
 
 def _slots(cluster: Cluster, wanted: int) -> dict[int, tuple[int, int]]:
-    """Return (host, device on it) of physical GPUs. A rack's trays are hosts of their own, with their own numbering.
+    """Return (host, device on it) by GPU number. The trays of a rack are separate hosts with their own numbering.
 
-    A GPU's number in a placement is its node's first number plus its index, as the executor reads it.
+    The number of a GPU in a placement is the first number of its node plus its index, as in the executor.
     """
     slots: dict[int, tuple[int, int]] = {}
     first = host = 0

@@ -1,56 +1,56 @@
-"""What is exported: a plan with everything it was made for, a name, and a hash that says which plan it was."""
+"""What is exported: a plan, the question it answers, a name, and a hash that identifies it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from planner.export.hosts import Hosts, hosts_of
-from planner.legality import Grade, check
-from simulator.model import Model
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.workload import Workload
+from planner.question.cases import Case
+from planner.question.question import Question
+from simulator.config.plan import Plan
+from simulator.legality.frameworks import framework_named
+from simulator.legality.rule import Grade
 from topology import codec
-from topology.cluster import Cluster
 from topology.errors import Infeasible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ExportJob:
     """A plan to be written for a target. `name` is whatever the user calls the run, in any characters."""
 
     name: str
     plan: Plan
-    model: Model
-    cluster: Cluster
-    workload: Workload
-    runtime: Runtime
-    framework: str
+    question: Question
 
     @property
     def plan_hash(self) -> str:
-        """The fingerprint of everything that decides what is run: equal hashes, equal runs."""
-        return codec.fingerprint(
-            [self.plan, self.model, self.cluster, self.workload, self.runtime, self.framework],
-        )
+        """The fingerprint of everything that decides what is run."""
+        q = self.question
+        return codec.fingerprint([self.plan, q.model, q.cluster, q.workload, q.runtime, q.framework.name])
 
     @property
     def micro_batches(self) -> int:
-        """Micro batches of a data-parallel rank in a step. Legality has made sure that they divide."""
-        return self.plan.micro_batches(self.workload.global_batch_size)
+        """Micro batches per data-parallel rank and step; legality checks ensure that they divide."""
+        return self.plan.micro_batches(self.question.workload.global_batch_size)
 
-    def with_plan(self, plan: Plan) -> Job:
-        """Return the same job with another plan, as a target will write it."""
+    def with_plan(self, plan: Plan) -> ExportJob:
+        """Return the job with another plan, as a target will write it."""
         return replace(self, plan=plan)
 
     def hosts(self) -> Hosts:
-        """Which ranks start on which host, and on which of its GPUs. Raises Infeasible."""
-        return hosts_of(self.plan, self.cluster)
+        """Return the hosts of all ranks, and their GPUs. Raises Infeasible."""
+        return hosts_of(self.plan, self.question.cluster)
 
 
-def require_legal(job: Job, framework: str, title: str) -> tuple[str, ...]:
-    """Return what `framework` has to say about the plan short of refusing it. Raises Infeasible when it refuses."""
-    problems = check(job.plan, job.model, job.cluster, job.workload, framework, runtime=job.runtime, gpus=job.plan.gpus)
+def export_job(case: Case, name: str | None = None) -> ExportJob:
+    """Return the plan of a case as a job; unnamed ones are called as their model is."""
+    question = case.question
+    return ExportJob(name=name if name is not None else question.model.name, plan=case.plan, question=question)
+
+
+def require_legal(job: ExportJob, framework: str, title: str) -> tuple[str, ...]:
+    """Return the warnings of `framework` on the plan. Raises Infeasible when the plan is not legal there."""
+    problems = replace(job.question, framework=framework_named(framework), gpus=job.plan.gpus).problems(job.plan)
     refused = [problem.message for problem in problems if problem.grade is Grade.ILLEGAL]
     if refused:
         raise Infeasible(

@@ -1,4 +1,4 @@
-"""The targets, and how a draft becomes a file: its header says which plan it is, and what it does not say."""
+"""The export targets, and the header of exported files: which plan it is, and what the file does not express."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
+from planner.explain.tables import degrees_text, policy_text
 from planner.export import (
     accelerate,
     deepspeed,
@@ -19,11 +20,10 @@ from planner.export import (
     trainjob,
 )
 from planner.export.draft import Draft, Exported, Target
-from planner.export.job import Job
+from planner.export.job import ExportJob
 from planner.export.script import comment
-from planner.tables import arithmetic, policy
-from planner.version import version
-from simulator.plan import MESH_AXES
+from planner.io.version import version
+from simulator.config.plan import MESH_AXES
 from topology.errors import UserError
 
 # Newest version of a target first.
@@ -47,10 +47,10 @@ ALIASES = {
 }
 
 
-def target_named(text: str, wanted: str | None = None) -> Target:
-    """Return the target `name` or `name@version`; `wanted` is the version to prefer where none is said.
+def find_target(text: str, wanted: str | None = None) -> Target:
+    """Return the target `name` or `name@version`; `wanted` is the version to prefer if `text` has none.
 
-    Raises UserError (exit 2) with the names and versions there are.
+    Raises UserError (exit 2) with the known names and versions.
     """
     name, _, stated = text.partition("@")
     bare = ALIASES.get(name.strip().lower(), name.strip().lower())
@@ -70,14 +70,16 @@ def target_named(text: str, wanted: str | None = None) -> Target:
             return target
     raise UserError(
         f"no export to {bare} {stated[:40]!r}",
-        why=f"its keys are known for {', '.join(target.version for target in versions)}; other versions spell them otherwise",
+        why=f"its keys are known for {', '.join(target.version for target in versions)}; other versions use other keys",
         remedy=f"--to {bare}@{versions[0].version}",
     )
 
 
-def export(job: Job, target: Target) -> Exported:
-    """Return the file of `target` for `job`. Raises Infeasible (exit 3) when the target cannot run such a plan."""
+def export(job: ExportJob, target: Target) -> Exported:
+    """Return the file of `target` for `job`. Raises Infeasible (exit 3) when the target cannot run the plan."""
     draft = target.write(job)
+    if draft.run:
+        draft = replace(draft, needed=(*draft.needed, f"to run: {draft.run}"), run="")
     facts = header(job, target, draft)
     if isinstance(draft.body, dict):
         text = json.dumps({"meshwright": facts, **draft.body}, indent=2) + "\n"
@@ -90,7 +92,7 @@ def export(job: Job, target: Target) -> Exported:
         file_name=target.file_name,
         plan_hash=job.plan_hash,
         settings=draft.settings,
-        unsaid=draft.unsaid,
+        not_expressed=draft.not_expressed,
         needed=draft.needed,
         notes=draft.notes,
         environment=draft.environment,
@@ -98,26 +100,26 @@ def export(job: Job, target: Target) -> Exported:
     )
 
 
-def header(job: Job, target: Target, draft: Draft) -> dict[str, Any]:
-    """Return what every file says about itself."""
+def header(job: ExportJob, target: Target, draft: Draft) -> dict[str, Any]:
+    """Return the header that every exported file has."""
     plan = replace(job.plan, placement=())
     return {
         "written_by": f"meshwright {version()}",
         "plan": job.plan_hash,
         "for": f"{target.title} {target.version}",
-        "model": job.model.name,
-        "cluster": job.cluster.name,
-        "gpus": arithmetic(plan),
-        "policy": policy(plan),
+        "model": job.question.model.name,
+        "cluster": job.question.cluster.name,
+        "gpus": degrees_text(plan),
+        "policy": policy_text(plan),
         "rank_order": f"{' x '.join(MESH_AXES)} = {' x '.join(str(getattr(plan, a)) for a in MESH_AXES)}, the last fastest",
-        "not_expressed": list(draft.unsaid),
+        "not_expressed": list(draft.not_expressed),
         "needed": list(draft.needed),
         "notes": list(draft.notes),
     }
 
 
 def header_lines(facts: dict[str, Any]) -> list[str]:
-    """Return the header as text; names are JSON strings, so that they stay on one line whatever they hold."""
+    """Return the header as lines; names are written as JSON strings, so that they stay on one line."""
     lines = [
         f"{facts['written_by']}, plan {facts['plan']}, for {facts['for']}",
         f"model {json.dumps(facts['model'])} on {json.dumps(facts['cluster'])}",

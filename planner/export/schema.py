@@ -1,7 +1,7 @@
-"""Schemas of the tools we write for: keys, types and choices, and the models they know, read off the real packages.
+"""Schemas of the export targets: keys, types, choices and known models, generated from the real packages.
 
-`schema/NAME_VERSION.json` is made by tests/tools/export_schemas.py with the package at hand; no version of a tool is
-guessed from another.
+`schema/NAME_VERSION.json` is made by tests/tools/export_schemas.py with the package installed; each version has its
+own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from simulator.model import Model
+from simulator.config.model import Model
 from topology import codec
 from topology.errors import Infeasible
 
@@ -19,17 +19,17 @@ FOLDER = Path(__file__).parent / "schema"
 
 @lru_cache
 def schema(name: str, version: str) -> dict[str, Any]:
-    """Return a target's schema: `package`, `version`, `keys` (key -> type, choices), and `models` where it ships some."""
+    """Return a target's schema: `package`, `version`, `keys` (key -> type, choices), and `models` if it has some."""
     return dict(codec.read_json(FOLDER / f"{name}_{version}.json"))
 
 
 def shipped_model(name: str, version: str, model: Model) -> dict[str, Any]:
-    """Return the target's own configuration of `model`: same shapes, same number of parameters.
+    """Return the target's own configuration of `model`, with the same shapes and number of parameters.
 
-    Raises Infeasible when it ships none, because a target that builds its models by name would train another one.
+    Raises Infeasible if it has none: a target that builds models by name would train another one.
     """
     weights = model.parameters
-    if model.moe and model.moe.router_bias:  # a buffer there, not a parameter
+    if model.moe and model.moe.router_bias:  # a buffer in torchtitan, not a parameter
         weights -= model.moe_layers * model.moe.experts
     for entry in schema(name, version)["models"]:
         same = (

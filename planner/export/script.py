@@ -1,6 +1,6 @@
-"""Shell scripts, composed of words: what a user named is quoted by shlex, what we wrote ourselves may be a variable.
+"""Compose shell scripts from words: user input is quoted by shlex, and only our own words may be shell expressions.
 
-No text of a user ever reaches a shell unquoted, and nothing here is formatted into a command line.
+User input never reaches a shell unquoted, and nothing is formatted into a command line.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ MASTER_PORT = 29500  # torchrun's own default
 WIDTH = 100
 
 
-class Raw(str):
-    """A word of ours that the shell shall expand, such as "$SLURM_NODEID". Never made from anything a user said."""
+class ShellExpression(str):
+    """A word that the shell expands, such as "$SLURM_NODEID". Never made from user input."""
 
     __slots__ = ()
 
 
-# Where a script runs on several hosts, each is told who it is.
-NODE_RANK_VALUE = Raw('"${NODE_RANK:-0}"')
-NODE_RANK = Raw('"${NODE_RANK:?set it to 0 on the first host, 1 on the next}"')
-MASTER_ADDRESS = Raw('"${MASTER_ADDR:?set it to the address of the first host}"')
+# Set by the user on each of several hosts.
+NODE_RANK_VALUE = ShellExpression('"${NODE_RANK:-0}"')
+NODE_RANK = ShellExpression('"${NODE_RANK:?set it to 0 on the first host, 1 on the next}"')
+MASTER_ADDRESS = ShellExpression('"${MASTER_ADDR:?set it to the address of the first host}"')
 
 
-def quoted(word: str) -> str:
-    """Return a word as the shell needs it to be that word and nothing else."""
-    return str(word) if isinstance(word, Raw) else shlex.quote(word)
+def quote_word(word: str) -> str:
+    """Return a word quoted for the shell, unless it is a ShellExpression."""
+    return str(word) if isinstance(word, ShellExpression) else shlex.quote(word)
 
 
 def command(words: Sequence[str]) -> str:
-    """Return a command, folded after options where it is long."""
+    """Return a command, wrapped between words if it is long."""
     lines = [""]
-    for word in map(quoted, words):
+    for word in map(quote_word, words):
         if lines[-1] and len(lines[-1]) + len(word) > WIDTH:
             lines.append("")
         lines[-1] += (" " if lines[-1] else "") + word
@@ -43,7 +43,7 @@ def command(words: Sequence[str]) -> str:
 
 
 def comment(lines: Iterable[str]) -> str:
-    """Return lines as comments; what would end a line is shown escaped."""
+    """Return lines as comments, with control characters escaped."""
     return "".join(f"# {_one_line(line)}\n" if line else "#\n" for line in lines)
 
 
@@ -51,22 +51,22 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def exports(environment: dict[str, str], values: dict[str, str]) -> str:
-    """Return `export` lines, each below the reason for it; neighbours with one reason share it."""
-    text, said = "", ""
+def export_lines(environment: dict[str, str], values: dict[str, str]) -> str:
+    """Return `export` lines, each below its reason; consecutive ones with the same reason share it."""
+    text, last_reason = "", ""
     for name, value in values.items():
         reason = environment[name]
-        text += f"{'' if reason == said else comment([reason])}export {name}={quoted(value)}\n"
-        said = reason
+        text += f"{'' if reason == last_reason else comment([reason])}export {name}={quote_word(value)}\n"
+        last_reason = reason
     return text
 
 
-def torchrun(hosts: Hosts, *, node_rank: str, address: str) -> list[str]:
-    """Return torchrun's words for `hosts`. Node ranks are given, not drawn, so that ranks land where they are planned.
+def torchrun_words(hosts: Hosts, *, node_rank: str, address: str) -> list[str]:
+    """Return the torchrun command for `hosts`, with fixed node ranks, so that ranks start where they are planned.
 
-    `node_rank` and `address` are words too; on one host torchrun finds a free port by itself.
+    `node_rank` and `address` are words, which may be shell expressions; on one host torchrun finds a free port itself.
     """
-    words = ["torchrun", f"--nproc-per-node={hosts.ranks_each}", "--max-restarts=0"]
+    words = ["torchrun", f"--nproc-per-node={hosts.ranks_per_host}", "--max-restarts=0"]
     if hosts.count == 1:
         return [words[0], "--standalone", *words[1:]]
     return [
@@ -81,30 +81,30 @@ def torchrun(hosts: Hosts, *, node_rank: str, address: str) -> list[str]:
     ]
 
 
-PLACED = "ranks of a host run on these of its GPUs, in this order, because the plan places them so"
-BUS_ORDER = "GPUs are numbered as nvidia-smi numbers them, which is how the plan counts"
+PLACEMENT_REASON = "the plan places the ranks of a host on these GPUs, in this order"
+BUS_ORDER_REASON = "GPUs are numbered as in nvidia-smi, which the plan uses"
 
 
 def device_lines(hosts: Hosts, node_rank: str) -> tuple[str, dict[str, str]]:
     """Return the lines that put local ranks on the planned GPUs, and the reason for each variable; empty if not needed.
 
-    `node_rank` is the shell's expression for a host's number.
+    `node_rank` is the shell expression of the host's number.
     """
     if not hosts.devices_matter:
         return "", {}
-    reasons = {"CUDA_DEVICE_ORDER": BUS_ORDER, "CUDA_VISIBLE_DEVICES": PLACED}
-    text = comment([BUS_ORDER]) + "export CUDA_DEVICE_ORDER=PCI_BUS_ID\n" + comment([PLACED])
+    reasons = {"CUDA_DEVICE_ORDER": BUS_ORDER_REASON, "CUDA_VISIBLE_DEVICES": PLACEMENT_REASON}
+    text = comment([BUS_ORDER_REASON]) + "export CUDA_DEVICE_ORDER=PCI_BUS_ID\n" + comment([PLACEMENT_REASON])
     if hosts.same_devices:
         return f"{text}export CUDA_VISIBLE_DEVICES={_listed(hosts.devices[0])}\n", reasons
-    arms = "".join(
+    cases = "".join(
         f"  {number}) export CUDA_VISIBLE_DEVICES={_listed(devices)} ;;\n"
         for number, devices in enumerate(hosts.devices)
     )
-    return f"{text}case {node_rank} in\n{arms}esac\n", reasons
+    return f"{text}case {node_rank} in\n{cases}esac\n", reasons
 
 
-def one_device_list(hosts: Hosts, title: str) -> str:
-    """Return the device list of every host, empty where none is needed. Raises Infeasible where hosts differ."""
+def common_device_list(hosts: Hosts, title: str) -> str:
+    """Return the device list of all hosts, empty if none is needed. Raises Infeasible where hosts differ."""
     if not hosts.devices_matter:
         return ""
     if not hosts.same_devices:
@@ -118,8 +118,8 @@ def _listed(devices: Sequence[int]) -> str:
     return ",".join(map(str, devices))
 
 
-def host_order(hosts: Hosts) -> tuple[str, ...]:
-    """Return the sentence that says which host is which node rank, where that is not the given order."""
+def host_order_notes(hosts: Hosts) -> tuple[str, ...]:
+    """Return a note on which host has which node rank, if that is not the given order."""
     if not hosts.order_matters:
         return ()
     listed = ", ".join(f"node rank {rank} is host {host}" for rank, host in enumerate(hosts.order[:64]))

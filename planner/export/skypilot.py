@@ -1,6 +1,6 @@
 """SkyPilot: a task file. Fields: `sky/utils/schemas.py` of 0.14.1.
 
-`num_nodes` machines run the same `run` script, each with its number in SKYPILOT_NODE_RANK and all addresses in
+`num_nodes` machines run the same `run` script, with their number in SKYPILOT_NODE_RANK and all addresses in
 SKYPILOT_NODE_IPS.
 """
 
@@ -9,18 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 from planner.export.draft import Draft, Target
-from planner.export.job import Job
-from planner.export.program import network, network_values, program_of
-from planner.export.script import Raw, command, device_lines, host_order, torchrun
+from planner.export.job import ExportJob
+from planner.export.program import framework_program, node_environment
+from planner.export.script import ShellExpression, command, device_lines, host_order_notes, torchrun_words
 from planner.export.slug import slug
 from planner.export.yaml_text import yaml_text
 from topology.errors import Infeasible
 
 VERSION = "0.14.1"
 TITLE = f"SkyPilot {VERSION}"
-NODE = Raw('"$SKYPILOT_NODE_RANK"')
-ADDRESS = Raw('"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"')
-# Our GPU kinds in the names of SkyPilot's catalogue, as its package spells them.
+NODE = ShellExpression('"$SKYPILOT_NODE_RANK"')
+ADDRESS = ShellExpression('"$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"')
+# GPU kinds of our catalogue -> names in the catalogue of SkyPilot.
 ACCELERATORS = {
     "p100-sxm-16gb": "P100",
     "v100-sxm-16gb": "V100",
@@ -50,40 +50,39 @@ ACCELERATORS = {
 }
 
 
-def write(job: Job) -> Draft:
+def write(job: ExportJob) -> Draft:
     """Return a task. Raises Infeasible."""
-    words, draft = program_of(job)
+    words, draft = framework_program(job)
     hosts = job.hosts()
-    kinds = sorted({gpu.kind for group in job.cluster.groups for gpu in group.node.gpus})
+    kinds = sorted({gpu.kind for group in job.question.cluster.groups for gpu in group.node.gpus})
     if len(kinds) > 1:
-        raise Infeasible(f"{TITLE} asks for one kind of GPU", why=f"the cluster has {', '.join(kinds)}")
+        raise Infeasible(f"{TITLE} requests one kind of GPU", why=f"the cluster has {', '.join(kinds)}")
     if kinds[0] not in ACCELERATORS:
-        raise Infeasible(f"{TITLE} has no name for {kinds[0]}", why="it asks clouds for GPUs by their names there")
+        raise Infeasible(f"{TITLE} has no name for {kinds[0]}", why="it requests GPUs by the names of its catalogue")
     accelerator = ACCELERATORS[kinds[0]]
     devices, reasons = device_lines(hosts, NODE)
-    variables = network(job, hosts) | draft.environment
-    envs = (network_values(job) if network(job, hosts) else {}) | dict.fromkeys(draft.environment, "1")
-    started = torchrun(hosts, node_rank=NODE, address=ADDRESS)
-    resources: dict[str, Any] = {"accelerators": {accelerator: hosts.gpus_to_ask}}
+    why, envs = node_environment(job, hosts, draft)
+    started = torchrun_words(hosts, node_rank=NODE, address=ADDRESS)
+    resources: dict[str, Any] = {"accelerators": {accelerator: hosts.gpus_to_request}}
     if hosts.count > 1:
         resources["network_tier"] = "best"
     document: dict[str, Any] = {"name": slug(job.name), "num_nodes": hosts.count, "resources": resources}
     if envs:
         document["envs"] = envs
     document["run"] = f"set -eu\n{devices}exec {command([*started, *words])}\n"
-    unsaid = draft.unsaid
+    not_expressed = draft.not_expressed
     if slug(job.name) != job.name:
-        unsaid = (*unsaid, f"the job's name {job.name!r}: written as {slug(job.name)!r}")
+        not_expressed = (*not_expressed, f"the job's name {job.name!r}: written as {slug(job.name)!r}")
     if hosts.order_matters:
-        unsaid = (*unsaid, "the order of hosts: SkyPilot numbers the machines it gets")
+        not_expressed = (*not_expressed, "the order of hosts: SkyPilot numbers the machines it gets")
     return Draft(
         body=yaml_text(document),
         settings={**{k: v for k, v in document.items() if k != "resources"}}
         | {f"resources.{key}": value for key, value in resources.items()},
-        unsaid=unsaid,
-        needed=("setup and file_mounts: the framework, data and tokenizer on every machine", *draft.needed),
-        notes=(*draft.notes, *host_order(hosts), *(f"{name}: {why}" for name, why in variables.items())),
-        environment=variables | reasons,
+        not_expressed=not_expressed,
+        needed=("setup and file_mounts: framework, data and tokenizer on every machine", *draft.needed),
+        notes=(*draft.notes, *host_order_notes(hosts), *(f"{name}: {reason}" for name, reason in why.items())),
+        environment=why | reasons,
     )
 
 

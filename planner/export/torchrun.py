@@ -1,25 +1,25 @@
-"""Our own executor under torchrun: a script that holds its request and starts its ranks.
+"""meshwright's own executor under torchrun: a script that contains the request and starts the ranks.
 
-`planner apply` does the same on the machine at hand, with a budget and a report; the script is for places where only
-torchrun may start processes.
+`planner apply` does the same on this machine, with a budget and a report; the script is for machines where processes
+are started with torchrun only.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from planner.export.degrees import as_degrees
+from planner.export.degrees import to_fsdp_degrees
 from planner.export.draft import Draft, Target
-from planner.export.job import Job, require_legal
+from planner.export.job import ExportJob, require_legal
 from planner.export.script import (
     MASTER_ADDRESS,
     NODE_RANK,
     NODE_RANK_VALUE,
     command,
     device_lines,
-    exports,
-    host_order,
-    torchrun,
+    export_lines,
+    host_order_notes,
+    torchrun_words,
 )
 from topology import codec
 
@@ -29,40 +29,43 @@ REQUEST_VERSION = 1
 STEPS, WARM_UP = 10, 3
 MULTICAST = "NVLink multicast stays off: in virtual machines and on shared hosts it can hang the fabric"
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-DELIMITER = "REQUEST"  # JSON on one line cannot hold this line
+DELIMITER = "REQUEST"  # one line of JSON cannot contain this line
 
 
-def request(job: Job) -> dict[str, Any]:
-    """Return what the executor is asked to run: `planner apply`'s request, with the GPUs left to the environment."""
+def request(job: ExportJob) -> dict[str, Any]:
+    """Return the executor's request, as of `planner apply`; the environment determines the GPUs."""
     return {
         "schema_version": REQUEST_VERSION,
         "plan": codec.to_builtins(job.plan),
-        "model": codec.to_builtins(job.model),
-        "workload": codec.to_builtins(job.workload),
-        "runtime": codec.to_builtins(job.runtime),
+        "model": codec.to_builtins(job.question.model),
+        "workload": codec.to_builtins(job.question.workload),
+        "runtime": codec.to_builtins(job.question.runtime),
         "device": "cuda",
         "steps": STEPS,
         "warm_up": WARM_UP,
     }
 
 
-def write(job: Job) -> Draft:
-    """Return a shell script that is its own request file. Raises Infeasible."""
+def write(job: ExportJob) -> Draft:
+    """Return a shell script that contains its request file. Raises Infeasible."""
     title, named = "meshwright's executor", job.plan_hash
-    fsdp, told = as_degrees(job.plan, title)
+    fsdp, sharding_notes = to_fsdp_degrees(job.plan, title)
     if fsdp.recompute not in {"none", "full"}:
-        told = (*told, f"recompute {fsdp.recompute!r}: {title} recomputes whole blocks or nothing; written as full")
+        sharding_notes = (
+            *sharding_notes,
+            f"recompute {fsdp.recompute!r}: {title} recomputes whole blocks or nothing; written as full",
+        )
         fsdp = fsdp.with_(recompute="full")
     job = job.with_plan(fsdp)
     notes = require_legal(job, "pytorch", title)
     hosts = job.hosts()
     lines, reasons = device_lines(hosts, NODE_RANK_VALUE)
     folder = f"meshwright-{named}"
-    started = torchrun(hosts, node_rank=NODE_RANK, address=MASTER_ADDRESS)
-    worker = ["-m", "executor.worker", f"--request={folder}/request.json", f"--out={folder}/records"]
+    started = torchrun_words(hosts, node_rank=NODE_RANK, address=MASTER_ADDRESS)
+    worker = ["-m", "executor.run.worker", f"--request={folder}/request.json", f"--out={folder}/records"]
     body = (
         "set -eu\n"
-        + exports(dict.fromkeys(ENVIRONMENT, MULTICAST), ENVIRONMENT)
+        + export_lines(dict.fromkeys(ENVIRONMENT, MULTICAST), ENVIRONMENT)
         + lines
         + f"{command(['mkdir', '-p', f'{folder}/records'])}\n"
         + f"cat > {folder}/request.json <<'{DELIMITER}'\n"
@@ -75,15 +78,15 @@ def write(job: Job) -> Draft:
         if hosts.count > 1
         else ()
     )
-    settings: dict[str, Any] = {"--nproc-per-node": str(hosts.ranks_each), "--max-restarts": 0}
+    settings: dict[str, Any] = {"--nproc-per-node": str(hosts.ranks_per_host), "--max-restarts": 0}
     if hosts.count > 1:
         settings["--nnodes"] = str(hosts.count)
     return Draft(
         body=body,
         settings=settings,
-        unsaid=told,
+        not_expressed=sharding_notes,
         needed=('torch and meshwright on every host: pip install "meshwright[exec]"',),
-        notes=(*notes, *shared, *host_order(hosts)),
+        notes=(*notes, *shared, *host_order_notes(hosts)),
         environment=dict.fromkeys(ENVIRONMENT, MULTICAST) | reasons,
     )
 

@@ -1,4 +1,4 @@
-"""YAML that people read: keys in our order, scripts as blocks."""
+"""YAML for people: keys in the given order, multi-line text as blocks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import yaml
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe types only, as `yaml.safe_dump`; the emitter falls back to quotes where a block could not hold the text."""
+    """Writes safe types only, as `yaml.safe_dump`, and quotes text that a block cannot represent."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

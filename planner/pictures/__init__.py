@@ -1,1 +1,4 @@
-"""Pictures as SVG text: pure functions of data, readable on light and dark paper, safe whatever the names hold."""
+"""Draw clusters, steps, memory and timelines as SVG text: pure functions of data, with a light and a dark theme.
+
+All text is escaped. May import `explain` and the rooms below it; the layouts and rows are also used by `ui.charts`.
+"""

@@ -1,10 +1,10 @@
-"""What memory holds at its peak: one bar a pipeline rank, in categories, against what the GPU has."""
+"""Draw memory at its peak: one bar per pipeline rank, divided by category, with the capacity of the GPU."""
 
 from __future__ import annotations
 
-from planner.palette import BAD, MEMORY, colour
+from planner.pictures.palette import BAD, MEMORY, colour
 from planner.pictures.svg import MARGIN, Picture, legend, shortened
-from simulator.estimate import MemoryEstimate
+from simulator.config.estimate import MemoryEstimate
 
 WIDTH = 960.0
 ROW = 34.0
@@ -15,15 +15,28 @@ MOST_ROWS = 32
 GIB = 2**30
 
 
+def stage_parts(estimate: MemoryEstimate) -> list[dict[str, float]]:
+    """Return bytes by category for each pipeline rank, in the palette's order, with what the allocator holds on top as
+    `reserved`: the rows of any chart of memory.
+    """
+    stages = estimate.by_stage or (estimate.by_category,)
+    totals = estimate.reserved_by_stage or (estimate.reserved_bytes,)
+    found = []
+    for number, stage in enumerate(stages):
+        names = [*(name for name in MEMORY if name in stage), *sorted(set(stage) - set(MEMORY))]
+        slack = max(0.0, (totals[number] if number < len(totals) else 0.0) - sum(stage.values()))
+        found.append({**{name: stage[name] for name in names if stage[name] > 0}, "reserved": slack})
+    return found
+
+
 def memory(estimate: MemoryEstimate, *, title: str) -> str:
-    """Return the SVG of a memory estimate; bytes in, GiB shown. The largest stages are drawn where there are many."""
+    """Return the SVG of a memory estimate, in GiB. Of many stages only the largest are drawn."""
     return memory_picture(estimate, title).text()
 
 
 def memory_picture(estimate: MemoryEstimate, title: str) -> Picture:
-    """Return the same as a picture that others can stand above."""
-    stages = list(enumerate(estimate.by_stage or (estimate.by_category,)))
-    reserved = estimate.reserved_by_stage or (estimate.reserved_bytes,)
+    """Return the same as a `Picture`, which can be stacked with others."""
+    stages = list(enumerate(stage_parts(estimate)))
     left_out = max(0, len(stages) - MOST_ROWS)
     if left_out:
         largest = sorted(stages, key=lambda item: -sum(item[1].values()))[:MOST_ROWS]
@@ -36,27 +49,24 @@ def memory_picture(estimate: MemoryEstimate, title: str) -> Picture:
     )
     picture = Picture(WIDTH, TOP + ROW * len(stages) + 3 * MARGIN, title, about)
     picture.write(MARGIN, MARGIN + 30, about, kind="quiet")
-    names = [name for name in MEMORY if name == "reserved" or any(stage.get(name) for _, stage in stages)]
-    names += sorted({name for _, stage in stages for name in stage} - set(MEMORY))
+    names = list(dict.fromkeys(name for _, stage in stages for name in stage))
     words = {"reserved": "reserved, not in use"}
     marks = [(words.get(name, name.replace("_", " ")), colour("memory", name)) for name in names]
     legend(picture, MARGIN, MARGIN + 54, marks)
-    held = [sum(stage.values()) for _, stage in stages]
-    left, most = MARGIN + LABEL, max([capacity, *held, *reserved])
+    totals = [sum(stage.values()) for _, stage in stages]
+    left, most = MARGIN + LABEL, max([capacity, *totals])
     scale = (WIDTH - left - VALUE - MARGIN) / most
     top = TOP + 16
-    for row, ((number, stage), total) in enumerate(zip(stages, held, strict=True)):
+    for row, ((number, stage), total) in enumerate(zip(stages, totals, strict=True)):
         y = top + ROW * row
         picture.write(left - 12, y + 20, shortened(f"pp rank {number}", LABEL), anchor="end")
         x = left
-        slack = max(0.0, (reserved[number] if number < len(reserved) else 0.0) - total)
-        for name in names:
-            nbytes = slack if name == "reserved" else stage.get(name, 0.0)
+        for name, nbytes in stage.items():
             if nbytes > 0:
                 note = f"{name.replace('_', ' ')}: {nbytes / GIB:.2f} GiB"
                 picture.box(x, y + 4, nbytes * scale, ROW - 10, colour("memory", name), note)
                 x += nbytes * scale
-        picture.write(x + 8, y + 20, f"{(total + slack) / GIB:.1f} GiB", kind="quiet")
+        picture.write(x + 8, y + 20, f"{total / GIB:.1f} GiB", kind="quiet")
     edge = left + capacity * scale
     bottom = top + ROW * len(stages)
     picture.line([(edge, top - 4), (edge, bottom)], BAD, 2.0, dashed=True, about=f"capacity {capacity / GIB:.1f} GiB")

@@ -1,7 +1,7 @@
-"""A small canvas over xml.etree, which does the escaping: boxes, lines and words in two papers.
+"""A small canvas that writes SVG with xml.etree, which escapes all text: boxes, lines and text in two themes.
 
-Colours of ideas are attributes; what depends on the paper (page, text, rules) is a class, so that one file follows the
-reader's light or dark setting wherever it is shown.
+Colours of concepts are attributes. Colours of the theme (background, text, lines) are CSS classes, so that one file
+follows the reader's light or dark setting.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from xml.etree import ElementTree as ET
 
-from planner.output import printable
-from planner.palette import DARK, LIGHT, Paper
+from planner.io.output import printable
+from planner.pictures.palette import DARK, LIGHT, Paper
 
 MARGIN = 24.0
 FONT_PX = 13
-LETTER_PX = 7.2  # an average letter of a sans-serif at that size
+LETTER_PX = 7.2  # average width of a letter at that size
 
 
 def _rules(paper: Paper) -> str:
@@ -58,7 +58,7 @@ class Picture:
         self._add("rect", place | look, about)
 
     def bar(self, x: float, y: float, width: float, height: float, fill: str) -> None:
-        """Draw a bar without a gap to its neighbours, never too thin to be seen: for thousands on one lane."""
+        """Draw a bar without a gap to its neighbours and wide enough to be visible, for lanes with thousands of bars."""
         place = {"x": f"{x:.2f}", "y": _px(y), "width": f"{max(width, 0.3):.2f}", "height": _px(height)}
         self._add("rect", place | {"fill": fill})
 
@@ -71,31 +71,13 @@ class Picture:
         dashed: bool = False,
         about: str = "",
     ) -> None:
-        """Draw a line through points; an empty `stroke` is a rule of the paper."""
+        """Draw a line through points; with an empty `stroke` in the line colour of the theme."""
         look = {"points": " ".join(f"{_px(x)},{_px(y)}" for x, y in points), "fill": "none", "stroke-width": _px(width)}
         look |= {"stroke": stroke} if stroke else {"class": "rule"}
         self._add("polyline", look | ({"stroke-dasharray": "5 4"} if dashed else {}), about)
 
-    def bow(
-        self,
-        start: tuple[float, float],
-        end: tuple[float, float],
-        depth: float,
-        stroke: str,
-        width: float,
-        *,
-        dashed: bool,
-        about: str,
-    ) -> None:
-        """Draw a curve between two points of one row that leaves the row by `depth`, downwards if positive."""
-        (ax, ay), (bx, by) = start, end
-        pull = depth * 4 / 3  # a cubic curve reaches three quarters of the way to its control points
-        way = f"M{_px(ax)},{_px(ay)} C{_px(ax)},{_px(ay + pull)} {_px(bx)},{_px(by + pull)} {_px(bx)},{_px(by)}"
-        look = {"d": way, "fill": "none", "stroke": stroke, "stroke-width": _px(width)}
-        self._add("path", look | ({"stroke-dasharray": "5 4"} if dashed else {}), about)
-
     def write(self, x: float, y: float, text: str, *, kind: str = "ink", anchor: str = "start") -> None:
-        """Write one line of text; `kind` is ink or quiet, `anchor` start, middle or end."""
+        """Write one line of text; `kind` is ink (text) or quiet (secondary text), `anchor` start, middle or end."""
         look = {"x": _px(x), "y": _px(y), "class": kind} | ({"text-anchor": anchor} if anchor != "start" else {})
         ET.SubElement(self.root, "text", look).text = printable(text).replace("\n", " ")
 
@@ -118,13 +100,13 @@ def _px(value: float) -> str:
 
 
 def shortened(text: str, width: float) -> str:
-    """Return as much of `text` as fits into `width` pixels, with an ellipsis where it was cut."""
+    """Return `text` cut to `width` pixels, with an ellipsis if it was cut."""
     letters = max(4, int(width / LETTER_PX))
     return text if len(text) <= letters else f"{text[: letters - 1]}…"
 
 
 def legend(picture: Picture, x: float, y: float, entries: Iterable[tuple[str, str]]) -> float:
-    """Write a row of colour marks and their words, folded at the right margin; return the y below it."""
+    """Write a legend of (label, colour) entries, wrapped at the right margin; return the y below it."""
     at = x
     for name, colour in entries:
         width = 26 + len(name) * LETTER_PX
@@ -139,7 +121,7 @@ def legend(picture: Picture, x: float, y: float, entries: Iterable[tuple[str, st
 def stacked(*pictures: Picture) -> str:
     """Return pictures as one SVG, each below the last."""
     whole = Picture(max(part.width for part in pictures), sum(part.height for part in pictures), "", "")
-    whole.root[:] = []  # the parts bring their own titles and paper
+    whole.root[:] = []  # the parts have their own titles and backgrounds
     y = 0.0
     for part in pictures:
         part.root.set("y", _px(y))

@@ -1,13 +1,13 @@
-"""The predicted step and the measured one on one time axis: a lane per category of one rank, predicted above."""
+"""Draw the predicted and the measured step on one time axis, with one lane per category of one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.palette import SPANS
+from planner.pictures.palette import SPANS
 from planner.pictures.svg import MARGIN, Picture
-from simulator import trace as tr
-from simulator.trace import Interval, Trace
+from simulator.program import trace as tr
+from simulator.program.trace import Interval, Trace
 
 WIDTH = 960.0
 LABEL = 230.0
@@ -19,9 +19,9 @@ WORDS = {tr.COMMUNICATION: "communication", tr.COPY: "copies", tr.WAIT: "waiting
 
 
 def timelines(predicted: Trace | None, measured: Trace | None, *, title: str) -> str:
-    """Return the SVG of one rank's timelines, that which computes longest on each side.
+    """Return the SVG of the timelines of one rank of each trace, the one with the longest compute time.
 
-    Spans closer than a pixel flow together. A measured transfer lasts until its partners have come.
+    Spans closer than a pixel are merged. A measured collective includes the time it waits for other ranks.
     """
     sides = [(word, trace) for word, trace in (("predicted", predicted), ("measured", measured)) if trace]
     end_s = max((trace.end_s for _, trace in sides), default=0.0) or 1.0
@@ -40,10 +40,10 @@ def timelines(predicted: Trace | None, measured: Trace | None, *, title: str) ->
     for word, trace, found in lanes:
         picture.write(MARGIN, y + 12, f"{word}: {trace.end_s:.4g} s, rank {_busiest(trace)}")
         y += 22
-        for category, busy in found:
-            share = tr.length_s(busy) / trace.end_s
+        for category, intervals in found:
+            share = tr.length_s(intervals) / trace.end_s
             picture.write(MARGIN + 12, y + 13, f"{WORDS.get(category, category)} {share:.0%}", kind="quiet")
-            for start, end in _joined(busy, 1 / scale):
+            for start, end in _merge_close(intervals, 1 / scale):
                 picture.bar(left + start * scale, y, (end - start) * scale, LANE, SPANS[category])
             y += LANE + GAP
         y += 8
@@ -55,18 +55,18 @@ def _busiest(trace: Trace) -> int:
 
 
 def _lanes(trace: Trace) -> list[tuple[str, list[Interval]]]:
-    """Return when the busiest rank did what, by category, those that it did at all."""
+    """Return the busy intervals of the busiest rank by category, for categories that occur."""
     rank = _busiest(trace)
     found = [(c, tr.union((s.start_s, s.end_s) for s in trace.of(rank, category=c))) for c in SPANS]
-    return [(category, busy) for category, busy in found if busy]
+    return [(category, intervals) for category, intervals in found if intervals]
 
 
-def _joined(busy: Sequence[Interval], gap_s: float) -> list[Interval]:
-    """Join intervals that lie closer than `gap_s`: nobody sees the gap, and files stay small."""
-    joined: list[Interval] = []
-    for start, end in busy:
-        if joined and start - joined[-1][1] < gap_s:
-            joined[-1] = joined[-1][0], end
+def _merge_close(intervals: Sequence[Interval], gap_s: float) -> list[Interval]:
+    """Merge intervals closer than `gap_s`, which would not be visible; this keeps files small."""
+    merged: list[Interval] = []
+    for start, end in intervals:
+        if merged and start - merged[-1][1] < gap_s:
+            merged[-1] = merged[-1][0], end
         else:
-            joined.append((start, end))
-    return joined
+            merged.append((start, end))
+    return merged

@@ -1,63 +1,84 @@
-"""Where a step's time goes: one bar a term, each beginning where the one above it ends."""
+"""Draw where a step's time goes: one bar per term, each starting where the one above it ends."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from planner.palette import term_colour
+from planner.explain.waterfall import waterfall as fall_of
 from planner.pictures.memory import memory_picture
+from planner.pictures.palette import GREY, colour
 from planner.pictures.svg import LETTER_PX, MARGIN, Picture, shortened, stacked
-from planner.waterfall import waterfall as fall_of
-from simulator.estimate import Estimate
+from simulator.config.estimate import Estimate
 
 WIDTH = 960.0
 ROW = 30.0
 TOP = 74.0
 LABEL = 250.0
 VALUE = 130.0
+Term = tuple[str, float, str]  # name, seconds, colour
 
 
-def explained(estimate: Estimate, *, title: str) -> str:
-    """Return the SVG of an estimate: its step from the GPU's peak down, and below it what memory holds."""
+def waterfall_rows(estimate: Estimate) -> list[dict[str, Any]]:
+    """Return the waterfall of an estimate as chart rows: name, seconds, share, meaning, colour.
+
+    The last row has `total` and is the step itself.
+    """
     fall = fall_of(estimate)
-    terms = [("model FLOPs at peak", fall.peak_s), *((term.name, term.seconds) for term in fall.terms)]
+    terms = [("compute", "model FLOPs at peak", fall.peak_s, "what the datasheet would allow")]
+    terms += [(term.part, term.name, term.seconds, term.meaning) for term in fall.terms]
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "seconds": seconds,
+            "share": seconds / fall.step_s,
+            "meaning": meaning,
+            "colour": colour("time", part),
+        }
+        for part, name, seconds, meaning in terms
+    ]
+    step = {"name": "step", "seconds": fall.step_s, "share": 1.0, "meaning": "predicted step time", "total": True}
+    return [*rows, step]
+
+
+def estimate_picture(estimate: Estimate, *, title: str) -> str:
+    """Return the SVG of an estimate: the waterfall of its step, and below it its memory."""
+    terms = [(row["name"], row["seconds"], row["colour"]) for row in waterfall_rows(estimate)[:-1]]
     step = estimate.step_s
     above = _picture(terms, title, step.low, step.high, step.source)
     return stacked(above, memory_picture(estimate.memory, f"{title}: memory"))
 
 
-def waterfall(terms: Sequence[tuple[str, float]], *, title: str, low_s: float, high_s: float, source: str) -> str:
-    """Return the SVG of a step made of `terms` (name, seconds), in their order.
+def waterfall(terms: Sequence[Term], *, title: str, low_s: float, high_s: float, source: str) -> str:
+    """Return the SVG of a step made of `terms`, in their order.
 
-    A negative term runs back to the left. `low_s` to `high_s` is the range of the whole step, drawn as a whisker;
-    `source` says what the figures rest on.
+    A negative term goes back to the left. `low_s` to `high_s` is the 80% range of the step, drawn as a whisker;
+    `source` is the source of the numbers.
     """
     return _picture(terms, title, low_s, high_s, source).text()
 
 
-def _picture(terms: Sequence[tuple[str, float]], title: str, low_s: float, high_s: float, source: str) -> Picture:
-    total = sum(seconds for _, seconds in terms)
+def _picture(terms: Sequence[Term], title: str, low_s: float, high_s: float, source: str) -> Picture:
+    total = sum(seconds for _, seconds, _ in terms)
     about = f"{total:.3g} s a step, 80% range {low_s:.3g} to {high_s:.3g} s; {source} numbers"
     picture = Picture(WIDTH, TOP + ROW * (len(terms) + 1) + MARGIN, title, about)
     picture.write(MARGIN, MARGIN + 30, about, kind="quiet")
     left, most = MARGIN + LABEL, max(total, high_s, 1e-12)
     scale = (WIDTH - left - VALUE - MARGIN) / most
     start = 0.0
-    for row, (name, seconds) in enumerate(terms):
+    for row, (name, seconds, fill) in enumerate(terms):
         y = TOP + ROW * row
         end = start + seconds
         share = f"{seconds / total:.0%}" if abs(seconds) >= 0.005 * total else "<1%"
         picture.write(left - 12, y + 18, shortened(name, LABEL - 12), anchor="end")
         begin = min(start, end)
-        picture.box(
-            left + begin * scale, y + 4, abs(seconds) * scale, ROW - 8, term_colour(name), f"{name}: {seconds:.4g} s"
-        )
+        picture.box(left + begin * scale, y + 4, abs(seconds) * scale, ROW - 8, fill, f"{name}: {seconds:.4g} s")
         picture.line([(left + end * scale, y + ROW - 4), (left + end * scale, y + ROW + 4)], "")
         picture.write(left + max(start, end) * scale + 8, y + 18, f"{seconds:.3g} s, {share}", kind="quiet")
         start = end
     y = TOP + ROW * len(terms)
     picture.write(left - 12, y + 18, "step", anchor="end")
-    picture.line([(left, y + 14), (left + total * scale, y + 14)], term_colour("total"), 5.0)
+    picture.line([(left, y + 14), (left + total * scale, y + 14)], GREY, 5.0)
     for x in (low_s, high_s):
         picture.line([(left + x * scale, y + 7), (left + x * scale, y + 21)], "", 2.0)
     picture.line([(left + low_s * scale, y + 14), (left + high_s * scale, y + 14)], "", 2.0)

@@ -1,24 +1,31 @@
-"""Sharding as a language: named axes, one rule per operator, redistributions planned, placements chosen.
+"""Plan the sharding of a graph of operators: named axes, one annotation per operator, redistributions, chosen
+placements.
+
+Answers: how is every tensor of this graph sharded over the mesh, and which collectives does that take? Imports
+`topology.errors` everywhere; `simulator` and the rest of `topology` in `lowering.py` only; nothing else of `planner`.
 
 Reading order, which is also the order of the work:
 
-    problem.py        a file of cases becomes a mesh, operators and given placements (untrusted, bounded)
-    mesh.py           mesh axes, and which of them others were split into
-    layout.py         where the pieces of one tensor lie: tensor dim -> ordered mesh axes, and pending reductions
-    notation.py       `t h+, f h+ -> t f`: which named axes an operator has, and what it does to each
-    expression.py     what the formula beside it says: in which operands it is linear, what it reduces with
-    shapes.py         the shape a formula gives, where only the formula says it
-    operator.py       the two bound to tensors of known sizes
-    rule.py           the one rule: axes -> mesh axes gives what operands must look like and what comes out
-    merging.py        what softmax, norms, attention and top-k exchange when the axis they reduce inside is cut
-    follow.py         policies: which ways to shard an operator are left to the price
-    collectives.py    the primitives and their bytes
-    redistribute.py   shortest path from one layout to another
-    choose.py         the cheapest consistent choice for a whole graph, proved (linear relaxation, then CP-SAT)
-    schedule.py       whole, ring or in pieces: how a planned collective is carried out
-    stages.py         pipelines: tensors that cross between parts of the mesh
-    routing.py        tokens routed to experts, by counts
-    steps.py          the result in program order
-    lowering.py       that as a program of the simulator, with its time on a cluster
-    answers.py        and as JSON
+    problem.py            parse a file of cases (untrusted, bounded) into a mesh, operators and given placements
+    layouts/              how one tensor is sharded
+      mesh.py             mesh axes, and axes split into finer ones
+      layout.py           a spec per tensor dim (mesh axes and blocks), pending reductions; placements per mesh axis
+      collectives.py      the primitives and their bytes
+      redistribution.py   shortest path from one layout to another
+    operators/            how one operator may be sharded
+      annotation.py       `t h+, f h+ -> t f`: the named axes of an operator, and what it does along each
+      formula.py          in which operands a formula is linear, and what it reduces with
+      shapes.py           the shape of a formula's value, where the annotation does not give it
+      operator.py         annotation and formula bound to tensors
+      options.py          all ways to shard an operator, with the layouts of operands and result that follow
+      internal_collectives.py  what softmax, norms, attention and top-k exchange over a sharded axis
+    schedule.py           whole, ring or chunked: how a planned collective is executed
+    pipeline_stages.py    tensors sent between parts of the mesh
+    token_routing.py      tokens routed to experts, by counts
+    policies.py           which options are left to the cost
+    candidates.py         options, layouts and redistributions of a whole graph
+    choose.py             the cheapest consistent choice, proved (linear relaxation, then CP-SAT)
+    plan.py               the result in program order
+    lowering.py           that as a program of the simulator, with its time on a cluster
+    report.py             and as JSON
 """

@@ -1,12 +1,12 @@
-"""A sharded graph as a program of the simulator: kernels of local shapes, collectives, and what waits for what.
+"""Lower a sharding plan to a `Program` of the simulator: kernels on local shapes, collectives, and their dependencies.
 
-All ranks run the same code (one program, many data), on a compute and a communication stream. A tensor in a layout is
-an event: who needs it waits for it, and for nothing else, so that a gather runs beside a product that does not need it.
-A ring or a chunked schedule cuts the operator into as many kernels, and each waits for its own piece: what is hidden
-then is what the simulation finds, and not a discount.
+All ranks run the same code (SPMD) on a compute and a communication stream. A tensor in a layout is an event, and its
+consumers wait for that event only, so a gather overlaps with a product that does not need it. A ring or chunked
+schedule splits the operator into as many kernels, each of which waits for its own shard: how much is hidden is
+simulated, not assumed.
 
-Kernels cost what the roofline of `simulator` says of their local shapes (products and attention by arithmetic, all
-others by bytes); the host is not in it, as under a CUDA graph.
+Kernel times come from the roofline of `simulator` on local shapes (products and attention by FLOP, all others by
+bytes). Host overhead is left out, as under a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 
-from planner.sharding.collectives import ALL_GATHER, ALL_TO_ALL_V, DTYPE_BYTES, PERMUTE, Collective
-from planner.sharding.layout import Layout, local_shape, local_size
-from planner.sharding.mesh import Mesh
-from planner.sharding.operator import Operator
-from planner.sharding.problem import Problem
-from planner.sharding.rule import Option
-from planner.sharding.steps import Answer, Compute, Move
-from simulator.collectives import collective_model
-from simulator.costs import Cost
-from simulator.engine import simulate
+from planner.sharding.layouts.collectives import ALL_GATHER, ALL_TO_ALL_V, PERMUTE, Collective
+from planner.sharding.layouts.layout import Layout, local_shape, local_size
+from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.operators.operator import Operator
+from planner.sharding.operators.options import ShardingOption
+from planner.sharding.plan import OperatorStep, ShardingPlan, TensorMove
+from planner.sharding.problem import ShardingProblem
+from simulator.calibration.calibration import Calibration, collectives_on
+from simulator.config.runtime import ELEMENT_BYTES
+from simulator.engine.simulate import simulate
+from simulator.kernels.operators import Work, WorkKind
+from simulator.kernels.roofline import Roofline
 from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.steps import KernelKey
-from simulator.operators import Work, WorkKind
-from simulator.program import COMM, COMPUTE, CodeWriter, Program
-from simulator.roofline import Roofline
+from simulator.program.cost_model import Cost
+from simulator.program.program import COMM, COMPUTE, CodeWriter, Program
 from topology.cluster import Cluster
 from topology.errors import Infeasible
-from topology.profile import Profile
 
 ATTENTION_KERNEL = "flash2"
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "tfloat32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
-    """Seconds of a sharded graph on a machine: all of it, its kernels, and the communication that nothing hides."""
+class SimulatedTime:
+    """Simulated time of a sharded graph: the whole step, its kernels, and the communication that is not hidden."""
 
     seconds: float
     compute_s: float
@@ -50,44 +50,53 @@ class Timed:
         return max(0.0, self.seconds - self.compute_s)
 
 
-def timed(problem: Problem, found: Answer, cluster: Cluster, profile: Profile | None = None) -> Timed:
-    """Return the simulated time of `found` on the first GPUs of `cluster`. Raises Infeasible if they are too few."""
-    program, costs = lowered(problem, found, cluster, profile)
+def simulate_time(
+    problem: ShardingProblem, plan: ShardingPlan, cluster: Cluster, calibration: Calibration | None = None
+) -> SimulatedTime:
+    """Simulate `plan` on the first GPUs of `cluster`.
+
+    Raises Infeasible if there are too few GPUs or pipeline stages.
+    """
+    program, costs = lower(problem, plan, cluster, calibration)
     compute = sum(cost.seconds for cost, _ in costs.kernels.values())
-    return Timed(seconds=simulate(program, costs, spans=False).step_s, compute_s=compute)
+    return SimulatedTime(seconds=simulate(program, costs, spans=False).step_s, compute_s=compute)
 
 
-def lowered(
-    problem: Problem, found: Answer, cluster: Cluster, profile: Profile | None = None
+def lower(
+    problem: ShardingProblem, plan: ShardingPlan, cluster: Cluster, calibration: Calibration | None = None
 ) -> tuple[Program, MachineCosts]:
-    """Return the program of `found`, ranks laid on the GPUs of `cluster` in order, and what its instructions cost."""
+    """Return the program of `plan`, with ranks on the GPUs of `cluster` in order, and the costs of its instructions."""
     mesh = problem.mesh
     if problem.stages is not None:
-        raise Infeasible("stages have no time here", why="that is the schedule's", remedy="planner trace, for a plan")
+        raise Infeasible(
+            "pipeline stages are not simulated here",
+            why="their time depends on the pipeline schedule",
+            remedy="planner trace, for a plan",
+        )
     if mesh.ranks > cluster.gpu_count:
         raise Infeasible(
             f"{cluster.name} has {cluster.gpu_count} GPU(s), the mesh {mesh.ranks} ranks",
             remedy="a larger --cluster, or more nodes of it with --gpus",
         )
-    writer = _Writer(problem, cluster)
-    for number, step in enumerate(found.program):
-        if isinstance(step, Move):
-            writer.move(step, pieces=writer.pieces_after(found.program, number))
+    writer = _ProgramWriter(problem, cluster)
+    for number, step in enumerate(plan.steps):
+        if isinstance(step, TensorMove):
+            writer.add_move(step, piecewise_consumer=writer.piecewise_consumer(plan.steps, number))
         else:
-            writer.compute(step)
-    groups = {name: _groups(axes, mesh) for name, axes in writer.families.items()}
+            writer.add_operator(step)
+    groups = {name: _rank_groups(axes, mesh) for name, axes in writer.group_axes.items()}
     program = Program(codes=(writer.code.code("all", range(mesh.ranks)),), groups=groups)
     costs = MachineCosts(
         cluster=cluster,
-        collectives=collective_model(cluster, profile),
+        collectives=collectives_on(cluster, calibration),
         kernels=writer.kernels,
         collective_host_s=0.0,
     )
     return program, costs
 
 
-def _groups(axes: tuple[str, ...], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of ranks that differ in `axes` alone."""
+def _rank_groups(axes: tuple[str, ...], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """Return the groups of ranks that differ in `axes` only."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, at in enumerate(product(*(range(size) for size in mesh.shape))):
         key = tuple(c for c, name in zip(at, mesh.names, strict=True) if name not in axes)
@@ -96,101 +105,107 @@ def _groups(axes: tuple[str, ...], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
 
 
 @dataclass(slots=True)
-class _Writer:
-    problem: Problem
+class _ProgramWriter:
+    problem: ShardingProblem
     cluster: Cluster
     code: CodeWriter = field(default_factory=CodeWriter)
     kernels: dict[KernelKey, tuple[Cost, float]] = field(default_factory=dict)
-    families: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    ready: dict[tuple[str, Layout], str] = field(default_factory=dict)  # event, none for what is there from the start
-    arriving: dict[str, list[str]] = field(default_factory=dict)  # by operator: events of pieces that come one by one
-    leaving: dict[str, list[str]] = field(default_factory=dict)  # by tensor: events of pieces that are made one by one
+    group_axes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    tensor_events: dict[tuple[str, Layout], str] = field(
+        default_factory=dict
+    )  # event after which it is there; none for inputs
+    arriving_pieces: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # by consumer: events of shards that arrive one by one
+    produced_pieces: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # by tensor: events of chunks that are produced one by one
 
-    def pieces_after(self, program: tuple[Move | Compute, ...], number: int) -> str:
-        """Return the operator that uses the pieces of this move one by one, if its schedule says so."""
+    def piecewise_consumer(self, program: tuple[TensorMove | OperatorStep, ...], number: int) -> str:
+        """Return the consumer that uses the shards of this move as they arrive, or "" if its schedule does not."""
         move = program[number]
-        if not isinstance(move, Move) or not move.needed_by:
+        if not isinstance(move, TensorMove) or not move.consumer:
             return ""
-        schedule = self.problem.schedule.get(move.needed_by)
-        return move.needed_by if schedule is not None and schedule.kind in {"ring", "chunked"} else ""
+        schedule = self.problem.schedule.get(move.consumer)
+        return move.consumer if schedule is not None and schedule.kind in {"ring", "chunked"} else ""
 
-    def move(self, move: Move, *, pieces: str) -> None:
-        source = self.ready.get((move.tensor, move.source), "")
-        made = self.leaving.pop(move.tensor, [])
-        piecewise = len(made) == len(move.runs) > 1
-        if source and move.runs and not piecewise:
-            self.code.wait(COMM, source)
-        event = source
-        for number, one in enumerate(move.runs):
+    def add_move(self, move: TensorMove, *, piecewise_consumer: str) -> None:
+        source_event = self.tensor_events.get((move.tensor, move.source), "")
+        produced = self.produced_pieces.pop(move.tensor, [])
+        piecewise = len(produced) == len(move.collectives) > 1
+        if source_event and move.collectives and not piecewise:
+            self.code.wait(COMM, source_event)
+        event = source_event
+        for number, collective in enumerate(move.collectives):
             if piecewise:
-                self.code.wait(COMM, made[number])
-            self._collective(one)
+                self.code.wait(COMM, produced[number])
+            self._add_collective(collective)
             event = self.code.record(COMM)
-            if pieces and one.kind in {PERMUTE, ALL_GATHER}:
-                self.arriving.setdefault(pieces, []).append(event)
-        self.ready[move.tensor, move.target] = event
+            if piecewise_consumer and collective.kind in {PERMUTE, ALL_GATHER}:
+                self.arriving_pieces.setdefault(piecewise_consumer, []).append(event)
+        self.tensor_events[move.tensor, move.target] = event
 
-    def compute(self, step: Compute) -> None:
+    def add_operator(self, step: OperatorStep) -> None:
         operator = self.problem.operators[step.operator]
         name = operator.result.name
-        pieces = self.arriving.pop(name, [])
+        pieces = self.arriving_pieces.pop(name, [])
         for operand, layout in step.option.operands:
-            event = self.ready.get((operand, layout), "")
+            event = self.tensor_events.get((operand, layout), "")
             if event and event not in pieces:
                 self.code.wait(COMPUTE, event)
-        for one in step.runs:  # statistics of pieces: between two passes over them
+        for collective in step.collectives:  # statistics, exchanged between two passes over the data
             self.code.after(COMM, COMPUTE)
-            self._collective(one)
+            self._add_collective(collective)
             self.code.after(COMPUTE, COMM)
         schedule = self.problem.schedule.get(name)
         if not operator.is_view:
             ring = schedule is not None and schedule.kind == "ring"
             parts = len(pieces) + int(ring) if pieces else (schedule.pieces if schedule is not None else 1)
-            cost = self._cost(operator, step.option)
+            cost = self._kernel_seconds(operator, step.option)
             for part in range(max(parts, 1)):
-                waited = part - int(ring)  # a ring starts on what the rank holds itself
+                waited = part - int(ring)  # a ring starts with the shard the rank already has
                 if pieces and waited >= 0:
                     self.code.wait(COMPUTE, pieces[waited])
-                self._launch(f"{name}.{part}" if parts > 1 else name, step.option, operator, cost / max(parts, 1))
+                self._add_kernel(f"{name}.{part}" if parts > 1 else name, step.option, operator, cost / max(parts, 1))
                 if parts > 1:
-                    self.leaving.setdefault(name, []).append(self.code.record(COMPUTE))
-        self.ready[name, step.option.result] = self.code.record(COMPUTE)
+                    self.produced_pieces.setdefault(name, []).append(self.code.record(COMPUTE))
+        self.tensor_events[name, step.option.result] = self.code.record(COMPUTE)
 
-    def _collective(self, one: Collective) -> None:
-        self.families.setdefault(one.mesh_dim, one.axes)
-        nbytes = one.bytes_out if one.kind == ALL_GATHER else one.bytes_in
-        op = {PERMUTE: "send_recv", ALL_TO_ALL_V: "all_to_all"}.get(one.kind, one.kind)
-        self.code.collective(op, one.mesh_dim, nbytes)
+    def _add_collective(self, collective: Collective) -> None:
+        self.group_axes.setdefault(collective.mesh_dim, collective.axes)
+        nbytes = collective.bytes_out if collective.kind == ALL_GATHER else collective.bytes_in
+        op = {PERMUTE: "send_recv", ALL_TO_ALL_V: "all_to_all"}.get(collective.kind, collective.kind)
+        self.code.collective(op, collective.mesh_dim, nbytes)
 
-    def _launch(self, name: str, option: Option, operator: Operator, seconds: float) -> None:
+    def _add_kernel(self, name: str, option: ShardingOption, operator: Operator, seconds: float) -> None:
         shape = local_shape(operator.result.shape, option.result, self.problem.mesh)
         self.code.launch(name, shape, operator.result.dtype)
         kind = self.cluster.slowest_kind
         self.kernels[name, shape, operator.result.dtype] = (Cost(seconds=seconds, sms=float(kind.sm_count)), 0.0)
 
-    def _cost(self, operator: Operator, option: Option) -> float:
+    def _kernel_seconds(self, operator: Operator, option: ShardingOption) -> float:
         dtype = _DTYPES.get(operator.result.dtype, operator.result.dtype)
         roofline = Roofline(gpu=self.cluster.slowest_kind, dtype=dtype, attention_kernel=ATTENTION_KERNEL)
-        return float(roofline.seconds(work_of(operator, option, self.problem)).item())
+        return float(roofline.seconds(operator_work(operator, option, self.problem)).item())
 
 
-def work_of(operator: Operator, option: Option, problem: Problem) -> Work:
-    """Return what an operator does on one rank: a product, attention, or bytes read and written."""
+def operator_work(operator: Operator, option: ShardingOption, problem: ShardingProblem) -> Work:
+    """Return the work of an operator on one rank: a matrix product, attention, or bytes read and written."""
     mesh, tensors = problem.mesh, problem.tensors
-    placed = dict(option.placed)
-    moved = prod(local_shape(operator.result.shape, option.result, mesh)) * DTYPE_BYTES[operator.result.dtype]
+    axis_specs = dict(option.axis_specs)
+    moved = prod(local_shape(operator.result.shape, option.result, mesh)) * ELEMENT_BYTES[operator.result.dtype]
     for name, layout in option.operands:
-        moved += prod(local_shape(tensors[name].shape, layout, mesh)) * DTYPE_BYTES[tensors[name].dtype]
+        moved += prod(local_shape(tensors[name].shape, layout, mesh)) * ELEMENT_BYTES[tensors[name].dtype]
 
     def size(axes: set[str]) -> int:
-        return prod(local_size(operator.sizes[axis], placed.get(axis, ()), mesh) for axis in axes)
+        return prod(local_size(operator.sizes[axis], axis_specs.get(axis, ()), mesh) for axis in axes)
 
     parts = [{axis for dim in dims for axis in dim} for _, dims in operator.operands]
     result = {axis for dim in operator.dims for axis in dim}
     if operator.kind == "attention" and len(parts) == 3:
         query, key, _ = parts
         rows, keys = query - key, key - query
-        width = (query & key) & operator.whole  # what each score sums over
+        width = (query & key) & operator.unsharded  # the head dim
         m, n, k, heads = size(rows), size(keys), size(width), size((query & key) - width)
         return Work(
             kind=WorkKind.ATTENTION, name="attn", flops=4.0 * m * n * k * heads, bytes=moved, batch=heads, m=m, n=n, k=k

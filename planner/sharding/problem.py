@@ -1,6 +1,6 @@
-"""A question: a mesh, operators over tensors, the placements that are given, and those that are wanted.
+"""Parse a sharding case: a mesh, operators over tensors, the placements of inputs, and the placements that are pinned.
 
-Files are untrusted: sizes are bounded, texts are parsed and never run, and unknown keys are named in an error.
+Files are untrusted: sizes are bounded, formulas are parsed and never run, and unknown keys are an error.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ from typing import Any
 
 import msgspec
 
-from planner.sharding.collectives import DTYPE_BYTES
-from planner.sharding.layout import REDUCERS, Layout, layout_of, tokens_of, trimmed
-from planner.sharding.mesh import Mesh, Refined, mesh_of, refined
-from planner.sharding.operator import Operator, Tensor, operators_of
-from planner.sharding.routing import Routing, routings_of
-from planner.sharding.schedule import Schedule, schedule_of
-from planner.sharding.stages import Stages, stage_axis, stages_of, tokens_without, without_axis
+from planner.sharding.layouts.layout import REDUCERS, Layout, normalize_spec, parse_placements, placements_of
+from planner.sharding.layouts.mesh import Mesh, SplitMesh, make_mesh, split_mesh
+from planner.sharding.operators.operator import Operator, Tensor, parse_operators
+from planner.sharding.pipeline_stages import (
+    PipelineStages,
+    mesh_without_axis,
+    parse_stage_axis,
+    parse_stages,
+    placements_without_stage_axis,
+)
+from planner.sharding.schedule import Schedule, parse_schedule
+from planner.sharding.token_routing import TokenRouting, parse_routings
+from simulator.config.runtime import ELEMENT_BYTES
 from topology.errors import BadInput
 
 MAX_CASES = 2000
@@ -35,7 +41,7 @@ class _MeshText(msgspec.Struct, forbid_unknown_fields=True):
     split: dict[str, dict[str, int]] = {}
 
 
-class _NamedText(msgspec.Struct, forbid_unknown_fields=True):
+class _NamedLayoutText(msgspec.Struct, forbid_unknown_fields=True):
     axes: dict[str, list[str | int]] = {}
     partial: dict[str, str] = {}
 
@@ -45,17 +51,17 @@ class _TensorText(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str = "bf16"
     axes: list[str] = []
     placements: list[str] | None = None
-    named: _NamedText | None = None
+    named: _NamedLayoutText | None = None
 
 
-# What may stand beside a question and is not read: prose, and what its source expects of an answer.
-BESIDE = frozenset(
+# Keys of a case that are allowed and not read: prose, and the answer that its source expects.
+IGNORED_KEYS = frozenset(
     ["group", "kind", "title", "notes", "note", "source", "extra", "plan", "reference", "alternatives", "verified"]
 ) | {"expect", "expected_collectives", "expected_ring_send_bytes_per_rank"}
 
 
 class CaseText(msgspec.Struct):
-    """A case as written."""
+    """A case as written in the file."""
 
     id: str
     mesh: _MeshText
@@ -71,26 +77,26 @@ class CaseText(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """A case understood. `given` has a layout for every input that is placed, `pins` for results that must be.
+class ShardingProblem:
+    """A parsed case: `input_layouts` of the inputs that have placements, `pins` for results whose layout is prescribed.
 
-    `mesh` is that of one stage where there are stages.
+    Where there are pipeline stages, `mesh` is the mesh of one stage.
     """
 
     mesh: Mesh
     tensors: Mapping[str, Tensor]
     inputs: tuple[str, ...]
     operators: tuple[Operator, ...]
-    given: Mapping[str, Layout]
+    input_layouts: Mapping[str, Layout]
     pins: Mapping[str, Layout]
     policy: str | None = None
     schedule: Mapping[str, Schedule] = field(default_factory=dict)
-    stages: Stages | None = None
-    routed: Mapping[str, Routing] = field(default_factory=dict)
+    stages: PipelineStages | None = None
+    routed: Mapping[str, TokenRouting] = field(default_factory=dict)
 
 
-def case_texts(data: Any, *, where: str) -> list[dict[str, Any]]:
-    """Return the cases of a file: a list of them, an object with `cases`, or one case. Raises BadInput."""
+def split_cases(data: Any, *, where: str) -> list[dict[str, Any]]:
+    """Return the cases of a file: a list, an object with a list `cases`, or one case. Raises BadInput."""
     cases = data.get("cases", [data]) if isinstance(data, dict) else data
     if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
         raise BadInput(
@@ -107,16 +113,16 @@ def case_texts(data: Any, *, where: str) -> list[dict[str, Any]]:
     return cases
 
 
-def unread(data: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a case that nobody knows: a misspelt one would otherwise be a setting ignored."""
-    return [key for key in data if key not in BESIDE and key not in CaseText.__struct_fields__]
+def unknown_keys(data: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a case that are not part of the format."""
+    return [key for key in data if key not in IGNORED_KEYS and key not in CaseText.__struct_fields__]
 
 
-def problem_of(data: Mapping[str, Any]) -> Problem:
-    """Return the problem that a case states. Raises BadInput where it states none."""
-    if strange := unread(data):
+def parse_problem(data: Mapping[str, Any]) -> ShardingProblem:
+    """Parse a case. Raises BadInput."""
+    if unknown := unknown_keys(data):
         raise BadInput(
-            f"a sharding case has no {', '.join(repr(key[:40]) for key in strange[:4])}",
+            f"a sharding case has no {', '.join(repr(key[:40]) for key in unknown[:4])}",
             why="a misspelt key would otherwise be ignored silently",
             remedy="remove or rename it; examples/sharding/README.md lists them",
         )
@@ -124,16 +130,16 @@ def problem_of(data: Mapping[str, Any]) -> Problem:
         case = msgspec.convert(data, CaseText, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
         raise BadInput("not a sharding case", why=str(error), remedy="see examples/sharding/README.md") from error
-    fine = refined(mesh_of(case.mesh.names, case.mesh.shape), case.mesh.split)
-    everything = fine.mesh
-    axis = None if case.stages is None else stage_axis(case.stages, everything)
-    mesh = everything if axis is None else without_axis(everything, axis)
+    split = split_mesh(make_mesh(case.mesh.names, case.mesh.shape), case.mesh.split)
+    full_mesh = split.mesh
+    stage_axis = None if case.stages is None else parse_stage_axis(case.stages, full_mesh)
+    mesh = full_mesh if stage_axis is None else mesh_without_axis(full_mesh, stage_axis)
 
-    def placed(tokens: list[str], name: str) -> Layout:
-        tokens = fine.tokens(tokens)
-        if axis is not None:
-            tokens = tokens_without(tokens, everything.names.index(axis), everything, of=name)
-        return layout_of(tokens, tensors[name].shape, mesh, of=name)
+    def parse_layout(tokens: list[str], name: str) -> Layout:
+        tokens = split.expand_placements(tokens)
+        if stage_axis is not None:
+            tokens = placements_without_stage_axis(tokens, full_mesh.names.index(stage_axis), full_mesh, of=name)
+        return parse_placements(tokens, tensors[name].shape, mesh, of=name)
 
     if len(case.ops) > MAX_OPERATORS or len(case.inputs) > MAX_TENSORS:
         raise BadInput(
@@ -145,80 +151,82 @@ def problem_of(data: Mapping[str, Any]) -> Problem:
     if policy is not None and policy not in POLICIES:
         raise BadInput(f"unknown policy {policy[:40]!r}", remedy=f"one of {', '.join(POLICIES)}, or none")
     tensors: dict[str, Tensor] = {}
-    given: dict[str, Layout] = {}
+    input_layouts: dict[str, Layout] = {}
     for name, text in case.inputs.items():
-        tensors[name] = _tensor(name, text)
+        tensors[name] = _parse_tensor(name, text)
         if text.placements is not None:
-            given[name] = placed(text.placements, name)
+            input_layouts[name] = parse_layout(text.placements, name)
         elif text.named is not None or case.axis_map:
-            given[name] = _by_names(tensors[name], text.named or _mapped(case.axis_map, text.axes), fine, mesh)
+            input_layouts[name] = _parse_named_layout(
+                tensors[name], text.named or _layout_text_from_map(case.axis_map, text.axes), split, mesh
+            )
     operators: list[Operator] = []
     for text_of_op in case.ops:
-        for operator in operators_of(text_of_op, tensors, case.axes):
-            _bounded(operator.result)
+        for operator in parse_operators(text_of_op, tensors, case.axes):
+            _check_size(operator.result)
             tensors[operator.result.name] = operator.result
             operators.append(operator)
     pins = {}
     for name, tokens in case.pins.items():
         if name not in tensors:
             raise BadInput(f"{name[:60]!r} is pinned, and no operator makes it", remedy="pin a tensor of the graph")
-        pins[name] = placed(tokens, name)
-        if name in case.inputs and given.setdefault(name, pins[name]) != pins[name]:
-            raise BadInput(f"{name} is given as {given[name]} and pinned to {pins[name]}", remedy="say it once")
-    return Problem(
+        pins[name] = parse_layout(tokens, name)
+        if name in case.inputs and input_layouts.setdefault(name, pins[name]) != pins[name]:
+            raise BadInput(f"{name} is given as {input_layouts[name]} and pinned to {pins[name]}", remedy="say it once")
+    return ShardingProblem(
         mesh=mesh,
         tensors=tensors,
         inputs=tuple(case.inputs),
         operators=tuple(operators),
-        given=given,
+        input_layouts=input_layouts,
         pins={name: layout for name, layout in pins.items() if name not in case.inputs},
         policy=policy,
-        schedule={name: schedule_of(name, value, tensors) for name, value in case.schedule.items()},
-        stages=None if axis is None else stages_of(case.stages, everything, operators),
-        routed=routings_of(case.routed, mesh, frozenset(operator.result.name for operator in operators)),
+        schedule={name: parse_schedule(name, value, tensors) for name, value in case.schedule.items()},
+        stages=None if stage_axis is None else parse_stages(case.stages, full_mesh, operators),
+        routed=parse_routings(case.routed, mesh, frozenset(operator.result.name for operator in operators)),
     )
 
 
-def _mapped(axis_map: Mapping[str, str | list[str]], axes: list[str]) -> _NamedText:
-    """Return the layout of a tensor from the map for all tensors, as Haliax has it: {axis: mesh axis or several}."""
+def _layout_text_from_map(axis_map: Mapping[str, str | list[str]], axes: list[str]) -> _NamedLayoutText:
+    """Return the layout of a tensor from a Haliax-like map for all tensors: {axis: mesh axis, or several}."""
     cuts = {axis: axis_map[axis] for axis in axes if axis in axis_map}
-    return _NamedText(axes={axis: [over] if isinstance(over, str) else [*over] for axis, over in cuts.items()})
+    return _NamedLayoutText(axes={axis: [over] if isinstance(over, str) else [*over] for axis, over in cuts.items()})
 
 
-def _by_names(tensor: Tensor, named: _NamedText, fine: Refined, mesh: Mesh) -> Layout:
-    """Return the layout that axes by name say. Raises BadInput."""
-    cuts = {
-        axis: tuple(part for item in items for part in (fine.named(item) if isinstance(item, str) else (item,)))
-        for axis, items in named.axes.items()
+def _parse_named_layout(tensor: Tensor, named: _NamedLayoutText, split: SplitMesh, mesh: Mesh) -> Layout:
+    """Parse a layout given by axis names. Raises BadInput."""
+    specs = {
+        axis: tuple(part for item in spec for part in (split.parts_of(item) if isinstance(item, str) else (item,)))
+        for axis, spec in named.axes.items()
     }
-    partial = {part: reducer for axis, reducer in named.partial.items() for part in fine.named(axis)}
-    used = [item for items in cuts.values() for item in items if isinstance(item, str)] + list(partial)
-    strange = [axis for axis in cuts if tensor.axes.count(axis) != 1] or [a for a in used if a not in mesh.names]
-    if strange or len(set(used)) != len(used) or not set(partial.values()) <= set(REDUCERS):
+    partial = {part: reducer for axis, reducer in named.partial.items() for part in split.parts_of(axis)}
+    used = [item for spec in specs.values() for item in spec if isinstance(item, str)] + list(partial)
+    misplaced = [axis for axis in specs if tensor.axes.count(axis) != 1] or [a for a in used if a not in mesh.names]
+    if misplaced or len(set(used)) != len(used) or not set(partial.values()) <= set(REDUCERS):
         raise BadInput(
-            f"{tensor.name}: the axes {strange or used} cannot be placed so",
+            f"{tensor.name}: the axes {misplaced or used} cannot be placed so",
             why="an axis is one of the tensor's, and each mesh axis is used once",
             remedy='{"axes": {"f": ["tp"]}, "partial": {}}',
         )
-    dims = tuple(trimmed(cuts.get(axis, ())) for axis in tensor.axes) or ((),) * len(tensor.shape)
+    dims = tuple(normalize_spec(specs.get(axis, ())) for axis in tensor.axes) or ((),) * len(tensor.shape)
     pending = tuple((axis, partial[axis]) for axis in mesh.names if axis in partial)
-    written = Layout(dims, pending)
-    return layout_of(tokens_of(written, mesh), tensor.shape, mesh, of=tensor.name)
+    layout = Layout(dims, pending)
+    return parse_placements(placements_of(layout, mesh), tensor.shape, mesh, of=tensor.name)
 
 
-def _tensor(name: str, text: _TensorText) -> Tensor:
+def _parse_tensor(name: str, text: _TensorText) -> Tensor:
     if not name.isidentifier() or len(name) > 64:
         raise BadInput(f"{name[:64]!r} is no name for a tensor", remedy="letters, digits and _")
-    if text.dtype not in DTYPE_BYTES:
-        raise BadInput(f"{name}: unknown dtype {text.dtype[:20]!r}", remedy=f"one of {', '.join(DTYPE_BYTES)}")
+    if text.dtype not in ELEMENT_BYTES:
+        raise BadInput(f"{name}: unknown dtype {text.dtype[:20]!r}", remedy=f"one of {', '.join(ELEMENT_BYTES)}")
     if text.axes and len(text.axes) != len(text.shape):
         raise BadInput(f"{name} has {len(text.shape)} dims and {len(text.axes)} axes", remedy="one name per dim")
     found = Tensor(name=name, shape=tuple(text.shape), dtype=text.dtype, axes=tuple(text.axes))
-    _bounded(found)
+    _check_size(found)
     return found
 
 
-def _bounded(tensor: Tensor) -> None:
+def _check_size(tensor: Tensor) -> None:
     if any(size < 1 for size in tensor.shape) or prod(tensor.shape) > MAX_ELEMENTS or len(tensor.shape) > MAX_DIMS:
         raise BadInput(
             f"{tensor.name} has shape {list(tensor.shape)[:MAX_DIMS]}",

@@ -13,9 +13,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from simulator.async_overlap import ASYNC, partials_bytes
-from simulator.costs import Cost
-from simulator.layer_cost import (
+from simulator.closed_form.layer_cost import (
     WEIGHT_GRADIENT,
     CostContext,
     copy_hop_s,
@@ -24,13 +22,15 @@ from simulator.layer_cost import (
     saved_bytes,
     tensors_bytes,
 )
+from simulator.closed_form.step_cost import again_host_s
+from simulator.kernels.operators import OperatorSpec, Work, WorkKind, active_rows, backward_work, forward_work
 from simulator.lowering.pairing import async_pairs, site_pairs
 from simulator.lowering.steps import AsyncStep, KernelStep, RingStep, SiteStep, Step, TransferStep, summed
-from simulator.operators import OperatorSpec, Work, WorkKind, active_rows, backward_work, forward_work
-from simulator.recomputation import run_again
-from simulator.runtime_library import RecomputeSpec
-from simulator.site_costs import SITE_MODES, product_of
-from simulator.step_cost import again_host_s
+from simulator.overlap.site_costs import SITE_MODES, product_of
+from simulator.overlap.torch_async import ASYNC, partials_bytes
+from simulator.program.cost_model import Cost
+from simulator.runtimes.library import RecomputeSpec
+from simulator.runtimes.recomputation import run_again
 
 
 class Detail(StrEnum):

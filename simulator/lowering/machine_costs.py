@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from simulator.collectives import CollectiveCost, CollectiveModel
-from simulator.costs import Cost, GpuLimits, LinkUse, Ranks
+from simulator.collectives.cost import CollectiveCost, CollectiveModel
+from simulator.kernels.roofline import efficiency
 from simulator.lowering.steps import KernelKey
 from simulator.lowering.writing import PEER_COPY, launch_key
-from simulator.program import Collective, Copy, Instruction, Kernel, Launch, Recv, Send
-from simulator.roofline import efficiency
+from simulator.program.cost_model import Cost, GpuLimits, LinkUse, Ranks
+from simulator.program.program import Collective, Copy, Instruction, Kernel, Launch, Recv, Send
 from topology.cluster import Cluster
-from topology.groups import GroupShape
+from topology.rates.groups import GroupShape
 
 # Which share of what a collective's ranks send through their ports each of them carries, per byte of the buffer.
 TRAFFIC: dict[str, Callable[[int], float]] = {

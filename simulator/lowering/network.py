@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from simulator.layer_cost import CostContext
+from simulator.closed_form.layer_cost import CostContext
+from simulator.closed_form.memory import Parameters, head_peak_bytes, local_parameters, placeholder_bytes
+from simulator.closed_form.overlap_memory import symmetric_bytes
+from simulator.closed_form.step_cost import layer_host_s
+from simulator.config.model import Model
 from simulator.lowering.block_code import BlockCode, block_code
 from simulator.lowering.sharded_data import Unit
-from simulator.memory import Parameters, head_peak_bytes, local_parameters, placeholder_bytes
-from simulator.model import Model
-from simulator.overlap_memory import symmetric_bytes
-from simulator.runtime_library import ModelOperators, RecomputeSpec
-from simulator.stages import stage_layers
-from simulator.step_cost import FORWARD_SHARE, layer_host_s
+from simulator.pipeline.stages import stage_layers
+from simulator.runtimes.library import ModelOperators, RecomputeSpec
 
 StageUnits = Sequence[tuple[Unit, BlockCode]]
 
@@ -48,7 +48,8 @@ class Network:
                 )
             word = plan.recompute_per_stage[stage] if plan.recompute_per_stage else plan.recompute
             units += [self._layer(index, word) for index in range(layer, layer + count)]
-            self._kinds.append(frozenset("dense" if self._is_dense(i) else "moe" for i in range(layer, layer + count)))
+            held = model.layer_kinds[layer : layer + count]
+            self._kinds.append(frozenset("moe" if kind.sparse else "dense" for kind in held))
             layer += count
             if stage == len(counts) - 1:
                 units.append((self._unit("head", self.parameters.head), self._block("head")))
@@ -60,13 +61,10 @@ class Network:
         every = round(1 / mode.layers)
         wrapped = bool(mode.recomputes) and index % every == every - 1
         p, name = self.parameters, f"layer {index}"
-        if self._is_dense(index):
+        if not self.model.layer_kinds[index].sparse:
             return self._unit(name, p.dense_layer, wrapped=wrapped), self._block("dense", word, wrapped=wrapped)
         unit = self._unit(name, p.moe_layer, p.experts, wrapped=wrapped)
         return unit, self._block("moe", word, wrapped=wrapped)
-
-    def _is_dense(self, index: int) -> bool:
-        return self.model.moe is None or index < self.model.dense_layers
 
     def placeholder_bytes(self, stages: Sequence[int]) -> float:
         """Return the bytes of weight gradients that nobody fills on a rank that holds `stages`."""
@@ -97,7 +95,7 @@ class Network:
     def _new_block(self, name: str, word: str, *, wrapped: bool) -> BlockCode:
         layer = name in {"dense", "moe"}
         host = self.context.spec.host
-        added = float(layer_host_s(host, self.context.table)[0])
+        forward_s, backward_s = (float(seconds[0]) for seconds in layer_host_s(host, self.context.table))
         operators = {
             "dense": self.operators.dense_layer,
             "moe": self.operators.moe_layer,
@@ -110,8 +108,8 @@ class Network:
             operators,
             self.context.in_layers if layer else self.context,
             mode,
-            host_forward_s=host.forward_layer_s + FORWARD_SHARE * added if layer else 0.0,
-            host_backward_s=host.backward_layer_s + (1 - FORWARD_SHARE) * added if layer else 0.0,
+            host_forward_s=forward_s if layer else 0.0,
+            host_backward_s=backward_s if layer else 0.0,
         )
         if name == "head":
             # The loss turning round: what is alive together then, beyond what the head saves.

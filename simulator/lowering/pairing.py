@@ -1,19 +1,19 @@
 """Which kernels and collectives of a block run beside each other, joined into single steps.
 
 Our own modes: every gather with the products that read what it gathers, every scatter with those whose results add up to
-what it scatters, as the closed form pairs them (`simulator.site_costs`). They are moved next to each other, as the executor
-runs them. torch's graph pass takes what is next to a collective only (`simulator.async_overlap`).
+what it scatters, as the closed form pairs them (`simulator.overlap.site_costs`). They are moved next to each other, as the executor
+runs them. torch's graph pass takes what is next to a collective only (`simulator.overlap.torch_async`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from simulator.async_overlap import ASYNC
-from simulator.costs import Cost
-from simulator.layer_cost import CostContext
+from simulator.closed_form.layer_cost import CostContext
 from simulator.lowering.steps import AsyncStep, KernelStep, SiteStep, Step, TransferStep, summed
-from simulator.site_costs import SITE_MODES, Products, pair_issue_s, pair_s, parts_of
+from simulator.overlap.site_costs import SITE_MODES, Products, pair_issue_s, pair_s, parts_of
+from simulator.overlap.torch_async import ASYNC
+from simulator.program.cost_model import Cost
 
 # --- modes of the executor ------------------------------------------------------------------------------------------
 

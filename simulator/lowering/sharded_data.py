@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from simulator.costs import Cost
 from simulator.lowering.steps import KernelStep
 from simulator.lowering.writing import StepWriter
-from simulator.program import COMPUTE, CodeWriter
+from simulator.program.cost_model import Cost
+from simulator.program.program import COMPUTE, CodeWriter
 
 STREAM = "fsdp comm"
 REPLICAS = "replicate comm"

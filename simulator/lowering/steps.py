@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from simulator.async_overlap import extra_calls, launch_s, together_s
-from simulator.costs import Cost
-from simulator.site_costs import Products
+from simulator.overlap.site_costs import Products
+from simulator.overlap.torch_async import extra_calls, launch_s, together_s
+from simulator.program.cost_model import Cost
 
 KernelKey = tuple[str, tuple[int, ...], str]
 

@@ -11,36 +11,27 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from simulator.calibration import calibrated_host, roofline_of
-from simulator.calibration_fit import calibrated
-from simulator.closed_form import spelled
-from simulator.collectives import collective_model
-from simulator.costs import Cost
-from simulator.data_parallel import has_replicas, update_bytes
-from simulator.group_times import GroupTimes
-from simulator.layer_cost import CostContext
+from simulator.closed_form.data_parallel import has_replicas, update_bytes
+from simulator.closed_form.estimates import calibrated_operators, cost_context, spelled
+from simulator.closed_form.layer_cost import CostContext
+from simulator.closed_form.memory import State, between_stages_bytes, state_bytes
+from simulator.closed_form.scenario import Scenario
+from simulator.closed_form.step_cost import NORM_BYTES, host_synchronizes, loaded_tokens
+from simulator.columns.plan_table import plan_table
+from simulator.config.plan import Plan
+from simulator.config.runtime import DTYPE_BYTES
 from simulator.lowering.block_code import BlockCode, Detail, merged
 from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.network import Network, StageUnits
 from simulator.lowering.sharded_data import DataTraffic, DataWriter, Unit
 from simulator.lowering.steps import KernelStep, Step
 from simulator.lowering.writing import StepWriter
-from simulator.memory import State, between_stages_bytes, state_bytes
-from simulator.model import Model
-from simulator.overlap_samples import sites_of
-from simulator.pipeline import peak_in_flight, pipeline_program
-from simulator.plan import Plan
-from simulator.plan_table import axis_sizes, plan_table, windowed_share
-from simulator.program import COMPUTE, CodeWriter, Groups, Program
-from simulator.runtime import DTYPE_BYTES, Runtime
-from simulator.runtime_library import operators_for, wraps_one
-from simulator.schedule_tables import build_schedule
-from simulator.schedules import Action, Kind, Schedule
-from simulator.site_costs import SiteRates
-from simulator.step_cost import NORM_BYTES, loaded_tokens
-from simulator.workload import Workload
-from topology.cluster import Cluster
-from topology.profile import Profile
+from simulator.pipeline.schedule_program import peak_in_flight, pipeline_program
+from simulator.pipeline.schedule_tables import build_schedule
+from simulator.pipeline.schedules import Action, Kind, Schedule, default_schedule
+from simulator.program.cost_model import Cost
+from simulator.program.program import COMPUTE, CodeWriter, Groups, Program
+from simulator.runtimes.library import operators_for, wraps_one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,75 +43,45 @@ class Lowered:
     schedule: Schedule
 
 
-def lower_training(
-    model: Model,
-    cluster: Cluster,
-    workload: Workload,
-    plan: Plan,
-    runtime: Runtime,
-    *,
-    detail: Detail = Detail.LAYER,
-    profile: Profile | None = None,
-    clocks: float = 1.0,
-) -> Lowered:
+def lower_training(scenario: Scenario, plan: Plan, *, detail: Detail = Detail.LAYER, clocks: float = 1.0) -> Lowered:
     """Return the program of one training step. Raises BadPlan for a schedule or recompute word that does not exist.
 
     `clocks` multiplies kernel times, as the closed form found for the step as a whole (`EstimateTable.clocks`).
     """
-    return _Lowering(model, cluster, workload, plan, runtime, detail, profile, clocks).lower()
+    return _Lowering(scenario, plan, detail, clocks).lower()
 
 
-def plan_context(
-    model: Model,
-    cluster: Cluster,
-    workload: Workload,
-    plan: Plan,
-    runtime: Runtime,
-    profile: Profile | None = None,
-) -> CostContext:
+def plan_context(scenario: Scenario, plan: Plan) -> CostContext:
     """Return what the costs of a single plan depend on: the closed form's context, with one row."""
-    calibration = calibrated(profile, cluster)
-    spec = calibrated_host(operators_for(model, runtime).spec, calibration, compiled=runtime.compile)
+    operators = calibrated_operators(scenario)
     table = plan_table(
-        [spelled(plan, runtime)], workload, cp_method=spec.context_parallel, wraps_one=wraps_one(spec, runtime)
+        [spelled(plan, scenario.runtime)],
+        scenario.workload,
+        cp_method=operators.spec.context_parallel,
+        wraps_one=wraps_one(operators.spec, scenario.runtime),
     )
-    return CostContext(
-        table=table,
-        sizes=axis_sizes(model, workload, table),
-        roofline=roofline_of(cluster, runtime, spec, calibration, windowed=windowed_share(model, workload.seq_len)),
-        groups=GroupTimes(cluster, table, collective_model(cluster, profile)),
-        runtime=runtime,
-        spec=spec,
-        site=sites_of(profile, cluster) if table.overlap_modes else SiteRates(),
-    )
+    return cost_context(scenario, table, operators)
 
 
 class _Lowering:
-    def __init__(
-        self,
-        model: Model,
-        cluster: Cluster,
-        workload: Workload,
-        plan: Plan,
-        runtime: Runtime,
-        detail: Detail,
-        profile: Profile | None,
-        clocks: float = 1.0,
-    ) -> None:
-        self.model, self.cluster, self.runtime, self.detail = model, cluster, runtime, detail
-        context = plan_context(model, cluster, workload, plan, runtime, profile)
+    def __init__(self, scenario: Scenario, plan: Plan, detail: Detail, clocks: float = 1.0) -> None:
+        self.model, self.cluster, self.runtime, self.detail = scenario.model, scenario.cluster, scenario.runtime, detail
+        context = plan_context(scenario, plan)
         busy = replace(context.roofline, busy=context.roofline.busy * clocks)
         self.context = replace(context, roofline=busy)
         self.plan = self.context.table.plans[0]
         self.spec = self.context.spec
+        self.synchronizes = bool(host_synchronizes(self.spec.host, self.context.table)[0])
         self.schedule = build_schedule(
-            self.plan.schedule or "1F1B",
+            self.plan.schedule or default_schedule(self.plan.virtual_stages),
             ranks=self.plan.pp,
-            micro_batches=self.plan.micro_batches(workload.global_batch_size),
+            micro_batches=self.plan.micro_batches(scenario.workload.global_batch_size),
             stages_per_rank=self.plan.virtual_stages,
         )
         self.in_flight = peak_in_flight(self.schedule)
-        self.network = Network(model, operators_for(model, runtime), self.context, collapse=detail is Detail.STAGE)
+        self.network = Network(
+            self.model, operators_for(self.model, self.runtime), self.context, collapse=detail is Detail.STAGE
+        )
         self.steps = StepWriter()
         self.traffic = self._traffic()
         self.message_bytes = self._message_bytes()
@@ -217,7 +178,7 @@ class _Lowering:
             self._forward(code, data, units, action)
         else:
             self._backward(code, data, units, action)
-        if self.spec.host.synchronizes:
+        if self.synchronizes:
             code.synchronize(COMPUTE)
 
     def _forward(self, code: CodeWriter, data: DataWriter, units: StageUnits, action: Action) -> None:
@@ -279,6 +240,7 @@ class _Lowering:
     def _end(self, code: CodeWriter, data: DataWriter, rank: int) -> None:
         """Join what is under way, sum the gradient norm over all that share it, and update."""
         units, table = self._units(rank), self.context.table
+        code.host_work("rest", self.spec.host.rest_s)
         data.finish(units)
         for family, stream in (("dp", "dp norm"), ("tp", "tp comm"), ("pp", "pp norm")):
             if len(self._groups()[family][0] if family in self._groups() else ()) > 1:

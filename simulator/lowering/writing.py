@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from simulator.costs import Cost
 from simulator.lowering.steps import AsyncStep, KernelKey, KernelStep, RingStep, SiteStep, Step, TransferStep
-from simulator.program import COMPUTE, CodeWriter, Launch
+from simulator.program.cost_model import Cost
+from simulator.program.program import COMPUTE, CodeWriter, Launch
 
 PEER_COPY = "peer"  # a copy engine reads a shard from another GPU of the node
 

@@ -10,7 +10,7 @@ there and take the place of those that another host's profile holds, every plan 
 Hosts differ by 10 % a launch, and the machine that is lent changes.
 
 OUT holds a plan file and a run's directory for each plan (tests/bench/plan_sets.py); the plan file has the prediction,
-and nothing that is run can change it. Plans of as many ranks share processes (`executor.apply_many`). What there is no
+and nothing that is run can change it. Plans of as many ranks share processes (`executor.run.apply_many`). What there is no
 time for is said to be not run. `--pack` keeps reports and traces in one archive.
 """
 
@@ -25,32 +25,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from simulator.fitting import calibration_fit
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from executor.apply_many import Run, read_run, run_many  # noqa: E402 - the path comes first
-from planner.apply_question import Question, cuda_question, job_question  # noqa: E402
-from planner.calibrate_process import calibrate  # noqa: E402
-from planner.calibration_request import runtime_request, spread_request  # noqa: E402
-from planner.costs import cost_table  # noqa: E402
-from planner.plan_file import PlanFile, load_plan, plan_file, save_plan  # noqa: E402
-from planner.run_report import load_run  # noqa: E402
-from planner.runs_store import plan_words  # noqa: E402
-from simulator.kernel_samples import UPDATES  # noqa: E402 - as above
-from simulator.model import Model  # noqa: E402
-from simulator.plan import Plan  # noqa: E402
-from simulator.runtime import Runtime  # noqa: E402
-from simulator.workload import Workload  # noqa: E402
+from executor.run.apply_many import Run, read_run, run_many  # noqa: E402 - the path comes first
+from planner.calibrate.calibrate_process import calibrate  # noqa: E402
+from planner.calibrate.calibration_request import runtime_request, typical_request  # noqa: E402
+from planner.question.plan_file import PlanFile, load_plan, plan_file, save_plan  # noqa: E402
+from planner.question.question import question_of  # noqa: E402
+from planner.runs.planned_run import PlannedRun, cuda_run, job_run  # noqa: E402
+from planner.runs.run_report import load_run  # noqa: E402
+from planner.runs.runs_store import plan_words  # noqa: E402
+from simulator.calibration.kernel_samples import UPDATES  # noqa: E402 - as above
+from simulator.config.model import Model  # noqa: E402
+from simulator.config.plan import Plan  # noqa: E402
+from simulator.config.runtime import Runtime  # noqa: E402
+from simulator.config.workload import Workload  # noqa: E402
 from tests.bench.plan_sets import AXES, SETS, Asked, plans  # noqa: E402
 from topology import codec  # noqa: E402
+from topology.catalog.cluster_file import load_cluster  # noqa: E402
+from topology.catalog.platform import take_gpus  # noqa: E402
 from topology.cluster import Cluster  # noqa: E402
-from topology.cluster_file import load_cluster  # noqa: E402
 from topology.errors import PlannerError  # noqa: E402
-from topology.health import diagnose  # noqa: E402
-from topology.platform import take_gpus  # noqa: E402
-from topology.probe_machine import probe_machine  # noqa: E402
-from topology.profile import Profile, read_profile  # noqa: E402
-from topology.profile_store import merge  # noqa: E402
+from topology.health.diagnose import diagnose  # noqa: E402
+from topology.probe.from_machine import probe_machine  # noqa: E402
+from topology.profile.profile import Profile, read_profile  # noqa: E402
+from topology.profile.store import merge  # noqa: E402
 
 WARM_UP = 2
 
@@ -61,17 +63,11 @@ WARM_UP = 2
 def write_plan(name: str, asked: Asked, cluster: Cluster, profile: Profile | None, folder: Path) -> None:
     """Predict one plan and save it; the plan file holds the prediction."""
     runtime = Runtime(name="meshwright", compile=asked.compiled)
-    table = cost_table(asked.network, cluster, asked.workload, [asked.plan], runtime, profile)
-    content = plan_file(
-        plan=asked.plan,
-        estimate=table.estimate(0),
-        model=asked.network,
-        cluster=cluster,
-        workload=asked.workload,
-        runtime=runtime,
-        framework="meshwright",
-        profile=profile,
+    known = calibration_fit.calibrated(profile, cluster)
+    question = question_of(
+        asked.network, cluster, asked.workload, framework="meshwright", runtime=runtime, calibration=known
     )
+    content = plan_file(question, asked.plan, question.estimate([asked.plan]).estimate(0))
     save_plan(content, folder / f"{name}.plan.json", force=True)
 
 
@@ -99,7 +95,7 @@ def calibrated(folder: Path, options: argparse.Namespace) -> str:
     request = runtime_request("meshwright", gpus=SETS[options.set])
     # Compiling takes longer than all other layers together: what there is no time for comes last.
     layers = sorted(request.layers, key=lambda one: bool(one["runtime"]["compile"]))
-    updates = tuple(one for one in spread_request().operators if one["name"] in UPDATES)
+    updates = tuple(one for one in typical_request().operators if one["name"] in UPDATES)
     folder.mkdir(parents=True, exist_ok=True)
     found = calibrate(
         replace(
@@ -133,10 +129,10 @@ def calibrated(folder: Path, options: argparse.Namespace) -> str:
 
 def small_layer(one: dict[str, Any]) -> dict[str, Any]:
     """Return a layer to be run on a CPU, for a rehearsal."""
-    from executor.verify import shrink, small_workload
+    from executor.verify.plans import small_model, small_workload
 
     plan = codec.convert(one["plan"], Plan, where="request")
-    model = shrink(codec.convert(one["model"], Model, where="request"), plan)
+    model = small_model(codec.convert(one["model"], Model, where="request"), plan)
     workload = small_workload(plan, codec.convert(one["workload"], Workload, where="request"))
     return {**one, "model": codec.to_builtins(model), "workload": codec.to_builtins(workload)}
 
@@ -169,25 +165,25 @@ def requests(folder: Path, only: str, steps: int, budget_s: float, device: str) 
     return runs
 
 
-def checked(content: PlanFile, here: Cluster) -> Question:
+def checked(content: PlanFile, here: Cluster) -> PlannedRun:
     """Return the run that `planner apply --allow-busy` would make; what its checks say against it is only told here."""
     try:
-        return cuda_question(content, here, diagnose(here), allow_busy=True)
+        return cuda_run(content, here, diagnose(here), allow_busy=True)
     except PlannerError as error:
         print(f"warning: {error}", flush=True)
-        return job_question(content)
+        return job_run(content)
 
 
 def on_cpu(content: PlanFile) -> dict[str, Any]:
     """Return a small stand-in of a plan's run on gloo processes: a rehearsal, which measures nothing."""
-    from executor.verify import shrink, small_plan, small_workload
-    from planner.apply_question import cpu_question
+    from executor.verify.plans import small_model, small_plan, small_workload
+    from planner.runs.planned_run import cpu_run
 
-    question = cpu_question(
+    question = cpu_run(
         replace(
             content,
             plan=small_plan(content.plan),
-            model=shrink(content.model, content.plan),
+            model=small_model(content.model, content.plan),
             workload=small_workload(content.plan, content.workload),
         ),
         None,

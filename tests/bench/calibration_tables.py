@@ -18,18 +18,20 @@ from typing import Any
 
 import numpy as np
 
-from planner.cases import Case, load_case
-from planner.legality import check, is_legal
-from planner.validation import measured_step_s
-from simulator.calibration import Calibration, without
-from simulator.calibration_fit import calibrated, fit_errors
-from simulator.closed_form import estimate_plans
-from simulator.collectives import CollectiveModel
-from simulator.measured_collectives import MeasuredCollectives
-from simulator.operator_fit import fit_attention, fit_matmul
-from topology.cluster_file import load_cluster
-from topology.groups import GroupShape
-from topology.profile import Profile, read_profile
+from planner.question.cases import Case, load_case
+from planner.question.question import question_of
+from planner.validate.validation import measured_step_s
+from simulator.calibration.calibration import Calibration, without
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.collectives.cost import CollectiveModel
+from simulator.collectives.measured import MeasuredCollectives
+from simulator.fitting.calibration_fit import Calibrations, fit_errors
+from simulator.fitting.operator_fit import fit_attention, fit_matmul
+from simulator.legality.rules import is_legal
+from topology.catalog.cluster_file import load_cluster
+from topology.profile.profile import Profile, read_profile
+from topology.rates.groups import GroupShape
 
 GIB = 2.0**30
 EFFECTS = {
@@ -45,14 +47,30 @@ OPERATORS_PER_S = 719 / 122  # of the measurement in examples/profiles: 719 oper
 
 def read_cases(files: list[str]) -> list[Case]:
     cases = [load_case(raw) for name in files for raw in json.loads(Path(name).read_text("utf-8"))]
-    return [c for c in cases if is_legal(check(c.plan, c.model, c.cluster, c.workload, c.framework, runtime=c.runtime))]
+    return [
+        c
+        for c in cases
+        if is_legal(
+            question_of(
+                c.question.model,
+                c.question.cluster,
+                c.question.workload,
+                framework=c.question.framework,
+                runtime=c.question.runtime,
+            ).problems(c.plan)
+        )
+    ]
 
 
-def estimate(case: Case, profile: Profile, calibration: Calibration | None) -> Any:
-    table = estimate_plans(
-        case.model, case.cluster, case.workload, [case.plan], case.runtime, profile, calibration=calibration
+def estimate(case: Case, calibration: Calibration | None) -> Any:
+    scenario = Scenario(
+        model=case.question.model,
+        cluster=case.question.cluster,
+        workload=case.question.workload,
+        runtime=case.question.runtime,
+        calibration=calibration,
     )
-    return table.estimate(0)
+    return estimate_plans(scenario, [case.plan]).estimate(0)
 
 
 def step_errors(cases: list[Case], predict: Callable[[Case], Any]) -> dict[str, float]:
@@ -70,13 +88,13 @@ def summary(errors: dict[str, float]) -> str:
     return f"{np.mean(np.abs(values)):.1%} | {np.mean(values):+.1%} | {values[np.argmax(np.abs(values))]:+.1%}"
 
 
-def case_lines(cases: list[Case], profile: Profile) -> list[str]:
+def case_lines(cases: list[Case], known: Calibrations) -> list[str]:
     lines = [
         "| case | predicted s | measured s | error | interval | inside | reserved memory | measured / fitted / other |",
         "|---|--:|--:|--:|--:|---|--:|--:|",
     ]
     for case in cases:
-        found, (measured, _) = estimate(case, profile, None), measured_step_s(case)
+        found, (measured, _) = estimate(case, known.on(case.question.cluster)), measured_step_s(case)
         step, sources = found.step_s, found.sources
         peak = case.measured.get("peak_memory_gib")
         rank = case.measured.get("memory_rank") or 0
@@ -96,22 +114,21 @@ def case_lines(cases: list[Case], profile: Profile) -> list[str]:
     return lines
 
 
-def effect_lines(cases: list[Case], profile: Profile) -> list[str]:
+def effect_lines(cases: list[Case], profile: Profile, known: Calibrations) -> list[str]:
     lines = ["| counted | mean absolute error | bias | worst |", "|---|--:|--:|--:|"]
     for name, off in EFFECTS.items():
 
         def predict(case: Case, off: dict[str, bool] = off) -> Any:
-            whole = calibrated(profile, case.cluster)
-            return estimate(case, profile, without(whole, **off) if whole is not None else None)
+            whole = known.on(case.question.cluster)
+            return estimate(case, without(whole, **off) if whole is not None else None)
 
         lines.append(f"| {name} | {summary(step_errors(cases, predict))} |")
-    plain = step_errors(
-        cases, lambda case: estimate(case, replace(profile, operators=(), host=(), contention=(), layers=()), None)
-    )
+    collectives = Calibrations(replace(profile, operators=(), host=(), contention=(), layers=(), overlap=()))
+    plain = step_errors(cases, lambda case: estimate(case, collectives.on(case.question.cluster)))
     lines.append(f"| nothing measured but collectives | {summary(plain)} |")
     memory = defaultdict(list)
     for case in cases:
-        peak, found = case.measured.get("peak_memory_gib"), estimate(case, profile, None).memory
+        peak, found = case.measured.get("peak_memory_gib"), estimate(case, known.on(case.question.cluster)).memory
         if peak and case.plan.pp == 1:
             memory["reserved"].append(abs(found.reserved_bytes / (peak * GIB) - 1))
             memory["allocated"].append(abs(found.peak_bytes.value / (peak * GIB) - 1))
@@ -189,10 +206,11 @@ def budget_lines(cases: list[Case], profile: Profile) -> list[str]:
     for seconds in (15, 30, 60, 122):
         count = round(OPERATORS_PER_S * seconds)
         cut = replace(profile, operators=profile.operators[:count])
-        errors = step_errors(cases, lambda case, cut=cut: estimate(case, cut, None))
+        known = Calibrations(cut)
+        errors = step_errors(cases, lambda case, known=known: estimate(case, known.on(case.question.cluster)))
         lines.append(f"| {min(count, len(profile.operators))} | {seconds} s | {summary(errors)} |")
-    bare = replace(profile, layers=())
-    errors = step_errors(cases, lambda case: estimate(case, bare, None))
+    bare = Calibrations(replace(profile, layers=()))
+    errors = step_errors(cases, lambda case: estimate(case, bare.on(case.question.cluster)))
     lines.append(f"| {len(profile.operators)} | 122 s, and no layers | {summary(errors)} |")
     return lines
 
@@ -200,8 +218,8 @@ def budget_lines(cases: list[Case], profile: Profile) -> list[str]:
 def main(out: Path, profile_path: str, files: list[str]) -> None:
     """Write the tables."""
     profile = read_profile(profile_path)
-    cases = read_cases(files)
-    errors = step_errors(cases, lambda case: estimate(case, profile, None))
+    cases, known = read_cases(files), Calibrations(profile)
+    errors = step_errors(cases, lambda case: estimate(case, known.on(case.question.cluster)))
     names = ", ".join(Path(name).name for name in files)
     lines = [
         "# Calibrated predictions",
@@ -215,13 +233,13 @@ def main(out: Path, profile_path: str, files: list[str]) -> None:
         "",
         f"Mean absolute error, bias and worst of step time: {summary(errors).replace(' | ', ', ')}.",
         "",
-        *case_lines(cases, profile),
+        *case_lines(cases, known),
         "",
         "## What each effect is worth",
         "",
         "One effect left out at a time, nothing fitted again.",
         "",
-        *effect_lines(cases, profile),
+        *effect_lines(cases, profile, known),
         "",
         "## What a fit has not seen",
         "",

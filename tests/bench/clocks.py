@@ -3,7 +3,7 @@
     python3 tests/bench/clocks.py OUT.json
 
 On one GPU, in about 50 s: large products, single layers as a calibration runs them, and whole models, each with its
-times and the mean clock between steps by the processors' own counters (`executor.sm_clock`), in twelfths of its run.
+times and the mean clock between steps by the processors' own counters (`executor.gpu.sm_clock`), in twelfths of its run.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402 - the path comes first
 import torch.distributed as dist  # noqa: E402 - as above
 
-from executor.calibrate_layers import own_step  # noqa: E402 - as above
-from executor.collector import NoCollection  # noqa: E402 - as above
-from executor.sm_clock import SmClock  # noqa: E402 - as above
-from simulator.model import Model  # noqa: E402 - as above
-from simulator.plan import Plan  # noqa: E402 - as above
-from simulator.runtime import Runtime  # noqa: E402 - as above
-from simulator.workload import Workload  # noqa: E402 - as above
+from executor.calibrate.layers import own_step  # noqa: E402 - as above
+from executor.gpu.sm_clock import SmClock  # noqa: E402 - as above
+from executor.launch.garbage_collection import PausedGarbageCollection  # noqa: E402 - as above
+from simulator.config.model import Model  # noqa: E402 - as above
+from simulator.config.plan import Plan  # noqa: E402 - as above
+from simulator.config.runtime import Runtime  # noqa: E402 - as above
+from simulator.config.workload import Workload  # noqa: E402 - as above
 from tests.bench.plan_sets import AXES  # noqa: E402 - as above
 
 WIDE, NARROW = (4096, 32, 8, 128, 14336), (512, 8, 2, 64, 1536)  # width, heads, key heads, head width, feed-forward
@@ -111,7 +111,7 @@ def main() -> None:
         asked = AXES["h200x1-fresh"][name]
         runs[name] = (lambda q=asked: own_step(q.network, q.plan, q.workload, RUNTIME, device)), 4.0
     for name, (build, seconds) in runs.items():
-        with NoCollection():
+        with PausedGarbageCollection():
             found[name] = series(device, build(), seconds)
         gc.collect()
         torch.cuda.empty_cache()

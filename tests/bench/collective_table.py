@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from simulator.nccl_tables import BANDS, Score, TableEvaluation, TableRow, evaluate, read_tables, score
+from simulator.collectives.nccl_tables import BANDS, Score, TableEvaluation, TableRow, evaluate, read_tables, score
 from tests.bench.fit_collectives import FITTED, fit, rows_by_protocol
 from topology.codec import to_builtins, write_text
 
@@ -115,7 +115,7 @@ def main() -> None:
         "",
         f"Made on {today} by `{command}` (Python {sys.version.split()[0]}). Errors are mean absolute relative errors of",
         "the time, from catalogue numbers alone unless a column says that sizes were known. The interval is meant to hold",
-        "80 % of measurements. NCCL 2.30.7 is its tuner's formulas (simulator/nccl_model.py), which do not cover",
+        "80 % of measurements. NCCL 2.30.7 is its tuner's formulas (simulator/collectives/nccl_model.py), which do not cover",
         "all-to-all and send/recv. Two runs of the same point differ by 3.3 % in the median.",
         "",
         f"- NVLink machines of the fit, all-reduce, all-gather, reduce-scatter: ours {percent(same)}, NCCL's formulas "

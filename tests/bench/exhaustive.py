@@ -19,19 +19,24 @@ from pathlib import Path
 
 import numpy as np
 
+from planner.question.question import question_of
+from planner.search.search import SearchOptions
+from simulator.closed_form.scenario import Scenario
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from planner.frameworks import framework_named
-from planner.inner_solve import solve
-from planner.inputs import cluster_of
-from planner.search import default_runtime, suggest
-from planner.stage_options import priced, stages_of
-from simulator.closed_form import estimate_plans
-from simulator.hf_config import load_model
-from simulator.plan import Plan
-from simulator.plan_columns import plan_columns
-from simulator.screening import Screening
-from simulator.workload import Workload
+from planner.io.inputs import read_cluster
+from planner.question.question import default_runtime
+from planner.search.search import suggest
+from planner.search.stages.options import cost_blocks, stages_of
+from planner.search.stages.solver import solve_stages
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.screening import Screening
+from simulator.columns.plan_columns import plan_columns
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from simulator.legality.frameworks import framework_named
 from tests.planner.every_plan import enumerate_candidates
 
 QUESTIONS = (
@@ -75,18 +80,22 @@ def main(out: Path) -> None:
         "|---|--:|--:|--:|--:|--:|",
     ]
     for name, machine, gpus, batch, which in QUESTIONS:
-        model, cluster = load_model(name), cluster_of(machine, gpus)
+        model, cluster = load_model(name), read_cluster(machine, gpus)
         workload, framework = Workload(seq_len=4096, global_batch_size=batch), framework_named(which)
         runtime = default_runtime(framework)
         started = time.process_time()
-        found = suggest(model, cluster, workload, framework=framework, gpus=gpus, simulate=False)
+        found = suggest(
+            question_of(model, cluster, workload, framework=framework, gpus=gpus), SearchOptions(simulate=False)
+        )
         searched = time.process_time() - started
         started = time.process_time()
-        everything = enumerate_candidates(model, cluster, workload, framework, gpus=gpus, runtime=runtime)
+        everything = enumerate_candidates(
+            question_of(model, cluster, workload, framework=framework, runtime=runtime, gpus=gpus)
+        )
         least = np.inf
         for start in range(0, len(everything), CHUNK):
             plans = everything.plans(start, start + CHUNK)
-            table = estimate_plans(model, cluster, workload, plans, runtime)
+            table = estimate_plans(Scenario(model=model, cluster=cluster, workload=workload, runtime=runtime), plans)
             least = min(least, float(np.where(table.fits, table.step_s, np.inf).min()))
         spent = time.process_time() - started
         lines.append(
@@ -107,18 +116,18 @@ def main(out: Path) -> None:
 
 def _pipeline(name: str, machine: str, gpus: int, batch: int, which: str, plan: Plan) -> str:
     """Return the row of one pipeline: CP-SAT's answer and bound, and what improving random fillings comes to."""
-    model, cluster, framework = load_model(name), cluster_of(machine, gpus), framework_named(which)
+    model, cluster, framework = load_model(name), read_cluster(machine, gpus), framework_named(which)
     workload, runtime = Workload(seq_len=4096, global_batch_size=batch), default_runtime(framework)
-    screening = Screening(model=model, cluster=cluster, workload=workload, runtime=runtime)
+    screening = Screening(Scenario(model=model, cluster=cluster, workload=workload, runtime=runtime))
     started = time.process_time()
     columns = plan_columns([plan])
-    costs = priced(screening, [plan], columns, framework.recomputes)
-    found = solve(screening, framework, costs, [0], framework.recomputes)
+    costs = cost_blocks(screening, [plan], columns, framework.recomputes)
+    found = solve_stages(screening, framework, costs, [0], framework.recomputes)
     solved = time.process_time() - started
     started, rng, least = time.process_time(), random.Random(1), np.inf
 
     def cost(plans: list[Plan]) -> np.ndarray:
-        table = estimate_plans(model, cluster, workload, plans, runtime)
+        table = estimate_plans(Scenario(model=model, cluster=cluster, workload=workload, runtime=runtime), plans)
         return np.where(table.fits, table.step_s, np.inf)
 
     for _ in range(STARTS):

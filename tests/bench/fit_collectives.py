@@ -1,9 +1,9 @@
-"""Fit the constants of simulator/collective_curves.py to nccl-tests tables, by GPU generation.
+"""Fit the constants of simulator/collectives/curves.py to nccl-tests tables, by GPU generation.
 
     python -m tests.bench.fit_collectives tables.json [--leave-out n=8|odd-sizes]
 
 Reads tables shaped like nccl-tests exports, assigns every row to the protocol NCCL's own formulas choose, and fits
-each (generation, protocol) with a small Levenberg-Marquardt on log ratios. Rows where two protocols are within 5 % by
+each (generation, protocol) on log ratios, large ones counting as they are. Rows where two protocols are within 5 % by
 NCCL's formulas count a fifth, since either may have run. Prints constants as Python and the error in sample; with
 `--leave-out` fits without some rows and prints the error on those rows alone.
 """
@@ -19,50 +19,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
-from simulator import nccl_model
-from simulator.collective_curves import P2P_CHANNELS, SECOND_CTA_BYTES
+from simulator.collectives import nccl_model
+from simulator.collectives.curves import P2P_CHANNELS, SECOND_CTA_BYTES
 
 Floats = NDArray[np.float64]
 OPS = ("all_reduce", "all_gather", "reduce_scatter")
 FITTED = {"a100_sxm": (80, 240.0), "h200_sxm": (90, 370.8), "gb200": (100, 721.8)}  # machine -> capability, NCCL GB/s
-
-
-def levenberg(residual: Callable[[Floats], Floats], start: Floats, low: Floats, high: Floats) -> Floats:
-    """Minimise sum(soft-L1(residual)) inside a box, by damped Gauss-Newton with a numeric Jacobian."""
-    x, damping = np.clip(start, low, high), 1e-2
-
-    def weighted(at: Floats) -> tuple[Floats, float]:
-        r = residual(at)
-        scaled = np.abs(r) / 0.05
-        return r / np.sqrt(np.sqrt(1 + scaled**2)), float(np.sum(np.sqrt(1 + scaled**2) - 1))
-
-    r, cost = weighted(x)
-    for _ in range(400):
-        jacobian = np.empty((len(r), len(x)))
-        plain = residual(x)
-        weight = 1 / np.sqrt(np.sqrt(1 + (plain / 0.05) ** 2))
-        for i in range(len(x)):
-            h = max(1e-6, 1e-5 * abs(x[i]))
-            h = -h if x[i] + h > high[i] else h
-            moved = x.copy()
-            moved[i] += h
-            jacobian[:, i] = (residual(moved) - plain) / h * weight
-        normal = jacobian.T @ jacobian
-        for _ in range(20):
-            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-9), -jacobian.T @ (plain * weight))
-            trial = np.clip(x + step, low, high)
-            trial_r, trial_cost = weighted(trial)
-            if trial_cost < cost:
-                break
-            damping *= 3
-        else:
-            return x
-        done = cost - trial_cost < 1e-9 * cost
-        x, r, cost, damping = trial, trial_r, trial_cost, max(damping / 5, 1e-9)
-        if done:
-            return x
-    return x
 
 
 def rows_by_protocol(tables: list[dict[str, Any]]) -> dict[tuple[str, str], Floats]:
@@ -144,8 +108,15 @@ def fit(kind: str, rows: Floats) -> tuple[Floats, Callable[[Floats, Floats], Flo
             high[4], high[5] = 1.0001, 1e-9
     weight = np.where(rows[:, 5] > 0, 0.2, 1.0)
     target = rows[:, 3]
-    x = levenberg(lambda at: np.log(law(at, rows) / target) * weight, np.array(start), np.array(low), np.array(high))
-    return x, law
+    found = least_squares(
+        lambda at: np.log(law(at, rows) / target) * weight,
+        np.clip(start, low, high),
+        bounds=(low, high),
+        x_scale=np.subtract(high, low),
+        loss="soft_l1",
+        f_scale=0.05,
+    )
+    return found.x, law
 
 
 def main() -> None:

@@ -25,12 +25,13 @@ import torch  # noqa: E402 - the path comes first
 import torch.distributed as dist  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from executor.meshes import build_meshes  # noqa: E402
-from executor.train_step import Trainer  # noqa: E402
-from simulator.model import MixtureOfExperts, Model  # noqa: E402
-from simulator.plan import Plan  # noqa: E402
-from simulator.runtime import Runtime  # noqa: E402
-from simulator.workload import Workload  # noqa: E402
+from executor.parallel.meshes import build_meshes  # noqa: E402
+from executor.parallel.parallelize import Setup  # noqa: E402
+from executor.parallel.train_step import Trainer  # noqa: E402
+from simulator.config.model import MixtureOfExperts, Model  # noqa: E402
+from simulator.config.plan import Plan  # noqa: E402
+from simulator.config.runtime import Runtime  # noqa: E402
+from simulator.config.workload import Workload  # noqa: E402
 
 SHALLOW, DEEP = 2, 10
 DENSE = {
@@ -59,7 +60,9 @@ def trainer(shapes: dict[str, object], layers: int, plan: Plan) -> Trainer:
     workload = Workload(seq_len=8, global_batch_size=plan.data_parallel * plan.micro_batch_size)
     model = Model(**shapes, layers=layers)
     meshes = build_meshes(plan, "cpu")
-    return Trainer(plan, model, workload, runtime, meshes, device=torch.device("cpu"))
+    return Trainer(
+        Setup(plan=plan, model=model, workload=workload, runtime=runtime, meshes=meshes, device=torch.device("cpu"))
+    )
 
 
 def passes(some: Trainer, rounds: int) -> tuple[float, float]:

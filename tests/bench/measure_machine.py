@@ -105,7 +105,7 @@ def run(folder: Path, budget_s: float, *, allow_busy: bool = False) -> list[dict
         again = left(REPORT_S)
         command = [
             *python,
-            "executor.doctor_worker",
+            "executor.measure.doctor_worker",
             f"--budget={again - 5:.0f}",
             f"--out={folder}/measured.json",
             *busy,

@@ -8,35 +8,18 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from executor.records import Deadline, Recorder
+from tests.executor.workers.overlap_checks import Ranks
 
 ROUNDS = 5
 CALL_S = 10e-3  # of calls in a row for one sample
 WARM_S = 2.0
 
 
-class Bench:
-    def __init__(self, out: str, seconds: float, rows: tuple[int, ...] = ()) -> None:
-        self.rows = rows
-        self.operations: tuple[str, ...] = ()
-        self.deadline = Deadline.since_launch(seconds)
-        self.rank = int(dist.get_rank())
-        self.group = dist.group.WORLD
-        self.world = dist.get_world_size()
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self.recorder = Recorder(out if self.rank == 0 else None)
-        self.generator = torch.Generator(self.device).manual_seed(self.rank)
-
-    def draw(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(shape, generator=self.generator, device=self.device, dtype=torch.float32).to(dtype)
-
-    def left(self, seconds: float) -> bool:
-        """Say whether all ranks have so many seconds left."""
-        flag = torch.tensor(self.deadline.left_s - seconds, device=self.device)
-        dist.all_reduce(flag, dist.ReduceOp.MIN)
-        return bool(flag > 0)
+class Bench(Ranks):
+    def __init__(self, out: str, seconds: float, rows: tuple[int, ...] = (), operations: tuple[str, ...] = ()) -> None:
+        super().__init__(out, seconds)
+        self.rows, self.operations = rows, operations
 
     def times(self, calls: dict[str, Callable[[], object]], *, rounds: int = ROUNDS) -> dict[str, float]:
         """Return the median seconds of one call of each; a call that raises on this machine is left out."""

@@ -26,8 +26,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from executor import overlap, symmetric
-from executor.records import Deadline, Recorder
+from executor import overlap
+from executor.gpu import symmetric_memory as symmetric
+from executor.launch.records import Deadline, Recorder
 
 ROUNDS, STEPS = 5, 3
 FUSED = ("symm_mem::fused_all_gather_matmul", "symm_mem::fused_matmul_reduce_scatter")

@@ -19,14 +19,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from executor.records import read_records  # noqa: E402 - the path comes first
-from simulator.overlap_modes import EXECUTED, GATHER  # noqa: E402 - the path comes first
-from simulator.overlap_samples import rate_errors, with_rates  # noqa: E402
+from executor.launch.records import read_records  # noqa: E402 - the path comes first
+from simulator.fitting.calibration_fit import rate_errors, with_rates  # noqa: E402
+from simulator.overlap.modes import EXECUTED, GATHER  # noqa: E402 - the path comes first
 from topology import codec  # noqa: E402
-from topology.catalog import cluster  # noqa: E402
-from topology.profile import Profile, check_profile  # noqa: E402
-from topology.profile_store import run_name  # noqa: E402
-from topology.samples import OverlapSample, Provenance  # noqa: E402
+from topology.catalog.clusters import cluster  # noqa: E402
+from topology.profile.profile import Profile, check_profile  # noqa: E402
+from topology.profile.samples import OverlapSample, Provenance  # noqa: E402
+from topology.profile.store import run_name  # noqa: E402
 
 
 def samples_of(records: list[dict[str, Any]], runs: list[str], run: str = "") -> tuple[OverlapSample, ...]:

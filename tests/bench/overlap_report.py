@@ -15,14 +15,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from simulator.collectives import CollectiveModel, collective_model  # noqa: E402
-from simulator.overlap_fit import TimedMode, fit_rates, mean_error  # noqa: E402
-from simulator.overlap_modes import EXECUTED, GATHER, OverlapRates, choose  # noqa: E402
-from simulator.overlap_samples import rates_as_numbers, timed_modes  # noqa: E402
-from simulator.roofline import Roofline  # noqa: E402
+from simulator.collectives.cost import CollectiveModel  # noqa: E402
+from simulator.fitting.overlap_fit import TimedMode, fit_rates, mean_error  # noqa: E402
+from simulator.fitting.overlap_samples import rates_as_numbers, timed_modes  # noqa: E402
+from simulator.kernels.roofline import Roofline  # noqa: E402
+from simulator.overlap.modes import EXECUTED, GATHER, OverlapRates, choose  # noqa: E402
 from tests.bench.overlap_profile import samples_of, table_records  # noqa: E402
-from topology.catalog import cluster  # noqa: E402
-from topology.samples import OverlapSample  # noqa: E402
+from topology.catalog.clusters import cluster  # noqa: E402
+from topology.profile.samples import OverlapSample  # noqa: E402
 
 Machine = tuple[Roofline, CollectiveModel]
 Shapes = list[tuple[OverlapSample, list[TimedMode]]]
@@ -80,7 +80,7 @@ def model_lines(shapes: Shapes) -> tuple[list[str], OverlapRates]:
     left_out, elsewhere = [], []
     for index, shape in enumerate(shapes):
         others = [mode for n, (_, modes) in enumerate(shapes) for mode in modes if n != index]
-        refitted = fit_rates(others, rates, first_step=1.2, rounds=1)
+        refitted = fit_rates(others, rates)
         left_out += [mean_error([mode], refitted) for mode in shape[1]]
         elsewhere.append(chosen(shape, refitted))
     lines = [
@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("records", nargs="+")
     options = parser.parse_args()
     here = cluster(options.cluster)
-    machine = (Roofline(gpu=here.slowest_kind), collective_model(here))
+    machine = (Roofline(gpu=here.slowest_kind), CollectiveModel(here))
     found = [r for path in options.records for r in table_records(Path(path))]
     lines = [f"# {options.title}"]
     for note in options.note:

@@ -16,8 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from executor.launch import launch  # noqa: E402 - the path comes first
-from executor.records import read_records  # noqa: E402
+from executor.launch.local_ranks import launch  # noqa: E402 - the path comes first
+from executor.launch.records import read_records  # noqa: E402
 
 SHARE = {
     "check": 1.5,

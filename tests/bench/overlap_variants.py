@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from executor import overlap, stream_ops, symmetric, verify_overlap
+from executor import overlap
+from executor.gpu import stream_ops
+from executor.gpu import symmetric_memory as symmetric
 from executor.overlap import all_reduce, fused, push
 from executor.overlap.copy_engine import processors, rows_of_a_round
 from executor.overlap.mode import products
 from executor.overlap.relay import relay_sum
+from executor.verify import overlap as verify_overlap
 from tests.bench.overlap_bench import Bench
 
 
@@ -29,7 +32,7 @@ def parts(bench: Bench) -> None:
         theirs = space.slots.on(peer, (nbytes,), torch.uint8)
 
         def copy(theirs: Tensor = theirs, nbytes: int = nbytes) -> None:
-            current, side = stream_ops.current(bench.device), push.side_stream(bench.device).cuda_stream
+            current, side = stream_ops.current_stream(bench.device), push.side_stream(bench.device).cuda_stream
             space.order(first=current, then=side)
             stream_ops.copy(theirs.data_ptr(), source.data_ptr(), nbytes, side)
             space.order(first=side, then=current)
@@ -37,9 +40,9 @@ def parts(bench: Bench) -> None:
         bench.recorder.write("copy", bytes=nbytes, seconds=bench.times({"push": copy}, rounds=3)["push"])
     x = bench.draw(2**20)
     done = bench.times({
-        "fill_word": lambda: stream_ops.fill_word(space.flags.at[peer], 1, stream_ops.current(bench.device)),
-        "write_word": lambda: stream_ops.write_word(space.flags.at[peer], 1, stream_ops.current(bench.device)),
-        "wait_word": lambda: stream_ops.wait_word(space.flags.at[bench.rank], 0, stream_ops.current(bench.device)),
+        "fill_word": lambda: stream_ops.fill_word(space.flags.at[peer], 1, stream_ops.current_stream(bench.device)),
+        "write_word": lambda: stream_ops.write_word(space.flags.at[peer], 1, stream_ops.current_stream(bench.device)),
+        "wait_word": lambda: stream_ops.wait_word(space.flags.at[bench.rank], 0, stream_ops.current_stream(bench.device)),
         "barrier": lambda: space.flags.handle.barrier(0, 10_000),
         "copy_small": lambda: space.slots.on(peer, (16,), torch.uint8).copy_(source[:16]),
         "add": lambda: torch.add(x, x, out=x),
@@ -243,7 +246,7 @@ def _tile_record(
     bench.recorder.write("tiles", operation=operation, rows=rows, columns=columns, depth=depth, seconds=done)
 
 
-def _finish(pair: tuple[Tensor, push.Gathering]) -> Tensor:
+def _finish(pair: tuple[Tensor, push.CopyGather]) -> Tensor:
     pair[1].finish()
     return pair[0]
 
@@ -257,7 +260,7 @@ def alone(x: Tensor, weight: Tensor, tile: fused.Tile) -> Tensor:
     key = (x.shape, weight.shape, x.dtype, tile)
     if key not in _ALONE:
         _ALONE[key] = _prepare_alone(x, weight, out, tile)
-    _ALONE[key](stream_ops.current(x.device), x.data_ptr(), x.data_ptr(), weight.data_ptr(), out.data_ptr())
+    _ALONE[key](stream_ops.current_stream(x.device), x.data_ptr(), x.data_ptr(), weight.data_ptr(), out.data_ptr())
     return out[0]
 
 
@@ -265,7 +268,7 @@ def _prepare_alone(x: Tensor, weight: Tensor, out: Tensor, tile: fused.Tile) -> 
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     from executor.kernels.gather_matmul import gather_matmul
-    from executor.kernels.launching import Prepared
+    from executor.kernels.prepared_kernel import PreparedKernel
 
     flags, ticket, error = (symmetric.workspace(dist.group.WORLD, name, x.device).words for name in ("f", "t", "e"))
     (left, right, turned), (gathered, _, _) = (fused._descriptors(x, weight.t(), tile) for _ in range(2))
@@ -275,6 +278,6 @@ def _prepare_alone(x: Tensor, weight: Tensor, out: Tensor, tile: fused.Tile) -> 
         x.shape[0], weight.shape[0], x.shape[1], x.shape[0], 1, 0, 1, turned, tile.block_m, tile.block_n, tile.block_k,
         tile.group_m, tile.halves, 1, True,
     )  # fmt: skip
-    return Prepared(
+    return PreparedKernel(
         gather_matmul, processors(x.device), args, changing=(0, 1, 2, 3), num_warps=tile.warps, num_stages=tile.stages
     )

@@ -3,14 +3,10 @@
 Times are of `inner` calls in a row between two CUDA events, the largest over ranks; the modes of a shape take turns for
 `ROUNDS` rounds and the median counts, so that all see the same clocks. Before the first, products run until the card is
 warm. Records are JSON lines, flushed one by one: a run that is cut short keeps what it had.
-
-With `--share-gpu` all ranks take one GPU, and only checks of our own modes are run (`tests.executor.shared_gpu`).
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from executor import overlap, symmetric
+from executor import overlap
+from executor.gpu import symmetric_memory as symmetric
 from executor.overlap import all_reduce, fused, torch_symm_mem
-from tests.bench import overlap_checks
 from tests.bench.overlap_bench import Bench
 from tests.bench.overlap_variants import alone, host, mechanisms, parts, relays, tiles, tiles_of_scatter
-from tests.executor import shared_gpu
+from tests.executor.workers import overlap_checks_worker as checks
 
 
 def shapes(world: int) -> list[tuple[str, str, int, int, int]]:
@@ -179,66 +175,20 @@ STAGES = {
     "sums": sums,
     "norms": norms,
 }
-CHECKS = {  # `check` is all of them, in this order
-    "check_modes": lambda bench, options: overlap_checks.modes(bench, options.modes),
-    "check_sums": lambda bench, _: overlap_checks.sums(bench),
-    "check_many": lambda bench, options: overlap_checks.many(bench, options.iterations),
-    "captured": lambda bench, options: overlap_checks.captured(bench, options.iterations),
-}
 
 
 def main() -> None:
-    options = arguments()
-    if options.share_gpu:
-        shared_gpu.join()
-    else:
-        rank = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(rank)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    symmetric.POLLS = 1 << 25
-    bench = Bench(options.out, options.seconds, tuple(int(rows) for rows in options.rows.split(",") if rows))
-    bench.operations = tuple(name for name in options.operations.split(",") if name)
-    bench.recorder.write("modes", checked=options.modes, left_out=[m for m in overlap.MODES if m not in options.modes])
-    for stage in options.stages:
-        for part in CHECKS if stage == "check" else (stage,):
-            if part in CHECKS:
-                CHECKS[part](bench, options)
-            else:
-                bench.warm()
-                STAGES[part](bench)
-        bench.recorder.write("stage", name=stage, left_s=bench.deadline.left_s)
-    symmetric.release()
-    bench.recorder.close()
-    if options.share_gpu:
-        dist.barrier()  # gloo aborts a rank whose neighbour leaves before its own last message has arrived
-    dist.destroy_process_group()
+    parser = checks.parser()
+    parser.add_argument("--rows", type=checks.names, default=(), help="numbers of rows in the table; default: all")
+    parser.add_argument("--operations", type=checks.names, default=(), help="operations in the table; default: all")
+    options = checks.read(parser, timed=STAGES)
+    rows = tuple(int(text) for text in options.rows)
+    checks.run(options, lambda: Bench(options.out, options.seconds, rows, options.operations), _timed)
 
 
-def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    """Return the options; what cannot be checked on a shared GPU is refused."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out")
-    parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--stages", type=_names, default=("check",))
-    parser.add_argument("--iterations", type=int, default=200)
-    parser.add_argument("--modes", type=_names, help="those to check; default: all, or those that can share a GPU")
-    parser.add_argument("--rows", default="", help="numbers of rows in the table; default: all")
-    parser.add_argument("--operations", default="", help="operations in the table; default: all")
-    parser.add_argument("--share-gpu", action="store_true", help="all ranks on one GPU, for checks only")
-    options = parser.parse_args(given)
-    possible = shared_gpu.MODES if options.share_gpu else tuple(overlap.MODES)
-    options.modes = options.modes or possible
-    if unknown := [name for name in options.stages if name not in {"check", *CHECKS, *STAGES}]:
-        parser.error(f"there are no stages {unknown}")
-    if unknown := [name for name in options.modes if name not in possible]:
-        parser.error(f"modes {unknown} cannot be checked here, {', '.join(possible)} can")
-    if options.share_gpu and (timed := [name for name in options.stages if name in STAGES]):
-        parser.error(f"ranks that share a GPU take turns on it: stages {timed} would time nothing")
-    return options
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name for name in text.split(",") if name)
+def _timed(bench: Bench, stage: str) -> None:
+    bench.warm()
+    STAGES[stage](bench)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.search import suggest
-from simulator.hf_config import load_model
-from simulator.model import Model
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.workload import Workload
+from planner.question.question import question_of
+from planner.search.search import SearchOptions, suggest
+from simulator.config.hf_config import load_model
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.fitting.calibration_fit import calibrated
 from topology.cluster import Cluster
-from topology.profile import Profile
+from topology.profile.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,12 +307,11 @@ def _answers(question: Question, cluster: Cluster, profile: Profile | None, top:
     """Return what the planner lists: the best of each grid, then the variants that come next."""
     model = shortened(question.model, question.layers)
     workload = Workload(seq_len=question.seq_len, global_batch_size=question.batch)
+    known = calibrated(profile, cluster)
     executor = Runtime(name="meshwright")  # torchtitan's plans, run by the executor here
     answers = [
         suggest(
-            model, cluster, workload, runtime=executor, profile=profile, gpus=cluster.gpu_count, top=top,
-            all_variants=variants,
-        )
+            question_of(model, cluster, workload, runtime=executor, calibration=known, gpus=cluster.gpu_count), SearchOptions(top=top, all_variants=variants))
         for variants in (False, True)
     ]  # fmt: skip
     listed = dict.fromkeys(ranked.plan for answer in answers for ranked in answer.plans)

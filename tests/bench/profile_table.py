@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from simulator.collectives import CollectiveModel
-from simulator.launch_mode import LaunchMode
-from simulator.measured_collectives import MeasuredCollectives
-from topology.cluster_file import load_cluster
-from topology.groups import GroupShape
-from topology.profile import CollectiveSample, read_profile
+from simulator.collectives.cost import CollectiveModel
+from simulator.collectives.launch_mode import LaunchMode
+from simulator.collectives.measured import MeasuredCollectives
+from topology.catalog.cluster_file import load_cluster
+from topology.profile.profile import CollectiveSample, read_profile
+from topology.rates.groups import GroupShape
 
 BANDS = ((65536, "<= 64 KiB"), (2**20, "<= 1 MiB"), (2**25, "<= 32 MiB"), (2**40, "> 32 MiB"))
 

@@ -15,14 +15,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from planner.question.question import question_of
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from planner.cases import Case, load_case, read_cases
-from planner.costs import cost_table
-from planner.legality import check, is_legal
-from planner.search import CLOSED_FORM_ERROR
-from planner.validation import measured_step_s
-from simulator.simulation import simulate_plan
+from planner.question.cases import Case, load_case, read_cases
+from planner.search.search import CLOSED_FORM_ERROR
+from planner.validate.validation import measured_step_s
+from simulator.legality.rules import is_legal
+from simulator.lowering.simulation import simulate_plan
 from topology import codec
 from topology.errors import PlannerError
 
@@ -40,20 +43,39 @@ def groups(files: list[str]) -> dict[tuple[str, ...], list[Run]]:
             except PlannerError:
                 continue
             step, _ = measured_step_s(case)
-            problems = check(case.plan, case.model, case.cluster, case.workload, case.framework, runtime=case.runtime)
+            problems = question_of(
+                case.question.model,
+                case.question.cluster,
+                case.question.workload,
+                framework=case.question.framework,
+                runtime=case.question.runtime,
+            ).problems(case.plan)
             if step is None or not is_legal(problems):
                 continue
             # Names are the cases' own: what makes a question the same is what they describe.
-            model = codec.fingerprint(replace(case.model, name="", assumed=()))
-            cluster = codec.fingerprint(replace(case.cluster, name=""))
-            key = (Path(name).name, model, cluster, codec.fingerprint(case.workload))
+            model = codec.fingerprint(replace(case.question.model, name="", assumed=()))
+            cluster = codec.fingerprint(replace(case.question.cluster, name=""))
+            key = (Path(name).name, model, cluster, codec.fingerprint(case.question.workload))
             found.setdefault(key, []).append((case, step))
     return {key: runs for key, runs in found.items() if len(runs) > 1}
 
 
 def predicted(runs: list[Run]) -> tuple[list[float], list[float]]:
     """Return the steps of runs by the closed form, and the same with the close ones in the order of the simulation."""
-    form = [float(cost_table(c.model, c.cluster, c.workload, [c.plan], c.runtime).step_s[0]) for c, _ in runs]
+    form = [
+        float(
+            estimate_plans(
+                Scenario(
+                    model=c.question.model,
+                    cluster=c.question.cluster,
+                    workload=c.question.workload,
+                    runtime=c.question.runtime,
+                ),
+                [c.plan],
+            ).step_s[0]
+        )
+        for c, _ in runs
+    ]
     close = [i for i, step in enumerate(form) if step <= min(form) * (1 + CLOSED_FORM_ERROR)]
     simulated = {i: simulated_s(runs[i][0]) for i in close} if len(close) > 1 else {}
     # The simulation deals the places of the close ones anew among them.
@@ -65,7 +87,16 @@ def predicted(runs: list[Run]) -> tuple[list[float], list[float]]:
 
 
 def simulated_s(case: Case) -> float:
-    done = simulate_plan(case.model, case.cluster, case.workload, case.plan, case.runtime, spans=False)
+    done = simulate_plan(
+        Scenario(
+            model=case.question.model,
+            cluster=case.question.cluster,
+            workload=case.question.workload,
+            runtime=case.question.runtime,
+        ),
+        case.plan,
+        spans=False,
+    )
     return done.estimate.step_s.value
 
 
@@ -73,7 +104,7 @@ def confounded(runs: list[Run]) -> bool:
     """Return whether runs of one stated plan and runtime differ: what they varied is in a note, not in the case."""
     same: dict[str, list[float]] = {}
     for case, step in runs:
-        same.setdefault(codec.fingerprint(case.plan) + codec.fingerprint(case.runtime), []).append(step)
+        same.setdefault(codec.fingerprint(case.plan) + codec.fingerprint(case.question.runtime), []).append(step)
     return any(max(steps) > NOISE * min(steps) for steps in same.values())
 
 

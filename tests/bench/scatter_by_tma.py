@@ -14,11 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from executor import stream_ops
-from executor.kernels.launching import Prepared
+from executor.gpu import stream_ops
+from executor.gpu.symmetric_memory import BARRIER_MS, Workspace
+from executor.kernels.prepared_kernel import PreparedKernel
 from executor.kernels.signals import bulk_stores_done
 from executor.kernels.tiles import first_at_or_after, halves, place_in_shard, step
-from executor.symmetric import BARRIER_MS, Workspace
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "depth"])
@@ -63,13 +63,13 @@ def prepare(space: Workspace, x: Tensor, weight: Tensor, programs: int) -> tuple
         *(TensorDescriptor.from_tensor(out, [128, 128]) for out in outs),
         rows, columns, x.shape[1], space.rank, space.world, 128, 256, 64, 8,
     )  # fmt: skip
-    kernel = Prepared(add_to_peers, programs, args, changing=(), num_warps=8, num_stages=3)
+    kernel = PreparedKernel(add_to_peers, programs, args, changing=(), num_warps=8, num_stages=3)
     own = outs[space.rank]
 
     def run() -> Tensor:
         own.zero_()
         space.flags.handle.barrier(0, BARRIER_MS)
-        kernel(stream_ops.current(torch.device("cuda", torch.cuda.current_device())))
+        kernel(stream_ops.current_stream(torch.device("cuda", torch.cuda.current_device())))
         space.flags.handle.barrier(0, BARRIER_MS)
         return own
 

@@ -61,7 +61,7 @@ def row(name: str, gpus: int, layers: int, r: dict) -> str:
 def main(out: Path) -> None:
     """Write the table."""
     sys.path.insert(0, str(ROOT))
-    from simulator.hf_config import load_model
+    from simulator.config.hf_config import load_model
 
     head = "| model | GPUs | layers | legal plans | fit or may | costed whole | simulated | answer | CPU s | wall s | MiB |"
     rule = "|---|--:|--:|--:|--:|--:|--:|---|--:|--:|--:|"

@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+from simulator.closed_form.scenario import Scenario
+
 ROWS = [
     (256, 16, 16),
     (1024, 16, 16),
@@ -31,18 +33,18 @@ ROWS = [
 
 def one(gpus: int, stages: int, micro_batches: int) -> dict[str, float | int | str]:
     """Simulate one row in this process."""
-    from simulator.hf_config import load_model
-    from simulator.plan import Plan
-    from simulator.runtime import Runtime
-    from simulator.simulation import simulate_plan
-    from simulator.workload import Workload
-    from topology.catalog import cluster
+    from simulator.config.hf_config import load_model
+    from simulator.config.plan import Plan
+    from simulator.config.runtime import Runtime
+    from simulator.config.workload import Workload
+    from simulator.lowering.simulation import simulate_plan
+    from topology.catalog.clusters import cluster
 
     model, machine = load_model("llama3-405b"), cluster("dgx-h100", gpus=gpus)
     plan = Plan(dp_shard=gpus // (16 * stages), tp=8, sequence_parallel=True, cp=2, pp=stages, schedule="1F1B")
     workload = Workload(seq_len=8192, global_batch_size=micro_batches * plan.dp_shard)
     started = time.process_time()
-    got = simulate_plan(model, machine, workload, plan, Runtime(), spans=False)
+    got = simulate_plan(Scenario(model=model, cluster=machine, workload=workload, runtime=Runtime()), plan, spans=False)
     seconds = time.process_time() - started
     return {
         "gpus": gpus,

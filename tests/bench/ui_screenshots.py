@@ -75,7 +75,7 @@ def resolved(path: str) -> str:
 
     before, _, name = path.partition("@")
     file = Path("examples/clusters") / name
-    kept = uploads.keep("cluster", file.parent.name + file.suffix, file.read_bytes())
+    kept = uploads.store("cluster", file.parent.name + file.suffix, file.read_bytes())
     return before + quote_plus(kept.choice)
 
 

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from executor import exchange_watch, symmetric
+from executor.gpu import exchange_watch
+from executor.gpu import symmetric_memory as symmetric
 from executor.overlap import fused
 from executor.overlap.copy_engine import processors
 

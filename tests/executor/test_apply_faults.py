@@ -8,19 +8,21 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from executor.apply_run import report
-from executor.launch import TAG, launch
-from executor.records import WRONG_NUMBERS
-from executor.request import Request
-from simulator.model import Model
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.workload import Workload
+from executor.launch.local_ranks import TAG, launch
+from executor.launch.records import WRONG_NUMBERS
+from executor.launch.request import Request
+from executor.run.apply import report
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
 from topology import codec
 
 pytest.importorskip("torch", reason="torch is not installed: plans cannot be run")
@@ -63,7 +65,7 @@ def start(folder: Path, *, budget_s: float = 240.0, environment=None, limit_byte
         [
             sys.executable,
             "-m",
-            "executor.apply_run",
+            "executor.run.apply",
             f"--request={folder / 'request.json'}",
             f"--out={folder}",
             f"--budget={budget_s}",
@@ -107,13 +109,10 @@ def finished(process: subprocess.Popen, folder: Path) -> dict:
 def left(folder: Path) -> list[int]:
     """Return processes that still live and were started for this folder."""
     found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            ours = f"{TAG}=".encode() in (entry / "environ").read_bytes()
-            if ours and str(folder).encode() in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if TAG in process.environ() and str(folder) in " ".join(process.cmdline()):
+                found.append(process.pid)
     return found
 
 

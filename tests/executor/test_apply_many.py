@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from executor import apply_many
-from executor.apply_many import Run, batches, run_many
-from executor.request import Request
-from simulator.hf_config import load_model
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.workload import Workload
+from executor.launch.request import Request
+from executor.run import apply_many
+from executor.run.apply_many import Run, batches, run_many
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
 from topology import codec
 
 pytest.importorskip("torch", reason="torch is not installed: plans cannot be run")

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from executor.apply_run import measure, report, write_report
-from executor.launch import Failure, Launched
-from executor.records import Recorder
-from executor.request import Request
-from simulator.hf_config import load_model
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.workload import Workload
+from executor.launch.local_ranks import Failure, LaunchResult
+from executor.launch.records import Recorder
+from executor.launch.request import Request
+from executor.run.apply import report, summarise_steps, write_report
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
 from topology.errors import PlannerError
 
 MODEL = load_model("llama3-8b")
@@ -27,7 +27,7 @@ REQUEST = Request(
     peak_flops=989e12,
     peak_flops_source="datasheet",
 )
-DONE = Launched(outcome="finished", exit_code=0, seconds=9.0, failure=None, stdout_tail="", stderr_tail="")
+DONE = LaunchResult(outcome="finished", exit_code=0, seconds=9.0, failure=None, stdout_tail="", stderr_tail="")
 
 
 def step(index: int, seconds: float, peak: int = 0) -> dict:
@@ -42,7 +42,9 @@ def step(index: int, seconds: float, peak: int = 0) -> dict:
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
-    found = measure(REQUEST, [[step(0, 1.0), step(1, 2.0), step(2, 4.0)], [step(0, 3.0), step(1, 1.0), step(2, 1.0)]])
+    found = summarise_steps(
+        REQUEST, [[step(0, 1.0), step(1, 2.0), step(2, 4.0)], [step(0, 3.0), step(1, 1.0), step(2, 1.0)]]
+    )
 
     assert found["step_s"]["all"] == [3.0, 2.0, 4.0]
     assert found["step_s"]["median"] == 3.0
@@ -53,13 +55,13 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
 def test_the_time_by_device_events_is_told_beside_the_clocks() -> None:
     ranks = [[{**step(0, 1.0), "device_seconds": 0.9}], [{**step(0, 1.1), "device_seconds": 0.8}]]
 
-    assert measure(REQUEST, ranks)["device_step_s"] == 0.9
-    assert measure(REQUEST, [[step(0, 1.0)], [step(0, 1.0)]])["device_step_s"] is None
+    assert summarise_steps(REQUEST, ranks)["device_step_s"] == 0.9
+    assert summarise_steps(REQUEST, [[step(0, 1.0)], [step(0, 1.0)]])["device_step_s"] is None
 
 
 def test_mfu_counts_six_flops_a_weight_and_the_whole_square_of_attention() -> None:
     """Llama-3-8B: 7.5e9 matrix weights that a token meets, and 12 L h s of attention (arXiv 2204.02311, app. B)."""
-    found = measure(REQUEST, [[step(0, 2.0)], [step(0, 2.0)]])
+    found = summarise_steps(REQUEST, [[step(0, 2.0)], [step(0, 2.0)]])
 
     weights = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # all but the embedding and the norms
     flops = (6 * weights + 12 * 32 * 4096 * 8192) * 2 * 8192
@@ -68,14 +70,14 @@ def test_mfu_counts_six_flops_a_weight_and_the_whole_square_of_attention() -> No
 
 
 def test_only_steps_that_all_ranks_took_count() -> None:
-    found = measure(REQUEST, [[step(0, 1.0), step(1, 9.0)], [step(0, 1.5)]])
+    found = summarise_steps(REQUEST, [[step(0, 1.0), step(1, 9.0)], [step(0, 1.5)]])
 
     assert found["steps"] == 1
     assert found["step_s"]["all"] == [1.5]
 
 
 def test_no_steps_give_no_time() -> None:
-    found = measure(REQUEST, [[], []])
+    found = summarise_steps(REQUEST, [[], []])
 
     assert found["step_s"] is None
     assert "mfu" not in found
@@ -92,7 +94,7 @@ def test_a_full_memory_is_told_with_its_rank_and_its_table(tmp_path) -> None:
     write(tmp_path, 0, step(0, 1.0, 10))
     full = {"kind": "out_of_memory", "phase": "step 1", "peak_allocated_bytes": 99, "message": "CUDA out of memory"}
     write(tmp_path, 1, step(0, 1.0, 20), full)
-    failed = Launched(
+    failed = LaunchResult(
         outcome="failed",
         exit_code=1,
         seconds=3.0,

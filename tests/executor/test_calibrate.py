@@ -5,11 +5,10 @@ import json
 
 import pytest
 
-from executor.calibrate_operators import invalid
-from executor.calibrate_run import Piece, header, pieces_of
-from executor.records import read_records
-from executor.timing import ClockWatch, Timer
-from topology.calibration_records import profile_from_records
+from executor.calibrate.run import Piece, header, pieces_for
+from executor.gpu.monitor import ClockMonitor, invalid_reason
+from executor.launch.records import read_records
+from topology.profile.calibration_records import profile_from_records
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
@@ -37,9 +36,9 @@ ONCE = {
 def call(**fields):
     import torch
 
-    from executor.calibrate_kernels import operator_call
+    from executor.calibrate.kernels import operator_call
 
-    return operator_call(torch, torch.device("cpu"), **fields)
+    return operator_call(torch.device("cpu"), **fields)
 
 
 @needs_torch
@@ -71,12 +70,12 @@ def test_rotations_keep_lengths() -> None:
     """Whatever the way of writing it, a rotation changes no norm."""
     import torch
 
-    from executor.calibrate_kernels import _MOVES, _Maker
+    from executor.calibrate.kernels import _MEMORY_OPERATORS, _TensorFactory
 
     for name in ("rotary_complex", "rotary_halves"):
         if name == "rotary_halves":
             continue  # its angles are drawn for each half apart here: only its cost matters
-        forward, (q, k) = _MOVES[name](_Maker(torch, torch.device("cpu"), torch.float32), MOVES[name])
+        forward, (q, k) = _MEMORY_OPERATORS[name](_TensorFactory(torch.device("cpu"), torch.float32), MOVES[name])
         for before, after in zip((q, k), forward(), strict=True):
             assert torch.allclose(before.norm(dim=-1), after.norm(dim=-1), rtol=1e-4)
 
@@ -93,7 +92,7 @@ def test_attention_groups_heads() -> None:
 
 @needs_torch
 def test_unknown_operators_are_refused() -> None:
-    from executor.calibrate_kernels import Unsupported
+    from executor.calibrate.kernels import Unsupported
 
     with pytest.raises(Unsupported):
         call(kind="move", name="gossip", shape={"t": 1}, dtype="float32", direction="forward")
@@ -105,7 +104,9 @@ def test_unknown_operators_are_refused() -> None:
 def test_a_timing_on_the_cpu_is_a_time() -> None:
     import torch
 
-    timing = Timer(torch, torch.device("cpu")).measure(lambda: torch.ones(8).sum(), rounds=3)
+    from executor.gpu.timing import Timer
+
+    timing = Timer(torch.device("cpu")).measure(lambda: torch.ones(8).sum(), rounds=3)
 
     assert timing.seconds > 0
     assert timing.count == 3
@@ -114,7 +115,7 @@ def test_a_timing_on_the_cpu_is_a_time() -> None:
 
 @needs_torch
 def test_what_cannot_be_measured_is_missing_and_the_rest_is_there(tmp_path) -> None:
-    from executor.calibrate_operators import main
+    from executor.calibrate.operators import main
 
     wanted = [
         {"kind": "move", "name": "gossip", "shape": {"t": 1}, "dtype": "float32", "direction": "forward"},
@@ -133,13 +134,13 @@ def test_what_cannot_be_measured_is_missing_and_the_rest_is_there(tmp_path) -> N
 
 
 def test_a_throttled_sample_is_invalid_and_a_power_cap_is_not() -> None:
-    assert "thermal" in invalid({"throttle": ["hardware thermal slowdown", "software power cap"]})
-    assert invalid({"throttle": ["software power cap"]}) == ""
-    assert invalid({}) == ""
+    assert "thermal" in invalid_reason({"throttle": ["hardware thermal slowdown", "software power cap"]})
+    assert invalid_reason({"throttle": ["software power cap"]}) == ""
+    assert invalid_reason({}) == ""
 
 
 def test_clocks_are_those_of_the_sample() -> None:
-    watch = ClockWatch.__new__(ClockWatch)
+    watch = ClockMonitor.__new__(ClockMonitor)
     watch._process = None
     watch._lines = [
         (1.0, "0, 1980, 300.0, 40, 0x0000000000000000\n"),
@@ -168,7 +169,7 @@ def test_pieces_need_as_many_gpus_as_they_have_ranks() -> None:
         "layers": [layer, {**layer, "ranks": 4}],
     }
 
-    names = [piece.name for piece in pieces_of(request, 2)]
+    names = [piece.name for piece in pieces_for(request, 2)]
 
     assert names == [
         "operators",
@@ -177,8 +178,8 @@ def test_pieces_need_as_many_gpus_as_they_have_ranks() -> None:
         "collectives",
         "layers of torchtitan on 2 GPUs",
     ]
-    assert [piece.name for piece in pieces_of(request, 1)] == ["operators"]
-    assert all(isinstance(piece, Piece) and piece.weight > 0 for piece in pieces_of(request, 4))
+    assert [piece.name for piece in pieces_for(request, 1)] == ["operators"]
+    assert all(isinstance(piece, Piece) and piece.weight > 0 for piece in pieces_for(request, 4))
 
 
 def test_a_stand_in_never_claims_a_gpu() -> None:

@@ -1,4 +1,4 @@
-"""What torch's checkpoint runs again, counted: the independent side of `simulator.recomputation`."""
+"""What torch's checkpoint runs again, counted: the independent side of `simulator.runtimes.recomputation`."""
 
 import pytest
 

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from executor.exchange_watch import EXIT_CODE, Line, Watch  # noqa: E402 - after the check for torch
+from executor.gpu.exchange_watch import EXIT_CODE, CallCounter, Watch  # noqa: E402 - after the check for torch
 
 LATEST = (1 << 31) - 1
 
@@ -24,51 +24,51 @@ def watch_over(words: torch.Tensor, said: list[str]) -> Watch:
 def test_a_call_that_does_not_end_is_named(words: torch.Tensor) -> None:
     said: list[str] = []
     watch = watch_over(words, said)
-    idle, stuck = watch.line("gather, group 0"), watch.line("scatter, group 1")
+    idle, stuck = watch.add_counter("gather, group 0"), watch.add_counter("scatter, group 1")
     assert (idle.address, stuck.address) == (words.data_ptr(), words.data_ptr() + 4)
     for what in ("a reduce-scatter", "a relayed reduce-scatter", "a third"):
         stuck.issue(what)
     words[1] = 1  # the first has ended
-    assert not watch.look(1000.0)
-    assert not watch.look(1059.0)
+    assert not watch.check(1000.0)
+    assert not watch.check(1059.0)
     assert said == []
-    assert watch.look(1060.0)
+    assert watch.check(1060.0)
     assert said[0].startswith("a relayed reduce-scatter (call 2 of scatter, group 1) has not ended")
 
 
 def test_progress_and_idleness_start_the_clock_again(words: torch.Tensor) -> None:
     said: list[str] = []
     watch = watch_over(words, said)
-    line = watch.line("gather")
+    counter = watch.add_counter("gather")
     for now in range(0, 1000, 50):  # always due, always going on
-        line.issue("an all-gather")
-        assert not watch.look(float(now))
+        counter.issue("an all-gather")
+        assert not watch.check(float(now))
         words[0] += 1
-    assert not watch.look(1000.0)  # nothing is due for an hour
-    assert not watch.look(4600.0)
-    line.issue("an all-gather")
-    assert not watch.look(4601.0)
-    assert not watch.look(4660.0)
-    assert watch.look(4661.0)
+    assert not watch.check(1000.0)  # nothing is due for an hour
+    assert not watch.check(4600.0)
+    counter.issue("an all-gather")
+    assert not watch.check(4601.0)
+    assert not watch.check(4660.0)
+    assert watch.check(4661.0)
 
 
 def test_counts_wrap_as_words_do(words: torch.Tensor) -> None:
-    line = Line("gather", words.data_ptr())
-    line._issued = words[0] = LATEST - 1
-    assert [line.issue("one"), line.issue("two"), line.issue("three")] == [LATEST, 0, 1]
-    line.stalled(10.0)
+    counter = CallCounter("gather", words.data_ptr())
+    counter._issued = words[0] = LATEST - 1
+    assert [counter.issue("one"), counter.issue("two"), counter.issue("three")] == [LATEST, 0, 1]
+    counter.stalled(10.0)
     words[0] = 0
-    assert line.stalled(11.0) == (0.0, 1, "three")
+    assert counter.stalled(11.0) == (0.0, 1, "three")
     words[0] = 1
-    assert line.stalled(12.0) is None
+    assert counter.stalled(12.0) is None
 
 
 def test_a_process_whose_wait_does_not_end_says_so_and_leaves() -> None:
     """As on a GPU: the main thread sits in a call that does not return."""
     script = (
-        "import executor.exchange_watch as w, threading\n"
-        "w.STALL_S, w.TICK_S = 0.2, 0.05\n"
-        "w.the_watch().line('gather, group 0').issue('an all-gather')\n"
+        "import executor.gpu.exchange_watch as w, threading\n"
+        "w.STALL_S, w.POLL_S = 0.2, 0.05\n"
+        "w.process_watch().add_counter('gather, group 0').issue('an all-gather')\n"
         "threading.Event().wait(60)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)

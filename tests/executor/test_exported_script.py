@@ -14,12 +14,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-from planner.export.job import Job
-from planner.export.registry import export, target_named
-from simulator.hf_config import load_model
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.workload import Workload
+from planner.export.job import ExportJob
+from planner.export.registry import export, find_target
+from planner.question.question import question_of
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
 from tests.planner.conftest import make_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,16 +28,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def script(nodes: int, per_node: int) -> str:
     """The script as exported, but for CPU processes, few steps and a port of its own."""
-    job = Job(
-        name="exported",
-        plan=Plan(dp_shard=2),
-        model=load_model("tiny-llama"),
-        cluster=make_cluster(nodes, per_node),
-        workload=Workload(seq_len=64, global_batch_size=4),
+    question = question_of(
+        load_model("tiny-llama"),
+        make_cluster(nodes, per_node),
+        Workload(seq_len=64, global_batch_size=4),
         runtime=Runtime(name="pytorch", compute_dtype="float32"),
         framework="pytorch",
     )
-    text = export(job, target_named("torchrun")).text
+    job = ExportJob(name="exported", plan=Plan(dp_shard=2), question=question)
+    text = export(job, find_target("torchrun")).text
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,9 +1,9 @@
 """What nvidia-smi prints, read field by field."""
 
-from executor import gpu_state
-from executor.gpu_state import occupants, read_states
+from executor.gpu import state as gpu_state
+from executor.gpu.state import gpu_processes, read_states
 from topology.codec import convert
-from topology.measured import GpuState
+from topology.profile.measurement import GpuState
 
 
 def test_states_are_read_and_fit_the_type() -> None:
@@ -36,13 +36,13 @@ def test_an_old_driver_knows_the_old_name_only() -> None:
 def test_nothing_and_nonsense_give_nothing() -> None:
     assert read_states(lambda _: "") == {}
     assert read_states(lambda _: "No devices were found\n, , , ,\n") == {}
-    assert occupants(lambda _: "garbage\n") == []
+    assert gpu_processes(lambda _: "garbage\n") == []
 
 
 def test_occupants_have_an_owner(monkeypatch) -> None:
-    monkeypatch.setattr(gpu_state, "owner", {42: "alice"}.get)
+    monkeypatch.setattr(gpu_state, "process_owner", {42: "alice"}.get)
 
-    found = occupants(lambda _: "GPU-1, 42, 3072\nGPU-2, 43, [N/A]\n")
+    found = gpu_processes(lambda _: "GPU-1, 42, 3072\nGPU-2, 43, [N/A]\n")
 
     assert [(one.gpu_uuid, one.pid, one.owner) for one in found] == [("GPU-1", 42, "alice"), ("GPU-2", 43, None)]
     assert [one.memory_bytes for one in found] == [3 * 2**30, None]

@@ -9,11 +9,22 @@ import sys
 import textwrap
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
-from executor.launch import ALWAYS, TAG, _first_failure, child_environment, command, family, launch
+from executor.launch.local_ranks import (
+    FORCED_VARIABLES,
+    TAG,
+    _first_failure,
+    child_environment,
+    command,
+    launch,
+    tagged_processes,
+)
+from tests.waiting import wait_until
 
 # Every process that these tests start carries this name, so that they count their own and nobody else's.
 MARK = f"MESHWRIGHT_TEST_{uuid.uuid4().hex}"
@@ -29,12 +40,10 @@ def plain(module: str, *arguments: str, budget_s: float = 20.0, **more):
 def ours() -> list[int]:
     """Processes of this module's tests that still live."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if MARK.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if MARK in process.environ():
+                found.append(process.pid)
     return found
 
 
@@ -48,7 +57,7 @@ def test_a_worker_that_ends_well(monkeypatch) -> None:
     assert (done.outcome, done.exit_code, done.failure) == ("finished", 0, None)
     said = json.loads(done.stdout_tail)
     assert said["argv"] == ["a b", "; rm -rf /tmp/nothing", "$HOME"]
-    assert said["env"] == {**ALWAYS, "CUDA_DEVICE_MAX_CONNECTIONS": None}
+    assert said["env"] == {**FORCED_VARIABLES, "CUDA_DEVICE_MAX_CONNECTIONS": None}
     assert len(done.stderr_tail) <= 16 * 1024
 
 
@@ -111,14 +120,14 @@ def test_ctrl_c_tidies_up() -> None:
     """SIGINT to the process that launches: the answer is `interrupted`, and nobody is left."""
     code = textwrap.dedent(
         f"""
-        from executor.launch import launch
+        from executor.launch.local_ranks import launch
         done = launch("hang_worker", elastic=False, budget_s=60, grace_s=0.5, environment={WORKERS!r})
         print(done.outcome, done.survivors)
         raise SystemExit(130)
         """
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    _wait_until(lambda: len(ours()) >= 2)
+    wait_until(lambda: len(ours()) >= 2)
 
     parent.send_signal(signal.SIGINT)
     out, _ = parent.communicate(timeout=20)
@@ -131,13 +140,13 @@ def test_a_second_ctrl_c_waits_no_longer() -> None:
     """The worker ignores SIGTERM, and the grace would be a minute and a half."""
     code = textwrap.dedent(
         f"""
-        from executor.launch import launch
+        from executor.launch.local_ranks import launch
         done = launch("hang_worker", elastic=False, budget_s=300, grace_s=90, environment={WORKERS!r})
         print(done.outcome, done.survivors)
         """
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    _wait_until(lambda: len(ours()) >= 2)
+    wait_until(lambda: len(ours()) >= 2)
 
     parent.send_signal(signal.SIGINT)
     time.sleep(0.5)
@@ -151,29 +160,29 @@ def test_a_second_ctrl_c_waits_no_longer() -> None:
 def test_a_killed_launcher_takes_its_worker_along() -> None:
     """Nobody can tidy up after SIGKILL, so the kernel tells the worker that its parent died."""
     code = f"""
-from executor.launch import launch
+from executor.launch.local_ranks import launch
 launch("die_worker", ["exit", "0", "never"], elastic=False, budget_s=60, environment={WORKERS!r})
 """
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    _wait_until(lambda: any(b"die_worker" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in ours()))
+    wait_until(lambda: any("die_worker" in psutil.Process(pid).cmdline() for pid in ours()))
 
     parent.kill()
     parent.wait(timeout=10)
 
-    _wait_until(lambda: ours() == [])
+    wait_until(lambda: ours() == [])
 
 
 def test_family_is_found_by_its_tag_only() -> None:
     environment = {**os.environ, TAG: "meshwright-test-a"}
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=environment)
     try:
-        _wait_until(lambda: family("meshwright-test-a") == [child.pid])
-        assert family("meshwright-test") == []
-        assert family("meshwright-test-b") == []
+        wait_until(lambda: [found.pid for found in tagged_processes("meshwright-test-a")] == [child.pid])
+        assert tagged_processes("meshwright-test") == []
+        assert tagged_processes("meshwright-test-b") == []
     finally:
         child.kill()
         child.wait()
-    assert family("meshwright-test-a") == []
+    assert tagged_processes("meshwright-test-a") == []
 
 
 def test_the_command_is_torchruns_agent() -> None:
@@ -254,10 +263,3 @@ def test_elastic_ranks_that_hang_are_ended_within_the_budget() -> None:
     assert done.outcome == "timeout"
     assert done.survivors == ()
     assert ours() == []
-
-
-def _wait_until(true, seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)

@@ -5,15 +5,15 @@ import time
 
 import pytest
 
-from executor.apply_run import report
-from executor.effects import operator_table, read_back
-from executor.gpu_state import Nvml, read_states
-from executor.gpu_watch import GpuWatch, summarise
-from simulator import trace as tr
-from simulator.chrome import from_kineto
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.trace import Span, Trace
+from executor.gpu.monitor import GpuMonitor, summarise
+from executor.gpu.state import Nvml, read_states
+from executor.run.apply import report
+from executor.run.effects import operator_table, read_back
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.program import trace as tr
+from simulator.program.chrome_trace import from_kineto
+from simulator.program.trace import Span, Trace
 from tests.executor.test_apply_run import DONE, REQUEST, step, write
 
 BUILT = {
@@ -145,15 +145,15 @@ def test_only_clocks_while_steps_were_timed_count() -> None:
 
 
 def test_the_watch_asks_until_it_is_stopped(monkeypatch) -> None:
-    monkeypatch.setattr("executor.gpu_watch.PERIOD_S", 0.01)
-    assert first_clock(GpuWatch(lambda: {0: state(0, 1e9)}, open_nvml=no_driver)) == 1e9
+    monkeypatch.setattr("executor.gpu.monitor.PERIOD_S", 0.01)
+    assert first_clock(GpuMonitor(lambda: {0: state(0, 1e9)}, open_nvml=no_driver)) == 1e9
 
 
 def test_the_watch_rather_asks_the_open_library(monkeypatch) -> None:
-    monkeypatch.setattr("executor.gpu_watch.NVML_PERIOD_S", 0.01)
+    monkeypatch.setattr("executor.gpu.monitor.NVML_PERIOD_S", 0.01)
     library = FakeNvml()
 
-    watch = GpuWatch(lambda: pytest.fail("nvidia-smi was started"), open_nvml=lambda: Nvml(library))
+    watch = GpuMonitor(lambda: pytest.fail("nvidia-smi was started"), open_nvml=lambda: Nvml(library))
 
     assert first_clock(watch) == 1755e6
     assert library.began == library.ended == 1
@@ -171,7 +171,7 @@ def test_the_library_says_what_nvidia_smi_says() -> None:
     assert Nvml(library).read() == {gpu: {"gpu": gpu, **unknown} for gpu in (0, 1)}
 
 
-def first_clock(watch: GpuWatch) -> float:
+def first_clock(watch: GpuMonitor) -> float:
     watch.start()
     end = time.monotonic() + 20
     while not watch._samples and time.monotonic() < end:
@@ -233,7 +233,7 @@ def event(category: str, name: str, ts: float, dur: float, tid: int = 1, **argum
 
 
 def test_the_profile_keeps_kernels_and_outermost_operators() -> None:
-    profile_step = pytest.importorskip("executor.profile_step", reason="torch is not installed")
+    profile_step = pytest.importorskip("executor.measure.profile_step", reason="torch is not installed")
     raw = {
         "traceEvents": [
             {"ph": "M", "name": "process_name", "pid": 9},
@@ -260,7 +260,7 @@ def test_the_profile_keeps_kernels_and_outermost_operators() -> None:
 
 def test_a_step_is_taken_even_if_the_profiler_cannot(monkeypatch, tmp_path) -> None:
     """Other ranks wait in its collectives."""
-    profile_step = pytest.importorskip("executor.profile_step", reason="torch is not installed")
+    profile_step = pytest.importorskip("executor.measure.profile_step", reason="torch is not installed")
     import torch
 
     class Broken:
@@ -280,7 +280,7 @@ def test_a_step_is_taken_even_if_the_profiler_cannot(monkeypatch, tmp_path) -> N
 
 
 def test_a_real_profile_is_a_trace(tmp_path) -> None:
-    profile_step = pytest.importorskip("executor.profile_step", reason="torch is not installed")
+    profile_step = pytest.importorskip("executor.measure.profile_step", reason="torch is not installed")
     import torch
 
     ones = torch.ones(64, 64)
@@ -297,7 +297,7 @@ def test_a_real_profile_is_a_trace(tmp_path) -> None:
 
 def test_a_node_that_shows_fewer_gpus_than_the_plan_needs_says_so(monkeypatch) -> None:
     """A scheduler may give a job less than was asked for."""
-    worker = pytest.importorskip("executor.worker", reason="torch is not installed")
+    worker = pytest.importorskip("executor.run.worker", reason="torch is not installed")
     monkeypatch.setattr(worker.torch.cuda, "device_count", lambda: 4)
     for name, value in {"RANK": "13", "LOCAL_RANK": "5", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
         monkeypatch.setenv(name, value)

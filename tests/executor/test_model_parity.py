@@ -6,10 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from executor.init_weights import init_weights  # noqa: E402 - after the check for torch
-from executor.model import ROPE_BASE, Decoder, window_of  # noqa: E402 - as above
-from simulator.hf_config import load_model  # noqa: E402 - as above
-from simulator.model import LatentAttention, MixtureOfExperts, Model  # noqa: E402 - as above
+from executor.model.decoder import ROPE_BASE, Decoder  # noqa: E402 - as above
+from executor.model.init_weights import init_weights  # noqa: E402 - after the check for torch
+from simulator.config.hf_config import load_model  # noqa: E402 - as above
+from simulator.config.model import LatentAttention, MixtureOfExperts, Model  # noqa: E402 - as above
 
 BASE = {
     "name": "tiny",
@@ -133,9 +133,9 @@ def forward(weights, tokens, model: Model):
     for layer in range(model.layers):
         w = part(f"layers.{layer}.")
         inner = norm(x, w["attention_norm.weight"])
-        x = x + attention(part(f"layers.{layer}.attention."), inner, model, window_of(model, layer))
+        x = x + attention(part(f"layers.{layer}.attention."), inner, model, model.layer_kinds[layer].window)
         inner = norm(x, w["ffn_norm.weight"])
-        if model.layer_is_moe(layer):
+        if model.layer_kinds[layer].sparse:
             x = x + sparse(part(f"layers.{layer}.moe."), inner, model.moe)
         else:
             x = x + swiglu(inner, *(w[f"feed_forward.w{i}.weight"] for i in (1, 2, 3)))
@@ -175,12 +175,14 @@ def test_the_decoder_computes_what_is_written_in_the_papers(name: str) -> None:
         )
 
 
-def test_windows_are_spread_over_the_layers() -> None:
-    half = tiny(layers=4, sliding_window=8, sliding_layers=2)
+def test_layers_are_made_as_their_kinds_say() -> None:
+    moe = MixtureOfExperts(experts=4, experts_per_token=2, ffn=16, dense_layers=2, dense_layer_ids=(0, 2))
+    model = tiny(layers=4, sliding_window=8, sliding_layers=(3,), moe=moe)
 
-    assert [window_of(half, i) for i in range(4)] == [0, 8, 0, 8]
-    assert [window_of(tiny(sliding_window=8, sliding_layers=2), i) for i in range(2)] == [8, 8]
-    assert window_of(tiny(), 0) == 0
+    blocks = Decoder(model).layers.values()
+
+    assert [block.moe is not None for block in blocks] == [False, True, False, True]
+    assert [block.attention.core.window for block in blocks] == [0, 0, 0, 8]
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v2-lite", "mistral-7b"])

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from executor.launch import Launched, launch
-from simulator.overlap_sites import modes_by_site
+from executor.launch.local_ranks import LaunchResult, launch
+from simulator.config.overlap_sites import modes_by_site
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from executor.attention import CausalAttention  # noqa: E402 - after the check for torch
-from executor.context_parallel import LEAST_TOKENS, combine, part_backward, part_forward  # noqa: E402 - as above
-from executor.rotary import rotate  # noqa: E402 - as above
-from executor.verify_kernels import check_experts  # noqa: E402 - as above
+from executor.model.attention import CausalAttention  # noqa: E402 - after the check for torch
+from executor.model.rotary import rotate  # noqa: E402 - as above
+from executor.parallel.context_parallel import MIN_CUDNN_TOKENS, combine, part_backward, part_forward  # noqa: E402 - as above
+from executor.verify.kernels import check_experts  # noqa: E402 - as above
 from tests.executor.test_parallel_plans import OVERLAP, TWO, WORKER  # noqa: E402 - as above
 
 BF16 = 2.0**-8  # a unit in the last place
@@ -55,7 +55,7 @@ def test_flash_attention_in_windows_and_groups(kv_heads: int, window: int) -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU")
-@pytest.mark.parametrize("half", [LEAST_TOKENS // 2, 2 * LEAST_TOKENS], ids=["flash", "cudnn"])
+@pytest.mark.parametrize("half", [MIN_CUDNN_TOKENS // 2, 2 * MIN_CUDNN_TOKENS], ids=["flash", "cudnn"])
 def test_parts_of_attention_with_grouped_keys_are_attention(half: int) -> None:
     """What the ring does with each part, and how it puts parts together, against float64."""
     q, k, v = drawn(1, 8, 2 * half, 64, seed=0), drawn(1, 2, 2 * half, 64, seed=1), drawn(1, 2, 2 * half, 64, seed=2)
@@ -130,7 +130,7 @@ def folder(request, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared(request, tmp_path_factory) -> tuple[Path, dict[str, Launched]]:
+def shared(request, tmp_path_factory) -> tuple[Path, dict[str, LaunchResult]]:
     """As `folder`, on one GPU, and how the launch ended in which a plan was left without a verdict."""
     out, cases = tmp_path_factory.mktemp("shared"), selected(request)
     budget_s = SHARED_S + COMPILING_S * sum(case.get("compile", False) for case in cases)
@@ -138,10 +138,10 @@ def shared(request, tmp_path_factory) -> tuple[Path, dict[str, Launched]]:
 
 
 def verify_all(
-    cases: list[dict], out: Path, run: Callable[[list[dict], float], Launched], budget_s: float
-) -> dict[str, Launched]:
+    cases: list[dict], out: Path, run: Callable[[list[dict], float], LaunchResult], budget_s: float
+) -> dict[str, LaunchResult]:
     """Run cases until all have been told about; a plan that ends its processes is left out of the next launch."""
-    ended: dict[str, Launched] = {}
+    ended: dict[str, LaunchResult] = {}
     while cases:
         launched = run(cases, budget_s)
         budget_s -= launched.seconds
@@ -164,7 +164,7 @@ def selected(request) -> list[dict]:
     return [{"id": name, **changes, "plan": plan} for name, (changes, plan) in ON_TWO.items() if name in names]
 
 
-def verify_plans(cases: list[dict], out: Path, where: str, *, budget_s: float) -> Launched:
+def verify_plans(cases: list[dict], out: Path, where: str, *, budget_s: float) -> LaunchResult:
     (out / "cases.json").write_text(json.dumps(cases))
     return launch(WORKER, [str(out / "cases.json"), str(out), where], ranks=2, budget_s=budget_s)
 
@@ -197,7 +197,7 @@ def sharing(name: str) -> object:
 @pytest.mark.skipif(torch.cuda.device_count() != 1, reason="there is not one CUDA GPU alone, which ranks would share")
 @pytest.mark.parametrize("name", [sharing(name) for name in ON_TWO])
 def test_a_plan_on_a_shared_gpu_computes_what_one_process_computes(
-    shared: tuple[Path, dict[str, Launched]], name: str
+    shared: tuple[Path, dict[str, LaunchResult]], name: str
 ) -> None:
     folder, ended = shared
     path = folder / f"{name}.json"

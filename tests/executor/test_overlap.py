@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.launch import launch
+from executor.launch.local_ranks import launch
 from topology.errors import BadPlan
 
 pytest.importorskip("torch", reason="torch is not installed: nothing can be multiplied")
@@ -46,9 +46,9 @@ def test_an_unknown_mode_is_told_what_there_is() -> None:
     "tp_overlap", ["none", "fused", "attention_in=ring,attention_out=none,mlp_in=fused,mlp_out=chunked"]
 )
 def test_a_plan_is_dispatched_by_site_and_read_back(tp_overlap: str) -> None:
-    from executor.model import Block
-    from executor.tensor_overlap import applied_overlap, overlap_block
-    from simulator.overlap_sites import written
+    from executor.model.decoder import Block
+    from executor.parallel.tensor_overlap import applied_overlap, overlap_block
+    from simulator.config.overlap_sites import written
     from tests.executor.workers.verify_worker import MODELS
 
     blocks = [Block(MODELS["qk_norm"], index) for index in range(2)]
@@ -60,6 +60,6 @@ def test_a_plan_is_dispatched_by_site_and_read_back(tp_overlap: str) -> None:
 
 def test_the_planner_models_what_the_executor_runs() -> None:
     from executor.overlap import MODES
-    from simulator.overlap_modes import EXECUTED
+    from simulator.overlap.modes import EXECUTED
 
     assert tuple(MODES) == EXECUTED

@@ -18,7 +18,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: nothing can be moved")
 
-from executor import stream_ops, symmetric  # noqa: E402 - after the check for torch
+from executor.gpu import stream_ops  # noqa: E402 - after the check for torch
+from executor.gpu import symmetric_memory as symmetric  # noqa: E402 - after the check for torch
 from executor.overlap import push, relay  # noqa: E402 - as above
 
 pytestmark = pytest.mark.slow
@@ -83,20 +84,20 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric, "Allocation", SharedMemory)
     monkeypatch.setattr(symmetric, "Order", lambda _: lambda **_: None)
     monkeypatch.setattr(symmetric, "_workspaces", {})
-    monkeypatch.setattr(stream_ops, "current", lambda _: 0)
+    monkeypatch.setattr(stream_ops, "current_stream", lambda _: 0)
     monkeypatch.setattr(stream_ops, "copy", lambda to, source, nbytes, _: ctypes.memmove(to, source, nbytes))
     monkeypatch.setattr(stream_ops, "write_word", write_word)
     monkeypatch.setattr(stream_ops, "wait_word", wait_word)
     monkeypatch.setattr(push, "side_stream", lambda *_: SimpleNamespace(cuda_stream=1))
-    monkeypatch.setattr(symmetric.Workspace, "fenced", staticmethod(lambda: False))
+    monkeypatch.setattr(symmetric.Workspace, "is_capturing", staticmethod(lambda: False))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group.size)
     monkeypatch.setattr(torch.distributed, "barrier", lambda group: group.barrier.wait(PATIENCE_S))
-    monkeypatch.setattr(push.Scattering, "_adding", adding)
+    monkeypatch.setattr(push.CopyScatter, "_add_kernel", adding)
 
 
-def adding(self: push.Scattering, _: Any) -> Callable[..., None]:
+def adding(self: push.CopyScatter, _: Any) -> Callable[..., None]:
     """What the kernel `add_slots` does, which has a test of its own."""
 
     def add(_stream: int, out: int) -> None:
@@ -146,13 +147,13 @@ def test_gathering_brings_every_shard_to_its_place(world: int, pieces: int) -> N
             rows = (300, 700)[call % 2]  # plans of two shapes take turns with one memory, which grows first
             whole = draw(world, rows, 8, seed=call)
             time.sleep(random.random() / 200)
-            moving = push.Gathering(whole[group.rank], group, pieces=pieces, keep=True)
+            exchange = push.CopyGather(whole[group.rank], group, pieces=pieces, keep=True)
             for step in range(1, world):
                 source = (group.rank + step) % world
-                for number, (first, last) in enumerate(moving.plan.bounds):
-                    assert torch.equal(moving.arrive(source, number), whole[source, first:last])
-            moving.finish()
-            assert torch.equal(moving.plan.gathered, whole.flatten(0, 1))
+                for number, (first, last) in enumerate(exchange.plan.bounds):
+                    assert torch.equal(exchange.wait_for_piece(source, number), whole[source, first:last])
+            exchange.finish()
+            assert torch.equal(exchange.plan.gathered, whole.flatten(0, 1))
 
     on_ranks(world, run)
 
@@ -195,11 +196,11 @@ def test_a_rank_that_is_far_ahead_waits_instead_of_overwriting() -> None:
     def run(group: Any) -> None:
         for call in range(2 * CALLS):
             whole = draw(2, 4, 4, seed=call)
-            moving = push.Gathering(whole[group.rank], group, pieces=1, keep=False)
+            exchange = push.CopyGather(whole[group.rank], group, pieces=1, keep=False)
             if group.rank:
                 time.sleep(0.01)  # its shard has been sent; what has come for it lies there for a while
-            assert torch.equal(moving.arrive(1 - group.rank, 0), whole[1 - group.rank])
-            moving.finish()
+            assert torch.equal(exchange.wait_for_piece(1 - group.rank, 0), whole[1 - group.rank])
+            exchange.finish()
 
     on_ranks(2, run)
 
@@ -224,13 +225,13 @@ def test_a_call_issues_no_more_than_it_has_to(monkeypatch: pytest.MonkeyPatch) -
         plans = []
         for _ in range(4):
             issued[threading.get_ident()] = []
-            moving = push.Gathering(x, group, pieces=2, keep=False)
+            exchange = push.CopyGather(x, group, pieces=2, keep=False)
             for source in range(3):
                 for number in range(2):
                     if source != group.rank:
-                        moving.arrive(source, number)
-            moving.finish()
-            plans.append(id(moving.plan))
+                        exchange.wait_for_piece(source, number)
+            exchange.finish()
+            plans.append(id(exchange.plan))
             counts = [issued[threading.get_ident()].count(name) for name in ("copy", "write_word", "wait_word")]
             assert counts == [2 * 2, 2 * 2 * 2 + 1, 2 * 2]  # one word more tells the host's watch that the call ended
         assert plans[:2] == plans[2:]
@@ -258,7 +259,7 @@ def test_parts_are_relayed_where_adding_them_up_would_take_long() -> None:
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_the_simulator_relays_what_is_relayed(world: int) -> None:
     from executor.overlap.copy_engine import relays
-    from simulator.overlap_modes import relayed
+    from simulator.overlap.modes import relayed
 
     for rows in (512, 1024, 2048, 4096, 8192):
         for columns in (1024, 4096, 8192, 16384):

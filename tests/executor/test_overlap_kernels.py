@@ -45,15 +45,15 @@ def test_numbers_order_and_coverage_in_the_interpreter() -> None:
 
 
 GATHER = [
-    {"BLOCK_N": 256, "HALVES": True, "stages": 4, "B_TURNED": True},
-    {"BLOCK_N": 256, "HALVES": True, "stages": 4, "B_TURNED": False},
-    {"BLOCK_N": 128, "HALVES": False, "stages": 4, "B_TURNED": True},
+    {"BLOCK_N": 256, "HALVES": True, "stages": 4, "B_TRANSPOSED": True},
+    {"BLOCK_N": 256, "HALVES": True, "stages": 4, "B_TRANSPOSED": False},
+    {"BLOCK_N": 128, "HALVES": False, "stages": 4, "B_TRANSPOSED": True},
 ]
 SCATTER = [
-    {"WORLD": 2, "BLOCK_N": 256, "stages": 3, "B_TURNED": True},
-    {"WORLD": 4, "BLOCK_N": 256, "stages": 3, "B_TURNED": False},
-    {"WORLD": 8, "BLOCK_N": 256, "stages": 3, "B_TURNED": True},
-    {"WORLD": 2, "BLOCK_N": 128, "stages": 4, "B_TURNED": False},
+    {"WORLD": 2, "BLOCK_N": 256, "stages": 3, "B_TRANSPOSED": True},
+    {"WORLD": 4, "BLOCK_N": 256, "stages": 3, "B_TRANSPOSED": False},
+    {"WORLD": 8, "BLOCK_N": 256, "stages": 3, "B_TRANSPOSED": True},
+    {"WORLD": 2, "BLOCK_N": 128, "stages": 4, "B_TRANSPOSED": False},
 ]
 
 
@@ -62,7 +62,7 @@ def test_gather_matmul_compiled(case: dict[str, Any]) -> None:
     from executor.kernels.gather_matmul import gather_matmul
 
     width = case["BLOCK_N"] // (2 if case["HALVES"] else 1)
-    right = (case["BLOCK_N"], 64) if case["B_TURNED"] else (64, case["BLOCK_N"])
+    right = (case["BLOCK_N"], 64) if case["B_TRANSPOSED"] else (64, case["BLOCK_N"])
     words = dict.fromkeys(("flags", "ticket", "error"), "*i32")
     compiled = _compile(
         gather_matmul,
@@ -87,7 +87,7 @@ def test_gather_matmul_compiled(case: dict[str, Any]) -> None:
 def test_matmul_scatter_compiled(case: dict[str, Any]) -> None:
     from executor.kernels.matmul_scatter import matmul_scatter
 
-    right = (case["BLOCK_N"], 64) if case["B_TURNED"] else (64, case["BLOCK_N"])
+    right = (case["BLOCK_N"], 64) if case["B_TRANSPOSED"] else (64, case["BLOCK_N"])
     half = case["BLOCK_N"] // 2
     words = dict.fromkeys(("done", "flags", "ticket", "error"), "*i32")
     tiles = {"a": _tile(128, 64), "b": _tile(*right), "parts": _tile(1, 128, half)}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from executor.launch import launch
-from executor.records import read_records
+from executor.launch.local_ranks import launch
+from executor.launch.records import read_records
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -25,7 +25,9 @@ def test_every_mode_is_right_on_gpus(tmp_path: Path, ranks: int) -> None:
     """Odd shapes, bf16 and fp16, poisoned buffers; thousands of calls with delays; captured graphs equal eager calls."""
     out = tmp_path / "checks.jsonl"
     arguments = [str(out), "--seconds=230", "--stages=check", f"--iterations={ITERATIONS}"]
-    done = launch("tests.bench.overlap_worker", arguments, ranks=ranks, budget_s=240, directory=tmp_path)
+    done = launch(
+        "tests.executor.workers.overlap_checks_worker", arguments, ranks=ranks, budget_s=240, directory=tmp_path
+    )
 
     assert done.ok, done.failure or done.stderr_tail[-3000:]
     records = list(read_records(out))
@@ -43,7 +45,9 @@ def test_our_modes_are_right_on_a_shared_gpu(tmp_path: Path, ranks: int) -> None
     """The same for the modes that move data themselves; the others would test gloo, or wait without a limit."""
     out = tmp_path / "checks.jsonl"
     arguments = [str(out), "--share-gpu", "--seconds=140", "--stages=check", f"--iterations={SHARED_ITERATIONS}"]
-    done = launch("tests.bench.overlap_worker", arguments, ranks=ranks, budget_s=150, directory=tmp_path)
+    done = launch(
+        "tests.executor.workers.overlap_checks_worker", arguments, ranks=ranks, budget_s=150, directory=tmp_path
+    )
 
     records = list(read_records(out))
     checks = [r for r in records if r["kind"] == "check"]

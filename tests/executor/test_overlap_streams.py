@@ -19,9 +19,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: nothing can be moved")
 
-from executor import stream_ops, symmetric  # noqa: E402 - after the check for torch
+from executor.gpu import stream_ops  # noqa: E402 - after the check for torch
+from executor.gpu import symmetric_memory as symmetric  # noqa: E402 - after the check for torch
 from executor.overlap import push, relay  # noqa: E402 - as above
-from simulator.overlap_memory import PAGE_BYTES, buffer_bytes  # noqa: E402 - as above
+from simulator.closed_form.overlap_memory import PAGE_BYTES, buffer_bytes  # noqa: E402 - as above
 
 CPU = torch.device("cpu")
 CURRENT, SIDE, SIGNALS, SECOND = 0, 1, 2, 3
@@ -117,9 +118,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     monkeypatch.setattr(symmetric, "Allocation", Memory)
     monkeypatch.setattr(symmetric, "Order", lambda _: made.order)
     monkeypatch.setattr(symmetric, "_workspaces", {})
-    monkeypatch.setattr(symmetric.Workspace, "fenced", staticmethod(lambda: made.capturing))
-    monkeypatch.setattr(symmetric.Workspace, "fence", lambda _: made.barrier())
-    monkeypatch.setattr(stream_ops, "current", lambda _: CURRENT)
+    monkeypatch.setattr(symmetric.Workspace, "is_capturing", staticmethod(lambda: made.capturing))
+    monkeypatch.setattr(symmetric.Workspace, "barrier", lambda _: made.barrier())
+    monkeypatch.setattr(stream_ops, "current_stream", lambda _: CURRENT)
     for name, call in (("copy", copy), ("write_word", write), ("fill_word", write), ("wait_word", wait)):
         monkeypatch.setattr(stream_ops, name, call)
     for module in (push, relay):
@@ -128,8 +129,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=CURRENT))
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(made, "lane", stream.cuda_stream))
-    monkeypatch.setattr(push.Moving, "_waiting", lambda _: wait_and_lower(made))
-    monkeypatch.setattr(push.Scattering, "_adding", lambda self, _: adding(made, self))
+    monkeypatch.setattr(push.CopyExchange, "_wait_kernel", lambda _: wait_and_clear(made))
+    monkeypatch.setattr(push.CopyScatter, "_add_kernel", lambda self, _: adding(made, self))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: group.size)
@@ -137,15 +138,15 @@ def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     return made
 
 
-def wait_and_lower(machine: Machine) -> Callable[..., None]:
+def wait_and_clear(machine: Machine) -> Callable[..., None]:
     def run(stream: int, flag: int, _: int) -> None:
         machine.issue(stream, lambda: setattr(word(flag), "value", 0), lambda: word(flag).value >= 1)
 
     return run
 
 
-def adding(machine: Machine, moving: push.Scattering) -> Callable[..., None]:
-    slots, rank, world = moving.slots, moving.space.rank, moving.space.world
+def adding(machine: Machine, exchange: push.CopyScatter) -> Callable[..., None]:
+    slots, rank, world = exchange.slots, exchange.space.rank, exchange.space.world
 
     def add(address: int) -> None:
         nbytes = slots[0].numel() * slots.element_size()
@@ -166,24 +167,24 @@ KEPT: list[Any] = []  # what queued copies read; ranks issue long before anythin
 
 def gather(machine: Machine, group: Any, seed: int) -> None:
     whole = draw(machine.world, 3, 2, seed=seed)
-    moving = push.Gathering(whole[group.rank].clone(), group, pieces=1, keep=True)
-    KEPT.append((moving.x, whole))
+    exchange = push.CopyGather(whole[group.rank].clone(), group, pieces=1, keep=True)
+    KEPT.append((exchange.x, whole))
     for step in range(1, machine.world):
         source = (group.rank + step) % machine.world
-        piece = moving.arrive(source, 0)
+        piece = exchange.wait_for_piece(source, 0)
         machine.issue(CURRENT, lambda piece=piece, source=source: same(piece, whole[source]))
-    moving.finish()
-    machine.issue(CURRENT, lambda: same(moving.plan.gathered, whole.flatten(0, 1)))
+    exchange.finish()
+    machine.issue(CURRENT, lambda: same(exchange.plan.gathered, whole.flatten(0, 1)))
 
 
 def fused_gather(machine: Machine, group: Any, seed: int) -> None:
     """As `fused._gather_matmul`: one kernel waits for all flags, reads, and lowers them."""
     whole = draw(machine.world, 3, 2, seed=seed)
-    moving = push.Gathering(whole[group.rank].clone(), group, pieces=1, keep=False)
-    KEPT.append((moving.x, whole))
+    exchange = push.CopyGather(whole[group.rank].clone(), group, pieces=1, keep=False)
+    KEPT.append((exchange.x, whole))
     others = [rank for rank in range(machine.world) if rank != group.rank]
-    flags = [moving.flag_at(group.rank, other) for other in others]
-    pieces = [moving.plan.pieces[other][0] for other in others]
+    flags = [exchange.flag_at(group.rank, other) for other in others]
+    pieces = [exchange.plan.pieces[other][0] for other in others]
 
     def product() -> None:
         for other, piece in zip(others, pieces, strict=True):
@@ -191,7 +192,7 @@ def fused_gather(machine: Machine, group: Any, seed: int) -> None:
 
     machine.issue(CURRENT, product, lambda: all(word(flag).value >= 1 for flag in flags))
     machine.issue(CURRENT, lambda: [setattr(word(flag), "value", 0) for flag in flags])
-    moving.finish()
+    exchange.finish()
 
 
 def scatter(machine: Machine, group: Any, seed: int) -> None:
@@ -277,8 +278,8 @@ def test_a_layer_replayed_between_eager_layers_ends(machine: Machine) -> None:
 def test_waits_of_streams_are_counted_for_the_watch(machine: Machine) -> None:
     play(machine, [(gather, False), (fused_gather, False), (gather, True), (relayed, False), (scatter, False)], 0)
     for space in symmetric.workspaces():  # one more of each, by which memory came to be
-        assert word(space.line.address).value == {"gather": 1 + 1, "scatter": 1 + 2}[space.purpose]
-        assert space.line.stalled(1e9) is None
+        assert word(space.call_counter.address).value == {"gather": 1 + 1, "scatter": 1 + 2}[space.purpose]
+        assert space.call_counter.stalled(1e9) is None
 
 
 @pytest.mark.parametrize("machine", [2, 3], indirect=True)
@@ -288,10 +289,10 @@ def test_the_simulator_knows_how_much_memory_a_rank_holds(machine: Machine, rows
     columns, group = 3, machine.groups[0]
     for call in range(2):
         x = draw(rows, columns, seed=call)
-        push.Gathering(x, group, pieces=1, keep=False).finish()
-        push.Scattering((rows, columns), x.dtype, group, CPU)
+        push.CopyGather(x, group, pieces=1, keep=False).finish()
+        push.CopyScatter((rows, columns), x.dtype, group, CPU)
         KEPT.append(x)
 
     held = sum(-(-ranks[0].numel() // PAGE_BYTES) * PAGE_BYTES for ranks in machine.memory)
     assert held == 2 * buffer_bytes(machine.world * rows * columns * 8)
-    assert symmetric.held_bytes() == sum(ranks[0].numel() for ranks in machine.memory)
+    assert symmetric.workspace_bytes() == sum(ranks[0].numel() for ranks in machine.memory)

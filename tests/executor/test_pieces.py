@@ -8,15 +8,15 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from torch.nn import functional  # noqa: E402 - after the check for torch
 
-from executor.batches import rank_batch, row  # noqa: E402 - as above
-from executor.context_parallel import combine, part_backward, part_forward, positions  # noqa: E402 - as above
-from executor.init_weights import draw  # noqa: E402 - as above
-from executor.model import Decoder  # noqa: E402 - as above
-from executor.moe import Experts  # noqa: E402 - as above
-from executor.verify import shrink, small_plan, small_workload  # noqa: E402 - as above
-from simulator.hf_config import load_model  # noqa: E402 - as above
-from simulator.plan import Plan  # noqa: E402 - as above
-from simulator.workload import Workload  # noqa: E402 - as above
+from executor.model.decoder import Decoder  # noqa: E402 - as above
+from executor.model.init_weights import draw  # noqa: E402 - as above
+from executor.model.moe import Experts  # noqa: E402 - as above
+from executor.parallel.batches import rank_batch, row  # noqa: E402 - as above
+from executor.parallel.context_parallel import combine, part_backward, part_forward, positions  # noqa: E402 - as above
+from executor.verify.plans import small_model, small_plan, small_workload  # noqa: E402 - as above
+from simulator.config.hf_config import load_model  # noqa: E402 - as above
+from simulator.config.plan import Plan  # noqa: E402 - as above
+from simulator.config.workload import Workload  # noqa: E402 - as above
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -117,20 +117,20 @@ def test_experts_without_tokens_have_a_gradient_of_zero() -> None:
     ],
 )
 def test_the_small_model_of_a_check_suits_the_plan(name: str, plan: Plan) -> None:
-    from executor.legal import check
-    from simulator.runtime import Runtime
+    from executor.launch.legal import check
+    from simulator.config.runtime import Runtime
 
-    model = shrink(load_model(name), plan)
+    model = small_model(load_model(name), plan)
     work = small_workload(plan, Workload(seq_len=8192, global_batch_size=128))
 
-    check(small_plan(plan), model, work, Runtime(param_dtype="float64", compute_dtype="float64"), device="cpu")
+    check(small_plan(plan), model, work, Runtime(param_dtype="float64", compute_dtype="float64"))
     assert model.parameters < 1e6
     assert model.qk_norm == load_model(name).qk_norm
 
 
 def test_rows_taken_in_another_order_come_back_with_their_gradients() -> None:
     """Against autograd's own way back from an index, for a permutation and for three copies of each row."""
-    from executor.permute import inverse_of, take
+    from executor.model.permute import inverse_of, take
 
     for copies in (1, 3):
         x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(copies)).requires_grad_()
@@ -148,8 +148,8 @@ def test_rows_taken_in_another_order_come_back_with_their_gradients() -> None:
 
 def test_the_loss_and_its_gradient_are_those_of_cross_entropy(monkeypatch) -> None:
     """The slope of a rank's columns, as the cut loss computes it, where one rank has all of them; eagerly, by pieces."""
-    from executor import vocabulary_loss
-    from executor.vocabulary_loss import VocabularyLoss, _slope, _sums, _top
+    from executor.model import vocabulary_loss
+    from executor.model.vocabulary_loss import VocabularyLoss, _exp_sums, _logits_grad, _row_max
 
     logits = torch.randn(2, 3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     targets = torch.tensor([[0, 6, 3], [2, 2, 5]])
@@ -157,23 +157,23 @@ def test_the_loss_and_its_gradient_are_those_of_cross_entropy(monkeypatch) -> No
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     (slope,) = torch.autograd.grad(expected, logits)
     for piece in (1, 16, 1 << 23):  # of one token, of two, and of all
-        monkeypatch.setattr(vocabulary_loss, "PIECE", piece)
+        monkeypatch.setattr(vocabulary_loss, "PIECE_LOGITS", piece)
         loss = VocabularyLoss(7, None, compiled=False)(logits, targets)
         assert torch.allclose(loss, expected, rtol=1e-14, atol=0)
         (found,) = torch.autograd.grad(3 * loss, logits)
         assert torch.allclose(found, 3 * slope, rtol=1e-12, atol=1e-15)
     flat, column, mine = logits.detach().flatten(0, 1), targets.flatten(), torch.ones(6, dtype=torch.bool)
-    top = _top(flat)
-    total, chosen = _sums(flat, top, column, mine)
+    row_max = _row_max(flat)
+    total, chosen = _exp_sums(flat, row_max, column, mine)
     assert torch.allclose((total.log() - chosen).sum(), expected.detach(), rtol=1e-14)
-    cut = _slope(flat, top, total, column, mine, torch.tensor(1.0, dtype=torch.float64))
+    cut = _logits_grad(flat, row_max, total, column, mine, torch.tensor(1.0, dtype=torch.float64))
     assert torch.allclose(cut, slope.flatten(0, 1), rtol=1e-12)
 
 
 def test_cut_columns_give_the_loss_of_all_of_them_even_where_a_rank_has_next_to_nothing(monkeypatch) -> None:
     """Two ranks' parts put together by hand: the second's columns are e^-900 of the sum, too little for a float64."""
-    from executor import vocabulary_loss
-    from executor.vocabulary_loss import _EagerLoss
+    from executor.model import vocabulary_loss
+    from executor.model.vocabulary_loss import _EagerLoss
 
     logits = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     logits[0, 3:] -= 900.0
@@ -182,7 +182,7 @@ def test_cut_columns_give_the_loss_of_all_of_them_even_where_a_rank_has_next_to_
     expected = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
     (slope,) = torch.autograd.grad(expected, logits)
     whole = logits.detach().logsumexp(-1)[:, None], logits.detach().gather(-1, targets[:, None])
-    monkeypatch.setattr(vocabulary_loss, "_together", lambda *_: whole)
+    monkeypatch.setattr(vocabulary_loss, "_combine_ranks", lambda *_: whole)
 
     for first in (0, 3):
         part = logits.detach()[:, first : first + 3].clone().requires_grad_()
@@ -195,14 +195,14 @@ def test_cut_columns_give_the_loss_of_all_of_them_even_where_a_rank_has_next_to_
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_eager_loss_holds_what_the_runtime_says(dtype, monkeypatch) -> None:
     """The most bytes held at once, the logits among them, by the account of torch's own allocator; pieces an eighth as large."""
-    from executor import vocabulary_loss
-    from executor.vocabulary_loss import PIECE, VocabularyLoss
-    from simulator.operators import tensor_bytes
-    from simulator.runtime import DTYPE_BYTES
-    from simulator.runtime_library import runtime_spec
+    from executor.model import vocabulary_loss
+    from executor.model.vocabulary_loss import PIECE_LOGITS, VocabularyLoss
+    from simulator.config.runtime import DTYPE_BYTES
+    from simulator.kernels.operators import tensor_bytes
+    from simulator.runtimes.library import runtime_spec
 
-    piece = PIECE // 8
-    monkeypatch.setattr(vocabulary_loss, "PIECE", piece)
+    piece = PIECE_LOGITS // 8
+    monkeypatch.setattr(vocabulary_loss, "PIECE_LOGITS", piece)
     tokens, vocab = 3072, 16384
     logits = torch.randn(1, tokens, vocab).to(getattr(torch, dtype)).requires_grad_()
     targets = torch.randint(0, vocab, (1, tokens))
@@ -218,7 +218,7 @@ def test_the_eager_loss_holds_what_the_runtime_says(dtype, monkeypatch) -> None:
     width = {"f32": 4, "compute": DTYPE_BYTES[dtype]}
     (moment,) = runtime_spec("meshwright").layer.head_peak
     parts = [tensor_bytes(x, {"t": tokens, "v": vocab, "one": 1.0}, width.__getitem__) for x in moment]
-    assert parts[1] == 2 * PIECE * 4
+    assert parts[1] == 2 * PIECE_LOGITS * 4
     said = parts[0] + 2 * piece * 4
     per_token = 64 * tokens  # columns of the loss, its exponents and masks
     assert tokens * vocab > 4 * piece
@@ -234,8 +234,8 @@ def test_no_call_keeps_the_buckets_of_replicas_beyond_the_backward_pass(monkeypa
 
     import torch.distributed as dist
 
-    from executor.data_parallel import Replica
-    from executor.train_step import Trainer
+    from executor.parallel.data_parallel import Replica
+    from executor.parallel.train_step import Trainer
 
     buckets: list[weakref.ref] = []
     right = dist.all_reduce
@@ -295,18 +295,18 @@ def test_no_call_keeps_the_buckets_of_replicas_beyond_the_backward_pass(monkeypa
 def test_nothing_is_collected_within_steps() -> None:
     import gc
 
-    from executor.collector import NoCollection
+    from executor.launch.garbage_collection import PausedGarbageCollection
 
     assert gc.isenabled()
-    with NoCollection():
+    with PausedGarbageCollection():
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 def test_experts_under_autocast_compute_in_its_type() -> None:
     """Weights and tokens are float32 there, and torch's autocast looks at no product of experts."""
-    from executor.moe import Experts
-    from executor.verify_kernels import check_experts
+    from executor.model.moe import Experts
+    from executor.verify.kernels import check_experts
 
     experts = Experts(16, 32, 2)
     for parameter in experts.parameters():

@@ -4,10 +4,10 @@ import importlib.util
 
 import pytest
 
-from executor.doctor_worker import main
-from executor.probe_collectives import OPS, bytes_needed, group_sets, sizes
-from topology.measured import profile_of, read_measured
-from topology.profile import check_profile
+from executor.measure.doctor_worker import main
+from executor.measure.probe_collectives import OPS, group_sets, rounded_bytes, sizes
+from topology.profile.measurement import profile_from_measurement, read_measurement
+from topology.profile.profile import check_profile
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
@@ -40,7 +40,7 @@ def test_powers_of_four_come_first() -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
 def test_shares_are_whole_elements(op: str, ranks: int) -> None:
     for nbytes in (1024, 4096, 2**20):
-        got = bytes_needed(op, nbytes, ranks, 2)
+        got = rounded_bytes(op, nbytes, ranks, 2)
 
         assert got % 2 == 0
         assert nbytes - 2 * ranks < got <= nbytes
@@ -55,14 +55,14 @@ def test_the_whole_measurement_runs_on_gloo(tmp_path) -> None:
     code = main([f"--out={out}", "--budget=60", "--device=cpu", "--indices=0,1", "--pieces=flows,compute,collectives"])
 
     assert code == 0
-    measured = read_measured(out)
+    measured = read_measurement(out)
     assert measured.device == "cpu"
     assert measured.complete, measured.missing
     assert {group.sample.op for group in measured.groups} == set(OPS)
     assert {sample.gpu for sample in measured.compute} == {0, 1}
     assert measured.versions
     assert "torch" in measured.versions
-    check_profile(profile_of(measured, gpu="none"))
+    check_profile(profile_from_measurement(measured, gpu="none"))
 
 
 def test_without_a_gpu_there_is_nothing_to_measure(tmp_path, monkeypatch, capsys) -> None:
@@ -78,7 +78,7 @@ def test_pieces_that_need_no_torch(tmp_path) -> None:
     code = main([f"--out={out}", "--budget=20", "--device=cpu", "--indices=0,1,2", "--pieces=flows,compute"])
 
     assert code == 0
-    measured = read_measured(out)
+    measured = read_measurement(out)
     assert len(measured.pairs()) == 6
     assert measured.groups == ()
 
@@ -90,6 +90,6 @@ def test_a_piece_that_fails_is_named_and_the_rest_is_kept(tmp_path) -> None:
     code = main([f"--out={out}", "--budget=4", "--device=cpu", "--indices=0,1", "--pieces=flows,collectives"])
 
     assert code == 0
-    measured = read_measured(out)
+    measured = read_measurement(out)
     assert measured.flows
     assert any(what.startswith("collectives") for what in measured.missing)

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from executor.probe_flows import HostCopies, flow_sets, main, measure, two_disjoint
-from executor.records import Deadline, Recorder, read_records
-from topology.measured import FlowSet, measured_from_records, shared_groups
+from executor.launch.records import Deadline, Recorder, read_records
+from executor.measure.probe_flows import HostCopies, flow_sets, main, measure, two_disjoint
+from topology.profile.measurement import FlowSet, measurement_from_records, shared_groups
 
 HEADER = {"kind": "header", "machine": "m", "device": "cpu", "taken_at": "2026-01-01T00:00:00+00:00"}
 
@@ -46,7 +46,7 @@ def test_records_become_flows(tmp_path) -> None:
 
     assert main([f"--out={out}", "--seconds=20", "--device=cpu", "--indices=2,5,7", "--nbytes=4096"]) == 0
 
-    measured = measured_from_records(read_records(out))
+    measured = measurement_from_records(read_records(out))
     assert set(measured.pairs()) == set(itertools.permutations((2, 5, 7), 2))
     assert all(flow.correct for flow in measured.pairs().values())
     assert set(measured.host("host_to_device")) == {2, 5, 7}
@@ -84,7 +84,7 @@ def test_a_board_with_shared_uplinks_is_solved(tmp_path) -> None:
     measure(Board(2**20), [f"gpu{i}" for i in range(4)], recorder, Deadline(60.0))
     recorder.close()
 
-    measured = measured_from_records([HEADER, *read_records(tmp_path / "r")])
+    measured = measurement_from_records([HEADER, *read_records(tmp_path / "r")])
 
     assert shared_groups(measured) == [[0, 1], [2, 3]]
     assert measured.pairs()[1, 2].correct is False

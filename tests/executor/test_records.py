@@ -2,7 +2,7 @@
 
 import pytest
 
-from executor.records import Deadline, Recorder, finite, middle, read_records
+from executor.launch.records import Deadline, Recorder, median_and_spread, nonfinite_as_none, read_records
 
 
 def test_a_line_cut_short_ends_the_records(tmp_path) -> None:
@@ -23,7 +23,7 @@ def test_a_rate_that_is_no_number_is_never_written(tmp_path) -> None:
 
 
 def test_a_difference_may_be_infinite_and_is_then_none() -> None:
-    assert finite({"a": float("inf"), "b": float("nan"), "c": 1.5, "d": "inf"}) == {
+    assert nonfinite_as_none({"a": float("inf"), "b": float("nan"), "c": 1.5, "d": "inf"}) == {
         "a": None,
         "b": None,
         "c": 1.5,
@@ -32,13 +32,13 @@ def test_a_difference_may_be_infinite_and_is_then_none() -> None:
 
 
 def test_middle() -> None:
-    mid, spread = middle([float(value) for value in range(1, 21)])
+    mid, spread = median_and_spread([float(value) for value in range(1, 21)])
 
     assert mid == 10.5
     assert spread == pytest.approx((18 - 3) / 10.5)
-    assert middle([2.0]) == (2.0, 0.0)
+    assert median_and_spread([2.0]) == (2.0, 0.0)
 
 
 def test_deadline() -> None:
-    assert Deadline(100).has(50)
-    assert not Deadline(0).has(0)
+    assert Deadline(100).allows(50)
+    assert not Deadline(0).allows(0)

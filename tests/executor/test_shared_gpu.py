@@ -11,22 +11,22 @@ pytest.importorskip("triton", reason="triton is not installed")
 import torch
 import torch.distributed as dist
 
-from executor.launch import Failure, Launched
+from executor.launch.local_ranks import Failure, LaunchResult
 from executor.overlap import fused
-from tests.bench.overlap_worker import arguments
 from tests.executor.shared_gpu import gather_plainly
 from tests.executor.test_on_gpus import ON_TWO, needs_more, told, verify_all
+from tests.executor.workers.overlap_checks_worker import parser, read
 
 
 def test_a_shared_gpu_checks_the_modes_that_move_data_themselves() -> None:
-    assert arguments(["out", "--share-gpu"]).modes == ("copy_engine", "fused")
-    assert len(arguments(["out"]).modes) == 6
+    assert read(parser(), ["out", "--share-gpu"]).modes == ("copy_engine", "fused")
+    assert len(read(parser(), ["out"]).modes) == 6
 
 
 @pytest.mark.parametrize("given", ["--stages=check,sums", "--modes=fused,ring", "--modes=nccl", "--stages=everything"])
 def test_times_and_other_modes_are_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        arguments(["out", "--share-gpu", given])
+        read(parser(), ["out", "--share-gpu", given], timed={"sums"})
     assert given.split("=")[1].rsplit(",", maxsplit=1)[-1] in capsys.readouterr().err
 
 
@@ -66,9 +66,9 @@ def test_functional_all_gathers_are_carried_out_by_the_plain_one(monkeypatch: py
     assert torch.equal(found, x)
 
 
-def launched(outcome: str, seconds: float = 1.0) -> Launched:
+def launched(outcome: str, seconds: float = 1.0) -> LaunchResult:
     failure = Failure(rank=1, exit_code=None, signal="SIGSEGV", message="") if outcome == "failed" else None
-    return Launched(
+    return LaunchResult(
         outcome=outcome, exit_code=None, seconds=seconds, failure=failure, stdout_tail="", stderr_tail=""
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_a_plan_that_ends_its_processes_costs_its_own_verdict(
     """The second and the fourth end their processes; the third raises."""
     launches = []
 
-    def run(cases: list[dict], left_s: float) -> Launched:
+    def run(cases: list[dict], left_s: float) -> LaunchResult:
         launches.append("".join(case["id"] for case in cases))
         assert left_s == 75.0 - seconds * (len(launches) - 1)
         for case in cases:

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from executor.sm_clock import SmClock  # noqa: E402 - after the check for torch
+from executor.gpu.sm_clock import SmClock  # noqa: E402 - after the check for torch
 
 
 def test_the_mean_clock_is_cycles_over_time_of_processors_that_both_stamps_reached() -> None:

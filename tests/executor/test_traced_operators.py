@@ -1,6 +1,6 @@
 """Operators of a profiled step, by shape, from what the profiler writes."""
 
-from executor.traced_operators import traced_operators
+from executor.measure.traced_operators import traced_operators
 
 
 def op(name: str, begin: float, end: float, sizes: list, strides: list, kind: str = "c10::BFloat16") -> dict:

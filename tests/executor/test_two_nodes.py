@@ -31,7 +31,7 @@ def free_port() -> int:
 
 def command(folder: Path, *more: str) -> list[str]:
     arguments = [f"--request={folder / 'request.json'}", f"--out={folder}", "--budget=200", "--nodes=2"]
-    return [sys.executable, "-m", "executor.apply_run", *arguments, *more]
+    return [sys.executable, "-m", "executor.run.apply", *arguments, *more]
 
 
 def start(folder: Path, endpoint: str, *more: str, inside: tuple[str, ...] = (), environment=None) -> subprocess.Popen:

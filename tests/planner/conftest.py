@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from planner.cli import main
-from simulator.model import MixtureOfExperts, Model
-from simulator.workload import Workload
+from planner.question.plan_file import PlanFile, plan_file
+from planner.question.question import question_of
+from planner.search.search import SearchOptions, suggest
+from simulator.config.model import MixtureOfExperts, Model
+from simulator.config.workload import Workload
 from topology.cluster import (
     Cluster,
     Fabric,
@@ -91,6 +94,19 @@ LLAMA8B = Model(
 MIXTRAL = replace(
     LLAMA8B, name="mixtral", ffn=14336, vocab=32000, moe=MixtureOfExperts(experts=8, experts_per_token=2, ffn=14336)
 )
+
+
+def planned(cluster: Cluster) -> PlanFile:
+    """Return the best plan for Llama-3 8B on a cluster, as it is saved."""
+    question = question_of(LLAMA8B, cluster, Workload(seq_len=4096, global_batch_size=64))
+    result = suggest(question, SearchOptions(top=1))
+    return plan_file(result.question, result.plans[0].plan, result.plans[0].estimate)
+
+
+@pytest.fixture(scope="session")
+def content() -> PlanFile:
+    """A plan for eight H100s."""
+    return planned(make_cluster())
 
 
 @pytest.fixture

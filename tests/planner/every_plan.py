@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
-from planner.candidates import Bounds, enumerate_nodes, plan_of
-from planner.infeasible import Constrained
-from simulator.plan_columns import PlanColumns
-from simulator.screening import Screening
+from planner.search.infeasible import ConstrainedQuestion
+from planner.search.plan_space.candidates import Bounds, enumerate_nodes, plan_of
+from simulator.columns.plan_columns import PlanColumns
 from topology.cluster import Cluster
+
+UNBOUNDED = Bounds(
+    max_tp=1 << 20,
+    max_micro_batch=None,
+    max_virtual_stages=None,
+    min_tokens_per_context_rank=1,
+    without_sequence_parallel=True,
+    odd_virtual_stages=True,
+)
+
+
+def grids(gpus: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield (tp, cp, pp, dp_replicate, dp_shard) of every mesh of exactly so many GPUs."""
+    numbers = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    yield from (grid for grid in itertools.product(numbers, repeat=5) if prod(grid) == gpus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +52,14 @@ class Candidates:
         return [plan_of(self.columns, row, self.cluster) for row in rows]
 
 
-def enumerate_candidates(model, cluster, workload, framework, *, gpus=None, runtime=None, bounds=None):
-    """Return all legal plans that use exactly `gpus` GPUs (default: the whole cluster)."""
-    nodes = enumerate_nodes(model, cluster, workload, framework, gpus=gpus, runtime=runtime, bounds=bounds)
+def enumerate_candidates(question, *, bounds=None):
+    """Return all legal plans that use exactly the GPUs of the question."""
+    nodes = enumerate_nodes(question, bounds=bounds)
     leaves, of_node = nodes.leaves(np.arange(len(nodes)))
     columns, _ = nodes.variants(leaves, of_node)
-    return Candidates(columns=columns, cluster=cluster, rejected=nodes.rejected, pruned=nodes.pruned)
+    return Candidates(columns=columns, cluster=question.cluster, rejected=nodes.rejected, pruned=nodes.pruned)
 
 
-def leanest_gap(model, cluster, workload, framework, runtime, gpus, *, bounds=None):
-    """Return the bytes missing to the plan that needs least memory on `gpus` GPUs; negative when it fits."""
-    screening = Screening(model=model, cluster=cluster, workload=workload, runtime=runtime)
-    return Constrained(screening=screening, framework=framework, bounds=bounds or Bounds(), gpus=gpus).gap()
+def leanest_gap(question, *, bounds=None):
+    """Return the bytes missing to the plan that needs least memory; negative when it fits."""
+    return ConstrainedQuestion(question=question, bounds=bounds or Bounds()).gap()

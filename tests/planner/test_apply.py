@@ -8,44 +8,31 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
+import psutil
 import pytest
 
-from executor.request import Request
-from planner import apply_process
-from planner.apply_question import cpu_question, cuda_numbers, cuda_question, default_question, require_machine
-from planner.apply_report import lines
-from planner.comparison import compare
-from planner.plan_file import plan_file, save_plan
-from planner.runs_store import list_runs
-from planner.search import suggest
-from simulator.plan import Plan
-from simulator.workload import Workload
-from tests.planner.conftest import LLAMA8B, ROOT, TINY, make_cluster
+from executor.launch.request import Request
+from planner.question.plan_file import plan_file, save_plan
+from planner.question.question import question_of
+from planner.runs import apply_process
+from planner.runs.apply_report import lines
+from planner.runs.comparison import compare
+from planner.runs.planned_run import cpu_run, cuda_numbers, cuda_run, default_run, require_machine
+from planner.runs.runs_store import list_runs
+from planner.search.search import SearchOptions, suggest
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from tests.planner.conftest import ROOT, TINY, make_cluster
+from tests.waiting import wait_until
 from topology import codec
 from topology.cluster import Finding
 from topology.errors import BadPlan, Infeasible, PlannerError, Stale
 from topology.finding import WARNING
-from topology.health import diagnose
+from topology.health.diagnose import diagnose
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
-
-
-@pytest.fixture(scope="module")
-def content():
-    """A plan for eight H100s."""
-    result = suggest(LLAMA8B, make_cluster(), Workload(seq_len=4096, global_batch_size=64), top=1)
-    return plan_file(
-        plan=result.plans[0].plan,
-        estimate=result.plans[0].estimate,
-        model=result.model,
-        cluster=result.cluster,
-        workload=result.workload,
-        runtime=result.runtime,
-        framework="torchtitan",
-    )
 
 
 @pytest.fixture
@@ -57,6 +44,7 @@ def saved(content, tmp_path):
 
 def busy(cluster):
     finding = Finding(
+        code="busy",
         severity=WARNING,
         what="GPU 0 is in use by other processes",
         why="pid 7",
@@ -72,9 +60,9 @@ def busy(cluster):
 def test_a_request_is_what_the_executor_reads(content) -> None:
     here = make_cluster()
     for question in (
-        default_question(2),
-        default_question(8),
-        cuda_question(content, here, diagnose(here), allow_busy=False),
+        default_run(2),
+        default_run(8),
+        cuda_run(content, here, diagnose(here), allow_busy=False),
     ):
         data = json.loads(codec.to_json(question.request(steps=5, budget_s=60, own_table=False)))
 
@@ -88,14 +76,14 @@ def test_a_request_is_what_the_executor_reads(content) -> None:
 
 
 def test_the_built_in_run_suits_the_machine() -> None:
-    assert default_question(2).plan.gpus == 2
-    assert default_question(64).plan.gpus == 4
+    assert default_run(2).plan.gpus == 2
+    assert default_run(64).plan.gpus == 4
 
 
 def test_mfu_is_counted_against_the_datasheet_of_the_machine_at_hand(content) -> None:
     here = make_cluster()
 
-    question = cuda_question(content, here, diagnose(here), allow_busy=False)
+    question = cuda_run(content, here, diagnose(here), allow_busy=False)
 
     assert question.peak_flops == 989e12
     assert "datasheet" in question.peak_flops_source
@@ -141,12 +129,12 @@ def test_fewer_gpus_or_others_are_stale(content) -> None:
 def test_a_busy_machine_is_refused_unless_allowed(content) -> None:
     here = busy(make_cluster())
 
-    with pytest.raises(PlannerError, match="not as it should be") as caught:
-        cuda_question(content, here, diagnose(here), allow_busy=False)
+    with pytest.raises(PlannerError, match="not healthy") as caught:
+        cuda_run(content, here, diagnose(here), allow_busy=False)
     assert caught.value.exit_code == 1
     assert "--allow-busy" in str(caught.value)
 
-    assert cuda_question(content, here, diagnose(here), allow_busy=True).device == "cuda"
+    assert cuda_run(content, here, diagnose(here), allow_busy=True).device == "cuda"
 
 
 def test_a_model_that_does_not_fit_a_cpu_is_refused(content) -> None:
@@ -154,14 +142,14 @@ def test_a_model_that_does_not_fit_a_cpu_is_refused(content) -> None:
     sharded = replace(content, plan=Plan(dp_shard=8))
 
     with pytest.raises(Infeasible, match="120 GiB"):
-        cpu_question(sharded, 100 * 2**30)
-    assert cpu_question(sharded, 200 * 2**30).runtime.compute_dtype == "float32"
+        cpu_run(sharded, 100 * 2**30)
+    assert cpu_run(sharded, 200 * 2**30).runtime.compute_dtype == "float32"
     with pytest.raises(Infeasible, match="957 GiB"):
-        cpu_question(replace(content, plan=Plan(dp_replicate=8)), 200 * 2**30)
+        cpu_run(replace(content, plan=Plan(dp_replicate=8)), 200 * 2**30)
 
 
 def test_a_machine_without_the_gpus_ends_with_1_and_starts_nothing(planner, saved, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("topology.probe_machine.probe_machine", lambda: make_cluster(gpus_per_node=2))
+    monkeypatch.setattr("planner.commands.apply.probe_machine", lambda: make_cluster(gpus_per_node=2))
 
     done = planner("apply", saved, "--out", tmp_path / "run")
 
@@ -208,14 +196,14 @@ def test_without_torch_the_remedy_is_named(planner, monkeypatch, tmp_path) -> No
 def test_a_dry_run_shows_command_mesh_and_placement_and_starts_nothing(
     planner, saved, content, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("topology.probe_machine.probe_machine", make_cluster)
+    monkeypatch.setattr("planner.commands.apply.probe_machine", make_cluster)
     monkeypatch.setattr(apply_process, "run", lambda *_: pytest.fail("started"))
 
     done = planner("apply", saved, "--dry-run", "--json", "--out", tmp_path / "run")
 
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert said["command"][1:3] == ["-m", "executor.apply_run"]
+    assert said["command"][1:3] == ["-m", "executor.run.apply"]
     assert "--nproc-per-node=8" in said["ranks_command"]
     axes = said["mesh"]["axes"]
     product = 1
@@ -231,7 +219,7 @@ def test_a_dry_run_as_text(planner) -> None:
     done = planner("apply", "--dry-run")
 
     assert done.returncode == 0
-    assert "executor.apply_run" in done.stdout
+    assert "executor.run.apply" in done.stdout
     assert "rank 0" in done.stdout
 
 
@@ -284,7 +272,7 @@ def test_the_error_is_predicted_over_measured(content) -> None:
 def test_exit_codes_tell_how_it_went(
     planner, saved, content, tmp_path, monkeypatch, factor, status, given, code
 ) -> None:
-    monkeypatch.setattr("topology.probe_machine.probe_machine", make_cluster)
+    monkeypatch.setattr("planner.commands.apply.probe_machine", make_cluster)
     monkeypatch.setattr(apply_process, "require_torch", lambda: None)
     ran = document(content, factor * content.estimate.step_s.value, status=status, code=given)
     monkeypatch.setattr(apply_process, "run", lambda *_: ran)
@@ -311,7 +299,7 @@ def test_a_finished_run_that_cannot_be_compared_is_not_as_predicted(
     planner, saved, content, tmp_path, monkeypatch
 ) -> None:
     """A prediction was asked for and none could be held: that is no success."""
-    monkeypatch.setattr("topology.probe_machine.probe_machine", make_cluster)
+    monkeypatch.setattr("planner.commands.apply.probe_machine", make_cluster)
     monkeypatch.setattr(apply_process, "require_torch", lambda: None)
     ran = document(content, 1.0)
     ran["measured"]["step_s"] = None
@@ -321,7 +309,7 @@ def test_a_finished_run_that_cannot_be_compared_is_not_as_predicted(
 
 
 def test_a_run_that_cannot_be_kept_is_shown_all_the_same(planner, saved, content, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("topology.probe_machine.probe_machine", make_cluster)
+    monkeypatch.setattr("planner.commands.apply.probe_machine", make_cluster)
     monkeypatch.setattr(apply_process, "require_torch", lambda: None)
     monkeypatch.setattr(apply_process, "run", lambda *_: document(content, content.estimate.step_s.value))
     (tmp_path / "file").write_text("")
@@ -338,8 +326,8 @@ def test_a_run_that_cannot_be_kept_is_shown_all_the_same(planner, saved, content
 def test_memory_that_nobody_knows_is_said_and_not_invented(content) -> None:
     small = replace(content, plan=Plan(dp_shard=2))
 
-    assert any("does not say how much memory" in note for note in cpu_question(small, None).notes)
-    assert not any("does not say" in note for note in cpu_question(small, 1 << 50).notes)
+    assert any("does not say how much memory" in note for note in cpu_run(small, None).notes)
+    assert not any("does not say" in note for note in cpu_run(small, 1 << 50).notes)
 
 
 # --- for real ---------------------------------------------------------------------------------------------------------
@@ -360,16 +348,11 @@ def start(*arguments: object) -> subprocess.Popen:
 def small_plan_file(content, tmp_path):
     """A plan of two ranks for a model that a CPU runs."""
     model = replace(TINY, hidden=32, head_dim=8, heads=4, kv_heads=2, ffn=64, vocab=128, layers=2)
-    result = suggest(model, make_cluster(gpus_per_node=2), Workload(seq_len=64, global_batch_size=4), top=1)
-    small = plan_file(
-        plan=Plan(pp=2, schedule="1F1B", micro_batch_size=1),
-        estimate=result.plans[0].estimate,
-        model=model,
-        cluster=result.cluster,
-        workload=result.workload,
-        runtime=result.runtime,
-        framework="torchtitan",
+    result = suggest(
+        question_of(model, make_cluster(gpus_per_node=2), Workload(seq_len=64, global_batch_size=4)),
+        SearchOptions(top=1),
     )
+    small = plan_file(result.question, Plan(pp=2, schedule="1F1B", micro_batch_size=1), result.plans[0].estimate)
     path = tmp_path / "small.json"
     save_plan(small, path)
     return path
@@ -400,10 +383,8 @@ def test_a_saved_plan_runs_on_a_cpu(small_plan_file, tmp_path) -> None:
 def test_one_ctrl_c_ends_it_and_shows_what_there_is(small_plan_file, tmp_path) -> None:
     folder = tmp_path / "run"
     process = start(small_plan_file, "--device", "cpu", "--steps", "1000", "--budget", "200s", "--out", folder)
-    end = time.monotonic() + 150
     beat = folder / "records" / "rank0.beat"
-    while time.monotonic() < end and not (beat.is_file() and '"step 5"' in beat.read_text()):
-        time.sleep(0.05)
+    wait_until(lambda: beat.is_file() and '"step 5"' in beat.read_text(), 150)
 
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=90)
@@ -414,7 +395,7 @@ def test_one_ctrl_c_ends_it_and_shows_what_there_is(small_plan_file, tmp_path) -
     report = json.loads((folder / "run.json").read_text())
     assert (report["status"], report["complete"]) == ("interrupted", False)
     for path in folder.glob("records/rank*.beat"):
-        assert not os.path.exists(f"/proc/{json.loads(path.read_text())['pid']}")  # noqa: PTH110 - a process, not a file
+        assert not psutil.pid_exists(json.loads(path.read_text())["pid"])
 
 
 @needs_torch
@@ -424,15 +405,7 @@ def test_a_plan_that_cannot_be_run_is_bad_input(content, tmp_path) -> None:
     odd = replace(content.plan, tp=1, pp=1, dp_shard=8, dp_replicate=1, cp=1, virtual_stages=1, recompute="block")
     small = replace(TINY, layers=2, hidden=64, head_dim=8, vocab=128)
     save_plan(
-        plan_file(
-            plan=odd,
-            estimate=content.estimate,
-            model=small,
-            cluster=content.cluster,
-            workload=content.workload,
-            runtime=content.runtime,
-            framework="torchtitan",
-        ),
+        plan_file(replace(content.question(), model=small), odd, content.estimate),
         path,
     )
     process = start(path, "--device", "cpu", "--out", tmp_path / "run")

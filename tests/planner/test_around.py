@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from planner.around import with_or_without
 from planner.cli import main
+from planner.search.off_fabric import with_or_without_off_fabric
 from topology.errors import Infeasible
 
 
@@ -70,7 +70,7 @@ def test_neither_with_nor_without_is_infeasible() -> None:
         raise Infeasible(f"no plan for {count}")
 
     with pytest.raises(Infeasible, match="no plan for 8"):
-        with_or_without(nothing, gpus=8, unsound=(2,))
+        with_or_without_off_fabric(nothing, gpus=8, off_fabric=(2,))
 
 
 FAULTS = Path(__file__).parents[1] / "data"

@@ -6,30 +6,30 @@ import json
 
 import pytest
 
-from planner.calibrate_process import read_records
-from planner.calibration_report import overlap_rows
-from planner.calibration_request import (
-    Question,
+from planner.calibrate.calibrate_process import read_records
+from planner.calibrate.calibration_report import overlap_rows
+from planner.calibrate.calibration_request import (
     Request,
     exact_request,
-    joined,
-    lacking,
     layer_request,
     machine_request,
+    merge_requests,
+    missing_from,
     runtime_request,
+    shrink,
     single_layer_plan,
-    small,
-    spread_request,
+    typical_request,
 )
+from planner.calibrate.planned_step import PlannedStep
 from planner.cli import main
 from planner.commands.calibrate import _without_folder
-from simulator.model import Model
-from simulator.overlap_modes import EXECUTED
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.workload import Workload
-from topology.profile import Profile, read_profile
-from topology.samples import OperatorSample, OverlapSample
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.overlap.modes import EXECUTED
+from topology.profile.profile import Profile, read_profile
+from topology.profile.samples import OperatorSample, OverlapSample
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
@@ -38,8 +38,8 @@ MODEL = Model(
 )
 
 
-def question(plan: Plan, *, runtime: Runtime | None = None, seq_len: int = 8192) -> Question:
-    return Question(
+def question(plan: Plan, *, runtime: Runtime | None = None, seq_len: int = 8192) -> PlannedStep:
+    return PlannedStep(
         model=MODEL,
         plan=plan,
         workload=Workload(seq_len=seq_len, global_batch_size=plan.data_parallel * plan.micro_batch_size),
@@ -102,8 +102,8 @@ def test_a_shape_in_every_mode_is_asked_for_once() -> None:
 
     assert {one["ranks"] for one in request.overlap} == {4}
     assert not machine_request(gpus=1).overlap
-    assert lacking(request, Profile(machine="m", gpu="x", overlap=known)).overlap == request.overlap[3:]
-    assert lacking(request, Profile(machine="m", gpu="x", overlap=(throttled,))).overlap == request.overlap
+    assert missing_from(request, Profile(machine="m", gpu="x", overlap=known)).overlap == request.overlap[3:]
+    assert missing_from(request, Profile(machine="m", gpu="x", overlap=(throttled,))).overlap == request.overlap
 
 
 def test_the_report_names_the_fastest_mode_and_what_it_hides() -> None:
@@ -162,7 +162,7 @@ def test_runtime_runs_fit_the_machine(gpus: int) -> None:
 
 
 def test_any_beginning_of_the_spread_covers_every_kind() -> None:
-    first = spread_request().operators[:120]
+    first = typical_request().operators[:120]
 
     assert {one["kind"] for one in first} == {"matmul", "attention", "move"}
     assert {"copy", "adamw", "clip", "rms_norm", "cross_entropy", "gather_pack"} <= {one["name"] for one in first}
@@ -175,10 +175,10 @@ def test_what_the_profile_has_is_not_asked_for_again() -> None:
     bad = tuple(OperatorSample(**one, seconds=1e-5, invalid="hot") for one in request.operators[10:20])
     profile = Profile(machine="m", gpu="h200-sxm", operators=known + bad)
 
-    assert lacking(request, profile).operators == request.operators[10:], "a throttled sample is no sample"
-    assert lacking(request, None) == request
-    assert lacking(machine_request(gpus=1), profile).empty
-    assert joined(request, request) == request
+    assert missing_from(request, profile).operators == request.operators[10:], "a throttled sample is no sample"
+    assert missing_from(request, None) == request
+    assert missing_from(machine_request(gpus=1), profile).empty
+    assert merge_requests(request, request) == request
 
 
 def test_without_a_gpu_the_command_says_so(tmp_path, monkeypatch, capsys) -> None:
@@ -249,7 +249,7 @@ def test_a_calibration_runs_and_is_continued(tmp_path, capsys, monkeypatch) -> N
     assert not (tmp_path / "store").exists(), "a stand-in is not kept among measurements"
     assert not list(tmp_path.glob("*.partial"))
     fewer = dataclasses.replace(first, operators=first.operators[:-3])
-    assert len(lacking(small(spread_request()), fewer).operators) == 3
+    assert len(missing_from(shrink(typical_request()), fewer).operators) == 3
 
     assert main(arguments) == 0
     assert "nothing was measured" in capsys.readouterr().err

@@ -8,38 +8,29 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.candidates import Bounds, enumerate_nodes
-from planner.frameworks import SCHEDULES, framework_named
-from planner.legality import check, is_legal
-from simulator.plan import Plan
-from simulator.runtime_library import resolve
-from simulator.workload import Workload
+from planner.question.question import question_of
+from planner.search.plan_space.candidates import Bounds, enumerate_nodes
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from simulator.legality.frameworks import framework_named
+from simulator.legality.rules import is_legal
+from simulator.pipeline.schedules import SCHEDULES
+from simulator.runtimes.library import resolve
 from tests.planner.conftest import LLAMA8B, MIXTRAL, TINY, make_cluster
-from tests.planner.every_plan import enumerate_candidates
+from tests.planner.every_plan import UNBOUNDED, enumerate_candidates, grids
 from tests.planner.test_legality import reference
 
 # Beside the method of the runtime that runs the framework's plans.
 OTHER_METHODS = {"torchtitan": ("ring",), "megatron-lm": ("all_gather", "all_to_all"), "deepspeed": ("all_to_all",)}
 RUNTIMES = {name: resolve({"name": name})[0] for name in ("torchtitan", "megatron-lm", "pytorch")}
-UNBOUNDED = Bounds(
-    max_tp=1 << 20,
-    max_micro_batch=None,
-    max_virtual_stages=None,
-    min_tokens_per_context_rank=1,
-    without_sequence_parallel=True,
-    odd_virtual_stages=True,
-)
 
 
 def brute_force(model, workload, gpus, name):
     """Return every legal plan by trying all of them, judged by the reference of test_legality."""
     framework = framework_named(name)
-    numbers = [n for n in range(1, gpus + 1) if gpus % n == 0]
     experts = range(1, (model.moe.experts if model.moe else 1) + 1)
     found = set()
-    for tp, cp, pp, dr, ds in itertools.product(numbers, repeat=5):
-        if tp * cp * pp * dr * ds != gpus:
-            continue
+    for tp, cp, pp, dr, ds in grids(gpus):
         if framework.zero_stages:
             if ds > 1:
                 continue
@@ -97,7 +88,9 @@ def test_the_enumeration_is_complete_and_has_no_doubles(name, gpus):
     model = replace(TINY, heads=12, kv_heads=6, ffn=1536, layers=6)
     workload = Workload(seq_len=192, global_batch_size=12)
     cluster = make_cluster(1, gpus)
-    found = enumerate_candidates(model, cluster, workload, name, runtime=RUNTIMES.get(name), bounds=UNBOUNDED)
+    found = enumerate_candidates(
+        question_of(model, cluster, workload, framework=name, runtime=RUNTIMES.get(name)), bounds=UNBOUNDED
+    )
     plans = found.plans()
 
     assert len(plans) == len(set(plans))
@@ -108,7 +101,9 @@ def test_the_enumeration_is_complete_and_has_no_doubles(name, gpus):
 def test_expert_parallel_plans_are_complete(name):
     model = replace(MIXTRAL, layers=4, moe=replace(MIXTRAL.moe, experts=6))
     workload = Workload(seq_len=64, global_batch_size=4)
-    found = enumerate_candidates(model, make_cluster(1, 12), workload, name, runtime=RUNTIMES[name], bounds=UNBOUNDED)
+    found = enumerate_candidates(
+        question_of(model, make_cluster(1, 12), workload, framework=name, runtime=RUNTIMES[name]), bounds=UNBOUNDED
+    )
 
     assert set(found.plans()) == brute_force(model, workload, 12, name)
 
@@ -116,14 +111,18 @@ def test_expert_parallel_plans_are_complete(name):
 def test_every_candidate_passes_the_check(llama8b):
     """What the enumeration lets through, `check` lets through: they are the same rules."""
     cluster, workload = make_cluster(2, 8), Workload(seq_len=8192, global_batch_size=64)
-    found = enumerate_candidates(llama8b, cluster, workload, "torchtitan")
+    found = enumerate_candidates(question_of(llama8b, cluster, workload, framework="torchtitan"))
     for row in np.linspace(0, len(found) - 1, 300, dtype=int):
-        assert is_legal(check(found.columns.plan(int(row)), llama8b, cluster, workload, "torchtitan"))
+        assert is_legal(
+            question_of(llama8b, cluster, workload, framework="torchtitan").problems(found.columns.plan(int(row)))
+        )
 
 
 def test_the_account_adds_up_and_bounds_are_named(llama8b):
     cluster, workload = make_cluster(2, 8), Workload(seq_len=8192, global_batch_size=64)
-    found = enumerate_candidates(llama8b, cluster, workload, "megatron-lm", bounds=Bounds(max_tp=2, max_micro_batch=2))
+    found = enumerate_candidates(
+        question_of(llama8b, cluster, workload, framework="megatron-lm"), bounds=Bounds(max_tp=2, max_micro_batch=2)
+    )
 
     assert found.total == len(found) + sum(found.rejected.values()) + sum(found.pruned.values())
     assert {"tp > 2", "micro batch > 2"} <= set(found.pruned)
@@ -134,9 +133,13 @@ def test_the_account_adds_up_and_bounds_are_named(llama8b):
 def test_bounds_only_prune(llama8b):
     """A bounded search is a part of the unbounded one."""
     cluster, workload = make_cluster(1, 8), Workload(seq_len=8192, global_batch_size=16)
-    everything = set(enumerate_candidates(llama8b, cluster, workload, "torchtitan", bounds=UNBOUNDED).plans())
+    everything = set(
+        enumerate_candidates(question_of(llama8b, cluster, workload, framework="torchtitan"), bounds=UNBOUNDED).plans()
+    )
     some = set(
-        enumerate_candidates(llama8b, cluster, workload, "torchtitan", bounds=Bounds(max_virtual_stages=2)).plans()
+        enumerate_candidates(
+            question_of(llama8b, cluster, workload, framework="torchtitan"), bounds=Bounds(max_virtual_stages=2)
+        ).plans()
     )
 
     assert some < everything
@@ -145,16 +148,22 @@ def test_bounds_only_prune(llama8b):
 def test_a_very_large_cluster_stays_enumerable():
     """16,384 GPUs: only divisors are tried, and rules cut before micro batches and policies multiply."""
     model = replace(LLAMA8B, name="405b", layers=126, heads=128, hidden=16384, ffn=53248)
-    found = enumerate_nodes(model, make_cluster(2048, 8), Workload(seq_len=8192, global_batch_size=2048), "torchtitan")
+    found = enumerate_nodes(
+        question_of(
+            model, make_cluster(2048, 8), Workload(seq_len=8192, global_batch_size=2048), framework="torchtitan"
+        )
+    )
 
     assert 10_000 < len(found) < 100_000
-    assert found.policies.sum() > 300_000
+    assert found.leaf_counts.sum() > 300_000
     assert set(np.unique(found.columns.gpus)) == {16384}
 
 
 def test_the_order_is_the_same_every_time(llama8b):
     cluster, workload = make_cluster(1, 8), Workload(seq_len=8192, global_batch_size=16)
-    first, second = (enumerate_candidates(llama8b, cluster, workload, "torchtitan") for _ in range(2))
+    first, second = (
+        enumerate_candidates(question_of(llama8b, cluster, workload, framework="torchtitan")) for _ in range(2)
+    )
 
     assert first.plans() == second.plans()
     assert list(first.rejected) == list(second.rejected)

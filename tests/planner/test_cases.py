@@ -5,14 +5,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.cases import case_from_flags, load_case, read_cases
+from planner.explain.plan_answer import answer_plan
+from planner.explain.tables import cluster_line
+from planner.question.cases import case_from_flags, load_case, read_cases
+from planner.question.flags import Flags
+from planner.question.question import mixed_gpus
+from planner.validate.validation import validate_case
+from simulator.runtimes.library import attention_kernel
 from tests.planner.conftest import CASES
-from topology.errors import BadInput, BadModel, BadPlan, UserError
+from topology.catalog.cluster_file import load_cluster, save_cluster
+from topology.errors import BadCluster, BadInput, BadModel, BadPlan, UserError
 
 ALL = [(path.name, case) for path in sorted(CASES.glob("*.json")) for case in json.loads(path.read_text())]
 BASE = {
@@ -42,8 +50,10 @@ def test_every_case_of_the_fixtures_loads_as_stated(file, data):
             assert getattr(case.plan, name) == data["plan"][name]
     if data["plan"]["micro_batch_size"] is not None:
         assert case.plan.micro_batch_size == data["plan"]["micro_batch_size"]
-    assert case.plan.gpus == case.cluster.gpu_count == data["cluster"]["nodes"] * data["cluster"]["gpus_per_node"]
-    assert case.runtime.name == data["runtime"]["name"]
+    assert (
+        case.plan.gpus == case.question.cluster.gpu_count == data["cluster"]["nodes"] * data["cluster"]["gpus_per_node"]
+    )
+    assert case.question.runtime.name == data["runtime"]["name"]
 
 
 def test_unstated_fields_are_listed():
@@ -81,7 +91,7 @@ def test_recompute_words(word, meaning):
 def test_overlap_implies_a_compiled_model():
     case = load_case(changed(plan={"dp_shard": 4, "tp": 2, "tp_overlap": "async"}))
 
-    assert case.runtime.compile
+    assert case.question.runtime.compile
     assert any("compile true" in line for line in case.assumed)
 
 
@@ -92,7 +102,7 @@ def test_overlap_by_site_is_read_in_any_order_and_written_in_one():
     assert case.plan.tp_overlap == (
         "attention_in=copy_engine,attention_out=copy_engine,mlp_in=none,mlp_out=copy_engine"
     )
-    assert case.runtime.compile
+    assert case.question.runtime.compile
 
 
 @pytest.mark.parametrize(
@@ -105,6 +115,16 @@ def test_overlap_by_site_is_read_in_any_order_and_written_in_one():
         ({"plan": {"tp": 2.0}}, BadPlan, "plan.tp"),
         ({"plan": {"tp": True}}, BadPlan, "plan.tp"),
         ({"plan": {"tp": 10**30}}, BadPlan, "plan.tp"),
+        ({"plan": {"dp_shard": 10**18}}, BadPlan, "plan.dp_shard"),
+        ({"plan": {"dp_shard": 1 << 21}}, BadPlan, "plan.dp_shard"),
+        ({"plan": {"dp_shard": 1 << 11, "tp": 1 << 11}}, BadPlan, "multiply to"),
+        ({"plan": {"dp_shard": 2, "placement": [0, 999]}}, BadPlan, "plan.placement"),
+        ({"plan": {"pp": 2, "layers_per_stage": [1, 1]}}, BadPlan, "plan.layers_per_stage"),
+        ({"cluster": {"gpu": "h100-sxm", "gpus_per_node": 10**400}}, BadCluster, "gpus_per_node is larger"),
+        ({"plan": {"pp": 0}}, BadPlan, "plan.pp"),
+        ({"plan": {"micro_batch_size": 10**12}}, BadPlan, "plan.micro_batch_size"),
+        ({"workload": {"seq_len": 4096, "global_batch_size": -64}}, BadPlan, "workload.global_batch_size"),
+        ({"runtime": {"param_dtype": "float64"}}, BadPlan, "runtime.param_dtype"),
         ({"plan": {"zero_stage": 4}}, BadPlan, "zero_stage"),
         ({"plan": {"sequence_parallel": "yes"}}, BadPlan, "sequence_parallel"),
         ({"plan": {"recompute": "x" * 100}}, BadPlan, "recompute"),
@@ -131,13 +151,15 @@ def test_refusals_name_the_field(sections, error, names):
 def test_flags_describe_the_same_case():
     """The flag form and the case form of one question give the same plan, workload and runtime."""
     flags = case_from_flags(
-        model="llama3-8b",
-        cluster="dgx-h100",
-        gpus=16,
-        seq_len=4096,
-        global_batch=32,
-        plan={"tp": 2, "pp": 2, "micro_batch_size": 1, "recompute": "full", "dp_shard": None},
-        runtime={"name": "torchtitan", "compile": True, "param_dtype": None},
+        Flags(
+            model="llama3-8b",
+            cluster="dgx-h100",
+            gpus=(16,),
+            seq_len=4096,
+            global_batch=32,
+            plan={"tp": 2, "pp": 2, "micro_batch_size": 1, "recompute": "full", "dp_shard": None},
+            runtime={"name": "torchtitan", "compile": True, "param_dtype": None},
+        )
     )
     case = load_case(
         changed(
@@ -156,8 +178,8 @@ def test_flags_describe_the_same_case():
 
     assert flags.plan == case.plan
     assert flags.plan.dp_shard == 4
-    assert flags.workload == case.workload
-    assert flags.runtime == case.runtime
+    assert flags.question.workload == case.question.workload
+    assert flags.question.runtime == case.question.runtime
 
 
 @pytest.mark.parametrize(
@@ -176,11 +198,9 @@ def test_flags_describe_the_same_case():
     ],
 )
 def test_degrees_and_gpu_counts_complete_each_other(runtime, gpus, plan, degrees):
-    case = case_from_flags(
-        model=None, cluster=None, gpus=gpus, seq_len=8192, global_batch=None, plan=plan, runtime={"name": runtime}
-    )
+    case = case_from_flags(Flags(gpus=None if gpus is None else (gpus,), plan=plan, runtime={"name": runtime}))
 
-    assert (case.gpus, case.plan.dp_replicate, case.plan.dp_shard) == degrees
+    assert (case.question.gpus, case.plan.dp_replicate, case.plan.dp_shard) == degrees
 
 
 def test_lists_and_single_cases_are_told_apart(tmp_path):
@@ -228,14 +248,103 @@ def test_keys_beside_the_point_are_noted():
     assert any("'reviewed_by'" in line for line in case.assumed)
 
 
-def test_a_report_without_a_torchtitan_version_is_of_an_early_one():
-    """Tables without a version were made with FlashAttention-2. Reports that state one, and questions without a source,
-    are left alone.
-    """
-    reported = load_case(changed() | {"source": "a table of 2024"})
-    stated = load_case(changed(runtime={"version": "0.2.2"}) | {"source": "our own run"})
+@pytest.mark.parametrize("word", ["float8", "float4"])
+@pytest.mark.parametrize("key", ["compute_dtype", "param_dtype"])
+def test_low_precision_is_refused_with_the_reason(key, word):
+    """Nothing models it, so no step time is told: an answer is not legal, a row of a validation is skipped."""
+    stated = changed(runtime={key: word})
+    found = answer_plan(load_case(stated))
+    row = validate_case(stated | {"measured": {"step_s": 1.0}})
 
-    assert reported.runtime.version == "0.1"
-    assert any("runtime.version" in line for line in reported.assumed)
-    assert stated.runtime.version == "0.2.2"
-    assert load_case(changed() | {"measured": {"step_s": 1.0}}).runtime.version is None
+    assert found.estimate is None
+    assert any(word in one.message and "not modelled" in one.message for one in found.problems)
+    assert row["predicted"] is None
+    assert word in row["skipped"]
+
+
+def test_a_recipe_says_the_type_that_a_source_leaves_open():
+    case = load_case(changed(runtime={"low_precision_recipe": "nvfp4"}))
+
+    assert case.question.runtime.compute_dtype == "float4"
+    assert any("float4 (low_precision_recipe nvfp4)" in line for line in case.assumed)
+    plain = load_case(changed(runtime={"low_precision_recipe": "delayed", "compute_dtype": "bfloat16"}))
+    assert any("delayed changes nothing" in line for line in plain.assumed)
+
+
+def test_unknown_optimizers_are_refused_and_known_ones_recognised():
+    """Adam by any spelling is Adam; what has other states is not costed as if it were."""
+    assert load_case(changed(runtime={"optimizer": "FusedAdam"})).question.runtime.optimizer == "adam"
+    assert answer_plan(load_case(changed(runtime={"optimizer": "distributed_adamw"}))).estimate is not None
+    for word in ("muon", "adafactor", "adam8bit", "lamb"):
+        found = answer_plan(load_case(changed(runtime={"optimizer": word})))
+        assert found.estimate is None
+        assert any(word in one.message for one in found.problems)
+
+
+def test_a_schedule_without_a_pipeline_is_said_to_change_nothing():
+    case = load_case(changed(plan={"schedule": "1F1B"}))
+
+    assert case.plan.schedule is None
+    assert "schedule 1F1B changes nothing: there is no pipeline (pp 1)" in case.assumed
+
+
+def test_positions_beyond_the_model_are_said():
+    case = load_case(changed())
+    short = replace(case.question, model=replace(case.question.model, max_positions=4096))
+
+    assert any(one.rule == "positions" and "4096" in one.message for one in short.problems(case.plan))
+    assert short.legal(case.plan)
+    assert not any(one.rule == "positions" for one in case.question.problems(case.plan))
+
+
+def test_mixed_gpus_are_said(tmp_path):
+    """One node of A100 and one of H100: the answer and its header say so."""
+    fast, slow = load_cluster("dgx-h100"), load_cluster("dgx-a100")
+    kinds = (*slow.gpu_kinds, *fast.gpu_kinds)
+    mixed = replace(slow, name="mixed", gpu_kinds=kinds, groups=(*slow.groups, *fast.groups))
+    save_cluster(mixed, tmp_path / "mixed.json")
+    case = load_case(changed(cluster=str(tmp_path / "mixed.json"), plan={"dp_shard": 16}))
+
+    assert any("several kinds" in line and "A100" in line and "H100" in line for line in case.assumed)
+    assert "several kinds" in cluster_line(case.question.cluster)
+    assert case.question.cluster.slowest_kind.title in cluster_line(case.question.cluster)
+    assert not mixed_gpus(slow)
+
+
+def test_the_header_shows_the_links_that_are_there():
+    """A bridge joins pairs (12 links of 25 GB/s); AMD's links are not NVLink (7 of 64 GB/s)."""
+    assert "NVLink 300 GB/s/GPU to 1 of 3 other GPUs" in cluster_line(load_cluster("a100-pcie-x4"))
+    assert "xGMI 448 GB/s/GPU" in cluster_line(load_cluster("mi300x-x8"))
+    assert "NVLink 450 GB/s/GPU" in cluster_line(load_cluster("dgx-h100"))
+    line = cluster_line(load_cluster("rtx4090-x8"))
+    assert "no NVLink" in line
+
+
+def test_where_a_case_is_from_changes_nothing():
+    """Only what is stated counts: a source without a version is read as a question without one."""
+    plain = load_case(changed())
+    reported = load_case(changed() | {"source": "a table of 2024", "measured": {"step_s": 1.0}})
+
+    assert reported.question.runtime == plain.question.runtime
+    assert reported.question.runtime.version is None
+    assert reported.question.model == plain.question.model
+
+
+@pytest.mark.parametrize(
+    ("stated", "kernel"),
+    [
+        ({}, "cudnn"),
+        ({"version": "0.2.2"}, "cudnn"),
+        ({"version": "0.1"}, "flash2"),
+        ({"version": "2024-12"}, "flash2"),
+        ({"version": "2025-11"}, "cudnn"),
+        ({"release": "2024-12"}, "flash2"),
+        ({"release": "2024-12", "version": "0.2.0"}, "cudnn"),
+        ({"release": "nightly of 2024-12"}, "cudnn"),
+    ],
+)
+def test_a_stated_version_or_month_decides_which_software_ran(stated, kernel):
+    case = load_case(changed(runtime=stated))
+
+    assert attention_kernel(case.question.runtime, "hopper") == kernel
+    assert any("no month" in line for line in case.assumed) == ("nightly" in stated.get("release", ""))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from planner import apply_process, child
+from planner.io import child
+from planner.runs import apply_process
 from tests.planner.conftest import ROOT
+from tests.waiting import wait_until
+from topology.processes import alive, descendants
 
 WORKERS = str(ROOT / "tests" / "executor" / "workers")
 
@@ -23,7 +24,7 @@ def _workers(monkeypatch):
 
 
 def run(module: str, *arguments: str, budget_s: float = 60.0, **more) -> int | None:
-    return child.run(module, arguments, budget_s=budget_s, output=subprocess.DEVNULL, **more)
+    return child.run_module(module, arguments, budget_s=budget_s, output=subprocess.DEVNULL, **more)
 
 
 def test_the_code_of_a_process_comes_back() -> None:
@@ -48,7 +49,7 @@ def test_an_overrun_is_reported_as_such_with_what_there_is(monkeypatch, tmp_path
     def overrun(*_arguments, **_settings) -> None:
         (tmp_path / "run.json").write_text('{"status": "interrupted", "exit_code": 130, "complete": false}')
 
-    monkeypatch.setattr(child, "run", overrun)
+    monkeypatch.setattr(child, "run_module", overrun)
 
     found = apply_process.run({}, tmp_path, 5.0, lambda _: None)
 
@@ -60,23 +61,19 @@ def test_an_overrun_is_reported_as_such_with_what_there_is(monkeypatch, tmp_path
 def test_whoever_stops_us_stops_what_we_started(number: int, tmp_path: Path) -> None:
     code = f"""
 import subprocess
-from planner import child
+from planner.io import child
 child.GRACE_S = 0.5
 try:
-    child.run("stubborn_worker", [], budget_s=60, output=open({str(tmp_path / "out")!r}, "wb"))
+    child.run_module("stubborn_worker", [], budget_s=60, output=open({str(tmp_path / "out")!r}, "wb"))
 except KeyboardInterrupt:
     raise SystemExit(130)
 """
     ours = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
-    end = time.monotonic() + 60
-    while time.monotonic() < end and "started" not in (
-        (tmp_path / "out").read_text() if (tmp_path / "out").exists() else ""
-    ):
-        time.sleep(0.05)
-    started = int(Path(f"/proc/{ours.pid}/task/{ours.pid}/children").read_text().split()[0])
+    out = tmp_path / "out"
+    wait_until(lambda: out.exists() and "started" in out.read_text(), 60)
+    (started,) = descendants(ours.pid)
 
     ours.send_signal(number)
 
     assert ours.wait(timeout=30) == 130
-    with pytest.raises(ProcessLookupError):
-        os.kill(started, 0)
+    assert not alive(started)

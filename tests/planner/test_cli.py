@@ -32,13 +32,22 @@ def modules_after(*arguments):
     return set(done.stderr.split()), done.stdout
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("suggest", "--help"), ("validate", "--help")])
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",)])
 def test_help_loads_nothing_heavy(arguments):
-    """`--help` is fast because it loads only typer: none of the libraries that answer questions."""
+    """`--help` is fast because it loads only typer: no command, and none of the libraries that answer questions."""
     loaded, text = modules_after(*arguments)
 
     assert text.strip()
     assert not loaded & {"numpy", "networkx", "ortools", "rich", "simpy", "msgspec", "yaml", "torch", "streamlit"}
+
+
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
+def test_every_command_says_what_it_does(command):
+    """One command's help loads that command: what it answers with, and nothing that needs a GPU or a browser."""
+    loaded, text = modules_after(command, "--help")
+
+    assert text.startswith(f"Usage: planner {command} ")
+    assert not loaded & {"torch", "triton", "streamlit"}
 
 
 def test_help_states_units_and_exit_codes(planner):
@@ -205,6 +214,20 @@ def test_validate_json_has_the_keys_of_the_contract(planner):
     assert set(answer["summary"]["by_file"]) == {"torchtitan_h200x4.json", "vtrain_multi.json"}
 
 
+def test_a_price_for_one_count_prints_what_tokens_cost(planner):
+    """Price an hour over tokens an hour of one GPU."""
+    asked = ("suggest", "--gpus", "8", "--gpu-price", "2.5", "--top", "1", "--no-simulate")
+    rate = json.loads(planner(*asked, "--json").stdout)["plans"][0]["estimate"]["tokens_per_s_per_gpu"]
+
+    assert f"{2.5 / 3600 / rate * 1e6:.3g} for a million tokens" in planner(*asked).stdout
+
+
+def test_a_part_too_small_to_matter_is_no_term(planner):
+    text = planner("estimate", "--gpus", "8", "--recompute", "none").stdout
+
+    assert not re.search(r"\de-(0[6-9]|[1-9]\d) s", text)
+
+
 def test_validate_holds_a_tolerance(planner):
     path = CASES / "vtrain_multi.json"
 
@@ -232,6 +255,7 @@ def test_validate_holds_a_tolerance(planner):
         (("validate",), 2, "FILE"),
         (("collective", "--bytes", "1k"), 2, "whole numbers"),
         (("suggest", "--model", "llama3-405b"), 3, "GiB missing"),
+        (("suggest", "--param-dtype", "float8"), 3, "not modelled"),
         (("suggest", "--gpus", "7", "--global-batch", "3", "--framework", "llm-foundry"), 3, "no legal plan"),
     ],
 )
@@ -342,3 +366,11 @@ def test_the_fewest_gpus(planner):
 
     assert answer["question"]["gpus"] >= 2
     assert any("fewest that fit" in line for line in answer["assumed"])
+
+
+@pytest.mark.parametrize("flag", ["--cluster", "--out"])
+def test_a_name_too_long_for_a_file_is_bad_input(planner, flag):
+    done = planner("suggest", flag, "x" * 300)
+
+    assert done.returncode == 2
+    assert "no file name" in done.stderr

@@ -7,15 +7,23 @@ from dataclasses import replace
 
 import pytest
 
-from planner.candidates import Bounds
-from planner.case_runtime import resolve_runtime
-from planner.counts import best_count, cost_per_million_tokens
-from planner.frameworks import MEGATRON, TORCHTITAN
-from planner.infeasible import Constrained, conflict, fewest_for_state, minimal_gpus, relaxations
-from planner.search import suggest
-from simulator.hf_config import load_model
-from simulator.screening import Screening
-from simulator.workload import Workload
+from planner.question.case_runtime import resolve_runtime
+from planner.question.question import question_of
+from planner.search.gpu_counts import best_gpu_count, cost_per_million_tokens
+from planner.search.infeasible import (
+    ConstrainedQuestion,
+    conflicting_constraints,
+    min_gpus_for_state,
+    minimal_gpus,
+    relaxations,
+)
+from planner.search.plan_space.candidates import Bounds
+from planner.search.search import SearchOptions, suggest
+from simulator.closed_form.scenario import Scenario
+from simulator.closed_form.screening import Screening
+from simulator.config.hf_config import load_model
+from simulator.config.workload import Workload
+from simulator.legality.frameworks import MEGATRON, TORCHTITAN
 from tests.planner.conftest import LLAMA8B, make_cluster
 from tests.planner.every_plan import leanest_gap
 from topology.errors import Infeasible
@@ -31,10 +39,13 @@ def test_time_takes_more_gpus_and_cost_takes_those_that_pay():
     workload = Workload(seq_len=4096, global_batch_size=32)
 
     def run(n):
-        return suggest(LLAMA8B, grown(n), workload, gpus=n, top=1, simulate=False, gpu_price_per_hour=2.0)
+        return suggest(
+            question_of(LLAMA8B, grown(n), workload, gpus=n),
+            SearchOptions(top=1, simulate=False, gpu_price_per_hour=2.0),
+        )
 
-    quick = best_count(run, (8, 16, 32), objective="time")
-    cheap = best_count(run, (8, 16, 32), objective="cost", gpu_price_per_hour=2.0)
+    quick = best_gpu_count(run, (8, 16, 32), objective="time")
+    cheap = best_gpu_count(run, (8, 16, 32), objective="cost", gpu_price_per_hour=2.0)
     rows = {row.gpus: row for row in cheap.by_gpus}
 
     assert quick.plans[0].plan.gpus == min(rows.values(), key=lambda row: row.step_s).gpus
@@ -48,20 +59,16 @@ def test_time_takes_more_gpus_and_cost_takes_those_that_pay():
 def test_a_count_without_a_plan_is_a_row_with_its_reason():
     def run(n):
         return suggest(
-            load_model("llama3-70b"),
-            grown(n),
-            Workload(seq_len=4096, global_batch_size=16),
-            gpus=n,
-            top=1,
-            simulate=False,
+            question_of(load_model("llama3-70b"), grown(n), Workload(seq_len=4096, global_batch_size=16), gpus=n),
+            SearchOptions(top=1, simulate=False),
         )
 
-    found = best_count(run, (1, 32), objective="time")
+    found = best_gpu_count(run, (1, 32), objective="time")
 
     assert found.plans[0].plan.gpus == 32
     assert "does not fit" in found.by_gpus[0].problem
     with pytest.raises(Infeasible):
-        best_count(run, (1, 2), objective="time")
+        best_gpu_count(run, (1, 2), objective="time")
 
 
 @pytest.mark.parametrize("gib", [12, 24, 40, 80])
@@ -69,18 +76,21 @@ def test_the_fewest_are_the_fewest_of_all_counts(gib):
     """Every smaller number of GPUs is asked, not bisected: whether a count fits need not be monotone."""
     workload = Workload(seq_len=4096, global_batch_size=24)
     count, machine, proof = minimal_gpus(
-        LLAMA8B,
-        make_cluster(1, 8, memory_gib=gib),
-        workload,
-        TORCHTITAN,
-        TITAN,
+        question_of(LLAMA8B, make_cluster(1, 8, memory_gib=gib), workload, framework=TORCHTITAN, runtime=TITAN),
         grow=lambda n: grown(n, memory_gib=gib),
     )
 
     assert machine.gpu_count == count
-    assert leanest_gap(LLAMA8B, machine, workload, TORCHTITAN, TITAN, count) <= 0
+    assert leanest_gap(question_of(LLAMA8B, machine, workload, framework=TORCHTITAN, runtime=TITAN, gpus=count)) <= 0
     for fewer in [n for n in range(1, count) if n < 8 or n % 8 == 0]:
-        assert leanest_gap(LLAMA8B, grown(fewer, memory_gib=gib), workload, TORCHTITAN, TITAN, fewer) > 0
+        assert (
+            leanest_gap(
+                question_of(
+                    LLAMA8B, grown(fewer, memory_gib=gib), workload, framework=TORCHTITAN, runtime=TITAN, gpus=fewer
+                )
+            )
+            > 0
+        )
     assert proof
 
 
@@ -88,17 +98,18 @@ def test_state_alone_needs_as_many_gpus_as_its_bytes_say():
     """405B at 12 bytes a parameter (float32 and two moments) over 78.5 GiB a GPU: 58.2, so 59 (hand calculation)."""
     model = load_model("llama3-405b")
     screening = Screening(
-        model=model, cluster=make_cluster(1, 8), workload=Workload(seq_len=8192, global_batch_size=8), runtime=TITAN
+        Scenario(
+            model=model, cluster=make_cluster(1, 8), workload=Workload(seq_len=8192, global_batch_size=8), runtime=TITAN
+        )
     )
 
-    assert fewest_for_state(screening) == -(-model.parameters * 12 // (78.5 * 2**30)) == 58
+    assert min_gpus_for_state(screening) == -(-model.parameters * 12 // (78.5 * 2**30)) == 58
 
 
 def asked(model, gib, workload, framework=TORCHTITAN, bounds=None, gpus=8, runtime=TITAN):
-    screening = Screening(
-        model=model, cluster=make_cluster(1, gpus, memory_gib=gib), workload=workload, runtime=runtime
-    )
-    return Constrained(screening=screening, framework=framework, bounds=bounds or Bounds(), gpus=gpus)
+    machine = make_cluster(1, gpus, memory_gib=gib)
+    question = question_of(model, machine, workload, framework=framework, runtime=runtime)
+    return ConstrainedQuestion(question=question, bounds=bounds or Bounds())
 
 
 def test_a_constraint_is_in_conflict_if_there_is_a_plan_without_it():
@@ -106,7 +117,7 @@ def test_a_constraint_is_in_conflict_if_there_is_a_plan_without_it():
     question = asked(
         LLAMA8B, 24, Workload(seq_len=8192, global_batch_size=8), bounds=Bounds(recomputes=("none",), max_tp=1)
     )
-    kept = conflict(question)
+    kept = conflicting_constraints(question)
 
     assert question.gap() > 0
     assert "the limits given by flags" in kept
@@ -119,7 +130,7 @@ def test_a_constraint_is_in_conflict_if_there_is_a_plan_without_it():
 def test_state_too_large_leaves_gpus_and_memory_in_conflict():
     question = asked(load_model("llama3-405b"), 80, Workload(seq_len=4096, global_batch_size=8))
 
-    assert conflict(question) == ["8 GPUs", "80.0 GiB on each"]
+    assert conflicting_constraints(question) == ["8 GPUs", "80.0 GiB on each"]
 
 
 def test_sharding_is_offered_where_the_framework_has_more_of_it():

@@ -6,21 +6,22 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
+from planner.calibrate.measure_process import measure
 from planner.cli import main
 from planner.commands.doctor import budget_s
-from planner.measure_process import measure
-from topology.catalog import cluster as catalogue
-from topology.cluster_file import load_cluster, save_cluster
+from tests.waiting import wait_until
+from topology.catalog.cluster_file import load_cluster, save_cluster
+from topology.catalog.clusters import cluster as catalogue
 from topology.codec import to_json, write_text
 from topology.errors import ProbeError, UserError
-from topology.health_report import redact
-from topology.measured import Flow, FlowSet, GroupSample, Measured
-from topology.profile import CollectiveSample, read_profile
+from topology.health.report import redact
+from topology.processes import alive, descendants
+from topology.profile.measurement import Flow, FlowSet, GroupSample, Measurement
+from topology.profile.profile import CollectiveSample, read_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "tests" / "data"
@@ -44,7 +45,7 @@ def saved_measurement(path: Path, rate: float = 390e9) -> Path:
         if a != b
     )
     sample = CollectiveSample(op="all_reduce", ranks=4, nodes=1, nbytes=2**28, time_s=1.1e-3)
-    content = Measured(
+    content = Measurement(
         machine="test",
         device="cuda",
         taken_at="2026-01-01T00:00:00+00:00",
@@ -261,45 +262,24 @@ def test_nothing_measured_is_an_error(no_gpu, capfd) -> None:
 def test_a_terminated_measurement_leaves_no_process(tmp_path) -> None:
     """SIGTERM to the worker ends the piece that it runs, in its own session."""
     out = tmp_path / "m.json"
-    command = [sys.executable, "-m", "executor.doctor_worker", f"--out={out}", "--budget=60", "--device=cpu"]
+    command = [sys.executable, "-m", "executor.measure.doctor_worker", f"--out={out}", "--budget=60", "--device=cpu"]
     worker = subprocess.Popen([*command, "--indices=0,1,2,3,4,5,6,7", "--pieces=flows"], cwd=ROOT)
-    _wait_until(lambda: _children(worker.pid))
-    children = _children(worker.pid)
+    wait_until(lambda: descendants(worker.pid))
+    children = descendants(worker.pid)
 
     worker.send_signal(signal.SIGTERM)
 
     assert worker.wait(timeout=20) == 130
-    _wait_until(lambda: not any(_alive(pid) for pid in children))
+    wait_until(lambda: not any(alive(child) for child in children))
 
 
 def test_a_killed_planner_leaves_no_measurement_behind() -> None:
-    code = "from planner.measure_process import measure\nmeasure(range(8), budget_s=60, machine='x', device='cpu')"
+    code = "from planner.calibrate.measure_process import measure\nmeasure(range(8), budget_s=60, machine='x', device='cpu')"
     planner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
-    _wait_until(lambda: any(_children(child) for child in _children(planner.pid)))
-    family = [*(workers := _children(planner.pid)), *(pid for worker in workers for pid in _children(worker))]
+    wait_until(lambda: any(child.children() for child in descendants(planner.pid)))
+    family = descendants(planner.pid)
 
     planner.kill()
     planner.wait(timeout=10)
 
-    _wait_until(lambda: not any(_alive(pid) for pid in family))
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in {"Z", "X"}
-    except OSError:
-        return False
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def _wait_until(true, seconds: float = 15.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
+    wait_until(lambda: not any(alive(process) for process in family))

@@ -8,14 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from planner.case_runtime import resolve_runtime
-from planner.costs import cost_table
-from planner.explain import STATE, AskedAgain, answer_flips, degrees, explain, memory_account
-from planner.frameworks import TORCHTITAN
-from planner.scaling import network_bytes_per_s, scale_network
-from planner.search import suggest
-from simulator.plan import Plan
-from simulator.workload import Workload
+from planner.explain.explain import STATE, answer_flips, best_plan, degrees, explain, memory_account
+from planner.question.case_runtime import resolve_runtime
+from planner.question.question import question_of
+from planner.search.scaling import network_bytes_per_s, scale_network
+from planner.search.search import SearchOptions, suggest
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from simulator.legality.frameworks import TORCHTITAN
 from tests.planner.conftest import LLAMA8B, TINY, make_cluster
 from tests.planner.every_plan import enumerate_candidates
 
@@ -24,7 +26,10 @@ RUNTIME = resolve_runtime({"name": "torchtitan"})[0]
 
 @pytest.fixture(scope="module")
 def result():
-    return suggest(LLAMA8B, make_cluster(2, 8), Workload(seq_len=4096, global_batch_size=64), top=4, simulate=False)
+    return suggest(
+        question_of(LLAMA8B, make_cluster(2, 8), Workload(seq_len=4096, global_batch_size=64)),
+        SearchOptions(top=4, simulate=False),
+    )
 
 
 def test_runners_up_lost_by_the_sum_of_their_terms(result):
@@ -50,7 +55,15 @@ def test_another_plan_is_explained_against_the_best(result):
 def test_memory_names_the_worst_stage_and_what_state_alone_leaves_out():
     """Story S3, with a pipeline of four stages: 23.3 GB were estimated, the run went out of memory on 32 GB."""
     plan = Plan(pp=4, dp_shard=2, schedule="1F1B")
-    table = cost_table(LLAMA8B, make_cluster(1, 8), Workload(seq_len=4096, global_batch_size=64), [plan], RUNTIME)
+    table = estimate_plans(
+        Scenario(
+            model=LLAMA8B,
+            cluster=make_cluster(1, 8),
+            workload=Workload(seq_len=4096, global_batch_size=64),
+            runtime=RUNTIME,
+        ),
+        [plan],
+    )
     estimate = table.estimate(0)
     account = memory_account(estimate, 32e9)
     stages = estimate.memory.by_stage
@@ -65,8 +78,10 @@ def test_memory_names_the_worst_stage_and_what_state_alone_leaves_out():
 
 def best_by_hand(cluster, workload, gpus):
     """Return the degrees of the best plan, every legal one costed."""
-    found = enumerate_candidates(TINY, cluster, workload, "torchtitan", gpus=gpus, runtime=RUNTIME).plans()
-    table = cost_table(TINY, cluster, workload, found, RUNTIME)
+    found = enumerate_candidates(
+        question_of(TINY, cluster, workload, framework="torchtitan", runtime=RUNTIME, gpus=gpus)
+    ).plans()
+    table = estimate_plans(Scenario(model=TINY, cluster=cluster, workload=workload, runtime=RUNTIME), found)
     rows = [i for i in range(len(found)) if table.fits[i]]
     return degrees(found[min(rows, key=lambda i: table.step_s[i])])
 
@@ -76,15 +91,13 @@ def test_the_answer_is_another_past_a_flip_and_the_same_before():
     workload = Workload(seq_len=4096, global_batch_size=64)
     model, gpus = replace(TINY, layers=8, hidden=2048, ffn=8192, head_dim=256), 16
     cluster = make_cluster(2, 8, network=10e9)
-    asked = AskedAgain(
-        model=model, cluster=cluster, workload=workload, runtime=RUNTIME, framework=TORCHTITAN, gpus=gpus
-    )
+    asked = question_of(model, cluster, workload, runtime=RUNTIME, framework=TORCHTITAN, gpus=gpus)
     flips = [flip for flip in answer_flips(asked) if flip.unit == "bytes_per_s" and flip.quantity.startswith("network")]
-    now = degrees(asked.best())
+    now = degrees(best_plan(asked))
     for flip in flips:
         inward = 0.9 if flip.wins == "above" else 1.1
         past, before = (
-            asked.best(cluster=scale_network(cluster, rate / network_bytes_per_s(cluster)))
+            best_plan(replace(asked, cluster=scale_network(cluster, rate / network_bytes_per_s(cluster))))
             for rate in (flip.at, flip.at * inward)
         )
 
@@ -95,10 +108,10 @@ def test_the_answer_is_another_past_a_flip_and_the_same_before():
 def test_asking_again_finds_what_brute_force_finds():
     workload = Workload(seq_len=4096, global_batch_size=16)
     cluster = make_cluster(1, 4)
-    asked = AskedAgain(model=TINY, cluster=cluster, workload=workload, runtime=RUNTIME, framework=TORCHTITAN, gpus=4)
+    asked = question_of(TINY, cluster, workload, runtime=RUNTIME, framework=TORCHTITAN, gpus=4)
 
-    assert degrees(asked.best()) == best_by_hand(cluster, workload, 4)
-    assert asked.best(gpus=1 << 30) is None
+    assert degrees(best_plan(asked)) == best_by_hand(cluster, workload, 4)
+    assert best_plan(replace(asked, gpus=1 << 30)) is None
 
 
 def test_explain_and_compare_as_commands(planner, tmp_path):

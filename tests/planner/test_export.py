@@ -12,20 +12,22 @@ from pathlib import Path
 import pytest
 import yaml
 
-from executor.launch import ALWAYS
-from executor.request import Request
-from planner.commands.export import job_of
+from executor.launch.local_ranks import FORCED_VARIABLES
+from executor.launch.request import Request
 from planner.export import torchrun
 from planner.export.hosts import hosts_of
-from planner.export.job import Job
-from planner.export.registry import TARGETS, export, target_named
+from planner.export.job import ExportJob, export_job
+from planner.export.registry import TARGETS, export, find_target
 from planner.export.schema import schema
-from simulator.hf_config import load_model
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.workload import Workload
+from planner.question.cases import case_of_file
+from planner.question.question import question_of
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
 from tests.planner.conftest import make_cluster
-from topology import catalog, codec
+from topology import codec
+from topology.catalog import clusters as catalog
 from topology.cluster import NodeGroup
 from topology.errors import Infeasible, UserError
 
@@ -34,15 +36,14 @@ PLANS = sorted((ROOT / "examples" / "plans").glob("*.json"))
 
 
 def job(plan, *, model="llama3-8b", nodes=1, seq_len=4096, batch=64, framework="torchtitan", cluster=None, **runtime):
-    return Job(
-        name="a run",
-        plan=plan,
-        model=load_model(model),
-        cluster=cluster or make_cluster(nodes),
-        workload=Workload(seq_len=seq_len, global_batch_size=batch),
+    question = question_of(
+        load_model(model),
+        cluster or make_cluster(nodes),
+        Workload(seq_len=seq_len, global_batch_size=batch),
         runtime=Runtime(**{"name": framework, **runtime}),
         framework=framework,
     )
+    return ExportJob(name="a run", plan=plan, question=question)
 
 
 FSDP = Plan(dp_shard=8, recompute="full")
@@ -70,7 +71,7 @@ NAMES = [f"{target.name}@{target.version}" for target in TARGETS]
 
 
 def exported(name: str, to: str):
-    return export(JOBS[name], target_named(to))
+    return export(JOBS[name], find_target(to))
 
 
 def every_export_of(name: str):
@@ -162,7 +163,7 @@ def test_sharding_in_the_words_of_each_school() -> None:
     zero2 = yaml.safe_load(exported("zero2", "accelerate").text)
     assert zero2["fsdp_config"]["fsdp_reshard_after_forward"] is False
     assert zero2["parallelism_config"]["parallelism_config_dp_shard_size"] == 8
-    assert any("ZeRO-2" in line for line in exported("zero2", "accelerate").unsaid)
+    assert any("ZeRO-2" in line for line in exported("zero2", "accelerate").not_expressed)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_sharding_in_the_words_of_each_school() -> None:
     ],
 )
 def test_torchtitan_0_2_computes_in_what_it_stores_without_sharding(plan: Plan, said: bool) -> None:
-    unsaid = {to: export(job(plan), target_named(to)).unsaid for to in ("torchtitan@0.2.2", "torchtitan@0.3.0")}
+    unsaid = {to: export(job(plan), find_target(to)).not_expressed for to in ("torchtitan@0.2.2", "torchtitan@0.3.0")}
 
     assert any(line.startswith("computing in bfloat16") for line in unsaid["torchtitan@0.2.2"]) is said
     assert not any(line.startswith("computing in") for line in unsaid["torchtitan@0.3.0"])
@@ -185,14 +186,16 @@ def test_what_cannot_be_said_is_listed_in_the_file_too() -> None:
     for name in JOBS:
         for done in every_export_of(name):
             if done.target == "deepspeed":
-                assert json.loads(done.text)["meshwright"]["not_expressed"] == list(done.unsaid)
-            for line in done.unsaid:
+                assert json.loads(done.text)["meshwright"]["not_expressed"] == list(done.not_expressed)
+            for line in done.not_expressed:
                 assert json.dumps(line)[1:-1] in done.text or line in done.text
 
 
 def test_overlap_by_site_is_said_to_be_more_than_a_target_takes() -> None:
     for to in ("torchtitan", "megatron"):
-        assert any("ring (attention_in, mlp_in) chunked (mlp_out)" in line for line in exported("by-site", to).unsaid)
+        assert any(
+            "ring (attention_in, mlp_in) chunked (mlp_out)" in line for line in exported("by-site", to).not_expressed
+        )
 
 
 def test_the_header_says_which_plan_it_is() -> None:
@@ -209,16 +212,16 @@ def test_our_executor_gets_its_request_and_its_environment() -> None:
     body = text.split("<<'REQUEST'\n")[1].split("\nREQUEST\n")[0]
 
     assert codec.convert(json.loads(body), Request, where="request").plan == FSDP
-    assert torchrun.ENVIRONMENT == ALWAYS
-    for name, value in ALWAYS.items():
+    assert torchrun.ENVIRONMENT == FORCED_VARIABLES
+    for name, value in FORCED_VARIABLES.items():
         assert f"\nexport {name}={value}\n" in text
 
 
 def test_a_model_that_torchtitan_does_not_ship_is_not_replaced_by_another() -> None:
     with pytest.raises(Infeasible, match="ships no model"):
-        export(job(FSDP, model="llama2-7b"), target_named("torchtitan@0.2.2"))
+        export(job(FSDP, model="llama2-7b"), find_target("torchtitan@0.2.2"))
     for model, flavor in (("llama3-8b", "8B"), ("qwen3-8b", "8B"), ("deepseek-v3", "671B")):
-        config = tomllib.loads(export(job(FSDP, model=model), target_named("torchtitan@0.2.2")).text)
+        config = tomllib.loads(export(job(FSDP, model=model), find_target("torchtitan@0.2.2")).text)
         assert config["model"] == {"name": re.sub(r"(qwen3|llama3).*|deepseek.*", _module, model), "flavor": flavor}
 
 
@@ -231,18 +234,18 @@ def _module(found: re.Match[str]) -> str:
 
 def test_placement_becomes_devices_in_bus_order() -> None:
     placed = job(TP.with_(placement=(0, 2, 1, 3, 4, 5, 6, 7)))
-    text = export(placed, target_named("torchtitan")).text
+    text = export(placed, find_target("torchtitan")).text
 
     assert "\nexport CUDA_DEVICE_ORDER=PCI_BUS_ID\n" in text
     assert "\nexport CUDA_VISIBLE_DEVICES=0,2,1,3,4,5,6,7\n" in text
     assert "CUDA_VISIBLE_DEVICES" not in exported("tp", "torchtitan").text
-    trainer = yaml.safe_load(export(placed, target_named("trainjob")).text)["spec"]["trainer"]
+    trainer = yaml.safe_load(export(placed, find_target("trainjob")).text)["spec"]["trainer"]
     assert {"name": "CUDA_VISIBLE_DEVICES", "value": "0,2,1,3,4,5,6,7"} in trainer["env"]
 
 
 def test_a_part_of_a_host_asks_for_the_whole_host() -> None:
     placed = job(Plan(dp_shard=2, tp=2, sequence_parallel=True, placement=(4, 5, 6, 7)))
-    text = export(placed, target_named("slurm")).text
+    text = export(placed, find_target("slurm")).text
 
     assert "#SBATCH --gpus-per-node=8\n#SBATCH --exclusive\n" in text
     assert "--nproc-per-node=4" in text
@@ -255,20 +258,20 @@ def test_hosts_in_another_order_and_with_their_own_devices() -> None:
 
     assert hosts.order == (1, 0)
     assert hosts.devices == (tuple(range(8)), tuple(reversed(range(8))))
-    text = export(job(HYBRID.with_(placement=swapped), nodes=2), target_named("skypilot")).text
+    text = export(job(HYBRID.with_(placement=swapped), nodes=2), find_target("skypilot")).text
     run = yaml.safe_load(text)["run"]
     assert "  0) export CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 ;;\n" in run
     assert "  1) export CUDA_VISIBLE_DEVICES=7,6,5,4,3,2,1,0 ;;\n" in run
     assert "the order of hosts" in text
     with pytest.raises(Infeasible, match="same environment"):
-        export(job(HYBRID.with_(placement=swapped), nodes=2), target_named("trainjob"))
+        export(job(HYBRID.with_(placement=swapped), nodes=2), find_target("trainjob"))
 
 
 def test_ranks_of_a_host_must_be_consecutive_and_equally_many() -> None:
     mixed = tuple(i // 2 + 8 * (i % 2) for i in range(16))
     with pytest.raises(Infeasible, match="interleaves hosts"):
         hosts_of(HYBRID.with_(placement=mixed), make_cluster(2))
-    with pytest.raises(Infeasible, match="equally many"):
+    with pytest.raises(Infeasible, match="hosts get 4 and 8 ranks"):
         hosts_of(Plan(dp_shard=12), make_cluster(2))
     with pytest.raises(Infeasible, match="needs 16 GPUs, test has 8"):
         hosts_of(Plan(dp_shard=16), make_cluster(1))
@@ -289,7 +292,7 @@ def test_gpus_that_are_visible_under_other_numbers() -> None:
 def test_trays_of_a_rack_are_hosts() -> None:
     hosts = hosts_of(Plan(dp_shard=72), catalog.cluster("gb200-nvl72"))
 
-    assert (hosts.count, hosts.ranks_each, hosts.devices_matter) == (18, 4, False)
+    assert (hosts.count, hosts.ranks_per_host, hosts.devices_matter) == (18, 4, False)
 
 
 def test_network_variables_only_where_a_port_is_down() -> None:
@@ -298,7 +301,7 @@ def test_network_variables_only_where_a_port_is_down() -> None:
     node = cluster.groups[0].node
     nics = (replace(node.nics[0], up=False), *node.nics[1:3])
     broken = replace(cluster, groups=(NodeGroup(node=replace(node, nics=nics), count=2),))
-    done = export(job(HYBRID, cluster=broken), target_named("slurm"))
+    done = export(job(HYBRID, cluster=broken), find_target("slurm"))
 
     assert "# mlx5_0 was found down; the others are named exactly\nexport NCCL_IB_HCA==mlx5_1,mlx5_2\n" in done.text
 
@@ -307,13 +310,13 @@ def test_network_variables_only_where_a_port_is_down() -> None:
 
 
 def test_versions_are_chosen_by_name_or_by_the_plan() -> None:
-    assert target_named("torchtitan").version == "0.3.0"
-    assert target_named("torchtitan", "0.2.2").version == "0.2.2"
-    assert target_named("torchtitan@0.2").version == "0.2.2"
+    assert find_target("torchtitan").version == "0.3.0"
+    assert find_target("torchtitan", "0.2.2").version == "0.2.2"
+    assert find_target("torchtitan@0.2").version == "0.2.2"
     with pytest.raises(UserError, match=r"no export to torchtitan '9.9'"):
-        target_named("torchtitan@9.9")
+        find_target("torchtitan@9.9")
     with pytest.raises(UserError, match="did you mean megatron"):
-        target_named("megatorn")
+        find_target("megatorn")
 
 
 def test_command_writes_once_and_says_what_is_missing(planner, tmp_path) -> None:
@@ -355,8 +358,8 @@ def test_a_saved_plan_exports_like_its_case(planner, tmp_path) -> None:
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda path: path.stem)
 def test_kept_examples_are_what_is_written_today(plan: Path) -> None:
-    """Made again by `python tests/bench/export_table.py`."""
-    from tests.bench.export_table import files
+    """Made again by `python tests/tools/export_table.py`."""
+    from tests.tools.export_table import files
 
     folder = ROOT / "examples" / "exports" / plan.stem
 
@@ -365,7 +368,8 @@ def test_kept_examples_are_what_is_written_today(plan: Path) -> None:
 
 def test_example_commands_are_words() -> None:
     words = shlex.split(
-        export(job_of(PLANS[0], None, None), target_named("megatron")).text.replace("\\\n", " "), comments=True
+        export(export_job(case_of_file(str(PLANS[0]))), find_target("megatron")).text.replace("\\\n", " "),
+        comments=True,
     )
 
     assert "torchrun" in words

@@ -15,7 +15,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.export.registry import TARGETS, export, target_named
+from planner.export.registry import TARGETS, export, find_target
 from planner.export.slug import slug
 from planner.export.trainjob import NAME_ANNOTATION
 from tests.planner.test_export import FSDP, job
@@ -43,30 +43,27 @@ anything = st.one_of(st.sampled_from(NASTY), st.text(max_size=60))
 
 def nasty(name: str, framework: str = "torchtitan"):
     made = job(FSDP.with_(placement=(1, 0, 2, 3, 4, 5, 6, 7)), framework=framework)
-    return replace(
-        made,
-        name=name,
-        model=replace(made.model, name=name),
-        cluster=replace(made.cluster, name=name),
-    )
+    asked = made.question
+    question = replace(asked, model=replace(asked.model, name=name), cluster=replace(asked.cluster, name=name))
+    return replace(made, name=name, question=question)
 
 
 @given(anything)
 def test_toml_and_json_hold_the_name_as_it_is(name: str) -> None:
-    toml = tomllib.loads(export(nasty(name), target_named("torchtitan@0.2.2")).text)
+    toml = tomllib.loads(export(nasty(name), find_target("torchtitan@0.2.2")).text)
     assert toml["job"] == {"description": name}
     assert toml["model"] == {"name": "llama3", "flavor": "8B"}
-    document = json.loads(export(nasty(name), target_named("deepspeed")).text)
+    document = json.loads(export(nasty(name), find_target("deepspeed")).text)
     assert document["meshwright"]["model"] == document["meshwright"]["cluster"] == name
 
 
 @given(anything)
 def test_yaml_holds_the_name_as_it_is(name: str) -> None:
-    manifest = yaml.safe_load(export(nasty(name), target_named("trainjob")).text)
+    manifest = yaml.safe_load(export(nasty(name), find_target("trainjob")).text)
     assert manifest["metadata"]["annotations"][NAME_ANNOTATION] == name
     assert set(manifest) == {"apiVersion", "kind", "metadata", "spec"}
     for target in ("skypilot", "accelerate"):
-        assert isinstance(yaml.safe_load(export(nasty(name), target_named(target)).text), dict)
+        assert isinstance(yaml.safe_load(export(nasty(name), find_target(target)).text), dict)
 
 
 @given(anything)
@@ -103,7 +100,7 @@ STARTED = [(to, "torchtitan") for to in ("torchrun", "torchtitan", "megatron")] 
 @pytest.mark.parametrize(("to", "framework"), STARTED)
 @pytest.mark.parametrize("name", NASTY, ids=lambda name: repr(name)[:24])
 def test_scripts_start_torchrun_and_nothing_else(to: str, framework: str, name: str, tmp_path: Path) -> None:
-    text = export(nasty(name, framework), target_named(to)).text
+    text = export(nasty(name, framework), find_target(to)).text
     if to == "skypilot":
         text = yaml.safe_load(text)["run"]
     tools, here = tmp_path / "tools", tmp_path / "here"

@@ -1,7 +1,7 @@
 """Exports, read back by the real parser of the tool: for whoever has the tool installed.
 
 `pytest -m parsers` in an environment that has one of the packages; the others are skipped, each with its reason.
-tests/bench/export_table.py asks all of them at once.
+tests/tools/export_table.py asks all of them at once.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 
 from planner.export.registry import TARGETS, export
 from planner.export.schema import schema
-from tests.bench.export_table import read_back
 from tests.planner.test_export import JOBS
 from tests.tools.export_schemas import package_version
+from tests.tools.export_table import read_back
 from topology.errors import Infeasible
 
 pytestmark = [pytest.mark.parsers, pytest.mark.slow]

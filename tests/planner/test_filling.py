@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from planner.candidates import Bounds
-from planner.search import suggest
-from simulator.workload import Workload
+from planner.question.question import question_of
+from planner.search.plan_space.candidates import Bounds
+from planner.search.search import SearchOptions, suggest
+from simulator.config.workload import Workload
 from tests.planner.conftest import make_cluster
 from topology.errors import Infeasible
 
@@ -16,13 +17,8 @@ ONLY_PIPELINES = Bounds(max_tp=1, max_cp=1, max_micro_batch=1)
 
 def answer(model, gib):
     return suggest(
-        model,
-        make_cluster(1, 4, memory_gib=gib),
-        WORKLOAD,
-        framework="megatron-lm",
-        simulate=False,
-        bounds=ONLY_PIPELINES,
-        top=1,
+        question_of(model, make_cluster(1, 4, memory_gib=gib), WORKLOAD, framework="megatron-lm"),
+        SearchOptions(simulate=False, bounds=ONLY_PIPELINES, top=1),
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planner.flips import find_flips, lost_because, memory_flip
-from planner.scaling import (
+from planner.search.flips import find_flips, lost_because, memory_flip
+from planner.search.scaling import (
     network_bytes_per_s,
     nvlink_bytes_per_s,
     scale_memory,
@@ -13,8 +13,8 @@ from planner.scaling import (
     scale_nvlink,
     with_gpus,
 )
-from simulator.estimate import Estimate, Interval, MemoryEstimate
-from simulator.plan import Plan
+from simulator.config.estimate import Estimate, Interval, MemoryEstimate
+from simulator.config.plan import Plan
 from tests.planner.conftest import make_cluster
 from topology.cluster import Source
 

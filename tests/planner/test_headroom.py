@@ -8,14 +8,13 @@ from itertools import product
 
 import pytest
 
-from planner.costs import cost_table
-from planner.frameworks import TORCHTITAN
-from planner.headroom import more_room, room_text
-from planner.legality import check, is_legal
-from planner.search import default_runtime, suggest
-from simulator.estimate import Fit, Interval, MemoryEstimate
-from simulator.plan import Plan
-from simulator.workload import Workload
+from planner.question.question import default_runtime, question_of
+from planner.search.headroom import find_headroom, memory_text
+from planner.search.search import SearchOptions, suggest
+from simulator.config.estimate import Fit, Interval, MemoryEstimate
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from simulator.legality.frameworks import TORCHTITAN
 from tests.planner.conftest import make_cluster
 from topology.cluster import Source
 
@@ -66,16 +65,12 @@ def every_relative(plan):
 def test_room_is_given_by_the_quickest_relative_that_surely_fits(llama8b, plan, fit):
     cluster = make_cluster(1, 8)
 
-    def costed(plans):
-        return cost_table(llama8b, cluster, WORKLOAD, plans, RUNTIME)
+    question = question_of(llama8b, cluster, WORKLOAD, framework=TORCHTITAN, runtime=RUNTIME)
 
-    def legal(other):
-        return is_legal(check(other, llama8b, cluster, WORKLOAD, TORCHTITAN, runtime=RUNTIME))
-
-    estimate = costed([plan]).estimate(0)
-    room = more_room(plan, estimate, TORCHTITAN, costed, legal)
-    relatives = [other for other in every_relative(plan) if legal(other)]
-    table = costed(relatives)
+    estimate = question.estimate([plan]).estimate(0)
+    room = find_headroom(question, plan, estimate)
+    relatives = [other for other in every_relative(plan) if question.legal(other)]
+    table = question.estimate(relatives)
     sure = [table.estimate(row) for row in range(len(relatives)) if table.estimate(row).memory.fit is Fit.YES]
 
     assert estimate.memory.fit is fit
@@ -84,27 +79,26 @@ def test_room_is_given_by_the_quickest_relative_that_surely_fits(llama8b, plan, 
         return
     assert room.fit is Fit.YES
     assert room.step_s == pytest.approx(min(found.step_s.value for found in sure), rel=1e-12)
-    again = costed([room.plan]).estimate(0)
+    again = question.estimate([room.plan]).estimate(0)
     assert room.headroom_bytes == again.memory.headroom_bytes > estimate.memory.headroom_bytes
-    assert f"{room.change} leaves {room.headroom_bytes / 2**30:.1f} GiB" in room_text(estimate, room)
+    assert f"{room.change} leaves {room.headroom_bytes / 2**30:.1f} GiB" in memory_text(estimate, room)
 
 
 def test_a_plan_that_nothing_helps_is_told_so(llama8b):
     """All recomputed, one sequence at a time, resharded: its room is another question."""
     cluster = make_cluster(1, 8, memory_gib=24)
     plan = Plan(dp_shard=8, micro_batch_size=1, recompute="full", reshard_after_forward=True)
-    estimate = cost_table(llama8b, cluster, WORKLOAD, [plan], RUNTIME).estimate(0)
-    room = more_room(
-        plan, estimate, TORCHTITAN, lambda plans: cost_table(llama8b, cluster, WORKLOAD, plans, RUNTIME), lambda _: True
-    )
+    question = question_of(llama8b, cluster, WORKLOAD, framework=TORCHTITAN, runtime=RUNTIME)
+    estimate = question.estimate([plan]).estimate(0)
+    room = find_headroom(question, plan, estimate)
 
     assert estimate.memory.fit is not Fit.YES
     assert room is None
-    assert "neither more recomputation nor smaller micro batches" in room_text(estimate, room)
+    assert "neither more recomputation nor smaller micro batches" in memory_text(estimate, room)
 
 
 def test_an_answer_says_of_its_first_plan_what_would_give_room(llama8b):
-    result = suggest(llama8b, make_cluster(1, 8), WORKLOAD, simulate=False, top=3)
+    result = suggest(question_of(llama8b, make_cluster(1, 8), WORKLOAD), SearchOptions(simulate=False, top=3))
     first, *others = result.plans
 
     assert first.estimate.memory.fits

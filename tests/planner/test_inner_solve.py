@@ -9,21 +9,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.candidates import plan_of
-from planner.costs import cost_table
-from planner.frameworks import SCHEDULES, framework_named
-from planner.inner_solve import solve
-from planner.stage_options import priced
-from simulator.model import MixtureOfExperts
-from simulator.plan import Plan
-from simulator.plan_columns import plan_columns
-from simulator.runtime_library import resolve
-from simulator.screening import Screening
-from simulator.stages import rank_of_stage
-from simulator.workload import Workload
+from planner.search.plan_space.candidates import plan_of
+from planner.search.stages.options import cost_blocks, stage_freedom
+from planner.search.stages.solver import solve_stages
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.closed_form.screening import Screening
+from simulator.columns.plan_columns import plan_columns
+from simulator.config.model import MixtureOfExperts
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from simulator.legality.frameworks import framework_named
+from simulator.pipeline.schedules import SCHEDULES
+from simulator.pipeline.stages import rank_of_stage
+from simulator.runtimes.library import resolve
 from tests.planner.conftest import TINY, make_cluster
-from topology.cluster_file import parse_cluster
-from topology.orders import node_orders
+from topology.catalog.cluster_file import parse_cluster
+from topology.rates.orders import node_orders
 
 ANY = framework_named("any")
 RUNTIMES = [resolve({"name": name})[0] for name in ("pytorch", "megatron-lm")]
@@ -48,7 +50,7 @@ def bridged(gpus):
 def settings_of(screening, plan):
     """Return columns of what all stages share: overlap modes, and orders of the GPUs where the node is irregular."""
     overlaps = ("none", "attention_in=ring,attention_out=none,mlp_in=fused,mlp_out=none", "fused")
-    orders = range(len(node_orders(screening.cluster, plan.gpus))) or (-1,)
+    orders = range(len(node_orders(screening.scenario.cluster, plan.gpus))) or (-1,)
     overlaps = overlaps[: 1 if plan.tp == 1 else 2 if len(orders) > 1 else 3]
     several = [(replace(plan, tp_overlap=overlap), order) for overlap in overlaps for order in orders]
     placing = np.array([order for _, order in several])
@@ -57,9 +59,9 @@ def settings_of(screening, plan):
 
 def solved(screening, columns, recomputes, framework=ANY, **limits):
     """Return what the solver makes of one pipeline in the settings of `columns`."""
-    plans = [plan_of(columns, row, screening.cluster) for row in range(len(columns))]
-    costs = priced(screening, plans, columns, recomputes)
-    return solve(screening, framework, costs, range(len(plans)), recomputes, **limits)
+    plans = [plan_of(columns, row, screening.scenario.cluster) for row in range(len(columns))]
+    costs = cost_blocks(screening, plans, columns, recomputes)
+    return solve_stages(screening, framework, costs, range(len(plans)), recomputes, **limits)
 
 
 def spread(total, stages):
@@ -89,14 +91,14 @@ def fillings(plan, layers, recomputes):
 def brute_force(screening, columns, recomputes):
     """Return the least step over everything that stages could hold in every setting, infinite if nothing fits."""
     s = screening
-    settings = [plan_of(columns, row, s.cluster) for row in range(len(columns))]
+    settings = [plan_of(columns, row, s.scenario.cluster) for row in range(len(columns))]
     plans = [
         replace(filled, tp_overlap=given.tp_overlap, placement=given.placement)
-        for filled in fillings(settings[0], s.model.layers, recomputes)
+        for filled in fillings(settings[0], s.scenario.model.layers, recomputes)
         for given in settings
     ]
     with np.errstate(invalid="ignore"):  # what cannot run here takes for ever, and for ever less for ever is no number
-        table = cost_table(s.model, s.cluster, s.workload, plans, s.runtime)
+        table = estimate_plans(s.scenario, plans)
     step_s = table.step_s - table.breakdown_s["allocator"]  # which stages are not chosen by
     return float(np.where(table.fits & np.isfinite(step_s), step_s, np.inf).min())
 
@@ -138,7 +140,7 @@ def draw(seed):
         )
     else:
         cluster = make_cluster(2, 8, memory_gib=gib, nvlink=rng.random() < 0.7)
-    return Screening(model=model, cluster=cluster, workload=workload, runtime=rng.choice(RUNTIMES)), plan
+    return Screening(Scenario(model=model, cluster=cluster, workload=workload, runtime=rng.choice(RUNTIMES))), plan
 
 
 @pytest.mark.slow
@@ -178,7 +180,7 @@ def test_only_the_stages_that_need_it_recompute():
 
     def words(gib):
         cluster = make_cluster(1, 4, memory_gib=gib)
-        screening = Screening(model=model, cluster=cluster, workload=workload, runtime=RUNTIMES[0])
+        screening = Screening(Scenario(model=model, cluster=cluster, workload=workload, runtime=RUNTIMES[0]))
         found = solved(screening, plan_columns([plan]), ("none", "full")).plan
         return () if found is None else found.recompute_per_stage or (found.recompute,) * 4
 
@@ -190,10 +192,12 @@ def test_the_same_pipeline_has_the_same_filling_every_time():
     """Ties between equal ranks included: a fixed seed, one thread, and a limit in the solver's own time."""
     model = replace(TINY, layers=22, hidden=2048, head_dim=256, ffn=8192, vocab=128000)
     screening = Screening(
-        model=model,
-        cluster=make_cluster(1, 8),
-        workload=Workload(seq_len=2048, global_batch_size=64),
-        runtime=RUNTIMES[0],
+        Scenario(
+            model=model,
+            cluster=make_cluster(1, 8),
+            workload=Workload(seq_len=2048, global_batch_size=64),
+            runtime=RUNTIMES[0],
+        )
     )
     columns = plan_columns([Plan(pp=8, schedule="1F1B")])
     first, second = (solved(screening, columns, ("none", "full")) for _ in range(2))
@@ -201,3 +205,14 @@ def test_the_same_pipeline_has_the_same_filling_every_time():
     assert first.solver
     assert first == second
     assert first.bound_s == pytest.approx(first.step_s, rel=1e-7)
+
+
+def test_layers_stay_where_the_runtime_puts_them_when_dense_ones_lie_between_sparse_ones() -> None:
+    """What a stage costs then depends on which layers it holds: a solver that counts them would cost another network."""
+    moe = MixtureOfExperts(experts=4, experts_per_token=2, ffn=512, dense_layers=2, dense_layer_ids=(0, 2))
+    mixed = replace(TINY, moe=moe)
+    leading = replace(TINY, moe=replace(moe, dense_layer_ids=(0, 1)))
+    framework = framework_named("meshwright")
+
+    assert not stage_freedom(framework, Plan(pp=2), mixed, ("none", "full")).layers
+    assert stage_freedom(framework, Plan(pp=2), leading, ("none", "full")).layers

@@ -13,19 +13,17 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from executor.request import Request
-from planner.launchers import Job, collect_command, node_command, slurm, submit, torchrun, trainjob
-from planner.plan_file import load_plan, plan_file, save_plan
-from planner.search import suggest
-from simulator.plan import Plan
-from simulator.workload import Workload
-from tests.planner.conftest import LLAMA8B, make_cluster
+from executor.launch.request import Request
+from planner.question.plan_file import load_plan, plan_file, save_plan
+from planner.runs.launchers import LauncherJob, collect_command, node_command, slurm, submit, torchrun, trainjob
+from simulator.config.plan import Plan
+from tests.planner.conftest import make_cluster, planned
 from topology import codec
 from topology.errors import BadInput, PlannerError, UserError
 
 
-def job(**changes: object) -> Job:
-    return Job(
+def job(**changes: object) -> LauncherJob:
+    return LauncherJob(
         **{"name": "a-run", "directory": Path("/shared/run"), "ranks": 16, "nodes": 2, "budget_s": 600.0, **changes}
     )
 
@@ -34,7 +32,7 @@ def job(**changes: object) -> Job:
     "name", ["", "A", "a b", "a;rm", '"; rm -rf ~ #', "a\nb", "-a", "a-", "a" * 54, "!!python/object", "$(x)", "ä"]
 )
 def test_names_that_schedulers_or_shells_would_trip_over_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match="no name for a job"):
+    with pytest.raises(UserError, match="not a valid job name"):
         job(name=name)
 
 
@@ -109,21 +107,9 @@ def test_a_scheduler_that_is_absent_or_refuses_is_told() -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A plan for two nodes of eight GPUs."""
-    cluster = make_cluster(nodes=2)
-    best = suggest(LLAMA8B, cluster, Workload(seq_len=4096, global_batch_size=64), top=1)
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    save_plan(
-        plan_file(
-            plan=replace(best.plans[0].plan, placement=()),
-            estimate=best.plans[0].estimate,
-            model=best.model,
-            cluster=best.cluster,
-            workload=best.workload,
-            runtime=best.runtime,
-            framework="torchtitan",
-        ),
-        path,
-    )
+    content = planned(make_cluster(nodes=2))
+    save_plan(plan_file(content.question(), replace(content.plan, placement=()), content.estimate), path)
     return path
 
 
@@ -145,7 +131,7 @@ def test_a_dry_run_writes_nothing(planner, saved, tmp_path) -> None:
     done = planner("apply", saved, *arguments)
 
     assert done.returncode == 0
-    assert "executor.apply_run" in done.stdout
+    assert "executor.run.apply" in done.stdout
     assert not (tmp_path / "run").exists()
 
 
@@ -184,8 +170,8 @@ def test_questions_that_cannot_be_meant_are_code_2(planner, saved, tmp_path, arg
 
 def test_a_plan_that_names_its_gpus_is_no_job(planner, saved, tmp_path) -> None:
     content = load_plan(saved)
-    placed = replace(content, plan=Plan(dp_shard=16, placement=(*range(1, 16), 0)))
-    save_plan(placed, tmp_path / "placed.json")
+    placed = Plan(dp_shard=16, placement=(*range(1, 16), 0))
+    save_plan(plan_file(content.question(), placed, content.estimate), tmp_path / "placed.json")
 
     done = planner("apply", tmp_path / "placed.json", "--launcher", "slurm", "--out", tmp_path / "run")
 

@@ -8,18 +8,20 @@ from dataclasses import replace
 
 import pytest
 
-from planner.cases import load_case
-from planner.legality import Grade, check, is_legal
-from simulator.model import Model
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.workload import Workload
+from planner.question.cases import load_case
+from planner.question.question import question_of
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.legality.rule import Grade
+from simulator.legality.rules import is_legal
 from tests.planner.conftest import CASES, LLAMA8B, MIXTRAL, TINY, make_cluster
 from topology.errors import UserError
 
 
 def reference(plan, model, workload, gpus, framework, *, compiled=False):
-    """Return whether a plan is legal, by plain divisibility: written without looking at planner.rules."""
+    """Return whether a plan is legal, by plain divisibility: written without looking at simulator.legality.rules."""
     p, s = plan, workload.seq_len
     if p.dp_replicate * p.dp_shard * p.cp * p.tp * p.pp != gpus:
         return False
@@ -162,7 +164,7 @@ def test_every_plan_is_judged_as_plain_divisibility_judges_it(framework, model):
     # Every 37th plan, from a start of its own for each model: 37 is coprime to the sizes of all the inner loops.
     for plan in itertools.islice(universe(framework), len(model.name), None, 37):
         expected = reference(plan, model, workload, plan.gpus, framework)
-        problems = check(plan, model, clusters[plan.gpus], workload, framework)
+        problems = question_of(model, clusters[plan.gpus], workload, framework=framework).problems(plan)
 
         assert is_legal(problems) == expected, (plan, problems)
         legal += expected
@@ -174,20 +176,25 @@ def test_all_runs_that_happened_are_legal():
     for path in sorted(CASES.glob("*.json")):
         for data in json.loads(path.read_text()):
             case = load_case(data)
-            problems = check(case.plan, case.model, case.cluster, case.workload, case.framework, runtime=case.runtime)
+            problems = question_of(
+                case.question.model,
+                case.question.cluster,
+                case.question.workload,
+                framework=case.question.framework,
+                runtime=case.question.runtime,
+            ).problems(case.plan)
 
             assert is_legal(problems), (case.id, problems)
 
 
 def rules(plan, *, framework, model=LLAMA8B, cluster=None, workload=None, runtime=None):
-    problems = check(
-        plan,
+    problems = question_of(
         model,
         cluster or make_cluster(plan.gpus // 8 or 1, min(8, plan.gpus)),
         workload or Workload(seq_len=8192, global_batch_size=64),
-        framework,
+        framework=framework,
         runtime=runtime,
-    )
+    ).problems(plan)
     return {problem.rule: problem for problem in problems}
 
 
@@ -220,7 +227,7 @@ def test_story_s12_six_gpus_give_different_answers():
             assert found["heads"].grade is Grade.ILLEGAL
             assert f"64 query heads % tp {tp}" in found["heads"].message
             assert 2 in found["heads"].nearest or 4 in found["heads"].nearest
-        good = check(Plan(tp=2, pp=3, schedule="1F1B"), model, cluster, workload, framework)
+        good = question_of(model, cluster, workload, framework=framework).problems(Plan(tp=2, pp=3, schedule="1F1B"))
         assert is_legal(good)
     # 16-way tensor parallelism is where they part: the question is the same, the answers are three.
     wide = Plan(tp=16)
@@ -228,7 +235,7 @@ def test_story_s12_six_gpus_give_different_answers():
     verdicts = [
         (is_legal(found), found[0].grade)
         for f in ("torchtitan", "megatron-lm", "deepspeed")
-        for found in [check(wide, model, big, workload, f)]
+        for found in [question_of(model, big, workload, framework=f).problems(wide)]
     ]
     assert verdicts == [(False, Grade.ILLEGAL), (True, Grade.SLOW), (True, Grade.SLOW)]
 
@@ -313,7 +320,7 @@ def test_meaningless_degrees_are_problems_not_crashes(field):
 def test_degrees_that_overflow_are_problems_not_wrapped_around(cluster, workload, llama8b):
     """2^31 to the fifth power wraps to zero in 64 bits."""
     huge = Plan(dp_replicate=1 << 31, dp_shard=1 << 31, tp=1 << 31, cp=1 << 31, pp=1 << 31)
-    (problem,) = check(huge, llama8b, cluster, workload, "torchtitan")
+    (problem,) = question_of(llama8b, cluster, workload, framework="torchtitan").problems(huge)
 
     assert (problem.rule, problem.grade) == ("range", Grade.ILLEGAL)
 
@@ -330,10 +337,12 @@ def test_torchtitan_counts_embedding_and_head_as_layers(llama8b):
 
 
 def test_listed_layers_and_placement_must_add_up(cluster, workload, llama8b):
-    listed = check(
-        Plan(dp_shard=4, pp=2, schedule="1F1B", layers_per_stage=(16, 15)), llama8b, cluster, workload, "torchtitan"
+    listed = question_of(llama8b, cluster, workload, framework="torchtitan").problems(
+        Plan(dp_shard=4, pp=2, schedule="1F1B", layers_per_stage=(16, 15))
     )
-    placed = check(Plan(dp_shard=8, placement=(0, 0, 1, 2, 3, 4, 5, 6)), llama8b, cluster, workload, "torchtitan")
+    placed = question_of(llama8b, cluster, workload, framework="torchtitan").problems(
+        Plan(dp_shard=8, placement=(0, 0, 1, 2, 3, 4, 5, 6))
+    )
 
     assert "layers-per-stage" in {p.rule for p in listed if p.grade is Grade.ILLEGAL}
     assert "placement" in {p.rule for p in placed if p.grade is Grade.ILLEGAL}
@@ -360,7 +369,7 @@ def test_frameworks_without_an_axis_say_so():
 
 def test_unknown_frameworks_get_near_names(cluster, workload, llama8b):
     with pytest.raises(UserError, match="unknown framework") as caught:
-        check(Plan(dp_shard=8), llama8b, cluster, workload, "torchtitn")
+        question_of(llama8b, cluster, workload, framework="torchtitn").problems(Plan(dp_shard=8))
 
     assert "torchtitan" in caught.value.remedy
 

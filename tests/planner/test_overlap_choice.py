@@ -7,16 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from planner.candidates import Bounds
-from planner.costs import cost_table
-from planner.legality import Grade, check
-from planner.overlap_account import overlap_by_site
-from planner.search import suggest
-from simulator.hf_config import load_model
-from simulator.overlap_sites import MODES, NONE, SITES, modes_by_site, written
-from simulator.plan import Plan
-from simulator.runtime_library import resolve
-from simulator.workload import Workload
+from planner.explain.overlap_account import overlap_by_site
+from planner.question.question import question_of
+from planner.search.plan_space.candidates import Bounds
+from planner.search.search import SearchOptions, suggest
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.config.hf_config import load_model
+from simulator.config.overlap_sites import MODES, NONE, SITES, modes_by_site, written
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from simulator.legality.rule import Grade
+from simulator.runtimes.library import resolve
 from tests.planner.conftest import make_cluster
 
 EVERY = sorted({written(dict(zip(SITES, modes, strict=True))) for modes in itertools.product(MODES, repeat=4)})
@@ -31,17 +33,13 @@ def test_no_other_choice_of_modes_is_better(name, gpus, length, memory_gib):
     machine = make_cluster(-(-gpus // 8), min(gpus, 8), memory_gib=memory_gib)
     workload = Workload(seq_len=length, global_batch_size=2 * gpus)
     answer = suggest(
-        model,
-        machine,
-        workload,
-        framework="meshwright",
-        top=8,
-        simulate=False,
-        bounds=Bounds(max_micro_batch=1, max_cp=1, max_pp=2),
+        question_of(model, machine, workload, framework="meshwright"),
+        SearchOptions(top=8, simulate=False, bounds=Bounds(max_micro_batch=1, max_cp=1, max_pp=2)),
     )
     best = next(ranked for ranked in answer.plans if ranked.plan.tp > 1)
-    table = cost_table(
-        model, machine, workload, [replace(best.plan, tp_overlap=text) for text in EVERY], answer.runtime
+    table = estimate_plans(
+        Scenario(model=model, cluster=machine, workload=workload, runtime=answer.question.runtime),
+        [replace(best.plan, tp_overlap=text) for text in EVERY],
     )
 
     assert best.plan.tp_overlap != NONE
@@ -54,7 +52,7 @@ def test_what_modes_hide_adds_up_to_the_plan():
     runtime = resolve({"name": "meshwright"})[0]
 
     def cost(plans):
-        return cost_table(model, machine, workload, plans, runtime)
+        return estimate_plans(Scenario(model=model, cluster=machine, workload=workload, runtime=runtime), plans)
 
     for text in ("attention_in=fused,attention_out=async,mlp_in=ring,mlp_out=none", "fused"):
         plan = Plan(tp=4, sequence_parallel=True, tp_overlap=text)
@@ -75,7 +73,7 @@ def test_modes_by_site_are_for_the_executor_that_has_them():
     plan = Plan(tp=4, sequence_parallel=True, tp_overlap="attention_in=fused,mlp_out=ring")
 
     def illegal(model, runtime):
-        problems = check(plan, model, machine, workload, "meshwright", runtime=runtime)
+        problems = question_of(model, machine, workload, framework="meshwright", runtime=runtime).problems(plan)
         return {problem.rule for problem in problems if problem.grade is Grade.ILLEGAL}
 
     assert illegal(model, runtime) == set()

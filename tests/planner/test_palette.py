@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from planner import palette
-from planner.cases import named_case
-from planner.palette import DARK, FAMILIES, LIGHT, MEMORY, TIME
+from planner.pictures import palette
+from planner.pictures.palette import DARK, FAMILIES, LIGHT, MEMORY, TIME
+from planner.question.cases import named_case
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
 from topology.cluster import LinkKind, Source
 
 # Machado, Oliveira and Fernandes, "A Physiologically-based Model for Simulation of Color Vision Deficiency" (2009),
@@ -69,10 +71,17 @@ def test_text_is_readable_and_shapes_are_visible(paper: palette.Paper) -> None:
 
 
 def test_every_category_of_an_estimate_has_a_colour() -> None:
-    from planner.costs import cost_table
 
     case = named_case(ROOT / "examples" / "plans" / "qwen3_8b_tp2_fsdp4.json", None)
-    estimate = cost_table(case.model, case.cluster, case.workload, [case.plan], case.runtime).estimate(0)
+    estimate = estimate_plans(
+        Scenario(
+            model=case.question.model,
+            cluster=case.question.cluster,
+            workload=case.question.workload,
+            runtime=case.question.runtime,
+        ),
+        [case.plan],
+    ).estimate(0)
 
     assert set(estimate.breakdown_s) <= set(TIME)
     assert set(estimate.memory.by_category) <= set(MEMORY)

@@ -9,17 +9,18 @@ from defusedxml import ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.costs import cost_table
-from planner.palette import BAD, LINKS, MEMORY, TIME, term_colour
+from planner.explain.waterfall import waterfall as waterfall_of
 from planner.pictures.memory import memory
+from planner.pictures.palette import BAD, LINKS, MEMORY, TIME
 from planner.pictures.topology import topology
-from planner.pictures.waterfall import explained, waterfall
-from planner.waterfall import waterfall as waterfall_of
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.workload import Workload
+from planner.pictures.waterfall import estimate_picture, waterfall
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
 from tests.planner.conftest import LLAMA8B, ROOT, make_cluster
-from topology import catalog
+from topology.catalog import clusters as catalog
 from topology.cluster import Finding, LinkKind, LinkState, NodeGroup, Severity
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -39,19 +40,31 @@ def words(text: str) -> str:
 
 
 def test_waterfall_bars_are_to_scale_and_each_begins_where_the_last_ended() -> None:
-    terms = [("model FLOPs at peak", 2.0), ("exposed tp communication", 1.0), ("overlap", -0.5), ("bubble", 1.5)]
+    terms = [
+        ("model FLOPs at peak", 2.0, TIME["compute"]),
+        ("exposed tp communication", 1.0, TIME["exposed_communication"]),
+        ("overlap", -0.5, TIME["copies"]),
+        ("bubble", 1.5, TIME["bubble"]),
+    ]
     drawn = bars(waterfall(terms, title="a step", low_s=3.6, high_s=4.8, source="fitted"))
 
     scale = drawn[0][1] / 2.0
     assert [width / scale for _, width, _ in drawn] == pytest.approx([2.0, 1.0, 0.5, 1.5], abs=0.01)
     begins = [(x - drawn[0][0]) / scale for x, _, _ in drawn]
     assert begins == pytest.approx([0.0, 2.0, 2.5, 2.5], abs=0.01)
-    assert [colour for _, _, colour in drawn] == [term_colour(name) for name, _ in terms]
-    assert drawn[1][2] == TIME["exposed_communication"]
+    assert [colour for _, _, colour in drawn] == [colour for _, _, colour in terms]
 
 
 def test_waterfall_says_its_figures_range_and_source() -> None:
-    said = words(waterfall([("compute", 3.0), ("host", 0.001)], title="t", low_s=2.5, high_s=3.5, source="measured"))
+    said = words(
+        waterfall(
+            [("compute", 3.0, "#000000"), ("host", 0.001, "#000000")],
+            title="t",
+            low_s=2.5,
+            high_s=3.5,
+            source="measured",
+        )
+    )
 
     assert "3 s a step, 80% range 2.5 to 3.5 s; measured numbers" in said
     assert "3 s, 100%" in said
@@ -62,7 +75,9 @@ def test_waterfall_says_its_figures_range_and_source() -> None:
 def estimate():
     plan = Plan(dp_shard=2, pp=4, schedule="1F1B", recompute="none")
     workload = Workload(seq_len=4096, global_batch_size=64)
-    return cost_table(LLAMA8B, make_cluster(), workload, [plan], Runtime()).estimate(0)
+    return estimate_plans(
+        Scenario(model=LLAMA8B, cluster=make_cluster(), workload=workload, runtime=Runtime()), [plan]
+    ).estimate(0)
 
 
 def test_memory_bars_add_up_to_what_each_stage_holds(estimate) -> None:
@@ -90,7 +105,7 @@ def test_memory_beyond_capacity_is_drawn_beyond_the_line(estimate) -> None:
 
 
 def test_an_estimate_explained_has_its_terms_and_its_memory(estimate) -> None:
-    text = explained(estimate, title="a plan")
+    text = estimate_picture(estimate, title="a plan")
     said = words(text)
 
     assert "model FLOPs at peak" in said
@@ -130,7 +145,7 @@ def test_a_rack_shows_some_trays_and_those_with_faults_first() -> None:
 
     assert "GPU 0," in words(topology(rack))
     assert "GPU 70," not in words(topology(rack))
-    assert "of 18, " in words(topology(rack))
+    assert "32 of 72 GPUs" in words(topology(rack))
     assert "GPU 70," in words(topology(faulty))
     assert "no rate, absent" in words(topology(faulty))
     assert float(ElementTree.fromstring(topology(faulty)).get("width")) < 2000
@@ -166,7 +181,7 @@ def test_names_stay_text(name: str) -> None:
     hostile = replace(cluster, name=name, groups=(NodeGroup(node=replace(node, gpus=gpus)),), findings=(found,))
     for text in (
         topology(hostile),
-        waterfall([(name, 1.0)], title=name, low_s=0.9, high_s=1.1, source=name),
+        waterfall([(name, 1.0, "#000000")], title=name, low_s=0.9, high_s=1.1, source=name),
     ):
         tags = {element.tag.removeprefix(SVG) for element in ElementTree.fromstring(text).iter()}
         assert tags <= {"svg", "title", "desc", "style", "rect", "polyline", "path", "text"}

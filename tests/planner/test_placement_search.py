@@ -9,17 +9,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.candidates import Bounds
-from planner.costs import cost_table
-from planner.search import suggest
-from simulator.hf_config import load_model
-from simulator.workload import Workload
+from planner.question.question import question_of
+from planner.search.plan_space.candidates import Bounds
+from planner.search.search import SearchOptions, suggest
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.config.hf_config import load_model
+from simulator.config.workload import Workload
 from tests.planner.conftest import TINY
 from tests.planner.every_plan import enumerate_candidates
 from tests.planner.test_inner_solve import bridged
-from topology.catalog import cluster as catalogue
-from topology.node_rates import node_rates
-from topology.orders import groups_on, node_orders, order_of, placed, undominated
+from topology.catalog.clusters import cluster as catalogue
+from topology.rates.node_rates import node_rates
+from topology.rates.orders import groups_on, node_orders, order_of, placement_of_order, undominated_orders
 
 
 @pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm", "any"])
@@ -29,13 +31,18 @@ def test_no_order_of_the_gpus_is_better_than_those_tried(framework):
     machine, workload = bridged(4), Workload(seq_len=1024, global_batch_size=8)
     bounds = Bounds(max_micro_batch=1, min_tokens_per_context_rank=256)
     answer = suggest(
-        model, machine, workload, framework=framework, bounds=bounds, simulate=False, top=1, all_variants=True
+        question_of(model, machine, workload, framework=framework),
+        SearchOptions(bounds=bounds, simulate=False, top=1, all_variants=True),
     )
-    found = enumerate_candidates(model, machine, workload, framework, bounds=bounds, runtime=answer.runtime)
+    found = enumerate_candidates(
+        question_of(model, machine, workload, framework=framework, runtime=answer.question.runtime), bounds=bounds
+    )
     bare = list(dict.fromkeys(replace(plan, placement=()) for plan in found.plans()))
     every = [replace(plan, placement=order) for plan in bare for order in itertools.permutations(range(4))]
     with np.errstate(invalid="ignore"):  # what cannot run here takes for ever, and for ever less for ever is no number
-        table = cost_table(model, machine, workload, every, answer.runtime)
+        table = estimate_plans(
+            Scenario(model=model, cluster=machine, workload=workload, runtime=answer.question.runtime), every
+        )
     least = table.step_s[table.fits & np.isfinite(table.step_s)].min()
 
     assert answer.search.bound_s <= least * (1 + 1e-12)
@@ -46,10 +53,11 @@ def test_a_plan_is_ranked_by_what_it_costs_where_it_is_placed():
     """Bridges join 0-2 and 1-3: with ranks in order tensor parallelism would cross sockets, and be slower."""
     model, machine = load_model("llama3-8b"), bridged(4)
     workload = Workload(seq_len=2048, global_batch_size=32)
-    answer = suggest(model, machine, workload, simulate=False, top=5)
+    answer = suggest(question_of(model, machine, workload), SearchOptions(simulate=False, top=5))
     best = answer.plans[0]
-    table = cost_table(
-        model, machine, workload, [replace(best.plan, placement=(0, 1, 2, 3)), best.plan], answer.runtime
+    table = estimate_plans(
+        Scenario(model=model, cluster=machine, workload=workload, runtime=answer.question.runtime),
+        [replace(best.plan, placement=(0, 1, 2, 3)), best.plan],
     )
     pairs = {frozenset(best.plan.placement[i : i + 2]) for i in (0, 2)}
 
@@ -65,7 +73,7 @@ def test_the_order_tried_first_for_pairs_is_that_of_the_bridges_on_a_cube_mesh()
     rates = node_rates(machine)
     pattern = (2, 1, False)
     orders = node_orders(machine, 8)
-    kept = [orders[number] for number in undominated(machine, 8, [pattern])]
+    kept = [orders[number] for number in undominated_orders(machine, 8, [pattern])]
     rng = random.Random(1)
 
     def slowest(order):
@@ -79,8 +87,8 @@ def test_the_order_tried_first_for_pairs_is_that_of_the_bridges_on_a_cube_mesh()
 def test_a_placement_and_its_order_say_the_same():
     order = (2, 0, 3, 1)
 
-    assert placed(order, 8, 4) == (2, 0, 3, 1, 6, 4, 7, 5)
-    assert order_of(placed(order, 8, 4), 4) == order
+    assert placement_of_order(order, 8, 4) == (2, 0, 3, 1, 6, 4, 7, 5)
+    assert order_of(placement_of_order(order, 8, 4), 4) == order
     assert order_of((0, 1, 2, 3, 5, 4, 6, 7), 4) == ()  # nodes that differ have no order in common
 
 

@@ -7,27 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from planner.plan_file import load_plan, plan_file, require_fresh, save_plan
-from planner.search import suggest
-from simulator.workload import Workload
-from tests.planner.conftest import LLAMA8B, make_cluster
+from planner.question.plan_file import fingerprints, load_plan, plan_file, require_fresh, save_plan
+from tests.planner.conftest import make_cluster
 from topology import codec
 from topology.errors import BadInput, BadPlan, Stale
-from topology.profile import Profile
-
-
-@pytest.fixture(scope="module")
-def content():
-    result = suggest(LLAMA8B, make_cluster(), Workload(seq_len=4096, global_batch_size=64), top=1)
-    return plan_file(
-        plan=result.plans[0].plan,
-        estimate=result.plans[0].estimate,
-        model=result.model,
-        cluster=result.cluster,
-        workload=result.workload,
-        runtime=result.runtime,
-        framework="torchtitan",
-    )
+from topology.profile.profile import Profile
 
 
 def test_a_saved_plan_is_read_back_whole(content, tmp_path):
@@ -39,7 +23,8 @@ def test_a_saved_plan_is_read_back_whole(content, tmp_path):
 
 
 def test_overlap_by_site_is_kept(content, tmp_path):
-    sited = replace(content, plan=content.plan.with_(tp_overlap="mlp_out=ring,mlp_in=fused"))
+    plan = content.plan.with_(tp_overlap="mlp_out=ring,mlp_in=fused")
+    sited = plan_file(content.question(), plan, content.estimate)
     save_plan(sited, tmp_path / "plan.json")
 
     read = load_plan(tmp_path / "plan.json").plan.tp_overlap
@@ -107,6 +92,11 @@ def edited(content, tmp_path, change):
         (lambda d: d.update(schema_version="1"), "schema_version"),
         (lambda d: d.update(schema_version=True), "schema_version"),
         (lambda d: d["model"].update(layers=33), "edited"),
+        (lambda d: d["plan"].update(recompute="full" if d["plan"]["recompute"] != "full" else "none"), "edited"),
+        (lambda d: d["runtime"].update(compile=not d["runtime"]["compile"]), "edited"),
+        (lambda d: d["estimate"].update(mfu=0.99), "edited"),
+        (lambda d: d.update(framework="megatron-lm"), "edited"),
+        (lambda d: d["fingerprints"].pop("plan"), "edited"),
         (lambda d: d["plan"].update(tp="8"), "not a valid PlanFile"),
         (lambda d: d["plan"].update(colour=1), "unknown keys"),
         (lambda d: d.pop("plan"), "not a plan file"),
@@ -125,3 +115,38 @@ def test_hostile_bytes_are_refused(raw, tmp_path):
     path.write_bytes(raw)
     with pytest.raises((BadPlan, BadInput)):
         load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "allowed"),
+    [
+        ("plan", "tp", -1, "from 1 to"),
+        ("plan", "pp", 0, "from 1 to"),
+        ("plan", "ep", -2, "from 1 to"),
+        ("plan", "virtual_stages", 0, "from 1 to"),
+        ("plan", "dp_shard", 10**18, "from 1 to"),
+        ("plan", "micro_batch_size", 10**12, "from 1 to"),
+        ("plan", "zero_stage", 4, "from 0 to 3"),
+        ("plan", "capacity_factor", -1.0, "above zero"),
+        ("plan", "layers_per_stage", (1, 2, 3), "stages"),
+        ("plan", "placement", (0, 0), "each on its own GPU"),
+        ("plan", "placement", tuple(range(1, 9)), "from 0 to 7"),
+        ("plan", "recompute_per_stage", ("none",) * 3, "stages"),
+        ("plan", "schedule", "x" * 65, "64 characters"),
+        ("workload", "global_batch_size", -64, "from 1 to"),
+        ("workload", "seq_len", 0, "from 1 to"),
+        ("workload", "expert_imbalance", 0.5, "from 1 on"),
+        ("workload", "task", "serve", "only train"),
+        ("runtime", "param_dtype", "float64", "known: float32"),
+        ("runtime", "reduce_dtype", "int8", "known: float32"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_field(content, tmp_path, part, field, value, allowed):
+    """Also in a file whose fingerprints were made anew: every value has its range."""
+    odd = replace(content, **{part: replace(getattr(content, part), **{field: value})})
+    save_plan(replace(odd, fingerprints=fingerprints(odd)), tmp_path / "plan.json")
+    with pytest.raises(BadPlan, match=f"{part}.{field}") as caught:
+        load_plan(tmp_path / "plan.json")
+
+    assert caught.value.exit_code == 2
+    assert allowed in caught.value.why

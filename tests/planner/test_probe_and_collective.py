@@ -8,8 +8,8 @@ import pytest
 
 from planner.cli import main
 
-pytest.importorskip("topology.probe", reason="the readers are a part of their own")
-pytest.importorskip("topology.report", reason="the readers are a part of their own")
+pytest.importorskip("topology.probe.from_text", reason="the readers are a part of their own")
+pytest.importorskip("topology.probe.report", reason="the readers are a part of their own")
 
 TOPO = """\
 \tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID
@@ -81,7 +81,7 @@ def test_text_that_is_no_topology_is_refused(planner):
 
 
 def test_collective_rows_have_the_keys_of_the_contract(planner):
-    pytest.importorskip("simulator.nccl_tables", reason="the collective model is a part of its own")
+    pytest.importorskip("simulator.collectives.nccl_tables", reason="the collective model is a part of its own")
     done = planner(
         "collective", "--cluster", "dgx-h100", "--op", "all_reduce", "--gpus", "8", "--bytes", "1024,1048576", "--json"
     )
@@ -109,7 +109,7 @@ def test_collective_rows_have_the_keys_of_the_contract(planner):
 
 
 def test_collective_tables_are_scored(planner, tmp_path):
-    pytest.importorskip("simulator.nccl_tables", reason="the collective model is a part of its own")
+    pytest.importorskip("simulator.collectives.nccl_tables", reason="the collective model is a part of its own")
     path = tmp_path / "tables.json"
     table = {"machine": "h100_sxm (NVIDIA H100 80GB HBM3)", "gpus": 8, "nodes": 1, "interconnect": "NVSwitch"}
     rows = [{"bytes": 1048576, "time_us": 30.0}]
@@ -130,7 +130,7 @@ def test_collective_tables_are_scored(planner, tmp_path):
     ],
 )
 def test_collective_refusals(planner, arguments, code):
-    pytest.importorskip("simulator.nccl_tables", reason="the collective model is a part of its own")
+    pytest.importorskip("simulator.collectives.nccl_tables", reason="the collective model is a part of its own")
     done = planner("collective", *arguments)
 
     assert done.returncode == code

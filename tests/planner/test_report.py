@@ -13,22 +13,24 @@ from defusedxml.ElementTree import fromstring
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.comparison import blame, collectives, compare_terms, kind_of, quantities, terms_of
 from planner.pictures.timelines import timelines
-from planner.plan_file import plan_file
-from planner.runs_store import keep, run_id
-from planner.search import suggest
-from planner.timelines import settled, side_by_side
-from simulator import trace as tr
-from simulator.calibration_fit import calibrated
-from simulator.plan import Plan
-from simulator.simulation import simulate_plan
-from simulator.trace import Span, Trace
-from simulator.workload import Workload
+from planner.question.plan_file import plan_file
+from planner.question.question import question_of
+from planner.runs.comparison import collective_kind, collectives, compare_terms, main_cause, quantities, step_terms
+from planner.runs.runs_store import run_id, save_run
+from planner.runs.timelines import side_by_side, without_crossing_spans
+from planner.search.search import SearchOptions, suggest
+from simulator.closed_form.scenario import Scenario
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from simulator.fitting.calibration_fit import calibrated
+from simulator.lowering.simulation import simulate_plan
+from simulator.program import trace as tr
+from simulator.program.trace import Span, Trace
 from tests.planner.conftest import TINY, make_cluster
 from topology import codec
-from topology.cluster_file import load_cluster
-from topology.profile import read_profile
+from topology.catalog.cluster_file import load_cluster
+from topology.profile.profile import read_profile
 
 PROFILES = Path(__file__).parents[2] / "examples" / "profiles"
 
@@ -51,7 +53,7 @@ def measured_trace() -> Trace:
 
 
 def test_each_moment_of_a_step_counts_once() -> None:
-    terms = terms_of(measured_trace())
+    terms = step_terms(measured_trace())
 
     assert terms == pytest.approx(
         {"compute": 3.5, "copies": 0.5, "communication and waiting": 2.0, "host": 3.0, "optimizer": 1.0}
@@ -61,14 +63,20 @@ def test_each_moment_of_a_step_counts_once() -> None:
 
 def test_the_parts_of_a_simulated_step_add_up_to_it() -> None:
     simulated = simulate_plan(
-        TINY, make_cluster(), Workload(seq_len=1024, global_batch_size=16), Plan(pp=2, dp_shard=4), suggest_runtime()
+        Scenario(
+            model=TINY,
+            cluster=make_cluster(),
+            workload=Workload(seq_len=1024, global_batch_size=16),
+            runtime=suggest_runtime(),
+        ),
+        Plan(pp=2, dp_shard=4),
     )
 
-    assert sum(terms_of(simulated.run.trace).values()) == pytest.approx(simulated.run.trace.end_s)
+    assert sum(step_terms(simulated.run.trace).values()) == pytest.approx(simulated.run.trace.end_s)
 
 
 def suggest_runtime():
-    from simulator.runtime import Runtime
+    from simulator.config.runtime import Runtime
 
     return Runtime()
 
@@ -87,7 +95,7 @@ def test_the_term_that_makes_most_of_the_difference_is_to_blame() -> None:
     assert {t.name: t.difference_s for t in terms} == pytest.approx(
         {"compute": 0.5, "communication and waiting": -1.0, "copies": -0.5, "host": -3.0, "optimizer": 0.0}
     )
-    assert blame(terms) == "host took 3 s longer than predicted, of 4 s longer in all"
+    assert main_cause(terms) == "host took 3 s longer than predicted, of 4 s longer in all"
 
 
 def test_collectives_are_known_by_their_kernels_and_timed_by_unions() -> None:
@@ -98,7 +106,7 @@ def test_collectives_are_known_by_their_kernels_and_timed_by_unions() -> None:
         ("all_gather fsdp", "all_gather"),
         ("send pp 1 0F", "send and receive"),
     ):
-        assert kind_of(kernel) == kind
+        assert collective_kind(kernel) == kind
     assert collectives(measured_trace()) == {"all_gather": {"calls": 1.0, "seconds": 3.0, "exposed_s": 2.0}}
     assert collectives(Trace(spans=())) == {}
 
@@ -118,8 +126,8 @@ spans = st.lists(
 
 
 @given(spans)
-def test_settled_spans_never_cross_and_cover_the_same_time(listed: list[Span]) -> None:
-    found = settled(Trace(spans=tuple(listed)))
+def test_spans_never_cross_and_cover_the_same_time(listed: list[Span]) -> None:
+    found = without_crossing_spans(Trace(spans=tuple(listed)))
 
     assert tr.crossing(found.spans) is None
     for stream in ("stream 0", "stream 1"):
@@ -150,17 +158,11 @@ def test_the_picture_is_an_image_with_a_lane_for_each_category() -> None:
 
 @pytest.fixture(scope="module")
 def content():
-    result = suggest(TINY, make_cluster(), Workload(seq_len=1024, global_batch_size=16), top=1)
-    best = result.plans[0]
-    return plan_file(
-        plan=best.plan,
-        estimate=best.estimate,
-        model=result.model,
-        cluster=result.cluster,
-        workload=result.workload,
-        runtime=result.runtime,
-        framework="torchtitan",
+    result = suggest(
+        question_of(TINY, make_cluster(), Workload(seq_len=1024, global_batch_size=16)), SearchOptions(top=1)
     )
+    best = result.plans[0]
+    return plan_file(result.question, best.plan, best.estimate)
 
 
 def write_run(content, folder, *, factor: float = 1.0, status: str = "finished") -> dict:
@@ -189,7 +191,10 @@ def write_run(content, folder, *, factor: float = 1.0, status: str = "finished")
         },
         "effects": [{"what": "mesh", "requested": "dp_shard 8", "effective": "dp_shard 8", "ok": True}],
     }
-    simulated = simulate_plan(content.model, content.cluster, content.workload, content.plan, content.runtime).run.trace
+    simulated = simulate_plan(
+        Scenario(model=content.model, cluster=content.cluster, workload=content.workload, runtime=content.runtime),
+        content.plan,
+    ).run.trace
     kernels = [
         {
             "ph": "X",
@@ -288,7 +293,9 @@ def test_a_run_teaches_a_profile_its_operators(planner, content, tmp_path) -> No
     after = read_profile(path)
     assert len(after.operators) == len(before.operators) + 6
     calibration = calibrated(after, load_cluster("h200x4"))
-    assert calibration.exact["matmul", "bfloat16", "forward", 1.0, 4099.0, 4099.0, 4099.0] == pytest.approx(1e-3)
+    assert calibration.operators.exact["matmul", "bfloat16", "forward", 1.0, 4099.0, 4099.0, 4099.0] == pytest.approx(
+        1e-3
+    )
 
     document["versions"]["torch"] = "2.9.0"
     codec.write_text(tmp_path / "run" / "run.json", codec.to_json(document))
@@ -299,7 +306,7 @@ def test_a_run_teaches_a_profile_its_operators(planner, content, tmp_path) -> No
 
 def test_a_kept_run_is_found_by_its_id(planner, content, tmp_path) -> None:
     document = write_run(content, tmp_path / "run")
-    keep(document, tmp_path / "run")
+    save_run(document, tmp_path / "run")
 
     done = planner("report", run_id(document)[:8])
     assert done.returncode == 0, done.stderr
@@ -314,7 +321,7 @@ def test_a_kept_run_is_found_by_its_id(planner, content, tmp_path) -> None:
     (tmp_path / "run").rename(tmp_path / "moved")
     moved = planner("report", run_id(document))
     assert moved.returncode == 0
-    assert "its directory is not there" in moved.stdout
+    assert "its directory does not exist" in moved.stdout
 
 
 def test_a_run_made_elsewhere_is_kept_when_asked(planner, content, tmp_path) -> None:

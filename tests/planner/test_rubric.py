@@ -6,14 +6,18 @@ possible": what fits on one GPU is replicated; tensor parallel stays where links
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from planner.candidates import Bounds
-from planner.case_runtime import resolve_runtime
-from planner.costs import cost_table
-from planner.search import suggest
-from simulator.hf_config import load_model
-from simulator.workload import Workload
+from planner.question.case_runtime import resolve_runtime
+from planner.question.question import question_of
+from planner.search.plan_space.candidates import Bounds
+from planner.search.search import SearchOptions, suggest
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.config.hf_config import load_model
+from simulator.config.workload import Workload
 from tests.planner.conftest import TINY, make_cluster
 from tests.planner.every_plan import enumerate_candidates
 
@@ -21,8 +25,9 @@ TITAN = resolve_runtime({"name": "torchtitan"})[0]
 MEGATRON = resolve_runtime({"name": "megatron-lm"})[0]
 
 
-def first(model, cluster, workload, **options):
-    return suggest(model, cluster, workload, top=1, simulate=False, **options).plans[0]
+def first(model, cluster, workload, *, framework="torchtitan", runtime=None, **options):
+    question = question_of(model, cluster, workload, framework=framework, runtime=runtime)
+    return suggest(question, SearchOptions(top=1, simulate=False, **options)).plans[0]
 
 
 @pytest.mark.parametrize(("nodes", "nvlink"), [(1, True), (2, True), (1, False), (4, False)])
@@ -69,16 +74,24 @@ def test_pipeline_crosses_the_slow_links():
 
 @pytest.mark.parametrize("factor", [2.0, 8.0])
 def test_with_faster_links_tensor_parallel_never_gets_relatively_worse(factor):
-    """Every legal plan with and without more bandwidth inside a node: those with tensor parallelism gain at least as much."""
-    from planner.scaling import scale_nvlink
+    """Every legal plan with and without more bandwidth inside a node: those with tensor parallelism gain at least as much.
 
-    model, workload = load_model("llama3-8b"), Workload(seq_len=4096, global_batch_size=32)
-    slow = make_cluster(1, 8)
+    But for steps that wait longer for their hosts once the links are faster: what is gained is not theirs to show. Compiled, and
+    of long sequences, those are few.
+    """
+    from planner.search.scaling import scale_nvlink
+
+    model, workload = load_model("llama3-8b"), Workload(seq_len=8192, global_batch_size=32)
+    slow, runtime = make_cluster(1, 8), replace(TITAN, compile=True)
     plans = enumerate_candidates(
-        model, slow, workload, "torchtitan", runtime=TITAN, bounds=Bounds(max_micro_batch=2)
+        question_of(model, slow, workload, framework="torchtitan", runtime=runtime), bounds=Bounds(max_micro_batch=2)
     ).plans()
-    before, after = (cost_table(model, c, workload, plans, TITAN).step_s for c in (slow, scale_nvlink(slow, factor)))
-    gain = before / after
+    before, after = (
+        estimate_plans(Scenario(model=model, cluster=c, workload=workload, runtime=runtime), plans)
+        for c in (slow, scale_nvlink(slow, factor))
+    )
+    gain = before.step_s / after.step_s
+    waits = after.breakdown_s["host"] > before.breakdown_s["host"] + 1e-6 * after.step_s
     # Of the same plan but for the split between tensor and data parallel, sharded alike.
     pairs = {}
     for i, plan in enumerate(plans):
@@ -91,20 +104,26 @@ def test_with_faster_links_tensor_parallel_never_gets_relatively_worse(factor):
             plan.cp_method,
             plan.micro_batch_size,
         )
-        if plan.dp_replicate == 1 and plan.dp_shard > 1 and plan.tp_overlap == "none" and plan.reshard_after_forward:
+        if (
+            plan.dp_replicate == 1
+            and plan.dp_shard > 1
+            and plan.tp_overlap == "none"
+            and plan.reshard_after_forward
+            and not waits[i]
+        ):
             pairs.setdefault(key, {})[plan.tp] = gain[i]
     compared = 0
     for degrees in pairs.values():
         if 1 in degrees:
             assert all(degrees[tp] >= degrees[1] * (1 - 1e-9) for tp in degrees)
             compared += len(degrees) - 1
-    assert compared > 20
+    assert compared > 50
 
 
 def test_head_counts_divide():
     """64 heads on 6 GPUs: no plan listed splits heads unevenly, in any framework."""
     model, workload = load_model("llama3-70b"), Workload(seq_len=4096, global_batch_size=24)
     for framework in ("torchtitan", "megatron-lm", "deepspeed", "any"):
-        plans = enumerate_candidates(model, make_cluster(1, 6), workload, framework).columns
+        plans = enumerate_candidates(question_of(model, make_cluster(1, 6), workload, framework=framework)).columns
         assert (model.heads % plans.tp == 0).all()
         assert set(plans.tp.tolist()) <= {1, 2}

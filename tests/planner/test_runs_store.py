@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from planner.runs_store import default_path, keep, list_runs, plan_words, read_run
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.workload import Workload
+from planner.runs.runs_store import damaged_runs, default_path, list_runs, plan_words, read_run, remove, save_run
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
 from tests.planner.conftest import ROOT, TINY
 from topology import codec
-from topology.errors import BadInput, PlannerError
+from topology.errors import BadInput, PlannerError, UserError
 
 
 def document(minute: int = 0, *, step_s: float | None = 2.0, status: str = "finished") -> dict:
@@ -59,7 +59,7 @@ def test_no_store_is_no_runs(store) -> None:
 def test_what_is_kept_comes_back(store, tmp_path) -> None:
     said = document()
 
-    key = keep(said, tmp_path, store)
+    key = save_run(said, tmp_path, store)
 
     assert read_run(key, store) == said
     assert read_run(key[:6], store) == said
@@ -71,7 +71,7 @@ def test_what_is_kept_comes_back(store, tmp_path) -> None:
 
 
 def test_what_was_not_measured_is_none(store) -> None:
-    keep({**document(step_s=None, status="failed"), "predicted": None}, "x", store)
+    save_run({**document(step_s=None, status="failed"), "predicted": None}, "x", store)
 
     (row,) = list_runs(store)
 
@@ -84,20 +84,20 @@ def test_what_was_not_measured_is_none(store) -> None:
     )
 
 
-def test_keeping_a_run_twice_keeps_it_once(store) -> None:
-    assert keep(document(), "old", store) == keep(document(), "moved", store)
+def test_saving_a_run_twice_stores_it_once(store) -> None:
+    assert save_run(document(), "old", store) == save_run(document(), "moved", store)
     assert [row.directory for row in list_runs(store)] == ["moved"]
 
 
 def test_runs_come_newest_first(store) -> None:
-    keys = [keep(document(minute), "x", store) for minute in (3, 9, 5)]
+    keys = [save_run(document(minute), "x", store) for minute in (3, 9, 5)]
 
     assert [row.id for row in list_runs(store)] == [keys[1], keys[2], keys[0]]
     assert [row.id for row in list_runs(store, limit=1)] == [keys[1]]
 
 
 def test_an_id_that_fits_several_runs_is_refused(store) -> None:
-    keys = [keep(document(minute), "x", store) for minute in range(20)]
+    keys = [save_run(document(minute), "x", store) for minute in range(20)]
     shared = next(a[0] for i, a in enumerate(keys) for b in keys[:i] if a[0] == b[0])
 
     with pytest.raises(BadInput, match="runs begin with"):
@@ -109,7 +109,7 @@ def test_an_id_that_fits_several_runs_is_refused(store) -> None:
 
 def writer(code: str, store, said: dict) -> subprocess.Popen:
     """Start a process that runs `code` with `said`, a report, and `store`."""
-    head = "import json, resource, signal, sys\nfrom planner.runs_store import keep\n"
+    head = "import json, resource, signal, sys\nfrom planner.runs.runs_store import save_run\n"
     head += "said, store = json.load(sys.stdin), sys.argv[1]\n"
     process = subprocess.Popen(
         [sys.executable, "-c", head + code, str(store)],
@@ -126,7 +126,7 @@ def writer(code: str, store, said: dict) -> subprocess.Popen:
 
 def test_two_writers_lose_nothing(store) -> None:
     """Three processes keep fifteen runs each, at once."""
-    code = "for turn in range(15):\n    keep({**said, 'taken_at': f'{said[\"taken_at\"]} {turn}'}, 'x', store)\n"
+    code = "for turn in range(15):\n    save_run({**said, 'taken_at': f'{said[\"taken_at\"]} {turn}'}, 'x', store)\n"
     writers = [writer(code, store, document(minute)) for minute in range(3)]
 
     assert [process.wait(120) for process in writers] == [0] * 3
@@ -135,14 +135,14 @@ def test_two_writers_lose_nothing(store) -> None:
 
 def test_a_full_disk_is_told_and_harms_nothing(store) -> None:
     """A limit on the size of files stands for a full disk: the write fails in the middle."""
-    key = keep(document(), "x", store)
+    key = save_run(document(), "x", store)
     large = {**document(1), "notes": "x" * 2_000_000}
     code = """
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 from topology.errors import PlannerError
 try:
-    keep(said, "x", store)
+    save_run(said, "x", store)
 except PlannerError as error:
     print(error)
 """
@@ -151,7 +151,7 @@ except PlannerError as error:
     assert "cannot be used" in process.stdout.read()
     assert process.wait(60) == 0
     assert [row.id for row in list_runs(store)] == [key]
-    keep(large, "x", store)
+    save_run(large, "x", store)
     assert len(list_runs(store)) == 2
 
 
@@ -159,7 +159,7 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path) -> None:
     (tmp_path / "file").write_text("")
 
     with pytest.raises(PlannerError, match="cannot make"):
-        keep(document(), "x", tmp_path / "file" / "runs.sqlite3")
+        save_run(document(), "x", tmp_path / "file" / "runs.sqlite3")
 
 
 def test_a_broken_or_newer_store_is_told(store) -> None:
@@ -168,16 +168,16 @@ def test_a_broken_or_newer_store_is_told(store) -> None:
     with pytest.raises(PlannerError, match="cannot be used"):
         list_runs(store)
     with pytest.raises(PlannerError, match="cannot be used"):
-        keep(document(), "x", store)
+        save_run(document(), "x", store)
 
     store.unlink()
-    keep(document(), "x", store)
+    save_run(document(), "x", store)
     with sqlite3.connect(store) as other:
         other.execute("PRAGMA user_version = 9")
     with pytest.raises(PlannerError, match="schema 9"):
         list_runs(store)
     with pytest.raises(PlannerError, match="schema 9"):
-        keep(document(1), "x", store)
+        save_run(document(1), "x", store)
 
 
 def test_the_store_lies_in_the_users_data_folder(monkeypatch, tmp_path) -> None:
@@ -190,8 +190,96 @@ def test_a_plan_in_words() -> None:
     plan = Plan(pp=2, dp_shard=4, schedule="1F1B", virtual_stages=2, recompute="full", micro_batch_size=3)
 
     assert plan_words(codec.to_builtins(plan)) == (
-        "pp 2 x dp_shard 4, 1F1B, 2 stages a rank, recompute full, micro batch 3"
+        "pp 2 x dp_shard 4, 1F1B, 2 stages per rank, recompute full, micro batch 3"
     )
     assert plan_words(codec.to_builtins(replace(plan, pp=1, dp_shard=1, virtual_stages=1, recompute="none"))) == (
         "one GPU, micro batch 3"
     )
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("measured_step_s", "soon"),
+        ("measured_step_s", float("inf")),
+        ("measured_step_s", -1.0),
+        ("gpus", "eight"),
+        ("gpus", -8),
+        ("model", b"\xff\x00"),
+        ("model", "x" * 10_000),
+        ("taken_at", b"7.5"),
+        ("id", b"\xff"),
+        ("id", None),
+    ],
+)
+def test_a_damaged_row_is_named_left_out_and_removed(store, column, value) -> None:
+    key, bad = save_run(document(), "x", store), save_run(document(1), "x", store)
+    with sqlite3.connect(store) as other:
+        other.execute(f"UPDATE runs SET {column} = ? WHERE id = ?", (value, bad))  # noqa: S608 - a test's own words
+
+    assert [run.id for run in list_runs(store)] == [key]
+    (damaged,) = damaged_runs(store)
+    assert damaged.why
+    if column != "id":
+        assert damaged.id == bad
+    assert remove(damaged.id, store) == damaged.id
+    assert (damaged_runs(store), [run.id for run in list_runs(store)]) == ((), [key])
+
+
+def test_text_that_is_no_utf_8_hides_no_other_run(store) -> None:
+    key, bad = save_run(document(), "x", store), save_run(document(1), "x", store)
+    with sqlite3.connect(store) as other:
+        other.execute("UPDATE runs SET model = CAST(x'ff41' AS TEXT) WHERE id = ?", (bad,))
+
+    assert {run.id for run in list_runs(store)} == {key, bad}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"plan": 7},
+        {"plan": {"tp": -1}},
+        {"workload": {"seq_len": "long", "global_batch_size": 8}},
+        {"model": []},
+        {"runtime": None},
+        {"measured": {"step_s": {"median": "soon"}}},
+        {"measured": {"step_s": [1]}},
+        {"measured": {"step_s": {"median": -2.0}}},
+        {"predicted": {"step_s": 3}},
+        {"measured": {"memory_by_rank": [1, 2]}},
+        {"taken_at": "x" * 10_000},
+    ],
+)
+def test_a_report_that_cannot_be_one_is_not_kept(store, change) -> None:
+    key = save_run(document(), "x", store)
+    with pytest.raises(UserError) as caught:
+        save_run({**document(1), **change}, "x", store)
+
+    assert caught.value.exit_code == 2
+    assert [run.id for run in list_runs(store)] == [key]
+
+
+def test_a_run_is_removed_by_the_beginning_of_its_id(store) -> None:
+    key = save_run(document(), "x", store)
+
+    for odd in ("", "zz", "#99", "%"):
+        with pytest.raises(BadInput, match="no run"):
+            remove(odd, store)
+    assert remove(key[:6], store) == key
+    assert list_runs(store) == ()
+
+
+def test_the_command_lists_past_a_damaged_run_and_removes_it(planner, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    key, bad = save_run(document(), "x"), save_run(document(1), "x")
+    with sqlite3.connect(default_path()) as other:
+        other.execute("UPDATE runs SET measured_step_s = 'soon' WHERE id = ?", (bad,))
+
+    listed = planner("runs")
+    assert (listed.returncode, bad in listed.stdout) == (0, False)
+    assert f"run {bad} is damaged" in listed.stderr
+    document_ = json.loads(planner("runs", "--json").stdout)
+    assert [run["id"] for run in document_["runs"]] == [key]
+    assert [run["id"] for run in document_["damaged"]] == [bad]
+    assert "removed" in planner("runs", "--remove", bad).stderr
+    assert planner("runs").stderr == ""

@@ -8,24 +8,27 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner.branch_and_bound import pareto_rows
-from planner.candidates import Bounds
-from planner.case_runtime import resolve_runtime
-from planner.frameworks import TORCHTITAN
-from planner.infeasible import minimal_gpus
-from planner.legality import is_legal
-from planner.search import ranked_rows, suggest
-from simulator.closed_form import estimate_plans
-from simulator.hf_config import load_model
-from simulator.workload import Workload
+from planner.question.case_runtime import resolve_runtime
+from planner.question.question import question_of
+from planner.search.infeasible import minimal_gpus
+from planner.search.plan_space.branch_and_bound import pareto_rows
+from planner.search.plan_space.candidates import Bounds
+from planner.search.search import SearchOptions, rank_rows, suggest
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.config.hf_config import load_model
+from simulator.config.workload import Workload
+from simulator.fitting.calibration_fit import calibrated
+from simulator.legality.frameworks import TORCHTITAN
+from simulator.legality.rules import is_legal
 from tests.planner.conftest import ROOT, make_cluster
 from tests.planner.every_plan import enumerate_candidates, leanest_gap
 from topology import codec
+from topology.catalog.cluster_file import load_cluster
 from topology.cluster import Link, LinkKind
-from topology.cluster_file import load_cluster
 from topology.errors import BadCluster, Infeasible, UserError
-from topology.orders import irregular
-from topology.profile import read_profile
+from topology.profile.profile import read_profile
+from topology.rates.orders import irregular
 
 
 @pytest.fixture
@@ -39,9 +42,9 @@ RUNTIME = resolve_runtime({"name": "torchtitan"})[0]
 @pytest.mark.parametrize("objective", ["time", "memory"])
 def test_no_candidate_beats_the_first(llama8b, cluster, workload, objective):
     """The best plan is the minimum over every feasible candidate, costed one by one; the bound is true and tight."""
-    result = suggest(llama8b, cluster, workload, top=3, objective=objective, simulate=False)
-    found = enumerate_candidates(llama8b, cluster, workload, "torchtitan", runtime=RUNTIME)
-    table = estimate_plans(llama8b, cluster, workload, found.plans(), RUNTIME)
+    result = suggest(question_of(llama8b, cluster, workload), SearchOptions(top=3, objective=objective, simulate=False))
+    found = enumerate_candidates(question_of(llama8b, cluster, workload, framework="torchtitan", runtime=RUNTIME))
+    table = estimate_plans(Scenario(model=llama8b, cluster=cluster, workload=workload, runtime=RUNTIME), found.plans())
     value = table.step_s if objective == "time" else table.reserved_bytes
     best = value[table.fits].min()
     first = result.plans[0].estimate
@@ -59,9 +62,9 @@ def test_no_candidate_beats_the_first(llama8b, cluster, workload, objective):
 
 def test_every_plan_listed_is_next_best(llama8b, cluster, workload):
     """Not only the first: the five of different degrees are the five best of the exhaustive list."""
-    result = suggest(llama8b, cluster, workload, top=5, simulate=False)
-    found = enumerate_candidates(llama8b, cluster, workload, "torchtitan", runtime=RUNTIME)
-    table = estimate_plans(llama8b, cluster, workload, found.plans(), RUNTIME)
+    result = suggest(question_of(llama8b, cluster, workload), SearchOptions(top=5, simulate=False))
+    found = enumerate_candidates(question_of(llama8b, cluster, workload, framework="torchtitan", runtime=RUNTIME))
+    table = estimate_plans(Scenario(model=llama8b, cluster=cluster, workload=workload, runtime=RUNTIME), found.plans())
     best = {}
     for plan, step, fits in zip(table.plans, table.step_s, table.fits, strict=True):
         grid = (plan.dp_replicate, plan.dp_shard, plan.tp, plan.cp, plan.pp)
@@ -78,9 +81,9 @@ def test_every_plan_listed_is_next_best(llama8b, cluster, workload):
 
 def test_the_pareto_set_is_that_of_all_plans(llama8b, cluster, workload):
     """Quickest first, each leaner than the one before; nothing legal beats any of them in both."""
-    result = suggest(llama8b, cluster, workload, objective="pareto")
-    found = enumerate_candidates(llama8b, cluster, workload, "torchtitan", runtime=RUNTIME)
-    table = estimate_plans(llama8b, cluster, workload, found.plans(), RUNTIME)
+    result = suggest(question_of(llama8b, cluster, workload), SearchOptions(objective="pareto"))
+    found = enumerate_candidates(question_of(llama8b, cluster, workload, framework="torchtitan", runtime=RUNTIME))
+    table = estimate_plans(Scenario(model=llama8b, cluster=cluster, workload=workload, runtime=RUNTIME), found.plans())
     rows = pareto_rows(np.where(table.fits, table.step_s, np.inf), table.reserved_bytes)
     front = [(p.estimate.step_s.value, p.estimate.memory.reserved_bytes) for p in result.plans]
 
@@ -92,8 +95,8 @@ def test_the_pareto_set_is_that_of_all_plans(llama8b, cluster, workload):
 def test_a_search_cut_short_says_how_far_it_may_be_off(llama8b, workload):
     """No time at all: still a plan that runs and fits, a true bound, and the gap between them."""
     cluster = make_cluster(2, 8)
-    cut = suggest(llama8b, cluster, workload, time_limit_s=0.0, simulate=False)
-    whole = suggest(llama8b, cluster, workload, simulate=False)
+    cut = suggest(question_of(llama8b, cluster, workload), SearchOptions(time_limit_s=0.0, simulate=False))
+    whole = suggest(question_of(llama8b, cluster, workload), SearchOptions(simulate=False))
     best = whole.plans[0].estimate.step_s.value
 
     assert cut.search.bound_s <= best <= cut.plans[0].estimate.step_s.value
@@ -102,7 +105,7 @@ def test_a_search_cut_short_says_how_far_it_may_be_off(llama8b, workload):
 
 
 def test_finalists_are_in_the_order_of_the_simulation(llama8b, cluster, workload):
-    result = suggest(llama8b, cluster, workload)
+    result = suggest(question_of(llama8b, cluster, workload))
     simulated = [
         (plan.simulated_bytes > plan.estimate.memory.capacity_bytes, plan.simulated_s)
         for plan in result.plans
@@ -116,18 +119,21 @@ def test_finalists_are_in_the_order_of_the_simulation(llama8b, cluster, workload
 
 def test_a_plan_that_does_not_fit_where_simulated_comes_after_those_that_do(llama8b, cluster, workload, monkeypatch):
     """The closed form's first is quicker in the simulation too, but its allocator holds more than there is."""
-    from planner import finalists
+    from planner.search import finalists
 
-    real, first = finalists.simulate_plan, suggest(llama8b, cluster, workload, simulate=False).plans[0].plan
+    real, first = (
+        finalists.simulate_plan,
+        suggest(question_of(llama8b, cluster, workload), SearchOptions(simulate=False)).plans[0].plan,
+    )
 
-    def fragmented(model, cluster, workload, plan, runtime, **options):
-        run = real(model, cluster, workload, plan, runtime, **options)
+    def fragmented(scenario, plan, **options):
+        run = real(scenario, plan, **options)
         held = 2.0 if plan == first else 0.5
         memory = replace(run.estimate.memory, reserved_bytes=held * run.estimate.memory.capacity_bytes)
         return replace(run, estimate=replace(run.estimate, memory=memory))
 
     monkeypatch.setattr(finalists, "simulate_plan", fragmented)
-    result = suggest(llama8b, cluster, workload)
+    result = suggest(question_of(llama8b, cluster, workload))
     (demoted,) = (ranked for ranked in result.plans if ranked.plan == first)
 
     assert demoted.rank == result.search.simulated
@@ -135,7 +141,7 @@ def test_a_plan_that_does_not_fit_where_simulated_comes_after_those_that_do(llam
 
 
 def test_the_answer_is_ranked_feasible_and_explained(llama8b, cluster, workload):
-    result = suggest(llama8b, cluster, workload, top=4, simulate=False)
+    result = suggest(question_of(llama8b, cluster, workload), SearchOptions(top=4, simulate=False))
     steps = [ranked.estimate.step_s.value for ranked in result.plans]
     grids = [(p.plan.dp_replicate, p.plan.dp_shard, p.plan.tp, p.plan.cp, p.plan.pp) for p in result.plans]
 
@@ -148,7 +154,7 @@ def test_the_answer_is_ranked_feasible_and_explained(llama8b, cluster, workload)
 
 
 def test_variants_of_one_grid_are_listed_on_request(llama8b, cluster, workload):
-    result = suggest(llama8b, cluster, workload, top=6, all_variants=True)
+    result = suggest(question_of(llama8b, cluster, workload), SearchOptions(top=6, all_variants=True))
     grids = {(p.plan.dp_replicate, p.plan.dp_shard, p.plan.tp, p.plan.cp, p.plan.pp) for p in result.plans}
 
     assert len(result.plans) == 6
@@ -156,18 +162,18 @@ def test_variants_of_one_grid_are_listed_on_request(llama8b, cluster, workload):
 
 
 def test_objectives_differ(llama8b, cluster, workload):
-    fast = suggest(llama8b, cluster, workload, objective="time", top=1).plans[0].estimate
-    small = suggest(llama8b, cluster, workload, objective="memory", top=1).plans[0].estimate
+    fast = suggest(question_of(llama8b, cluster, workload), SearchOptions(objective="time", top=1)).plans[0].estimate
+    small = suggest(question_of(llama8b, cluster, workload), SearchOptions(objective="memory", top=1)).plans[0].estimate
 
     assert small.memory.reserved_bytes < fast.memory.reserved_bytes
     assert small.step_s.value > fast.step_s.value
     with pytest.raises(UserError, match="objective"):
-        suggest(llama8b, cluster, workload, objective="beauty")
+        suggest(question_of(llama8b, cluster, workload), SearchOptions(objective="beauty"))
 
 
 def test_the_same_question_has_the_same_answer(llama8b, cluster, workload):
     """Byte for byte, but for how long the search took."""
-    first, second = (without_clock(suggest(llama8b, cluster, workload)) for _ in range(2))
+    first, second = (without_clock(suggest(question_of(llama8b, cluster, workload))) for _ in range(2))
 
     assert first == second
 
@@ -176,16 +182,23 @@ def without_clock(result):
     return codec.to_json(replace(result, search=replace(result.search, seconds=0.0)))
 
 
-CHUNKS = [("NODES", 97), ("LEAVES", 211), ("FIRST", 1), ("FIRST", 7), ("FIRST", 10**6), ("COUNTED", 1)]
+CHUNKS = [
+    ("NODES_AT_ONCE", 97),
+    ("PLANS_AT_ONCE", 211),
+    ("FIRST_PLANS", 1),
+    ("FIRST_PLANS", 7),
+    ("FIRST_PLANS", 10**6),
+    ("SCHEDULES_AT_ONCE", 1),
+]
 
 
 @pytest.mark.parametrize(("name", "size"), CHUNKS)
 @pytest.mark.parametrize("objective", ["time", "pareto"])
 def test_chunks_do_not_change_the_answer(llama8b, cluster, workload, monkeypatch, objective, name, size):
     """Byte for byte, account included; some of the plans listed have layers that CP-SAT put on their stages."""
-    whole = suggest(llama8b, cluster, workload, objective=objective, simulate=False)
-    monkeypatch.setattr(f"planner.branch_and_bound.{name}", size)
-    parts = suggest(llama8b, cluster, workload, objective=objective, simulate=False)
+    whole = suggest(question_of(llama8b, cluster, workload), SearchOptions(objective=objective, simulate=False))
+    monkeypatch.setattr(f"planner.search.plan_space.branch_and_bound.{name}", size)
+    parts = suggest(question_of(llama8b, cluster, workload), SearchOptions(objective=objective, simulate=False))
 
     assert any(ranked.plan.layers_per_stage for ranked in whole.plans) == (objective == "time")
     assert without_clock(parts) == without_clock(whole)
@@ -193,8 +206,8 @@ def test_chunks_do_not_change_the_answer(llama8b, cluster, workload, monkeypatch
 
 def test_ties_go_to_the_simpler_plan(llama8b, cluster, workload):
     """With all costs equal, the first plan has no pipeline, context or tensor parallelism and micro batch 1."""
-    found = enumerate_candidates(llama8b, cluster, workload, "torchtitan")
-    row = ranked_rows(found.columns, np.ones(len(found)), top=1, all_variants=False)[0]
+    found = enumerate_candidates(question_of(llama8b, cluster, workload, framework="torchtitan"))
+    row = rank_rows(found.columns, np.ones(len(found)), top=1, all_variants=False)[0]
     plan = found.columns.plan(row)
 
     assert (plan.pp, plan.cp, plan.tp, plan.micro_batch_size) == (1, 1, 1, 1)
@@ -204,7 +217,7 @@ def test_story_s18_an_infeasible_question_names_what_is_missing():
     """405B on 8 H100: state alone is 16 bytes a parameter over 8 GPUs; the message has GiB, factor and a way out."""
     model, workload = load_model("llama3-405b"), Workload(seq_len=8192, global_batch_size=64)
     with pytest.raises(Infeasible) as caught:
-        suggest(model, make_cluster(1, 8), workload)
+        suggest(question_of(model, make_cluster(1, 8), workload))
     text = str(caught.value)
     needs, has = (float(x) for x in re.findall(r"([\d.]+) GiB", caught.value.what))
     missing, factor = re.search(r"([\d.]+) GiB missing, a factor of ([\d.]+)", text).groups()
@@ -215,9 +228,18 @@ def test_story_s18_an_infeasible_question_names_what_is_missing():
     assert float(missing) == pytest.approx(needs - has, abs=0.11)
     assert float(factor) == pytest.approx(needs / has, abs=0.01)
     # The offer holds, and no number of nodes below it does.
-    assert suggest(model, make_cluster(offered // 8, 8), workload, top=1, simulate=False).plans
+    assert suggest(
+        question_of(model, make_cluster(offered // 8, 8), workload), SearchOptions(top=1, simulate=False)
+    ).plans
     for fewer in range(1, offered // 8):
-        assert leanest_gap(model, make_cluster(fewer, 8), workload, TORCHTITAN, RUNTIME, fewer * 8) > 0
+        assert (
+            leanest_gap(
+                question_of(
+                    model, make_cluster(fewer, 8), workload, framework=TORCHTITAN, runtime=RUNTIME, gpus=fewer * 8
+                )
+            )
+            > 0
+        )
 
 
 def test_a_shorter_sequence_is_offered_when_it_helps(llama8b):
@@ -225,16 +247,32 @@ def test_a_shorter_sequence_is_offered_when_it_helps(llama8b):
     cluster = make_cluster(1, 8, memory_gib=20)
     workload = Workload(seq_len=131072, global_batch_size=8)
     with pytest.raises(Infeasible) as caught:
-        suggest(llama8b, cluster, workload)
+        suggest(question_of(llama8b, cluster, workload))
     length = int(re.search(r"--seq-len (\d+)", caught.value.remedy)[1])
 
-    assert leanest_gap(llama8b, cluster, replace(workload, seq_len=length), TORCHTITAN, RUNTIME, 8) <= 0
-    assert leanest_gap(llama8b, cluster, replace(workload, seq_len=2 * length), TORCHTITAN, RUNTIME, 8) > 0
+    assert (
+        leanest_gap(
+            question_of(
+                llama8b, cluster, replace(workload, seq_len=length), framework=TORCHTITAN, runtime=RUNTIME, gpus=8
+            )
+        )
+        <= 0
+    )
+    assert (
+        leanest_gap(
+            question_of(
+                llama8b, cluster, replace(workload, seq_len=2 * length), framework=TORCHTITAN, runtime=RUNTIME, gpus=8
+            )
+        )
+        > 0
+    )
 
 
 def test_nothing_legal_names_the_rules(llama8b):
     with pytest.raises(Infeasible, match="no legal plan") as caught:
-        suggest(replace(llama8b, layers=1), make_cluster(1, 7), Workload(seq_len=8191, global_batch_size=3))
+        suggest(
+            question_of(replace(llama8b, layers=1), make_cluster(1, 7), Workload(seq_len=8191, global_batch_size=3))
+        )
 
     assert "sequence" in caught.value.why
     assert caught.value.exit_code == 3
@@ -244,12 +282,19 @@ def test_the_fewest_gpus_are_the_fewest(llama8b):
     """Every smaller part of the node misses memory; the answer fits."""
     workload = Workload(seq_len=8192, global_batch_size=64)
     cluster = make_cluster(1, 8)
-    count, machine, bound = minimal_gpus(llama8b, cluster, workload, TORCHTITAN, RUNTIME)
+    count, machine, bound = minimal_gpus(question_of(llama8b, cluster, workload, framework=TORCHTITAN, runtime=RUNTIME))
 
     assert machine.gpu_count == count
-    assert leanest_gap(llama8b, machine, workload, TORCHTITAN, RUNTIME, count) <= 0
+    assert leanest_gap(question_of(llama8b, machine, workload, framework=TORCHTITAN, runtime=RUNTIME, gpus=count)) <= 0
     for fewer in range(1, count):
-        assert leanest_gap(llama8b, make_cluster(1, fewer), workload, TORCHTITAN, RUNTIME, fewer) > 0
+        assert (
+            leanest_gap(
+                question_of(
+                    llama8b, make_cluster(1, fewer), workload, framework=TORCHTITAN, runtime=RUNTIME, gpus=fewer
+                )
+            )
+            > 0
+        )
     assert f"fewer than {count} the sharded state alone does not fit" in bound
 
 
@@ -269,7 +314,7 @@ def test_a_gpu_nobody_knows_is_refused_not_guessed(llama8b, cluster, workload):
     """A captured topology that does not name its GPU has no rates: exit 2, with the way to name it."""
     unknown = replace(cluster, gpu_kinds=(replace(cluster.gpu_kinds[0], peak_flops={}, memory_bytes=0),))
     with pytest.raises(BadCluster, match="unknown model") as caught:
-        suggest(llama8b, unknown, workload)
+        suggest(question_of(llama8b, unknown, workload))
 
     assert "--gpu" in caught.value.remedy
 
@@ -278,13 +323,19 @@ def test_a_profile_changes_search_and_estimate_alike(llama8b):
     """On the machine it was taken on, the plan found with a profile has the step that costing every plan with it says."""
     cluster, workload = load_cluster("h200x4"), Workload(seq_len=4096, global_batch_size=16)
     profile = read_profile(ROOT / "examples" / "profiles" / "h200x4.json")
+    known = calibrated(profile, cluster)
     result = suggest(
-        llama8b, cluster, workload, profile=profile, simulate=False, top=1, bounds=Bounds(max_micro_batch=2)
+        question_of(llama8b, cluster, workload, calibration=known),
+        SearchOptions(simulate=False, top=1, bounds=Bounds(max_micro_batch=2)),
     )
     found = enumerate_candidates(
-        llama8b, cluster, workload, "torchtitan", runtime=RUNTIME, bounds=Bounds(max_micro_batch=2)
+        question_of(llama8b, cluster, workload, framework="torchtitan", runtime=RUNTIME),
+        bounds=Bounds(max_micro_batch=2),
     )
-    table = estimate_plans(llama8b, cluster, workload, found.plans(), RUNTIME, profile)
+    table = estimate_plans(
+        Scenario(model=llama8b, cluster=cluster, workload=workload, runtime=RUNTIME, calibration=known),
+        found.plans(),
+    )
 
     assert result.plans[0].estimate.step_s.value == pytest.approx(table.step_s[table.fits].min(), rel=1e-9)
     assert result.search.bound_s <= table.step_s[table.fits].min() * (1 + 1e-9)

@@ -9,18 +9,19 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import event, given, settings
 
-from planner import branch_and_bound
-from planner.candidates import Bounds
-from planner.frameworks import FRAMEWORKS
-from planner.search import suggest
-from simulator.workload import Workload
+from planner.question.question import question_of
+from planner.search.plan_space import branch_and_bound
+from planner.search.plan_space.candidates import Bounds
+from planner.search.search import SearchOptions, suggest
+from simulator.config.workload import Workload
+from simulator.legality.frameworks import FRAMEWORKS
 from tests.planner.conftest import TINY, make_cluster
 from topology import codec
 from topology.errors import Infeasible
 
 EVERYTHING = 10**6
 CHUNKS = st.fixed_dictionaries(
-    {name: st.sampled_from((1, 7, 64, EVERYTHING)) for name in ("NODES", "FIRST", "COUNTED")}
+    {name: st.sampled_from((1, 7, 64, EVERYTHING)) for name in ("NODES_AT_ONCE", "FIRST_PLANS", "SCHEDULES_AT_ONCE")}
 )
 WIDEST = st.sampled_from((64, 512, EVERYTHING))  # of which later rounds cost an eighth at once
 
@@ -49,13 +50,12 @@ def answer(question, **options):
     model, cluster, workload, framework, bounds = question
     try:
         result = suggest(
-            model,
-            cluster,
-            workload,
-            framework=framework,
-            bounds=bounds,
-            simulate=False,
-            **options,
+            question_of(model, cluster, workload, framework=framework),
+            SearchOptions(
+                bounds=bounds,
+                simulate=False,
+                **options,
+            ),
         )
     except Infeasible as error:
         return str(error), False
@@ -76,7 +76,7 @@ def answer(question, **options):
 def test_no_chunk_changes_any_answer(question, objective, top, all_variants, chunks, widest):
     options = {"objective": objective, "top": top, "all_variants": all_variants}
     whole, filled = answer(question, **options)
-    with patch.multiple(branch_and_bound, LEAVES=widest, **chunks):
+    with patch.multiple(branch_and_bound, PLANS_AT_ONCE=widest, **chunks):
         parts, _ = answer(question, **options)
     event("with stages filled" if filled else "as the runtime splits them")
 

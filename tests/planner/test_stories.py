@@ -6,15 +6,17 @@ import json
 
 import pytest
 
-from planner.case_runtime import resolve_runtime
-from planner.costs import cost_table
-from planner.explain import memory_account
-from planner.waterfall import waterfall
-from simulator.hf_config import load_model
-from simulator.plan import Plan
-from simulator.workload import Workload
+from planner.explain.explain import memory_account
+from planner.explain.waterfall import waterfall
+from planner.question.case_runtime import resolve_runtime
+from planner.question.question import question_of
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
 from tests.planner.every_plan import enumerate_candidates
-from topology.catalog import cluster
+from topology.catalog.clusters import cluster
 
 TITAN = resolve_runtime({"name": "torchtitan"})[0]
 GIB = 2.0**30
@@ -24,8 +26,14 @@ def test_s2_fit_and_its_range():
     """Llama-3 8B, FSDP over 8 H100: 16 bytes a parameter are 119.7 GiB, 15.0 a GPU; the rest by category, as a range."""
     model = load_model("llama3-8b")
     plan = Plan(dp_shard=8, recompute="selective")
-    estimate = cost_table(
-        model, cluster("dgx-h100", 8), Workload(seq_len=8192, global_batch_size=8), [plan], TITAN
+    estimate = estimate_plans(
+        Scenario(
+            model=model,
+            cluster=cluster("dgx-h100", 8),
+            workload=Workload(seq_len=8192, global_batch_size=8),
+            runtime=TITAN,
+        ),
+        [plan],
     ).estimate(0)
     memory = estimate.memory
     account = memory_account(estimate)
@@ -48,7 +56,10 @@ def test_s10_what_mfu_to_expect():
     machine = cluster("dgx-a100", 8)
     plan = Plan(dp_replicate=1, tp=8, recompute="full", sequence_parallel=True, zero_stage=0)
     megatron = resolve_runtime({"name": "megatron-lm"})[0]
-    estimate = cost_table(model, machine, Workload(seq_len=4096, global_batch_size=32), [plan], megatron).estimate(0)
+    estimate = estimate_plans(
+        Scenario(model=model, cluster=machine, workload=Workload(seq_len=4096, global_batch_size=32), runtime=megatron),
+        [plan],
+    ).estimate(0)
     fall = waterfall(estimate)
 
     assert 20e12 / fall.peak_flops == pytest.approx(0.064, abs=0.001)
@@ -62,7 +73,7 @@ def test_s12_odd_counts():
     """64 heads and 8 key/value heads on 6 GPUs: tensor parallel 1 or 2; 3 and 6 divide no heads. 12 pipelines of 70B do."""
     model, workload = load_model("llama2-70b"), Workload(seq_len=4096, global_batch_size=24)
     for framework in ("torchtitan", "megatron-lm"):
-        found = enumerate_candidates(model, cluster("dgx-h100", 6), workload, framework)
+        found = enumerate_candidates(question_of(model, cluster("dgx-h100", 6), workload, framework=framework))
         degrees = {(int(a), int(b)) for a, b in zip(found.columns.tp, found.columns.pp, strict=True)}
         assert {tp for tp, _ in degrees} == {1, 2}
         assert (1, 6) in degrees or framework == "megatron-lm"  # 80 layers on six stages are uneven
@@ -72,11 +83,13 @@ def test_s12_odd_counts():
 def test_s12_sixteen_ways_is_legal_where_heads_are_copied():
     """Tp 16 over 8 key/value heads: torchtitan refuses, Megatron-LM copies heads."""
     model, workload = load_model("llama2-70b"), Workload(seq_len=4096, global_batch_size=16)
-    from planner.candidates import Bounds
+    from planner.search.plan_space.candidates import Bounds
 
     machine, bounds = cluster("dgx-h100", 16), Bounds(max_tp=16)
-    titan = enumerate_candidates(model, machine, workload, "torchtitan", bounds=bounds).columns
-    megatron = enumerate_candidates(model, machine, workload, "megatron-lm", bounds=bounds).columns
+    titan = enumerate_candidates(question_of(model, machine, workload, framework="torchtitan"), bounds=bounds).columns
+    megatron = enumerate_candidates(
+        question_of(model, machine, workload, framework="megatron-lm"), bounds=bounds
+    ).columns
 
     assert titan.tp.max() == 8
     assert megatron.tp.max() == 16
@@ -89,7 +102,7 @@ def test_s16_asynchronous_tensor_parallelism():
     """
     from dataclasses import replace
 
-    from planner.legality import Grade, check
+    from simulator.legality.rule import Grade
 
     model = load_model("llama3-70b")
     machine = cluster("dgx-h100", 256)
@@ -97,14 +110,16 @@ def test_s16_asynchronous_tensor_parallelism():
     runtime = replace(TITAN, compile=True)
     plain = Plan(dp_shard=32, tp=8, sequence_parallel=True, recompute="full", micro_batch_size=16)
     workload = Workload(seq_len=8192, global_batch_size=512)
-    table = cost_table(model, machine, workload, [plain, replace(plain, tp_overlap="async")], runtime)
+    table = estimate_plans(
+        Scenario(model=model, cluster=machine, workload=workload, runtime=runtime),
+        [plain, replace(plain, tp_overlap="async")],
+    )
     gain = table.step_s[0] / table.step_s[1]
 
     assert 1.0 < gain < 1.18
     pcie = cluster("l40s-x8", 8)
     overlapped = Plan(dp_shard=2, tp=4, sequence_parallel=True, tp_overlap="async")
-    problems = check(overlapped, load_model("llama3-8b"), pcie, Workload(seq_len=4096, global_batch_size=16), "torchtitan",
-                     runtime=runtime)  # fmt: skip
+    problems = question_of(load_model("llama3-8b"), pcie, Workload(seq_len=4096, global_batch_size=16), framework="torchtitan", runtime=runtime).problems(overlapped)  # fmt: skip
     assert ("overlap-pcie", Grade.SLOW) in {(problem.rule, problem.grade) for problem in problems}
 
 

@@ -6,19 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from planner.flips import Flip
-from planner.output import printable
-from planner.search import suggest
-from planner.tables import arithmetic, flip_text, policy, print_search
-from simulator.plan import Plan
-from simulator.workload import Workload
+from planner.explain.tables import degrees_text, flip_text, policy_text, print_search
+from planner.io.output import printable
+from planner.question.question import question_of
+from planner.search.flips import FlipPoint
+from planner.search.search import SearchOptions, suggest
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
 from tests.planner.conftest import LLAMA8B, make_cluster
 
 
 @pytest.fixture(scope="module")
 def result():
     return suggest(
-        LLAMA8B, make_cluster(2), Workload(seq_len=4096, global_batch_size=16), framework="megatron-lm", top=4
+        question_of(LLAMA8B, make_cluster(2), Workload(seq_len=4096, global_batch_size=16), framework="megatron-lm"),
+        SearchOptions(top=4),
     )
 
 
@@ -32,7 +34,7 @@ def result():
     ],
 )
 def test_the_label_is_the_product(plan, text):
-    assert arithmetic(plan) == text
+    assert degrees_text(plan) == text
 
 
 def test_the_policy_says_what_is_beside_the_degrees():
@@ -40,12 +42,12 @@ def test_the_policy_says_what_is_beside_the_degrees():
         tp=2, pp=2, ep=4, schedule="Interleaved1F1B", virtual_stages=3, sequence_parallel=True, recompute="full"
     )
 
-    assert policy(plan) == "ep 4, micro batch 1, recompute full, sp, Interleaved1F1B x3"
+    assert policy_text(plan) == "ep 4, micro batch 1, recompute full, sp, Interleaved1F1B x3"
 
 
 def test_flips_carry_decimal_rates_and_binary_memory():
-    link = Flip(quantity="network per GPU", now=50e9, at=31e9, unit="bytes_per_s", wins="below")
-    memory = Flip(quantity="memory per GPU", now=80 * 2.0**30, at=96 * 2.0**30, unit="bytes", wins="above")
+    link = FlipPoint(quantity="network per GPU", now=50e9, at=31e9, unit="bytes_per_s", wins="below")
+    memory = FlipPoint(quantity="memory per GPU", now=80 * 2.0**30, at=96 * 2.0**30, unit="bytes", wins="above")
 
     assert flip_text(link) == "wins if network per GPU < 31.0 GB/s (now 50.0)"
     assert flip_text(memory) == "wins if memory per GPU > 96.0 GiB (now 80.0)"
@@ -68,7 +70,9 @@ def test_odd_names_are_printed_not_obeyed(result, capsys, monkeypatch):
     """Markup, escape sequences and newlines in a model's name reach the terminal as text."""
     monkeypatch.setenv("COLUMNS", "200")
     name = '[red]"; rm -rf ~ #\x1b[2J\r[link=http://x]'
-    print_search(replace(result, model=replace(result.model, name=name)), out=None)
+    print_search(
+        replace(result, question=replace(result.question, model=replace(result.question.model, name=name))), out=None
+    )
     out = capsys.readouterr().out
 
     assert "\x1b" not in out

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from planner.cases import load_case
-from planner.validation import measured_step_s, summarise, validate_case
+from planner.question.cases import load_case
+from planner.validate.validation import measured_step_s, summarise, validate_case
 from tests.planner.conftest import CASES
 
 GIB = 2.0**30
@@ -108,7 +108,7 @@ def test_bugs_surface(monkeypatch):
     def broken(*_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("planner.validation._estimate", broken)
+    monkeypatch.setattr("planner.validate.validation._compare", broken)
     with pytest.raises(ZeroDivisionError):
         validate_case(run({"step_s": 1.0}))
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from planner.costs import cost_table
-from planner.waterfall import difference, memory_rows, waterfall
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.simulation import simulate_plan
-from simulator.workload import Workload
+from planner.explain.waterfall import difference, memory_rows, waterfall
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.lowering.simulation import simulate_plan
 from tests.planner.conftest import LLAMA8B, make_cluster
 
 PLANS = (
@@ -22,8 +23,12 @@ PLANS = (
 @pytest.fixture(scope="module")
 def estimates():
     workload = Workload(seq_len=4096, global_batch_size=64)
-    table = cost_table(LLAMA8B, make_cluster(2, 8), workload, PLANS, Runtime())
-    simulated = simulate_plan(LLAMA8B, make_cluster(2, 8), workload, PLANS[1], Runtime()).estimate
+    table = estimate_plans(
+        Scenario(model=LLAMA8B, cluster=make_cluster(2, 8), workload=workload, runtime=Runtime()), PLANS
+    )
+    simulated = simulate_plan(
+        Scenario(model=LLAMA8B, cluster=make_cluster(2, 8), workload=workload, runtime=Runtime()), PLANS[1]
+    ).estimate
     return [*(table.estimate(i) for i in range(len(PLANS))), simulated]
 
 

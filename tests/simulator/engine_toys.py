@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from simulator.costs import Cost, GpuLimits, LinkUse, Ranks
-from simulator.pipeline import pipeline_program
-from simulator.plan import MESH_AXES, Plan, rank_grid
-from simulator.program import CodeWriter, Collective, Copy, Groups, Instruction, Kernel, Launch, Program
-from simulator.schedule_tables import build_schedule
-from simulator.schedules import Action, Kind
+from simulator.config.plan import MESH_AXES, Plan, rank_grid
+from simulator.pipeline.schedule_program import pipeline_program
+from simulator.pipeline.schedule_tables import build_schedule
+from simulator.pipeline.schedules import Action, Kind
+from simulator.program.cost_model import Cost, GpuLimits, LinkUse, Ranks
+from simulator.program.program import CodeWriter, Collective, Copy, Groups, Instruction, Kernel, Launch, Program
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 
-from simulator.engine import simulate
-from simulator.hf_config import load_model
+from simulator.closed_form.scenario import Scenario
+from simulator.columns.plan_table import CP_METHODS
+from simulator.config.hf_config import load_model
+from simulator.config.overlap_sites import MODES
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.engine.simulate import simulate
 from simulator.lowering.block_code import Detail
 from simulator.lowering.training import lower_training
-from simulator.overlap_sites import MODES
-from simulator.plan import Plan
-from simulator.plan_table import CP_METHODS
-from simulator.runtime import Runtime
-from simulator.workload import Workload
-from topology.catalog import cluster
+from topology.catalog.clusters import cluster
 
 RECOMPUTE = {
     "torchtitan": ("none", "full", "selective", "selective-op"),
@@ -90,5 +91,7 @@ def shortened(name: str, layers: int):
 
 
 def run(question, detail: Detail = Detail.LAYER, **options):
-    lowered = lower_training(*question, detail=detail)
+    model, machine, workload, plan, runtime = question
+    scenario = Scenario(model=model, cluster=machine, workload=workload, runtime=runtime)
+    lowered = lower_training(scenario, plan, detail=detail)
     return lowered, simulate(lowered.program, lowered.costs, **options)

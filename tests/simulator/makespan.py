@@ -1,6 +1,6 @@
 """The exact makespan of a schedule without a simulation: what the simulated machine is checked against.
 
-It keeps the rules that `simulator.pipeline` lowers by, so the two agree to rounding.
+It keeps the rules that `simulator.pipeline.schedule_program` lowers by, so the two agree to rounding.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from simulator.pipeline import Result, makes, needs, peak_in_flight, sent_to
-from simulator.schedules import Action, Kind, Schedule
+from simulator.pipeline.schedule_program import Result, makes, needs, peak_in_flight, sent_to
+from simulator.pipeline.schedules import Action, Kind, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

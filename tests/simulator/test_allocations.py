@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.allocations import BLOCK, CachingPool
+from simulator.engine.allocations import BLOCK, CachingPool
 
 MIB = 1 << 20
 

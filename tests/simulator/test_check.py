@@ -8,11 +8,11 @@ from engine_toys import ToyMachine, training_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator import check as ck
-from simulator.check import check
-from simulator.engine import simulate
-from simulator.plan import Plan
-from simulator.program import CodeWriter, Collective, Program, RecordEvent, WaitEvent
+from simulator.config.plan import Plan
+from simulator.engine.simulate import simulate
+from simulator.program import check as ck
+from simulator.program.check import check
+from simulator.program.program import CodeWriter, Collective, Program, RecordEvent, WaitEvent
 from tests.simulator.engine_toys import SimpleCosts
 
 

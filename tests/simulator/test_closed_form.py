@@ -5,15 +5,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from simulator.closed_form import estimate_plans
-from simulator.data_parallel import update_bytes
-from simulator.hf_config import load_model
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.workload import Workload
-from topology.catalog import cluster
+from simulator.closed_form.data_parallel import update_bytes
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.fitting.calibration_fit import calibrated
+from topology.catalog.clusters import cluster
 from topology.errors import BadPlan
-from topology.profile import CollectiveSample, Profile
+from topology.profile.profile import CollectiveSample, Profile
 
 WORKLOAD = Workload(seq_len=4096, global_batch_size=64)
 PLANS = [
@@ -29,7 +31,13 @@ PLANS = [
 
 def table(plans, *, model="llama3-8b", runtime=None, machine=None, workload=WORKLOAD):
     return estimate_plans(
-        load_model(model), machine or cluster("dgx-h100", gpus=16), workload, plans, runtime or Runtime()
+        Scenario(
+            model=load_model(model),
+            cluster=machine or cluster("dgx-h100", gpus=16),
+            workload=workload,
+            runtime=runtime or Runtime(),
+        ),
+        plans,
     )
 
 
@@ -131,7 +139,16 @@ def test_a_profile_of_this_gpu_prices_collectives() -> None:
 
     def step(gpu: str | None) -> float:
         profile = Profile(machine="test", gpu=gpu, collectives=slow) if gpu else None
-        table = estimate_plans(load_model("llama3-8b"), machine, WORKLOAD, [plan], Runtime(), profile)
+        table = estimate_plans(
+            Scenario(
+                model=load_model("llama3-8b"),
+                cluster=machine,
+                workload=WORKLOAD,
+                runtime=Runtime(),
+                calibration=calibrated(profile, machine),
+            ),
+            [plan],
+        )
         return float(table.step_s[0])
 
     assert step("h100-sxm") > 1.5 * step(None)
@@ -142,7 +159,7 @@ def test_the_end_of_a_step_moves_what_the_optimizer_owns_and_what_gradients_pass
     """Megatron with a sharded optimizer: 46 bytes of each parameter owned (28 AdamW, 12 clipping, 6 for the 16-bit copy)
     and 16 of each gradient held (4 zeroed, 8 averaged, 4 checked); torchtitan moves 40 of what it owns.
     """
-    megatron, early = Runtime(name="megatron-lm"), Runtime(name="megatron-lm", compute_dtype="float16")
+    megatron, early = Runtime(name="megatron-lm"), Runtime(name="megatron-lm", version="2022-05")
 
     assert update_bytes(megatron, 100.0, 800.0) == 100 * 46 + 800 * 16
     assert update_bytes(early, 100.0, 800.0) == 100 * 46

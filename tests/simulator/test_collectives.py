@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.collective_constants import AMPERE, BLACKWELL, HOPPER
-from simulator.collective_curves import ByteCost, Curve, curve_time_s, peer_channels
-from simulator.collective_times import single_node_s, steps_and_share
-from simulator.collectives import ALGORITHMS, OPS, CollectiveModel
-from simulator.launch_mode import LaunchMode
-from simulator.measured_collectives import MeasuredCollectives
+from simulator.collectives.constants import AMPERE, BLACKWELL, HOPPER
+from simulator.collectives.cost import ALGORITHMS, OPS, CollectiveModel
+from simulator.collectives.curves import ByteCost, Curve, curve_time_s, peer_channels
+from simulator.collectives.launch_mode import LaunchMode
+from simulator.collectives.measured import MeasuredCollectives
+from simulator.collectives.times import single_node_s, steps_and_share
 from tests.clusters import cluster
-from topology import catalog
+from topology.catalog import clusters as catalog
 from topology.cluster import LinkKind, LinkState, NodeGroup, Source
 from topology.codec import read_json
 from topology.errors import BadInput, Infeasible
-from topology.groups import GroupShape
-from topology.profile import CollectiveSample
+from topology.profile.profile import CollectiveSample
+from topology.rates.groups import GroupShape
 
 EIGHT = GroupShape(ranks=8, ranks_per_node=8)
 MIB = 2**20

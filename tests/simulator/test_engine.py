@@ -2,9 +2,9 @@
 
 import pytest
 
-from simulator.costs import Cost, GpuLimits, LinkUse
-from simulator.engine import simulate
-from simulator.program import CodeWriter, Collective, Launch, Program, Recv, Send
+from simulator.engine.simulate import simulate
+from simulator.program.cost_model import Cost, GpuLimits, LinkUse
+from simulator.program.program import CodeWriter, Collective, Launch, Program, Recv, Send
 from tests.simulator.engine_toys import SimpleCosts
 from topology.errors import PlannerError
 

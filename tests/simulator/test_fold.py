@@ -8,12 +8,12 @@ from engine_toys import ToyMachine, training_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.check import check
-from simulator.costs import Cost, LinkUse
-from simulator.engine import simulate
-from simulator.fold import fold
-from simulator.plan import Plan
-from simulator.program import CodeWriter, Launch, Program
+from simulator.config.plan import Plan
+from simulator.engine.simulate import simulate
+from simulator.program.check import check
+from simulator.program.cost_model import Cost, LinkUse
+from simulator.program.fold import fold
+from simulator.program.program import CodeWriter, Launch, Program
 from tests.simulator.engine_toys import SimpleCosts, mesh_groups
 
 PLANS = {

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.hf_config import load_model, model_from_config, shipped_models
-from simulator.model import Model
-from simulator.model_families import FAMILIES
+from simulator.config.hf_config import load_model, model_from_config, shipped_models
+from simulator.config.model import Model
+from simulator.config.model_families import FAMILIES
 from topology.codec import convert, to_builtins
 from topology.errors import BadInput, BadModel
 
@@ -90,15 +90,15 @@ def test_irrelevant_and_null_fields_are_silent():
 
 def test_sliding_windows_by_family():
     slide = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 3}
-    assert read(model_type="mistral", sliding_window=64).sliding_layers == 4
+    assert read(model_type="mistral", sliding_window=64).windowed_layers == 4
     assert read(model_type="mistral", sliding_window=None).sliding_window == 0
     assert read(model_type="mistral").sliding_window == 4096
-    assert read(model_type="qwen2", **slide).sliding_layers == 1
+    assert read(model_type="qwen2", **slide).windowed_layers == 1
     assert read(model_type="qwen2", **slide | {"use_sliding_window": False}).sliding_window == 0
-    assert read(model_type="qwen3_moe", **slide, **MOE).sliding_layers == 4
+    assert read(model_type="qwen3_moe", **slide, **MOE).windowed_layers == 4
     types = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
-    assert read(model_type="gemma2", sliding_window=64, layer_types=types).sliding_layers == 1
-    assert read(layer_types=["full_attention"] * 4).sliding_layers == 0
+    assert read(model_type="gemma2", sliding_window=64, layer_types=types).windowed_layers == 1
+    assert read(layer_types=["full_attention"] * 4).windowed_layers == 0
     assert "slide" in refused(layer_types=types)
     assert "layer_types" in refused(model_type="gemma2", layer_types=types[:2])
     assert "layer_types" in refused(model_type="gemma2", layer_types=["linear_attention"] * 4)
@@ -298,7 +298,7 @@ def test_shipped_models_assume_nothing_and_have_a_source(name):
     model = load_model(name.upper())
     assert model.name == name
     assert model.assumed == ()
-    from simulator import hf_config
+    from simulator.config import hf_config
 
     sources = json.loads((hf_config._SHIPPED / "SOURCES.json").read_text())
     assert sources[name]["config"]
@@ -434,7 +434,7 @@ def check_consistent(model):
     assert 0 < model.active_parameters <= model.parameters
     assert 0 <= model.dense_layers <= model.layers
     assert model.dense_layers + model.moe_layers == model.layers
-    assert 0 <= model.sliding_layers <= model.layers
+    assert 0 <= model.windowed_layers <= model.layers
     assert model.layer_matmul_parameters <= model.active_parameters
     assert model.attended_keys(64) <= model.attended_keys(64, causal=False) <= 64 * model.layers
     assert model.training_flops_per_token(64) > model.forward_flops_per_token(64) > 0

@@ -10,10 +10,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from simulator.check import check
-from simulator.closed_form import estimate_plans
-from simulator.engine import simulate
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.engine.simulate import simulate
 from simulator.lowering.block_code import Detail
+from simulator.program.check import check
 from tests.simulator.lowering_plans import draw, run
 
 MARGIN = 0.13
@@ -28,7 +29,7 @@ def runs():
 
 def formula_s(model, machine, workload, plan, runtime) -> float:
     """Return the closed form's step without what a full allocator costs, which is not simulated."""
-    table = estimate_plans(model, machine, workload, [plan], runtime)
+    table = estimate_plans(Scenario(model=model, cluster=machine, workload=workload, runtime=runtime), [plan])
     return float(table.step_s[0] - table.breakdown_s["allocator"][0])
 
 
@@ -69,7 +70,7 @@ def test_closed_form_memory_is_tied_to_the_simulated_peak(runs) -> None:
     """Peaks within 18%, half of them within 2%: the closed form knows no order inside a stage."""
     errors = []
     for q, (_, got) in zip(QUESTIONS, runs, strict=True):
-        formula = estimate_plans(q[0], q[1], q[2], [q[3]], q[4]).peak_bytes[0]
+        formula = estimate_plans(Scenario(model=q[0], cluster=q[1], workload=q[2], runtime=q[4]), [q[3]]).peak_bytes[0]
         errors.append(formula / max(peak.peak_bytes for peak in got.memory.values()) - 1)
 
     assert max(map(abs, errors)) < 0.18, QUESTIONS[int(np.argmax(np.abs(errors)))]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from simulator.collectives import CollectiveModel
-from simulator.launch_mode import LaunchMode
-from simulator.measured_collectives import MeasuredCollectives
-from topology.catalog import cluster
-from topology.groups import GroupShape
-from topology.profile import CollectiveSample
+from simulator.collectives.cost import CollectiveModel
+from simulator.collectives.launch_mode import LaunchMode
+from simulator.collectives.measured import MeasuredCollectives
+from topology.catalog.clusters import cluster
+from topology.profile.profile import CollectiveSample
+from topology.rates.groups import GroupShape
 
 EIGHT = GroupShape(ranks=8, ranks_per_node=8)
 FOUR = GroupShape(ranks=4, ranks_per_node=4)

@@ -3,21 +3,25 @@
 import numpy as np
 import pytest
 
-from simulator.closed_form import estimate_plans
-from simulator.hf_config import load_model, model_from_config
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.memory import between_stages_bytes, head_peak_bytes
+from simulator.closed_form.scenario import Scenario
+from simulator.config.hf_config import load_model, model_from_config
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
 from simulator.lowering.training import plan_context
-from simulator.memory import between_stages_bytes, head_peak_bytes
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.runtime_library import operators_for
-from simulator.workload import Workload
-from topology.catalog import cluster
+from simulator.runtimes.library import operators_for
+from topology.catalog.clusters import cluster
 
 GIB = 2**30
 
 
 def categories(model, plan, runtime, workload, machine="dgx-h100", rank=0):
-    table = estimate_plans(model, cluster(machine, gpus=max(8, plan.gpus)), workload, [plan], runtime)
+    table = estimate_plans(
+        Scenario(model=model, cluster=cluster(machine, gpus=max(8, plan.gpus)), workload=workload, runtime=runtime),
+        [plan],
+    )
     return {name: float(column[0, rank]) for name, column in table.memory.categories.items()}
 
 
@@ -74,7 +78,7 @@ def megatron_gpt(layers: int = 4):
 )
 def test_megatron_activations_per_layer_are_the_papers(tp, sequence_parallel, recompute, expected) -> None:
     """Bytes per layer in units of s b h. Full recomputation here keeps the layer's input whole on every rank."""
-    runtime = Runtime(name="megatron-lm", param_dtype="float16", compute_dtype="float16")
+    runtime = Runtime(name="megatron-lm", version="2022-05", param_dtype="float16", compute_dtype="float16")
     plan = Plan(tp=tp, sequence_parallel=sequence_parallel, recompute=recompute)
     workload = Workload(seq_len=2048, global_batch_size=1)
     few, many = (categories(megatron_gpt(n), plan, runtime, workload)["activations"] for n in (4, 5))
@@ -86,7 +90,7 @@ def test_megatron_activations_per_layer_are_the_papers(tp, sequence_parallel, re
 def test_activations_grow_with_micro_batches_in_flight() -> None:
     """Four stages: the first holds four micro batches, the third two, of equally many layers."""
     model = megatron_gpt(16)
-    runtime = Runtime(name="megatron-lm", param_dtype="float16", compute_dtype="float16")
+    runtime = Runtime(name="megatron-lm", version="2022-05", param_dtype="float16", compute_dtype="float16")
     workload = Workload(seq_len=2048, global_batch_size=16)
     plan = Plan(pp=4, schedule="1F1B")
 
@@ -107,11 +111,13 @@ def test_float32_attention_stores_the_square() -> None:
 def test_worst_rank_is_named_in_ranks() -> None:
     """Of eight ranks in four stages the first stage is worst here, the second starts at rank 2."""
     table = estimate_plans(
-        load_model("llama3-8b"),
-        cluster("dgx-h100"),
-        Workload(seq_len=8192, global_batch_size=16),
+        Scenario(
+            model=load_model("llama3-8b"),
+            cluster=cluster("dgx-h100"),
+            workload=Workload(seq_len=8192, global_batch_size=16),
+            runtime=Runtime(),
+        ),
         [Plan(pp=4, dp_shard=2, schedule="1F1B")],
-        Runtime(),
     )
     memory = table.estimate(0).memory
 
@@ -125,7 +131,7 @@ def test_placeholders_of_weight_gradients_count_each_shape_once() -> None:
     model, plan = load_model("llama3-70b"), Plan(tp=8, sequence_parallel=True)
     workload = Workload(seq_len=4096, global_batch_size=1)
     today = categories(model, plan, Runtime(name="megatron-lm", param_dtype="bfloat16"), workload)
-    early = Runtime(name="megatron-lm", param_dtype="float16", compute_dtype="float16")
+    early = Runtime(name="megatron-lm", version="2022-05", param_dtype="float16", compute_dtype="float16")
     h, kv, ffn = 8192, 2 * 1024, 28672
     expected = 2 * (h * (h + kv) + h * h + h * 2 * ffn + ffn * h) / 8
 
@@ -138,7 +144,13 @@ def test_the_loss_holds_logits_twice_or_their_gradient_and_the_weights() -> None
     model, runtime = load_model("llama3-70b"), Runtime(name="megatron-lm", param_dtype="bfloat16")
     for tokens in (2048, 65536):
         context = plan_context(
-            model, cluster("dgx-h100"), Workload(seq_len=tokens, global_batch_size=1), Plan(), runtime
+            Scenario(
+                model=model,
+                cluster=cluster("dgx-h100"),
+                workload=Workload(seq_len=tokens, global_batch_size=1),
+                runtime=runtime,
+            ),
+            Plan(),
         )
         logits, weights = tokens * model.vocab, model.hidden * model.vocab
         assert head_peak_bytes(context)[0] == max(6 * logits, 2 * logits + 2 * weights)
@@ -148,7 +160,12 @@ def test_the_executors_eager_loss_holds_logits_and_gradient_and_torchtitans_thre
     """Two columns of bfloat16 and two pieces of 2^23 float32 numbers; nothing of it changes what torchtitan holds."""
     model, workload = load_model("llama3-8b"), Workload(seq_len=8192, global_batch_size=1)
     held = {
-        name: head_peak_bytes(plan_context(model, cluster("dgx-h100"), workload, Plan(), Runtime(name=name)))[0]
+        name: head_peak_bytes(
+            plan_context(
+                Scenario(model=model, cluster=cluster("dgx-h100"), workload=workload, runtime=Runtime(name=name)),
+                Plan(),
+            )
+        )[0]
         for name in ("meshwright", "torchtitan")
     }
 
@@ -162,9 +179,17 @@ def test_torch_stages_hold_a_buffer_for_every_message_and_once_kept_their_output
     """
     model, workload = load_model("llama3-8b"), Workload(seq_len=8192, global_batch_size=8)
     message, logits = 8192 * model.hidden * 2, 8192 * model.vocab * 2
-    context = plan_context(model, cluster("dgx-h100"), workload, Plan(pp=4), Runtime())
-    early = plan_context(model, cluster("dgx-h100"), workload, Plan(pp=4), Runtime(version="0.1"))
-    megatron = plan_context(model, cluster("dgx-h100"), workload, Plan(pp=4), Runtime(name="megatron-lm"))
+    context = plan_context(
+        Scenario(model=model, cluster=cluster("dgx-h100"), workload=workload, runtime=Runtime()), Plan(pp=4)
+    )
+    early = plan_context(
+        Scenario(model=model, cluster=cluster("dgx-h100"), workload=workload, runtime=Runtime(version="0.1")),
+        Plan(pp=4),
+    )
+    megatron = plan_context(
+        Scenario(model=model, cluster=cluster("dgx-h100"), workload=workload, runtime=Runtime(name="megatron-lm")),
+        Plan(pp=4),
+    )
     ends = np.array([[1.0, 0, 0, 0]]), np.array([[0, 0, 0, 1.0]])
     flying = np.array([[4.0, 3, 2, 1]])
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from simulator.hf_config import load_model, model_from_config, shipped_models
-from simulator.model import Model
+from simulator.config.hf_config import load_model, model_from_config, shipped_models
+from simulator.config.model import Model
 
 HUB = "Hugging Face model API, safetensors.total of "
 KERAS = "keras-hub preset metadata `params`, "
@@ -205,7 +205,7 @@ def test_every_family_counts_as_transformers_own_modules(row):
 
 
 def test_transformers_table_covers_every_family_it_can():
-    from simulator.model_families import FAMILIES
+    from simulator.config.model_families import FAMILIES
 
     assert {row["config"]["model_type"] for row in TRANSFORMERS["rows"]} == set(FAMILIES) - {"gpt"}
 

@@ -1,11 +1,9 @@
 """FLOPs per token against the closed forms that papers and frameworks print."""
 
-from dataclasses import replace
-
 import pytest
 
-from simulator.describe import describe
-from simulator.hf_config import load_model, model_from_config, shipped_models
+from simulator.config.hf_config import load_model, model_from_config, shipped_models
+from simulator.config.model_summary import describe
 from topology.codec import parse_json, to_json
 
 
@@ -64,7 +62,7 @@ def test_window_against_counting_every_key(seq_len):
 
 def test_alternating_windows_lie_between_full_and_windowed():
     model = load_model("gemma2-9b")
-    assert (model.sliding_window, model.sliding_layers) == (4096, 21)
+    assert (model.sliding_window, model.windowed_layers) == (4096, 21)
     assert model.attended_keys(4096) == 42 * 2048
     assert model.attended_keys(8192) == 21 * 4096 + 21 * (4096 - 1024)
     assert model.attended_keys(8192, causal=False) == 21 * 8192 + 21 * 4096
@@ -85,15 +83,6 @@ def test_tied_head_is_multiplied_though_it_has_no_parameters():
 def test_latent_attention_scores_use_its_own_widths():
     model = load_model("deepseek-v3")
     assert model.full_attention_flops_per_token(1) == 2 * 128 * (192 + 128) * 61
-
-
-def test_sparse_layers_know_their_places():
-    model = load_model("deepseek-v3")
-    assert [model.layer_is_moe(i) for i in (0, 2, 3, 60)] == [False, False, True, True]
-    assert model.dense_layers == 3
-    assert not load_model("llama3-8b").layer_is_moe(0)
-    by_hand = replace(model, moe=replace(model.moe, dense_layer_ids=()))
-    assert [by_hand.layer_is_moe(i) for i in range(61)] == [model.layer_is_moe(i) for i in range(61)]
 
 
 @pytest.mark.parametrize("name", shipped_models())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.nccl_model import (
+from simulator.collectives.nccl_model import (
     PROTOCOLS,
     Graph,
     NcclMachine,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.nccl_tables import BANDS, band_of, cluster_for_machine, evaluate, read_tables, score
+from simulator.collectives.nccl_tables import BANDS, band_of, cluster_for_machine, evaluate, read_tables, score
 from tests.clusters import cluster_of
 from topology.errors import BadInput
 
@@ -190,7 +190,7 @@ def test_a_bare_list_of_tables_is_read(tmp_path):
     ],
 )
 def test_machines_in_words(text, gpus, nodes, interconnect, kind, per_node):
-    pytest.importorskip("topology.catalog")
+    pytest.importorskip("topology.catalog.clusters")
     found = cluster_for_machine(text, gpus, nodes, interconnect)
     if kind is None:
         assert found is None

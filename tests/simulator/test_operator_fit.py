@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
-from simulator.contention_fit import beside, fit_collective, left_out_errors
-from simulator.operator_fit import attention_flops, fit_attention, fit_matmul, fit_move, left_out, matmul_use
-from topology.samples import ContentionSample, OperatorSample
+from simulator.calibration.operator_curves import FITTED_TILES, attention_flops
+from simulator.fitting.contention_fit import fit_collective, fit_contention, left_out_errors
+from simulator.fitting.operator_fit import fit_attention, fit_matmul, fit_move, left_out
+from simulator.kernels.roofline import matmul_use
+from topology.profile.samples import ContentionSample, OperatorSample
 
 RATE, BANDWIDTH = 700e12, 4.2e12
 SIZES = (512, 1024, 2048, 3072, 4096, 8192, 14336)
@@ -14,7 +16,7 @@ SIZES = (512, 1024, 2048, 3072, 4096, 8192, 14336)
 def product_s(m: float, n: float, k: float) -> float:
     """A GPU of 132 SMs that follows the law exactly."""
     one = [np.array([float(x)]) for x in (m, n, k, 1)]
-    used = float(matmul_use(*one, sms=132.0, ramp_k=160.0, wave_floor=0.9)[0])
+    used = float(matmul_use(FITTED_TILES, *one, sms=132.0, ramp_k=160.0, wave_floor=0.9)[0])
     return max(2.0 * m * n * k / (RATE * used), 2.0 * (m * k + k * n + m * n) / BANDWIDTH) + 3e-6
 
 
@@ -139,8 +141,8 @@ def test_contention_is_a_share_and_a_wait() -> None:
 
     assert fit_collective(pairs, "matmul") == pytest.approx((1.1, 0.8))
     assert left_out_errors(pairs) == pytest.approx((0.0, 0.0), abs=1e-9)
-    found = beside(pairs)
+    found = fit_contention(pairs)
     assert found["all_gather"].compute == pytest.approx(1.25)
     assert found["all_gather"].lost == pytest.approx(found["all_gather"].collective * 0.2)
-    assert beside([]) == {}
+    assert fit_contention([]) == {}
     assert fit_collective([], "copy") is None

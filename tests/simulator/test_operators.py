@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
-from simulator.hf_config import load_model
-from simulator.lowering.training import plan_context
-from simulator.operators import (
+from simulator.closed_form.scenario import Scenario
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.kernels.operators import (
     OperatorSpec,
     WorkKind,
     active_rows,
@@ -14,11 +17,9 @@ from simulator.operators import (
     parse_matmul,
     tensor_bytes,
 )
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.runtime_library import operators_for
-from simulator.workload import Workload
-from topology.catalog import cluster
+from simulator.lowering.training import plan_context
+from simulator.runtimes.library import operators_for
+from topology.catalog.clusters import cluster
 from topology.errors import BadInput
 
 SIZES = {
@@ -143,7 +144,10 @@ def test_partial_attention_is_merged_once_for_every_other_rank() -> None:
     moved = {}
     for cp in (1, 4):
         for method in ("all_gather", "all_to_all"):
-            context = plan_context(model, cluster("dgx-h100"), workload, Plan(cp=cp, cp_method=method), Runtime())
+            context = plan_context(
+                Scenario(model=model, cluster=cluster("dgx-h100"), workload=workload, runtime=Runtime()),
+                Plan(cp=cp, cp_method=method),
+            )
             (work,) = forward_work(merge, context.sizes, context.dtype_bytes)
             moved[cp, method] = float((work.bytes * active_rows(merge, context.table))[0])
 

@@ -2,14 +2,15 @@
 
 import pytest
 
-from simulator.closed_form import estimate_plans
-from simulator.hf_config import load_model
-from simulator.overlap_memory import buffer_bytes
-from simulator.plan import Plan
-from simulator.runtime_library import resolve
-from simulator.simulation import simulate_plan
-from simulator.workload import Workload
-from topology.catalog import cluster
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.overlap_memory import buffer_bytes
+from simulator.closed_form.scenario import Scenario
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from simulator.lowering.simulation import simulate_plan
+from simulator.runtimes.library import resolve
+from topology.catalog.clusters import cluster
 
 MIB = 2**20
 
@@ -18,7 +19,9 @@ def held(plan: Plan, *, model: str = "llama3-8b", rank: int = 0, seq_len: int = 
     workload = Workload(seq_len=seq_len, global_batch_size=2 * plan.dp_replicate * plan.dp_shard)
     machine = cluster("h200x4", gpus=max(4, plan.gpus)) if plan.gpus <= 4 else cluster("dgx-h100", gpus=plan.gpus)
     runtime = resolve({"name": "meshwright"})[0]
-    table = estimate_plans(load_model(model), machine, workload, [plan], runtime)
+    table = estimate_plans(
+        Scenario(model=load_model(model), cluster=machine, workload=workload, runtime=runtime), [plan]
+    )
     return float(table.memory.categories["symmetric_buffers"][0, rank])
 
 
@@ -55,8 +58,8 @@ def test_simulation_and_closed_form_hold_the_same(mode: str) -> None:
     plan = Plan(tp=2, pp=2, sequence_parallel=True, tp_overlap=mode)
     workload, machine = Workload(seq_len=4096, global_batch_size=4), cluster("h200x4")
     model, runtime = load_model("llama3-8b"), resolve({"name": "meshwright"})[0]
-    formula = estimate_plans(model, machine, workload, [plan], runtime)
-    played = simulate_plan(model, machine, workload, plan, runtime)
+    formula = estimate_plans(Scenario(model=model, cluster=machine, workload=workload, runtime=runtime), [plan])
+    played = simulate_plan(Scenario(model=model, cluster=machine, workload=workload, runtime=runtime), plan)
 
     expected = 0 if mode == "none" else (4 * 32 + 2 * 2) * MIB
     assert [float(x) for x in formula.memory.categories["symmetric_buffers"][0, :2]] == [expected] * 2

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from simulator.overlap_fit import TimedMode, fit_rates, mean_error
-from simulator.overlap_modes import (
+from simulator.fitting.overlap_fit import TimedMode, fit_rates, mean_error
+from simulator.overlap.modes import (
     EXECUTED,
     GATHER,
     LARGEST_ADDED_BYTES,

@@ -8,34 +8,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from simulator.closed_form import estimate_plans
-from simulator.collectives import collective_model
-from simulator.engine import simulate
-from simulator.layer_cost import block_cost
-from simulator.lowering.training import lower_training, plan_context
-from simulator.overlap_fit import mean_error
-from simulator.overlap_modes import EXECUTED, GATHER, SCATTER, OverlapRates, mode_s
-from simulator.overlap_samples import (
-    assumed_of,
-    rate_errors,
+from simulator.calibration.calibration import overlap_assumed, overlap_of
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.layer_cost import block_cost
+from simulator.closed_form.scenario import Scenario
+from simulator.collectives.cost import CollectiveModel
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.engine.simulate import simulate
+from simulator.fitting.calibration_fit import calibrated, rate_errors, with_rates
+from simulator.fitting.overlap_fit import mean_error
+from simulator.fitting.overlap_samples import (
     rates_as_numbers,
     rates_of,
-    sites_of,
     timed_modes,
-    with_rates,
 )
-from simulator.plan import Plan
-from simulator.roofline import Roofline
-from simulator.runtime import Runtime
-from simulator.runtime_library import operators_for
-from simulator.workload import Workload
+from simulator.kernels.roofline import Roofline
+from simulator.lowering.training import lower_training, plan_context
+from simulator.overlap.modes import EXECUTED, GATHER, SCATTER, OverlapRates, mode_s
+from simulator.runtimes.library import operators_for
 from tests.simulator.lowering_plans import shortened
-from topology.catalog import cluster
-from topology.profile import Profile, read_profile
-from topology.samples import OverlapSample
+from topology.catalog.clusters import cluster
+from topology.profile.profile import Profile, read_profile
+from topology.profile.samples import OverlapSample
 
 MACHINE = cluster("h200x4")
-ROOFLINE, LINKS = Roofline(gpu=MACHINE.slowest_kind), collective_model(MACHINE)
+ROOFLINE, LINKS = Roofline(gpu=MACHINE.slowest_kind), CollectiveModel(MACHINE)
 TRUTH = OverlapRates(copy_latency_s=3e-5, beside=0.3, collective_beside=0.5, fused_ratio=1.1, host_s=1.5e-5)
 
 
@@ -82,17 +81,18 @@ def test_rates_are_fitted_to_samples_and_kept_as_numbers() -> None:
     assert mean_error(timed, rates) < 0.02 < mean_error(timed, OverlapRates())
     assert rates_as_numbers(rates) == fitted.overlap_rates
     assert rate_errors(fitted, MACHINE)["all"] == (pytest.approx(mean_error(timed, rates)), len(timed))
-    assert sites_of(fitted, MACHINE).source == "fitted"
+    assert overlap_of(calibrated(fitted, MACHINE)).source == "fitted"
 
 
 def test_without_samples_or_on_another_gpu_the_defaults_hold() -> None:
     for given in (None, profile(), profile(*MANY, gpu="a100-sxm-80gb")):
-        found = sites_of(given, MACHINE)
+        known = calibrated(given, MACHINE)
+        found = overlap_of(known)
 
         assert (found.rates, found.measured, found.source) == (OverlapRates(), {}, "assumed")
-        assert "as measured on H200s" in assumed_of(["mlp_in=fused"], given, MACHINE)[0]
-        assert assumed_of(["async"], given, MACHINE) == assumed_of(["none"], given, MACHINE) == ()
-    assert assumed_of(["fused"], profile(*MANY), MACHINE) == ()
+        assert "as measured on H200s" in overlap_assumed(["mlp_in=fused"], known)[0]
+        assert overlap_assumed(["async"], known) == overlap_assumed(["none"], known) == ()
+    assert overlap_assumed(["fused"], calibrated(profile(*MANY), MACHINE)) == ()
     assert with_rates(profile(), MACHINE) == profile()
 
 
@@ -100,14 +100,23 @@ def test_throttled_samples_say_nothing() -> None:
     bad = [replace(one, invalid="hot") for one in MANY]
 
     assert timed_modes(bad, ROOFLINE, LINKS) == []
-    assert sites_of(replace(profile(*MANY[:1], *bad), overlap_rates={"host_s": 2e-5}), MACHINE).measured
+    assert overlap_of(calibrated(replace(profile(*MANY[:1], *bad), overlap_rates={"host_s": 2e-5}), MACHINE)).measured
 
 
 def exposed(given: Profile | None, mode: str) -> float:
     """Exposed seconds of the forward pass of a layer of llama3-8b with `mode` before the feed-forward alone."""
     model, runtime = shortened("llama3-8b", 1), Runtime(name="pytorch")
     plan = Plan(tp=4, sequence_parallel=True, tp_overlap=f"mlp_in={mode}")
-    context = plan_context(model, MACHINE, Workload(seq_len=8192, global_batch_size=1), plan, runtime, given)
+    context = plan_context(
+        Scenario(
+            model=model,
+            cluster=MACHINE,
+            workload=Workload(seq_len=8192, global_batch_size=1),
+            runtime=runtime,
+            calibration=calibrated(given, MACHINE),
+        ),
+        plan,
+    )
     return float(block_cost(operators_for(model, runtime).dense_layer, context).forward.device_s[0])
 
 
@@ -129,7 +138,9 @@ def test_a_time_that_the_host_made_says_nothing_of_the_device() -> None:
     bound = replace(one, host_s={"fused": 0.95e-3})
     rates = rates_as_numbers(OverlapRates())
 
-    measured = [sites_of(replace(profile(given), overlap_rates=rates), MACHINE).measured for given in (one, bound)]
+    measured = [
+        overlap_of(calibrated(replace(profile(given), overlap_rates=rates), MACHINE)).measured for given in (one, bound)
+    ]
     assert [any(key[1] == "fused" for key in found) for found in measured] == [True, False]
 
 
@@ -140,8 +151,18 @@ def test_both_forms_use_the_profile() -> None:
     slow = replace(profile(*MANY), overlap_rates=rates_as_numbers(OverlapRates(copy_latency_s=5e-4)))
     times = []
     for given in (None, slow):
-        formula = estimate_plans(model, MACHINE, workload, [plan], runtime, given).step_s[0]
-        lowered = lower_training(model, MACHINE, workload, plan, runtime, profile=given)
+        formula = estimate_plans(
+            Scenario(
+                model=model, cluster=MACHINE, workload=workload, runtime=runtime, calibration=calibrated(given, MACHINE)
+            ),
+            [plan],
+        ).step_s[0]
+        lowered = lower_training(
+            Scenario(
+                model=model, cluster=MACHINE, workload=workload, runtime=runtime, calibration=calibrated(given, MACHINE)
+            ),
+            plan,
+        )
         times.append((formula, simulate(lowered.program, lowered.costs).step_s))
 
     (plain, simulated), (slower, simulated_slower) = times

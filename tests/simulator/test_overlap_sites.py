@@ -4,7 +4,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from simulator.overlap_sites import MODES, SITES, brief, canonical, mode_at, modes_by_site, modes_in, spoken, written
+from simulator.config.overlap_sites import (
+    MODES,
+    SITES,
+    brief,
+    canonical,
+    mode_at,
+    modes_by_site,
+    modes_in,
+    spoken,
+    written,
+)
 from topology.errors import BadPlan
 
 modes = st.sampled_from(MODES)

@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.check import check
-from simulator.engine import simulate
-from simulator.pipeline import peak_in_flight, peak_on_stage, pipeline_program
-from simulator.program import Launch
-from simulator.schedule_tables import NAMES, build_schedule
+from simulator.engine.simulate import simulate
+from simulator.pipeline.schedule_program import peak_in_flight, peak_on_stage, pipeline_program
+from simulator.pipeline.schedule_tables import build_schedule
+from simulator.pipeline.schedules import SCHEDULES
+from simulator.program.check import check
+from simulator.program.program import Launch
 from tests.simulator.engine_toys import SimpleCosts
 from tests.simulator.makespan import pipeline_makespan
 from tests.simulator.published_bubbles import bubble_fraction
@@ -131,7 +132,7 @@ _time = st.integers(1, 40).map(lambda tenths: tenths / 8)  # exact in binary: bo
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_makespan_equals_the_simulation(data):
-    name = data.draw(st.sampled_from(NAMES))
+    name = data.draw(st.sampled_from(sorted(SCHEDULES)))
     ranks = data.draw(st.integers(1, 4))
     v = 1 if name in {"GPipe", "1F1B", "ZBH1"} else 2
     schedule = build_schedule(name, ranks=ranks, micro_batches=2 * ranks, stages_per_rank=v)

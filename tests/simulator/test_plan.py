@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.hf_config import load_model
-from simulator.plan import Plan, rank_grid
-from simulator.plan_table import axis_sizes, plan_table
-from simulator.workload import Workload
+from simulator.columns.plan_table import axis_sizes, plan_table
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan, rank_grid
+from simulator.config.workload import Workload
 
 degrees = st.sampled_from([1, 2, 3, 4])
 

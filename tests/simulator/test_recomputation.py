@@ -2,14 +2,15 @@
 
 import pytest
 
-from simulator.hf_config import load_model
+from simulator.closed_form.scenario import Scenario
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
 from simulator.lowering.training import plan_context
-from simulator.plan import Plan
-from simulator.recomputation import run_again
-from simulator.runtime import Runtime
-from simulator.runtime_library import operators_for
-from simulator.workload import Workload
-from topology.catalog import cluster
+from simulator.runtimes.library import operators_for
+from simulator.runtimes.recomputation import run_again
+from topology.catalog.clusters import cluster
 
 MODEL = load_model("llama3-8b")
 MOE = load_model("qwen3-30b-a3b")
@@ -19,7 +20,7 @@ def not_again(runtime, *, model=MODEL, plan=None):
     """Names of the operators of a layer that run in a full block's forward and not again."""
     plan = plan or Plan(dp_shard=8, recompute="full")
     workload = Workload(task="train", seq_len=4096, global_batch_size=64)
-    context = plan_context(model, cluster("dgx-h100"), workload, plan, runtime)
+    context = plan_context(Scenario(model=model, cluster=cluster("dgx-h100"), workload=workload, runtime=runtime), plan)
     operators = operators_for(model, runtime)
     layer = operators.moe_layer if model.moe else operators.dense_layer
     again = run_again(layer, context.spec.recompute["full"], runtime, context.table)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.schedule_tables import NAMES, V_SHAPED, build_schedule
-from simulator.schedules import Action, Kind, stage_rank
+from simulator.pipeline.schedule_tables import build_schedule
+from simulator.pipeline.schedules import SCHEDULES, V_SHAPED, Action, Kind, stage_rank
 from tests.simulator.schedule_checks import check_schedule, parse_action, rows_of, schedule_from_rows
 from topology.errors import BadInput, BadPlan
 
@@ -43,7 +43,7 @@ def test_the_order_is_torchs(name):
         assert list(rows_of(schedule)) == expected
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("rounds", [2, 3])
 def test_every_table_is_complete_and_can_run(name, ranks, rounds):

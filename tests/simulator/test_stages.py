@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from simulator.hf_config import load_model
-from simulator.plan import Plan
-from simulator.plan_table import plan_table
-from simulator.runtime_library import runtime_spec
-from simulator.stages import bubble_s, in_flight, rank_of_stage, stage_layers, stage_layout
-from simulator.workload import Workload
+from simulator.columns.plan_table import plan_table
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from simulator.pipeline.stages import bubble_s, in_flight, rank_of_stage, stage_layers, stage_layout
+from simulator.runtimes.library import runtime_spec
 
 TITAN = runtime_spec("torchtitan").pipeline
 MEGATRON = runtime_spec("megatron-lm").pipeline

@@ -2,8 +2,8 @@
 
 import pytest
 
-from simulator.step_samples import Alone, exact_key, learned, pace
-from topology.samples import OperatorSample
+from simulator.fitting.step_samples import Alone, exact_key, learned, pace
+from topology.profile.samples import OperatorSample
 
 
 def product(n: int, seconds: float, **more) -> OperatorSample:

@@ -8,10 +8,10 @@ from engine_toys import ToyMachine, training_step
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.chrome import from_kineto, to_chrome
-from simulator.engine import simulate
-from simulator.plan import Plan
-from simulator.trace import Counter, Flow, Span, Trace, crossing, difference, length_s, union
+from simulator.config.plan import Plan
+from simulator.engine.simulate import simulate
+from simulator.program.chrome_trace import from_kineto, to_chrome
+from simulator.program.trace import Counter, Flow, Span, Trace, crossing, difference, length_s, union
 from topology.errors import BadInput
 
 _intervals = st.lists(

@@ -2,10 +2,10 @@
 
 import pytest
 
-from topology.catalog import catalog_names, cluster, cluster_from_case
+from topology.catalog.clusters import catalog_names, cluster, cluster_from_case
+from topology.catalog.verify import verify_cluster
 from topology.cluster import FabricKind, LinkKind, Severity
 from topology.errors import BadCluster
-from topology.verify import verify_cluster
 
 
 @pytest.mark.parametrize("name", catalog_names())

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topology.catalog import catalog_names, cluster
+from topology.catalog.cluster_file import load_cluster, parse_cluster, save_cluster
+from topology.catalog.clusters import catalog_names, cluster
+from topology.catalog.verify import verify_cluster
 from topology.cluster import Cluster, Link, LinkKind, NodeGroup
-from topology.cluster_file import load_cluster, parse_cluster, save_cluster
 from topology.codec import fingerprint, to_builtins
 from topology.errors import BadCluster, BadInput
-from topology.verify import verify_cluster
 
 
 @pytest.mark.parametrize("name", catalog_names())

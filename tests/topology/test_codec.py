@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import stat
 
 import pytest
@@ -137,3 +138,13 @@ def test_a_file_keeps_its_permissions_and_a_new_one_gets_the_usual(tmp_path):
     assert stat.S_IMODE(shared.stat().st_mode) == 0o664
     assert fresh.stat().st_mode == ordinary.stat().st_mode
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh.json", "ordinary", "shared.json"]
+
+
+def test_paths_that_are_no_files_are_bad_input(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadInput, match="named pipe"):
+        read_text(tmp_path / "pipe")
+    with pytest.raises(BadInput, match="cannot read"):
+        read_text("a\0b")
+    with pytest.raises(BadInput, match="cannot read"):
+        read_text("x" * 300)

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 from defusedxml import ElementTree
 
-from topology.catalog import cluster
+from topology.catalog.clusters import cluster
 from topology.cluster import LinkKind, LinkState, NodeGroup
 from topology.errors import BadCluster
-from topology.export_nccl import to_nccl_xml
-from topology.nccl_xml import parse_xml, read_topology
-from topology.node_rates import ASSUMED_PCIE_BYTES_PER_S
+from topology.export.nccl import to_nccl_xml
+from topology.rates.node_rates import ASSUMED_PCIE_BYTES_PER_S
+from topology.readers.nccl_xml import parse_xml, read_topology
 
 
 def test_nccl_file_of_a_switched_node():

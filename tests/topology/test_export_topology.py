@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from topology.catalog import cluster
+from topology.catalog.clusters import cluster
 from topology.cluster import LinkKind, NodeGroup
 from topology.errors import BadCluster, Infeasible
-from topology.export_topology import to_astra_sim, to_simai
+from topology.export.simulators import to_astra_sim, to_simai
 
 
 def test_astra_sim_h100_matches_the_validated_file():

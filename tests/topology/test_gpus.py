@@ -2,9 +2,9 @@
 
 import pytest
 
+from topology.catalog.gpus import gpu_kind, gpu_kinds, match_driver_name, unconfirmed
+from topology.catalog.verify import SLACK
 from topology.errors import BadCluster
-from topology.gpus import gpu_kind, gpu_kinds, match_driver_name, unconfirmed
-from topology.verify import SLACK
 
 DRIVER_NAMES = {
     "NVIDIA H100 80GB HBM3": "h100-sxm",

@@ -5,9 +5,10 @@ from itertools import combinations
 
 import pytest
 
-from topology.catalog import cluster
+from topology.catalog.clusters import cluster
+from topology.catalog.platform import CUBE_MESH
 from topology.cluster import Cluster, LinkKind, LinkState, NodeGroup
-from topology.graph import (
+from topology.rates.graph import (
     bisection_bytes_per_s,
     bottleneck_path,
     gpus_of,
@@ -16,8 +17,7 @@ from topology.graph import (
     max_flow_bytes_per_s,
     pair_bytes_per_s,
 )
-from topology.node_rates import HOST_KINDS, NVLINK_KINDS, node_rates
-from topology.platform import CUBE_MESH
+from topology.rates.node_rates import HOST_KINDS, NVLINK_KINDS, node_rates
 
 GB = 1e9
 

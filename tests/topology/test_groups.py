@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from topology.catalog import cluster, cluster_from_case
+from topology.catalog.clusters import cluster, cluster_from_case
+from topology.catalog.verify import verify_cluster
 from topology.cluster import GpuKind, LinkKind, LinkState, NodeGroup, VertexKind
-from topology.graph import graph, islands
-from topology.groups import GroupShape, group_rates, group_shape
-from topology.verify import verify_cluster
+from topology.rates.graph import graph, islands
+from topology.rates.groups import GroupShape, group_rates, group_shape
 
 GB = 1e9
 
@@ -161,7 +161,7 @@ def test_unlike_nodes_count_as_the_worst():
 def test_large_clusters_cost_the_same(monkeypatch):
     made = cluster("dgx-h100", 16384)
     assert rates_of(made, 2048, 8) == replace(rates_of(cluster("dgx-h100", 16), 2, 8))
-    monkeypatch.setattr("topology.groups._group_rates", None)  # the second question is answered from memory
+    monkeypatch.setattr("topology.rates.groups._group_rates", None)  # the second question is answered from memory
     assert rates_of(made, 2048, 8).inter_bytes_per_s == 50 * GB
 
 

@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 
 from tests.topology.captures import MATRICES, NCCL, TOPO
-from topology.catalog import cluster as catalogue
+from topology.catalog.clusters import cluster as catalogue
 from topology.cluster import Cluster, LinkKind, LinkState, Severity
-from topology.health import ADVICE, Health, HealthItem, diagnose
-from topology.health_cost import REFERENCE_BYTES, all_reduce_s, as_expected
-from topology.machine import Evidence
-from topology.measured import ComputeSample, Flow, FlowSet, GpuState, GroupSample, Measured
-from topology.nvml import NvmlGpu, NvmlLink, NvmlSnapshot
-from topology.probe import build, probe_text, shipped_catalogue
-from topology.probe_machine import Answer, probe_machine
-from topology.profile import CollectiveSample
-from topology.smi_topo import parse_topo
+from topology.health.cost import REFERENCE_BYTES, all_reduce_s, without_faults
+from topology.health.diagnose import ADVICE, Health, HealthItem, diagnose
+from topology.probe.from_machine import CommandOutput, probe_machine
+from topology.probe.from_text import build, probe_text, shipped_catalogue
+from topology.probe.machine import Evidence
+from topology.profile.measurement import ComputeSample, Flow, FlowSet, GpuState, GroupSample, Measurement
+from topology.profile.profile import CollectiveSample
+from topology.readers.nvml import NvmlGpu, NvmlLink, NvmlSnapshot
+from topology.readers.smi_topo import parse_topo
 
 H200X4 = TOPO.parent / "h200x4"
 
@@ -104,6 +104,19 @@ def test_every_capture_is_diagnosed_without_an_item_that_says_nothing() -> None:
         for one in diagnose(probe((TOPO / key["file"]).read_text())).items:
             assert one.what, key["file"]
             assert one.remedy, key["file"]
+
+
+def test_what_programs_need_is_in_codes_and_numbers_not_in_sentences() -> None:
+    """Other words for the same findings change no verdict: code, GPUs and cost are the same."""
+    for content in (nvswitch_matrix(8, lost=2), nvswitch_matrix(8, weak=(3, 9))):
+        found = probe(content, gpu="b200-sxm")
+        silent = tuple(replace(one, what="", why="", consequence="", remedy="") for one in found.findings)
+        told, untold = (
+            [(one.code, one.severity, one.gpus, one.cost) for one in diagnose(machine).items]
+            for machine in (found, replace(found, findings=silent))
+        )
+        assert told == untold
+        assert any(one.code != "note" for one in found.findings)
 
 
 def test_no_gpu_is_not_a_fault() -> None:
@@ -211,8 +224,8 @@ def test_a_saved_cluster_without_findings_is_judged_by_its_links() -> None:
     health = diagnose(broken)
 
     assert item(health, "lost_gpu").gpus == (2,)
-    assert as_expected(broken).groups[0].node.links[0].count == 18
-    assert all_reduce_s(as_expected(broken), range(4)) == pytest.approx(all_reduce_s(whole, range(4)))
+    assert without_faults(broken).groups[0].node.links[0].count == 18
+    assert all_reduce_s(without_faults(broken), range(4)) == pytest.approx(all_reduce_s(whole, range(4)))
 
 
 # Bridges
@@ -373,7 +386,9 @@ def test_a_tool_that_says_no_is_no_fault_and_one_that_hangs_is(failure: str, hea
     """Partly seated bridges made `topo -m` take 112 s (NVIDIA/nccl#557)."""
 
     def run(command, timeout_s):
-        return Answer(text=nvswitch_matrix(4)) if command[1:] == ("topo", "-m") else Answer(failure=failure)
+        return (
+            CommandOutput(text=nvswitch_matrix(4)) if command[1:] == ("topo", "-m") else CommandOutput(failure=failure)
+        )
 
     found = probe_machine(run=run, environment={}, nvml=lambda: NvmlSnapshot(failure="no library"), root=tmp_path)
 
@@ -384,7 +399,7 @@ def test_a_tool_that_says_no_is_no_fault_and_one_that_hangs_is(failure: str, hea
 # Measured
 
 
-def measured(**changes) -> Measured:
+def measured(**changes) -> Measurement:
     """Return a healthy measurement of four H200: 396 GB/s pairs, 55 GB/s to and from the host, full compute."""
     pairs = tuple(
         FlowSet(pattern="pair", nbytes=2**27, flows=(flow(f"gpu{a}", f"gpu{b}", 396e9, peer=True, correct=True),))
@@ -397,7 +412,7 @@ def measured(**changes) -> Measured:
         for gpu in range(4)
         for way, ends in (("host_to_device", ("host", f"gpu{gpu}")), ("device_to_host", (f"gpu{gpu}", "host")))
     )
-    base = Measured(
+    base = Measurement(
         machine="test",
         device="cuda",
         taken_at="2026-01-01T00:00:00+00:00",
@@ -579,7 +594,7 @@ def test_a_switch_that_collapses_under_two_writers() -> None:
 
 
 def test_a_partial_measurement_says_so_and_a_dry_run_says_nothing() -> None:
-    partial = diagnose(H200, measured(missing=("collectives: out of time",)))
+    partial = diagnose(H200, measured(missing=("collectives: out of time",), late=("collectives: out of time",)))
     dry = diagnose(H200, measured(device="cpu", flows=changed(measured().flows, lambda f: replace(f, bytes_per_s=1.0))))
 
     failed = diagnose(H200, measured(missing=("collectives: rank 3 failed first (SIGKILL): no words",)))

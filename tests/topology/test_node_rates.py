@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topology.catalog import cluster
-from topology.cluster_file import parse_cluster
-from topology.node_rates import node_rates, ring_packing
+from topology.catalog.cluster_file import parse_cluster
+from topology.catalog.clusters import cluster
+from topology.rates.node_rates import node_rates, ring_packing
 
 GB = 1e9
 
@@ -77,16 +77,16 @@ def test_a_ring_of_one_needs_nothing():
 def test_rings_at_the_same_time_share_the_socket_link():
     rates = node_rates(cluster("rtx4090-x8"))
     alone = rates.ring((0, 4))
-    together = rates.rings_together([(0, 4), (1, 5), (2, 6), (3, 7)])
+    together = rates.concurrent_rings([(0, 4), (1, 5), (2, 6), (3, 7)])
     assert alone.bytes_per_s == 31.5 * GB
     assert [ring.bytes_per_s for ring in together] == [16 * GB] * 4  # 64 GB/s of socket link over four
-    inside = rates.rings_together([(0, 1), (2, 3), (4, 5), (6, 7)])
+    inside = rates.concurrent_rings([(0, 1), (2, 3), (4, 5), (6, 7)])
     assert [ring.bytes_per_s for ring in inside] == [31.5 * GB] * 4
 
 
 def test_pcie_switches_share_their_uplink():
     switched = parse_cluster({"gpu": "a100-sxm-80gb", "interconnect": "pcie"}, where="test")
     rates = node_rates(switched)  # four switches with two GPUs each, one x16 uplink per switch
-    assert [r.bytes_per_s for r in rates.rings_together([(0, 1), (2, 3)])] == [31.5 * GB] * 2
-    assert [r.bytes_per_s for r in rates.rings_together([(0, 2), (1, 3)])] == [31.5 / 2 * GB] * 2
+    assert [r.bytes_per_s for r in rates.concurrent_rings([(0, 1), (2, 3)])] == [31.5 * GB] * 2
+    assert [r.bytes_per_s for r in rates.concurrent_rings([(0, 2), (1, 3)])] == [31.5 / 2 * GB] * 2
     assert rates.ring(range(8)).bytes_per_s == 31.5 * GB

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from topology.nvml import read_nvml
+from topology.readers.nvml import read_nvml
 
 
 class NVMLError(Exception):

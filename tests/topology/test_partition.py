@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topology.partition import best_partition
+from topology.rates.partition import best_partition
 
 
 def every_split(items, size, groups):

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from topology.catalog import cluster
+from topology.catalog.cluster_file import parse_cluster
+from topology.catalog.clusters import cluster
+from topology.catalog.platform import CUBE_MESH
 from topology.cluster import LinkKind, LinkState, NodeGroup
-from topology.cluster_file import parse_cluster
 from topology.errors import BadPlan, Infeasible
-from topology.node_rates import node_rates
-from topology.placement import place
-from topology.platform import CUBE_MESH
+from topology.rates.node_rates import node_rates
+from topology.rates.placement import place
 
 GB = 1e9
 

@@ -10,7 +10,7 @@ import pytest
 from tests.clusters import cluster
 from topology.codec import to_builtins
 from topology.errors import BadInput
-from topology.profile import CollectiveSample, Profile, check_profile, read_profile
+from topology.profile.profile import CollectiveSample, Profile, check_profile, read_profile
 
 SAMPLE = CollectiveSample(op="all_gather", ranks=8, nodes=1, nbytes=2**30, time_s=2.7e-3)
 PROFILE = Profile(machine="h200", gpu="NVIDIA H200", driver="570.1", versions={"nccl": "2.29.2"}, collectives=(SAMPLE,))

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topology.calibration_records import profile_from_records
 from topology.errors import BadInput
-from topology.profile import CollectiveSample, Profile, check_profile, read_profile
-from topology.profile_store import current, keep, merge, store_path, stored, with_runs
-from topology.samples import Conditions, LayerSample, OperatorSample, Provenance
+from topology.profile.calibration_records import profile_from_records
+from topology.profile.profile import CollectiveSample, Profile, check_profile, read_profile
+from topology.profile.samples import Conditions, LayerSample, OperatorSample, Provenance
+from topology.profile.store import add_to_store, current_samples, merge, read_stored, store_path, with_named_runs
 
 
 def operator(m: int = 64, **changes) -> OperatorSample:
@@ -34,13 +34,13 @@ def test_samples_of_another_driver_stay_beside_and_are_not_used() -> None:
     both = merge(profile(operator(seconds=1e-5), driver="1"), profile(operator(seconds=2e-5), driver="2"))
 
     assert [s.seconds for s in both.operators] == [1e-5, 2e-5]
-    assert [s.seconds for s in current(both).operators] == [2e-5]
+    assert [s.seconds for s in current_samples(both).operators] == [2e-5]
 
 
 def test_a_build_of_the_same_library_is_the_same_library() -> None:
     both = merge(profile(operator(), torch="2.11.0"), profile(operator(128), torch="2.11.0+cu130"))
 
-    assert len(current(both).operators) == 2
+    assert len(current_samples(both).operators) == 2
 
 
 def test_a_throttled_sample_does_not_drive_out_a_good_one() -> None:
@@ -71,13 +71,13 @@ def test_merging_is_idempotent_and_keeps_every_key(samples) -> None:
 
 
 def test_the_store_keeps_old_samples_and_writes_valid_files(tmp_path) -> None:
-    keep(profile(operator(1)), tmp_path)
-    path = keep(profile(operator(2)), tmp_path)
+    add_to_store(profile(operator(1)), tmp_path)
+    path = add_to_store(profile(operator(2)), tmp_path)
 
     assert path.parent == tmp_path
     assert {s.shape["m"] for s in read_profile(path).operators} == {1, 2}
-    assert stored("H200-SXM", tmp_path) is not None
-    assert stored("l40s", tmp_path) is None
+    assert read_stored("H200-SXM", tmp_path) is not None
+    assert read_stored("l40s", tmp_path) is None
 
 
 @pytest.mark.parametrize("gpu", ["../../etc/passwd", "a/b", "", "..", "x" * 3 + "\n"])
@@ -93,7 +93,7 @@ def test_schema_1_is_read_and_its_samples_get_the_provenance_of_its_head(tmp_pat
         encoding="utf-8",
     )
 
-    named = with_runs(read_profile(path))
+    named = with_named_runs(read_profile(path))
 
     (sample,) = named.collectives
     assert named.runs[sample.run].driver == "7"
@@ -123,7 +123,7 @@ def test_operators_that_cannot_be_are_refused(changes) -> None:
 
 
 def test_faster_than_the_gpu_is_refused() -> None:
-    from topology.cluster_file import load_cluster
+    from topology.catalog.cluster_file import load_cluster
 
     impossible = operator(shape={"m": 8192, "n": 8192, "k": 8192}, seconds=1e-5)
     with pytest.raises(BadInput, match="TFLOP/s"):

@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.topology.captures import text
-from topology.smi_nvlink import parse_nvlink
-from topology.smi_query import parse_query
+from topology.readers.smi_nvlink import parse_nvlink
+from topology.readers.smi_query import parse_query
 
 
 def test_a6000s_of_which_one_has_no_bridge():

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.topology.captures import text
-from topology.smi_p2p import parse_p2p
+from topology.readers.smi_p2p import parse_p2p
 
 
 def test_the_captures():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.topology.captures import MATRICES, TOPO, matrix
-from topology.smi_topo import closest_nics, cpu_count, nv_count, parse_topo
+from topology.readers.smi_topo import closest_nics, cpu_count, nv_count, parse_topo
 
 
 @pytest.mark.parametrize("key", MATRICES, ids=lambda key: key["file"][:2])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from topology.pci_tree import PciPlace, path_class
-from topology.sysfs import read_sysfs
+from topology.readers.pci_tree import PciPlace, path_class
+from topology.readers.sysfs import read_sysfs
 
 
 def device(root, path, *, kind, vendor="0x10de", numa=0, width="16", width_max="16", speed="32.0 GT/s PCIe"):

@@ -37,11 +37,6 @@ def wait_for(address: str, process: subprocess.Popen[str], timeout_s: float = 60
     raise RuntimeError("the server does not answer")
 
 
-def children(pid: int) -> list[int]:
-    """Return the processes that a process has started (Linux)."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @contextmanager
 def running(environment: dict[str, str] | None = None) -> Iterator[str]:
     """Run `planner ui` and yield its address; it is gone afterwards."""

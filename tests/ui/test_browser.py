@@ -89,7 +89,7 @@ def test_the_main_path(page, address, tmp_path):
     assert "52_stas" in page.url
 
     goto(page, "Plan detail")
-    page.get_by_role("tab", name="Change it").click()
+    page.get_by_role("tab", name="Edit").click()
     field = page.get_by_label("Tensor", exact=True)
     field.fill("2")
     field.press("Enter")
@@ -149,7 +149,7 @@ def test_a_change_of_the_batch_is_answered(page, address):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_both_themes_follow_the_browser(browser, address, scheme):
-    from planner.palette import DARK, LIGHT
+    from planner.pictures.palette import DARK, LIGHT
 
     page = browser.new_page(color_scheme=scheme)
     page.goto(address)

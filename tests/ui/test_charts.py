@@ -6,16 +6,18 @@ from itertools import pairwise
 
 import pytest
 
-from planner import palette
-from planner.inputs import cluster_of
-from simulator.plan import Plan, rank_grid
+from planner.io.inputs import read_cluster
+from planner.pictures import palette
+from planner.pictures.memory import stage_parts
+from planner.pictures.node_layout import node_view, pair_rows
+from simulator.config.estimate import Interval, MemoryEstimate
+from simulator.config.plan import Plan, rank_grid
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
-from topology.catalog import catalog_names
-from topology.cluster import LinkState
+from topology.catalog.clusters import catalog_names
+from topology.cluster import LinkState, Source
 from ui.charts import compare, detail, measured, model, plans, topology
-from ui.placement_view import placement_rows
-from ui.timeline import KINDS, Bar
-from ui.topology_view import node_view, pair_rows
+from ui.charts.placement_layout import placement_rows
+from ui.charts.timeline import KINDS, Bar
 
 GIB = 2**30
 ROWS = [
@@ -31,26 +33,26 @@ BARS = [
 
 def charts(dark):
     """Return every chart, drawn from small rows."""
-    view = node_view(cluster_of("dgx-a100"))
+    view = node_view(read_cluster("dgx-a100"))
     fall = [{"name": "model FLOPs at peak", "seconds": 1.0, "share": 1.0, "meaning": "m", "colour": palette.BLUE}]
-    run = {"id": "r", "source": "s", "predicted": 1.0, "measured": 1.1, "error": -0.09, "held": "outside"}
+    run = {"id": "r", "source": "s", "predicted": 1.0, "measured": 1.1, "error": -0.09, "interval": "outside"}
     return {
         "node": topology.node(view, dark=dark),
-        "pairs": topology.pairs(pair_rows(cluster_of("dgx-1v")), dark=dark),
+        "pairs": topology.pairs(pair_rows(read_cluster("dgx-1v")), dark=dark),
         "placement": topology.placement(placement_rows(Plan(tp=8, pp=2), 8), "tp", dark=dark),
         "scatter": plans.scatter(ROWS, limit_gib=80.0, chosen="a", dark=dark),
         "counts": plans.counts({"memory": 10, "kv-heads": 1, "none": 0}, dark=dark),
         "sensitivity": plans.sensitivity(
             [{"rate": 1e9, "plan": "a", "step_s": 1.0}], quantity="network", now=1e9, flip=2e9, dark=dark
         ),
-        "memory": detail.memory([{"parameters": GIB, "activations": 2 * GIB}], [4 * GIB], 80 * GIB, dark=dark),
+        "memory": detail.memory([{"parameters": GIB, "activations": 2 * GIB, "reserved": GIB}], 80 * GIB, dark=dark),
         "waterfall": detail.waterfall(fall, dark=dark),
         "timeline": detail.timeline(BARS, window=(0.0, 8.0), dark=dark),
         "memory_time": detail.memory_over_time([(0.0, GIB), (1.0, 2 * GIB)], 80 * GIB, dark=dark),
         "against": measured.against([run], unit="s", dark=dark),
         "errors": measured.errors([run], dark=dark),
         "parameters": model.parameters([{"part": "attention", "parameters": 1e9}], dark=dark),
-        "differences": compare.differences([{"name": "bubble", "delta": 1.0, "said": "1 ms"}], unit="ms", dark=dark),
+        "differences": compare.differences([{"name": "bubble", "delta": 1.0, "text": "1 ms"}], unit="ms", dark=dark),
     }
 
 
@@ -121,7 +123,15 @@ def test_the_front_is_what_nothing_beats_in_both():
 
 
 def test_a_bar_of_memory_ends_at_what_the_allocator_holds():
-    spec = detail.memory([{"parameters": 3 * GIB, "other": GIB}], [5 * GIB], 80 * GIB, dark=False).to_dict()
+    held = MemoryEstimate(
+        peak_bytes=Interval(value=4 * GIB, low=4 * GIB, high=4 * GIB, source=Source.ASSUMED),
+        reserved_bytes=5 * GIB,
+        by_category={"parameters": 3 * GIB, "other": GIB},
+        worst_rank=0,
+        capacity_bytes=80 * GIB,
+        fits=True,
+    )
+    spec = detail.memory(stage_parts(held), 80 * GIB, dark=False).to_dict()
     values = spec["layer"][0]["data"]["values"]
 
     assert sum(value["gib"] for value in values) == pytest.approx(5.0)
@@ -146,7 +156,7 @@ def test_the_waterfall_is_continuous_and_ends_at_the_step():
 @pytest.mark.parametrize("name", catalog_names())
 def test_every_machine_of_the_catalogue_is_drawn_whole(name):
     """Every part has a place of its own, and every link joins two of them."""
-    cluster = cluster_of(name)
+    cluster = read_cluster(name)
     view = node_view(cluster)
     node = cluster.groups[0].node
 
@@ -162,7 +172,7 @@ def test_every_machine_of_the_catalogue_is_drawn_whole(name):
 def test_a_rack_is_cut_to_what_fits_but_not_its_faults():
     from dataclasses import replace
 
-    cluster = cluster_of("gb200-nvl72")
+    cluster = read_cluster("gb200-nvl72")
     group = cluster.groups[0]
     sick = tuple(replace(gpu, healthy=gpu.index != 70) for gpu in group.node.gpus)
     cluster = replace(cluster, groups=(replace(group, node=replace(group.node, gpus=sick)),))
@@ -177,7 +187,7 @@ def test_a_rack_is_cut_to_what_fits_but_not_its_faults():
 def test_a_link_that_is_not_well_is_drawn_as_such():
     from dataclasses import replace
 
-    cluster = cluster_of("dgx-a100")
+    cluster = read_cluster("dgx-a100")
     group = cluster.groups[0]
     links = tuple(
         replace(link, state=LinkState.DEGRADED) if link.a == "gpu5" and link.label.startswith("NV") else link
@@ -191,7 +201,7 @@ def test_a_link_that_is_not_well_is_drawn_as_such():
 
 
 def test_pairs_are_symmetric_and_wider_over_nvlink():
-    rows = {(row["from"], row["to"]): row for row in pair_rows(cluster_of("dgx-1v"))}
+    rows = {(row["from"], row["to"]): row for row in pair_rows(read_cluster("dgx-1v"))}
 
     assert all(rows[b, a]["rate"] == row["rate"] for (a, b), row in rows.items())
     by_class = {row["class"]: row["rate"] for row in rows.values() if row["rate"]}

@@ -8,13 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from planner import cli, explorer
+from planner import cli
+from planner.io import explorer_server as explorer
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
-from tests.ui.server import ROOT, children, free_port, wait_for
+from tests.ui.server import ROOT, free_port, wait_for
+from topology.processes import alive, descendants
 
 
 def start(port, tmp_path):
@@ -28,26 +29,18 @@ def start(port, tmp_path):
     )
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ending_it_leaves_no_process(tmp_path, number):
     port = free_port()
     process = start(port, tmp_path)
     wait_for(f"http://127.0.0.1:{port}", process)
-    servers = children(process.pid)
+    servers = descendants(process.pid)
     assert servers
 
     process.send_signal(number)  # to the parent alone, which is harder than a terminal's Ctrl-C to all
     assert process.wait(20) == 130
-    assert not any(alive(pid) for pid in servers)
+    assert not any(alive(server) for server in servers)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 

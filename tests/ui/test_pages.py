@@ -11,7 +11,7 @@ from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT, metrics, said, table
 
 PAGES = ("cluster", "model", "plans", "detail", "compare", "measured", "exports")
-TABS = ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Change it")
+TABS = ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Edit")
 TOPO = ROOT / "tests" / "data" / "topo" / "47_3x_a6000_one_pair.txt"
 
 
@@ -93,11 +93,11 @@ def test_search_can_be_stopped_and_started_again(explorer, monkeypatch):
     """Stop ends the thread at its next report; starting again gives the answer."""
     import threading
 
-    from planner.commands import suggest
+    from planner.search import answer as answers
 
-    ended, real, hold = threading.Event(), suggest.answer, [True]
+    ended, real, hold = threading.Event(), answers.answer, [True]
 
-    def slow(*, progress, **question):
+    def slow(*question, progress):
         try:
             while hold[0]:
                 progress("costed 1 of 2 legal plans")
@@ -105,9 +105,9 @@ def test_search_can_be_stopped_and_started_again(explorer, monkeypatch):
         except BaseException:
             ended.set()
             raise
-        return real(progress=progress, **question)
+        return real(*question, progress=progress)
 
-    monkeypatch.setattr(suggest, "answer", slow)
+    monkeypatch.setattr(answers, "answer", slow)
     test = explorer("cluster", model="llama3.2-1b", seq="2048", batch="12")
     test.session_state["_patience_s"] = 0.1
     test.switch_page("views/plans.py").run()
@@ -128,7 +128,7 @@ def test_a_simulation_can_be_stopped(explorer, monkeypatch):
     """Stop ends the engine itself, not only the wait for it."""
     import threading
 
-    from simulator import simulation
+    from simulator.lowering import simulation
 
     began, ended, real = threading.Event(), threading.Event(), simulation.simulate
 
@@ -161,17 +161,17 @@ def test_a_simulation_can_be_stopped(explorer, monkeypatch):
 def test_while_a_search_runs_the_last_plans_are_costed_for_the_new_question(explorer, monkeypatch):
     import threading
 
-    from planner.commands import suggest
+    from planner.search import answer as answers
 
     test = explorer("plans", model="llama3.2-1b")
     before = test.selectbox(key="plan").options
-    hold, real = threading.Event(), suggest.answer
+    hold, real = threading.Event(), answers.answer
 
-    def slow(**question):
+    def slow(*question, **options):
         hold.wait(60)
-        return real(**question)
+        return real(*question, **options)
 
-    monkeypatch.setattr(suggest, "answer", slow)
+    monkeypatch.setattr(answers, "answer", slow)
     test.session_state["_patience_s"] = 0.1
     test.sidebar.number_input(key="batch").set_value(24).run()
     hold.set()
@@ -183,7 +183,7 @@ def test_while_a_search_runs_the_last_plans_are_costed_for_the_new_question(expl
 
 
 def test_changing_a_plan_shows_the_difference_and_what_is_not_legal(explorer):
-    test = explorer("detail", model="llama3.2-1b", tab="Change it")
+    test = explorer("detail", model="llama3.2-1b", tab="Edit")
     name = test.selectbox(key="plan").value
 
     test.number_input(key=f"x_tp_{name}").set_value(2).run()
@@ -197,12 +197,12 @@ def test_changing_a_plan_shows_the_difference_and_what_is_not_legal(explorer):
 def test_no_run_yet_says_how_to_make_one(explorer):
     text = said(explorer("measured"))
 
-    assert "No run was kept yet" in text
+    assert "No runs yet" in text
     assert "planner apply" in text
 
 
 def test_kept_runs_stand_beside_their_predictions(explorer):
-    from planner.runs_store import keep
+    from planner.runs.runs_store import save_run
 
     plan = {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1, "ep": 1}
     plan |= {"virtual_stages": 1, "schedule": None, "recompute": "full", "tp_overlap": "none", "micro_batch_size": 2}
@@ -219,7 +219,7 @@ def test_kept_runs_stand_beside_their_predictions(explorer):
         "predicted": {"step_s": {"value": 0.9}, "memory": {"peak_bytes": {"value": 40 * 2**30}}},
         "measured": {"step_s": {"median": 1.0}, "memory_by_rank": [{"peak_allocated_bytes": 50 * 2**30}]},
     }
-    keep(document, "/somewhere")
+    save_run(document, "/somewhere")
 
     test = explorer("measured")
     row = table(test, "model").iloc[0]
@@ -286,7 +286,7 @@ def test_what_is_no_machine_is_refused_by_name_and_not_kept(explorer, name, cont
 
     assert reason in said(test).replace("\\", "")
     assert test.sidebar.selectbox(key="cluster").value == "dgx-h100"
-    assert uploads.kept("cluster") == ()
+    assert uploads.stored("cluster") == ()
 
 
 def test_an_uploaded_config_becomes_the_model(explorer):

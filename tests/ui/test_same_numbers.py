@@ -7,7 +7,9 @@ import json
 import pytest
 
 from planner import cli
-from simulator.plan import Plan
+from planner.question.question import question_of
+from planner.search.search import SearchOptions
+from simulator.config.plan import Plan
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import metrics, table
 from ui.state import LISTED, plan_name
@@ -44,7 +46,7 @@ def plan_of(told):
 
 
 def test_a_changed_plan_is_that_of_estimate(explorer, capsys, tmp_path):
-    test = explorer("detail", tab="Change it", **QUESTION)
+    test = explorer("detail", tab="Edit", **QUESTION)
     name = test.selectbox(key="plan").value
     test.number_input(key=f"x_tp_{name}").set_value(2).run()
     test.selectbox(key=f"x_recompute_{name}").set_value("full").run()
@@ -78,22 +80,24 @@ def test_a_changed_plan_is_that_of_estimate(explorer, capsys, tmp_path):
 @pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm", "deepspeed", "llm-foundry"])
 def test_a_plan_that_is_not_changed_stays_the_same(framework):
     """The form starts at the plan itself: every listed plan of every framework comes back as it was."""
-    from planner.frameworks import framework_named
-    from planner.inputs import cluster_of
-    from planner.search import suggest
-    from simulator.hf_config import load_model
-    from simulator.workload import Workload
+    from planner.io.inputs import read_cluster
+    from planner.search.search import suggest
+    from simulator.config.hf_config import load_model
+    from simulator.config.workload import Workload
+    from simulator.legality.frameworks import framework_named
     from ui import data
     from ui.rows import changed_flags, degrees_of
-    from ui.state import Question
+    from ui.state import Inputs
 
-    asked = Question(model="llama3-8b", gpus=8, seq_len=4096, global_batch=16, framework=framework)
+    asked = Inputs(model="llama3-8b", gpus=8, seq_len=4096, global_batch=16, framework=framework)
     found = suggest(
-        load_model("llama3-8b"),
-        cluster_of("dgx-h100", 8),
-        Workload(seq_len=4096, global_batch_size=16),
-        framework=framework_named(framework),
-        top=12,
+        question_of(
+            load_model("llama3-8b"),
+            read_cluster("dgx-h100", 8),
+            Workload(seq_len=4096, global_batch_size=16),
+            framework=framework_named(framework),
+        ),
+        SearchOptions(top=12),
     )
     for ranked in found.plans:
         plan = ranked.plan
@@ -104,9 +108,9 @@ def test_a_plan_that_is_not_changed_stays_the_same(framework):
 
 
 def test_the_plan_file_is_the_one_that_suggest_saves(explorer, capsys, tmp_path):
-    from planner.plan_file import load_plan
+    from planner.question.plan_file import load_plan
     from ui import data
-    from ui.state import Question
+    from ui.state import Inputs
 
     out = tmp_path / "plan.json"
     answer(capsys, "suggest", *FLAGS, "--top", str(LISTED), "--out", str(out))
@@ -115,7 +119,7 @@ def test_the_plan_file_is_the_one_that_suggest_saves(explorer, capsys, tmp_path)
 
     assert data.plan_file_text(result, ranked) == out.read_text()
     assert load_plan(out).plan == ranked.plan
-    assert Question(cluster="dgx-h100", gpus=16).command().startswith("planner suggest --model llama3-8b")
+    assert Inputs(cluster="dgx-h100", gpus=16).command().startswith("planner suggest --model llama3-8b")
 
 
 def test_the_machine_is_that_of_probe(explorer, capsys):

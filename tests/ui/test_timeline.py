@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.trace import COMMUNICATION, COMPUTE, HOST, Counter, Span, Trace
-from ui.timeline import LANES, bars, samples, timeline
+from simulator.closed_form.scenario import Scenario
+from simulator.program.trace import COMMUNICATION, COMPUTE, HOST, Counter, Span, Trace
+from ui.charts.timeline import LANES, bars, samples, timeline
 
 
 @st.composite
@@ -96,21 +97,23 @@ def test_the_peak_of_a_counter_survives(points):
 @pytest.mark.slow
 def test_sixty_four_stages_of_256_micro_batches_become_few_bars():
     """The size that a browser must not be given whole; what it takes is printed, not asserted."""
-    from planner.frameworks import framework_named
-    from planner.inputs import cluster_of
-    from planner.search import default_runtime
-    from simulator.hf_config import load_model
-    from simulator.plan import Plan
-    from simulator.simulation import simulate_plan
-    from simulator.workload import Workload
+    from planner.io.inputs import read_cluster
+    from planner.question.question import default_runtime
+    from simulator.config.hf_config import load_model
+    from simulator.config.plan import Plan
+    from simulator.config.workload import Workload
+    from simulator.legality.frameworks import framework_named
+    from simulator.lowering.simulation import simulate_plan
 
     plan = Plan(pp=64, schedule="1F1B", recompute="full")
     found = simulate_plan(
-        load_model("llama3-70b"),
-        cluster_of("gb200-nvl72", 64),
-        Workload(seq_len=1024, global_batch_size=256),
+        Scenario(
+            model=load_model("llama3-70b"),
+            cluster=read_cluster("gb200-nvl72", 64),
+            workload=Workload(seq_len=1024, global_batch_size=256),
+            runtime=default_runtime(framework_named("torchtitan")),
+        ),
         plan,
-        default_runtime(framework_named("torchtitan")),
     )
     began = time.perf_counter()
     line = timeline(found.run.trace)

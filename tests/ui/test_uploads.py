@@ -15,17 +15,17 @@ TOPO = (ROOT / "tests" / "data" / "topo" / "47_3x_a6000_one_pair.txt").read_byte
 
 
 def test_the_same_content_is_kept_once():
-    first, second = uploads.keep("cluster", "a.txt", TOPO), uploads.keep("cluster", "a.txt", TOPO)
+    first, second = uploads.store("cluster", "a.txt", TOPO), uploads.store("cluster", "a.txt", TOPO)
 
     assert first == second
-    assert uploads.kept("cluster") == (first,)
+    assert uploads.stored("cluster") == (first,)
     assert uploads.find(first.choice) == first
     assert first.path.read_bytes() == TOPO
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/abs/olute.txt", "a b;$(rm -rf).txt", "ß" * 300, "..", ""])
 def test_a_name_never_leaves_the_folder(name):
-    kept = uploads.keep("cluster", name, TOPO)
+    kept = uploads.store("cluster", name, TOPO)
 
     assert kept.path.parent == uploads.folder()
     assert uploads.find(kept.choice) == kept
@@ -33,17 +33,17 @@ def test_a_name_never_leaves_the_folder(name):
 
 def test_a_file_that_is_too_large_is_refused_unread():
     with pytest.raises(PlannerError, match="MiB"):
-        uploads.keep("cluster", "big.txt", b"x" * (uploads.MAX_BYTES + 1))
+        uploads.store("cluster", "big.txt", b"x" * (uploads.MAX_BYTES + 1))
 
-    assert uploads.kept("cluster") == ()
+    assert uploads.stored("cluster") == ()
 
 
 def test_the_oldest_go_first(monkeypatch):
     monkeypatch.setattr(uploads, "MAX_FILES", 3)
     for number in range(5):
-        uploads.keep("cluster", f"m{number}.json", f'{{"gpu": "l40s", "gpus_per_node": {number + 1}}}'.encode())
+        uploads.store("cluster", f"m{number}.json", f'{{"gpu": "l40s", "gpus_per_node": {number + 1}}}'.encode())
 
-    assert len(uploads.kept("cluster")) == 3
+    assert len(uploads.stored("cluster")) == 3
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -52,7 +52,7 @@ def test_whatever_is_uploaded_is_read_or_refused(content, name):
     for kind in ("cluster", "model"):
         said = ""
         try:
-            assert uploads.keep(kind, name, content).path.is_file()
+            assert uploads.store(kind, name, content).path.is_file()
         except PlannerError as error:
             said = str(error)
         assert str(uploads.folder()) not in said

@@ -15,6 +15,7 @@ import pytest
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT
 from tests.ui.server import free_port, wait_for
+from topology.processes import descendants
 
 PARTS = ("topology", "simulator", "planner", "executor", "ui", "pyproject.toml", "README.md", "LICENSE")
 OPEN = """
@@ -80,8 +81,7 @@ def test_the_server_starts_from_the_wheel_with_its_settings(installed, tmp_path)
     )
     try:
         wait_for(f"http://127.0.0.1:{port}", process)
-        child = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
-        words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+        words = descendants(process.pid)[0].cmdline()
         assert str(installed / "ui" / "app.py") in words
         assert words[words.index("--browser.gatherUsageStats") + 1] == "false"
     finally:

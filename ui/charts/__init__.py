@@ -1,1 +1,1 @@
-"""Pictures as pure functions: rows in, an altair chart out. Colours come from `planner.palette` and nowhere else."""
+"""Altair charts as pure functions of rows. All colours come from `planner.pictures.palette`."""

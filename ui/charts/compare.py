@@ -1,4 +1,4 @@
-"""One plan less another, term by term."""
+"""The chart of the differences of two plans, term by term."""
 
 from __future__ import annotations
 
@@ -7,30 +7,33 @@ from typing import Any
 
 import altair as alt
 
-from planner.palette import GOOD, VERMILION
+from planner.pictures.palette import GOOD, VERMILION
 from ui.charts.look import finished, paper
 
 
 def differences(rows: Sequence[dict[str, Any]], *, unit: str, dark: bool) -> alt.LayerChart:
-    """Draw terms to the right of zero where the second plan pays more, to the left where it saves. Rows: name, delta, said."""
+    """Draw terms to the right of zero where the second plan has more, to the left where it has less.
+
+    Rows: name, delta, text.
+    """
     p = paper(dark)
     reach = max((abs(row["delta"]) for row in rows), default=1.0) * 1.35
     base = alt.Chart(alt.Data(values=list(rows))).encode(
         y=alt.Y("name:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=240)),
         x=alt.X("delta:Q", title=unit, scale=alt.Scale(domain=[-reach, reach], nice=False)),
-        tooltip=["name:N", alt.Tooltip("said:N", title="difference")],
+        tooltip=["name:N", alt.Tooltip("text:N", title="difference")],
     )
     more = alt.condition("datum.delta > 0", alt.value(VERMILION), alt.value(GOOD))
     bars = base.mark_bar(height=18, cornerRadius=2).encode(color=more)
     right = (
         base.transform_filter("datum.delta > 0")
         .mark_text(align="left", dx=5, fontSize=12, color=p.ink)
-        .encode(text="said:N")
+        .encode(text="text:N")
     )
     left = (
         base.transform_filter("datum.delta <= 0")
         .mark_text(align="right", dx=-5, fontSize=12, color=p.ink)
-        .encode(text="said:N")
+        .encode(text="text:N")
     )
     zero = alt.Chart(alt.Data(values=[{"delta": 0}])).mark_rule(color=p.quiet).encode(x="delta:Q")
     return finished(alt.layer(zero, bars, right, left).properties(height=30 * max(1, len(rows)) + 40), dark)

@@ -1,4 +1,4 @@
-"""One plan: memory by stage and category, where the step goes, what streams do when."""
+"""Charts of one plan: memory by stage and category, the waterfall of the step, timelines, memory over time."""
 
 from __future__ import annotations
 
@@ -7,35 +7,30 @@ from typing import Any
 
 import altair as alt
 
-from planner.palette import BAD, GREY, MEMORY, SPANS, TIME
+from planner.pictures.palette import BAD, GREY, MEMORY, SPANS, TIME
 from ui.charts.look import GIB, finished, paper, scale, seconds, words
-from ui.timeline import LANES, Bar
+from ui.charts.timeline import LANES, Bar
 
 
-def memory(
-    stages: Sequence[Mapping[str, float]], held: Sequence[float], capacity: float, *, dark: bool
-) -> alt.LayerChart:
-    """Draw bytes by category, a bar for each pipeline stage, up to what the allocator holds, with what there is.
+def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool) -> alt.LayerChart:
+    """Draw bytes by category, one bar per pipeline stage up to what the allocator reserves, and the capacity.
 
-    `stages` and `held` have one entry a stage (bytes); `capacity` is what a rank can use.
+    `stages` has one entry per stage (`planner.pictures.memory.stage_parts`); `capacity` is that of one GPU, in bytes.
     """
     p = paper(dark)
-    values = []
-    for stage, categories in enumerate(stages):
-        total = sum(categories.values())
-        parts = {**categories, "reserved": max(0.0, held[stage] - total) if stage < len(held) else 0.0}
-        values += [
-            {
-                "stage": f"stage {stage}" if len(stages) > 1 else "every rank",
-                "number": stage,
-                "category": words(name),
-                "order": order,
-                "gib": nbytes / GIB,
-                "said": f"{nbytes / GIB:.2f} GiB",
-            }
-            for order, name in enumerate(_known_first(parts, MEMORY))
-            if (nbytes := parts[name]) > 0.005 * GIB
-        ]
+    values = [
+        {
+            "stage": f"stage {stage}" if len(stages) > 1 else "every rank",
+            "number": stage,
+            "category": words(name),
+            "order": order,
+            "gib": nbytes / GIB,
+            "text": f"{nbytes / GIB:.2f} GiB",
+        }
+        for stage, parts in enumerate(stages)
+        for order, (name, nbytes) in enumerate(parts.items())
+        if nbytes > 0.005 * GIB
+    ]
     names = _in_order(values, "category", [words(n) for n in MEMORY])
     widest = max([capacity / GIB, *(sum(v["gib"] for v in values if v["number"] == s) for s in range(len(stages)))])
     x = alt.X("gib:Q", title="GiB on one GPU", scale=alt.Scale(domain=[0, widest * 1.04], nice=False), stack="zero")
@@ -50,16 +45,16 @@ def memory(
                 "category:N", title=None, scale=scale("memory", names), sort=names, legend=alt.Legend(columns=0)
             ),
             order="order:Q",
-            tooltip=["stage:N", "category:N", alt.Tooltip("said:N", title="size")],
+            tooltip=["stage:N", "category:N", alt.Tooltip("text:N", title="size")],
         )
     )
-    wall = alt.Chart(alt.Data(values=[{"gib": capacity / GIB, "said": f"{capacity / GIB:.1f} GiB there are"}]))
-    rule = wall.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.5).encode(x="gib:Q")
-    said = wall.mark_text(align="right", dx=-5, color=BAD, fontSize=11, baseline="top").encode(
-        x="gib:Q", y=alt.value(-14), text="said:N"
+    capacity_rule = alt.Chart(alt.Data(values=[{"gib": capacity / GIB, "text": f"{capacity / GIB:.1f} GiB available"}]))
+    rule = capacity_rule.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.5).encode(x="gib:Q")
+    label = capacity_rule.mark_text(align="right", dx=-5, color=BAD, fontSize=11, baseline="top").encode(
+        x="gib:Q", y=alt.value(-14), text="text:N"
     )
     row = 34 if len(stages) <= 16 else 13
-    return finished(alt.layer(bars, rule, said).properties(height=row * len(stages) + 86), dark)
+    return finished(alt.layer(bars, rule, label).properties(height=row * len(stages) + 86), dark)
 
 
 def waterfall(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChart:
@@ -76,7 +71,7 @@ def waterfall(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChar
                 "name": key,
                 "from": at if not row.get("total") else 0.0,
                 "to": at + row["seconds"] if not row.get("total") else row["seconds"],
-                "said": f"{seconds(row['seconds'])}  {row['share']:.1%}",
+                "text": f"{seconds(row['seconds'])}  {row['share']:.1%}",
                 "meaning": row["meaning"],
                 "colour": p.quiet if row.get("total") else row["colour"],
             }
@@ -86,15 +81,15 @@ def waterfall(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChar
     y = alt.Y("name:N", sort=None, title=None, axis=alt.Axis(labelLimit=240, domain=False, ticks=False, labelPadding=8))
     x = alt.X("from:Q", title="seconds of a step", scale=alt.Scale(domain=[0, top * 1.16], nice=False))
     base = alt.Chart(alt.Data(values=values)).encode(
-        y=y, tooltip=["name:N", alt.Tooltip("said:N", title="takes"), alt.Tooltip("meaning:N", title="what it is")]
+        y=y, tooltip=["name:N", alt.Tooltip("text:N", title="takes"), alt.Tooltip("meaning:N", title="what it is")]
     )
     bars = base.mark_bar(height=20, cornerRadius=2).encode(x=x, x2="to:Q", color=alt.Color("colour:N", scale=None))
-    text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(x="to:Q", text="said:N")
+    text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(x="to:Q", text="text:N")
     return finished(alt.layer(bars, text).properties(height=30 * len(values) + 30), dark)
 
 
 def _lighter(colour: str) -> str:
-    """Return a colour half way to white: forward and backward are both compute, one hue in two strengths."""
+    """Return a colour halfway to white, which tells the forward from the backward pass."""
     return "#" + "".join(f"{(int(colour[i : i + 2], 16) + 255) // 2:02X}" for i in (1, 3, 5))
 
 
@@ -112,7 +107,7 @@ _STRENGTH = {"wait": 0.5}
 
 
 def timeline(bars: Sequence[Bar], *, window: tuple[float, float], dark: bool) -> alt.Chart:
-    """Draw bars on a row for each lane of each rank, over a window in seconds; scroll zooms, drag moves."""
+    """Draw bars on one row per lane and rank, over a window in seconds; scrolling zooms and dragging moves."""
     p = paper(dark)
     lanes = sorted({(bar.rank, bar.lane) for bar in bars}, key=lambda lane: (lane[0], LANES.index(lane[1])))
     one_lane = len({lane for _, lane in lanes}) == 1
@@ -170,7 +165,7 @@ def timeline(bars: Sequence[Bar], *, window: tuple[float, float], dark: bool) ->
 
 
 def memory_over_time(points: Sequence[tuple[float, float]], capacity: float, *, dark: bool) -> alt.LayerChart:
-    """Draw allocated bytes of one rank over the step, with what there is."""
+    """Draw the allocated bytes of one rank over the step, and the capacity."""
     unit, size = ("ms", 1e-3) if points and points[-1][0] < 2 else ("s", 1.0)
     values = [{"at": time / size, "gib": nbytes / GIB} for time, nbytes in points]
     top = max([capacity / GIB, *(v["gib"] for v in values)]) * 1.05
@@ -186,10 +181,6 @@ def memory_over_time(points: Sequence[tuple[float, float]], capacity: float, *, 
         .encode(y="gib:Q")
     )
     return finished(alt.layer(area, limit).properties(height=190), dark)
-
-
-def _known_first(parts: Mapping[str, float], order: Mapping[str, str]) -> list[str]:
-    return [*(n for n in order if n in parts), *(n for n in parts if n not in order)]
 
 
 def _in_order(values: Sequence[Mapping[str, Any]], key: str, order: Sequence[str]) -> list[str]:

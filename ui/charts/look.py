@@ -1,4 +1,4 @@
-"""What all charts share: paper and ink of the theme, scales over the palette's words, numbers with their units."""
+"""What all charts share: the colours of the theme, colour scales of the palette, numbers with their units."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 import altair as alt
 
-# Not used here: altair looks whether somebody has imported pandas, and must not meet it half imported by the table of
-# another session.
+# Not used here. altair checks whether pandas is imported, and must not find it half imported by another session.
 import pandas as pd  # noqa: F401
 
-from planner.palette import DARK, LIGHT, Paper, colour
+from planner.pictures.palette import DARK, LIGHT, Paper, colour
 
 GIB = 2.0**30
 FONT = "Source Sans, Source Sans Pro, sans-serif"
@@ -21,13 +20,13 @@ def paper(dark: bool) -> Paper:
 
 
 def scale(family: str, names: Iterable[str]) -> alt.Scale:
-    """Return a colour scale over those words of a palette family that occur, in the order given."""
+    """Return a colour scale over `names` of a palette family, in the order given."""
     shown = list(dict.fromkeys(names))
     return alt.Scale(domain=shown, range=[colour(family, name.replace(" ", "_")) for name in shown])
 
 
 def words(name: str) -> str:
-    """Return a key as words: `exposed_communication` as `exposed communication`."""
+    """Return a key in words: `exposed_communication` becomes `exposed communication`."""
     return name.replace("_", " ")
 
 
@@ -36,7 +35,7 @@ def gib(nbytes: float) -> float:
 
 
 def rate(bytes_per_s: float | None) -> str:
-    """Return a link rate as people say it; never more digits than are known."""
+    """Return a link rate in GB/s, with as many digits as are known."""
     if not bytes_per_s:
         return "unknown"
     gigabytes = bytes_per_s / 1e9
@@ -44,7 +43,7 @@ def rate(bytes_per_s: float | None) -> str:
 
 
 def seconds(value: float) -> str:
-    """Return a duration with the unit that keeps three digits."""
+    """Return a duration with three significant digits, in s, ms or us."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(value) >= size:
             return f"{value / size:.3g} {unit}"
@@ -52,7 +51,7 @@ def seconds(value: float) -> str:
 
 
 def finished(chart: alt.Chart | alt.LayerChart | alt.VConcatChart, dark: bool) -> alt.Chart | alt.LayerChart:
-    """Return the chart with axes and words in the ink of the theme and no box around it."""
+    """Return the chart with axes and text in the colours of the theme, and no frame."""
     p = paper(dark)
     return (
         chart.configure(background="transparent", font=FONT)

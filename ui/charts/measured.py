@@ -1,4 +1,4 @@
-"""Predicted beside measured: how far off, where, and whether the range held."""
+"""Charts of predicted against measured values: errors, and whether the measured value is inside the range."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import Any
 
 import altair as alt
 
-from planner.palette import GOOD, GREY, VERMILION
+from planner.pictures.palette import GOOD, GREY, VERMILION
 from ui.charts.look import finished, paper
 
-HELD = {"inside the 80 % range": GOOD, "outside": VERMILION, "no range": GREY}
+INTERVALS = {"inside the 80 % range": GOOD, "outside": VERMILION, "no range": GREY}
 
 
 def against(rows: Sequence[Mapping[str, Any]], *, unit: str, dark: bool) -> alt.LayerChart:
-    """Draw predicted over measured on equal logarithmic axes. Rows: id, source, predicted, measured, error, held."""
+    """Draw predicted over measured on equal logarithmic axes.
+
+    Rows: id, source, predicted, measured, error, interval.
+    """
     p = paper(dark)
-    values = [{**row, "said": f"{row['error']:+.1%}"} for row in rows]
+    values = [{**row, "text": f"{row['error']:+.1%}"} for row in rows]
     every = [v for row in rows for v in (row["predicted"], row["measured"])]
     domain = [min(every) * 0.8, max(every) * 1.25] if every else [0.1, 10]
     axis = alt.Scale(type="log", domain=domain, nice=False)
@@ -26,13 +29,15 @@ def against(rows: Sequence[Mapping[str, Any]], *, unit: str, dark: bool) -> alt.
         .encode(
             x=alt.X("measured:Q", title=f"measured, {unit}", scale=axis, axis=alt.Axis(tickCount=6, format="~g")),
             y=alt.Y("predicted:Q", title=f"predicted, {unit}", scale=axis, axis=alt.Axis(tickCount=6, format="~g")),
-            color=alt.Color("held:N", title=None, scale=alt.Scale(domain=list(HELD), range=list(HELD.values()))),
+            color=alt.Color(
+                "interval:N", title=None, scale=alt.Scale(domain=list(INTERVALS), range=list(INTERVALS.values()))
+            ),
             tooltip=[
                 "id:N",
                 "source:N",
                 alt.Tooltip("measured:Q", format=".4~g"),
                 alt.Tooltip("predicted:Q", format=".4~g"),
-                alt.Tooltip("said:N", title="error"),
+                alt.Tooltip("text:N", title="error"),
             ],
         )
     )
@@ -45,10 +50,10 @@ def against(rows: Sequence[Mapping[str, Any]], *, unit: str, dark: bool) -> alt.
 
 
 def errors(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChart:
-    """Draw signed errors, a row of ticks for each source, the median marked. Rows: source, error, id, held."""
+    """Draw signed errors, one row of ticks per source, with the median. Rows: source, error, id, interval."""
     p = paper(dark)
     values = [
-        {**row, "percent": max(-60.0, min(60.0, 100 * row["error"])), "said": f"{row['error']:+.1%}"} for row in rows
+        {**row, "percent": max(-60.0, min(60.0, 100 * row["error"])), "text": f"{row['error']:+.1%}"} for row in rows
     ]
     sources = list(dict.fromkeys(row["source"] for row in rows))
     y = alt.Y("source:N", sort=sources, title=None, axis=alt.Axis(labelLimit=330, domain=False, ticks=False))
@@ -56,9 +61,12 @@ def errors(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChart:
     base = alt.Chart(alt.Data(values=values)).encode(x=x, y=y)
     ticks = base.mark_tick(thickness=1.6, size=18, opacity=0.7).encode(
         color=alt.Color(
-            "held:N", title=None, scale=alt.Scale(domain=list(HELD), range=list(HELD.values())), legend=None
+            "interval:N",
+            title=None,
+            scale=alt.Scale(domain=list(INTERVALS), range=list(INTERVALS.values())),
+            legend=None,
         ),
-        tooltip=["id:N", alt.Tooltip("said:N", title="error")],
+        tooltip=["id:N", alt.Tooltip("text:N", title="error")],
     )
     middle = base.mark_point(shape="diamond", size=90, filled=True, color=p.ink).encode(x="median(percent):Q")
     zero = (

@@ -1,4 +1,4 @@
-"""A model's parts."""
+"""The chart of a model's parameters."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 
 import altair as alt
 
-from planner.palette import BLUE
+from planner.pictures.palette import BLUE
 from ui.charts.look import finished, paper
 
 
 def parameters(rows: Sequence[dict[str, Any]], *, dark: bool) -> alt.LayerChart:
-    """Draw parameters by part, the count and the share written beside each bar."""
+    """Draw parameters by part, each bar labelled with its count and share."""
     p = paper(dark)
     total = sum(row["parameters"] for row in rows) or 1
     values = [
         {
             **row,
-            "said": f"{_count(row['parameters'])}  {row['parameters'] / total:.1%}",
+            "text": f"{_count(row['parameters'])}  {row['parameters'] / total:.1%}",
             "b": row["parameters"] / 1e9,
         }
         for row in rows
@@ -29,7 +29,7 @@ def parameters(rows: Sequence[dict[str, Any]], *, dark: bool) -> alt.LayerChart:
         x=alt.X("b:Q", title="billion parameters", scale=alt.Scale(domain=[0, top * 1.2], nice=False)),
     )
     bars = base.mark_bar(color=BLUE, height=22, cornerRadiusEnd=3)
-    text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(text="said:N")
+    text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(text="text:N")
     return finished(alt.layer(bars, text).properties(height=36 * max(1, len(values)) + 30), dark)
 
 

@@ -1,4 +1,4 @@
-"""Plans against each other: time and memory with the front between them, why candidates were rejected, rate curves."""
+"""Charts of several plans: time against memory with the Pareto front, rejected candidates, step over link rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import altair as alt
 
-from planner.palette import BAD, GOOD, GREEN, GREY, ORANGE, PURPLE, VERMILION
+from planner.pictures.palette import BAD, GOOD, GREEN, GREY, ORANGE, PURPLE, VERMILION
 from ui.charts.look import finished, paper, words
 
 
@@ -21,7 +21,7 @@ def front(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str | None, dark: bool) -> alt.LayerChart:
-    """Draw step time against memory: the front as a stepped line, the limit of the GPU, the chosen plan ringed.
+    """Draw step time against memory, with the Pareto front, the capacity of the GPU, and a ring around the chosen plan.
 
     Rows have plan, rank, step_s, low_s, high_s, peak_gib, tokens, mfu.
     """
@@ -37,7 +37,7 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
         for row in rows
     ]
     times = [row["step_s"] for row in rows] or [1.0]
-    held = [row["peak_gib"] for row in rows]
+    memory_gib = [row["peak_gib"] for row in rows]
     x = alt.X(
         "step_s:Q",
         title="step time, s",
@@ -47,9 +47,11 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
     y = alt.Y(
         "peak_gib:Q",
         title="memory on the worst rank, GiB",
-        scale=alt.Scale(domain=[max(0.0, min([*held, limit_gib]) * 0.9), limit_gib * 1.05], nice=False, zero=False),
+        scale=alt.Scale(
+            domain=[max(0.0, min([*memory_gib, limit_gib]) * 0.9), limit_gib * 1.05], nice=False, zero=False
+        ),
     )
-    told = [
+    tooltip = [
         alt.Tooltip("rank:O", title="#"),
         alt.Tooltip("plan:N"),
         alt.Tooltip("step:N", title="step (80 % range)"),
@@ -69,30 +71,32 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
             title=None,
             scale=alt.Scale(domain=["on the front", "beaten in both"], range=[GOOD, GREY]),
         ),
-        tooltip=told,
+        tooltip=tooltip,
     )
     named = alt.FieldOneOfPredicate(field="place", oneOf=["on the front"])
     numbers = base.mark_text(dy=17, fontSize=11, color=p.quiet).encode(text="rank:Q").transform_filter(named)
     ring = base.mark_point(size=320, strokeWidth=2.5, color=ORANGE).transform_filter(alt.datum.plan == (chosen or ""))
-    wall = alt.Chart(alt.Data(values=[{"limit": limit_gib, "said": f"{limit_gib:.1f} GiB a rank can use"}]))
-    limit = wall.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.4).encode(y="limit:Q")
-    said = wall.mark_text(align="left", dy=-7, color=BAD, fontSize=11).encode(
-        y="limit:Q", x=alt.value(6), text="said:N"
+    capacity_rule = alt.Chart(
+        alt.Data(values=[{"limit": limit_gib, "text": f"{limit_gib:.1f} GiB available to a rank"}])
     )
-    return finished(alt.layer(line, limit, said, points, numbers, ring).properties(height=380), dark)
+    limit = capacity_rule.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.4).encode(y="limit:Q")
+    label = capacity_rule.mark_text(align="left", dy=-7, color=BAD, fontSize=11).encode(
+        y="limit:Q", x=alt.value(6), text="text:N"
+    )
+    return finished(alt.layer(line, limit, label, points, numbers, ring).properties(height=380), dark)
 
 
 def counts(rows: Mapping[str, int], *, dark: bool) -> alt.LayerChart:
-    """Draw how many candidates each rule rejected, the most first, on a logarithmic length."""
+    """Draw how many candidates each rule rejected, the most first, on a logarithmic axis."""
     p = paper(dark)
-    values = [{"rule": words(rule), "count": count, "said": f"{count:,}"} for rule, count in rows.items() if count]
+    values = [{"rule": words(rule), "count": count, "text": f"{count:,}"} for rule, count in rows.items() if count]
     base = alt.Chart(alt.Data(values=values)).encode(
         y=alt.Y("rule:N", sort=None, title=None, axis=alt.Axis(labelLimit=260, domain=False, ticks=False)),
         x=alt.X("count:Q", scale=alt.Scale(type="symlog"), title=None, axis=None),
-        tooltip=["rule:N", alt.Tooltip("said:N", title="candidates")],
+        tooltip=["rule:N", alt.Tooltip("text:N", title="candidates")],
     )
     bars = base.mark_bar(color=PURPLE, height=15, cornerRadiusEnd=3)
-    text = base.mark_text(align="left", dx=5, color=p.quiet, fontSize=12).encode(text="said:N")
+    text = base.mark_text(align="left", dx=5, color=p.quiet, fontSize=12).encode(text="text:N")
     return finished(alt.layer(bars, text).properties(height=26 * max(1, len(values)) + 8), dark)
 
 
@@ -102,7 +106,7 @@ COLOURS = (GOOD, VERMILION, GREEN, PURPLE)
 def sensitivity(
     rows: Sequence[Mapping[str, Any]], *, quantity: str, now: float, flip: float | None, dark: bool
 ) -> alt.LayerChart:
-    """Draw step time over a link rate, one line a plan, with where the rate is now and where the answer would flip.
+    """Draw step time over a link rate, one line per plan, with the present rate and the flip point.
 
     Rows have rate (bytes/s), plan, step_s.
     """
@@ -131,12 +135,12 @@ def sensitivity(
             ],
         )
     )
-    marks = [{"gb": now / 1e9, "said": f"now {now / 1e9:.3g}"}]
-    marks += [{"gb": flip / 1e9, "said": f"flips at {flip / 1e9:.3g}"}] if flip else []
+    marks = [{"gb": now / 1e9, "text": f"now {now / 1e9:.3g}"}]
+    marks += [{"gb": flip / 1e9, "text": f"flips at {flip / 1e9:.3g}"}] if flip else []
     rules = alt.Chart(alt.Data(values=marks)).mark_rule(color=p.quiet, strokeDash=[4, 3]).encode(x=x)
-    said = (
+    label = (
         alt.Chart(alt.Data(values=marks))
         .mark_text(align="left", dx=5, fontSize=11, color=p.quiet, baseline="top")
-        .encode(x=x, y=alt.value(4), text="said:N")
+        .encode(x=x, y=alt.value(4), text="text:N")
     )
-    return finished(alt.layer(rules, lines, said).properties(height=300), dark)
+    return finished(alt.layer(rules, lines, label).properties(height=300), dark)

@@ -1,4 +1,4 @@
-"""The machine as pictures: a node's parts and links, pairs of GPUs as a matrix, ranks on nodes."""
+"""Charts of the machine: parts and links of a node, rates between pairs of GPUs, ranks on nodes."""
 
 from __future__ import annotations
 
@@ -6,25 +6,17 @@ from typing import Any
 
 import altair as alt
 
-from planner.palette import BAD, LINKS, colour
+from planner.pictures.node_layout import LINK_WORDS, NodeView, degraded
+from planner.pictures.palette import BAD, LINKS, colour
 from ui.charts.look import finished, paper, rate
-from ui.topology_view import NodeView, degraded
 
 ROW = 92  # pixels between rows of the picture
-NAMES = {
-    "nvswitch": "NVSwitch",
-    "nvlink": "NVLink",
-    "c2c": "chip to chip",
-    "pcie": "PCIe",
-    "smp": "socket to socket",
-    "network": "network",
-}
-# Okabe and Ito's hues once more, for group numbers: neighbours in the cycle are far apart.
+# Okabe and Ito's hues for group numbers, ordered so that adjacent numbers differ most.
 GROUPS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#882255", "#BEBEC4")
 
 
 def node(view: NodeView, *, dark: bool, ranks: dict[int, tuple[str, int]] | None = None) -> alt.LayerChart:
-    """Draw a node. `ranks` gives, by GPU index, what to write on it and the number of the group that colours it."""
+    """Draw a node. `ranks` has, by GPU index, its label and the number of the group that decides its colour."""
     p = paper(dark)
     x = alt.X("x:Q", axis=None, scale=alt.Scale(domain=[-0.7, view.width - 0.3], nice=False, zero=False))
     y = alt.Y("y:Q", axis=None, scale=alt.Scale(domain=[view.height - 0.5, -0.5], nice=False, zero=False))
@@ -36,7 +28,7 @@ def node(view: NodeView, *, dark: bool, ranks: dict[int, tuple[str, int]] | None
             "step": step,
             "x": px,
             "y": py,
-            "kind": NAMES[cable.kind],
+            "kind": LINK_WORDS[cable.kind],
             "what": f"{cable.a} to {cable.b}",
             "class": cable.label or "-",
             "links": cable.count,
@@ -51,10 +43,12 @@ def node(view: NodeView, *, dark: bool, ranks: dict[int, tuple[str, int]] | None
         for cable in view.cables
         for step, (px, py) in enumerate(cable.points)
     ]
-    told = [alt.Tooltip(f"{f}:N") for f in ("what", "kind", "class", "links", "nominal", "measured", "state", "source")]
+    tooltip = [
+        alt.Tooltip(f"{f}:N") for f in ("what", "kind", "class", "links", "nominal", "measured", "state", "source")
+    ]
     if lines:
-        colours = alt.Scale(domain=[NAMES[k] for k in kinds], range=[colour("links", k) for k in kinds])
-        base = alt.Chart(alt.Data(values=lines)).encode(x=x, y=y, detail="link:N", order="step:Q", tooltip=told)
+        colours = alt.Scale(domain=[LINK_WORDS[k] for k in kinds], range=[colour("links", k) for k in kinds])
+        base = alt.Chart(alt.Data(values=lines)).encode(x=x, y=y, detail="link:N", order="step:Q", tooltip=tooltip)
         layers.append(
             base.mark_line(strokeCap="round", opacity=0.85).encode(
                 color=alt.condition(
@@ -78,7 +72,7 @@ def _width(bytes_per_s: float) -> float:
     return min(6.0, max(1.0, (bytes_per_s / 1e9) ** 0.27)) if bytes_per_s else 1.0
 
 
-# Where a part's name goes: beside what hangs in the middle, so that no line runs through it.
+# Position of a part's name: beside parts in the middle, so that no line crosses it.
 _SIDES: dict[str, dict[str, Any]] = {
     "above": {"dy": -17},
     "below": {"dy": 19},
@@ -97,7 +91,7 @@ def _parts(
             "x": part.x,
             "y": part.y,
             "label": part.label if part.kind != "gpu" or ranks is None else ranks.get(part.index, ("", 0))[0],
-            "about": f"{part.about} {part.label}",
+            "about": part.about,
             "kind": part.kind,
             "fill": GROUPS[ranks[part.index][1] % len(GROUPS)] if ranks and part.index in ranks else page,
             "on": "#FFFFFF" if ranks and part.index in ranks else ink,
@@ -108,9 +102,9 @@ def _parts(
     gpus = [row for row in rows if row["kind"] == "gpu"]
     rest = [row for row in rows if row["kind"] != "gpu"]
     layers = []
-    told = [alt.Tooltip("about:N", title="part")]
+    tooltip = [alt.Tooltip("about:N", title="part")]
     if rest:
-        base = alt.Chart(alt.Data(values=rest)).encode(x=x, y=y, tooltip=told)
+        base = alt.Chart(alt.Data(values=rest)).encode(x=x, y=y, tooltip=tooltip)
         layers.append(
             base.mark_point(
                 filled=True, fillOpacity=1, strokeWidth=1.2, shape="square", size=60 if many else 170
@@ -126,11 +120,11 @@ def _parts(
             ]
             if named:
                 words = alt.Chart(alt.Data(values=named)).encode(x=x, y=y, text="label:N")
-                # The page's colour around the letters keeps lines from running through them.
+                # An outline in the background colour keeps lines from crossing the letters.
                 layers.append(words.mark_text(stroke=page, strokeWidth=4, fontSize=11, **how))
                 layers.append(words.mark_text(color=quiet, fontSize=11, **how))
     if gpus:
-        base = alt.Chart(alt.Data(values=gpus)).encode(x=x, y=y, tooltip=told)
+        base = alt.Chart(alt.Data(values=gpus)).encode(x=x, y=y, tooltip=tooltip)
         layers.append(
             base.mark_point(filled=True, fillOpacity=1, strokeWidth=1.6, size=120 if many else round_size).encode(
                 fill=alt.Fill("fill:N", scale=None), stroke=alt.Stroke("edge:N", scale=None)
@@ -146,11 +140,11 @@ def _parts(
 
 
 def pairs(rows: list[dict[str, object]], *, dark: bool) -> alt.LayerChart:
-    """Draw what each GPU can send each other one: darker is wider, the printed class written where there is room."""
+    """Draw the rate between each pair of GPUs: darker is faster; labelled with the link class where it fits."""
     p = paper(dark)
     count = len({row["from"] for row in rows})
     values = [
-        {**row, "gb": float(str(row["rate"])) / 1e9 if row["rate"] else None, "said": rate(row["rate"])}  # type: ignore[arg-type]
+        {**row, "gb": float(str(row["rate"])) / 1e9 if row["rate"] else None, "text": rate(row["rate"])}  # type: ignore[arg-type]
         for row in rows
         if row["class"] != "self"
     ]
@@ -164,7 +158,7 @@ def pairs(rows: list[dict[str, object]], *, dark: bool) -> alt.LayerChart:
     base = alt.Chart(alt.Data(values=values)).encode(
         x=alt.X("to:O", title="to GPU", axis=alt.Axis(orient="top", **axis)),
         y=alt.Y("from:O", title="from GPU", axis=alt.Axis(**axis)),
-        tooltip=["from:O", "to:O", "class:N", alt.Tooltip("said:N", title="alone, one way")],
+        tooltip=["from:O", "to:O", "class:N", alt.Tooltip("text:N", title="one transfer, one direction")],
     )
     alike = alt.value(LINKS["nvswitch"]) if top == low else None
     boxes = base.mark_rect(cornerRadius=3 if few else 0, stroke=p.page, strokeWidth=2 if few else 0).encode(
@@ -192,7 +186,7 @@ def pairs(rows: list[dict[str, object]], *, dark: bool) -> alt.LayerChart:
 
 
 def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> alt.LayerChart:
-    """Draw ranks on nodes: a row a node, a column a GPU, coloured by the coordinate along one mesh axis."""
+    """Draw ranks on nodes: a row per node, a column per GPU, coloured by the coordinate along one mesh axis."""
     p = paper(dark)
     nodes = len({row["node"] for row in rows})
     columns = len({row["gpu"] for row in rows})

@@ -1,1 +1,1 @@
-"""One file a page. Streamlit runs them; nothing imports them: what they compute is in `ui.rows` and `ui.data`."""
+"""One file per page, run by Streamlit and imported by nothing: what pages show is computed in `ui.rows` and `ui.data`."""

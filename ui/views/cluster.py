@@ -1,4 +1,4 @@
-"""What is the machine, and is it what it should be?"""
+"""Page: the topology of the machine, and how it compares with its datasheet."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ from typing import TYPE_CHECKING
 
 import streamlit as st
 
-from planner.costs import plannable
-from planner.scaling import network_bytes_per_s, nvlink_bytes_per_s
+from planner.explain.tables import cluster_line
+from planner.pictures.node_layout import node_view, pair_rows
+from planner.question.question import plannable
+from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from topology import codec
 from topology.errors import PlannerError
 from ui import data, panels, rows, state, uploads
 from ui.charts import topology as charts
 from ui.charts.look import GIB, rate
-from ui.topology_view import node_view, pair_rows
 
 if TYPE_CHECKING:
     from topology.cluster import Cluster
 
 
 def upload() -> None:
-    """Take an uploaded file in: on success it becomes the cluster of the question."""
+    """Store an uploaded file and make it the cluster of the question."""
     file = st.session_state.get("cluster_file")
     state.results().pop("cluster_error", None)
     if file is None:
         return
     try:
-        st.session_state["cluster"] = uploads.keep("cluster", file.name, file.getvalue()).choice
-        st.session_state["gpus"] = None  # all of them: what was asked of another machine need not exist here
+        st.session_state["cluster"] = uploads.store("cluster", file.name, file.getvalue()).choice
+        st.session_state["gpus"] = None  # all of them: the count asked for another machine may not exist here
     except PlannerError as error:
         state.results()["cluster_error"] = error
 
 
-def show(question: state.Question) -> None:
+def show(question: state.Inputs) -> None:
     try:
         found = data.cluster(question.cluster, question.gpus, question.gpu)
     except PlannerError as error:
@@ -47,20 +48,21 @@ def show(question: state.Question) -> None:
     left, right = st.columns([3, 2], gap="large")
     with left:
         name = "The machine" if found.node_count == 1 else f"One of {found.node_count} nodes"
-        some = f"{SHOWN_GPUS} of {here} GPUs, and those that are not well. " if here > SHOWN_GPUS else ""
-        panels.section(name, f"{some}Thicker lines are wider links. Point at a part or a line for its rates.")
+        some = f"{SHOWN_GPUS} of {here} GPUs, and those with faults. " if here > SHOWN_GPUS else ""
+        panels.section(name, f"{some}Thicker lines are faster links. Hover over a part or a line for its rates.")
         panels.chart(
             charts.node(view, dark=panels.dark()),
             key="topology",
             alt=f"Graph of {len(view.parts)} parts and {len(view.cables)} links of {found.name}",
         )
     with right:
-        panels.section("GPU to GPU", "What one can send another alone, by the class the system prints.")
+        panels.section("GPU to GPU", "Rate of one transfer at a time, by the link class that nvidia-smi prints.")
         panels.chart(
             charts.pairs(pair_rows(found), dark=panels.dark()), key="pairs", alt="Matrix of link classes between GPUs"
         )
     panels.section(
-        "Expected against measured", "Rates are one way, decimal GB/s. A sound link copies at about 88 % of nominal."
+        "Expected against measured",
+        "Rates are per direction, in decimal GB/s. A healthy link copies at about 88 % of nominal.",
     )
     links = panels.in_percent(rows.link_rows(node_view(found)), "share")
     st.dataframe(links, hide_index=True, width="stretch", placeholder="", column_config=_COLUMNS)
@@ -68,7 +70,7 @@ def show(question: state.Question) -> None:
     _add()
 
 
-SHOWN_GPUS = 16  # a rack has 72, alike by tray
+SHOWN_GPUS = 16  # a rack has 72, in equal trays
 
 _COLUMNS = {
     "share": st.column_config.ProgressColumn("measured / nominal", format="%.0f%%", min_value=0, max_value=100),
@@ -77,7 +79,6 @@ _COLUMNS = {
 
 
 def _summary(cluster: Cluster) -> str:
-    from planner.tables import cluster_line  # noqa: PLC0415 - rich is not needed for the frame
 
     return (
         panels.plain(cluster_line(cluster))
@@ -89,7 +90,7 @@ def _summary(cluster: Cluster) -> str:
 def _figures(cluster: Cluster) -> None:
     health = data.health(cluster, codec.fingerprint(cluster))
     worst = Counter(str(item.severity) for item in health.items)
-    verdict = "sound" if health.healthy else f"{worst['error'] + worst['warning']} findings"
+    verdict = "healthy" if health.healthy else f"{worst['error'] + worst['warning']} findings"
     known = plannable(cluster)
     kind = cluster.slowest_kind if known else None
     dtype = next(
@@ -105,7 +106,7 @@ def _figures(cluster: Cluster) -> None:
             (
                 "GPU memory",
                 f"{cluster.gpu_memory_bytes / GIB:.1f} GiB" if known else "unknown",
-                "What the driver reports; datasheet.",
+                "As the driver reports it; datasheet.",
             ),
             (
                 f"Dense {dtype}",
@@ -115,14 +116,14 @@ def _figures(cluster: Cluster) -> None:
             (
                 "NVLink",
                 rate(nvlink_bytes_per_s(cluster)) if nvlink_bytes_per_s(cluster) else "none",
-                f"Per GPU, one way; {source}.",
+                f"Per GPU and direction; {source}.",
             ),
             (
                 "Network",
                 rate(network) if network else "none",
-                "Per GPU, one way: its share of the node's ports; datasheet.",
+                "Per GPU and direction: its share of the node's ports; datasheet.",
             ),
-            ("Health", verdict, "What planner doctor says without measuring."),
+            ("Health", verdict, "From planner doctor, without measuring."),
         ]
     )
 
@@ -131,7 +132,7 @@ def _findings(cluster: Cluster) -> None:
     items = data.health(cluster, codec.fingerprint(cluster)).items
     panels.section("Findings")
     if not items:
-        st.markdown(":green[:material/check_circle:] Nothing is missing, degraded or contradictory in what was read.")
+        st.markdown(":green[:material/check_circle:] Nothing is missing, degraded or contradictory.")
         return
     for item in items[:12]:
         panels.finding(
@@ -144,9 +145,9 @@ def _findings(cluster: Cluster) -> None:
 
 
 def _add() -> None:
-    panels.section("Add a machine", "It stays on this computer. Nothing in it is run.")
+    panels.section("Add a machine", "The file stays on this computer, and nothing in it is run.")
     st.file_uploader(
-        "The text of nvidia-smi topo -m, an NCCL topology file, or a cluster file",
+        "The output of nvidia-smi topo -m, an NCCL topology file, or a cluster file",
         type=["txt", "xml", "json", "log"],
         key="cluster_file",
         on_change=upload,

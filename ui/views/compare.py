@@ -1,4 +1,4 @@
-"""Two plans side by side: only what differs."""
+"""Page: two plans side by side, with their differences only."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from typing import Any
 
 import streamlit as st
 
-from planner.waterfall import difference
+from planner.explain.waterfall import difference
 from ui import data, panels, rows, state
 from ui.charts import compare as charts
 from ui.charts.look import GIB, seconds, words
 
 
-def show(question: state.Question) -> None:
+def show(question: state.Inputs) -> None:
     del question
     result, first = data.answer()
-    st.caption("This plan against another: only what differs.")
+    st.caption("This plan compared with another: only the differences.")
     others = [state.plan_name(r.plan) for r in result.plans if r.rank != first.rank]
     if not others:
         panels.empty(
-            "There is only one plan", "No other grid of degrees is legal and fits, so there is nothing to compare."
+            "There is only one plan",
+            "No plan with other parallel degrees is legal and fits, so there is nothing to compare.",
         )
         return
-    name = st.selectbox("Against", others, key="other", bind="query-params")
+    name = st.selectbox("Compare with", others, key="other", bind="query-params")
     second = data.chosen(result, str(name))
     headings = {
         "what": st.column_config.TextColumn(""),
@@ -31,10 +32,10 @@ def show(question: state.Question) -> None:
     }
     left, right = st.columns(2, gap="large")
     with left:
-        panels.section("What it gives")
+        panels.section("Results")
         st.dataframe(rows.figure_rows(first, second), hide_index=True, width="stretch", column_config=headings)
     with right:
-        panels.section("What differs in the plan")
+        panels.section("Differences of the plans")
         st.dataframe(
             rows.differing_rows(first.plan, second.plan), hide_index=True, width="stretch", column_config=headings
         )
@@ -42,21 +43,22 @@ def show(question: state.Question) -> None:
     time = [term for term in terms if term.unit == "s" and abs(term.delta) > 1e-6]
     memory = [term for term in terms if term.unit == "bytes" and abs(term.delta) > 0.01 * GIB]
     net = second.estimate.step_s.value - first.estimate.step_s.value
-    held = (second.estimate.memory.reserved_bytes - first.estimate.memory.reserved_bytes) / GIB
+    reserved = (second.estimate.memory.reserved_bytes - first.estimate.memory.reserved_bytes) / GIB
     left, right = st.columns(2, gap="large")
     with left:
-        panels.section("Time, term by term", f"#{second.rank} less #{first.rank}: {seconds(net)} a step in all.")
+        panels.section("Time, term by term", f"#{second.rank} minus #{first.rank}: {seconds(net)} per step in total.")
         _bars(
-            [{"name": words(t.name), "delta": t.delta * 1e3, "said": seconds(t.delta)} for t in time],
-            "ms a step",
+            [{"name": words(t.name), "delta": t.delta * 1e3, "text": seconds(t.delta)} for t in time],
+            "ms per step",
             "time",
         )
     with right:
         panels.section(
-            "Memory, term by term", f"#{second.rank} less #{first.rank}: {held:+.1f} GiB held on the worst rank."
+            "Memory, term by term",
+            f"#{second.rank} minus #{first.rank}: {reserved:+.1f} GiB reserved on the worst rank.",
         )
         _bars(
-            [{"name": words(t.name), "delta": t.delta / GIB, "said": f"{t.delta / GIB:+.2f} GiB"} for t in memory],
+            [{"name": words(t.name), "delta": t.delta / GIB, "text": f"{t.delta / GIB:+.2f} GiB"} for t in memory],
             "GiB",
             "memory",
         )
@@ -64,7 +66,7 @@ def show(question: state.Question) -> None:
 
 def _bars(terms: list[dict[str, Any]], unit: str, key: str) -> None:
     if not terms:
-        panels.empty("The same", "No term differs by enough to show.", icon=":material/drag_handle:")
+        panels.empty("No difference", "No term differs by enough to show.", icon=":material/drag_handle:")
         return
     panels.chart(
         charts.differences(terms, unit=unit, dark=panels.dark()), key=f"difference_{key}", alt=f"Differences in {unit}"

@@ -1,4 +1,6 @@
-"""One plan: does it fit, where does its step go, where do its ranks run, what would change the answer?"""
+"""Page: one plan: its memory, its step, the placement of its ranks, a simulated timeline, and what would change the
+result.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from planner.tables import arithmetic, flip_text, policy
-from planner.waterfall import waterfall
+from planner.explain.tables import degrees_text, flip_text, policy_text
+from planner.explain.waterfall import waterfall
+from planner.pictures.memory import stage_parts
+from planner.pictures.node_layout import node_view
+from planner.pictures.waterfall import waterfall_rows
 from topology.errors import PlannerError
 from ui import data, panels, rows, state
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
 from ui.charts import topology as topology_charts
 from ui.charts.look import GIB, seconds, words
-from ui.placement_view import SHOWN_NODES, axes_used, placement_rows
-from ui.timeline import LANES, bars, samples
-from ui.topology_view import node_view
+from ui.charts.placement_layout import SHOWN_NODES, axes_used, placement_rows
+from ui.charts.timeline import LANES, bars, samples
 
 if TYPE_CHECKING:
-    from planner.search import RankedPlan, SearchResult
-    from simulator.estimate import Estimate
-    from simulator.simulation import Simulated
+    from planner.search.result import RankedPlan, SearchResult
+    from simulator.config.estimate import Estimate
+    from simulator.lowering.simulation import Simulated
 
 AXIS_NAMES = {
     "pp": "pipeline stage",
@@ -30,20 +34,20 @@ AXIS_NAMES = {
     "cp": "context",
     "tp": "tensor",
 }
-TABS = ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Change it")
-MANY_LANES = 8  # ranks; beyond it one lane each is enough for an eye
+TABS = ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Edit")
+MANY_RANKS = 8  # with more, only the compute lane of each is shown at first
 
 
-def show(question: state.Question) -> None:
+def show(question: state.Inputs) -> None:
     result, ranked = data.answer()
-    st.caption(f"#{ranked.rank} · {panels.plain(arithmetic(ranked.plan))} · {panels.plain(policy(ranked.plan))}")
+    st.caption(f"#{ranked.rank} · {panels.plain(degrees_text(ranked.plan))} · {panels.plain(policy_text(ranked.plan))}")
     _figures(ranked.estimate)
     for problem in ranked.problems:
         st.markdown(f":orange[{panels.ICONS['warning']}] {panels.plain(problem.message)}")
     tabs = st.tabs(list(TABS), key="tab", bind="query-params", on_change="rerun")
     pages = (_memory, _step, _placement, _timeline, _sensitivity, _change)
     for tab, page in zip(tabs, pages, strict=True):
-        if tab.open:  # only what is looked at is worked out
+        if tab.open:  # only the open tab is computed
             with tab:
                 page(question, result, ranked)
 
@@ -73,17 +77,16 @@ def _figures(estimate: Estimate) -> None:
     )
 
 
-def _memory(question: state.Question, result: SearchResult, ranked: RankedPlan) -> None:
+def _memory(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:
     del question, result
     memory = ranked.estimate.memory
     peak = memory.peak_bytes
     panels.section(
         memory.verdict.capitalize(),
         f"Allocated {peak.value / GIB:.1f} GiB (80 % range {peak.low / GIB:.1f} to {peak.high / GIB:.1f}, {peak.source}) at the"
-        f" peak of rank {memory.worst_rank}; the allocator holds {memory.reserved_bytes / GIB:.1f} GiB.",
+        f" peak of rank {memory.worst_rank}; the allocator reserves {memory.reserved_bytes / GIB:.1f} GiB.",
     )
-    stages = memory.by_stage or (memory.by_category,)
-    drawn = charts.memory(stages, memory.reserved_by_stage, memory.capacity_bytes, dark=panels.dark())
+    drawn = charts.memory(stage_parts(memory), memory.capacity_bytes, dark=panels.dark())
     panels.chart(drawn, key="memory", alt="Memory by category and pipeline stage")
     shown = [
         {"category": words(name), "GiB": nbytes / GIB, "share": nbytes / max(peak.value, 1.0)}
@@ -100,18 +103,18 @@ def _memory(question: state.Question, result: SearchResult, ranked: RankedPlan) 
     )
 
 
-def _step(question: state.Question, result: SearchResult, ranked: RankedPlan) -> None:
+def _step(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:
     del question, result
     fall = waterfall(ranked.estimate)
     panels.section(
-        "From the peak down to this step",
-        f"The model's FLOPs at {fall.peak_flops / 1e12:.0f} TFLOP/s would take {seconds(fall.peak_s)}; the rest is lost on top.",
+        "From the GPU's peak to this step",
+        f"The model's FLOPs at {fall.peak_flops / 1e12:.0f} TFLOP/s would take {seconds(fall.peak_s)}; the rest is overhead.",
     )
-    drawn = charts.waterfall(rows.fall_rows(ranked.estimate), dark=panels.dark())
-    panels.chart(drawn, key="waterfall", alt="Step time built up from the peak, loss by loss")
+    drawn = charts.waterfall(waterfall_rows(ranked.estimate), dark=panels.dark())
+    panels.chart(drawn, key="waterfall", alt="Step time from the GPU's peak, term by term")
 
 
-def _placement(question: state.Question, result: SearchResult, ranked: RankedPlan) -> None:
+def _placement(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:
     del question
     plan = ranked.plan
     used = axes_used(plan)
@@ -127,14 +130,14 @@ def _placement(question: state.Question, result: SearchResult, ranked: RankedPla
         required=True,
         format_func=AXIS_NAMES.__getitem__,
     )
-    ranks = placement_rows(plan, result.cluster.gpus_per_node)
+    ranks = placement_rows(plan, result.question.cluster.gpus_per_node)
     left, right = st.columns([2, 3], gap="large")
     with left:
-        nodes = -(-plan.gpus // result.cluster.gpus_per_node)
+        nodes = -(-plan.gpus // result.question.cluster.gpus_per_node)
         more = f"The first {SHOWN_NODES} of {nodes} nodes. " if nodes > SHOWN_NODES else ""
         panels.section(
             "Ranks on nodes",
-            f"{more}The number is the {AXIS_NAMES[str(axis)]} coordinate. Point at a cell for its rank.",
+            f"{more}The number is the {AXIS_NAMES[str(axis)]} coordinate. Hover over a cell for its rank.",
         )
         panels.chart(
             topology_charts.placement(ranks, str(axis), dark=panels.dark()),
@@ -142,10 +145,12 @@ def _placement(question: state.Question, result: SearchResult, ranked: RankedPla
             alt="Ranks on nodes and GPUs",
         )
     with right:
-        panels.section("On the wires of the first node", "Each GPU carries its rank.")
+        panels.section("On the links of the first node", "Each GPU is labelled with its rank.")
         here = {row["gpu"]: (str(row["rank"]), row[str(axis)]) for row in ranks if row["node"] == 0}
-        view = node_view(result.cluster, most=16)
-        by_index = {gpu.index: here[i] for i, gpu in enumerate(result.cluster.groups[0].node.gpus) if i in here}
+        view = node_view(result.question.cluster, most=16)
+        by_index = {
+            gpu.index: here[i] for i, gpu in enumerate(result.question.cluster.groups[0].node.gpus) if i in here
+        }
         panels.chart(
             topology_charts.node(view, dark=panels.dark(), ranks=by_index),
             key="wires",
@@ -153,17 +158,17 @@ def _placement(question: state.Question, result: SearchResult, ranked: RankedPla
         )
 
 
-def _timeline(question: state.Question, result: SearchResult, ranked: RankedPlan) -> None:
+def _timeline(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:
     found = data.simulated(question, result, ranked)
     line = data.columns_of(found, f"{question.key} {state.plan_name(ranked.plan)}")
     ranks = line.ranks
     panels.section(
         "One simulated step",
-        f"{len(line):,} spans on {len(ranks)} ranks that differ, {found.detail} by {found.detail}; {seconds(found.run.step_s)} simulated,"
+        f"{len(line):,} spans on {len(ranks)} distinct ranks, {found.detail} by {found.detail}; {seconds(found.run.step_s)} simulated,"
         f" {seconds(ranked.estimate.step_s.value)} by the closed form. Lighter compute is the forward pass.",
     )
     left, right = st.columns([3, 2], gap="large")
-    many = len(ranks) > MANY_LANES
+    many = len(ranks) > MANY_RANKS
     lanes = right.segmented_control(
         "Lanes",
         LANES,
@@ -179,7 +184,7 @@ def _timeline(question: state.Question, result: SearchResult, ranked: RankedPlan
     if not lanes or finish <= begin:
         panels.empty(
             "Nothing is selected",
-            "Choose at least one lane, and a window that has a length.",
+            "Choose at least one lane, and a window longer than zero.",
             icon=":material/timeline:",
         )
         return
@@ -189,9 +194,9 @@ def _timeline(question: state.Question, result: SearchResult, ranked: RankedPlan
         key="timeline",
         alt=f"{len(drawn)} bars for the streams of {len(ranks)} ranks",
     )
-    gathered = sum(bar.spans for bar in drawn if bar.spans > 1)
-    if gathered:
-        st.caption(f"{gathered:,} spans shorter than a cell are gathered; narrow the window to see them one by one.")
+    merged = sum(bar.spans for bar in drawn if bar.spans > 1)
+    if merged:
+        st.caption(f"{merged:,} very short spans are merged into bars; narrow the window to see them one by one.")
     _memory_over_time(found)
     st.download_button(
         "Trace for Perfetto",
@@ -199,7 +204,7 @@ def _timeline(question: state.Question, result: SearchResult, ranked: RankedPlan
         file_name=f"{state.plan_name(ranked.plan).replace(' ', '-')}.trace.json",
         mime="application/json",
         icon=":material/download:",
-        help="Every span, with messages and memory. Open it at ui.perfetto.dev; it is read in the browser and not sent.",
+        help="Every span, with messages and memory. Open it at ui.perfetto.dev, which reads it in the browser and does not upload it.",
         on_click="ignore",
     )
 
@@ -210,13 +215,13 @@ def _memory_over_time(found: Simulated) -> None:
     counter = next((c for c in counters if c.rank == worst), counters[0] if counters else None)
     if counter is None:
         return
-    panels.section("Memory over the step", f"Allocated on rank {counter.rank}; dashed is what a rank can use.")
+    panels.section("Memory over the step", f"Allocated on rank {counter.rank}; the dashed line is the capacity.")
     points = samples(counter, end_s=found.run.step_s)
     drawn = charts.memory_over_time(points, found.estimate.memory.capacity_bytes, dark=panels.dark())
     panels.chart(drawn, key="memory_time", alt="Allocated memory over the step")
 
 
-def _sensitivity(question: state.Question, result: SearchResult, ranked: RankedPlan) -> None:
+def _sensitivity(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:
     del question
     best = result.plans[0]
     other = ranked if ranked.rank > 1 else (result.plans[1] if len(result.plans) > 1 else None)
@@ -225,42 +230,44 @@ def _sensitivity(question: state.Question, result: SearchResult, ranked: RankedP
         for flip in ranked.flips:
             st.markdown(f":material/swap_vert: {panels.plain(flip_text(flip))}")
         if not ranked.flips:
-            st.markdown(":material/block: No link rate or memory within a factor of 16 of today's would make it win.")
+            st.markdown(
+                ":material/block: No link rate or memory within a factor of 16 of the present one would make it win."
+            )
     else:
-        panels.section("This is the best plan", "It stays so until one of these is true.")
-        flips = rows.flips_together(result)
+        panels.section("This is the best plan", "Another one wins in these cases:")
+        flips = rows.merged_flips(result)
         for text, names in flips[:8]:
             more = f", and {len(names) - 1} more" if len(names) > 1 else ""
             st.markdown(f":material/swap_vert: **{panels.plain(names[0])}**{more}: {panels.plain(text)}")
         if not flips:
             st.markdown(
-                ":material/verified: No listed plan wins within a factor of 16 of any link rate, or with other memory."
+                ":material/verified: No listed plan wins with link rates within a factor of 16, or with other memory."
             )
-    turned = data.knobs(result)
-    if not turned:
+    varied = data.knobs(result)
+    if not varied:
         panels.empty(
-            "No link to turn",
+            "No link to vary",
             "This plan runs on GPUs without NVLink or a network between them.",
             icon=":material/link_off:",
         )
         return
-    for column, (quantity, now) in zip(st.columns(len(turned), gap="large"), turned, strict=True):
+    for column, (quantity, now) in zip(st.columns(len(varied), gap="large"), varied, strict=True):
         plans = tuple(r.plan for r in (best, other) if r is not None)
         at = next((flip.at for flip in (other.flips if other else ()) if flip.quantity == quantity), None)
         with column:
-            panels.section(f"If the {quantity} were different")
+            panels.section(f"Step time over {quantity}")
             drawn = plan_charts.sensitivity(
                 data.rate_curves(result, plans, quantity), quantity=quantity, now=now, flip=at, dark=panels.dark()
             )
             panels.chart(drawn, key=f"sensitivity_{quantity}", alt=f"Step time over {quantity}")
 
 
-def _change(question: state.Question, result: SearchResult, ranked: RankedPlan) -> None:
+def _change(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:
     plan = ranked.plan
-    framework = result.framework
+    framework = result.question.framework
     panels.section(
-        "Change it",
-        "Answers as planner estimate does: what the rules say, and what it would cost. The other degrees fill the GPUs.",
+        "Edit the plan",
+        "As planner estimate: whether it is legal, and what it costs. Data parallelism takes the remaining GPUs.",
     )
     columns = st.columns(5)
 
@@ -279,7 +286,7 @@ def _change(question: state.Question, result: SearchResult, ranked: RankedPlan) 
     modes = list(dict.fromkeys([plan.recompute, *framework.recomputes]))
     left, middle, right = st.columns(3)
     recompute = left.selectbox("Recompute", modes, key=f"x_recompute_{state.plan_name(plan)}")
-    degrees["virtual_stages"] = degree(middle, "Stages a rank", "virtual_stages")
+    degrees["virtual_stages"] = degree(middle, "Stages per rank", "virtual_stages")
     if plan.zero_stage is None:
         degrees["dp_replicate"] = degree(right, "Replicas", "dp_replicate")
     flags = rows.changed_flags(plan, degrees, str(recompute))
@@ -297,7 +304,7 @@ def _change(question: state.Question, result: SearchResult, ranked: RankedPlan) 
     if found.estimate is None:
         st.caption("Not legal: nothing to estimate.")
         return
-    st.markdown(f"**{panels.plain(arithmetic(found.case.plan))}** · {panels.plain(policy(found.case.plan))}")
+    st.markdown(f"**{panels.plain(degrees_text(found.case.plan))}** · {panels.plain(policy_text(found.case.plan))}")
     _difference(ranked.estimate, found.estimate)
 
 

@@ -1,4 +1,4 @@
-"""Take the plan along: in its own file, and in the words of the tool that shall run it."""
+"""Page: the plan as a file of its own, and as the configuration of the tool that will run it."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from planner.tables import arithmetic, policy
+from planner.explain.tables import degrees_text, policy_text
 from topology.errors import PlannerError
 from ui import data, panels, state
 
 if TYPE_CHECKING:
-    from planner.search import RankedPlan, SearchResult
+    from planner.search.result import RankedPlan, SearchResult
 
 
-def show(question: state.Question) -> None:
+def show(question: state.Inputs) -> None:
     del question
     result, ranked = data.answer()
-    st.caption(f"{panels.plain(arithmetic(ranked.plan))} · {panels.plain(policy(ranked.plan))}")
+    st.caption(f"{panels.plain(degrees_text(ranked.plan))} · {panels.plain(policy_text(ranked.plan))}")
     _own(result, ranked)
     targets = data.export_targets()
     panels.section("For other tools")
     if not targets:
         panels.empty(
             "This version writes no files for other tools",
-            "The plan file above holds everything they need: degrees, schedule, micro batch, placement.",
+            "The plan file above has everything they need: degrees, schedule, micro batch, placement.",
             icon=":material/ios_share:",
         )
         return
@@ -39,8 +39,8 @@ def show(question: state.Question) -> None:
 def _own(result: SearchResult, ranked: RankedPlan) -> None:
     left, right = st.columns([3, 1], vertical_alignment="center")
     left.markdown(
-        "**plan.json** holds the plan, its estimate, model, cluster and workload whole. `planner apply` runs it, `planner"
-        " estimate` and `planner trace` read it, and it is refused where the machine is no longer the one it was made for."
+        "**plan.json** contains the plan, its estimate, and the complete model, cluster and workload. `planner apply` runs"
+        " it, `planner estimate` and `planner trace` read it, and it is refused on a machine it was not made for."
     )
     right.download_button(
         "Download plan.json",
@@ -61,7 +61,7 @@ def _target(result: SearchResult, ranked: RankedPlan, target: Any) -> None:
     except PlannerError as error:
         panels.failure(error)
         return
-    for label, lines, hue in (("not expressed", done.unsaid, "orange"), ("needed beside it", done.needed, "blue")):
+    for label, lines, hue in (("not expressed", done.not_expressed, "orange"), ("also needed", done.needed, "blue")):
         for line in lines:
             st.markdown(f":{hue}-badge[{label}] {panels.plain(line)}")
     for line in done.notes:

@@ -1,4 +1,4 @@
-"""How far can it be trusted: runs against their predictions."""
+"""Page: predictions compared with measured runs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from statistics import mean, median
 
 import streamlit as st
 
-from planner.runs_store import default_path
+from planner.runs.runs_store import default_path
 from topology.errors import PlannerError
 from ui import data, panels, rows, state
 from ui.charts import measured as charts
 
 
-def show(question: state.Question) -> None:
+def show(question: state.Inputs) -> None:
     del question
-    st.caption("Runs against what was predicted for them before.")
+    st.caption("Measured runs compared with their predictions.")
     _own()
     _published()
 
@@ -23,29 +23,32 @@ def show(question: state.Question) -> None:
 def _own() -> None:
     panels.section("Your runs", "Every planner apply on this machine, newest first.")
     try:
-        kept = data.runs()
+        runs, damaged = data.runs(), data.damaged_runs()
     except PlannerError as error:
         panels.failure(error)
         return
-    if not kept:
+    if damaged:
+        names = ", ".join(run.id for run in damaged[:8])
+        st.caption(panels.code(f"{len(damaged)} damaged, left out: {names}. planner runs --remove ID takes one off."))
+    if not runs:
         panels.empty(
-            "No run was kept yet",
-            "`planner apply plan.json` runs a plan on this machine's GPUs, checks its numbers against one process, and keeps"
-            f" what it measured in {panels.code(_home(default_path()))}. Then it stands here beside its prediction.",
+            "No runs yet",
+            "`planner apply plan.json` runs a plan on this machine's GPUs, checks its numbers against one process, and saves"
+            f" the measurements in {panels.code(_home(default_path()))}. They are then shown here with their prediction.",
             icon=":material/play_circle:",
         )
         return
-    errors = [run.step_error for run in kept if run.step_error is not None]
+    errors = [run.step_error for run in runs if run.step_error is not None]
     if errors:
         panels.figures(
             [
-                ("Runs", str(len(kept)), ""),
-                ("Step, mean absolute", f"{mean(map(abs, errors)):.1%}", "predicted against measured"),
-                ("Step, median", f"{median(errors):+.1%}", "signed: below zero is predicted too fast"),
+                ("Runs", str(len(runs)), ""),
+                ("Step, mean absolute error", f"{mean(map(abs, errors)):.1%}", "predicted against measured"),
+                ("Step, median error", f"{median(errors):+.1%}", "signed: negative where the prediction is too fast"),
             ]
         )
-    told = panels.in_percent([rows.run_row(run) for run in kept], "step", "memory")
-    st.dataframe(told, hide_index=True, width="stretch", placeholder="-", column_config=_RUNS)
+    table = panels.in_percent([rows.run_row(run) for run in runs], "step", "memory")
+    st.dataframe(table, hide_index=True, width="stretch", placeholder="-", column_config=_RUNS)
 
 
 _RUNS = {
@@ -55,20 +58,20 @@ _RUNS = {
 
 
 def _home(path: Path) -> str:
-    """Return a path as people write it: their own folder is `~`."""
+    """Return a path with the home folder as `~`."""
     return str(path).replace(str(Path.home()), "~", 1)
 
 
 def _published() -> None:
     panels.section(
-        "Runs that others published",
-        "Predicted by planner validate from datasheets alone; nothing was calibrated on these machines.",
+        "Published runs",
+        "Predicted by planner validate from datasheets only; nothing was calibrated on these machines.",
     )
     path = state.example("validation/cases.json")
     if path is None:
         panels.empty(
-            "The tables are not part of the installed package",
-            "They are in the repository under `examples/validation/`; `planner validate cases.json` makes them again.",
+            "The case files are not part of the installed package",
+            "They are in the repository under `examples/validation/`; `planner validate cases.json` reproduces them.",
             icon=":material/table_chart:",
         )
         return
@@ -80,8 +83,8 @@ def _published() -> None:
     if not shown:
         panels.empty("Nothing to compare", "No row of the file states this quantity.")
         return
-    held = [row for row in shown if row["held"] != "no range"]
-    inside = sum(row["held"].startswith("inside") for row in held) / max(1, len(held))
+    with_range = [row for row in shown if row["interval"] != "no range"]
+    inside = sum(row["interval"].startswith("inside") for row in with_range) / max(1, len(with_range))
     errors = [row["error"] for row in shown]
     panels.figures(
         [
@@ -92,12 +95,14 @@ def _published() -> None:
         ]
     )
     left, right = st.columns([4, 5], gap="large")
-    unit = "s a step" if what == "step time" else "GiB"
+    unit = "s per step" if what == "step time" else "GiB"
     with left:
-        panels.section("Predicted against measured", "On the dashed line they are equal.")
+        panels.section("Predicted against measured", "Equal on the dashed line.")
         panels.chart(charts.against(shown, unit=unit, dark=panels.dark()), key="against", alt="Predicted over measured")
     with right:
-        panels.section("Error by source", "A tick a run, the diamond is the median; beyond 60 % at the edge.")
+        panels.section(
+            "Error by source", "One tick per run, a diamond for the median; errors beyond 60 % are drawn at the edge."
+        )
         panels.chart(charts.errors(shown, dark=panels.dark()), key="errors", alt="Signed errors by source")
 
 

@@ -1,4 +1,4 @@
-"""What is trained, and how much work a step is."""
+"""Page: the model, and the work of one training step."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ from typing import TYPE_CHECKING
 
 import streamlit as st
 
-from planner.cases import SEQUENCES_PER_GPU
+from planner.explain.tables import model_line
+from planner.question.cases import SEQUENCES_PER_GPU
 from topology.errors import PlannerError
 from ui import data, panels, rows, state, uploads
 from ui.charts import model as charts
 
 if TYPE_CHECKING:
-    from simulator.model import Model
+    from simulator.config.model import Model
 
 
 def upload() -> None:
-    """Take an uploaded config.json in: on success it becomes the model of the question."""
+    """Store an uploaded config.json and make it the model of the question."""
     file = st.session_state.get("model_file")
     state.results().pop("model_error", None)
     if file is None:
         return
     try:
-        st.session_state["model"] = uploads.keep("model", file.name, file.getvalue()).choice
+        st.session_state["model"] = uploads.store("model", file.name, file.getvalue()).choice
     except PlannerError as error:
         state.results()["model_error"] = error
 
 
-def show(question: state.Question) -> None:
+def show(question: state.Inputs) -> None:
     model = data.model(question.model)
     gpus = question.gpus or data.cluster(question.cluster, question.gpus, question.gpu).gpu_count
     batch = question.global_batch or SEQUENCES_PER_GPU * gpus
@@ -36,7 +37,7 @@ def show(question: state.Question) -> None:
     panels.figures(
         [
             ("Parameters", f"{model.parameters / 1e9:.2f} B", "Exact, from the shapes of the config."),
-            ("Used per token", f"{active / 1e9:.2f} B", "All of them, where there are no experts."),
+            ("Used per token", f"{active / 1e9:.2f} B", "All of them in a dense model."),
             ("Layers", str(model.layers), f"{model.moe_layers} of them with experts" if model.moe else "all dense"),
             ("Heads", f"{model.heads} / {model.kv_heads}", "Query heads and key/value heads."),
             ("Hidden", f"{model.hidden:,}", f"Feed-forward {model.ffn:,}, vocabulary {model.vocab:,}."),
@@ -62,7 +63,6 @@ def show(question: state.Question) -> None:
 
 
 def _line(model: Model) -> str:
-    from planner.tables import model_line  # noqa: PLC0415 - rich is not needed for the frame
 
     return panels.plain(model_line(model))
 

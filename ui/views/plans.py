@@ -1,4 +1,4 @@
-"""Which plan, and why not the others?"""
+"""Page: the best plans, and why the others lost."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from planner.tables import legend
-from simulator.plan import MESH_AXES
+from planner.explain.tables import cluster_line, legend_lines, model_line, workload_line
+from simulator.config.plan import MESH_AXES
 from ui import data, panels, rows, state
 from ui.charts import plans as charts
 from ui.charts.look import GIB
 
 if TYPE_CHECKING:
-    from planner.search import SearchResult
+    from planner.search.result import SearchResult
 
 AXES = {
     "dp_replicate": "replicas",
@@ -25,25 +25,25 @@ AXES = {
 }
 
 
-def show(question: state.Question) -> None:
+def show(question: state.Inputs) -> None:
     result, chosen = data.answer()
     search = result.search
     best = result.plans[0].estimate
     st.caption(_about(result))
-    sure = "datasheet" if best.step_s.source in {"datasheet", "assumed"} else str(best.step_s.source)
+    source = "datasheet" if best.step_s.source in {"datasheet", "assumed"} else str(best.step_s.source)
     panels.figures(
         [
             (
                 "Best step",
                 f"{rows.digits(best.step_s.value)} s",
-                f"80 % of steps are expected within {rows.digits(best.step_s.low)} to {rows.digits(best.step_s.high)} s ({sure}).",
+                f"80 % of steps are expected within {rows.digits(best.step_s.low)} to {rows.digits(best.step_s.high)} s ({source}).",
             ),
-            ("Tokens/s per GPU", f"{best.tokens_per_s_per_gpu:,.0f}", f"{sure} numbers"),
+            ("Tokens/s per GPU", f"{best.tokens_per_s_per_gpu:,.0f}", f"{source} numbers"),
             ("MFU", f"{best.mfu:.1%}", f"Model FLOPs against the dense peak of {best.peak_flops / 1e12:.0f} TFLOP/s."),
             (
                 "Memory",
                 f"{best.memory.reserved_bytes / GIB:.1f} GiB",
-                f"What the allocator holds on the worst rank, of {best.memory.capacity_bytes / GIB:.1f} GiB: {best.memory.verdict}.",
+                f"What the allocator reserves on the worst rank, of {best.memory.capacity_bytes / GIB:.1f} GiB: {best.memory.verdict}.",
             ),
             (
                 "Legal plans",
@@ -56,9 +56,7 @@ def show(question: state.Question) -> None:
     shown = _filtered(table, result)
     left, right = st.columns([3, 2], gap="large")
     with left:
-        panels.section(
-            "Time against memory", "One point a grid of degrees. The line joins plans that nothing beats in both."
-        )
+        panels.section("Time against memory", "One point per set of parallel degrees. The line is the Pareto front.")
         if shown:
             drawn = charts.scatter(
                 shown,
@@ -68,7 +66,7 @@ def show(question: state.Question) -> None:
             )
             panels.chart(drawn, key="scatter", alt=f"Step time against memory of {len(shown)} plans")
     with right:
-        panels.section("What was left out", _left_out(result))
+        panels.section("Rejected candidates", _left_out(result))
         panels.chart(
             charts.counts(result.rejected, dark=panels.dark()), key="rejected", alt="Rejected candidates by rule"
         )
@@ -81,19 +79,18 @@ def show(question: state.Question) -> None:
                 )
     _table(shown, table)
     panels.assumed(result.assumed)
-    st.caption("  \n".join(panels.plain(line) for line in legend(best)))
-    with st.expander("The same answer in a terminal", icon=":material/terminal:"):
+    st.caption("  \n".join(panels.plain(line) for line in legend_lines(best)))
+    with st.expander("The same question in a terminal", icon=":material/terminal:"):
         st.code(question.command(), language="bash", wrap_lines=True)
 
 
 def _about(result: SearchResult) -> str:
-    from planner.tables import cluster_line, model_line, workload_line  # noqa: PLC0415 - rich is not needed for the frame
 
     lines = (
-        model_line(result.model),
-        cluster_line(result.cluster),
-        workload_line(result.workload),
-        result.framework.title,
+        model_line(result.question.model),
+        cluster_line(result.question.cluster),
+        workload_line(result.question.workload),
+        result.question.framework.title,
     )
     return "  \n".join([panels.plain(" · ".join(lines[:2])), panels.plain(" · ".join(lines[2:]))])
 
@@ -104,7 +101,7 @@ def _left_out(result: SearchResult) -> str:
 
 
 def _filtered(table: list[dict[str, Any]], result: SearchResult) -> list[dict[str, Any]]:
-    """Return the rows that the filters leave."""
+    """Return the rows that pass the filters."""
     left, middle, right = st.columns([4, 3, 2], vertical_alignment="bottom", gap="large")
     used = [a for a in (*MESH_AXES, "ep") if any(int(getattr(r.plan, a)) > 1 for r in result.plans)]
     wanted = left.pills(
@@ -112,7 +109,7 @@ def _filtered(table: list[dict[str, Any]], result: SearchResult) -> list[dict[st
     )
     top = float(round(result.plans[0].estimate.memory.capacity_bytes / GIB) + 1)
     most = middle.slider("At most, GiB", 1.0, top, top, key="most", bind="query-params")
-    front_only = right.toggle("Only the front", key="front", bind="query-params")
+    front_only = right.toggle("Only the Pareto front", key="front", bind="query-params")
     by_name = {state.plan_name(r.plan): r.plan for r in result.plans}
     kept = [
         row
@@ -123,20 +120,20 @@ def _filtered(table: list[dict[str, Any]], result: SearchResult) -> list[dict[st
     if front_only:
         kept = [row for row in table if row in charts.front(kept)]
     if not kept:
-        panels.empty("No listed plan passes the filters", "Take one of them back.", icon=":material/filter_alt_off:")
+        panels.empty("No listed plan passes the filters", "Remove one of them.", icon=":material/filter_alt_off:")
     return kept
 
 
 def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]]) -> None:
     panels.section(
         f"{len(shown)} of {len(table)} listed plans",
-        "Best of each grid. Sort by a heading; tick a row to look into that plan.",
+        "The best of each set of degrees. Sort by a heading; select a row to choose that plan.",
     )
 
     def pick() -> None:
-        ticked = st.session_state["plans_table"]["selection"]["rows"]
-        if ticked:
-            st.session_state["plan"] = shown[ticked[0]]["plan"]
+        selected = st.session_state["plans_table"]["selection"]["rows"]
+        if selected:
+            st.session_state["plan"] = shown[selected[0]]["plan"]
 
     st.dataframe(
         panels.in_percent(shown, "mfu", "exposed", "bubble"),
@@ -185,7 +182,7 @@ def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]]) -> None:
     chosen = data.answer()[1]
     st.page_link(
         state.view("detail"),
-        label=f"Look into **{panels.plain(state.plan_name(chosen.plan))}**",
+        label=f"Details of **{panels.plain(state.plan_name(chosen.plan))}**",
         icon=":material/troubleshoot:",
         query_params=dict(st.query_params),
     )

@@ -9,11 +9,11 @@
 # note: tp 2 without NVLink: every layer's collectives cross PCIe
 #
 set -eu
-# Megatron-LM asks for it with tensor or context parallelism: launch order then is execution order
+# Megatron-LM requires it with tensor or context parallelism: kernels then run in launch order
 export CUDA_DEVICE_MAX_CONNECTIONS=1
-# GPUs are numbered as nvidia-smi numbers them, which is how the plan counts
+# GPUs are numbered as in nvidia-smi, which the plan uses
 export CUDA_DEVICE_ORDER=PCI_BUS_ID
-# ranks of a host run on these of its GPUs, in this order, because the plan places them so
+# the plan places the ranks of a host on these GPUs, in this order
 export CUDA_VISIBLE_DEVICES=0,2,1,3
 exec torchrun --standalone --nproc-per-node=4 --max-restarts=0 pretrain_gpt.py --num-layers 16 \
   --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 --group-query-attention \

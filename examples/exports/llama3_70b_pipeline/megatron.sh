@@ -8,7 +8,7 @@
 # needed: numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses
 #
 set -eu
-# Megatron-LM asks for it with tensor or context parallelism: launch order then is execution order
+# Megatron-LM requires it with tensor or context parallelism: kernels then run in launch order
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 exec torchrun --nnodes=4 --nproc-per-node=8 --max-restarts=0 --node-rank \
   "${NODE_RANK:?set it to 0 on the first host, 1 on the next}" --master-addr \

@@ -17,5 +17,5 @@ cat > meshwright-d1628744ac7a159a/request.json <<'REQUEST'
 REQUEST
 exec torchrun --nnodes=4 --nproc-per-node=8 --max-restarts=0 --node-rank \
   "${NODE_RANK:?set it to 0 on the first host, 1 on the next}" --master-addr \
-  "${MASTER_ADDR:?set it to the address of the first host}" --master-port=29500 -m executor.worker \
+  "${MASTER_ADDR:?set it to the address of the first host}" --master-port=29500 -m executor.run.worker \
   --request=meshwright-d1628744ac7a159a/request.json --out=meshwright-d1628744ac7a159a/records

@@ -4,7 +4,7 @@
 # 16 = dp 2 x fsdp 4 x tp 2 x pp 1; micro batch 1, recompute selective-op, sp
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 2 x 4 x 1 x 2, the last fastest
 # not expressed: recompute 'selective-op': written as selective, which recomputes core attention only
-# not expressed: FSDP2 is written as Megatron-FSDP, an implementation of its own
+# not expressed: FSDP2 is written as Megatron-FSDP, which is another implementation
 # not expressed: torch.compile of the model: Megatron-LM compiles single functions only
 # needed: pretrain_gpt.py of a Megatron-LM checkout
 # needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags

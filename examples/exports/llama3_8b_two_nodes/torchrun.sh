@@ -18,5 +18,5 @@ cat > meshwright-5e842fe2206d5a41/request.json <<'REQUEST'
 REQUEST
 exec torchrun --nnodes=2 --nproc-per-node=8 --max-restarts=0 --node-rank \
   "${NODE_RANK:?set it to 0 on the first host, 1 on the next}" --master-addr \
-  "${MASTER_ADDR:?set it to the address of the first host}" --master-port=29500 -m executor.worker \
+  "${MASTER_ADDR:?set it to the address of the first host}" --master-port=29500 -m executor.run.worker \
   --request=meshwright-5e842fe2206d5a41/request.json --out=meshwright-5e842fe2206d5a41/records

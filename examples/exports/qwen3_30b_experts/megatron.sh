@@ -3,7 +3,7 @@
 # model "qwen3-30b-a3b" on "dgx-h200"
 # 8 = dp 1 x fsdp 8 x tp 1 x pp 1; ep 8, micro batch 1, recompute full
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 1 x 8 x 1 x 1, the last fastest
-# not expressed: FSDP2 is written as Megatron-FSDP, an implementation of its own
+# not expressed: FSDP2 is written as Megatron-FSDP, which is another implementation
 # needed: pretrain_gpt.py of a Megatron-LM checkout
 # needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
 # needed: numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses

@@ -14,11 +14,11 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from executor import rotary
 from executor.kernels import all_reduce, copies
 from executor.kernels.gather_matmul import gather_matmul
 from executor.kernels.matmul_scatter import matmul_scatter
-from executor.kernels.rotary import turn_pairs
+from executor.kernels.rotary import rotate_pairs
+from executor.model import rotary
 from executor.overlap.fused import Tile, tiles_of
 
 LIMIT = 3  # a wait for what is not preset ends at once, and the error word tells
@@ -33,14 +33,16 @@ def draw(*shape: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def operand(weight: torch.Tensor, block_k: int, block_n: int, *, turned: bool) -> TensorDescriptor:
+def operand(weight: torch.Tensor, block_k: int, block_n: int, *, transposed: bool) -> TensorDescriptor:
     """`weight` is (N, K)."""
-    if turned:
+    if transposed:
         return TensorDescriptor.from_tensor(weight, [block_n, block_k])
     return TensorDescriptor.from_tensor(weight.t().contiguous(), [block_k, block_n])
 
 
-def gather(world: int, rank: int, rows: int, depth: int, columns: int, pieces: int, *, dtype, turned, halves) -> float:
+def gather(
+    world: int, rank: int, rows: int, depth: int, columns: int, pieces: int, *, dtype, transposed, halves
+) -> float:
     m, n, k = 16, 32, 16
     whole, weight = draw(world, rows, depth, seed=1, dtype=dtype), draw(columns, depth, seed=2, dtype=dtype)
     gathered = whole.flatten(0, 1).clone()
@@ -52,14 +54,14 @@ def gather(world: int, rank: int, rows: int, depth: int, columns: int, pieces: i
     programs = 5
     gather_matmul[(programs,)](
         TensorDescriptor.from_tensor(whole[rank].contiguous(), [m, k]), TensorDescriptor.from_tensor(gathered, [m, k]),
-        operand(weight, k, n, turned=turned), TensorDescriptor.from_tensor(out, [1, m, n // 2 if halves else n]),
-        flags, ticket, error, rows, columns, depth, piece_rows, pieces, rank, world, turned, m, n, k, 2, halves, LIMIT, False,
+        operand(weight, k, n, transposed=transposed), TensorDescriptor.from_tensor(out, [1, m, n // 2 if halves else n]),
+        flags, ticket, error, rows, columns, depth, piece_rows, pieces, rank, world, transposed, m, n, k, 2, halves, LIMIT, False,
     )  # fmt: skip
     assert not any(word.any() for word in (error, flags, ticket))
     return difference(out, whole.double() @ weight.double().t())
 
 
-def scatter(world: int, rank: int, rows: int, depth: int, columns: int, piece_rows: int, *, dtype, turned) -> float:
+def scatter(world: int, rank: int, rows: int, depth: int, columns: int, piece_rows: int, *, dtype, transposed) -> float:
     """Rank `rank` computes; the others' parts lie in its slots; what it makes for others is compared, too."""
     m, n, k = 16, 32, 16
     x, weight = draw(world, world * rows, depth, seed=3, dtype=dtype), draw(world, columns, depth, seed=4, dtype=dtype)
@@ -74,10 +76,10 @@ def scatter(world: int, rank: int, rows: int, depth: int, columns: int, piece_ro
         torch.full((rows, columns), torch.nan, dtype=dtype),
     )
     matmul_scatter[(3,)](
-        TensorDescriptor.from_tensor(x[rank], [m, k]), operand(weight[rank], k, n, turned=turned),
+        TensorDescriptor.from_tensor(x[rank], [m, k]), operand(weight[rank], k, n, transposed=transposed),
         TensorDescriptor.from_tensor(parts, [1, m, n // 2]), slots,
         TensorDescriptor.from_tensor(out, [m, n // 2]), done, flags, ticket, error,
-        rows, columns // 8, depth, piece_rows, pieces, rank, world, turned, m, n, k, 2, LIMIT, False,
+        rows, columns // 8, depth, piece_rows, pieces, rank, world, transposed, m, n, k, 2, LIMIT, False,
     )  # fmt: skip
     assert not any(word.any() for word in (error, flags, ticket))
     bounds = [(first, min(first + piece_rows, rows)) for first in range(0, rows, piece_rows)]
@@ -149,7 +151,7 @@ def words_with_flags(world: int, numel: int, dtype: torch.dtype) -> float:
 
 
 def rotate(shape: tuple[int, ...], *, first: bool, strided: bool, back: bool) -> float:
-    """Against `executor.rotary` operator by operator in float64; a rotation's way back is its transpose, so by autograd."""
+    """Against `executor.model.rotary` operator by operator in float64; a rotation's way back is its transpose, so by autograd."""
     x = draw(*shape, seed=9, dtype=torch.float32)
     if strided:
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -157,15 +159,15 @@ def rotate(shape: tuple[int, ...], *, first: bool, strided: bool, back: bool) ->
     angles = draw(positions, width // 2, seed=10, dtype=torch.float64)
     angles = torch.cat((angles, angles), dim=-1).view(positions, *((1, 1) if first else (1,)), width)
     out, rows = torch.full(shape, torch.nan), x.numel() // width
-    turn_pairs[(-(-rows // 4),)](
+    rotate_pairs[(-(-rows // 4),)](
         x, out, angles.cos().float(), angles.sin().float(), rows, positions, shape[2], *x.stride()[:3],
         back, first, width // 2, 1 << (width // 2 - 1).bit_length(), 4,
     )  # fmt: skip
     exact = x.double().requires_grad_()
-    turned = rotary.rotate(exact, angles.cos(), angles.sin())
+    transposed = rotary.rotate(exact, angles.cos(), angles.sin())
     if not back:
-        return difference(out, turned.detach())
-    (slope,) = torch.autograd.grad(turned, exact, x.double())
+        return difference(out, transposed.detach())
+    (slope,) = torch.autograd.grad(transposed, exact, x.double())
     return difference(out, slope)
 
 
@@ -182,15 +184,24 @@ def main() -> None:
         (2, 0, 32, 48, 64, 2), (2, 1, 40, 40, 72, 1), (4, 2, 16, 32, 32, 1), (3, 1, 72, 24, 40, 3), (1, 0, 48, 32, 64, 1),
     ):  # fmt: skip
         for dtype in (torch.float32, torch.float16):
-            for turned, halves in ((True, False), (False, True)):
-                name = f"gather W{world} r{rank} {rows}x{depth}x{columns} {dtype} turned={turned} halves={halves}"
-                say(name, gather(world, rank, rows, depth, columns, pieces, dtype=dtype, turned=turned, halves=halves))
+            for transposed, halves in ((True, False), (False, True)):
+                name = (
+                    f"gather W{world} r{rank} {rows}x{depth}x{columns} {dtype} transposed={transposed} halves={halves}"
+                )
+                say(
+                    name,
+                    gather(
+                        world, rank, rows, depth, columns, pieces, dtype=dtype, transposed=transposed, halves=halves
+                    ),
+                )
     for world, rank, rows, depth, columns, piece_rows in (
         (2, 0, 64, 48, 64, 32), (2, 1, 40, 40, 72, 40), (4, 3, 16, 32, 32, 16), (3, 1, 72, 24, 40, 40),
     ):  # fmt: skip
-        for turned in (True, False):
-            name = f"scatter W{world} r{rank} {rows}x{depth}x{columns} turned={turned}"
-            say(name, scatter(world, rank, rows, depth, columns, piece_rows, dtype=torch.float32, turned=turned))
+        for transposed in (True, False):
+            name = f"scatter W{world} r{rank} {rows}x{depth}x{columns} transposed={transposed}"
+            say(
+                name, scatter(world, rank, rows, depth, columns, piece_rows, dtype=torch.float32, transposed=transposed)
+            )
     for shots in (1, 2):
         for world, rows, columns, block in ((2, 7, 16, 16), (4, 9, 24, 32), (3, 2, 16, 16)):
             for norm in (False, True):

@@ -1,6 +1,6 @@
 """The worker, which one model of those it is asked for ends."""
 
-from executor import worker
+from executor.run import worker
 
 right = worker.check_numbers
 

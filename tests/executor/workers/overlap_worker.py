@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from executor.overlap import MODES
-from executor.verify_overlap import OPERATIONS, Shape, check
+from executor.verify.overlap import OPERATIONS, Shape, check
 
 SHAPES = (Shape(rows=24, depth=16, columns=8), Shape(rows=36, depth=8, columns=24, weights=2))
 

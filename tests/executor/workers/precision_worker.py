@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from executor.meshes import build_meshes
-from executor.train_step import Trainer
-from executor.verify_kernels import check_experts, check_ring
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.workload import Workload
+from executor.parallel.meshes import build_meshes
+from executor.parallel.parallelize import Setup
+from executor.parallel.train_step import Trainer
+from executor.verify.kernels import check_experts, check_ring
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
 from tests.executor.workers.verify_worker import MODELS
 
 PLANS = {
@@ -36,12 +37,14 @@ def main() -> None:
             if compute == "float64":
                 runtime = Runtime(compute_dtype=compute, param_dtype=compute, reduce_dtype=compute)
             trainer = Trainer(
-                plan,
-                MODELS[model],
-                Workload(seq_len=16, global_batch_size=4),
-                runtime,
-                build_meshes(plan, "cpu"),
-                device=torch.device("cpu"),
+                Setup(
+                    plan=plan,
+                    model=MODELS[model],
+                    workload=Workload(seq_len=16, global_batch_size=4),
+                    runtime=runtime,
+                    meshes=build_meshes(plan, "cpu"),
+                    device=torch.device("cpu"),
+                )
             )
             stored = {str(p.dtype) for p in trainer.parameters()}
             modules = [

@@ -4,8 +4,8 @@ import os
 import sys
 import time
 
-from executor import train_step
-from executor.worker import main
+from executor.parallel import train_step
+from executor.run.worker import main
 
 right = train_step.rank_batch
 

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from executor.meshes import build_meshes
-from executor.verify import Verdict, verify
-from executor.verify_types import TypesVerdict, verify_types
-from simulator.model import LatentAttention, MixtureOfExperts, Model
-from simulator.plan import Plan
-from simulator.runtime import Runtime
-from simulator.workload import Workload
+from executor.parallel.meshes import meshes_for
+from executor.parallel.parallelize import Setup
+from executor.verify.compute_types import TypesVerdict, verify_types
+from executor.verify.plans import Verdict, verify
+from simulator.config.model import LatentAttention, MixtureOfExperts, Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
 from topology import codec
 
 LLAMA = {
@@ -58,6 +59,8 @@ MODELS = {
             experts=4, experts_per_token=2, ffn=32, shared_ffn=16, shared_gate=True, router_bias=True, dense_layers=1
         )
     ),
+    "odd": tiny(ffn=65, vocab=127),  # widths that two ranks cannot share evenly
+    "odd_moe": tiny(vocab=127, moe=MixtureOfExperts(experts=4, experts_per_token=2, ffn=33, shared_ffn=17)),
     "half_moe": tiny(moe=MixtureOfExperts(experts=4, experts_per_token=2, ffn=32, dense_layers=1)),
 }
 
@@ -110,16 +113,16 @@ def judge(case: dict, plan: Plan, device: torch.device) -> Verdict | TypesVerdic
     store, compute = ("float32", "bfloat16") if case.get("types") else (dtype, dtype)
     runtime = Runtime(param_dtype=store, compute_dtype=compute, reduce_dtype=store, compile=case.get("compile", False))
     torch.compiler.reset()
-    return (verify_types if case.get("types") else verify)(
-        plan,
-        MODELS[case.get("model", "llama")],
-        Workload(seq_len=case.get("seq_len", 16), global_batch_size=case.get("batch", 8)),
-        runtime,
-        build_meshes(plan, device.type),
+    setup = Setup(
+        plan=plan,
+        model=MODELS[case.get("model", "llama")],
+        workload=Workload(seq_len=case.get("seq_len", 16), global_batch_size=case.get("batch", 8)),
+        runtime=runtime,
+        meshes=meshes_for(plan, device.type),
         device=device,
         own_table=case.get("own_table", False),
-        fault=float(case.get("fault", 0.0)),
     )
+    return (verify_types if case.get("types") else verify)(setup, fault=float(case.get("fault", 0.0)))
 
 
 if __name__ == "__main__":

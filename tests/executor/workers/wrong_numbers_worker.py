@@ -3,8 +3,8 @@
 import sys
 from dataclasses import replace
 
-from executor import checks
-from executor.worker import main
+from executor.run.worker import main
+from executor.verify import checks
 
 right = checks.verify
 

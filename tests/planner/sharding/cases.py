@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from planner.sharding.problem import problem_of
+from planner.sharding.problem import parse_problem
 
 INTEGERS = ("ids", "targets")
 
@@ -524,4 +524,4 @@ KNOWN = [
 
 
 def problem(of):
-    return problem_of(of)
+    return parse_problem(of)

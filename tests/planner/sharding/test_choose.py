@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.sharding.choose import choose, network
-from planner.sharding.collectives import cost_of
-from planner.sharding.steps import answer
+from planner.sharding.choose import choose, enumerate_candidates
+from planner.sharding.layouts.collectives import cost_of
+from planner.sharding.plan import plan_sharding
 from tests.planner.sharding import cases, virtual_ranks
 from topology.errors import Infeasible
 
@@ -24,11 +24,11 @@ INPUTS = {"x": "t h", "w": "f h", "r": "t f"}
 
 def tried(problem) -> int | None:
     """Least ring bytes of all options by all layouts, every need of a tensor paid once; None if nothing works."""
-    graph = network(problem)
+    graph = enumerate_candidates(problem)
     made = [o.result.name for o in problem.operators]
     best = None
     for picked in product(*graph.options):
-        inside = sum(cost_of(o.inside, problem.mesh.ranks)[0] for o in picked)
+        inside = sum(cost_of(o.collectives, problem.mesh.ranks)[0] for o in picked)
         needs = {name: {} for name in problem.tensors}
         for option in picked:
             for name, layout in option.operands:
@@ -38,8 +38,8 @@ def tried(problem) -> int | None:
             start = picked[made.index(name)].result if name in made else None
             ways = []
             for at in graph.layouts[name]:
-                prices = [graph.moves[name].cost(start, at)] if start is not None else []
-                prices += [graph.moves[name].cost(at, wanted) for wanted in needs[name]]
+                prices = [graph.redistributors[name].cost(start, at)] if start is not None else []
+                prices += [graph.redistributors[name].cost(at, wanted) for wanted in needs[name]]
                 if all(price is not None for price in prices):
                     ways.append(sum(price[0] for price in prices))
             if not ways:
@@ -71,7 +71,7 @@ def stated(draw):
 @given(stated())
 def test_no_other_choice_sends_less(of) -> None:
     problem = cases.problem(of)
-    graph = network(problem)
+    graph = enumerate_candidates(problem)
     combinations = 1
     for found in graph.options:
         combinations *= len(found)
@@ -80,7 +80,7 @@ def test_no_other_choice_sends_less(of) -> None:
 
     choice, _ = choose(problem)
 
-    assert choice.ring == tried(problem)
+    assert choice.ring_cost == tried(problem)
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,7 +103,7 @@ def test_a_gathered_tensor_is_gathered_once_for_all_who_need_it() -> None:
     ops = [f"{y} = linear(x, {w}) :: t h+, f h+ -> t f" for y, w in zip("pqr", "abc", strict=True)]
     of = cases.case("once", {"x": 4}, ops, {"x": "t h: S(0)", **dict.fromkeys("abc", "f h: S(0)")}, SIZES)
 
-    found = answer(cases.problem(of))
+    found = plan_sharding(cases.problem(of))
 
     assert [(c.kind, c.tensor) for c in found.collectives] == [("all_gather", "x")]
 
@@ -114,7 +114,7 @@ def test_an_input_without_placements_is_placed() -> None:
         "free", {"x": 4}, ["u = linear(x, w) :: t h+, f h+ -> t f"], {"x": "t h: R", "w": "f h"}, SIZES, {"u": "S(1)"}
     )
 
-    found = answer(cases.problem(of))
+    found = plan_sharding(cases.problem(of))
 
     assert found.collectives == ()
     assert found.choice.layouts["w"].dims == (("x",), ())
@@ -135,7 +135,7 @@ def test_a_graph_of_many_layers_is_solved_exactly() -> None:
     sizes = {"t": 64, "h": 64, "f": 256}
     of = cases.case("deep", {"dp": 2, "tp": 2}, ops, inputs, sizes, pins)
 
-    found = answer(cases.problem(of))
+    found = plan_sharding(cases.problem(of))
 
     assert [c.kind for c in found.collectives] == ["all_gather", "reduce_scatter"] * 8
     assert {c.mesh_dim for c in found.collectives} == {"tp"}

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.sharding.layout import Layout, layout_of, local_shape, tokens_of, trimmed
-from planner.sharding.mesh import mesh_of
+from planner.sharding.layouts.layout import Layout, local_shape, normalize_spec, parse_placements, placements_of
+from planner.sharding.layouts.mesh import make_mesh
 from tests.planner.sharding.virtual_ranks import World
 from topology.errors import BadInput
 
-MESH = mesh_of(["dp", "tp"], [2, 4])
+MESH = make_mesh(["dp", "tp"], [2, 4])
 
 
 @pytest.mark.parametrize(
@@ -25,15 +25,15 @@ MESH = mesh_of(["dp", "tp"], [2, 4])
     ],
 )
 def test_tokens_and_items_say_the_same(tokens, dims) -> None:
-    layout = layout_of(tokens, (48, 48), MESH, of="x")
+    layout = parse_placements(tokens, (48, 48), MESH, of="x")
 
     assert layout == Layout(dims)
-    assert list(tokens_of(layout, MESH)) == [token.replace(" ", "") for token in tokens]
+    assert list(placements_of(layout, MESH)) == [token.replace(" ", "") for token in tokens]
 
 
 def test_a_strided_shard_is_the_middle_index_of_its_view() -> None:
     """The definition of SS(k, f): view dim k as [f, n, rest] and take index r of n."""
-    world, layout = World(MESH), layout_of(["R", "SS(0,2)"], (24,), MESH, of="x")
+    world, layout = World(MESH), parse_placements(["R", "SS(0,2)"], (24,), MESH, of="x")
 
     for rank in range(8):
         tp = rank % 4
@@ -42,8 +42,8 @@ def test_a_strided_shard_is_the_middle_index_of_its_view() -> None:
 
 def test_pieces_of_a_dim_that_does_not_divide_are_chunks() -> None:
     """10 rows on 4 ranks are 3, 3, 3, 1, and the buffer is padded to 3."""
-    mesh = mesh_of(["x"], [4])
-    layout = layout_of(["S(0)"], (10, 2), mesh, of="x")
+    mesh = make_mesh(["x"], [4])
+    layout = parse_placements(["S(0)"], (10, 2), mesh, of="x")
     world = World(mesh)
 
     assert [len(world.indices(10, layout.dims[0], rank)) for rank in range(4)] == [3, 3, 3, 1]
@@ -65,24 +65,24 @@ def test_pieces_of_a_dim_that_does_not_divide_are_chunks() -> None:
 )
 def test_what_is_no_placement_is_refused_with_a_reason(tokens, why) -> None:
     with pytest.raises(BadInput, match=why):
-        layout_of(tokens, (48, 48), MESH, of="x")
+        parse_placements(tokens, (48, 48), MESH, of="x")
 
 
 @given(st.data())
 def test_any_layout_survives_being_written_as_tokens(data) -> None:
     """Every way to cut dims by distinct mesh axes, with blocks left whole in between, has placements that say it."""
-    mesh = mesh_of(["a", "b", "c"], [2, 3, 2])
+    mesh = make_mesh(["a", "b", "c"], [2, 3, 2])
     axes = data.draw(st.permutations(mesh.names))
     dims: list[list[str | int]] = [[], []]
     for axis in axes[: data.draw(st.integers(0, 3))]:
         dim = data.draw(st.sampled_from(dims))
         block = data.draw(st.sampled_from([1, 2, 5]))
         dim += [block, axis]
-    layout = Layout(tuple(trimmed(items) for items in dims))
+    layout = Layout(tuple(normalize_spec(items) for items in dims))
     shape = (2**3 * 3**1 * 5**3 * 8, 2**3 * 3 * 5**3 * 8)
 
-    tokens = tokens_of(layout, mesh)
-    again = layout_of(tokens, shape, mesh, of="x")
+    tokens = placements_of(layout, mesh)
+    again = parse_placements(tokens, shape, mesh, of="x")
 
     world = World(mesh)
     for rank in range(mesh.ranks):

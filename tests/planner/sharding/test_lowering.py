@@ -2,15 +2,15 @@
 
 import pytest
 
-from planner.sharding.lowering import lowered, timed, work_of
-from planner.sharding.steps import answer
-from simulator.check import check
-from simulator.collectives import collective_model
-from simulator.operators import WorkKind
+from planner.sharding.lowering import lower, operator_work, simulate_time
+from planner.sharding.plan import plan_sharding
+from simulator.collectives.cost import CollectiveModel
+from simulator.kernels.operators import WorkKind
+from simulator.program.check import check
 from tests.planner.sharding import cases
-from topology.cluster_file import load_cluster
+from topology.catalog.cluster_file import load_cluster
 from topology.errors import Infeasible
-from topology.groups import GroupShape
+from topology.rates.groups import GroupShape
 
 BIG = {"t": 8192, "h": 4096, "f": 16384}
 TP = cases.case("tp", cases.TP, cases.MLP, {"x": "t h: R", "w1": "f h: S(0)", "w2": "h f: S(1)"}, BIG, {"y": "R"})
@@ -27,20 +27,22 @@ def machine():
 
 def time_of(stated, machine):
     problem = cases.problem(stated)
-    return timed(problem, answer(problem), machine)
+    return simulate_time(problem, plan_sharding(problem), machine)
 
 
 def test_a_chain_without_anything_beside_it_takes_the_sum(machine) -> None:
     found = time_of(TP, machine)
-    wire = collective_model(machine).choose("all_reduce", 8192 * 4096 * 2, GroupShape(ranks=4, ranks_per_node=4))
+    wire = CollectiveModel(machine).choose("all_reduce", 8192 * 4096 * 2, GroupShape(ranks=4, ranks_per_node=4))
 
     assert found.exposed_communication_s == pytest.approx(wire.time_s.value, rel=1e-6)
 
 
 def test_products_are_counted_by_their_local_shape() -> None:
     problem = cases.problem(TP)
-    found = answer(problem)
-    works = [work_of(o, option, problem) for o, option in zip(problem.operators, found.choice.options, strict=True)]
+    found = plan_sharding(problem)
+    works = [
+        operator_work(o, option, problem) for o, option in zip(problem.operators, found.choice.options, strict=True)
+    ]
 
     assert [work.kind for work in works] == [WorkKind.MATMUL, WorkKind.MOVE, WorkKind.MATMUL]
     assert [work.flops for work in works[::2]] == [2 * 8192 * 4096 * 16384 / 4] * 2
@@ -50,8 +52,8 @@ def test_products_are_counted_by_their_local_shape() -> None:
 
 def test_attention_is_counted_by_rows_and_keys() -> None:
     problem = cases.problem(RING)
-    (option,) = answer(problem).choice.options
-    work = work_of(problem.operators[0], option, problem)
+    (option,) = plan_sharding(problem).choice.options
+    work = operator_work(problem.operators[0], option, problem)
 
     assert work.kind is WorkKind.ATTENTION
     assert work.flops == 4 * (32768 / 4) * 32768 * 128 * 6
@@ -77,12 +79,12 @@ def test_pieces_of_a_reduction_run_beside_the_product(machine) -> None:
 def test_every_program_is_sound(stated, machine) -> None:
     """No event is waited for that nobody records, no rank waits for ever, and time is what kernels take at least."""
     problem = cases.problem(stated)
-    found = answer(problem)
+    found = plan_sharding(problem)
     cluster = load_cluster("dgx-h100") if problem.mesh.ranks > 4 else machine
-    program, _ = lowered(problem, found, cluster)
+    program, _ = lower(problem, found, cluster)
 
     assert check(program) == []
-    time = timed(problem, found, cluster)
+    time = simulate_time(problem, found, cluster)
     assert time.seconds >= time.compute_s * (1 - 1e-9)
     assert bool(time.exposed_communication_s > 1e-12) == bool(found.collectives)
 

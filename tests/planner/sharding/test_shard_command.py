@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cli import main
-from planner.sharding.answers import answered
+from planner.sharding.report import report_case
 from tests.planner.sharding import cases
 
 ROOT = Path(__file__).parents[3]
@@ -66,10 +66,10 @@ def test_layouts_can_be_said_by_names(capsys, tmp_path) -> None:
         {**TP, "inputs": by_tensor, "axis_map": {"f": ["tp"]}},
     ]
     for row in json.loads(ask(capsys, tmp_path, asked, "--json")[1])["cases"]:
-        assert row["placements"] == answered(TP, 0)["placements"]
+        assert row["placements"] == report_case(TP, 0)["placements"]
 
     for axis_map in ({"f": "no"}, {"f": ["tp", "tp"]}, {"f": "tp", "h": "tp"}):
-        assert "cannot be placed" in answered({**TP, "inputs": inputs, "axis_map": axis_map}, 0)["rejected"]
+        assert "cannot be placed" in report_case({**TP, "inputs": inputs, "axis_map": axis_map}, 0)["rejected"]
 
 
 def test_an_axis_can_be_split_for_fewer_key_heads_than_ranks() -> None:
@@ -79,15 +79,15 @@ def test_an_axis_can_be_split_for_fewer_key_heads_than_ranks() -> None:
     of = cases.case("gqa", {"tp": 8}, heads, {"x": "t e: R", "w": "H d e: S(0)", "v": "K d e: S(0) R"}, sizes)
     of["mesh"]["split"] = {"tp": {"kv": 2, "rep": 4}}
 
-    row = answered(of, 0)
+    row = report_case(of, 0)
 
     assert row["mesh_axes"] == ["kv", "rep"]
     assert row["placements"]["q"] == ["S(1)", "S(1)"]
     assert row["placements"]["k"] == ["S(1)", "R"]
     assert row["collectives"] == []
     inputs = {name: {**text, "placements": None} for name, text in of["inputs"].items()}
-    assert answered({**of, "inputs": inputs, "axis_map": {"H": "tp", "K": "kv"}}, 0) == row
-    assert "multiply" in answered({**of, "mesh": {**of["mesh"], "split": {"tp": {"a": 3, "b": 4}}}}, 0)["rejected"]
+    assert report_case({**of, "inputs": inputs, "axis_map": {"H": "tp", "K": "kv"}}, 0) == row
+    assert "multiply" in report_case({**of, "mesh": {**of["mesh"], "split": {"tp": {"a": 3, "b": 4}}}}, 0)["rejected"]
 
 
 def test_the_text_shows_placements_and_collectives(capsys, tmp_path) -> None:
@@ -146,7 +146,7 @@ def test_a_file_that_is_none_ends_with_2(capsys, tmp_path, text) -> None:
     ],
 )
 def test_what_is_wrong_with_a_case_is_said(change, why) -> None:
-    row = answered({**TP, "pins": {}, **change}, 0)
+    row = report_case({**TP, "pins": {}, **change}, 0)
 
     assert row["rejected"] is not None
     assert why in row["rejected"]
@@ -168,7 +168,7 @@ def test_formulas_are_read_and_never_run(tmp_path) -> None:
     mark = tmp_path / "ran"
     formula = f"u = __import__('pathlib').Path({str(mark)!r}).touch() or gelu(x) :: t h -> t h"
 
-    answered({**TP, "pins": {}, "ops": [formula]}, 0)
+    report_case({**TP, "pins": {}, "ops": [formula]}, 0)
 
     assert not mark.exists()
 
@@ -187,7 +187,7 @@ JSON = st.recursive(
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(sorted(TP)), JSON)
 def test_any_value_anywhere_is_answered_or_rejected(key, value) -> None:
-    row = answered({**TP, key: value}, 0)
+    row = report_case({**TP, key: value}, 0)
 
     assert set(row) >= KEYS
 
@@ -195,6 +195,6 @@ def test_any_value_anywhere_is_answered_or_rejected(key, value) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="abxyw=:->+^*(), .[]0123'\n", max_size=60))
 def test_any_operator_is_answered_or_rejected(text) -> None:
-    row = answered({**TP, "pins": {}, "ops": [text]}, 0)
+    row = report_case({**TP, "pins": {}, "ops": [text]}, 0)
 
     assert set(row) >= KEYS

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from planner.sharding.answers import answered
-from planner.sharding.steps import answer
+from planner.sharding.plan import plan_sharding
+from planner.sharding.report import report_case
 from tests.planner.sharding import cases, virtual_ranks
 
 SIZES = {"t": 24, "h": 8, "f": 16}
@@ -28,7 +28,7 @@ PIPE = cases.case(
 
 def test_each_stage_sends_its_piece_in_micro_batches() -> None:
     """A is whole on every rank, u cut in two by tp; the last stage reduces y over tp."""
-    row = answered(PIPE, 0)
+    row = report_case(PIPE, 0)
     sent = [(c["kind"], c["mesh_dim"], c["bytes_in"]) for c in row["collectives"]]
 
     assert sent == [
@@ -58,7 +58,7 @@ def test_stages_compute_the_same_numbers() -> None:
     ],
 )
 def test_what_is_no_pipeline_is_rejected(change, why) -> None:
-    assert why in answered({**PIPE, **change}, 0)["rejected"]
+    assert why in report_case({**PIPE, **change}, 0)["rejected"]
 
 
 COUNTS = [[3, 1, 0, 2], [0, 0, 6, 0]]  # two ranks, two experts each: 4 and 2 tokens, then 0 and 6
@@ -74,7 +74,7 @@ ROUTED = cases.case(
 
 def test_rows_go_to_their_experts_and_back() -> None:
     """Rank 0 keeps 4 of its tokens and sends 2; rank 1 keeps all 6 and gets those 2."""
-    row = answered(ROUTED, 0)
+    row = report_case(ROUTED, 0)
     counts, out, back = row["collectives"]
     width = 5 * 2
 
@@ -90,17 +90,17 @@ def test_rows_go_to_their_experts_and_back() -> None:
 @pytest.mark.parametrize(
     ("routed", "why"),
     [
-        ({"y": {"over": "ep", "counts": [[3, 1, 0, 2]]}}, "of no use"),
-        ({"y": {"over": "ep", "counts": [[3, 1, 2], [6, 0, 0]]}}, "of no use"),
-        ({"y": {"over": "ep", "counts": [[3, 1, 0, -2], [6, 0, 0, 0]]}}, "of no use"),
+        ({"y": {"over": "ep", "counts": [[3, 1, 0, 2]]}}, "do not fit the mesh"),
+        ({"y": {"over": "ep", "counts": [[3, 1, 2], [6, 0, 0]]}}, "do not fit the mesh"),
+        ({"y": {"over": "ep", "counts": [[3, 1, 0, -2], [6, 0, 0, 0]]}}, "do not fit the mesh"),
         ({"y": {"over": "ep", "counts": [[3, 1, 0, 2], [5, 0, 0, 0]]}}, "tokens a rank"),
-        ({"y": {"over": "ep", "counts": []}}, "of no use"),
+        ({"y": {"over": "ep", "counts": []}}, "do not fit the mesh"),
         ({"z": {"over": "ep", "counts": COUNTS}}, "a result"),
         ({"y": 3}, "cannot read"),
     ],
 )
 def test_what_routes_nothing_is_rejected(routed, why) -> None:
-    assert why in answered({**ROUTED, "routed": routed}, 0)["rejected"]
+    assert why in report_case({**ROUTED, "routed": routed}, 0)["rejected"]
 
 
 def test_pieces_of_very_large_tensors_are_still_compared() -> None:
@@ -111,6 +111,6 @@ def test_pieces_of_very_large_tensors_are_still_compared() -> None:
         "large", mesh, cases.MLP, {"x": "t h: S(0) R", "w1": "f h: R S(0)", "w2": "h f: R S(1)"}, sizes, {"y": "S(0) R"}
     )
 
-    (one,) = answer(cases.problem(of)).collectives
+    (one,) = plan_sharding(cases.problem(of)).collectives
 
     assert one.ring_send_bytes == 2 * 3 * (1 << 10) * 9973 * 36 * 2 // 4

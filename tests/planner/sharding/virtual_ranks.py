@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import networkx as nx
 import numpy as np
 
-from planner.sharding.steps import Move, answer
+from planner.sharding.plan import TensorMove, plan_sharding
 
 MERGE = {
     "sum": np.add,
@@ -235,12 +235,12 @@ class World:
 def run(problem, inputs, *, seed=0, found=None):
     """Run the planner's answer on `inputs` (whole arrays by name); every tensor is checked. Returns the answer."""
     rng, world = np.random.default_rng(seed), World(problem.mesh)
-    found = found or answer(problem)
+    found = found or plan_sharding(problem)
     layouts = found.choice.layouts
     whole = {name: array(value) for name, value in inputs.items()}
     pieces = {(n, layouts[n]): world.scattered(whole[n], layouts[n], rng) for n in problem.inputs}
-    for step in found.program:
-        if isinstance(step, Move):
+    for step in found.steps:
+        if isinstance(step, TensorMove):
             here, values = step.source, pieces[step.tensor, step.source]
             for one in step.steps:
                 values = world.moved(one, here, values, whole[step.tensor].shape)
@@ -285,7 +285,7 @@ def _computed(operator, tensors):
 
 
 def _merged_axes(operator, option):
-    return [a for a, _ in option.placed if a in operator.kept or a in operator.reduced]
+    return [a for a, _ in option.axis_specs if a in operator.normalized or a in operator.reduced]
 
 
 def _local(operator, option, values, world, rank, whole):
@@ -294,7 +294,7 @@ def _local(operator, option, values, world, rank, whole):
     half = _formula(operator)
     if half is not None:
         return array(half(*values))
-    if option.inside:
+    if option.collectives:
         return None
     if operator.is_view and "reshape(" in operator.text:
         return _viewed(operator, option, values[0], world, rank)
@@ -305,7 +305,7 @@ def _local(operator, option, values, world, rank, whole):
 
 def _viewed(operator, option, value, world, rank):
     """A view by its annotation: the formula's numbers are those of the whole tensor."""
-    cuts = dict(option.placed)
+    cuts = dict(option.axis_specs)
     sizes = {axis: len(world.indices(operator.sizes[axis], cuts.get(axis, ()), rank)) for axis in operator.axes}
     ((_, dims),) = operator.operands
     before = [axis for dim in dims for axis in dim]
@@ -317,7 +317,7 @@ def _viewed(operator, option, value, world, rank):
 
 def _embedding(operator, option, named, world, rank, whole):
     """A lookup in, or a gradient of, the rows that this rank owns."""
-    cuts = dict(option.placed)
+    cuts = dict(option.axis_specs)
     rows = next(axis for axis in operator.axes if axis.startswith("v"))
     mine = world.indices(operator.sizes[rows], cuts.get(rows, ()), rank)
     ids_name = next(n for n, _ in operator.operands if n.startswith("ids"))
@@ -333,7 +333,7 @@ def _embedding(operator, option, named, world, rank, whole):
 
 def _merged(operator, option, pieces, world):
     """Softmax, norms, attention and top-k over a sharded axis, from statistics of the pieces."""
-    axes = option.inside[0].axes
+    axes = option.collectives[0].axes
     ranks = range(len(world.coordinates))
     operands = [pieces[n, at] for n, at in option.operands]
 
@@ -360,7 +360,7 @@ def _merged(operator, option, pieces, world):
         weighted = over([x @ v[r] for r, x in zip(ranks, e, strict=True)], np.add)
         return [array(w / t[..., None]) for w, t in zip(weighted, total, strict=True)]
     if operator.kind == "topk":
-        best = [x.topk(min(operator.best, x.shape[-1]), -1).values for x in operands[0]]
+        best = [x.topk(min(operator.top_k, x.shape[-1]), -1).values for x in operands[0]]
         every = [np.concatenate([best[m] for m in world.group(r, axes)], -1).view(Array) for r in ranks]
-        return [array(x.topk(operator.best, -1).values) for x in every]
+        return [array(x.topk(operator.top_k, -1).values) for x in every]
     raise NotImplementedError(operator.kind)

@@ -1,0 +1,165 @@
+"""Worker, one per GPU under torchrun: how much a collective and a concurrent kernel slow each other down.
+
+Each is timed alone and with the other running all the time on another stream: NCCL's kernels occupy SMs, both use
+memory bandwidth, and both draw power. Only calls that ran entirely during the other's calls count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from executor.calibrate.in_turn import sample_in_turn
+from executor.calibrate.kernels import operator_call
+from executor.gpu.monitor import ClockMonitor, invalid_reason
+from executor.gpu.timing import WARM_S, Timer
+from executor.launch.records import median_and_spread
+from executor.measure.measurement import piece_parser
+from executor.measure.rank_group import run_as_rank
+from topology.codec import read_json
+
+CALLS = 12  # of the shorter of the two; the other runs at least as long
+OPS = ("all_gather", "reduce_scatter", "all_reduce")
+PAIR_S = 3.0  # that a pair may take
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = piece_parser("executor.calibrate.contention")
+    parser.add_argument("--request", required=True, help="JSON: {contention: [{compute, shape, dtype, op, nbytes}]}")
+    parser.add_argument("--gpu", type=int, default=0)
+    return run_as_rank(run, parser.parse_args(argv))
+
+
+def run(options: argparse.Namespace) -> int:
+    sample_in_turn(
+        options,
+        "contention",
+        read_json(options.request).get("contention", []),
+        lambda device, item, watch: _measure_pair(device, item, watch, options.gpu),
+        least_s=PAIR_S,
+        name=lambda item: f"{item['op']} {item['nbytes']}",
+    )
+    dist.destroy_process_group()
+    return 0
+
+
+def _measure_pair(device: Any, item: dict[str, Any], watch: ClockMonitor | None, gpu: int) -> dict[str, Any] | str:
+    began = time.monotonic()
+    dtype = item.get("dtype", "bfloat16")
+    kind = "matmul" if item["compute"] == "matmul" else "move"
+    direction = item.get("direction", "forward")
+    compute = operator_call(
+        device, kind=kind, name=item["compute"], shape=item["shape"], dtype=dtype, direction=direction
+    )
+    transfer = collective(device, item["op"], int(item["nbytes"]))
+    alone = _time_alone(device, compute), _time_alone(device, transfer)
+    alone = _max_over_ranks(alone)
+    beside = _max_over_ranks(_time_concurrently(device, compute, transfer, alone))
+    ended = time.monotonic()
+    conditions = watch.between(began, ended, gpu) if watch is not None else {}
+    if not all(beside):
+        return f"{item['compute']} {item['shape']} with {item['op']} {item['nbytes']}: no overlap seen"
+    return {
+        "compute": item["compute"],
+        "shape": item["shape"],
+        "dtype": dtype,
+        "op": item["op"],
+        "ranks": dist.get_world_size(),
+        "nbytes": int(item["nbytes"]),
+        "compute_alone_s": alone[0],
+        "collective_alone_s": alone[1],
+        "compute_beside_s": beside[0],
+        "collective_beside_s": beside[1],
+        "count": CALLS,
+        "conditions": conditions,
+        "invalid": invalid_reason(conditions),
+    }
+
+
+def _max_over_ranks(mine: tuple[float, float]) -> tuple[float, float]:
+    box = torch.tensor(mine, dtype=torch.float64)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return float(box[0]), float(box[1])
+
+
+def collective(device: Any, op: str, nbytes: int) -> Callable[[], object]:
+    """Return the collective on all ranks; `nbytes` is nccl-tests' size column (the larger buffer)."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    ranks = dist.get_world_size()
+    count = max(ranks, nbytes // dtype.itemsize // ranks * ranks)
+    whole = torch.zeros(count, dtype=dtype, device=device)
+    part = torch.zeros(count // ranks, dtype=dtype, device=device)
+    if op == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, part)
+    if op == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(part, whole)
+    return lambda: dist.all_reduce(whole)
+
+
+def _time_alone(device: Any, call: Callable[[], object]) -> float:
+    Timer(device).heat(WARM_S)
+    for _ in range(2):
+        call()
+    return median_and_spread(_call_times(device, call, CALLS))[0]
+
+
+def _call_times(device: Any, call: Callable[[], object], count: int) -> list[float]:
+    if device.type != "cuda":
+        seconds = []
+        for _ in range(count):
+            began = time.perf_counter()
+            call()
+            seconds.append(max(time.perf_counter() - began, 1e-9))
+        return seconds
+    marks = _record_events(call, count)
+    torch.cuda.synchronize(device)
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
+
+
+def _record_events(call: Callable[[], object], count: int) -> list[Any]:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    return marks
+
+
+def _time_concurrently(
+    device: Any, compute: Callable[[], object], transfer: Callable[[], object], alone: tuple[float, float]
+) -> tuple[float, float]:
+    """Return the median times of the calls that ran entirely during the other's; zero where none did."""
+    if device.type != "cuda":
+        return _time_alone(device, compute), _time_alone(device, transfer)
+    longest = max(CALLS * min(alone), 4 * max(alone))
+    counts = [max(6, int(2 * longest / seconds)) for seconds in alone]
+    counts = [min(count, 400) for count in counts]
+    stream = torch.cuda.Stream(device, priority=-1)
+    torch.cuda.synchronize(device)
+    # Both queues fill behind matmuls before either starts, so that both run at the clocks of a busy GPU.
+    Timer(device).heat(60e-6 * max(counts))
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        transfer_events = _record_events(transfer, counts[1])
+    compute_events = _record_events(compute, counts[0])
+    torch.cuda.synchronize(device)
+
+    def within(marks: list[Any], others: list[Any]) -> float:
+        seconds = [
+            a.elapsed_time(b) / 1e3
+            for a, b in pairwise(marks)
+            if others[0].elapsed_time(a) >= 0 and b.elapsed_time(others[-1]) >= 0
+        ]
+        return median_and_spread(seconds)[0] if seconds else 0.0
+
+    return within(compute_events, transfer_events), within(transfer_events, compute_events)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

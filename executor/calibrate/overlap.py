@@ -1,0 +1,193 @@
+"""Worker, one per GPU under torchrun: a tensor-parallel matmul with its collective in every overlap mode, and its parts.
+
+All calls of a shape alternate for several rounds and the median counts, so that all run at the same clocks; each is
+issued several times in a row, as layers do, and the slowest rank counts. The host time to issue a call is measured
+separately, since it bounds small shapes. `simulator.overlap.modes` predicts from the times of the parts alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from executor import overlap
+from executor.calibrate.in_turn import sample_in_turn
+from executor.gpu import symmetric_memory as symmetric
+from executor.gpu.monitor import ClockMonitor, invalid_reason
+from executor.gpu.timing import WARM_S, Timer
+from executor.launch.records import median_and_spread
+from executor.measure.measurement import piece_parser
+from executor.measure.rank_group import run_as_rank
+from simulator.overlap.modes import GATHER, SLICES
+from topology.codec import read_json
+
+ROUNDS = 5
+CALL_S = 8e-3  # of calls in a row for one time
+MOST_CALLS = 100
+HOST_CALLS = 3
+SHAPE_S = 4.0  # that a shape may take, the compilation of its kernels included
+PARTS = ("product", "shard_product", "slice_product", "first", "collective", "slice_collective")
+
+Call = Callable[[], object]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = piece_parser("executor.calibrate.overlap")
+    parser.add_argument(
+        "--request", required=True, help="JSON: {overlap: [{operation, ranks, rows, columns, depth, dtype}]}"
+    )
+    parser.add_argument("--gpu", type=int, default=0)
+    return run_as_rank(run, parser.parse_args(argv))
+
+
+def run(options: argparse.Namespace) -> int:
+    sample_in_turn(
+        options,
+        "overlap",
+        read_json(options.request).get("overlap", []),
+        lambda device, item, watch: measure_shape(device, item, watch, options.gpu),
+        least_s=SHAPE_S,
+        name=lambda item: str(item["operation"]),
+    )
+    symmetric.release()
+    dist.destroy_process_group()
+    return 0
+
+
+def measure_shape(device: Any, item: dict[str, Any], watch: ClockMonitor | None, gpu: int) -> dict[str, Any]:
+    """Return the fields of a `topology.profile.samples.OverlapSample`, equal on every rank except for conditions."""
+    began = time.monotonic()
+    modes, parts = calls_by_mode_and_part(device, item)
+    times_by_call = _time_calls(device, modes | parts)
+    symmetric.check_delivered()
+    conditions = watch.between(began, time.monotonic(), gpu) if watch is not None else {}
+    return {
+        **item,
+        "seconds": {mode: times_by_call[mode][0] for mode in modes},
+        "spread": {mode: times_by_call[mode][1] for mode in modes},
+        "host_s": {mode: times_by_call[mode][2] for mode in modes},
+        **{f"{part}_s": times_by_call[part][0] for part in parts},
+        "count": ROUNDS,
+        "conditions": conditions,
+        "invalid": invalid_reason(conditions),
+    }
+
+
+def calls_by_mode_and_part(device: Any, item: dict[str, Any]) -> tuple[dict[str, Call], dict[str, Call]]:
+    """Return the calls by mode, and the calls by part, on new random operands."""
+    ranks, group = dist.get_world_size(), dist.group.WORLD
+    rows, columns, depth = int(item["rows"]) // ranks * ranks, tuple(map(int, item["columns"])), int(item["depth"])
+    dtype = getattr(torch, item["dtype"])
+    gathers = item["operation"] == GATHER
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+
+    whole = draw(rows, depth)
+    # With gradients, as in a layer: autograd's bookkeeping is part of issuing a call.
+    weights = tuple(draw(width, depth).requires_grad_() for width in columns)
+    plain = tuple(weight.detach() for weight in weights)
+    own = whole[: rows // ranks].clone()
+
+    def in_mode(mode: str) -> Call:
+        if gathers:
+            return lambda: overlap.all_gather_matmul(own, weights, group, mode=mode)
+        return lambda: overlap.matmul_reduce_scatter(whole, weights[0], group, mode=mode)
+
+    def products(x: Tensor) -> Call:
+        return lambda: [x @ weight.t() for weight in plain]
+
+    sliced = whole.unflatten(0, (ranks, -1))[:, : max(1, rows // ranks // SLICES)].contiguous()
+    wide = [weight.t().expand(ranks, -1, -1) for weight in plain]
+    parts: dict[str, Call] = {
+        "product": products(whole),
+        "shard_product": products(own),
+        "slice_product": lambda: [torch.bmm(sliced, weight) for weight in wide],
+        "first": lambda: whole @ plain[0].t(),
+        "collective": _collective(draw, item, rows),
+        "slice_collective": _collective(draw, item, max(ranks, rows // SLICES // ranks * ranks)),
+    }
+    return {mode: in_mode(mode) for mode in overlap.MODES}, parts
+
+
+def _collective(draw: Callable[..., Tensor], item: dict[str, Any], rows: int) -> Call:
+    """Return the operation's collective on `rows` rows of all ranks."""
+    ranks = dist.get_world_size()
+    width = int(item["depth"]) if item["operation"] == GATHER else int(item["columns"][0])
+    everything, part = draw(rows, width), draw(rows // ranks, width)
+    if item["operation"] == GATHER:
+        return lambda: dist.all_gather_into_tensor(everything, part)
+    return lambda: dist.reduce_scatter_tensor(part, everything)
+
+
+def _time_calls(device: Any, calls: dict[str, Call]) -> dict[str, tuple[float, float, float]]:
+    """Return (seconds, spread, host seconds) of each call, the largest over ranks."""
+    Timer(device).heat(WARM_S)
+    counts = {}
+    for name, call in calls.items():
+        for _ in range(2):
+            call()
+        seconds = _max_over_ranks([_time_in_a_row(device, call, 2)])[0]
+        counts[name] = max(2, min(MOST_CALLS, round(CALL_S / max(seconds, 1e-6)))) if device.type == "cuda" else 2
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    hosts: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            times[name].append(_time_in_a_row(device, call, counts[name]))
+            hosts[name].append(_host_time(device, call))
+    found = {}
+    for name in calls:
+        (mid, spread), (host_s, _) = median_and_spread(times[name]), median_and_spread(hosts[name])
+        found[name] = tuple(_max_over_ranks([mid, spread, host_s]))
+    return found  # type: ignore[return-value]  # three numbers each
+
+
+def _time_in_a_row(device: Any, call: Call, count: int) -> float:
+    """Return the seconds of one of `count` calls in a row, after one call that aligns the ranks."""
+    _synchronize_ranks(device)
+    if device.type != "cuda":
+        began = time.perf_counter()
+        for _ in range(count):
+            call()
+        return max(time.perf_counter() - began, 1e-9) / count
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    call()
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / count
+
+
+def _host_time(device: Any, call: Call) -> float:
+    """Return the host seconds to issue one call while the launch queue has room, so that the host does not block."""
+    _synchronize_ranks(device)
+    began = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    return max(time.perf_counter() - began, 1e-9) / HOST_CALLS
+
+
+def _synchronize_ranks(device: Any) -> None:
+    """Wait for the device, and for the other ranks."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    _max_over_ranks([0.0])
+
+
+def _max_over_ranks(mine: list[float]) -> list[float]:
+    box = torch.tensor(mine, dtype=torch.float64)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return [float(value) for value in box]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,209 @@
+"""torchtitan's own trainer with a model of one or two layers, as a step that can be timed.
+
+torchtitan's Trainer builds the model, applies the parallelism and runs `train_step`, with logging at every step. Only
+the shapes of the model are ours and, unless `text` is given, the data: random tokens, so that no data set is needed.
+With `text`, torchtitan's own tokenizer and data loader run, which costs host time in a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from topology import codec
+from topology.errors import BadPlan
+
+FLAVOR = "calibration"
+SPEC = "meshwright_calibration"
+STEPS = 100000  # of the learning-rate schedule; steps are taken one by one from outside
+SELECTIVE = {"selective-op": "op", "selective": "2"}
+
+_meshes: dict[tuple[int, ...], Any] = {}
+_registered: set[str] = set()
+
+
+def titan_step(
+    model: Model, plan: Plan, workload: Workload, runtime: Runtime, device: Any, *, text: str = ""
+) -> Callable[[], dict[str, float]]:
+    """Return a function that takes one step of torchtitan. Raises BadPlan for what torchtitan cannot run."""
+    family = _family(model)
+    from torchtitan.config import ConfigManager  # noqa: PLC0415 - may be absent
+    from torchtitan.train import Trainer  # noqa: PLC0415 - as above
+
+    logging.getLogger().setLevel(logging.WARNING)
+    name = _register(model, family, text=bool(text))
+    config = ConfigManager().parse_args(list(flags(name, plan, workload, runtime, text)))
+    trainer = _reusing_meshes(Trainer, plan)(config)
+    data = trainer.batch_generator(trainer.dataloader)
+    seen: dict[str, float] = {}
+    processor = trainer.metrics_processor
+    log = processor.log
+
+    def log_and_keep(*arguments: Any, **named: Any) -> None:
+        """Record peak memory and data-loading time before torchtitan logs and resets them."""
+        seen["reserved_bytes"] = float(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else 1.0
+        seen["data_s"] = max(sum(processor.data_loading_times), 1e-9)
+        log(*arguments, **named)
+
+    processor.log = log_and_keep
+
+    def step() -> dict[str, float]:
+        trainer.step += 1
+        trainer.gc_handler.run(trainer.step)
+        trainer.train_step(data)
+        return dict(seen)
+
+    return step
+
+
+def flags(name: str, plan: Plan, workload: Workload, runtime: Runtime, text: str) -> Iterator[str]:
+    """Yield torchtitan's command line for a plan; `name` is that of the registered model."""
+    yield from ("--metrics.log_freq=1", "--metrics.disable_color_printing", f"--model.name={name}")
+    yield from (f"--model.flavor={FLAVOR}", "--job.dump_folder=/tmp/meshwright-titan")
+    if text:
+        yield from (f"--model.hf_assets_path={Path(text) / 'tokenizer'}", "--training.dataset=c4_test")
+        yield f"--training.dataset_path={Path(text) / 'c4_test'}"
+    yield from (f"--training.seq_len={workload.seq_len}", f"--training.steps={STEPS}")
+    pipelined = plan.pp > 1
+    local = workload.global_batch_size // plan.data_parallel if pipelined else plan.micro_batch_size
+    yield f"--training.local_batch_size={local}"
+    yield f"--training.global_batch_size={workload.global_batch_size}"
+    yield f"--training.dtype={runtime.param_dtype}"
+    yield f"--training.mixed_precision_param={runtime.compute_dtype}"
+    yield f"--training.mixed_precision_reduce={runtime.reduce_dtype}"
+    mode = plan.recompute
+    yield f"--activation_checkpoint.mode={'selective' if mode in SELECTIVE else mode}"
+    if mode in SELECTIVE:
+        yield f"--activation_checkpoint.selective_ac_option={SELECTIVE[mode]}"
+    if runtime.compile:
+        yield "--compile.enable"
+    degrees = {
+        "data_parallel_replicate_degree": plan.dp_replicate,
+        "data_parallel_shard_degree": plan.dp_shard,
+        "tensor_parallel_degree": plan.tp,
+        "context_parallel_degree": plan.cp,
+        "pipeline_parallel_degree": plan.pp,
+        "expert_parallel_degree": plan.ep,
+    }
+    yield from (f"--parallelism.{name}={degree}" for name, degree in degrees.items())
+    if plan.reshard_after_forward is not None:
+        yield f"--parallelism.fsdp_reshard_after_forward={'always' if plan.reshard_after_forward else 'never'}"
+    if pipelined:
+        yield f"--parallelism.pipeline_parallel_microbatch_size={plan.micro_batch_size}"
+        yield f"--parallelism.pipeline_parallel_schedule={plan.schedule or '1F1B'}"
+
+
+def _family(model: Model) -> str:
+    """Return which of torchtitan's models has this shape: `llama3` or `qwen3`. Raises BadPlan where none has."""
+    plain = model.gated_mlp and model.latent is None and not model.qkv_bias and not model.sliding_layers
+    llama = model.moe is None and not model.qk_norm and not model.tied_embeddings
+    if plain and llama and model.head_dim * model.heads == model.hidden:
+        return "llama3"
+    if plain and model.qk_norm and (model.moe is None or (model.moe.shared_ffn == 0 and model.dense_layers == 0)):
+        return "qwen3"
+    raise BadPlan(f"{model.name} is neither a Llama nor a Qwen 3", why="only torchtitan's models of these two are run")
+
+
+def _register(model: Model, family: str, *, text: bool) -> str:
+    """Register the model's shape with torchtitan, with random data unless `text`; return its registered name."""
+    from torchtitan.protocols.train_spec import register_train_spec  # noqa: PLC0415 - may be absent
+
+    name = f"{SPEC}_{codec.fingerprint(model)}{'_text' if text else ''}"
+    if name in _registered:
+        return name
+    _registered.add(name)
+    spec, shape = _qwen3(model) if family == "qwen3" else _llama3(model)
+    spec = dataclasses.replace(spec, model_args={FLAVOR: shape}, build_validator_fn=None)
+    if not text:
+        spec = dataclasses.replace(
+            spec,
+            build_tokenizer_fn=None,
+            build_dataloader_fn=lambda **named: _RandomTokens(model.vocab, named["job_config"]),
+        )
+    register_train_spec(name, spec)
+    return name
+
+
+def _llama3(model: Model) -> tuple[Any, Any]:
+    """Return torchtitan's train spec and model arguments of a Llama of this shape."""
+    from torchtitan.models.llama3 import get_train_spec  # noqa: PLC0415 - may be absent
+    from torchtitan.models.llama3.model.args import TransformerModelArgs  # noqa: PLC0415 - as above
+
+    return get_train_spec(), TransformerModelArgs(
+        dim=model.hidden,
+        n_layers=model.layers,
+        n_heads=model.heads,
+        n_kv_heads=model.kv_heads,
+        vocab_size=model.vocab,
+        # torchtitan rounds the width up to `multiple_of`, so with a small factor the result is model.ffn itself.
+        ffn_dim_multiplier=0.01,
+        multiple_of=model.ffn,
+        rope_theta=500000,
+    )
+
+
+def _qwen3(model: Model) -> tuple[Any, Any]:
+    """Return torchtitan's train spec and model arguments of a Qwen 3 of this shape; experts as in its 30B-A3B."""
+    from torchtitan.models.moe import MoEArgs  # noqa: PLC0415 - may be absent
+    from torchtitan.models.qwen3 import get_train_spec  # noqa: PLC0415 - as above
+    from torchtitan.models.qwen3.model.args import Qwen3ModelArgs  # noqa: PLC0415 - as above
+
+    moe = model.moe
+    experts = {} if moe is None else {"num_experts": moe.experts, "top_k": moe.experts_per_token}
+    return get_train_spec(), Qwen3ModelArgs(
+        dim=model.hidden,
+        n_layers=model.layers,
+        n_heads=model.heads,
+        n_kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        hidden_dim=model.ffn,
+        vocab_size=model.vocab,
+        qk_norm=True,
+        rope_theta=1000000,
+        enable_weight_tying=model.tied_embeddings,
+        moe_enabled=moe is not None,
+        moe_inter_dim=moe.ffn if moe is not None else 0,
+        moe_args=MoEArgs(
+            **experts, num_shared_experts=0, score_func="softmax", route_norm=True, score_before_experts=False
+        ),
+    )
+
+
+class _RandomTokens:
+    """An endless loader of one batch of random tokens, so that a step has no data-loading cost."""
+
+    def __init__(self, vocab: int, config: Any) -> None:
+        size = (config.training.local_batch_size, config.training.seq_len + 1)
+        self.tokens = torch.randint(vocab, size)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], Any]]:
+        while True:
+            yield {"input": self.tokens[:, :-1]}, self.tokens[:, 1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        del state
+
+
+def _reusing_meshes(trainer: type, plan: Plan) -> type:
+    """Return a trainer class that reuses the meshes of an earlier one of the same degrees: they cost seconds."""
+    key = (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp)
+
+    class ReusedMeshes(trainer):  # type: ignore[misc]  # torchtitan is not there when types are checked
+        def init_distributed(self) -> Any:
+            if key not in _meshes:
+                _meshes[key] = super().init_distributed()
+            return _meshes[key]
+
+    return ReusedMeshes

@@ -1,0 +1,84 @@
+"""What this executor can run, decided before any process is started, and without torch; and which stages its ranks hold.
+
+What can be run stands in `simulator.legality`, where the planner reads it too. Only what depends on where the process is
+running is asked here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.legality.frameworks import MESHWRIGHT
+from simulator.legality.networks import features
+from simulator.legality.rule import Grade, RuleFacts
+from simulator.legality.rules import problems
+from simulator.pipeline.schedule_tables import build_schedule
+from simulator.pipeline.schedules import Schedule, default_schedule
+from simulator.pipeline.stages import stage_layers
+from simulator.runtimes.library import runtime_spec
+from topology.errors import BadModel, BadPlan
+
+
+def check(plan: Plan, model: Model, workload: Workload, runtime: Runtime) -> None:
+    """Raise BadPlan or BadModel for what this executor cannot run as asked; it never runs something else instead."""
+    refuse_unsupported(model)
+    asked = RuleFacts(model=model, workload=workload, framework=MESHWRIGHT, runtime=runtime)
+    refused = [problem.message for problem in problems(plan, asked) if problem.grade is Grade.ILLEGAL]
+    if refused:
+        raise BadPlan("the executor cannot run this plan", why="; ".join(refused))
+
+
+def cp_method(plan: Plan, runtime: Runtime) -> str:
+    """Return how keys and values travel: as the plan says, or as the runtime does where it leaves that open."""
+    return plan.cp_method or runtime_spec(runtime.name).context_parallel
+
+
+def refuse_unsupported(model: Model) -> None:
+    """Raise BadModel naming everything that this decoder cannot express."""
+    missing = [name for name in features(model) if name in MESHWRIGHT.networks_without]
+    if missing:
+        raise BadModel(
+            f"the executor's model has no {', no '.join(missing)}",
+            why=f"{model.name} needs it; a run without it would measure another model",
+            remedy="run a Llama, Qwen or Mixtral shape, or export the plan to a framework",
+        )
+
+
+# --- pipeline stages ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePart:
+    """One stage's share of the model."""
+
+    index: int
+    layers: range
+    first: bool
+    last: bool
+
+
+def schedule_table(plan: Plan, micro_batches: int) -> Schedule:
+    """Return the table of a plan's schedule; without a pipeline there is nothing for one to order."""
+    name = plan.schedule if plan.pp > 1 and plan.schedule else default_schedule(plan.virtual_stages)
+    return build_schedule(name, ranks=plan.pp, micro_batches=micro_batches, stages_per_rank=plan.virtual_stages)
+
+
+def split(model: Model, plan: Plan, table: Schedule, rank: int, *, runtime: str) -> tuple[StagePart, ...]:
+    """Return the stages that pipeline rank `rank` holds. Raises BadPlan when layers and stages do not fit."""
+    counts = stage_layers(model.layers, plan, runtime_spec(runtime).pipeline)
+    if len(counts) != table.stages or sum(counts) != model.layers:
+        raise BadPlan(f"{model.layers} layers do not spread over {table.stages} stages as {counts}")
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    return tuple(
+        StagePart(
+            index=stage,
+            layers=range(starts[stage], starts[stage] + counts[stage]),
+            first=stage == 0,
+            last=stage == table.stages - 1,
+        )
+        for stage in table.stages_of(rank)
+    )

@@ -1,0 +1,387 @@
+"""Start N local ranks of a module within a wall-clock budget, and end every process of the run.
+
+Ranks run under torch's elastic agent (`python -m torch.distributed.run`); a worker that needs no ranks runs as a plain
+`python -m module`. Either way: an argument list without a shell, a session of its own, SIGTERM and then SIGKILL for all
+processes of the run, and a result that names the first rank that failed.
+
+The agent puts each rank into a session of its own, so killing a process group is not enough. Every process of a run
+inherits a random tag in its environment, by which exactly these processes are found.
+
+Does not import torch, so that it works (and reports errors) where torch does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from topology.processes import alive, kill
+
+# NVLink multicast stays off in all workers: in virtual machines and on shared hosts it can hang the fabric.
+FORCED_VARIABLES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+# With one connection, copies and kernels of different streams share a queue, which would hide overlap.
+REMOVED_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS",)
+TAG = "MESHWRIGHT_RUN"
+LAUNCH_TIME_VARIABLE = "MESHWRIGHT_LAUNCHED"  # launch time on the host's monotonic clock
+# Signals that identify the first failure. Not SIGTERM, which the agent sends to the other ranks, nor SIGABRT, with
+# which NCCL's watchdog ends a rank after a timeout.
+KILL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
+TAIL_BYTES = 16 * 1024
+POLL_S = 0.05
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """The rendezvous of several nodes: how many there are, its endpoint (HOST:PORT) and its id.
+
+    `address` is this node's address for the others, needed where its host name does not resolve; the agent then cannot
+    tell by itself whether it hosts the endpoint.
+    """
+
+    count: int
+    endpoint: str
+    run_id: str
+    address: str = ""
+
+    @property
+    def loopback(self) -> bool:
+        """Whether all agents are on one host."""
+        return self._host in {"127.0.0.1", "localhost", "::1"}
+
+    @property
+    def address_arguments(self) -> list[str]:
+        if self.loopback:
+            return ["--local-addr=127.0.0.1"]
+        if not self.address:
+            return []
+        return [f"--local-addr={self.address}", f"--rdzv-conf=is_host={int(self.address == self._host)}"]
+
+    @property
+    def _host(self) -> str:
+        return self.endpoint.rpartition(":")[0].strip("[]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The first rank that failed. `rank` is None when the launcher itself did; `signal` is a name such as SIGKILL."""
+
+    rank: int | None
+    exit_code: int | None
+    signal: str | None
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchResult:
+    """How a run ended: `finished`, `failed`, `timeout` or `interrupted`. `survivors` are pids that ignored SIGKILL."""
+
+    outcome: str
+    exit_code: int | None
+    seconds: float
+    failure: Failure | None
+    stdout_tail: str
+    stderr_tail: str
+    survivors: tuple[int, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome == "finished" and not self.survivors
+
+
+def launch(
+    module: str,
+    arguments: Sequence[str] = (),
+    *,
+    ranks: int = 1,
+    elastic: bool = True,
+    budget_s: float,
+    grace_s: float = 5.0,
+    environment: Mapping[str, str] | None = None,
+    directory: str | Path | None = None,
+    nodes: Rendezvous | None = None,
+) -> LaunchResult:
+    """Run `ranks` copies of `module` for at most `budget_s` seconds; all processes end within another 2 x `grace_s`.
+
+    `elastic` False starts one plain process, without torch. `environment` is added to this process's own. `directory`
+    keeps the output and the ranks' error files; without it they go to a temporary folder and only tails remain.
+    `nodes`: this is one of several agents, each with `ranks` ranks of its own.
+    Ctrl-C ends the processes and returns the outcome `interrupted`; a second Ctrl-C during that kills at once.
+    Raises ValueError for less than one rank, several ranks without the agent, or a budget that is not positive.
+    """
+    if ranks < 1 or (ranks > 1 and not elastic):
+        raise ValueError(f"{ranks} ranks cannot run {'with' if elastic else 'without'} the elastic agent")
+    if not budget_s > 0:
+        raise ValueError(f"a budget of {budget_s} s leaves no time to run")
+    if directory is None:
+        with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+            return _launch(module, arguments, ranks, elastic, budget_s, grace_s, environment, Path(folder), nodes)
+    folder_path = Path(directory)
+    folder_path.mkdir(parents=True, exist_ok=True)
+    return _launch(module, arguments, ranks, elastic, budget_s, grace_s, environment, folder_path, nodes)
+
+
+def command(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    ranks: int,
+    elastic: bool,
+    run_id: str,
+    logs: Path,
+    nodes: Rendezvous | None = None,
+) -> list[str]:
+    """Return the argument list. `--standalone` lets the agent choose a free port; loopback needs no name resolution."""
+    if not elastic:
+        return [sys.executable, "-m", module, *arguments]
+    where = ["--standalone", f"--rdzv-id={run_id}", "--local-addr=127.0.0.1"]
+    if nodes is not None:
+        where = [
+            f"--nnodes={nodes.count}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={nodes.endpoint}",
+            f"--rdzv-id={nodes.run_id}",
+            *nodes.address_arguments,
+        ]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *where,
+        f"--nproc-per-node={ranks}",
+        "--max-restarts=0",
+        f"--log-dir={logs}",
+        "-m",
+        module,
+        *arguments,
+    ]
+
+
+def child_environment(
+    added: Mapping[str, str] | None, *, run_id: str, base: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the environment of the run's processes: the caller's, then `added`, then the forced variables."""
+    environment = {**(os.environ if base is None else base), **(added or {}), **FORCED_VARIABLES}
+    for name in REMOVED_VARIABLES:
+        environment.pop(name, None)
+    inherited = environment.get("PYTHONPATH", "")
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), inherited] if inherited else [str(ROOT)])
+    environment["PYTHONSAFEPATH"] = "1"  # a torch.py in the current folder is not torch
+    environment["PYTHONUNBUFFERED"] = "1"  # so that the last output of a killed rank is on disk
+    environment[TAG] = run_id
+    environment[LAUNCH_TIME_VARIABLE] = f"{time.monotonic():.3f}"
+    return environment
+
+
+def _launch(
+    module: str,
+    arguments: Sequence[str],
+    ranks: int,
+    elastic: bool,
+    budget_s: float,
+    grace_s: float,
+    environment: Mapping[str, str] | None,
+    folder: Path,
+    nodes: Rendezvous | None,
+) -> LaunchResult:
+    run_id = f"meshwright-{uuid.uuid4().hex}"
+    started = time.monotonic()
+    child = child_environment(environment, run_id=run_id)
+    error_file = folder / "error.json"
+    error_file.unlink(missing_ok=True)
+    child["TORCHELASTIC_ERROR_FILE"] = str(error_file)
+    outcome, survivors = "finished", tuple[int, ...]()
+    out_path, err_path = folder / "stdout.txt", folder / "stderr.txt"
+    # Files, not pipes: a grandchild that keeps a pipe open would block us after its parent died.
+    with out_path.open("wb") as out, err_path.open("wb") as err:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "executor.launch.guard",
+                str(os.getpid()),
+                *command(
+                    module,
+                    arguments,
+                    ranks=ranks,
+                    elastic=elastic,
+                    run_id=run_id,
+                    logs=folder / "ranks",
+                    nodes=nodes,
+                ),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=child,
+            start_new_session=True,
+        )
+        try:
+            if not _wait(process, started + budget_s):
+                outcome = "timeout"
+        except KeyboardInterrupt:
+            outcome = "interrupted"
+        finally:
+            survivors = _stop(process, run_id, grace_s)
+    if outcome == "finished" and process.returncode != 0:
+        outcome = "failed"
+    out_tail, err_tail = tail(out_path), tail(err_path)
+    failure = None
+    if outcome == "failed":
+        failure = _first_failure(folder, process.returncode, err_tail, elastic=elastic)
+    return LaunchResult(
+        outcome=outcome,
+        exit_code=process.returncode,
+        seconds=time.monotonic() - started,
+        failure=failure,
+        stdout_tail=out_tail,
+        stderr_tail=err_tail,
+        survivors=survivors,
+    )
+
+
+# Stopping
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    """Wait until the process ends or the deadline passes; return whether it ended."""
+    while process.poll() is None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return False
+        time.sleep(min(POLL_S, left))
+    return True
+
+
+def _stop(process: subprocess.Popen[bytes], run_id: str, grace_s: float) -> tuple[int, ...]:
+    """End every process of this run, first with SIGTERM, then SIGKILL; return the pids that are left."""
+    try:
+        if process.poll() is None:
+            # The agent passes SIGTERM on to its ranks, and knows how to leave the rendezvous. Its group has its pid.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGTERM)
+            _wait_for_none(process, run_id, grace_s)
+    except KeyboardInterrupt:  # the second press: no more waiting
+        grace_s = min(grace_s, 1.0)
+    kill(tagged_processes(run_id))
+    process.kill()
+    # A process in an uninterruptible call never answers: the join is bounded and the rest is reported.
+    _wait_for_none(process, run_id, grace_s)
+    left = {member.pid for member in tagged_processes(run_id)}
+    return tuple(sorted(left if process.poll() is not None else left | {process.pid}))
+
+
+def _wait_for_none(process: subprocess.Popen[bytes], run_id: str, grace_s: float) -> None:
+    deadline = time.monotonic() + grace_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None and not tagged_processes(run_id):
+            return
+        time.sleep(POLL_S)
+
+
+def tagged_processes(run_id: str) -> list[psutil.Process]:
+    """Return the living processes that carry this run's tag, in any session."""
+    found = []
+    for pid in psutil.pids():
+        with suppress(psutil.Error):  # it ended meanwhile, or belongs to someone else
+            process = psutil.Process(pid)  # anew: `process_iter` keeps what it knew of a number that is used again
+            if process.environ().get(TAG) == run_id and alive(process):
+                found.append(process)
+    return found
+
+
+# Reporting
+
+
+def tail(path: Path) -> str:
+    """Return the end of a file as text."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _first_failure(folder: Path, exit_code: int | None, err_tail: str, *, elastic: bool) -> Failure:
+    """Return the first failure as the agent reports it, with the message of that rank's error file if there is one."""
+    if not elastic:
+        message = _message(folder / "error.json") or _last_line(err_tail)
+        return Failure(rank=0, exit_code=_code(exit_code), signal=_name(exit_code), message=message)
+    # The agent prints one block per failure; the one it saw first is under "Root Cause". A rank that was killed writes
+    # no timestamp, and its peers fail soon after, so a killed rank takes precedence.
+    _, _, verdict = err_tail.rpartition("Root Cause")
+    blocks = re.findall(r"^\s*rank\s*:\s*(\d+).*\n\s*exitcode\s*:\s*(-?\d+)", err_tail, re.MULTILINE)
+    for rank_text, code_text in blocks:
+        if -int(code_text) in KILL_SIGNALS:
+            name = _name(int(code_text))
+            return Failure(rank=int(rank_text), exit_code=None, signal=name, message=f"the process was ended by {name}")
+    rank = re.search(r"^\s*rank\s*:\s*(\d+)", verdict, re.MULTILINE)
+    code = re.search(r"^\s*exitcode\s*:\s*(-?\d+)", verdict, re.MULTILINE)
+    number = int(code[1]) if code else None
+    files = sorted(folder.glob("ranks/**/error.json"), key=_error_time)
+    message = _message(folder / "error.json") or next((text for file in files if (text := _message(file))), "")
+    return Failure(
+        rank=int(rank[1]) if rank else _rank_of(files),
+        exit_code=_code(number if number is not None else exit_code),
+        signal=_name(number),
+        message=message or _last_line(verdict or err_tail),
+    )
+
+
+def _error(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(errors="replace")[: 2**20])
+    except (OSError, ValueError):
+        return {}
+    said = document.get("message") if isinstance(document, dict) else None
+    return said if isinstance(said, dict) else {"message": said} if said else {}
+
+
+def _message(path: Path) -> str:
+    return str(_error(path).get("message", ""))[:2000]
+
+
+def _error_time(path: Path) -> float:
+    extra = _error(path).get("extraInfo")
+    try:
+        return float(extra["timestamp"]) if isinstance(extra, dict) else float("inf")
+    except (KeyError, TypeError, ValueError):
+        return float("inf")
+
+
+def _rank_of(files: Sequence[Path]) -> int | None:
+    """The agent writes `attempt_0/<local rank>/error.json`."""
+    return int(files[0].parent.name) if files and files[0].parent.name.isdigit() else None
+
+
+def _code(number: int | None) -> int | None:
+    return None if number is None or number < 0 else number
+
+
+def _name(number: int | None) -> str | None:
+    if number is None or number >= 0:
+        return None
+    try:
+        return signal.Signals(-number).name
+    except ValueError:
+        return f"signal {-number}"
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip(" =-\t")]
+    return lines[-1][:2000] if lines else ""

@@ -1,0 +1,43 @@
+"""The request for a run: one JSON file, written by `planner apply` and read by every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """`gpus` are device numbers as CUDA counts them, rank by rank. `peak_flops` is MFU's denominator, per GPU.
+
+    `start_timeout_s` and `collective_timeout_s` bound how long a rank waits for another one. `own_table` runs our own
+    schedule table even where torch has the schedule. `predicted`, `fingerprints` and `cluster` (that of the prediction)
+    are copied into the report.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    plan: Plan
+    model: Model
+    workload: Workload
+    runtime: Runtime
+    device: str = "cuda"
+    gpus: tuple[int, ...] = ()
+    steps: int = 10
+    warm_up: int = 3
+    seed: int = 0
+    own_table: bool = False
+    profile: bool = True  # take one more step under the profiler, after the timed steps
+    peak_flops: float | None = None
+    peak_flops_source: str = ""
+    start_timeout_s: float = 60.0
+    collective_timeout_s: float = 60.0
+    predicted: dict[str, Any] | None = None
+    fingerprints: dict[str, str] | None = None
+    cluster: dict[str, Any] | None = None

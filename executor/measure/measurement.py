@@ -1,0 +1,125 @@
+"""Common parts of all measurements: command-line options, the devices to measure, and reports of failed parts.
+
+A measurement is a process that starts others for its parts (`executor.launch.local_ranks`). Never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from executor.gpu.state import gpu_processes, run_text
+from executor.launch.local_ranks import LaunchResult
+from executor.launch.records import Recorder
+from topology.errors import ProbeError
+
+
+def measurement_parser(program: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of a whole measurement."""
+    parser = argparse.ArgumentParser(prog=program)
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds for everything")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--indices", default="", help="nvidia-smi's indices, in CUDA's order; default: all")
+    parser.add_argument("--allow-busy", action="store_true", help="measure though others use the GPUs")
+    parser.add_argument("--machine", default="this machine")
+    return parser
+
+
+def piece_parser(program: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of one part of a measurement."""
+    parser = argparse.ArgumentParser(prog=program)
+    parser.add_argument("--out", required=True, help="JSON lines; what is there already is kept")
+    parser.add_argument("--seconds", type=float, required=True, help="for everything, the start included")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    return parser
+
+
+def devices_to_measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return index, uuid and name of the devices to measure. Raises ProbeError if there are none or they are in use."""
+    devices = _find_devices(options)
+    if options.device == "cuda":
+        _refuse_gpus_in_use(devices, allow=options.allow_busy)
+    return devices
+
+
+def _find_devices(options: argparse.Namespace) -> list[dict[str, Any]]:
+    wanted = [int(index) for index in options.indices.split(",") if index.strip().isdigit()]
+    if options.device == "cpu":
+        return [{"index": index, "uuid": "", "name": "CPU"} for index in (wanted or [0, 1])]
+    text = run_text(("nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"))
+    rows = [[cell.strip() for cell in line.split(",", 2)] for line in text.splitlines()]
+    known = {int(row[0]): row for row in rows if len(row) == 3 and row[0].isdigit()}
+    order = wanted or sorted(known)
+    if not order:
+        raise ProbeError(
+            "there is no GPU to measure",
+            why="nvidia-smi lists none, or does not answer",
+            remedy="run this on a machine with an NVIDIA GPU and driver",
+        )
+    if importlib.util.find_spec("torch") is None:
+        raise ProbeError(
+            "torch is not installed, so nothing can be measured",
+            why="the measurements run under torchrun with NCCL",
+            remedy='pip install "meshwright[exec]"',
+        )
+    return [
+        {"index": index, "uuid": known[index][1] if index in known else "", "name": known.get(index, ["", "", ""])[2]}
+        for index in order
+    ]
+
+
+def _refuse_gpus_in_use(devices: Sequence[dict[str, Any]], *, allow: bool) -> None:
+    ours = {device["uuid"] for device in devices}
+    busy = [occupant for occupant in gpu_processes() if occupant.gpu_uuid in ours]
+    if not busy or allow:
+        return
+    index_of = {device["uuid"]: device["index"] for device in devices}
+    listed = "; ".join(
+        f"GPU {index_of[who.gpu_uuid]}: pid {who.pid} of {who.owner or 'an unknown user'}"
+        + (f", {who.memory_bytes / 2**30:.1f} GiB" if who.memory_bytes is not None else "")
+        for who in busy[:8]
+    )
+    raise ProbeError(
+        "the GPUs are in use by other processes",
+        why=listed,
+        remedy="wait for them, choose other GPUs with CUDA_VISIBLE_DEVICES, or pass --allow-busy",
+    )
+
+
+def driver_version() -> str:
+    """Return the version of the GPU driver, or an empty string where nvidia-smi does not answer."""
+    text = run_text(("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))
+    return text.splitlines()[0].strip() if text else ""
+
+
+def loopback_environment() -> dict[str, str]:
+    """Return environment variables that make the ranks of one host communicate over the loopback interface."""
+    if not Path("/sys/class/net/lo").exists():
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+def record_problem(piece: str, done: LaunchResult, recorder: Recorder) -> None:
+    """Record and say what kept a piece from ending well, if anything did."""
+    listed = describe_problem(piece, done)
+    if listed:
+        recorder.missing(listed)
+        print(listed, file=sys.stderr, flush=True)
+
+
+def describe_problem(piece: str, done: LaunchResult) -> str:
+    """One line on a piece that did not end well, or nothing."""
+    survivors = f"; processes {', '.join(map(str, done.survivors))} could not be ended" if done.survivors else ""
+    if done.outcome == "failed" and done.failure is not None:
+        who = f"rank {done.failure.rank}" if done.failure.rank is not None else "the launcher"
+        how = done.failure.signal or f"exit code {done.failure.exit_code}"
+        return f"{piece}: {who} failed first ({how}): {done.failure.message.strip()[:400]}{survivors}"
+    if done.outcome == "timeout":
+        return f"{piece}: stopped after {done.seconds:.0f} s, its share of the budget{survivors}"
+    if done.outcome == "interrupted":
+        return f"{piece}: interrupted{survivors}"
+    return f"{piece}{survivors}" if survivors else ""

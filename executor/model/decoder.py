@@ -1,0 +1,95 @@
+"""A Llama-like decoder built from the shapes of a `simulator.config.model.Model`, without any parallelism.
+
+Parallelism is applied from outside (`executor.parallel.parallelize`), which shards parameters in place and replaces the
+callables that communicate: `core` of attention; `gather_tokens`, `reduce_tokens` and `exchange` of a sparse layer;
+`project_in` and `project_out`, the first and last matmuls of attention and feed-forward. Parameters have the names of
+the whole model even when only some layers are built, so that `layers.7.attention.wq.weight` is the same everywhere.
+
+Shapes in comments: B sequences, S tokens of each held here, h hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from executor.launch.legal import refuse_unsupported
+from executor.model.attention import NORM_EPS, Attention
+from executor.model.feed_forward import FeedForward
+from executor.model.latent_attention import LatentAttention
+from executor.model.moe import MixtureOfExperts
+from executor.model.shards import ParameterShard
+from simulator.config.model import Model
+
+ROPE_BASE = 500_000.0  # Llama 3's; the shapes do not say it and no cost depends on it
+
+
+class Block(nn.Module):
+    """One layer. `feed_forward` or `moe` is None."""
+
+    def __init__(self, model: Model, index: int) -> None:
+        super().__init__()
+        sparse, window = model.layer_kinds[index]
+        self.attention_norm = nn.RMSNorm(model.hidden, eps=NORM_EPS)
+        kind = Attention if model.latent is None else LatentAttention
+        self.attention = kind(model, window)
+        self.ffn_norm = nn.RMSNorm(model.hidden, eps=NORM_EPS)
+        self.feed_forward = None if sparse else FeedForward(model.hidden, model.ffn)
+        self.moe = MixtureOfExperts(model.hidden, model.moe) if sparse and model.moe else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        feed: Callable[[Tensor], Tensor] = self.feed_forward if self.moe is None else self.moe
+        return x + feed(self.ffn_norm(x))
+
+
+class Decoder(nn.Module):
+    """The whole model, or a pipeline stage of it: `layers` are indices in the whole, ends are None where not held."""
+
+    def __init__(
+        self, model: Model, layers: Iterable[int] | None = None, *, first: bool = True, last: bool = True
+    ) -> None:
+        super().__init__()
+        refuse_unsupported(model)
+        self.tied = model.tied_embeddings
+        self.parameter_shards: dict[
+            str, ParameterShard
+        ] = {}  # by name, of parameters that tensor or expert parallelism has cut
+        self.tok_embeddings = nn.Embedding(model.vocab, model.hidden) if first else None
+        indices = range(model.layers) if layers is None else layers
+        self.layers = nn.ModuleDict({str(index): Block(model, index) for index in indices})
+        self.norm = nn.RMSNorm(model.hidden, eps=NORM_EPS) if last else None
+        self.output = nn.Linear(model.hidden, model.vocab, bias=False) if last else None
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the head use the embedding's parameter; to be repeated when parameters have been replaced."""
+        if self.tied and self.output is not None and self.tok_embeddings is not None:
+            self.output.weight = self.tok_embeddings.weight
+
+    def set_positions(self, positions: Tensor, dtype: torch.dtype) -> None:
+        """Say which positions of the sequence this rank's tokens have; `positions` is (S,) of integers."""
+        tables: dict[int, tuple[Tensor, Tensor]] = {}  # one for all layers
+        for block in self.layers.values():
+            width, rest = block.attention.rope_dim, (1, 1) if block.attention.tokens_first else (1,)
+            if width not in tables:
+                half = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device)
+                angles = positions.to(torch.float64)[:, None] * ROPE_BASE ** (-half / width)
+                angles = torch.cat((angles, angles), dim=-1).unflatten(0, (-1, *rest))
+                wide = torch.promote_types(dtype, torch.float32)
+                tables[width] = angles.cos().to(wide), angles.sin().to(wide)
+            block.attention.cos, block.attention.sin = tables[width]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take token ids (B, S), or hidden states (B, S, h) if not first; return hidden states or logits (B, S, V).
+
+        With sequence parallelism hidden states and logits have their tokens first, (S, B, ..).
+        """
+        x = self.tok_embeddings(x) if self.tok_embeddings is not None else x
+        for block in self.layers.values():
+            x = block(x)
+        if self.norm is not None and self.output is not None:
+            x = self.output(self.norm(x))
+        return x

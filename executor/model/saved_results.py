@@ -1,0 +1,153 @@
+"""Selective activation recomputation: results of a block's forward pass that its recomputation reuses.
+
+torch's own selective checkpointing intercepts every operator of both runs in Python (a dispatch mode), which costs the
+host several times the operators themselves. Here only the functions whose results may be saved check for it: `product`
+for linear layers, `attention` for the attention kernel, `save_or_replay` inside autograd functions. Both runs build the
+same graph, as `torch.utils.checkpoint` requires: the second run saves the same tensors in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Results = Tensor | tuple[Any, ...]
+
+# Attention kernels: too expensive to recompute.
+ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_flash_attention_forward",
+)
+
+
+class SavedResults:
+    """Saved results of one pass through one block. `first_run` and `second_run` are the contexts of its two runs."""
+
+    def __init__(self) -> None:
+        self.results: list[Results] = []
+        self.replays = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.next_result = self.products = 0
+
+    def first_run(self) -> AbstractContextManager[None]:
+        return _RunContext(self, replays=False)
+
+    def second_run(self) -> AbstractContextManager[None]:
+        """Return the context of the recomputation; a pipeline that splits the backward pass enters it twice."""
+        return _RunContext(self, replays=True)
+
+    def save_or_replay(self, compute: Callable[[], Results]) -> Results:
+        """Return `compute()`, saved in the first run and replayed in the second."""
+        if self.replays:
+            found = self.results[self.next_result]
+            self.next_result += 1
+            return _detached(found)
+        found = compute()
+        self.results.append(_detached(found))
+        return found
+
+    def saves_next_product(self) -> bool:
+        """Count a linear layer, and return whether its result is saved: every second one, beginning with the first."""
+        self.products += 1
+        return self.products % 2 == 1
+
+
+def _detached(found: Results) -> Results:
+    """Return detached tensors: those returned to autograd become part of its graph."""
+    if isinstance(found, Tensor):
+        return found.detach()
+    return tuple(one.detach() if isinstance(one, Tensor) else one for one in found)
+
+
+class _RunContext(AbstractContextManager[None]):
+    def __init__(self, saved: SavedResults, *, replays: bool) -> None:
+        self.saved, self.replays = saved, replays
+
+    def __enter__(self) -> None:
+        global _active
+        self.before, _active = _active, self.saved
+        self.saved.replays = self.replays
+        self.saved._begin()  # noqa: SLF001 - this class is part of SavedResults
+
+    def __exit__(self, *_: object) -> None:
+        global _active  # noqa: PLW0603 - as above
+        _active = self.before
+
+
+_active: SavedResults | None = None
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a block's two runs, as `context_fn` of `torch.utils.checkpoint`."""
+    saved = SavedResults()
+    return saved.first_run(), saved.second_run()
+
+
+def save_or_replay(compute: Callable[[], Results]) -> Results:
+    """Return `compute()`; under selective recomputation it runs once. Call it inside an autograd function's forward."""
+    return compute() if _active is None else _active.save_or_replay(compute)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight^T + bias; x (..., in), weight (out, in). Selective recomputation saves every second result."""
+    if _active is None or not _active.saves_next_product():
+        return functional.linear(x, weight, bias)
+    return _Product.apply(as_autocast(x), as_autocast(weight), None if bias is None else as_autocast(bias))
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Return x in autocast's type if autocast is on: it casts only torch's own operators, not autograd functions."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return save_or_replay(lambda: functional.linear(x, weight, bias))  # type: ignore[return-value]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        return (
+            grad @ weight if needs_x else None,
+            rows.t() @ x.flatten(0, -2) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )
+
+
+class _Attention(TorchDispatchMode):
+    """Intercepts one call of attention and saves the results of its kernel."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _kernels():
+            return save_or_replay(lambda: func(*args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def attention() -> AbstractContextManager[Any]:
+    """Return the context in which attention must be called so that its results can be saved."""
+    return nullcontext() if _active is None else _Attention()
+
+
+_KERNELS: set[Any] = set()
+
+
+def _kernels() -> set[Any]:
+    if not _KERNELS:
+        _KERNELS.update(getattr(torch.ops.aten, name).default for name in ATTENTION if hasattr(torch.ops.aten, name))
+    return _KERNELS

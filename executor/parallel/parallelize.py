@@ -1,0 +1,227 @@
+"""Apply a plan to the decoder: each step is one choice of the plan, in the only order in which they compose.
+
+Pipeline stages are built on the meta device; tensor and expert parallelism shard parameters first, FSDP shards what is
+left; recomputation is inside compilation, and compilation inside FSDP's hooks, so that a block is compiled whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from executor.launch import legal
+from executor.model.decoder import Decoder
+from executor.model.init_weights import init_weights
+from executor.model.vocabulary_loss import VocabularyLoss
+from executor.parallel import pipeline
+from executor.parallel.activation_checkpoint import apply_activation_checkpoint
+from executor.parallel.context_parallel import RingAttention, positions
+from executor.parallel.data_parallel import Replica, apply_fsdp
+from executor.parallel.expert_parallel import apply_expert_parallel
+from executor.parallel.meshes import Meshes
+from executor.parallel.tensor_parallel import apply_tensor_parallel
+from executor.parallel.ulysses import UlyssesAttention
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.runtimes.library import stops_early
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelModel:
+    """The part of a model that this rank holds under a plan.
+
+    `parts` are its decoders (one per pipeline stage), `modules` what is called: the parts, or DDP around the only one.
+    `schedule` is None without a pipeline. `autocast` is the type to compute in where FSDP does not cast.
+    """
+
+    parts: tuple[Decoder, ...]
+    modules: tuple[nn.Module, ...]
+    schedule: Any
+    loss: VocabularyLoss
+    has_first: bool
+    has_last: bool
+    autocast: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A plan and what it is applied to. Weights and batches are drawn from `seed`."""
+
+    plan: Plan
+    model: Model
+    workload: Workload
+    runtime: Runtime
+    meshes: Meshes
+    device: torch.device
+    seed: int = 0
+    own_table: bool = False  # run the simulator's pipeline table instead of torch's schedule
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """Return the types in which parameters are stored, computed with, and reduced."""
+        runtime = self.runtime
+        return DTYPES[runtime.param_dtype], DTYPES[runtime.compute_dtype], DTYPES[runtime.reduce_dtype]
+
+
+def parallelize(setup: Setup) -> ParallelModel:
+    """Build this rank's part of the model as the plan says; a collective call.
+
+    Raises BadPlan or BadModel for what the executor cannot run.
+    """
+    plan, model, workload, meshes = setup.plan, setup.model, setup.workload, setup.meshes
+    legal.check(plan, model, workload, setup.runtime)
+    store, compute, _ = setup.dtypes
+    table = legal.schedule_table(plan, plan.micro_batches(workload.global_batch_size))
+    stages = legal.split(model, plan, table, meshes.coordinate("pp"), runtime=setup.runtime.name)
+    with torch.device("meta"):
+        parts = tuple(Decoder(model, s.layers, first=s.first, last=s.last).to(store) for s in stages)
+    for part, stage in zip(parts, stages, strict=True):
+        _shard_over_ranks(setup, part)
+        _recompute_and_compile(setup, part, stage.index)
+        if not _is_replicated_only(plan):
+            _apply_fsdp(setup, part)
+        part.to_empty(device=setup.device)
+        if _is_replicated_only(plan):
+            part.tie()  # to_empty unties plain modules; FSDP keeps shared parameters shared
+        init_weights(part, seed=setup.seed, parameter_shards=part.parameter_shards)
+        part.set_positions(positions(workload.seq_len, meshes.coordinate("cp"), plan.cp, setup.device), compute)
+
+    modules: tuple[nn.Module, ...] = parts
+    if _is_replicated_only(plan) and plan.dp_replicate > 1:
+        modules = tuple(Replica(part, meshes.group("dp_replicate"), setup.device) for part in parts)
+    loss = VocabularyLoss(
+        model.vocab, _tp_mesh(setup), compiled=setup.runtime.compile, tokens_first=_tokens_first(plan)
+    )
+    schedule = None
+    if plan.pp > 1:
+
+        def loss_per_token(logits: Tensor, targets: Tensor) -> Tensor:
+            return loss(logits, targets) / workload.tokens_per_step
+
+        schedule = pipeline.build_schedule(
+            stages,
+            modules,
+            table,
+            group=meshes.group("pp"),
+            device=setup.device,
+            shapes=_shapes(plan, model, workload, meshes.coordinate("tp")),
+            dtype=store if _is_replicated_only(plan) else compute,
+            loss=loss_per_token,
+            own_table=setup.own_table,
+        )
+    return ParallelModel(
+        parts=parts,
+        modules=modules,
+        schedule=schedule,
+        loss=loss,
+        has_first=any(s.first for s in stages),
+        has_last=any(s.last for s in stages),
+        autocast=autocast_type(plan, setup.runtime),
+    )
+
+
+def _shard_over_ranks(setup: Setup, part: Decoder) -> None:
+    """Apply tensor, context and expert parallelism to a stage, in this order."""
+    plan, meshes = setup.plan, setup.meshes
+    if (tp_mesh := _tp_mesh(setup)) is not None:
+        apply_tensor_parallel(
+            part,
+            tp_mesh.get_group(),
+            sequence_parallel=plan.sequence_parallel,
+            expert_parallel=plan.ep > 1,
+            overlap=plan.tp_overlap,
+        )
+    if plan.cp > 1:
+        method, group = legal.cp_method(plan, setup.runtime), meshes.group("cp")
+        _, compute, _ = setup.dtypes
+        for block in part.layers.values():
+            block.attention.core = (
+                UlyssesAttention(group, block.attention.core)
+                if method == "all_to_all"
+                else RingAttention(group, method, width=setup.model.head_dim, dtype=compute, device=setup.device)
+            )
+    if meshes.sparse is not None:
+        apply_expert_parallel(part, meshes.sparse["ep"].get_group())
+
+
+def _recompute_and_compile(setup: Setup, part: Decoder, stage: int) -> None:
+    """Apply the stage's recomputation, then compile each block; `early_stop` as the runtime description has it."""
+    plan, runtime = setup.plan, setup.runtime
+    recompute = plan.recompute_per_stage[stage] if plan.recompute_per_stage else plan.recompute
+    apply_activation_checkpoint(part, recompute, early_stop=stops_early(runtime), compiled=runtime.compile)
+    if runtime.compile:
+        for block in part.layers.values():
+            block.compile()
+
+
+def _apply_fsdp(setup: Setup, part: Decoder) -> None:
+    """Apply FSDP2 with the runtime's types.
+
+    With tensor or pipeline parallelism it is applied even where it shards nothing, for its mixed precision, and
+    whatever the types are: the model that is verified in float64 is built like the one that is timed.
+    """
+    plan, meshes = setup.plan, setup.meshes
+    store, compute, reduce = setup.dtypes
+    apply_fsdp(
+        part,
+        _data_mesh(meshes.dense, "fsdp", plan),
+        expert_mesh=None if meshes.sparse is None else _data_mesh(meshes.sparse, "efsdp", plan),
+        precision=MixedPrecisionPolicy(param_dtype=None if compute is store else compute, reduce_dtype=reduce),
+        reshard_after_forward=plan.pp == 1 if plan.reshard_after_forward is None else plan.reshard_after_forward,
+    )
+
+
+def _tp_mesh(setup: Setup) -> DeviceMesh | None:
+    return setup.meshes.dense["tp"] if setup.plan.tp > 1 else None
+
+
+def autocast_type(plan: Plan, runtime: Runtime) -> torch.dtype | None:
+    """Return the type that autocast computes in; None where FSDP casts, or parameters have that type already.
+
+    One GPU or plain replicas (DDP) have no FSDP, whose mixed precision autocast replaces.
+    """
+    store, compute = DTYPES[runtime.param_dtype], DTYPES[runtime.compute_dtype]
+    return compute if _is_replicated_only(plan) and compute is not store else None
+
+
+def _is_replicated_only(plan: Plan) -> bool:
+    """Return whether every rank holds the whole model: one GPU, or plain data parallelism."""
+    return plan.dp_shard * plan.cp * plan.tp * plan.pp == 1
+
+
+def _data_mesh(mesh: DeviceMesh, shards: str, plan: Plan) -> DeviceMesh:
+    """Return the axes that data parallelism uses: `dp_replicate` only where there are several replicas."""
+    return mesh["dp_replicate", shards] if plan.dp_replicate > 1 else mesh[shards]
+
+
+def _tokens_first(plan: Plan) -> bool:
+    """Return whether hidden states are (S, B, h), as sequence parallelism lays them out."""
+    return plan.tp > 1 and plan.sequence_parallel
+
+
+def _shapes(plan: Plan, model: Model, workload: Workload, tp_rank: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tokens, hidden states and logits at stage boundaries, per micro batch and rank."""
+    batch, tokens = plan.micro_batch_size, workload.seq_len // plan.cp
+    hidden, logits = (batch, tokens), (batch, tokens)
+    vocab = -(-model.vocab // plan.tp)  # words per rank, the remainder on the last, as `ParameterShard` has it
+    if _tokens_first(plan):
+        hidden, logits = (tokens // plan.tp, batch), (tokens, batch)
+    return {
+        "tokens": (batch, tokens),
+        "hidden": (*hidden, model.hidden),
+        "logits": (*logits, min(vocab, model.vocab - vocab * tp_rank)),
+    }

@@ -1,0 +1,88 @@
+"""Pipeline parallelism with torch.distributed.pipelining.
+
+The schedule is torch's of the plan's name, or our own table (`simulator.pipeline.schedules`), which torch's runtime
+loads, so that the simulated schedule is the one that runs. Communication: hidden states to the next stage and their
+gradients back, one message per micro batch and stage boundary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+
+from executor.launch.legal import StagePart
+from simulator.pipeline.schedules import SCHEDULES, Schedule
+
+
+def build_schedule(
+    parts: Sequence[StagePart],
+    modules: Sequence[nn.Module],
+    table: Schedule,
+    *,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    own_table: bool,
+) -> Any:
+    """Return torch's schedule object for this rank's stages. `shapes`: of tokens, hidden and logits of a micro batch.
+
+    `own_table` runs our table even where torch has the schedule; a schedule that torch lacks always uses our table.
+    """
+    stages = [
+        PipelineStage(
+            module,
+            part.index,
+            table.stages,
+            device,
+            input_args=_tokens(shapes["tokens"]) if part.first else _states(shapes["hidden"], dtype),
+            output_args=_states(shapes["logits"] if part.last else shapes["hidden"], dtype),
+            group=group,
+        )
+        for part, module in zip(parts, modules, strict=True)
+    ]
+    settings: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
+    if not own_table and SCHEDULES[table.name].in_torch:
+        kind = get_schedule_class(table.name)
+        if issubclass(kind, PipelineScheduleSingle):
+            return kind(stages[0], table.micro_batches, **settings)
+        return kind(stages, table.micro_batches, **settings)
+    runtime = _PipelineScheduleRuntime(stages, table.micro_batches, **settings)
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        path = Path(folder) / "schedule.csv"
+        path.write_text(table.csv(), encoding="utf-8")
+        runtime._load_csv(str(path), format="compute_only")  # noqa: SLF001 - the runtime's only door for tables
+    return runtime
+
+
+def _tokens(shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=torch.long, device="meta")
+
+
+def _states(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return an example tensor; from torch 2.13 on, a stage sends gradients only for examples that require them."""
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+
+def run(schedule: Any, tokens: Tensor | None, targets: Tensor | None) -> list[Tensor]:
+    """Run one step's micro batches; return their losses, empty where the last stage is not here."""
+    losses: list[Tensor] = []
+    # The concatenated logits of all micro batches are not needed and would be the largest tensor of the run.
+    extra = {"return_outputs": False} if "return_outputs" in inspect.signature(schedule.step).parameters else {}
+    arguments = () if tokens is None else (tokens,)
+    schedule.step(*arguments, target=targets, losses=losses, **extra)
+    return losses

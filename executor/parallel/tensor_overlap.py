@@ -1,0 +1,70 @@
+"""Apply the plan's `tp_overlap`: matmuls of a block and their collectives run in the overlap mode of their site.
+
+Weights are sharded as in plain tensor parallelism. With sequence parallelism the input projections of attention and
+feed-forward all-gather the tokens and the output projections reduce-scatter their sum; here each runs as one overlapped
+operation. Sites whose mode is `none` are not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from executor.model.decoder import Block
+from executor.overlap import all_gather_matmul, matmul_reduce_scatter
+from simulator.config.overlap_sites import NONE, executed, mode_at
+
+
+class OverlappedProducts:
+    """Overlapped `project_in` and `project_out` of attention and feed-forward. `name` is the plan's name of the mode."""
+
+    def __init__(self, name: str, group: dist.ProcessGroup) -> None:
+        self.name, self.mode, self.group = name, executed(name), group
+
+    def project_in(self, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+        """Take this rank's tokens (S / tp, B, h); return all tokens projected to this rank's columns, (S, B, width)."""
+        weights = tuple(linear.weight for linear in linears)
+        outs = all_gather_matmul(x.flatten(0, 1), weights, self.group, mode=self.mode)
+        outs = tuple(out.unflatten(0, (-1, x.shape[1])) for out in outs)
+        return tuple(
+            out if linear.bias is None else out + linear.bias for out, linear in zip(outs, linears, strict=True)
+        )
+
+    def project_out(self, x: Tensor, linear: nn.Linear) -> Tensor:
+        """Take all tokens of this rank's width (S, B, width / tp); return this rank's tokens of the sum."""
+        out = matmul_reduce_scatter(x.flatten(0, 1), linear.weight, self.group, mode=self.mode)
+        return out.unflatten(0, (-1, x.shape[1]))
+
+
+def overlap_block(block: Block, tp_overlap: str, group: dist.ProcessGroup) -> None:
+    """Make the projections of a block's attention and dense feed-forward run in the plan's modes."""
+    for module, name in ((block.attention, "attention"), (block.feed_forward, "mlp")):
+        if module is None:
+            continue
+        first, last = (mode_at(tp_overlap, f"{name}_{end}") for end in ("in", "out"))
+        if first != NONE:
+            module.project_in = OverlappedProducts(first, group).project_in
+        if last != NONE:
+            module.project_out = OverlappedProducts(last, group).project_out
+
+
+def applied_overlap(blocks: Sequence[Block]) -> dict[str, str]:
+    """Return the mode that each site of `blocks` runs in, read from their modules; `/` between where blocks differ.
+
+    A site that no block has is left out: sparse layers have no dense feed-forward, and latent attention compresses.
+    """
+    found: dict[str, set[str]] = {}
+    for block in blocks:
+        for module, name in ((block.attention, "attention"), (block.feed_forward, "mlp")):
+            if module is not None and hasattr(module, "project_in"):
+                found.setdefault(f"{name}_in", set()).add(_mode_of(module.project_in))
+                found.setdefault(f"{name}_out", set()).add(_mode_of(module.project_out))
+    return {site: "/".join(sorted(modes)) for site, modes in found.items()}
+
+
+def _mode_of(function: Any) -> str:
+    owner = getattr(function, "__self__", None)
+    return owner.name if isinstance(owner, OverlappedProducts) else NONE

@@ -1,0 +1,416 @@
+"""Run a plan on real devices and write a report: `python -m executor.run.apply --request FILE --out DIR --budget S`.
+
+Started by `planner apply` in its own process. It starts the ranks through `executor.launch.local_ranks`, waits, and
+writes `run.json` from their records, however they ended: an incomplete run is reported as far as it came, with its
+status. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from executor.gpu.monitor import GpuMonitor, Sample, summarise
+from executor.launch.heartbeat import find_suspects, read_heartbeats
+from executor.launch.legal import check
+from executor.launch.local_ranks import LaunchResult, Rendezvous, command, launch
+from executor.launch.nodes import combine_agent_results, read_agent_results, write_agent_result
+from executor.launch.process_exit import interrupt_on_sigterm
+from executor.launch.records import median_and_spread, read_records
+from executor.launch.request import Request
+from executor.run.effects import operator_table, read_back
+from simulator.config.plan import rank_grid
+from simulator.program.chrome_trace import from_kineto
+from simulator.program.trace import Trace
+from topology import codec
+from topology.errors import BadInput, BadPlan, PlannerError
+
+ENDING_S = 10.0  # of the budget, for ending ranks and writing the report
+GRACE_S = 4.0
+MODULE = "executor.run.worker"
+MAX_TRACE_BYTES = 256 * 2**20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a plan. Returns 0 when all steps ran, 1 when not, 2 for an invalid plan, 4 when memory was full, 130 on Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="executor.run.apply")
+    parser.add_argument("--request", required=True)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds for everything")
+    parser.add_argument("--nodes", type=int, default=1, help="of several nodes this is one, with an agent of its own")
+    parser.add_argument("--endpoint", default="", help="HOST:PORT where the agents of several nodes meet")
+    parser.add_argument("--address", default="", help="this node's address, where its host name does not lead to it")
+    parser.add_argument("--meeting", default="meshwright", help="the name of their meeting, the same on all")
+    parser.add_argument("--collect", action="store_true", help="start nothing: report what several nodes have left")
+    options = parser.parse_args(argv)
+    interrupt_on_sigterm()
+    try:
+        request = codec.convert(codec.read_json(options.request), Request, where=options.request)
+        check(request.plan, request.model, request.workload, request.runtime)
+        if options.collect:
+            document = collect(request, options.request, options.out, options.nodes)
+        elif options.nodes > 1:
+            meeting = Rendezvous(
+                count=options.nodes,
+                endpoint=options.endpoint or _endpoint_from_environment(),
+                run_id=options.meeting,
+                address=options.address,
+            )
+            return run_node(request, options.request, options.out, options.budget, meeting)
+        else:
+            document = run(request, options.request, options.out, options.budget)
+    except KeyboardInterrupt:
+        return 130
+    except PlannerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return int(document["exit_code"])
+
+
+def run(request: Request, request_path: str, out: Path, budget_s: float) -> dict[str, Any]:
+    """Launch the ranks, write `run.json` into `out` and return it."""
+    records = out / "records"
+    records.mkdir(parents=True, exist_ok=True)
+    for stale in (*out.glob("agents/*.json"), *records.glob("rank*"), *records.glob("flight*")):
+        stale.unlink()
+    ending = min(ENDING_S, 0.3 * budget_s)
+    arguments = worker_arguments(request_path, records, time.time() + budget_s - ending)
+    watch = GpuMonitor()
+    if request.device == "cuda":
+        watch.start()
+    done = launch(
+        MODULE,
+        arguments,
+        ranks=request.plan.gpus,
+        budget_s=max(1.0, budget_s - 0.5 * ending),
+        grace_s=min(GRACE_S, 0.25 * ending),
+        environment=environment(request, records),
+        directory=out / "logs",
+    )
+    samples = watch.stop() if request.device == "cuda" else []
+    document = report(request, done, records, arguments, samples)
+    write_report(document, out / "run.json")
+    return document
+
+
+def write_report(document: dict[str, Any], path: Path) -> None:
+    """Write the report. Raises PlannerError with a summary of the run when it cannot be written."""
+    try:
+        codec.write_text(path, codec.to_json(document) + "\n")
+    except BadInput as error:
+        measured = document["measured"]
+        step = measured["step_s"]
+        took = f"{measured['steps']} steps of {step['median']:.4g} s (median)" if step else "no steps measured"
+        failure = (document["failure"] or {}).get("message", "")
+        raise PlannerError(
+            f"{error.what}: {error.why}",
+            why=f"the run is {document['status']}{f' ({failure[:200]})' if failure else ''}, {took}",
+            remedy="free the disk, or write elsewhere",
+        ) from error
+
+
+def run_node(request: Request, request_path: str, out: Path, budget_s: float, meeting: Rendezvous) -> int:
+    """Run this node's ranks and write their result; return 0 if they succeeded."""
+    if request.plan.gpus % meeting.count:
+        raise BadPlan(f"{request.plan.gpus} ranks do not share out evenly over {meeting.count} nodes")
+    records = out / "records"
+    records.mkdir(parents=True, exist_ok=True)
+    ending = min(ENDING_S, 0.3 * budget_s)
+    done = launch(
+        MODULE,
+        worker_arguments(request_path, records, time.time() + budget_s - ending),
+        ranks=request.plan.gpus // meeting.count,
+        budget_s=max(1.0, budget_s - 0.5 * ending),
+        grace_s=min(GRACE_S, 0.25 * ending),
+        environment=environment(request, records, one_host=meeting.loopback),
+        directory=out / "logs" / f"{socket.gethostname()}-{os.getpid()}",
+        nodes=meeting,
+    )
+    write_agent_result(out, done)
+    if done.outcome == "interrupted":
+        return 130
+    return 0 if done.ok else 1
+
+
+def collect(request: Request, request_path: str, out: Path, nodes: int) -> dict[str, Any]:
+    """Write `run.json` from what the ranks of all nodes recorded, and return it."""
+    done = combine_agent_results(read_agent_results(out), nodes)
+    document = report(request, done, out / "records", worker_arguments(request_path, out / "records", 0.0))
+    write_report(document, out / "run.json")
+    return document
+
+
+def _endpoint_from_environment() -> str:
+    """Return the rendezvous endpoint that Kubeflow's TrainJob sets. Raises BadPlan when it is not set."""
+    host, port = os.environ.get("PET_MASTER_ADDR"), os.environ.get("PET_MASTER_PORT")
+    if not host or not port:
+        raise BadPlan(
+            "the rendezvous endpoint of the nodes is not known",
+            why="neither --endpoint nor PET_MASTER_ADDR and PET_MASTER_PORT are set",
+            remedy="pass --endpoint HOST:PORT",
+        )
+    return f"{host}:{port}"
+
+
+def worker_arguments(request_path: str, records: Path, until: float) -> list[str]:
+    """Return the worker's arguments; `until` is seconds since the epoch, so that the start of the ranks counts."""
+    return [f"--request={request_path}", f"--out={records}", f"--until={until:.3f}"]
+
+
+def environment(request: Request, records: Path, *, one_host: bool = True) -> dict[str, str]:
+    """Return environment variables for the ranks; NCCL's flight recorder writes to `records`."""
+    added = {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        # As in torchtitan's run_train.sh: with fixed segments a third of a full GPU's memory can be fragmented, and an
+        # allocation that does not fit releases the whole cache while the device waits.
+        "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
+    }
+    # The flight recorder's variables have two names, by version of torch.
+    added |= dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
+    added |= dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(records / "flight"))
+    if request.device == "cpu":
+        added |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    if request.plan.cp > 1:
+        # Keys are sent while attention runs: at the same priority a hop waits for attention's last wave of blocks.
+        added["TORCH_NCCL_HIGH_PRIORITY"] = os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "1")
+    if one_host and Path("/sys/class/net/lo").exists():  # ranks of one host communicate over loopback
+        added |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return added
+
+
+def report(
+    request: Request, done: LaunchResult, folder: Path, arguments: Sequence[str], samples: Sequence[Sample] = ()
+) -> dict[str, Any]:
+    """Return the report of a run from its ranks' records in `folder`; `arguments` are those of the ranks.
+
+    `samples` are states of the GPUs during the run.
+    """
+    ranks = request.plan.gpus
+    by_rank = [list(read_records(folder / f"rank{rank}.jsonl")) for rank in range(ranks)]
+    status, failure = _status(request, done, by_rank, folder)
+    measured = summarise_steps(request, by_rank)
+    mesh, trace = _first_record(by_rank, "mesh"), _read_trace(folder / "rank0.trace.json")
+    effects = read_back(request, _first_record(by_rank, "effects"), mesh, trace)
+    ignored = [e for e in effects if e.certain and not e.ok]
+    if status == "finished" and ignored:
+        status = "not_as_requested"
+        failure = {
+            "rank": None,
+            "message": "; ".join(f"{e.what}: requested {e.requested}, took effect {e.effective}" for e in ignored),
+        }
+    complete = status == "finished"
+    return {
+        "schema_version": 1,
+        "status": status,
+        "complete": complete,
+        "exit_code": {"finished": 0, "out_of_memory": 4, "interrupted": 130}.get(status, 1),
+        "failure": failure,
+        "taken_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": done.seconds,
+        "survivors": list(done.survivors),
+        "command": command(
+            MODULE,
+            arguments,
+            ranks=ranks,
+            elastic=True,
+            run_id="RUN",  # random in each run
+            logs=folder.parent / "logs" / "ranks",
+        ),
+        "device": request.device,
+        "plan": codec.to_builtins(request.plan),
+        "model": codec.to_builtins(request.model),
+        "workload": codec.to_builtins(request.workload),
+        "runtime": codec.to_builtins(request.runtime),
+        "fingerprints": request.fingerprints,
+        "predicted": request.predicted,
+        "cluster": request.cluster,
+        "verified": _first_record(by_rank, "verified"),
+        "verified_types": _first_record(by_rank, "verified_types"),
+        "kernels": [entry for entry in by_rank[0] if entry["kind"] == "kernel"],
+        "flight_records": sorted(path.name for path in folder.glob("flight*")),
+        "measured": measured,
+        "mesh": {"requested": rank_grid(request.plan).tolist(), "effective": mesh},
+        "effects": codec.to_builtins(effects),
+        "operators": operator_table(trace) if trace else [],
+        "operator_samples": [entry["sample"] for entry in by_rank[0] if entry["kind"] == "operator"],
+        "gpus": _gpu_states(request, by_rank[0], samples),
+        "missing": _missing(by_rank),
+        "versions": {**versions(), **(_first_record(by_rank, "versions") or {})},
+    }
+
+
+def _missing(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
+    """Return the results other than step times that the run should have recorded but did not."""
+    said = [entry["what"] for records in by_rank for entry in records if entry["kind"] == "missing"]
+    kinds = [{entry["kind"] for entry in records} for records in by_rank]
+    if all("timed" in kind for kind in kinds) and not all("done" in kind for kind in kinds):
+        said.append("profile: a rank ended while a step was profiled")
+    return said
+
+
+def _read_trace(path: Path) -> Trace | None:
+    """Return the trace of rank 0's profiled step, or None when there is none that can be read."""
+    try:
+        text = codec.read_text(path, max_bytes=MAX_TRACE_BYTES)
+        return from_kineto(codec.parse_json(text, where=str(path)))
+    except PlannerError:
+        return None
+
+
+def _gpu_states(request: Request, records: Sequence[dict[str, Any]], samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Return the states of the plan's GPUs while steps were timed; of all GPUs when CUDA_VISIBLE_DEVICES is set."""
+    steps = [entry for entry in records if entry["kind"] == "step" and "ended_at" in entry]
+    if not steps or not samples:
+        return []
+    begin = steps[0]["ended_at"] - steps[0]["seconds"]
+    seen = {gpu for _, states in samples for gpu in states}
+    ours = set(request.gpus) & seen if "CUDA_VISIBLE_DEVICES" not in os.environ else set()
+    return summarise(samples, sorted(ours or seen), begin, steps[-1]["ended_at"])
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in ("meshwright", "torch", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _first_record(by_rank: Sequence[Sequence[dict[str, Any]]], kind: str) -> dict[str, Any] | None:
+    for records in by_rank:
+        for entry in records:
+            if entry["kind"] == kind:
+                return {key: value for key, value in entry.items() if key != "kind"}
+    return None
+
+
+def _status(
+    request: Request, done: LaunchResult, by_rank: Sequence[Sequence[dict[str, Any]]], folder: Path
+) -> tuple[str, dict[str, Any] | None]:
+    """Return the status of the run and, if it failed, the first failure."""
+    ranks = request.plan.gpus
+    kinds = [{entry["kind"] for entry in records} for records in by_rank]
+    full = [rank for rank, kind in enumerate(kinds) if "out_of_memory" in kind]
+    if full:
+        memory = {rank: _last_record(by_rank[rank], "out_of_memory") for rank in full}
+        return "out_of_memory", {"rank": full[0], "message": "memory is full", "memory": memory}
+    wrong = _wrong_numbers(by_rank)
+    if wrong:
+        return "wrong_numbers", {"rank": None, "message": f"{wrong}: not timed"}
+    if done.outcome == "interrupted":
+        return "interrupted", None
+    short = any("out_of_time" in kind for kind in kinds)
+    # Ranks that exit slowly, or fail while a step is profiled, have still measured all steps.
+    if not done.survivors and all("timed" in kind for kind in kinds):
+        if short:
+            return "out_of_time", {"rank": None, "message": "the budget ended before all steps were taken"}
+        return "finished", None
+    # In a failed run the heartbeats tell which rank kept the others waiting.
+    blamed = [] if done.ok else find_suspects(read_heartbeats(folder, ranks), ranks)
+    if done.outcome == "timeout":
+        return "timeout", {"rank": None, "message": "the budget ended", "suspects": blamed}
+    if done.failure is not None:
+        failure = {**codec.to_builtins(done.failure), "suspects": blamed}
+        return "failed", failure
+    if done.survivors:
+        return "failed", {"rank": None, "message": f"processes {list(done.survivors)} could not be ended"}
+    return "failed", {"rank": None, "message": "ranks ended without an error, but before they were done"}
+
+
+def _wrong_numbers(by_rank: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """Return which results were wrong, or an empty string."""
+    every = [entry for records in by_rank for entry in records]
+    kernels = {entry["name"] for entry in every if entry["kind"] == "kernel" and not entry["ok"]}
+    if kernels:
+        return f"wrong results of {', '.join(sorted(kernels))}"
+    for entry in every:
+        if entry["kind"] in {"verified", "verified_types"} and not entry["ok"]:
+            number = "" if entry["gradient"] is not None and entry["loss"] is not None else ", which is no number"
+            return (
+                f"in {entry['dtype']} the plan computes something else than one process"
+                f" (worst at {entry['worst'] or 'the loss'}{number})"
+            )
+        if entry["kind"] == "not_finite":
+            return f"the loss or the gradient of step {entry['index']} is no number"
+    return ""
+
+
+def _last_record(records: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+    return [entry for entry in records if entry["kind"] == kind][-1]
+
+
+def summarise_steps(request: Request, by_rank: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """Return step time, throughput and memory from the ranks' records; only steps that all ranks ran count.
+
+    The time of a step is that of its slowest rank. The spread is (90th - 10th percentile) / median.
+    """
+    steps = [[entry for entry in records if entry["kind"] == "step"] for records in by_rank]
+    count = min((len(taken) for taken in steps), default=0)
+    seconds = [max(taken[i]["seconds"] for taken in steps) for i in range(count)]
+    first = steps[0] if steps else []
+    on_device = [max(taken[i].get("device_seconds") or 0.0 for taken in steps) for i in range(count)]
+    memory = [_peak_memory(records) for records in by_rank]
+    answer: dict[str, Any] = {
+        "steps": count,
+        "steps_asked": request.steps,
+        "step_s": None,
+        "losses": [entry["loss"] for entry in first[:count]],
+        "gradient_norms": [entry["gradient_norm"] for entry in first[:count]],
+        "memory_by_rank": memory,
+        "source": "measured",
+    }
+    if not seconds:
+        return answer
+    mid, spread = median_and_spread(seconds)
+    gpus, tokens = request.plan.gpus, request.workload.tokens_per_step
+    flops = request.model.training_flops_per_token(request.workload.seq_len) * tokens
+    peak = request.peak_flops
+    answer |= {
+        "step_s": {"median": median(seconds), "spread": spread, "all": seconds},
+        # By CUDA events around the step; None without a GPU.
+        "device_step_s": median(on_device) if all(on_device) else None,
+        # Mean over each step by the SMs' cycle counters, of the slowest rank; None without a GPU.
+        "sm_clock_hz": _slowest_clock(steps, count),
+        "tokens_per_s": tokens / mid,
+        "tokens_per_s_per_gpu": tokens / mid / gpus,
+        "tflops_per_gpu": flops / mid / gpus / 1e12,
+        "mfu": flops / mid / gpus / peak if peak else None,
+        "mfu_denominator": {"peak_flops": peak, "source": request.peak_flops_source or "none given for this device"},
+    }
+    return answer
+
+
+def _slowest_clock(steps: Sequence[Sequence[dict[str, Any]]], count: int) -> float | None:
+    """Return the median over steps of the lowest clock of all ranks."""
+    clocks = [[taken[i].get("sm_clock_hz") for taken in steps] for i in range(count)]
+    known = [min(hz for hz in step if hz) for step in clocks if all(step)]
+    return median(known) if known else None
+
+
+def _peak_memory(records: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Return the largest value of each peak that a rank recorded during timed steps, or at all if it ran none."""
+    timed = [entry for entry in records if entry["kind"] == "step"] or list(records)
+    peaks: dict[str, int] = {}
+    for entry in timed:
+        for key, value in entry.items():
+            if key.startswith("peak_") or key == "retries":
+                peaks[key] = max(peaks.get(key, 0), value)
+    return peaks
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,288 @@
+"""One rank of a run: check the numbers, then run steps and time them. Started by `executor.run.apply`.
+
+Every record is written at once (`rank<r>.jsonl`), so that an incomplete run keeps its records. Several requests with
+the same number of ranks can run one after the other (`executor.run.apply_many`), since starting processes takes longer
+than a plan's steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import os
+import resource
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from executor.gpu import symmetric_memory as symmetric
+from executor.gpu.sm_clock import SmClock
+from executor.launch.garbage_collection import PausedGarbageCollection
+from executor.launch.heartbeat import Heartbeat
+from executor.launch.records import OUT_OF_MEMORY, WRONG_NUMBERS, Deadline, Recorder
+from executor.launch.request import Request
+from executor.measure.profile_step import profile_step
+from executor.model.shards import local_tensor
+from executor.parallel.meshes import collectives_entered, describe_mesh, meshes_for, set_timeout
+from executor.parallel.model_facts import read_model_facts
+from executor.parallel.parallelize import Setup
+from executor.parallel.train_step import Trainer
+from executor.verify.checks import check_numbers
+from topology import codec
+
+PROFILE_S = 10.0
+MAX_EXTRA_WARM_UP = 6  # steps, while the allocator's memory still grows by more than GROWTH_FACTOR
+GROWTH_FACTOR = 1.002
+
+
+@record
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run this rank. Exits with OUT_OF_MEMORY or WRONG_NUMBERS when memory is full or numbers are wrong."""
+    parser = argparse.ArgumentParser(prog="executor.run.worker")
+    parser.add_argument("--request", required=True, action="append", help="may be repeated, each with an --out")
+    parser.add_argument("--out", required=True, action="append", type=Path)
+    parser.add_argument("--until", type=float, default=float("inf"), help="run no step after this time (epoch seconds)")
+    options = parser.parse_args(argv)
+    deadline = Deadline(options.until - time.time())
+    rank = int(os.environ["RANK"])
+    for path, out in zip(options.request, options.out, strict=True):
+        beat = Heartbeat(out, rank)
+        recorder = Recorder(out / f"rank{rank}.jsonl")
+        request = codec.convert(codec.read_json(path), Request, where=path)
+        try:
+            run(request, deadline, recorder, beat, out)
+        except BaseException as error:
+            beat.mark_exited()
+            if not _is_full_memory(error):
+                raise
+            recorder.write("out_of_memory", message=str(error)[:2000], phase=beat.phase, **_memory(request.device))
+            recorder.close()
+            # Exit at once: unwinding would run collectives that the other ranks never join.
+            os._exit(OUT_OF_MEMORY)
+        recorder.close()
+        beat.close()
+        _release_memory(request.device)
+    # Only after success: after a failure other ranks may be gone, and destroying the group would wait for them.
+    dist.destroy_process_group()
+
+
+def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbeat, out: Path) -> None:
+    """Join the process group, verify, warm up and measure."""
+    device = _device(request)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    beat.set_phase("joining the process group")
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=request.start_timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+    _run_in_group(request, device, deadline, recorder, beat, out)
+
+
+def _run_in_group(
+    request: Request, device: torch.device, deadline: Deadline, recorder: Recorder, beat: Heartbeat, out: Path
+) -> None:
+    plan, began = request.plan, time.perf_counter()
+    dist.barrier()  # the first collective: a missing rank is found here, under the short timeout
+    recorder.write("versions", torch=torch.__version__, backend=dist.get_backend(), device=_device_name(device))
+    if not _all_have_time(deadline, 0.0, device):
+        recorder.write("out_of_time", steps=0)
+        recorder.write("timed")
+        recorder.write("done", seconds=time.perf_counter() - began)
+        return
+    beat.set_phase("building meshes")
+    meshes = meshes_for(plan, device.type)
+    mesh = describe_mesh(meshes, plan)
+    recorder.write("mesh", **mesh)
+    if not mesh["as_requested"]:
+        raise RuntimeError(f"torch's mesh is not the plan's: {mesh}")
+    set_timeout(meshes, request.collective_timeout_s)
+    beat.entered, beat.stack_tells_waiting = collectives_entered, device.type == "cpu"
+
+    if not check_numbers(request, meshes, device, recorder, beat):
+        recorder.close()
+        os._exit(WRONG_NUMBERS)  # a plan whose numbers are wrong is never timed
+
+    beat.set_phase("building the model")
+    trainer = Trainer(
+        Setup(
+            plan=plan,
+            model=request.model,
+            workload=request.workload,
+            runtime=request.runtime,
+            meshes=meshes,
+            device=device,
+            seed=request.seed,
+            own_table=request.own_table,
+        )
+    )
+    held = sum(local_tensor(p).numel() for p in trainer.parameters())
+    recorder.write("built", parameters_here=held, after_s=time.perf_counter() - began, **_memory(device.type))
+    with PausedGarbageCollection() as collector:
+        longest = _take_steps(request, trainer, device, deadline, recorder, beat, collector)
+    recorder.write("timed")  # a failure after this loses the profiled step, not the measurement
+    beat.set_phase("profiling a step")
+    # Reading the profile takes seconds, so a step is profiled only if enough time is left.
+    if request.profile and _all_have_time(deadline, 2 * longest + PROFILE_S, device):
+        rank = dist.get_rank()
+        last = request.warm_up + MAX_EXTRA_WARM_UP + request.steps
+        path = out / f"rank{rank}.trace.json"
+        why, operators = profile_step(lambda: trainer.step(last), device, path, rank=rank)
+        if why:
+            recorder.missing(f"profile: {why}")
+        for sample in operators:
+            recorder.write("operator", sample=sample)
+    recorder.write("effects", **read_model_facts(trainer))
+    dist.barrier()
+    recorder.write("done", seconds=time.perf_counter() - began)
+    beat.set_phase("done")
+
+
+def _take_steps(
+    request: Request,
+    trainer: Trainer,
+    device: torch.device,
+    deadline: Deadline,
+    recorder: Recorder,
+    beat: Heartbeat,
+    collector: PausedGarbageCollection,
+) -> float:
+    """Warm up, run the steps and record each; return the seconds of the longest.
+
+    Warm-up is extended while the allocator still grows: experts get more tokens in some steps, and requesting memory
+    from the driver is not a recurring cost of training.
+    """
+    longest, index, warm_up, held = 0.0, 0, request.warm_up, 0
+    clock = SmClock(device)
+    while index < warm_up + request.steps:
+        warm = index < warm_up
+        beat.set_phase(f"{'warm-up ' if warm else ''}step {index if warm else index - warm_up}")
+        collector.between_steps(index)
+        if not _all_have_time(deadline, longest, device):
+            recorder.write("out_of_time", steps=max(0, index - warm_up))
+            break
+        if index == warm_up and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            torch.cuda.reset_accumulated_memory_stats(device)  # counts allocation retries
+        _synchronize(device)
+        dist.barrier()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        clock.stamp()
+        begin = time.perf_counter()
+        for event in events[:1]:
+            event.record()
+        result = trainer.step(index)
+        for event in events[1:]:
+            event.record()
+        _synchronize(device)
+        seconds = time.perf_counter() - begin
+        clock.stamp()
+        symmetric.check_delivered()  # a kernel whose wait timed out has continued with incomplete data
+        longest = max(longest, seconds)
+        if not (math.isfinite(result.loss) and math.isfinite(result.gradient_norm)):
+            # Equal on every rank, since both are sums over all ranks.
+            recorder.write("not_finite", index=index)
+            recorder.close()
+            os._exit(WRONG_NUMBERS)
+        recorder.write(
+            "warm_up" if warm else "step",
+            index=index,
+            seconds=seconds,
+            device_seconds=events[0].elapsed_time(events[1]) * 1e-3 if events else None,
+            ended_at=time.time(),
+            sm_clock_hz=next(iter(clock.hertz()), None),
+            loss=result.loss,
+            gradient_norm=result.gradient_norm,
+            **_memory(device.type),
+        )
+        index += 1
+        if index == warm_up and warm_up < request.warm_up + MAX_EXTRA_WARM_UP and device.type == "cuda":
+            before, held = held, torch.cuda.memory_reserved(device)
+            warm_up += _on_any_rank(held > before * GROWTH_FACTOR, device)
+        elif warm and device.type == "cuda":
+            held = torch.cuda.memory_reserved(device)
+    if clock.missing:
+        recorder.missing(clock.missing)
+    return longest
+
+
+def _on_any_rank(mine: bool, device: torch.device) -> bool:
+    """Return whether the value is true on any rank; a collective call."""
+    flag = torch.tensor(float(mine), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def _release_memory(device: str) -> None:
+    """Release the memory of the last run, so that the next one starts like in a new process."""
+    torch.compiler.reset()
+    symmetric.release()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _is_full_memory(error: BaseException) -> bool:
+    """Return whether an error is a failed allocation: a class of torch on a GPU, a message on a CPU."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return "can't allocate memory" in str(error) or "Cannot allocate memory" in str(error)
+
+
+def _device(request: Request) -> torch.device:
+    if request.device == "cpu":
+        return torch.device("cpu")
+    local, several = int(os.environ["LOCAL_RANK"]), os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]
+    # On several nodes GPUs are numbered per node, and a rank takes the one of its local rank.
+    index = local if several or not request.gpus else request.gpus[int(os.environ["RANK"])]
+    seen = torch.cuda.device_count()
+    if index >= seen:
+        raise RuntimeError(
+            f"{socket.gethostname()} shows {seen} GPUs to this job; the plan's rank here needs GPU {index}"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _all_have_time(deadline: Deadline, step_s: float, device: torch.device) -> bool:
+    """Return whether every rank has time for another step: ranks that decide differently would wait forever."""
+    left = torch.tensor(float(deadline.allows(step_s)), device=device)
+    dist.all_reduce(left, dist.ReduceOp.MIN)
+    return bool(left.item())
+
+
+def _memory(device_type: str) -> dict[str, Any]:
+    """Return peaks in bytes: of torch's allocator and symmetric memory on a GPU, of the process on a CPU."""
+    if device_type == "cuda":
+        stats, symmetric_bytes = torch.cuda.memory_stats(), symmetric.workspace_bytes()
+        return {
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated() + symmetric_bytes,
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved() + symmetric_bytes,
+            "allocated_bytes": stats.get("allocated_bytes.all.current", 0),
+            "retries": stats.get("num_alloc_retries", 0),
+        }
+    return {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Run the executor's calibration as a child process, and read what it measured, however it ended."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from planner.calibrate.calibration_request import Request
+from planner.io import child
+from topology import codec
+from topology.errors import ProbeError
+from topology.profile.calibration_records import profile_from_records
+from topology.profile.profile import Profile
+
+
+def calibrate(
+    request: Request,
+    indices: Sequence[int],
+    *,
+    budget_s: float,
+    machine: str,
+    gpu: str,
+    records: Path,
+    command: str = "",
+    device: str = "cuda",
+    allow_busy: bool = False,
+    text: str = "",
+) -> Profile:
+    """Measure `request` on GPUs `indices` within `budget_s` seconds; samples are appended to `records` as they are
+    taken.
+
+    Raises ProbeError when nothing could be measured, and KeyboardInterrupt after the executor has cleaned up; samples
+    taken until then stay in `records`.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        path = Path(folder) / "request.json"
+        codec.write_text(path, codec.to_json(request) + "\n")
+        arguments = [
+            f"--request={path}",
+            f"--records={records}",
+            f"--budget={budget_s:g}",
+            f"--device={device}",
+            f"--indices={','.join(map(str, indices))}",
+            f"--machine={machine}",
+            f"--gpu-name={gpu}",
+            f"--command={command}",
+            f"--text={text}",
+            *(["--allow-busy"] if allow_busy else []),
+        ]
+        code = child.run_module("executor.calibrate.run", arguments, budget_s=budget_s, output=child.standard_error())
+    found = read_records(records)
+    if found is None or not (found.calibrated or found.collectives):
+        raise ProbeError(
+            "nothing could be measured",
+            why=f"the measuring process {child.exit_text(code)}; its words are above",
+            remedy="run this on a machine with an NVIDIA GPU, its driver and torch",
+        )
+    return found
+
+
+def read_records(path: Path) -> Profile | None:
+    """Return the profile of the records in a file, or None if no header says which GPU they were measured on."""
+    found = list(codec.parse_lines(codec.read_text(path))) if path.is_file() else []
+    if not any(record.get("kind") == "header" and "gpu" in record for record in found):
+        return None
+    return profile_from_records(found)

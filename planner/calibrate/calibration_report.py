@@ -1,0 +1,118 @@
+"""Report a calibration as text and JSON: numbers of samples, and leave-one-out errors of the fitted curves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.io.output import SCHEMA_VERSION
+from simulator.fitting.calibration_fit import fit_errors, rate_errors
+from topology import codec
+from topology.cluster import Cluster
+from topology.profile.profile import Profile
+
+
+def document(found: Profile, merged: Profile, links: Cluster | None = None) -> dict[str, Any]:
+    """Return the answer of `planner calibrate --json`.
+
+    `found` is what was measured now, `whole` the resulting profile.
+    """
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "gpu": found.gpu,
+        "driver": found.driver,
+        "versions": found.versions,
+        "measured": counts(found),
+        "in_profile": counts(merged),
+        "left_out_errors": codec.to_builtins(fit_errors(merged)),
+        "overlap": overlap_rows(found),
+        "overlap_errors": {mode: error for mode, (error, _) in _rate_errors(merged, links).items()},
+        "missing": list(found.missing),
+    }
+
+
+def counts(profile: Profile) -> dict[str, int]:
+    """Return the number of valid samples of each kind, and of throttled ones."""
+    throttled = sum(
+        1
+        for part in (profile.operators, profile.contention, profile.layers, profile.overlap)
+        for sample in part
+        if sample.invalid
+    )
+    return {
+        "operators": sum(1 for sample in profile.operators if not sample.invalid),
+        "host": len(profile.host),
+        "contention": sum(1 for sample in profile.contention if not sample.invalid),
+        "layers": sum(1 for sample in profile.layers if not sample.invalid),
+        "overlap": sum(1 for sample in profile.overlap if not sample.invalid),
+        "collectives": len(profile.collectives),
+        "throttled": throttled,
+    }
+
+
+def overlap_rows(profile: Profile) -> list[dict[str, Any]]:
+    """Return for every measured product and collective the fastest mode, and the hidden share of the shorter of the
+    two.
+    """
+    rows = []
+    for sample in profile.overlap:
+        if sample.invalid or not sample.seconds:
+            continue
+        mode = min(sample.seconds, key=lambda name: sample.seconds[name])
+        saved = sample.product_s + sample.collective_s - sample.seconds[mode]
+        rows.append(
+            {
+                "operation": sample.operation,
+                "ranks": sample.ranks,
+                "rows": sample.rows,
+                "columns": list(sample.columns),
+                "depth": sample.depth,
+                "product_s": sample.product_s,
+                "collective_s": sample.collective_s,
+                "seconds": sample.seconds,
+                "fastest": mode,
+                "hidden": max(0.0, min(1.0, saved / min(sample.product_s, sample.collective_s))),
+            }
+        )
+    return rows
+
+
+def _rate_errors(profile: Profile, links: Cluster | None) -> dict[str, tuple[float, int]]:
+
+    return rate_errors(profile, links) if links is not None and profile.overlap else {}
+
+
+def _overlap_lines(found: Profile, merged: Profile, links: Cluster | None) -> list[str]:
+    rows = overlap_rows(found)
+    out = ["fastest overlap mode, product and collective one after the other, what is hidden of the shorter:"] * bool(
+        rows
+    )
+    for row in rows:
+        kind = "gather" if row["operation"] == "all_gather_matmul" else "scatter"
+        columns = "+".join(f"{width:,}" for width in row["columns"])
+        shape = f"{kind} {row['rows']:,} x {columns} x {row['depth']:,} on {row['ranks']}"
+        after = row["product_s"] + row["collective_s"]
+        out.append(
+            f"  {shape:<46} {row['fastest']:<15} {1e6 * row['seconds'][row['fastest']]:7,.0f} us"
+            f"  {1e6 * after:7,.0f} us  {row['hidden']:4.0%}"
+        )
+    errors = _rate_errors(merged, links)
+    if errors:
+        error_text = ", ".join(f"{mode} {error:.1%}" for mode, (error, _) in errors.items())
+        out.append(f"overlap rates fitted, mean absolute error: {error_text}")
+    return out
+
+
+def lines(found: Profile, merged: Profile, links: Cluster | None = None) -> list[str]:
+    """Return the answer of `planner calibrate` as lines of text."""
+    new, total = counts(found), counts(merged)
+    measured = ", ".join(f"{number} {kind}" for kind, number in new.items() if number)
+    out = [f"measured  {measured or 'nothing new'}"]
+    if total != new:
+        out.append(f"profile   {', '.join(f'{number} {kind}' for kind, number in total.items() if number)}")
+    errors = fit_errors(merged)
+    if errors:
+        out.append("each sample left out in turn and predicted from the others, mean absolute error:")
+        out += [f"  {one.what:<40} {one.samples:>5} samples  {one.mean_abs:6.1%}" for one in errors]
+    out += _overlap_lines(found, merged, links)
+    out += [f"missing   {what}" for what in found.missing]
+    return out

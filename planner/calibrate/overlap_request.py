@@ -1,0 +1,87 @@
+"""Which tensor-parallel matrix products to measure in every overlap mode: those of given plans, or of typical layers.
+
+The forward sites of a dense layer are an all-gather before the QKV projection, one before the feed-forward, and a
+reduce-scatter after each block. Backward times are modelled from forward ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from planner.calibrate.planned_step import PlannedStep
+
+GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
+# (hidden, heads, key/value heads, head width, feed-forward width) and tokens of a micro batch: a layer of 8B and one of
+# 70B, few tokens and many. The first entries already cover both operations, and host-bound as well as device-bound
+# shapes.
+TYPICAL_LAYERS = (
+    ((4096, 32, 8, 128, 14336), 8192),
+    ((4096, 32, 8, 128, 14336), 2048),
+    ((8192, 64, 8, 128, 28672), 8192),
+    ((4096, 32, 8, 128, 14336), 16384),
+    ((8192, 64, 8, 128, 28672), 2048),
+)
+MAX_RANKS = 8
+
+
+def typical_sites(gpus: int) -> tuple[dict[str, Any], ...]:
+    """Return the sites of typical layers, on the largest power of two of `gpus` up to MOST_RANKS; none on one GPU."""
+    ranks = min(MAX_RANKS, 1 << (gpus.bit_length() - 1))
+    if ranks < 2:
+        return ()
+    return tuple(
+        one
+        for (hidden, heads, kv_heads, width, ffn), tokens in TYPICAL_LAYERS
+        for one in _sites(
+            tokens, hidden, (heads * width, kv_heads * width, kv_heads * width), ffn, gated=True, ranks=ranks
+        )
+    )
+
+
+def plan_sites(questions: Sequence[PlannedStep], gpus: int) -> tuple[dict[str, Any], ...]:
+    """Return the distinct sites of the plans of `questions` whose tensor parallelism fits on `gpus`."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for question in questions:
+        for one in _plan_sites(question, gpus):
+            found.setdefault(site_key(one), one)
+    return tuple(found.values())
+
+
+def site_key(one: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the key of the sample (`topology.profile.samples.OverlapSample`) of a requested site."""
+    return one["operation"], one["ranks"], one["rows"], tuple(one["columns"]), one["depth"], one["dtype"]
+
+
+def _plan_sites(question: PlannedStep, gpus: int) -> Iterator[dict[str, Any]]:
+    plan, model = question.plan, question.model
+    rows = plan.micro_batch_size * question.workload.seq_len // plan.cp
+    divided = not (model.heads % plan.tp or model.kv_heads % plan.tp or model.ffn % plan.tp or rows % plan.tp)
+    if not 1 < plan.tp <= gpus or not plan.sequence_parallel or model.latent is not None or not divided:
+        return
+    widths = (model.heads * model.head_dim, model.kv_heads * model.head_dim, model.kv_heads * model.head_dim)
+    dtype, dense = question.runtime.compute_dtype, model.dense_layers > 0
+    for one in _sites(rows, model.hidden, widths, model.ffn, gated=model.gated_mlp, ranks=plan.tp, dtype=dtype):
+        if dense or model.ffn // plan.tp not in (*one["columns"], one["depth"]):
+            yield one
+
+
+def _sites(
+    rows: int, hidden: int, widths: Sequence[int], ffn: int, *, gated: bool, ranks: int, dtype: str = "bfloat16"
+) -> Iterator[dict[str, Any]]:
+    projected = [width // ranks for width in widths]
+    inner = [ffn // ranks] * (2 if gated else 1)
+    for operation, columns, depth in (
+        (GATHER, inner, hidden),
+        (SCATTER, [hidden], inner[0]),
+        (GATHER, projected, hidden),
+        (SCATTER, [hidden], projected[0]),
+    ):
+        yield {
+            "operation": operation,
+            "ranks": ranks,
+            "rows": rows,
+            "columns": columns,
+            "depth": depth,
+            "dtype": dtype,
+        }

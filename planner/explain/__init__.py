@@ -1,0 +1,4 @@
+"""Why this plan: where its step and memory go, as data and as text.
+
+May import `search` and the rooms below it.
+"""

@@ -1,0 +1,67 @@
+"""Two plans, term by term: what each takes, what they set differently, and whether they answer the same question."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planner.explain.waterfall import Difference, difference
+from planner.io.output import SCHEMA_VERSION
+from planner.question.cases import Case
+from planner.question.plan_file import differences
+from simulator.config.estimate import Estimate
+from topology import codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """`terms` add up to the difference of the two steps. `settings` and `question` say line by line what differs."""
+
+    cases: tuple[Case, Case]
+    estimates: tuple[Estimate, Estimate]
+    terms: tuple[Difference, ...]
+    settings: tuple[str, ...]
+    question: tuple[str, ...]
+
+
+def compare_plans(first: Case, second: Case) -> Comparison:
+    """Return two plans side by side, each under its own question."""
+    one, other = (case.question.estimate([case.plan]).estimate(0) for case in (first, second))
+    questions = first.question, second.question
+    return Comparison(
+        cases=(first, second),
+        estimates=(one, other),
+        terms=tuple(difference(one, other)),
+        settings=tuple(differences(first.plan, second.plan)),
+        question=tuple(
+            f"{name}: {line}"
+            for name in ("model", "cluster", "workload", "runtime")
+            for line in differences(*(getattr(question, name) for question in questions))
+        ),
+    )
+
+
+def comparison_document(found: Comparison, files: Sequence[str]) -> dict[str, Any]:
+    """Return the JSON document of a comparison of two `files`."""
+    one, other = found.estimates
+    sides = [
+        {
+            "file": file,
+            "plan": codec.to_builtins(case.plan),
+            "step_s": estimate.step_s.value,
+            "fits": estimate.memory.fits,
+            "fit": estimate.memory.fit,
+        }
+        for file, case, estimate in zip(files, found.cases, found.estimates, strict=True)
+    ]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "first": sides[0],
+        "second": sides[1],
+        "step_s": other.step_s.value - one.step_s.value,
+        "reserved_bytes": other.memory.reserved_bytes - one.memory.reserved_bytes,
+        "terms": [{**codec.to_builtins(term), "delta": term.delta} for term in found.terms],
+        "settings": list(found.settings),
+        "question": list(found.question),
+    }

@@ -1,0 +1,255 @@
+"""Explain a plan: where its step and memory go, why other plans lost, and what would change the answer.
+
+Data for the command and the explorer. The flip points of the answer are found by searching again on a changed cluster,
+not by comparing two plans: below this bandwidth, or with this much memory, the *best plan* is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from planner.explain.overlap_account import SiteOverlap, overlap_by_site
+from planner.explain.waterfall import Difference, MemoryRow, Waterfall, difference, memory_rows, waterfall
+from planner.question.question import Question
+from planner.search.flips import KNOBS, FlipPoint, Knob, PlanCost, find_flips, lost_because, memory_flip
+from planner.search.headroom import HeadroomOption, find_headroom
+from planner.search.plan_space.branch_and_bound import explore
+from planner.search.plan_space.candidates import Bounds, enumerate_nodes
+from planner.search.plan_space.overlap_choice import with_overlap_by_site
+from planner.search.result import SearchResult
+from planner.search.scaling import scale_memory, with_gpus
+from planner.search.search import rank_rows
+from simulator.closed_form.screening import Screening
+from simulator.config.estimate import Estimate
+from simulator.config.plan import MESH_AXES, Plan
+from topology.cluster import Cluster
+from topology.errors import UserError
+
+# What an estimate of model state counts (NVIDIA/Megatron-LM#525); it leaves out everything else.
+STATE = frozenset({"parameters", "gradients", "optimizer"})
+FACTORS = (0.25, 0.5, 2.0, 4.0)  # on a rate or memory size, at which the search is repeated
+BISECTIONS = 4  # of the interval of factors, down to 2^(1/16), 4.4%
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LosingPlan:
+    """A plan that lost: the reason in a line, its terms compared with the best plan, and its flip points."""
+
+    plan: Plan
+    estimate: Estimate
+    lost_because: str
+    terms: tuple[Difference, ...]
+    flips: tuple[FlipPoint, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFlip:
+    """Once `quantity`, which is `now`, passes `at`, the best plan has other degrees: it `becomes` that one."""
+
+    quantity: str
+    now: float
+    at: float
+    unit: str
+    wins: str  # below or above
+    becomes: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryAccount:
+    """Bytes by stage and category, the worst stage, and what an estimate of model state leaves out there."""
+
+    rows: tuple[MemoryRow, ...]
+    worst_stage: int
+    worst_rank: int
+    state_bytes: float  # parameters, gradients and optimizer of the worst stage
+    omitted: tuple[tuple[str, float], ...]  # all other categories there, largest first
+    allocated_bytes: float
+    reserved_bytes: float
+    capacity_bytes: float
+    observed_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The explanation of one plan. `behind_s` is by how many seconds it is slower than the best plan."""
+
+    plan: Plan
+    estimate: Estimate
+    waterfall: Waterfall
+    memory: MemoryAccount
+    behind_s: float
+    runners: tuple[LosingPlan, ...]
+    flips: tuple[AnswerFlip, ...]
+    rejected: dict[str, int]
+    pruned: dict[str, int]
+    overlap: tuple[SiteOverlap, ...] = ()  # what the mode of each tensor-parallel communication hides
+    room: HeadroomOption | None = None  # if memory is tight: a variant with more headroom
+
+
+def memory_account(estimate: Estimate, observed_bytes: float | None = None) -> MemoryAccount:
+    """Return the memory of a plan by stage; `observed_bytes` is a measured peak to compare with."""
+    memory = estimate.memory
+    reserved = memory.reserved_by_stage or (memory.reserved_bytes,)
+    worst = max(range(len(reserved)), key=lambda stage: (reserved[stage], -stage))
+    by_category = memory.by_stage[worst] if memory.by_stage else memory.by_category
+    others = sorted(
+        ((k, v) for k, v in by_category.items() if k not in STATE and v > 0), key=lambda pair: (-pair[1], pair[0])
+    )
+    return MemoryAccount(
+        rows=memory_rows(estimate),
+        worst_stage=worst,
+        worst_rank=memory.worst_rank,
+        state_bytes=sum(nbytes for name, nbytes in by_category.items() if name in STATE),
+        omitted=tuple(others),
+        allocated_bytes=memory.peak_bytes.value,
+        reserved_bytes=memory.reserved_bytes,
+        capacity_bytes=memory.capacity_bytes,
+        observed_bytes=observed_bytes,
+    )
+
+
+def explain(
+    plan: Plan,
+    result: SearchResult,
+    *,
+    observed_bytes: float | None = None,
+    with_flips: bool = True,
+    grow: Callable[[int], Cluster] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Explanation:
+    """Explain `plan`, the best plan of `result` or another plan for the same question.
+
+    `with_flips` repeats the search dozens of times. `grow(n)` returns the cluster with n GPUs.
+    """
+    question, cluster = result.question, result.question.cluster
+    estimate = question.estimate([plan]).estimate(0)
+    others = [ranked.plan for ranked in result.plans if ranked.plan != plan]
+    table = question.estimate(others) if others else None
+
+    def cost_plans(own_question: Sequence[tuple[Cluster, Plan]]) -> list[PlanCost]:
+        clusters, plans_of_pairs = zip(*own_question, strict=True)
+        costs = question.estimate(plans_of_pairs, each_on=clusters)
+        return [(float(s), bool(f)) for s, f in zip(costs.step_s, costs.fits, strict=True)]
+
+    first = result.plans[0]
+    # Compared with the best plan, the reasons are those of the search, which include the simulation.
+    reasons = {ranked.plan: ranked.lost_because for ranked in result.plans} if plan == first.plan else {}
+    flips = find_flips(cluster, plan, others, cost_plans) if others else []
+    runners = tuple(
+        LosingPlan(
+            plan=other,
+            estimate=(theirs := table.estimate(i)),
+            lost_because=reasons.get(other) or lost_because(estimate, theirs, objective="time"),
+            terms=difference(estimate, theirs),
+            flips=(*flips[i], *memory_flip(cluster, estimate, theirs)),
+        )
+        for i, other in enumerate(others)
+        if table is not None
+    )
+    own_question = replace(question, gpus=first.plan.gpus)
+    return Explanation(
+        plan=plan,
+        estimate=estimate,
+        waterfall=waterfall(estimate),
+        memory=memory_account(estimate, observed_bytes),
+        behind_s=0.0 if plan == first.plan else estimate.step_s.value - first.estimate.step_s.value,
+        runners=runners,
+        flips=tuple(answer_flips(own_question, grow, progress)) if with_flips else (),
+        rejected=result.rejected,
+        pruned=result.search.pruned,
+        overlap=overlap_by_site(plan, question.estimate),
+        room=find_headroom(replace(question, gpus=plan.gpus), plan, estimate),
+    )
+
+
+# --- searching again --------------------------------------------------------------------------------------------------
+
+
+def best_plan(question: Question, bounds: Bounds | None = None) -> Plan | None:
+    """Return the fastest plan by the closed form; None if no plan is legal or fits."""
+    try:
+        nodes = enumerate_nodes(question, bounds=bounds)
+    except UserError:
+        return None
+    if not len(nodes):
+        return None
+    screening, recomputes = Screening(question), question.framework.recomputes
+    found = explore(screening, with_overlap_by_site(screening, nodes, question.framework, recomputes), recomputes)
+    if not len(found):
+        return None
+    return found.columns.plan(rank_rows(found.columns, found.step_s, top=1, all_variants=True)[0])
+
+
+def degrees(plan: Plan | None) -> tuple[int, ...]:
+    """Return the parallel degrees of a plan, by which answers are compared."""
+    return () if plan is None else tuple(int(getattr(plan, axis)) for axis in (*MESH_AXES, "ep"))
+
+
+def answer_flips(
+    question: Question, grow: Callable[[int], Cluster] | None = None, progress: Callable[[str], None] | None = None
+) -> Iterator[AnswerFlip]:
+    """Yield the link rates, memory sizes, micro batches and GPU counts past which the best plan has other degrees.
+
+    Tried are rates and memory within a factor of four, half and twice the micro batch, and half and twice the GPUs with
+    the same global batch.
+    """
+    now = best_plan(question)
+    memory = Knob(quantity="memory per GPU", unit="bytes", now=lambda c: float(c.gpu_memory_bytes), scale=scale_memory)
+    for knob in (*KNOBS, memory):
+        value = knob.now(question.cluster)
+        if value <= 0 or (knob.quantity.startswith("network") and question.cluster.node_count == 1):
+            continue
+        for direction in (FACTORS[1::-1], FACTORS[2:]):
+            yield from _flip_in_direction(question, knob, value, now, direction, progress)
+    if now is None:
+        return
+    for size in (now.micro_batch_size // 2, now.micro_batch_size * 2):
+        other = best_plan(question, Bounds(micro_batch=size)) if size else None
+        if other is not None and degrees(other) != degrees(now):
+            yield _flip("micro batch", now.micro_batch_size, size, "sequences", other)
+    for count in (question.count // 2, question.count * 2):
+        try:
+            cluster = grow(count) if grow else with_gpus(question.cluster, count)
+        except (UserError, ValueError, ZeroDivisionError):
+            continue  # the cluster does not come in this size
+        other = best_plan(replace(question, cluster=cluster, gpus=count))
+        if other is not None and degrees(replace(other, dp_shard=1, dp_replicate=1)) != degrees(
+            replace(now, dp_shard=1, dp_replicate=1)
+        ):
+            yield _flip("GPUs", question.count, count, "GPUs", other)
+
+
+def _flip_in_direction(
+    question: Question,
+    knob: Knob,
+    value: float,
+    now: Plan | None,
+    factors: Sequence[float],
+    progress: Callable[[str], None] | None,
+) -> Iterator[AnswerFlip]:
+    """Yield the flip point nearest to the present value in one direction, if there is one."""
+    unchanged_factor = 1.0
+    for factor in factors:
+        if progress:
+            progress(f"searching with {factor:g} times the {knob.quantity}")
+        found = best_plan(replace(question, cluster=knob.scale(question.cluster, factor)))
+        if degrees(found) == degrees(now):
+            unchanged_factor = factor
+            continue
+        for _ in range(BISECTIONS):
+            middle = (unchanged_factor * factor) ** 0.5
+            middle_plan = best_plan(replace(question, cluster=knob.scale(question.cluster, middle)))
+            if degrees(middle_plan) == degrees(now):
+                unchanged_factor = middle
+            else:
+                factor, found = middle, middle_plan  # noqa: PLW2901 - the bracket closes
+        if found is not None:
+            yield _flip(knob.quantity, value, value * factor, knob.unit, found)
+        return
+
+
+def _flip(quantity: str, now: float, at: float, unit: str, becomes: Plan) -> AnswerFlip:
+    return AnswerFlip(
+        quantity=quantity, now=now, at=at, unit=unit, wins="below" if at < now else "above", becomes=becomes
+    )

@@ -1,0 +1,70 @@
+"""One plan, answered: what the rules say of it, what it takes where it is legal, and what would give it room in memory.
+
+`planner estimate`, `planner trace` and the explorer's what-if ask here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from planner.io.output import SCHEMA_VERSION
+from planner.question.cases import Case
+from planner.search.headroom import HeadroomOption, find_headroom
+from simulator.config.estimate import Estimate
+from simulator.legality.rule import Problem
+from simulator.legality.rules import is_legal
+from topology import codec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAnswer:
+    """`estimate` and `room` are None where the plan is not legal, `room` also where there is enough of it."""
+
+    case: Case
+    problems: tuple[Problem, ...]
+    estimate: Estimate | None = None
+    room: HeadroomOption | None = None
+
+
+def answer_plan(case: Case, *, with_room: bool = True) -> PlanAnswer:
+    """Return what there is to say about the plan of a case. Raises BadCluster where the GPU's rates are not known."""
+    question, plan = case.question, case.plan
+    problems = question.problems(plan)
+    if not is_legal(problems):
+        return PlanAnswer(case=case, problems=problems)
+    estimate = question.estimate([plan]).estimate(0)
+    room = find_headroom(question, plan, estimate) if with_room else None
+    return PlanAnswer(case=case, problems=problems, estimate=estimate, room=room)
+
+
+def plan_document(found: PlanAnswer) -> dict[str, Any]:
+    """Return the JSON document of one case: legality, assumptions, the estimate, and a variant with more headroom."""
+    case = found.case
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "id": case.id,
+        "legal": found.estimate is not None,
+        "problems": codec.to_builtins(found.problems),
+        "assumed": list(case.assumed),
+        "changed": list(case.changed),
+        "framework": case.question.framework.name,
+        "plan": codec.to_builtins(case.plan),
+        "workload": codec.to_builtins(case.question.workload),
+        "runtime": codec.to_builtins(case.question.runtime),
+        "estimate": None if found.estimate is None else codec.to_builtins(found.estimate),
+        "room": codec.to_builtins(found.room),
+    }
+
+
+def unreadable_document(name: str, message: str) -> dict[str, Any]:
+    """Return the JSON document of a case that cannot be read."""
+    problem = {"rule": "input", "grade": "illegal", "message": message, "nearest": [], "nearest_of": ""}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "id": name,
+        "legal": False,
+        "problems": [problem],
+        "assumed": [],
+        "estimate": None,
+    }

@@ -1,0 +1,79 @@
+"""Start and end the server of the explorer, which is a separate process: nothing here imports streamlit or ui."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from topology.errors import PlannerError, UserError
+from topology.processes import end_tree
+
+ADDRESS = "127.0.0.1"
+NEEDS = ("streamlit", "altair")
+GRACE_S = 5.0  # between terminating and killing the server
+
+
+def require_installed() -> None:
+    """Raise UserError when the packages of the explorer are not installed."""
+    missing = [name for name in NEEDS if find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"the explorer needs {' and '.join(missing)}",
+            why="they are an optional part of meshwright",
+            remedy="pip install 'meshwright[ui]'",
+        )
+
+
+def require_free(port: int) -> None:
+    """Raise UserError when the port is already in use."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ADDRESS, port))
+        except OSError as error:
+            raise UserError(
+                f"port {port} cannot be used", why=error.strerror or str(error), remedy=f"planner ui --port {port + 1}"
+            ) from error
+
+
+def folder() -> Path:
+    """Return the folder of the explorer, next to this package."""
+    return Path(__file__).resolve().parents[2] / "ui"
+
+
+def command(port: int) -> list[str]:
+    """Return the argument list of the server. `-P` keeps modules of the current folder from being imported."""
+    place = folder()
+    settings = tomllib.loads((place / "config.toml").read_text(encoding="utf-8"))
+    start = [sys.executable, "-P", "-m", "ui.serve", "run", str(place / "app.py")]
+    return [*start, "--server.port", str(port), *_flags(settings)]
+
+
+def _flags(settings: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    for key, value in settings.items():
+        name = f"{section}.{key}" if section else key
+        if isinstance(value, Mapping):
+            yield from _flags(value, name)
+        else:
+            yield from (f"--{name}", value if isinstance(value, str) else json.dumps(value))
+
+
+def environment() -> dict[str, str]:
+    """Return the server's environment: that of this process, with this repository on PYTHONPATH."""
+    ours = str(folder().parent)
+    before = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": f"{ours}{os.pathsep}{before}" if before else ours}
+
+
+def stop_server(server: subprocess.Popen[bytes]) -> None:
+    """Terminate the server and its children, and kill them after GRACE_S. Raises PlannerError if one survives."""
+    for pid in end_tree(server, GRACE_S):
+        raise PlannerError(f"process {pid} does not end", remedy=f"kill -9 {pid}")

@@ -1,0 +1,99 @@
+"""Load the inputs that several commands take: clusters of a given size, profiles, sizes in bytes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from planner.io.output import warn
+from simulator.fitting.calibration_fit import Calibrations
+from topology import codec
+from topology.catalog.cluster_file import load_cluster
+from topology.catalog.platform import take_gpus
+from topology.cluster import Cluster
+from topology.errors import BadCluster, UserError
+from topology.probe.from_text import probe_text
+from topology.profile.profile import Profile, read_profile
+from topology.rates.node_rates import node_rates
+from topology.rates.orders import irregular
+
+
+def read_cluster(name: str, gpus: int | None = None, *, gpu: str | None = None) -> Cluster:
+    """Return the named cluster, cut or extended to `gpus` GPUs if given.
+
+    `name` is a catalogue name, a cluster file, a capture (`nvidia-smi topo -m` or NCCL XML; `gpu` names the GPU where
+    the text does not), or `local` for this machine. A node with irregular links is not cut, since the placement decides
+    which GPUs to use. Raises BadCluster when the cluster does not come in that size.
+    """
+    found = _read_capture(name, gpu)
+    captured = found is not None or Path(name).is_file()
+    if found is None:
+        if gpu is not None:
+            warn(f"warning: --gpu {gpu} is for captures; {name} states its own GPUs")
+        found = load_cluster(name)
+    if gpus is None or (gpus <= found.gpus_per_node and irregular(found)):
+        return found
+    return take_gpus(found, gpus) if captured else load_cluster(name, gpus=gpus)
+
+
+def faulty_gpus(cluster: Cluster) -> tuple[int, ...]:
+    """Return the indices of GPUs in the first node that are unhealthy or off its NVLink fabric."""
+    if not cluster.gpu_count:
+        return ()
+    node = cluster.groups[0].node
+    sound = set(node_rates(cluster).on_fabric)
+    return tuple(gpu.index for position, gpu in enumerate(node.gpus) if position not in sound)
+
+
+def _read_capture(name: str, gpu: str | None) -> Cluster | None:
+    """Return the cluster of a capture or of this machine; None if `name` is neither."""
+    if name == "local":
+        from topology.probe.from_machine import probe_machine  # noqa: PLC0415 - loads NVML, which only `local` needs
+
+        found = probe_machine()
+    elif not Path(name).is_file():
+        return None
+    else:
+        text = codec.read_text(name)
+        if text.lstrip().startswith("{"):
+            return None
+        found = probe_text([(name, text)], gpu=gpu)
+    if not found.gpu_count:
+        raise BadCluster(
+            "this machine has no GPU to plan for" if name == "local" else f"{name} shows no GPU",
+            why="; ".join(finding.what for finding in found.findings),
+            remedy="name a catalogue cluster, or a capture of another machine",
+        )
+    return found
+
+
+def parse_bytes(text: str) -> float:
+    """Parse a size such as `32GB`, `29.8 GiB` or `80g` into bytes. Raises UserError."""
+    match = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*([kmgt]?)(i?)b?\s*", text, flags=re.IGNORECASE)
+    if match is None:
+        raise UserError(f"{text!r} is not a size", why="a number and a unit: GB is 10^9, GiB 2^30", remedy="29.8GiB")
+    number, prefix, binary = match.groups()
+    power = "kmgt".index(prefix.lower()) + 1 if prefix else 0
+    return float(number) * (1024.0 if binary else 1000.0) ** power
+
+
+def measurements(path: Path | None, cluster: Cluster | None = None) -> Calibrations:
+    """Return what a profile file says of the machines that are asked about: nothing without a path. See `profile_of`."""
+    return Calibrations(profile_of(path, cluster))
+
+
+def profile_of(path: Path | None, cluster: Cluster | None = None) -> Profile | None:
+    """Read a profile and check it against `cluster` if given; None without a path.
+
+    Raises BadInput when it is malformed or its values are impossible. A profile of other GPUs is used, with a warning.
+    """
+    if path is None:
+        return None
+
+    profile = read_profile(path, cluster=cluster)
+    if cluster is not None:
+        kind = cluster.slowest_kind
+        names = {name.casefold() for name in (kind.name, kind.title, *kind.aliases)}
+        if profile.gpu.casefold() not in names:
+            warn(f"warning: the profile was taken on {profile.gpu}, the cluster has {kind.title}")
+    return profile

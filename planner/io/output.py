@@ -1,0 +1,56 @@
+"""Write results: JSON on standard output, warnings and progress on standard error, text made safe for a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.console import Console as RichConsole
+
+from topology import codec
+
+SCHEMA_VERSION = 1
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters escaped: names come from files, and could contain terminal commands."""
+    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def emit_json(document: Any) -> None:
+    """Print one JSON document on standard output."""
+    print(codec.to_json(document))
+
+
+def warn(text: str) -> None:
+    """Print a line on standard error."""
+    print(printable(text), file=sys.stderr)
+
+
+def progress(text: str) -> None:
+    """Show a progress line on standard error, if that is a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{printable(text)}", end="", file=sys.stderr, flush=True)
+
+
+def end_progress() -> None:
+    """Clear the progress line."""
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def console() -> Console:
+    """Return a console for standard output that does not interpret markup; without colours off a terminal or with
+    NO_COLOR.
+    """
+    plain = not sys.stdout.isatty() or bool(os.environ.get("NO_COLOR"))
+    return RichConsole(
+        file=sys.stdout,
+        markup=False,
+        highlight=False,
+        emoji=False,
+        no_color=plain,
+        color_system=None if plain else "auto",
+    )

@@ -1,0 +1,95 @@
+"""One field of a case at a time, read strictly: the right type, in range, or an error that names the place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from simulator.config.verify import MAX_COUNT
+from topology.errors import BadPlan
+
+
+def unsaid(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.strip().lower() in {"", "unknown"})
+
+
+def stated_value(section: Mapping[str, Any], key: str) -> Any:
+    value = section.get(key)
+    return None if unsaid(value) else value
+
+
+def section_of(data: Mapping[str, Any], key: str, name: str) -> dict[str, Any]:
+    value = data.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise BadPlan(f"case {name}: {key} is {kind_of(value)}, not an object")
+    return dict(value)
+
+
+def refuse_unknown(data: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    unknown = [key for key in data if key not in known]
+    if unknown:
+        near = get_close_matches(str(unknown[0]), known, n=1)
+        raise BadPlan(
+            f"{where} has unknown keys: {', '.join(map(repr, unknown[:8]))}",
+            why="a misspelt key would otherwise be a setting ignored",
+            remedy=f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}",
+        )
+
+
+def ignored_keys(data: Mapping[str, Any], known: tuple[str, ...], where: str) -> list[str]:
+    """Return a line for every key that is not understood. Raises BadPlan where it looks like a known one misspelt."""
+    unknown = [str(key) for key in data if key not in known]
+    for key in unknown:
+        near = get_close_matches(key, known, n=1, cutoff=0.75)
+        if near:
+            raise BadPlan(f"{where} has an unknown key {key!r}", remedy=f"did you mean {near[0]!r}?")
+    return [f"key {show(key)} of {where} is not understood and was ignored" for key in unknown]
+
+
+def whole_number(value: Any, where: str, *, least: int = 1, most: int = MAX_COUNT) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise BadPlan(f"{where} is {show(value)}", why=f"it must be a whole number from {least} to {most}")
+    return value
+
+
+def whole_numbers(value: Any, where: str) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise BadPlan(f"{where} is {kind_of(value)}, not a list of whole numbers")
+    return tuple(whole_number(item, f"{where}[{index}]", least=0) for index, item in enumerate(value))
+
+
+def flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise BadPlan(f"{where} is {show(value)}", why="it must be true or false")
+    return value
+
+
+def word_of(value: Any, where: str, *, longest: int = 64) -> str:
+    if not isinstance(value, str) or len(value) > longest or not value.isprintable():
+        raise BadPlan(f"{where} is {show(value)}", why="it must be one short word")
+    return value
+
+
+def words_of(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise BadPlan(f"{where} is {kind_of(value)}, not a list of words")
+    return tuple(word_of(item, f"{where}[{index}]") for index, item in enumerate(value))
+
+
+def positive(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MAX_COUNT:
+        raise BadPlan(f"{where} is {show(value)}", why="it must be a number above zero")
+    return float(value)
+
+
+def show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def kind_of(value: Any) -> str:
+    names: dict[type, str] = {type(None): "missing", dict: "an object", list: "a list", str: "a string", bool: "a flag"}
+    return names.get(type(value), "a number")

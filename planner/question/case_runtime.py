@@ -1,0 +1,72 @@
+"""The runtime of a case: what a source says of it, what that implies, and what is left at the runtime's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from planner.question.case_fields import flag, ignored_keys, section_of, unsaid, word_of
+from simulator.config.runtime import NOT_MODELLED, Runtime
+from simulator.legality.frameworks import Framework
+from simulator.runtimes.library import resolve
+
+_RUNTIME_KEYS = (
+    "name",
+    "version",
+    "compile",
+    "param_dtype",
+    "compute_dtype",
+    "reduce_dtype",
+    "optimizer",
+    "release",
+    "low_precision_recipe",
+)
+
+
+# What a stated recipe computes in where the source does not name the type.
+_RECIPES = {
+    **dict.fromkeys(("delayed", "current", "tensorwise", "rowwise", "blockwise", "mxfp8"), "float8"),
+    "nvfp4": "float4",
+}
+
+
+def resolve_runtime(stated: Mapping[str, Any]) -> tuple[Runtime, list[str]]:
+    """Return the runtime that `stated` describes, the rest at its defaults, and what was assumed. Raises BadPlan."""
+    runtime, assumed = resolve({k: (None if unsaid(v) else v) for k, v in stated.items()})
+    return runtime, list(assumed)
+
+
+def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> dict[str, Any]:
+    """Return what a case says of its runtime, checked; what it leaves out goes to `assumed`. Raises UserError."""
+    stated = section_of(data, "runtime", name)
+    assumed += ignored_keys(stated, _RUNTIME_KEYS, f"case {name}: runtime")
+    stated = {key: value for key, value in stated.items() if key in _RUNTIME_KEYS}
+    for key, value in stated.items():
+        if unsaid(value):
+            continue
+        if key == "compile":
+            flag(value, f"case {name}: runtime.compile")
+        else:
+            word_of(value, f"case {name}: runtime.{key}")
+    recipe = stated.pop("low_precision_recipe", None)
+    if not unsaid(recipe):
+        if unsaid(stated.get("compute_dtype")) and recipe in _RECIPES:
+            stated["compute_dtype"] = _RECIPES[recipe]
+            assumed.append(f"compute in {_RECIPES[recipe]} (low_precision_recipe {recipe})")
+        elif stated.get("compute_dtype") not in NOT_MODELLED:
+            assumed.append(f"low_precision_recipe {recipe} changes nothing: no low precision was stated beside it")
+    if unsaid(stated.get("name")):
+        stated["name"] = "torchtitan"
+        assumed.append("runtime torchtitan (not stated)")
+    return stated
+
+
+def implied_runtime(
+    runtime: dict[str, Any], plan: Mapping[str, Any], framework: Framework
+) -> tuple[dict[str, Any], list[str]]:
+    """Fill in what a stated plan implies: asynchronous tensor parallelism exists in compiled models only."""
+    overlap = plan.get("tp_overlap")
+    overlaps = not unsaid(overlap) and overlap != "none"
+    if overlaps and framework.overlap_needs_compile and unsaid(runtime.get("compile")):
+        return {**runtime, "compile": True}, [f"compile true (tp_overlap={overlap} exists in compiled models only)"]
+    return runtime, []

@@ -1,0 +1,398 @@
+"""A case as a source tells it, turned into what the simulator takes, with a list of everything it left unsaid.
+
+A field that is absent, `null` or `"unknown"` was not stated: it becomes the runtime's default and a line in `assumed`.
+Nothing is guessed in silence, and a key nobody knows is an error, because it would otherwise be a setting ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planner.io.inputs import read_cluster
+from planner.question.case_fields import (
+    flag,
+    ignored_keys,
+    kind_of,
+    positive,
+    refuse_unknown,
+    section_of,
+    stated_value,
+    whole_number,
+    whole_numbers,
+    word_of,
+    words_of,
+)
+from planner.question.case_runtime import implied_runtime, resolve_runtime, runtime_section
+from planner.question.flags import Flags
+from planner.question.plan_file import PlanFile, load_plan, require_fresh
+from planner.question.question import Question, mixed_gpus
+from simulator.calibration.calibration import overlap_assumed
+from simulator.config.hf_config import load_model, model_from_config
+from simulator.config.model import Model
+from simulator.config.overlap_sites import canonical
+from simulator.config.plan import Plan
+from simulator.config.verify import verify_lists, verify_plan, verify_runtime, verify_workload
+from simulator.config.workload import Workload
+from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
+from simulator.legality.frameworks import Framework, framework_of_runtime
+from simulator.pipeline.schedules import SCHEDULES, default_schedule
+from simulator.runtimes.library import RECOMPUTE_SYNONYMS
+from topology import codec
+from topology.catalog.cluster_file import load_cluster
+from topology.catalog.clusters import cluster_from_case
+from topology.cluster import Cluster
+from topology.errors import BadCluster, BadInput, BadModel, UserError
+
+SEQ_LEN = 8192  # tokens in a sequence where flags give none
+SEQUENCES_PER_GPU = 8  # the global batch assumed when flags give none
+
+_CASE_KEYS = ("id", "model", "cluster", "workload", "plan", "runtime", "measured", "outcome", "source", "note", "peers")
+_DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages")
+_PLAN_KEYS = (
+    *_DEGREES,
+    "zero_stage",
+    "sequence_parallel",
+    "schedule",
+    "micro_batch_size",
+    "recompute",
+    "tp_overlap",
+    "reshard_after_forward",
+    "layers_per_stage",
+    "recompute_per_stage",
+    "cp_method",
+    "capacity_factor",
+    "placement",
+)
+_SCHEDULES = {**{name.lower(): name for name in SCHEDULES}, "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One question of the form "what does this plan cost here?", and what was measured if the source says.
+
+    `saved` is the plan file it came from, `changed` what flags changed of a file: `tp 4 -> 2`.
+    """
+
+    id: str
+    question: Question
+    plan: Plan
+    assumed: tuple[str, ...] = ()
+    measured: dict[str, Any] = field(default_factory=dict)
+    outcome: str | None = None
+    note: str = ""
+    saved: PlanFile | None = None
+    changed: tuple[str, ...] = ()
+
+
+def read_cases(path: str | Path) -> tuple[list[dict[str, Any]], bool]:
+    """Return the raw cases of a file, and whether the file held a list of them rather than one.
+
+    `-` reads standard input. Raises BadInput when the file is not a case or a list of cases.
+    """
+    text, where = codec.read_path_or_stdin(path)
+    data = codec.parse_json(text, where=where)
+    many = isinstance(data, list)
+    cases = data if many else [data]
+    for index, case in enumerate(cases):
+        if not isinstance(case, dict):
+            raise BadInput(
+                f"{where}[{index}] is {kind_of(case)}, not a case",
+                why="a case is an object with model, cluster, workload, plan and runtime",
+                remedy="pass one case or a list of cases",
+            )
+    return cases, many
+
+
+def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> Case:
+    """Return a Case from its dictionary. Raises BadModel, BadCluster or BadPlan, naming the field."""
+    name = case_id(data)
+    assumed = ignored_keys(data, _CASE_KEYS, f"case {name}")
+    model = _model(data.get("model"), name)
+    assumed += model.assumed
+    cluster, from_cluster = _cluster(data.get("cluster"), name)
+    assumed += from_cluster
+    workload = _workload(data.get("workload"), name, assumed)
+    stated_plan = section_of(data, "plan", name)
+    stated_runtime = runtime_section(data, name, assumed)
+    framework = framework_of_runtime(stated_runtime["name"])
+    stated_runtime, implied = implied_runtime(stated_runtime, stated_plan, framework)
+    runtime, from_runtime = resolve_runtime(stated_runtime)
+    assumed += [*implied, *from_runtime]
+    plan, from_plan = complete_plan(stated_plan, workload, framework, where=f"case {name}")
+    verify_lists(plan, where=f"case {name}", layers=model.layers, gpus=cluster.gpu_count)
+    verify_workload(workload, where=f"case {name}")
+    verify_runtime(runtime, where=f"case {name}")
+    assumed += from_plan
+    seen = data.get("measured") or {}
+    if not isinstance(seen, dict):
+        raise BadInput(f"case {name}: measured is {kind_of(seen)}, not an object")
+    outcome = data.get("outcome")
+    question = Question(
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        runtime=runtime,
+        framework=framework,
+        calibration=measured.on(cluster),
+    )
+    return Case(
+        id=name,
+        question=question,
+        plan=plan,
+        assumed=_with_overlap(assumed, plan, question),
+        measured=seen,
+        outcome=outcome if isinstance(outcome, str) else None,
+        note=str(data.get("note") or ""),
+    )
+
+
+def named_case(path: str | Path, name: str | None, measured: Calibrations = UNMEASURED) -> Case:
+    """Return the case of a file whose id is `name`, the first if None. Raises UserError when the file has no such case."""
+    raw, _ = read_cases(path)
+    for data in raw:
+        if name is None or case_id(data) == name:
+            return load_case(data, measured)
+    known = ", ".join(case_id(data) for data in raw[:8]) or "no case"
+    raise UserError(f"no case {name!r} in {path}", why=f"it has {known}", remedy="pass one of these to --id")
+
+
+def case_of_plan_file(path: Path, measured: Calibrations = UNMEASURED) -> Case:
+    """Return the question that a saved plan answers. Raises what `load_plan` raises, Stale for another profile than then."""
+    content = load_plan(path)
+    if measured.profile is not None and "profile" in content.fingerprints:
+        require_fresh(content, profile=measured.profile)
+    question = content.question(measured.on(content.cluster))
+    assumed = _with_overlap([], content.plan, question)
+    return Case(id=path.name, question=question, plan=content.plan, assumed=assumed, saved=content)
+
+
+def case_of_file(path: str, name: str | None = None, measured: Calibrations = UNMEASURED) -> Case:
+    """Return what a file is about: a saved plan's question, or a case (of a list that called `name`, else the first)."""
+    if str(path) != "-":
+        data = codec.read_json(path)
+        if isinstance(data, dict) and "fingerprints" in data:
+            return case_of_plan_file(Path(path), measured)
+    return named_case(path, name, measured)
+
+
+def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
+    """Return the case that flags describe.
+
+    The data-parallel degree left unsaid fills the GPUs; a GPU count left unsaid follows from the degrees, where they
+    say more than the cluster's own count.
+    """
+    assumed: list[str] = []
+    model, cluster = flags.model or "llama3-8b", flags.cluster or "dgx-h100"
+    assumed += [] if flags.model else [f"model {model}"]
+    assumed += [] if flags.cluster else [f"cluster {cluster}"]
+    framework = framework_of_runtime(str(flags.runtime.get("name") or "torchtitan"))
+    network = load_model(model)
+    stated_plan = {key: value for key, value in flags.plan.items() if value is not None}
+    whole = read_cluster(cluster, gpu=flags.gpu)
+    count = max(flags.gpus) if flags.gpus else _gpus_of(stated_plan, whole.gpu_count)
+    machine = read_cluster(cluster, count, gpu=flags.gpu)
+    if not flags.gpus and count != whole.gpu_count:
+        assumed.append(f"{count} GPUs (the product of the degrees)")
+    batch = flags.global_batch or SEQUENCES_PER_GPU * count
+    if flags.global_batch is None:
+        assumed.append(f"global batch {batch} sequences ({SEQUENCES_PER_GPU} a GPU)")
+    seq_len = flags.seq_len or SEQ_LEN
+    assumed += [] if flags.seq_len else [f"sequence length {seq_len} tokens"]
+    workload = Workload(seq_len=seq_len, global_batch_size=batch)
+    by_stage = bool(framework.zero_stages) and "zero_stage" in stated_plan
+    filled = "dp_replicate" if by_stage else framework.fills
+    degree = _filling(stated_plan, count)
+    if degree > 1 and filled not in stated_plan and not (filled == "dp_replicate" and "dp_shard" in stated_plan):
+        stated_plan[filled] = degree
+        assumed.append(f"{filled} {degree} (fills {count} GPUs)")
+    said = {**flags.runtime, "name": flags.runtime.get("name") or "torchtitan"}
+    stated_runtime, implied = implied_runtime(said, stated_plan, framework)
+    resolved, from_runtime = resolve_runtime(stated_runtime)
+    chosen, from_plan = complete_plan(stated_plan, workload, framework, where="flags")
+    question = Question(
+        model=network,
+        cluster=machine,
+        workload=workload,
+        runtime=resolved,
+        framework=framework,
+        calibration=measured.on(machine),
+        gpus=count,
+    )
+    assumed += [*network.assumed, *implied, *from_runtime, *from_plan]
+    return Case(id="flags", question=question, plan=chosen, assumed=_with_overlap(assumed, chosen, question))
+
+
+def _with_overlap(assumed: Sequence[str], plan: Plan, question: Question) -> tuple[str, ...]:
+    """Return what was assumed once each, and what overlap modes assume where nobody measured them."""
+    return tuple(
+        dict.fromkeys(
+            [*assumed, *mixed_gpus(question.cluster), *overlap_assumed([plan.tp_overlap], question.calibration)]
+        )
+    )
+
+
+def _product(stated: Mapping[str, Any]) -> int:
+    product = 1
+    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp"):
+        product *= int(stated.get(axis, 1))
+    return product
+
+
+def _gpus_of(stated: Mapping[str, Any], available: int) -> int:
+    """Return the GPUs that degrees ask for: their product where data parallelism is stated or it exceeds a cluster."""
+    product = _product(stated)
+    return product if {"dp_replicate", "dp_shard"} & set(stated) or product > available else available
+
+
+def _filling(stated: Mapping[str, Any], gpus: int) -> int:
+    """Return the degree that fills `gpus`; 1 where none does, for the world-size rule to complain."""
+    product = _product(stated)
+    return gpus // product if gpus % product == 0 else 1
+
+
+def case_id(data: Mapping[str, Any]) -> str:
+    """Return a case's id, or `case` where it has none."""
+    name = data.get("id")
+    return name if isinstance(name, str) and name else "case"
+
+
+def complete_plan(
+    stated: Mapping[str, Any], workload: Workload, framework: Framework, *, where: str
+) -> tuple[Plan, list[str]]:
+    """Return the Plan that `stated` describes, unstated fields at the framework's defaults, and what was assumed.
+
+    An unstated micro batch is one sequence in a pipeline (torchtitan's default) and else the whole share of a
+    data-parallel rank, which is what a run without gradient accumulation does.
+    """
+    refuse_unknown(stated, _PLAN_KEYS, f"{where}: plan")
+    assumed: list[str] = []
+    values: dict[str, Any] = {}
+    for key in _DEGREES:
+        value = stated_value(stated, key)
+        values[key] = 1 if value is None else whole_number(value, f"{where}: plan.{key}")
+        if value is None and key in stated:
+            assumed.append(f"{key} 1 (not stated)")
+    zero = stated_value(stated, "zero_stage")
+    if zero is not None:
+        values["zero_stage"] = whole_number(zero, f"{where}: plan.zero_stage", least=0, most=3)
+    sp = stated_value(stated, "sequence_parallel")
+    values["sequence_parallel"] = (
+        framework.sequence_parallel_default and values["tp"] > 1
+        if sp is None
+        else flag(sp, f"{where}: plan.sequence_parallel")
+    )
+    if sp is None and values["tp"] > 1:
+        assumed.append(f"sequence_parallel {str(values['sequence_parallel']).lower()} ({framework.title}'s default)")
+    reshard = stated_value(stated, "reshard_after_forward")
+    if reshard is not None:
+        values["reshard_after_forward"] = flag(reshard, f"{where}: plan.reshard_after_forward")
+    for key in ("layers_per_stage", "placement"):
+        listed = stated_value(stated, key)
+        if listed:
+            values[key] = whole_numbers(listed, f"{where}: plan.{key}")
+    modes = stated_value(stated, "recompute_per_stage")
+    if modes:
+        values["recompute_per_stage"] = words_of(modes, f"{where}: plan.recompute_per_stage")
+    method = stated_value(stated, "cp_method")
+    if method is not None:
+        values["cp_method"] = word_of(method, f"{where}: plan.cp_method")
+    factor = stated_value(stated, "capacity_factor")
+    if factor is not None:
+        values["capacity_factor"] = positive(factor, f"{where}: plan.capacity_factor")
+    values["schedule"] = _schedule(stated, values, assumed, where)
+    values["recompute"] = _recompute(stated, framework, assumed, where)
+    overlap = stated_value(stated, "tp_overlap")
+    if overlap is not None:
+        values["tp_overlap"] = canonical(word_of(overlap, f"{where}: plan.tp_overlap", longest=128))
+    values["micro_batch_size"] = _micro_batch(stated, values, workload, assumed, where)
+    plan = Plan(**values)
+    verify_plan(plan, where=where)
+    return plan, assumed
+
+
+# --- one field at a time ------------------------------------------------------------------------------------------
+
+
+def _model(value: Any, name: str) -> Model:
+    if isinstance(value, str):
+        return load_model(value)
+    if isinstance(value, dict):
+        return model_from_config(value, name=str(value.get("_name_or_path") or value.get("name") or name))
+    raise BadModel(
+        f"case {name}: model is {kind_of(value)}",
+        why="a model is a config.json dictionary or the name of a shipped one",
+        remedy='for example "llama3-8b"',
+    )
+
+
+def _cluster(value: Any, name: str) -> tuple[Cluster, list[str]]:
+    if isinstance(value, str):
+        return load_cluster(value), []
+    if isinstance(value, dict):
+        cluster, assumed = cluster_from_case(value)
+        return cluster, list(assumed)
+    raise BadCluster(
+        f"case {name}: cluster is {kind_of(value)}",
+        why="a cluster is {gpu, gpus_per_node, nodes, interconnect, nic_gbit_per_gpu} or a name or file",
+        remedy='for example "dgx-h100"',
+    )
+
+
+def _workload(value: Any, name: str, assumed: list[str]) -> Workload:
+    if not isinstance(value, dict):
+        raise BadInput(f"case {name}: workload is {kind_of(value)}, not an object with seq_len and global_batch_size")
+    assumed += ignored_keys(value, ("task", "seq_len", "global_batch_size"), f"case {name}: workload")
+    task = value.get("task") or "train"
+    if task != "train":
+        raise UserError(
+            f"case {name}: task {task!r} is not covered yet",
+            why="only training steps are predicted in this version",
+            remedy='set workload.task to "train"',
+        )
+    return Workload(
+        task="train",
+        seq_len=whole_number(value.get("seq_len"), f"case {name}: workload.seq_len"),
+        global_batch_size=whole_number(value.get("global_batch_size"), f"case {name}: workload.global_batch_size"),
+    )
+
+
+def _schedule(stated: Mapping[str, Any], values: dict[str, Any], assumed: list[str], where: str) -> str | None:
+    schedule = stated_value(stated, "schedule")
+    if schedule is not None:
+        word = word_of(schedule, f"{where}: plan.schedule")
+        if values["pp"] == 1:
+            assumed.append(f"schedule {word} changes nothing: there is no pipeline (pp 1)")
+            return None
+        return _SCHEDULES.get(word.lower().replace("-", "").replace("_", ""), word)
+    if values["pp"] == 1:
+        return None
+    default = default_schedule(values["virtual_stages"])
+    assumed.append(f"schedule {default} (not stated)")
+    return default
+
+
+def _recompute(stated: Mapping[str, Any], framework: Framework, assumed: list[str], where: str) -> str:
+    value = stated_value(stated, "recompute")
+    if value is None:
+        default = framework.default_recompute
+        assumed.append(f"recompute {default} ({framework.title}'s default)")
+        return default
+    word = word_of(value, f"{where}: plan.recompute")
+    return RECOMPUTE_SYNONYMS.get(word.lower(), word)
+
+
+def _micro_batch(
+    stated: Mapping[str, Any], values: dict[str, Any], workload: Workload, assumed: list[str], where: str
+) -> int:
+    value = stated_value(stated, "micro_batch_size")
+    if value is not None:
+        return whole_number(value, f"{where}: plan.micro_batch_size")
+    dp = values["dp_replicate"] * values["dp_shard"]
+    whole = workload.global_batch_size % dp == 0
+    size = workload.global_batch_size // dp if values["pp"] == 1 and whole else 1
+    reason = "a pipeline's default" if values["pp"] > 1 else "the whole share of a data-parallel rank"
+    assumed.append(f"micro_batch_size {size} ({reason})")
+    return size

@@ -1,0 +1,181 @@
+"""Flags beside a saved plan or a case: what they say goes before what the file says, and every change is listed.
+
+Degrees keep filling the same GPUs: where another degree or another number of GPUs is said and data parallelism is not,
+the data-parallel degree follows. What only fits the plan as it was (layers by stage, placement) is left out, and listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from planner.io.inputs import read_cluster
+from planner.question.case_runtime import resolve_runtime
+from planner.question.cases import Case, complete_plan
+from planner.question.flags import Flags
+from planner.question.plan_file import require_fresh
+from planner.question.question import Question
+from simulator.calibration.calibration import overlap_assumed
+from simulator.config.hf_config import load_model
+from simulator.config.plan import MESH_AXES, Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
+from topology import codec
+from topology.catalog.platform import take_gpus
+from topology.cluster import Cluster
+from topology.errors import BadCluster, UserError
+from topology.rates.orders import irregular
+
+
+def with_flags(asked: Case, flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
+    """Return the case of a file as `flags` change it, with `changed` naming every setting that differs.
+
+    Raises Stale where a saved plan is asked of another model or cluster than it was made for, UserError for what cannot
+    be changed: the framework, whose rules and defaults made the plan.
+    """
+    question = asked.question
+    _same_framework(flags, question)
+    model = load_model(flags.model) if flags.model else question.model
+    cluster, count = _machine(asked, flags)
+    if asked.saved is not None and flags.model:
+        require_fresh(asked.saved, model=model)
+    workload = replace(
+        question.workload,
+        seq_len=flags.seq_len or question.workload.seq_len,
+        global_batch_size=flags.global_batch or question.workload.global_batch_size,
+    )
+    runtime = _runtime(question.runtime, flags)
+    plan = _plan(asked.plan, {k: v for k, v in flags.plan.items() if v is not None}, count, workload, question)
+    changed = [
+        *_differences({"model": question.model.name}, {"model": model.name}),
+        *_differences({"cluster": question.cluster.name}, {"cluster": cluster.name}),
+        *_differences({"gpus": asked.plan.gpus}, {"gpus": count}),
+        *(line for a, b in ((question.workload, workload), (question.runtime, runtime)) for line in _between(a, b)),
+        *_between(asked.plan, plan),
+    ]
+    if not changed:
+        return asked
+    names = {line.split(" ")[0] for line in changed}
+    kept = [line for line in asked.assumed if line.removeprefix("runtime.").split(" ")[0] not in names]
+    calibration = measured.on(cluster)
+    return replace(
+        asked,
+        plan=plan,
+        assumed=tuple(dict.fromkeys([*kept, *overlap_assumed([plan.tp_overlap], calibration)])),
+        changed=tuple(changed),
+        question=replace(
+            question,
+            model=model,
+            cluster=cluster,
+            workload=workload,
+            runtime=runtime,
+            calibration=calibration,
+            gpus=count if flags.gpus or question.gpus is not None else None,
+        ),
+    )
+
+
+def _same_framework(flags: Flags, question: Question) -> None:
+    said = flags.runtime.get("name")
+    if said and said not in {question.framework.name, question.runtime.name}:
+        raise UserError(
+            f"the framework of a plan cannot be changed to {said}",
+            why=f"the plan follows the rules and defaults of {question.framework.title}",
+            remedy=f"plan again: planner suggest --framework {said}",
+        )
+
+
+def _machine(asked: Case, flags: Flags) -> tuple[Cluster, int]:
+    """Return the cluster that is asked about now, and how many of its GPUs are to be used."""
+    count = _count(flags, asked.plan.gpus)
+    if flags.cluster is None:
+        if flags.gpu is not None:
+            raise UserError("--gpu says which GPUs a captured text has", remedy="give the text with --cluster")
+        cluster = asked.question.cluster
+        return (cluster if count == asked.plan.gpus else _resized(cluster, count)), count
+    if asked.saved is not None:
+        require_fresh(asked.saved, cluster=read_cluster(flags.cluster, asked.plan.gpus, gpu=flags.gpu))
+    return read_cluster(flags.cluster, count, gpu=flags.gpu), count
+
+
+def _count(flags: Flags, now: int) -> int:
+    if flags.gpus is None:
+        return now
+    if len(flags.gpus) != 1:
+        raise UserError("one plan runs on one number of GPUs", remedy="--gpus 16; planner suggest compares several")
+    return flags.gpus[0]
+
+
+def _resized(cluster: Cluster, gpus: int) -> Cluster:
+    """Return as much of `cluster` as `gpus` need, or more nodes of its one kind."""
+    node = cluster.groups[0].node
+    if gpus <= cluster.gpu_count:
+        return cluster if gpus <= len(node.gpus) and irregular(cluster) else take_gpus(cluster, gpus)
+    if len(cluster.groups) > 1 or gpus % len(node.gpus):
+        raise BadCluster(
+            f"{cluster.name} cannot be extended to {gpus} GPUs",
+            why=f"it has {cluster.gpu_count}, in nodes of {len(node.gpus)}",
+            remedy="name a cluster of that size with --cluster",
+        )
+    return replace(cluster, groups=(replace(cluster.groups[0], count=gpus // len(node.gpus)),))
+
+
+def _runtime(now: Runtime, flags: Flags) -> Runtime:
+    said = {key: value for key, value in flags.runtime.items() if key != "name" and value is not None}
+    return resolve_runtime({**codec.to_builtins(now), **said})[0] if said else now
+
+
+def _plan(now: Plan, said: dict[str, Any], gpus: int, workload: Workload, question: Question) -> Plan:
+    """Return `now` with what was said, and what has to follow from it."""
+    if not said and gpus == now.gpus:
+        return now
+    stated: dict[str, Any] = {**codec.to_builtins(now), **said}
+    loose = [*_dependents(now, stated), "placement"]
+    stated |= {key: None for key in loose if key not in said}
+    if not {"dp_replicate", "dp_shard"} & set(said):
+        axis = "dp_replicate" if now.dp_shard == 1 and now.dp_replicate > 1 else question.framework.fills
+        rest = 1
+        for other in MESH_AXES:
+            rest *= int(stated[other]) if other != axis else 1
+        stated[axis] = gpus // rest if gpus % rest == 0 else stated[axis]
+    plan = complete_plan(stated, workload, question.framework, where="flags")[0]
+    same = all(getattr(plan, axis) == getattr(now, axis) for axis in (*MESH_AXES, "ep", "virtual_stages"))
+    return replace(plan, placement=now.placement) if same else plan
+
+
+def _dependents(now: Plan, stated: dict[str, Any]) -> Sequence[str]:
+    """Return the settings that only made sense beside degrees and modes that are different now."""
+    loose = []
+    if (stated["pp"], stated["virtual_stages"]) != (now.pp, now.virtual_stages):
+        loose += ["layers_per_stage", "recompute_per_stage", "schedule"]
+        if stated["pp"] == 1:
+            loose.append("virtual_stages")
+    if stated["recompute"] != now.recompute:
+        loose.append("recompute_per_stage")
+    if stated["tp"] != now.tp and 1 in {stated["tp"], now.tp}:
+        loose.append("sequence_parallel")
+        if stated["tp"] == 1:
+            loose.append("tp_overlap")
+    if stated["cp"] == 1:
+        loose.append("cp_method")
+    return loose
+
+
+def _between(then: Plan | Workload | Runtime, now: Plan | Workload | Runtime) -> list[str]:
+    names = [one.name for one in fields(then)]
+    return _differences({n: getattr(then, n) for n in names}, {n: getattr(now, n) for n in names})
+
+
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return `tp 4 -> 2` for every setting that differs."""
+    return [f"{name} {_shown(then[name])} -> {_shown(now[name])}" for name in then if then[name] != now[name]]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}" if value else "none"
+    return "none" if value is None else str(value)

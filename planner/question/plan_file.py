@@ -1,0 +1,206 @@
+"""Saved plans: what was asked, what was chosen, and fingerprints of what it was chosen for.
+
+A plan file holds its model, cluster, workload and runtime whole, so that it can be explained and re-costed anywhere,
+and their fingerprints, so that it can be refused where the machine is no longer the one it was made for. The same
+question writes the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from planner.io.version import version
+from planner.question.question import Question
+from simulator.calibration.calibration import Calibration
+from simulator.config.estimate import Estimate
+from simulator.config.model import Model
+from simulator.config.overlap_sites import canonical
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.verify import verify_lists, verify_plan, verify_runtime, verify_workload
+from simulator.config.workload import Workload
+from simulator.legality.frameworks import framework_named
+from topology import codec
+from topology.cluster import Cluster
+from topology.errors import BadInput, BadPlan, Stale
+from topology.profile.profile import Profile
+
+SCHEMA_VERSION = 1
+FINGERPRINTED = ("model", "cluster", "workload", "framework", "runtime", "plan", "estimate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFile:
+    """The content of a plan file.
+
+    `fingerprints` has a key for every part that the answer rests on (`FINGERPRINTED`), and profile where one was used: a
+    profile is not kept in the file, so another one is noticed but not shown.
+    """
+
+    schema_version: int
+    tool_version: str
+    framework: str
+    fingerprints: dict[str, str]
+    plan: Plan
+    estimate: Estimate
+    model: Model
+    cluster: Cluster
+    workload: Workload
+    runtime: Runtime
+
+    def question(self, calibration: Calibration | None = None) -> Question:
+        """Return the question that the plan answers, on as many GPUs as it uses."""
+        return Question(
+            model=self.model,
+            cluster=self.cluster,
+            workload=self.workload,
+            runtime=self.runtime,
+            framework=framework_named(self.framework),
+            calibration=calibration,
+            gpus=self.plan.gpus,
+        )
+
+
+def plan_file(question: Question, plan: Plan, estimate: Estimate) -> PlanFile:
+    """Return the file content for a chosen plan."""
+    known = question.calibration
+    content = PlanFile(
+        schema_version=SCHEMA_VERSION,
+        tool_version=version(),
+        framework=question.framework.name,
+        fingerprints={},
+        plan=plan,
+        estimate=estimate,
+        model=question.model,
+        cluster=question.cluster,
+        workload=question.workload,
+        runtime=question.runtime,
+    )
+    measured = {"profile": known.profile} if known is not None else {}
+    return replace(content, fingerprints=fingerprints(content) | measured)
+
+
+def fingerprints(content: PlanFile) -> dict[str, str]:
+    """Return the fingerprints of all parts that a plan file's answer rests on."""
+    return {name: fingerprint(getattr(content, name)) for name in FINGERPRINTED}
+
+
+def fingerprint(value: Any) -> str:
+    """Return the fingerprint of a part of a question; what was found about a machine is not the machine."""
+    return codec.fingerprint(replace(value, findings=()) if isinstance(value, Cluster) else value)
+
+
+def save_plan(content: PlanFile, path: str | Path, *, force: bool = False) -> None:
+    """Write a plan file atomically. Raises BadInput when the file exists and `force` is not given."""
+    refuse_overwrite(path, force=force)
+    codec.write_text(path, codec.to_json(content) + "\n")
+
+
+def refuse_overwrite(path: str | Path, *, force: bool) -> None:
+    """Raise BadInput when something is at `path` already, so that a long search is not started in vain."""
+    target = Path(path)
+    if target.is_dir():
+        raise BadInput(f"{path} is a directory", remedy="name a file: --out plan.json")
+    if (target.exists() or target.is_symlink()) and not force:
+        raise BadInput(
+            f"{path} exists", why="a saved plan is not overwritten by accident", remedy="--force or another --out"
+        )
+
+
+def load_plan(path: str | Path) -> PlanFile:
+    """Return a plan file's content, verified to be one. Raises BadInput or BadPlan (exit 2)."""
+    data = codec.read_json(path)
+    if not isinstance(data, dict) or "plan" not in data or "fingerprints" not in data:
+        raise BadPlan(f"{path} is not a plan file", remedy="make one with planner suggest --out plan.json")
+    found = data.get("schema_version")
+    if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+        raise BadPlan(f"{path} has no readable schema_version", why=f"found {found!r}")
+    if found > SCHEMA_VERSION:
+        raise BadPlan(
+            f"{path} was made by meshwright {_text(data.get('tool_version'))}, in schema {found}",
+            why=f"this is {version()}, which reads schema {SCHEMA_VERSION}",
+            remedy="update meshwright",
+        )
+    content = codec.convert(data, PlanFile, where=str(path))
+    _verify(content, str(path))
+    made_for, now = {**content.fingerprints}, fingerprints(content)
+    made_for.pop("profile", None)
+    if made_for != now:
+        altered = [name for name in {**now, **made_for} if made_for.get(name) != now.get(name)]
+        raise BadPlan(
+            f"{path} was edited: its contents do not match their fingerprints",
+            why=f"altered, or without a fingerprint: {', '.join(map(_text, altered[:8]))}",
+            remedy="make it again with planner suggest --out",
+        )
+    return replace(content, plan=content.plan.with_(tp_overlap=canonical(content.plan.tp_overlap)))
+
+
+def _verify(content: PlanFile, where: str) -> None:
+    """Raise BadPlan unless every value of the file that a plan is made of is in its range."""
+    verify_plan(content.plan, where=where)
+    verify_lists(content.plan, where=where, layers=content.model.layers, gpus=content.cluster.gpu_count)
+    verify_workload(content.workload, where=where)
+    verify_runtime(content.runtime, where=where)
+
+
+def require_fresh(
+    content: PlanFile,
+    *,
+    model: Model | None = None,
+    cluster: Cluster | None = None,
+    workload: Workload | None = None,
+    profile: Profile | None = None,
+) -> None:
+    """Raise Stale (exit 1), with what differs, when the plan was made for something else than what is given."""
+    then = {"model": content.model, "cluster": content.cluster, "workload": content.workload}
+    now = {"model": model, "cluster": cluster, "workload": workload, "profile": profile}
+    differ = []
+    for name, value in now.items():
+        if value is None:
+            continue
+        fresh, made = fingerprint(value), content.fingerprints.get(name)
+        if fresh != made:
+            what = differences(then[name], value) if name in then else []
+            if name == "cluster" and cluster is not None and cluster.gpu_count != content.cluster.gpu_count:
+                what.insert(0, f"{content.cluster.gpu_count} GPUs then, {cluster.gpu_count} now")
+            shown = "; ".join(what[:SHOWN]) + (f"; and {len(what) - SHOWN} more" if len(what) > SHOWN else "")
+            differ.append(f"{name} {made or 'none'} -> {fresh}" + (f" ({shown})" if shown else ""))
+    if differ:
+        raise Stale(
+            "the plan was made for something else than what is here",
+            why="; ".join(differ),
+            remedy="plan again with planner suggest",
+        )
+
+
+SHOWN = 6  # differences named in an error
+
+
+def differences(then: Any, now: Any) -> list[str]:
+    """Return what differs between two values of one kind, field by field: `layers: 32, now 80`."""
+    return list(_differences(codec.to_builtins(then), codec.to_builtins(now), ""))
+
+
+def _differences(then: Any, now: Any, where: str) -> Iterator[str]:
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in dict.fromkeys([*then, *now]):
+            yield from _differences(then.get(key), now.get(key), f"{where}.{key}" if where else str(key))
+    elif isinstance(then, (list, tuple)) and isinstance(now, (list, tuple)) and len(then) == len(now):
+        for index, (a, b) in enumerate(zip(then, now, strict=True)):
+            yield from _differences(a, b, f"{where}[{index}]")
+    elif then != now:
+        yield f"{where}: {_shown(then)}, now {_shown(now)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple, dict)):
+        return f"{len(value)} entries"
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _text(value: Any) -> str:
+    return value[:32] if isinstance(value, str) else "an unknown version"

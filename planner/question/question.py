@@ -1,0 +1,146 @@
+"""The question that every command, the explorer and the exports ask: which plans may run here, and what do they take?
+
+`planner.question.cases` builds one from a case, a saved plan or flags; `planner.search.answer` from what `suggest` is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from simulator.calibration.calibration import Calibration
+from simulator.closed_form.estimates import EstimateTable, estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.legality.frameworks import Framework, framework_named
+from simulator.legality.rule import Problem, RuleFacts
+from simulator.legality.rules import is_legal, problems
+from simulator.lowering.block_code import Detail
+from simulator.lowering.simulation import Simulated, simulate_plan
+from simulator.runtimes.library import resolve
+from topology.cluster import Cluster, LinkKind
+from topology.errors import BadCluster, Infeasible
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question(Scenario):
+    """A scenario under the rules of a framework. `gpus` is how many a plan must fill; None: the whole cluster."""
+
+    framework: Framework
+    gpus: int | None = None
+
+    @property
+    def count(self) -> int:
+        """How many GPUs a plan must fill."""
+        return self.gpus if self.gpus is not None else self.cluster.gpu_count
+
+    def facts(self) -> RuleFacts:
+        """Return what the rules need to know."""
+        nodes = [group.node for group in self.cluster.groups]
+        return RuleFacts(
+            model=self.model,
+            workload=self.workload,
+            framework=self.framework,
+            runtime=self.runtime,
+            gpus=self.count,
+            gpus_per_node=self.cluster.gpus_per_node,
+            nvlink=all(any(link.kind in {LinkKind.NVLINK, LinkKind.NVSWITCH} for link in n.links) for n in nodes),
+        )
+
+    def problems(self, plan: Plan) -> tuple[Problem, ...]:
+        """Return what every rule of the framework has to say about `plan`, worst first; empty when all is well."""
+        return problems(plan, self.facts())
+
+    def legal(self, plan: Plan) -> bool:
+        """Return whether the framework runs `plan` on these GPUs at all."""
+        return is_legal(self.problems(plan))
+
+    def estimate(self, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = ()) -> EstimateTable:
+        """Return step time and memory of every plan by the closed form.
+
+        Raises BadCluster where rates are not known, Infeasible for types and optimizers that are not modelled.
+
+        `each_on` names the cluster of each plan, where they run on such as differ from the question's in link rates only.
+        """
+        require_plannable(self.cluster)
+        self._require_modelled()
+        return estimate_plans(self, plans, each_on=each_on)
+
+    def simulate(
+        self,
+        plan: Plan,
+        *,
+        detail: Detail | None = None,
+        spans: bool = True,
+        progress: Callable[[str], None] | None = None,
+    ) -> Simulated:
+        """Return one step of `plan`, simulated; see `simulate_plan`. Raises Infeasible for types that are not modelled."""
+        self._require_modelled()
+        return simulate_plan(self, plan, detail=detail, spans=spans, progress=progress)
+
+    def _require_modelled(self) -> None:
+        if reason := self.runtime.not_modelled:
+            raise Infeasible(reason, remedy="ask in bfloat16, and with adamw")
+
+
+def question_of(
+    model: Model,
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    framework: str | Framework = "torchtitan",
+    runtime: Runtime | None = None,
+    calibration: Calibration | None = None,
+    gpus: int | None = None,
+) -> Question:
+    """Return a question of its parts; without a `runtime` the framework's plans run in its own, at its defaults.
+
+    Raises UserError for a framework that is not known, BadPlan where no runtime of that name is described.
+    """
+    rules = framework_named(framework) if isinstance(framework, str) else framework
+    return Question(
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        runtime=runtime or default_runtime(rules),
+        framework=rules,
+        calibration=calibration,
+        gpus=gpus,
+    )
+
+
+def default_runtime(framework: Framework) -> Runtime:
+    """Return the runtime a framework's plans run in, at its defaults. Raises BadPlan if none is described."""
+    return resolve({"name": "pytorch" if framework.name == "any" else framework.name})[0]
+
+
+def mixed_gpus(cluster: Cluster) -> list[str]:
+    """Return a sentence where the cluster has several kinds of GPU: a step waits for the slowest of them."""
+    used = {gpu.kind for group in cluster.groups for gpu in group.node.gpus}
+    if len(used) < 2:
+        return []
+    titles = ", ".join(sorted(cluster.kind(name).title for name in used))
+    return [
+        f"GPUs of several kinds ({titles}): every one is planned as the slowest, {cluster.slowest_kind.title}, with the smallest memory"
+    ]
+
+
+def require_plannable(cluster: Cluster) -> None:
+    """Raise BadCluster where the rates or the memory of the cluster's GPUs are not known."""
+    if not plannable(cluster):
+        raise BadCluster(
+            f"the GPUs of {cluster.name} are of an unknown model",
+            why="without its rates and memory nothing can be predicted, and they are not guessed",
+            remedy="name it: planner probe --from FILE --gpu h100-sxm --out cluster.json",
+        )
+
+
+def plannable(cluster: Cluster) -> bool:
+    """Return whether the rates and the memory of the cluster's GPUs are known."""
+    if not cluster.gpu_count:
+        return False
+    kind = cluster.slowest_kind
+    return bool(kind.peak_flops and kind.memory_bytes_per_s and kind.sm_count and cluster.gpu_memory_bytes)

@@ -1,0 +1,125 @@
+"""The result of `planner apply` as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+GIB = 2**30
+
+
+def lines(document: Mapping[str, Any], comparison: Mapping[str, Any] | None) -> list[str]:
+    """Return the report as lines of text."""
+    text_lines = []
+    measured, verified = document["measured"], document["verified"]
+    if document["status"] != "finished":
+        text_lines += _failure_lines(document)
+    if verified:
+        verdict = "as one process computes" if verified["ok"] else "NOT what one process computes"
+        text_lines.append(
+            f"numbers   {verdict}: gradients within {_difference_text(verified['gradient'])} (tolerance"
+            f" {verified['tolerance']:.1e}, {verified['dtype']}, {verified['compared']} tensors of a small model)"
+        )
+    types = document.get("verified_types")
+    if types:
+        what = f"gradients within {_difference_text(types['gradient'])} (rounding allows {types['allowed']:.1e})"
+        text_lines.append(
+            f"          in {types['dtype']}{', compiled' if types['compiled'] else ''}"
+            f" {'as rounding allows' if types['ok'] else 'NOT what rounding allows'}:"
+            f" {what if types['gradients_compared'] else 'the loss alone is compared, for experts are chosen anew'}"
+        )
+    step = measured["step_s"]
+    if step:
+        partial = "" if document["complete"] else f" (partial: {measured['steps']} of {measured['steps_asked']} steps)"
+        text_lines.append(
+            f"step      {step['median']:.4g} s median of {measured['steps']}, spread {step['spread']:.0%}, measured"
+            + partial
+        )
+        text_lines.append(
+            f"speed     {measured['tokens_per_s']:,.0f} tokens/s, {measured['tokens_per_s_per_gpu']:,.0f} a rank,"
+            f" {measured['tflops_per_gpu']:.4g} TFLOP/s a rank"
+        )
+        denominator = measured["mfu_denominator"]
+        if measured["mfu"] is not None:
+            text_lines.append(
+                f"MFU       {measured['mfu']:.1%} of {denominator['peak_flops'] / 1e12:.0f} TFLOP/s"
+                f" ({denominator['source']})"
+            )
+    peaks = _peak_memory_text(measured["memory_by_rank"])
+    if peaks:
+        text_lines.append(f"memory    {peaks}")
+    text_lines += [
+        f"setting   {e['what']}: requested {e['requested']}, took effect {e['effective']}"
+        for e in document.get("effects") or ()
+        if not e["ok"]
+    ]
+    text_lines += [f"missing   {what}" for what in document.get("missing") or ()]
+    clock_hz = measured.get("sm_clock_hz")
+    if clock_hz:
+        text_lines.append(
+            f"clocks    {clock_hz / 1e9:.2f} GHz in the mean of a step, on the slowest rank, by its processors' count"
+        )
+    slow = {reason for gpu in document.get("gpus") or () for reason in gpu["throttle"]}
+    if slow:
+        text_lines.append(f"clocks    throttled while steps were timed: {', '.join(sorted(slow))}")
+    if comparison is not None:
+        word = "within" if comparison["within"] else "OUTSIDE"
+        tolerance = comparison["tolerance_percent"]
+        of = "the predicted interval" if tolerance is None else f"{tolerance:g}%"
+        text_lines.append(f"predicted step {comparison['step_error']:+.1%} (predicted/measured - 1), {word} {of}")
+    return text_lines
+
+
+def _failure_lines(document: Mapping[str, Any]) -> list[str]:
+    failure = document.get("failure") or {}
+    who = "" if failure.get("rank") is None else f"rank {failure['rank']} failed first: "
+    how = failure.get("signal") or ""
+    text = " ".join(str(failure.get("message") or "").split())[:400]
+    text_lines = [f"status    {document['status']}: {who}{how}{' ' if how and text else ''}{text}".rstrip(": ")]
+    text_lines += [f"          {line}" for line in failure.get("suspects") or ()]
+    text_lines += _out_of_memory_lines(
+        failure.get("memory") or {}, (document.get("predicted") or {}).get("memory") or {}
+    )
+    if document["survivors"]:
+        text_lines.append(f"          processes {document['survivors']} could not be ended")
+    return text_lines
+
+
+def _out_of_memory_lines(memory: Mapping[str, Mapping[str, Any]], predicted: Mapping[str, Any]) -> list[str]:
+    """Return lines on the memory of each rank that ran out of it, and the predicted memory by category."""
+    text_lines = []
+    for rank, reached in memory.items():
+        peaks = [
+            f"{reached[key] / GIB:.2f} GiB {word}"
+            for key, word in (
+                ("peak_allocated_bytes", "allocated"),
+                ("peak_reserved_bytes", "reserved"),
+                ("peak_resident_bytes", "resident"),
+            )
+            if key in reached
+        ]
+        text_lines.append(
+            f"          rank {rank} had reached {', '.join(peaks)}, in {reached.get('phase', 'an unknown phase')}"
+        )
+    parts = predicted.get("by_category") or {}
+    if text_lines and parts:
+        listed = ", ".join(
+            f"{name} {size / GIB:.2f}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size
+        )
+        text_lines.append(f"          predicted peak {predicted['peak_bytes']['value'] / GIB:.2f} GiB: {listed}")
+    return text_lines
+
+
+def _peak_memory_text(memory: list[dict[str, int]]) -> str:
+    for key, word in (("peak_allocated_bytes", "allocated"), ("peak_resident_bytes", "resident (whole process)")):
+        values = [rank[key] for rank in memory if key in rank]
+        if values:
+            reserved = [rank.get("peak_reserved_bytes", 0) for rank in memory]
+            more = f", {max(reserved) / GIB:.2f} GiB reserved" if any(reserved) else ""
+            return f"{max(values) / GIB:.2f} GiB {word} on the fullest rank{more}, measured"
+    return ""
+
+
+def _difference_text(value: float | None) -> str:
+    """Return a difference as text; records have None for an infinite or undefined one."""
+    return "no number" if value is None else f"{value:.1e}"

@@ -1,0 +1,175 @@
+"""Run a plan through a scheduler: write the job file, and the argument list that submits it.
+
+Every node runs the same command, an elastic agent with its share of the ranks; afterwards one command collects their
+records. All nodes must see the directory of the run. Names and paths are user input: job names are checked, everything
+in a script is quoted, and YAML is written by its library.
+
+Source: torchrun (docs.pytorch.org, elastic/run).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.export.job_files import BASH, FIRST_NODE, directives, slurm_options, train_job
+from planner.export.yaml_text import yaml_text
+from topology.errors import BadInput, PlannerError, UserError
+
+LAUNCHERS = ("local", "torchrun", "slurm", "trainjob")
+PORT = 29400  # torchrun's own default
+# A DNS label, which Kubernetes requires; Slurm accepts any name.
+NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,51}[a-z0-9])?")
+PLAIN_PATH = re.compile(r"[A-Za-z0-9_./@+=-]+")
+HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9][A-Za-z0-9.-]*):[0-9]{1,5}")
+STARTING_S = 300  # beyond the budget, for the scheduler to start the nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherJob:
+    """A run on `nodes` that share its ranks evenly. `endpoint` is HOST:PORT of the rendezvous, if it must be given."""
+
+    name: str
+    directory: Path
+    ranks: int
+    nodes: int
+    budget_s: float
+    endpoint: str | None = None
+    image: str | None = None
+    python: str = "python3"
+
+    def __post_init__(self) -> None:
+        if not NAME.fullmatch(self.name):
+            raise UserError(
+                f"{self.name!r} is not a valid job name",
+                why="job names have 1 to 53 lower-case letters, digits and dashes, with a letter or digit at both ends",
+                remedy="--job-name another",
+            )
+        if self.ranks % self.nodes:
+            raise UserError(f"{self.ranks} ranks cannot be divided evenly over {self.nodes} nodes")
+        if self.endpoint is not None and not HOST_PORT.fullmatch(self.endpoint):
+            raise UserError(f"--endpoint is {self.endpoint!r}", remedy="HOST:PORT of a node that all nodes can reach")
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.ranks // self.nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFile:
+    """A job file to be written. `submit` is the argument list that submits it, empty where the user must start it."""
+
+    path: Path
+    text: str
+    submit: tuple[str, ...]
+    advice: tuple[str, ...]
+
+
+def node_command(job: LauncherJob, *, endpoint: str | None) -> list[str]:
+    """Return the command of each node; without an endpoint the agent reads it from its environment."""
+    arguments = [
+        job.python,
+        "-m",
+        "executor.run.apply",
+        f"--request={job.directory / 'request.json'}",
+        f"--out={job.directory}",
+        f"--budget={job.budget_s:g}",
+        f"--nodes={job.nodes}",
+        f"--meeting={job.name}",
+    ]
+    return [*arguments, f"--endpoint={endpoint}"] if endpoint else arguments
+
+
+def collect_command(job: LauncherJob) -> list[str]:
+    """Return the command to run once after all nodes have ended."""
+    return [
+        job.python,
+        "-m",
+        "executor.run.apply",
+        f"--request={job.directory / 'request.json'}",
+        f"--out={job.directory}",
+        f"--nodes={job.nodes}",
+        "--collect",
+    ]
+
+
+def save_advice(job: LauncherJob) -> str:
+    """Return how to add the run to the store that planner runs lists, which a run on one host does itself."""
+    return f"to save it: planner runs --add {shlex.quote(str(job.directory))}"
+
+
+def torchrun(job: LauncherJob) -> JobFile:
+    """Return a script to be run on every node. Raises UserError without an endpoint."""
+    if job.endpoint is None:
+        raise UserError("--launcher torchrun needs --endpoint", why="its agents need the address of their rendezvous")
+    path = job.directory / "node.sh"
+    text = "#!/bin/sh\nset -eu\nexec " + shlex.join(node_command(job, endpoint=job.endpoint)) + "\n"
+    collect = shlex.join(collect_command(job))
+    advice = (f"on each of {job.nodes} nodes: sh {shlex.quote(str(path))}", f"then once: {collect}", save_advice(job))
+    return JobFile(path=path, text=text, submit=(), advice=advice)
+
+
+def slurm(job: LauncherJob) -> JobFile:
+    """Return a Slurm batch script; the rendezvous is on the first node of the allocation."""
+    directory = str(job.directory)
+    if not PLAIN_PATH.fullmatch(directory):
+        raise BadInput(f"{directory!r} cannot be written in an #SBATCH line", remedy="--out with a plain name")
+    minutes = math.ceil((job.budget_s + STARTING_S) / 60)
+    agent = shlex.join(node_command(job, endpoint=None)) + f' --endpoint="$head:{PORT}"'
+    options = slurm_options(job.name, nodes=job.nodes, gpus_per_node=job.ranks_per_node)
+    collect = f"{shlex.join(collect_command(job))}\n" if job.nodes > 1 else ""
+    text = (
+        f"{BASH}\n{directives({**options, 'time': minutes, 'output': f'{directory}/slurm-%j.txt'})}"
+        f'set -uo pipefail\n{FIRST_NODE}srun {agent}\nended=$?\n{collect}exit "$ended"\n'
+    )
+    path = job.directory / "job.sbatch"
+    submit = ("sbatch", str(path))
+    return JobFile(path=path, text=text, submit=submit, advice=(f"submit: {shlex.join(submit)}", save_advice(job)))
+
+
+def trainjob(job: LauncherJob) -> JobFile:
+    """Return a Kubernetes TrainJob of the runtime torch-distributed, which provides the rendezvous."""
+    if job.image is None:
+        raise UserError(
+            "--launcher trainjob needs --image", why="it runs in a container image with meshwright and torch"
+        )
+    manifest = train_job(
+        job.name,
+        nodes=job.nodes,
+        ranks_per_node=job.ranks_per_node,
+        gpus_per_node=job.ranks_per_node,
+        command=node_command(job, endpoint=None),
+        image=job.image,
+    )
+    path = job.directory / "job.yaml"
+    text = yaml_text(manifest)
+    submit = ("kubectl", "apply", "--filename", str(path))
+    advice = (
+        f"submit: {shlex.join(submit)}",
+        f"the directory {job.directory} must be a volume that the runtime mounts on every node",
+        *((f"when it has ended: {shlex.join(collect_command(job))}",) if job.nodes > 1 else ()),
+        save_advice(job),
+    )
+    return JobFile(path=path, text=text, submit=submit, advice=advice)
+
+
+def write_job(launcher: str, job: LauncherJob) -> JobFile:
+    """Return the job file of a launcher. Raises UserError for a missing setting."""
+    return {"torchrun": torchrun, "slurm": slurm, "trainjob": trainjob}[launcher](job)
+
+
+def submit(command: Sequence[str]) -> str:
+    """Run the scheduler's submit command and return its output. Raises PlannerError when it is missing or fails."""
+    try:
+        done = subprocess.run(list(command), capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PlannerError(f"{command[0]} could not be run", why=str(error), remedy=shlex.join(command)) from error
+    if done.returncode:
+        words = (done.stderr or done.stdout).strip().splitlines()
+        raise PlannerError(f"{command[0]} refused the job", why=words[-1] if words else f"code {done.returncode}")
+    return done.stdout.strip()

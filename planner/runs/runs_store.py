@@ -1,0 +1,342 @@
+"""The history of runs that `planner apply` made, in one SQLite file in the user's data folder.
+
+The store is a copy; the directory of a run remains the original. A store that cannot be written (full disk, read-only
+home) causes a warning and never fails a run. Writers take turns through SQLite's lock; a reader sees complete rows
+only. A row has the report as JSON, and in columns what tables and plots need, so that listing runs parses no JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from simulator.config.plan import Plan
+from simulator.config.verify import verify_plan, verify_workload
+from simulator.config.workload import Workload
+from topology import codec
+from topology.errors import BadInput, PlannerError
+
+SCHEMA_VERSION = 1
+WAIT_S = 10.0  # for another writer; a row is written in milliseconds
+MAX_TEXT = 8192  # characters of a column; a path has at most 4096
+MAX_NUMBER = 1e18  # beyond any count, byte or second of a run
+
+_TABLE = """
+CREATE TABLE runs (
+    id TEXT PRIMARY KEY,
+    taken_at TEXT NOT NULL,
+    status TEXT NOT NULL,
+    complete INTEGER NOT NULL,
+    model TEXT NOT NULL,
+    framework TEXT NOT NULL,
+    plan TEXT NOT NULL,
+    gpus INTEGER NOT NULL,
+    device TEXT NOT NULL,
+    seq_len INTEGER NOT NULL,
+    global_batch_size INTEGER NOT NULL,
+    predicted_step_s REAL,
+    measured_step_s REAL,
+    predicted_peak_bytes REAL,
+    measured_peak_bytes REAL,
+    measured_tokens_per_s REAL,
+    directory TEXT NOT NULL,
+    document TEXT NOT NULL
+)
+"""
+_COLUMNS = (
+    "id, taken_at, status, complete, model, framework, plan, gpus, device, seq_len, global_batch_size, predicted_step_s,"
+    " measured_step_s, predicted_peak_bytes, measured_peak_bytes, measured_tokens_per_s, directory"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """One run as a table row. Values that were not measured or not predicted are None, never 0.
+
+    `plan` is the degrees in words; `status` is `finished`, or how the run ended (`out_of_memory`, `failed`, ...);
+    `complete` is False where fewer steps were taken than requested. `device` is the name of the GPU, or `cpu`. Peak
+    bytes are those allocated on the rank with the most.
+    """
+
+    id: str
+    taken_at: str  # ISO 8601, UTC
+    status: str
+    complete: bool
+    model: str
+    framework: str
+    plan: str
+    gpus: int
+    device: str
+    seq_len: int
+    global_batch_size: int
+    predicted_step_s: float | None
+    measured_step_s: float | None
+    predicted_peak_bytes: float | None
+    measured_peak_bytes: float | None
+    measured_tokens_per_s: float | None
+    directory: str
+
+    @property
+    def step_error(self) -> float | None:
+        """Return predicted / measured - 1 of the step."""
+        return _error(self.predicted_step_s, self.measured_step_s)
+
+    @property
+    def memory_error(self) -> float | None:
+        return _error(self.predicted_peak_bytes, self.measured_peak_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DamagedRun:
+    """A row of the store that cannot be a run. `id` is what `remove` takes: the run's own, or `#` and the row's number."""
+
+    id: str
+    why: str
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return predicted / measured - 1 if predicted and measured else None
+
+
+def default_path() -> Path:
+    """Return the path of the store: `runs.sqlite3` in the user's data folder (XDG_DATA_HOME on Linux)."""
+    return platformdirs.user_data_path("meshwright", appauthor=False) / "runs.sqlite3"
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def list_runs(path: str | Path | None = None, *, limit: int | None = None) -> tuple[RunSummary, ...]:
+    """Return the kept runs, newest first; nothing where there is no store yet. Raises PlannerError when it is broken.
+
+    Rows that cannot be runs are left out: see `damaged_runs`.
+    """
+    runs = [run for run in _rows(path) if isinstance(run, RunSummary)]
+    return tuple(runs[:limit])
+
+
+def damaged_runs(path: str | Path | None = None) -> tuple[DamagedRun, ...]:
+    """Return the rows of the store that cannot be runs: altered by hand, or kept by a faulty version."""
+    return tuple(run for run in _rows(path) if isinstance(run, DamagedRun))
+
+
+def _rows(path: str | Path | None) -> Iterator[RunSummary | DamagedRun]:
+    """Yield what every row holds, newest first."""
+    place = default_path() if path is None else Path(path)
+    if not place.is_file():
+        return
+    with _reading(place) as store:
+        rows = store.execute(
+            f"SELECT rowid, {_COLUMNS} FROM runs ORDER BY taken_at DESC, id"  # noqa: S608 - a constant of ours
+        ).fetchall()
+    for number, *row in rows:
+        name = row[0] if isinstance(row[0], str) and row[0].isalnum() else f"#{number}"
+        try:
+            yield _summary(row)
+        except BadInput as error:
+            yield DamagedRun(id=name, why=error.why or error.what)
+
+
+def read_run(run_id: str, path: str | Path | None = None) -> dict[str, Any]:
+    """Return the report of a stored run, as in its `run.json`. `run_id` may be a unique prefix of an id.
+
+    Raises BadInput when there is no such run, or several.
+    """
+    store_path = default_path() if path is None else Path(path)
+    rows = []
+    if store_path.is_file() and run_id.isalnum():
+        with _reading(store_path) as store:
+            rows = store.execute(
+                "SELECT id, document FROM runs WHERE substr(id, 1, ?) = ? LIMIT 9", (len(run_id), run_id)
+            ).fetchall()
+    exact = [row for row in rows if row[0] == run_id] or rows
+    if len(exact) == 1:
+        key, text = exact[0]
+        document = codec.parse_json(text, where=f"run {key}") if isinstance(text, str) else None
+        if isinstance(document, dict):
+            return document
+        raise BadInput(
+            f"run {key} is damaged",
+            why="its row holds no report",
+            remedy=f"planner runs --remove {key}; --add its folder",
+        )
+    raise BadInput(
+        f"{len(exact)} runs begin with {run_id}" if exact else f"there is no run {run_id!r}",
+        why=", ".join(row[0] for row in exact),
+        remedy="planner runs lists them; or name a run's directory",
+    )
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def run_id(document: Mapping[str, Any]) -> str:
+    """Return the id of a run: a hash of its content, so that storing it twice makes one row."""
+    named = {key: document.get(key) for key in ("taken_at", "plan", "model", "workload", "measured", "status")}
+    return hashlib.sha256(codec.to_json(named, indent=None).encode()).hexdigest()[:12]
+
+
+def save_run(document: Mapping[str, Any], directory: str | Path, path: str | Path | None = None) -> str:
+    """Add a run's report to the store and return its id; `directory` is that of the run.
+
+    Raises BadInput when the report cannot be that of a run, PlannerError when the store cannot be written. It is then as
+    it was before.
+    """
+    store_path = default_path() if path is None else Path(path)
+    key = run_id(document)
+    try:
+        summary = _row(key, document, str(directory))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise BadInput(
+            f"{directory} holds no report that can be kept", why=f"{type(error).__name__}: {error}"
+        ) from error
+    _summary(summary)
+    row = (*summary, codec.to_json(document, indent=None))
+    marks = ", ".join("?" * len(row))
+    try:
+        store_path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlannerError(f"cannot make {store_path.parent}", why=error.strerror or str(error)) from error
+    with _opened(store_path, f"{store_path.absolute().as_uri()}?mode=rwc") as store:
+        store.execute("BEGIN IMMEDIATE")  # one writer at a time; others wait here
+        found = store.execute("PRAGMA user_version").fetchone()[0]
+        if found == 0:
+            store.execute(_TABLE)
+            store.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        else:
+            _require_readable(found, store_path)
+        store.execute(f"INSERT OR REPLACE INTO runs ({_COLUMNS}, document) VALUES ({marks})", row)  # noqa: S608 - constants
+        store.execute("COMMIT")
+    return key
+
+
+def remove(run_id: str, path: str | Path | None = None) -> str:
+    """Remove a run from the store and return its id; its directory stays. `run_id` may be the beginning of only one.
+
+    `#` and a number names a damaged row without an id. Raises BadInput when there is no such run, or several.
+    """
+    place = default_path() if path is None else Path(path)
+    if place.is_file():
+        found = [run.id for run in _rows(place) if run_id and run.id.startswith(run_id)]
+        found = [run_id] if run_id in found else found
+        if len(found) == 1:
+            column, value = ("rowid", found[0][1:]) if found[0].startswith("#") else ("id", found[0])
+            with _opened(place, f"{place.absolute().as_uri()}?mode=rw") as store:
+                _require_readable(store.execute("PRAGMA user_version").fetchone()[0], place)
+                store.execute(f"DELETE FROM runs WHERE {column} = ?", (value,))  # noqa: S608 - one of two constants
+            return found[0]
+        if found:
+            raise BadInput(f"{len(found)} runs begin with {run_id}", why=", ".join(found[:8]))
+    raise BadInput(f"there is no run {run_id!r}", remedy="planner runs lists them")
+
+
+def _row(key: str, document: Mapping[str, Any], directory: str) -> tuple[Any, ...]:
+    plan, model, workload = document["plan"], document["model"], document["workload"]
+    verify_plan(codec.convert(plan, Plan, where="the report's plan"), where="the report")
+    verify_workload(codec.convert(workload, Workload, where="the report's workload"), where="the report")
+    measured, predicted = document.get("measured") or {}, document.get("predicted") or {}
+    step = measured.get("step_s") or {}
+    peaks = [rank.get("peak_allocated_bytes") for rank in measured.get("memory_by_rank") or ()]
+    return (
+        key,
+        str(document["taken_at"]),
+        str(document["status"]),
+        int(bool(document.get("complete"))),
+        str(model["name"]),
+        str(document["runtime"]["name"]),
+        plan_words(plan),
+        _gpus(plan),
+        str((document.get("versions") or {}).get("device") or document["device"]),
+        int(workload["seq_len"]),
+        int(workload["global_batch_size"]),
+        (predicted.get("step_s") or {}).get("value"),
+        step.get("median"),
+        ((predicted.get("memory") or {}).get("peak_bytes") or {}).get("value"),
+        max((peak for peak in peaks if peak), default=None),
+        measured.get("tokens_per_s"),
+        directory,
+    )
+
+
+def _gpus(plan: Mapping[str, Any]) -> int:
+    count = 1
+    for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp"):
+        count *= int(plan[axis])
+    return count
+
+
+def plan_words(plan: Mapping[str, Any]) -> str:
+    """Return a plan in words, without degrees of 1: `pp 2 x dp_shard 4, 1F1B, micro batch 2`."""
+    degrees = [
+        f"{axis} {plan[axis]}" for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep") if plan[axis] > 1
+    ]
+    words = [" x ".join(degrees) or "one GPU"]
+    words += [str(plan["schedule"])] if plan.get("schedule") and plan["pp"] > 1 else []
+    words += [f"{plan['virtual_stages']} stages per rank"] if plan["virtual_stages"] > 1 else []
+    words += [f"recompute {plan['recompute']}"] if plan["recompute"] != "none" else []
+    words += [f"overlap {plan['tp_overlap']}"] if plan["tp_overlap"] != "none" else []
+    return ", ".join([*words, f"micro batch {plan['micro_batch_size']}"])
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _reading(store_path: Path) -> Iterator[sqlite3.Connection]:
+    # The first reader after a writer was killed rolls back its incomplete row, which needs write access.
+    mode = "rw" if os.access(store_path, os.W_OK) and os.access(store_path.parent, os.W_OK) else "ro"
+    with _opened(store_path, f"{store_path.absolute().as_uri()}?mode={mode}") as store:
+        store.execute("PRAGMA query_only = 1")
+        _require_readable(store.execute("PRAGMA user_version").fetchone()[0], store_path)
+        yield store
+
+
+@contextmanager
+def _opened(store_path: Path, uri: str) -> Iterator[sqlite3.Connection]:
+    store = None
+    try:
+        store = sqlite3.connect(uri, uri=True, timeout=WAIT_S, isolation_level=None)
+        store.text_factory = lambda raw: raw.decode("utf-8", errors="replace")  # one bad row hides no other
+        yield store
+    except sqlite3.Error as error:
+        raise PlannerError(
+            f"the store of runs, {store_path}, cannot be used",
+            why=str(error),
+            remedy="free the disk, or move the file away: runs keep their own directories",
+        ) from error
+    finally:
+        if store is not None:
+            store.close()  # rolls back what was not committed
+
+
+def _require_readable(found: int, store_path: Path) -> None:
+    if found != SCHEMA_VERSION:
+        raise PlannerError(
+            f"{store_path} holds runs in schema {found}",
+            why=f"this version reads schema {SCHEMA_VERSION}",
+            remedy="update meshwright, or move the file away",
+        )
+
+
+def _summary(row: Sequence[Any]) -> RunSummary:
+    """Return a row's content. Raises BadInput, with the column, where it cannot be that of a run."""
+    names = [name.strip() for name in _COLUMNS.split(",")]
+    fields = dict(zip(names, row, strict=True))
+    where = f"run {fields['id']!r:.40}"
+    summary = codec.convert({**fields, "complete": fields["complete"] == 1}, RunSummary, where=where)
+    for name in names:
+        value = getattr(summary, name)
+        if isinstance(value, str) and len(value) > MAX_TEXT:
+            raise BadInput(f"{where}: {name} has {len(value)} characters", why=f"{name} is longer than {MAX_TEXT}")
+        if isinstance(value, (int, float)) and not (math.isfinite(value) and 0 <= value < MAX_NUMBER):
+            raise BadInput(f"{where} is damaged", why=f"{name} is {value}")
+    return summary

@@ -1,0 +1,94 @@
+"""Answer a question given as flags: look up names, assume defaults, try GPU counts, and rank the plans.
+
+`planner suggest`, `planner explain` and the explorer ask here, so that their answers are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from time import monotonic
+
+from planner.io.inputs import faulty_gpus, read_cluster
+from planner.question.case_runtime import resolve_runtime
+from planner.question.cases import SEQ_LEN, SEQUENCES_PER_GPU
+from planner.question.flags import Flags
+from planner.question.question import Question, mixed_gpus
+from planner.search.gpu_counts import best_gpu_count
+from planner.search.infeasible import minimal_gpus
+from planner.search.off_fabric import with_or_without_off_fabric
+from planner.search.result import SearchResult
+from planner.search.search import SearchOptions, suggest
+from simulator.calibration.calibration import overlap_assumed
+from simulator.config.hf_config import load_model
+from simulator.config.workload import Workload
+from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
+from simulator.legality.frameworks import framework_named
+from topology.cluster import Cluster
+
+
+def answer(
+    flags: Flags,
+    framework: str,
+    options: SearchOptions,
+    *,
+    measured: Calibrations = UNMEASURED,
+    progress: Callable[[str], None] | None = None,
+) -> SearchResult:
+    """Return the best plans for what `flags` state, under the rules of `framework` (`torchtitan@0.3.0` names a
+    version).
+
+    `progress` receives progress lines. Raises Infeasible (exit 3), and errors of the named inputs.
+    """
+    question, assumed = search_question(flags, framework, measured)
+    started, machine, counts = monotonic(), question.cluster, flags.gpus
+
+    def grow(n: int) -> Cluster:
+        return read_cluster(flags.cluster or "dgx-h100", n, gpu=flags.gpu)
+
+    if counts == ():
+        fewest, machine, proof = minimal_gpus(question, bounds=options.bounds, grow=grow)
+        counts = (fewest,)
+        assumed.append(f"{fewest} GPUs is the fewest that fit" + (f": {proof}" if proof else ""))
+
+    def run(number: int) -> SearchResult:
+        limit = options.time_limit_s
+        left = None if limit is None else max(0.0, limit - (monotonic() - started))
+        on = machine if counts is None or len(counts) == 1 else grow(number)
+        here = replace(question, cluster=on, gpus=number)
+        return suggest(here, replace(options, time_limit_s=left), grow=grow, progress=progress)
+
+    unsound = faulty_gpus(machine) if counts is None and machine.node_count == 1 else ()
+    if counts is not None and len(counts) > 1:
+        price = options.gpu_price_per_hour
+        found = best_gpu_count(run, counts, objective=options.objective, gpu_price_per_hour=price)
+    elif unsound:
+        found = with_or_without_off_fabric(run, gpus=machine.gpu_count, off_fabric=unsound, objective=options.objective)
+    else:
+        found = run(counts[0] if counts else machine.gpu_count)
+    rates = overlap_assumed([one.plan.tp_overlap for one in found.plans], question.calibration)
+    return replace(found, assumed=tuple(dict.fromkeys([*found.assumed, *assumed, *rates])))
+
+
+def search_question(flags: Flags, framework: str, measured: Calibrations = UNMEASURED) -> tuple[Question, list[str]]:
+    """Return the question on the largest number of GPUs that `flags` name, and what it assumes."""
+    rules, version = framework_named(framework), framework.partition("@")[2] or None
+    network = load_model(flags.model or "llama3-8b")
+    named = {"name": "pytorch" if rules.name == "any" else rules.name, "version": version, **flags.runtime}
+    runtime, from_runtime = resolve_runtime(named)
+    machine = read_cluster(flags.cluster or "dgx-h100", max(flags.gpus) if flags.gpus else None, gpu=flags.gpu)
+    assumed = [*network.assumed, *from_runtime, *mixed_gpus(machine)]
+    # The batch is fixed before the number of GPUs is chosen: it must not grow with the answer.
+    largest = max(flags.gpus) if flags.gpus else machine.gpus_per_node if flags.gpus == () else machine.gpu_count
+    batch = flags.global_batch or SEQUENCES_PER_GPU * largest
+    if flags.global_batch is None:
+        assumed.append(f"global batch {batch} sequences ({SEQUENCES_PER_GPU} a GPU of the question)")
+    question = Question(
+        model=network,
+        cluster=machine,
+        workload=Workload(seq_len=flags.seq_len or SEQ_LEN, global_batch_size=batch),
+        runtime=runtime,
+        framework=rules,
+        calibration=measured.on(machine),
+    )
+    return question, assumed

@@ -1,0 +1,346 @@
+"""Explain an infeasible question: what is missing, which constraints are in conflict, and which relaxations help.
+
+Everything is tested: a constraint is named because without it there is a plan, and a relaxation because a plan was
+found with it. Memory decides, so questions are screened for memory only, over all legal plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.question.question import Question
+from planner.search.plan_space.branch_and_bound import NODES_AT_ONCE, PLANS_AT_ONCE, SCHEDULES_AT_ONCE
+from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
+from planner.search.scaling import scale_memory, with_gpus
+from simulator.closed_form.screening import Screening
+from simulator.columns.plan_columns import PlanColumns
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from simulator.legality.frameworks import ANY, Framework
+from simulator.pipeline.schedules import SPLIT_BACKWARD
+from topology.cluster import Cluster
+from topology.errors import Infeasible, UserError
+
+GIB = 2.0**30
+MAX_GPUS = 1 << 16
+# Node counts tried one by one, for `--gpus min` and for advice; beyond, they double.
+MAX_NODES_TRIED, MAX_NODES_ADVISED = 512, 32
+SHORTEST_SEQUENCE = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConstrainedQuestion:
+    """A question with all its constraints, which can be relaxed one by one."""
+
+    question: Question
+    bounds: Bounds
+
+    @property
+    def screening(self) -> Screening:
+        return Screening(self.question)
+
+    def gap(self) -> float:
+        """Return the bytes that the plan with least memory lacks; negative if it fits, infinite if no plan is legal."""
+        try:
+            nodes = self.nodes()
+        except UserError:
+            return float("inf")  # the cluster does not come in this form
+        if not len(nodes):
+            return float("inf")
+        screening = self.screening
+        return least_memory_plan(screening, nodes, self.recomputes)[0] - screening.capacity_bytes
+
+    @property
+    def recomputes(self) -> tuple[str, ...]:
+        return self.bounds.recomputes or self.question.framework.recomputes
+
+    def nodes(self) -> Nodes:
+        """Return the nodes with micro batches of one sequence, as larger ones never need less memory."""
+        bounds = self.bounds if self.bounds.micro_batch else replace(self.bounds, max_micro_batch=1)
+        return enumerate_nodes(self.question, bounds=bounds)
+
+    def ask(self, **changes: Any) -> ConstrainedQuestion:
+        """Return the same with fields of the question changed."""
+        return replace(self, question=replace(self.question, **changes))
+
+
+def least_memory_plan(screening: Screening, nodes: Nodes, recomputes: tuple[str, ...]) -> tuple[float, Plan]:
+    """Return (bytes reserved on the worst rank, plan) of the plan that needs least memory."""
+    shared = screening.blocks(nodes.columns, recomputes)
+    least, plan = np.inf, None
+    to_count: list[
+        tuple[float, PlanColumns, NDArray[np.intp]]
+    ] = []  # plans whose schedule table has to be counted, with a lower bound
+    for start in range(0, len(nodes), NODES_AT_ONCE):
+        leaves, of_node = nodes.leaves(np.arange(start, min(start + NODES_AT_ONCE, len(nodes))))
+        for begin in range(0, len(leaves), PLANS_AT_ONCE):
+            some, some_nodes = leaves.take(slice(begin, begin + PLANS_AT_ONCE)), of_node[begin : begin + PLANS_AT_ONCE]
+            reserved = screening.plans(some, shared, some_nodes).reserved_bytes(at_least=True)
+            counted = np.isin(some.schedule, SPLIT_BACKWARD)
+            row = int(np.argmin(np.where(counted, np.inf, reserved)))
+            if not counted[row] and reserved[row] < least:
+                least, plan = float(reserved[row]), some.plan(row)
+            batches = np.array_split(np.nonzero(counted)[0], -(-len(some_nodes) // SCHEDULES_AT_ONCE))
+            to_count += [(float(reserved[few].min()), some.take(few), some_nodes[few]) for few in batches if len(few)]
+    for bound, some, some_nodes in sorted(to_count, key=lambda part: part[0]):
+        if bound >= least:
+            break
+        reserved = screening.plans(some, shared, some_nodes).reserved_bytes()
+        row = int(np.argmin(reserved))
+        if reserved[row] < least:
+            least, plan = float(reserved[row]), some.plan(row)
+    assert plan is not None  # noqa: S101 - callers pass at least one node
+    return least, plan
+
+
+def no_legal_plan(question: Question, found: Nodes) -> Infeasible:
+    """Return the error for a question without a legal plan: the rules that were broken, and one example."""
+    count, framework = question.count, question.framework
+    if reason := question.runtime.not_modelled:
+        return Infeasible(reason, remedy="ask in bfloat16, and with adamw")
+    plainest = Plan(dp_shard=count) if not framework.zero_stages else Plan(dp_replicate=count, zero_stage=0)
+    example = next(iter(question.problems(plainest)), None)
+    counts = ", ".join(f"{name} {n}" for name, n in {**found.rejected, **found.pruned}.items())
+    return Infeasible(
+        f"no legal plan for {question.model.name} on {count} GPUs in {framework.title}",
+        why=f"grids rejected by rule: {counts}" + (f". Data parallel alone: {example.message}" if example else ""),
+        remedy=f"change --global-batch (now {question.workload.global_batch_size}), --gpus, or --framework",
+    )
+
+
+def no_fitting_plan(
+    question: Question,
+    nodes: Nodes,
+    bounds: Bounds,
+    *,
+    grow: Callable[[int], Cluster] | None = None,
+) -> Infeasible:
+    """Return the error for a question all of whose legal plans need too much memory.
+
+    It says how many GiB are missing on the worst rank of the plan with least memory, which constraints are in conflict,
+    and which relaxations lead to a plan.
+    """
+    constrained, screening = ConstrainedQuestion(question=question, bounds=bounds), Screening(question)
+    needed_bytes, plan = least_memory_plan(screening, nodes, constrained.recomputes)
+    estimate = question.estimate([plan]).estimate(0)
+    memory, capacity_bytes = estimate.memory, screening.capacity_bytes
+    largest = sorted(memory.by_category.items(), key=lambda item: (-item[1], item[0]))[:3]
+    relaxations_found = list(relaxations(constrained, grow))
+    conflicting = ", ".join(conflicting_constraints(constrained))
+    return Infeasible(
+        f"{question.model.name} does not fit on {question.count} GPUs: the leanest of {int(nodes.leaf_counts.sum())} legal plans needs "
+        f"{needed_bytes / GIB:.1f} GiB on its worst rank of {capacity_bytes / GIB:.1f} GiB",
+        why=f"{(needed_bytes - capacity_bytes) / GIB:.1f} GiB missing, a factor of {needed_bytes / capacity_bytes:.2f}, with {plan_text(plan)}; largest: "
+        + ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f} GiB" for name, size in largest)
+        + f". In conflict: {conflicting}",
+        remedy="relax one of: " + "; ".join(relaxations_found)
+        if relaxations_found
+        else "more GPUs or memory: nothing else tried is enough",
+    )
+
+
+def conflicting_constraints(constrained: ConstrainedQuestion) -> list[str]:
+    """Return a minimal set of conflicting constraints: without any one of them there is a plan.
+
+    Constraints are dropped one after the other unless that makes the question feasible; those that cannot be dropped
+    are in conflict. The GPUs and their memory always are.
+    """
+    conflicting = []
+    for words, relaxed in _without_each_constraint(constrained):
+        if relaxed.gap() > 0:
+            constrained = relaxed
+        else:
+            conflicting.append(words)
+    question = constrained.question
+    return [f"{question.count} GPUs", f"{question.cluster.gpu_memory_bytes / GIB:.1f} GiB on each", *conflicting]
+
+
+def _without_each_constraint(constrained: ConstrainedQuestion) -> Iterator[tuple[str, ConstrainedQuestion]]:
+    """Yield (description of a constraint, the question with it relaxed as far as possible)."""
+    s = constrained.question
+    if constrained.bounds != Bounds():
+        yield "the limits given by flags", replace(constrained, bounds=Bounds())
+    yield (
+        f"sequences of {s.workload.seq_len} tokens",
+        constrained.ask(workload=_with_sequence(s.workload, SHORTEST_SEQUENCE)),
+    )
+    yield f"parameters in {s.runtime.param_dtype}", constrained.ask(runtime=replace(s.runtime, param_dtype="bfloat16"))
+    yield (
+        f"the rules of {constrained.question.framework.title}",
+        constrained.ask(framework=_most_sharding(constrained.question.framework)),
+    )
+
+
+def _with_sequence(workload: Workload, length: int) -> Workload:
+    return replace(workload, seq_len=min(length, workload.seq_len))
+
+
+def _most_sharding(framework: Framework) -> Framework:
+    """Return the framework with all its ZeRO stages, or the rules that all frameworks share."""
+    if framework.searched_zero_stages:
+        return replace(framework, searched_zero_stages=())
+    return ANY if not framework.zero_stages and not framework.shard_degree else framework
+
+
+def relaxations(constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None) -> Iterator[str]:
+    """Yield the flags with which a plan was found to fit, smallest change first."""
+    s, bounds = constrained.question, constrained.bounds
+    if bounds.recomputes and replace(constrained, bounds=replace(bounds, recomputes=None)).gap() <= 0:
+        yield f"--recompute without {', '.join(bounds.recomputes)} only"
+    if bounds.micro_batch and replace(constrained, bounds=replace(bounds, micro_batch=None)).gap() <= 0:
+        yield "--micro-batch 1"
+    sharded = _most_sharding(constrained.question.framework)
+    if sharded is not constrained.question.framework and constrained.ask(framework=sharded).gap() <= 0:
+        stages = ", ".join(map(str, sharded.zero_stages))
+        yield f"sharding of parameters and gradients (ZeRO stages {stages}) instead of the optimizer alone"
+    lighter = replace(s.runtime, param_dtype="bfloat16")
+    if s.runtime.param_dtype == "float32" and constrained.ask(runtime=lighter).gap() <= 0:
+        yield "--param-dtype bfloat16"
+    shorter = _shorter(lambda workload: constrained.ask(workload=workload).gap() <= 0, s.workload)
+    if shorter:
+        yield f"--seq-len {shorter}"
+    nearest = nearest_fitting_gpus(constrained, grow)
+    if nearest:
+        yield f"--gpus {nearest} (the nearest count that fits)"
+    gap = constrained.gap()
+    if np.isfinite(gap):
+        gib = (s.cluster.gpu_memory_bytes + gap) / GIB
+        if (
+            constrained.ask(cluster=scale_memory(s.cluster, (gib * GIB + 2**20) / s.cluster.gpu_memory_bytes)).gap()
+            <= 0
+        ):
+            yield f"GPUs with {gib:.1f} GiB of memory"
+
+
+def _shorter(fits: Callable[[Workload], bool], workload: Workload) -> int | None:
+    """Return the longest sequence that fits, halved repeatedly, or None when even the shortest does not."""
+    lengths = []
+    length = workload.seq_len // 2
+    while length >= SHORTEST_SEQUENCE:
+        lengths.append(length)
+        length //= 2
+    # If the shortest does not fit, the model state is too large for any length.
+    if not lengths or not fits(replace(workload, seq_len=lengths[-1])):
+        return None
+    return next(n for n in lengths if fits(replace(workload, seq_len=n)))
+
+
+def plan_text(plan: Plan) -> str:
+    """Return a plan in a few words: degrees above one, micro batch and recompute mode."""
+    degrees = [
+        f"{label} {value}"
+        for label, value in (
+            ("dp", plan.dp_replicate),
+            ("fsdp", plan.dp_shard),
+            ("tp", plan.tp),
+            ("cp", plan.cp),
+            ("ep", plan.ep),
+            ("pp", plan.pp),
+        )
+        if value > 1
+    ] or ["one GPU"]
+    zero = [f"ZeRO-{plan.zero_stage}"] if plan.zero_stage else []
+    return ", ".join([*degrees, *zero, f"micro batch {plan.micro_batch_size}", f"recompute {plan.recompute}"])
+
+
+# --- number of GPUs ----------------------------------------------------------------------------------------------------
+
+
+def min_gpus_for_state(screening: Screening) -> int:
+    """Return a GPU count below which parameters and optimizer do not fit, even sharded over all GPUs."""
+    spec, runtime = screening.operators.spec, screening.scenario.runtime
+    param = {"float32": 4.0}.get(runtime.param_dtype, 2.0)
+    master = 4.0 if spec.state.master_weights and param < 4 else 0.0
+    moments = 0.0 if runtime.optimizer == "sgd" else 2.0 * (4.0 if master else param)
+    return max(
+        1, int(np.ceil(screening.scenario.model.parameters * (param + moments + master) / screening.capacity_bytes))
+    )
+
+
+def gpu_counts(cluster: Cluster, least: int, limit: int, tried: int) -> Iterator[int]:
+    """Yield the possible GPU counts: up to one node, then whole nodes, which double after `tried` of them."""
+    size = len(cluster.groups[0].node.gpus)
+    yield from range(max(1, least), size)
+    nodes = first = max(1, -(-least // size))
+    while nodes * size <= limit:
+        yield nodes * size
+        nodes = nodes + 1 if nodes < first + tried else 2 * nodes
+
+
+def nearest_fitting_gpus(constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None) -> int | None:
+    """Return a larger GPU count, in whole nodes, with a plan that fits; None up to MAX_GPUS.
+
+    It is the smallest, unless it takes over MAX_NODES_ADVISED nodes more than the model state.
+    """
+    cluster = constrained.question.cluster
+    size = len(cluster.groups[0].node.gpus)
+    if grow is None and cluster.fabric is None and constrained.question.count >= size:
+        return None  # one machine without a network cannot be extended
+    least = max(constrained.question.count + 1, min_gpus_for_state(constrained.screening))
+    found = _first_fit(constrained, grow, least=least, tried=MAX_NODES_ADVISED)
+    return found[0] if found else None
+
+
+def _first_fit(
+    constrained: ConstrainedQuestion,
+    grow: Callable[[int], Cluster] | None,
+    *,
+    least: int,
+    limit: int = MAX_GPUS,
+    tried: int = MAX_NODES_TRIED,
+) -> tuple[int, Cluster, str] | None:
+    """Return the first GPU count from `least` with a plan that fits, its cluster, and why the count before failed."""
+    cluster = constrained.question.cluster
+    reason = ""
+
+    def gap(n: int) -> tuple[float, Cluster | None]:
+        try:
+            on = grow(n) if grow else with_gpus(cluster, n)
+        except (UserError, ValueError):
+            return float("inf"), None  # the cluster does not come in this size
+        return constrained.ask(cluster=on, gpus=n).gap(), on
+
+    for n in gpu_counts(cluster, least, limit, tried):
+        missing, on = gap(n)
+        if missing <= 0 and on is not None:
+            return n, on, reason
+        kind = "no legal plan" if missing == float("inf") else f"{missing / GIB:.1f} GiB missing on the worst rank"
+        reason = f"{n} GPUs: {kind}"
+    return None
+
+
+def minimal_gpus(
+    question: Question,
+    *,
+    bounds: Bounds | None = None,
+    grow: Callable[[int], Cluster] | None = None,
+) -> tuple[int, Cluster, str]:
+    """Return the smallest GPU count with a fitting plan, its cluster, and the proof in words.
+
+    Counts are tried from the first on which the sharded model state fits: each one up to a node, then whole nodes, and
+    beyond MAX_NODES_TRIED of those by doubling, which the proof mentions. Raises Infeasible beyond MAX_GPUS.
+    """
+    constrained = ConstrainedQuestion(question=replace(question, gpus=None), bounds=bounds or Bounds())
+    least = min_gpus_for_state(constrained.screening)
+    found = _first_fit(constrained, grow, least=least, limit=MAX_GPUS)
+    if found is None:
+        raise Infeasible(
+            f"{question.model.name} fits on no cluster of up to {MAX_GPUS} GPUs of this kind",
+            why=f"the state alone needs {least} of them",
+            remedy="larger GPUs, or fewer constraints",
+        )
+    count, on, reason = found
+    proof = [f"on fewer than {least} the sharded state alone does not fit"] if least > 1 else []
+    size = len(question.cluster.groups[0].node.gpus)
+    tried = (
+        "every count"
+        if count <= (-(-least // size) + MAX_NODES_TRIED) * size
+        else f"every count for {MAX_NODES_TRIED} nodes, then some,"
+    )
+    proof += [f"{tried} from {least} on was tried; {reason}"] if reason else []
+    return count, on, "; ".join(proof)

@@ -1,0 +1,435 @@
+"""Branch and bound over all legal plans: every plan is bounded, few are costed in full, and the best is proved best.
+
+The search tree is that of `planner.search.plan_space.candidates`: a node is a (grid, batch, schedule), and its leaves
+are the policies. Three lower bounds prune it, the cheapest first:
+
+    memory       what the worst rank reserves: a leaf that does not fit is removed with all its variants
+    step         micro batches on the slowest rank, bubble, host and optimizer: the step without data-parallel traffic
+    best so far  plans are costed in full in the order of that bound, until it exceeds the last plan that will be listed
+
+Everything is vectorised over plans (`simulator.closed_form.screening`), so the order of the work depends neither on a
+clock nor on the number of workers. The batch sizes below decide only how many plans are costed in vain: what is
+returned follows from each plan's own values and those of the last plan to list. With a deadline, the plans left
+unexplored are bounded by the model's FLOP at the GPUs' peak rate, which no plan can beat; the gap says how far the
+answer may be from the best.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.plan_space.candidates import Nodes
+from simulator.closed_form.screening import Screening, SharedBlocks
+from simulator.columns.plan_columns import PlanColumns, distinct, joined
+from simulator.columns.plan_table import Floats
+from simulator.pipeline.schedules import SPLIT_BACKWARD
+
+NODES_AT_ONCE = 4096  # nodes whose leaves are screened at once: limits memory, and lets a deadline take effect
+PLANS_AT_ONCE = 1 << 15  # plans bounded or costed at once
+FIRST_PLANS = 256  # plans costed in full at first; the best of them bounds the rest
+SCHEDULES_AT_ONCE = 64  # plans whose schedule table is counted at once
+MAX_NEAR_MISSES = 2048  # pipelines that nearly fit, at most
+# How much slower than the last plan to list a pipeline may be, split evenly, for its stages to be assigned: better
+# stages took off 7 % at most in the searches of tests/bench/search_cost.py, mostly less than 2.
+NEAR_LIST = 0.05
+
+Progress = Callable[[str], None]
+Rows = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explored:
+    """The plans costed in full that fit, and an account of all others.
+
+    `fitting` leaves were not shown to need too much memory; those of them without a row cannot be among the plans to
+    list. `bound` is a lower bound of the objective (seconds, or bytes for memory) over all legal plans that fit; unless
+    a deadline passed it is the value of the best plan. `floor_s` is a lower bound of the step of all plans, whatever
+    the objective. `near_pipelines` are pipelines that other stages than the runtime's may bring into the list (a little
+    too slow, or a little too large), with `near_step_s`; only where they were asked for.
+    """
+
+    columns: PlanColumns
+    step_s: Floats
+    reserved_bytes: Floats
+    legal: int
+    fitting: int
+    bound: float
+    floor_s: float
+    complete: bool
+    near_pipelines: PlanColumns
+    near_step_s: Floats
+
+    def __len__(self) -> int:
+        return len(self.step_s)
+
+
+def explore(
+    screening: Screening,
+    nodes: Nodes,
+    recomputes: tuple[str, ...],
+    *,
+    objective: str = "time",
+    keep: int = 1,
+    one_per_grid: bool = True,
+    deadline: float | None = None,
+    progress: Progress | None = None,
+    nearly: float = 1.0,
+) -> Explored:
+    """Return every plan that could be among the `keep` best, costed in full.
+
+    `objective` is time, memory or pareto (the plans that no other beats in both). With `one_per_grid` the `keep` best
+    have different degrees. `deadline` is a reading of `time.monotonic`. With `nearly` above one, pipelines that come
+    near the list are returned as well, among them those that need up to that many times the memory there is.
+    """
+    report = progress or _ignore
+    expired = _clock(deadline)
+    shared = screening.blocks(nodes.columns, recomputes)
+    fitting, near_misses, seen = _screen_memory(screening, nodes, shared, nearly, expired, report)
+    near = (nodes.columns.take(slice(0)), np.empty(0))
+    if len(near_misses):
+        near = _cost_near_misses(screening, shared, near_misses)
+    legal = int(nodes.leaf_counts.sum())
+    if not len(fitting):
+        return Explored(
+            columns=nodes.columns.take(slice(0)),
+            step_s=np.empty(0),
+            reserved_bytes=np.empty(0),
+            legal=legal,
+            fitting=0,
+            bound=np.inf,
+            floor_s=floor_s(screening, nodes.columns),
+            complete=True,
+            near_pipelines=near[0],
+            near_step_s=near[1],
+        )
+    variants, reserved, of_node = _fitting_variants(screening, nodes, shared, fitting)
+    search = _BestFirst(
+        screening,
+        variants,
+        reserved,
+        grids_of(nodes.columns)[of_node],
+        recomputes,
+        objective=objective,
+        keep=keep,
+        one_per_grid=one_per_grid,
+        expired=expired,
+        report=report,
+    )
+    search.run()
+    return search.result(legal=legal, all_nodes_seen=seen == len(nodes), near_misses=near if nearly > 1.0 else None)
+
+
+def _screen_memory(
+    screening: Screening,
+    nodes: Nodes,
+    shared: SharedBlocks,
+    nearly: float,
+    expired: Callable[[], bool],
+    report: Progress,
+) -> tuple[_Collected, _Collected, int]:
+    """Return the leaves that fit, the pipelines that need up to `nearly` times the memory, and the nodes looked at."""
+    fitting, near_misses = _Collected(), _Collected()
+    capacity = screening.capacity_bytes
+    least_recompute, least_saved = nodes.with_recompute("none"), shared.keeping_least()
+    seen = 0
+    # A batch takes every so many nodes, so that a search cut short has seen some of everything.
+    batches = -(-len(nodes) // NODES_AT_ONCE)
+    for number in range(batches):
+        rows = np.arange(number, len(nodes), batches)
+        # Skip nodes on which nothing fits, even if activations cost what they do under the leanest recomputation.
+        trial, of_node = least_recompute.leaves(rows)
+        lowest = screening.plans(trial, least_saved, of_node).reserved_bytes(at_least=True)
+        limit = capacity * np.where(nodes.columns.pp[of_node] > 1, nearly, 1.0)
+        leaves, of_node = nodes.leaves(np.unique(of_node[lowest <= limit]))
+        for part in _batches(len(leaves)):
+            some, some_nodes = leaves.take(part), of_node[part]
+            reserved = screening.plans(some, shared, some_nodes).reserved_bytes(at_least=True)
+            fit = np.nonzero(reserved <= capacity)[0]
+            if len(fit):
+                fitting.add(some.take(fit), some_nodes[fit], reserved[fit])
+            miss = np.nonzero((reserved > capacity) & (reserved <= capacity * nearly) & (some.pp > 1))[0]
+            if len(miss):
+                near_misses.add(some.take(miss), some_nodes[miss], reserved[miss])
+        seen += len(rows)
+        report(f"memory of {seen:,} of {len(nodes):,} nodes")
+        if expired() and len(fitting):
+            break
+    return fitting, near_misses, seen
+
+
+def _cost_near_misses(
+    screening: Screening, shared: SharedBlocks, near_misses: _Collected
+) -> tuple[PlanColumns, Floats]:
+    """Return the pipelines that miss the memory by least, and their steps in seconds."""
+    columns, of_node, reserved = near_misses.joined()
+    rows = np.sort(np.argsort(reserved, kind="stable")[:MAX_NEAR_MISSES])
+    columns = columns.take(rows)
+    costed = screening.plans(columns, shared, of_node[rows])
+    return columns, costed.step_s() + costed.flush_s(reserved[rows])
+
+
+def _fitting_variants(
+    screening: Screening, nodes: Nodes, shared: SharedBlocks, fitting: _Collected
+) -> tuple[PlanColumns, Floats, Rows]:
+    """Return the variants of all leaves that fit, the bytes they reserve, and the node of each."""
+    leaves, of_node, reserved = fitting.joined()
+    variants, of_leaf = nodes.variants(leaves, of_node)
+    reserved, of_node = reserved[of_leaf], of_node[of_leaf]
+    # Leaves do not overlap communication yet: variants that do need symmetric memory as well.
+    overlapping = np.nonzero(variants.tp_overlap != "none")[0]
+    for part in _batches(len(overlapping)):
+        rows = overlapping[part]
+        reserved[rows] = screening.plans(variants.take(rows), shared, of_node[rows]).reserved_bytes(at_least=True)
+    fit = np.nonzero(reserved <= screening.capacity_bytes)[0]
+    return variants.take(fit), reserved[fit], of_node[fit]
+
+
+def grids_of(columns: PlanColumns) -> Rows:
+    """Return a number for each plan, equal for plans of equal degrees."""
+    return distinct(columns.dp_replicate, columns.dp_shard, columns.tp, columns.cp, columns.pp, columns.ep)[1]
+
+
+class _BestFirst:
+    """Costs plans in full, in the order of their lower bounds, until the bound exceeds the last plan to list.
+
+    Arrays are by variant. `bound` is a lower bound of the objective, `seconds` the step, with `reserved` bytes, of a
+    plan that was costed. `step` and `exact` are the step and the bytes once they are certain: for some schedules
+    `reserved` is only a lower bound until the schedule table is counted. `step` is infinite before, and where the plan
+    does not fit.
+    """
+
+    def __init__(
+        self,
+        screening: Screening,
+        variants: PlanColumns,
+        reserved: Floats,
+        grid: Rows,
+        recomputes: tuple[str, ...],
+        *,
+        objective: str,
+        keep: int,
+        one_per_grid: bool,
+        expired: Callable[[], bool],
+        report: Progress,
+    ) -> None:
+        self.screening, self.variants, self.reserved, self.grid = screening, variants, reserved, grid
+        self.objective, self.expired, self.report = objective, expired, report
+        self.table = screening.table(variants)
+        self.shared = screening.blocks(self.table, recomputes)
+        self.step_bound = np.full(len(variants), floor_s(screening, variants))
+        self.bound = reserved if objective == "memory" else self.step_bound
+        self.left = np.arange(len(variants))  # variants not costed yet, lowest bound first
+        self.costed = np.zeros(len(variants), dtype=np.bool_)
+        self.seconds, self.step = np.zeros(len(variants)), np.full(len(variants), np.inf)
+        self.exact = reserved.copy()
+        self.needs_counting = np.isin(variants.schedule, SPLIT_BACKWARD)
+        self.threshold = _Threshold(keep, one_per_grid=one_per_grid, grids=int(grid.max()) + 1)
+
+    def run(self) -> None:
+        """Bound all variants, then cost them in full until no other can be listed or the deadline has passed."""
+        self._bound_all()
+        self.left = np.argsort(self.bound, kind="stable")
+        size = FIRST_PLANS
+        while len(self.left):
+            rows = self.left[:size]
+            if self.objective == "pareto":
+                self.left = self._undominated(self.left)
+                rows = self.left[:size]
+            elif self.bound[rows[-1]] > self.threshold.value:
+                rows = rows[self.bound[rows] <= self.threshold.value]
+            if not len(rows):
+                break
+            self._cost(rows)
+            self.left = self.left[len(rows) :]
+            size = min(2 * size, PLANS_AT_ONCE // 8)
+            self.report(f"costed {self.costed.sum():,} of {len(self.variants):,} plans that fit")
+            if self.expired() and np.isfinite(self.step).any():
+                break
+
+    def result(self, *, legal: int, all_nodes_seen: bool, near_misses: tuple[PlanColumns, Floats] | None) -> Explored:
+        """Return what was found.
+
+        `near_misses` are pipelines that nearly fit; None where stages are not to be assigned.
+        """
+        # Plans costed in vain are left out: which those are depends on how many were costed at once.
+        needed = self.bound <= self.threshold.value
+        if self.objective == "pareto":
+            self.left = self._undominated(self.left)
+            every = np.arange(len(self.variants))
+            needed = np.isin(every, self._undominated(every))
+        elif self.objective == "time":
+            needed &= ~self.costed | (self.seconds <= self.threshold.value)
+        found = np.nonzero(needed & np.isfinite(self.step))[0]
+        near, near_s = self.variants.take(slice(0)), np.empty(0)
+        complete = all_nodes_seen and (
+            not len(self.left) or (self.objective != "pareto" and self.bound[self.left[0]] > self.threshold.value)
+        )
+        bound = self._bound_of_all(found, all_nodes_seen=all_nodes_seen)
+        if near_misses is not None and (self.objective == "time" or not len(found)):
+            near, near_s = self._near_pipelines(near_misses)
+        too_large = needed & (self.exact > self.screening.capacity_bytes)
+        return Explored(
+            columns=self.variants.take(found),
+            step_s=self.step[found],
+            reserved_bytes=self.exact[found],
+            legal=legal,
+            fitting=len(self.variants) - int(too_large.sum()),
+            bound=bound,
+            floor_s=float(self.step_bound.min()) if all_nodes_seen else floor_s(self.screening, self.variants),
+            complete=bool(complete),
+            near_pipelines=near,
+            near_step_s=near_s,
+        )
+
+    def _bound_all(self) -> None:
+        for number, part in enumerate(_batches(len(self.variants))):
+            some = self.screening.plans(self.table.take(part), self.shared, part)
+            self.step_bound[part] = np.maximum(some.at_least_s(), self.step_bound[part])
+            self.report(f"bounded {part[-1] + 1:,} of {len(self.variants):,} plans that fit")
+            if self.expired() and number:
+                break
+
+    def _cost(self, rows: Rows) -> None:
+        by_memory = self.objective == "memory"
+        costed = self.screening.plans(self.table.take(rows), self.shared, rows)
+        self.seconds[rows] = costed.step_s() + costed.flush_s(self.reserved[rows])
+        certain = rows[~self.needs_counting[rows]]
+        self.step[certain] = self.seconds[certain]
+        self.threshold.add(self.grid[certain], self.exact[certain] if by_memory else self.step[certain])
+        # Counting schedule tables is slow: quickest plans first, and none that have lost by then.
+        uncertain = rows[self.needs_counting[rows]]
+        uncertain = uncertain[np.argsort((self.reserved if by_memory else self.seconds)[uncertain], kind="stable")]
+        batches = np.array_split(uncertain, -(-len(uncertain) // SCHEDULES_AT_ONCE)) if len(uncertain) else ()
+        for batch in batches:
+            if self.objective == "time" and self.seconds[batch[0]] > self.threshold.value:
+                break
+            self._count_schedules(batch)
+        self.costed[rows] = True
+
+    def _count_schedules(self, rows: Rows) -> None:
+        """Find the exact memory of `rows`, and from it whether they fit and what the allocator costs them."""
+        counted = self.screening.plans(self.table.take(rows), self.shared, rows)
+        self.exact[rows] = counted.reserved_bytes()
+        more_s = counted.flush_s(self.exact[rows]) - counted.flush_s(self.reserved[rows])
+        fits = self.exact[rows] <= self.screening.capacity_bytes
+        self.step[rows] = np.where(fits, self.seconds[rows] + more_s, np.inf)
+        values = self.exact[rows] if self.objective == "memory" else self.step[rows]
+        self.threshold.add(self.grid[rows], np.where(np.isfinite(self.step[rows]), values, np.inf))
+
+    def _bound_of_all(self, found: Rows, *, all_nodes_seen: bool) -> float:
+        """Return a lower bound of the objective over all legal plans that fit."""
+        unexplored = float(self.bound[self.left[0]]) if len(self.left) else np.inf
+        if not all_nodes_seen:
+            unexplored = 0.0 if self.objective == "memory" else floor_s(self.screening, self.variants)
+        least = (self.exact if self.objective == "memory" else self.step)[found].min() if len(found) else np.inf
+        return float(min(least, unexplored))
+
+    def _near_pipelines(self, near_misses: tuple[PlanColumns, Floats]) -> tuple[PlanColumns, Floats]:
+        """Return the pipelines whose step comes near the list, with their steps in seconds."""
+        limit_s = self.threshold.value * (1 + NEAR_LIST) if self.objective == "time" else np.inf
+        left = self.left[(self.variants.pp[self.left] > 1) & (self.bound[self.left] <= limit_s)]
+        for part in _batches(len(left)):
+            if self.expired():
+                break
+            rows = left[part]
+            costed = self.screening.plans(self.table.take(rows), self.shared, rows)
+            self.seconds[rows] = costed.step_s() + costed.flush_s(self.reserved[rows])
+            self.costed[rows] = True
+        fitting = np.nonzero(self.costed & (self.variants.pp > 1) & (self.seconds <= limit_s))[0]
+        columns, step_s = near_misses
+        missing = np.nonzero(step_s <= limit_s)[0]
+        near = joined([self.variants.take(fitting), columns.take(missing)])
+        return near, np.concatenate([self.seconds[fitting], step_s[missing]])
+
+    def _undominated(self, rows: Rows) -> Rows:
+        """Return those of `rows` that no costed plan beats in both time and memory, whatever their exact values."""
+        known = np.nonzero(np.isfinite(self.step))[0]
+        if not len(known):
+            return rows
+        known = known[np.argsort(self.exact[known], kind="stable")]
+        quickest = np.minimum.accumulate(self.step[known])
+        # Compare with the quickest costed plan that needs no more memory than the lower bound of this one. A plan that
+        # is equal in both beats nothing: of equal plans the first is listed, whichever was costed first.
+        position = np.searchsorted(self.exact[known], self.reserved[rows], side="right") - 1
+        beaten = (position >= 0) & (quickest[np.maximum(position, 0)] < self.step_bound[rows])
+        position = np.searchsorted(self.exact[known], self.reserved[rows], side="left") - 1
+        beaten |= (position >= 0) & (quickest[np.maximum(position, 0)] <= self.step_bound[rows])
+        return rows[~beaten]
+
+
+def floor_s(screening: Screening, plans: PlanColumns) -> float:
+    """Return seconds that no plan can beat: the model's FLOP at the dense peak rate of all GPUs (datasheet)."""
+    workload = screening.scenario.workload
+    flops = screening.scenario.model.training_flops_per_token(workload.seq_len, causal=True) * workload.tokens_per_step
+    return flops / (screening.peak_flops * float(plans.gpus.max()))
+
+
+class _Threshold:
+    """The value of the last plan to list so far; infinite until there are enough plans."""
+
+    def __init__(self, keep: int, *, one_per_grid: bool, grids: int) -> None:
+        self._keep, self._one_per_grid = keep, one_per_grid
+        self._best = np.full(grids if one_per_grid else 0, np.inf)
+
+    def add(self, grid: Rows, values: Floats) -> None:
+        if self._one_per_grid:
+            np.minimum.at(self._best, grid, values)
+        else:
+            self._best = np.sort(np.concatenate([self._best, values]))[: self._keep]
+
+    @property
+    def value(self) -> float:
+        if len(self._best) < self._keep:
+            return float("inf")
+        return float(np.partition(self._best, self._keep - 1)[self._keep - 1])
+
+
+def pareto_rows(step_s: Floats, reserved_bytes: Floats) -> list[int]:
+    """Return the plans that no other beats in both, quickest first; of equal plans the first."""
+    order = np.lexsort((np.arange(len(step_s)), reserved_bytes, step_s))
+    rows, least = [], np.inf
+    for row in order:
+        if np.isfinite(step_s[row]) and reserved_bytes[row] < least:
+            rows.append(int(row))
+            least = float(reserved_bytes[row])
+    return rows
+
+
+class _Collected:
+    """Plans collected batch by batch, with their nodes and bytes; in the order of the nodes once joined."""
+
+    def __init__(self) -> None:
+        self._columns: list[PlanColumns] = []
+        self._nodes: list[Rows] = []
+        self._values: list[Floats] = []
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def add(self, columns: PlanColumns, nodes: Rows, values: Floats) -> None:
+        self._columns.append(columns)
+        self._nodes.append(nodes)
+        self._values.append(values)
+
+    def joined(self) -> tuple[PlanColumns, Rows, Floats]:
+        nodes = np.concatenate(self._nodes)
+        order = np.argsort(nodes, kind="stable")
+        return joined(self._columns).take(order), nodes[order], np.concatenate(self._values)[order]
+
+
+def _batches(count: int) -> Iterator[Rows]:
+    for start in range(0, count, PLANS_AT_ONCE):
+        yield np.arange(start, min(start + PLANS_AT_ONCE, count))
+
+
+def _clock(deadline: float | None) -> Callable[[], bool]:
+    return lambda: deadline is not None and time.monotonic() > deadline
+
+
+def _ignore(_text: str) -> None:
+    """Report no progress."""

@@ -1,0 +1,358 @@
+"""Enumerate the legal plans for N GPUs in one framework, and count what was left out and why.
+
+Plans are enumerated in three levels, each for what remains of the one before: grids (degrees, ZeRO stage, sequence
+parallelism), batches (micro batch, stages per rank, schedule), and policies (recompute, resharding, overlap, method of
+context parallelism). What a *rule* forbids is counted under its name in `rejected`; what a *bound* of the search leaves
+out, although it might be legal, is counted in `pruned`. Both count at the level where it happened, so
+`total = legal + rejected + pruned` is the number of leaves of the search tree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.question.question import Question
+from simulator.collectives.cost import CollectiveModel
+from simulator.collectives.group_times import GroupTimes
+from simulator.columns.plan_columns import PlanColumns, distinct
+from simulator.columns.plan_table import table_of_columns
+from simulator.config.plan import Plan
+from simulator.legality.rule import Grade, Level, Mask, RuleFacts, divisors
+from simulator.legality.rules import RULES
+from simulator.pipeline.schedules import SCHEDULES
+from topology.cluster import Cluster
+from topology.rates.orders import node_orders, placement_of_order, undominated_orders
+
+NODE_FIELDS = (
+    "dp_replicate",
+    "dp_shard",
+    "zero_stage",
+    "tp",
+    "sequence_parallel",
+    "cp",
+    "pp",
+    "ep",
+    "virtual_stages",
+    "schedule",
+    "micro_batch_size",
+)
+GRID_FIELDS = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero_stage", "sequence_parallel")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Limits of the search, which are not rules. None means no limit, except for `max_tp`: the size of a node."""
+
+    max_tp: int | None = None
+    max_cp: int | None = None
+    max_pp: int | None = None
+    max_micro_batch: int | None = 16
+    micro_batch: int | None = None  # only this size
+    max_virtual_stages: int | None = 8
+    recomputes: tuple[str, ...] | None = None  # None: all that the framework has
+    without_sequence_parallel: bool = False  # also search plans without it: same traffic, more memory
+    odd_virtual_stages: bool = False  # also numbers that neither divide the layers nor are powers of two
+    min_tokens_per_context_rank: int = 1024  # with fewer, attention kernels become too small
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """Legal (grid, micro batch, schedule) and the policies that each may have: the search tree above its leaves.
+
+    Recomputation and resharding decide memory, so they are expanded first (`leaves`). Overlap, placement and the method
+    of context parallelism hardly do, so only leaves that fit are multiplied by them (`variants`).
+    """
+
+    columns: PlanColumns
+    choices: dict[str, tuple[tuple[Any, Mask], ...]]  # by field: (value, nodes where it is legal), default first
+    rejected: dict[str, int]
+    pruned: dict[str, int]
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    @property
+    def leaf_counts(self) -> NDArray[np.int64]:
+        """Number of leaves and variants of each node."""
+        return self._count("recompute") * self._count("reshard") * self.variants_per_leaf
+
+    @property
+    def variants_per_leaf(self) -> NDArray[np.int64]:
+        """Number of variants of each leaf of a node."""
+        return self._count("tp_overlap") * self._count("cp_method") * self._count("placing")
+
+    def with_recompute(self, word: str) -> Nodes:
+        """Return the nodes with one recompute mode instead of all."""
+        return replace(self, choices={**self.choices, "recompute": ((word, np.ones(len(self), dtype=np.bool_)),)})
+
+    def leaves(self, rows: NDArray[np.intp]) -> tuple[PlanColumns, NDArray[np.intp]]:
+        """Return nodes `rows` with every recompute mode and resharding, and the node of each."""
+        return self._multiply(self.columns.take(rows), rows, ("recompute", "reshard"))
+
+    def variants(self, leaves: PlanColumns, nodes: NDArray[np.intp]) -> tuple[PlanColumns, NDArray[np.intp]]:
+        """Return the variants of `leaves`, whose nodes are `nodes`, and the leaf of each."""
+        free = ("tp_overlap", "cp_method", "placing")
+        found, of_node = self._multiply(leaves, nodes, free, origin=np.arange(len(nodes)))
+        return found, of_node
+
+    def settings(self, plan: PlanColumns) -> PlanColumns:
+        """Return one plan of these nodes in every overlap mode and placement that its node allows."""
+        same = np.logical_and.reduce([getattr(self.columns, name) == getattr(plan, name)[0] for name in NODE_FIELDS])
+        return self._multiply(plan, np.nonzero(same)[0][:1], ("tp_overlap", "placing"))[0]
+
+    def _count(self, field: str) -> NDArray[np.int64]:
+        return sum((legal.astype(np.int64) for _, legal in self.choices[field]), np.zeros(len(self), dtype=np.int64))
+
+    def _multiply(
+        self,
+        columns: PlanColumns,
+        nodes: NDArray[np.intp],
+        names: tuple[str, ...],
+        origin: NDArray[np.intp] | None = None,
+    ) -> tuple[PlanColumns, NDArray[np.intp]]:
+        """Return rows with every legal value of the fields `names`, in the order of rows and then of values."""
+        origin = nodes if origin is None else origin
+        every = list(product(*(self.choices[name] for name in names)))
+        legal = np.stack([np.logical_and.reduce([mask[nodes] for _, mask in chosen]) for chosen in every], axis=1)
+        rows, which = np.nonzero(legal)
+        values = [np.array([chosen[i][0] for chosen in every])[which] for i in range(len(names))]
+        return replace(columns.take(rows), **dict(zip(names, values, strict=True))), origin[rows]
+
+
+def plan_of(columns: PlanColumns, row: int, cluster: Cluster) -> Plan:
+    """Return a row as a plan, with the placement of ranks on GPUs if the row has one."""
+    plan, placing = columns.plan(row), int(columns.placing[row])
+    if placing < 0:
+        return plan
+    order = node_orders(cluster, plan.gpus)[placing]
+    return replace(plan, placement=placement_of_order(order, plan.gpus, cluster.gpus_per_node))
+
+
+def enumerate_nodes(question: Question, *, bounds: Bounds | None = None) -> Nodes:
+    """Return the nodes of all legal plans that use exactly the GPUs of the question."""
+    facts = question.facts()
+    bounds = bounds or Bounds()
+    if bounds.max_tp is None:
+        bounds = replace(bounds, max_tp=facts.gpus_per_node)
+    rejected: Counter[str] = Counter()
+    pruned: Counter[str] = Counter()
+
+    table = _remove_illegal(_grid_columns(list(_grids(facts))), facts, Level.GRID, rejected)
+    table = _apply_bounds(table, _grid_bound_masks(table, facts, bounds), pruned)
+    table = _with_batches(table, facts, bounds, pruned)
+    table = _remove_illegal(table, facts, Level.BATCH, rejected)
+    choices = _policy_choices(table, facts, bounds, rejected)
+    choices["placing"] = _placement_choices(table, question)
+    return Nodes(
+        columns=table, choices=choices, rejected=_most_frequent_first(rejected), pruned=_most_frequent_first(pruned)
+    )
+
+
+def _grids(facts: RuleFacts) -> Iterator[tuple[int, ...]]:
+    """Yield (dp_replicate, dp_shard, tp, cp, pp, ep, zero, sp) for every factorisation of the GPU count."""
+    framework = facts.framework
+    experts = facts.model.moe.experts if facts.model.moe else 1
+    for pp in divisors(facts.gpus):
+        for tp in divisors(facts.gpus // pp):
+            for cp in divisors(facts.gpus // pp // tp):
+                dp = facts.gpus // pp // tp // cp
+                # A model without experts has no expert parallelism to reject: ep > 1 is not a candidate at all.
+                expert_degrees = [e for e in divisors(experts) if (dp * cp * tp) % e == 0]
+                sharding = [(dp // s, s, -1) for s in divisors(dp)]
+                if framework.zero_stages:
+                    stages = framework.searched_zero_stages or framework.zero_stages
+                    sharding = [(dp, 1, z) for z in stages if dp > 1 or z == 0]
+                sequence = (0, 1) if tp > 1 and framework.sequence_parallel else (0,)
+                for (replicate, shard, zero), ep, sp in product(sharding, expert_degrees, sequence):
+                    yield replicate, shard, tp, cp, pp, ep, zero, sp
+
+
+def _grid_columns(rows: list[tuple[int, ...]]) -> PlanColumns:
+    data = np.array(rows, dtype=np.int64).reshape(len(rows), len(GRID_FIELDS))
+    n = len(rows)
+    given = {name: data[:, i] for i, name in enumerate(GRID_FIELDS)}
+    return PlanColumns(
+        dp_replicate=given["dp_replicate"],
+        dp_shard=given["dp_shard"],
+        tp=given["tp"],
+        cp=given["cp"],
+        pp=given["pp"],
+        ep=given["ep"],
+        zero_stage=given["zero_stage"],
+        sequence_parallel=given["sequence_parallel"].astype(np.bool_),
+        virtual_stages=np.ones(n, dtype=np.int64),
+        schedule=np.full(n, ""),
+        micro_batch_size=np.ones(n, dtype=np.int64),
+        recompute=np.full(n, "none"),
+        tp_overlap=np.full(n, "none"),
+        cp_method=np.full(n, ""),
+        reshard=np.full(n, -1, dtype=np.int64),
+        capacity_factor=np.zeros(n),
+        listed=np.zeros(n, dtype=np.bool_),
+        placing=np.full(n, -1, dtype=np.int64),
+    )
+
+
+def _remove_illegal(table: PlanColumns, facts: RuleFacts, level: Level, rejected: Counter[str]) -> PlanColumns:
+    """Remove rows that break a rule of `level`, each counted under the first rule it breaks."""
+    keep = np.ones(len(table), dtype=np.bool_)
+    for rule in RULES:
+        if rule.level is level and rule.grade is Grade.ILLEGAL and rule.applies(facts):
+            hit = keep & rule.broken(table, facts)
+            if hit.any():
+                rejected[rule.name] += int(hit.sum())
+                keep &= ~hit
+    return table.take(keep)
+
+
+def _grid_bound_masks(table: PlanColumns, facts: RuleFacts, bounds: Bounds) -> dict[str, NDArray[np.bool_]]:
+    def over(values: NDArray[np.int64], limit: int | None) -> NDArray[np.bool_]:
+        return values > limit if limit is not None else np.zeros(len(values), dtype=np.bool_)
+
+    could = (table.tp > 1) & ((facts.workload.seq_len // table.cp) % table.tp == 0)
+    off = (
+        could & ~table.sequence_parallel & (facts.framework.sequence_parallel and not bounds.without_sequence_parallel)
+    )
+    crumbs = (table.cp > 1) & (facts.workload.seq_len // table.cp < bounds.min_tokens_per_context_rank)
+    return {
+        f"tp > {bounds.max_tp}": over(table.tp, bounds.max_tp),
+        f"cp > {bounds.max_cp}": over(table.cp, bounds.max_cp),
+        f"pp > {bounds.max_pp}": over(table.pp, bounds.max_pp),
+        f"seq / cp < {bounds.min_tokens_per_context_rank}": crumbs,
+        "sequence parallelism off": off,
+    }
+
+
+def _apply_bounds(table: PlanColumns, masks: dict[str, NDArray[np.bool_]], pruned: Counter[str]) -> PlanColumns:
+    keep = np.ones(len(table), dtype=np.bool_)
+    for name, mask in masks.items():
+        hit = keep & mask
+        if hit.any():
+            pruned[name] += int(hit.sum())
+            keep &= ~hit
+    return table.take(keep)
+
+
+def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: Counter[str]) -> PlanColumns:
+    """Return each grid with every micro batch that divides its share, every schedule and stages per rank."""
+    batch = facts.workload.global_batch_size
+    rows: list[int] = []
+    micro_batches: list[int] = []
+    stages: list[int] = []
+    schedules: list[str] = []
+    for row in range(len(table)):
+        local = batch // int(table.dp[row])
+        # If the batch does not divide, keep micro batch 1, so that the rule counts the rejection.
+        sizes = divisors(local) if local and batch % int(table.dp[row]) == 0 else [1]
+        limit = bounds.max_micro_batch or max(sizes)
+        if bounds.micro_batch is not None:
+            pruned[f"micro batch not {bounds.micro_batch}"] += sum(size != bounds.micro_batch for size in sizes)
+            sizes, limit = [size for size in sizes if size == bounds.micro_batch], bounds.micro_batch
+        orders, odd = _schedules(int(table.pp[row]), facts, bounds)
+        if odd:
+            pruned["odd virtual stages"] += odd * sum(size <= limit for size in sizes)
+        too_large = sum(size > limit for size in sizes)
+        if too_large:
+            pruned[f"micro batch > {limit}"] += too_large
+        for size in (s for s in sizes if s <= limit):
+            for schedule, virtual in orders:
+                rows.append(row)
+                micro_batches.append(size)
+                stages.append(virtual)
+                schedules.append(schedule)
+    table = table.take(np.array(rows, dtype=np.int64))
+    return replace(
+        table,
+        micro_batch_size=np.array(micro_batches, dtype=np.int64),
+        virtual_stages=np.array(stages, dtype=np.int64),
+        schedule=np.array(schedules, dtype=np.str_),
+    )
+
+
+def _schedules(pp: int, facts: RuleFacts, bounds: Bounds) -> tuple[list[tuple[str, int]], int]:
+    """Return the (schedule, stages per rank) to search for `pp` ranks, and how many a bound left out."""
+    if pp == 1:
+        return [("", 1)], 0
+    layers = facts.model.layers
+    most = min(bounds.max_virtual_stages or layers, max(1, layers // pp))
+    possible = [
+        (name, count)
+        for name in facts.framework.schedules
+        for count in range(SCHEDULES[name].least_stages, max(SCHEDULES[name].least_stages, most) + 1)
+        if count <= (SCHEDULES[name].most_stages or count)
+    ]
+    searched = [
+        (name, count)
+        for name, count in possible
+        if bounds.odd_virtual_stages or count & (count - 1) == 0 or layers % (pp * count) == 0
+    ]
+    return searched, len(possible) - len(searched)
+
+
+def _policy_choices(
+    table: PlanColumns, facts: RuleFacts, bounds: Bounds, rejected: Counter[str]
+) -> dict[str, tuple[tuple[Any, Mask], ...]]:
+    """Return the values of every policy and the nodes where each is legal.
+
+    Policies are checked one at a time, as no rule reads two of them. Resharding is a choice where FSDP shards
+    parameters, and overlap where sequence parallelism has communication to overlap.
+    """
+    everywhere = np.ones(len(table), dtype=np.bool_)
+    sharded = (table.dp_shard * table.cp > 1) & (table.zero_stage < 0)
+    overlapping = (table.tp > 1) & table.sequence_parallel
+    own, *other = _cp_methods(facts)
+    offers: dict[str, list[tuple[Any, Mask]]] = {
+        "recompute": [(word, everywhere) for word in bounds.recomputes or facts.framework.recomputes],
+        "reshard": [(1, sharded), (0, sharded), (-1, ~sharded)],
+        "tp_overlap": [("none", everywhere), *((mode, overlapping) for mode in facts.framework.overlaps)],
+        "cp_method": [(own, everywhere), *((method, table.cp > 1) for method in other)],
+    }
+    choices: dict[str, tuple[tuple[Any, Mask], ...]] = {}
+    for name, values in offers.items():
+        legal = []
+        for value, offered in values:
+            keep = offered.copy()
+            tried = replace(table, **{name: np.full(len(table), value)})
+            for rule in RULES:
+                if rule.policy == name and rule.grade is Grade.ILLEGAL and rule.applies(facts):
+                    hit = keep & rule.broken(tried, facts)
+                    if hit.any():
+                        rejected[rule.name] += int(hit.sum())
+                        keep &= ~hit
+            legal.append((value, keep))
+        choices[name] = tuple(legal)
+    return choices
+
+
+def _placement_choices(table: PlanColumns, question: Question) -> tuple[tuple[Any, Mask], ...]:
+    """Return the orders of GPUs (`topology.rates.orders`), each with the nodes for which no other order is better."""
+    everywhere = np.ones(len(table), dtype=np.bool_)
+    cluster, gpus = question.cluster, question.count
+    orders = node_orders(cluster, gpus) if len(table) else ()
+    if not orders:
+        return ((-1, everywhere),)
+    legal = np.zeros((len(orders), len(table)), dtype=np.bool_)
+    degrees = (table.dp_replicate, table.dp_shard, table.tp, table.cp, table.pp, table.ep)
+    rows, which = distinct(*degrees, table.zero_stage, table.sequence_parallel)
+    groups = GroupTimes(cluster, table_of_columns(table.take(rows), question.workload), CollectiveModel(cluster))
+    for number in range(len(rows)):
+        legal[list(undominated_orders(cluster, gpus, groups.patterns(number))), :] |= which == number
+    return tuple((number, legal[number]) for number in range(len(orders)) if legal[number].any())
+
+
+def _cp_methods(facts: RuleFacts) -> tuple[str, ...]:
+    """Return the methods of context parallelism to search: "" (the runtime's default) and the framework's others."""
+    own = facts.cp_method
+    return ("", *(method for method in facts.framework.cp_methods if method != own))
+
+
+def _most_frequent_first(counts: Counter[str]) -> dict[str, int]:
+    """Return counts by frequency, the largest first, and by name among equals."""
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

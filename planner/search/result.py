@@ -1,0 +1,82 @@
+"""The result of a search: the listed plans, and an account of all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from planner.question.question import Question
+from planner.search.flips import FlipPoint
+from planner.search.headroom import HeadroomOption
+from simulator.config.estimate import Estimate
+from simulator.config.plan import Plan
+from simulator.legality.rule import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuCountRow:
+    """The best plan on one GPU count, or the problem why there is none.
+
+    The cost is in the currency of the price given.
+    """
+
+    gpus: int
+    plan: Plan | None = None
+    step_s: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    reserved_bytes: float | None = None
+    cost_per_million_tokens: float | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedPlan:
+    """A listed plan. `lost_because` is None for the first, `simulated_s` for plans that were not simulated."""
+
+    rank: int
+    plan: Plan
+    estimate: Estimate
+    lost_because: str | None = None
+    flips: tuple[FlipPoint, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    simulated_s: float | None = None
+    simulated_bytes: float | None = None  # reserved by the simulated allocator on the worst rank
+    cost_per_million_tokens: float | None = None  # in the currency of the given price
+    room: HeadroomOption | None = None  # of the first plan, if memory is tight: a variant with more headroom
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchStats:
+    """An account of the search.
+
+    `fitting` plans were not shown to need too much memory, `costed` of them were costed in full, as no bound ruled them
+    out, and `simulated` were simulated. `bound_s` is a lower bound of the step over all legal plans that fit; `gap` is
+    how far the best plan may be above the optimum by the objective, relative. Both are for stages as the runtime splits
+    them. For the `filled` fastest pipelines, layers, recomputation, overlap and placement were decided together, which
+    can only improve them; none of those can be better than what was found by more than `filled_gap`, relative.
+    """
+
+    candidates: int
+    legal: int
+    fitting: int
+    costed: int
+    pruned: dict[str, int]
+    simulated: int
+    seconds: float
+    status: str
+    objective: str
+    bound_s: float
+    gap: float
+    filled: int = 0
+    filled_gap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The listed plans, best first, and an account of all others."""
+
+    question: Question
+    search: SearchStats
+    plans: tuple[RankedPlan, ...]
+    rejected: dict[str, int]
+    assumed: tuple[str, ...] = field(default=())
+    by_gpus: tuple[GpuCountRow, ...] = ()  # where several GPU counts were compared

@@ -1,0 +1,117 @@
+"""Copies of a cluster with one property changed: link rates, memory, or the number of GPUs.
+
+Flip points are found on such copies: "the second plan would win if the network gave 31 GB/s".
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from topology.cluster import Cluster, Link, LinkKind, Node, NodeGroup
+
+_NVLINK = frozenset({LinkKind.NVLINK, LinkKind.NVSWITCH})
+
+
+def _scaled_rate(rate: float | None, factor: float) -> float | None:
+    return None if rate is None else rate * factor
+
+
+def _scaled_link(link: Link, factor: float, kinds: frozenset[LinkKind]) -> Link:
+    if link.kind not in kinds:
+        return link
+    return replace(
+        link,
+        bytes_per_s=_scaled_rate(link.bytes_per_s, factor),
+        nccl_bytes_per_s=_scaled_rate(link.nccl_bytes_per_s, factor),
+        measured_bytes_per_s=_scaled_rate(link.measured_bytes_per_s, factor),
+    )
+
+
+def _map_nodes(cluster: Cluster, change: dict[int, Node]) -> Cluster:
+    groups = tuple(replace(group, node=change[i]) for i, group in enumerate(cluster.groups))
+    return replace(cluster, groups=groups)
+
+
+def scale_network(cluster: Cluster, factor: float) -> Cluster:
+    """Return the cluster with every NIC and network link `factor` times as fast."""
+    kinds = frozenset({LinkKind.NETWORK})
+    changed = {
+        i: replace(
+            group.node,
+            nics=tuple(replace(nic, bytes_per_s=_scaled_rate(nic.bytes_per_s, factor)) for nic in group.node.nics),
+            links=tuple(_scaled_link(link, factor, kinds) for link in group.node.links),
+        )
+        for i, group in enumerate(cluster.groups)
+    }
+    return _map_nodes(cluster, changed)
+
+
+def scale_nvlink(cluster: Cluster, factor: float) -> Cluster:
+    """Return the cluster with every NVLink `factor` times as fast."""
+    kinds = tuple(
+        replace(
+            kind,
+            nvlink_bytes_per_s=kind.nvlink_bytes_per_s * factor,
+            nvlink_nccl_bytes_per_s=kind.nvlink_nccl_bytes_per_s * factor,
+        )
+        for kind in cluster.gpu_kinds
+    )
+    changed = {
+        i: replace(group.node, links=tuple(_scaled_link(link, factor, _NVLINK) for link in group.node.links))
+        for i, group in enumerate(cluster.groups)
+    }
+    return replace(_map_nodes(cluster, changed), gpu_kinds=kinds)
+
+
+def scale_memory(cluster: Cluster, factor: float) -> Cluster:
+    """Return the cluster with `factor` times the memory on every GPU."""
+    kinds = tuple(replace(kind, memory_bytes=int(kind.memory_bytes * factor)) for kind in cluster.gpu_kinds)
+    changed = {
+        i: replace(
+            group.node,
+            gpus=tuple(
+                gpu if gpu.memory_bytes is None else replace(gpu, memory_bytes=int(gpu.memory_bytes * factor))
+                for gpu in group.node.gpus
+            ),
+        )
+        for i, group in enumerate(cluster.groups)
+    }
+    return replace(_map_nodes(cluster, changed), gpu_kinds=kinds)
+
+
+def network_bytes_per_s(cluster: Cluster) -> float:
+    """Return the network rate per GPU in bytes/s and direction, 0.0 where there is no network."""
+    node = cluster.groups[0].node
+    return sum(nic.bytes_per_s or 0.0 for nic in node.nics if nic.up) / len(node.gpus)
+
+
+def nvlink_bytes_per_s(cluster: Cluster) -> float:
+    """Return the NVLink rate of one GPU in bytes/s and direction (datasheet), 0.0 where there is no NVLink."""
+    if not any(link.kind in _NVLINK for group in cluster.groups for link in group.node.links):
+        return 0.0
+    kind = cluster.slowest_kind
+    return kind.nvlink_links * kind.nvlink_bytes_per_s
+
+
+def with_gpus(cluster: Cluster, gpus: int) -> Cluster:
+    """Return a cluster of `gpus` GPUs: copies of the first node, or fewer GPUs of it.
+
+    Raises ValueError when `gpus` is neither a multiple of a node nor smaller than one.
+    """
+    node = cluster.groups[0].node
+    size = len(node.gpus)
+    if gpus >= size:
+        if gpus % size:
+            raise ValueError(f"{gpus} GPUs are no whole number of {size}-GPU nodes")
+        return replace(cluster, groups=(NodeGroup(node=node, count=gpus // size),))
+    kept = node.gpus[:gpus]
+    removed = {gpu.vertex for gpu in node.gpus[gpus:]}
+    indices = {str(gpu.index) for gpu in kept}
+    smaller = replace(
+        node,
+        gpus=kept,
+        links=tuple(link for link in node.links if link.a not in removed and link.b not in removed),
+        pairs={key: label for key, label in node.pairs.items() if set(key.split("-")) <= indices},
+        closest_nics={key: nics for key, nics in node.closest_nics.items() if key in indices},
+    )
+    return replace(cluster, groups=(NodeGroup(node=smaller, count=1),))

@@ -1,0 +1,177 @@
+"""Choose the pipelines and settings whose stages are assigned (`planner.search.stages.solver`), and collect better
+plans.
+
+Branch and bound compares pipelines with the stages that the runtime makes. The fastest of them are then examined one by
+one, and also those that would be fast if not all their stages recomputed, or would fit with other layers per stage. A
+pipeline is dropped as soon as memory or bounds show that no assignment of its stages brings it into the list.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.search.plan_space.branch_and_bound import Explored, grids_of
+from planner.search.plan_space.candidates import NODE_FIELDS, Nodes, plan_of
+from planner.search.stages.options import cost_blocks
+from planner.search.stages.solver import solve_stages
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.screening import Screening
+from simulator.columns.plan_columns import PlanColumns, distinct, joined
+from simulator.config.plan import MESH_AXES, Plan
+from simulator.legality.frameworks import Framework
+from topology.cluster import Cluster
+from topology.rates.orders import irregular
+from topology.rates.placement import place
+
+PIPELINE_FIELDS = (
+    *NODE_FIELDS,
+    "cp_method",
+    "reshard",
+)  # the fields of a pipeline, without those that its stages may differ in
+MAX_SOLVED = 8  # pipelines whose stages are assigned
+MAX_TRIED = 24  # pipelines examined; those with no assignment that fits do not count as assigned
+MAX_COUNTED = 256  # fastest pipelines whose memory is counted exactly before that
+MAX_SETTINGS = 4  # overlap modes and placements of a pipeline that are tried with its stages
+SETTING_MARGIN = 0.01  # relative to the best setting; slower ones are not tried
+MIN_GAIN = 0.001  # relative, that an assignment has to save: for less, the runtime's stages are the simpler plan
+NEAR_FIT = 1.15  # times the capacity, that a pipeline may need with the runtime's stages to be examined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssignedPipelines:
+    """(plan, step in seconds) with assigned stages, how many pipelines were `solved`, and the largest remaining gap."""
+
+    plans: tuple[tuple[Plan, float], ...] = ()
+    solved: int = 0
+    gap: float = 0.0
+
+
+def assign_stages(
+    screening: Screening,
+    framework: Framework,
+    nodes: Nodes,
+    explored: Explored,
+    recomputes: Sequence[str],
+    *,
+    top: int,
+    deadline: float | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> AssignedPipelines:
+    """Return the pipelines that are faster with layers or recompute modes assigned to each stage.
+
+    A pipeline has to beat the best plan of its own degrees by MIN_GAIN, and the last of the `top` plans. None but the
+    first is started after `deadline`, a reading of `time.monotonic`.
+    """
+    if not (framework.lists_layers or framework.lists_recompute):
+        return AssignedPipelines()
+    columns = _fastest_pipelines(screening, framework, explored, recomputes)
+    if not len(columns):
+        return AssignedPipelines()
+
+    setting_columns, starts = _best_settings(screening, nodes, columns, recomputes)
+    plans = [plan_of_row(setting_columns, row, screening.scenario.cluster) for row in range(len(setting_columns))]
+    costs = cost_blocks(screening, plans, setting_columns, recomputes)
+    grid = grids_of(joined([explored.columns, columns]))
+    best = np.full(int(grid.max()) + 1, np.inf)
+    np.minimum.at(best, grid[: len(explored)], explored.step_s)
+    better, gap, solved = [], 0.0, 0
+    for row, own_grid in enumerate(grid[len(explored) :]):
+        if solved == MAX_SOLVED or (row and deadline is not None and time.monotonic() > deadline):
+            break
+        if progress is not None:
+            progress(f"pipeline {row + 1} of {len(columns)} at most: layers and recomputation by stage")
+        last = float(np.partition(best, top - 1)[top - 1]) if len(best) >= top else np.inf
+        limit = min(last, float(best[own_grid]) * (1 - MIN_GAIN))
+        found = solve_stages(screening, framework, costs, range(*starts[row : row + 2]), recomputes, cutoff_s=limit)
+        solved += found.has_room
+        gap = max(gap, found.gap)
+        if found.plan is None:
+            continue
+        step_s = _full_step_s(screening, found.plan)
+        if step_s < limit:
+            better.append((found.plan, step_s))
+            best[own_grid] = step_s
+    return AssignedPipelines(plans=tuple(better), solved=solved, gap=gap)
+
+
+def _fastest_pipelines(
+    screening: Screening, framework: Framework, explored: Explored, recomputes: Sequence[str]
+) -> PlanColumns:
+    """Return one row per pipeline, fastest first, of those that come near the list and fit or nearly fit.
+
+    Where stages can differ in recompute mode, plans that differ in nothing else are one pipeline, ranked by its fastest
+    mode, whether that fits or not.
+    """
+    columns, steps = _fastest_of_each(explored.near_pipelines, explored.near_step_s, (*PIPELINE_FIELDS, "recompute"))
+    columns, steps = columns.take(slice(MAX_COUNTED)), steps[:MAX_COUNTED]
+    if len(columns):  # so far the memory of some schedules is only bounded
+        counted = screening.plans(columns, screening.blocks(columns, recomputes), np.arange(len(columns)))
+        fits = counted.reserved_bytes() <= NEAR_FIT * screening.capacity_bytes
+        columns, steps = columns.take(fits), steps[fits]
+    if framework.lists_recompute and len(columns):
+        columns, steps = _fastest_of_each(columns, steps, PIPELINE_FIELDS)
+        steps = np.minimum(steps, _least_steps_s(screening, columns, recomputes))
+    return columns.take(np.argsort(steps, kind="stable")[:MAX_TRIED])
+
+
+def _fastest_of_each(
+    columns: PlanColumns, steps: NDArray[np.float64], fields: Sequence[str]
+) -> tuple[PlanColumns, NDArray[np.float64]]:
+    """Return the fastest of the plans that are equal in `fields`, fastest first, and their steps."""
+    same = distinct(*(getattr(columns, name) for name in fields))[1]
+    rows = np.argsort(steps, kind="stable")
+    rows = rows[np.sort(np.unique(same[rows], return_index=True)[1])]
+    return columns.take(rows), steps[rows]
+
+
+def _least_steps_s(screening: Screening, columns: PlanColumns, recomputes: Sequence[str]) -> NDArray[np.float64]:
+    """Return the step of every plan in its fastest recompute mode, in seconds."""
+    shared = screening.blocks(columns, recomputes)
+    every = np.arange(len(columns))
+    steps = [
+        screening.plans(replace(columns, recompute=np.full(len(columns), word)), shared, every).step_s()
+        for word in recomputes
+    ]
+    return np.asarray(np.min(steps, axis=0))
+
+
+def _full_step_s(screening: Screening, plan: Plan) -> float:
+    """Return the full expected step of a plan in seconds."""
+    return float(estimate_plans(screening.scenario, [plan]).step_s[0])
+
+
+def _best_settings(
+    screening: Screening, nodes: Nodes, plans: PlanColumns, recomputes: Sequence[str]
+) -> tuple[PlanColumns, list[int]]:
+    """Return every plan in its best overlap modes and placements, and the rows where the settings of each plan start.
+
+    Those are the settings that are nearly as fast as the best with the runtime's stages, fastest first. The last row number
+    is the end of the last plan's settings.
+    """
+    by_pipeline = [nodes.settings(plans.take(np.array([row]))) for row in range(len(plans))]
+    columns = joined(by_pipeline)
+    starts = [0, *np.cumsum([len(some) for some in by_pipeline]).tolist()]
+    if len(columns) == len(plans):
+        return columns, starts
+    steps = screening.plans(columns, screening.blocks(columns, recomputes), np.arange(len(columns))).step_s()
+    kept = []
+    for start, stop in pairwise(starts):
+        order = start + np.argsort(steps[start:stop], kind="stable")[:MAX_SETTINGS]
+        kept.append(order[steps[order] <= steps[order[0]] * (1 + SETTING_MARGIN)])
+    return columns.take(np.concatenate(kept)), [0, *np.cumsum([len(rows) for rows in kept]).tolist()]
+
+
+def plan_of_row(columns: PlanColumns, row: int, cluster: Cluster) -> Plan:
+    """Return a row as a plan, with ranks placed on GPUs where that matters."""
+    plan = plan_of(columns, row, cluster)
+    if plan.placement or plan.gpus == 1 or not irregular(cluster):
+        return plan
+
+    axes = {axis: int(getattr(plan, axis)) for axis in MESH_AXES if getattr(plan, axis) > 1}
+    return replace(plan, placement=tuple(place(cluster, axes)))

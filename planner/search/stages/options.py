@@ -1,0 +1,366 @@
+"""The options of every rank of one pipeline, costed by the closed form; `planner.search.stages.solver` chooses among
+them.
+
+An option of a rank is a number of layers, how many of them are leading dense layers (before those with experts), and a
+recompute mode for each of its stages. In the closed form a step is the sum of terms of the slowest rank, a bubble that
+sums over the other ranks, and the optimizer of the rank that takes longest over it. It is therefore enough to cost each
+option once, as if its rank were the slowest. The costs are those of `simulator.closed_form.step_cost`, one option per
+row.
+
+With several stages per rank, layers are spread over them as evenly as possible, first stages first: uneven stages would
+stall each other in every round, which these sums do not model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import combinations_with_replacement
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.closed_form.data_parallel import FSDP_OPS, sm_share
+from simulator.closed_form.memory import memory_columns
+from simulator.closed_form.screening import ScreenedPlans, Screening, SharedBlocks
+from simulator.closed_form.step_cost import RankSum, micro_batches, rank_seconds, step_cost
+from simulator.columns.plan_columns import PlanColumns
+from simulator.columns.plan_table import Floats
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.legality.frameworks import Framework
+from simulator.pipeline.stages import StageLayout, rank_of_stage, stage_layers
+from simulator.runtimes.library import canonical_recompute
+
+Ints = NDArray[np.int64]
+MAX_MIXES = 10  # combinations of recompute modes over the stages of a rank; beyond, a rank has one mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFreedom:
+    """What may differ between stages: the number of layers, and the recompute mode, one of `modes`."""
+
+    layers: bool
+    modes: tuple[str, ...]
+
+    @property
+    def any(self) -> bool:
+        return self.layers or len(self.modes) > 1
+
+
+def stage_freedom(framework: Framework, plan: Plan, model: Model, recomputes: Sequence[str]) -> StageFreedom:
+    """Return what `framework` allows to differ between the stages of `plan`.
+
+    Where dense layers are between MoE layers, the cost of a stage depends on which layers it has, not only on how many:
+    then layers stay as the runtime splits them.
+    """
+    if plan.pp == 1:
+        return StageFreedom(layers=False, modes=(plan.recompute,))
+    return StageFreedom(
+        layers=framework.lists_layers and model.dense_layers_lead,
+        modes=tuple(recomputes) if framework.lists_recompute else (plan.recompute,),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOptions:
+    """The options of all ranks of one pipeline that fit into memory, one per entry, ordered by rank.
+
+    An option has `layers`, `first_stage_layers` of them on the rank's first stage, and `dense` leading dense layers (0
+    where all layers are of one kind); `mode_mix` is an index into `Pipeline.mode_mixes`. `forward`, `input_s` and
+    `weight_s` are the seconds of one micro batch forward, and backward with respect to inputs and weights. `device_s`
+    is the step without bubble, host and optimizer if this rank is the slowest; `device_least_s` the same at the highest
+    clock that idle moments allow. `optimizer_s` is the optimizer. Host seconds are as in `HostTime`: it takes
+    `host_before_s`, and is late by `host_late_s` without a bubble and by `host_first_s` at least.
+    """
+
+    rank: Ints
+    layers: Ints
+    first_stage_layers: Ints
+    dense: Ints
+    mode_mix: Ints
+    forward: Floats
+    input_s: Floats
+    weight_s: Floats
+    device_s: Floats
+    device_least_s: Floats
+    optimizer_s: Floats
+    host_late_s: Floats
+    host_first_s: Floats
+    host_before_s: Floats
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    @property
+    def seconds(self) -> Floats:
+        """Seconds of one micro batch, forward and backward."""
+        return self.forward + self.input_s + self.weight_s
+
+    def take(self, which: Any) -> RankOptions:
+        """Return the options that `which` (a mask or indices) selects."""
+        return RankOptions(**{f.name: getattr(self, f.name)[which] for f in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """One pipeline and the options of its ranks.
+
+    `runtime_layers` are the layers of each stage where the runtime splits them, empty where they are free. With
+    `synchronizes` the host never runs ahead of the device, so a bubble hides none of its lateness.
+    """
+
+    plan: Plan  # without layers or recompute modes by stage
+    layers: int
+    leading_dense_layers: int  # dense layers before those with experts; 0 where they need not be told apart
+    mode_mixes: tuple[tuple[str, ...], ...]  # recompute modes of a rank's stages, first stage first
+    options: RankOptions
+    runtime_layers: tuple[int, ...]
+    synchronizes: bool
+
+    def plan_with(self, options: RankOptions) -> Plan:
+        """Return the plan in which every rank has its option of `options`, one per rank."""
+        plan = self.plan
+        stages = plan.pp * plan.virtual_stages
+        layers, words = [0] * stages, [""] * stages
+        for row in range(len(options)):
+            rank = int(options.rank[row])
+            spread = _spread_layers(int(options.layers[row]), plan.virtual_stages)
+            for number, stage in enumerate(stages_of(plan, rank)):
+                layers[stage], words[stage] = spread[number], self.mode_mixes[int(options.mode_mix[row])][number]
+        if not self.runtime_layers:
+            plan = replace(plan, layers_per_stage=tuple(layers))
+        if len(set(words)) == 1:
+            return replace(plan, recompute=words[0])
+        return replace(plan, recompute_per_stage=tuple(words))
+
+
+def stages_of(plan: Plan, rank: int) -> tuple[int, ...]:
+    """Return the stages of a pipeline rank, in the order of the network."""
+    every = range(plan.pp * plan.virtual_stages)
+    return tuple(stage for stage in every if rank_of_stage(stage, plan.pp, plan.schedule or "") == rank)
+
+
+def _spread_layers(count: int, stages: int) -> tuple[int, ...]:
+    return tuple(count // stages + (number < count % stages) for number in range(stages))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostedPlans:
+    """Plans and the costs of their blocks, computed together: many plans take little longer than one."""
+
+    plans: tuple[Plan, ...]  # without layers or recompute modes by stage
+    columns: PlanColumns
+    shared: SharedBlocks
+
+
+def cost_blocks(screening: Screening, plans: Sequence[Plan], columns: PlanColumns, modes: Sequence[str]) -> CostedPlans:
+    """Return `plans`, which are also the rows of `columns`, with the costs of their blocks in every recompute mode."""
+    bare = tuple(replace(plan, layers_per_stage=(), recompute_per_stage=()) for plan in plans)
+    return CostedPlans(plans=bare, columns=columns, shared=screening.blocks(columns, modes))
+
+
+def build_pipeline(
+    screening: Screening, costs: CostedPlans, number: int, freedom: StageFreedom, cutoff_s: float
+) -> Pipeline | None:
+    """Return the options of the ranks of plan `number`, without those that take `cutoff_s` or more by themselves.
+
+    None where the ranks together do not have memory for all layers.
+    """
+    model, plan = screening.scenario.model, costs.plans[number]
+    mixes = _mode_mixes(freedom.modes, plan.virtual_stages)
+    row = np.array([number])
+    single = screening.plans(costs.columns.take(row), costs.shared, row)
+    runtime_layers = stage_layers(model.layers, plan, single.operators.spec.pipeline)
+    counts = (
+        _free_layer_counts(model, plan, _max_layers(single, cutoff_s))
+        if freedom.layers
+        else _runtime_layer_counts(model, plan, runtime_layers)
+    )
+    counts = counts.with_mixes(len(mixes))
+    words = [canonical_recompute(word, screening.scenario.runtime) for word in freedom.modes]
+    modes = np.array([[freedom.modes.index(word) for word in mix] for mix in mixes])[counts.mode_mix]
+    memory = memory_columns(
+        model, single.operators, single.context, counts.as_one_row(plan, modes, words), single.blocks, single.parameters
+    )
+    fits = np.nonzero(memory.reserved_bytes[0] <= screening.capacity_bytes)[0]
+    max_layers = np.zeros(plan.pp, dtype=np.int64)
+    np.maximum.at(max_layers, counts.rank[fits], counts.sizes[fits].sum(axis=1))
+    if (max_layers == 0).any() or max_layers.sum() < model.layers:
+        return None
+    counts, modes = counts.take(fits), modes[fits]
+    rows = np.full(len(fits), number)
+    costed = screening.plans(costs.columns.take(rows), costs.shared, rows)
+    options, synchronizes = _cost_options(model, costed, counts, counts.as_rows(plan, modes, words))
+    below_cutoff = (
+        np.isfinite(options.device_least_s) & np.isfinite(options.seconds) & (options.device_least_s < cutoff_s)
+    )
+    return Pipeline(
+        plan=plan,
+        layers=model.layers,
+        leading_dense_layers=_leading_dense_layers(model) if freedom.layers else 0,
+        mode_mixes=mixes,
+        options=options.take(below_cutoff),
+        runtime_layers=() if freedom.layers else runtime_layers,
+        synchronizes=synchronizes,
+    )
+
+
+def _mode_mixes(modes: Sequence[str], stages: int) -> tuple[tuple[str, ...], ...]:
+    """Return the combinations of recompute modes over a rank's stages, earlier `modes` on earlier stages."""
+    every = tuple(combinations_with_replacement(modes, stages))
+    return every if len(every) <= MAX_MIXES else tuple((mode,) * stages for mode in modes)
+
+
+def _max_layers(single: ScreenedPlans, cutoff_s: float) -> int:
+    """Return how many layers a rank can have before their kernels take `cutoff_s`."""
+    blocks = [single.blocks[name] for name in ("dense", "moe") if name in single.blocks]
+    quickest = min(float((b.forward.device_s + b.backward.device_s)[0]) for b in blocks)
+    calibration = single.context.calibration
+    burst = calibration.burst if calibration is not None else 1.0
+    layer_s = float(single.table.micro_batches[0]) * min(1.0, burst) * quickest
+    layers = single.screening.scenario.model.layers
+    return int(cutoff_s / layer_s) if layer_s * layers > cutoff_s else layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerCounts:
+    """Numbers of layers that ranks could have, one possibility per entry: by stage of the rank, all and dense ones."""
+
+    rank: Ints
+    sizes: Ints  # shape (entries, stages of a rank)
+    dense: Ints  # same shape; equal to sizes where all layers are dense
+    mode_mix: Ints
+    distinguishes_dense: bool  # whether dense and MoE layers are distinguished
+
+    def take(self, which: NDArray[np.intp]) -> _LayerCounts:
+        return _LayerCounts(
+            rank=self.rank[which],
+            sizes=self.sizes[which],
+            dense=self.dense[which],
+            mode_mix=self.mode_mix[which],
+            distinguishes_dense=self.distinguishes_dense,
+        )
+
+    def with_mixes(self, mixes: int) -> _LayerCounts:
+        """Return every entry with each of `mixes` mode mixes."""
+        rows = np.repeat(np.arange(len(self.rank)), mixes)
+        return replace(self.take(rows), mode_mix=np.tile(np.arange(mixes), len(self.rank)))
+
+    def as_one_row(self, plan: Plan, modes: Ints, words: Sequence[str]) -> StageLayout:
+        """Return a layout of one plan whose columns are all entries instead of its ranks, to cost their memory."""
+        return self._layout(plan, modes, words, lambda values: values[None, :])
+
+    def as_rows(self, plan: Plan, modes: Ints, words: Sequence[str]) -> StageLayout:
+        """Return a layout with one row per entry, whose rank is alone in it: in column 0 if it is the first, else 1."""
+
+        def alone_in_row(values: NDArray[Any]) -> NDArray[Any]:
+            empty = np.zeros_like(values)
+            return np.stack([np.where(self.rank == 0, values, empty), np.where(self.rank == 0, empty, values)], axis=1)
+
+        return self._layout(plan, modes, words, alone_in_row)
+
+    def _layout(
+        self, plan: Plan, modes: Ints, words: Sequence[str], shaped: Callable[[NDArray[Any]], NDArray[Any]]
+    ) -> StageLayout:
+        dense, rest = self.dense, self.sizes - self.dense
+        last = rank_of_stage(plan.pp * plan.virtual_stages - 1, plan.pp, plan.schedule or "")
+        there = shaped(np.ones(len(self.rank), dtype=np.int64)) > 0
+        return StageLayout(
+            dense=np.where(there, shaped(dense.sum(axis=1)), -1),
+            moe=np.where(there, shaped(rest.sum(axis=1)), -1),
+            rank=np.where(there, shaped(self.rank), -1),
+            alike=there.astype(np.int64),
+            first=shaped(self.rank == 0) & there,
+            last=shaped(self.rank == last) & there,
+            by_mode={
+                word: (
+                    shaped((dense * (modes == number)).sum(axis=1)) * 1.0,
+                    shaped((rest * (modes == number)).sum(axis=1)) * 1.0,
+                )
+                for number, word in enumerate(words)
+            },
+        )
+
+
+def _leading_dense_layers(model: Model) -> int:
+    """Return the number of dense layers before those with experts."""
+    return model.dense_layers if model.moe else 0
+
+
+def _free_layer_counts(model: Model, plan: Plan, max_layers: int) -> _LayerCounts:
+    """Return all numbers of layers, and of leading dense ones on its first stage, that each rank could have.
+
+    Leading dense layers are on first stages only: a split so thin that they reach into the second round of a looped
+    schedule is left out.
+    """
+    stages = plan.virtual_stages
+    max_layers = min(max_layers, model.layers - (plan.pp - 1) * stages)
+    leading = _leading_dense_layers(model)
+    shape = (plan.pp, max(0, max_layers - stages + 1), leading + 1)
+    rank, count, dense = (index.ravel() for index in np.indices(shape))
+    count = count + stages
+    number = np.arange(stages)[None, :]
+    sizes = count[:, None] // stages + (number < count[:, None] % stages)
+    possible = dense <= sizes[:, 0]
+    rank, sizes, dense = rank[possible], sizes[possible], dense[possible]
+    dense_by_stage = np.zeros_like(sizes)
+    dense_by_stage[:, 0] = dense
+    return _LayerCounts(
+        rank=rank,
+        sizes=sizes,
+        dense=dense_by_stage if model.moe else sizes,
+        mode_mix=np.zeros(len(rank), dtype=np.int64),
+        distinguishes_dense=model.moe is not None,
+    )
+
+
+def _runtime_layer_counts(model: Model, plan: Plan, layers_of_stage: Sequence[int]) -> _LayerCounts:
+    """Return the layers of each rank as the runtime splits them."""
+    dense = np.diff(np.array(model.dense_before)[np.concatenate([[0], np.cumsum(layers_of_stage)])])
+    stages = np.array([stages_of(plan, rank) for rank in range(plan.pp)])
+    return _LayerCounts(
+        rank=np.arange(plan.pp),
+        sizes=np.array(layers_of_stage)[stages],
+        dense=dense[stages],
+        mode_mix=np.zeros(plan.pp, dtype=np.int64),
+        distinguishes_dense=False,
+    )
+
+
+def _cost_options(
+    model: Model, plans: ScreenedPlans, counts: _LayerCounts, layout: StageLayout
+) -> tuple[RankOptions, bool]:
+    """Return the entries with their costs, and whether the host of this runtime synchronizes with the device."""
+    operators, context, parameters, blocks = plans.operators, plans.context, plans.parameters, plans.blocks
+    with np.errstate(invalid="ignore"):
+        micro = micro_batches(model, operators, context, layout, blocks, parameters)
+        step = step_cost(operators, context, layout, parameters, micro)
+        rank_sum = RankSum(layout=layout, table=plans.table, blocks=blocks, has_moe="moe" in blocks)
+        seconds, weight = rank_seconds(rank_sum, operators.spec), rank_sum.of("backward.weight_s").sum(axis=1)
+    parts, host = step.breakdown_s, micro.host
+    arithmetic = parts["compute"] + parts["recompute"]
+    alone = step.total_s - parts["host"] - parts["optimizer"] - micro.bubble
+    # Work of the device that a late host does not delay; see `HostTime.seconds`.
+    device_busy_s = parts["copies"] + parts["contention"] - micro.hidden * sm_share(context, *FSDP_OPS)
+    device_busy_s = device_busy_s - (1 / step.clocks - 1) * arithmetic
+    late = np.where(host.synchronizes, host.late, host.late + micro.bubble - device_busy_s)
+    early = counts.sizes[:, 0] if counts.distinguishes_dense else np.zeros_like(counts.rank)
+    options = RankOptions(
+        rank=counts.rank,
+        layers=counts.sizes.sum(axis=1),
+        first_stage_layers=early,
+        dense=counts.dense.sum(axis=1) if counts.distinguishes_dense else np.zeros_like(counts.rank),
+        mode_mix=counts.mode_mix,
+        forward=seconds.forward.sum(axis=1),
+        input_s=seconds.backward.sum(axis=1) - weight,
+        weight_s=weight,
+        device_s=alone,
+        device_least_s=alone - arithmetic * (1 - micro.clocks_at_least / step.clocks),
+        optimizer_s=micro.optimizer,
+        host_late_s=late,
+        host_first_s=np.zeros_like(late) + host.first,
+        host_before_s=np.zeros_like(late) + host.before,
+    )
+    return options, bool(host.synchronizes.all())

@@ -1,0 +1,260 @@
+"""The ways to shard one operator: which mesh axes may shard which axis, and the layouts of operands and result that
+follow.
+
+An *assignment* maps every mesh axis to one axis of the operator, to a reduction that is already pending in its operands
+and passes through, or to None (the operator is replicated over that mesh axis). The layouts of operands and result
+follow from it: a dim is sharded as the axes in it are, in their order. What a mesh axis may be assigned to:
+
+    an axis that passes through        always, where the mesh axis divides it
+    a reduced axis                     if partial results can be reduced afterwards: the formula is linear, in every term,
+                                       in a tensor that has the axis, or is elementwise with one reduction at the end;
+                                       the result is pending
+    a reduced or normalized axis       if the operator merges statistics itself
+                                       (`planner.sharding.operators.internal_collectives`); nothing is pending
+    an axis that must not be sharded   never
+    a pending sum                      if every term is linear in exactly one pending tensor
+    an axis of the result only         if the operator scatters into it: every rank keeps the rows it owns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations, product
+from math import prod
+
+from planner.sharding.layouts.collectives import Collective
+from planner.sharding.layouts.layout import DimSpec, Layout, divides_evenly, normalize_spec
+from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.operators.annotation import Dim
+from planner.sharding.operators.internal_collectives import internal_collectives, merges_pieces
+from planner.sharding.operators.operator import Operator, Tensor
+from topology.errors import Infeasible
+
+MAX_OPTIONS = 4000
+_LINEAR_REDUCERS = ("sum", "avg")
+_REDUCER_OF_KIND = {"sum": "sum", "avg": "avg", "max": "max", "min": "min", "product": "product", "scatter": "sum"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingOption:
+    """One way to shard an operator: required operand layouts, the layout of the result, and collectives inside it.
+
+    `axis_specs` says for each sharded axis which mesh axes shard it. `replicated_axes` counts the mesh axes over which
+    a scatter's result is replicated although it could be sharded.
+    """
+
+    axis_specs: tuple[tuple[str, DimSpec], ...]
+    operands: tuple[tuple[str, Layout], ...]
+    result: Layout
+    collectives: tuple[Collective, ...] = ()
+    replicated_axes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _PassThrough:
+    """Assigned to a mesh axis over which `tensors` are pending a reduction: the result is pending it too."""
+
+    reducer: str
+    tensors: frozenset[str]
+
+
+def sharding_options(
+    operator: Operator,
+    tensors: Mapping[str, Tensor],
+    mesh: Mesh,
+    *,
+    pending: Mapping[str, frozenset[str]],
+    irregular_specs: Mapping[str, frozenset[tuple[int, DimSpec]]],
+) -> list[ShardingOption]:
+    """Return every way to shard `operator`.
+
+    `pending` says by tensor which reductions it may be pending; `irregular_specs` gives (dim, spec) pairs by tensor
+    that are uneven or have blocks, and are tried besides the regular ones. Raises Infeasible where there are over
+    MAX_OPTIONS.
+    """
+    irregular: dict[str, set[DimSpec]] = {}
+    for name, dims in operator.operands:
+        for dim, spec in irregular_specs.get(name, ()):
+            for axis, part in (split_dim_spec(spec, dims[dim], operator.sizes, mesh) or {}).items():
+                irregular.setdefault(axis, set()).add(part)
+    for dim, spec in irregular_specs.get(operator.result.name, ()):
+        for axis, part in (split_dim_spec(spec, operator.dims[dim], operator.sizes, mesh) or {}).items():
+            irregular.setdefault(axis, set()).add(part)
+    shardable = [axis for axis in operator.axes if _can_shard(operator, axis)]
+    pass_through = list(_pass_through_reductions(operator, pending))
+    found: dict[tuple[tuple[tuple[str, Layout], ...], Layout], ShardingOption] = {}
+    for targets in product([None, *shardable, *pass_through], repeat=len(mesh.names)):
+        assignment = dict(zip(mesh.names, targets, strict=True))
+        for axis_specs in _axis_orders(operator, assignment, irregular, mesh):
+            option = _make_option(operator, tensors, axis_specs, assignment, mesh)
+            if option is not None:
+                found.setdefault((option.operands, option.result), option)
+        if len(found) > MAX_OPTIONS:
+            raise Infeasible(
+                f"{operator.result.name} can be sharded in more than {MAX_OPTIONS:,} ways",
+                why="all of them are priced",
+                remedy="fewer mesh axes, or an operator of fewer axes",
+            )
+    return list(found.values())
+
+
+def _can_shard(operator: Operator, axis: str) -> bool:
+    if operator.sizes[axis] == 1 or axis in operator.unsharded:
+        return False
+    if merges_pieces(operator, axis):
+        return True
+    if axis in operator.normalized:
+        return False
+    if axis in operator.output_only:
+        return operator.kind == "scatter"
+    if axis not in operator.reduced:
+        return True
+    if operator.kind not in _REDUCER_OF_KIND:
+        return False
+    if operator.reduces_elementwise or operator.kind in {"avg", "max", "min", "product"}:
+        return operator.reduces_elementwise
+    operands = {name for name, dims in operator.operands if any(axis in dim for dim in dims)}
+    return bool(operator.terms) and all(term.linear & operands for term in operator.terms)
+
+
+def _pass_through_reductions(operator: Operator, pending: Mapping[str, frozenset[str]]) -> Iterator[_PassThrough]:
+    """Yield the ways in which a reduction pending over one mesh axis may pass through the operator."""
+    listed = {name for name, _ in operator.operands}
+    reducers = sorted({reducer for name in listed for reducer in pending.get(name, ())})
+    for reducer in reducers:
+        if operator.is_view:
+            yield _PassThrough(reducer, frozenset(listed))
+            continue
+        if reducer not in _LINEAR_REDUCERS or operator.kind not in {"sum", "avg", "scatter"}:
+            continue
+        holders = [sorted(n for n in t.linear & listed if reducer in pending.get(n, ())) for t in operator.terms]
+        if not operator.terms or prod(len(h) for h in holders) > 64:
+            continue
+        for pick in dict.fromkeys(frozenset(pick) for pick in product(*holders)):
+            if all(len(t.linear & pick) == 1 and not t.other & pick for t in operator.terms):
+                yield _PassThrough(reducer, pick)
+
+
+def _axis_orders(
+    operator: Operator,
+    assignment: Mapping[str, str | _PassThrough | None],
+    irregular: Mapping[str, set[DimSpec]],
+    mesh: Mesh,
+) -> Iterator[dict[str, DimSpec]]:
+    """Yield the specs of all axes for an assignment, in every order of mesh axes that divides the axis."""
+    mesh_axes_of: dict[str, list[str]] = {}
+    for name, target in assignment.items():
+        if isinstance(target, str):
+            mesh_axes_of.setdefault(target, []).append(name)
+    choices = []
+    for axis, names in mesh_axes_of.items():
+        regular_specs = {p for p in permutations(names) if divides_evenly(operator.sizes[axis], p, mesh)}
+        irregular_specs = {
+            spec for spec in irregular.get(axis, ()) if {i for i in spec if isinstance(i, str)} == set(names)
+        }
+        choices.append([(axis, spec) for spec in sorted(regular_specs | irregular_specs, key=repr)])
+    for pick in product(*choices):
+        yield dict(pick)
+
+
+def _make_option(
+    operator: Operator,
+    tensors: Mapping[str, Tensor],
+    axis_specs: Mapping[str, DimSpec],
+    assignment: Mapping[str, str | _PassThrough | None],
+    mesh: Mesh,
+) -> ShardingOption | None:
+    pass_through = {name: target for name, target in assignment.items() if isinstance(target, _PassThrough)}
+    operand_layouts = []
+    for name, dims in operator.operands:
+        dim_specs = [
+            combine_axis_specs(dim, operator.sizes, axis_specs, mesh) if size > 1 else ()
+            for dim, size in zip(dims, tensors[name].shape, strict=True)
+        ]
+        if any(spec is None for spec in dim_specs):
+            return None
+        pending = tuple((axis, t.reducer) for axis, t in pass_through.items() if name in t.tensors)
+        operand_layouts.append((name, Layout(tuple(spec or () for spec in dim_specs), pending)))
+    result_specs = [combine_axis_specs(dim, operator.sizes, axis_specs, mesh) for dim in operator.dims]
+    if any(spec is None for spec in result_specs):
+        return None
+    reducers = {axis: t.reducer for axis, t in pass_through.items()}
+    for axis, spec in axis_specs.items():
+        if axis in operator.reduced and not merges_pieces(operator, axis):
+            if operator.kind == "avg" and not divides_evenly(operator.sizes[axis], spec, mesh):
+                return None  # the mean of uneven pieces' means is not the mean
+            reducers.update({str(i): _REDUCER_OF_KIND[operator.kind] for i in spec if isinstance(i, str)})
+    operand_layouts += [(name, Layout(((),) * len(tensors[name].shape))) for name in operator.unannotated]
+    return ShardingOption(
+        axis_specs=tuple(axis_specs.items()),
+        operands=tuple(operand_layouts),
+        result=Layout(
+            tuple(spec or () for spec in result_specs),
+            tuple((name, reducers[name]) for name in mesh.names if name in reducers),
+        ),
+        collectives=internal_collectives(operator, axis_specs, mesh),
+        replicated_axes=sum(target is None for target in assignment.values()) if operator.kind == "scatter" else 0,
+    )
+
+
+def combine_axis_specs(
+    dim: Dim, sizes: Mapping[str, int], axis_specs: Mapping[str, DimSpec], mesh: Mesh
+) -> DimSpec | None:
+    """Return the spec of a dim made of several axes from the specs of those axes, or None where there is none.
+
+    The part of an axis that is not sharded becomes a block, inside which the later axes are sharded.
+    """
+    if len(dim) == 1:
+        return axis_specs.get(dim[0], ())
+    out: list[str | int] = []
+    for axis in dim:
+        spec = axis_specs.get(axis, ())
+        pieces = prod(item if isinstance(item, int) else mesh.size(item) for item in spec)
+        if sizes[axis] % pieces:
+            return None
+        out += [*spec, sizes[axis] // pieces]
+    return normalize_spec(out)
+
+
+def split_dim_spec(spec: DimSpec, dim: Dim, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, DimSpec] | None:
+    """Return the specs of the axes that make a dim from the spec of the dim, or None where a shard would span two axes."""
+    if len(dim) == 1:
+        return {dim[0]: spec}
+    out: dict[str, DimSpec] = {}
+    remaining = list(spec)
+    for axis in dim:
+        part: list[str | int] = []
+        remaining_size = sizes[axis]
+        while remaining and remaining_size > 1:
+            item = remaining[0]
+            size = item if isinstance(item, int) else mesh.size(item)
+            if remaining_size % size == 0:
+                part.append(item)
+                remaining_size //= size
+                remaining.pop(0)
+            elif isinstance(item, int) and item % remaining_size == 0:  # the block extends into the next axis
+                remaining[0] = item // remaining_size
+                remaining_size = 1
+            else:
+                return None
+        out[axis] = normalize_spec(part)
+    return None if remaining else out
+
+
+def possible_reductions(
+    operators: Sequence[Operator], assignment: Mapping[str, Layout], mesh: Mesh
+) -> dict[str, frozenset[str]]:
+    """Return by tensor which reductions it could ever be pending, propagating them through the operators in order."""
+    found = {name: frozenset(reducer for _, reducer in layout.pending) for name, layout in assignment.items()}
+    if mesh.ranks == 1:
+        return found
+    for operator in operators:
+        reducers = {t.reducer for t in _pass_through_reductions(operator, found)}
+        if any(
+            axis in operator.reduced and _can_shard(operator, axis) and not merges_pieces(operator, axis)
+            for axis in operator.axes
+        ):
+            reducers.add(_REDUCER_OF_KIND[operator.kind])
+        found[operator.result.name] = found.get(operator.result.name, frozenset()) | reducers
+    return found

@@ -1,0 +1,119 @@
+"""Pipeline stages: operators on different parts of the mesh, and the tensors sent between them in micro batches.
+
+`"stages": {"axis": "pp", "of": {"u": 0, "y": 1}, "micro_batches": 4}` assigns every result to a stage, which is a
+coordinate of one mesh axis; unnamed results are on the stage of the operator before them. That mesh axis shards no
+tensor: each stage is a mesh of the other axes. Where a result is used on another stage, every rank sends its shard to
+the rank with the same other coordinates there, in one message per micro batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from planner.sharding.layouts.collectives import SEND_RECV, Collective
+from planner.sharding.layouts.layout import Layout, local_shape
+from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.operators.operator import Operator, Tensor
+from topology.errors import BadInput
+
+
+class _StagesText(msgspec.Struct, forbid_unknown_fields=True):
+    axis: str
+    of: dict[str, int]
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineStages:
+    """The mesh axis of the stages, its `position` in the mesh and size, and the stage of every operator."""
+
+    axis: str
+    position: int
+    count: int
+    operator_stages: tuple[int, ...]
+    micro_batches: int
+
+    def send_collectives(self, tensor: Tensor, layout: Layout, mesh: Mesh) -> tuple[Collective, ...]:
+        """Return the sends of a tensor to another stage, one per micro batch. Raises BadInput where they are uneven."""
+        piece = local_shape(tensor.shape, layout, mesh)
+        if self.micro_batches > 1:
+            if not piece or piece[0] % self.micro_batches:
+                raise BadInput(
+                    f"{tensor.name} does not divide into {self.micro_batches} micro batches",
+                    why=f"a rank holds {list(piece)} of it",
+                    remedy="fewer micro batches",
+                )
+            piece = (piece[0] // self.micro_batches, *piece[1:])
+        message = Collective(
+            kind=SEND_RECV,
+            mesh_dim=self.axis,
+            axes=(self.axis,),
+            group=2,
+            dtype=tensor.dtype,
+            local_in=piece,
+            local_out=piece,
+            tensor=tensor.name,
+            note="micro batch" if self.micro_batches > 1 else "",
+        )
+        return (message,) * self.micro_batches
+
+
+def parse_stage_axis(data: Any, mesh: Mesh) -> str:
+    """Return the name of the mesh axis whose coordinates are the stages. Raises BadInput."""
+    try:
+        text = msgspec.convert(data, _StagesText, strict=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise BadInput("cannot read the stages", why=str(error), remedy='{"axis": "pp", "of": {"y": 1}}') from error
+    if text.axis not in mesh.names:
+        raise BadInput(f"stages over {text.axis[:40]!r}", why="that is no axis of the mesh", remedy="name one")
+    if not 1 <= text.micro_batches <= 4096:
+        raise BadInput(f"{text.micro_batches} micro batches", remedy="1 to 4096")
+    return text.axis
+
+
+def parse_stages(data: Any, mesh: Mesh, operators: Sequence[Operator]) -> PipelineStages:
+    """Parse the stages of all operators. Raises BadInput for a stage that the mesh axis does not have."""
+    axis = parse_stage_axis(data, mesh)
+    text = msgspec.convert(data, _StagesText, strict=True)
+    count = mesh.size(axis)
+    made = {operator.result.name for operator in operators}
+    for name, stage in text.of.items():
+        if name not in made or not 0 <= stage < count:
+            raise BadInput(
+                f"{name[:40]!r} at stage {stage}", why=f"results are made at stages 0 to {count - 1}", remedy="another"
+            )
+    stage, stages = 0, []
+    for position, operator in enumerate(operators):
+        name = operator.result.name
+        after = operators[position + 1].result.name if name.endswith(".product") else name
+        stage = text.of.get(after, stage)
+        stages.append(stage)
+    return PipelineStages(
+        axis=axis,
+        position=mesh.names.index(axis),
+        count=count,
+        operator_stages=tuple(stages),
+        micro_batches=text.micro_batches,
+    )
+
+
+def mesh_without_axis(mesh: Mesh, axis: str) -> Mesh:
+    """Return the mesh of one stage: all axes but `axis`."""
+    remaining = [(name, size) for name, size in zip(mesh.names, mesh.shape, strict=True) if name != axis]
+    return Mesh(names=tuple(name for name, _ in remaining), shape=tuple(size for _, size in remaining))
+
+
+def placements_without_stage_axis(placements: Sequence[str], position: int, mesh: Mesh, *, of: str) -> list[str]:
+    """Return the placements on the mesh of one stage. Raises BadInput where a tensor is sharded over the stages."""
+    if len(placements) != len(mesh.names):
+        raise BadInput(
+            f"{of} has {len(placements)} placements on a mesh of {len(mesh.names)} axes",
+            remedy="one token per mesh axis",
+        )
+    if placements[position] != "R":
+        raise BadInput(f"{of} is cut over the stages", why="a tensor is on whole stages", remedy="R there")
+    return [placement for index, placement in enumerate(placements) if index != position]

@@ -1,0 +1,146 @@
+"""The answer to a case as a JSON row: placements and collectives with their bytes, or the reason for rejection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from planner.sharding.layouts.collectives import Collective
+from planner.sharding.layouts.layout import Layout, placements_of
+from planner.sharding.lowering import simulate_time
+from planner.sharding.plan import ShardingPlan, TensorMove, plan_sharding
+from planner.sharding.problem import ShardingProblem, parse_problem
+from simulator.calibration.calibration import Calibration
+from topology.cluster import Cluster
+from topology.errors import Infeasible, PlannerError, UserError
+
+
+def report_case(
+    data: Mapping[str, Any], number: int, cluster: Cluster | None = None, calibration: Calibration | None = None
+) -> dict[str, Any]:
+    """Return the row of one case, with a simulated time if `cluster` is given. `rejected` is the reason, or None."""
+    name = data.get("id")
+    name = name[:200] if isinstance(name, str) else f"case {number}"
+    try:
+        problem = parse_problem(data)
+        plan = plan_sharding(problem)
+        time = (
+            {}
+            if cluster is None or problem.stages is not None
+            else {"time_s": _simulated_time(problem, plan, cluster, calibration)}
+        )
+    except (UserError, Infeasible) as error:
+        return _rejection(name, error)
+    return {
+        "id": name,
+        "mesh_axes": _mesh_axes(problem),
+        "placements": _without_intermediates({n: _placements(problem, at) for n, at in plan.choice.layouts.items()}),
+        "named": _without_intermediates({n: _named_layout(problem, n, at) for n, at in plan.choice.layouts.items()}),
+        "collectives": [
+            _collective_row(collective, reason) for collective, reason in _collectives_with_reasons(problem, plan)
+        ],
+        "ring_send_bytes_per_rank": _number(plan.ring_send_bytes),
+        "rejected": None,
+        **time,
+    }
+
+
+def _simulated_time(
+    problem: ShardingProblem, plan: ShardingPlan, cluster: Cluster, calibration: Calibration | None
+) -> dict[str, Any]:
+
+    time = simulate_time(problem, plan, cluster, calibration)
+    return {
+        "value": time.seconds,
+        "compute": time.compute_s,
+        "exposed_communication": time.exposed_communication_s,
+        "source": "datasheet" if calibration is None else "fitted",
+    }
+
+
+def _rejection(name: str, error: PlannerError) -> dict[str, Any]:
+    return {
+        "id": name,
+        "mesh_axes": [],
+        "placements": {},
+        "named": {},
+        "collectives": [],
+        "ring_send_bytes_per_rank": None,
+        "rejected": "; ".join(part for part in (error.what, error.why, error.remedy) if part),
+    }
+
+
+def _placements(problem: ShardingProblem, layout: Layout) -> list[str]:
+    """Return placements on the mesh as it was given: replicated over the axis of pipeline stages."""
+    tokens = list(placements_of(layout, problem.mesh))
+    if problem.stages is not None:
+        tokens.insert(problem.stages.position, "R")
+    return tokens
+
+
+def _mesh_axes(problem: ShardingProblem) -> list[str]:
+    """Return the mesh axes of the placements, in order; these are the parts where the mesh splits an axis."""
+    names = list(problem.mesh.names)
+    if problem.stages is not None:
+        names.insert(problem.stages.position, problem.stages.axis)
+    return names
+
+
+def _without_intermediates(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out the tensors between a product and its bias, which the case does not name."""
+    return {name: value for name, value in plan.items() if "." not in name}
+
+
+def _named_layout(problem: ShardingProblem, name: str, layout: Layout) -> dict[str, Any]:
+    """Return the layout by axis names: {axis: [mesh axes and block counts, major first]}, and what is pending."""
+    axes = problem.tensors[name].axes
+    specs = {axes[d] if d < len(axes) else str(d): list(spec) for d, spec in enumerate(layout.dims) if spec}
+    return {"axes": specs, "partial": dict(layout.pending)}
+
+
+def _collectives_with_reasons(problem: ShardingProblem, plan: ShardingPlan) -> list[tuple[Collective, str]]:
+    """Return every collective and the reason for it."""
+    rows = []
+    for step in plan.steps:
+        if isinstance(step, TensorMove):
+            source, target = (" ".join(_placements(problem, at)) for at in (step.source, step.target))
+            then = f", as {step.consumer.removesuffix('.product')} needs it" if step.consumer else ""
+            rows += [
+                (collective, f"{collective.tensor.replace('.product', '')} from {source} to {target}{then}")
+                for collective in step.collectives
+            ]
+        else:
+            name = problem.operators[step.operator].result.name
+            rows += [(collective, f"{collective.note}, for {name}") for collective in step.collectives]
+    return rows
+
+
+def _collective_row(collective: Collective, reason: str) -> dict[str, Any]:
+    return {
+        "kind": collective.kind,
+        "mesh_dim": collective.mesh_dim,
+        "group_size": collective.group,
+        "dtype": collective.dtype,
+        "local_in": list(collective.local_in),
+        "local_out": list(collective.local_out),
+        "bytes_in": collective.bytes_in,
+        "bytes_out": collective.bytes_out,
+        "ring_send_bytes_per_rank": _number(collective.ring_send_bytes),
+        "reduction": collective.reducer or None,
+        "why": reason,
+        **({"per_rank": [_rank_row(collective, *row) for row in collective.rows]} if collective.rows else {}),
+    }
+
+
+def _rank_row(collective: Collective, rows_in: int, rows_out: int, sent: int) -> dict[str, int]:
+    """Return the bytes of one rank, where ranks differ."""
+    return {
+        "bytes_in": rows_in * collective.row_bytes,
+        "bytes_out": rows_out * collective.row_bytes,
+        "ring_send_bytes_per_rank": sent * collective.row_bytes,
+    }
+
+
+def _number(value: Fraction) -> int | float:
+    return int(value) if value.denominator == 1 else float(value)

@@ -1,0 +1,211 @@
+"""What measurements of one machine answer when plans are costed: operators, collectives, overlap, contention, runtimes.
+
+A `Calibration` is made once, from a profile, where a program's inputs are read (`simulator.fitting.calibration_fit.calibrated`).
+Everything that costs a plan is handed the calibration, or None where nothing was measured; then every figure is what the
+datasheet and published efficiencies say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+
+from simulator.calibration.measured_operators import MeasuredOperators
+from simulator.calibration.operator_curves import Floats
+from simulator.collectives.cost import CollectiveModel
+from simulator.collectives.measured import MeasuredCollectives
+from simulator.config.overlap_sites import modes_in
+from simulator.config.runtime import Runtime
+from simulator.kernels.operators import Work
+from simulator.kernels.roofline import DATASHEET, Roofline
+from simulator.overlap.site_costs import SITE_MODES, SiteRates
+from simulator.runtimes.library import RuntimeSpec, attention_kernel, runtime_spec
+from topology.cluster import Cluster, GpuKind
+
+# Host costs that only runtimes have whose operators go through Python one by one.
+OF_DTENSORS = frozenset({"tp_layer_s", "selective_s"})
+NOTHING = 1e-12  # what is left of an effect that is not counted: a rate stays a number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contention:
+    """What a collective and compute cost each other while both run: each takes so many times as long."""
+
+    compute: float = 1.0
+    collective: float = 1.0
+    samples: int = 0
+
+    @property
+    def lost(self) -> float:
+        """Return seconds of compute lost for each second that the collective would take alone."""
+        return self.collective * (1.0 - 1.0 / self.compute)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effects:
+    """Which effects are counted; leaving one out shows what it is worth (tests/bench/calibration_tables.py).
+
+    Without `operators` kernels take what the datasheet says; without `sustained` they run at the clocks of a GPU that
+    has rested; the others are left out altogether.
+    """
+
+    operators: bool = True
+    host: bool = True
+    contention: bool = True
+    packing: bool = True
+    sustained: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeCosts:
+    """What runs of one and two layers said of a runtime, eager or compiled; see simulator.fitting.runtime_fit.
+
+    `busy` multiplies kernel times: inside a step clocks, caches and gaps are not those of a kernel alone; `layer_busy`
+    those of layers once more, whose many short kernels have more of all three than a head's few. `host` are fields of
+    HostSpec that replace the description's. `reserved` is what the allocator held over what was predicted. `borrowed`:
+    of the runtime that the one in question is like.
+    """
+
+    busy: float = 1.0
+    layer_busy: float = 1.0
+    host: dict[str, float] = field(default_factory=dict)
+    reserved: float = 1.0
+    spread: float = 0.0  # of the runs around the fit
+    runs: int = 0
+    borrowed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What one machine showed. Parts that were not measured are empty, and answer as the datasheet does.
+
+    `contention` is by collective, `runtimes` by (runtime, compiled); `burst` is a large product's time after a rest over
+    its time on a GPU at work. `gpu_measured`: more than collectives is known. `profile` is the fingerprint of the profile
+    that all of it is from.
+    """
+
+    gpu: GpuKind
+    operators: MeasuredOperators = field(default_factory=MeasuredOperators)
+    collectives: MeasuredCollectives | None = None
+    overlap: SiteRates = field(default_factory=SiteRates)
+    contention: dict[str, Contention] = field(default_factory=dict)
+    burst: float = 1.0
+    runtimes: dict[tuple[str, bool], RuntimeCosts] = field(default_factory=dict)
+    gpu_measured: bool = True
+    profile: str = ""
+    effects: Effects = field(default_factory=Effects)
+
+    def runtime(self, name: str, *, compiled: bool) -> RuntimeCosts:
+        """Return what is known of a runtime; neutral where nobody ran it.
+
+        One that was not run is taken to cost what the runtime costs that it is like, but for Python that it does without.
+        """
+        spec = runtime_spec(name)
+        own = self.runtimes.get((spec.names[0], compiled))
+        if own is not None or not spec.like:
+            return own or RuntimeCosts()
+        found = self.runtimes.get((spec.like, compiled), RuntimeCosts())
+        kept = {k: v for k, v in found.host.items() if not (spec.host.plain_tensors and k in OF_DTENSORS)}
+        return replace(found, host=kept, borrowed=True)
+
+    def seconds(
+        self, work: Work, datasheet: Callable[[], Floats], *, dtype: str, runtime: str
+    ) -> tuple[Floats, Floats]:
+        """Return (seconds, source) of a kernel, one value a row; `datasheet` gives what the datasheet says of it."""
+        if not self.effects.operators:
+            plain = datasheet()
+            return plain, np.full(plain.shape, DATASHEET)
+        return self.operators.seconds(work, datasheet, dtype=dtype, runtime=runtime)
+
+    def packing_factor(self, nbytes: Floats | float) -> Floats:
+        """Return what FSDP's packing of modules of `nbytes` takes over what is counted for it."""
+        return self.operators.packing_factor(nbytes) if self.effects.packing else np.full(1, NOTHING)
+
+    def update_bytes_per_s(self, param_dtype: str) -> float | None:
+        """Return the rate of clipping and updating, over the bytes counted for them; None where it was not measured."""
+        return self.operators.update_bytes_per_s(param_dtype) if self.effects.operators else None
+
+    def clocks(self, duty: Floats, exponent: float) -> Floats:
+        """Return kernel times over those of a GPU that is never idle, for the share of a step that it is busy.
+
+        A power limit holds on average: what idle moments save, busy ones may draw, and arithmetic goes with the
+        `exponent`-th power of what it draws (efficiency.toml), up to the clocks that a rested GPU reaches.
+        """
+        if not self.effects.sustained:
+            return np.full(duty.shape, self.burst)
+        return np.maximum(np.asarray(duty) ** exponent, self.burst)
+
+    def contention_of(self, *ops: str) -> Contention | None:
+        """Return what compute and collectives cost each other, or None where that was not measured.
+
+        `ops` are the collectives in question; their mean, or that of all where none of them was measured.
+        """
+        if not self.effects.contention:
+            return Contention()
+        if not self.contention:
+            return None
+        chosen = [self.contention[op] for op in ops if op in self.contention] or list(self.contention.values())
+        return Contention(
+            compute=float(np.mean([one.compute for one in chosen])),
+            collective=float(np.mean([one.collective for one in chosen])),
+        )
+
+
+def collectives_on(cluster: Cluster, calibration: Calibration | None) -> CollectiveModel:
+    """Return the collectives of `cluster`, with those that were measured before the model."""
+    return CollectiveModel(cluster, measured=calibration.collectives if calibration is not None else None)
+
+
+def overlap_of(calibration: Calibration | None) -> SiteRates:
+    """Return the rates of the overlap modes; assumed ones where they were not measured."""
+    return calibration.overlap if calibration is not None else SiteRates()
+
+
+def overlap_assumed(tp_overlaps: Iterable[str], calibration: Calibration | None) -> tuple[str, ...]:
+    """Return what estimates of plans with these overlap modes assume, in words; nothing where it was measured."""
+    ours = sorted({mode for text in tp_overlaps for mode in modes_in(text) if mode in SITE_MODES})
+    if not ours or overlap_of(calibration).source != "assumed":
+        return ()
+    return (f"overlap {', '.join(ours)} as measured on H200s (planner calibrate measures it here)",)
+
+
+def calibrated_host(spec: RuntimeSpec, calibration: Calibration | None, *, compiled: bool) -> RuntimeSpec:
+    """Return a runtime's description with the host costs that its single layers showed."""
+    if calibration is None:
+        return spec
+    if not calibration.effects.host:
+        numbers = [f.name for f in fields(spec.host) if f.name not in {"synchronizes", "plain_tensors", "selective_s"}]
+        silent = dict.fromkeys(numbers, 0.0)
+        return replace(spec, host=replace(spec.host, selective_s=None, **silent))  # type: ignore[arg-type]  # floats
+    found = calibration.runtime(spec.names[0], compiled=compiled).host
+    return replace(spec, host=replace(spec.host, **found)) if found else spec  # type: ignore[arg-type]  # floats all
+
+
+def roofline_of(
+    cluster: Cluster, runtime: Runtime, spec: RuntimeSpec, calibration: Calibration | None, *, windowed: float = 0.0
+) -> Roofline:
+    """Return kernel times for a runtime on a cluster's slowest GPU.
+
+    `windowed`: the share of attention's arithmetic in layers with a sliding window (`plan_table.windowed_share`).
+    """
+    costs = RuntimeCosts()
+    if calibration is not None and calibration.effects.sustained:
+        costs = calibration.runtime(spec.names[0], compiled=runtime.compile)
+    return Roofline(
+        gpu=cluster.slowest_kind,
+        dtype=runtime.compute_dtype,
+        attention_kernel=attention_kernel(runtime, cluster.slowest_kind.architecture),
+        window_kernel=spec.window_kernel,
+        windowed=windowed,
+        measured=calibration,
+        runtime=spec.measured_as,
+        busy=costs.busy,
+        layer_busy=costs.layer_busy,
+    )
+
+
+def without(calibration: Calibration, **effects: bool) -> Calibration:
+    """Return the calibration with some effects switched off."""
+    return replace(calibration, effects=replace(calibration.effects, **effects))

@@ -1,0 +1,91 @@
+"""The range in which four of five measurements are expected: one table of factors, learned from whole sources.
+
+`intervals.json` is written by tests/bench/learn_intervals.py from measured runs. A source (a paper, a benchmark, a host) is
+off as a whole before its rows are off by themselves, and the next question is of a source that nobody has seen. So with
+x = log(measured / predicted), source means spread by s_b over k sources and rows within them by s_w, the range is
+
+    mean(x) -+ t(0.9, k - 1) * sqrt(s_b^2 (1 + 1/k) + s_w^2)
+
+the prediction interval of a random-effects model (Higgins, Thompson, Spiegelhalter, J. R. Statist. Soc. A 172, 2009). How often it
+holds is asked of each source with the factors learned from the others; the answers stand in the file.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from topology.cluster import Source
+from topology.codec import convert
+
+# How far a wait for the host may be off, as parts of it: single layers took hosts between half and twice as long as a
+# runtime's description says (examples/profiles/hosts.md), and 28 % more or less than on a host measured in another session (one
+# tensor-parallel layer 9 to 16 ms, a fully sharded one 4.9 to 7.9; examples/profiles).
+HOST_DESCRIBED = (0.5, 1.0)
+HOST_MEASURED = (0.28, 0.28)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """`low` and `high` times the prediction hold 80 %. `left_out` is the share that they hold of each source when learned
+    from the others, and `coverage` its mean over sources; None with fewer than three.
+    """
+
+    low: float
+    high: float
+    sources: int
+    rows: int
+    coverage: float | None
+    left_out: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """Factors by what a prediction rests on; where they are from. `beside` were judged and not learned from."""
+
+    made_on: str
+    command: str
+    factors: dict[str, Factors]
+    beside: dict[str, float]
+
+
+@cache
+def learned() -> Learned:
+    """Return the factors as the package has them."""
+    text = (resources.files("simulator") / "calibration" / "intervals.json").read_text("utf-8")
+    return convert(json.loads(text), Learned, where="intervals.json")
+
+
+def basis_of(*, compute_bytes: float, several_nodes: bool) -> str:
+    """Return what an uncalibrated step rests on: a key of `Learned.factors`."""
+    if compute_bytes < 2:
+        return "low_precision"
+    return "nodes" if several_nodes else "node"
+
+
+def step_factors(
+    basis: str, shares: dict[str, float], *, host: float, calibrated: bool, ran: bool, factors: dict[str, Factors]
+) -> tuple[float, float]:
+    """Return (low, high) over the predicted step.
+
+    What was measured, and curves through it, is as sure as calibrated steps were; all else as steps from datasheets.
+    `shares` are the step's by source, `host` the share of waiting for the host; `ran`: layers of this runtime were.
+    """
+    measured = sum(shares.get(source.value, 0.0) for source in (Source.MEASURED, Source.FITTED)) if calibrated else 0.0
+    known, sheet = factors["calibrated"], factors[basis]
+    quicker, slower = HOST_MEASURED if calibrated and ran else HOST_DESCRIBED
+    low = measured * known.low + (1 - measured) * sheet.low - quicker * host
+    high = measured * known.high + (1 - measured) * sheet.high + slower * host
+    return max(low, LEAST), high
+
+
+def memory_factors() -> tuple[float, float]:
+    """Return (low, high) over predicted memory, allocated or reserved."""
+    memory = learned().factors["memory"]
+    return memory.low, memory.high
+
+
+# A step that waits for its host all the time is not quicker than this share of what was predicted.
+LEAST = 0.25

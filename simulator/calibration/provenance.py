@@ -1,0 +1,85 @@
+"""What a step's time rests on.
+
+Shares are of the step: kernels measured at the very shape, kernels from a curve through others, the rest from datasheets
+or assumed. `simulator.calibration.intervals` says how sure that makes us.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.calibration.calibration import Calibration
+from simulator.config.runtime import Runtime
+from topology.cluster import Source
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Seconds of a step by source, one value a plan."""
+
+    seconds: dict[Source, Floats]
+
+    def more(self, source: Source, seconds: Floats) -> Shares:
+        """Return the shares of steps that take `seconds` more, resting on `source`."""
+        return Shares(seconds={**self.seconds, source: self.seconds[source] + seconds})
+
+    def row(self, index: int, step_s: float) -> dict[str, float]:
+        """Return the shares of one plan, best source first; they add up to 1."""
+        total = sum(float(part[index]) for part in self.seconds.values()) or step_s
+        return {source.value: float(part[index]) / total for source, part in self.seconds.items()}
+
+
+def shares(
+    breakdown_s: dict[str, Floats],
+    *,
+    measured_s: Floats,
+    fitted_s: Floats,
+    kernels_s: Floats,
+    calibration: Calibration | None,
+    runtime: Runtime,
+    communication_measured: NDArray[np.bool_],
+) -> Shares:
+    """Return what each part of a step rests on.
+
+    `measured_s` and `fitted_s` are parts of `kernels_s`, the compute of a micro batch. A bubble is made of the compute
+    of others, so it rests on the same.
+    """
+    step = sum(breakdown_s.values(), np.zeros_like(kernels_s))
+    found = {source: np.zeros_like(step) for source in Source}
+
+    def book(name: str, source: Source) -> None:
+        found[source] = found[source] + breakdown_s.get(name, 0.0)
+
+    compute = breakdown_s["compute"] + breakdown_s["recompute"] + breakdown_s["bubble"]
+    whole = np.maximum(kernels_s, 1e-30)
+    found[Source.MEASURED] = found[Source.MEASURED] + compute * measured_s / whole
+    found[Source.FITTED] = found[Source.FITTED] + compute * fitted_s / whole
+    found[Source.DATASHEET] = found[Source.DATASHEET] + compute * (1 - (measured_s + fitted_s) / whole)
+    moved = breakdown_s["exposed_communication"]
+    found[Source.MEASURED] = found[Source.MEASURED] + np.where(communication_measured, moved, 0.0)
+    found[Source.DATASHEET] = found[Source.DATASHEET] + np.where(communication_measured, 0.0, moved)
+    if calibration is None:
+        found[Source.DATASHEET] = found[Source.DATASHEET] + breakdown_s["copies"] + breakdown_s["optimizer"]
+        found[Source.ASSUMED] = found[Source.ASSUMED] + breakdown_s["contention"] + breakdown_s["host"]
+        return Shares(seconds=found)
+    book("copies", Source.FITTED if calibration.operators.packing is not None else Source.DATASHEET)
+    book("contention", Source.FITTED if calibration.contention else Source.ASSUMED)
+    book("optimizer", Source.FITTED if calibration.operators.update_rates else Source.DATASHEET)
+    ran = calibration.runtime(runtime.name, compiled=runtime.compile).runs > 0
+    book("host", Source.FITTED if ran else Source.ASSUMED)
+    return Shares(seconds=found)
+
+
+def main_source(row: dict[str, float]) -> Source:
+    """Return the best source that half of a step rests on, with all better ones."""
+    total = 0.0
+    for source in Source:
+        total += row.get(source.value, 0.0)
+        if total >= 0.5:
+            return source
+    return Source.ASSUMED

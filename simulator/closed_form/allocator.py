@@ -1,0 +1,46 @@
+"""What a nearly full GPU costs: a caching allocator that runs out of memory gives back all it does not use and asks anew.
+
+torch's allocator keeps what is freed. When the driver has no more to give, it waits for the device, returns every
+block that is not in use (`cudaFree`), and tries again; only if that fails too is memory out. What was returned is asked
+for again in the same step, so a plan whose pools together do not fit beside what is not the allocator's runs, but
+pays for it in every step (c10/cuda/CUDACachingAllocator.cpp: `release_cached_blocks`, `num_alloc_retries`).
+
+Whether that happens is not certain where what is reserved comes near: the cost is weighed by how likely it is.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+
+from simulator.calibration.intervals import memory_factors
+from simulator.columns.plan_table import Floats, PlanTable
+
+# Buffers and kernels of one communicator. Source: two ranks on H200, NCCL 2.28.9: processes that talked in two or three
+# groups left their allocators 135.1 and 135.6 of 139.8 GiB; each group more took 1.2 to 2.3 (examples/validation).
+COMMUNICATOR_BYTES = 1.2 * 2**30
+# A flush and what it leads to, a step, for each byte of the GPU. Source: nine plans on 2 x H200 that flushed once a step
+# took 0.06 to 0.15 s longer than their like that did not, 0.09 in the middle, of 140 GiB (examples/validation).
+FLUSH_S_PER_BYTE = 0.09 / 150e9
+
+
+def communicators(table: PlanTable) -> Floats:
+    """Return how many groups a rank of each plan talks in, the world included."""
+    along = [table[axis] > 1 for axis in ("gpus", "tp", "cp", "ep", "pp", "dp_replicate", "sharded_over")]
+    return np.asarray(np.sum(along, axis=0), dtype=np.float64)
+
+
+def flush_s(table: PlanTable, reserved_bytes: Floats, capacity_bytes: float) -> Floats:
+    """Return the seconds of a step that flushes are expected to cost, one value a plan.
+
+    `reserved_bytes` is what the allocator would hold on the worst rank if it could, `capacity_bytes` what a rank without
+    communicators can use. What is reserved lies as far from that as memory did from predictions.
+    """
+    left = capacity_bytes - COMMUNICATOR_BYTES * communicators(table)
+    low, high = (math.log(factor) for factor in memory_factors())
+    middle, spread = (low + high) / 2, (high - low) / 2 / NormalDist().inv_cdf(0.9)
+    over = (np.log(np.maximum(reserved_bytes, 1.0) / np.maximum(left, 1.0)) + middle) / spread
+    likely = 1.0 / (1.0 + np.exp(-1.702 * np.clip(over, -30.0, 30.0)))  # the normal distribution, within 0.01
+    return np.asarray(capacity_bytes * FLUSH_S_PER_BYTE * likely)

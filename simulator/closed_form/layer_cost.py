@@ -1,0 +1,385 @@
+"""What one block of the network costs on one rank: seconds forward and backward, bytes kept, host time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.calibration.calibration import Calibration
+from simulator.collectives.group_times import GroupTimes
+from simulator.columns.plan_table import Floats, PlanTable
+from simulator.config.runtime import DTYPE_BYTES, Runtime
+from simulator.kernels.operators import (
+    FIXED_DTYPE_BYTES,
+    OperatorSpec,
+    Work,
+    WorkKind,
+    active_rows,
+    backward_work,
+    forward_work,
+    tensor_bytes,
+)
+from simulator.kernels.roofline import FITTED, MEASURED, Roofline
+from simulator.overlap.site_costs import SitePairs, SiteRates
+from simulator.overlap.torch_async import ASYNC, extra_calls, partials_bytes, together_s
+from simulator.runtimes.library import RecomputeSpec, RuntimeSpec
+from simulator.runtimes.recomputation import run_again
+
+Rows = NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class PassCost:
+    """One pass over a block: kernel seconds, exposed communication by axis, host seconds. Columns.
+
+    `hidden_s` is communication that kernels hide while it takes SMs from them.
+    """
+
+    compute_s: Floats
+    weight_s: Floats  # weight gradients, which split backwards put off
+    host_s: Floats
+    hidden_s: Floats
+    measured_s: Floats | float = 0.0  # of compute_s, what rests on the very operator measured
+    fitted_s: Floats | float = 0.0  # and what on a curve through others
+    communication_s: dict[str, Floats] = field(default_factory=dict)
+
+    @property
+    def exposed_s(self) -> Floats:
+        return sum(self.communication_s.values(), np.zeros_like(self.compute_s))
+
+    @property
+    def device_s(self) -> Floats:
+        return self.compute_s + self.exposed_s
+
+    def expose(self, axis: str, seconds: Floats) -> None:
+        self.communication_s[axis] = self.communication_s.get(axis, np.zeros_like(self.compute_s)) + seconds
+
+    def take(self, which: NDArray[np.intp]) -> PassCost:
+        """Return the rows that `which` selects."""
+        return PassCost(
+            compute_s=self.compute_s[which],
+            weight_s=self.weight_s[which],
+            host_s=self.host_s[which],
+            hidden_s=self.hidden_s[which],
+            communication_s={axis: seconds[which] for axis, seconds in self.communication_s.items()},
+        )
+
+
+@dataclass(slots=True)
+class BlockCost:
+    """Forward, backward without recomputation, and for each recompute mode what runs again and what is kept.
+
+    Bytes are of one micro batch. A mode that wraps a share of the layers is averaged over layers. `bounds`: of no mode, but
+    no more than under any (`simulator.closed_form.screening.SharedBlocks.keeping_least`).
+    """
+
+    forward: PassCost
+    backward: PassCost
+    recompute: dict[str, PassCost]
+    saved_bytes: dict[str, Floats]
+    everything_bytes: Floats  # what it would save without recomputation
+    bounds: bool = False
+
+    def take(self, which: NDArray[np.intp]) -> BlockCost:
+        """Return the rows that `which` selects."""
+        return BlockCost(
+            forward=self.forward.take(which),
+            backward=self.backward.take(which),
+            recompute={mode: cost.take(which) for mode, cost in self.recompute.items()},
+            saved_bytes={mode: nbytes[which] for mode, nbytes in self.saved_bytes.items()},
+            everything_bytes=self.everything_bytes[which],
+            bounds=self.bounds,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostContext:
+    """Everything a block's cost depends on besides its operators."""
+
+    table: PlanTable
+    sizes: Mapping[str, Floats]
+    roofline: Roofline
+    groups: GroupTimes
+    runtime: Runtime
+    spec: RuntimeSpec
+    site: SiteRates = field(default_factory=SiteRates)
+    calibration: Calibration | None = None
+
+    @property
+    def in_layers(self) -> CostContext:
+        """The context of operators that belong to a layer."""
+        inside = self.roofline.in_layers
+        return self if inside is self.roofline else replace(self, roofline=inside)
+
+    def dtype_bytes(self, name: str) -> float:
+        named = {
+            "compute": self.runtime.compute_dtype,
+            "param": self.runtime.param_dtype,
+            "reduce": self.runtime.reduce_dtype,
+        }
+        if name in named:
+            return float(DTYPE_BYTES[named[name]])
+        return FIXED_DTYPE_BYTES[name]
+
+
+def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recompute: Sequence[str] = ()) -> BlockCost:
+    """Return the cost of a block, and of running it again under each of the modes `recompute` (layers only)."""
+    forward, backward = PassWriter(context), PassWriter(context)
+    modes = {name: context.spec.recompute[name] for name in recompute}
+    again = {name: PassWriter(context) for name, mode in modes.items() if mode.recomputes}
+    twice = {name: run_again(operators, modes[name], context.runtime, context.table) for name in again}
+    for i, operator in enumerate(operators):
+        works = forward_work(operator, context.sizes, context.dtype_bytes)
+        forward.add(works, active_rows(operator, context.table), operator)
+        for name, writer in again.items():
+            if twice[name][i].any():
+                writer.add(works, twice[name][i] * modes[name].layers, operator)
+    for operator in reversed(operators):
+        works = backward_work(operator, context.sizes, context.dtype_bytes)
+        backward.add(works, active_rows(operator, context.table), operator)
+    everything = tensors_bytes(operators, context)
+    return BlockCost(
+        forward=forward.done(),
+        backward=backward.done(),
+        recompute={name: writer.done() for name, writer in again.items()},
+        saved_bytes={
+            name: mode.layers * saved_bytes(operators, mode, context) + (1 - mode.layers) * everything
+            for name, mode in modes.items()
+        }
+        | ({} if modes else {"none": everything}),
+        everything_bytes=everything,
+    )
+
+
+def tensors_bytes(operators: Sequence[OperatorSpec], context: CostContext, *, without: Sequence[str] = ()) -> Floats:
+    """Return the bytes that operators save, those named in `without` left out."""
+    total = np.zeros(len(context.table))
+    for operator in operators:
+        if operator.saves and operator.name not in without:
+            active = active_rows(operator, context.table)
+            for tensor in operator.saves:
+                total = total + active * tensor_bytes(tensor, context.sizes, context.dtype_bytes)
+    return total
+
+
+def saved_bytes(operators: Sequence[OperatorSpec], mode: RecomputeSpec, context: CostContext) -> Floats:
+    """Return the bytes a block wrapped in `mode` keeps per micro batch."""
+    if mode.keeps:
+        zero = np.zeros(len(context.table))
+        return sum((tensor_bytes(x, context.sizes, context.dtype_bytes) for x in mode.keeps), zero)
+    return tensors_bytes(operators, context, without=mode.drops)
+
+
+class PassWriter:
+    """Adds up one pass, operator by operator, and pairs tensor-parallel collectives with the products beside them.
+
+    Pairs in a mode of our executor are `SitePairs`'s. With torch's asynchronous tensor parallelism a gather runs beside
+    the products that follow it, a reduce-scatter beside those just before it; a product serves one collective. All
+    columns, since plans differ in which operators run.
+    """
+
+    def __init__(self, context: CostContext) -> None:
+        rows = len(context.table)
+        self.context = context
+        self.cost = PassCost(
+            compute_s=np.zeros(rows),
+            weight_s=np.zeros(rows),
+            host_s=np.zeros(rows),
+            hidden_s=np.zeros(rows),
+        )
+        self._ranks = context.table["tp"]
+        self._overlaps = bool(context.table.overlap_modes)
+        self._matches = ASYNC in context.table.overlap_modes
+        self._sites = SitePairs(context.groups, context.roofline, context.site, context.spec.host.collective_s)
+        self._open = np.zeros(rows, dtype=bool)  # a gather waits for the end of its products
+        self._seen = np.zeros(rows, dtype=bool)  # and has met one
+        self._gathered = ""  # the tensor of the last gather
+        self._whole = np.zeros(rows)
+        self._bytes = np.zeros(rows)
+        self._beside = np.zeros((3, rows))  # its products: seconds at once and in pieces, and the host's for one launch
+        self._tail = np.zeros((3, rows))  # products at the end of what has been added, claimed by no gather
+        self._results: list[tuple[str, Rows]] = []  # what products since the last collective gave, and in which rows
+
+    def add(self, works: Sequence[Work], active: Floats, operator: OperatorSpec) -> None:
+        for work in works:
+            if work.kind is WorkKind.COLLECTIVE:
+                self._collective(work, active, operator)
+            else:
+                self._kernel(work, active, operator)
+                self._results.append((ends_of(work, operator)[1], active > 0))
+
+    def done(self) -> PassCost:
+        self._close(self._open)
+        self._account(self._sites.end_gather())
+        return self.cost
+
+    def _kernel(self, work: Work, active: Floats, operator: OperatorSpec) -> None:
+        cost, host = self.cost, self.context.spec.host
+        alone, source = self.context.roofline.sourced(work)
+        seconds = active * alone
+        cost.compute_s = cost.compute_s + seconds
+        cost.measured_s = cost.measured_s + np.where(source == MEASURED, seconds, 0.0)
+        cost.fitted_s = cost.fitted_s + np.where(source == FITTED, seconds, 0.0)
+        if work.name.endswith(WEIGHT_GRADIENT):
+            cost.weight_s = cost.weight_s + seconds
+        launch = host.backward_launch_s if work.backward else host.launch_s
+        eager = not self.context.runtime.compile
+        launch_s = np.where((self._ranks > 1) & eager, host.dtensor_launch_s, launch)
+        issued_s = active * work.launches * launch_s
+        cost.host_s = cost.host_s + issued_s
+        runs = active > 0
+        ends = ends_of(work, operator)
+        self._sites.product(work, ends, seconds, issued_s, active)
+        if not self._matches:
+            return
+        if work.kind is WorkKind.MATMUL:
+            if work.name.endswith(WEIGHT_GRADIENT):
+                return
+            product = np.stack([seconds, active * pieces_s(work, self.context), issued_s])
+            if ends[0] != self._gathered:
+                self._close(self._open & self._seen & runs)
+            self._seen = self._seen | (self._open & runs)
+            self._beside = self._beside + np.where(self._open, product, 0.0)
+            self._tail = np.where(self._open, self._tail, self._tail + product)
+            return
+        self._close(self._open & self._seen & runs)
+        self._beside = self._beside + np.where(self._open & runs, np.stack([seconds, seconds, issued_s]), 0.0)
+        self._end_tail(runs)
+
+    def _collective(self, work: Work, active: Floats, operator: OperatorSpec) -> None:
+        cost, context = self.cost, self.context
+        runs = (active > 0) & (context.groups.extent(work.over)[0] > 1)
+        if work.collective == "ring":
+            exposed, hidden = self._ring(work, operator)
+            cost.expose(work.over, active * exposed)
+            cost.hidden_s = cost.hidden_s + active * hidden
+            hops = np.where(runs, context.table["cp"] - 1, 0.0)
+            launch = context.spec.host.launch_s
+            cost.host_s = cost.host_s + active * hops * (2 * context.spec.host.collective_s + launch)
+            return
+        seconds = active * context.groups.time_s(work.collective, work.over, work.bytes)
+        if work.over != "tp" or not self._overlaps:
+            cost.host_s = cost.host_s + active * context.spec.host.collective_s * runs
+            cost.expose(work.over, seconds)
+            self._close(self._open & runs)
+            self._end_tail(runs)
+            return
+        paired, mode = self._sites.takes(operator.site, runs)
+        self._pair_sites(work, operator, paired, mode, seconds, runs)
+        seconds = np.where(paired, 0.0, seconds)
+        cost.host_s = cost.host_s + active * context.spec.host.collective_s * (runs & ~paired)
+        if work.collective != "reduce_scatter":
+            self._results = [(tensor, r & ~runs) for tensor, r in self._results]
+        self._close(self._open & runs)
+        matched = runs & (mode == ASYNC)
+        size = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), runs.shape)
+        if work.collective == "all_gather":
+            cost.expose("tp", np.where(matched, 0.0, seconds))
+            self._open = self._open | matched
+            self._gathered = operator.tensor
+            self._seen = self._seen & ~matched
+            self._whole, self._bytes = np.where(matched, seconds, self._whole), np.where(matched, size, self._bytes)
+            self._beside = np.where(matched, 0.0, self._beside)
+        elif work.collective == "reduce_scatter":
+            terms = sum(
+                (r.astype(int) for tensor, r in self._results if tensor == operator.tensor), np.zeros(len(runs))
+            )
+            hides = matched & (terms == 1)
+            self._pair(work.collective, seconds, size, np.where(hides, self._tail, 0.0), active)
+            self._results = [(tensor, r & ~runs) for tensor, r in self._results]
+        else:
+            cost.expose("tp", seconds)
+        self._end_tail(runs)
+
+    def _pair_sites(
+        self, work: Work, operator: OperatorSpec, paired: Rows, mode: NDArray[np.str_], seconds: Floats, runs: Rows
+    ) -> None:
+        """Have a tensor-parallel collective end what came before it, and begin or end a pair where it is one."""
+        self._account(self._sites.end_gather(None if work.collective == "all_gather" else runs))
+        size = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), runs.shape)
+        if work.collective == "all_gather":
+            self._sites.gather(operator.tensor, mode, seconds, size, paired)
+        elif work.collective == "reduce_scatter":
+            backward = work.backward
+            self._account(self._sites.scatter(operator.tensor, mode, seconds, size, paired, backward=backward))
+        self._sites.forget(runs)
+
+    def _account(self, found: tuple[Floats, Floats] | None) -> None:
+        if found is not None:
+            self.cost.expose("tp", found[0])
+            self.cost.host_s = self.cost.host_s + found[1]
+
+    def _end_tail(self, rows: Rows) -> None:
+        self._tail = np.where(rows, 0.0, self._tail)
+
+    def _ring(self, work: Work, operator: OperatorSpec) -> tuple[Floats, Floats]:
+        """Return (exposed, hidden) seconds of shards passed round while attention works on the one before.
+
+        Forward the attention kernel has just been added, backward it comes next; either way its work is the same.
+        """
+        ranks = self.context.groups.extent(work.over)[0]
+        hop = self.context.groups.time_s("send_recv", f"{work.over}_pair", work.bytes / ranks)
+        attention = self.context.roofline.seconds(attention_work(operator.hidden_by, self.context, work.backward))
+        exposed = (ranks - 1) * np.maximum(hop - attention / ranks, 0.0)
+        return exposed, (ranks - 1) * hop - exposed
+
+    def _close(self, rows: Rows) -> None:
+        """End the products beside the gathers of `rows`."""
+        if rows.any():
+            active = rows.astype(np.float64)
+            self._pair("all_gather", self._whole * active, self._bytes, self._beside * active, active)
+            self._open = self._open & ~rows
+
+    def _pair(self, op: str, whole_s: Floats, nbytes: Floats, products: Floats, active: Floats) -> None:
+        """Add what is left of a collective that torch's graph pass hides behind products, where there are any."""
+        product_s, in_pieces_s, issue_s = products
+        hop_s = copy_hop_s(nbytes, self.context)
+        together = together_s(hop_s=hop_s, pieces_s=in_pieces_s, ranks=self._ranks)
+        paired = product_s > 0
+        exposed = np.where(paired, np.maximum(together - product_s, 0.0), whole_s)
+        moved = partials_bytes(op, nbytes, self._ranks)
+        adding_s = np.where(paired, moved / self.context.roofline.memory_bytes_per_s, 0.0) * (active > 0)
+        self.cost.compute_s = self.cost.compute_s + adding_s
+        calls = extra_calls(self._ranks)
+        issued_s = calls * self.context.spec.host.collective_s + (self._ranks - 1) * issue_s
+        self.cost.host_s = self.cost.host_s + np.where(paired & (active > 0), issued_s, 0.0)
+        self.cost.expose("tp", exposed * (active > 0))
+
+
+def attention_work(name: str, context: CostContext, backward: bool) -> Work:
+    """Return the fused attention kernel called `name`."""
+    spec = OperatorSpec(name=name, attention="flash")
+    works = (backward_work if backward else forward_work)(spec, context.sizes, context.dtype_bytes)
+    return works[0]
+
+
+# The ending of a weight gradient's name.
+WEIGHT_GRADIENT = ".wgrad"
+
+
+def ends_of(work: Work, operator: OperatorSpec) -> tuple[str, str]:
+    """Return (the tensor a product reads, the one it gives) in the words of the runtime's description, else ("", "")."""
+    if work.kind is not WorkKind.MATMUL or work.name.endswith(WEIGHT_GRADIENT) or not operator.matmul:
+        return "", ""
+    operands, _, result = operator.matmul.partition("->")
+    ends = operands.split(",")[0].strip(), result.strip()
+    return (ends[1], ends[0]) if work.backward else ends
+
+
+def pieces_s(work: Work, context: CostContext) -> Floats:
+    """Return seconds of a product cut into one piece for each tensor-parallel rank, along tokens."""
+    ranks = context.table["tp"]
+    piece = replace(work, flops=work.flops / ranks, bytes=work.bytes / ranks)
+    if work.name.endswith(WEIGHT_GRADIENT):
+        piece = replace(piece, k=work.k / ranks)
+    else:
+        piece = replace(piece, m=work.m / ranks)
+    return np.asarray(ranks * context.roofline.seconds(piece))
+
+
+def copy_hop_s(nbytes: Floats, context: CostContext) -> Floats:
+    """Return the seconds in which a copy engine moves one rank's shard of a tensor of `nbytes` to a peer."""
+    return context.groups.time_s("send_recv", "tp_pair", nbytes / context.table["tp"], algorithm="copy_engine")

@@ -1,0 +1,273 @@
+"""Peak memory of every pipeline rank, by category.
+
+Allocated memory peaks when the first backward pass starts: activations of all micro batches in flight, the loss turning
+round on the last rank, layers gathered for use. What the allocator *reserves* is more: it keeps a pool per CUDA stream
+and a block freed on one stream is not reused on another, so gradients and gathered parameters that FSDP allocates on
+its communication streams add to the peak of the compute stream even when they never coincide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.closed_form.layer_cost import BlockCost, CostContext
+from simulator.closed_form.overlap_memory import symmetric_bytes
+from simulator.columns.plan_table import Floats
+from simulator.config.model import Model
+from simulator.kernels.operators import OperatorSpec, parse_matmul, tensor_bytes
+from simulator.pipeline.schedules import SPLIT_BACKWARD
+from simulator.pipeline.stages import StageLayout, head_in_flight, in_flight
+from simulator.runtimes.library import ModelOperators, head_moments
+
+# Bytes beside the allocator's: CUDA context, kernels and NCCL buffers of a few communicators. Source: assumed; a bare
+# torch process with NCCL shows 1 to 2 GiB in nvidia-smi on Hopper.
+CONTEXT_BYTES = 1.5 * 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryColumns:
+    """Bytes, shape (plans, pipeline ranks); ranks a plan does not have hold zero."""
+
+    categories: dict[str, Floats]
+    peak_bytes: Floats
+    reserved_bytes: Floats
+
+    @property
+    def worst_rank(self) -> NDArray[np.int64]:
+        worst: NDArray[np.int64] = np.argmax(self.reserved_bytes, axis=1)
+        return worst
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Parameters of one rank before data-parallel sharding, by part of the network. Columns (constants broadcast)."""
+
+    dense_layer: Floats
+    moe_layer: Floats
+    experts: Floats  # routed experts of one MoE layer
+    embedding: Floats
+    head: Floats
+
+    def of_stage(self, layout: StageLayout) -> tuple[Floats, Floats]:
+        """Return (everything but routed experts, routed experts) of pipeline ranks, shape (plans, columns)."""
+        dense, moe = layout.layers
+        shared = (
+            dense * self.dense_layer[:, None]
+            + moe * self.moe_layer[:, None]
+            + layout.first * self.embedding[:, None]
+            + layout.last * self.head[:, None]
+        )
+        return shared, moe * self.experts[:, None]
+
+
+def local_parameters(model: Model, context: CostContext) -> Parameters:
+    """Return parameters per rank: matrices divided over tensor-parallel ranks, norms and routers replicated."""
+    table = context.table
+    tp, ep = table["tp"], table["ep"]
+    expert_tp = np.where(table.sequence_parallel, 1.0, tp)
+    attention = model.attention_parameters / tp + model.block_norm_parameters
+    final_norm = model.norm_parameters if model.final_norm else 0
+    # A tied head still exists on the last pipeline rank when the embedding lives on another one.
+    tied_copy = np.where((table["pp"] > 1) & model.tied_embeddings, model.vocab * model.hidden / tp, 0.0)
+    return Parameters(
+        dense_layer=attention + model.mlp_parameters(model.ffn) / tp,
+        moe_layer=attention + model.moe_shared_parameters + 0 * tp,
+        experts=model.expert_parameters / (ep * expert_tp),
+        embedding=model.vocab * model.hidden / tp + model.learned_positions * model.hidden,
+        head=model.head_parameters / tp + final_norm + tied_copy,
+    )
+
+
+def memory_columns(
+    model: Model,
+    operators: ModelOperators,
+    context: CostContext,
+    layout: StageLayout,
+    blocks: dict[str, BlockCost],
+    parameters: Parameters,
+    *,
+    at_least: bool = False,
+) -> MemoryColumns:
+    """Return peak memory of every pipeline rank under every plan; with `at_least` a lower bound where schedules would
+    have to be counted out.
+    """
+    table, spec = context.table, operators.spec
+    exists, first, last = layout.exists, layout.first, layout.last
+    shared, experts = parameters.of_stage(layout)
+
+    def sharded(kind: str) -> Floats:
+        return shared / table.state_shard[kind][:, None] + experts / table.expert_shard[kind][:, None]
+
+    widths = state_bytes(context)
+    param_bytes, gradient_bytes = widths["parameters"], widths["gradients"]
+    fully_sharded = table.fully_sharded[:, None]
+
+    optimizer = sharded("optimizer") * widths["optimizer"]
+
+    # Layers in flight under full sharding: the one computing, those gathered ahead, and the two ends of the network,
+    # which are units of their own. Backward holds their unsharded gradients until they are reduced.
+    per_layer = np.maximum(parameters.dense_layer, (parameters.moe_layer + parameters.experts) * (model.moe_layers > 0))
+    ends = np.maximum(first * parameters.embedding[:, None], last * parameters.head[:, None])
+    window = np.where(
+        table.keeps_gathered[:, None], shared + experts, (1.0 + spec.fsdp.prefetch) * per_layer[:, None] + ends
+    )
+    gathered = np.where(fully_sharded, window * context.dtype_bytes("compute"), 0.0)
+    # Autocast keeps a 16-bit copy of every weight that products use from its first use to the end of the forward pass,
+    # and backward keeps those of layers that are not run again; embeddings are looked up as they are. Compiled blocks cast
+    # by themselves, and autocast remembers nothing of theirs.
+    cast = table.conditions["autocast"] & (param_bytes > context.dtype_bytes("compute"))
+    cast_bytes = np.where(cast[:, None], context.dtype_bytes("compute"), 0.0)
+    again = np.zeros_like(shared)
+    for mode, (in_dense, in_moe) in layout.by_mode.items():
+        if mode != "none":
+            again = again + spec.recompute[mode].layers * _of_layers(parameters, (in_dense, in_moe))
+    if blocks["dense"].bounds:  # whatever the mode, copies are there together at the end of the forward pass
+        again = again + _of_layers(parameters, layout.by_mode.get("none"))
+    looked_up = np.where(model.tied_embeddings, 0.0, first * parameters.embedding[:, None])
+    gathered = np.where(cast[:, None], (shared + experts - again - looked_up) * cast_bytes, gathered)
+    unsharded_gradients = np.maximum(per_layer[:, None], ends) * (
+        context.dtype_bytes(spec.state.unsharded_gradient_dtype) + context.dtype_bytes("reduce")
+    )
+    # A data-parallel reduction through buckets may hold them beside the gradients.
+    copied = spec.ddp.bucket_copy & (table["dp_replicate"] > 1)
+    buckets = np.where(copied[:, None], (shared + experts) * gradient_bytes, 0.0)
+    buckets = buckets + _placeholders(operators, context, *layout.layers)
+    # Micro batches of a pipeline add up whole gradients, in the type they are reduced in, until the last one.
+    adding = (table["pp"] > 1)[:, None] * (shared + experts) * context.dtype_bytes("reduce")
+    reduction = np.where(fully_sharded, unsharded_gradients + adding, buckets)
+    passing = np.where(fully_sharded, unsharded_gradients, 0.0)
+
+    flying = in_flight(table, layout.rank, at_least=at_least)
+    saved = first * blocks["embedding"].saved_bytes["none"][:, None]
+    for mode, (in_dense, in_moe) in layout.by_mode.items():
+        saved = saved + in_dense * blocks["dense"].saved_bytes[mode][:, None]
+        if "moe" in blocks:
+            saved = saved + in_moe * blocks["moe"].saved_bytes[mode][:, None]
+    head_saved = blocks["head"].saved_bytes["none"]
+    activations = saved * flying + last * (head_saved * head_in_flight(table, at_least=at_least))[:, None]
+    # Micro batches in flight hold what a stage received: most of them is least beside.
+    most = np.isin(table.schedule, SPLIT_BACKWARD)[:, None] & at_least
+    received = np.where(most, np.maximum(table.micro_batches[:, None], flying), flying)
+    activations = activations + between_stages_bytes(context, first, last, received)
+    # A recomputed block's intermediates live again, one block at a time.
+    widest = np.max([blocks[name].everything_bytes for name in ("dense", "moe") if name in blocks], axis=0)
+    wrapped = sum((a + b for mode, (a, b) in layout.by_mode.items() if mode != "none"), np.zeros_like(shared))
+    recomputed = np.where(wrapped > 0, widest[:, None] + per_layer[:, None] * cast_bytes, 0.0)
+    loss = last * np.maximum(head_peak_bytes(context) - head_saved, 0.0)[:, None]
+    remembered = np.zeros_like(again) if context.runtime.compile else again * cast_bytes
+    turning = np.maximum(np.maximum(loss, recomputed * exists), remembered * exists)
+
+    categories = {
+        "parameters": sharded("parameters") * param_bytes,
+        "optimizer": optimizer,
+        "gradients": sharded("gradients") * gradient_bytes,
+        "activations": activations,
+        "gathered_parameters": gathered,
+        "gradient_buffers": reduction,
+        "loss_and_recompute": turning,
+        "symmetric_buffers": symmetric_bytes(context, *layout.layers),
+    }
+    categories = {k: np.where(exists, v, 0.0) for k, v in categories.items()}
+    everything = sum(categories.values(), np.zeros_like(shared))
+    # The loss and a unit's whole gradient do not coincide: under full sharding gradients appear as activations go, and
+    # shards of them are there before only if an earlier micro batch has left them.
+    appear = spec.state.gradient_dtype != "reduce"  # else main gradients are there from the beginning
+    alone = (table.micro_batches <= 1)[:, None]
+    fresh = fully_sharded & appear & ((table["pp"] > 1)[:, None] | alone)
+    whole = ~fully_sharded & appear & alone & spec.state.gradients_freed
+    early = everything - np.where(exists, passing, 0.0) - np.where(fresh | whole, categories["gradients"], 0.0)
+    # At the end each unit's whole gradient turns into its shard: what is left of the ones makes room for the others.
+    turned = np.where(fully_sharded & exists, np.minimum(adding, categories["gradients"]), 0.0)
+    late = everything - categories["activations"] - categories["loss_and_recompute"] - turned
+    peak = np.maximum(early, late)
+    # One pool per stream: the compute stream's peak and the communication streams' peak add up.
+    # Whole gradients come from the compute stream's own pool, where activations have made room for them.
+    reserved = np.where(whole, peak, everything)
+    return MemoryColumns(categories=categories, peak_bytes=peak, reserved_bytes=np.where(exists, reserved, 0.0))
+
+
+def _of_layers(parameters: Parameters, layers: tuple[Floats, Floats] | None) -> Floats | float:
+    """Return the parameters of so many dense layers and layers with experts; both of shape (plans, ranks)."""
+    if layers is None:
+        return 0.0
+    dense, moe = layers
+    return dense * parameters.dense_layer[:, None] + moe * (parameters.moe_layer + parameters.experts)[:, None]
+
+
+State = Literal["parameters", "gradients", "optimizer"]
+
+
+def state_bytes(context: CostContext) -> dict[State, float]:
+    """Return bytes per parameter of each kind of state, before sharding.
+
+    Adam keeps its two moments in the type of the parameters it updates: the float32 copy where there is one.
+    """
+    state, param = context.spec.state, context.dtype_bytes("param")
+    master = 4.0 if state.master_weights and param < 4 else 0.0
+    moments = 0.0 if context.runtime.optimizer == "sgd" else 2.0 * (4.0 if master else param)
+    gradients = context.dtype_bytes(state.gradient_dtype)
+    return {"parameters": param, "gradients": gradients, "optimizer": moments + master}
+
+
+def head_peak_bytes(context: CostContext) -> Floats:
+    """Return the bytes of the tensors that are alive together when the loss turns round."""
+    peak = np.zeros(len(context.table))
+    for moment in head_moments(context.runtime):
+        tensors = (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in moment)
+        peak = np.maximum(peak, sum(tensors, np.zeros(len(context.table))))
+    return peak
+
+
+def between_stages_bytes(
+    context: CostContext, first: NDArray[np.bool_], last: NDArray[np.bool_], flying: Floats
+) -> Floats:
+    """Return the bytes of what pipeline stages exchange and keep, besides the inputs that backward needs anyway.
+
+    `first` and `last` mark ranks with an end of the network, `flying` counts micro batches in flight on a rank; all are
+    of shape (plans, ranks), as is the result.
+    """
+    table, spec = context.table, context.spec.pipeline
+    m, v = table.micro_batches[:, None], np.maximum(table["virtual_stages"], 1.0)[:, None]
+    message, logits = (tensor_bytes(x, context.sizes, context.dtype_bytes)[:, None] for x in ("u h", "t v"))
+    total = np.zeros(np.shape(flying))
+    if spec.receive_buffers:
+        total = total + message * (np.maximum((v - 1.0 * first) * m - flying * v, 0.0) + (v - 1.0 * last) * m)
+    if spec.keeps_outputs:
+        total = total + m * ((v - 1.0 * last) * message + last * logits)
+    return np.where((table["pp"] > 1)[:, None], total, 0.0)
+
+
+def placeholder_bytes(operators: Iterable[OperatorSpec], context: CostContext) -> Floats:
+    """Return the bytes of weight gradients that nobody fills: one for each distinct shape of weight, if the runtime
+    has them.
+    """
+    if not context.spec.state.placeholder_gradients:
+        return np.zeros(len(context.table))
+    shapes = set()
+    for operator in operators:
+        if operator.matmul and operator.weight_gradient_dtype != "compute":
+            left, right, out = parse_matmul(operator.matmul)
+            shapes.add(" ".join(axis for axis in right if axis not in left or axis not in out))
+    weights = (tensor_bytes(shape, context.sizes, context.dtype_bytes) for shape in sorted(shapes))
+    return sum(weights, np.zeros(len(context.table)))
+
+
+def _placeholders(
+    operators: ModelOperators, context: CostContext, dense: NDArray[np.int64], moe: NDArray[np.int64]
+) -> Floats:
+    """Return those bytes by pipeline rank, as it holds `dense` and `moe` layers; the head's come and go."""
+    total = np.zeros(dense.shape)
+    both = operators.dense_layer + operators.moe_layer
+    for held, kind in (
+        ((dense > 0) & (moe == 0), operators.dense_layer),
+        ((dense == 0) & (moe > 0), operators.moe_layer),
+        ((dense > 0) & (moe > 0), both),
+    ):
+        if held.any():
+            total = np.where(held, placeholder_bytes(kind, context)[:, None], total)
+    return total

@@ -1,0 +1,173 @@
+"""The closed form for searches: many plans as columns, in three rounds of rising price, the dear ones for few.
+
+    screening = Screening(scenario)
+    shared = screening.blocks(columns, modes)            # operators, once for all plans that run the same
+    some = screening.plans(columns.take(rows), shared, rows)
+    some.reserved_bytes(at_least=True)                   # memory, all of it true but for schedules counted on tables
+    some.at_least_s()                                    # a lower bound of the step: all but data-parallel traffic
+    some.step_s()                                        # the step, but for flushes of a full allocator: flush_s
+
+The numbers are those of `estimate_plans`: the same functions, on one column for each kind of pipeline rank instead of
+one for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.closed_form.allocator import flush_s
+from simulator.closed_form.estimates import calibrated_operators, cost_context, network_blocks
+from simulator.closed_form.layer_cost import BlockCost, CostContext
+from simulator.closed_form.memory import CONTEXT_BYTES, Parameters, local_parameters, memory_columns
+from simulator.closed_form.scenario import Scenario
+from simulator.closed_form.step_cost import MicroBatches, micro_batches, step_cost
+from simulator.columns.plan_columns import PlanColumns, distinct, words
+from simulator.columns.plan_table import Floats, PlanTable, table_of_columns
+from simulator.kernels.roofline import Roofline
+from simulator.pipeline.stages import StageLayout, stage_layout
+from simulator.runtimes.library import ModelOperators, canonical_recompute, wraps_one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBlocks:
+    """Block costs of the distinct (degrees, micro batch, overlap) among plans, and which of them each plan has."""
+
+    costs: dict[str, BlockCost]
+    which: NDArray[np.intp]
+
+    def keeping_least(self) -> SharedBlocks:
+        """Return blocks that keep, without recomputing anything, no more than under any mode: a bound, not a mode."""
+        least = {
+            name: replace(
+                cost, recompute={}, saved_bytes={"none": np.minimum.reduce([*cost.saved_bytes.values()])}, bounds=True
+            )
+            for name, cost in self.costs.items()
+        }
+        return SharedBlocks(costs=least, which=self.which)
+
+    def take(self, rows: NDArray[np.intp]) -> dict[str, BlockCost]:
+        """Return the blocks of some of the plans."""
+        mine = self.which[rows]
+        return {name: cost.take(mine) for name, cost in self.costs.items()}
+
+
+@dataclass(frozen=True)  # no slots: what every round of a search needs is found once
+class Screening:
+    """One scenario, asked for many plans."""
+
+    scenario: Scenario
+
+    @property
+    def capacity_bytes(self) -> float:
+        """What a rank can use of its GPU."""
+        return self.scenario.cluster.gpu_memory_bytes - CONTEXT_BYTES
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense datasheet rate of the compute type on one GPU."""
+        return Roofline(gpu=self.scenario.cluster.slowest_kind, dtype=self.scenario.runtime.compute_dtype).peak_flops
+
+    @cached_property
+    def operators(self) -> ModelOperators:
+        return calibrated_operators(self.scenario)
+
+    def table(self, columns: PlanColumns) -> PlanTable:
+        """Return the columns as the closed form reads them. Raises BadPlan for words the runtime does not know."""
+        recompute = columns.recompute
+        for word in words(recompute):
+            spelled = canonical_recompute(word, self.scenario.runtime)
+            if spelled != word:
+                recompute = np.where(recompute == word, spelled, recompute)
+        spec = self.operators.spec
+        return table_of_columns(
+            replace(columns, recompute=recompute),
+            self.scenario.workload,
+            cp_method=spec.context_parallel,
+            wraps_one=wraps_one(spec, self.scenario.runtime),
+        )
+
+    def blocks(self, plans: PlanColumns | PlanTable, recompute: Sequence[str]) -> SharedBlocks:
+        """Return the costs of the blocks of every plan, layers under all modes of `recompute`."""
+        table = plans if isinstance(plans, PlanTable) else self.table(plans)
+        conditions = np.stack([*table.conditions.values()]).T @ (1 << np.arange(len(table.conditions)))
+        overlap = np.searchsorted(np.array(words(table.tp_overlap), dtype=np.str_), table.tp_overlap)
+        degrees = [table[name] for name in ("tp", "cp", "ep", "micro_batch_size", "gpus", "placing")]
+        rows, which = distinct(*degrees, conditions, overlap, table.capacity_factor)
+        context = self._context(table.take(rows))
+        modes = [canonical_recompute(word, self.scenario.runtime) for word in recompute]
+        # A collective that cannot run here takes for ever, and for ever less for ever is no number.
+        with np.errstate(invalid="ignore"):
+            costs = network_blocks(self.operators, context, modes, moe=self.scenario.model.moe is not None)
+        return SharedBlocks(costs=costs, which=which)
+
+    def plans(self, plans: PlanColumns | PlanTable, shared: SharedBlocks, rows: NDArray[np.intp]) -> ScreenedPlans:
+        """Return `plans`, which have the blocks of `rows` of `shared`, ready to be costed."""
+        table = plans if isinstance(plans, PlanTable) else self.table(plans)
+        return ScreenedPlans(self, table, shared.take(rows))
+
+    def _context(self, table: PlanTable) -> CostContext:
+        return cost_context(self.scenario, table, self.operators)
+
+
+class ScreenedPlans:
+    """Plans of one screening; every figure is one entry a plan."""
+
+    def __init__(self, screening: Screening, table: PlanTable, blocks: dict[str, BlockCost]) -> None:
+        self.screening, self.table, self.blocks = screening, table, blocks
+        self.operators = screening.operators
+
+    @cached_property
+    def context(self) -> CostContext:
+        return self.screening._context(self.table)  # noqa: SLF001 - one module, two halves
+
+    @cached_property
+    def layout(self) -> StageLayout:
+        return stage_layout(self.screening.scenario.model, self.table, self.operators.spec.pipeline, merged=True)
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        return local_parameters(self.screening.scenario.model, self.context)
+
+    def reserved_bytes(self, *, at_least: bool = False) -> Floats:
+        """Return what the allocator holds on the worst rank; `at_least` a lower bound, where counting out is dear."""
+        layout = self.layout
+        if not at_least:
+            layout = stage_layout(self.screening.scenario.model, self.table, self.operators.spec.pipeline)
+        memory = memory_columns(
+            self.screening.scenario.model,
+            self.operators,
+            self.context,
+            layout,
+            self.blocks,
+            self.parameters,
+            at_least=at_least,
+        )
+        return np.asarray(memory.reserved_bytes.max(axis=1))
+
+    @cached_property
+    def micro(self) -> MicroBatches:
+        """What micro batches and the schedule take."""
+        with np.errstate(invalid="ignore"):
+            return micro_batches(
+                self.screening.scenario.model, self.operators, self.context, self.layout, self.blocks, self.parameters
+            )
+
+    def at_least_s(self) -> Floats:
+        """Return a lower bound of the step: all but data-parallel traffic. Infinite where something cannot run."""
+        return np.nan_to_num(self.micro.at_least_s, nan=np.inf)
+
+    def flush_s(self, reserved_bytes: Floats) -> Floats:
+        """Return what `step_s` leaves out: seconds that a nearly full allocator costs (`simulator.closed_form.allocator`)."""
+        return flush_s(self.table, reserved_bytes, self.screening.capacity_bytes)
+
+    def step_s(self) -> Floats:
+        """Return seconds of the whole step but for flushes. Infinite where something cannot run."""
+        micro = self.micro
+        with np.errstate(invalid="ignore"):
+            total = step_cost(self.operators, self.context, self.layout, self.parameters, micro).total_s
+        return np.nan_to_num(total, nan=np.inf)

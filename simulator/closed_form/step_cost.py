@@ -1,0 +1,379 @@
+"""A training step from its blocks, as columns: micro batches through the slowest rank, the bubble, data-parallel traffic.
+
+Two halves, because a search rarely needs the second: `micro_batches` is what repeats and what the schedule adds, a true
+lower bound of the step; `step` adds what comes on top of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.calibration.provenance import Shares, shares
+from simulator.closed_form.data_parallel import FSDP_OPS, data_parallel, optimizer_s, sm_share
+from simulator.closed_form.layer_cost import BlockCost, CostContext
+from simulator.closed_form.memory import Parameters
+from simulator.collectives.group_times import GroupTimes
+from simulator.columns.plan_columns import words
+from simulator.columns.plan_table import Floats, PlanTable
+from simulator.config.model import Model
+from simulator.config.runtime import DTYPE_BYTES
+from simulator.kernels.roofline import efficiency
+from simulator.pipeline.stages import StageLayout, bubble_s
+from simulator.runtimes.library import HostSpec, ModelOperators, RuntimeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTime:
+    """What the device waits for the host, seconds of a step.
+
+    `late` is the host behind the device over the step, bubble and all; `first` is lateness in the first pass, which
+    nothing ran ahead of; `before` is the step's own host time. A host that `synchronizes` never runs ahead. One entry a plan.
+    """
+
+    late: Floats
+    first: Floats
+    before: Floats
+    synchronizes: NDArray[np.bool_]
+
+    def seconds(self, beside: Floats) -> Floats:
+        """Return the wait while `beside`, seconds of other work, keeps the device busy too."""
+        ahead = np.maximum(self.late - beside, self.first)
+        return np.asarray(np.where(self.synchronizes, self.late, ahead) + self.before)
+
+    @property
+    def at_least_s(self) -> Floats:
+        """A lower bound of the wait and what is beside it, however long that takes."""
+        return self.seconds(np.zeros_like(self.late))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatches:
+    """What repeats with every micro batch and what the schedule adds, seconds of a step. All but `slowest` are of it.
+
+    `slowest` is the column of the pipeline rank that decides; `forward` and `backward` are one micro batch there.
+    `exposed` holds what tensor, context, expert and pipeline parallelism do not hide. Of `compute` and
+    `recompute`, `measured` rests on the very operators and `fitted` on curves through others. `clocks_at_least` is the
+    least that idle moments make of them (`working_clocks`). `at_least_s` is the sum: a lower bound of the step, to
+    which only data-parallel traffic is added.
+    """
+
+    clocks_at_least: float
+    slowest: NDArray[np.intp]
+    forward: Floats
+    backward: Floats
+    compute: Floats
+    recompute: Floats
+    exposed: dict[str, Floats]
+    hidden: Floats
+    bubble: Floats
+    host: HostTime
+    measured: Floats
+    fitted: Floats
+    optimizer: Floats
+
+    @property
+    def at_least_s(self) -> Floats:
+        computing = self.clocks_at_least * (self.compute + self.recompute)
+        return sum((self.bubble, self.host.at_least_s, self.optimizer, *self.exposed.values()), computing)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Parts of the step, which add up to it, and exposed communication by axis; one entry a plan."""
+
+    breakdown_s: dict[str, Floats]
+    exposed_s: dict[str, Floats]
+    clocks: Floats
+    shares: Shares
+
+    @property
+    def total_s(self) -> Floats:
+        return sum(self.breakdown_s.values(), np.zeros_like(self.breakdown_s["compute"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSum:
+    """A block quantity summed over the layers of each pipeline rank, then read on the rank that decides."""
+
+    layout: StageLayout
+    table: PlanTable
+    blocks: dict[str, BlockCost]
+    has_moe: bool
+
+    def of(self, quantity: str) -> Floats:
+        """Return per-rank sums of a dotted quantity such as `forward.compute_s`, shape (plans, ranks)."""
+        dense, moe = self.layout.layers
+        total = (
+            dense * self._read("dense", quantity)
+            + self.layout.first * self._read("embedding", quantity)
+            + self.layout.last * self._read("head", quantity)
+        )
+        if self.has_moe:
+            total = total + moe * self._read("moe", quantity)
+        return np.asarray(total)
+
+    def again(self, quantity: str) -> Floats:
+        """Return per-rank sums of what recomputation runs again: each layer under its own mode."""
+        total = np.zeros(self.layout.exists.shape)
+        for mode, counts in self.layout.by_mode.items():
+            for name, layers in zip(("dense", "moe"), counts, strict=True):
+                if name in self.blocks and mode in self.blocks[name].recompute:
+                    total = total + layers * self._read(name, f"recompute.{mode}.{quantity}")
+        return total
+
+    def passes(self, quantity: str) -> dict[str, Floats]:
+        """Return a quantity of the three passes of one micro batch."""
+        return {
+            "forward": self.of(f"forward.{quantity}"),
+            "backward": self.of(f"backward.{quantity}"),
+            "recompute": self.again(quantity),
+        }
+
+    def _read(self, block: str, quantity: str) -> Floats:
+        value: object = self.blocks[block]
+        for name in quantity.split("."):
+            value = value.get(name, 0.0) if isinstance(value, dict) else getattr(value, name)
+        return np.broadcast_to(np.asarray(value, dtype=np.float64), (len(self.table),))[:, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSeconds:
+    """One micro batch on every pipeline rank: each pass takes as long as the device or the host, whichever is slower.
+
+    `device` and `host` are by pass (forward, backward, recompute); `backward` has the recomputation in it.
+    """
+
+    device: dict[str, Floats]
+    host: dict[str, Floats]
+    forward: Floats
+    backward: Floats
+
+
+def rank_seconds(rank_sum: RankSum, spec: RuntimeSpec) -> RankSeconds:
+    """Return how long pipeline ranks take for one micro batch, shape (plans, columns)."""
+    device, host = rank_sum.passes("device_s"), rank_sum.passes("host_s")
+    dense, moe = rank_sum.layout.layers
+    layers = dense + moe
+    forward_s, backward_s = layer_host_s(spec.host, rank_sum.table)
+    host["forward"] = host["forward"] + layers * forward_s[:, None]
+    host["backward"] = host["backward"] + layers * backward_s[:, None]
+    again = _wrapped_layers(spec, rank_sum.layout)
+    host["recompute"] = host["recompute"] + again * again_host_s(spec.host, rank_sum.table)[:, None]
+    return RankSeconds(
+        device=device,
+        host=host,
+        forward=np.maximum(device["forward"], host["forward"]),
+        backward=np.maximum(device["backward"] + device["recompute"], host["backward"] + host["recompute"]),
+    )
+
+
+def micro_batches(
+    model: Model,
+    operators: ModelOperators,
+    context: CostContext,
+    layout: StageLayout,
+    blocks: dict[str, BlockCost],
+    parameters: Parameters,
+) -> MicroBatches:
+    """Return what micro batches and the schedule cost on the slowest pipeline rank of every plan."""
+    table, spec, groups = context.table, operators.spec, context.groups
+    rank_sum = RankSum(layout=layout, table=table, blocks=blocks, has_moe="moe" in blocks)
+    m = table.micro_batches
+
+    ranks = rank_seconds(rank_sum, spec)
+    device, host, forward_s, behind_s = ranks.device, ranks.host, ranks.forward, ranks.backward
+    slowest = np.argmax(forward_s + behind_s, axis=1)
+
+    def here(values: Floats) -> Floats:
+        return np.asarray(np.take_along_axis(values, slowest[:, None], axis=1)[:, 0])
+
+    compute = here(rank_sum.of("forward.compute_s")) + here(rank_sum.of("backward.compute_s"))
+    recompute = here(rank_sum.again("compute_s"))
+    exposed = {
+        axis: sum((here(x) for x in rank_sum.passes(f"communication_s.{axis}").values()), np.zeros(len(table)))
+        for axis in ("tp", "cp", "ep")
+    }
+    hidden = sum((here(x) for x in rank_sum.passes("hidden_s").values()), np.zeros(len(table)))
+    forward, backward = here(forward_s), here(behind_s)
+    # A host that is slower in one pass and quicker in the other runs ahead where it can: what counts is the whole
+    # step's issue time against the device's, and the first pass, which nothing ran ahead of.
+    on_device = here(device["forward"] + device["backward"] + device["recompute"])
+    on_host = here(host["forward"] + host["backward"] + host["recompute"])
+    first = forward - here(device["forward"])
+
+    # The schedule: ranks wait for the pipe to fill and drain, and for what neighbours send.
+    # The pipe fills and drains through all the other ranks, at each one's own pace. Where ranks hold several stages,
+    # uneven ones stall each other in every round: there the slowest rank stands for all.
+    weight_s = rank_sum.of("backward.weight_s")
+    others = np.maximum(table["pp"] - 1, 1.0)
+
+    def elsewhere(values: Floats) -> Floats:
+        mean = ((values * layout.alike).sum(axis=1) - here(values)) / others
+        return np.asarray(np.where(table["virtual_stages"] > 1, np.maximum(mean, here(values)), mean))
+
+    bubble = bubble_s(table, elsewhere(forward_s), elsewhere(behind_s - weight_s), elsewhere(weight_s))
+    late = m * (on_host - on_device) + spec.host.rest_s - bubble
+    boundary = context.sizes["u"] * model.hidden * DTYPE_BYTES[context.runtime.compute_dtype]
+    if spec.pipeline.scatter_p2p:
+        boundary = np.where(table.sequence_parallel, boundary, boundary / table["tp"])
+    hop = groups.time_s("send_recv", "pp", boundary)
+    crossings = 2.0 * (table["pp"] - 1)
+    # One forward, one backward leaves no slack: what a rank sends is what its neighbour waits for, early receive or not.
+    breadth = np.isin(table.schedule, ["GPipe", "LoopedBFS"]) & spec.pipeline.p2p_overlap
+    crossings = crossings + np.where((table["pp"] > 1) & ~breadth, 2.0 * table["virtual_stages"] * m, 0.0)
+    exposed = {axis: m * seconds for axis, seconds in exposed.items()}
+    exposed["pp"] = crossings * hop
+    waits = host_synchronizes(spec.host, table)
+    before_s = spec.host.step_s + spec.host.data_token_s * loaded_tokens(context)
+    calibration = context.calibration
+    return MicroBatches(
+        clocks_at_least=calibration.burst if calibration is not None else 1.0,
+        slowest=slowest,
+        forward=forward,
+        backward=backward,
+        compute=m * compute,
+        recompute=m * recompute,
+        exposed=exposed,
+        hidden=m * hidden,
+        bubble=bubble,
+        host=HostTime(
+            late=np.where(waits, m * (forward + backward - on_device), late),
+            first=first,
+            before=before_s,
+            synchronizes=waits,
+        ),
+        measured=m * sum((here(part) for part in rank_sum.passes("measured_s").values()), np.zeros(len(table))),
+        fitted=m * sum((here(part) for part in rank_sum.passes("fitted_s").values()), np.zeros(len(table))),
+        optimizer=optimizer_s(context, layout, parameters),
+    )
+
+
+def step_cost(
+    operators: ModelOperators,
+    context: CostContext,
+    layout: StageLayout,
+    parameters: Parameters,
+    micro: MicroBatches,
+) -> Step:
+    """Return the whole step of every plan: `micro` and the traffic of data parallelism."""
+    table, groups = context.table, context.groups
+    data = data_parallel(operators, context, layout, parameters, micro.forward, micro.backward, micro.slowest)
+    # Clipping needs the norm of all gradients: one number summed over shards, tensor-parallel ranks and stages.
+    norm = sum((groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES), np.zeros(len(table)))
+    exposed = {**micro.exposed, "dp": data.exposed_s + norm}
+    beside = data.copies_s + data.contention_s  # keeps a device busy that would wait for the host
+    breakdown = {
+        "compute": micro.compute,
+        "recompute": micro.recompute,
+        "copies": data.copies_s,
+        "contention": data.contention_s + micro.hidden * sm_share(context, *FSDP_OPS),
+        "exposed_communication": sum(exposed.values(), np.zeros(len(table))),
+        "bubble": micro.bubble + data.fill_s,
+        "host": micro.host.seconds(beside),
+        "optimizer": micro.optimizer,
+    }
+    clocks = working_clocks(breakdown, context)
+    # A device that works quicker waits so much longer for a host that is behind.
+    saved = (1.0 - clocks) * (micro.compute + micro.recompute)
+    breakdown |= {name: breakdown[name] * clocks for name in ("compute", "recompute")}
+    breakdown["host"] = micro.host.seconds(beside - saved)
+    return Step(
+        breakdown_s=breakdown,
+        exposed_s=exposed,
+        clocks=clocks,
+        shares=shares(
+            breakdown,
+            measured_s=micro.measured,
+            fitted_s=micro.fitted,
+            kernels_s=micro.compute + micro.recompute,
+            calibration=context.calibration,
+            runtime=context.runtime,
+            communication_measured=_within_measured(table, groups),
+        ),
+    )
+
+
+def _within_measured(table: PlanTable, groups: GroupTimes) -> NDArray[np.bool_]:
+    """Return which plans are no larger than the groups whose collectives were measured."""
+    measured = groups.collectives.measured
+    most = max((sample.ranks for sample in measured.samples), default=0) if measured is not None else 0
+    return np.asarray(table["gpus"] <= most)
+
+
+def working_clocks(breakdown: dict[str, Floats], context: CostContext) -> Floats:
+    """Return what arithmetic takes at the clocks that a step's idle moments leave to its busy ones, over what it takes
+    on a GPU that is never idle; one without a calibration, whose efficiencies are of whole steps.
+    """
+    calibration, gpu = context.calibration, context.roofline.gpu
+    if calibration is None:
+        return np.ones(len(context.table))
+    busy = sum((breakdown[name] for name in BUSY), np.zeros(len(context.table)))
+    # A limiter averages over a moment, so of a long pause only the end of it is credited to what follows. Links and
+    # memory at work draw power too: communication is no pause.
+    idle = breakdown["host"] + np.minimum(breakdown["bubble"], POWER_WINDOW_S)
+    return calibration.clocks(busy / np.maximum(busy + idle, 1e-12), efficiency(gpu.architecture).power_exponent)
+
+
+# Over how long a GPU's power limiter averages. Source: assumed.
+POWER_WINDOW_S = 0.1
+
+# Parts of a step in which kernels run.
+BUSY = ("compute", "recompute", "copies", "contention", "optimizer", "exposed_communication")
+
+# How much of what parallelism adds to a layer's host time belongs to its forward pass. FSDP gathers there, and gathers and
+# reduces in backward; a product is one operator on DTensors forward and two backward; a ring passes keys and values on
+# forward, and backward these again and their gradients. DDP has nothing to do before backward.
+FORWARD_SHARE = 1 / 3
+
+
+def layer_host_s(host: HostSpec, table: PlanTable) -> tuple[Floats, Floats]:
+    """Return the host seconds of one layer's forward and backward pass beside its launches, one value a plan."""
+    sharded = table.fully_sharded
+    replicated = ~sharded & (table["dp_replicate"] > 1)
+    added = (
+        np.where(sharded, host.fsdp_layer_s, 0.0)
+        + np.where(table["tp"] > 1, host.tp_layer_s, 0.0)
+        + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
+    )
+    forward = host.forward_layer_s + FORWARD_SHARE * added
+    backward = host.backward_layer_s + (1 - FORWARD_SHARE) * added + np.where(replicated, host.ddp_layer_s, 0.0)
+    return forward, backward
+
+
+def host_synchronizes(host: HostSpec, table: PlanTable) -> NDArray[np.bool_]:
+    """Return under which plans the host waits for the device after every pass."""
+    if host.synchronizes == "pipeline":
+        return np.asarray((table["pp"] > 1) & (table["virtual_stages"] == 1))
+    return np.full(len(table), host.synchronizes == "always")
+
+
+def again_host_s(host: HostSpec, table: PlanTable) -> Floats:
+    """Return the host seconds of one layer recomputed, beside the launches: its modules, its wrapping, its DTensors."""
+    tensors = (table["tp"] > 1) & (not host.plain_tensors)
+    wrapping = np.zeros(len(table))
+    for word in words(table.recompute):
+        wrapping = np.where(table.recompute == word, host.wrapping_s(word), wrapping)
+    return np.asarray(host.forward_layer_s + wrapping + np.where(tensors, FORWARD_SHARE * host.tp_layer_s, 0.0))
+
+
+def _wrapped_layers(spec: RuntimeSpec, layout: StageLayout) -> Floats:
+    """Return how many layers of each pipeline rank recompute anything."""
+    total = np.zeros(layout.exists.shape)
+    for name, (dense, moe) in layout.by_mode.items():
+        mode = spec.recompute[name]
+        total = total + (dense + moe) * (mode.layers if mode.recomputes else 0.0)
+    return total
+
+
+def loaded_tokens(context: CostContext) -> Floats:
+    """Return the tokens a rank loads for a step: whole sequences of all its micro batches, whatever part it computes."""
+    table = context.table
+    return np.asarray(context.sizes["S"] * table["micro_batch_size"] * table.micro_batches)
+
+
+# What the gradient norm is summed over, and the bytes of it.
+NORM_AXES = ("dp", "tp", "pipeline")
+NORM_BYTES = 4.0

@@ -1,0 +1,281 @@
+"""What a collective costs on the machine: which algorithm runs, on how many SMs, for how long, and how sure we are.
+
+Physics and choice are separate. `collective_curves` says how long a given algorithm and protocol takes; which one runs
+is NCCL's decision, so inside a node, and between tree and ring over several, we ask NCCL's own formulas (`nccl_model`), with
+their mistakes: a protocol left too early shows as a jump in the tables and in the prediction. All-to-all and send/recv,
+which NCCL does not tune, and the rest over several nodes, where its predictions are far off, are costed by what is
+fastest.
+
+Sizes are nccl-tests' size column: the input of an all-reduce, broadcast, all-to-all or send; the output of an
+all-gather; the input of a reduce-scatter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from simulator.collectives import nccl_model
+from simulator.collectives.communicator import Communicator, Fabric, communicator
+from simulator.collectives.curves import P2P_CHANNELS, Floats, peer_channels
+from simulator.collectives.launch_mode import EAGER_ISSUE_S, LaunchMode, launched
+from simulator.collectives.measured import SPREAD as SPREAD_MEASURED
+from simulator.collectives.measured import MeasuredCollectives, Ratios
+from simulator.collectives.times import custom_s, multi_node_s, peer_to_peer_s, single_node_s
+from simulator.config.estimate import Interval
+from topology.cluster import Cluster, Source
+from topology.errors import BadInput, Infeasible
+from topology.rates.groups import GroupRates, GroupShape, group_rates
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+NCCL_ALGORITHMS = ("ring", "tree", "nvls", "nvls_tree", "pat")
+CUSTOM_ALGORITHMS = ("one_shot", "two_shot", "copy_engine")
+ALGORITHMS = NCCL_ALGORITHMS + CUSTOM_ALGORITHMS
+
+
+# Half-width of the 80 % interval, relative, where no fit covers the machine (checked on the public tables).
+SPREAD_BEYOND_FIT = 0.22  # NVLink with more ranks than the tables fitted, or a generation without a table
+SPREAD_NETWORK = 0.30
+SPREAD_CUSTOM = 0.35  # kernels outside NCCL: two or three published points each
+SPREAD_FLAT = 0.55  # PCIe and xGMI: peer access, ACS and shared uplinks are not in the datasheet
+
+# Channels to one peer on another node where nChannelsPerNetPeer is not set (NCCL src/graph/paths.cc).
+NET_PEER_CHANNELS = 2
+# NCCL gives a channel this many bytes before it adds another: threads x threshold (enqueue.cc), per protocol.
+_BYTES_PER_CHANNEL = {"LL": 512 * 8, "LL128": 640 * 8, "Simple": 512 * 64}
+_NVLS_CHANNELS = {2: 16, 3: 24}  # by tuner generation: Hopper 16, Blackwell 24 (GB300 log of 2.29.7)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCost:
+    """One collective, costed. `channels` is NCCL's count; `sms` what it occupies (0 for copy engines)."""
+
+    algorithm: str
+    protocol: str
+    channels: int
+    sms: int
+    time_s: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """One (op, shape) costed at sizes: device seconds, and which (algorithm, protocol) runs."""
+
+    names: tuple[tuple[str, str], ...]
+    time_s: Floats
+    pick: NDArray[np.intp]
+
+
+@dataclass(slots=True)
+class CollectiveModel:
+    """Times of collectives on one cluster; measured samples, where there are any, go before the model."""
+
+    cluster: Cluster
+    measured: MeasuredCollectives | None = None
+    _rates: dict[GroupShape, GroupRates] = field(default_factory=dict)
+    _communicators: dict[GroupShape, Communicator] = field(default_factory=dict)
+    _ratios: Ratios = field(default_factory=dict)
+
+    def rates(self, shape: GroupShape) -> GroupRates:
+        if shape not in self._rates:
+            self._rates[shape] = group_rates(self.cluster, shape)
+        return self._rates[shape]
+
+    def communicator(self, shape: GroupShape) -> Communicator:
+        if shape not in self._communicators:
+            self._communicators[shape] = communicator(self.cluster, shape)
+        return self._communicators[shape]
+
+    def time_s(
+        self,
+        op: str,
+        nbytes: ArrayLike,
+        shape: GroupShape,
+        *,
+        launch: LaunchMode = LaunchMode.QUEUED,
+        narrow: bool = False,
+        algorithm: str | None = None,
+    ) -> Floats:
+        """Return seconds for `op` of `nbytes` in a group of `shape`, same shape as `nbytes`. Zero for a group of one.
+
+        `narrow` is a reduction of 1-byte integers, which NVLS cannot do. `algorithm` forces one of ALGORITHMS; where
+        it cannot do `op` on this machine the time is infinite.
+        """
+        size = np.asarray(nbytes, dtype=np.float64)
+        if shape.ranks <= 1:
+            return np.zeros_like(size)
+        flat = np.atleast_1d(size).ravel()
+        if self.measured is not None and algorithm is None:
+            device, _ = self._blended(self.measured, op, flat, shape, narrow=narrow)
+        else:
+            device = self._options(op, flat, shape, narrow=narrow, algorithm=algorithm).time_s
+        return np.asarray(self._launched(op, device, launch), dtype=np.float64).reshape(size.shape)
+
+    def choose(
+        self,
+        op: str,
+        nbytes: float,
+        shape: GroupShape,
+        *,
+        launch: LaunchMode = LaunchMode.QUEUED,
+        narrow: bool = False,
+        algorithm: str | None = None,
+    ) -> CollectiveCost:
+        """Return how `op` of `nbytes` runs and what it costs. Raises Infeasible if `algorithm` cannot do it here."""
+        return self.choose_many(op, [nbytes], shape, launch=launch, narrow=narrow, algorithm=algorithm)[0]
+
+    def choose_many(
+        self,
+        op: str,
+        nbytes: ArrayLike,
+        shape: GroupShape,
+        *,
+        launch: LaunchMode = LaunchMode.QUEUED,
+        narrow: bool = False,
+        algorithm: str | None = None,
+    ) -> tuple[CollectiveCost, ...]:
+        """Return `choose` for every size."""
+        sizes = np.atleast_1d(np.asarray(nbytes, dtype=np.float64)).ravel()
+        if shape.ranks <= 1:
+            nothing = Interval(value=0.0, low=0.0, high=0.0, source=Source.DATASHEET)
+            return tuple(
+                CollectiveCost(algorithm="none", protocol="none", channels=0, sms=0, time_s=nothing) for _ in sizes
+            )
+        options = self._options(op, sizes, shape, narrow=narrow, algorithm=algorithm)
+        device = options.time_s
+        if not np.all(np.isfinite(device)):
+            raise Infeasible(
+                f"{op} cannot run by {algorithm or 'any algorithm'} on {shape.ranks} ranks of {shape.nodes} nodes",
+                why="nothing joins them" if algorithm is None else "the op or the fabric does not allow it",
+                remedy="add a network to the cluster" if algorithm is None else "leave the algorithm open",
+            )
+        comm = self.communicator(shape)
+        spread, source = interval_width(comm, custom=algorithm in CUSTOM_ALGORITHMS)
+        spreads = np.full_like(device, spread)
+        sources = [source] * len(sizes)
+        if self.measured is not None and algorithm is None:
+            device, known = self._blended(self.measured, op, sizes, shape, narrow=narrow)
+            spreads = np.where(known, SPREAD_MEASURED, spreads)
+            sources = [Source.MEASURED if k else source for k in known]
+        total = self._launched(op, device, launch)
+        costs = []
+        for size, value, width, origin, pick in zip(sizes, total, spreads, sources, options.pick, strict=True):
+            name, protocol = options.names[pick]
+            channels = channel_count(comm, op, name, protocol, float(size))
+            interval = Interval(
+                value=float(value), low=float(value / (1 + width)), high=float(value * (1 + width)), source=origin
+            )
+            sms = 0 if name == "copy_engine" else channels
+            costs.append(CollectiveCost(algorithm=name, protocol=protocol, channels=channels, sms=sms, time_s=interval))
+        return tuple(costs)
+
+    def _launched(self, op: str, device_s: Floats, launch: LaunchMode) -> Floats:
+        issue_s = self.measured.issue_s(op) if self.measured is not None else EAGER_ISSUE_S
+        return launched(device_s, launch, issue_s=issue_s)
+
+    def _blended(
+        self, measured: MeasuredCollectives, op: str, sizes: Floats, shape: GroupShape, *, narrow: bool
+    ) -> tuple[Floats, NDArray[np.bool_]]:
+        def model(name: str, at: Floats, group: GroupShape) -> Floats:
+            return self._options(name, at, group, narrow=narrow, algorithm=None).time_s
+
+        return measured.blend(op, sizes, shape, model, self._ratios)
+
+    def _options(self, op: str, sizes: Floats, shape: GroupShape, *, narrow: bool, algorithm: str | None) -> _Options:
+        if op not in OPS:
+            raise BadInput(f"unknown collective {op!r}", remedy=f"use one of {', '.join(OPS)}")
+        if algorithm is not None and algorithm not in ALGORITHMS:
+            raise BadInput(f"unknown algorithm {algorithm!r}", remedy=f"use one of {', '.join(ALGORITHMS)}")
+        return _evaluate(self.communicator(shape), op, sizes, narrow=narrow, algorithm=algorithm)
+
+
+def interval_width(comm: Communicator, *, custom: bool = False) -> tuple[float, Source]:
+    """Return the relative half-width of the 80 % interval and what the value rests on."""
+    if custom:
+        return SPREAD_CUSTOM, Source.DATASHEET
+    if comm.nodes > 1:
+        return SPREAD_NETWORK, Source.DATASHEET
+    if comm.fabric is not Fabric.NVLINK or comm.generation is None:
+        return SPREAD_FLAT, Source.DATASHEET
+    if comm.ranks > comm.generation.fitted_ranks or comm.compute_capability < 80:
+        return SPREAD_BEYOND_FIT, Source.FITTED
+    return comm.generation.spread, Source.FITTED
+
+
+def _evaluate(comm: Communicator, op: str, sizes: Floats, *, narrow: bool, algorithm: str | None) -> _Options:
+    """Cost `op` at every size: by NCCL's choice on one NVLink node, else by the fastest candidate."""
+    if algorithm in CUSTOM_ALGORITHMS:
+        return _fastest({(algorithm, "Simple"): custom_s(comm, op, algorithm, sizes)})
+    if op in {"all_to_all", "send_recv"}:
+        possible = algorithm in {None, "ring"}
+        times = peer_to_peer_s(comm, op, sizes) if possible else np.full_like(sizes, np.inf)
+        return _fastest({("p2p", "Simple"): times})
+    if comm.nodes > 1:
+        candidates = multi_node_s(comm, op, sizes)
+        if algorithm is None and op == "all_reduce" and ("ring", "Simple") in candidates and len(candidates) > 1:
+            return _tree_or_ring(comm, candidates, sizes)
+    elif comm.fabric is Fabric.NVLINK and algorithm is None:
+        return _as_nccl_chooses(comm, op, sizes, narrow=narrow)
+    else:
+        pairs = [("ring", p) for p in nccl_model.PROTOCOLS] + [("tree", "LL"), ("nvls", "Simple")]
+        candidates = {(a, p): single_node_s(comm, op, a, p, sizes, narrow=narrow) for a, p in pairs}
+    if algorithm is not None:
+        candidates = {name: times for name, times in candidates.items() if name[0] == algorithm}
+        candidates = candidates or {(algorithm, "Simple"): np.full_like(sizes, np.inf)}
+    return _fastest(candidates)
+
+
+def _fastest(candidates: dict[tuple[str, str], Floats]) -> _Options:
+    table = np.stack(list(candidates.values()))
+    return _Options(tuple(candidates), np.asarray(table.min(axis=0)), np.argmin(table, axis=0))
+
+
+def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, narrow: bool) -> _Options:
+    """Cost what NCCL's formulas pick. A pair our curves do not cover is costed as the ring in Simple."""
+    starts, chosen, lines = nccl_model.switches(comm.nccl, op, allow_nvls=not narrow)
+    names = tuple((line.algorithm, line.protocol) for line in lines)
+    pick = chosen[np.searchsorted(starts, sizes, side="right") - 1]
+    times = np.empty_like(sizes)
+    for row in set(pick.tolist()):
+        here = pick == row
+        algorithm, protocol = names[row]
+        found = single_node_s(comm, op, algorithm, protocol, sizes[here], narrow=narrow)
+        if not np.all(np.isfinite(found)):
+            found = single_node_s(comm, op, "ring", "Simple", sizes[here], narrow=narrow)
+        times[here] = found
+    return _Options(names, times, pick)
+
+
+def _tree_or_ring(comm: Communicator, candidates: dict[tuple[str, str], Floats], sizes: Floats) -> _Options:
+    """Cost an all-reduce between nodes without NVLS: NCCL's formulas leave the tree for the ring where bandwidth counts,
+    though on a few nodes the tree sends less. Low latency protocols cost the same either way here.
+    """
+    starts, chosen, lines = nccl_model.switches(comm.nccl, "all_reduce", allow_nvls=False)
+    ring = np.array([line.algorithm == "ring" for line in lines])
+    rings = ring[chosen[np.searchsorted(starts, sizes, side="right") - 1]]
+    bulk = np.where(rings, candidates["ring", "Simple"], candidates["tree", "Simple"])
+    small = candidates["tree", "LL"]
+    pick = np.where(small <= bulk, 0, np.where(rings, 1, 2))
+    return _Options((("tree", "LL"), ("ring", "Simple"), ("tree", "Simple")), np.minimum(small, bulk), pick)
+
+
+def channel_count(comm: Communicator, op: str, algorithm: str, protocol: str, size: float) -> int:
+    """Return NCCL's channels for one call: one CTA, so one SM, each. Small messages get fewer."""
+    if algorithm == "p2p":
+        if op == "send_recv" and comm.nodes > 1:
+            return NET_PEER_CHANNELS
+        if op == "send_recv":
+            return int(peer_channels(comm.ranks, np.array([size]))[0])
+        peers = max(1, min(comm.ranks, P2P_CHANNELS))
+        return int(min(P2P_CHANNELS, peers * peer_channels(comm.ranks, np.array([size / comm.ranks]))[0]))
+    if algorithm in {"nvls", "nvls_tree"}:
+        return _NVLS_CHANNELS.get(comm.nccl.generation, 16)
+    if algorithm == "copy_engine":
+        return 0
+    if algorithm in {"one_shot", "two_shot"}:
+        return 24  # assumed: what torch's symmetric-memory all-reduces launch
+    most = min(nccl_model.MAX_CHANNELS, 2 * nccl_model.ring_graph(comm.nccl).channels)
+    per_channel = _BYTES_PER_CHANNEL[protocol] * (comm.ranks if protocol == "LL" else 1)
+    return int(np.clip(np.ceil(size / per_channel), 1, most))

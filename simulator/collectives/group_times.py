@@ -1,0 +1,155 @@
+"""Collective times for whole columns of plans: one call per distinct group on the machine, not per plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.collectives.cost import CollectiveModel
+from simulator.columns.plan_columns import distinct
+from simulator.columns.plan_table import Floats, PlanTable
+from topology.cluster import Cluster
+from topology.rates.groups import GroupShape, group_shape
+from topology.rates.node_rates import node_rates
+from topology.rates.orders import Order, Pattern, groups_on, irregular, node_orders, order_of
+
+
+@dataclass(slots=True)
+class GroupTimes:
+    """Where each plan's groups lie on `cluster`, and what collectives cost there.
+
+    Axes: `tp`, `cp`, `ep`, `pp` (neighbouring stages), `pipeline` (all of them), `fsdp` (dp_shard x cp), `replicate` (dp_replicate), `dp` (both, and cp),
+    `expert_fsdp` and `expert_dp` (what expert parallelism leaves of them).
+
+    `apart` has a model for each plan where they run on clusters that differ in the rates of their links.
+    """
+
+    cluster: Cluster
+    table: PlanTable
+    collectives: CollectiveModel
+    apart: tuple[CollectiveModel, ...] = ()
+    _shapes: dict[str, tuple[tuple[GroupShape, ...], NDArray[np.int64]]] = field(default_factory=dict)
+    _of_row: tuple[tuple[Order, ...], NDArray[np.int64]] | None = None
+    _alike: dict[str, list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]] = field(default_factory=dict)
+
+    def time_s(self, op: str, axis: str, nbytes: Floats | float, *, algorithm: str | None = None) -> Floats:
+        """Return the seconds of `op` with `nbytes` (nccl-tests' size column) along `axis`, one value per plan."""
+        size = np.broadcast_to(np.asarray(nbytes, dtype=np.float64), (len(self.table),))
+        out = np.zeros(len(self.table))
+        for model, shape, rows in self._groups(axis):
+            out[rows] = model.time_s(op, size[rows], shape, algorithm=algorithm)
+        return out
+
+    def _groups(self, axis: str) -> list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]:
+        """Return the plans whose groups along an axis are the same on the same machine, groups of one left out."""
+        if axis not in self._alike:
+            shapes, which = self._axis(axis)
+            numbers = {id(model): number for number, model in enumerate(self.apart)}
+            machine = np.array([numbers[id(model)] for model in self.apart] or [0] * len(self.table))
+            self._alike[axis] = [
+                (self.apart[number] if self.apart else self.collectives, shape, rows)
+                for index, shape in enumerate(shapes)
+                if shape.ranks > 1
+                for number in dict.fromkeys(machine[which == index].tolist())
+                if (rows := (which == index) & (machine == number)).any()
+            ]
+        return self._alike[axis]
+
+    def _axis(self, axis: str) -> tuple[tuple[GroupShape, ...], NDArray[np.int64]]:
+        if axis not in self._shapes:
+            size, stride = self.extent(axis)
+            world = self.table["gpus"]
+            orders, of_row = self._orders()
+            rows, which = distinct(size, stride, world, of_row)
+            per_node = self.cluster.gpus_per_node
+            shapes = (
+                group_shape(size=int(n), stride=int(d), gpus_per_node=per_node, world=int(w))
+                for n, d, w in zip(size[rows], stride[rows], world[rows], strict=True)
+            )
+            placed = [
+                self._placed(shape, orders[number], axis) for shape, number in zip(shapes, of_row[rows], strict=True)
+            ]
+            self._shapes[axis] = (tuple(placed), which)
+        return self._shapes[axis]
+
+    def _orders(self) -> tuple[tuple[Order, ...], NDArray[np.int64]]:
+        """Return (orders of the GPUs of a node, which of them each plan has); () is that which is best for each group."""
+        if self._of_row is None:
+            every: dict[Order, int] = {(): 0}
+            of_row = np.zeros(len(self.table), dtype=np.int64)
+            placed = [(row, plan.placement) for row, plan in enumerate(self.table.plans) if plan.placement]
+            if placed and irregular(self.cluster):
+                for row, placement in placed:
+                    order = order_of(placement, self.cluster.gpus_per_node)
+                    of_row[row] = every.setdefault(order, len(every))
+            numbers, gpus = self.table["placing"], self.table["gpus"]
+            chosen = distinct(numbers, gpus)[0] if (numbers >= 0).any() else np.zeros(0, dtype=np.intp)
+            for number, count in zip(numbers[chosen], gpus[chosen], strict=True):
+                if number >= 0:
+                    order = node_orders(self.cluster, int(count))[int(number)]
+                    of_row[(numbers == number) & (gpus == count)] = every.setdefault(order, len(every))
+            self._of_row = tuple(every), of_row
+        return self._of_row
+
+    def _placed(self, shape: GroupShape, order: Order, axis: str) -> GroupShape:
+        """Return `shape` on the GPUs that an order of a node's GPUs gives it."""
+        if not order or shape.ranks_per_node < 2:
+            return shape
+        pattern = (shape.ranks_per_node, shape.stride, axis == "pp")
+        return replace(shape, placed=groups_on(order, pattern, node_rates(self.cluster)))
+
+    def patterns(self, row: int) -> frozenset[Pattern]:
+        """Return how a plan's groups lie on a node: what decides which orders of its GPUs are worth trying."""
+        found = set()
+        for axis in AXES:
+            shape = self.shape(axis, row)
+            if shape.ranks > 1 and shape.ranks_per_node > 1:
+                found.add((shape.ranks_per_node, shape.stride, axis == "pp"))
+        return frozenset(found)
+
+    def shape(self, axis: str, row: int = 0) -> GroupShape:
+        """Return how one plan's groups along `axis` lie on the machine."""
+        shapes, which = self._axis(axis)
+        return shapes[int(which[row])]
+
+    def extent(self, axis: str) -> tuple[Floats, Floats]:
+        """Return the number of ranks and their distance in rank along an axis, per plan; see plan.MESH_AXES."""
+        t = self.table
+        one = np.ones(len(t))
+        inner = t["cp"] * t["tp"]
+        # Expert groups are laid over dp_shard x cp x tp, innermost first; without sequence parallelism the
+        # tensor-parallel ranks split each expert instead of holding different ones.
+        expert_stride = np.where(t.sequence_parallel, one, t["tp"])
+        everything = t["dp"] * t["cp"] * t["tp"]
+        match axis:
+            case "tp":
+                return t["tp"], one
+            case "cp":
+                return t["cp"], t["tp"]
+            case "ep":
+                return t["ep"], expert_stride
+            case "tp_pair" | "cp_pair":  # two neighbours of a ring; those that are furthest apart decide
+                size, stride = self.extent(axis.removesuffix("_pair"))
+                node = float(self.cluster.gpus_per_node)
+                return np.minimum(size, 2.0), np.where(size * stride > node, np.maximum(stride, node), stride)
+            case "pipeline":
+                return t["pp"], everything
+            case "pp":
+                return np.where(t["pp"] > 1, 2.0, 1.0), everything
+            case "fsdp":
+                return t["sharded_over"], t["tp"]
+            case "replicate":
+                return t["dp_replicate"], t["dp_shard"] * inner
+            case "dp":
+                return t["dp"] * t["cp"], t["tp"]
+            case "expert_fsdp":
+                return t.expert_shard["gradients"], expert_stride * t["ep"]
+            case "expert_dp":
+                return np.maximum(everything / (t["ep"] * expert_stride), 1.0), expert_stride * t["ep"]
+        raise ValueError(axis)
+
+
+# What a plan's ranks talk along; see `GroupTimes.extent`.
+AXES = ("tp", "cp", "ep", "pp", "pipeline", "fsdp", "replicate", "dp", "expert_fsdp", "expert_dp", "tp_pair", "cp_pair")

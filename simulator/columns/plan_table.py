@@ -1,0 +1,245 @@
+"""Many plans as columns: the form in which thousands of candidates are costed at once.
+
+Row i of every column belongs to `plans[i]`. Columns are float64 so that they broadcast in formulas; degrees stay exact
+well beyond any cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.columns.plan_columns import PlanColumns, plan_columns, words
+from simulator.config.model import Model
+from simulator.config.overlap_sites import mode_at, modes_in
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from topology.errors import BadPlan
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTable:
+    """Columns of one length: degrees, micro batches, and what each kind of state is sharded over.
+
+    `plans` are the same rows as objects where there are any, for what columns do not carry: layers and recomputation
+    listed stage by stage. `state_shard[k]` is the number of ranks that share one copy of k in (`parameters`,
+    `gradients`, `optimizer`) for everything but routed experts; `expert_shard[k]` likewise for routed experts, which
+    expert parallelism has already divided by `ep`. `conditions` are what operators of a runtime description may ask of
+    a plan: `sp`, `autocast` (16-bit compute by autocast rather than by a sharded copy: data parallel or a single GPU,
+    nothing else), the three methods of context parallelism, and `ep`, expert parallelism. `keeps_gathered`: parameters stay gathered between
+    forward and backward. `fully_sharded`: a wrapper gathers parameters unit by unit, if only from one rank.
+    """
+
+    plans: tuple[Plan, ...]
+    columns: dict[str, Floats]
+    sequence_parallel: NDArray[np.bool_]
+    recompute: NDArray[np.str_]
+    schedule: NDArray[np.str_]
+    tp_overlap: NDArray[np.str_]
+    micro_batches: Floats
+    state_shard: dict[str, Floats]
+    expert_shard: dict[str, Floats]
+    conditions: dict[str, NDArray[np.bool_]]
+    capacity_factor: Floats
+    keeps_gathered: NDArray[np.bool_]
+    fully_sharded: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.sequence_parallel)
+
+    @property
+    def recompute_modes(self) -> tuple[str, ...]:
+        """Every recompute mode that some layer of some plan runs under."""
+        per_stage = {mode for plan in self.plans for mode in plan.recompute_per_stage}
+        return tuple(sorted({*words(self.recompute)} | per_stage))
+
+    def __getitem__(self, name: str) -> Floats:
+        return self.columns[name]
+
+    @property
+    def overlap_modes(self) -> tuple[str, ...]:
+        """Every overlap mode that runs at some site of some plan, without none."""
+        return tuple(sorted({mode for text in words(self.tp_overlap) for mode in modes_in(text)}))
+
+    def overlap_at(self, site: str) -> NDArray[np.str_]:
+        """Return the overlap mode of each plan at a site; "" is wherever tokens move outside the four sites."""
+        texts = words(self.tp_overlap)
+        modes = np.array([mode_at(text, site) for text in texts], dtype=np.str_)
+        return modes[np.searchsorted(np.array(texts, dtype=np.str_), self.tp_overlap)]
+
+    def take(self, which: Any) -> PlanTable:
+        """Return the rows that `which` (a mask, indices or a slice) selects."""
+        taken: dict[str, Any] = {
+            f.name: {k: v[which] for k, v in value.items()} if isinstance(value, dict) else value[which]
+            for f in fields(self)
+            if f.name != "plans" and (value := getattr(self, f.name)) is not None
+        }
+        rows = np.arange(len(self))[which]
+        return PlanTable(plans=tuple(self.plans[row] for row in rows) if self.plans else (), **taken)
+
+
+DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "micro_batch_size")
+STATES = ("parameters", "gradients", "optimizer")
+# ZeRO stage from which each kind of state is sharded (Rajbhandari et al., arXiv 1910.02054, section 5).
+SHARDED_FROM_STAGE = {"parameters": 3, "gradients": 2, "optimizer": 1}
+
+
+CP_METHODS = ("ring", "all_gather", "all_to_all")
+
+
+def plan_table(
+    plans: Sequence[Plan], workload: Workload, *, cp_method: str = "all_gather", wraps_one: bool = False
+) -> PlanTable:
+    """Return `plans` as columns. Micro batches are fractional where the global batch does not divide evenly.
+
+    `cp_method` is the runtime's own. `wraps_one`: tensor- and pipeline-parallel plans that shard nothing are wrapped as
+    if they did, for the sake of narrow types. Raises BadPlan for a method or an overlap mode that does not exist.
+    """
+    return table_of_columns(plan_columns(plans), workload, cp_method=cp_method, wraps_one=wraps_one, plans=plans)
+
+
+def table_of_columns(
+    given: PlanColumns,
+    workload: Workload,
+    *,
+    cp_method: str = "all_gather",
+    wraps_one: bool = False,
+    plans: Sequence[Plan] = (),
+) -> PlanTable:
+    """Return `plan_table` of plans that are columns already. Raises BadPlan likewise."""
+    method = np.where(given.cp_method == "", cp_method, given.cp_method)
+    for name in words(method):
+        if name not in CP_METHODS:
+            raise BadPlan(f"context-parallel method {name!r} is unknown", why=f"known: {', '.join(CP_METHODS)}")
+    for text in words(given.tp_overlap):
+        modes_in(text)
+    columns = {name: np.asarray(getattr(given, name), dtype=np.float64) for name in DEGREES}
+    dp = columns["dp_replicate"] * columns["dp_shard"]
+    zero = given.zero_stage
+    # Where the runtime speaks of ZeRO, the data-parallel ranks it shards over are whichever degree was given.
+    spoken = np.where(columns["dp_shard"] > 1, columns["dp_shard"], columns["dp_replicate"])
+    group = np.where(zero < 0, columns["dp_shard"], spoken) * columns["cp"]
+    stage = np.where(zero < 0, 3, zero)
+    columns["dp"] = dp
+    columns["placing"] = given.placing.astype(np.float64)
+    columns["sharded_over"] = group
+    columns["gpus"] = dp * columns["cp"] * columns["tp"] * columns["pp"]
+    # Experts live on ep ranks taken from (dp_shard x cp x tp); what is left of that product shards each expert.
+    # Without sequence parallelism tensor-parallel ranks split each expert, and hold no others between them.
+    apart = np.where(given.sequence_parallel, columns["tp"], 1.0)
+    expert_ranks = np.where(zero < 0, columns["dp_shard"], dp) * columns["cp"] * apart
+    expert_group = np.maximum(expert_ranks / columns["ep"], 1.0)
+    state_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], group, 1.0) for k in STATES}
+    expert_shard = {k: np.where(stage >= SHARDED_FROM_STAGE[k], expert_group, 1.0) for k in STATES}
+    unsharded = (zero == 0) | ((zero < 0) & (group <= 1))
+    piped = columns["pp"] > 1
+    alone = (zero < 0) & (group <= 1) & ((columns["tp"] > 1) | piped)
+    return PlanTable(
+        plans=tuple(plans),
+        columns=columns,
+        sequence_parallel=given.sequence_parallel,
+        recompute=given.recompute,
+        schedule=np.where((given.schedule == "") & piped, "1F1B", given.schedule),
+        tp_overlap=given.tp_overlap,
+        micro_batches=workload.global_batch_size / (dp * columns["micro_batch_size"]),
+        state_shard=state_shard,
+        expert_shard=expert_shard,
+        conditions={
+            "sp": given.sequence_parallel,
+            "autocast": unsharded & (columns["tp"] == 1) & ~piped,
+            **{f"cp_{m}": method == m for m in CP_METHODS},
+            "ep": columns["ep"] > 1,
+        },
+        capacity_factor=given.capacity_factor,
+        # The default under pipelining is to keep them.
+        keeps_gathered=np.where(given.reshard < 0, piped, given.reshard == 0),
+        fully_sharded=(state_shard["parameters"] > 1) | (alone & wraps_one),
+    )
+
+
+def axis_sizes(model: Model, workload: Workload, table: PlanTable) -> dict[str, Floats]:
+    """Return the size of every named axis on one rank, one value per plan.
+
+    b sequences of a micro batch; s query positions, S key positions and j keys a query sees on average; w partial
+    results of attention beyond the first, one from each other context-parallel rank's keys; t tokens inside a
+    tensor-parallel region and u outside it (fewer with sequence parallelism); h hidden; d head width; a query and k key/value heads; q, kv and qkv
+    their widths; f feed-forward width and gf with the gate beside it; v vocabulary. MoE: E experts in all, e on this
+    rank, x rows of each, r routed rows of the rank, fe and gfe expert widths, fs and gfs shared-expert widths. Latent
+    attention: ql, cl compressed ranks (cr with the rotary part), qk and vv total head widths, kx expanded keys/values.
+    """
+    tp, cp, ep = table["tp"], table["cp"], table["ep"]
+    ones = np.ones(len(table))
+    gate = 2.0 if model.gated_mlp else 1.0
+    b = table["micro_batch_size"]
+    s = workload.seq_len / cp
+    t = b * s
+    u = np.where(table.sequence_parallel, t / tp, t)
+    a = model.heads / tp
+    # Fewer key/value heads than ranks: Megatron replicates them, so a rank never holds less than one.
+    k = np.maximum(model.kv_heads / tp, 1.0)
+    sizes = {
+        "b": b,
+        "s": s,
+        "S": workload.seq_len * ones,
+        "j": sum(model.keys_by_layers(workload.seq_len)) * ones,
+        "w": cp - 1.0,
+        "t": t,
+        "u": u,
+        "h": model.hidden * ones,
+        "d": model.head_dim * ones,
+        "a": a,
+        "k": k,
+        "q": a * model.head_dim,
+        "kv": k * model.head_dim,
+        "qkv": a * model.head_dim + 2 * k * model.head_dim,
+        "f": model.ffn / tp,
+        "gf": gate * model.ffn / tp,
+        "v": model.vocab / tp,
+        "one": ones,
+    }
+    if model.latent:
+        m = model.latent
+        sizes |= {
+            "ql": m.q_lora_rank * ones,
+            "cl": m.kv_lora_rank * ones,
+            "cr": (m.kv_lora_rank + m.qk_rope_head_dim) * ones,
+            "rd": m.qk_rope_head_dim * ones,
+            "qk": a * model.qk_dim,
+            "vv": a * model.v_dim,
+            "kx": a * (m.qk_nope_head_dim + m.v_head_dim),
+        }
+    if model.moe:
+        moe = model.moe
+        # With sequence parallelism every rank dispatches its own tokens to whole experts; without it the
+        # tensor-parallel ranks hold the same tokens and split each expert instead.
+        expert_tp = np.where(table.sequence_parallel, 1.0, tp)
+        # The busiest expert rank decides: its share of the rows, or what its capacity lets through.
+        capacity = table.capacity_factor
+        load = np.where(capacity > 0, capacity, np.where(ep > 1, workload.expert_imbalance, 1.0))
+        routed = u * moe.experts_per_token * load
+        local = moe.experts / ep
+        sizes |= {
+            "E": moe.experts * ones,
+            "e": local,
+            "r": routed,
+            "x": routed / local,
+            "fe": moe.ffn / expert_tp,
+            "gfe": gate * moe.ffn / expert_tp,
+            "fs": moe.shared_ffn / tp,
+            "gfs": gate * moe.shared_ffn / tp,
+        }
+    return sizes
+
+
+def windowed_share(model: Model, seq_len: int) -> float:
+    """Return the share of attention's arithmetic in layers whose window is shorter than the sequence."""
+    if not 0 < model.sliding_window < seq_len:
+        return 0.0
+    sliding, whole = model.keys_by_layers(seq_len)
+    return sliding / (sliding + whole)

@@ -1,0 +1,400 @@
+"""From a Hugging Face `config.json` to a `Model`, reading it as data.
+
+The file is a dictionary of plain values and nothing else: code that it names (`auto_map`) is never imported and
+nothing is downloaded. Every key is either read, known to change no shape, or reported; a key that would change shapes
+in a way the family here does not have is refused, because a wrong count is worse than none.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from simulator.config.config_reader import MAX_LAYERS, ConfigReader, show
+from simulator.config.model import LatentAttention, MixtureOfExperts, Model, evenly
+from simulator.config.model_families import FAMILIES, LATENT_DEFAULTS
+from topology.codec import read_json
+from topology.errors import BadModel
+
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+PLAIN_FAMILIES = ("gpt", "llama")  # they describe "a GPT" or "a Llama" in general, with extra keys
+_STEP_KEYS = ("interleave_moe_layer_step",)  # Llama4TextConfig's word for decoder_sparse_step
+_NEXT_TOKEN_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
+_SHIPPED = Path(__file__).parents[1] / "models"
+
+
+def model_from_config(config: dict[str, Any], *, name: str) -> Model:
+    """Return the `Model` that a decoded config.json describes.
+
+    `Model.assumed` lists defaults that stood in for absent keys (with the class they come from), and keys that were
+    ignored. Raises BadModel when a size is missing, out of range or of the wrong type, when keys contradict each
+    other, and when the family or a shape-changing key is not one this reader knows.
+    """
+    if not isinstance(config, dict):
+        raise BadModel(f"model {show(name)} is not a JSON object", why=f"it is {show(config)}")
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        _refuse_family(config, model_type, name)
+    reader = ConfigReader(config, name, str(model_type), FAMILIES[str(model_type)])
+    model = _read(reader)
+    reader.report_unread()
+    return replace(model, assumed=tuple(reader.assumed))
+
+
+def load_model(name_or_path: str) -> Model:
+    """Return a shipped model by its name here or on the Hub, or the model of a config.json or of a directory with one.
+
+    Nothing is downloaded: a Hub name is known only if the model is shipped.
+
+    Raises BadModel for an unknown name, with near names; BadInput for a file that cannot be read.
+    """
+    key = name_or_path.strip().casefold()
+    if key in shipped_models():
+        return model_from_config(read_json(_SHIPPED / f"{key}.json"), name=key)
+    path = Path(name_or_path)
+    try:
+        if path.is_dir():
+            path /= "config.json"
+        is_file = path.is_file()
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    except (OSError, ValueError):  # a name no file system accepts: too long, or with a NUL
+        is_file, name = False, ""
+    if is_file:
+        return model_from_config(read_json(path), name=name or "config")
+    if "/" in key and (alias := _hub_names().get(key)):
+        return load_model(alias)
+    if name_or_path.endswith(".json") or path.name == "config.json":
+        raise BadModel(f"there is no file {show(name_or_path)}", remedy="check the path of the config.json")
+    known = shipped_models()
+    near = difflib.get_close_matches(key[:80].rsplit("/", 1)[-1], known, n=3, cutoff=0.5)
+    raise BadModel(
+        f"no model called {show(name_or_path)}",
+        why=f"nearest: {', '.join(near)}" if near else "",
+        remedy=f"pass a config.json or its directory, or one of: {', '.join(known)}",
+    )
+
+
+@cache
+def shipped_models() -> tuple[str, ...]:
+    """Return the names of the models that come with the package, in alphabetical order."""
+    return tuple(sorted(path.stem for path in _SHIPPED.glob("*.json") if path.stem != "SOURCES"))
+
+
+@cache
+def _hub_names() -> dict[str, str]:
+    """Return the names under which the shipped models are published, lower case, with ours."""
+    sources = read_json(_SHIPPED / "SOURCES.json")
+    return {entry["hub"].casefold(): name for name, entry in sources.items() if entry["hub"]}
+
+
+def _refuse_family(config: dict[str, Any], model_type: object, name: str) -> None:
+    known = ", ".join(sorted(FAMILIES))
+    if isinstance(config.get("text_config"), dict):
+        raise BadModel(
+            f"model {show(name)} is a multi-modal wrapper of type {show(model_type)}",
+            why="its language model is described under 'text_config'; the other towers are not modelled",
+            remedy="pass the 'text_config' object as a config.json of its own",
+        )
+    if model_type is None:
+        raise BadModel(f"model {show(name)}: 'model_type' is missing", remedy=f"set it to one of: {known}")
+    near = difflib.get_close_matches(str(model_type)[:80], FAMILIES, n=3, cutoff=0.5) if type(model_type) is str else []
+    raise BadModel(
+        f"model {show(name)}: unknown model_type {show(model_type)}",
+        why=f"nearest: {', '.join(near)}" if near else "",
+        remedy=f"if its layers have the shapes of a known family, set model_type to that: {known}",
+    )
+
+
+def _read(reader: ConfigReader) -> Model:
+    """Read every key that has a meaning for the family. The order is that of a forward pass."""
+    family = reader.family
+    layers = reader.size("num_hidden_layers", *(["n_layer"] if family.positions_default else []), high=MAX_LAYERS)
+    hidden = reader.size("hidden_size", *(["n_embd"] if family.positions_default else []))
+    vocab = reader.size("vocab_size")
+    heads = reader.size("num_attention_heads", *(["n_head"] if family.positions_default else []))
+    latent = _latent(reader) if family.latent else None
+    kv_heads, head_dim = _heads(reader, hidden, heads, latent)
+    moe = _experts(reader, layers)
+    gated = reader.flag("gated_mlp", default=family.gated_mlp) if _is_plain(reader) else family.gated_mlp
+    ffn = _feed_forward(reader, hidden, moe, gated=gated, all_sparse=moe is not None and not moe.dense_layers)
+    window, sliding = _sliding(reader, layers)
+    max_positions = reader.count("max_position_embeddings", *(["n_positions"] if family.positions_default else []))
+    norm, norm_bias = _norm(reader)
+    qkv_bias, out_bias, mlp_bias = _biases(reader)
+    if moe and _is_plain(reader):
+        moe = replace(moe, expert_bias=mlp_bias)
+    learned, rotary = _positions(reader, max_positions)
+    parallel = family.parallel_residual
+    if parallel:
+        parallel = reader.flag("use_parallel_residual", default=True)
+    if family.qk_norm and reader.config.get("use_qk_norm") is True:
+        reader.read.add("use_qk_norm")  # some files of the family say what its class always does
+    tied = reader.flag("tie_word_embeddings", default=family.tied)
+    if reader.config.get("tie_word_embeddings") is None:
+        reader.assume("tie_word_embeddings", family.tied)
+    return Model(
+        name=reader.name,
+        family=reader.model_type,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        vocab=vocab,
+        gated_mlp=gated,
+        tied_embeddings=tied,
+        learned_positions=learned,
+        norm=norm,
+        norm_bias=norm_bias,
+        norms_per_layer=family.norms_per_layer,
+        qk_norm=family.qk_norm,
+        qk_norm_wide=family.qk_norm_wide,
+        qkv_bias=qkv_bias,
+        attention_out_bias=out_bias,
+        mlp_bias=mlp_bias,
+        latent=latent,
+        moe=moe,
+        sliding_window=window,
+        sliding_layers=len(sliding) if sliding == evenly(len(sliding), layers) else sliding,
+        max_positions=max_positions or learned,
+        multi_token_layers=reader.count(*_NEXT_TOKEN_KEYS, high=MAX_LAYERS),
+        rotary=rotary,
+        parallel_residual=parallel,
+    )
+
+
+def _is_plain(reader: ConfigReader) -> bool:
+    return reader.model_type in PLAIN_FAMILIES
+
+
+def _latent(reader: ConfigReader) -> LatentAttention:
+    def width(key: str) -> int:
+        value = reader.integer(key)
+        if value is None:
+            value = LATENT_DEFAULTS[key]
+            reader.assume(key, value)
+        return value
+
+    # An explicit null or 0 says that queries are not compressed (DeepSeek-V2-Lite); an absent key does not.
+    direct = "q_lora_rank" in reader.config and not reader.stated("q_lora_rank")
+    return LatentAttention(
+        q_lora_rank=0 if direct and reader.count("q_lora_rank") == 0 else width("q_lora_rank"),
+        kv_lora_rank=width("kv_lora_rank"),
+        qk_nope_head_dim=width("qk_nope_head_dim"),
+        qk_rope_head_dim=width("qk_rope_head_dim"),
+        v_head_dim=width("v_head_dim"),
+    )
+
+
+def _heads(reader: ConfigReader, hidden: int, heads: int, latent: LatentAttention | None) -> tuple[int, int]:
+    """Return (key/value heads, head width)."""
+    family = reader.family
+    stated_kv, stated_dim = reader.integer("num_key_value_heads"), reader.integer("head_dim")
+    if latent:
+        # Keys and values are expanded for every query head; `head_dim`, where written, is only the rotary part.
+        return heads, latent.qk_nope_head_dim + latent.qk_rope_head_dim
+    kv_heads = stated_kv
+    if kv_heads is None:
+        explicit_null = "num_key_value_heads" in reader.config
+        kv_heads = heads if family.kv_heads is None or explicit_null else family.kv_heads
+        if not family.multi_head_only and not explicit_null:
+            reader.assume("num_key_value_heads", kv_heads)
+    if heads % kv_heads:
+        raise reader.bad(
+            f"{heads} attention heads cannot share {kv_heads} key/value heads",
+            why="num_key_value_heads must divide num_attention_heads",
+            remedy="state both as the checkpoint has them",
+        )
+    head_dim = stated_dim
+    if head_dim is None and family.head_dim is not None:
+        head_dim = family.head_dim
+        reader.assume("head_dim", head_dim)
+    if head_dim is None:
+        if hidden % heads:
+            raise reader.bad(
+                f"hidden_size {hidden} is not a multiple of {heads} attention heads",
+                why="without head_dim a head is hidden_size / num_attention_heads wide",
+                remedy="state 'head_dim'",
+            )
+        head_dim = hidden // heads
+    if family.multi_head_only and (kv_heads != heads or heads * head_dim != hidden):
+        raise reader.bad(
+            f"{heads} heads of {head_dim} with {kv_heads} key/value heads do not make up hidden_size {hidden}",
+            why=f"{reader.model_type!r} has neither grouped queries nor a head width of its own",
+            remedy="correct the sizes, or set model_type to a family that has them",
+        )
+    return kv_heads, head_dim
+
+
+def _experts(reader: ConfigReader, layers: int) -> MixtureOfExperts | None:
+    """Return the sparse layers, or None for a dense model."""
+    family = reader.family
+    if family.experts == "required":
+        experts = reader.integer(*EXPERT_KEYS, low=0)
+        if experts is None:
+            experts = reader.size(*EXPERT_KEYS)
+    elif _is_plain(reader):
+        experts = reader.count(*EXPERT_KEYS)
+    else:
+        return None
+    # Placement keys say which layers stay dense: HF Qwen2MoeDecoderLayer and DeepseekV3DecoderLayer.
+    only_dense = reader.indices("mlp_only_layers", layers)
+    step = reader.integer("decoder_sparse_step", *_STEP_KEYS * _is_plain(reader), high=MAX_LAYERS) or 1
+    first = reader.count("first_k_dense_replace", default=family.dense_first, high=MAX_LAYERS)
+    if family.dense_first and reader.config.get("first_k_dense_replace") is None:
+        reader.assume("first_k_dense_replace", first)
+    every = reader.integer("moe_layer_freq", high=MAX_LAYERS) or 1
+    dense = tuple(i for i in range(layers) if i in only_dense or (i + 1) % step or i < first or i % every)
+    listed = _layers_of_type(reader, layers, "mlp_layer_types", ("sparse", "dense"))
+    dense = dense if listed is None else listed
+    per_token = reader.integer("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+    width = reader.integer(*family.expert_width_keys)
+    shared = _shared_experts(reader, width)
+    if experts == 0 or len(dense) == layers:
+        if experts:
+            reader.assumed.append("no layer is sparse: expert keys ignored")
+        return None
+    if per_token is None:
+        raise reader.bad("'num_experts_per_tok' is missing", remedy="say how many experts each token visits")
+    if per_token > experts:
+        raise reader.bad(f"each token visits {per_token} experts, but there are only {experts}")
+    if width is None and _is_plain(reader):
+        width = reader.size("intermediate_size")
+        reader.assumed.append("moe_intermediate_size not stated: experts are as wide as intermediate_size")
+    return MixtureOfExperts(
+        experts=experts,
+        experts_per_token=per_token,
+        ffn=width if width is not None else reader.size(*family.expert_width_keys),
+        shared_ffn=shared,
+        shared_gate=family.shared_gate and shared > 0,
+        router_bias=family.router_bias,
+        dense_layers=len(dense),
+        dense_layer_ids=dense,
+    )
+
+
+def _shared_experts(reader: ConfigReader, expert_width: int | None) -> int:
+    """Return the total width of the experts that every token visits."""
+    family = reader.family
+    width = reader.integer("shared_expert_intermediate_size", low=0)
+    if width is None and family.shared_expert_width is not None:
+        width = family.shared_expert_width
+        reader.assume("shared_expert_intermediate_size", width)
+    number = reader.integer("n_shared_experts", "num_shared_experts", low=0, high=MAX_LAYERS)
+    if number is None and family.shared_experts is not None and "n_shared_experts" not in reader.config:
+        number = family.shared_experts
+        reader.assume("n_shared_experts", number)
+    return width if width is not None else (number or 0) * (expert_width or 0)
+
+
+def _feed_forward(
+    reader: ConfigReader, hidden: int, moe: MixtureOfExperts | None, *, gated: bool, all_sparse: bool
+) -> int:
+    """Return the width of a dense feed-forward layer."""
+    keys = ["intermediate_size", *(["n_inner"] if reader.family.positions_default else [])]
+    width = reader.integer(*keys)
+    if width is None and reader.family.inner_is_4h and not gated:
+        width = 4 * hidden
+    if width is None and moe is not None and all_sparse:
+        width = moe.ffn  # no dense layer has it
+    return reader.size(*keys) if width is None else width
+
+
+def _sliding(reader: ConfigReader, layers: int) -> tuple[int, tuple[int, ...]]:
+    """Return (window in tokens, the layers that attend within it only); (0, ()) when every layer is full.
+
+    The kinds are the rules that the config classes apply: `all` layers; `qwen` layers from max_window_layers on,
+    `qwen-moe` every other layer below it and `qwen-all` all, each only if use_sliding_window; `every-other`, from
+    the first; `five-of-six`. `layer_types`, where the family knows it, is the last word.
+    """
+    family, kind = reader.family, reader.family.sliding
+    stated = _layers_of_type(reader, layers, "layer_types", ("full_attention", "sliding_attention"))
+    if kind == "none":
+        if stated:
+            raise reader.bad(
+                f"{len(stated)} layers are said to slide, which {reader.model_type!r} does not have",
+                remedy="set model_type to the family that has a sliding window",
+            )
+        return 0, ()
+    window = reader.integer("sliding_window", low=0)
+    if window is None and "sliding_window" not in reader.config:
+        window = family.sliding_window
+        if window and not kind.startswith("qwen"):
+            reader.assume("sliding_window", window)
+    if kind.startswith("qwen"):
+        window = window if reader.flag("use_sliding_window", default=False) else 0
+        if window and kind != "qwen-all" and reader.stated("max_window_layers") is None:
+            reader.assume("max_window_layers", 28)
+        first = min(layers, reader.count("max_window_layers", default=28))
+        by_kind = {"qwen": range(first, layers), "qwen-moe": range(0, first, 2), "qwen-all": range(layers)}
+        chosen = list(by_kind[kind])
+    else:
+        pattern = {"all": layers + 1, "every-other": 2, "five-of-six": 6}[kind]
+        if kind == "five-of-six":
+            pattern = reader.integer("sliding_window_pattern", "_sliding_window_pattern", high=MAX_LAYERS) or pattern
+        chosen = [i for i in range(layers) if (i + 1) % pattern]
+    ids = tuple(chosen) if stated is None else stated
+    return (window, ids) if window and ids else (0, ())
+
+
+def _layers_of_type(reader: ConfigReader, layers: int, key: str, known: tuple[str, str]) -> tuple[int, ...] | None:
+    """Return which layers a list of types, one a layer, says are of the second of two; None when it is absent."""
+    types = reader.stated(key)
+    if types is None:
+        return None
+    if type(types) is not list or len(types) != layers or any(kind not in known for kind in types):
+        raise reader.bad(
+            f"{key!r} is {show(types)}",
+            why=f"it must name each of the {layers} layers {' or '.join(known)}",
+        )
+    return tuple(i for i, kind in enumerate(types) if kind == known[1])
+
+
+def _norm(reader: ConfigReader) -> tuple[str, bool]:
+    """Return the kind of norm and whether it has a bias."""
+    norm = reader.family.norm
+    if _is_plain(reader):
+        norm = reader.word("normalization", ("layernorm", "rmsnorm"), default=norm)
+    bias = norm == "layernorm"
+    return norm, reader.flag("norm_bias", default=bias) if _is_plain(reader) else bias
+
+
+def _biases(reader: ConfigReader) -> tuple[bool, bool, bool]:
+    """Return whether the query/key/value, the attention output and the feed-forward projections have biases."""
+    family = reader.family
+    qkv, out, mlp = family.qkv_bias, family.out_bias, family.mlp_bias
+    if reader.model_type == "gpt":  # --disable-bias-linear, said positively, is the default of the finer keys
+        qkv = out = mlp = reader.flag("use_bias", default=True)
+        if reader.config.get("use_bias") is None:
+            reader.assumed.append("use_bias not stated: every linear layer has a bias (Megatron-LM's default)")
+    if family.qkv_bias_key:
+        qkv = reader.flag(family.qkv_bias_key, default=qkv)
+    if family.out_bias_key:
+        out = reader.flag(family.out_bias_key, default=out)
+    if family.mlp_bias_key:
+        mlp = reader.flag(family.mlp_bias_key, default=mlp)
+    return qkv, out, mlp
+
+
+def _positions(reader: ConfigReader, max_positions: int) -> tuple[int, bool]:
+    """Return (rows of a learned position table, whether queries and keys are rotated)."""
+    family = reader.family
+    if family.positions_default:
+        if not max_positions:
+            reader.assume("n_positions", family.positions_default)
+        return max_positions or family.positions_default, False
+    if reader.model_type != "gpt":
+        return 0, family.rotary
+    kinds = ("learned_absolute", "rope", "alibi", "none")
+    kind = reader.word("position_embedding_type", kinds, default="learned_absolute")
+    if kind != "learned_absolute":
+        return 0, kind == "rope"
+    if not max_positions:
+        reader.assumed.append(
+            "max_position_embeddings not stated: the learned position table (hidden_size elements a row) is left out"
+        )
+    return max_positions, False

@@ -1,0 +1,58 @@
+"""The software that runs the plan: which framework, eager or compiled, in which types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Bytes of a number, by the short names of operators and of sharding's text; and of what a run may be configured with.
+ELEMENT_BYTES = {
+    **dict.fromkeys(("f64", "i64", "u64", "c64"), 8),
+    **dict.fromkeys(("f32", "i32", "u32"), 4),
+    **dict.fromkeys(("bf16", "f16", "i16", "u16"), 2),
+    **dict.fromkeys(("f8", "fp8", "f8e4m3", "f8e5m2", "i8", "u8", "bool"), 1),
+}
+DTYPE_BYTES = {
+    name: ELEMENT_BYTES[short]
+    for name, short in {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float8": "f8"}.items()
+}
+OPTIMIZERS = ("adamw", "adam", "sgd")  # whose states and updates are costed
+# Types that a source may state and nothing here models: their kernels, casts and scaling are not costed.
+NOT_MODELLED = ("float8", "float4")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """`name` selects a description of operator sequences (`runtimes/*.toml`); the rest is how it was configured.
+
+    `param_dtype` is what parameters are stored in, `compute_dtype` what matmuls run in, `reduce_dtype` what gradients
+    are reduced in.
+    """
+
+    name: str = "torchtitan"
+    version: str | None = None
+    compile: bool = False
+    param_dtype: str = "float32"
+    compute_dtype: str = "bfloat16"
+    reduce_dtype: str = "float32"
+    optimizer: str = "adamw"
+
+    @property
+    def not_modelled(self) -> str:
+        """Why nothing can be predicted of this runtime, or nothing: a type or an optimizer that is not modelled."""
+        stated = {
+            "parameters": self.param_dtype,
+            "compute": self.compute_dtype,
+            "gradient reduction": self.reduce_dtype,
+        }
+        low = [f"{role} in {dtype}" for role, dtype in stated.items() if dtype in NOT_MODELLED]
+        if low:
+            return (
+                f"{', '.join(low)}: low precision is not modelled yet (casts, scaling factors and the products left in 16 "
+                "bits decide what it gains), so it is not predicted"
+            )
+        if self.optimizer not in OPTIMIZERS:
+            return (
+                f"optimizer {self.optimizer!r} is not modelled: its states and its update are not known; known: "
+                f"{', '.join(OPTIMIZERS)}"
+            )
+        return ""

@@ -1,0 +1,106 @@
+"""What a plan, a workload and a runtime may be at all, before anybody asks whether a framework runs them.
+
+Files decode into the right types, but any number passes as a degree. Here every field has its range, so that nothing
+below meets a negative count, a product beyond 64 bits or a number format without a width. Whether a plan is legal on
+given GPUs is for `simulator.legality` to say.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from simulator.config.overlap_sites import modes_by_site
+from simulator.config.plan import Plan
+from simulator.config.runtime import DTYPE_BYTES, NOT_MODELLED, Runtime
+from simulator.config.workload import Workload
+from topology.errors import BadPlan
+
+MAX_GPUS = 1 << 20  # of one plan
+MAX_COUNT = 1 << 31  # a batch or length beyond this is a mistake, and would overflow 64-bit products
+MAX_LAYERS = 100_000
+MAX_WORD = 64  # characters of a name
+DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages")
+
+
+def verify_plan(plan: Plan, *, where: str) -> None:
+    """Raise BadPlan, with the field and what is allowed, unless every number of `plan` has a meaning.
+
+    `where` begins the message: the file or case that the plan is from.
+    """
+    for name in DEGREES:
+        _whole(getattr(plan, name), f"{where}: plan.{name}", 1, MAX_GPUS)
+    if plan.gpus > MAX_GPUS:
+        raise BadPlan(f"{where}: the degrees of plan multiply to {plan.gpus:.3g} GPUs", why=f"at most {MAX_GPUS}")
+    _whole(plan.micro_batch_size, f"{where}: plan.micro_batch_size", 1, MAX_COUNT)
+    if plan.zero_stage is not None:
+        _whole(plan.zero_stage, f"{where}: plan.zero_stage", 0, 3)
+    for name in ("schedule", "recompute", "cp_method"):
+        _word(getattr(plan, name), f"{where}: plan.{name}")
+    modes_by_site(plan.tp_overlap)
+    factor = plan.capacity_factor
+    if factor is not None and not (math.isfinite(factor) and 0 < factor < MAX_COUNT):
+        raise BadPlan(f"{where}: plan.capacity_factor is {_shown(factor)}", why="it must be a number above zero")
+    for index, layers in enumerate(plan.layers_per_stage):
+        _whole(layers, f"{where}: plan.layers_per_stage[{index}]", 0, MAX_LAYERS)
+    for index, gpu in enumerate(plan.placement):
+        _whole(gpu, f"{where}: plan.placement[{index}]", 0, MAX_COUNT)
+    for index, mode in enumerate(plan.recompute_per_stage):
+        _word(mode, f"{where}: plan.recompute_per_stage[{index}]")
+
+
+def verify_lists(plan: Plan, *, where: str, layers: int, gpus: int) -> None:
+    """Raise BadPlan where a list of a plan does not match its stages or ranks, the model's layers, the cluster's GPUs."""
+    stages = plan.pp * plan.virtual_stages
+    listed, placed = plan.layers_per_stage, plan.placement
+    if listed and (len(listed) != stages or sum(listed) != layers):
+        raise BadPlan(
+            f"{where}: plan.layers_per_stage lists {len(listed)} stages with {sum(listed)} layers",
+            why=f"the plan has {stages} stages, the model {layers} layers",
+        )
+    if plan.recompute_per_stage and len(plan.recompute_per_stage) != stages:
+        raise BadPlan(
+            f"{where}: plan.recompute_per_stage names {len(plan.recompute_per_stage)} modes",
+            why=f"the plan has {stages} stages",
+        )
+    if placed and (len(placed) != plan.gpus or len(set(placed)) != len(placed) or max(placed) >= gpus):
+        raise BadPlan(
+            f"{where}: plan.placement lists {len(placed)} GPUs, {len(set(placed))} of them distinct, up to {max(placed)}",
+            why=f"the plan has {plan.gpus} ranks, each on its own GPU from 0 to {gpus - 1}",
+        )
+
+
+def verify_workload(workload: Workload, *, where: str) -> None:
+    """Raise BadPlan, with the field and what is allowed, unless `workload` is a step that can be trained."""
+    if workload.task != "train":
+        raise BadPlan(f"{where}: workload.task is {_shown(workload.task)}", why="only train is predicted")
+    _whole(workload.seq_len, f"{where}: workload.seq_len", 1, MAX_COUNT)
+    _whole(workload.global_batch_size, f"{where}: workload.global_batch_size", 1, MAX_COUNT)
+    load = workload.expert_imbalance
+    if not (math.isfinite(load) and 1 <= load < MAX_COUNT):
+        raise BadPlan(f"{where}: workload.expert_imbalance is {_shown(load)}", why="it must be a number from 1 on")
+
+
+def verify_runtime(runtime: Runtime, *, where: str) -> None:
+    """Raise BadPlan, with the field and what is allowed, unless the number formats of `runtime` are known."""
+    for name in ("name", "version", "optimizer"):
+        _word(getattr(runtime, name), f"{where}: runtime.{name}")
+    for name in ("param_dtype", "compute_dtype", "reduce_dtype"):
+        value = getattr(runtime, name)
+        if value not in {*DTYPE_BYTES, *NOT_MODELLED}:  # the latter are refused later, with their reason
+            raise BadPlan(f"{where}: runtime.{name} is {_shown(value)}", why=f"known: {', '.join(DTYPE_BYTES)}")
+
+
+def _whole(value: int, where: str, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise BadPlan(f"{where} is {_shown(value)}", why=f"it must be a whole number from {least} to {most}")
+
+
+def _word(value: str | None, where: str) -> None:
+    if value is not None and (len(value) > MAX_WORD or not value.isprintable()):
+        raise BadPlan(f"{where} is {_shown(value)}", why=f"it must be one word of at most {MAX_WORD} characters")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."

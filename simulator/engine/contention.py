@@ -1,0 +1,195 @@
+"""What happens while things overlap: in-flight work shares SMs, memory bandwidth and links, and is re-timed.
+
+The model, in three sentences. Communication kernels are resident: they hold their SMs from arrival (while they wait
+for partners, too) to end, and compute kernels of that GPU share the SMs that are left, max-min fair. Every activity asks for bytes
+per second of HBM on each of its ranks and of the links it crosses; where the sum exceeds a capacity, rates are max-min
+fair (`simulator.engine.fair_share`), and an activity advances at the speed of its tightest resource. Speeds are constant
+between two events; whenever something starts or ends, the work left of those affected is re-timed.
+
+Not modelled: wave quantisation of a kernel on fewer SMs, L2 interference, and clocks that fall when both are busy; for a
+product and the tensor-parallel shards beside it, `async_overlap.BESIDE` and the rates of `overlap_modes` stand for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import partial
+
+import simpy
+
+from simulator.engine.fair_share import Flow, max_min_speeds, water_fill
+
+# A resource counts as full only beyond rounding, so that flows which exactly fill a link keep their full speed.
+_ROUNDING = 1 + 1e-9
+
+
+@dataclass(slots=True, eq=False)
+class Activity:
+    """Work in flight: `seconds` of it when alone. `gpu` is the one whose SMs it shares (None: it holds them, or none).
+
+    `rate` is what fairness counts for it: its demand of its busiest link, or of HBM where it crosses none.
+    """
+
+    seconds: float
+    uses: tuple[tuple[Hashable, float], ...] = ()
+    rate: float = 0.0
+    gpu: int | None = None
+    sms: float = 0.0
+    done: simpy.Event | None = None
+    left_s: float = 0.0
+    speed: float = 1.0
+    since_s: float = 0.0
+    timer: int = 0  # which of the timers set for it is valid
+
+
+@dataclass(slots=True)
+class _Resource:
+    capacity: float
+    watch: Callable[[float], None] | None = None
+    load: float = 0.0  # if every user ran at full speed
+    users: dict[Activity, float] = field(default_factory=dict)
+
+    @property
+    def full(self) -> bool:
+        return self.load > self.capacity * _ROUNDING
+
+
+@dataclass(slots=True)
+class _Sms:
+    total: float
+    held: float = 0.0
+    kernels: dict[Activity, None] = field(default_factory=dict)
+
+    @property
+    def full(self) -> bool:
+        return bool(self.kernels) and sum([k.sms for k in self.kernels]) > (self.total - self.held) * _ROUNDING
+
+
+class Contention:
+    """All resources of a machine, and what is in flight on them. Work that meets nobody costs two events."""
+
+    def __init__(self, env: simpy.Environment) -> None:
+        self._env = env
+        self._resources: dict[Hashable, _Resource] = {}
+        self._sms: dict[int, _Sms] = {}
+
+    def add_resource(self, key: Hashable, capacity: float, watch: Callable[[float], None] | None = None) -> None:
+        """Add a resource; `watch(used_per_s)` is told whenever its use changes."""
+        self._resources[key] = _Resource(capacity, watch)
+
+    def add_gpu(self, gpu: int, sms: float) -> None:
+        self._sms[gpu] = _Sms(sms)
+
+    def start(self, activity: Activity) -> simpy.Event:
+        """Begin `activity`; return the event of its end."""
+        activity.done = self._env.event()
+        activity.left_s, activity.since_s = activity.seconds, self._env.now
+        for key, amount in activity.uses:
+            resource = self._resources[key]
+            resource.users[activity] = amount
+            resource.load += amount
+        if activity.gpu is not None:
+            self._sms[activity.gpu].kernels[activity] = None
+        if self._meets_others(activity):
+            self._share(self._affected([activity]))
+        else:
+            self._set_timer(activity)
+            self._report(activity)
+        return activity.done
+
+    def hold(self, gpu: int, sms: float) -> None:
+        """Make `sms` of a GPU unavailable to its compute kernels (negative: give them back)."""
+        pool = self._sms[gpu]
+        was_full = pool.full
+        pool.held += sms
+        if pool.kernels and (was_full or pool.full):
+            self._share(self._affected(pool.kernels))
+
+    def starved(self) -> list[int]:
+        """Return the GPUs whose compute kernels stand still because resident transfers hold every SM."""
+        return [gpu for gpu, pool in self._sms.items() if pool.kernels and pool.held >= pool.total]
+
+    # --- who is affected ----------------------------------------------------------------------------------------
+
+    def _meets_others(self, activity: Activity) -> bool:
+        for key, _ in activity.uses:
+            if self._resources[key].full:
+                return True
+        return activity.gpu is not None and self._sms[activity.gpu].full
+
+    def _affected(self, first: list[Activity] | dict[Activity, None]) -> list[Activity]:
+        """Return `first` and whoever shares a full resource with them, directly or through others.
+
+        A resource that could carry all its users at full speed binds nobody, so influence stops there.
+        """
+        found = dict.fromkeys(first)
+        frontier = list(found)
+        while frontier:
+            activity = frontier.pop()
+            neighbours: list[Activity] = []
+            for key, _ in activity.uses:
+                if self._resources[key].full:
+                    neighbours += self._resources[key].users
+            if activity.gpu is not None and self._sms[activity.gpu].full:
+                neighbours += self._sms[activity.gpu].kernels
+            for other in neighbours:
+                if other not in found:
+                    found[other] = None
+                    frontier.append(other)
+        return list(found)
+
+    # --- sharing and timers -------------------------------------------------------------------------------------
+
+    def _share(self, activities: list[Activity]) -> None:
+        """Give each of `activities` its fair speed from now on."""
+        caps = dict.fromkeys(activities, 1.0)
+        for gpu in dict.fromkeys(a.gpu for a in activities if a.gpu is not None):
+            pool = self._sms[gpu]
+            kernels = list(pool.kernels)
+            if pool.full:
+                parts = water_fill([kernel.sms for kernel in kernels], max(0.0, pool.total - pool.held))
+                for kernel, part in zip(kernels, parts, strict=True):
+                    caps[kernel] = part / kernel.sms if kernel.sms else 1.0
+        if any(self._resources[key].full for activity in activities for key, _ in activity.uses):
+            flows = [Flow(a.rate, a.uses, caps[a]) for a in activities]
+            capacity = {key: self._resources[key].capacity for a in activities for key, _ in a.uses}
+            speeds = max_min_speeds(flows, capacity)
+        else:
+            speeds = list(caps.values())
+        for activity, speed in zip(activities, speeds, strict=True):
+            if activity.timer == 0 or speed != activity.speed:
+                now = self._env.now
+                activity.left_s = max(0.0, activity.left_s - (now - activity.since_s) * activity.speed)
+                activity.since_s, activity.speed = now, speed
+                self._set_timer(activity)
+        for activity in activities:
+            self._report(activity)
+
+    def _set_timer(self, activity: Activity) -> None:
+        activity.timer += 1
+        if activity.speed > 0.0:
+            timer = self._env.timeout(activity.left_s / activity.speed)
+            timer.callbacks.append(partial(self._on_timer, activity, activity.timer))
+
+    def _on_timer(self, activity: Activity, timer: int, _: simpy.Event) -> None:
+        if timer != activity.timer or activity.done is None:
+            return  # re-timed since
+        contended = self._meets_others(activity)
+        others = self._affected([activity]) if contended else []
+        for key, amount in activity.uses:
+            resource = self._resources[key]
+            del resource.users[activity]
+            resource.load = resource.load - amount if resource.users else 0.0
+        if activity.gpu is not None:
+            del self._sms[activity.gpu].kernels[activity]
+        if contended:
+            self._share([other for other in others if other is not activity])
+        self._report(activity)
+        activity.done.succeed()
+
+    def _report(self, activity: Activity) -> None:
+        for key, _ in activity.uses:
+            resource = self._resources[key]
+            if resource.watch is not None:
+                resource.watch(sum(user.speed * amount for user, amount in resource.users.items()))

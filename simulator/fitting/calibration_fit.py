@@ -1,0 +1,173 @@
+"""From a profile to the `Calibration` that costs are asked with: once, where a program reads its inputs.
+
+Only samples of the software that the profile's head names are used. A profile of other GPUs than the cluster's says
+nothing of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from simulator.calibration.calibration import Calibration
+from simulator.collectives.cost import CollectiveModel
+from simulator.collectives.measured import MeasuredCollectives
+from simulator.fitting.contention_fit import fit_contention, left_out_errors
+from simulator.fitting.kernel_fit import burst_over_sustained, measured_operators
+from simulator.fitting.overlap_fit import fit_rates, mean_error
+from simulator.fitting.overlap_samples import rates_as_numbers, site_rates, timed_modes
+from simulator.fitting.runtime_fit import fit_runtimes
+from simulator.fitting.step_samples import Alone
+from simulator.kernels.roofline import Roofline
+from simulator.overlap.modes import EXECUTED
+from simulator.overlap.site_costs import SiteRates
+from topology import codec
+from topology.catalog.gpus import gpu_kind
+from topology.cluster import Cluster, GpuKind
+from topology.errors import BadCluster
+from topology.profile.profile import Profile
+from topology.profile.store import current_samples
+
+
+def calibrated(profile: Profile | None, cluster: Cluster) -> Calibration | None:
+    """Return what `profile` says of the GPUs of `cluster`; None without a profile, or where it is of other GPUs.
+
+    The runtimes that ran single layers are fitted on `cluster`; that takes a second or two.
+    """
+    kind = cluster.slowest_kind
+    if profile is None or not same_gpu(profile, kind):
+        return None
+    found = current_samples(profile)
+    operators = measured_operators(found.operators, kind)
+    gpu = Calibration(
+        gpu=kind,
+        operators=operators,
+        contention=fit_contention(found.contention),
+        burst=burst_over_sustained(found.operators, operators.matmuls),
+        gpu_measured=profile.calibrated,
+        profile=codec.fingerprint(profile),
+    )
+    collectives = _collectives(profile)
+    overlap = SiteRates()
+    if found.overlap:
+        roofline = Roofline(gpu=kind, measured=operators)
+        overlap = site_rates(found.overlap, profile.overlap_rates, roofline, CollectiveModel(cluster, collectives))
+    return replace(gpu, runtimes=fit_runtimes(found, cluster, gpu), collectives=collectives, overlap=overlap)
+
+
+@dataclass(slots=True)
+class Calibrations:
+    """What one profile says of several machines, found once for each."""
+
+    profile: Profile | None
+    _found: list[tuple[Cluster, Calibration | None]] = field(default_factory=list)
+
+    def on(self, cluster: Cluster) -> Calibration | None:
+        """Return `calibrated(profile, cluster)`."""
+        if self.profile is None:
+            return None
+        for known, calibration in self._found:
+            if known == cluster:
+                return calibration
+        self._found.append((cluster, calibrated(self.profile, cluster)))
+        return self._found[-1][1]
+
+
+UNMEASURED = Calibrations(None)
+
+
+def same_gpu(profile: Profile, kind: GpuKind) -> bool:
+    """Return whether a profile was taken on GPUs of `kind`. One that the catalogue does not know is not this one."""
+    try:
+        return gpu_kind(profile.gpu).name == kind.name
+    except BadCluster:
+        return False
+
+
+def _collectives(profile: Profile) -> MeasuredCollectives | None:
+    measured = MeasuredCollectives(profile.collectives)
+    return measured if measured.samples else None
+
+
+def alone_of(profile: Profile, kind: GpuKind) -> Alone | None:
+    """Return what a profile knows of operators that run alone on GPUs of `kind`; None where it knows nothing."""
+    if not profile.calibrated or not same_gpu(profile, kind):
+        return None
+    operators = measured_operators(current_samples(profile).operators, kind)
+    return Alone(exact=operators.exact, matmuls=operators.matmuls, attention=operators.attention)
+
+
+# --- overlap modes --------------------------------------------------------------------------------------------------
+
+
+def with_rates(profile: Profile, cluster: Cluster) -> Profile:
+    """Return `profile` with rates fitted to its overlap samples, as far as they are of one software; unchanged without."""
+    timed = [mode for _, mode in timed_modes(current_samples(profile).overlap, *_machine(profile, cluster))]
+    if not timed:
+        return profile
+    return replace(profile, overlap_rates=rates_as_numbers(fit_rates(timed)))
+
+
+def rate_errors(profile: Profile, cluster: Cluster) -> dict[str, tuple[float, int]]:
+    """Return (mean of |predicted / measured - 1|, how many times) by mode, and of `all`, under the profile's rates."""
+    samples, machine = current_samples(profile).overlap, _machine(profile, cluster)
+    same = same_gpu(profile, cluster.slowest_kind)
+    rates = (site_rates(samples, profile.overlap_rates, *machine) if same else SiteRates()).rates
+    timed = [mode for _, mode in timed_modes(samples, *machine)]
+    groups = {mode: [one for one in timed if one.mode == mode] for mode in EXECUTED} | {"all": timed}
+    return {name: (mean_error(group, rates), len(group)) for name, group in groups.items() if group}
+
+
+def _machine(profile: Profile, cluster: Cluster) -> tuple[Roofline, CollectiveModel]:
+    kind = cluster.slowest_kind
+    if not same_gpu(profile, kind):
+        return Roofline(gpu=kind), CollectiveModel(cluster)
+    roofline = Roofline(gpu=kind, measured=measured_operators(current_samples(profile).operators, kind))
+    return roofline, CollectiveModel(cluster, _collectives(profile))
+
+
+# --- how good the fits are ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitError:
+    """How far a curve is from samples that it did not see: each left out in turn, the mean of absolute errors."""
+
+    what: str
+    samples: int
+    mean_abs: float
+
+
+def fit_errors(profile: Profile) -> list[FitError]:
+    """Return the leave-one-out errors of every curve through a profile's samples; empty for an unknown GPU."""
+    try:
+        kind = gpu_kind(profile.gpu)
+    except BadCluster:
+        return []
+    found = measured_operators(current_samples(profile).operators, kind)
+    errors = [
+        FitError(what=f"matmul {dtype} {direction}", samples=len(rest.residuals), mean_abs=rest.error)
+        for dtype, curve in found.matmuls.items()
+        for direction, rest in curve.rest.items()
+    ]
+    errors += [
+        FitError(
+            what=f"attention {dtype} width {width} {direction}",
+            samples=len(curve.rest.residuals),
+            mean_abs=curve.rest.error,
+        )
+        for (dtype, width, direction), curve in found.attention.items()
+    ]
+    moves = {id(curve): curve for curve in found.moves.values()}
+    if moves:
+        mean = float(np.mean([curve.error for curve in moves.values()]))
+        errors.append(FitError(what="kernels that move memory", samples=len(moves), mean_abs=mean))
+    if found.packing is not None:
+        errors.append(FitError(what="packing", samples=len(found.packing.points), mean_abs=found.packing.error))
+    pairs = current_samples(profile).contention
+    together = left_out_errors(pairs)
+    if together is not None:
+        for what, mean in zip(("kernels beside collectives", "collectives beside kernels"), together, strict=True):
+            errors.append(FitError(what=what, samples=len(pairs), mean_abs=mean))
+    return errors

@@ -1,0 +1,83 @@
+"""What a collective and a kernel beside it cost each other, from pairs measured alone and together.
+
+A kernel loses SMs and memory bandwidth: so much of its time, which differs between large products, small ones and
+copies, and little between collectives. A collective loses bandwidth, and is kept waiting: NCCL's kernel gets SMs only
+when blocks of the product in flight have ended, which is a share of that product's time whatever the message. So
+
+    kernel beside     = slowdown(kernel) * kernel alone
+    collective beside = share * collective alone + wait * kernel alone
+
+with `share` for products and for copies and one `wait` for products; copies end too soon to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import scipy  # its parts are loaded when first used
+from numpy.typing import NDArray
+
+from simulator.calibration.calibration import Contention
+from topology.profile.samples import ContentionSample
+
+Floats = NDArray[np.float64]
+
+
+def fit_contention(samples: Sequence[ContentionSample]) -> dict[str, Contention]:
+    """Return what compute and each collective cost each other in a step.
+
+    Pairs count by how long their compute takes: a step's time is in its large products.
+    """
+    found = {}
+    pairs = valid(samples)
+    for op in dict.fromkeys(s.op for s in pairs):
+        mine = [s for s in pairs if s.op == op]
+        weight = np.array([s.compute_alone_s for s in mine])
+        compute = np.array([max(s.compute_beside_s / s.compute_alone_s, 1.0) for s in mine])
+        collective = np.array([max(s.collective_beside_s / s.collective_alone_s, 1.0) for s in mine])
+        found[op] = Contention(
+            compute=float(np.exp(np.average(np.log(compute), weights=weight))),
+            collective=float(np.exp(np.average(np.log(collective), weights=weight))),
+            samples=len(mine),
+        )
+    return found
+
+
+def valid(samples: Sequence[ContentionSample]) -> list[ContentionSample]:
+    return [s for s in samples if not s.invalid and s.compute_alone_s > 0 and s.collective_alone_s > 0]
+
+
+def left_out_errors(samples: Sequence[ContentionSample]) -> tuple[float, float] | None:
+    """Return the mean errors of (kernel, collective) times beside each other, each pair from all the others.
+
+    None with too few pairs to leave one out.
+    """
+    pairs = valid(samples)
+    kernels, collectives = [], []
+    for index, pair in enumerate(pairs):
+        others = pairs[:index] + pairs[index + 1 :]
+        alike = [s for s in others if s.compute == pair.compute and s.shape == pair.shape]
+        model = fit_collective(others, pair.compute)
+        if not alike or model is None:
+            continue
+        slowdown = float(np.exp(np.mean([np.log(s.compute_beside_s / s.compute_alone_s) for s in alike])))
+        kernels.append(abs(slowdown * pair.compute_alone_s / pair.compute_beside_s - 1))
+        share, wait = model
+        told = share * pair.collective_alone_s + wait * pair.compute_alone_s
+        collectives.append(abs(told / pair.collective_beside_s - 1))
+    return (float(np.mean(kernels)), float(np.mean(collectives))) if kernels else None
+
+
+def fit_collective(samples: Sequence[ContentionSample], compute: str) -> tuple[float, float] | None:
+    """Return (share, wait) for collectives beside one kind of compute, least squares of relative errors."""
+    mine = [s for s in samples if s.compute == compute]
+    if not mine:
+        return None
+    together = np.array([s.collective_beside_s for s in mine])
+    alone = np.array([s.collective_alone_s for s in mine]) / together
+    if compute != "matmul" or len(mine) < 3:
+        return float(np.sum(alone) / np.sum(alone**2)), 0.0
+    kernel = np.array([s.compute_alone_s for s in mine]) / together
+    (share, wait), _ = scipy.optimize.nnls(np.stack([alone, kernel], axis=1), np.ones(len(mine)))
+    return float(share), float(wait)

@@ -1,0 +1,210 @@
+"""From samples of single kernels to `MeasuredOperators`: curves through products, attention and what moves memory.
+
+Only valid, sustained samples are used, and those from inside steps for shapes that nobody measured alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from simulator.calibration.kernel_samples import MOVEMENTS, PACKING, UPDATES, movement_of
+from simulator.calibration.measured_operators import MeasuredOperators
+from simulator.calibration.operator_curves import MatmulCurve, MoveCurve
+from simulator.closed_form.data_parallel import ADAM_BYTES, CLIP_BYTES
+from simulator.config.runtime import DTYPE_BYTES
+from simulator.fitting.operator_fit import by_key, fit_attention, fit_matmul, fit_move
+from simulator.fitting.step_samples import Alone, exact_key, learned
+from simulator.kernels.operators import FIXED_DTYPE_BYTES, OperatorSpec, Work, backward_work, forward_work
+from simulator.kernels.roofline import Roofline, efficiency
+from simulator.runtimes.library import RuntimeSpec, runtime_names, runtime_spec
+from topology.cluster import GpuKind
+from topology.profile.samples import OperatorSample
+
+
+def measured_operators(every: Sequence[OperatorSample], kind: GpuKind) -> MeasuredOperators:
+    """Return what `every` sample, of one software and taken on GPUs of `kind`, says of operators."""
+    samples = [s for s in every if not s.invalid and s.regime == "sustained" and s.seconds > 0]
+    bandwidth = _copy_rate(samples) or kind.memory_bytes_per_s * 0.9
+    matmuls = {
+        str(dtype): curve
+        for (kind_of, dtype), group in by_key(samples, "kind", "dtype").items()
+        if kind_of == "matmul"
+        and (
+            curve := fit_matmul(
+                group,
+                sms=float(kind.sm_count),
+                bytes_per_s=bandwidth,
+                element_bytes=float(DTYPE_BYTES.get(str(dtype), 2)),
+            )
+        )
+        is not None
+    }
+    widths: dict[tuple[str, int, str], list[OperatorSample]] = {}
+    for sample in samples:
+        if sample.kind == "attention":
+            widths.setdefault((sample.dtype, sample.shape["d"], sample.direction), []).append(sample)
+    attention = {key: found for key, group in widths.items() if (found := fit_attention(group)) is not None}
+    counter = _Counter(kind)
+    exact = {exact_key(s): s.seconds for s in samples if s.kind in {"matmul", "attention"}}
+    seen = learned(every, Alone(exact=exact, matmuls=matmuls, attention=attention))
+    return MeasuredOperators(
+        exact={**seen, **exact},
+        matmuls=matmuls,
+        attention=attention,
+        moves=_moves(samples, counter),
+        stream=counter.copies(samples),
+        packing=_packing(samples, kind),
+        update_rates=_update_rates(samples),
+    )
+
+
+def burst_over_sustained(samples: Sequence[OperatorSample], matmuls: Mapping[str, MatmulCurve]) -> float:
+    """Return what products after a rest took over what the same take on a GPU at work; at most 1."""
+    ratios = []
+    for s in samples:
+        curve = matmuls.get(s.dtype)
+        if s.regime == "burst" and s.kind == "matmul" and not s.invalid and curve is not None:
+            sizes = [np.array([float(s.shape.get(axis, 1))]) for axis in ("m", "n", "k", "batch")]
+            ratios.append(s.seconds / float(curve.seconds(sizes[0], sizes[1], sizes[2], sizes[3], s.direction)[0]))
+    return min(float(np.median(ratios)), 1.0) if ratios else 1.0
+
+
+def _copy_rate(samples: list[OperatorSample]) -> float | None:
+    """Return bytes read plus written per second by the largest copy."""
+    copies = [s for s in samples if s.name == "copy"]
+    largest = max(copies, key=lambda s: s.shape["bytes"], default=None)
+    return None if largest is None else 2 * largest.shape["bytes"] / largest.seconds
+
+
+class _Counter:
+    """What the descriptions count for a measured kernel: bytes over the datasheet's rate, and launches."""
+
+    def __init__(self, kind: GpuKind) -> None:
+        self.roofline = Roofline(gpu=kind)
+        self.launch_s = efficiency(kind.architecture).kernel_s
+
+    def copies(self, samples: list[OperatorSample]) -> MoveCurve | None:
+        mine = [s for s in samples if s.name == "copy"]
+        sizes = [2.0 * s.shape["bytes"] for s in mine]
+        counted = [size / self.roofline.memory_bytes_per_s + self.launch_s for size in sizes]
+        # Up to the size of the second-level cache a copy repeated finds its data there; a step's data is not there.
+        kept = [i for i, size in enumerate(sizes) if size > 2 * self.roofline.gpu.l2_bytes]
+        return fit_move([sizes[i] for i in kept], [counted[i] for i in kept], [mine[i].seconds for i in kept])
+
+    def works(self, specs: list[OperatorSpec], shape: Mapping[str, int], *, backward: bool) -> list[Work]:
+        sizes = {axis: np.array([float(size)]) for axis, size in shape.items()}
+        for axis in _MOVE_AXES:
+            sizes.setdefault(axis, np.ones(1))
+        sizes |= {"one": np.ones(1), "qkv": sizes["q"] + 2 * sizes["kv"], "gf": 2 * sizes["f"]}
+
+        def width(name: str) -> float:
+            return FIXED_DTYPE_BYTES.get(name, 2.0)
+
+        found: list[Work] = []
+        for spec in specs:
+            found += backward_work(spec, sizes, width) if backward else forward_work(spec, sizes, width)
+        return found
+
+    def seconds(self, works: list[Work]) -> float:
+        return sum(float(np.asarray(self.roofline.seconds(work)).flat[0]) for work in works)
+
+
+_MOVE_AXES = ("t", "u", "h", "q", "kv", "f", "v", "d", "b", "s", "S", "a", "k", "w", "j")
+
+
+def _eager(spec: RuntimeSpec) -> list[OperatorSpec]:
+    """Return the operators of an eager, gated, rotary model in mixed precision: what is measured one by one."""
+    refused = {"compiled", "autocast", "!gated", "!rotary", "dropout"}
+    parts = (*spec.layer.attention, *spec.layer.mlp, *spec.layer.embedding, *spec.layer.head)
+    return [operator for operator in parts if not refused & set(operator.when)]
+
+
+def _moves(samples: list[OperatorSample], counter: _Counter) -> dict[tuple[str, str], MoveCurve]:
+    """Return the curve of every operator of every runtime that a measured kernel stands for."""
+    found: dict[tuple[str, str], MoveCurve] = {}
+    grouped = by_key([s for s in samples if s.kind == "move"], "name", "direction")
+    for name in dict.fromkeys(runtime_spec(name).measured_as for name in runtime_names()):
+        operators = _eager(runtime_spec(name))
+        for movement in MOVEMENTS:
+            if movement.runtime not in {"", name}:
+                continue
+            mine = list({op.name: op for op in operators if movement_of(op.name, name) is movement}.values())
+            for backward in (False, True):
+                group = grouped.get((movement.name, "backward" if backward else "forward"), [])
+                curve = _movement_curve(group, mine, counter, backward=backward)
+                if curve is None:
+                    continue
+                for operator in mine:
+                    found[name, f"{operator.name}.backward" if backward else operator.name] = curve
+    return found
+
+
+def _movement_curve(
+    samples: list[OperatorSample], operators: list[OperatorSpec], counter: _Counter, *, backward: bool
+) -> MoveCurve | None:
+    if not samples or not operators:
+        return None
+    # Norms before attention and before the feed-forward part are one kernel each: count one of them.
+    alike = len({(op.reads, op.writes) for op in operators}) == 1
+    counted = operators[:1] if alike else _one_of_each(operators)
+    works = [counter.works(counted, s.shape, backward=backward) for s in samples]
+    return fit_move(
+        [sum(float(np.asarray(w.bytes).flat[0]) for w in some) for some in works],
+        [counter.seconds(some) for some in works],
+        [s.seconds for s in samples],
+    )
+
+
+def _one_of_each(operators: list[OperatorSpec]) -> list[OperatorSpec]:
+    """Return the operators that one call of the framework is made of: a loss's three, but one norm of many."""
+    return (
+        operators[:1]
+        if any("norm" in op.name for op in operators) and operators[0].name != "log_softmax"
+        else operators
+    )
+
+
+def layer_elements(shape: Mapping[str, int]) -> float:
+    """Return the parameters of a layer's matrices, whose shapes the packing and update kernels are measured with."""
+    h, q, kv, f = (float(shape[axis]) for axis in ("h", "q", "kv", "f"))
+    return 2 * h * q + 2 * h * kv + 3 * h * f
+
+
+def _packing(samples: list[OperatorSample], kind: GpuKind) -> MoveCurve | None:
+    """Return what FSDP's packing takes over what is counted for it, by the bytes of a layer's parameters.
+
+    Counted are, for each gather, two passes over the whole parameters in the compute type, and for each reduction one
+    over gradients in the compute type and one in the type they are reduced in.
+    """
+    rate = Roofline(gpu=kind).memory_bytes_per_s
+    by_shape: dict[tuple[Any, ...], dict[str, float]] = {}
+    for s in samples:
+        if s.name in PACKING:
+            by_shape.setdefault(tuple(sorted(s.shape.items())), {})[s.name] = s.seconds
+    sizes, counted, measured = [], [], []
+    for key, times in by_shape.items():
+        if len(times) < len(PACKING):
+            continue
+        elements = layer_elements(dict(key))
+        sizes.append(2 * elements)
+        counted.append((2 * 2 * elements * 2 + elements * 6) / rate)
+        measured.append(2 * (times["gather_pack"] + times["gather_unpack"]) + times["reduce_pack"])
+    return fit_move(sizes, counted, measured)
+
+
+def _update_rates(samples: list[OperatorSample]) -> dict[str, float]:
+    """Return bytes per second that clipping and updating large layers reach, over the bytes counted for them, by dtype."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for s in samples:
+        if s.name in UPDATES:
+            owned = layer_elements(s.shape) / s.shape["ranks"]
+            if owned > 2**24:
+                found.setdefault(s.dtype, {}).setdefault(s.name, []).append(s.seconds / owned)
+    return {
+        dtype: (ADAM_BYTES + CLIP_BYTES) / sum(float(np.median(times)) for times in by_name.values())
+        for dtype, by_name in found.items()
+        if len(by_name) == len(UPDATES)
+    }

@@ -1,0 +1,87 @@
+"""Rates of the overlap modes from measured times: few numbers for all shapes, none that belongs to one.
+
+Errors are relative, and count as they are rather than squared where they are large: what no rate explains must not
+bend all of them. The logarithms of the rates are fitted, so that they stay above zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import scipy  # its parts are loaded when first used
+from numpy.typing import NDArray
+
+from simulator.overlap.modes import OverlapRates, Parts, mode_s
+
+SPAN = 4.0  # factor by which a rate may leave its start; beyond that it would no longer be what its name says
+OUTLIER = 0.02  # relative error from which a time is odd rather than evidence
+RATES = tuple(field.name for field in fields(OverlapRates) if field.name != "issue")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedMode:
+    """One measured time of a mode, beside what its parts take alone (numbers)."""
+
+    operation: str
+    mode: str
+    parts: Parts
+    seconds: float
+
+
+Batch = tuple[str, str, Parts, NDArray[np.float64]]
+
+
+def mean_error(samples: Sequence[TimedMode], rates: OverlapRates) -> float:
+    """Return the mean of |predicted / measured - 1|."""
+    return float(np.mean(np.abs(_errors(_batches(samples), rates))))
+
+
+def fit_rates(samples: Sequence[TimedMode], start: OverlapRates | None = None) -> OverlapRates:
+    """Return the rates whose relative errors are least, each within a factor of `SPAN` of where it starts.
+
+    So are the factors on what the host issues in one operation and mode. Raises ValueError without samples.
+    """
+    if not samples:
+        raise ValueError("there is nothing to fit: no samples")
+    batches = _batches(samples)
+    first = start or OverlapRates()
+    issued = [f"{operation} {mode}" for operation, mode, _, _ in batches]
+
+    def rates_at(logs: NDArray[np.float64]) -> OverlapRates:
+        factors = dict(zip((*RATES, *issued), (float(factor) for factor in np.exp(logs)), strict=True))
+        return replace(
+            first,
+            **{name: getattr(first, name) * factors[name] for name in RATES},
+            issue={**first.issue} | {name: first.issue.get(name, 1.0) * factors[name] for name in issued},
+        )
+
+    most = np.log(SPAN)
+    found = scipy.optimize.least_squares(
+        lambda logs: _errors(batches, rates_at(logs)),
+        np.zeros(len(RATES) + len(issued)),
+        bounds=(-most, most),
+        loss="soft_l1",
+        f_scale=OUTLIER,
+    )
+    return rates_at(found.x)
+
+
+def _batches(samples: Sequence[TimedMode]) -> list[Batch]:
+    """Return the samples by operation and mode, their parts as columns."""
+    kinds = dict.fromkeys((sample.operation, sample.mode) for sample in samples)
+    batches = []
+    for operation, mode in kinds:
+        these = [sample for sample in samples if (sample.operation, sample.mode) == (operation, mode)]
+        columns = {
+            part.name: np.array([float(getattr(sample.parts, part.name)) for sample in these]) for part in fields(Parts)
+        }
+        batches.append((operation, mode, Parts(**columns), np.array([sample.seconds for sample in these])))
+    return batches
+
+
+def _errors(batches: Sequence[Batch], rates: OverlapRates) -> NDArray[np.float64]:
+    """Return predicted / measured - 1 of all samples."""
+    errors = [mode_s(mode, operation, parts, rates) / seconds - 1 for operation, mode, parts, seconds in batches]
+    return np.concatenate(errors)

@@ -1,0 +1,369 @@
+"""A runtime's own costs from runs of one and two layers of real models: host time, data, and kernels inside a step.
+
+Three things are told apart by what decides a run. Narrow layers, of which the device makes nothing, show the host: the
+second layer is what a layer's launches, gathers and hooks cost, and features (sharding, tensor parallelism,
+recomputation) are what they add to a plain one. Wide layers show the device: kernel times inside a step over kernel times
+alone. What both have in common beyond layers is the step's own work. A run's data loading is what the runtime itself
+said of it.
+
+Full-depth runs are never looked at; profiles that hold one are refused (topology.profile.profile).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import scipy  # its parts are loaded when first used
+from numpy.typing import NDArray
+
+from simulator.calibration.calibration import Calibration, RuntimeCosts
+from simulator.closed_form.estimates import EstimateTable, estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.kernels.roofline import efficiency
+from simulator.runtimes.library import runtime_names, runtime_spec
+from topology import codec
+from topology.catalog.platform import grow
+from topology.cluster import Cluster
+from topology.errors import PlannerError
+from topology.profile.profile import Profile
+from topology.profile.samples import LayerSample
+
+Floats = NDArray[np.float64]
+
+DEVICE_BOUND = 0.7  # predicted device time over measured, above which the device decided the run
+HOST_BOUND = 0.35  # and below which the host did
+ROUNDS = 3
+FACTORS = (0.5, 2.0)  # of kernel times inside a step over those alone; beyond, a fit has found noise
+KERNELS = ("compute", "recompute")  # parts of a step that the factors stretch
+STEP_RANGE_S = (0.0, 10e-3)
+# Costs of the host that a fit starts from: none, so that what is predicted is the device alone.
+SILENT = {
+    "launch_s": 0.0,
+    "backward_launch_s": 0.0,
+    "dtensor_launch_s": 0.0,
+    "collective_s": 0.0,
+    "forward_layer_s": 0.0,
+    "backward_layer_s": 0.0,
+    "checkpoint_s": 0.0,
+    "step_s": 0.0,
+}
+COUNTING = SILENT | {"launch_s": 1.0, "backward_launch_s": 1.0, "dtensor_launch_s": 1.0}
+# What a kind of parallelism adds to a layer's host time, as fields of HostSpec.
+PARALLEL = (("fsdp", "fsdp_layer_s"), ("ddp", "ddp_layer_s"), ("tp", "tp_layer_s"), ("cp", "cp_layer_s"))
+# How much of that is waiting: in runs of one and two layers no host gets ahead, ranks meet in every collective, and each
+# waits for the latest launch of all; over many layers that evens out. Source: nine steps of whole models that waited for
+# their hosts, 0.23 to 0.63, 0.53 in the middle (examples/profiles/hosts.md).
+WAITING_SHARE = 0.5
+UNSHARDED = ("plain", "ddp")  # kinds whose layers launch their operators and little else, best first
+FEWEST = 3  # wide runs below which nothing is said of the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A layer sample as the simulator's types. `seconds` is the step without its data."""
+
+    sample: LayerSample
+    model: Model
+    plan: Plan
+    workload: Workload
+    runtime: Runtime
+
+    @property
+    def seconds(self) -> float:
+        return self.sample.step_s - (self.sample.data_s or 0.0)
+
+    @property
+    def pair(self) -> str:
+        """The same for runs that differ in their number of layers alone."""
+        return codec.fingerprint((replace(self.model, layers=1), self.plan, self.workload, self.runtime))
+
+
+def fit_runtimes(profile: Profile, cluster: Cluster, calibration: Calibration) -> dict[tuple[str, bool], RuntimeCosts]:
+    """Return the costs of every runtime that ran single layers, by (name, compiled).
+
+    `calibration` says what the GPU does; collectives are the model's. A cluster of one GPU does not say how more would be
+    joined, so there only runs on one tell something.
+    """
+    boost_hz = _boost_hz(profile)
+    known = {
+        key: [run for run in runs if cluster.gpu_count > 1 or run.plan.gpus == 1]
+        for key, runs in _by_runtime(profile).items()
+    }
+    return {key: _Fit(runs, cluster, calibration, boost_hz).costs() for key, runs in known.items() if runs}
+
+
+def _boost_hz(profile: Profile) -> float:
+    """Return the clock at which products after a rest were measured; 0 where none was read."""
+    clocks = (sample.conditions.sm_clock_hz or 0.0 for sample in profile.operators if sample.regime == "burst")
+    return max(clocks, default=0.0)
+
+
+def _by_runtime(profile: Profile) -> dict[tuple[str, bool], list[Run]]:
+    groups: dict[tuple[str, bool], list[Run]] = {}
+    for sample in profile.layers:
+        run = None if sample.invalid else run_of(sample)
+        if run is not None:
+            groups.setdefault((runtime_spec(run.runtime.name).names[0], run.runtime.compile), []).append(run)
+    return groups
+
+
+def run_of(sample: LayerSample) -> Run | None:
+    """Return the run of a sample; None for one that this version's descriptions do not know."""
+    try:
+        runtime = codec.convert(sample.runtime, Runtime, where="layers.runtime")
+        if runtime.name not in runtime_names():
+            return None
+        plan = codec.convert(sample.plan, Plan, where="layers.plan")
+        if plan.recompute not in runtime_spec(runtime.name).recompute:
+            return None
+        return Run(
+            sample=sample,
+            model=codec.convert(sample.model, Model, where="layers.model"),
+            plan=plan,
+            workload=codec.convert(sample.workload, Workload, where="layers.workload"),
+            runtime=runtime,
+        )
+    except PlannerError:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Device:
+    """Seconds of a wide run: kernels of layers and others at full clocks, packing, and what no factor changes."""
+
+    measured_s: float
+    layers_s: float
+    others_s: float
+    copies_s: float
+    rest_s: float
+    loaded_s: float
+    at_clock: float  # kernel time at the run's mean clock over that at full load; 1 where that is not known
+
+    @property
+    def left_s(self) -> float:
+        """What the factors and the step's own time have to explain."""
+        return self.measured_s - self.rest_s
+
+    def row(self, answer: Floats, clocks: Callable[[float], float]) -> Floats:
+        """Return the coefficients of (factor of layers, factor of others, step's own seconds), at the clocks of `answer`.
+
+        A GPU is quicker than under full load where it idles now and then, and in runs too short for its power limiter.
+        """
+        layers, others, step_s = answer
+        busy = layers * self.layers_s + others * (self.others_s + self.copies_s) + self.rest_s
+        slower = min(clocks(busy / (busy + step_s + self.loaded_s)), self.at_clock)
+        return np.array([slower * self.layers_s, slower * self.others_s + self.copies_s, 1.0])
+
+
+def _solved(matrix: Floats, left: Floats, *, layers_apart: bool) -> Floats:
+    """Return (factor of layers, factor of others, step's own seconds), least squares with the last within its range.
+
+    One factor stands for both where no pair tells them apart, or where heads are so small that noise decides theirs.
+    """
+    if layers_apart:
+        found = _solved_for(matrix, left)
+        if FACTORS[0] <= found[:2].min() and found[:2].max() <= FACTORS[1]:
+            return found
+    factor, step_s = _solved_for(np.stack([matrix[:, 0] + matrix[:, 1], matrix[:, 2]], axis=1), left)
+    return np.array([factor, factor, step_s])
+
+
+def _solved_for(matrix: Floats, left: Floats) -> Floats:
+    low, high = np.full(matrix.shape[1], -np.inf), np.full(matrix.shape[1], np.inf)
+    low[-1], high[-1] = STEP_RANGE_S
+    return np.asarray(scipy.optimize.lsq_linear(matrix, left, bounds=(low, high)).x)
+
+
+class _Fit:
+    """The fit of one runtime, eager or compiled."""
+
+    def __init__(self, runs: list[Run], cluster: Cluster, calibration: Calibration, boost_hz: float) -> None:
+        self.runs, self.cluster, self.calibration, self.boost_hz = runs, cluster, calibration, boost_hz
+        self.key = (runtime_spec(runs[0].runtime.name).names[0], runs[0].runtime.compile)
+
+    def costs(self) -> RuntimeCosts:
+        # At full clocks, and with a host that costs nothing: what is left is the device.
+        silent = {id(run): self._estimate(run, SILENT).breakdown_s for run in self.runs}
+        narrow, wide = [], []
+        for run in self.runs:
+            share = sum(float(part[0]) for name, part in silent[id(run)].items() if name != "host") / run.seconds
+            if share < HOST_BOUND:
+                narrow.append(run)
+            elif share > DEVICE_BOUND:
+                wide.append(run)
+        host = self._data() | self._host(narrow)
+        return self._busy(wide, [silent[id(run)] for run in wide], host)
+
+    # --- the host -----------------------------------------------------------------------------------------------
+
+    def _data(self) -> dict[str, float]:
+        """Return host seconds per token loaded, as the runtime itself timed its loading."""
+        rates = [
+            run.sample.data_s / (run.workload.seq_len * run.workload.global_batch_size / run.plan.data_parallel)
+            for run in self.runs
+            if run.sample.data_s is not None and run.workload.seq_len >= 2048
+        ]
+        return {"data_token_s": float(np.median(rates))} if rates else {}
+
+    def _host(self, narrow: list[Run]) -> dict[str, float]:
+        """Return the fields of HostSpec that second layers show; empty without a narrow pair that shards nothing.
+
+        A second layer takes as long as the slower of host and device: the least over runs of one kind, wide ones
+        included, is the host's, and noise can only lengthen it.
+        """
+        each: dict[str, float] = {}
+        example: dict[str, Run] = {}
+        rest: list[float] = []
+        least = {id(run) for run in narrow}
+        for one, two in _pairs(self.runs):
+            kind = feature(one)
+            took = max(two.seconds - one.seconds, 0.0)
+            each[kind] = min(each.get(kind, took), took)
+            if id(one) in least:
+                example[kind] = one
+                rest.append(max(one.seconds - took, 0.0))
+        counts = {kind: self._launches(run) for kind, run in example.items()}
+        base = next((kind for kind in UNSHARDED if counts.get(kind)), None)
+        if base is None:
+            return {}
+        launch_s = each[base] / counts[base]
+        found = {
+            "forward_layer_s": 0.0,
+            "backward_layer_s": 0.0,
+            "checkpoint_s": 0.0,
+            "launch_s": launch_s,
+            "backward_launch_s": launch_s,
+            "dtensor_launch_s": launch_s,
+            "rest_s": float(np.median(rest)),
+        }
+        for kind, field in PARALLEL:
+            if kind in counts:
+                found[field] = (1 - WAITING_SHARE) * max(each[kind] - counts[kind] * launch_s, 0.0)
+        if "cp" in counts:  # ranks that share a sequence share parameters too
+            found["cp_layer_s"] = max(found["cp_layer_s"] - found.get("fsdp_layer_s", 0.0), 0.0)
+        plain_tensors = runtime_spec(self.key[0]).host.plain_tensors  # then selective recomputation is as any other
+        wrapped = [("full", "checkpoint_s"), *([] if plain_tensors else [("selective-op", "selective_s")])]
+        for word, field in wrapped:
+            more = [
+                each[f"{base} {word}"] - each[base] - max(counts[f"{base} {word}"] - counts[base], 0.0) * launch_s
+                for base in ("plain", "fsdp")
+                if base in counts and f"{base} {word}" in counts
+            ]
+            if more:
+                found[field] = max(float(np.mean(more)), 0.0)
+        return found
+
+    def _launches(self, run: Run) -> float:
+        """Return how many operators the host issues for one layer of a run, forward and backward."""
+        one, two = (
+            self._estimate(replace(run, model=replace(run.model, layers=layers)), COUNTING).breakdown_s["host"][0]
+            for layers in (1, 2)
+        )
+        return float(two - one)
+
+    # --- the device ---------------------------------------------------------------------------------------------
+
+    def _busy(self, wide: list[Run], parts: list[dict[str, Floats]], host: dict[str, float]) -> RuntimeCosts:
+        """Return how much longer kernels take inside a step, and the step's own host work, from wide layers.
+
+        A pair of one layer and two is two equations: what the second layer added, which is a layer's kernels alone, and
+        the run of one, which has embedding, head and loss as well; a run without its pair is one. All are solved for
+        together, least squares of relative errors: one factor for kernels, one for those of layers over it, and the
+        step's own. Clocks depend on how much of a step is idle, and so on the answer: a few rounds settle it.
+        """
+        if len(wide) < FEWEST:
+            return RuntimeCosts(host=host, runs=len(self.runs))
+        device = [self._device(run, part, host) for run, part in zip(wide, parts, strict=True)]
+        place = {id(run): index for index, run in enumerate(wide)}
+        pairs = [(place[id(a)], place[id(b)]) for a, b in _pairs(wide)]
+        answer = np.array([1.0, 1.0, 1e-3])
+        for _ in range(ROUNDS):
+            rows = np.array([one.row(answer, self._clocks) for one in device])
+            left = np.array([one.left_s for one in device])
+            scale = np.array([one.measured_s for one in device])
+            for one, two in pairs:
+                rows[two], left[two], scale[two] = rows[two] - rows[one], left[two] - left[one], scale[two] - scale[one]
+            usable = scale > 0
+            answer = _solved(rows[usable] / scale[usable, None], left[usable] / scale[usable], layers_apart=bool(pairs))
+        predicted = [one.row(answer, self._clocks) @ answer for one in device]
+        missed = [np.log((p + d.rest_s) / d.measured_s) for p, d in zip(predicted, device, strict=True)]
+        layers, others, step_s = (float(value) for value in answer)
+        found = {**host, "step_s": step_s}
+        if "rest_s" in found:
+            found["rest_s"] = max(found["rest_s"] - step_s, 0.0)
+        return RuntimeCosts(
+            busy=others,
+            layer_busy=layers / others,
+            host=found,
+            spread=float(np.median(np.abs(missed))),
+            runs=len(self.runs),
+        )
+
+    def _device(self, run: Run, part: dict[str, Floats], host: dict[str, float]) -> _Device:
+        """Return the device's part of a run, that of layers apart from the others'."""
+        deeper = replace(run, model=replace(run.model, layers=run.model.layers + 1))
+        more = self._estimate(deeper, SILENT).breakdown_s
+        arithmetic = sum(float(part[name][0]) for name in KERNELS)
+        layer = sum(float(more[name][0]) - float(part[name][0]) for name in KERNELS)
+        inside = min(run.model.layers * layer, arithmetic)
+        counted = (*KERNELS, "copies", "host")
+        clock_hz = run.sample.conditions.mean_sm_clock_hz if self.boost_hz else None
+        return _Device(
+            measured_s=run.seconds,
+            layers_s=inside,
+            others_s=arithmetic - inside,
+            copies_s=float(part["copies"][0]),
+            rest_s=sum(float(seconds[0]) for name, seconds in part.items() if name not in counted),
+            loaded_s=_loaded_s(run, host),
+            at_clock=max(self.calibration.burst, self.calibration.burst * self.boost_hz / clock_hz)
+            if clock_hz
+            else 1.0,
+        )
+
+    def _clocks(self, duty: float) -> float:
+        exponent = efficiency(self.cluster.slowest_kind.architecture).power_exponent
+        return float(self.calibration.clocks(np.array([duty]), exponent)[0])
+
+    def _estimate(self, run: Run, host: dict[str, float]) -> EstimateTable:
+        scenario = Scenario(
+            model=run.model,
+            # Layers were run on the machine of the profile, of which the plans in question may have a part.
+            cluster=grow(self.cluster, run.plan.gpus),
+            workload=run.workload,
+            runtime=run.runtime,
+            calibration=replace(self.calibration, runtimes={self.key: RuntimeCosts(host=host)}, burst=1.0),
+        )
+        return estimate_plans(scenario, [run.plan])
+
+
+def feature(run: Run) -> str:
+    """Return what makes a narrow run's layer more than a plain one."""
+    plan = run.plan
+    if plan.tp > 1:
+        kind = "tp"
+    elif plan.cp > 1:
+        kind = "cp"
+    elif plan.dp_shard > 1:
+        kind = "fsdp"
+    else:
+        kind = "ddp" if plan.dp_replicate > 1 else "plain"
+    return kind if plan.recompute == "none" else f"{kind} {plan.recompute}"
+
+
+def _pairs(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
+    """Return (one layer, two layers) of the same model and plan."""
+    by_pair: dict[str, dict[int, Run]] = {}
+    for run in runs:
+        by_pair.setdefault(run.pair, {})[run.model.layers] = run
+    return [(found[1], found[2]) for found in by_pair.values() if len(found) == 2]
+
+
+def _loaded_s(run: Run, host: dict[str, float]) -> float:
+    tokens = run.workload.seq_len * run.workload.global_batch_size / run.plan.data_parallel
+    return host.get("data_token_s", 0.0) * tokens

@@ -1,0 +1,92 @@
+"""Operators seen inside training steps, held against the same operators alone: what a run teaches.
+
+A kernel in a step runs at other clocks than one that a calibration repeats until the GPU is hot, and beside collectives.
+What that does is nearly the same for all products of a step, so it is one number, the *pace*: the median of the time in
+the step over the time alone, over the shapes that both have. Shapes that only the step has are then known as well as
+those, after division by the pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from simulator.calibration.operator_curves import AttentionCurve, MatmulCurve, attention_flops
+from topology.profile.samples import OperatorSample
+
+STEP = "step"
+FEWEST = 3  # shapes that both have, below which nothing is concluded
+Exact = Mapping[tuple[Any, ...], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alone:
+    """What a calibration knows of single operators: measured ones by key, curves by type."""
+
+    exact: Exact
+    matmuls: Mapping[str, MatmulCurve]
+    attention: Mapping[tuple[str, int, str], AttentionCurve]
+
+    def seconds(self, sample: OperatorSample) -> float | None:
+        """Return what an operator takes alone: as measured, else by its curve; None where there is neither."""
+        known = self.exact.get(exact_key(sample))
+        if known is not None:
+            return known
+        shape = {axis: np.array([float(size)]) for axis, size in sample.shape.items()}
+        if sample.kind == "matmul":
+            curve = self.matmuls.get(sample.dtype)
+            if curve is None:
+                return None
+            batch = shape.get("batch", np.ones(1))
+            return float(curve.seconds(shape["m"], shape["n"], shape["k"], batch, sample.direction)[0])
+        found = self.attention.get((sample.dtype, sample.shape["d"], sample.direction))
+        if found is None:
+            return None
+        flops = np.array([attention_flops(sample.shape, sample.direction)])
+        return float(found.seconds(flops, shape["s"], shape["S"], shape["b"] * shape["a"])[0])
+
+
+def exact_key(sample: OperatorSample) -> tuple[Any, ...]:
+    """Return the key under which `Calibration.exact` holds a product or a causal attention."""
+    shape = sample.shape
+    if sample.kind == "matmul":
+        sizes = (shape.get("batch", 1), shape["m"], shape["n"], shape["k"])
+        return "matmul", sample.dtype, sample.direction, *map(float, sizes)
+    sizes = (shape["b"] * shape["a"], shape["s"], shape["S"], shape["d"])
+    return "attention", sample.dtype, sample.direction, *map(float, sizes), 1.0
+
+
+def usable(samples: Iterable[OperatorSample]) -> list[OperatorSample]:
+    """Return the samples taken inside steps that stand for an operator of a plan.
+
+    Products by expert are left out, since their tokens are not shared out evenly; so is attention of some queries to
+    other keys, which is a part of one.
+    """
+    return [
+        s
+        for s in samples
+        if s.regime == STEP
+        and not s.invalid
+        and s.seconds > 0
+        and s.shape.get("batch", 1) == 1
+        and (s.kind == "matmul" or (s.kind == "attention" and s.shape["s"] == s.shape["S"]))
+    ]
+
+
+def pace(samples: Iterable[OperatorSample], alone: Alone) -> float | None:
+    """Return the time in the step over the time alone; None where too few shapes are known both ways."""
+    ratios = [s.seconds / known for s in samples if (known := alone.exact.get(exact_key(s))) is not None]
+    return median(ratios) if len(ratios) >= FEWEST else None
+
+
+def learned(samples: Iterable[OperatorSample], alone: Alone) -> dict[tuple[Any, ...], float]:
+    """Return what operators take alone, for those that were only seen inside steps."""
+    seen = usable(samples)
+    by = pace(seen, alone)
+    if by is None:
+        return {}
+    return {exact_key(s): s.seconds / by for s in seen if exact_key(s) not in alone.exact}

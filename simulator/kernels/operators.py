@@ -1,0 +1,261 @@
+"""An operator is a formula over named axes; its work on a rank follows from the axis sizes.
+
+    matmul = "t h, h q -> t q"          a matrix product, batched over axes that all three share
+    reads = ["u h"], writes = ["u h"]   a kernel that only moves memory
+    attention = "flash"                 a fused attention kernel over the axes b s j a d
+    collective = "all_gather", tensor = "t h", over = "tp"; "ring" passes a tensor's shards round its ranks
+
+A tensor is its axes, optionally with a dtype: `"t v:f32"`; without one it is in the compute dtype. Axis sizes are
+numbers or columns of a plan table, so the same description costs one plan or ten thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+
+from simulator.columns.plan_table import Floats, PlanTable
+from simulator.config.runtime import ELEMENT_BYTES
+from topology.errors import BadInput
+
+# Dtype names of descriptions; `compute`, `param` and `reduce` follow the runtime's configuration.
+FIXED_DTYPE_BYTES = {name: float(ELEMENT_BYTES[name]) for name in ("f32", "bf16", "f16", "i64")} | {
+    "mask": float(ELEMENT_BYTES["bool"])
+}
+
+
+class WorkKind(StrEnum):
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    MOVE = "move"
+    COLLECTIVE = "collective"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorSpec:
+    """One operator of a runtime description, forward, with what it saves and how its backward differs.
+
+    `when` lists features of the model, plan or runtime that must hold (`gated`, `!sp`). `saves` are tensors autograd
+    keeps for the backward pass. `scattered` operators move rows to where an index says. A matmul's backward is its two
+    products; other operators give `backward_reads` and `backward_writes`. `hidden_by` names the operator, earlier in the
+    block, whose kernels a collective runs beside; `site` is what a plan calls a tensor-parallel collective
+    (`simulator.config.overlap_sites`). `launches` are kernels (and host dispatches) forward,
+    `backward_launches` backward; an operator without reads and writes does nothing forward.
+    """
+
+    name: str
+    when: tuple[str, ...] = ()
+    matmul: str = ""
+    attention: str = ""
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    backward_reads: tuple[str, ...] = ()
+    backward_writes: tuple[str, ...] = ()
+    collective: str = ""
+    tensor: str = ""
+    over: str = ""
+    site: str = ""
+    hidden_by: str = ""
+    saves: tuple[str, ...] = ()
+    weight_gradient: bool = True
+    weight_gradient_dtype: str = "compute"
+    scattered: bool = False
+    launches: float = 1.0
+    backward_launches: float = 1.0
+
+
+def active_rows(operator: OperatorSpec, table: PlanTable) -> Floats:
+    """Return 1 where the operator runs under the plan, else 0."""
+    active = np.ones(len(table))
+    for condition in operator.when:
+        holds = table.conditions[condition.removeprefix("!")]
+        active = active * (~holds if condition.startswith("!") else holds)
+    return active
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one kernel does on one rank: sizes as plan-table columns. Collectives carry nccl-tests bytes."""
+
+    kind: WorkKind
+    name: str
+    flops: Floats | float = 0.0
+    bytes: Floats | float = 0.0
+    batch: Floats | float = 1.0
+    m: Floats | float = 0.0
+    n: Floats | float = 0.0
+    k: Floats | float = 0.0
+    collective: str = ""
+    over: str = ""
+    launches: float = 1.0
+    backward: bool = False
+    scattered: bool = False  # moves rows to where an index says
+    accumulates: bool = False  # adds its result to what is there, in a wider type
+    grouped_rows: Floats | float = 0.0  # in products of experts in one kernel, the rows of each; 0: it is no such one
+
+
+DtypeBytes = Callable[[str], float]
+
+# The backward of a collective is its transpose (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
+TRANSPOSED = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_to_all": "all_to_all",
+    "ring": "ring",  # keys and values forward; backward their gradients travel with them
+    "all_reduce": "",  # forward reduction of a row-parallel product: its backward is the identity
+    "copy": "all_reduce",  # forward identity into a column-parallel region: its backward sums
+}
+
+
+def tensor_bytes(tensor: str, sizes: Mapping[str, Floats], dtype_bytes: DtypeBytes) -> Floats:
+    """Return the bytes of a tensor annotation such as `"t h"` or `"t v:f32"`."""
+    axes, _, dtype = tensor.partition(":")
+    return product(axes.split(), sizes) * dtype_bytes(dtype or "compute")
+
+
+def product(axes: list[str], sizes: Mapping[str, Floats]) -> Floats:
+    total = sizes["one"]
+    for axis in axes:
+        factor, _, name = axis.rpartition("*")
+        if name not in sizes:
+            raise BadInput(
+                f"runtime description uses unknown axis {name!r}", why=f"known here: {', '.join(sorted(sizes))}"
+            )
+        total = total * sizes[name] * (float(factor) if factor else 1.0)
+    return total
+
+
+def forward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: DtypeBytes) -> list[Work]:
+    """Return the kernels of one operator's forward pass."""
+    if spec.matmul:
+        left, right, out = parse_matmul(spec.matmul)
+        return [_matmul(spec.name, left, right, out, sizes, dtype_bytes, launches=spec.launches)]
+    if spec.attention:
+        return [_attention(spec, sizes, dtype_bytes, backward=False)]
+    if spec.collective:
+        return [] if spec.collective == "copy" else [_collective(spec.collective, spec, sizes, dtype_bytes)]
+    if not spec.reads and not spec.writes:
+        return []  # it exists backward only
+    moved = sum((tensor_bytes(x, sizes, dtype_bytes) for x in (*spec.reads, *spec.writes)), np.zeros(1))
+    return [Work(kind=WorkKind.MOVE, name=spec.name, bytes=moved, launches=spec.launches, scattered=spec.scattered)]
+
+
+def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: DtypeBytes) -> list[Work]:
+    """Return the kernels of one operator's backward pass."""
+    if spec.matmul:
+        left, right, out = parse_matmul(spec.matmul)
+        work = [_matmul(f"{spec.name}.dgrad", out, right, left, sizes, dtype_bytes, backward=True)]
+        if spec.weight_gradient:
+            extra = product(right, sizes) * (dtype_bytes(spec.weight_gradient_dtype) - dtype_bytes("compute"))
+            wgrad = _matmul(f"{spec.name}.wgrad", left, out, right, sizes, dtype_bytes, backward=True, extra=extra)
+            work.append(replace(wgrad, accumulates=spec.weight_gradient_dtype != "compute"))
+        return work
+    if spec.attention:
+        return [_attention(spec, sizes, dtype_bytes, backward=True)]
+    if spec.collective:
+        kind = TRANSPOSED[spec.collective]
+        return [_collective(kind, spec, sizes, dtype_bytes, backward=True)] if kind else []
+    if not spec.backward_reads and not spec.backward_writes:
+        return []
+    moved = sum(
+        (tensor_bytes(x, sizes, dtype_bytes) for x in (*spec.backward_reads, *spec.backward_writes)), np.zeros(1)
+    )
+    return [
+        Work(
+            kind=WorkKind.MOVE,
+            name=f"{spec.name}.backward",
+            bytes=moved,
+            launches=spec.backward_launches,
+            backward=True,
+            scattered=spec.scattered,
+        )
+    ]
+
+
+def parse_matmul(annotation: str) -> tuple[list[str], list[str], list[str]]:
+    """Split `"t h, h q -> t q"` into the axes of its operands and result. Raises BadInput when malformed."""
+    inputs, arrow, out = annotation.partition("->")
+    left, comma, right = inputs.partition(",")
+    if not (arrow and comma):
+        raise BadInput(f"matmul annotation {annotation!r} is malformed", remedy='write it as "t h, h q -> t q"')
+    return left.split(), right.split(), out.split()
+
+
+def _matmul(
+    name: str,
+    left: list[str],
+    right: list[str],
+    out: list[str],
+    sizes: Mapping[str, Floats],
+    dtype_bytes: DtypeBytes,
+    *,
+    backward: bool = False,
+    launches: float = 1.0,
+    extra: Floats | float = 0.0,
+) -> Work:
+    """Sort the axes into batch, m, n and k by where they occur, and count FLOPs and bytes."""
+    batch = [x for x in left if x in right and x in out]
+    m = product([x for x in left if x in out and x not in batch], sizes)
+    n = product([x for x in right if x in out and x not in batch], sizes)
+    k = product([x for x in left if x in right and x not in batch], sizes)
+    count = product(batch, sizes)
+    moved = count * (m * k + k * n + m * n) * dtype_bytes("compute") + extra
+    return Work(
+        kind=WorkKind.MATMUL,
+        name=name,
+        flops=2.0 * count * m * n * k,
+        bytes=moved,
+        batch=count,
+        m=m,
+        n=n,
+        k=k,
+        launches=launches,
+        backward=backward,
+        grouped_rows=sizes["x"] if batch == ["e"] else 0.0,
+    )
+
+
+# FLOPs of the backward pass over the forward's, FlashAttention-2's: five products instead of two (arXiv 2307.08691,
+# section 3.1).
+ATTENTION_BACKWARD = 2.5
+
+
+def _attention(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: DtypeBytes, *, backward: bool) -> Work:
+    """A fused causal attention kernel. `j` is how many keys a query sees on average."""
+    query, value = sizes.get("qk", sizes["q"]), sizes.get("vv", sizes["q"])
+    flops = 2.0 * sizes["t"] * sizes["j"] * (query + value)
+    moved = (sizes["t"] * (query + value) * 2.0 + 2.0 * sizes["b"] * sizes["S"] * sizes["kv"]) * dtype_bytes("compute")
+    return Work(
+        kind=WorkKind.ATTENTION,
+        name=f"{spec.name}.backward" if backward else spec.name,
+        flops=flops * (ATTENTION_BACKWARD if backward else 1.0),
+        bytes=moved * (2.0 if backward else 1.0),
+        m=sizes["s"],
+        n=sizes["S"],
+        k=sizes["d"],
+        batch=sizes["b"] * sizes["a"],
+        launches=spec.backward_launches if backward else spec.launches,
+        backward=backward,
+    )
+
+
+def _collective(
+    op: str,
+    spec: OperatorSpec,
+    sizes: Mapping[str, Floats],
+    dtype_bytes: DtypeBytes,
+    *,
+    backward: bool = False,
+) -> Work:
+    return Work(
+        kind=WorkKind.COLLECTIVE,
+        name=f"{spec.name}.backward" if backward else spec.name,
+        bytes=tensor_bytes(spec.tensor, sizes, dtype_bytes) * (2.0 if op == "ring" and backward else 1.0),
+        collective=op,
+        over=spec.over,
+        launches=spec.backward_launches if backward else spec.launches,
+        backward=backward,
+    )

@@ -1,0 +1,261 @@
+"""How long a kernel takes on a GPU, from its datasheet: the slower of arithmetic and memory, with known inefficiency.
+
+Matmuls lose to tiles that do not fill (edges), waves that do not fill (the last one), and the pipeline that fills and
+drains along k. Everything else is bytes over bandwidth. A floor of a few microseconds keeps tiny kernels honest. All
+functions take plan-table columns and return seconds.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Protocol
+
+import numpy as np
+
+from simulator.columns.plan_table import Floats
+from simulator.kernels.operators import Work, WorkKind
+from topology.cluster import GpuKind
+from topology.codec import convert
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionEfficiency:
+    forward: float
+    backward: float
+    ramp_s: float
+    narrow: float
+    rows: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """Fractions of the datasheet an architecture's kernels reach; see efficiency.toml for meaning and source."""
+
+    reference: str
+    reference_w: float
+    reference_flops: float
+    burst: float
+    holds: float
+    power_exponent: float
+    ramp_k: float
+    hbm: float
+    kernel_s: float
+    nccl_sms: float
+    scattered: float = 1.0
+    accumulated: float = 1.0
+    attention: dict[str, AttentionEfficiency]
+
+
+# Thread-block tiles a library chooses from (rows, columns) and the arithmetic rate a tile of that size sustains
+# relative to the largest: smaller tiles reload operands more often. Rows and columns are interchangeable.
+TILES = (
+    (128.0, 256.0, 1.0),
+    (256.0, 128.0, 1.0),
+    (128.0, 128.0, 0.90),
+    (64.0, 256.0, 0.82),
+    (256.0, 64.0, 0.82),
+    (64.0, 128.0, 0.72),
+    (128.0, 64.0, 0.72),
+    (64.0, 64.0, 0.50),
+)
+# A product with few tiles can cut k into pieces and add the partial results, at some cost.
+SPLITS = ((1.0, 1.0), (2.0, 0.93), (4.0, 0.86))
+# Queries times heads of the benchmarks behind the curves of attention: 16k tokens with 16 heads of 128 (arXiv 2307.08691,
+# section 4.1; 2407.08608, section 4.1). They include the tail of a grid of that size.
+FULL_GRID = 262144.0
+# A kernel for the products of all experts goes through the rows of each in tiles of so many (two of 128 in a cluster), and a
+# router's rows end anywhere within one: half a tile is wasted for each expert. Source: torch's grouped_mm on H100, 5 shapes of 8
+# to 128 experts with 256 to 4096 rows each (examples/validation/grouped_products.md).
+GROUPED_TILE = 256.0
+# Where a kernel's time is from, best first.
+MEASURED, FITTED, DATASHEET = 0.0, 1.0, 2.0
+
+
+def matmul_use(
+    tiles: Sequence[tuple[float, float, float]],
+    m: Floats | float,
+    n: Floats | float,
+    k: Floats | float,
+    batch: Floats | float,
+    *,
+    sms: float,
+    ramp_k: float,
+    wave_floor: float = 0.0,
+) -> Floats:
+    """Return the share of the arithmetic rate that the best of `tiles`, cut along k or not, reaches.
+
+    Edges of tiles are computed for nothing, the last wave of them leaves SMs idle (but of several waves no more than
+    1 - `wave_floor`), and along k a tile starts slowly: half the rate at `ramp_k`.
+    """
+    best: Floats = np.zeros(1)
+    for rows, columns, rate in tiles:
+        across = np.ceil(m / rows) * np.ceil(n / columns) * batch
+        used = (m * n * batch) / (across * rows * columns)
+        for pieces, cost in SPLITS:
+            waves = across * pieces / sms
+            filled = waves / np.ceil(waves)
+            if wave_floor:
+                filled = np.maximum(filled, np.where(waves > 1, wave_floor, 0.0))
+            depth = k / pieces
+            best = np.maximum(best, used * filled * rate * cost * depth / (depth + ramp_k))
+    return best
+
+
+@cache
+def efficiency(architecture: str) -> Efficiency:
+    """Return the efficiency of an architecture; one we have no figures for borrows its nearest relative's."""
+    text = (resources.files("simulator") / "kernels" / "efficiency.toml").read_text("utf-8")
+    known = tomllib.loads(text)
+    tables = {k: v for k, v in known.items() if isinstance(v, dict) and k != "source"}
+    relative = {"volta": "ampere", "pascal": "ampere", "rubin": "blackwell"}
+    name = architecture.lower()
+    name = name if name in tables else relative.get(name, "ampere")
+    return convert({**tables[name], "holds": known["holds"]}, Efficiency, where=f"efficiency.toml [{name}]")
+
+
+def half_tiles(work: Work) -> Floats | float:
+    """Return what products of experts in one kernel take over as many products of one size; 1 for all other work."""
+    if not np.any(work.grouped_rows):
+        return 1.0
+    return np.asarray(1.0 + GROUPED_TILE / 2 / np.maximum(work.grouped_rows, GROUPED_TILE))
+
+
+class MeasuredKernels(Protocol):
+    """What a roofline asks of measurements: kernels whose times go before the datasheet's."""
+
+    def seconds(
+        self, work: Work, datasheet: Callable[[], Floats], *, dtype: str, runtime: str
+    ) -> tuple[Floats, Floats]:
+        """Return (seconds, source) of a kernel, one value a row; `datasheet` gives what the datasheet says of it."""
+        ...
+
+    def packing_factor(self, nbytes: Floats | float) -> Floats:
+        """Return what FSDP's packing of modules of `nbytes` takes over what is counted for it."""
+        ...
+
+    def update_bytes_per_s(self, param_dtype: str) -> float | None:
+        """Return the rate of clipping and updating, over the bytes counted for them; None where it was not measured."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """Kernel times on one GPU model with one compute dtype and one attention kernel."""
+
+    gpu: GpuKind
+    dtype: str = "bfloat16"
+    attention_kernel: str = "cudnn"
+    window_kernel: str = ""  # of layers with a sliding window, where they have one of their own
+    windowed: float = 0.0  # share of attention's arithmetic that is theirs
+    measured: MeasuredKernels | None = None
+    runtime: str = ""  # first name of the description whose operators are costed
+    busy: float = 1.0  # how much longer kernels take inside a step, as runs of single layers say
+    layer_busy: float = 1.0  # and those of layers over the others: second layers say so apart from heads and losses
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense datasheet rate of the compute dtype; matmuls in float32 run as TF32 where the GPU has it."""
+        for dtype in (self.dtype, "bfloat16", "float16"):
+            if self.gpu.peak_flops.get(dtype):
+                return self.gpu.peak_flops[dtype]
+        return max(self.gpu.peak_flops.values())
+
+    @property
+    def sustained_flops(self) -> float:
+        """What a large matmul keeps up inside training: what power and heat leave of the peak, see efficiency.toml."""
+        known = efficiency(self.gpu.architecture)
+        sustained = self.peak_flops * known.burst * known.holds * self.powered
+        return float(min(sustained, self.gpu.achieved_flops.get(self.dtype, np.inf)))
+
+    @property
+    def powered(self) -> float:
+        """Fraction of the reference part's arithmetic rate that this part's power limit lets tensor cores keep up."""
+        known = efficiency(self.gpu.architecture)
+        bf16 = self.gpu.peak_flops.get("bfloat16", self.peak_flops)
+        watts = self.gpu.power_w or known.reference_w
+        supply = (watts / bf16) / (known.reference_w / known.reference_flops)
+        return float(min(1.0, supply) ** known.power_exponent)
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        return self.gpu.memory_bytes_per_s * efficiency(self.gpu.architecture).hbm
+
+    @property
+    def in_layers(self) -> Roofline:
+        """The roofline of kernels that belong to a layer."""
+        return self if self.layer_busy == 1.0 else replace(self, busy=self.busy * self.layer_busy, layer_busy=1.0)
+
+    def seconds(self, work: Work) -> Floats:
+        """Return the time of a compute kernel, measured or fitted where it was measured; collectives are not
+        ours to time.
+        """
+        return self.sourced(work)[0]
+
+    def sourced(self, work: Work) -> tuple[Floats, Floats]:
+        """Return (seconds, source) of a compute kernel; sources are MEASURED, FITTED, DATASHEET."""
+        if self.measured is None:
+            datasheet = np.atleast_1d(self._datasheet(work))
+            return datasheet * self._in_windows(work) * half_tiles(work), np.full(datasheet.shape, DATASHEET)
+        seconds, source = self.measured.seconds(
+            work, lambda: np.atleast_1d(self._datasheet(work)), dtype=self.dtype, runtime=self.runtime
+        )
+        if np.any(work.grouped_rows):
+            # What is measured, and what curves go through, are products of one size: grouped ones are not among them.
+            return seconds * self.busy * half_tiles(work), np.full(seconds.shape, DATASHEET)
+        return seconds * self.busy * self._in_windows(work), source
+
+    def packing_bytes_per_s(self, nbytes: Floats | float) -> Floats:
+        """Return the rate at which FSDP packs and unpacks modules of `nbytes`, over the bytes counted for it."""
+        factor = self.measured.packing_factor(nbytes) if self.measured is not None else 1.0
+        return np.asarray(self.memory_bytes_per_s / (factor * self.busy))
+
+    def update_bytes_per_s(self, param_dtype: str) -> float:
+        """Return the rate at which gradients are clipped and parameters of a type updated, over the bytes counted."""
+        rate = self.measured.update_bytes_per_s(param_dtype) if self.measured is not None else None
+        return self.memory_bytes_per_s if rate is None else rate
+
+    def _datasheet(self, work: Work) -> Floats:
+        if work.kind is WorkKind.MATMUL:
+            return self._matmul(work)
+        if work.kind is WorkKind.ATTENTION:
+            return self._attention(work)
+        known = efficiency(self.gpu.architecture)
+        rate = self.memory_bytes_per_s * (known.scattered if work.scattered else 1.0)
+        return np.asarray(work.bytes / rate + known.kernel_s * work.launches)
+
+    def _matmul(self, work: Work) -> Floats:
+        known = efficiency(self.gpu.architecture)
+        best = matmul_use(TILES, work.m, work.n, work.k, work.batch, sms=self.gpu.sm_count, ramp_k=known.ramp_k)
+        best = best * (known.accumulated if work.accumulates else 1.0)
+        arithmetic = work.flops / (self.sustained_flops * best)
+        return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s
+
+    def _in_windows(self, work: Work) -> Floats | float:
+        """Return what attention takes over all of it by `attention_kernel`, as layers with windows have another."""
+        if work.kind is not WorkKind.ATTENTION or not self.windowed or not self.window_kernel:
+            return 1.0
+        slower = self._reached(work, self.attention_kernel) / self._reached(work, self.window_kernel)
+        return np.asarray(1.0 + self.windowed * (slower - 1.0))
+
+    def _reached(self, work: Work, kernel: str) -> Floats:
+        """Return the fraction of the peak that a kernel of attention reaches on a full grid."""
+        curves = efficiency(self.gpu.architecture).attention
+        curve = curves.get(kernel) or curves["flash2"]
+        fraction = curve.backward if work.backward else curve.forward
+        narrow = np.where(np.asarray(work.k) < 128, curve.narrow, 1.0)
+        return np.asarray(fraction * narrow * work.n / (work.n + curve.ramp_s))
+
+    def _attention(self, work: Work) -> Floats:
+        known = efficiency(self.gpu.architecture)
+        curve = known.attention.get(self.attention_kernel) or known.attention["flash2"]
+        reached = self._reached(work, self.attention_kernel)
+        if not work.backward:
+            # All tiles by all SMs, then the longest by one: twice the mean, since causal tiles grow to the whole row.
+            tail = 2 * curve.rows * self.gpu.sm_count
+            reached = reached * np.minimum((1 + tail / FULL_GRID) / (1 + tail / (work.batch * work.m)), 1.0)
+        arithmetic = work.flops / (self.peak_flops * self.powered * reached)
+        return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s * work.launches

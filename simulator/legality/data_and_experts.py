@@ -1,0 +1,186 @@
+"""Data and expert parallelism: what shards over which ranks, and whether the batch comes out whole."""
+
+# ruff: noqa: ARG005 - every predicate and sentence has the same signature, whether or not it reads all of it
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.columns.plan_columns import PlanColumns
+from simulator.config.plan import Plan
+from simulator.legality.frameworks import ExpertGrid
+from simulator.legality.rule import Grade, Level, Rule, RuleFacts, divisors, near, rule
+
+
+def _expert_ranks(c: PlanColumns | Plan, q: RuleFacts) -> NDArray[np.int64]:
+    """Return how many ranks expert parallelism may be folded into."""
+    grid = q.framework.expert_grid
+    if grid is ExpertGrid.SHARD_CONTEXT_TENSOR:
+        ranks = c.dp_shard * c.cp * c.tp
+    elif grid is ExpertGrid.DATA:
+        ranks = c.dp_replicate * c.dp_shard
+    else:
+        ranks = c.dp_replicate * c.dp_shard * c.cp * c.tp
+    return np.asarray(ranks, dtype=np.int64)
+
+
+_GRID_WORDS = {
+    ExpertGrid.SHARD_CONTEXT_TENSOR: "dp_shard x cp x tp",
+    ExpertGrid.DATA: "the data-parallel degree",
+    ExpertGrid.WORLD: "world / pp",
+    ExpertGrid.STAGE: "the ranks of a stage",
+    ExpertGrid.NONE: "no ranks",
+}
+
+EXPERT_RULES: list[Rule] = [
+    rule(
+        "experts-dense",
+        lambda c, q: c.ep > 1,
+        lambda p, q: near("ep", [1], f"{q.model.name} has no experts, ep={p.ep}"),
+        applies=lambda q: q.model.moe is None,
+    ),
+    rule(
+        "experts",
+        lambda c, q: (q.model.moe.experts if q.model.moe else 1) % c.ep != 0,
+        lambda p, q: near(
+            "ep",
+            divisors(q.model.moe.experts if q.model.moe else 1),
+            f"{q.model.moe.experts if q.model.moe else 1} experts % ep {p.ep} is not 0",
+        ),
+        applies=lambda q: q.model.moe is not None,
+    ),
+    rule(
+        "expert-grid",
+        lambda c, q: _expert_ranks(c, q) % c.ep != 0,
+        lambda p, q: near(
+            "ep",
+            divisors(int(_expert_ranks(p, q))),
+            f"ep {p.ep} must divide {_GRID_WORDS[q.framework.expert_grid]} = {int(_expert_ranks(p, q))}, so that "
+            "experts are sharded over whole groups",
+        ),
+    ),
+    rule(
+        "expert-grid",
+        lambda c, q: (c.ep > 1) & (c.ep % c.tp != 0),
+        lambda p, q: near(
+            "ep",
+            [d for d in divisors(q.model.moe.experts if q.model.moe else 1) if d % p.tp == 0],
+            f"ep {p.ep} % tp {p.tp} = {p.ep % p.tp}, must be 0: experts are spread over whole tensor-parallel groups",
+        ),
+        applies=lambda q: q.framework.whole_expert_groups,
+    ),
+    rule(
+        "expert-sequence",
+        lambda c, q: (c.ep > 1) & (c.tp > 1) & ~c.sequence_parallel,
+        lambda p, q: (
+            f"ep {p.ep} with tp {p.tp} needs sequence parallelism, or each token would be routed {p.tp} times: set "
+            "sequence_parallel, or ep 1"
+        ),
+        applies=lambda q: q.framework.whole_expert_groups,
+    ),
+    rule(
+        "capacity",
+        lambda c, q: c.capacity_factor > 0,
+        lambda p, q: (
+            f"capacity_factor {p.capacity_factor or 0:g}: {q.framework.title} drops no token and pads none; leave it out"
+        ),
+        applies=lambda q: not q.framework.drops_tokens,
+    ),
+    rule(
+        "expert-load",
+        lambda c, q: np.full(len(c), q.workload.expert_imbalance != 1.0),
+        lambda p, q: (
+            f"expert_imbalance {q.workload.expert_imbalance:g}: in {q.framework.title} the model's own router spreads "
+            "tokens as evenly as it does; only 1 can be asked for"
+        ),
+        applies=lambda q: not q.framework.skews_experts,
+    ),
+    rule(
+        "expert-tensor",
+        lambda c, q: (c.ep > 1) & (c.tp > 1) & ((_expert_ranks(c, q) // c.tp) % c.ep != 0),
+        lambda p, q: (
+            f"world % (etp x ep x pp) is 0 only with --expert-tensor-parallel-size 1, not with the default etp = tp {p.tp}"
+        ),
+        grade=Grade.LEGAL,
+        applies=lambda q: q.framework.expert_grid is ExpertGrid.WORLD,
+    ),
+]
+
+
+DATA_RULES: list[Rule] = [
+    rule(
+        "zero-stage",
+        lambda c, q: ~np.isin(c.zero_stage, (-1, *q.framework.zero_stages)),
+        lambda p, q: (
+            f"{q.framework.title} has no ZeRO stage {p.zero_stage}; it has {', '.join(map(str, q.framework.zero_stages))}"
+        ),
+        applies=lambda q: bool(q.framework.zero_stages),
+    ),
+    rule(
+        "zero-stage",
+        lambda c, q: (c.zero_stage == 1) | ((c.zero_stage > 1) & (c.dp_shard * c.cp == 1) & (c.dp_replicate > 1)),
+        lambda p, q: (
+            f"{q.framework.title} shards with FSDP2: say dp_shard, not ZeRO stage {p.zero_stage} over dp_replicate "
+            f"{p.dp_replicate}"
+        ),
+        applies=lambda q: not q.framework.zero_stages,
+    ),
+    rule(
+        "zero-stage",
+        lambda c, q: (c.zero_stage > 1) & ((c.dp_shard * c.cp > 1) | (c.dp_replicate == 1)),
+        lambda p, q: f"{q.framework.title} shards with FSDP2: say dp_shard alone, without ZeRO stage {p.zero_stage}",
+        applies=lambda q: q.framework.fsdp_by_degree_only,
+    ),
+    rule(
+        "zero-pipeline",
+        lambda c, q: (c.zero_stage >= 2) & (c.pp > 1),
+        lambda p, q: (
+            f"{q.framework.title} refuses ZeRO-{p.zero_stage} with pipeline parallelism (pp={p.pp}): use ZeRO-1 or pp=1"
+        ),
+        applies=lambda q: not q.framework.zero_pipeline,
+    ),
+    rule(
+        "zero-tensor",
+        lambda c, q: (c.zero_stage == 3) & (c.tp > 1),
+        lambda p, q: (
+            f"{q.framework.title}'s automatic tensor parallelism (tp={p.tp}) works up to ZeRO-2, not with ZeRO-3"
+        ),
+        applies=lambda q: not q.framework.zero_tensor,
+    ),
+    rule(
+        "shard-degree",
+        lambda c, q: (c.dp_shard > 1) & (c.zero_stage < 1),
+        lambda p, q: f"{q.framework.title} shards by ZeRO stage, not by a degree: dp_shard={p.dp_shard} needs a stage",
+        applies=lambda q: not q.framework.shard_degree,
+    ),
+    rule(
+        "shard-degree",
+        lambda c, q: ((c.dp_shard > 1) | (c.zero_stage > 1)) & (c.gpus > 1),
+        lambda p, q: f"needs {q.framework.fsdp_needs}: the distributed optimizer alone is ZeRO-1",
+        grade=Grade.LEGAL,
+        applies=lambda q: bool(q.framework.fsdp_needs),
+    ),
+    rule(
+        "ddp-alone",
+        lambda c, q: (c.dp_replicate > 1) & (c.dp_shard * c.cp == 1) & (c.tp * c.pp > 1),
+        lambda p, q: (
+            f"plain replication (dp_replicate {p.dp_replicate}, dp_shard 1) does not combine with tp {p.tp} and pp "
+            f"{p.pp} in {q.framework.title}: use dp_shard"
+        ),
+        applies=lambda q: q.framework.ddp_alone,
+    ),
+    rule(
+        "global-batch",
+        lambda c, q: q.workload.global_batch_size % (c.dp * c.micro_batch_size) != 0,
+        lambda p, q: near(
+            "micro_batch_size",
+            divisors(max(1, q.workload.global_batch_size // p.data_parallel))
+            if q.workload.global_batch_size % p.data_parallel == 0
+            else [],
+            f"global batch {q.workload.global_batch_size} % (data parallel {p.data_parallel} x micro batch "
+            f"{p.micro_batch_size}) = {q.workload.global_batch_size % (p.data_parallel * p.micro_batch_size)}, must be 0",
+        ),
+        level=Level.BATCH,
+    ),
+]

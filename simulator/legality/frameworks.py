@@ -1,0 +1,268 @@
+"""What each training framework can express, as data. The rules in `simulator.legality.rules` read it; nothing else decides.
+
+Sources, checked against these versions: torchtitan 0.3.0 (`torchtitan/distributed/parallel_dims.py`,
+`pipeline_parallel.py`), torch 2.11 (`torch/distributed/pipelining/schedules.py`), Megatron-LM
+(`megatron/training/arguments.py`, `megatron/core/transformer/transformer_config.py`), DeepSpeed 0.19.8
+(`deepspeed/runtime/pipe/engine.py`, `runtime/engine.py`, deepspeed.ai/tutorials/autotp-training), llm-foundry (its FSDP section).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import StrEnum
+
+from simulator.columns.plan_table import CP_METHODS
+from simulator.config.overlap_sites import MODES, NONE
+from simulator.legality.networks import FEATURES
+from simulator.pipeline.schedules import SCHEDULES
+from simulator.runtimes.library import runtime_spec
+from topology.errors import UserError
+
+
+class KvHeads(StrEnum):
+    """What happens when the tensor-parallel degree does not divide the key/value heads."""
+
+    DIVIDE = "divide"  # refused
+    REPLICATE = "replicate"  # heads are copied; the degree must be a multiple of their number
+    SLOW = "slow"  # accepted, but attention stops scaling
+
+
+class ExpertGrid(StrEnum):
+    """Which ranks expert parallelism is folded into."""
+
+    SHARD_CONTEXT_TENSOR = "shard-context-tensor"  # dp_shard * cp * tp
+    WORLD = "world"  # world / (etp * pp)
+    DATA = "data"  # the data-parallel ranks
+    STAGE = "stage"  # anything inside one pipeline stage
+    NONE = "none"
+
+
+LEANER = ("none", "selective", "selective-op", "full")  # each keeps less in memory than the one before
+TORCH_SCHEDULES = tuple(kind.name for kind in SCHEDULES.values() if kind.in_torch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """One training framework. Empty `zero_stages` means that it shards by a degree (FSDP2), not by a ZeRO stage."""
+
+    name: str
+    title: str
+    kv_heads: KvHeads = KvHeads.REPLICATE
+    expert_grid: ExpertGrid = ExpertGrid.STAGE
+    axes: frozenset[str] = frozenset({"tp", "cp", "pp", "ep"})  # what may exceed one
+    zero_stages: tuple[int, ...] = ()
+    searched_zero_stages: tuple[int, ...] = ()  # empty: all of them
+    shard_degree: bool = True  # dp_shard may exceed one without a ZeRO stage
+    fills: str = "dp_shard"  # the data-parallel degree that takes the GPUs nobody claimed
+    schedules: tuple[str, ...] = TORCH_SCHEDULES
+    overlaps: tuple[str, ...] = ()  # modes of overlap of tensor-parallel collectives beside "none"
+    overlap_by_site: bool = False  # each communication of a layer may have its own
+    cp_methods: tuple[str, ...] = ()  # ways of context parallelism; empty: the runtime's own
+    torch_pipelining: bool = False  # runs torch.distributed.pipelining, with its checks
+    undescribed_recomputes: tuple[str, ...] = ()  # where no description of `simulator.runtimes` has this name
+    any_recompute: bool = False  # other words are the runtime's own
+    default_recompute: str = "none"  # of a run that does not say
+    fsdp_needs: str = ""  # what must be set before dp_shard or a ZeRO stage above 1 means FSDP
+    interleaves_by_rank: bool = False  # interleaved schedules want a multiple of pp micro batches
+    sequence_over_tensor: bool = False  # a sequence divides by 2 x cp x tp, with or without sequence parallelism
+    sequence_parallel: bool = True
+    sequence_parallel_default: bool = True  # on with tensor parallelism unless switched off
+    lists_layers: bool = False  # layers can be spelled out stage by stage
+    lists_recompute: bool = False  # and so can recomputation
+    uneven_stages: bool = True  # may put different numbers of layers on stages without being told
+    pads_vocabulary: bool = False
+    ulysses: bool = False  # context parallelism splits heads
+    zero_pipeline: bool = True  # ZeRO-2 and 3 work together with pipeline parallelism
+    zero_tensor: bool = True  # ZeRO-3 works together with tensor parallelism
+    ddp_alone: bool = False  # plain replication refuses company
+    overlap_needs_compile: bool = False
+    overlap_needs_eager: bool = False
+    # What follows is asked of the executor alone; of others it is not known, and nothing is refused for it.
+    networks_without: frozenset[str] = frozenset()  # keys of `simulator.legality.networks.FEATURES`
+    dtypes: tuple[str, ...] = ()  # empty: any
+    optimizers: tuple[str, ...] = ()  # empty: any
+    fsdp_by_degree_only: bool = False  # a ZeRO stage is no other word for it
+    uneven_widths: bool = False  # a width or vocabulary that tp does not divide is cut into unequal parts
+    empty_stages: bool = False  # a stage may hold no layer, or the embedding or the head alone
+    tied_pipeline: bool = True  # a tied embedding and head may lie on different stages
+    whole_expert_groups: bool = False  # experts are spread over whole tensor-parallel groups: ep is a multiple of tp
+    drops_tokens: bool = True  # experts may have a capacity
+    skews_experts: bool = True  # how unevenly tokens visit experts can be asked for
+    latent_cp_methods: tuple[str, ...] = ()  # methods that latent attention can have; empty: all
+    window_cp_methods: tuple[str, ...] = ()  # methods that sliding windows can have; empty: all
+    compiled_context_tensor: bool = True  # compiled blocks may have both context and tensor parallelism
+
+    @property
+    def recomputes(self) -> tuple[str, ...]:
+        """The recompute modes that it has, as its description says; the leanest in memory last."""
+        if self.undescribed_recomputes:
+            return self.undescribed_recomputes
+        return tuple(word for word in LEANER if word in runtime_spec(self.name).recompute)
+
+
+TORCHTITAN = Framework(
+    name="torchtitan",
+    title="torchtitan 0.3",
+    kv_heads=KvHeads.DIVIDE,
+    expert_grid=ExpertGrid.SHARD_CONTEXT_TENSOR,
+    overlaps=("async",),  # parallelism.enable_async_tensor_parallel
+    cp_methods=(
+        "all_gather",
+        "ring",
+    ),  # context_parallel_rotate_method allgather and alltoall, which passes shards round
+    lists_layers=True,  # pipeline_parallel_module_fqns_per_model_part
+    torch_pipelining=True,
+    ddp_alone=True,
+    overlap_needs_compile=True,
+    default_recompute="selective",
+    sequence_over_tensor=True,
+)
+PYTORCH = Framework(
+    name="pytorch",
+    title="PyTorch (FSDP2, DTensor, pipelining)",
+    kv_heads=KvHeads.DIVIDE,
+    expert_grid=ExpertGrid.SHARD_CONTEXT_TENSOR,
+    overlaps=("async",),
+    cp_methods=("all_gather", "ring"),
+    lists_layers=True,
+    lists_recompute=True,
+    torch_pipelining=True,
+    overlap_needs_compile=True,
+)
+MESHWRIGHT = Framework(
+    name="meshwright",
+    title="meshwright's executor",
+    kv_heads=KvHeads.DIVIDE,
+    expert_grid=ExpertGrid.SHARD_CONTEXT_TENSOR,
+    overlaps=tuple(mode for mode in MODES if mode != NONE),
+    overlap_by_site=True,
+    cp_methods=CP_METHODS,
+    schedules=tuple(SCHEDULES),
+    lists_layers=True,
+    lists_recompute=True,
+    torch_pipelining=True,
+    overlap_needs_eager=True,
+    networks_without=frozenset(FEATURES),
+    dtypes=("float64", "float32", "bfloat16", "float16"),
+    optimizers=("adamw",),
+    fsdp_by_degree_only=True,
+    uneven_widths=True,
+    empty_stages=True,
+    tied_pipeline=False,
+    whole_expert_groups=True,
+    drops_tokens=False,
+    skews_experts=False,
+    latent_cp_methods=("all_to_all",),  # in a ring, values must be as wide as keys
+    window_cp_methods=("all_to_all",),  # parts of a ring are attended to whole
+    compiled_context_tensor=False,  # torch 2.13's partitioner fails on some blocks
+)
+MEGATRON = Framework(
+    name="megatron-lm",
+    title="Megatron-LM",
+    fills="dp_replicate",
+    kv_heads=KvHeads.REPLICATE,
+    expert_grid=ExpertGrid.WORLD,
+    zero_stages=(0, 1, 2, 3),
+    searched_zero_stages=(0, 1),  # 2 and 3 mean another implementation (Megatron-FSDP), asked for by name
+    schedules=("1F1B", "Interleaved1F1B"),
+    overlaps=("ring",),  # --tp-comm-overlap: userbuffers pass shards round, the products beside them in pieces
+    cp_methods=CP_METHODS,  # --cp-comm-type p2p, allgather, a2a
+    lists_layers=True,  # --pipeline-model-parallel-layout
+    fsdp_needs="--use-megatron-fsdp (or --use-torch-fsdp2)",
+    interleaves_by_rank=True,
+    sequence_parallel_default=False,
+    uneven_stages=False,
+    pads_vocabulary=True,
+)
+DEEPSPEED = Framework(
+    name="deepspeed",
+    title="DeepSpeed",
+    fills="dp_replicate",
+    kv_heads=KvHeads.SLOW,
+    expert_grid=ExpertGrid.DATA,
+    zero_stages=(0, 1, 2, 3),
+    shard_degree=False,
+    schedules=("1F1B",),
+    undescribed_recomputes=("none", "full"),
+    sequence_parallel=False,
+    sequence_parallel_default=False,
+    ulysses=True,
+    cp_methods=("all_to_all",),
+    zero_pipeline=False,
+    zero_tensor=False,
+)
+MEGATRON_DEEPSPEED = Framework(
+    name="megatron-deepspeed",
+    title="Megatron-DeepSpeed",
+    fills="dp_replicate",
+    kv_heads=KvHeads.SLOW,
+    expert_grid=ExpertGrid.DATA,
+    zero_stages=(0, 1, 2, 3),
+    shard_degree=False,
+    schedules=("1F1B",),
+    undescribed_recomputes=("none", "selective", "full"),
+    sequence_parallel_default=False,
+    pads_vocabulary=True,
+    ulysses=True,
+    cp_methods=("all_to_all",),
+    zero_pipeline=False,
+)
+LLM_FOUNDRY = Framework(
+    name="llm-foundry",
+    title="llm-foundry",
+    expert_grid=ExpertGrid.NONE,
+    axes=frozenset(),
+    zero_stages=(0, 2, 3),
+    schedules=(),
+    sequence_parallel=False,
+    sequence_parallel_default=False,
+)
+ANY = Framework(
+    name="any",
+    title="any framework",
+    undescribed_recomputes=("none", "full"),
+    any_recompute=True,
+    lists_layers=True,
+    lists_recompute=True,
+    overlaps=("ring", "async", "fused"),
+    cp_methods=CP_METHODS,
+    zero_stages=(0, 1, 2, 3),
+)
+
+FRAMEWORKS = {
+    framework.name: framework
+    for framework in (TORCHTITAN, MEGATRON, DEEPSPEED, MEGATRON_DEEPSPEED, LLM_FOUNDRY, PYTORCH, MESHWRIGHT, ANY)
+}
+_ALIASES = {
+    "titan": "torchtitan",
+    "megatron": "megatron-lm",
+    "megatron-core": "megatron-lm",
+    "megatron-bridge": "megatron-lm",
+    "nemo": "megatron-lm",
+    "composer": "llm-foundry",
+    "fsdp": "pytorch",
+    "fsdp2": "pytorch",
+    "torch": "pytorch",
+    "accelerate": "pytorch",
+}
+
+
+def framework_named(name: str) -> Framework:
+    """Return the framework a person asked for, `name` or `name@version`. Raises UserError with near names."""
+    bare = name.partition("@")[0].strip().lower()
+    bare = _ALIASES.get(bare, bare)
+    if bare in FRAMEWORKS:
+        return FRAMEWORKS[bare]
+    near = get_close_matches(bare, [*FRAMEWORKS, *_ALIASES], n=3)
+    raise UserError(
+        f"unknown framework {name!r}",
+        why=f"rules exist for {', '.join(FRAMEWORKS)}",
+        remedy=f"did you mean {' or '.join(near)}?" if near else "use --framework any for the rules all share",
+    )
+
+
+def framework_of_runtime(name: str) -> Framework:
+    """Return the framework whose rules a runtime follows; a runtime nobody described follows those all share."""
+    bare = name.partition("@")[0].strip().lower()
+    return FRAMEWORKS.get(_ALIASES.get(bare, bare), ANY)

@@ -1,0 +1,27 @@
+"""What a network may have that a framework's own model cannot express: a run without it would be of another network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from simulator.config.model import Model
+
+# Name, in words that follow "has no".
+FEATURES: dict[str, Callable[[Model], bool]] = {
+    "biases in latent attention": lambda m: m.latent is not None and m.qkv_bias,
+    "learned positions": lambda m: m.learned_positions > 0,
+    "layer norms or norms with biases": lambda m: m.norm != "rmsnorm" or m.norm_bias,
+    "more or fewer than two norms in a layer": lambda m: m.norms_per_layer != 2,
+    "network without a final norm": lambda m: not m.final_norm,
+    "feed-forward without a gate": lambda m: not m.gated_mlp,
+    "query norm over all heads": lambda m: m.qk_norm and m.qk_norm_wide,
+    "biases other than on q, k and v": lambda m: m.attention_out_bias or m.mlp_bias or m.head_bias,
+    "attention without rotary positions": lambda m: not m.rotary,
+    "parallel residuals": lambda m: m.parallel_residual,
+    "biases on experts": lambda m: m.moe is not None and m.moe.expert_bias,
+}
+
+
+def features(model: Model) -> tuple[str, ...]:
+    """Return which of `FEATURES` a network has."""
+    return tuple(name for name, has in FEATURES.items() if has(model))

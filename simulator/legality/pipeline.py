@@ -1,0 +1,264 @@
+"""Pipelines: stages and layers, schedules, and how many micro batches they need."""
+
+# ruff: noqa: ARG005 - every predicate and sentence has the same signature, whether or not it reads all of it
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from simulator.columns.plan_columns import PlanColumns
+from simulator.config.plan import Plan
+from simulator.legality.rule import Grade, Level, Mask, Rule, RuleFacts, divisors, near, one_of, rule
+from simulator.pipeline.schedules import SCHEDULES, default_schedule
+from simulator.runtimes.library import runtime_names, runtime_spec
+
+
+def _is(c: PlanColumns, names: Sequence[str]) -> Mask:
+    """Return where a pipeline runs one of a few schedules, by name or as the default."""
+    unnamed = c.schedule == ""
+    found = one_of(c.schedule, names)
+    for several in (1, 2):
+        if default_schedule(several) in names:
+            found |= unnamed & ((c.virtual_stages > 1) == (several > 1))
+    return np.asarray(found & (c.pp > 1))
+
+
+def _named(fact: str) -> list[str]:
+    """Return the schedules of which something holds that `ScheduleKind` says."""
+    return [kind.name for kind in SCHEDULES.values() if getattr(kind, fact)]
+
+
+def _multi(c: PlanColumns) -> Mask:
+    return _is(c, [s.name for s in SCHEDULES.values() if s.least_stages > 1])
+
+
+def _name(p: Plan) -> str:
+    return p.schedule or default_schedule(p.virtual_stages)
+
+
+def _ends(q: RuleFacts) -> tuple[int, int]:
+    """Return how many layers the embedding and the head count as where the runtime splits layers by itself."""
+    name = q.runtime.name if q.runtime else q.framework.name
+    if name not in runtime_names():
+        return 0, 0
+    spec = runtime_spec(name).pipeline
+    return int(spec.embedding_weight), int(spec.head_weight)
+
+
+def _counted(q: RuleFacts) -> int:
+    """Return the layers that are spread over stages, the two ends among them."""
+    return q.model.layers + sum(_ends(q))
+
+
+def _bare_stages(c: PlanColumns, q: RuleFacts) -> Mask:
+    """Return where the runtime's own split would take more layers from an end than it has: embedding and head count too."""
+    no_first = -(-_counted(q) // c.stages) < _ends(q)[0]
+    short = no_first | (_counted(q) // c.stages < _ends(q)[1])
+    return np.asarray((c.stages > 1) & ~c.listed & short)
+
+
+def _wrong_stage_count(c: PlanColumns, _q: RuleFacts) -> Mask:
+    wrong = np.zeros(len(c), dtype=np.bool_)
+    for s in SCHEDULES.values():
+        few = c.virtual_stages < s.least_stages
+        many = c.virtual_stages > (s.most_stages or 1 << 30)
+        wrong |= _is(c, [s.name]) & (few | many)
+    return wrong
+
+
+def _rounds_broken(c: PlanColumns, q: RuleFacts) -> Mask:
+    """In torch, interleaved schedules run in rounds of about pp micro batches, all of one size."""
+    m = c.micro_batches(q.workload.global_batch_size)
+    rounds = np.maximum(1, m // c.pp)
+    return np.asarray(_is(c, _named("rounds")) & (m % rounds != 0))
+
+
+def _m(p: Plan, q: RuleFacts) -> int:
+    return q.workload.global_batch_size // (p.data_parallel * p.micro_batch_size)
+
+
+def _stage_text(p: Plan) -> str:
+    return f"pp {p.pp} x virtual stages {p.virtual_stages} = {p.pp * p.virtual_stages} stages"
+
+
+def _stage_sentence(p: Plan) -> str:
+    schedule = SCHEDULES[_name(p)]
+    need = (
+        f"exactly {schedule.least_stages}"
+        if schedule.least_stages == schedule.most_stages
+        else f"at least {schedule.least_stages}"
+    )
+    return f"schedule {schedule.name} needs {need} stage(s) on every rank, virtual_stages={p.virtual_stages}"
+
+
+PIPELINE_RULES: list[Rule] = [
+    rule(
+        "virtual-stages",
+        lambda c, q: (c.virtual_stages > 1) & (c.pp == 1),
+        lambda p, q: f"virtual_stages={p.virtual_stages} without a pipeline (pp=1)",
+        level=Level.BATCH,
+    ),
+    rule(
+        "layers",
+        lambda c, q: c.stages > q.model.layers,
+        lambda p, q: near(
+            "pp",
+            list(range(1, q.model.layers // p.virtual_stages + 1)),
+            f"{_stage_text(p)} for {q.model.layers} layers: some would be empty",
+        ),
+        level=Level.BATCH,
+        applies=lambda q: not q.framework.empty_stages,
+    ),
+    rule(
+        "layers",
+        _bare_stages,
+        lambda p, q: near(
+            "pp",
+            [d for d in range(1, p.pp) if _counted(q) // (d * p.virtual_stages) > 0],
+            f"{_stage_text(p)} for {q.model.layers} layers, an embedding and a head: some would hold nothing",
+        ),
+        level=Level.BATCH,
+        applies=lambda q: q.framework.empty_stages,
+    ),
+    rule(
+        "layers",
+        lambda c, q: (c.stages > q.model.layers) & ~_bare_stages(c, q),
+        lambda p, q: f"{_stage_text(p)} for {q.model.layers} layers: some hold none",
+        grade=Grade.SLOW,
+        level=Level.BATCH,
+        applies=lambda q: q.framework.empty_stages,
+    ),
+    rule(
+        "tied-embeddings",
+        lambda c, q: c.pp > 1,
+        lambda p, q: near(
+            "pp",
+            [1],
+            f"{q.model.name} ties its embedding and its head, which pp {p.pp} puts on different stages: {q.framework.title} "
+            "does not add their gradients across the pipeline",
+        ),
+        applies=lambda q: q.model.tied_embeddings and not q.framework.tied_pipeline,
+    ),
+    rule(
+        "layers-even",
+        lambda c, q: (
+            ~c.listed
+            & (c.stages <= q.model.layers)
+            & (q.model.layers % c.stages != 0)
+            & ((q.model.layers + 1) % c.stages != 0)
+            & ((q.model.layers + 2) % c.stages != 0)
+        ),
+        lambda p, q: near(
+            "pp",
+            [d for d in range(1, q.model.layers + 1) if q.model.layers % (d * p.virtual_stages) == 0],
+            f"{q.model.layers} layers % ({_stage_text(p)}) = {q.model.layers % (p.pp * p.virtual_stages)}: Megatron-LM "
+            "needs equal stages, or layers_per_stage spelt out (--pipeline-model-parallel-layout)",
+        ),
+        level=Level.BATCH,
+        applies=lambda q: not q.framework.uneven_stages,
+    ),
+    rule(
+        "layers-even",
+        lambda c, q: (
+            ~c.listed
+            & (q.model.layers % c.stages != 0)
+            & (((q.model.layers + 1) % c.stages == 0) | ((q.model.layers + 2) % c.stages == 0))
+        ),
+        lambda p, q: (
+            f"{q.model.layers} layers on {_stage_text(p)} need --account-for-loss-in-pipeline-split"
+            + (
+                " and --account-for-embedding-in-pipeline-split"
+                if (q.model.layers + 2) % (p.pp * p.virtual_stages) == 0
+                else ""
+            )
+        ),
+        grade=Grade.LEGAL,
+        level=Level.BATCH,
+        applies=lambda q: not q.framework.uneven_stages,
+    ),
+    rule(
+        "layers-even",
+        lambda c, q: (
+            ~c.listed & (c.stages <= q.model.layers) & (q.model.layers % c.stages != 0) & (_counted(q) % c.stages != 0)
+        ),
+        lambda p, q: near(
+            "pp",
+            [d for d in range(1, q.model.layers + 1) if q.model.layers % (d * p.virtual_stages) == 0],
+            f"{q.model.layers} layers % ({_stage_text(p)}) = {q.model.layers % (p.pp * p.virtual_stages)}: the longest "
+            "stage sets the pace",
+        ),
+        grade=Grade.SLOW,
+        level=Level.BATCH,
+        applies=lambda q: q.framework.uneven_stages,
+    ),
+    rule(
+        "schedule",
+        lambda c, q: (c.pp > 1) & (c.schedule != "") & ~one_of(c.schedule, q.framework.schedules),
+        lambda p, q: (
+            f"{q.framework.title} has no schedule {_name(p)!r}; it has {', '.join(q.framework.schedules) or 'none'}"
+        ),
+        level=Level.BATCH,
+    ),
+    rule(
+        "schedule-stages",
+        _wrong_stage_count,
+        lambda p, q: _stage_sentence(p),
+        level=Level.BATCH,
+    ),
+    rule(
+        "schedule-compile",
+        lambda c, q: _is(c, _named("splits_backward")),
+        lambda p, q: f"schedule {_name(p)} splits the backward pass, which torch.compile'd stages cannot: --no-compile",
+        level=Level.BATCH,
+        applies=lambda q: q.framework.torch_pipelining and q.compile,
+    ),
+    rule(
+        "micro-batches",
+        lambda c, q: (
+            _is(c, _named("every_stage_in_torch")) & (c.micro_batches(q.workload.global_batch_size) < c.stages)
+        ),
+        lambda p, q: near(
+            "pp",
+            [d for d in divisors(p.pp) if d <= _m(p, q)],
+            f"{_m(p, q)} micro batches for {_stage_text(p)}: torch's {_name(p)} needs at least one for each stage",
+        ),
+        level=Level.BATCH,
+        applies=lambda q: q.framework.torch_pipelining,
+    ),
+    rule(
+        "micro-batches",
+        lambda c, q: _is(c, _named("every_stage")) & (c.micro_batches(q.workload.global_batch_size) < c.stages),
+        lambda p, q: f"{_m(p, q)} micro batches for {_stage_text(p)}: {_name(p)} needs at least one for each stage",
+        level=Level.BATCH,
+    ),
+    rule(
+        "micro-batches",
+        lambda c, q: (c.pp > 1) & (c.micro_batches(q.workload.global_batch_size) < c.pp),
+        lambda p, q: f"{_m(p, q)} micro batches for {p.pp} stages: the pipeline never fills",
+        grade=Grade.SLOW,
+        level=Level.BATCH,
+    ),
+    rule(
+        "interleaved-micro-batches",
+        lambda c, q: _multi(c) & (c.virtual_stages > 1) & (c.micro_batches(q.workload.global_batch_size) % c.pp != 0),
+        lambda p, q: near(
+            "pp",
+            [d for d in divisors(p.pp) if _m(p, q) % d == 0],
+            f"{_m(p, q)} micro batches % pp {p.pp} = {_m(p, q) % p.pp}: the interleaved schedule needs 0",
+        ),
+        level=Level.BATCH,
+        applies=lambda q: q.framework.interleaves_by_rank,
+    ),
+    rule(
+        "interleaved-micro-batches",
+        _rounds_broken,
+        lambda p, q: (
+            f"{_m(p, q)} micro batches do not split into {max(1, _m(p, q) // p.pp)} equal rounds of about pp {p.pp}, "
+            "as torch's interleaved schedules need"
+        ),
+        level=Level.BATCH,
+        applies=lambda q: q.framework.torch_pipelining,
+    ),
+]

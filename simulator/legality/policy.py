@@ -1,0 +1,206 @@
+"""Recompute and overlap policies, and what the machine makes slow."""
+
+# ruff: noqa: ARG005 - every predicate and sentence has the same signature, whether or not it reads all of it
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.columns.plan_columns import PlanColumns, words
+from simulator.config.overlap_sites import NONE, SITES, mode_at, modes_in
+from simulator.legality.rule import Grade, Mask, Rule, RuleFacts, one_of, policy_rule, rule
+from topology.errors import BadPlan
+
+
+def _method(c: PlanColumns, q: RuleFacts) -> NDArray[np.str_]:
+    """Return how keys and values travel: as the plan says, or as the runtime does where it leaves that open."""
+    return np.where(c.cp_method == "", q.cp_method, c.cp_method)
+
+
+def _where_overlap(c: PlanColumns, broken: Callable[[str], bool]) -> Mask:
+    """Return where the text of tp_overlap is one that `broken` says yes to."""
+    return one_of(c.tp_overlap, [text for text in words(c.tp_overlap) if broken(text)])
+
+
+def _overlaps_at(text: str, site: str) -> bool:
+    try:
+        return mode_at(text, site) != NONE
+    except BadPlan:
+        return False  # another rule's business
+
+
+# Modes that cut rows of tokens alone. The others choose how to move a product by its size, which must be the same on all ranks.
+ANY_WIDTH = (NONE, "chunked", "ring")
+
+
+def _needs_equal_widths(text: str) -> bool:
+    try:
+        return any(mode_at(text, site) not in ANY_WIDTH for site in ("mlp_in", "mlp_out"))
+    except BadPlan:
+        return False  # another rule's business
+
+
+def _overlap_fault(text: str, q: RuleFacts) -> str:
+    """Return what is wrong with a tp_overlap, or nothing."""
+    known = f"sites are {', '.join(SITES)}, modes none, {', '.join(q.framework.overlaps)}"
+    try:
+        unknown = [mode for mode in modes_in(text) if mode not in q.framework.overlaps]
+    except BadPlan as error:
+        return f"{error.what}; {known}"
+    return f"tp_overlap {text}: {q.framework.title} has no {', '.join(unknown)}; {known}" if unknown else ""
+
+
+POLICY_RULES: list[Rule] = [
+    policy_rule(
+        "recompute",
+        "recompute",
+        lambda c, q: ~one_of(c.recompute, q.framework.recomputes),
+        lambda p, q: (
+            f"recompute {p.recompute!r} is not known for {q.framework.title}; known: {', '.join(q.framework.recomputes)}"
+        ),
+        applies=lambda q: not q.framework.any_recompute,
+    ),
+    policy_rule(
+        "context-method",
+        "cp_method",
+        lambda c, q: (c.cp > 1) & (c.cp_method != "") & ~one_of(c.cp_method, (*q.framework.cp_methods, q.cp_method)),
+        lambda p, q: (
+            f"{q.framework.title} has no context parallelism by {p.cp_method}; it has "
+            f"{', '.join(q.framework.cp_methods)}"
+        ),
+        applies=lambda q: bool(q.framework.cp_methods),
+    ),
+    policy_rule(
+        "context-latent",
+        "cp_method",
+        lambda c, q: (c.cp > 1) & ~one_of(_method(c, q), q.framework.latent_cp_methods),
+        lambda p, q: (
+            f"context parallelism by {p.cp_method or q.cp_method} with latent attention, whose values are narrower than its "
+            f"keys: cp_method {' or '.join(q.framework.latent_cp_methods)} can"
+        ),
+        applies=lambda q: q.model.latent is not None and bool(q.framework.latent_cp_methods),
+    ),
+    policy_rule(
+        "context-window",
+        "cp_method",
+        lambda c, q: (c.cp > 1) & ~one_of(_method(c, q), q.framework.window_cp_methods),
+        lambda p, q: (
+            f"context parallelism by {p.cp_method or q.cp_method} with sliding windows, which reach over parts of ranks: "
+            f"cp_method {' or '.join(q.framework.window_cp_methods)} can"
+        ),
+        applies=lambda q: (
+            q.model.windowed_layers > 0
+            and q.model.sliding_window < q.workload.seq_len
+            and bool(q.framework.window_cp_methods)
+        ),
+    ),
+    rule(
+        "context-compile",
+        lambda c, q: (c.cp > 1) & (c.tp > 1),
+        lambda p, q: (
+            f"compiled blocks with cp {p.cp} and tp {p.tp}: torch's partitioner fails on some (seen with 2.13); --no-compile, "
+            "or one of the two alone"
+        ),
+        applies=lambda q: q.compile and not q.framework.compiled_context_tensor,
+    ),
+    policy_rule(
+        "ulysses-heads",
+        "cp_method",
+        lambda c, q: (
+            (c.cp > 1)
+            & (_method(c, q) == "all_to_all")
+            & ((q.model.heads % (c.tp * c.cp) != 0) | (q.model.kv_heads % (c.tp * c.cp) != 0))
+        ),
+        lambda p, q: (
+            f"context parallelism by all-to-all splits {q.model.heads} heads and {q.model.kv_heads} key/value heads over "
+            f"tp {p.tp} x cp {p.cp} = {p.tp * p.cp} ranks: the remainders must be 0"
+        ),
+    ),
+    policy_rule(
+        "overlap",
+        "tp_overlap",
+        lambda c, q: (c.tp_overlap != "none") & ((c.tp == 1) | ~c.sequence_parallel),
+        lambda p, q: f"tp_overlap {p.tp_overlap} needs tp > 1 with sequence parallelism: there is nothing to pipeline",
+    ),
+    policy_rule(
+        "overlap-compile",
+        "tp_overlap",
+        lambda c, q: c.tp_overlap != "none",
+        lambda p, q: (
+            'asynchronous tensor parallelism needs compile.enable with "model" among its components: --compile'
+        ),
+        applies=lambda q: q.framework.overlap_needs_compile and not q.compile,
+    ),
+    policy_rule(
+        "overlap-compile",
+        "tp_overlap",
+        lambda c, q: c.tp_overlap != "none",
+        lambda p, q: f"tp_overlap {p.tp_overlap} with compile: the overlapped products are eager",
+        applies=lambda q: q.framework.overlap_needs_eager and q.compile,
+    ),
+    policy_rule(
+        "overlap-mode",
+        "tp_overlap",
+        lambda c, q: _where_overlap(c, lambda text: bool(_overlap_fault(text, q))),
+        lambda p, q: _overlap_fault(p.tp_overlap, q),
+        applies=lambda q: q.framework.overlap_by_site,
+    ),
+    policy_rule(
+        "overlap-latent",
+        "tp_overlap",
+        lambda c, q: _where_overlap(c, lambda text: _overlaps_at(text, "attention_in")),
+        lambda p, q: (
+            f"tp_overlap {p.tp_overlap} with latent attention, whose first products are not cut: "
+            "attention_out, mlp_in and mlp_out can"
+        ),
+        applies=lambda q: q.framework.overlap_by_site and q.model.latent is not None,
+    ),
+    policy_rule(
+        "overlap-width",
+        "tp_overlap",
+        lambda c, q: (q.model.ffn % c.tp != 0) & _where_overlap(c, _needs_equal_widths),
+        lambda p, q: (
+            f"tp_overlap {p.tp_overlap} with feed-forward width {q.model.ffn} % tp {p.tp} = {q.model.ffn % p.tp}: ranks with "
+            f"parts of unequal width would move them in different ways; {', '.join(ANY_WIDTH)} can"
+        ),
+        applies=lambda q: q.framework.uneven_widths and q.model.dense_layers > 0,
+    ),
+    policy_rule(
+        "overlap-effective",
+        "tp_overlap",
+        lambda c, q: c.tp_overlap != "none",
+        lambda p, q: (
+            "with torch 2.11 asynchronous tensor parallelism is silently off unless enable_symm_mem_for_group is "
+            "called, which torchtitan 0.2.2 does not (pytorch#193027): count fused ops in the compiled graph"
+        ),
+        grade=Grade.LEGAL,
+        applies=lambda q: q.framework.overlap_needs_compile and q.version in {None, "0.2.2"},
+    ),
+    policy_rule(
+        "overlap-pcie",
+        "tp_overlap",
+        lambda c, q: c.tp_overlap != "none",
+        lambda p, q: "asynchronous tensor parallelism without NVLink: the copies compete with the matmul for PCIe",
+        grade=Grade.SLOW,
+        applies=lambda q: not q.nvlink,
+    ),
+    rule(
+        "tensor-domain",
+        lambda c, q: c.tp > q.gpus_per_node,
+        lambda p, q: (
+            f"tp {p.tp} leaves the {q.gpus_per_node} GPUs of a node: two collectives a layer cross the network"
+        ),
+        grade=Grade.SLOW,
+        applies=lambda q: q.gpus_per_node > 0,
+    ),
+    rule(
+        "tensor-pcie",
+        lambda c, q: (c.tp > 1) & (c.tp <= q.gpus_per_node),
+        lambda p, q: f"tp {p.tp} without NVLink: every layer's collectives cross PCIe",
+        grade=Grade.SLOW,
+        applies=lambda q: not q.nvlink,
+    ),
+]

@@ -1,0 +1,160 @@
+"""What a rule is: a name, a grade, a predicate over columns, and a sentence with the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.columns.plan_columns import PlanColumns
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.legality.frameworks import Framework
+from simulator.runtimes.library import runtime_spec
+
+Mask = NDArray[np.bool_]
+
+
+class Grade(StrEnum):
+    LEGAL = "legal"  # runs; the message says what must be set or what will be rounded
+    SLOW = "legal-but-slow"  # runs, but wastes something the message names
+    ILLEGAL = "illegal"  # the framework refuses, or the arithmetic has no meaning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What a rule has to say about a plan: its name, how bad, the numbers, and the nearest legal values if any."""
+
+    rule: str
+    grade: Grade
+    message: str
+    nearest: tuple[int, ...] = ()
+    nearest_of: str = ""  # the field of the plan that `nearest` is about
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleFacts:
+    """All that a rule may look at beside the plan. What is not known of the machine, no rule complains of.
+
+    Without a runtime nothing is said of types, optimizer and compilation.
+    """
+
+    model: Model
+    workload: Workload
+    framework: Framework
+    runtime: Runtime | None = None
+    gpus: int = 0  # to be used; 0: any number
+    gpus_per_node: int = 0  # 0: not known
+    nvlink: bool = True
+
+    @property
+    def compile(self) -> bool:
+        return bool(self.runtime and self.runtime.compile)
+
+    @property
+    def cp_method(self) -> str:
+        """The runtime's own method of context parallelism."""
+        return runtime_spec(self.runtime.name).context_parallel if self.runtime else ""
+
+    @property
+    def version(self) -> str | None:
+        return self.runtime.version if self.runtime else None
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The types of parameters, of products and of reduced gradients."""
+        stated = self.runtime
+        return (stated.param_dtype, stated.compute_dtype, stated.reduce_dtype) if stated else ()
+
+
+class Level(IntEnum):
+    """The first stage of the enumeration at which all columns of a rule are known."""
+
+    GRID = 0  # degrees, ZeRO stage, sequence parallelism
+    BATCH = 1  # micro batch, virtual stages, schedule
+    POLICY = 2  # recompute, resharding, overlap
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """`say` returns the message, and the field it is about with the nearest values that the rule accepts, if any."""
+
+    name: str
+    grade: Grade
+    level: Level
+    broken: Callable[[PlanColumns, RuleFacts], Mask]
+    say: Callable[[Plan, RuleFacts], tuple[str, str, tuple[int, ...]]]
+    applies: Callable[[RuleFacts], bool]
+    policy: str = ""  # at the level of policies: the one field that the rule judges
+
+    def problem(self, plan: Plan, asked: RuleFacts) -> Problem:
+        message, field, nearest = self.say(plan, asked)
+        return Problem(rule=self.name, grade=self.grade, message=message, nearest=nearest, nearest_of=field)
+
+
+def one_of(column: NDArray[np.str_], names: Iterable[str]) -> Mask:
+    """Return where `column` is one of a few names; sorting words, as numpy's isin does, takes ten times as long."""
+    found = np.zeros(len(column), dtype=np.bool_)
+    for name in names:
+        found |= column == name
+    return found
+
+
+def divisors(n: int) -> list[int]:
+    """Return the divisors of `n` >= 1 in ascending order."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def around(values: list[int], value: int) -> tuple[int, ...]:
+    """Return the largest of `values` below `value` and the smallest above it."""
+    below = [v for v in values if v < value]
+    above = [v for v in values if v > value]
+    return tuple(([max(below)] if below else []) + ([min(above)] if above else []))
+
+
+Say = Callable[[Plan, RuleFacts], tuple[str, str, tuple[int, ...]] | str]
+Predicate = Callable[[PlanColumns, RuleFacts], Mask]
+
+
+def policy_rule(name: str, policy: str, broken: Predicate, say: Say, **settings: Any) -> Rule:
+    """Return a rule about one policy: recompute, cp_method or tp_overlap."""
+    return rule(name, broken, say, level=Level.POLICY, policy=policy, **settings)
+
+
+def rule(
+    name: str,
+    broken: Predicate,
+    say: Say,
+    *,
+    grade: Grade = Grade.ILLEGAL,
+    level: Level = Level.GRID,
+    policy: str = "",
+    applies: Callable[[RuleFacts], bool] = lambda q: True,  # noqa: ARG005 - the signature is the interface
+) -> Rule:
+    def full(plan: Plan, asked: RuleFacts) -> tuple[str, str, tuple[int, ...]]:
+        said = say(plan, asked)
+        if isinstance(said, str):
+            return said, "", ()
+        text, field, values = said
+        nearest = around([v for v in values if fills(field, v, asked)], int(getattr(plan, field)))
+        hint = f"; nearest legal {field}: {' or '.join(map(str, nearest))}" if nearest else ""
+        return text + hint, field, nearest
+
+    return Rule(name=name, grade=grade, level=level, policy=policy, broken=broken, say=full, applies=applies)
+
+
+def near(field: str, values: Sequence[int], text: str) -> tuple[str, str, tuple[int, ...]]:
+    """Return what a rule says, with the values of a field that it would accept: the nearest of them are offered."""
+    return text, field, tuple(values)
+
+
+def fills(field: str, value: int, asked: RuleFacts) -> bool:
+    """Return whether some plan with this degree fills the GPUs of the question: the other degrees may have to change."""
+    return field not in {"tp", "cp", "pp"} or not asked.gpus or asked.gpus % value == 0

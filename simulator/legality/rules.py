@@ -1,0 +1,101 @@
+"""The rules of legality, in the order in which a rejected candidate is counted under them.
+
+A predicate answers for many plans at once: it returns a mask, true where the rule is broken. The sentence is made only
+for the plans somebody looks at. `level` says which columns a rule reads, so that the enumeration can drop a grid
+before it is multiplied by micro batches and policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from simulator.columns.plan_columns import plan_columns
+from simulator.config.plan import Plan
+from simulator.legality.data_and_experts import DATA_RULES, EXPERT_RULES
+from simulator.legality.pipeline import PIPELINE_RULES
+from simulator.legality.policy import POLICY_RULES
+from simulator.legality.rule import Grade, Problem, Rule, RuleFacts
+from simulator.legality.shapes import SHAPE_RULES
+from simulator.pipeline.stages import rank_of_stage
+
+RULES: tuple[Rule, ...] = (*SHAPE_RULES, *EXPERT_RULES, *DATA_RULES, *PIPELINE_RULES, *POLICY_RULES)
+
+
+def problems(plan: Plan, asked: RuleFacts) -> tuple[Problem, ...]:
+    """Return what every rule has to say about `plan`, worst first; empty when all is well.
+
+    Nothing is raised: a plan without meaning (a degree of zero) gets an illegal Problem.
+    """
+    found = list(plan_problems(plan, asked))
+    if not any(problem.rule in {"positive", "range"} for problem in found):
+        table = plan_columns([plan])
+        found += [
+            rule.problem(plan, asked) for rule in RULES if rule.applies(asked) and bool(rule.broken(table, asked)[0])
+        ]
+    order = {Grade.ILLEGAL: 0, Grade.SLOW: 1, Grade.LEGAL: 2}
+    return tuple(sorted(found, key=lambda problem: order[problem.grade]))
+
+
+def is_legal(found: Sequence[Problem]) -> bool:
+    """Return whether a plan with these problems runs at all."""
+    return not any(problem.grade is Grade.ILLEGAL for problem in found)
+
+
+def plan_problems(plan: Plan, asked: RuleFacts) -> Iterator[Problem]:
+    """Yield problems with what columns do not carry: meaningless numbers, listed layers, placement."""
+    sizes = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "micro_batch_size")
+    for name in sizes:
+        if getattr(plan, name) < 1:
+            message = f"{name}={getattr(plan, name)} must be at least 1"
+            yield Problem(rule="positive", grade=Grade.ILLEGAL, message=message, nearest=(1,), nearest_of=name)
+    # Columns are 64-bit: a product beyond that would wrap around and might look legal.
+    if plan.gpus * plan.ep * plan.virtual_stages * plan.micro_batch_size >= 1 << 62:
+        yield Problem(rule="range", grade=Grade.ILLEGAL, message=f"the degrees multiply to {plan.gpus:.3g} GPUs")
+    stages = plan.pp * plan.virtual_stages
+    listed = plan.layers_per_stage
+    if listed and (len(listed) != stages or sum(listed) != asked.model.layers or min(listed) < 0):
+        yield Problem(
+            rule="layers-per-stage",
+            grade=Grade.ILLEGAL,
+            message=f"layers_per_stage lists {len(listed)} stages with {sum(listed)} layers; the plan has {stages} "
+            f"stages, the model {asked.model.layers} layers",
+        )
+    elif listed and asked.framework.torch_pipelining and (bare := _ranks_without_layers(plan)):
+        yield Problem(
+            rule="layers-per-stage",
+            grade=Grade.ILLEGAL,
+            message=f"layers_per_stage leaves pipeline rank {bare[0]} nothing to train: give one of its stages a layer",
+        )
+    if modes := plan.recompute_per_stage:
+        yield from _recompute_problems(modes, stages, asked)
+    placed = plan.placement
+    if placed and (len(placed) != plan.gpus or len(set(placed)) != len(placed) or min(placed) < 0):
+        yield Problem(
+            rule="placement",
+            grade=Grade.ILLEGAL,
+            message=f"placement lists {len(placed)} GPUs, {len(set(placed))} of them distinct; the plan has {plan.gpus} ranks",
+        )
+
+
+def _ranks_without_layers(plan: Plan) -> tuple[int, ...]:
+    """Return the pipeline ranks that hold neither a layer, nor the embedding, nor the head."""
+    rank_of = [rank_of_stage(stage, plan.pp, plan.schedule or "") for stage in range(len(plan.layers_per_stage))]
+    holding = {rank for rank, layers in zip(rank_of, plan.layers_per_stage, strict=True) if layers}
+    return tuple(rank for rank in range(plan.pp) if rank not in holding | {rank_of[0], rank_of[-1]})
+
+
+def _recompute_problems(modes: tuple[str, ...], stages: int, asked: RuleFacts) -> Iterator[Problem]:
+    framework = asked.framework
+    unknown = sorted({mode for mode in modes if mode not in framework.recomputes})
+    if not framework.lists_recompute:
+        message = f"{framework.title} cannot be told to recompute stage by stage: say one mode for all in recompute"
+    elif len(modes) != stages:
+        message = f"recompute_per_stage names {len(modes)} modes for {stages} stages"
+    elif unknown and not framework.any_recompute:
+        message = (
+            f"recompute {', '.join(map(repr, unknown))} is not known for {framework.title}; known: "
+            f"{', '.join(framework.recomputes)}"
+        )
+    else:
+        return
+    yield Problem(rule="recompute-per-stage", grade=Grade.ILLEGAL, message=message)

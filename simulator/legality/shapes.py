@@ -1,0 +1,255 @@
+"""Which degrees exist, and what they must divide: heads, widths, vocabulary, sequence."""
+
+# ruff: noqa: ARG005 - every predicate and sentence has the same signature, whether or not it reads all of it
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.columns.plan_columns import PlanColumns
+from simulator.config.model import Model
+from simulator.legality.frameworks import KvHeads
+from simulator.legality.networks import features
+from simulator.legality.rule import Grade, Mask, Rule, RuleFacts, divisors, near, rule
+
+
+def _axis_rules() -> Iterator[Rule]:
+    for axis, words in {"tp": "tensor", "cp": "context", "pp": "pipeline", "ep": "expert"}.items():
+        yield rule(
+            f"{axis}-supported",
+            lambda c, q, axis=axis: np.asarray(getattr(c, axis) > 1),  # type: ignore[misc]  # mypy: default of a lambda
+            lambda p, q, axis=axis, words=words: near(  # type: ignore[misc]  # mypy: default of a lambda
+                axis,
+                [1],
+                f"{q.framework.title} has no {words} parallelism, {axis}={getattr(p, axis)}",
+            ),
+            applies=lambda q, axis=axis: axis not in q.framework.axes,  # type: ignore[misc]  # mypy: as above
+        )
+
+
+def _tensor_degrees(asked: RuleFacts) -> list[int]:
+    """Return tensor-parallel degrees that the head counts of the model allow in this framework."""
+    model = asked.model
+    degrees = divisors(model.heads)
+    if model.latent is None and asked.framework.kv_heads is KvHeads.DIVIDE:
+        degrees = [d for d in degrees if model.kv_heads % d == 0]
+    return degrees
+
+
+def _some_rank_empty(width: int, tp: NDArray[np.int64] | int) -> Mask:
+    """Return where a rank has no part of `width`, cut into parts as large as the first: torch.chunk's way."""
+    return np.asarray(-(-width // tp) * (tp - 1) >= width) & (np.asarray(tp) > 1)
+
+
+def _undivided(width: int, c: PlanColumns, q: RuleFacts) -> Mask:
+    """Return where tensor parallelism cannot cut `width`."""
+    return _some_rank_empty(width, c.tp) if q.framework.uneven_widths else np.asarray(width % c.tp != 0)
+
+
+def _width_rules(name: str, words: str, of: Callable[[Model], int], among: Callable[[PlanColumns], Mask]) -> list[Rule]:
+    """Return the rules of one width that tensor parallelism cuts on the plans `among`."""
+    return [
+        rule(
+            name,
+            lambda c, q: among(c) & _undivided(of(q.model), c, q),
+            lambda p, q: near(
+                "tp",
+                [d for d in _tensor_degrees(q) if of(q.model) % d == 0],
+                f"{words} {of(q.model)} % tp {p.tp} = {of(q.model) % p.tp}, must be 0"
+                if not q.framework.uneven_widths
+                else f"{words} {of(q.model)} over tp {p.tp} leaves ranks without any",
+            ),
+            applies=lambda q: of(q.model) > 0,
+        ),
+        rule(
+            name,
+            lambda c, q: among(c) & (of(q.model) % c.tp != 0) & ~_undivided(of(q.model), c, q),
+            lambda p, q: f"{words} {of(q.model)} % tp {p.tp} = {of(q.model) % p.tp}: the widest rank sets the pace",
+            grade=Grade.SLOW,
+            applies=lambda q: q.framework.uneven_widths and of(q.model) > 0,
+        ),
+    ]
+
+
+def _kv_uneven(c: PlanColumns, q: RuleFacts) -> Mask:
+    """Neither whole heads per rank nor whole copies of a head."""
+    kv = q.model.kv_heads
+    return np.asarray((kv % c.tp != 0) & (c.tp % kv != 0))
+
+
+SHAPE_RULES: list[Rule] = [
+    rule(
+        "network",
+        lambda c, q: np.full(len(c), not q.framework.networks_without.isdisjoint(features(q.model))),
+        lambda p, q: (
+            f"{q.framework.title} has no "
+            f"{', no '.join(name for name in features(q.model) if name in q.framework.networks_without)}, and "
+            f"{q.model.name} needs it: choose a Llama, Qwen, DeepSeek or Mixtral shape, or another framework"
+        ),
+        applies=lambda q: bool(q.framework.networks_without),
+    ),
+    rule(
+        "types",
+        lambda c, q: np.full(len(c), not set(q.dtypes) <= set(q.framework.dtypes)),
+        lambda p, q: (
+            f"{q.framework.title} has no type {', '.join(sorted(set(q.dtypes) - set(q.framework.dtypes)))}; it has "
+            f"{', '.join(q.framework.dtypes)}"
+        ),
+        applies=lambda q: bool(q.framework.dtypes),
+    ),
+    rule(
+        "optimizer",
+        lambda c, q: np.full(len(c), q.runtime is not None and q.runtime.optimizer not in q.framework.optimizers),
+        lambda p, q: (
+            f"{q.framework.title} has no optimizer {q.runtime.optimizer if q.runtime else ''}; it has "
+            f"{', '.join(q.framework.optimizers)}"
+        ),
+        applies=lambda q: bool(q.framework.optimizers),
+    ),
+    rule(
+        "not-modelled",
+        lambda c, q: np.full(len(c), True),
+        lambda p, q: q.runtime.not_modelled if q.runtime else "",
+        applies=lambda q: q.runtime is not None and bool(q.runtime.not_modelled),
+    ),
+    rule(
+        "positions",
+        lambda c, q: np.full(len(c), q.workload.seq_len > q.model.max_positions),
+        lambda p, q: (
+            f"sequence {q.workload.seq_len} is beyond the {q.model.max_positions} positions that {q.model.name} states: "
+            "its position encoding has to be extended"
+        ),
+        grade=Grade.LEGAL,
+        applies=lambda q: 0 < q.model.max_positions < q.workload.seq_len,
+    ),
+    *_axis_rules(),
+    rule(
+        "world-size",
+        lambda c, q: c.gpus != q.gpus,
+        lambda p, q: (
+            f"dp_replicate {p.dp_replicate} x dp_shard {p.dp_shard} x cp {p.cp} x tp {p.tp} x pp {p.pp} = {p.gpus}, "
+            f"but there are {q.gpus} GPUs"
+            + (f"; {q.gpus - p.gpus} would idle: pass --gpus {p.gpus} to leave them out" if p.gpus < q.gpus else "")
+        ),
+        applies=lambda q: q.gpus > 0,
+    ),
+    rule(
+        "heads",
+        lambda c, q: q.model.heads % c.tp != 0,
+        lambda p, q: near(
+            "tp",
+            _tensor_degrees(q),
+            f"{q.model.heads} query heads % tp {p.tp} = {q.model.heads % p.tp}, must be 0",
+        ),
+    ),
+    rule(
+        "ulysses-heads",
+        lambda c, q: (c.cp > 1) & (q.model.heads % (c.tp * c.cp) != 0),
+        lambda p, q: (
+            f"{q.framework.title} splits heads over context parallelism (Ulysses): {q.model.heads} heads % "
+            f"(tp {p.tp} x cp {p.cp}) = {q.model.heads % (p.tp * p.cp)}, must be 0"
+        ),
+        applies=lambda q: q.framework.ulysses,
+    ),
+    rule(
+        "kv-heads",
+        lambda c, q: q.model.kv_heads % c.tp != 0,
+        lambda p, q: near(
+            "tp",
+            _tensor_degrees(q),
+            f"{q.model.kv_heads} key/value heads % tp {p.tp} = {q.model.kv_heads % p.tp}: {q.framework.title} needs 0 "
+            "(Megatron-LM would replicate them)",
+        ),
+        applies=lambda q: q.model.latent is None and q.framework.kv_heads is KvHeads.DIVIDE,
+    ),
+    rule(
+        "kv-heads",
+        _kv_uneven,
+        lambda p, q: near(
+            "tp",
+            [d for d in divisors(q.model.heads) if q.model.kv_heads % d == 0 or d % q.model.kv_heads == 0],
+            f"{q.model.kv_heads} key/value heads neither divide by tp {p.tp} nor divide it, so ranks would hold parts "
+            "of heads",
+        ),
+        applies=lambda q: q.model.latent is None and q.framework.kv_heads is KvHeads.REPLICATE,
+    ),
+    rule(
+        "kv-heads",
+        lambda c, q: (c.tp > q.model.kv_heads) & (c.tp % q.model.kv_heads == 0),
+        lambda p, q: (
+            f"{q.model.kv_heads} key/value heads are copied to tp {p.tp} ranks, {p.tp // q.model.kv_heads} ranks a head"
+        ),
+        grade=Grade.LEGAL,
+        applies=lambda q: q.model.latent is None and q.framework.kv_heads is KvHeads.REPLICATE,
+    ),
+    rule(
+        "kv-heads",
+        lambda c, q: q.model.kv_heads % c.tp != 0,
+        lambda p, q: (
+            f"{q.model.kv_heads} key/value heads over tp {p.tp}: {q.framework.title} warns and runs, but attention "
+            f"stops scaling beyond {q.model.kv_heads} ranks"
+        ),
+        grade=Grade.SLOW,
+        applies=lambda q: q.model.latent is None and q.framework.kv_heads is KvHeads.SLOW,
+    ),
+    *_width_rules("ffn", "feed-forward width", lambda m: m.ffn if m.dense_layers else 0, lambda c: c.tp > 1),
+    *_width_rules("expert-ffn", "expert width", lambda m: m.moe.ffn if m.moe else 0, lambda c: c.ep == 1),
+    rule(
+        "vocabulary",
+        lambda c, q: q.model.vocab % c.tp != 0,
+        lambda p, q: (
+            f"vocabulary {q.model.vocab} % tp {p.tp} = {q.model.vocab % p.tp}: the last rank's shard is padded, its "
+            "collectives are uneven"
+        ),
+        grade=Grade.SLOW,
+        applies=lambda q: not q.framework.pads_vocabulary,
+    ),
+    rule(
+        "vocabulary",
+        lambda c, q: _some_rank_empty(q.model.vocab, c.tp),
+        lambda p, q: f"vocabulary {q.model.vocab} over tp {p.tp} leaves ranks without any",
+        applies=lambda q: q.framework.uneven_widths,
+    ),
+    rule(
+        "vocabulary",
+        lambda c, q: q.model.vocab % c.tp != 0,
+        lambda p, q: f"vocabulary {q.model.vocab} is padded to a multiple of 128 x tp {p.tp}",
+        grade=Grade.LEGAL,
+        applies=lambda q: q.framework.pads_vocabulary,
+    ),
+    rule(
+        "sequence",
+        lambda c, q: (c.cp * c.tp > 1) & (q.workload.seq_len % (2 * c.cp * c.tp) != 0),
+        lambda p, q: (
+            f"sequence {q.workload.seq_len} % (2 x cp {p.cp} x tp {p.tp}) = "
+            f"{q.workload.seq_len % (2 * p.cp * p.tp)}, must be 0 in {q.framework.title}"
+        ),
+        applies=lambda q: q.framework.sequence_over_tensor,
+    ),
+    rule(
+        "sequence",
+        lambda c, q: (c.cp > 1) & (q.workload.seq_len % (c.cp * (1 if q.framework.ulysses else 2)) != 0),
+        lambda p, q: (
+            f"sequence {q.workload.seq_len} % ({'' if q.framework.ulysses else '2 x '}cp {p.cp}) is not 0: the halves "
+            "of a rank's causal share must be equal"
+        ),
+        applies=lambda q: not q.framework.sequence_over_tensor,
+    ),
+    rule(
+        "sequence-parallel",
+        lambda c, q: c.sequence_parallel & (c.tp > 1) & ((q.workload.seq_len // c.cp) % c.tp != 0),
+        lambda p, q: (
+            f"sequence parallelism splits {q.workload.seq_len // p.cp} tokens over tp {p.tp}: remainder "
+            f"{(q.workload.seq_len // p.cp) % p.tp}, must be 0"
+        ),
+    ),
+    rule(
+        "sequence-parallel-supported",
+        lambda c, q: c.sequence_parallel & (c.tp > 1),
+        lambda p, q: f"{q.framework.title} has no sequence parallelism beside tensor parallelism",
+        applies=lambda q: not q.framework.sequence_parallel,
+    ),
+]

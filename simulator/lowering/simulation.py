@@ -1,0 +1,148 @@
+"""One plan, simulated: its step as a Program on SimPy, read back as an Estimate.
+
+simulated = simulate_plan(scenario, plan)
+simulated.estimate.step_s.value, simulated.run.trace
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from simulator.closed_form.estimates import EstimateTable, estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.config.estimate import Estimate
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from simulator.engine.simulate import Run, simulate
+from simulator.lowering.block_code import Detail
+from simulator.lowering.training import lower_training
+from simulator.program import trace as tr
+
+# Up to so many instructions the finer detail is used: a second or two of simulation. Beyond, stages are folded.
+FINE_INSTRUCTIONS = 60_000
+# Instructions of a layer and pass, and of a stage and pass, as `layer` and `stage` code have them: rough
+# counts, for choosing only.
+PER_LAYER, PER_STAGE = 24, 14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """`estimate` has the interval, rates and memory of the plan; `run` the timeline it was read from."""
+
+    estimate: Estimate
+    run: Run
+    detail: Detail
+
+
+def choose_detail(model: Model, workload: Workload, plan: Plan) -> Detail:
+    """Return the finest detail whose program stays short: layer by layer, or whole stages."""
+    fine = program_length(model, workload, plan, Detail.LAYER)
+    return Detail.LAYER if fine <= FINE_INSTRUCTIONS else Detail.STAGE
+
+
+def program_length(model: Model, workload: Workload, plan: Plan, detail: Detail) -> float:
+    """Return roughly how many instructions a plan's program has in `detail`, layer or stage: what simulating it costs."""
+    passes = 2 * plan.micro_batches(workload.global_batch_size)
+    stages = plan.pp * plan.virtual_stages * PER_STAGE
+    if detail is Detail.STAGE:
+        return passes * stages
+    transfers = 1 + 2 * (plan.tp > 1) + (plan.cp > 1) + (plan.ep > 1)
+    return passes * (model.layers * PER_LAYER * transfers / 2 + stages)
+
+
+def simulate_plan(
+    scenario: Scenario,
+    plan: Plan,
+    *,
+    detail: Detail | None = None,
+    spans: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Simulated:
+    """Return the simulated step. `detail` defaults to `choose_detail`; without `spans` the trace stays empty and the
+    breakdown is the closed form's, scaled to the simulated step. `progress` is told how far it is; what it raises ends
+    the work.
+
+    Raises BadPlan as `estimate_plans` and `lower_training` do, ValueError where the global batch does not divide.
+    """
+    table = estimate_plans(scenario, [plan])
+    detail = detail or choose_detail(scenario.model, scenario.workload, plan)
+    clocks = float(table.clocks[0])
+    say = progress or (lambda _: None)
+    say("writing down what every rank does")
+    lowered = lower_training(scenario, plan, detail=detail, clocks=clocks)
+    say("finding ranks that behave alike")
+    about = float(table.step_s[0])
+    watch = None if progress is None else lambda now: say(f"at {now:.3g} s of a step of about {about:.3g} s")
+    run = simulate(lowered.program, lowered.costs, spans=spans, watch=watch)
+    return Simulated(estimate=_estimate(table, run, plan, spans=spans), run=run, detail=detail)
+
+
+def _estimate(table: EstimateTable, run: Run, plan: Plan, *, spans: bool) -> Estimate:
+    """Return the closed form's estimate with time and memory of the run in place of its own."""
+    formula = table.estimate(0)
+    flushing = formula.breakdown_s["allocator"]
+    step_s = run.step_s + flushing  # what a full allocator costs is not simulated
+    scale = step_s / formula.step_s.value
+    interval = formula.step_s
+    worst = max(run.memory, key=lambda rank: (run.memory[rank].reserved_bytes, -rank))
+    peak = run.memory[worst]
+    memory_scale = peak.peak_bytes / formula.memory.peak_bytes.value if formula.memory.peak_bytes.value else 1.0
+    reserved = float(max(peak.reserved_bytes, peak.peak_bytes))
+    class_of = run.folding.class_of()
+    first_ranks = [rank * (plan.gpus // plan.pp) for rank in range(plan.pp)]
+    simulated_of = [run.folding.classes[class_of[rank]].representative for rank in first_ranks]
+    return replace(
+        formula,
+        step_s=replace(interval, value=step_s, low=interval.low * scale, high=interval.high * scale),
+        tokens_per_s_per_gpu=formula.tokens_per_s_per_gpu / scale,
+        mfu=formula.mfu / scale,
+        tflops_per_gpu=formula.tflops_per_gpu / scale,
+        memory=replace(
+            formula.memory,
+            peak_bytes=replace(
+                formula.memory.peak_bytes,
+                value=float(peak.peak_bytes),
+                low=formula.memory.peak_bytes.low * memory_scale,
+                high=formula.memory.peak_bytes.high * memory_scale,
+            ),
+            reserved_bytes=reserved,
+            by_category={name: float(nbytes) for name, nbytes in peak.by_category.items()},
+            worst_rank=worst,
+            fits=reserved <= formula.memory.capacity_bytes,
+            by_stage=tuple({k: float(v) for k, v in run.memory[rank].by_category.items()} for rank in simulated_of),
+            reserved_by_stage=tuple(float(run.memory[rank].reserved_bytes) for rank in simulated_of),
+        ),
+        breakdown_s={**breakdown_s(run), "allocator": flushing}
+        if spans
+        else {k: v * scale for k, v in formula.breakdown_s.items()},
+    )
+
+
+def breakdown_s(run: Run) -> dict[str, float]:
+    """Return where the step's time goes on the rank that computes longest; the parts add up to the step.
+
+    Each moment counts once: compute before exposed communication before copies; what is left is the host where it
+    alone was busy, else the bubble: waiting for partners, or nothing to do.
+    """
+    trace = run.trace
+    slowest = max(trace.ranks, key=lambda rank: (trace.busy_s(rank, tr.COMPUTE), -rank))
+    parts = trace.breakdown_s(slowest)
+    rest = run.step_s - sum(parts.values())
+    special = {"optimizer": 0.0, "copies": 0.0}
+    for span in trace.of(slowest, category=tr.COMPUTE):
+        kind = "optimizer" if span.name == "optimizer" else "copies" if span.name.startswith(_COPIES) else ""
+        if kind:
+            special[kind] += span.duration_s
+    return {
+        "compute": parts[tr.COMPUTE] - special["optimizer"] - special["copies"],
+        "exposed_communication": parts[tr.COMMUNICATION],
+        "copies": parts[tr.COPY] + special["copies"],
+        "bubble": parts[tr.WAIT] + parts["idle"] + rest,
+        "host": parts[tr.HOST],
+        "optimizer": special["optimizer"],
+    }
+
+
+_COPIES = ("copy_in", "copy_out", "accumulate")

@@ -1,0 +1,332 @@
+"""What a tensor-parallel product and its collective take in each overlap mode of the executor, from what the parts take
+alone.
+
+    nccl            collective and product, one after the other
+    chunked         `SLICES` slices of every shard by NCCL, each beside one batched product of another slice
+    ring            W - 1 hops to the neighbour, each beside the product of the shard at hand
+    copy_engine     pushes of whole shards, the library's product per shard; a reduce-scatter adds up in a pass at the end,
+                    or, for large shards, as its products are made: partial sums go round in halves
+    fused           one kernel, tiles in the order in which pieces arrive; a reduce-scatter adds in the last tiles
+    torch_symm_mem  as copy_engine, from a copy in symmetric memory and with a barrier before every shard
+    one_shot, two_shot   all-reduce of a small tensor in one or two exchanges
+    multimem        one_shot in the switch: modelled only, the executor refuses it (NVLink multicast stays off)
+
+All are pipelines of two stages, moving and multiplying, of equal steps; of such a pipeline the first or the last step
+decides, so each formula is the largest of two or three sums. Parts are numbers or columns of a plan table: the closed form
+and the simulation share every line here. What the device does and what the host issues are told apart: a host that is
+ahead costs nothing, one that is behind decides (small shapes).
+
+`OverlapRates` are few and physical, and the same for all shapes; `simulator.fitting.overlap_fit` finds them from measured times.
+Where the very shape was measured, `choose` believes the measurement.
+
+The idea of following arrivals is FlashOverlap's (EuroSys 2026: a bandwidth curve and waves of tiles); when hiding is
+possible at all, ParallelKittens' K >= s·R/(2·B) (arXiv 2511.13940, section 3) falls out of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from simulator.config.overlap_sites import MODES, executed
+
+Value = Any  # a float, or a column (numpy array) of them
+
+GATHER = "all_gather_matmul"
+SCATTER = "matmul_reduce_scatter"
+OPERATIONS = (GATHER, SCATTER)
+EXECUTED = tuple(executed(mode) for mode in MODES)
+# How the executor cuts its work; executor.overlap reads these.
+SLICES = 4  # of a shard in `chunked`
+LARGE_BYTES = 2**24  # shards from here on are pushed in two pieces: a second launch costs less than what it hides
+BAND_ROWS = 1024  # rows that the fused scatter finishes before it pushes them: eight tiles of 128
+MOST_BANDS = 8
+TILE_ROWS, TILE_COLUMNS = 128, (256, 128)  # of the fused kernels
+# Time of a large tile over that of two small ones: it loads three quarters of the bytes. Measured, two H200:
+# 1427 and 1528 us at 16384 x 3584 x 8192 (examples/validation/overlap_2xH200.md).
+LARGE_OVER_SMALL = 0.93
+# What the host issues in a call: always, and for every other rank, in calls of torch: a launch, a copy, an event or a
+# collective through Python each count one. Our own pushes go to the driver at a third of that. Counted in executor/overlap,
+# checked with the smallest products on two H200, where a call in a row takes 82, 108, 67 and 74 us in turn for copy_engine and
+# fused (examples/validation/overlap_2xH200.json); `host_s` is the time of one.
+HOST_CALLS = {
+    (GATHER, "nccl"): (4, 0),
+    (SCATTER, "nccl"): (4, 0),
+    (GATHER, "chunked"): (1 + 3 * SLICES, 0),
+    (SCATTER, "chunked"): (2 + 3 * SLICES, 0),
+    (GATHER, "ring"): (3, 4),
+    (SCATTER, "ring"): (2, 5),
+    (GATHER, "copy_engine"): (2.5, 1),
+    (SCATTER, "copy_engine"): (3, 1.5),
+    (GATHER, "fused"): (2, 0.4),
+    (SCATTER, "fused"): (2.2, 0.6),
+    (GATHER, "torch_symm_mem"): (9, 2),
+    (SCATTER, "torch_symm_mem"): (7, 2),
+}
+REGATHER_CALLS = {"chunked": (2, 0), "ring": (2, 0), "nccl": (2, 0), "torch_symm_mem": (4, 2)}  # others as below
+REGATHER_PUSHED = (1.5, 0.7)
+# Of W + 1 shards that copy_engine adds up at the end; larger ones it relays. On two H200 the two ways were equally fast at
+# 3 x 67 MB, the relay slower at 3 x 34 MB (249 and 189 us at 8192 x 4096 x 1024; examples/validation/overlap_2xH200.md).
+LARGEST_ADDED_BYTES = 2**27
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """One operation's product and collective, each alone; numbers or columns. A shard is what a rank sends each other.
+
+    Several products may share a gather, or add up before a scatter: times are of all of them together, `first_s` is the
+    first one's (0: there is one only). `queued_s` is how long the stream that moves is busy already.
+    """
+
+    ranks: Value
+    shard_bytes: Value
+    shard_rows: Value
+    product_s: Value
+    """All rows at once, by the library."""
+    shard_product_s: Value
+    """The rows of one shard."""
+    slice_product_s: Value
+    """The rows of one slice of every shard, as one batched product of `ranks` matrices."""
+    collective_s: Value
+    slice_collective_s: Value
+    """The collective on the bytes of a slice."""
+    copy_s: Value
+    """One shard by a copy engine at its full rate."""
+    hop_s: Value
+    """One shard by NCCL's send and receive."""
+    stream_s: Value
+    """Reading or writing a shard once in memory."""
+    products: Value = 1
+    first_s: Value = 0.0
+    rounds: Value = 1.0
+    """Whole rounds of the fused kernel's tiles over those that its work would fill; see `rounds_of`."""
+    queued_s: Value = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapRates:
+    """What the modes add, the same for every shape. Ratios are to the parts, so that they carry over to other machines.
+    Defaults: fitted to two and four H200 (`examples/profiles/h200x4.json`), assumed elsewhere.
+
+    `issue` are factors, by `operation mode`, on the host's seconds as `HOST_CALLS` count them: what was measured.
+    """
+
+    copy_latency_s: float = 1.7e-5
+    """What a push adds to the bytes over the rate: the engine's start and the flag behind it."""
+    signal_s: float = 6e-6
+    """A flag seen by a stream or a kernel that waits, or a barrier of all ranks."""
+    hop_ratio: float = 0.77
+    """A hop that all ranks make at once over one between two that are alone, for each pair of ranks."""
+    cold: float = 1.04
+    """A product behind a collective over one behind its like: caches and clocks were the other's."""
+    gap_s: float = 8.5e-6
+    """From NCCL's stream to the product's and back."""
+    step_gap_s: float = 1.3e-5
+    """The same for each of many steps: collectives and products wait for each other's end, kernel by kernel."""
+    beside: float = 0.07
+    """Seconds that the library's products lose for each second of copies beside them: memory and power are shared."""
+    torch_beside: float = 0.38
+    """The same in torch's operator, which also has its products on two streams by turns."""
+    fused_beside: float = 0.02
+    """The same for the fused kernel."""
+    collective_beside: float = 1.0
+    """The same for a collective of NCCL that is there first and holds its multiprocessors."""
+    behind_beside: float = 0.42
+    """The same where the product is there first: the collective gets what its tiles leave."""
+    collective_slowed: float = 0.49
+    """Seconds that such a collective loses for each second of a product beside it."""
+    fused_ratio: float = 0.96
+    """The fused kernel's product alone over the library's, both of whole rounds of tiles."""
+    fused_rounds: float = 0.98
+    """Of what its last round leaves idle, what the library's product loses less: it has more shapes of tiles."""
+    fused_tail_s: float = 1.1e-5
+    """Launch of the fused kernel with its copies, and what its last wave leaves idle."""
+    fused_sums: float = 1.3
+    """Times that the fused scatter's last tiles read what arrived, at memory rate: few wait for each other's loads."""
+    host_s: float = 2.4e-5
+    """One call of the host. What is issued more slowly than it runs takes as long as issuing it."""
+    issue: Mapping[str, float] = field(default_factory=dict)
+
+
+def mode_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Value:
+    """Return the seconds of an operation (GATHER or SCATTER) in a mode, one after another: device or host, the slower.
+
+    Raises ValueError for a mode or an operation that does not exist.
+    """
+    return np.maximum(device_s(mode, operation, parts, rates), issue_s(mode, operation, parts.ranks, rates))
+
+
+def issue_s(mode: str, operation: str, ranks: Value, rates: OverlapRates, *, regathers: bool = False) -> Value:
+    """Return the seconds in which the host issues an operation; `regathers`: with a gather started before it.
+
+    Raises ValueError as `mode_s` does.
+    """
+    _known(mode, operation)
+    always, each = HOST_CALLS[operation, mode]
+    seconds = rates.issue.get(f"{operation} {mode}", 1.0) * rates.host_s * (always + each * (ranks - 1))
+    if regathers:
+        always, each = REGATHER_CALLS.get(mode, REGATHER_PUSHED)
+        seconds = seconds + rates.host_s * (always + each * (ranks - 1))
+    return seconds
+
+
+def device_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Value:
+    """Return the seconds of an operation in a mode when the host is ahead. Raises ValueError as `mode_s` does."""
+    _known(mode, operation)
+    if mode == "nccl":
+        together = parts.queued_s + parts.collective_s + rates.cold * parts.product_s + rates.gap_s
+    elif mode == "chunked":
+        together = _chunked_s(operation, parts, rates)
+    elif mode == "ring":
+        together = _ring_s(operation, parts, rates)
+    elif mode == "copy_engine":
+        together = _copy_engine_s(operation, parts, rates)
+    elif mode == "torch_symm_mem":
+        copied_in = 2 * parts.stream_s if operation == GATHER else 0.0
+        together = copied_in + _copy_engine_s(operation, parts, rates, by_torch=True)
+    else:
+        together = _fused_s(operation, parts, rates)
+    return np.where(parts.ranks > 1, together, parts.product_s)
+
+
+def _rounds(rows: Value, columns: Value, processors: float) -> tuple[Value, Value]:
+    """Return the rounds that an output takes in large and in small tiles."""
+    high = np.ceil(rows / TILE_ROWS)
+    large, small = (np.ceil(high * np.ceil(columns / width) / processors) for width in TILE_COLUMNS)
+    return large, small
+
+
+def takes_large_tiles(rows: Value, columns: Value, processors: float) -> Value:
+    """Return where an output takes less time in whole rounds of large tiles than of small ones."""
+    large, small = _rounds(rows, columns, processors)
+    return 2 * LARGE_OVER_SMALL * large <= small
+
+
+def rounds_of(rows: Value, columns: Value, processors: float) -> Value:
+    """Return the rounds of all multiprocessors that the fused kernel takes for an output, over what its area would fill.
+
+    Large tiles, or small ones of half the width where those need less.
+    """
+    large, small = _rounds(rows, columns, processors)
+    taken = np.where(takes_large_tiles(rows, columns, processors), large, small / (2 * LARGE_OVER_SMALL))
+    return taken * processors / (rows / TILE_ROWS * columns / TILE_COLUMNS[0])
+
+
+def relayed(ranks: Value, shard_bytes: Value) -> Value:
+    """Return where the executor's copy_engine scatter passes partial sums round instead of adding them up at the end."""
+    return (ranks + 1) * shard_bytes >= LARGEST_ADDED_BYTES
+
+
+def push_s(parts: Parts, rates: OverlapRates, pieces: Value = 1) -> Value:
+    """Return the seconds in which a copy engine pushes one of `pieces` of a shard and raises its flag."""
+    return rates.copy_latency_s + parts.copy_s / pieces
+
+
+def _known(mode: str, operation: str) -> None:
+    if operation not in OPERATIONS:
+        raise ValueError(f"there is no operation {operation}")
+    if mode not in EXECUTED:
+        raise ValueError(f"there is no overlap mode {mode}")
+
+
+def _piped_s(first: Value, then: Value, steps: Value, ready: Value = 0.0) -> Value:
+    """Return the end of `steps` steps that pass two stages one after the other, the second one busy until `ready`."""
+    return np.maximum(np.maximum(first, ready) + steps * then, steps * first + then)
+
+
+def _chunked_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
+    """NCCL and the product slow each other down while both run."""
+    move, piece = parts.slice_collective_s, parts.slice_product_s
+    both = np.minimum(move, piece)
+    beside = rates.collective_beside if operation == GATHER else rates.behind_beside
+    slow_move, slow_piece = move + rates.collective_slowed * both, piece + beside * both
+    # The first (or last) slice moves while nothing is multiplied, and the last (or first) is multiplied alone.
+    alone = (slow_move - move) + (slow_piece - piece)
+    gaps = SLICES * rates.step_gap_s
+    if operation == GATHER:
+        return _piped_s(slow_move, slow_piece, SLICES) - alone + gaps
+    return _piped_s(slow_piece, slow_move, SLICES, parts.queued_s) - alone + gaps
+
+
+def _ring_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
+    """NCCL shares its channels out among peers, so that a hop to one of many is slower than to the only one."""
+    piece, hop = parts.shard_product_s, rates.hop_ratio * parts.ranks / 2 * parts.hop_s
+    step = np.maximum(piece, hop) + rates.collective_beside * np.minimum(piece, hop) + rates.step_gap_s
+    adding = 3 * parts.stream_s if operation == SCATTER else 0.0
+    return np.maximum(piece, parts.queued_s) + (parts.ranks - 1) * (step + adding)
+
+
+def _copy_engine_s(operation: str, parts: Parts, rates: OverlapRates, *, by_torch: bool = False) -> Value:
+    """`by_torch`: with a barrier before every shard, and partial results added up at the end only."""
+    others, push = parts.ranks - 1, push_s(parts, rates) + (rates.signal_s if by_torch else 0.0)
+    copied = np.minimum(others * parts.copy_s, parts.ranks * parts.shard_product_s)
+    piece = parts.shard_product_s + (rates.torch_beside if by_torch else rates.beside) * copied / parts.ranks
+    if operation == GATHER:
+        # Shard after shard is pushed; each is multiplied when its flag is seen, the own one meanwhile.
+        waited = np.maximum(push + others * piece, others * push + piece)
+        return np.maximum(parts.ranks * piece, waited) + others * rates.signal_s
+    sent = _piped_s(piece, push, others, parts.queued_s)
+    at_the_end = np.maximum(parts.ranks * piece, sent) + rates.signal_s + (parts.ranks + 1) * parts.stream_s
+    if by_torch:
+        return at_the_end
+    # A half is multiplied on top of what has arrived, and may arrive and leave while the other half is.
+    half, leave = (piece + parts.stream_s) / 2, push_s(parts, rates, 2)
+    step = np.maximum(2 * half, np.maximum(half + leave + rates.signal_s, 2 * leave))
+    round_about = np.maximum(half, parts.queued_s) + half + others * step
+    return np.where(relayed(parts.ranks, parts.shard_bytes), round_about, at_the_end)
+
+
+def _fused_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
+    """Of several products a gather fuses the first, and the others find everything in place; a scatter fuses one only."""
+    if operation == SCATTER:
+        bands = np.clip(np.ceil(parts.shard_rows / BAND_ROWS), 1, MOST_BANDS)
+        fused = _fused_product_s(parts, parts.product_s, bands, rates, scatter=True)
+        fused = fused + rates.fused_sums * (parts.ranks + 1) * parts.stream_s
+        return np.where(parts.products > 1, _copy_engine_s(operation, parts, rates), fused)
+    first = np.where(parts.products > 1, parts.first_s, parts.product_s)
+    pieces = np.where(parts.shard_bytes >= LARGE_BYTES, 2, 1)
+    return _fused_product_s(parts, first, pieces, rates, scatter=False) + parts.product_s - first
+
+
+def _fused_product_s(parts: Parts, product_s: Value, pieces: Value, rates: OverlapRates, *, scatter: bool) -> Value:
+    """Return the seconds of one product whose tiles wait for (or release) `pieces` of every other rank's shard."""
+    steps, push = (parts.ranks - 1) * pieces, push_s(parts, rates, pieces)
+    alone = rates.fused_ratio * product_s * np.maximum(rates.fused_rounds * parts.rounds, 1.0)
+    slowed = alone + rates.fused_beside * np.minimum((parts.ranks - 1) * parts.copy_s, alone)
+    piece = slowed / (parts.ranks * pieces)
+    moving = _piped_s(piece, push, steps, parts.queued_s) if scatter else _piped_s(push, piece, steps)
+    return np.maximum(slowed, moving + rates.signal_s) + rates.fused_tail_s
+
+
+def all_reduce_s(mode: str, copy_s: float, ranks: int, rates: OverlapRates) -> float:
+    """Return seconds of a small all-reduce inside one NVLink domain: `one_shot`, `two_shot` or `multimem`.
+
+    `copy_s` is the time of the whole tensor at the full rate to one peer. Raises ValueError for other modes.
+    """
+    if mode == "one_shot":
+        return rates.signal_s + (ranks - 1) * copy_s
+    if mode == "two_shot":
+        return 2 * rates.signal_s + 2 * (ranks - 1) / ranks * copy_s
+    if mode == "multimem":
+        return rates.signal_s + copy_s
+    raise ValueError(f"there is no all-reduce mode {mode}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The mode to run, what every executed mode takes, and whether that was `measured` or `modelled`."""
+
+    mode: str
+    seconds: tuple[tuple[str, float], ...]
+    source: str
+
+
+def choose(operation: str, parts: Parts, rates: OverlapRates, *, measured: Mapping[str, float] | None = None) -> Choice:
+    """Return the fastest mode that the executor runs. Times of this very shape outrank the model, mode by mode."""
+    known = measured or {}
+    seconds = {mode: known.get(mode) or float(mode_s(mode, operation, parts, rates)) for mode in EXECUTED}
+    best = min(seconds, key=lambda mode: seconds[mode])
+    return Choice(mode=best, seconds=tuple(seconds.items()), source="measured" if best in known else "modelled")

@@ -1,0 +1,256 @@
+"""A plan's sites with an overlap mode of the executor: which products pair with which collective, and what they take.
+
+Forward and backward alike: the products of a gather are those that read what it gathers, the products of a scatter those
+whose results add up to what it scatters; weight gradients stay aside, as in executor/overlap/autograd.py. Backward the
+executor gathers a site's tokens again for the weight gradients, on the same stream and before it scatters.
+
+`SiteRates` prices a pair; the closed form collects pairs of many plans here (`SitePairs`), the simulation those of one
+(`simulator.lowering.site_steps`), and both ask the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.collectives.group_times import GroupTimes
+from simulator.columns.plan_table import Floats
+from simulator.config.overlap_sites import BORROWED, MODES, SITES
+from simulator.kernels.operators import Work
+from simulator.kernels.roofline import Roofline
+from simulator.overlap.modes import (
+    GATHER,
+    SCATTER,
+    SLICES,
+    OverlapRates,
+    Parts,
+    Value,
+    device_s,
+    issue_s,
+    rounds_of,
+)
+
+Rows = NDArray[np.bool_]
+SITE_MODES = tuple(
+    mode for mode in MODES if mode not in BORROWED
+)  # words of plans that are modes of the executor's own
+PUSHED_MODES = ("copy_engine", "fused")
+OPERATION = {"all_gather": GATHER, "reduce_scatter": SCATTER}
+LARGE_COPY_BYTES = 2.0**30  # of which a copy engine's rate is taken: no latency is left in it
+
+# What a measured time is of: operation, mode, ranks, rows of tokens, bytes moved in all, weight elements, products.
+Shape = tuple[str, str, int, int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteRates:
+    """The rates of the modes, the device seconds of shapes that were measured, and where both are from."""
+
+    rates: OverlapRates = field(default_factory=OverlapRates)
+    measured: Mapping[Shape, float] = field(default_factory=dict)
+    source: str = "assumed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Products:
+    """Products of one pair, numbers or columns: seconds at once, of a shard, of a slice, the host's launches, and sizes.
+
+    `first_s` is the first one's at once, `first_columns` its width; `elements` are those of the weights; a `count` of 0 is none.
+    """
+
+    seconds: Value = 0.0
+    shard_s: Value = 0.0
+    slice_s: Value = 0.0
+    issued_s: Value = 0.0
+    first_s: Value = 0.0
+    count: Value = 0.0
+    rows: Value = 0.0
+    elements: Value = 0.0
+    first_columns: Value = 0.0
+
+    def joined(self, other: Products) -> Products:
+        """Return these and then others."""
+        return Products(
+            seconds=self.seconds + other.seconds,
+            shard_s=self.shard_s + other.shard_s,
+            slice_s=self.slice_s + other.slice_s,
+            issued_s=self.issued_s + other.issued_s,
+            first_s=np.where(self.count == 0, other.first_s, self.first_s),
+            count=self.count + other.count,
+            rows=np.maximum(self.rows, other.rows),
+            elements=self.elements + other.elements,
+            first_columns=np.where(self.count == 0, other.first_columns, self.first_columns),
+        )
+
+    def where(self, rows: Value) -> Products:
+        """Return those of `rows`, and none elsewhere."""
+        return Products(**{name: np.where(rows, getattr(self, name), 0.0) for name in Products.__dataclass_fields__})
+
+
+def product_of(work: Work, seconds: Value, issued_s: Value, ranks: Value, roofline: Roofline) -> Products:
+    """Return a product as it would be cut. A piece runs no faster than its share of the whole: clocks are the whole's."""
+    shard = replace(work, flops=work.flops / ranks, bytes=_bytes(work, work.m / ranks), m=work.m / ranks)
+    rows = work.m / ranks / SLICES
+    cut = replace(work, flops=work.flops / SLICES, bytes=ranks * _bytes(work, rows), m=rows, batch=work.batch * ranks)
+    return Products(
+        seconds=seconds,
+        shard_s=np.maximum(roofline.seconds(shard), seconds / ranks),
+        slice_s=np.maximum(roofline.seconds(cut), seconds / SLICES),
+        issued_s=issued_s,
+        first_s=seconds,
+        count=1.0,
+        rows=work.m,
+        elements=work.n * work.k,
+        first_columns=work.n,
+    )
+
+
+def _bytes(work: Work, rows: Value) -> Value:
+    """Return the bytes that a product of `rows` rows reads and writes."""
+    per = work.bytes / (work.m * work.k + work.k * work.n + work.m * work.n)
+    return per * (rows * work.k + work.k * work.n + rows * work.n)
+
+
+def parts_of(
+    op: str, products: Products, whole_s: Value, nbytes: Value, groups: GroupTimes, roofline: Roofline, ranks: Value
+) -> Parts:
+    """Return the parts of a collective (`op`, `nbytes` in all, over tensor-parallel ranks) and its products."""
+    shard = nbytes / ranks
+    return Parts(
+        ranks=ranks,
+        shard_bytes=shard,
+        shard_rows=products.rows / ranks,
+        product_s=products.seconds,
+        shard_product_s=products.shard_s,
+        slice_product_s=products.slice_s,
+        collective_s=whole_s,
+        slice_collective_s=groups.time_s(op, "tp", nbytes / SLICES),
+        copy_s=shard * copy_s_per_byte(groups),
+        hop_s=groups.time_s("send_recv", "tp_pair", shard),
+        stream_s=shard / roofline.memory_bytes_per_s,
+        products=products.count,
+        first_s=products.first_s,
+        rounds=rounds_of(
+            np.maximum(products.rows, 1.0), np.maximum(products.first_columns, 1.0), roofline.gpu.sm_count
+        ),
+    )
+
+
+def copy_s_per_byte(groups: GroupTimes) -> Value:
+    """Return the seconds in which a copy engine pushes a byte to a peer; endless where it cannot."""
+    return groups.time_s("send_recv", "tp_pair", LARGE_COPY_BYTES, algorithm="copy_engine") / LARGE_COPY_BYTES
+
+
+def pair_s(mode: str, op: str, parts: Parts, products: Products, *, regathers: bool, site: SiteRates) -> Value:
+    """Return the device seconds of a pair, never less than its products alone. A shape that was measured takes what it
+    took.
+
+    `regathers`: with a gather before it on the stream that moves, as a backward scatter has; that was not measured.
+    """
+    operation = OPERATION[op]
+    if regathers:
+        queued = parts.collective_s
+        if mode in PUSHED_MODES:
+            queued = (parts.ranks - 1) * (site.rates.copy_latency_s + parts.copy_s)
+        return np.maximum(device_s(mode, operation, replace(parts, queued_s=queued), site.rates), parts.product_s)
+    seconds = device_s(mode, operation, parts, site.rates)
+    own = (parts.ranks, products.rows, parts.shard_bytes * parts.ranks, products.elements, products.count)
+    for (of, by, *sizes), measured_s in site.measured.items():
+        if (of, by) == (operation, mode):
+            same = reduce(np.logical_and, (np.equal(mine, theirs) for mine, theirs in zip(own, sizes, strict=True)))
+            seconds = np.where(same, measured_s, seconds)
+    return np.maximum(seconds, parts.product_s)
+
+
+def pair_issue_s(mode: str, op: str, ranks: Value, *, regathers: bool, site: SiteRates) -> Value:
+    """Return the host's seconds for a pair, in place of its collective's and its products' launches."""
+    return issue_s(mode, OPERATION[op], ranks, site.rates, regathers=regathers)
+
+
+class SitePairs:
+    """Pairs of one pass of a block, operator by operator, for all plans of a table at once.
+
+    What is returned are columns of exposed seconds and of the change of the host's, or None where no pair was met.
+    """
+
+    def __init__(self, groups: GroupTimes, roofline: Roofline, site: SiteRates, collective_host_s: float) -> None:
+        table = groups.table
+        self._groups, self._roofline, self._site, self._collective_host_s = groups, roofline, site, collective_host_s
+        self._modes = tuple(mode for mode in table.overlap_modes if mode in SITE_MODES)
+        self._mode_at = {name: table.overlap_at(name) for name in (*SITES, "")} if table.overlap_modes else {}
+        self._ranks = table["tp"]
+        self._open: Rows = np.zeros(len(table), dtype=bool)
+        self._gathered: tuple[str, NDArray[np.str_], Floats, Floats] | None = None
+        self._reading = Products()
+        self._giving: list[tuple[str, Products]] = []
+
+    def takes(self, site: str, runs: Rows) -> tuple[Rows, NDArray[np.str_]]:
+        """Return (the rows in which a site's collective is half of a pair, the mode it has there)."""
+        mode = self._mode_at[site]
+        return runs & np.isin(mode, SITE_MODES), mode
+
+    def product(self, work: Work, ends: tuple[str, str], seconds: Floats, issued_s: Floats, active: Floats) -> None:
+        """Note a product, by the tensors that it reads and gives; weight gradients have neither."""
+        if not self._modes or ends == ("", ""):
+            return
+        made = product_of(work, seconds, issued_s, self._ranks, self._roofline).where(active > 0)
+        if self._gathered is not None and ends[0] == self._gathered[0]:
+            self._reading = self._reading.joined(made.where(self._open))
+            made = made.where(~self._open)
+        self._giving.append((ends[1], made))
+
+    def gather(self, tensor: str, mode: NDArray[np.str_], whole_s: Floats, nbytes: Floats, runs: Rows) -> None:
+        """Begin the gather of a site in the rows where it is half of a pair. One before it must have ended."""
+        self._open, self._gathered, self._reading = runs, (tensor, mode, whole_s, nbytes), Products().where(runs)
+
+    def end_gather(self, rows: Rows | None = None) -> tuple[Floats, Floats] | None:
+        """End the open gather in `rows`, or wherever it is open."""
+        ending = self._open if rows is None else self._open & rows
+        if self._gathered is None or not ending.any():
+            return None
+        self._open = self._open & ~ending
+        _, mode, whole_s, nbytes = self._gathered
+        return self._priced("all_gather", mode, whole_s, nbytes, self._reading, ending, regathers=False)
+
+    def scatter(
+        self, tensor: str, mode: NDArray[np.str_], whole_s: Floats, nbytes: Floats, runs: Rows, *, backward: bool
+    ) -> tuple[Floats, Floats] | None:
+        """End the products that add up to what a reduce-scatter takes, in the rows where it is half of a pair."""
+        if not runs.any():
+            return None
+        products = Products().where(runs)
+        for given, made in self._giving:
+            if given == tensor:
+                products = products.joined(made)
+        return self._priced("reduce_scatter", mode, whole_s, nbytes, products, runs, regathers=backward)
+
+    def forget(self, rows: Rows) -> None:
+        """A collective between tensor-parallel ranks ends what products before it may be part of."""
+        self._giving = [(tensor, made.where(~rows)) for tensor, made in self._giving]
+
+    def _priced(
+        self,
+        op: str,
+        modes: NDArray[np.str_],
+        whole_s: Floats,
+        nbytes: Floats,
+        products: Products,
+        runs: Rows,
+        *,
+        regathers: bool,
+    ) -> tuple[Floats, Floats]:
+        exposed, issued = np.where(runs, whole_s, 0.0), np.where(runs, self._collective_host_s, 0.0)
+        parts = parts_of(op, products, whole_s, nbytes, self._groups, self._roofline, self._ranks)
+        for mode in self._modes:
+            paired = runs & (modes == mode) & (products.count > 0)
+            if not paired.any():
+                continue
+            together = pair_s(mode, op, parts, products, regathers=regathers, site=self._site)
+            host = pair_issue_s(mode, op, self._ranks, regathers=regathers, site=self._site)
+            exposed = np.where(paired, together - products.seconds, exposed)
+            issued = np.where(paired, host - products.issued_s, issued)
+        return exposed, issued

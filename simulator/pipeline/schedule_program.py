@@ -1,0 +1,122 @@
+"""A pipeline schedule as a Program: what its ranks send each other, and what they keep.
+
+Actions of a rank run in order; a message goes to the neighbouring stage when an action has made it, on a channel of its
+own (stage boundary and direction) that carries one message at a time; nothing is sent between two stages of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+
+from simulator.pipeline.schedules import Action, Kind, Schedule
+from simulator.program.program import COMPUTE, CodeWriter, Groups, Program, RankCode
+
+Result = tuple[int, Kind, int]  # (stage, F or I, micro batch): what a forward or an input gradient makes
+
+
+def needs(action: Action, stages: int) -> list[Result]:
+    """Return the results of other stages that a single action consumes; its own stage's come earlier in its row."""
+    if action.kind is Kind.FORWARD and action.stage > 0:
+        return [(action.stage - 1, Kind.FORWARD, action.micro_batch)]
+    if action.kind in {Kind.BACKWARD, Kind.INPUT_GRAD} and action.stage < stages - 1:
+        return [(action.stage + 1, Kind.INPUT_GRAD, action.micro_batch)]
+    return []
+
+
+def makes(action: Action) -> Result:
+    """Return what a single action makes; a full backward makes an input gradient."""
+    kind = Kind.INPUT_GRAD if action.kind is Kind.BACKWARD else action.kind
+    return action.stage, kind, action.micro_batch
+
+
+def sent_to(action: Action, schedule: Schedule) -> int | None:
+    """Return the rank to which a single action's result goes; None if it stays or there is none."""
+    stage, kind, _ = makes(action)
+    target = stage + 1 if kind is Kind.FORWARD else stage - 1
+    if kind is Kind.WEIGHT_GRAD or not 0 <= target < schedule.stages:
+        return None
+    rank = schedule.rank_of(target)
+    return None if rank == schedule.rank_of(stage) else rank
+
+
+def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Return per rank the most (stage, micro batch) pairs between their forward and the end of their backward."""
+    return tuple(_peak(row) for row in schedule.table)
+
+
+def peak_on_stage(schedule: Schedule, stage: int) -> int:
+    """Return the same of one stage alone."""
+    return _peak(schedule.table[schedule.rank_of(stage)], stage)
+
+
+# What an action adds to the activations that a rank keeps, in micro batches: of a split backward, the second half frees.
+_KEEPS = {Kind.FORWARD: 1, Kind.INPUT_GRAD: 0, Kind.WEIGHT_GRAD: -1, Kind.BACKWARD: -1}
+
+
+def _peak(row: Sequence[Action], stage: int | None = None) -> int:
+    leaves = (leaf for action in row for leaf in action.leaves)
+    return max(accumulate((_KEEPS[leaf.kind] for leaf in leaves if stage in (None, leaf.stage)), initial=0))
+
+
+# --- lowering ---------------------------------------------------------------------------------------------------------
+
+
+def pipeline_program(
+    schedule: Schedule,
+    body: Callable[[CodeWriter, Action, int], None],
+    *,
+    message_bytes: int,
+    groups: dict[str, Groups],
+    ranks_of: Callable[[int], Iterable[int]],
+    early_receives: bool = True,
+    finish: Callable[[CodeWriter, int], None] | None = None,
+) -> Program:
+    """Return a program that runs `schedule`, with `body(code, action, rank)` writing what an action does.
+
+    `finish(code, rank)` writes what follows a rank's last action and its message: the optimizer must not hold up the
+    gradient that the rank before still waits for.
+
+    `groups["pp"]` are the pipelines, position s of each being pipeline rank s; `ranks_of(s)` lists the ranks there.
+    An overlapped pair reaches `body` whole. The body works on the `compute` stream, or joins it before it returns.
+    With `early_receives` a message can arrive while the rank still computes; without, a receive is launched behind
+    the compute before it, as torch.distributed.pipelining and Megatron do: a waiting receive would hold SMs.
+    """
+    codes = (
+        _rank_code(schedule, rank, body, message_bytes, ranks_of(rank), early=early_receives, finish=finish)
+        for rank in range(schedule.ranks)
+    )
+    return Program(codes=tuple(codes), groups=groups)
+
+
+def _rank_code(
+    schedule: Schedule,
+    rank: int,
+    body: Callable[[CodeWriter, Action, int], None],
+    nbytes: int,
+    members: Iterable[int],
+    *,
+    early: bool,
+    finish: Callable[[CodeWriter, int], None] | None,
+) -> RankCode:
+    code = CodeWriter()
+    for action in schedule.table[rank]:
+        for leaf in action.leaves:
+            for stage, kind, _ in needs(leaf, schedule.stages):
+                if schedule.rank_of(stage) != rank:
+                    channel = f"{stage}{kind}"
+                    if not early:
+                        code.after(f"recv {channel}", COMPUTE)
+                    code.recv("pp", schedule.rank_of(stage), nbytes, tag=channel, stream=f"recv {channel}")
+                    code.after(COMPUTE, f"recv {channel}")
+        body(code, action, rank)
+        for leaf in action.leaves:
+            target = sent_to(leaf, schedule)
+            if target is not None:
+                stage, kind, _ = makes(leaf)
+                channel = f"{stage}{kind}"
+                code.after(f"send {channel}", COMPUTE)
+                code.send("pp", target, nbytes, tag=channel, stream=f"send {channel}")
+    if finish is not None:
+        finish(code, rank)
+    return code.code(f"pipeline rank {rank}", members)

@@ -1,0 +1,273 @@
+"""How layers spread over pipeline ranks, and what a schedule loses: both as columns, one row per plan.
+
+Bubbles are the schedules' closed forms: GPipe (arXiv 1811.06965), 1F1B and interleaving (arXiv 2104.04473, section
+2.2), zero bubble (arXiv 2401.10241, section 2 and table 1), ZB-V (arXiv 2405.15362, section 3), DualPipeV
+(deepseek-ai/DualPipe README, bubble comparison). They assume equal stages; the slowest stage stands for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.columns.plan_columns import distinct, words
+from simulator.columns.plan_table import Floats, PlanTable
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.pipeline.schedule_program import peak_in_flight, peak_on_stage
+from simulator.pipeline.schedule_tables import build_schedule
+from simulator.pipeline.schedules import SPLIT_BACKWARD, V_SHAPED, stage_rank
+from simulator.runtimes.library import PipelineSpec
+from topology.errors import BadPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLayout:
+    """Layers held by pipeline ranks, shape (plans, columns); columns that a plan does not have hold -1.
+
+    Column c of a plan is its pipeline rank `rank[c]` and stands for `alike[c]` ranks. A whole layout has a column for
+    every rank; a merged one a column for each kind of rank, the first of its kind, which is all that sums and maxima
+    over ranks need. `by_mode[mode]` counts the (dense, MoE) layers that run under each recompute mode, zero where there
+    are none.
+    """
+
+    dense: NDArray[np.int64]
+    moe: NDArray[np.int64]
+    rank: NDArray[np.int64]
+    alike: NDArray[np.int64]
+    first: NDArray[np.bool_]  # holds the embedding
+    last: NDArray[np.bool_]  # holds the head
+    by_mode: dict[str, tuple[Floats, Floats]] = field(default_factory=dict)
+
+    @property
+    def exists(self) -> NDArray[np.bool_]:
+        return self.dense >= 0
+
+    @property
+    def layers(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(dense, MoE) layers, zero where a column does not exist."""
+        return np.maximum(self.dense, 0), np.maximum(self.moe, 0)
+
+
+def stage_layers(model_layers: int, plan: Plan, spec: PipelineSpec) -> tuple[int, ...]:
+    """Return the layers of each of the pp * virtual_stages stages, first stage first.
+
+    The embedding and the head count as `embedding_weight` and `head_weight` layers; what does not divide goes to the
+    first stages, as torchtitan's splitter does.
+    """
+    if plan.layers_per_stage:
+        return plan.layers_per_stage
+    stages = plan.pp * plan.virtual_stages
+    if stages == 1:
+        return (model_layers,)
+    weights = [0.0] * stages
+    weights[0] += spec.embedding_weight
+    weights[-1] += spec.head_weight
+    total = model_layers + int(sum(weights))
+    counts = [total // stages + (1 if i < total % stages else 0) for i in range(stages)]
+    return tuple(max(0, count - int(weight)) for count, weight in zip(counts, weights, strict=True))
+
+
+def rank_of_stage(stage: int, pp: int, schedule: str) -> int:
+    """Return the pipeline rank that holds a stage: round robin, or a V for the schedules that fold back."""
+    return stage_rank(stage, pp, v_shaped=schedule in V_SHAPED)
+
+
+def stage_layout(model: Model, table: PlanTable, spec: PipelineSpec, *, merged: bool = False) -> StageLayout:
+    """Return how many dense and MoE layers pipeline ranks hold under every plan.
+
+    `merged`: a column for each kind of rank instead of each rank. Schedules of which every rank holds another number of
+    micro batches are told apart by `rank` all the same: merged, they stand by the first.
+    """
+    folded = np.isin(table.schedule, V_SHAPED)
+    own = np.arange(len(table)) if any(p.layers_per_stage for p in table.plans) else np.zeros(len(table))
+    rows, which = distinct(table["pp"], table["virtual_stages"], folded, own)
+    kinds = [
+        _held_layers(
+            model.dense_before,
+            table.plans[row].layers_per_stage if table.plans else (),
+            int(table["pp"][row]),
+            int(table["virtual_stages"][row]),
+            spec,
+            folded=bool(folded[row]),
+            merged=merged,
+        )
+        for row in rows
+    ]
+    width = max(kind.shape[1] for kind in kinds)
+    padded = [np.pad(kind, ((0, 0), (0, width - kind.shape[1])), constant_values=-1) for kind in kinds]
+    dense, moe, rank, alike, first, last = np.moveaxis(np.stack(padded)[which], 1, 0)
+    modes = table.recompute_modes
+    whole = np.where(dense >= 0, dense, 0).astype(np.float64), np.where(moe >= 0, moe, 0).astype(np.float64)
+    by_mode = {
+        mode: (whole[0] * (table.recompute == mode)[:, None], whole[1] * (table.recompute == mode)[:, None])
+        for mode in modes
+    }
+    for row, plan in enumerate(table.plans):
+        if plan.recompute_per_stage:
+            for counts in by_mode.values():
+                counts[0][row], counts[1][row] = 0.0, 0.0
+            counted = {mode: (counts[0][row], counts[1][row]) for mode, counts in by_mode.items()}
+            _count_modes(model, plan, spec, str(table.schedule[row]), counted)
+    return StageLayout(
+        dense=dense, moe=moe, rank=rank, alike=np.maximum(alike, 0), first=first > 0, last=last > 0, by_mode=by_mode
+    )
+
+
+@lru_cache(maxsize=4096)
+def _held_layers(
+    dense_before: tuple[int, ...],
+    listed: tuple[int, ...],
+    pp: int,
+    virtual_stages: int,
+    spec: PipelineSpec,
+    *,
+    folded: bool,
+    merged: bool,
+) -> NDArray[np.int64]:
+    """Return rows (dense, MoE, rank, alike, first, last) with a column for every pipeline rank of a plan, or, `merged`,
+    one for all ranks that hold the same. `dense_before` is the model's, `listed` the plan's layers by stage where it names
+    them.
+    """
+    held = np.zeros((6, pp), dtype=np.int64)
+    start, layers = 0, len(dense_before) - 1
+    plan = Plan(pp=pp, virtual_stages=virtual_stages, layers_per_stage=listed)
+    for stage, count in enumerate(stage_layers(layers, plan, spec)):
+        rank = stage_rank(stage, pp, v_shaped=folded)
+        dense = dense_before[min(start + count, layers)] - dense_before[min(start, layers)]
+        held[0, rank] += dense
+        held[1, rank] += count - dense
+        start += count
+    held[2], held[3] = np.arange(pp), 1
+    held[4, 0], held[5, 0 if folded else pp - 1] = 1, 1
+    return _merged(held) if merged else held
+
+
+def _merged(held: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return one column for all ranks that hold the same: the first of them, and how many there are."""
+    _, first, count = np.unique(held[[0, 1, 4, 5]], axis=1, return_index=True, return_counts=True)
+    order = np.argsort(first)
+    result = held[:, first[order]].copy()
+    result[3] = count[order]
+    return result
+
+
+def _count_modes(
+    model: Model,
+    plan: Plan,
+    spec: PipelineSpec,
+    schedule: str,
+    counts: dict[str, tuple[Floats, Floats]],
+) -> None:
+    """Add the layers of one plan to the counts of the mode that each of its stages runs under."""
+    start = 0
+    for stage, count in enumerate(stage_layers(model.layers, plan, spec)):
+        rank = rank_of_stage(stage, plan.pp, schedule)
+        among = model.dense_among(start, start + count)
+        dense, moe = counts[plan.recompute_per_stage[stage]]
+        dense[rank] += among
+        moe[rank] += count - among
+        start += count
+
+
+def bubble_s(table: PlanTable, forward: Floats, input_gradient: Floats, weight_gradient: Floats) -> Floats:
+    """Return idle seconds of a rank over a step, given one micro batch's seconds on the slowest rank."""
+    p, v = table["pp"], np.maximum(table["virtual_stages"], 1.0)
+    backward = input_gradient + weight_gradient
+    whole = (p - 1) * (forward + backward)
+    result = whole.copy()
+    for name in words(table.schedule):
+        mask = table.schedule == name
+        match name:
+            case "Interleaved1F1B" | "LoopedBFS":
+                value = whole / v
+            case "ZBH1":
+                value = (p - 1) * np.maximum(forward + input_gradient - weight_gradient, 0.0)
+            case "InterleavedZeroBubble":
+                value = (p - 1) * np.maximum(forward + input_gradient - weight_gradient, 0.0) / v
+            case "ZBVZeroBubble":
+                # Bubble-free when the three passes take equally long; what differs between them remains.
+                longest = np.maximum(np.maximum(forward, input_gradient), weight_gradient)
+                value = (p - 1) * (3 * longest - forward - backward) / v
+            case "DualPipeV":
+                # Where a pair takes as long as its two parts; what overlaps inside a pair comes off elsewhere.
+                value = (p - 1) * np.maximum(forward + 2 * input_gradient - weight_gradient, 0.0) / v
+            case _:
+                value = whole
+        result = np.where(mask, value, result)
+    return np.where(p > 1, result, 0.0)
+
+
+def in_flight(table: PlanTable, rank: NDArray[np.int64] | None = None, *, at_least: bool = False) -> Floats:
+    """Return micro batches whose activations a pipeline rank holds at once, shape (plans, columns of `rank`).
+
+    `rank` are pipeline ranks, -1 for none; every rank by default. In units of one micro batch through all of the rank's
+    layers. 1F1B: p - i on rank i; GPipe: all; interleaved: (p v + p - 2 i - 1) / v model chunks (arXiv 2104.04473,
+    section 2.2; 2205.05198, section 4.2.3: 1 + (p-1)/(p v) of the model on the first rank). Schedules without such a
+    form are counted out on their tables; `at_least` takes a lower bound of those instead, at once.
+    """
+    if rank is None:
+        rank = np.broadcast_to(np.arange(int(table["pp"].max())), (len(table), int(table["pp"].max())))
+    p, m, v = table["pp"][:, None], table.micro_batches[:, None], np.maximum(table["virtual_stages"], 1.0)[:, None]
+    ranks = np.maximum(rank, 0).astype(np.float64)
+    held = np.minimum(p - ranks, m)
+    for name in words(table.schedule):
+        mask = (table.schedule == name)[:, None]
+        match name:
+            case "GPipe" | "LoopedBFS":
+                value = m + 0 * ranks
+            case "Interleaved1F1B":
+                value = np.minimum(p + (p - 2 * ranks - 1) / v, m)
+            case "ZBVZeroBubble" | "DualPipeV":
+                value = (np.minimum(p, m) + 1) / 2 + 0 * ranks
+            case "InterleavedZeroBubble":
+                value = np.minimum(p, m) + 0 * ranks
+            case _:
+                value = held
+        held = np.where(mask, value, held)
+    held = np.maximum(held, 1.0)
+    if at_least:
+        return held
+    for row, of_ranks, _ in _counted_out(table):
+        held[row] = np.array(of_ranks)[np.clip(rank[row], 0, len(of_ranks) - 1)]
+    return held
+
+
+def head_in_flight(table: PlanTable, *, at_least: bool = False) -> Floats:
+    """Return micro batches whose saved logits the rank with the head holds at once, per plan: one, unless weight
+    gradients are put off, or all forwards go first.
+    """
+    held = np.where(np.isin(table.schedule, ["GPipe", "LoopedBFS"]), table.micro_batches, 1.0)
+    if not at_least:
+        for row, _, last in _counted_out(table):
+            held[row] = last
+    return held
+
+
+def _counted_out(table: PlanTable) -> Iterator[tuple[int, tuple[float, ...], float]]:
+    """Yield (row, in flight on each rank, on the last stage) of plans whose schedules put weight gradients off."""
+    for row in np.nonzero(np.isin(table.schedule, SPLIT_BACKWARD))[0]:
+        p, m, v = int(table["pp"][row]), int(table.micro_batches[row]), int(table["virtual_stages"][row])
+        if p > 1 and m >= 1:
+            yield int(row), *_held(str(table.schedule[row]), p, m, v)
+
+
+@lru_cache(maxsize=1024)
+def _held(name: str, p: int, m: int, v: int) -> tuple[tuple[float, ...], float]:
+    """Return (micro batches in flight on each rank, on the last stage) of a schedule, in whole passes of a rank.
+
+    Beyond a few rounds of the pipeline the steady state repeats, so that a long step is counted on a shorter one.
+    """
+    rounds = 2 * p * max(v, 2)
+    if m > 2 * rounds:
+        m = rounds + m % rounds if name in {"ZBH1", "ZBVZeroBubble", "DualPipeV"} else rounds
+    try:
+        schedule = build_schedule(name, ranks=p, micro_batches=m, stages_per_rank=v)
+    except BadPlan:
+        return (float(min(p, m)),) * p, 1.0
+    held = tuple(peak / v for peak in peak_in_flight(schedule))
+    return held, float(peak_on_stage(schedule, p * v - 1))

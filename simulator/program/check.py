@@ -1,0 +1,378 @@
+"""What is wrong with a program, found without running it: the specification of a Program, executed.
+
+Four parts: events are recorded once and before they are waited for; every use of a buffer is defined, not freed, and
+ordered after the writes it needs (by streams and events, not by luck); the ranks of a group agree on every collective
+and every message has two ends; and the whole comes to an end. Symmetric ranks are looked at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+from simulator.program.fold import Folding, RankClass, fold, meeting_keys
+from simulator.program.program import (
+    HOST,
+    Alloc,
+    Collective,
+    Copy,
+    Free,
+    Instruction,
+    Launch,
+    Program,
+    RankCode,
+    RecordEvent,
+    Recv,
+    Send,
+    WaitEvent,
+    label,
+)
+
+# Kinds of problems.
+STRUCTURE = "structure"
+EVENT = "event"
+UNDEFINED = "use-before-definition"
+FREED = "use-after-free"
+DOUBLE_FREE = "double-free"
+DOUBLE_ALLOC = "double-alloc"
+UNORDERED = "unordered-use"
+COLLECTIVE = "collective-mismatch"
+MESSAGE = "message-mismatch"
+DEADLOCK = "deadlock"
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramFault:
+    """`kind` is one of this module's constants, `where` names code and instruction, `what` says it in a sentence."""
+
+    kind: str
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.where}: {self.what}"
+
+
+def check(program: Program) -> list[ProgramFault]:
+    """Return all problems of `program`; none means that `simulator.engine.simulate.simulate` comes to an end."""
+    try:
+        folding = fold(program)
+    except ValueError as error:
+        return [ProgramFault(STRUCTURE, "program", str(error))]
+    problems = [problem for code in program.codes for problem in _Reader(code).problems()]
+    problems += _mismatched_collectives(folding)
+    problems += _mismatched_messages(folding)
+    stuck = find_deadlock(folding)
+    if stuck:
+        problems.append(ProgramFault(DEADLOCK, "program", stuck))
+    return problems
+
+
+# --- one rank: events and buffers -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Buffer:
+    live: bool = False
+    freed: bool = False
+    filled: bool = False
+    written: tuple[str, int] | None = None  # stream and its tick
+    read: dict[str, int] = field(default_factory=dict)  # last tick of each stream that read it since
+
+
+class _Reader:
+    """Reads one code in issue order with a vector clock per stream (Mattern 1989): who has seen how much of whom."""
+
+    def __init__(self, code: RankCode) -> None:
+        self.code = code
+        self.clocks: dict[str, dict[str, int]] = {HOST: {HOST: 0}}
+        self.events: dict[str, dict[str, int]] = {}
+        self.buffers: dict[str, _Buffer] = {}
+        self.said: set[tuple[str, str]] = set()
+
+    def problems(self) -> Iterator[ProgramFault]:
+        for index, instruction in enumerate(self.code.instructions):
+            where = f"{self.code.name}[{index}] {label(instruction)}"
+            for kind, name, what in self._read(instruction):
+                if (kind, name) not in self.said:  # the first of a kind says it; the rest follow from it
+                    self.said.add((kind, name))
+                    yield ProgramFault(kind, where, what)
+
+    def _read(self, instruction: Instruction) -> Iterator[tuple[str, str, str]]:
+        stream = instruction.stream
+        clock = self.clocks.setdefault(stream, {stream: 0})
+        if stream != HOST:
+            _join(clock, self.clocks[HOST])  # nothing runs before it is issued
+        clock[stream] += 1
+        match instruction:
+            case RecordEvent(event=name):
+                if name in self.events:
+                    yield EVENT, name, f"event {name} is recorded a second time"
+                self.events[name] = dict(clock)
+            case WaitEvent(event=name):
+                if name not in self.events:
+                    yield EVENT, name, f"{stream} waits for event {name}, which has not been recorded before"
+                _join(clock, self.events.get(name, {}))
+            case Alloc(buffer=name, filled=filled):
+                if self.buffers.get(name, _Buffer()).live:
+                    yield DOUBLE_ALLOC, name, f"{name} is allocated a second time before it is freed"
+                self.buffers[name] = _Buffer(live=True, filled=filled)
+            case Free(buffer=name):
+                yield from self._free(name, stream, clock)
+            case Launch() | Collective() | Send() | Recv() | Copy():
+                for name in instruction.reads:
+                    yield from self._use(name, stream, clock, writes=False)
+                for name in instruction.writes:
+                    yield from self._use(name, stream, clock, writes=True)
+
+    def _use(self, name: str, stream: str, clock: dict[str, int], *, writes: bool) -> Iterator[tuple[str, str, str]]:
+        buffer = self.buffers.setdefault(name, _Buffer())
+        if buffer.freed:
+            yield FREED, name, f"{name} has been freed"
+            return
+        if not writes and buffer.written is None and not buffer.filled:
+            yield UNDEFINED, name, f"{name} is read, but nothing has written it"
+        if buffer.written and clock.get(buffer.written[0], 0) < buffer.written[1]:
+            yield UNORDERED, name, f"{stream} does not wait for {buffer.written[0]}, which writes {name}"
+        if writes:
+            for reader, tick in buffer.read.items():
+                if clock.get(reader, 0) < tick:
+                    yield UNORDERED, name, f"{stream} overwrites {name} while {reader} may still read it"
+            buffer.written, buffer.read = (stream, clock[stream]), {}
+        else:
+            buffer.read[stream] = clock[stream]
+
+    def _free(self, name: str, stream: str, clock: dict[str, int]) -> Iterator[tuple[str, str, str]]:
+        buffer = self.buffers.get(name)
+        if buffer is None or not buffer.live:
+            again = buffer is not None and buffer.freed
+            yield DOUBLE_FREE, name, f"{name} is freed {'a second time' if again else 'but was never allocated'}"
+            return
+        # A free on the host follows issue order, as in a caching allocator, and is safe before the work is done. One
+        # on a stream happens when the stream gets there, so all uses must come before it.
+        if stream != HOST:
+            uses = [*buffer.read.items(), *([buffer.written] if buffer.written else [])]
+            for user, tick in uses:
+                if clock.get(user, 0) < tick:
+                    yield UNORDERED, name, f"{stream} frees {name} while {user} may still use it"
+        buffer.live, buffer.freed = False, True
+
+
+def _join(clock: dict[str, int], other: dict[str, int]) -> None:
+    for stream, tick in other.items():
+        if clock.get(stream, 0) < tick:
+            clock[stream] = tick
+
+
+# --- between ranks: the two ends of everything ------------------------------------------------------------------------
+
+
+def _mismatched_collectives(folding: Folding) -> list[ProgramFault]:
+    """Compare what the members of each group call, call by call."""
+    calls: dict[Hashable, dict[int, list[Collective]]] = {}
+    for c in folding.classes:
+        for key, meeting in c.meetings.items():
+            if key[0] == "collective":
+                for member in meeting.classes:  # a member that never calls still counts
+                    calls.setdefault(meeting.channel, {}).setdefault(member, [])
+        for instruction in c.code.instructions:
+            if isinstance(instruction, Collective):
+                channel = c.meetings["collective", instruction.group, 0, False].channel
+                calls[channel][c.index].append(instruction)
+    problems = []
+    for members in calls.values():
+        (first, mine), *others = members.items()
+        for other, theirs in others:
+            turn = next((k for k, (a, b) in enumerate(zip(mine, theirs, strict=False)) if not _same(a, b)), None)
+            if turn is None and len(mine) != len(theirs):
+                turn = min(len(mine), len(theirs))
+            if turn is not None:
+                pair = [_call(folding.classes[i], calls_, turn) for i, calls_ in ((first, mine), (other, theirs))]
+                group = (mine or theirs)[0].group
+                problems.append(ProgramFault(COLLECTIVE, f"call {turn} on {group}", f"{pair[0]}, but {pair[1]}"))
+                break
+    return problems
+
+
+def _same(a: Collective, b: Collective) -> bool:
+    return (a.op, a.nbytes) == (b.op, b.nbytes)
+
+
+def _call(rank_class: RankClass, calls: list[Collective], turn: int) -> str:
+    if turn >= len(calls):
+        return f"rank {rank_class.representative} makes no such call"
+    return f"rank {rank_class.representative} calls {calls[turn].op} of {calls[turn].nbytes} bytes"
+
+
+def _mismatched_messages(folding: Folding) -> list[ProgramFault]:
+    """Compare sends and receives, channel by channel and tag by tag."""
+    ends: dict[Hashable, tuple[list[Send], list[Recv]]] = {}
+    pairs: dict[Hashable, tuple[int, ...]] = {}
+    for c in folding.classes:
+        for instruction, key in zip(c.code.instructions, meeting_keys(c), strict=True):
+            if isinstance(instruction, Send | Recv):
+                line = key[0]  # type: ignore[index]  # transfers always have a (line, turn) key
+                side = ends.setdefault(line, ([], []))
+                side[isinstance(instruction, Recv)].append(instruction)  # type: ignore[arg-type]  # index picks the list
+                kind = "recv" if isinstance(instruction, Recv) else "send"
+                pairs[line] = c.meetings[kind, instruction.group, instruction.peer, instruction.relative].ranks
+    problems = []
+    for line, (sends, recvs) in ends.items():
+        a, b = pairs[line]
+        where = f"{(sends or recvs)[0].group} from rank {a} to rank {b}, tag {(sends or recvs)[0].tag!r}"
+        if len(sends) != len(recvs):
+            lacking = "receive" if len(sends) > len(recvs) else "send"
+            what = f"{len(sends)} sends and {len(recvs)} receives: a {lacking} is missing"
+            problems.append(ProgramFault(MESSAGE, where, what))
+        for turn, (send, recv) in enumerate(zip(sends, recvs, strict=False)):
+            if send.nbytes != recv.nbytes:
+                what = f"message {turn} is sent with {send.nbytes} bytes and received with {recv.nbytes}"
+                problems.append(ProgramFault(MESSAGE, where, what))
+                break
+    return problems
+
+
+# --- does it come to an end? ------------------------------------------------------------------------------------------
+
+Node = tuple[int, str]  # (rank class, stream)
+
+
+class _Untimed:
+    """Runs a program without time: whatever can go on goes on, until nothing can."""
+
+    def __init__(self, folding: Folding) -> None:
+        self.folding = folding
+        self.keys = [meeting_keys(c) for c in folding.classes]
+        self.queues: dict[Node, deque[int]] = {}  # issued, not begun: positions in the code
+        self.issued = [0] * len(folding.classes)
+        self.fired: set[tuple[int, str]] = set()
+        self.arrived: dict[Hashable, set[Node]] = {}
+        self.over: set[Hashable] = set()
+        self.streams = [tuple(dict.fromkeys(i.stream for i in c.code.instructions)) for c in folding.classes]
+        for c in folding.classes:
+            for stream in self.streams[c.index]:
+                self.queues[c.index, stream] = deque()
+
+    def run(self) -> bool:
+        """Return whether everything was carried out."""
+        ready = deque(range(len(self.folding.classes)))
+        while ready:
+            index = ready.popleft()
+            woken = self._advance(index)
+            ready.extend(other for other in woken if other not in ready)
+        return not any(self.queues.values()) and all(
+            self.issued[c.index] == len(c.code.instructions) for c in self.folding.classes
+        )
+
+    def _advance(self, index: int) -> set[int]:
+        """Let all streams of a rank class go as far as they can; return the classes that may go on because of it."""
+        code = self.folding.classes[index].code.instructions
+        woken: set[int] = set()
+        progress = True
+        while progress:
+            progress = False
+            while self.issued[index] < len(code):
+                instruction = code[self.issued[index]]
+                if instruction.stream == HOST:
+                    if not self._passes((index, HOST), self.issued[index], woken):
+                        break
+                else:
+                    self.queues[index, instruction.stream].append(self.issued[index])
+                self.issued[index] += 1
+                progress = True
+            for stream in self.streams[index]:
+                queue = self.queues[index, stream]
+                while queue and self._passes((index, stream), queue[0], woken):
+                    queue.popleft()
+                    progress = True
+        return woken
+
+    def _passes(self, node: Node, position: int, woken: set[int]) -> bool:
+        index = node[0]
+        instruction = self.folding.classes[index].code.instructions[position]
+        match instruction:
+            case RecordEvent(event=name):
+                self.fired.add((index, name))
+            case WaitEvent(event=name):
+                return (index, name) in self.fired
+            case Collective() | Send() | Recv():
+                key = self.keys[index][position]
+                if key not in self.over:
+                    arrived = self.arrived.setdefault(key, set())
+                    arrived.add((index, "recv" if isinstance(instruction, Recv) else "in"))
+                    if len(arrived) < self._expected(index, instruction):
+                        return False
+                    self.over.add(key)
+                    woken.update(member for member, _ in arrived if member != index)
+            case _:
+                pass
+        return True
+
+    def _expected(self, index: int, instruction: Collective | Send | Recv) -> int:
+        if not isinstance(instruction, Collective):
+            return 2
+        return len(self.folding.classes[index].meetings["collective", instruction.group, 0, False].classes)
+
+    # --- why it stopped -----------------------------------------------------------------------------------------
+
+    def head(self, node: Node) -> Instruction | None:
+        """Return what a stream is stuck at; None if it has nothing to do."""
+        index, stream = node
+        code = self.folding.classes[index].code.instructions
+        if stream == HOST:
+            return code[self.issued[index]] if self.issued[index] < len(code) else None
+        queue = self.queues.get(node)
+        return code[queue[0]] if queue else None
+
+    def waits_for(self, node: Node) -> list[Node]:
+        index, stream = node
+        instruction = self.head(node)
+        if instruction is None:
+            return []
+        if isinstance(instruction, WaitEvent):
+            code = self.folding.classes[index].code.instructions
+            for position, other in enumerate(code):
+                if isinstance(other, RecordEvent) and other.event == instruction.event:
+                    return [(index, other.stream if position < self.issued[index] else HOST)]
+            return []
+        position = self.issued[index] if stream == HOST else self.queues[node][0]
+        return [n for n in self._absent(self.keys[index][position]) if n != node]
+
+    def _absent(self, key: Hashable) -> list[Node]:
+        """Return the streams that have yet to come to a transfer."""
+        here = self.arrived.get(key, set())
+        nodes = []
+        for c in self.folding.classes:
+            for position, (other, other_key) in enumerate(zip(c.code.instructions, self.keys[c.index], strict=True)):
+                side = "recv" if isinstance(other, Recv) else "in"
+                if other_key == key and (c.index, side) not in here:
+                    nodes.append((c.index, other.stream if position < self.issued[c.index] else HOST))
+        return nodes
+
+
+def find_deadlock(folding: Folding) -> str:
+    """Return the cycle of waits in words, or what waits for nothing that can happen; empty if all comes to an end."""
+    machine = _Untimed(folding)
+    if machine.run():
+        return ""
+    nodes = [(c.index, stream) for c in folding.classes for stream in dict.fromkeys([HOST, *machine.streams[c.index]])]
+    stuck = [node for node in nodes if machine.head(node) is not None]
+    for start in stuck:
+        path: list[Node] = []
+        seen: dict[Node, int] = {}
+        node: Node | None = start
+        while node is not None and node not in seen:
+            seen[node] = len(path)
+            path.append(node)
+            node = next(iter(machine.waits_for(node)), None)
+        if node is not None:
+            steps = [_step(machine, n) for n in path[seen[node] :]]
+            return " waits for ".join([*steps, steps[0]])
+    return "; ".join(f"{_step(machine, node)} waits for what never comes" for node in stuck[:4])
+
+
+def _step(machine: _Untimed, node: Node) -> str:
+    head = machine.head(node)
+    rank = machine.folding.classes[node[0]].representative
+    return f"rank {rank} {node[1]} ({label(head) if head else 'nothing left'})"

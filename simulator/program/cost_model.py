@@ -1,0 +1,82 @@
+"""What instructions cost: the seam between a program and the knowledge of a machine.
+
+The engine asks a `CostModel` how long an instruction takes on an otherwise idle machine and what it uses meanwhile;
+what happens when several want the same SMs, memory or link is then arithmetic (`simulator.engine.contention`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+from simulator.program.program import Instruction, Kernel
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """One kernel, copy or transfer on an idle machine.
+
+    `sms` are occupied on every rank taking part; `hbm_bytes_per_s` is asked of the memory of every such rank, and
+    `link_bytes_per_s` of the links of the transfer, on average over `seconds` (so the start-up latency of a small
+    message shows as a low demand, and contention for bandwidth stretches it little).
+    """
+
+    seconds: float
+    sms: float = 0.0
+    hbm_bytes_per_s: float = 0.0
+    link_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLimits:
+    sms: float = float("inf")
+    hbm_bytes_per_s: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkUse:
+    """A transfer puts `share` of its `link_bytes_per_s` on `link` (two legs through one port: share 2)."""
+
+    link: Hashable
+    share: float = 1.0
+
+
+class CostModel(Protocol):
+    """Costs on one machine. `ranks` is `(rank,)` for a kernel, the group for a collective, `(from, to)` for a message.
+
+    Every method must be a pure function: the engine asks once and remembers.
+    """
+
+    def cost(self, instruction: Kernel, ranks: Ranks) -> Cost:
+        """Return what a kernel, copy or transfer costs."""
+        ...
+
+    def host_s(self, instruction: Instruction) -> float:
+        """Return how long the host thread is busy issuing `instruction`; HostWork adds its own duration."""
+        ...
+
+    def limits(self, rank: int) -> GpuLimits:
+        """Return what the GPU of `rank` has to share out."""
+        ...
+
+    def routes(self, ranks: Ranks) -> tuple[LinkUse, ...]:
+        """Return the shared links that a transfer among `ranks` crosses; links nobody shares may be left out.
+
+        For one rank: the links its copies to and from the host cross. For two: a message from the first to the second;
+        a collective of two is asked for both ways.
+        """
+        ...
+
+    def link_bytes_per_s(self, link: Hashable) -> float:
+        """Return the capacity of a link in the direction named by it."""
+        ...
+
+    def kind(self, ranks: Ranks) -> Hashable:
+        """Return a key such that tuples of ranks with equal keys cost the same, whatever the instruction.
+
+        For one rank that includes its `limits`. Symmetric ranks are simulated once because of this.
+        """
+        ...

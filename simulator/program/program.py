@@ -1,0 +1,324 @@
+"""The one intermediate form: what every rank does, as instructions on named streams, without any cost.
+
+A rank's code is one ordered list: the order in which its host thread issues the instructions. `stream` says who carries
+an instruction out; streams run in issue order and beside each other, events order them. `host` is the host thread
+itself. Ranks that run the same code share one `RankCode`: a program for 16,384 GPUs is as long as one for its 16
+pipeline stages.
+
+Communication names a *family* of groups ("tp", "pp") and each rank takes part in the one group of the family that
+holds it, so code never mentions a rank and can be shared. Partners are positions in that group.
+
+What an instruction costs is the business of `simulator.program.cost_model`; whether a program makes sense, of `simulator.program.check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+HOST = "host"
+COMPUTE = "compute"
+COMM = "comm"
+COPY = "copy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One kernel. (`name`, `shape`, `dtype`) is the key under which its cost is looked up or measured."""
+
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    stream: str = COMPUTE
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One collective over this rank's group of the family `group`. `nbytes` as in nccl-tests' size column."""
+
+    op: str
+    group: str
+    nbytes: int
+    stream: str = COMM
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """A message to position `peer` of this rank's group, or `peer` places further round the ring if `relative`.
+
+    A rendezvous, as in NCCL: it moves when both sides have arrived, and holds its stream until it is over.
+    """
+
+    group: str
+    peer: int
+    nbytes: int
+    tag: str = ""
+    relative: bool = False
+    stream: str = COMM
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recv:
+    """The other half of a `Send`: same `tag` and `nbytes`, `peer` the position the message comes from."""
+
+    group: str
+    peer: int
+    nbytes: int
+    tag: str = ""
+    relative: bool = False
+    stream: str = COMM
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A copy by a copy engine. `kind` is h2d, d2h, d2d, ..."""
+
+    nbytes: int
+    kind: str
+    stream: str = COPY
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostWork:
+    """The host thread is busy with its own affairs: data loading, Python, an optimizer on the CPU."""
+
+    name: str
+    duration_s: float
+    stream: str = HOST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordEvent:
+    """Marks a point of `stream`. Each event is recorded once in a program."""
+
+    event: str
+    stream: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitEvent:
+    """`stream` goes no further before `event` has happened; on `host` this is a device synchronisation."""
+
+    event: str
+    stream: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alloc:
+    """`nbytes` of `category` from here on. On `host`, as a caching allocator counts; on a stream, when it gets there.
+
+    `filled` buffers (parameters, optimizer state) hold a value from the start. A caching allocator keeps a `pool` for
+    each stream that memory is allocated on, and what one has freed another cannot use.
+    """
+
+    buffer: str
+    nbytes: int
+    category: str
+    filled: bool = False
+    stream: str = HOST
+    pool: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free:
+    buffer: str
+    stream: str = HOST
+
+
+Kernel = Launch | Collective | Send | Recv | Copy
+Transfer = Collective | Send | Recv
+Instruction = Launch | Collective | Send | Recv | Copy | HostWork | RecordEvent | WaitEvent | Alloc | Free
+
+
+def label(instruction: Instruction) -> str:
+    """Return a short name for people: `matmul`, `all_gather dp_shard`, `send pp+1`, ..."""
+    match instruction:
+        case Launch() | HostWork():
+            return instruction.name
+        case Collective():
+            return f"{instruction.op} {instruction.group}"
+        case Send() | Recv():
+            sign = "+" if instruction.relative and instruction.peer >= 0 else ""
+            tag = f" {instruction.tag}" if instruction.tag else ""
+            return f"{type(instruction).__name__.lower()} {instruction.group}{sign or ' '}{instruction.peer}{tag}"
+        case Copy():
+            return f"copy {instruction.kind}"
+        case RecordEvent() | WaitEvent():
+            return f"{'record' if isinstance(instruction, RecordEvent) else 'wait'} {instruction.event}"
+        case Alloc() | Free():
+            return f"{type(instruction).__name__.lower()} {instruction.buffer}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCode:
+    """The instructions that all of `ranks` run, in the order their hosts issue them."""
+
+    name: str
+    ranks: tuple[int, ...]
+    instructions: tuple[Instruction, ...]
+
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """Code for ranks 0..n-1 and the families of groups they talk in.
+
+    A family is a tuple of groups; a group lists its ranks by position; no rank is in two groups of a family.
+    """
+
+    codes: tuple[RankCode, ...]
+    groups: Mapping[str, Groups] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        return sum(len(code.ranks) for code in self.codes)
+
+    @property
+    def instructions(self) -> int:
+        """Instructions written down; ranks with the same code count once."""
+        return sum(len(code.instructions) for code in self.codes)
+
+
+class CodeWriter:
+    """Writes one rank's code line by line; reads like the training loop that it stands for."""
+
+    def __init__(self) -> None:
+        self._instructions: list[Instruction] = []
+        self._events = 0
+
+    def add(self, instruction: Instruction) -> None:
+        self._instructions.append(instruction)
+
+    def launch(
+        self,
+        name: str,
+        shape: Sequence[int] = (),
+        dtype: str = "",
+        *,
+        stream: str = COMPUTE,
+        reads: Iterable[str] = (),
+        writes: Iterable[str] = (),
+    ) -> None:
+        self.add(
+            Launch(name=name, shape=tuple(shape), dtype=dtype, stream=stream, reads=tuple(reads), writes=tuple(writes))
+        )
+
+    def collective(
+        self,
+        op: str,
+        group: str,
+        nbytes: int,
+        *,
+        stream: str = COMM,
+        reads: Iterable[str] = (),
+        writes: Iterable[str] = (),
+    ) -> None:
+        self.add(Collective(op=op, group=group, nbytes=nbytes, stream=stream, reads=tuple(reads), writes=tuple(writes)))
+
+    def send(
+        self,
+        group: str,
+        peer: int,
+        nbytes: int,
+        *,
+        tag: str = "",
+        relative: bool = False,
+        stream: str = COMM,
+        reads: Iterable[str] = (),
+    ) -> None:
+        self.add(
+            Send(group=group, peer=peer, nbytes=nbytes, tag=tag, relative=relative, stream=stream, reads=tuple(reads))
+        )
+
+    def recv(
+        self,
+        group: str,
+        peer: int,
+        nbytes: int,
+        *,
+        tag: str = "",
+        relative: bool = False,
+        stream: str = COMM,
+        writes: Iterable[str] = (),
+    ) -> None:
+        self.add(
+            Recv(group=group, peer=peer, nbytes=nbytes, tag=tag, relative=relative, stream=stream, writes=tuple(writes))
+        )
+
+    def exchange(
+        self,
+        group: str,
+        step: int,
+        nbytes: int,
+        *,
+        tag: str = "",
+        stream: str = COMM,
+        reads: Iterable[str] = (),
+        writes: Iterable[str] = (),
+    ) -> None:
+        """Send `step` places further round the group's ring and receive from as far back, both at once.
+
+        What NCCL does with the two in one group call: one after the other on one stream, every rank of the ring would
+        wait for the next one's receive for ever. The receive runs on a stream beside `stream`, which waits for it.
+        """
+        beside = f"{stream} in"
+        self.after(beside, stream)
+        self.send(group, step, nbytes, tag=tag, relative=True, stream=stream, reads=reads)
+        self.recv(group, -step, nbytes, tag=tag, relative=True, stream=beside, writes=writes)
+        self.after(stream, beside)
+
+    def copy(
+        self,
+        nbytes: int,
+        kind: str,
+        *,
+        stream: str = COPY,
+        reads: Iterable[str] = (),
+        writes: Iterable[str] = (),
+    ) -> None:
+        self.add(Copy(nbytes=nbytes, kind=kind, stream=stream, reads=tuple(reads), writes=tuple(writes)))
+
+    def host_work(self, name: str, duration_s: float) -> None:
+        self.add(HostWork(name=name, duration_s=duration_s))
+
+    def alloc(
+        self, buffer: str, nbytes: int, category: str, *, filled: bool = False, stream: str = HOST, pool: str = ""
+    ) -> None:
+        self.add(Alloc(buffer=buffer, nbytes=nbytes, category=category, filled=filled, stream=stream, pool=pool))
+
+    def free(self, buffer: str, *, stream: str = HOST) -> None:
+        self.add(Free(buffer=buffer, stream=stream))
+
+    def record(self, stream: str, event: str = "") -> str:
+        """Mark a point of `stream`; return the event's name, made up if none is given."""
+        if not event:
+            self._events += 1
+            event = f"event{self._events}"
+        self.add(RecordEvent(event=event, stream=stream))
+        return event
+
+    def wait(self, stream: str, event: str) -> None:
+        self.add(WaitEvent(event=event, stream=stream))
+
+    def after(self, stream: str, other: str) -> None:
+        """Let `stream` wait for all that has been issued to `other` so far (`stream.wait_stream(other)` in torch)."""
+        self.wait(stream, self.record(other))
+
+    def synchronize(self, stream: str) -> None:
+        """Let the host wait for all that has been issued to `stream` so far, as reading a scalar does."""
+        self.after(HOST, stream)
+
+    def code(self, name: str, ranks: Iterable[int]) -> RankCode:
+        return RankCode(name=name, ranks=tuple(ranks), instructions=tuple(self._instructions))

@@ -1,0 +1,427 @@
+"""Runtime descriptions: which kernels a framework runs for a layer, what it saves, what the host costs.
+
+A description is a TOML file under `simulator/runtimes`; adding a runtime is adding a file. It is read once, checked
+against the types here, and turned into the operators of one model (`operators_for`), with every `when` decided.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import tomllib
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from itertools import groupby
+from typing import Any, Literal
+
+from simulator.config.model import Model
+from simulator.config.runtime import DTYPE_BYTES, NOT_MODELLED, Runtime
+from simulator.kernels.operators import OperatorSpec
+from topology.codec import convert
+from topology.errors import BadPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeDefaults:
+    param_dtype: str
+    compute_dtype: str
+    reduce_dtype: str
+    optimizer: str
+    compile: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """`master_weights`: a float32 copy beside 16-bit parameters. Gradient dtypes are `param`, `compute`, `reduce`.
+
+    `placeholder_gradients`: where products add weight gradients up themselves, autograd is handed a tensor that nobody
+    fills, one for every distinct shape of weight, kept for good. `gradient_passes_bytes` are moved once a step for every
+    element of a rank's gradients before they are sharded. `gradients_freed`: no gradient is there when a step begins
+    (`zero_grad(set_to_none=True)`), so the loss turns round before there are any.
+    """
+
+    master_weights: bool
+    gradient_dtype: str
+    unsharded_gradient_dtype: str
+    placeholder_gradients: bool = False
+    gradient_passes_bytes: float = 0.0
+    gradients_freed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FsdpSpec:
+    """`wraps_one`: where types differ, tensor- and pipeline-parallel plans are wrapped though nothing is sharded."""
+
+    copy_in_copy_out: bool
+    prefetch: int
+    overlap: bool
+    wraps_one: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdpSpec:
+    """`bucket_bytes` of gradients are reduced at once; 0 is a layer's. `every_micro_batch`: not only the last one's."""
+
+    overlap: bool
+    bucket_copy: bool
+    bucket_bytes: float = 0.0
+    every_micro_batch: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSpec:
+    """`embedding_weight` and `head_weight`: how many layers the splitter counts them as. `receive_buffers`: a stage has one
+    for every micro batch and direction, for good. `keeps_outputs`: what stages give lives until the step ends.
+    """
+
+    embedding_weight: float
+    head_weight: float
+    p2p_overlap: bool
+    scatter_p2p: bool
+    receive_buffers: bool = False
+    keeps_outputs: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSpec:
+    """Host seconds: per kernel launch, per operator on DTensors, per collective, per layer and pass, per recomputed
+    layer, per step, per token loaded (a step waits for its data). `synchronizes`: when the host waits for the device after every pass of a
+    micro batch instead of running ahead: `never`, in a `pipeline` without virtual stages, or `always`. With `plain_tensors` neither tensor parallelism nor selective recomputation goes through Python for every operator.
+    """
+
+    launch_s: float
+    backward_launch_s: float
+    dtensor_launch_s: float
+    collective_s: float
+    forward_layer_s: float
+    backward_layer_s: float
+    checkpoint_s: float
+    step_s: float
+    synchronizes: Literal["never", "pipeline", "always"] = "never"
+    plain_tensors: bool = False
+    data_token_s: float = 0.0
+    # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, cut by
+    # tensor parallelism, or sees a part of the sequence; what dispatching a layer operator by operator costs under selective recomputation; and
+    # the host's work of a step outside its layers, which runs ahead of the device where that is the slower one.
+    fsdp_layer_s: float = 0.0
+    ddp_layer_s: float = 0.0
+    tp_layer_s: float = 0.0
+    cp_layer_s: float = 0.0
+    selective_s: float | None = None  # None: as any other recomputed region
+    rest_s: float = 0.0
+
+    def dispatches(self, recompute: str) -> bool:
+        """Return whether layers are recomputed operator by operator, each of them seen by a dispatch mode."""
+        return recompute == "selective-op" and self.selective_s is not None
+
+    def wrapping_s(self, recompute: str) -> float:
+        """Return the host seconds that wrapping one layer for recomputation adds."""
+        return self.checkpoint_s if self.selective_s is None or not self.dispatches(recompute) else self.selective_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """Operators by part of the network. `head_peak`: what is alive together while the loss turns round, by moment."""
+
+    attention: tuple[OperatorSpec, ...]
+    latent_attention: tuple[OperatorSpec, ...]
+    mlp: tuple[OperatorSpec, ...]
+    moe: tuple[OperatorSpec, ...]
+    embedding: tuple[OperatorSpec, ...]
+    head: tuple[OperatorSpec, ...]
+    head_peak: tuple[tuple[str, ...], ...]
+    compiled_head_peak: tuple[tuple[str, ...], ...] = ()  # empty: the loss is not compiled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeSpec:
+    """One recompute mode. `recomputes` are operator name patterns run again in the backward pass.
+
+    With `keeps` the layer stores just those tensors; with `drops` it stores everything except what those operators
+    save. `layers` is the share of layers the mode applies to.
+    """
+
+    recomputes: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
+    drops: tuple[str, ...] = ()
+    layers: float = 1.0
+
+    def runs_again(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.recomputes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EarlierSpec:
+    """An older generation of the software: stated versions lower than `before`, or of a month earlier than `before_date`.
+
+    `instead` has what its description says otherwise, as a description would.
+    """
+
+    before: str = ""
+    before_date: str = ""
+    instead: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeSpec:
+    """A runtime. `recompute_stops`: when recomputation ends as soon as backward has what it needs, `never`, where the
+    model is `compiled`, or `always`; see `simulator.runtimes.recomputation`. `attention_kernel` is a curve of efficiency.toml, or
+    `unfused` where matrices are multiplied; `attention_kernel_on` names others by GPU architecture. `window_kernel`: the attention library for layers with
+    a sliding window, where that is another. A description that is `like` another says only what differs (operators of a
+    part of the layer under `layer.instead`), and what was measured of the other goes for it.
+    """
+
+    names: tuple[str, ...]
+    frameworks: tuple[str, ...]
+    attention_kernel: str
+    attention_kernel_on: dict[str, str] = field(default_factory=dict)
+    window_kernel: str = ""
+    defaults: RuntimeDefaults
+    state: StateSpec
+    fsdp: FsdpSpec
+    ddp: DdpSpec
+    pipeline: PipelineSpec
+    host: HostSpec
+    layer: LayerSpec
+    recompute: dict[str, RecomputeSpec]
+    dropout: bool = False
+    context_parallel: str = "all_gather"
+    recompute_stops: str = "never"
+    earlier: EarlierSpec | None = None
+    like: str = ""
+
+    @property
+    def measured_as(self) -> str:
+        """The runtime whose measurements go for this one."""
+        return self.like or self.names[0]
+
+
+# Other words for the recompute modes, as frameworks and papers spell them. Any other word is a runtime's own.
+RECOMPUTE_SYNONYMS = {
+    "per-op selective": "selective-op",
+    "per-op": "selective-op",
+    "op": "selective-op",
+    "selective_op": "selective-op",
+    "core_attn": "selective",
+    "uniform": "full",
+    "block": "full",
+    "full-recompute": "full",
+    "yes": "full",
+    "off": "none",
+    "no": "none",
+}
+
+
+@cache
+def runtime_spec(name: str) -> RuntimeSpec:
+    """Return the description that claims `name`. Raises BadPlan with the known names otherwise."""
+    if name in _files():  # a file is called by the first name in it: no need to read the others
+        return _read(name)
+    for spec in map(_read, _files()):
+        if name in spec.names:
+            return spec
+    raise BadPlan(f"runtime {name!r} is unknown", why=f"known: {', '.join(runtime_names())}")
+
+
+def runtime_names() -> tuple[str, ...]:
+    return tuple(name for file in _files() for name in _read(file).names)
+
+
+@cache
+def _files() -> tuple[str, ...]:
+    """Return the names of the description files, without their ending."""
+    folder = resources.files("simulator") / "runtimes"
+    return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
+
+
+def described(runtime: Runtime) -> RuntimeSpec:
+    """Return the description of a runtime in its version: what is read of a run that states none is today's."""
+    spec = runtime_spec(runtime.name)
+    return _read(spec.names[0], earlier=True) if is_early(runtime) else spec
+
+
+@cache
+def _read(file: str, *, earlier: bool = False) -> RuntimeSpec:
+    said = _said(file)
+    if said.get("like"):
+        instead = said.get("layer", {}).pop("instead", {})
+        other = {key: value for key, value in _said(said["like"]).items() if key != "earlier"}  # versions are its own
+        said = _over(other, said)
+        said["layer"] |= {part: _instead(said["layer"][part], some) for part, some in instead.items()}
+    if earlier:
+        said = _over(said, said["earlier"]["instead"])
+    return convert(said, RuntimeSpec, where=f"runtimes/{file}.toml")
+
+
+def _said(file: str) -> dict[str, Any]:
+    return tomllib.loads((resources.files("simulator") / "runtimes" / f"{file}.toml").read_text("utf-8"))
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return `below` with what `above` says in its place, table by table."""
+    both = {key: _over(below[key], value) for key, value in above.items() if isinstance(value, dict) and key in below}
+    return {**below, **above, **both}
+
+
+def _instead(operators: list[dict[str, Any]], others: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return a part's operators with `others` in the places of those of their names; all of one name stand together."""
+    found: list[dict[str, Any]] = []
+    for name, run in groupby(operators, key=lambda operator: str(operator["name"])):
+        found += others.get(name, list(run))
+    return found
+
+
+def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
+    """Return the runtime a case states, what it left open filled with that runtime's defaults, and what was assumed."""
+    name = str(stated.get("name") or "pytorch")
+    spec = runtime_spec(name)
+    chosen: dict[str, Any] = {}
+    assumed = []
+    for key in ("param_dtype", "compute_dtype", "reduce_dtype", "optimizer", "compile"):
+        value = stated.get(key)
+        if value is None or value == "unknown":
+            value = getattr(spec.defaults, key)
+            if key == "param_dtype" and spec.state.master_weights and stated.get("compute_dtype") in DTYPE_BYTES:
+                value = stated["compute_dtype"]
+            assumed.append(f"runtime.{key} = {value} ({spec.names[0]} default)")
+        if key == "optimizer":
+            value = plain_optimizer(str(value))
+        if key.endswith("dtype") and value not in DTYPE_BYTES and value not in NOT_MODELLED:
+            raise BadPlan(f"runtime.{key} {value!r} is unknown", why=f"known: {', '.join(DTYPE_BYTES)}")
+        chosen[key] = value
+    if chosen["optimizer"] == "sgd":
+        assumed.append("sgd keeps no moments; its update is costed as adamw's, which moves more")
+    version, release = stated.get("version"), stated.get("release")
+    if release and not version and spec.earlier is not None:
+        version = release if DATED.match(str(release)) else None
+        if version is None:
+            assumed.append(f"runtime.version not stated, and release {release!r} is no month: {spec.names[0]} of today")
+    return Runtime(name=name, version=str(version) if version else None, **chosen), tuple(assumed)
+
+
+def plain_optimizer(word: str) -> str:
+    """Return an optimizer's name without how it is implemented: `FusedAdam`, `distributed_adam` and `adam` are one."""
+    return re.sub(r"fused|foreach|distributed|apex|torch|optimizer|[^a-z0-9]", "", word.lower()) or word
+
+
+def is_early(runtime: Runtime) -> bool:
+    """Whether `runtime` states a version of the older generation that its description tells apart."""
+    earlier = runtime_spec(runtime.name).earlier
+    if earlier is None or runtime.version is None:
+        return False
+    if DATED.match(runtime.version):
+        return bool(earlier.before_date) and runtime.version[:7] < earlier.before_date
+    return bool(earlier.before) and _release(runtime.version) < _release(earlier.before)
+
+
+def attention_kernel(runtime: Runtime, architecture: str) -> str:
+    """Return the attention library that `runtime` calls on GPUs of an architecture: a curve of efficiency.toml, or
+    `unfused` where it multiplies matrices.
+    """
+    spec = described(runtime)
+    return spec.attention_kernel_on.get(architecture.lower(), spec.attention_kernel)
+
+
+def attention_implementation(runtime: Runtime) -> str:
+    """Return `flash` or `unfused`. Fused attention kernels need 16-bit operands."""
+    unfused = attention_kernel(runtime, "") == "unfused"
+    return "unfused" if unfused or DTYPE_BYTES[runtime.compute_dtype] > 2 else "flash"
+
+
+def head_moments(runtime: Runtime) -> tuple[tuple[str, ...], ...]:
+    """Return the tensors alive together while the loss turns round, one tuple a moment; the largest decides."""
+    layer = described(runtime).layer
+    return (layer.compiled_head_peak if runtime.compile else ()) or layer.head_peak
+
+
+def stops_early(runtime: Runtime) -> bool:
+    """Whether recomputing a block stops as soon as backward has what it needs; see `simulator.runtimes.recomputation`."""
+    return described(runtime).recompute_stops in {"always", "compiled" if runtime.compile else "always"}
+
+
+# A version may be the year and month of the software where nobody gave it a number.
+DATED = re.compile(r"20\d\d-\d\d(-\d\d)?$")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def wraps_one(spec: RuntimeSpec, runtime: Runtime) -> bool:
+    """Return whether full sharding wraps a single rank's parameters, to compute in a narrower type than is stored."""
+    return spec.fsdp.wraps_one and runtime.param_dtype != runtime.compute_dtype
+
+
+def canonical_recompute(word: str, runtime: Runtime) -> str:
+    """Return the description's own name for a recompute word. Raises BadPlan when the runtime has no such mode."""
+    spec = runtime_spec(runtime.name)
+    name = RECOMPUTE_SYNONYMS.get(word, word)
+    if name not in spec.recompute:
+        raise BadPlan(f"recompute {word!r} is unknown to {runtime.name}", why=f"known: {', '.join(spec.recompute)}")
+    return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOperators:
+    """The operators of one model under one runtime, in execution order, conditions on the model already decided.
+
+    `when` of these operators holds only what depends on the plan (`PLAN_CONDITIONS`).
+    """
+
+    spec: RuntimeSpec
+    dense_layer: tuple[OperatorSpec, ...]
+    moe_layer: tuple[OperatorSpec, ...]
+    embedding: tuple[OperatorSpec, ...]
+    head: tuple[OperatorSpec, ...]
+    features: frozenset[str] = field(default_factory=frozenset)
+
+
+_OF_PLANS = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "ep")
+PLAN_CONDITIONS = frozenset(_OF_PLANS) | {f"!{name}" for name in _OF_PLANS}
+
+
+def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
+    """Return the operators `runtime` runs for `model`."""
+    spec = described(runtime)
+    features = _features(model, runtime, spec)
+    attention = spec.layer.latent_attention if model.latent else spec.layer.attention
+
+    def sited(operators: tuple[OperatorSpec, ...], block: str) -> tuple[OperatorSpec, ...]:
+        ends = {"all_gather": f"{block}_in", "reduce_scatter": f"{block}_out"}
+        return tuple(replace(o, site=ends.get(o.collective, "")) if o.over == "tp" else o for o in operators)
+
+    attention, mlp = sited(attention, "attention"), sited(spec.layer.mlp, "mlp")
+
+    def active(operators: tuple[OperatorSpec, ...]) -> tuple[OperatorSpec, ...]:
+        kept = []
+        for operator in operators:
+            plan_side = tuple(c for c in operator.when if c in PLAN_CONDITIONS)
+            model_side = [c for c in operator.when if c not in PLAN_CONDITIONS]
+            if all((c[1:] not in features) if c.startswith("!") else (c in features) for c in model_side):
+                kept.append(replace(operator, when=plan_side))
+        return tuple(kept)
+
+    return ModelOperators(
+        spec=spec,
+        dense_layer=active(attention + mlp),
+        moe_layer=active(attention + spec.layer.moe),
+        embedding=active(spec.layer.embedding),
+        head=active(spec.layer.head),
+        features=features,
+    )
+
+
+def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[str]:
+    gpt = model.family in {"gpt", "gpt2"}
+    named = {
+        "gated": model.gated_mlp,
+        "qk_norm": model.qk_norm,
+        "rotary": not gpt,
+        "dropout": spec.dropout and gpt,
+        "shared_expert": bool(model.moe and model.moe.shared_ffn),
+        "compiled": runtime.compile,
+        "q_lora": bool(model.latent and model.latent.q_lora_rank),
+        attention_implementation(runtime): True,
+    }
+    return frozenset(name for name, holds in named.items() if holds)

@@ -1,0 +1,43 @@
+"""Which operators of a wrapped block run again in the backward pass.
+
+Those that the mode names. But torch's checkpoint without re-entrance may stop as soon as the last tensor that backward
+needs is there again (torch.utils.checkpoint, `early_stop`, the default since torch 2.1), and a compiler drops what nobody reads:
+the last product of the feed-forward, whose input is saved and whose result nobody needs, and what follows it do not run
+again. That is a third of a plain feed-forward's products. Re-entrant checkpoints, Megatron-LM's among them, run everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from simulator.columns.plan_table import Floats, PlanTable
+from simulator.config.runtime import Runtime
+from simulator.kernels.operators import OperatorSpec, active_rows
+from simulator.runtimes.library import RecomputeSpec, stops_early
+
+
+def wraps(index: int, mode: RecomputeSpec) -> bool:
+    """Return whether a mode for a share of the layers wraps layer `index`: the last of each run of 1 / share, as in
+    torchtitan, which counts from one and wraps the multiples (`_apply_ac_to_transformer_block`).
+    """
+    every = round(1 / mode.layers)
+    return bool(mode.recomputes) and index % every == every - 1
+
+
+def run_again(
+    operators: Sequence[OperatorSpec], mode: RecomputeSpec, runtime: Runtime, table: PlanTable
+) -> list[Floats]:
+    """Return for every operator of a layer, and every plan, 1 where it runs again in `mode` and 0 where not."""
+    named = [active_rows(operator, table) * mode.runs_again(operator.name) for operator in operators]
+    if not stops_early(runtime):
+        return named
+    needed = np.zeros(len(table))  # 1 where a later operator saves something
+    again: list[Floats] = []
+    for operator, rows in zip(reversed(operators), reversed(named), strict=True):
+        saves = active_rows(operator, table) * bool(operator.saves)
+        # A product saves what it reads, before it runs; others may save what they give.
+        again.append(rows * (needed if operator.matmul else np.maximum(needed, saves)))
+        needed = np.maximum(needed, saves)
+    return again[::-1]

@@ -1,0 +1,228 @@
+"""Learn how far measurements lie from predictions, whole sources at a time: writes simulator/calibration/intervals.json.
+
+    python tests/bench/learn_intervals.py CASES.json … [--calibrated PROFILE=CASES.json]… [--beside CASES.json]… [--out FILE]
+
+CASES are case files; a source is what a case's `source` names up to the first `@`, `:`, `,` or `(`. `--calibrated` files are
+predicted with a profile of the very host too, and so are the runs of examples/validation/apply_*.json whose hosts' layers
+were measured. `--beside` files are judged and not learned from. What the factors mean: `simulator/calibration/intervals.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+
+from planner.question.cases import Case, load_case  # noqa: E402 - the path comes first
+from planner.validate.validation import GIB, compared_bytes, measured_step_s  # noqa: E402
+from simulator.calibration.intervals import Factors, Learned, step_factors  # noqa: E402
+from simulator.fitting.calibration_fit import Calibrations  # noqa: E402
+from tests.bench.plan_sets import shortened  # noqa: E402
+from topology.errors import PlannerError  # noqa: E402
+from topology.profile.profile import read_profile  # noqa: E402
+
+LEVEL = 0.8
+# Runs of our executor on hosts whose layers of it were in the profile they were predicted from; the second part of the last
+# ran on another host.
+OWN = (("apply_2xH200_fresh", "runs", "h200x2_fresh"), ("apply_2xH200_next", "runs", "h200x2_next"))
+OWN_ELSEWHERE = ("apply_2xH200_next", "regret2", "h200x2_next")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A measurement over its prediction, and what the prediction rests on."""
+
+    source: str
+    basis: str
+    ratio: float
+    shares: dict[str, float]
+    host: float = 0.0
+    calibrated: bool = False
+    ran: bool = False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="+", type=Path)
+    parser.add_argument("--calibrated", action="append", default=[], help="PROFILE=CASES")
+    parser.add_argument("--beside", action="append", default=[], type=Path)
+    parser.add_argument("--out", type=Path, default=ROOT / "simulator/calibration/intervals.json")
+    asked = parser.parse_args()
+
+    steps, memory = rows_of(cases(asked.cases), None)
+    calibrated: list[Row] = []
+    for pair in asked.calibrated:
+        profile, file = pair.split("=", 1)
+        calibrated += rows_of(cases([Path(file)]), Calibrations(read_profile(profile)))[0]
+    for name, part, profile in (*OWN, OWN_ELSEWHERE):
+        measured = Calibrations(read_profile(ROOT / f"examples/profiles/{profile}.json"))
+        calibrated += rows_of(own_runs(name, part), measured)[0]
+
+    factors = learned_factors(steps, memory, calibrated)
+    other_steps, other_memory = rows_of(cases(asked.beside), None)
+    beside = {"step": held(other_steps, factors), "memory": held(other_memory, factors)} if asked.beside else {}
+    found = Learned(
+        made_on=datetime.now(UTC).date().isoformat(),
+        command=f"python tests/bench/learn_intervals.py {' '.join(path.name for path in asked.cases)}",
+        factors=factors,
+        beside={name: round(share, 2) for name, share in beside.items()},
+    )
+    asked.out.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+    print(table(found))
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+def cases(files: Iterable[Path]) -> Iterator[tuple[str, Case]]:
+    for file in files:
+        for raw in json.loads(file.read_text("utf-8")):
+            try:
+                yield re.split(r"[@:(,]| Figure", raw["source"])[0].strip(), load_case(raw)
+            except PlannerError as error:
+                print(f"{raw['id']} left out: {str(error)[:90]}", file=sys.stderr)
+
+
+def own_runs(name: str, part: str) -> Iterator[tuple[str, Case]]:
+    """Yield finished runs of the executor; those whose allocator was full say nothing of the step."""
+    for run in json.loads((ROOT / f"examples/validation/{name}.json").read_text("utf-8"))[part]:
+        if run["status"] != "finished" or run["measured"].get("allocator_retries"):
+            continue
+        short = re.fullmatch(r"(.*?)(?:-(\d+)-layers)?", run["model"])
+        assert short is not None
+        data = {
+            "model": "llama3-8b",
+            "cluster": {"gpu": "h200-sxm", "gpus_per_node": 2, "nodes": 1, "interconnect": "nvswitch"},
+            "workload": {"seq_len": run["seq_len"], "global_batch_size": run["global_batch_size"]},
+            "plan": run["plan"],
+            "runtime": {"name": "meshwright", "compile": run["compile"]},
+            "measured": {"step_s": statistics.median(run["measured"]["step_s"])},
+        }
+        case = load_case(data)
+        yield (
+            f"{name} {part}",
+            replace(
+                case, question=replace(case.question, model=shortened(short[1], int(short[2]) if short[2] else None))
+            ),
+        )
+
+
+def rows_of(found: Iterable[tuple[str, Case]], measured: Calibrations | None) -> tuple[list[Row], list[Row]]:
+    """Return the rows of step time and of memory."""
+    steps, memory = [], []
+    for source, case in found:
+        step, _ = measured_step_s(case)
+        peak = case.measured.get("peak_memory_gib")
+        if step is None and not peak:
+            continue
+        calibration = measured.on(case.question.cluster) if measured is not None else None
+        asked = replace(case.question, calibration=calibration)
+        try:
+            answer = asked.estimate([case.plan])
+        except PlannerError as error:
+            print(f"{case.id} left out: {str(error)[:90]}", file=sys.stderr)
+            continue
+        estimate, basis = answer.estimate(0), answer.basis[0]
+        costs = calibration and calibration.runtime(case.question.runtime.name, compiled=case.question.runtime.compile)
+        if step is not None:
+            steps.append(
+                Row(
+                    source=source,
+                    basis=basis,
+                    ratio=step / estimate.step_s.value,
+                    shares=estimate.sources,
+                    host=estimate.breakdown_s["host"] / estimate.step_s.value,
+                    calibrated=calibration is not None,
+                    ran=bool(costs and costs.runs),
+                )
+            )
+        if peak:
+            predicted, _ = compared_bytes(case, estimate.memory)
+            memory.append(Row(source=source, basis="memory", ratio=peak * GIB / predicted, shares={}))
+    return steps, memory
+
+
+# --- factors --------------------------------------------------------------------------------------------------------
+
+
+def learned_factors(steps: list[Row], memory: list[Row], calibrated: list[Row]) -> dict[str, Factors]:
+    groups = {basis: [row for row in steps if row.basis == basis] for basis in ("node", "nodes", "low_precision")}
+    groups |= {"calibrated": calibrated, "memory": memory}
+    factors = {basis: together(rows) for basis, rows in groups.items()}
+    for basis, rows in groups.items():
+        sources = sorted({row.source for row in rows})
+        left_out = {
+            source: held(
+                [row for row in rows if row.source == source],
+                factors | {basis: together([row for row in rows if row.source != source])},
+            )
+            for source in sources
+            if len(sources) > 2
+        }
+        factors[basis] = replace(
+            factors[basis],
+            left_out={source: round(share, 2) for source, share in left_out.items()},
+            coverage=round(statistics.mean(left_out.values()), 2) if left_out else None,
+        )
+    return factors
+
+
+def together(rows: list[Row]) -> Factors:
+    """Return the prediction interval of a row of a source nobody has seen: `simulator/calibration/intervals.py`."""
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        by_source[row.source].append(math.log(row.ratio))
+    means = np.array([np.mean(values) for values in by_source.values()])
+    within = float(np.mean([np.var(values) for values in by_source.values() if len(values) > 1] or [0.0]))
+    between = float(np.var(means, ddof=1))
+    k = len(means)
+    half = stats.t.ppf((1 + LEVEL) / 2, k - 1) * math.sqrt(between * (1 + 1 / k) + within)
+    low, high = (math.exp(float(means.mean()) + sign * half) for sign in (-1, 1))
+    return Factors(low=round(low, 3), high=round(high, 3), sources=k, rows=len(rows), coverage=None, left_out={})
+
+
+def held(rows: list[Row], factors: dict[str, Factors]) -> float:
+    """Return the share of rows inside the range that the product gives them."""
+    inside = []
+    for row in rows:
+        if row.basis == "memory":
+            low, high = factors["memory"].low, factors["memory"].high
+        else:
+            low, high = step_factors(
+                row.basis, row.shares, host=row.host, calibrated=row.calibrated, ran=row.ran, factors=factors
+            )
+        inside.append(low <= row.ratio <= high)
+    return statistics.mean(inside)
+
+
+def table(found: Learned) -> str:
+    lines = ["| rests on | sources | rows | low | high | held, source left out |", "|---|--:|--:|--:|--:|--:|"]
+    for basis, one in found.factors.items():
+        lines.append(f"| {basis} | {one.sources} | {one.rows} | {one.low} | {one.high} | {percent(one.coverage)} |")
+    lines += ["", "| rests on | source | held by factors of the others |", "|---|---|--:|"]
+    lines += [f"| {b} | {s} | {percent(v)} |" for b, one in found.factors.items() for s, v in one.left_out.items()]
+    return "\n".join([*lines, "", *(f"beside, {name}: {percent(share)}" for name, share in found.beside.items())])
+
+
+def percent(share: Any) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""One question, however it is put: by flags, as a case, as a saved plan, by the explorer's sidebar."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.question.cases import case_from_flags, case_of_plan_file, load_case
+from planner.question.flags import Flags
+from planner.question.plan_file import plan_file, save_plan
+from planner.question.question import Question, question_of
+from planner.search.answer import search_question
+from simulator.closed_form.estimates import estimate_plans
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from simulator.fitting.calibration_fit import Calibrations
+from simulator.legality.rules import is_legal, problems
+from simulator.lowering.simulation import simulate_plan
+from tests.planner.conftest import ROOT
+from topology.catalog.cluster_file import load_cluster
+from topology.profile.profile import Profile, read_profile
+
+PLAN = {"dp_shard": 4, "tp": 2, "micro_batch_size": 1, "recompute": "full"}
+
+
+@pytest.fixture(scope="module")
+def measured() -> Calibrations:
+    return Calibrations(read_profile(ROOT / "examples" / "profiles" / "h200x2_next.json"))
+
+
+def parts(question: Question) -> tuple[object, ...]:
+    """Return what a question is about, without how many GPUs of the cluster it names."""
+    return question.model, question.cluster, question.workload, question.runtime, question.framework
+
+
+def test_flags_a_case_and_a_saved_plan_are_one_question(tmp_path) -> None:
+    flags = Flags(
+        model="llama3-8b", cluster="dgx-h100", gpus=(8,), seq_len=4096, global_batch=32, plan=PLAN,
+        runtime={"name": "torchtitan"},
+    )  # fmt: skip
+    by_flags = case_from_flags(flags)
+    by_case = load_case(
+        {
+            "model": "llama3-8b",
+            "cluster": "dgx-h100",
+            "workload": {"seq_len": 4096, "global_batch_size": 32},
+            "plan": PLAN,
+            "runtime": {"name": "torchtitan"},
+        }
+    )
+    estimate = by_flags.question.estimate([by_flags.plan]).estimate(0)
+    save_plan(plan_file(by_flags.question, by_flags.plan, estimate), tmp_path / "plan.json")
+    saved = case_of_plan_file(tmp_path / "plan.json")
+    searched, _ = search_question(flags, "torchtitan")
+
+    assert by_flags.plan == by_case.plan == saved.plan
+    assert parts(by_flags.question) == parts(by_case.question) == parts(saved.question) == parts(searched)
+    assert by_flags.question.count == by_case.question.count == saved.question.count == searched.count == 8
+    assert saved.question.estimate([saved.plan]).estimate(0) == estimate
+
+
+def test_the_explorer_asks_what_its_command_line_asks() -> None:
+    pytest.importorskip("streamlit", reason="the explorer is not installed")
+    from ui.state import Inputs
+
+    inputs = Inputs(model="llama3.2-1b", cluster="dgx-h100", gpus=16, seq_len=2048, framework="megatron-lm")
+    flags = Flags(
+        model="llama3.2-1b",
+        cluster="dgx-h100",
+        gpus=(16,),
+        seq_len=2048,
+        runtime={"compile": None, "param_dtype": None},
+    )
+
+    asked, typed = (search_question(one, "megatron-lm") for one in (inputs.flags(), flags))
+    assert asked == typed
+
+
+def test_a_question_answers_as_the_rules_the_closed_form_and_the_simulation_do(llama8b, measured) -> None:
+    cluster = load_cluster("h200x4")
+    question = question_of(
+        replace(llama8b, layers=4),
+        cluster,
+        Workload(seq_len=4096, global_batch_size=8),
+        framework="meshwright",
+        calibration=measured.on(cluster),
+    )
+    good, bad = Plan(dp_shard=4, micro_batch_size=2), Plan(dp_shard=3)
+
+    assert question.legal(good)
+    assert not question.legal(bad)
+    assert question.problems(bad) == problems(bad, question.facts())
+    assert is_legal(question.problems(good))
+    assert question.estimate([good]).step_s == pytest.approx(estimate_plans(question, [good]).step_s)
+    alone = simulate_plan(question, good, spans=False).run.step_s
+    assert question.simulate(good, spans=False).run.step_s == alone
+    assert question.estimate([good]).estimate(0) != replace(question, calibration=None).estimate([good]).estimate(0)
+
+
+def test_what_a_profile_says_of_a_machine_does_not_depend_on_who_asked_first(measured) -> None:
+    one, other = load_cluster("h200x4"), load_cluster("dgx-h200", gpus=2)
+    model, load, plan = load_model("llama3.2-1b"), Workload(seq_len=2048, global_batch_size=2), Plan(dp_shard=2)
+
+    def step_s(known: Calibrations) -> float:
+        question = question_of(model, other, load, framework="meshwright", calibration=known.on(other), gpus=2)
+        return float(question.estimate([plan]).step_s[0])
+
+    late = Calibrations(measured.profile)
+    late.on(one)
+
+    assert step_s(late) == step_s(Calibrations(measured.profile))
+    assert late.on(one) is late.on(load_cluster("h200x4"))
+    assert late.on(load_cluster("dgx-h100")) is None, "a profile of other GPUs says nothing"
+    assert Calibrations(None).on(one) is None
+
+
+def test_collectives_alone_calibrate_nothing_but_collectives() -> None:
+    """A profile of another day's links leaves kernels, hosts and the width of the interval to the datasheet."""
+    shipped = read_profile(ROOT / "examples" / "profiles" / "h200x4.json")
+    links = Profile(machine=shipped.machine, gpu=shipped.gpu, collectives=shipped.collectives)
+    cluster = load_cluster("h200x4")
+    plain = question_of(load_model("llama3-8b"), cluster, Workload(seq_len=4096, global_batch_size=8), gpus=4)
+    bent = replace(plain, calibration=Calibrations(links).on(cluster))
+    split, alone = Plan(tp=4, sequence_parallel=True, recompute="full"), Plan(dp_shard=4, recompute="full")
+
+    for plan in (split, alone):
+        a, b = (question.estimate([plan]) for question in (plain, bent))
+        assert a.breakdown_s["compute"] == pytest.approx(b.breakdown_s["compute"])
+        first, second = a.estimate(0).step_s, b.estimate(0).step_s
+        assert first.high / first.value == pytest.approx(second.high / second.value, rel=0.05)
+    assert plain.estimate([split]).exposed_by_axis_s["tp"] != pytest.approx(
+        bent.estimate([split]).exposed_by_axis_s["tp"], rel=1e-3
+    )

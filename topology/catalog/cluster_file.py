@@ -1,0 +1,168 @@
+"""Cluster files: the small form that people write by hand, and the full form that this program writes.
+
+Two forms of JSON. The **full** form is a `Cluster` as `save_cluster` writes it, with `schema_version`. The **small**
+form is for people:
+
+    {"gpu": "a100-pcie-80gb", "gpus_per_node": 4, "nodes": 2, "interconnect": "nvlink",
+     "bridges": [[0, 1], [2, 3]], "nic_gbit_per_gpu": 50, "oversubscription": 2}
+
+| key | meaning |
+|---|---|
+| `gpu` | a GPU of the catalogue, by name or alias; the only key that must be there |
+| `gpus_per_node`, `nodes` | counts; what is left out is as usual for that GPU, and one node |
+| `interconnect` | `nvswitch`, `nvlink` (GPU to GPU) or `pcie` |
+| `bridges` | pairs joined by NVLink, `[a, b]` or `[a, b, links]`; without it, the usual wiring |
+| `nic_gbit_per_gpu` | network Gb/s per GPU, one port each; 0 for none |
+| `fabric` | `rail-optimised`, `fat-tree` or `ethernet` |
+| `oversubscription` | downlink over uplink capacity of a leaf switch, 1 or more |
+| `nodes_per_leaf` | nodes that share a leaf switch |
+| `pcie` | slot generation, `gen3` to `gen6`, when the slot is slower than the card |
+| `name` | what to call it |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from topology.catalog.clusters import (
+    adapt_platform,
+    cluster,
+    cluster_from_case,
+    default_platform,
+    is_catalog_name,
+    one_port_per_gpu,
+)
+from topology.catalog.gpus import gpu_kind
+from topology.catalog.platform import build, take_gpus
+from topology.catalog.verify import verify_cluster
+from topology.cluster import SCHEMA_VERSION, Cluster, Finding, Severity
+from topology.codec import convert, read_json, to_json, write_text
+from topology.errors import BadCluster, BadInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallCluster:
+    """The hand-written form; see the module's table."""
+
+    gpu: str
+    gpus_per_node: int | None = None
+    nodes: int | None = None
+    interconnect: str | None = None
+    nic_gbit_per_gpu: float | None = None
+    bridges: tuple[tuple[int, ...], ...] | None = None
+    oversubscription: float | None = None
+    nodes_per_leaf: int | None = None
+    fabric: str | None = None
+    pcie: str | None = None
+    name: str | None = None
+
+
+def load_cluster(name_or_path: str | Path, gpus: int | None = None) -> Cluster:
+    """Return a catalogue cluster by name, or a cluster file of either form, cut to `gpus` GPUs if given.
+
+    Raises BadCluster for an unknown name or an impossible cluster, BadInput for a file that cannot be read.
+    """
+    text = str(name_or_path)
+    if isinstance(name_or_path, str) and is_catalog_name(text):
+        return cluster(text, gpus)
+    if isinstance(name_or_path, str) and not _looks_like_path(text):
+        return cluster(text, gpus)  # raises, with near names
+    loaded = parse_cluster(read_json(name_or_path), where=text)
+    return loaded if gpus is None else take_gpus(loaded, gpus)
+
+
+def parse_cluster(document: Any, *, where: str) -> Cluster:
+    """Return the cluster of a decoded JSON document of either form, verified. Raises BadInput or BadCluster."""
+    if not isinstance(document, dict):
+        raise BadInput(f"{where} is not a cluster", why="expected a JSON object", remedy=_FORMS)
+    if "groups" in document or "schema_version" in document:
+        loaded = _full(document, where)
+    elif "gpu" in document:
+        loaded = _small(document, where)
+    else:
+        raise BadInput(f"{where} is not a cluster", why='it has neither "groups" nor "gpu"', remedy=_FORMS)
+    problems = verify_cluster(loaded)
+    if problems:
+        more = f" (and {len(problems) - 6} more)" if len(problems) > 6 else ""
+        raise BadCluster(
+            f"{where} describes a cluster that cannot be: {'; '.join(problems[:6])}{more}",
+            remedy="correct the file; a GPU that is not as its datasheet says needs a kind with a name of its own",
+        )
+    return loaded
+
+
+def save_cluster(cluster: Cluster, path: str | Path) -> None:
+    """Write `cluster` in the full form, atomically. Raises BadInput when the place cannot be written."""
+    write_text(path, to_json(cluster) + "\n")
+
+
+_FORMS = 'give {"gpu": …, "gpus_per_node": …, "nodes": …}, or a file written by this program'
+
+
+def _looks_like_path(text: str) -> bool:
+    if any(mark in text for mark in ("/", "\\", ".json")):
+        return True
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long, or an embedded zero byte: no file has such a name
+        return False
+
+
+def _full(document: dict[str, Any], where: str) -> Cluster:
+    version = document.get("schema_version", SCHEMA_VERSION)
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise BadInput(f"{where} has schema_version {version!r}", remedy="expected a whole number, 1 or more")
+    if version > SCHEMA_VERSION:
+        raise BadInput(
+            f"{where} has schema version {version}, this release reads up to {SCHEMA_VERSION}",
+            why="it was written by a newer release",
+            remedy="upgrade meshwright, or write the file again with this release",
+        )
+    return convert(document, Cluster, where=where)
+
+
+def _small(document: dict[str, Any], where: str) -> Cluster:
+    small = convert(document, SmallCluster, where=where)
+    kind = gpu_kind(small.gpu)
+    usual = default_platform(kind)
+    per_node = small.gpus_per_node if small.gpus_per_node is not None else usual.gpus_per_node
+    # A file that lists bridges and says nothing else means direct links.
+    interconnect = small.interconnect or ("nvlink" if small.bridges else usual.interconnect)
+    _, assumed = cluster_from_case(
+        {
+            "gpu": small.gpu,
+            "gpus_per_node": small.gpus_per_node,
+            "nodes": small.nodes,
+            "interconnect": interconnect if small.bridges else small.interconnect,
+            "nic_gbit_per_gpu": small.nic_gbit_per_gpu,
+        },
+        already_stated=[key for key in ("fabric", "oversubscription") if getattr(small, key) is not None],
+    )
+    platform = adapt_platform(usual, kind, gpus_per_node=per_node, interconnect=interconnect)
+    if small.bridges is not None:
+        if interconnect == "nvswitch":
+            raise BadCluster(f"{where} gives bridges and an NVSwitch", remedy='say "interconnect": "nvlink"')
+        platform = replace(platform, bridges=small.bridges)
+    if small.nic_gbit_per_gpu is not None:
+        platform = one_port_per_gpu(platform, small.nic_gbit_per_gpu)
+    changes: dict[str, Any] = {
+        key: value
+        for key in ("oversubscription", "nodes_per_leaf", "fabric", "pcie", "name")
+        if (value := getattr(small, key)) is not None
+    }
+    nodes = small.nodes if small.nodes is not None else 1
+    changes.setdefault("name", f"{nodes} x {per_node} {kind.name}")
+    built = build(replace(platform, **changes), nodes=nodes)
+    findings = tuple(
+        Finding(
+            severity=Severity.INFO,
+            what=f"assumed: {text}",
+            why=f"{where} does not say",
+            consequence="estimates rest on it",
+            remedy="state it in the file",
+        )
+        for text in assumed
+    )
+    return replace(built, findings=(*built.findings, *findings))

@@ -1,0 +1,77 @@
+"""GPU datasheets: one `GpuKind` per model, read from `catalog/gpus.json`.
+
+Every field of that file has an entry in `sources`. Where a figure could not be checked against anything published, the
+entry contains the word "unconfirmed", and `unconfirmed()` lists it, so that an estimate can say what it rests on.
+
+`memory_bytes` is what a CUDA program sees (torch's `total_memory`), a little less than nvidia-smi's total, which
+includes what the driver keeps. Where a kind has no published driver figure its source says so. `achieved_flops` is the
+larger of two published figures: the best matmul of the MAMF search, and the median over frameworks of the best GEMM
+of each; single outliers, which can come from input values that draw little power, do not count.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from functools import lru_cache
+from importlib.resources import files
+
+from topology.cluster import GpuKind
+from topology.codec import convert, parse_json
+from topology.errors import BadCluster, BadInput
+
+GPU_SCHEMA_VERSION = 1
+_VENDORS = re.compile(r"^(nvidia|amd|intel|tesla|geforce|instinct|graphics device)\s+", re.IGNORECASE)
+
+
+@lru_cache(maxsize=1)
+def gpu_kinds() -> tuple[GpuKind, ...]:
+    """Return every GPU model of the catalogue, oldest architecture first, vendors in turn."""
+    document = parse_json((files("topology") / "catalog" / "gpus.json").read_text("utf-8"), where="catalog/gpus.json")
+    if document.get("schema_version") != GPU_SCHEMA_VERSION:
+        raise BadInput(
+            f"catalog/gpus.json has schema version {document.get('schema_version')}",
+            why=f"this release reads version {GPU_SCHEMA_VERSION}",
+        )
+    return convert(document["gpus"], tuple[GpuKind, ...], where="catalog/gpus.json")
+
+
+def gpu_kind(name: str) -> GpuKind:
+    """Return the GPU model called `name` (its name or an alias, whatever the case). Raises BadCluster."""
+    index = _index()
+    kind = index.get(_key(name))
+    if kind is None:
+        near = difflib.get_close_matches(_key(name), list(index), n=5, cutoff=0.4)
+        names = list(dict.fromkeys(index[key].name for key in near)) or [kind.name for kind in gpu_kinds()]
+        raise BadCluster(
+            f"unknown GPU {name!r}",
+            why="its rates are not in the catalogue and would have to be guessed",
+            remedy=f"use one of: {', '.join(names)}",
+        )
+    return kind
+
+
+def match_driver_name(text: str) -> GpuKind | None:
+    """Return the model for a name as nvidia-smi, NVML or rocm-smi print it, or None if the catalogue does not have it.
+
+    Matching is exact up to vendor prefix, case and punctuation: "A100-SXM-64GB" does not match the A100 80 GB, and a
+    MIG slice matches no GPU.
+    """
+    return _index().get(_key(text))
+
+
+def unconfirmed(kind: GpuKind) -> tuple[str, ...]:
+    """Return the fields of `kind`, with the reason, that no published source confirms: estimates list them."""
+    return tuple(f"{kind.name}.{field}: {source}" for field, source in kind.sources.items() if "unconfirmed" in source)
+
+
+@lru_cache(maxsize=1)
+def _index() -> dict[str, GpuKind]:
+    return {_key(alias): kind for kind in gpu_kinds() for alias in (kind.name, *kind.aliases)}
+
+
+def _key(name: str) -> str:
+    name = name.strip()
+    while (stripped := _VENDORS.sub("", name)) != name:
+        name = stripped
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

@@ -1,0 +1,162 @@
+"""Check that a `Cluster` is physically possible; problems are listed as sentences.
+
+Files come from people and from programs of other versions, so nothing is assumed here: the checks work for any
+`Cluster` that decodes, including empty ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from topology.catalog.gpus import gpu_kinds
+from topology.catalog.platform import MAX_GPUS_PER_NODE, PCIE_BYTES_PER_S
+from topology.cluster import Cluster, GpuKind, Link, LinkKind, Node
+
+SLACK = 1.1  # a rate may exceed the datasheet by a tenth: signalling rates and rounding
+MAX_NIC_BYTES_PER_S = 200e9  # 1.6 Tb/s, twice the fastest port of today
+MAX_SMP_BYTES_PER_S = 1e12
+UNKNOWN_KIND = "unknown"  # a GPU whose model the topology text did not name: its datasheet is all zeros
+
+
+def verify_cluster(cluster: Cluster) -> list[str]:
+    """Return what is wrong with `cluster`, one sentence each; an empty list means nothing was found."""
+    problems: list[str] = []
+    if not cluster.groups or all(not group.node.gpus for group in cluster.groups):
+        problems.append("the cluster has no GPUs")
+    kinds = {kind.name: kind for kind in cluster.gpu_kinds}
+    problems += _duplicates("GPU kind", (kind.name for kind in cluster.gpu_kinds))
+    for kind in cluster.gpu_kinds:
+        if kind.name != UNKNOWN_KIND:
+            problems += _check_kind(kind)
+    for position, group in enumerate(cluster.groups):
+        where = f"node group {position}"
+        if not 1 <= group.count <= 10**6:
+            problems.append(f"{where} occurs {group.count} times, expected 1 to 1000000")
+        problems += [f"{where}: {problem}" for problem in _check_node(group.node, kinds)]
+    if cluster.fabric is not None:
+        fabric = cluster.fabric
+        if not (math.isfinite(fabric.oversubscription) and fabric.oversubscription >= 1):
+            problems.append(f"fabric oversubscription is {fabric.oversubscription}, expected 1 or more")
+        if fabric.nodes_per_leaf < 1:
+            problems.append(f"fabric has {fabric.nodes_per_leaf} nodes per leaf")
+        if not 0 <= fabric.latency_s < 1:
+            problems.append(f"fabric latency is {fabric.latency_s} s")
+    return problems
+
+
+def _check_kind(kind: GpuKind) -> Iterator[str]:
+    numbers: dict[str, float] = {
+        "memory_bytes": kind.memory_bytes,
+        "memory_bytes_per_s": kind.memory_bytes_per_s,
+        "sm_count": kind.sm_count,
+        **{f"peak_flops[{dtype}]": rate for dtype, rate in kind.peak_flops.items()},
+    }
+    for name, value in numbers.items():
+        if not (math.isfinite(value) and value > 0):
+            yield f"{kind.name}.{name} is {value}, expected a positive number"
+    optional = {
+        "l2_bytes": kind.l2_bytes,
+        "power_w": kind.power_w,
+        "nvlink_links": kind.nvlink_links,
+        "nvlink_bytes_per_s": kind.nvlink_bytes_per_s,
+        "nvlink_nccl_bytes_per_s": kind.nvlink_nccl_bytes_per_s,
+        "c2c_bytes_per_s": kind.c2c_bytes_per_s,
+        "pcie_bytes_per_s": kind.pcie_bytes_per_s,
+    }
+    for name, value in optional.items():
+        if not (math.isfinite(value) and value >= 0):
+            yield f"{kind.name}.{name} is {value}, expected zero or more"
+    for dtype, achieved in kind.achieved_flops.items():
+        if not (math.isfinite(achieved) and 0 < achieved <= SLACK * kind.peak_flops.get(dtype, 0.0)):
+            yield f"{kind.name}.achieved_flops[{dtype}] is {achieved:g}, above its peak or not positive"
+    known = {known.name: known for known in gpu_kinds()}.get(kind.name)
+    if known is not None:
+        for name, value in (numbers | optional).items():
+            published = known.peak_flops.get(name[11:-1]) if name.startswith("peak_flops") else getattr(known, name)
+            if published is not None and value > SLACK * published:
+                yield f"{kind.name}.{name} is {value:g}, more than the datasheet's {published:g}"
+
+
+def _check_node(node: Node, kinds: dict[str, GpuKind]) -> Iterator[str]:
+    if not node.gpus:
+        yield "it has no GPUs"
+    if len(node.gpus) > MAX_GPUS_PER_NODE:
+        yield f"it has {len(node.gpus)} GPUs, expected at most {MAX_GPUS_PER_NODE}"
+    yield from _duplicates("GPU index", (str(gpu.index) for gpu in node.gpus))
+    yield from _duplicates("GPU UUID", (gpu.uuid for gpu in node.gpus if gpu.uuid))
+    yield from _duplicates("PCI bus id", (gpu.pci_bus_id.lower() for gpu in node.gpus if gpu.pci_bus_id))
+    names = [*(g.vertex for g in node.gpus), *(v.id for v in node.vertices), *(n.vertex for n in node.nics)]
+    yield from _duplicates("vertex", names)
+    vertices = set(names)
+    for gpu in node.gpus:
+        if gpu.index < 0:
+            yield f"a GPU has index {gpu.index}"
+        kind = kinds.get(gpu.kind)
+        if kind is None:
+            yield f"GPU {gpu.index} is a {gpu.kind!r}, which gpu_kinds does not list"
+        elif (
+            kind.name != UNKNOWN_KIND
+            and gpu.memory_bytes is not None
+            and not 0 < gpu.memory_bytes <= SLACK * kind.memory_bytes
+        ):
+            yield f"GPU {gpu.index} has {gpu.memory_bytes} bytes of memory, a {kind.name} has {kind.memory_bytes}"
+    for nic in node.nics:
+        rate = nic.bytes_per_s
+        if rate is not None and not 0 <= rate <= MAX_NIC_BYTES_PER_S:
+            yield f"network port {nic.label} runs at {rate:g} bytes/s, expected 0 to {MAX_NIC_BYTES_PER_S:g}"
+    labels = {name for nic in node.nics for name in (nic.label, nic.name)}
+    indices = {str(gpu.index) for gpu in node.gpus}
+    for index, near in node.closest_nics.items():
+        if index not in indices or not set(near) <= labels:
+            yield f"closest_nics of GPU {index} names a GPU or port that is not there"
+    kind_of = {g.vertex: kinds[g.kind] for g in node.gpus if g.kind in kinds and g.kind != UNKNOWN_KIND}
+    for link in node.links:
+        yield from _check_link(link, vertices, kind_of)
+
+
+def _check_link(link: Link, vertices: set[str], kind_of: dict[str, GpuKind]) -> Iterator[str]:
+    where = f"link {link.a} - {link.b}"
+    if missing := [end for end in (link.a, link.b) if end not in vertices]:
+        yield f"{where} names {', '.join(missing)}, which is not in the node"
+    if link.a == link.b:
+        yield f"{where} joins a vertex to itself"
+    if link.count < 0:
+        yield f"{where} bonds {link.count} links"
+    if not (math.isfinite(link.latency_s) and 0 <= link.latency_s < 1):
+        yield f"{where} has a latency of {link.latency_s} s"
+    if not 0 <= link.confidence <= 1:
+        yield f"{where} has a confidence of {link.confidence}, expected 0 to 1"
+    limit = _datasheet_limit(link, kind_of)
+    for name, rate in (
+        ("nominal", link.bytes_per_s),
+        ("NCCL", link.nccl_bytes_per_s),
+        ("measured", link.measured_bytes_per_s),
+    ):
+        if rate is None:
+            continue
+        if not math.isfinite(rate) or rate < 0:
+            yield f"{where} has a {name} rate of {rate}"
+        elif rate > SLACK * limit:
+            yield f"{where} has a {name} rate of {rate:g} bytes/s, more than the datasheet's {limit:g}"
+
+
+def _datasheet_limit(link: Link, kind_of: dict[str, GpuKind]) -> float:
+    """Return the fastest this link can be, in bytes per second and direction, given the GPUs at its ends."""
+    ends = [kind_of[end] for end in (link.a, link.b) if end in kind_of]
+    if link.kind in {LinkKind.NVLINK, LinkKind.NVSWITCH} and ends:
+        return min(min(link.count, kind.nvlink_links) * kind.nvlink_bytes_per_s for kind in ends)
+    if link.kind is LinkKind.C2C and ends:
+        return min(kind.c2c_bytes_per_s for kind in ends)
+    if link.kind is LinkKind.PCIE and ends:
+        return min(kind.pcie_bytes_per_s for kind in ends)
+    if link.kind is LinkKind.PCIE:
+        return max(*PCIE_BYTES_PER_S.values(), MAX_NIC_BYTES_PER_S)
+    return MAX_SMP_BYTES_PER_S
+
+
+def _duplicates(what: str, names: Iterable[str]) -> Iterator[str]:
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield f"{what} {name} occurs {count} times"

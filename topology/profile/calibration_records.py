@@ -1,0 +1,79 @@
+"""Join the records of a calibration, complete or interrupted, into a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from topology.codec import convert
+from topology.errors import BadInput
+from topology.profile.measurement import GroupSample
+from topology.profile.profile import CollectiveSample, Profile, check_profile
+from topology.profile.samples import (
+    ContentionSample,
+    HostSample,
+    LayerSample,
+    OperatorSample,
+    OverlapSample,
+    Provenance,
+)
+from topology.profile.store import run_name
+
+_HEAD = ("machine", "gpu", "device", "gpus", "driver", "versions", "taken_at", "command")
+
+
+def profile_from_records(records: Iterable[dict[str, Any]]) -> Profile:
+    """Return the profile of one calibration. Each record has a `kind`: `header`, `operator`, `host`, `contention`,
+    `layer`, `overlap`, `group` or `missing`.
+
+    Raises BadInput for a record that is none of these, a sample that cannot be true, or when no header was written.
+    """
+    head: dict[str, Any] = {}
+    kinds = {
+        "operator": OperatorSample,
+        "host": HostSample,
+        "contention": ContentionSample,
+        "layer": LayerSample,
+        "overlap": OverlapSample,
+    }
+    found: dict[type, list[Any]] = {kind: [] for kind in (*kinds.values(), CollectiveSample)}
+    missing: list[str] = []
+    for number, record in enumerate(records):
+        where, kind = f"record {number}", record.get("kind")
+        if kind == "header":
+            # Later headers add what only their piece knows, such as the version of NCCL.
+            versions = {**head.get("versions", {}), **record.get("versions", {})}
+            head = {**head, **{k: v for k, v in record.items() if k in _HEAD}, "versions": versions}
+        elif kind in kinds:
+            found[kinds[kind]].append(convert(record.get("sample"), kinds[kind], where=where))
+        elif kind == "group":
+            group = convert({k: v for k, v in record.items() if k != "kind"}, GroupSample, where=where)
+            if not group.alongside:
+                found[CollectiveSample].append(group.sample)
+        elif kind == "missing":
+            missing.append(str(record.get("what", "something")))
+        else:
+            raise BadInput(f"{where} is of kind {kind!r}", why="this version does not know it")
+    if "gpu" not in head:
+        raise BadInput("the calibration wrote no header", why="it stopped before it had found a device")
+    run = convert(head, Provenance, where="header")
+    name = run_name(run)
+    named = {kind: tuple(replace(sample, run=name) for sample in samples) for kind, samples in found.items()}
+    profile = Profile(
+        machine=run.machine,
+        gpu=run.gpu,
+        driver=run.driver,
+        versions=run.versions,
+        taken_at=run.taken_at,
+        runs={name: run},
+        collectives=named[CollectiveSample],
+        operators=named[OperatorSample],
+        host=named[HostSample],
+        contention=named[ContentionSample],
+        layers=named[LayerSample],
+        overlap=named[OverlapSample],
+        missing=tuple(dict.fromkeys(missing)),
+    )
+    check_profile(profile, where="the calibration")
+    return profile

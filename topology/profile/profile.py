@@ -1,0 +1,217 @@
+"""The `Profile`: what was measured on one machine, which estimates prefer to datasheets.
+
+A profile is plain data with its provenance. It is checked when it is read: an impossible number (not finite, not
+positive, or faster than the hardware) is refused with its path, because one such sample would distort every estimate.
+Schema 1 holds collectives only; schema 2 adds operators, host overheads, contention and layers. Both are read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from topology.cluster import Cluster
+from topology.codec import convert, read_json
+from topology.errors import BadInput
+from topology.profile.samples import (
+    DIRECTIONS,
+    OPERATOR_KINDS,
+    OVERLAP_OPERATIONS,
+    REGIMES,
+    ContentionSample,
+    HostSample,
+    LayerSample,
+    OperatorSample,
+    OverlapSample,
+    Provenance,
+)
+from topology.rates.groups import GroupShape, group_rates
+
+PROFILE_SCHEMA_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+FASTEST_OVER_DATASHEET = 1.1  # nominal link rates are rounded down by up to 6 % (26.56 GB/s of "25" on H100)
+
+_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+
+
+def _min_sent_share(op: str, ranks: int) -> float:
+    """Return the least bytes a rank sends per byte of nccl-tests' size column, in-switch reduction (NVLS) included."""
+    return 1.0 if op in {"broadcast", "send_recv"} else (ranks - 1) / ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveSample:
+    """One measured collective: `nbytes` is nccl-tests' size column, `time_s` device time of one call.
+
+    `launch` says what the time contains: `queued` and `graph` are device time, `eager` and `isolated` include the host
+    (simulator.collectives.cost.LaunchMode).
+    """
+
+    op: str
+    ranks: int
+    nodes: int
+    nbytes: int
+    time_s: float
+    launch: str = "queued"
+    run: str = ""  # of Profile.runs; empty: the profile's own head says it
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return self.op, self.ranks, self.nodes, self.nbytes, self.launch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Everything measured on one machine. `taken_at` is ISO 8601; `versions` maps a library to its version.
+
+    `runs` has the provenance of the samples, by the name in their `run`; `missing` what could not be measured, and why.
+    `overlap_rates` are those of `simulator.overlap.modes`, fitted to the samples of `overlap`.
+    """
+
+    machine: str
+    gpu: str
+    schema_version: int = PROFILE_SCHEMA_VERSION
+    driver: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    taken_at: str = ""
+    collectives: tuple[CollectiveSample, ...] = ()
+    runs: dict[str, Provenance] = field(default_factory=dict)
+    operators: tuple[OperatorSample, ...] = ()
+    host: tuple[HostSample, ...] = ()
+    contention: tuple[ContentionSample, ...] = ()
+    layers: tuple[LayerSample, ...] = ()
+    overlap: tuple[OverlapSample, ...] = ()
+    overlap_rates: dict[str, float] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether the profile holds more than collectives."""
+        return bool(self.operators or self.host or self.contention or self.layers or self.overlap)
+
+
+def read_profile(path: str | Path, *, cluster: Cluster | None = None) -> Profile:
+    """Return the profile in a JSON file, checked. Raises BadInput with the path of the first thing that is wrong."""
+    profile = convert(read_json(path), Profile, where=str(path))
+    check_profile(profile, where=str(path), cluster=cluster)
+    return profile
+
+
+def check_profile(profile: Profile, *, where: str = "profile", cluster: Cluster | None = None) -> None:
+    """Raise BadInput if a sample cannot be true. With `cluster`, link rates above its datasheet are refused too."""
+    if profile.schema_version not in READABLE_VERSIONS:
+        raise BadInput(
+            f"{where}: $.schema_version is {profile.schema_version}",
+            why=f"this release reads versions {' and '.join(map(str, READABLE_VERSIONS))}",
+            remedy="take the profile again, or update meshwright",
+        )
+    for index, sample in enumerate(profile.collectives):
+        _check_sample(sample, f"{where}: $.collectives[{index}]", cluster)
+    for path, seconds in _times(profile):
+        if not math.isfinite(seconds) or seconds <= 0:
+            raise BadInput(f"{where}: $.{path} is {seconds}", why="a time is finite and positive")
+    for index, operator in enumerate(profile.operators):
+        _check_operator(operator, f"{where}: $.operators[{index}]", cluster)
+    for index, pair in enumerate(profile.overlap):
+        _check_overlap(pair, f"{where}: $.overlap[{index}]")
+    for name, rate in profile.overlap_rates.items():
+        if not math.isfinite(rate) or rate < 0:
+            raise BadInput(f"{where}: $.overlap_rates.{name} is {rate}", why="a rate is finite and not negative")
+    for index, layer in enumerate(profile.layers):
+        if layer.layers not in {1, 2}:
+            raise BadInput(
+                f"{where}: $.layers[{index}] has {layer.layers} layers",
+                why="a runtime is calibrated on one and two layers, never on the runs that are to be predicted",
+            )
+
+
+def _times(profile: Profile) -> Iterator[tuple[str, float]]:
+    """Yield every time of the new kinds of samples with its path."""
+    for index, operator in enumerate(profile.operators):
+        yield f"operators[{index}].seconds", operator.seconds
+    for index, host in enumerate(profile.host):
+        yield f"host[{index}].seconds", host.seconds
+    for index, pair in enumerate(profile.contention):
+        for name in ("compute_alone_s", "compute_beside_s", "collective_alone_s", "collective_beside_s"):
+            yield f"contention[{index}].{name}", getattr(pair, name)
+    for index, layer in enumerate(profile.layers):
+        yield f"layers[{index}].step_s", layer.step_s
+    for index, overlap in enumerate(profile.overlap):
+        yield f"overlap[{index}].product_s", overlap.product_s
+        yield f"overlap[{index}].collective_s", overlap.collective_s
+        for mode, seconds in overlap.seconds.items():
+            yield f"overlap[{index}].seconds.{mode}", seconds
+
+
+def _check_overlap(sample: OverlapSample, where: str) -> None:
+    if sample.operation not in OVERLAP_OPERATIONS:
+        raise BadInput(
+            f"{where}.operation is {sample.operation!r}", remedy=f"use one of {', '.join(OVERLAP_OPERATIONS)}"
+        )
+    sizes = (sample.rows, sample.depth, *sample.columns)
+    if not sample.columns or min(sizes) < 1 or sample.ranks < 2:
+        raise BadInput(f"{where} is of {sizes} on {sample.ranks} ranks", why="sizes are positive, ranks two or more")
+    parts = ("shard_product_s", "slice_product_s", "first_s", "slice_collective_s", "copy_s", "hop_s")
+    for name in parts:
+        value = getattr(sample, name)
+        if not math.isfinite(value) or value < 0:
+            raise BadInput(f"{where}.{name} is {value}", why="a time is finite, 0 where it was not measured")
+
+
+def _check_operator(sample: OperatorSample, where: str, cluster: Cluster | None) -> None:
+    for name, value, known in (
+        ("kind", sample.kind, OPERATOR_KINDS),
+        ("direction", sample.direction, DIRECTIONS),
+        ("regime", sample.regime, REGIMES),
+    ):
+        if value not in known:
+            raise BadInput(f"{where}.{name} is {value!r}", remedy=f"use one of {', '.join(known)}")
+    if not sample.shape or any(size <= 0 for size in sample.shape.values()):
+        raise BadInput(f"{where}.shape is {sample.shape}", why="axes have positive sizes")
+    if sample.kind != "matmul" or cluster is None or not {"m", "n", "k"} <= sample.shape.keys():
+        return
+    shape = sample.shape
+    rate = 2.0 * shape.get("batch", 1) * shape["m"] * shape["n"] * shape["k"] / sample.seconds
+    peak = max(cluster.slowest_kind.peak_flops.values(), default=math.inf)
+    if rate > FASTEST_OVER_DATASHEET * peak:
+        raise BadInput(
+            f"{where}.seconds means {rate / 1e12:.0f} TFLOP/s",
+            why=f"the GPU's fastest type does {peak / 1e12:.0f}",
+            remedy="check that the kernel had ended when it was timed",
+        )
+
+
+def _check_sample(sample: CollectiveSample, where: str, cluster: Cluster | None) -> None:
+    if sample.op not in _OPS:
+        raise BadInput(f"{where}.op is {sample.op!r}", remedy=f"use one of {', '.join(_OPS)}")
+    if not math.isfinite(sample.time_s) or sample.time_s <= 0:
+        raise BadInput(f"{where}.time_s is {sample.time_s}", why="a time is finite and positive")
+    if sample.nbytes <= 0:
+        raise BadInput(f"{where}.nbytes is {sample.nbytes}", why="a message has at least one byte")
+    if sample.ranks < 2 or not 1 <= sample.nodes <= sample.ranks:
+        raise BadInput(
+            f"{where} has {sample.ranks} ranks on {sample.nodes} nodes",
+            why="a group has two or more, a node one or more",
+        )
+    if cluster is None:
+        return
+    limit = _wire_limit(cluster, sample)
+    rate = sample.nbytes * _min_sent_share(sample.op, sample.ranks) / sample.time_s
+    if rate > FASTEST_OVER_DATASHEET * limit:
+        raise BadInput(
+            f"{where}.time_s means {rate / 1e9:.0f} GB/s out of each GPU",
+            why=f"its links carry {limit / 1e9:.0f} GB/s",
+            remedy="check that bytes are the whole buffer and that the kernel had ended when it was timed",
+        )
+
+
+def _wire_limit(cluster: Cluster, sample: CollectiveSample) -> float:
+    """Return the highest rate at which one rank can send, in bytes/s."""
+    per_node = -(-sample.ranks // sample.nodes)
+    rates = group_rates(cluster, GroupShape(ranks=sample.ranks, ranks_per_node=per_node))
+    kind = cluster.slowest_kind
+    inside = max(rates.intra_bytes_per_s, kind.nvlink_links * kind.nvlink_bytes_per_s, kind.pcie_bytes_per_s)
+    return inside if per_node > 1 else rates.inter_bytes_per_s or math.inf

@@ -1,0 +1,196 @@
+"""Merging profiles, and the store: one profile file per GPU model in the user's data folder.
+
+Samples are identified by what they measured *and* by the software (GPU, driver, library versions), so samples of a
+newer driver are kept in addition to the older ones, and `current_samples` selects those that apply. The same
+measurement on the same software replaces the older sample. Files in the store are never deleted; each is written
+atomically, so two calibrations at once lose at most the samples that one of them has just added.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import platformdirs
+
+from topology import codec
+from topology.errors import BadInput
+from topology.profile.profile import Profile, read_profile
+from topology.profile.samples import Provenance
+
+STORE_VARIABLE = "MESHWRIGHT_DATA"
+
+
+class _Sample(Protocol):
+    @property
+    def key(self) -> tuple[Any, ...]: ...
+
+    @property
+    def run(self) -> str: ...
+
+
+S = TypeVar("S", bound=_Sample)
+
+# Libraries whose version changes which kernels run. Others in `Provenance.versions` are informative only.
+KERNEL_LIBRARIES = ("torch", "cuda", "nccl", "triton", "cudnn", "torchtitan")
+
+
+def run_name(provenance: Provenance) -> str:
+    """Return the name by which samples refer to `provenance`: a hash of its content, the same on any machine."""
+    return codec.fingerprint(provenance)
+
+
+def software_key(provenance: Provenance) -> tuple[Hashable, ...]:
+    """Return what a kernel's time depends on besides its shape: GPU, driver and library versions."""
+    # The build suffix after a plus sign (2.9.0+cu128) is dropped: not every source states it.
+    versions = tuple(provenance.versions.get(name, "").partition("+")[0] for name in KERNEL_LIBRARIES)
+    return provenance.gpu.casefold(), provenance.driver, *versions
+
+
+def own_provenance(profile: Profile) -> Provenance:
+    """Return the provenance that the profile's own fields state, for samples that name no run (schema 1)."""
+    return Provenance(
+        machine=profile.machine,
+        gpu=profile.gpu,
+        driver=profile.driver,
+        versions=profile.versions,
+        taken_at=profile.taken_at,
+    )
+
+
+def with_named_runs(profile: Profile) -> Profile:
+    """Return `profile` with every sample naming its run."""
+    own = own_provenance(profile)
+    name = run_name(own)
+    bare = any(not sample.run for part in _sample_lists(profile) for sample in part)
+
+    def named(samples: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(sample if sample.run else replace(sample, run=name) for sample in samples)
+
+    return replace(
+        profile,
+        schema_version=2,
+        runs={**profile.runs, **({name: own} if bare else {})},
+        collectives=named(profile.collectives),
+        operators=named(profile.operators),
+        host=named(profile.host),
+        contention=named(profile.contention),
+        layers=named(profile.layers),
+        overlap=named(profile.overlap),
+    )
+
+
+def merge(older: Profile, newer: Profile) -> Profile:
+    """Return a profile with the samples of both. Where both measured the same on the same software, `newer`'s win.
+
+    Raises BadInput for profiles of different GPU models.
+    """
+    if older.gpu.casefold() != newer.gpu.casefold():
+        raise BadInput(
+            f"a profile of {newer.gpu} does not go with one of {older.gpu}",
+            why="times of one GPU model say little about another",
+            remedy="keep them in files of their own",
+        )
+    a, b = with_named_runs(older), with_named_runs(newer)
+    runs = {**a.runs, **b.runs}
+    measured = {sample.key for part in _sample_lists(b) for sample in part}
+    return replace(
+        b,
+        machine=a.machine if not b.machine else b.machine,
+        versions={**a.versions, **b.versions},
+        runs=runs,
+        collectives=_merged_samples(a.collectives, b.collectives, runs),
+        operators=_merged_samples(a.operators, b.operators, runs),
+        host=_merged_samples(a.host, b.host, runs),
+        contention=_merged_samples(a.contention, b.contention, runs),
+        layers=_merged_samples(a.layers, b.layers, runs),
+        overlap=(overlap := _merged_samples(a.overlap, b.overlap, runs)),
+        # Rates are of the samples that they were fitted to.
+        overlap_rates=next((one.overlap_rates for one in (b, a) if one.overlap == overlap), {}),
+        missing=tuple(dict.fromkeys((*(a.missing if not measured else ()), *b.missing))),
+    )
+
+
+def current_samples(profile: Profile) -> Profile:
+    """Return `profile` with only the samples of its own software versions, and those that name no run.
+
+    A profile may hold samples of several drivers; an estimate is for one of them. A library whose version the profile
+    does not state excludes no sample.
+    """
+    wanted = software_key(own_provenance(profile))
+
+    def fits(sample: Any) -> bool:
+        run = profile.runs.get(sample.run)
+        if run is None:
+            return not sample.run or not profile.runs
+        found = software_key(run)
+        return all(ours == theirs or not ours or not theirs for ours, theirs in zip(wanted, found, strict=True))
+
+    return replace(
+        profile,
+        collectives=tuple(filter(fits, profile.collectives)),
+        operators=tuple(filter(fits, profile.operators)),
+        host=tuple(filter(fits, profile.host)),
+        contention=tuple(filter(fits, profile.contention)),
+        layers=tuple(filter(fits, profile.layers)),
+        overlap=tuple(filter(fits, profile.overlap)),
+    )
+
+
+def store_folder() -> Path:
+    """Return the folder of this user's profiles: below MESHWRIGHT_DATA, else in the platform's user data folder."""
+    chosen = os.environ.get(STORE_VARIABLE)
+    return (Path(chosen) if chosen else platformdirs.user_data_path("meshwright", appauthor=False)) / "profiles"
+
+
+def store_path(gpu: str, folder: Path | None = None) -> Path:
+    """Return the store's file for a GPU model; other characters than letters, digits, `.` and `-` are replaced."""
+    name = re.sub(r"[^a-z0-9.-]+", "-", gpu.casefold()).strip("-.") or "unknown"
+    return (store_folder() if folder is None else folder) / f"{name}.json"
+
+
+def read_stored(gpu: str, folder: Path | None = None) -> Profile | None:
+    """Return the stored profile of a GPU model, or None. Raises BadInput where the file is damaged."""
+    path = store_path(gpu, folder)
+    return read_profile(path) if path.is_file() else None
+
+
+def add_to_store(profile: Profile, folder: Path | None = None) -> Path:
+    """Merge `profile` into the store and return the file's path."""
+    path = store_path(profile.gpu, folder)
+    before = read_stored(profile.gpu, folder)
+    whole = profile if before is None else merge(before, profile)
+    codec.write_text(path, codec.to_json(with_named_runs(whole)) + "\n")
+    return path
+
+
+def _sample_lists(profile: Profile) -> tuple[tuple[Any, ...], ...]:
+    return (
+        profile.collectives,
+        profile.operators,
+        profile.host,
+        profile.contention,
+        profile.layers,
+        profile.overlap,
+    )
+
+
+def _merged_samples(older: tuple[S, ...], newer: tuple[S, ...], runs: dict[str, Provenance]) -> tuple[S, ...]:
+    def identity(sample: S) -> tuple[Any, ...]:
+        run = runs.get(sample.run)
+        return sample.key, software_key(run) if run is not None else ()
+
+    def valid(sample: S) -> bool:
+        return not getattr(sample, "invalid", "")
+
+    found: dict[tuple[Any, ...], S] = {}
+    for sample in (*older, *newer):
+        what = identity(sample)
+        if what in found and valid(found[what]) and not valid(sample):
+            continue  # an invalid repetition does not replace a valid sample
+        found[what] = sample
+    return tuple(found.values())
