@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 
+from executor.measure import doctor_worker
 from executor.measure.doctor_worker import main
 from executor.measure.probe_collectives import OPS, group_sets, rounded_bytes, sizes
 from topology.profile.measurement import profile_from_measurement, read_measurement
@@ -83,11 +84,12 @@ def test_pieces_that_need_no_torch(tmp_path) -> None:
     assert measured.groups == ()
 
 
-def test_a_piece_that_fails_is_named_and_the_rest_is_kept(tmp_path) -> None:
-    """Without torch the collectives cannot run; with it, one second is too little to start them."""
+def test_a_piece_that_fails_is_named_and_the_rest_is_kept(tmp_path, monkeypatch) -> None:
+    """Without torch the collectives cannot start; with it, they find no network interface of that name."""
+    monkeypatch.setattr(doctor_worker, "loopback_environment", lambda: {"GLOO_SOCKET_IFNAME": "absent0"})
     out = tmp_path / "measured.json"
 
-    code = main([f"--out={out}", "--budget=4", "--device=cpu", "--indices=0,1", "--pieces=flows,collectives"])
+    code = main([f"--out={out}", "--budget=60", "--device=cpu", "--indices=0,1", "--pieces=flows,collectives"])
 
     assert code == 0
     measured = read_measurement(out)
