@@ -10,7 +10,7 @@ from executor.launch import legal
 from planner.question.question import question_of
 from simulator.config.hf_config import load_model
 from simulator.config.model import LatentAttention, MixtureOfExperts, Model
-from simulator.config.overlap_sites import executed
+from simulator.config.overlap_sites import executor_name
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
@@ -183,4 +183,4 @@ def test_what_the_framework_lists_is_what_the_executor_has() -> None:
     from executor.parallel.parallelize import DTYPES
 
     assert tuple(DTYPES) == MESHWRIGHT.dtypes
-    assert {executed(mode) for mode in MESHWRIGHT.overlaps} <= set(MODES)
+    assert {executor_name(mode) for mode in MESHWRIGHT.overlaps} <= set(MODES)

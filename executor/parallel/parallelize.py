@@ -30,7 +30,7 @@ from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
-from simulator.runtimes.library import stops_early
+from simulator.runtimes.library import recompute_stops_early
 
 DTYPES = {
     "float64": torch.float64,
@@ -162,7 +162,7 @@ def _recompute_and_compile(setup: Setup, part: Decoder, stage: int) -> None:
     """Apply the stage's recomputation, then compile each block; `early_stop` as the runtime description has it."""
     plan, runtime = setup.plan, setup.runtime
     recompute = plan.recompute_per_stage[stage] if plan.recompute_per_stage else plan.recompute
-    apply_activation_checkpoint(part, recompute, early_stop=stops_early(runtime), compiled=runtime.compile)
+    apply_activation_checkpoint(part, recompute, early_stop=recompute_stops_early(runtime), compiled=runtime.compile)
     if runtime.compile:
         for block in part.layers.values():
             block.compile()

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from executor.model.decoder import Block
 from executor.overlap import all_gather_matmul, matmul_reduce_scatter
-from simulator.config.overlap_sites import NONE, executed, mode_at
+from simulator.config.overlap_sites import NONE, executor_name, mode_at
 
 
 class OverlappedProducts:
     """Overlapped `project_in` and `project_out` of attention and feed-forward. `name` is the plan's name of the mode."""
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
-        self.name, self.mode, self.group = name, executed(name), group
+        self.name, self.mode, self.group = name, executor_name(name), group
 
     def project_in(self, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
         """Take this rank's tokens (S / tp, B, h); return all tokens projected to this rank's columns, (S, B, width)."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from executor.launch.legal import cp_method
 from executor.launch.request import Request
-from simulator.config.overlap_sites import mode_at, spoken
+from simulator.config.overlap_sites import mode_at, tp_overlap_label
 from simulator.program import trace as tr
 from simulator.program.trace import Trace
 
@@ -101,7 +101,7 @@ def _overlap(asked: str, applied: Mapping[str, str]) -> Effect:
     if len(set(applied.values())) == 1:
         ran = next(iter(applied.values()))
     right = all(mode == mode_at(asked, site) for site, mode in applied.items())
-    return _effect("tp_overlap", spoken(asked), ran or "no block on this rank", ok=right)
+    return _effect("tp_overlap", tp_overlap_label(asked), ran or "no block on this rank", ok=right)
 
 
 def _kernel_effects(request: Request, trace: Trace) -> list[Effect]:

@@ -21,7 +21,7 @@ from planner.search.result import GpuCountRow, RankedPlan, SearchResult
 from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from simulator.config.estimate import Estimate, Fit, Interval
 from simulator.config.model import Model
-from simulator.config.overlap_sites import spoken
+from simulator.config.overlap_sites import tp_overlap_label
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
@@ -52,7 +52,7 @@ def policy_text(plan: Plan) -> str:
     if plan.pp > 1:
         parts.append((plan.schedule or "1F1B") + (f" x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
     if plan.tp_overlap != "none":
-        parts.append(f"tp overlap {spoken(plan.tp_overlap)}")
+        parts.append(f"tp overlap {tp_overlap_label(plan.tp_overlap)}")
     if plan.cp > 1 and plan.cp_method:
         parts.append(f"cp by {plan.cp_method.replace('_', '-')}")
     if plan.recompute_per_stage:

@@ -2,5 +2,5 @@
 
 `registry.py` lists the targets, each in a module of its own. The keys that a target writes are checked against a schema
 generated from the real package (`schema/*.json`), and what it cannot express is listed in the file. May import
-`explain` and the rooms below it.
+`explain` and the packages below it.
 """

@@ -13,7 +13,7 @@ from planner.export.draft import Draft, Target
 from planner.export.job import ExportJob, require_legal
 from planner.export.script import common_device_list, host_order_notes
 from planner.export.yaml_text import yaml_text
-from simulator.config.overlap_sites import spoken
+from simulator.config.overlap_sites import tp_overlap_label
 from simulator.config.plan import Plan
 from topology.errors import Infeasible
 
@@ -113,7 +113,7 @@ def _not_expressed(job: ExportJob, plan: Plan, recompute: str) -> list[str]:
             f"recompute {plan.recompute!r}: accelerate recomputes whole blocks or nothing; written as full"
         )
     if plan.tp_overlap != "none":
-        not_expressed.append(f"tensor-parallel overlap {spoken(plan.tp_overlap)}")
+        not_expressed.append(f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}")
     if job.question.runtime.compute_dtype == "float8":
         not_expressed.append("the recipe of float8: set fp8_config")
     if job.question.runtime.param_dtype != "float32":

@@ -12,7 +12,7 @@ from planner.export.degrees import to_zero_stage
 from planner.export.draft import Draft, Target
 from planner.export.job import ExportJob, require_legal
 from planner.export.script import common_device_list, host_order_notes
-from simulator.config.overlap_sites import spoken
+from simulator.config.overlap_sites import tp_overlap_label
 from topology.errors import Infeasible
 
 VERSION = "0.19.8"
@@ -101,7 +101,7 @@ def _not_expressed(job: ExportJob, *, hybrid: bool) -> tuple[str, ...]:
         not_expressed.append(f"context parallelism by {plan.cp_method}: DeepSpeed's is Ulysses, all-to-all over heads")
     if plan.tp_overlap != "none":
         not_expressed.append(
-            f"tensor-parallel overlap {spoken(plan.tp_overlap)}: written as tp_overlap_comm, which decides by itself where"
+            f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as tp_overlap_comm, which decides by itself where"
         )
     if runtime.compute_dtype == "float8":
         not_expressed.append("float8 products")

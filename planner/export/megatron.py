@@ -23,7 +23,7 @@ from planner.export.script import (
     torchrun_words,
 )
 from simulator.config.model import Model
-from simulator.config.overlap_sites import spoken
+from simulator.config.overlap_sites import tp_overlap_label
 from simulator.config.plan import Plan
 
 VERSION = "0.19.2"
@@ -175,7 +175,7 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
         )
     if plan.tp_overlap not in {"none", "ring"}:
         not_expressed.append(
-            f"tensor-parallel overlap {spoken(plan.tp_overlap)}: written as --tp-comm-overlap, which takes rings"
+            f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as --tp-comm-overlap, which takes rings"
         )
     if (
         runtime.param_dtype == "bfloat16" and job.question.framework.name != "megatron-lm"

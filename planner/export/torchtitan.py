@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from planner.export.job import ExportJob
-from simulator.config.overlap_sites import spoken
+from simulator.config.overlap_sites import tp_overlap_label
 from simulator.config.plan import Plan
 from simulator.pipeline.schedules import SCHEDULES
 from simulator.pipeline.stages import stage_layers
@@ -99,4 +99,6 @@ def uses_async(plan: Plan) -> bool:
 def overlap_not_expressed(plan: Plan) -> tuple[str, ...]:
     if plan.tp_overlap in {"none", "async"}:
         return ()
-    return (f"tensor-parallel overlap {spoken(plan.tp_overlap)}: {TITLE} has asynchronous tensor parallelism only",)
+    return (
+        f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: {TITLE} has asynchronous tensor parallelism only",
+    )

@@ -13,7 +13,7 @@ from typing import Any
 
 from planner.runs.run_report import RunReport
 from simulator.config.plan import Plan
-from simulator.fitting.calibration_fit import alone_of
+from simulator.fitting.calibration_fit import standalone_times
 from simulator.fitting.step_samples import pace, usable
 from topology import codec
 from topology.catalog.gpus import gpu_kind, match_driver_name
@@ -46,7 +46,7 @@ def add_run_to_profile(run: RunReport, path: Path) -> ProfileUpdate:
     name, provenance = _provenance(run, before)
     samples = _samples(run, name)
     cluster = codec.convert(run.document["cluster"], Cluster, where="the run's cluster")
-    alone_times = alone_of(before, cluster.slowest_kind)
+    alone_times = standalone_times(before, cluster.slowest_kind)
     if alone_times is None:
         raise BadInput(
             f"{path} holds no operators measured alone",

@@ -1,4 +1,4 @@
 """Predictions against measured runs: signed errors, and whether the interval held.
 
-May import `question` and the rooms below it.
+May import `question` and the packages below it.
 """

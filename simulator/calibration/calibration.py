@@ -62,14 +62,14 @@ class Effects:
 class RuntimeCosts:
     """What runs of one and two layers said of a runtime, eager or compiled; see simulator.fitting.runtime_fit.
 
-    `busy` multiplies kernel times: inside a step clocks, caches and gaps are not those of a kernel alone; `layer_busy`
+    `kernel_factor` multiplies kernel times: inside a step clocks, caches and gaps are not those of a kernel alone; `layer_factor`
     those of layers once more, whose many short kernels have more of all three than a head's few. `host` are fields of
     HostSpec that replace the description's. `reserved` is what the allocator held over what was predicted. `borrowed`:
     of the runtime that the one in question is like.
     """
 
-    busy: float = 1.0
-    layer_busy: float = 1.0
+    kernel_factor: float = 1.0
+    layer_factor: float = 1.0
     host: dict[str, float] = field(default_factory=dict)
     reserved: float = 1.0
     spread: float = 0.0  # of the runs around the fit
@@ -201,8 +201,8 @@ def roofline_of(
         windowed=windowed,
         measured=calibration,
         runtime=spec.measured_as,
-        busy=costs.busy,
-        layer_busy=costs.layer_busy,
+        kernel_factor=costs.kernel_factor,
+        layer_factor=costs.layer_factor,
     )
 
 

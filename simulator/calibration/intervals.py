@@ -42,24 +42,24 @@ class Factors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Learned:
-    """Factors by what a prediction rests on; where they are from. `beside` were judged and not learned from."""
+class IntervalTable:
+    """Factors by what a prediction rests on; where they are from. `held_out` were judged and not learned from."""
 
     made_on: str
     command: str
     factors: dict[str, Factors]
-    beside: dict[str, float]
+    held_out: dict[str, float]
 
 
 @cache
-def learned() -> Learned:
+def interval_table() -> IntervalTable:
     """Return the factors as the package has them."""
     text = (resources.files("simulator") / "calibration" / "intervals.json").read_text("utf-8")
-    return convert(json.loads(text), Learned, where="intervals.json")
+    return convert(json.loads(text), IntervalTable, where="intervals.json")
 
 
 def basis_of(*, compute_bytes: float, several_nodes: bool) -> str:
-    """Return what an uncalibrated step rests on: a key of `Learned.factors`."""
+    """Return what an uncalibrated step rests on: a key of `IntervalTable.factors`."""
     if compute_bytes < 2:
         return "low_precision"
     return "nodes" if several_nodes else "node"
@@ -83,7 +83,7 @@ def step_factors(
 
 def memory_factors() -> tuple[float, float]:
     """Return (low, high) over predicted memory, allocated or reserved."""
-    memory = learned().factors["memory"]
+    memory = interval_table().factors["memory"]
     return memory.low, memory.high
 
 

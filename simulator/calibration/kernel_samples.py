@@ -89,7 +89,7 @@ def operators_of(model: Model, plan: Plan, workload: Workload, runtime: Runtime)
     lists = (operators.dense_layer, operators.moe_layer if model.moe else (), operators.embedding, operators.head)
     for specs in lists:
         for spec in specs:
-            if all(_holds(condition, table.conditions) for condition in spec.when):
+            if all(_is_met(condition, table.conditions) for condition in spec.when):
                 found += _requests(spec, sizes, runtime, first)
     ranks = int(table["sharded_over"][0])
     if ranks > 1 and model.moe is None:
@@ -135,7 +135,7 @@ def _request(
     return {"kind": kind, "name": name, "shape": shape, "dtype": dtype, "direction": direction, "runtime": runtime}
 
 
-def _holds(condition: str, conditions: Mapping[str, Any]) -> bool:
+def _is_met(condition: str, conditions: Mapping[str, Any]) -> bool:
     value = bool(np.asarray(conditions[condition.removeprefix("!")]).flat[0])
     return not value if condition.startswith("!") else value
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from simulator.config.model import causal_keys
 from simulator.kernels.operators import ATTENTION_BACKWARD
-from simulator.kernels.roofline import TILES, matmul_use
+from simulator.kernels.roofline import TILES, matmul_utilization
 
 Floats = NDArray[np.float64]
 
@@ -66,7 +66,9 @@ class MatmulCurve:
         return np.asarray(curve * np.exp(rest.at(points)[0]))
 
     def curve_s(self, m: Floats, n: Floats, k: Floats, batch: Floats) -> Floats:
-        used = matmul_use(FITTED_TILES, m, n, k, batch, sms=self.sms, ramp_k=self.ramp_k, wave_floor=self.wave_floor)
+        used = matmul_utilization(
+            FITTED_TILES, m, n, k, batch, sms=self.sms, ramp_k=self.ramp_k, wave_floor=self.wave_floor
+        )
         arithmetic = 2.0 * batch * m * n * k / (self.flops * used)
         moved = batch * (m * k + k * n + m * n) * self.element_bytes
         return np.asarray(np.maximum(arithmetic, moved / self.bytes_per_s) + self.floor_s)

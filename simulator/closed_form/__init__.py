@@ -1,4 +1,4 @@
 """Step time and memory of all plans at once, without simulating.
 
-May import every room but `lowering`, `fitting`, `legality` and `engine`.
+May import every package but `lowering`, `fitting`, `legality` and `engine`.
 """

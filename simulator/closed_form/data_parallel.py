@@ -16,7 +16,7 @@ from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.runtime import Runtime
 from simulator.kernels.roofline import efficiency
 from simulator.pipeline.stages import StageLayout
-from simulator.runtimes.library import ModelOperators, RuntimeSpec, described
+from simulator.runtimes.library import ModelOperators, RuntimeSpec, spec_for
 
 
 def buckets_of(spec: RuntimeSpec, nbytes: Floats) -> Floats:
@@ -190,7 +190,7 @@ def update_bytes(runtime: Runtime, owned: Floats | float, held: Floats | float) 
     """Return bytes that the end of a step moves: clipping and updating the parameters a rank has `owned` since they were
     sharded, and what the runtime does to the gradients of all that it has `held` before.
     """
-    state = described(runtime).state
+    state = spec_for(runtime).state
     per_owned = ADAM_BYTES + CLIP_BYTES + (COPY_BYTES if state.master_weights else 0.0)
     return owned * per_owned + held * state.gradient_passes_bytes
 

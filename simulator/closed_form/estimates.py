@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.calibration.calibration import Calibration, calibrated_host, collectives_on, overlap_of, roofline_of
-from simulator.calibration.intervals import basis_of, learned, memory_factors, step_factors
+from simulator.calibration.intervals import basis_of, interval_table, memory_factors, step_factors
 from simulator.calibration.provenance import Shares, main_source
 from simulator.closed_form.allocator import flush_s
 from simulator.closed_form.layer_cost import BlockCost, CostContext, block_cost
@@ -95,7 +95,7 @@ class EstimateTable:
             calibrated=self.calibration is not None,
             ran=self.calibration is not None
             and self.calibration.runtime(self.runtime.name, compiled=self.runtime.compile).runs > 0,
-            factors=learned().factors,
+            factors=interval_table().factors,
         )
         return _interval(step, factors, Source.DATASHEET if self.calibration is None else main_source(sources))
 

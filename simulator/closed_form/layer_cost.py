@@ -218,7 +218,7 @@ class PassWriter:
 
     def _kernel(self, work: Work, active: Floats, operator: OperatorSpec) -> None:
         cost, host = self.cost, self.context.spec.host
-        alone, source = self.context.roofline.sourced(work)
+        alone, source = self.context.roofline.seconds_and_source(work)
         seconds = active * alone
         cost.compute_s = cost.compute_s + seconds
         cost.measured_s = cost.measured_s + np.where(source == MEASURED, seconds, 0.0)

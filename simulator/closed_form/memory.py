@@ -22,7 +22,7 @@ from simulator.config.model import Model
 from simulator.kernels.operators import OperatorSpec, parse_matmul, tensor_bytes
 from simulator.pipeline.schedules import SPLIT_BACKWARD
 from simulator.pipeline.stages import StageLayout, head_in_flight, in_flight
-from simulator.runtimes.library import ModelOperators, head_moments
+from simulator.runtimes.library import ModelOperators, head_peaks
 
 # Bytes beside the allocator's: CUDA context, kernels and NCCL buffers of a few communicators. Source: assumed; a bare
 # torch process with NCCL shows 1 to 2 GiB in nvidia-smi on Hopper.
@@ -217,7 +217,7 @@ def state_bytes(context: CostContext) -> dict[State, float]:
 def head_peak_bytes(context: CostContext) -> Floats:
     """Return the bytes of the tensors that are alive together when the loss turns round."""
     peak = np.zeros(len(context.table))
-    for moment in head_moments(context.runtime):
+    for moment in head_peaks(context.runtime):
         tensors = (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in moment)
         peak = np.maximum(peak, sum(tensors, np.zeros(len(context.table))))
     return peak

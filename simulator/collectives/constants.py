@@ -26,7 +26,7 @@ def _curve(
     *,
     sharpness: float = 1.0,
     fill: tuple[float, float] = (0.0, 8.0),
-    narrow: float = 0.0,
+    int8: float = 0.0,
 ) -> Curve:
     """Return a curve from (base, step, reducing step, second CTA) in us and fill in (us, MiB)."""
     base, step, reduce_step, second = latency
@@ -39,7 +39,7 @@ def _curve(
         sharpness=sharpness,
         fill_s=fill[0] * US,
         fill_bytes=fill[1] * 2**20,
-        narrow_factor=narrow,
+        int8_factor=int8,
     )
 
 
@@ -51,11 +51,11 @@ AMPERE = Generation(
     spread=0.10,
     curves={
         "ring/LL": _curve(
-            (7.27, 1.09, 1.19, 4.2), _bytes((1.45, 17.87), (0.97, 11.51), (0.05, 10.16)), sharpness=1.45, narrow=0.13
+            (7.27, 1.09, 1.19, 4.2), _bytes((1.45, 17.87), (0.97, 11.51), (0.05, 10.16)), sharpness=1.45, int8=0.13
         ),
         "ring/LL128": _curve((20.5, 0.37, 0.62, 0.0), _bytes((3.52, 5.21), (3.28, 3.12), (3.72, 3.46))),
         "ring/Simple": _curve(
-            (22.8, 5.91, 7.01, 0.0), _bytes((3.41, 1.67), (2.30, 2.16), (3.07, 1.28)), fill=(25.2, 32.0), narrow=0.18
+            (22.8, 5.91, 7.01, 0.0), _bytes((3.41, 1.67), (2.30, 2.16), (3.07, 1.28)), fill=(25.2, 32.0), int8=0.18
         ),
     },
     peer=PeerCurve(
@@ -81,7 +81,7 @@ HOPPER = Generation(
     spread=0.10,
     curves={
         "ring/LL": _curve(
-            (3.86, 1.08, 1.06, 1.56), _bytes((1.02, 8.73), (3.08, 4.79), (0.05, 5.33)), sharpness=1.39, narrow=0.19
+            (3.86, 1.08, 1.06, 1.56), _bytes((1.02, 8.73), (3.08, 4.79), (0.05, 5.33)), sharpness=1.39, int8=0.19
         ),
         "ring/LL128": _curve((15.0, 0.81, 0.66, 0.0), _bytes((2.60, 1.01), (1.44, 1.51), (1.44, 1.60))),
         "ring/Simple": _curve(
@@ -89,7 +89,7 @@ HOPPER = Generation(
             _bytes((2.14, 1.05), (1.74, 1.00), (1.40, 1.25)),
             sharpness=2.71,
             fill=(44.8, 21.6),
-            narrow=0.10,
+            int8=0.10,
         ),
         # One group size (8), so latency and work cannot be split by n: all work is counted on the buffer.
         "nvls/Simple": _curve(
@@ -119,7 +119,7 @@ BLACKWELL = Generation(
     spread=0.10,
     curves={
         "ring/LL": _curve(
-            (7.64, 1.37, 1.36, 1.42), _bytes((1.47, 4.49), (0.10, 4.49), (0.24, 3.98)), sharpness=1.51, narrow=0.09
+            (7.64, 1.37, 1.36, 1.42), _bytes((1.47, 4.49), (0.10, 4.49), (0.24, 3.98)), sharpness=1.51, int8=0.09
         ),
         "ring/LL128": _curve((18.0, 0.8, 0.7, 0.0), _bytes((1.16, 1.07), (0.85, 0.90), (0.49, 1.20))),
         "ring/Simple": _curve(
@@ -127,7 +127,7 @@ BLACKWELL = Generation(
             _bytes((0.97, 0.89), (0.71, 0.75), (0.41, 1.00)),
             sharpness=2.6,
             fill=(21.4, 15.2),
-            narrow=0.15,
+            int8=0.15,
         ),
         # 8 x B200, each call waited for (AWS P6-B200): 25 us of host time taken off before reading these four.
         "nvls/Simple": _curve((40.0, 0.0, 0.0, 0.0), _bytes((0.0, 2.34), (0.0, 2.34), (0.0, 2.34)), fill=(45.0, 8.0)),

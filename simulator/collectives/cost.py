@@ -95,12 +95,12 @@ class CollectiveModel:
         shape: GroupShape,
         *,
         launch: LaunchMode = LaunchMode.QUEUED,
-        narrow: bool = False,
+        int8: bool = False,
         algorithm: str | None = None,
     ) -> Floats:
         """Return seconds for `op` of `nbytes` in a group of `shape`, same shape as `nbytes`. Zero for a group of one.
 
-        `narrow` is a reduction of 1-byte integers, which NVLS cannot do. `algorithm` forces one of ALGORITHMS; where
+        `int8` is a reduction of 1-byte integers, which NVLS cannot do. `algorithm` forces one of ALGORITHMS; where
         it cannot do `op` on this machine the time is infinite.
         """
         size = np.asarray(nbytes, dtype=np.float64)
@@ -108,9 +108,9 @@ class CollectiveModel:
             return np.zeros_like(size)
         flat = np.atleast_1d(size).ravel()
         if self.measured is not None and algorithm is None:
-            device, _ = self._blended(self.measured, op, flat, shape, narrow=narrow)
+            device, _ = self._blended(self.measured, op, flat, shape, int8=int8)
         else:
-            device = self._options(op, flat, shape, narrow=narrow, algorithm=algorithm).time_s
+            device = self._options(op, flat, shape, int8=int8, algorithm=algorithm).time_s
         return np.asarray(self._launched(op, device, launch), dtype=np.float64).reshape(size.shape)
 
     def choose(
@@ -120,11 +120,11 @@ class CollectiveModel:
         shape: GroupShape,
         *,
         launch: LaunchMode = LaunchMode.QUEUED,
-        narrow: bool = False,
+        int8: bool = False,
         algorithm: str | None = None,
     ) -> CollectiveCost:
         """Return how `op` of `nbytes` runs and what it costs. Raises Infeasible if `algorithm` cannot do it here."""
-        return self.choose_many(op, [nbytes], shape, launch=launch, narrow=narrow, algorithm=algorithm)[0]
+        return self.choose_many(op, [nbytes], shape, launch=launch, int8=int8, algorithm=algorithm)[0]
 
     def choose_many(
         self,
@@ -133,7 +133,7 @@ class CollectiveModel:
         shape: GroupShape,
         *,
         launch: LaunchMode = LaunchMode.QUEUED,
-        narrow: bool = False,
+        int8: bool = False,
         algorithm: str | None = None,
     ) -> tuple[CollectiveCost, ...]:
         """Return `choose` for every size."""
@@ -143,7 +143,7 @@ class CollectiveModel:
             return tuple(
                 CollectiveCost(algorithm="none", protocol="none", channels=0, sms=0, time_s=nothing) for _ in sizes
             )
-        options = self._options(op, sizes, shape, narrow=narrow, algorithm=algorithm)
+        options = self._options(op, sizes, shape, int8=int8, algorithm=algorithm)
         device = options.time_s
         if not np.all(np.isfinite(device)):
             raise Infeasible(
@@ -156,7 +156,7 @@ class CollectiveModel:
         spreads = np.full_like(device, spread)
         sources = [source] * len(sizes)
         if self.measured is not None and algorithm is None:
-            device, known = self._blended(self.measured, op, sizes, shape, narrow=narrow)
+            device, known = self._blended(self.measured, op, sizes, shape, int8=int8)
             spreads = np.where(known, SPREAD_MEASURED, spreads)
             sources = [Source.MEASURED if k else source for k in known]
         total = self._launched(op, device, launch)
@@ -176,19 +176,19 @@ class CollectiveModel:
         return launched(device_s, launch, issue_s=issue_s)
 
     def _blended(
-        self, measured: MeasuredCollectives, op: str, sizes: Floats, shape: GroupShape, *, narrow: bool
+        self, measured: MeasuredCollectives, op: str, sizes: Floats, shape: GroupShape, *, int8: bool
     ) -> tuple[Floats, NDArray[np.bool_]]:
         def model(name: str, at: Floats, group: GroupShape) -> Floats:
-            return self._options(name, at, group, narrow=narrow, algorithm=None).time_s
+            return self._options(name, at, group, int8=int8, algorithm=None).time_s
 
         return measured.blend(op, sizes, shape, model, self._ratios)
 
-    def _options(self, op: str, sizes: Floats, shape: GroupShape, *, narrow: bool, algorithm: str | None) -> _Options:
+    def _options(self, op: str, sizes: Floats, shape: GroupShape, *, int8: bool, algorithm: str | None) -> _Options:
         if op not in OPS:
             raise BadInput(f"unknown collective {op!r}", remedy=f"use one of {', '.join(OPS)}")
         if algorithm is not None and algorithm not in ALGORITHMS:
             raise BadInput(f"unknown algorithm {algorithm!r}", remedy=f"use one of {', '.join(ALGORITHMS)}")
-        return _evaluate(self.communicator(shape), op, sizes, narrow=narrow, algorithm=algorithm)
+        return _evaluate(self.communicator(shape), op, sizes, int8=int8, algorithm=algorithm)
 
 
 def interval_width(comm: Communicator, *, custom: bool = False) -> tuple[float, Source]:
@@ -204,7 +204,7 @@ def interval_width(comm: Communicator, *, custom: bool = False) -> tuple[float, 
     return comm.generation.spread, Source.FITTED
 
 
-def _evaluate(comm: Communicator, op: str, sizes: Floats, *, narrow: bool, algorithm: str | None) -> _Options:
+def _evaluate(comm: Communicator, op: str, sizes: Floats, *, int8: bool, algorithm: str | None) -> _Options:
     """Cost `op` at every size: by NCCL's choice on one NVLink node, else by the fastest candidate."""
     if algorithm in CUSTOM_ALGORITHMS:
         return _fastest({(algorithm, "Simple"): custom_s(comm, op, algorithm, sizes)})
@@ -217,10 +217,10 @@ def _evaluate(comm: Communicator, op: str, sizes: Floats, *, narrow: bool, algor
         if algorithm is None and op == "all_reduce" and ("ring", "Simple") in candidates and len(candidates) > 1:
             return _tree_or_ring(comm, candidates, sizes)
     elif comm.fabric is Fabric.NVLINK and algorithm is None:
-        return _as_nccl_chooses(comm, op, sizes, narrow=narrow)
+        return _as_nccl_chooses(comm, op, sizes, int8=int8)
     else:
         pairs = [("ring", p) for p in nccl_model.PROTOCOLS] + [("tree", "LL"), ("nvls", "Simple")]
-        candidates = {(a, p): single_node_s(comm, op, a, p, sizes, narrow=narrow) for a, p in pairs}
+        candidates = {(a, p): single_node_s(comm, op, a, p, sizes, int8=int8) for a, p in pairs}
     if algorithm is not None:
         candidates = {name: times for name, times in candidates.items() if name[0] == algorithm}
         candidates = candidates or {(algorithm, "Simple"): np.full_like(sizes, np.inf)}
@@ -232,18 +232,18 @@ def _fastest(candidates: dict[tuple[str, str], Floats]) -> _Options:
     return _Options(tuple(candidates), np.asarray(table.min(axis=0)), np.argmin(table, axis=0))
 
 
-def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, narrow: bool) -> _Options:
+def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, int8: bool) -> _Options:
     """Cost what NCCL's formulas pick. A pair our curves do not cover is costed as the ring in Simple."""
-    starts, chosen, lines = nccl_model.switches(comm.nccl, op, allow_nvls=not narrow)
+    starts, chosen, lines = nccl_model.switches(comm.nccl, op, allow_nvls=not int8)
     names = tuple((line.algorithm, line.protocol) for line in lines)
     pick = chosen[np.searchsorted(starts, sizes, side="right") - 1]
     times = np.empty_like(sizes)
     for row in set(pick.tolist()):
         here = pick == row
         algorithm, protocol = names[row]
-        found = single_node_s(comm, op, algorithm, protocol, sizes[here], narrow=narrow)
+        found = single_node_s(comm, op, algorithm, protocol, sizes[here], int8=int8)
         if not np.all(np.isfinite(found)):
-            found = single_node_s(comm, op, "ring", "Simple", sizes[here], narrow=narrow)
+            found = single_node_s(comm, op, "ring", "Simple", sizes[here], int8=int8)
         times[here] = found
     return _Options(names, times, pick)
 

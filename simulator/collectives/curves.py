@@ -58,7 +58,7 @@ class Curve:
     sharpness: float = 1.0
     fill_s: float = 0.0
     fill_bytes: float = 1.0
-    narrow_factor: float = 0.0  # extra share of the copy cost when a reduction works on 1-byte integers
+    int8_factor: float = 0.0  # extra share of the copy cost when a reduction works on 1-byte integers
 
 
 def curve_time_s(
@@ -70,12 +70,12 @@ def curve_time_s(
     steps: float,
     share: float,
     link_bytes_per_s: float = float("inf"),
-    narrow: bool = False,
+    int8: bool = False,
     fill_scale: float = 1.0,
 ) -> Floats:
     """Return seconds for buffers of `size` bytes (float array) when each rank sends `share` of the buffer."""
     cost = curve.bytes[op]
-    buffer = cost.buffer_s * (1 + curve.narrow_factor if narrow and op != "all_gather" else 1)
+    buffer = cost.buffer_s * (1 + curve.int8_factor if int8 and op != "all_gather" else 1)
     step = curve.reduce_step_s if op == "all_reduce" else curve.step_s
     latency = curve.base_s + step * steps + curve.second_s * size / (size + SECOND_CTA_BYTES * ranks)
     work = size * max(cost.sent_s * share + buffer, share / (LINK_CEILING * link_bytes_per_s))

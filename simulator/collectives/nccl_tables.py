@@ -236,7 +236,7 @@ class _Table:
     nodes: int
     interconnect: str
     op: str
-    narrow: bool
+    int8: bool
     launch: LaunchMode
     algorithm: str | None
     sizes: tuple[int, ...]
@@ -270,7 +270,7 @@ class _Table:
             nodes=nodes,
             interconnect=str(table.get("interconnect") or ""),
             op=op,
-            narrow=str(table.get("dtype") or "") in {"int8", "uint8"} and op in {"all_reduce", "reduce_scatter"},
+            int8=str(table.get("dtype") or "") in {"int8", "uint8"} and op in {"all_reduce", "reduce_scatter"},
             launch=LaunchMode.ISOLATED if "all_reduce_bench" in tool else LaunchMode.QUEUED,
             algorithm="one_shot" if "msccl" in tool else "ring" if "ring forced" in tool else None,
             sizes=tuple(int(row["bytes"]) for row in rows),
@@ -318,7 +318,7 @@ def _predict(
     if cost_model == "nccl":
         seconds, names = _by_nccl(known, table, shape)
     else:
-        seconds, names = _by_us(known, table, shape, given)
+        seconds, names = _by_cost_model(known, table, shape, given)
     factor = steps_and_share(table.op, table.gpus)[1] if table.op not in {"send_recv", "broadcast"} else 1.0
     rows = []
     for size, time, name, measured, skip in zip(table.sizes, seconds, names, table.times_s, given, strict=True):
@@ -341,7 +341,7 @@ def _predict(
     return rows
 
 
-def _by_us(
+def _by_cost_model(
     model: CollectiveModel, table: _Table, shape: GroupShape, given: list[bool]
 ) -> tuple[list[Seconds], list[str]]:
     if any(given):
@@ -366,7 +366,7 @@ def _by_us(
             np.array([table.sizes[i] for i in indices], dtype=np.float64),
             shape,
             launch=table.launch,
-            narrow=table.narrow,
+            int8=table.int8,
             algorithm=algorithm,
         )
         for index, cost in zip(indices, costs, strict=True):
@@ -386,7 +386,7 @@ def _by_nccl(model: CollectiveModel, table: _Table, shape: GroupShape) -> tuple[
     if not comm.compute_capability:
         raise _SkipTableError("NCCL does not run on this GPU")
     machine = replace(comm.nccl, ll128_blackwell=nccl_model.LL128_BLACKWELL)
-    times, pick, lines = nccl_model.choose(machine, table.op, list(table.sizes), allow_nvls=not table.narrow)
+    times, pick, lines = nccl_model.choose(machine, table.op, list(table.sizes), allow_nvls=not table.int8)
     if not lines:
         raise _SkipTableError(f"NCCL's formulas do not cover {table.op}")
     total = launched(times, table.launch)

@@ -88,11 +88,11 @@ def curve_of(comm: Communicator, algorithm: str, protocol: str) -> Curve | None:
 
 
 def single_node_s(
-    comm: Communicator, op: str, algorithm: str, protocol: str, size: Floats, *, narrow: bool = False
+    comm: Communicator, op: str, algorithm: str, protocol: str, size: Floats, *, int8: bool = False
 ) -> Floats:
     """Return seconds inside one node; infinite where the pair does not exist on this machine."""
     curve = curve_of(comm, algorithm, protocol)
-    if curve is None or (algorithm == "nvls" and (not comm.nvls or narrow)):
+    if curve is None or (algorithm == "nvls" and (not comm.nvls or int8)):
         return np.full_like(size, np.inf)
     steps, share = steps_and_share(op, comm.ranks)
     fill_scale = 1.0
@@ -108,7 +108,7 @@ def single_node_s(
         steps=steps,
         share=share,
         link_bytes_per_s=comm.link_bytes_per_s,
-        narrow=narrow,
+        int8=int8,
         fill_scale=fill_scale,
     )
 

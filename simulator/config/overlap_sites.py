@@ -27,7 +27,7 @@ from topology.errors import BadPlan
 # What each does: simulator.overlap.modes, and for async simulator.overlap.torch_async.
 MODES = ("none", "chunked", "ring", "copy_engine", "fused", "async")
 # What `executor.overlap` calls those that have no implementation of ours: NCCL and then the product, and torch's own.
-BORROWED = {"none": "nccl", "async": "torch_symm_mem"}
+EXECUTOR_NAMES = {"none": "nccl", "async": "torch_symm_mem"}
 SITES = ("attention_in", "attention_out", "mlp_in", "mlp_out")
 NONE = "none"
 
@@ -52,9 +52,9 @@ def modes_by_site(tp_overlap: str) -> tuple[str, ...]:
     return tuple(found.get(site, NONE) for site in SITES)
 
 
-def executed(mode: str) -> str:
+def executor_name(mode: str) -> str:
     """Return the name under which `executor.overlap` has a mode of a plan."""
-    return BORROWED.get(mode, mode)
+    return EXECUTOR_NAMES.get(mode, mode)
 
 
 def canonical(tp_overlap: str) -> str:
@@ -87,7 +87,7 @@ def modes_in(tp_overlap: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(mode for mode in modes_by_site(tp_overlap) if mode != NONE))
 
 
-def spoken(tp_overlap: str) -> str:
+def tp_overlap_label(tp_overlap: str) -> str:
     """Return the text for people: a word, or `fused (attention_in, mlp_in) chunked (mlp_out)`. Raises BadPlan."""
     each = modes_by_site(tp_overlap)
     if len(set(each)) == 1:
@@ -96,7 +96,7 @@ def spoken(tp_overlap: str) -> str:
     return " ".join(f"{mode} ({', '.join(sites)})" for mode, sites in where.items() if mode != NONE)
 
 
-def brief(tp_overlap: str) -> str:
+def tp_overlap_slug(tp_overlap: str) -> str:
     """Return the text for names: a word, or the four modes as in `fused-none-fused-chunked`. Raises BadPlan."""
     each = modes_by_site(tp_overlap)
     return each[0] if len(set(each)) == 1 else "-".join(each)

@@ -7,7 +7,7 @@ fair (`simulator.engine.fair_share`), and an activity advances at the speed of i
 between two events; whenever something starts or ends, the work left of those affected is re-timed.
 
 Not modelled: wave quantisation of a kernel on fewer SMs, L2 interference, and clocks that fall when both are busy; for a
-product and the tensor-parallel shards beside it, `async_overlap.BESIDE` and the rates of `overlap_modes` stand for them.
+product and the tensor-parallel shards beside it, `async_overlap.PRODUCT_SLOWDOWN` and the rates of `overlap_modes` stand for them.
 """
 
 from __future__ import annotations

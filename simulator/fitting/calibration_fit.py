@@ -18,7 +18,7 @@ from simulator.fitting.kernel_fit import burst_over_sustained, measured_operator
 from simulator.fitting.overlap_fit import fit_rates, mean_error
 from simulator.fitting.overlap_samples import rates_as_numbers, site_rates, timed_modes
 from simulator.fitting.runtime_fit import fit_runtimes
-from simulator.fitting.step_samples import Alone
+from simulator.fitting.step_samples import StandaloneTimes
 from simulator.kernels.roofline import Roofline
 from simulator.overlap.modes import EXECUTED
 from simulator.overlap.site_costs import SiteRates
@@ -90,12 +90,12 @@ def _collectives(profile: Profile) -> MeasuredCollectives | None:
     return measured if measured.samples else None
 
 
-def alone_of(profile: Profile, kind: GpuKind) -> Alone | None:
+def standalone_times(profile: Profile, kind: GpuKind) -> StandaloneTimes | None:
     """Return what a profile knows of operators that run alone on GPUs of `kind`; None where it knows nothing."""
     if not profile.calibrated or not same_gpu(profile, kind):
         return None
     operators = measured_operators(current_samples(profile).operators, kind)
-    return Alone(exact=operators.exact, matmuls=operators.matmuls, attention=operators.attention)
+    return StandaloneTimes(exact=operators.exact, matmuls=operators.matmuls, attention=operators.attention)
 
 
 # --- overlap modes --------------------------------------------------------------------------------------------------

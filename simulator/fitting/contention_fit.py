@@ -64,8 +64,8 @@ def left_out_errors(samples: Sequence[ContentionSample]) -> tuple[float, float] 
         slowdown = float(np.exp(np.mean([np.log(s.compute_beside_s / s.compute_alone_s) for s in alike])))
         kernels.append(abs(slowdown * pair.compute_alone_s / pair.compute_beside_s - 1))
         share, wait = model
-        told = share * pair.collective_alone_s + wait * pair.compute_alone_s
-        collectives.append(abs(told / pair.collective_beside_s - 1))
+        predicted_s = share * pair.collective_alone_s + wait * pair.compute_alone_s
+        collectives.append(abs(predicted_s / pair.collective_beside_s - 1))
     return (float(np.mean(kernels)), float(np.mean(collectives))) if kernels else None
 
 

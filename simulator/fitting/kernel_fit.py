@@ -16,7 +16,7 @@ from simulator.calibration.operator_curves import MatmulCurve, MoveCurve
 from simulator.closed_form.data_parallel import ADAM_BYTES, CLIP_BYTES
 from simulator.config.runtime import DTYPE_BYTES
 from simulator.fitting.operator_fit import by_key, fit_attention, fit_matmul, fit_move
-from simulator.fitting.step_samples import Alone, exact_key, learned
+from simulator.fitting.step_samples import StandaloneTimes, exact_key, standalone_from_steps
 from simulator.kernels.operators import FIXED_DTYPE_BYTES, OperatorSpec, Work, backward_work, forward_work
 from simulator.kernels.roofline import Roofline, efficiency
 from simulator.runtimes.library import RuntimeSpec, runtime_names, runtime_spec
@@ -49,7 +49,7 @@ def measured_operators(every: Sequence[OperatorSample], kind: GpuKind) -> Measur
     attention = {key: found for key, group in widths.items() if (found := fit_attention(group)) is not None}
     counter = _Counter(kind)
     exact = {exact_key(s): s.seconds for s in samples if s.kind in {"matmul", "attention"}}
-    seen = learned(every, Alone(exact=exact, matmuls=matmuls, attention=attention))
+    seen = standalone_from_steps(every, StandaloneTimes(exact=exact, matmuls=matmuls, attention=attention))
     return MeasuredOperators(
         exact={**seen, **exact},
         matmuls=matmuls,

@@ -45,11 +45,15 @@ def timed_modes(
 def site_rates(
     samples: Sequence[OverlapSample], rates: Mapping[str, float], roofline: Roofline, collectives: CollectiveModel
 ) -> SiteRates:
-    """Return the rates of a profile, fitted now where it holds samples alone, and what its shapes took on the device."""
+    """Return the rates of a profile and what its shapes took on the device.
+
+    Rates are fitted to the samples where the profile states none, or states some that this version does not know.
+    """
     if not samples:
         return SiteRates()
+    stated = rates and all(name in RATES or name.startswith(ISSUE) for name in rates)
     fitted = (
-        rates_of(rates) if rates else fit_rates([timed for _, timed in timed_modes(samples, roofline, collectives)])
+        rates_of(rates) if stated else fit_rates([timed for _, timed in timed_modes(samples, roofline, collectives)])
     )
     measured: dict[Shape, float] = {}
     for sample in samples:
@@ -70,7 +74,7 @@ def shape_of(sample: OverlapSample, mode: str) -> Shape:
 
 
 def rates_of(numbers: Mapping[str, float]) -> OverlapRates:
-    """Return the rates that a profile keeps as plain numbers; what this version does not know is left out."""
+    """Return the rates that a profile states as plain numbers; those it does not state are the defaults."""
     issue = {name.removeprefix(ISSUE): value for name, value in numbers.items() if name.startswith(ISSUE)}
     return OverlapRates(**{name: numbers[name] for name in RATES if name in numbers}, issue=issue)
 

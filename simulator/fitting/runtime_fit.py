@@ -43,7 +43,7 @@ FACTORS = (0.5, 2.0)  # of kernel times inside a step over those alone; beyond, 
 KERNELS = ("compute", "recompute")  # parts of a step that the factors stretch
 STEP_RANGE_S = (0.0, 10e-3)
 # Costs of the host that a fit starts from: none, so that what is predicted is the device alone.
-SILENT = {
+NO_HOST_COST = {
     "launch_s": 0.0,
     "backward_launch_s": 0.0,
     "dtensor_launch_s": 0.0,
@@ -53,7 +53,7 @@ SILENT = {
     "checkpoint_s": 0.0,
     "step_s": 0.0,
 }
-COUNTING = SILENT | {"launch_s": 1.0, "backward_launch_s": 1.0, "dtensor_launch_s": 1.0}
+ONE_PER_LAUNCH = NO_HOST_COST | {"launch_s": 1.0, "backward_launch_s": 1.0, "dtensor_launch_s": 1.0}
 # What a kind of parallelism adds to a layer's host time, as fields of HostSpec.
 PARALLEL = (("fsdp", "fsdp_layer_s"), ("ddp", "ddp_layer_s"), ("tp", "tp_layer_s"), ("cp", "cp_layer_s"))
 # How much of that is waiting: in runs of one and two layers no host gets ahead, ranks meet in every collective, and each
@@ -61,7 +61,7 @@ PARALLEL = (("fsdp", "fsdp_layer_s"), ("ddp", "ddp_layer_s"), ("tp", "tp_layer_s
 # their hosts, 0.23 to 0.63, 0.53 in the middle (examples/profiles/hosts.md).
 WAITING_SHARE = 0.5
 UNSHARDED = ("plain", "ddp")  # kinds whose layers launch their operators and little else, best first
-FEWEST = 3  # wide runs below which nothing is said of the device
+FEWEST = 3  # device-bound runs below which nothing is said of the device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,14 +135,14 @@ def run_of(sample: LayerSample) -> Run | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Device:
-    """Seconds of a wide run: kernels of layers and others at full clocks, packing, and what no factor changes."""
+    """Seconds of a device-bound run: kernels of layers and others at full clocks, packing, and what no factor changes."""
 
     measured_s: float
     layers_s: float
     others_s: float
     copies_s: float
     rest_s: float
-    loaded_s: float
+    loading_s: float
     at_clock: float  # kernel time at the run's mean clock over that at full load; 1 where that is not known
 
     @property
@@ -157,24 +157,24 @@ class _Device:
         """
         layers, others, step_s = answer
         busy = layers * self.layers_s + others * (self.others_s + self.copies_s) + self.rest_s
-        slower = min(clocks(busy / (busy + step_s + self.loaded_s)), self.at_clock)
+        slower = min(clocks(busy / (busy + step_s + self.loading_s)), self.at_clock)
         return np.array([slower * self.layers_s, slower * self.others_s + self.copies_s, 1.0])
 
 
-def _solved(matrix: Floats, left: Floats, *, layers_apart: bool) -> Floats:
+def _solve_factors(matrix: Floats, left: Floats, *, layers_apart: bool) -> Floats:
     """Return (factor of layers, factor of others, step's own seconds), least squares with the last within its range.
 
     One factor stands for both where no pair tells them apart, or where heads are so small that noise decides theirs.
     """
     if layers_apart:
-        found = _solved_for(matrix, left)
+        found = _least_squares(matrix, left)
         if FACTORS[0] <= found[:2].min() and found[:2].max() <= FACTORS[1]:
             return found
-    factor, step_s = _solved_for(np.stack([matrix[:, 0] + matrix[:, 1], matrix[:, 2]], axis=1), left)
+    factor, step_s = _least_squares(np.stack([matrix[:, 0] + matrix[:, 1], matrix[:, 2]], axis=1), left)
     return np.array([factor, factor, step_s])
 
 
-def _solved_for(matrix: Floats, left: Floats) -> Floats:
+def _least_squares(matrix: Floats, left: Floats) -> Floats:
     low, high = np.full(matrix.shape[1], -np.inf), np.full(matrix.shape[1], np.inf)
     low[-1], high[-1] = STEP_RANGE_S
     return np.asarray(scipy.optimize.lsq_linear(matrix, left, bounds=(low, high)).x)
@@ -189,16 +189,16 @@ class _Fit:
 
     def costs(self) -> RuntimeCosts:
         # At full clocks, and with a host that costs nothing: what is left is the device.
-        silent = {id(run): self._estimate(run, SILENT).breakdown_s for run in self.runs}
-        narrow, wide = [], []
+        silent = {id(run): self._estimate(run, NO_HOST_COST).breakdown_s for run in self.runs}
+        host_bound, device_bound = [], []
         for run in self.runs:
             share = sum(float(part[0]) for name, part in silent[id(run)].items() if name != "host") / run.seconds
             if share < HOST_BOUND:
-                narrow.append(run)
+                host_bound.append(run)
             elif share > DEVICE_BOUND:
-                wide.append(run)
-        host = self._data() | self._host(narrow)
-        return self._busy(wide, [silent[id(run)] for run in wide], host)
+                device_bound.append(run)
+        host = self._data() | self._host(host_bound)
+        return self._device_costs(device_bound, [silent[id(run)] for run in device_bound], host)
 
     # --- the host -----------------------------------------------------------------------------------------------
 
@@ -211,18 +211,18 @@ class _Fit:
         ]
         return {"data_token_s": float(np.median(rates))} if rates else {}
 
-    def _host(self, narrow: list[Run]) -> dict[str, float]:
-        """Return the fields of HostSpec that second layers show; empty without a narrow pair that shards nothing.
+    def _host(self, host_bound: list[Run]) -> dict[str, float]:
+        """Return the fields of HostSpec that second layers show; empty without a host-bound pair that shards nothing.
 
-        A second layer takes as long as the slower of host and device: the least over runs of one kind, wide ones
+        A second layer takes as long as the slower of host and device: the least over runs of one kind, device-bound ones
         included, is the host's, and noise can only lengthen it.
         """
         each: dict[str, float] = {}
         example: dict[str, Run] = {}
         rest: list[float] = []
-        least = {id(run) for run in narrow}
+        least = {id(run) for run in host_bound}
         for one, two in _pairs(self.runs):
-            kind = feature(one)
+            kind = parallelism_of(one)
             took = max(two.seconds - one.seconds, 0.0)
             each[kind] = min(each.get(kind, took), took)
             if id(one) in least:
@@ -262,26 +262,28 @@ class _Fit:
     def _launches(self, run: Run) -> float:
         """Return how many operators the host issues for one layer of a run, forward and backward."""
         one, two = (
-            self._estimate(replace(run, model=replace(run.model, layers=layers)), COUNTING).breakdown_s["host"][0]
+            self._estimate(replace(run, model=replace(run.model, layers=layers)), ONE_PER_LAUNCH).breakdown_s["host"][0]
             for layers in (1, 2)
         )
         return float(two - one)
 
     # --- the device ---------------------------------------------------------------------------------------------
 
-    def _busy(self, wide: list[Run], parts: list[dict[str, Floats]], host: dict[str, float]) -> RuntimeCosts:
-        """Return how much longer kernels take inside a step, and the step's own host work, from wide layers.
+    def _device_costs(
+        self, device_bound: list[Run], parts: list[dict[str, Floats]], host: dict[str, float]
+    ) -> RuntimeCosts:
+        """Return how much longer kernels take inside a step, and the step's own host work, from device-bound runs.
 
         A pair of one layer and two is two equations: what the second layer added, which is a layer's kernels alone, and
         the run of one, which has embedding, head and loss as well; a run without its pair is one. All are solved for
         together, least squares of relative errors: one factor for kernels, one for those of layers over it, and the
-        step's own. Clocks depend on how much of a step is idle, and so on the answer: a few rounds settle it.
+        step's own. Clocks depend on how much of a step is idle, and so on the answer: a few rounds converge.
         """
-        if len(wide) < FEWEST:
+        if len(device_bound) < FEWEST:
             return RuntimeCosts(host=host, runs=len(self.runs))
-        device = [self._device(run, part, host) for run, part in zip(wide, parts, strict=True)]
-        place = {id(run): index for index, run in enumerate(wide)}
-        pairs = [(place[id(a)], place[id(b)]) for a, b in _pairs(wide)]
+        device = [self._device(run, part, host) for run, part in zip(device_bound, parts, strict=True)]
+        place = {id(run): index for index, run in enumerate(device_bound)}
+        pairs = [(place[id(a)], place[id(b)]) for a, b in _pairs(device_bound)]
         answer = np.array([1.0, 1.0, 1e-3])
         for _ in range(ROUNDS):
             rows = np.array([one.row(answer, self._clocks) for one in device])
@@ -290,7 +292,9 @@ class _Fit:
             for one, two in pairs:
                 rows[two], left[two], scale[two] = rows[two] - rows[one], left[two] - left[one], scale[two] - scale[one]
             usable = scale > 0
-            answer = _solved(rows[usable] / scale[usable, None], left[usable] / scale[usable], layers_apart=bool(pairs))
+            answer = _solve_factors(
+                rows[usable] / scale[usable, None], left[usable] / scale[usable], layers_apart=bool(pairs)
+            )
         predicted = [one.row(answer, self._clocks) @ answer for one in device]
         missed = [np.log((p + d.rest_s) / d.measured_s) for p, d in zip(predicted, device, strict=True)]
         layers, others, step_s = (float(value) for value in answer)
@@ -298,8 +302,8 @@ class _Fit:
         if "rest_s" in found:
             found["rest_s"] = max(found["rest_s"] - step_s, 0.0)
         return RuntimeCosts(
-            busy=others,
-            layer_busy=layers / others,
+            kernel_factor=others,
+            layer_factor=layers / others,
             host=found,
             spread=float(np.median(np.abs(missed))),
             runs=len(self.runs),
@@ -308,7 +312,7 @@ class _Fit:
     def _device(self, run: Run, part: dict[str, Floats], host: dict[str, float]) -> _Device:
         """Return the device's part of a run, that of layers apart from the others'."""
         deeper = replace(run, model=replace(run.model, layers=run.model.layers + 1))
-        more = self._estimate(deeper, SILENT).breakdown_s
+        more = self._estimate(deeper, NO_HOST_COST).breakdown_s
         arithmetic = sum(float(part[name][0]) for name in KERNELS)
         layer = sum(float(more[name][0]) - float(part[name][0]) for name in KERNELS)
         inside = min(run.model.layers * layer, arithmetic)
@@ -320,7 +324,7 @@ class _Fit:
             others_s=arithmetic - inside,
             copies_s=float(part["copies"][0]),
             rest_s=sum(float(seconds[0]) for name, seconds in part.items() if name not in counted),
-            loaded_s=_loaded_s(run, host),
+            loading_s=_loading_s(run, host),
             at_clock=max(self.calibration.burst, self.calibration.burst * self.boost_hz / clock_hz)
             if clock_hz
             else 1.0,
@@ -342,8 +346,8 @@ class _Fit:
         return estimate_plans(scenario, [run.plan])
 
 
-def feature(run: Run) -> str:
-    """Return what makes a narrow run's layer more than a plain one."""
+def parallelism_of(run: Run) -> str:
+    """Return what a run's layer does besides launching its operators: its parallelism and recomputation."""
     plan = run.plan
     if plan.tp > 1:
         kind = "tp"
@@ -364,6 +368,6 @@ def _pairs(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
     return [(found[1], found[2]) for found in by_pair.values() if len(found) == 2]
 
 
-def _loaded_s(run: Run, host: dict[str, float]) -> float:
+def _loading_s(run: Run, host: dict[str, float]) -> float:
     tokens = run.workload.seq_len * run.workload.global_batch_size / run.plan.data_parallel
     return host.get("data_token_s", 0.0) * tokens

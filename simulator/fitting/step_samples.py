@@ -24,7 +24,7 @@ Exact = Mapping[tuple[Any, ...], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alone:
+class StandaloneTimes:
     """What a calibration knows of single operators: measured ones by key, curves by type."""
 
     exact: Exact
@@ -77,13 +77,13 @@ def usable(samples: Iterable[OperatorSample]) -> list[OperatorSample]:
     ]
 
 
-def pace(samples: Iterable[OperatorSample], alone: Alone) -> float | None:
+def pace(samples: Iterable[OperatorSample], alone: StandaloneTimes) -> float | None:
     """Return the time in the step over the time alone; None where too few shapes are known both ways."""
     ratios = [s.seconds / known for s in samples if (known := alone.exact.get(exact_key(s))) is not None]
     return median(ratios) if len(ratios) >= FEWEST else None
 
 
-def learned(samples: Iterable[OperatorSample], alone: Alone) -> dict[tuple[Any, ...], float]:
+def standalone_from_steps(samples: Iterable[OperatorSample], alone: StandaloneTimes) -> dict[tuple[Any, ...], float]:
     """Return what operators take alone, for those that were only seen inside steps."""
     seen = usable(samples)
     by = pace(seen, alone)

@@ -71,8 +71,8 @@ def active_rows(operator: OperatorSpec, table: PlanTable) -> Floats:
     """Return 1 where the operator runs under the plan, else 0."""
     active = np.ones(len(table))
     for condition in operator.when:
-        holds = table.conditions[condition.removeprefix("!")]
-        active = active * (~holds if condition.startswith("!") else holds)
+        met = table.conditions[condition.removeprefix("!")]
+        active = active * (~met if condition.startswith("!") else met)
     return active
 
 

@@ -27,7 +27,7 @@ class AttentionEfficiency:
     forward: float
     backward: float
     ramp_s: float
-    narrow: float
+    head_dim_64: float
     rows: float
 
 
@@ -39,7 +39,7 @@ class Efficiency:
     reference_w: float
     reference_flops: float
     burst: float
-    holds: float
+    sustained: float
     power_exponent: float
     ramp_k: float
     hbm: float
@@ -75,7 +75,7 @@ GROUPED_TILE = 256.0
 MEASURED, FITTED, DATASHEET = 0.0, 1.0, 2.0
 
 
-def matmul_use(
+def matmul_utilization(
     tiles: Sequence[tuple[float, float, float]],
     m: Floats | float,
     n: Floats | float,
@@ -114,10 +114,10 @@ def efficiency(architecture: str) -> Efficiency:
     relative = {"volta": "ampere", "pascal": "ampere", "rubin": "blackwell"}
     name = architecture.lower()
     name = name if name in tables else relative.get(name, "ampere")
-    return convert({**tables[name], "holds": known["holds"]}, Efficiency, where=f"efficiency.toml [{name}]")
+    return convert({**tables[name], "sustained": known["sustained"]}, Efficiency, where=f"efficiency.toml [{name}]")
 
 
-def half_tiles(work: Work) -> Floats | float:
+def grouped_tile_factor(work: Work) -> Floats | float:
     """Return what products of experts in one kernel take over as many products of one size; 1 for all other work."""
     if not np.any(work.grouped_rows):
         return 1.0
@@ -153,8 +153,8 @@ class Roofline:
     windowed: float = 0.0  # share of attention's arithmetic that is theirs
     measured: MeasuredKernels | None = None
     runtime: str = ""  # first name of the description whose operators are costed
-    busy: float = 1.0  # how much longer kernels take inside a step, as runs of single layers say
-    layer_busy: float = 1.0  # and those of layers over the others: second layers say so apart from heads and losses
+    kernel_factor: float = 1.0  # how much longer kernels take inside a step, as runs of single layers say
+    layer_factor: float = 1.0  # and those of layers over the others: second layers say so apart from heads and losses
 
     @property
     def peak_flops(self) -> float:
@@ -168,11 +168,11 @@ class Roofline:
     def sustained_flops(self) -> float:
         """What a large matmul keeps up inside training: what power and heat leave of the peak, see efficiency.toml."""
         known = efficiency(self.gpu.architecture)
-        sustained = self.peak_flops * known.burst * known.holds * self.powered
+        sustained = self.peak_flops * known.burst * known.sustained * self.power_limited
         return float(min(sustained, self.gpu.achieved_flops.get(self.dtype, np.inf)))
 
     @property
-    def powered(self) -> float:
+    def power_limited(self) -> float:
         """Fraction of the reference part's arithmetic rate that this part's power limit lets tensor cores keep up."""
         known = efficiency(self.gpu.architecture)
         bf16 = self.gpu.peak_flops.get("bfloat16", self.peak_flops)
@@ -187,31 +187,37 @@ class Roofline:
     @property
     def in_layers(self) -> Roofline:
         """The roofline of kernels that belong to a layer."""
-        return self if self.layer_busy == 1.0 else replace(self, busy=self.busy * self.layer_busy, layer_busy=1.0)
+        return (
+            self
+            if self.layer_factor == 1.0
+            else replace(self, kernel_factor=self.kernel_factor * self.layer_factor, layer_factor=1.0)
+        )
 
     def seconds(self, work: Work) -> Floats:
         """Return the time of a compute kernel, measured or fitted where it was measured; collectives are not
         ours to time.
         """
-        return self.sourced(work)[0]
+        return self.seconds_and_source(work)[0]
 
-    def sourced(self, work: Work) -> tuple[Floats, Floats]:
+    def seconds_and_source(self, work: Work) -> tuple[Floats, Floats]:
         """Return (seconds, source) of a compute kernel; sources are MEASURED, FITTED, DATASHEET."""
         if self.measured is None:
             datasheet = np.atleast_1d(self._datasheet(work))
-            return datasheet * self._in_windows(work) * half_tiles(work), np.full(datasheet.shape, DATASHEET)
+            return datasheet * self._window_factor(work) * grouped_tile_factor(work), np.full(
+                datasheet.shape, DATASHEET
+            )
         seconds, source = self.measured.seconds(
             work, lambda: np.atleast_1d(self._datasheet(work)), dtype=self.dtype, runtime=self.runtime
         )
         if np.any(work.grouped_rows):
             # What is measured, and what curves go through, are products of one size: grouped ones are not among them.
-            return seconds * self.busy * half_tiles(work), np.full(seconds.shape, DATASHEET)
-        return seconds * self.busy * self._in_windows(work), source
+            return seconds * self.kernel_factor * grouped_tile_factor(work), np.full(seconds.shape, DATASHEET)
+        return seconds * self.kernel_factor * self._window_factor(work), source
 
     def packing_bytes_per_s(self, nbytes: Floats | float) -> Floats:
         """Return the rate at which FSDP packs and unpacks modules of `nbytes`, over the bytes counted for it."""
         factor = self.measured.packing_factor(nbytes) if self.measured is not None else 1.0
-        return np.asarray(self.memory_bytes_per_s / (factor * self.busy))
+        return np.asarray(self.memory_bytes_per_s / (factor * self.kernel_factor))
 
     def update_bytes_per_s(self, param_dtype: str) -> float:
         """Return the rate at which gradients are clipped and parameters of a type updated, over the bytes counted."""
@@ -229,33 +235,35 @@ class Roofline:
 
     def _matmul(self, work: Work) -> Floats:
         known = efficiency(self.gpu.architecture)
-        best = matmul_use(TILES, work.m, work.n, work.k, work.batch, sms=self.gpu.sm_count, ramp_k=known.ramp_k)
+        best = matmul_utilization(TILES, work.m, work.n, work.k, work.batch, sms=self.gpu.sm_count, ramp_k=known.ramp_k)
         best = best * (known.accumulated if work.accumulates else 1.0)
         arithmetic = work.flops / (self.sustained_flops * best)
         return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s
 
-    def _in_windows(self, work: Work) -> Floats | float:
+    def _window_factor(self, work: Work) -> Floats | float:
         """Return what attention takes over all of it by `attention_kernel`, as layers with windows have another."""
         if work.kind is not WorkKind.ATTENTION or not self.windowed or not self.window_kernel:
             return 1.0
-        slower = self._reached(work, self.attention_kernel) / self._reached(work, self.window_kernel)
+        slower = self._attention_fraction(work, self.attention_kernel) / self._attention_fraction(
+            work, self.window_kernel
+        )
         return np.asarray(1.0 + self.windowed * (slower - 1.0))
 
-    def _reached(self, work: Work, kernel: str) -> Floats:
+    def _attention_fraction(self, work: Work, kernel: str) -> Floats:
         """Return the fraction of the peak that a kernel of attention reaches on a full grid."""
         curves = efficiency(self.gpu.architecture).attention
         curve = curves.get(kernel) or curves["flash2"]
         fraction = curve.backward if work.backward else curve.forward
-        narrow = np.where(np.asarray(work.k) < 128, curve.narrow, 1.0)
-        return np.asarray(fraction * narrow * work.n / (work.n + curve.ramp_s))
+        head_factor = np.where(np.asarray(work.k) < 128, curve.head_dim_64, 1.0)
+        return np.asarray(fraction * head_factor * work.n / (work.n + curve.ramp_s))
 
     def _attention(self, work: Work) -> Floats:
         known = efficiency(self.gpu.architecture)
         curve = known.attention.get(self.attention_kernel) or known.attention["flash2"]
-        reached = self._reached(work, self.attention_kernel)
+        reached = self._attention_fraction(work, self.attention_kernel)
         if not work.backward:
             # All tiles by all SMs, then the longest by one: twice the mean, since causal tiles grow to the whole row.
             tail = 2 * curve.rows * self.gpu.sm_count
             reached = reached * np.minimum((1 + tail / FULL_GRID) / (1 + tail / (work.batch * work.m)), 1.0)
-        arithmetic = work.flops / (self.peak_flops * self.powered * reached)
+        arithmetic = work.flops / (self.peak_flops * self.power_limited * reached)
         return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s * work.launches

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from simulator.columns.plan_columns import PlanColumns
 from simulator.config.plan import Plan
 from simulator.legality.frameworks import ExpertGrid
-from simulator.legality.rule import Grade, Level, Rule, RuleFacts, divisors, near, rule
+from simulator.legality.rule import Grade, Level, Rule, RuleFacts, divisors, rule, with_nearest
 
 
 def _expert_ranks(c: PlanColumns | Plan, q: RuleFacts) -> NDArray[np.int64]:
@@ -37,13 +37,13 @@ EXPERT_RULES: list[Rule] = [
     rule(
         "experts-dense",
         lambda c, q: c.ep > 1,
-        lambda p, q: near("ep", [1], f"{q.model.name} has no experts, ep={p.ep}"),
+        lambda p, q: with_nearest("ep", [1], f"{q.model.name} has no experts, ep={p.ep}"),
         applies=lambda q: q.model.moe is None,
     ),
     rule(
         "experts",
         lambda c, q: (q.model.moe.experts if q.model.moe else 1) % c.ep != 0,
-        lambda p, q: near(
+        lambda p, q: with_nearest(
             "ep",
             divisors(q.model.moe.experts if q.model.moe else 1),
             f"{q.model.moe.experts if q.model.moe else 1} experts % ep {p.ep} is not 0",
@@ -53,7 +53,7 @@ EXPERT_RULES: list[Rule] = [
     rule(
         "expert-grid",
         lambda c, q: _expert_ranks(c, q) % c.ep != 0,
-        lambda p, q: near(
+        lambda p, q: with_nearest(
             "ep",
             divisors(int(_expert_ranks(p, q))),
             f"ep {p.ep} must divide {_GRID_WORDS[q.framework.expert_grid]} = {int(_expert_ranks(p, q))}, so that "
@@ -63,7 +63,7 @@ EXPERT_RULES: list[Rule] = [
     rule(
         "expert-grid",
         lambda c, q: (c.ep > 1) & (c.ep % c.tp != 0),
-        lambda p, q: near(
+        lambda p, q: with_nearest(
             "ep",
             [d for d in divisors(q.model.moe.experts if q.model.moe else 1) if d % p.tp == 0],
             f"ep {p.ep} % tp {p.tp} = {p.ep % p.tp}, must be 0: experts are spread over whole tensor-parallel groups",
@@ -173,7 +173,7 @@ DATA_RULES: list[Rule] = [
     rule(
         "global-batch",
         lambda c, q: q.workload.global_batch_size % (c.dp * c.micro_batch_size) != 0,
-        lambda p, q: near(
+        lambda p, q: with_nearest(
             "micro_batch_size",
             divisors(max(1, q.workload.global_batch_size // p.data_parallel))
             if q.workload.global_batch_size % p.data_parallel == 0

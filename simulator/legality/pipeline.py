@@ -10,7 +10,7 @@ import numpy as np
 
 from simulator.columns.plan_columns import PlanColumns
 from simulator.config.plan import Plan
-from simulator.legality.rule import Grade, Level, Mask, Rule, RuleFacts, divisors, near, one_of, rule
+from simulator.legality.rule import Grade, Level, Mask, Rule, RuleFacts, divisors, one_of, rule, with_nearest
 from simulator.pipeline.schedules import SCHEDULES, default_schedule
 from simulator.runtimes.library import runtime_names, runtime_spec
 
@@ -103,7 +103,7 @@ PIPELINE_RULES: list[Rule] = [
     rule(
         "layers",
         lambda c, q: c.stages > q.model.layers,
-        lambda p, q: near(
+        lambda p, q: with_nearest(
             "pp",
             list(range(1, q.model.layers // p.virtual_stages + 1)),
             f"{_stage_text(p)} for {q.model.layers} layers: some would be empty",
@@ -114,7 +114,7 @@ PIPELINE_RULES: list[Rule] = [
     rule(
         "layers",
         _bare_stages,
-        lambda p, q: near(
+        lambda p, q: with_nearest(
             "pp",
             [d for d in range(1, p.pp) if _counted(q) // (d * p.virtual_stages) > 0],
             f"{_stage_text(p)} for {q.model.layers} layers, an embedding and a head: some would hold nothing",
@@ -133,7 +133,7 @@ PIPELINE_RULES: list[Rule] = [
     rule(
         "tied-embeddings",
         lambda c, q: c.pp > 1,
-        lambda p, q: near(
+        lambda p, q: with_nearest(
             "pp",
             [1],
             f"{q.model.name} ties its embedding and its head, which pp {p.pp} puts on different stages: {q.framework.title} "
@@ -150,7 +150,7 @@ PIPELINE_RULES: list[Rule] = [
             & ((q.model.layers + 1) % c.stages != 0)
             & ((q.model.layers + 2) % c.stages != 0)
         ),
-        lambda p, q: near(
+        lambda p, q: with_nearest(
             "pp",
             [d for d in range(1, q.model.layers + 1) if q.model.layers % (d * p.virtual_stages) == 0],
             f"{q.model.layers} layers % ({_stage_text(p)}) = {q.model.layers % (p.pp * p.virtual_stages)}: Megatron-LM "
@@ -183,7 +183,7 @@ PIPELINE_RULES: list[Rule] = [
         lambda c, q: (
             ~c.listed & (c.stages <= q.model.layers) & (q.model.layers % c.stages != 0) & (_counted(q) % c.stages != 0)
         ),
-        lambda p, q: near(
+        lambda p, q: with_nearest(
             "pp",
             [d for d in range(1, q.model.layers + 1) if q.model.layers % (d * p.virtual_stages) == 0],
             f"{q.model.layers} layers % ({_stage_text(p)}) = {q.model.layers % (p.pp * p.virtual_stages)}: the longest "
@@ -219,7 +219,7 @@ PIPELINE_RULES: list[Rule] = [
         lambda c, q: (
             _is(c, _named("every_stage_in_torch")) & (c.micro_batches(q.workload.global_batch_size) < c.stages)
         ),
-        lambda p, q: near(
+        lambda p, q: with_nearest(
             "pp",
             [d for d in divisors(p.pp) if d <= _m(p, q)],
             f"{_m(p, q)} micro batches for {_stage_text(p)}: torch's {_name(p)} needs at least one for each stage",
@@ -243,7 +243,7 @@ PIPELINE_RULES: list[Rule] = [
     rule(
         "interleaved-micro-batches",
         lambda c, q: _multi(c) & (c.virtual_stages > 1) & (c.micro_batches(q.workload.global_batch_size) % c.pp != 0),
-        lambda p, q: near(
+        lambda p, q: with_nearest(
             "pp",
             [d for d in divisors(p.pp) if _m(p, q) % d == 0],
             f"{_m(p, q)} micro batches % pp {p.pp} = {_m(p, q) % p.pp}: the interleaved schedule needs 0",

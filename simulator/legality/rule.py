@@ -112,7 +112,7 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def around(values: list[int], value: int) -> tuple[int, ...]:
+def nearest_values(values: list[int], value: int) -> tuple[int, ...]:
     """Return the largest of `values` below `value` and the smallest above it."""
     below = [v for v in values if v < value]
     above = [v for v in values if v > value]
@@ -143,14 +143,14 @@ def rule(
         if isinstance(said, str):
             return said, "", ()
         text, field, values = said
-        nearest = around([v for v in values if fills(field, v, asked)], int(getattr(plan, field)))
+        nearest = nearest_values([v for v in values if fills(field, v, asked)], int(getattr(plan, field)))
         hint = f"; nearest legal {field}: {' or '.join(map(str, nearest))}" if nearest else ""
         return text + hint, field, nearest
 
     return Rule(name=name, grade=grade, level=level, policy=policy, broken=broken, say=full, applies=applies)
 
 
-def near(field: str, values: Sequence[int], text: str) -> tuple[str, str, tuple[int, ...]]:
+def with_nearest(field: str, values: Sequence[int], text: str) -> tuple[str, str, tuple[int, ...]]:
     """Return what a rule says, with the values of a field that it would accept: the nearest of them are offered."""
     return text, field, tuple(values)
 

@@ -13,7 +13,7 @@ from simulator.columns.plan_columns import PlanColumns
 from simulator.config.model import Model
 from simulator.legality.frameworks import KvHeads
 from simulator.legality.networks import features
-from simulator.legality.rule import Grade, Mask, Rule, RuleFacts, divisors, near, rule
+from simulator.legality.rule import Grade, Mask, Rule, RuleFacts, divisors, rule, with_nearest
 
 
 def _axis_rules() -> Iterator[Rule]:
@@ -21,7 +21,7 @@ def _axis_rules() -> Iterator[Rule]:
         yield rule(
             f"{axis}-supported",
             lambda c, q, axis=axis: np.asarray(getattr(c, axis) > 1),  # type: ignore[misc]  # mypy: default of a lambda
-            lambda p, q, axis=axis, words=words: near(  # type: ignore[misc]  # mypy: default of a lambda
+            lambda p, q, axis=axis, words=words: with_nearest(  # type: ignore[misc]  # mypy: default of a lambda
                 axis,
                 [1],
                 f"{q.framework.title} has no {words} parallelism, {axis}={getattr(p, axis)}",
@@ -55,7 +55,7 @@ def _width_rules(name: str, words: str, of: Callable[[Model], int], among: Calla
         rule(
             name,
             lambda c, q: among(c) & _undivided(of(q.model), c, q),
-            lambda p, q: near(
+            lambda p, q: with_nearest(
                 "tp",
                 [d for d in _tensor_degrees(q) if of(q.model) % d == 0],
                 f"{words} {of(q.model)} % tp {p.tp} = {of(q.model) % p.tp}, must be 0"
@@ -139,7 +139,7 @@ SHAPE_RULES: list[Rule] = [
     rule(
         "heads",
         lambda c, q: q.model.heads % c.tp != 0,
-        lambda p, q: near(
+        lambda p, q: with_nearest(
             "tp",
             _tensor_degrees(q),
             f"{q.model.heads} query heads % tp {p.tp} = {q.model.heads % p.tp}, must be 0",
@@ -157,7 +157,7 @@ SHAPE_RULES: list[Rule] = [
     rule(
         "kv-heads",
         lambda c, q: q.model.kv_heads % c.tp != 0,
-        lambda p, q: near(
+        lambda p, q: with_nearest(
             "tp",
             _tensor_degrees(q),
             f"{q.model.kv_heads} key/value heads % tp {p.tp} = {q.model.kv_heads % p.tp}: {q.framework.title} needs 0 "
@@ -168,7 +168,7 @@ SHAPE_RULES: list[Rule] = [
     rule(
         "kv-heads",
         _kv_uneven,
-        lambda p, q: near(
+        lambda p, q: with_nearest(
             "tp",
             [d for d in divisors(q.model.heads) if q.model.kv_heads % d == 0 or d % q.model.kv_heads == 0],
             f"{q.model.kv_heads} key/value heads neither divide by tp {p.tp} nor divide it, so ranks would hold parts "

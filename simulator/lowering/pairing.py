@@ -59,7 +59,7 @@ def _site(kernels: Sequence[KernelStep], transfer: TransferStep, context: CostCo
     products = Products()
     for kernel in kernels:
         if kernel.product is not None:
-            products = products.joined(kernel.product)
+            products = products.merged(kernel.product)
     op, mode, ranks = transfer.op, transfer.mode, float(transfer.ranks)
     size = context.table["tp"] * 0 + transfer.whole_bytes
     whole = context.groups.time_s(op, "tp", size)

@@ -67,8 +67,8 @@ class _Lowering:
     def __init__(self, scenario: Scenario, plan: Plan, detail: Detail, clocks: float = 1.0) -> None:
         self.model, self.cluster, self.runtime, self.detail = scenario.model, scenario.cluster, scenario.runtime, detail
         context = plan_context(scenario, plan)
-        busy = replace(context.roofline, busy=context.roofline.busy * clocks)
-        self.context = replace(context, roofline=busy)
+        slowed = replace(context.roofline, kernel_factor=context.roofline.kernel_factor * clocks)
+        self.context = replace(context, roofline=slowed)
         self.plan = self.context.table.plans[0]
         self.spec = self.context.spec
         self.synchronizes = bool(host_synchronizes(self.spec.host, self.context.table)[0])

@@ -31,14 +31,14 @@ from typing import Any
 
 import numpy as np
 
-from simulator.config.overlap_sites import MODES, executed
+from simulator.config.overlap_sites import MODES, executor_name
 
 Value = Any  # a float, or a column (numpy array) of them
 
 GATHER = "all_gather_matmul"
 SCATTER = "matmul_reduce_scatter"
 OPERATIONS = (GATHER, SCATTER)
-EXECUTED = tuple(executed(mode) for mode in MODES)
+EXECUTED = tuple(executor_name(mode) for mode in MODES)
 # How the executor cuts its work; executor.overlap reads these.
 SLICES = 4  # of a shard in `chunked`
 LARGE_BYTES = 2**24  # shards from here on are pushed in two pieces: a second launch costs less than what it hides
@@ -126,17 +126,17 @@ class OverlapRates:
     """From NCCL's stream to the product's and back."""
     step_gap_s: float = 1.3e-5
     """The same for each of many steps: collectives and products wait for each other's end, kernel by kernel."""
-    beside: float = 0.07
+    product_slowdown: float = 0.07
     """Seconds that the library's products lose for each second of copies beside them: memory and power are shared."""
-    torch_beside: float = 0.38
+    torch_product_slowdown: float = 0.38
     """The same in torch's operator, which also has its products on two streams by turns."""
-    fused_beside: float = 0.02
+    fused_product_slowdown: float = 0.02
     """The same for the fused kernel."""
-    collective_beside: float = 1.0
+    late_product_slowdown: float = 1.0
     """The same for a collective of NCCL that is there first and holds its multiprocessors."""
-    behind_beside: float = 0.42
+    early_product_slowdown: float = 0.42
     """The same where the product is there first: the collective gets what its tiles leave."""
-    collective_slowed: float = 0.49
+    collective_slowdown: float = 0.49
     """Seconds that such a collective loses for each second of a product beside it."""
     fused_ratio: float = 0.96
     """The fused kernel's product alone over the library's, both of whole rounds of tiles."""
@@ -241,8 +241,8 @@ def _chunked_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
     """NCCL and the product slow each other down while both run."""
     move, piece = parts.slice_collective_s, parts.slice_product_s
     both = np.minimum(move, piece)
-    beside = rates.collective_beside if operation == GATHER else rates.behind_beside
-    slow_move, slow_piece = move + rates.collective_slowed * both, piece + beside * both
+    slowdown = rates.late_product_slowdown if operation == GATHER else rates.early_product_slowdown
+    slow_move, slow_piece = move + rates.collective_slowdown * both, piece + slowdown * both
     # The first (or last) slice moves while nothing is multiplied, and the last (or first) is multiplied alone.
     alone = (slow_move - move) + (slow_piece - piece)
     gaps = SLICES * rates.step_gap_s
@@ -254,7 +254,7 @@ def _chunked_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
 def _ring_s(operation: str, parts: Parts, rates: OverlapRates) -> Value:
     """NCCL shares its channels out among peers, so that a hop to one of many is slower than to the only one."""
     piece, hop = parts.shard_product_s, rates.hop_ratio * parts.ranks / 2 * parts.hop_s
-    step = np.maximum(piece, hop) + rates.collective_beside * np.minimum(piece, hop) + rates.step_gap_s
+    step = np.maximum(piece, hop) + rates.late_product_slowdown * np.minimum(piece, hop) + rates.step_gap_s
     adding = 3 * parts.stream_s if operation == SCATTER else 0.0
     return np.maximum(piece, parts.queued_s) + (parts.ranks - 1) * (step + adding)
 
@@ -263,7 +263,10 @@ def _copy_engine_s(operation: str, parts: Parts, rates: OverlapRates, *, by_torc
     """`by_torch`: with a barrier before every shard, and partial results added up at the end only."""
     others, push = parts.ranks - 1, push_s(parts, rates) + (rates.signal_s if by_torch else 0.0)
     copied = np.minimum(others * parts.copy_s, parts.ranks * parts.shard_product_s)
-    piece = parts.shard_product_s + (rates.torch_beside if by_torch else rates.beside) * copied / parts.ranks
+    piece = (
+        parts.shard_product_s
+        + (rates.torch_product_slowdown if by_torch else rates.product_slowdown) * copied / parts.ranks
+    )
     if operation == GATHER:
         # Shard after shard is pushed; each is multiplied when its flag is seen, the own one meanwhile.
         waited = np.maximum(push + others * piece, others * push + piece)
@@ -295,7 +298,7 @@ def _fused_product_s(parts: Parts, product_s: Value, pieces: Value, rates: Overl
     """Return the seconds of one product whose tiles wait for (or release) `pieces` of every other rank's shard."""
     steps, push = (parts.ranks - 1) * pieces, push_s(parts, rates, pieces)
     alone = rates.fused_ratio * product_s * np.maximum(rates.fused_rounds * parts.rounds, 1.0)
-    slowed = alone + rates.fused_beside * np.minimum((parts.ranks - 1) * parts.copy_s, alone)
+    slowed = alone + rates.fused_product_slowdown * np.minimum((parts.ranks - 1) * parts.copy_s, alone)
     piece = slowed / (parts.ranks * pieces)
     moving = _piped_s(piece, push, steps, parts.queued_s) if scatter else _piped_s(push, piece, steps)
     return np.maximum(slowed, moving + rates.signal_s) + rates.fused_tail_s

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats
-from simulator.config.overlap_sites import BORROWED, MODES, SITES
+from simulator.config.overlap_sites import EXECUTOR_NAMES, MODES, SITES
 from simulator.kernels.operators import Work
 from simulator.kernels.roofline import Roofline
 from simulator.overlap.modes import (
@@ -36,7 +36,7 @@ from simulator.overlap.modes import (
 
 Rows = NDArray[np.bool_]
 SITE_MODES = tuple(
-    mode for mode in MODES if mode not in BORROWED
+    mode for mode in MODES if mode not in EXECUTOR_NAMES
 )  # words of plans that are modes of the executor's own
 PUSHED_MODES = ("copy_engine", "fused")
 OPERATION = {"all_gather": GATHER, "reduce_scatter": SCATTER}
@@ -72,7 +72,7 @@ class Products:
     elements: Value = 0.0
     first_columns: Value = 0.0
 
-    def joined(self, other: Products) -> Products:
+    def merged(self, other: Products) -> Products:
         """Return these and then others."""
         return Products(
             seconds=self.seconds + other.seconds,
@@ -86,7 +86,7 @@ class Products:
             first_columns=np.where(self.count == 0, other.first_columns, self.first_columns),
         )
 
-    def where(self, rows: Value) -> Products:
+    def only(self, rows: Value) -> Products:
         """Return those of `rows`, and none elsewhere."""
         return Products(**{name: np.where(rows, getattr(self, name), 0.0) for name in Products.__dataclass_fields__})
 
@@ -197,15 +197,15 @@ class SitePairs:
         """Note a product, by the tensors that it reads and gives; weight gradients have neither."""
         if not self._modes or ends == ("", ""):
             return
-        made = product_of(work, seconds, issued_s, self._ranks, self._roofline).where(active > 0)
+        made = product_of(work, seconds, issued_s, self._ranks, self._roofline).only(active > 0)
         if self._gathered is not None and ends[0] == self._gathered[0]:
-            self._reading = self._reading.joined(made.where(self._open))
-            made = made.where(~self._open)
+            self._reading = self._reading.merged(made.only(self._open))
+            made = made.only(~self._open)
         self._giving.append((ends[1], made))
 
     def gather(self, tensor: str, mode: NDArray[np.str_], whole_s: Floats, nbytes: Floats, runs: Rows) -> None:
         """Begin the gather of a site in the rows where it is half of a pair. One before it must have ended."""
-        self._open, self._gathered, self._reading = runs, (tensor, mode, whole_s, nbytes), Products().where(runs)
+        self._open, self._gathered, self._reading = runs, (tensor, mode, whole_s, nbytes), Products().only(runs)
 
     def end_gather(self, rows: Rows | None = None) -> tuple[Floats, Floats] | None:
         """End the open gather in `rows`, or wherever it is open."""
@@ -222,15 +222,15 @@ class SitePairs:
         """End the products that add up to what a reduce-scatter takes, in the rows where it is half of a pair."""
         if not runs.any():
             return None
-        products = Products().where(runs)
+        products = Products().only(runs)
         for given, made in self._giving:
             if given == tensor:
-                products = products.joined(made)
+                products = products.merged(made)
         return self._priced("reduce_scatter", mode, whole_s, nbytes, products, runs, regathers=backward)
 
     def forget(self, rows: Rows) -> None:
         """A collective between tensor-parallel ranks ends what products before it may be part of."""
-        self._giving = [(tensor, made.where(~rows)) for tensor, made in self._giving]
+        self._giving = [(tensor, made.only(~rows)) for tensor, made in self._giving]
 
     def _priced(
         self,

@@ -6,7 +6,7 @@ is hidden. Each product is cut into as many pieces as there are ranks; copy engi
 first piece is the rank's own and waits for none. Partial results of a reduce-scatter are summed in a pass of its own.
 
 Whoever moves the shards, they go through the memory and the power budget of the product beside them: each second of
-moving costs the product `BESIDE` of a second.
+moving costs the product `PRODUCT_SLOWDOWN` of a second.
 
 Modes that our own executor runs are in `simulator.overlap.modes`.
 
@@ -27,7 +27,7 @@ ASYNC = "async"
 # fused kernel takes longer than the same product alone, over the seconds copied, is 0.35 at the median (0.24 to 0.55).
 # torch 2.11's fused operators on 4 H200 agree: over 18 products with 4k to 16k rows the predicted gain over NCCL and
 # then cuBLAS is 6 % too large without this and right at the median with it.
-BESIDE = 0.35
+PRODUCT_SLOWDOWN = 0.35
 
 Value = TypeVar("Value", float, NDArray[np.float64])
 
@@ -49,7 +49,7 @@ def extra_calls(ranks: Value) -> Value:
 def launch_s(*, hop_s: Value, pieces_s: Value, ranks: Value) -> Value:
     """Return seconds of one piece of the product beside what moves."""
     piece = pieces_s / ranks
-    return piece + BESIDE * _shorter(piece, hop_s) * (ranks - 1) / ranks
+    return piece + PRODUCT_SLOWDOWN * _shorter(piece, hop_s) * (ranks - 1) / ranks
 
 
 def together_s(*, hop_s: Value, pieces_s: Value, ranks: Value) -> Value:

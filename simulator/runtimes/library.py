@@ -38,7 +38,7 @@ class StateSpec:
     `placeholder_gradients`: where products add weight gradients up themselves, autograd is handed a tensor that nobody
     fills, one for every distinct shape of weight, kept for good. `gradient_passes_bytes` are moved once a step for every
     element of a rank's gradients before they are sharded. `gradients_freed`: no gradient is there when a step begins
-    (`zero_grad(set_to_none=True)`), so the loss turns round before there are any.
+    (`zero_grad(set_to_none=True)`), so the loss begins its backward pass before there are any.
     """
 
     master_weights: bool
@@ -122,7 +122,7 @@ class HostSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """Operators by part of the network. `head_peak`: what is alive together while the loss turns round, by moment."""
+    """Operators by part of the network. `head_peak`: tensors alive together where backward of the loss begins, by moment."""
 
     attention: tuple[OperatorSpec, ...]
     latent_attention: tuple[OperatorSpec, ...]
@@ -155,12 +155,12 @@ class RecomputeSpec:
 class EarlierSpec:
     """An older generation of the software: stated versions lower than `before`, or of a month earlier than `before_date`.
 
-    `instead` has what its description says otherwise, as a description would.
+    `overrides` replaces parts of the description, in the same form.
     """
 
     before: str = ""
     before_date: str = ""
-    instead: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,7 @@ class RuntimeSpec:
     model is `compiled`, or `always`; see `simulator.runtimes.recomputation`. `attention_kernel` is a curve of efficiency.toml, or
     `unfused` where matrices are multiplied; `attention_kernel_on` names others by GPU architecture. `window_kernel`: the attention library for layers with
     a sliding window, where that is another. A description that is `like` another says only what differs (operators of a
-    part of the layer under `layer.instead`), and what was measured of the other goes for it.
+    part of the layer under `layer.overrides`), and what was measured of the other goes for it.
     """
 
     names: tuple[str, ...]
@@ -235,36 +235,40 @@ def _files() -> tuple[str, ...]:
     return tuple(sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml")))
 
 
-def described(runtime: Runtime) -> RuntimeSpec:
+def spec_for(runtime: Runtime) -> RuntimeSpec:
     """Return the description of a runtime in its version: what is read of a run that states none is today's."""
     spec = runtime_spec(runtime.name)
-    return _read(spec.names[0], earlier=True) if is_early(runtime) else spec
+    return _read(spec.names[0], earlier=True) if is_earlier_version(runtime) else spec
 
 
 @cache
 def _read(file: str, *, earlier: bool = False) -> RuntimeSpec:
-    said = _said(file)
+    said = _load_toml(file)
     if said.get("like"):
-        instead = said.get("layer", {}).pop("instead", {})
-        other = {key: value for key, value in _said(said["like"]).items() if key != "earlier"}  # versions are its own
-        said = _over(other, said)
-        said["layer"] |= {part: _instead(said["layer"][part], some) for part, some in instead.items()}
+        overrides = said.get("layer", {}).pop("overrides", {})
+        other = {
+            key: value for key, value in _load_toml(said["like"]).items() if key != "earlier"
+        }  # versions are its own
+        said = _merge(other, said)
+        said["layer"] |= {part: _replace_operators(said["layer"][part], some) for part, some in overrides.items()}
     if earlier:
-        said = _over(said, said["earlier"]["instead"])
+        said = _merge(said, said["earlier"]["overrides"])
     return convert(said, RuntimeSpec, where=f"runtimes/{file}.toml")
 
 
-def _said(file: str) -> dict[str, Any]:
+def _load_toml(file: str) -> dict[str, Any]:
     return tomllib.loads((resources.files("simulator") / "runtimes" / f"{file}.toml").read_text("utf-8"))
 
 
-def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Return `below` with what `above` says in its place, table by table."""
-    both = {key: _over(below[key], value) for key, value in above.items() if isinstance(value, dict) and key in below}
+    both = {key: _merge(below[key], value) for key, value in above.items() if isinstance(value, dict) and key in below}
     return {**below, **above, **both}
 
 
-def _instead(operators: list[dict[str, Any]], others: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _replace_operators(
+    operators: list[dict[str, Any]], others: dict[str, list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
     """Return a part's operators with `others` in the places of those of their names; all of one name stand together."""
     found: list[dict[str, Any]] = []
     for name, run in groupby(operators, key=lambda operator: str(operator["name"])):
@@ -286,7 +290,7 @@ def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
                 value = stated["compute_dtype"]
             assumed.append(f"runtime.{key} = {value} ({spec.names[0]} default)")
         if key == "optimizer":
-            value = plain_optimizer(str(value))
+            value = canonical_optimizer(str(value))
         if key.endswith("dtype") and value not in DTYPE_BYTES and value not in NOT_MODELLED:
             raise BadPlan(f"runtime.{key} {value!r} is unknown", why=f"known: {', '.join(DTYPE_BYTES)}")
         chosen[key] = value
@@ -300,12 +304,12 @@ def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
     return Runtime(name=name, version=str(version) if version else None, **chosen), tuple(assumed)
 
 
-def plain_optimizer(word: str) -> str:
+def canonical_optimizer(word: str) -> str:
     """Return an optimizer's name without how it is implemented: `FusedAdam`, `distributed_adam` and `adam` are one."""
     return re.sub(r"fused|foreach|distributed|apex|torch|optimizer|[^a-z0-9]", "", word.lower()) or word
 
 
-def is_early(runtime: Runtime) -> bool:
+def is_earlier_version(runtime: Runtime) -> bool:
     """Whether `runtime` states a version of the older generation that its description tells apart."""
     earlier = runtime_spec(runtime.name).earlier
     if earlier is None or runtime.version is None:
@@ -319,7 +323,7 @@ def attention_kernel(runtime: Runtime, architecture: str) -> str:
     """Return the attention library that `runtime` calls on GPUs of an architecture: a curve of efficiency.toml, or
     `unfused` where it multiplies matrices.
     """
-    spec = described(runtime)
+    spec = spec_for(runtime)
     return spec.attention_kernel_on.get(architecture.lower(), spec.attention_kernel)
 
 
@@ -329,15 +333,15 @@ def attention_implementation(runtime: Runtime) -> str:
     return "unfused" if unfused or DTYPE_BYTES[runtime.compute_dtype] > 2 else "flash"
 
 
-def head_moments(runtime: Runtime) -> tuple[tuple[str, ...], ...]:
-    """Return the tensors alive together while the loss turns round, one tuple a moment; the largest decides."""
-    layer = described(runtime).layer
+def head_peaks(runtime: Runtime) -> tuple[tuple[str, ...], ...]:
+    """Return the tensors alive together where backward of the loss begins, one tuple a moment; the largest decides."""
+    layer = spec_for(runtime).layer
     return (layer.compiled_head_peak if runtime.compile else ()) or layer.head_peak
 
 
-def stops_early(runtime: Runtime) -> bool:
+def recompute_stops_early(runtime: Runtime) -> bool:
     """Whether recomputing a block stops as soon as backward has what it needs; see `simulator.runtimes.recomputation`."""
-    return described(runtime).recompute_stops in {"always", "compiled" if runtime.compile else "always"}
+    return spec_for(runtime).recompute_stops in {"always", "compiled" if runtime.compile else "always"}
 
 
 # A version may be the year and month of the software where nobody gave it a number.
@@ -377,21 +381,21 @@ class ModelOperators:
     features: frozenset[str] = field(default_factory=frozenset)
 
 
-_OF_PLANS = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "ep")
-PLAN_CONDITIONS = frozenset(_OF_PLANS) | {f"!{name}" for name in _OF_PLANS}
+_PLAN_SIDE = ("sp", "autocast", "cp_ring", "cp_all_gather", "cp_all_to_all", "ep")
+PLAN_CONDITIONS = frozenset(_PLAN_SIDE) | {f"!{name}" for name in _PLAN_SIDE}
 
 
 def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
     """Return the operators `runtime` runs for `model`."""
-    spec = described(runtime)
+    spec = spec_for(runtime)
     features = _features(model, runtime, spec)
     attention = spec.layer.latent_attention if model.latent else spec.layer.attention
 
-    def sited(operators: tuple[OperatorSpec, ...], block: str) -> tuple[OperatorSpec, ...]:
+    def with_sites(operators: tuple[OperatorSpec, ...], block: str) -> tuple[OperatorSpec, ...]:
         ends = {"all_gather": f"{block}_in", "reduce_scatter": f"{block}_out"}
         return tuple(replace(o, site=ends.get(o.collective, "")) if o.over == "tp" else o for o in operators)
 
-    attention, mlp = sited(attention, "attention"), sited(spec.layer.mlp, "mlp")
+    attention, mlp = with_sites(attention, "attention"), with_sites(spec.layer.mlp, "mlp")
 
     def active(operators: tuple[OperatorSpec, ...]) -> tuple[OperatorSpec, ...]:
         kept = []

@@ -15,7 +15,7 @@ import numpy as np
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.runtime import Runtime
 from simulator.kernels.operators import OperatorSpec, active_rows
-from simulator.runtimes.library import RecomputeSpec, stops_early
+from simulator.runtimes.library import RecomputeSpec, recompute_stops_early
 
 
 def wraps(index: int, mode: RecomputeSpec) -> bool:
@@ -31,7 +31,7 @@ def run_again(
 ) -> list[Floats]:
     """Return for every operator of a layer, and every plan, 1 where it runs again in `mode` and 0 where not."""
     named = [active_rows(operator, table) * mode.runs_again(operator.name) for operator in operators]
-    if not stops_early(runtime):
+    if not recompute_stops_early(runtime):
         return named
     needed = np.zeros(len(table))  # 1 where a later operator saves something
     again: list[Floats] = []

@@ -1,10 +1,10 @@
 """Learn how far measurements lie from predictions, whole sources at a time: writes simulator/calibration/intervals.json.
 
-    python tests/bench/learn_intervals.py CASES.json … [--calibrated PROFILE=CASES.json]… [--beside CASES.json]… [--out FILE]
+    python tests/bench/learn_intervals.py CASES.json … [--calibrated PROFILE=CASES.json]… [--held-out CASES.json]… [--out FILE]
 
 CASES are case files; a source is what a case's `source` names up to the first `@`, `:`, `,` or `(`. `--calibrated` files are
 predicted with a profile of the very host too, and so are the runs of examples/validation/apply_*.json whose hosts' layers
-were measured. `--beside` files are judged and not learned from. What the factors mean: `simulator/calibration/intervals.py`.
+were measured. `--held-out` files are judged and not learned from. What the factors mean: `simulator/calibration/intervals.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from planner.question.cases import Case, load_case  # noqa: E402 - the path comes first
 from planner.validate.validation import GIB, compared_bytes, measured_step_s  # noqa: E402
-from simulator.calibration.intervals import Factors, Learned, step_factors  # noqa: E402
+from simulator.calibration.intervals import Factors, IntervalTable, step_factors  # noqa: E402
 from simulator.fitting.calibration_fit import Calibrations  # noqa: E402
 from tests.bench.plan_sets import shortened  # noqa: E402
 from topology.errors import PlannerError  # noqa: E402
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+", type=Path)
     parser.add_argument("--calibrated", action="append", default=[], help="PROFILE=CASES")
-    parser.add_argument("--beside", action="append", default=[], type=Path)
+    parser.add_argument("--held-out", action="append", default=[], type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "simulator/calibration/intervals.json")
     asked = parser.parse_args()
 
@@ -75,13 +75,13 @@ def main() -> None:
         calibrated += rows_of(own_runs(name, part), measured)[0]
 
     factors = learned_factors(steps, memory, calibrated)
-    other_steps, other_memory = rows_of(cases(asked.beside), None)
-    beside = {"step": held(other_steps, factors), "memory": held(other_memory, factors)} if asked.beside else {}
-    found = Learned(
+    other_steps, other_memory = rows_of(cases(asked.held_out), None)
+    held_out = {"step": held(other_steps, factors), "memory": held(other_memory, factors)} if asked.held_out else {}
+    found = IntervalTable(
         made_on=datetime.now(UTC).date().isoformat(),
         command=f"python tests/bench/learn_intervals.py {' '.join(path.name for path in asked.cases)}",
         factors=factors,
-        beside={name: round(share, 2) for name, share in beside.items()},
+        held_out={name: round(share, 2) for name, share in held_out.items()},
     )
     asked.out.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
     print(table(found))
@@ -211,13 +211,13 @@ def held(rows: list[Row], factors: dict[str, Factors]) -> float:
     return statistics.mean(inside)
 
 
-def table(found: Learned) -> str:
+def table(found: IntervalTable) -> str:
     lines = ["| rests on | sources | rows | low | high | held, source left out |", "|---|--:|--:|--:|--:|--:|"]
     for basis, one in found.factors.items():
         lines.append(f"| {basis} | {one.sources} | {one.rows} | {one.low} | {one.high} | {percent(one.coverage)} |")
     lines += ["", "| rests on | source | held by factors of the others |", "|---|---|--:|"]
     lines += [f"| {b} | {s} | {percent(v)} |" for b, one in found.factors.items() for s, v in one.left_out.items()]
-    return "\n".join([*lines, "", *(f"beside, {name}: {percent(share)}" for name, share in found.beside.items())])
+    return "\n".join([*lines, "", *(f"held out, {name}: {percent(share)}" for name, share in found.held_out.items())])
 
 
 def percent(share: Any) -> str:

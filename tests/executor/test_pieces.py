@@ -280,7 +280,7 @@ def test_no_call_keeps_the_buckets_of_replicas_beyond_the_backward_pass(monkeypa
         for p in model.parameters():
             p.grad = None
         Trainer._accumulate(trainer, x, wanted)
-        # The second step's forward pass makes new buckets; when its loss turns round the old one is gone.
+        # The second step's forward pass makes new buckets; when backward of its loss begins the old one is gone.
         assert first_is_there == [False, False, False, False]
         again = [p.grad for p in model.parameters()]
     finally:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from planner.question.cases import load_case
-from simulator.calibration.intervals import Factors, learned, step_factors
+from simulator.calibration.intervals import Factors, interval_table, step_factors
 from tests.planner.conftest import CASES
 
 
@@ -37,12 +37,12 @@ def test_four_in_five_measured_steps_lie_inside(answers) -> None:
 
 def test_every_factor_was_judged_on_sources_left_out() -> None:
     """At least two thirds of a source's rows in the mean, learned from the others; few sources make wide ranges."""
-    for basis, one in learned().factors.items():
+    for basis, one in interval_table().factors.items():
         assert one.low < 1 < one.high, basis
         assert one.sources >= 3, basis
         assert one.coverage is not None, basis
         assert one.coverage >= 0.67, basis
-    width = {basis: one.high / one.low for basis, one in learned().factors.items()}
+    width = {basis: one.high / one.low for basis, one in interval_table().factors.items()}
     assert width["calibrated"] < width["node"] < width["nodes"] < width["low_precision"]
 
 

@@ -218,13 +218,15 @@ def test_the_simulation_and_the_closed_form_agree_on_calibrated_costs() -> None:
 # --- runtimes -------------------------------------------------------------------------------------------------------
 
 
-def layers(busy: float = 1.0, layer_busy: float = 1.0, wide: Model = WIDE, own: dict = HOST) -> tuple[LayerSample, ...]:
+def layers(
+    kernel_factor: float = 1.0, layer_factor: float = 1.0, wide: Model = WIDE, own: dict = HOST
+) -> tuple[LayerSample, ...]:
     """Steps of one and two layers on a machine whose host and kernels follow the model exactly."""
     whole = calibrated(profile(), cluster())
     assert whole is not None
     # Hosts that no layers before have let get ahead wait for each other on top.
     host = own | {"fsdp_layer_s": own["fsdp_layer_s"] / (1 - WAITING_SHARE)}
-    costs = RuntimeCosts(busy=busy, layer_busy=layer_busy, host=host, runs=1)
+    costs = RuntimeCosts(kernel_factor=kernel_factor, layer_factor=layer_factor, host=host, runs=1)
     truth = dataclasses.replace(whole, runtimes={("torchtitan", False): costs})
     found = []
     runs = [
@@ -258,9 +260,9 @@ def test_host_data_and_kernel_times_are_told_apart() -> None:
     whole = calibrated(profile(), cluster())
     assert whole is not None
 
-    costs = fit_runtimes(profile(layers=layers(busy=1.1)), cluster(), whole)[TITAN]
+    costs = fit_runtimes(profile(layers=layers(kernel_factor=1.1)), cluster(), whole)[TITAN]
 
-    assert costs.busy == pytest.approx(1.1, rel=0.02)
+    assert costs.kernel_factor == pytest.approx(1.1, rel=0.02)
     assert costs.host["data_token_s"] == pytest.approx(HOST["data_token_s"])
     assert costs.host["launch_s"] == pytest.approx(HOST["launch_s"], rel=0.1)
     assert costs.host["fsdp_layer_s"] == pytest.approx(HOST["fsdp_layer_s"], rel=0.1)
@@ -275,11 +277,11 @@ def test_kernels_of_layers_are_told_from_those_of_a_large_head() -> None:
     assert whole is not None
     large = dataclasses.replace(WIDE, vocab=128256)
 
-    found = layers(busy=0.95, layer_busy=1.12, wide=large)
+    found = layers(kernel_factor=0.95, layer_factor=1.12, wide=large)
     costs = fit_runtimes(profile(layers=found), cluster(), whole)[TITAN]
 
-    assert costs.busy == pytest.approx(0.95, rel=0.02)
-    assert costs.layer_busy == pytest.approx(1.12, rel=0.02)
+    assert costs.kernel_factor == pytest.approx(0.95, rel=0.02)
+    assert costs.layer_factor == pytest.approx(1.12, rel=0.02)
 
 
 def test_noise_in_runs_without_a_large_head_does_not_become_a_factor() -> None:
@@ -290,13 +292,13 @@ def test_noise_in_runs_without_a_large_head_does_not_become_a_factor() -> None:
     signs = [1, -1, 1, -1, 1, -1, -1, 1]
     noisy = tuple(
         dataclasses.replace(sample, step_s=sample.step_s * (1 + 0.03 * signs[place % 8]))
-        for place, sample in enumerate(layers(busy=1.1, wide=tiny))
+        for place, sample in enumerate(layers(kernel_factor=1.1, wide=tiny))
     )
 
     costs = fit_runtimes(profile(layers=noisy), cluster(), whole)[TITAN]
 
-    assert costs.layer_busy == 1.0
-    assert costs.busy == pytest.approx(1.1, rel=0.1)
+    assert costs.layer_factor == 1.0
+    assert costs.kernel_factor == pytest.approx(1.1, rel=0.1)
 
 
 def test_runs_too_short_for_the_power_limiter_do_not_make_kernels_quick() -> None:
@@ -322,7 +324,7 @@ def test_runs_too_short_for_the_power_limiter_do_not_make_kernels_quick() -> Non
         assert calibration is not None
         assert calibration.burst == pytest.approx(0.9, rel=0.03)
         costs = fit_runtimes(known, cluster(), calibration)[TITAN]
-        return costs.busy * costs.layer_busy
+        return costs.kernel_factor * costs.layer_factor
 
     assert busy(rested) / busy(busy_all_along) == pytest.approx(1 / 0.9, rel=0.03)
     assert busy(read_later) == busy(busy_all_along)
@@ -331,10 +333,12 @@ def test_runs_too_short_for_the_power_limiter_do_not_make_kernels_quick() -> Non
 def test_full_depth_follows_from_one_and_two_layers() -> None:
     whole = calibrated(profile(), cluster())
     assert whole is not None
-    truth = dataclasses.replace(whole, runtimes={("torchtitan", False): RuntimeCosts(busy=1.1, host=HOST, runs=1)})
+    truth = dataclasses.replace(
+        whole, runtimes={("torchtitan", False): RuntimeCosts(kernel_factor=1.1, host=HOST, runs=1)}
+    )
     deep, plan = dataclasses.replace(WIDE, layers=32), Plan(dp_shard=4)
 
-    predicted = estimate(plan, profile(layers=layers(busy=1.1)), model=deep).step_s.value
+    predicted = estimate(plan, profile(layers=layers(kernel_factor=1.1)), model=deep).step_s.value
 
     assert predicted == pytest.approx(estimate(plan, None, model=deep, calibration=truth).step_s.value, rel=0.02)
 
@@ -366,12 +370,14 @@ def test_a_runtime_that_is_like_another_borrows_what_was_measured_of_it() -> Non
     borrowed = calibrated(read_profile(EXAMPLES / "profiles" / "h200x4.json"), cluster())
     assert borrowed is not None
     titan, executor = (borrowed.runtime(name, compiled=False) for name in ("torchtitan", "meshwright"))
-    own = dataclasses.replace(borrowed, runtimes={("meshwright", False): RuntimeCosts(busy=1.2, host=HOST, runs=4)})
+    own = dataclasses.replace(
+        borrowed, runtimes={("meshwright", False): RuntimeCosts(kernel_factor=1.2, host=HOST, runs=4)}
+    )
 
     assert set(titan.host) - set(executor.host) == {"tp_layer_s", "selective_s"}
     assert executor.host["fsdp_layer_s"] == titan.host["fsdp_layer_s"]
-    assert executor.busy == titan.busy
-    assert own.runtime("meshwright", compiled=False).busy == 1.2
+    assert executor.kernel_factor == titan.kernel_factor
+    assert own.runtime("meshwright", compiled=False).kernel_factor == 1.2
 
 
 def test_layers_of_a_runtime_like_another_say_the_same_as_of_that_other() -> None:

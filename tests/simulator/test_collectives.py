@@ -239,7 +239,7 @@ def test_choice_names_algorithm_channels_and_sms():
 
 
 def test_one_byte_integers_cannot_use_nvls():
-    assert model("h200").choose("all_reduce", 2.0**29, EIGHT, narrow=True).algorithm == "ring"
+    assert model("h200").choose("all_reduce", 2.0**29, EIGHT, int8=True).algorithm == "ring"
 
 
 def test_copy_engine_needs_no_sm_and_cannot_reduce():

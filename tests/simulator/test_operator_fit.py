@@ -6,7 +6,7 @@ import pytest
 from simulator.calibration.operator_curves import FITTED_TILES, attention_flops
 from simulator.fitting.contention_fit import fit_collective, fit_contention, left_out_errors
 from simulator.fitting.operator_fit import fit_attention, fit_matmul, fit_move, left_out
-from simulator.kernels.roofline import matmul_use
+from simulator.kernels.roofline import matmul_utilization
 from topology.profile.samples import ContentionSample, OperatorSample
 
 RATE, BANDWIDTH = 700e12, 4.2e12
@@ -16,7 +16,7 @@ SIZES = (512, 1024, 2048, 3072, 4096, 8192, 14336)
 def product_s(m: float, n: float, k: float) -> float:
     """A GPU of 132 SMs that follows the law exactly."""
     one = [np.array([float(x)]) for x in (m, n, k, 1)]
-    used = float(matmul_use(FITTED_TILES, *one, sms=132.0, ramp_k=160.0, wave_floor=0.9)[0])
+    used = float(matmul_utilization(FITTED_TILES, *one, sms=132.0, ramp_k=160.0, wave_floor=0.9)[0])
     return max(2.0 * m * n * k / (RATE * used), 2.0 * (m * k + k * n + m * n) / BANDWIDTH) + 3e-6
 
 

@@ -34,12 +34,12 @@ FREE = OverlapRates(
     cold=1.0,
     gap_s=1e-12,
     step_gap_s=1e-12,
-    beside=1e-12,
-    torch_beside=1e-12,
-    fused_beside=1e-12,
-    collective_beside=1e-12,
-    behind_beside=1e-12,
-    collective_slowed=1e-12,
+    product_slowdown=1e-12,
+    torch_product_slowdown=1e-12,
+    fused_product_slowdown=1e-12,
+    late_product_slowdown=1e-12,
+    early_product_slowdown=1e-12,
+    collective_slowdown=1e-12,
     fused_ratio=1.0,
     fused_rounds=0.9,
     fused_tail_s=1e-12,
@@ -108,7 +108,7 @@ def test_pieces_walked_through_one_by_one_end_when_the_formula_says(given: Parts
     rates, ranks = OverlapRates(), int(given.ranks)
     assume(operation == GATHER or not relayed(given.ranks, given.shard_bytes))
     push = push_s(given, rates)
-    piece = given.shard_product_s + rates.beside * min((ranks - 1) * given.copy_s, given.product_s) / ranks
+    piece = given.shard_product_s + rates.product_slowdown * min((ranks - 1) * given.copy_s, given.product_s) / ranks
     if operation == GATHER:
         now = piece
         for number in range(1, ranks):
@@ -129,7 +129,7 @@ def test_a_fused_scatter_pushes_what_is_done(given: Parts) -> None:
     rates, ranks = OverlapRates(), int(given.ranks)
     bands = int(np.clip(np.ceil(given.shard_rows / 1024), 1, 8))
     alone = rates.fused_ratio * given.product_s
-    slowed = alone + rates.fused_beside * min((ranks - 1) * given.copy_s, alone)
+    slowed = alone + rates.fused_product_slowdown * min((ranks - 1) * given.copy_s, alone)
     made, sent = 0.0, 0.0
     for _ in range((ranks - 1) * bands):
         made += slowed / ranks / bands
@@ -219,7 +219,9 @@ def test_measurements_outrank_the_model() -> None:
 def test_rates_are_found_again_from_times_they_made(seed: int) -> None:
     """Times of some shapes under other rates, 1 % noise: fitted, they are predicted within 3 %, other shapes within 5 %."""
     rng = np.random.default_rng(seed)
-    truth = OverlapRates(copy_latency_s=3e-5, signal_s=3e-6, fused_beside=0.1, collective_beside=0.5, fused_ratio=1.1)
+    truth = OverlapRates(
+        copy_latency_s=3e-5, signal_s=3e-6, fused_product_slowdown=0.1, late_product_slowdown=0.5, fused_ratio=1.1
+    )
     shapes = [
         parts(product_s=float(10 ** rng.uniform(-4, -2.5)), moved_s=float(10 ** rng.uniform(-5, -3))) for _ in range(24)
     ]
@@ -251,7 +253,7 @@ def test_nothing_to_fit_is_said() -> None:
 def test_partial_sums_go_round_as_the_steps_say(given: Parts) -> None:
     """copy_engine's scatter of large shards: piece by piece on one rank, its neighbour ahead by one step."""
     rates, ranks = OverlapRates(), int(given.ranks)
-    shard = given.shard_product_s + rates.beside * min((ranks - 1) * given.copy_s, given.product_s) / ranks
+    shard = given.shard_product_s + rates.product_slowdown * min((ranks - 1) * given.copy_s, given.product_s) / ranks
     half, leave = (shard + given.stream_s) / 2, push_s(given, rates, 2)
     now, sent, arrived = 0.0, 0.0, [0.0, 0.0]
     for step in range(ranks):

@@ -35,7 +35,9 @@ from topology.profile.samples import OverlapSample
 
 MACHINE = cluster("h200x4")
 ROOFLINE, LINKS = Roofline(gpu=MACHINE.slowest_kind), CollectiveModel(MACHINE)
-TRUTH = OverlapRates(copy_latency_s=3e-5, beside=0.3, collective_beside=0.5, fused_ratio=1.1, host_s=1.5e-5)
+TRUTH = OverlapRates(
+    copy_latency_s=3e-5, product_slowdown=0.3, late_product_slowdown=0.5, fused_ratio=1.1, host_s=1.5e-5
+)
 
 
 def sample(operation: str, rows: int, columns: tuple[int, ...], depth: int, **seconds: float) -> OverlapSample:

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from simulator.config.overlap_sites import (
     MODES,
     SITES,
-    brief,
     canonical,
     mode_at,
     modes_by_site,
     modes_in,
-    spoken,
+    tp_overlap_label,
+    tp_overlap_slug,
     written,
 )
 from topology.errors import BadPlan
@@ -40,14 +40,14 @@ def test_every_choice_is_read_back_in_any_order(said, rng) -> None:
 def test_one_mode_everywhere_is_its_word(mode: str) -> None:
     everywhere = dict.fromkeys(SITES, mode)
 
-    assert written(everywhere) == canonical(mode) == spoken(mode) == brief(mode) == mode
+    assert written(everywhere) == canonical(mode) == tp_overlap_label(mode) == tp_overlap_slug(mode) == mode
     assert mode_at(mode, "") == (mode if mode == "async" else "none")
 
 
 @given(chosen, chosen)
 def test_different_choices_have_different_names(one, other) -> None:
-    assert (brief(written(one)) == brief(written(other))) == (written(one) == written(other))
-    assert (spoken(written(one)) == spoken(written(other))) == (written(one) == written(other))
+    assert (tp_overlap_slug(written(one)) == tp_overlap_slug(written(other))) == (written(one) == written(other))
+    assert (tp_overlap_label(written(one)) == tp_overlap_label(written(other))) == (written(one) == written(other))
 
 
 @given(st.text(max_size=60))
@@ -79,4 +79,4 @@ def test_a_plan_that_names_sites_says_nothing_of_the_rest() -> None:
     ],
 )
 def test_people_read_modes_before_sites(text: str, words: str) -> None:
-    assert spoken(text) == words
+    assert tp_overlap_label(text) == words

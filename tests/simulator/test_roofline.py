@@ -9,8 +9,8 @@ import pytest
 
 from simulator.config.runtime import Runtime
 from simulator.kernels.operators import Work, WorkKind
-from simulator.kernels.roofline import Roofline, efficiency, half_tiles
-from simulator.runtimes.library import attention_kernel, described, is_early, runtime_spec
+from simulator.kernels.roofline import Roofline, efficiency, grouped_tile_factor
+from simulator.runtimes.library import attention_kernel, is_earlier_version, runtime_spec, spec_for
 from topology.catalog.gpus import gpu_kind, gpu_kinds
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -62,7 +62,7 @@ def test_every_architecture_of_the_catalogue_has_efficiencies() -> None:
         known = efficiency(kind.architecture)
 
         assert 0 < known.burst < 1
-        assert 0.9 < known.holds < 1
+        assert 0.9 < known.sustained < 1
         assert 0 < known.hbm < 1
 
 
@@ -113,8 +113,8 @@ def test_torchtitan_calls_the_attention_of_its_version(version, architecture, ke
 )
 def test_versions_are_those_of_a_runtime_itself(name, version, early) -> None:
     """A description that is like another's has versions of its own; a release number says nothing where only months do."""
-    assert is_early(Runtime(name=name, version=version)) == early
-    assert (described(Runtime(name=name, version=version)) != runtime_spec(name)) == early
+    assert is_earlier_version(Runtime(name=name, version=version)) == early
+    assert (spec_for(Runtime(name=name, version=version)) != runtime_spec(name)) == early
 
 
 def test_products_of_experts_waste_half_a_tile_each_as_measured() -> None:
@@ -124,7 +124,7 @@ def test_products_of_experts_waste_half_a_tile_each_as_measured() -> None:
     for row in table["rows"]:
         if row["drawn"]:
             work = dataclasses.replace(product(1, 1, 1), grouped_rows=np.array([float(row["rows"])]))
-            missed.append(np.log(row["grouped_s"] / row["batched_s"] / half_tiles(work))[0])
+            missed.append(np.log(row["grouped_s"] / row["batched_s"] / grouped_tile_factor(work))[0])
 
     assert len(missed) > 50
     assert abs(np.mean(missed)) < 0.03

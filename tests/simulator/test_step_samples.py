@@ -2,7 +2,7 @@
 
 import pytest
 
-from simulator.fitting.step_samples import Alone, exact_key, learned, pace
+from simulator.fitting.step_samples import StandaloneTimes, exact_key, pace, standalone_from_steps
 from topology.profile.samples import OperatorSample
 
 
@@ -11,8 +11,8 @@ def product(n: int, seconds: float, **more) -> OperatorSample:
     return OperatorSample(**{**fields, "seconds": seconds, "regime": "step", **more})
 
 
-def alone(*samples: OperatorSample) -> Alone:
-    return Alone(exact={exact_key(s): s.seconds for s in samples}, matmuls={}, attention={})
+def alone(*samples: OperatorSample) -> StandaloneTimes:
+    return StandaloneTimes(exact={exact_key(s): s.seconds for s in samples}, matmuls={}, attention={})
 
 
 KNOWN = alone(*(product(n, 1.0 * n, regime="sustained") for n in (1, 2, 3)))
@@ -28,7 +28,7 @@ def test_the_pace_is_the_median_over_shapes_known_both_ways() -> None:
 def test_a_shape_that_only_a_step_has_is_known_after_division_by_the_pace() -> None:
     steps = [product(1, 0.8), product(2, 1.6), product(3, 2.4), product(7, 4.0)]
 
-    found = learned(steps, KNOWN)
+    found = standalone_from_steps(steps, KNOWN)
 
     assert found == {exact_key(product(7, 0.0)): pytest.approx(5.0)}
 
@@ -46,8 +46,8 @@ def test_what_was_measured_alone_stays_and_what_is_no_operator_of_a_plan_is_left
     by_expert = product(9, 1.0, shape={"m": 8, "n": 9, "k": 4, "batch": 4})
     throttled = product(11, 1.0, invalid="thermal slowdown")
 
-    assert learned([*steps, part, by_expert, throttled], KNOWN) == {}
+    assert standalone_from_steps([*steps, part, by_expert, throttled], KNOWN) == {}
 
 
 def test_without_operators_measured_alone_a_step_teaches_nothing() -> None:
-    assert learned([product(1, 0.8)], alone()) == {}
+    assert standalone_from_steps([product(1, 0.8)], alone()) == {}

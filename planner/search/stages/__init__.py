@@ -1,5 +1,5 @@
 """The stages of one pipeline: assign layers and recompute modes to them with CP-SAT, after bounds have pruned the
 options.
 
-May import `plan_space`, `question` and the rooms below it.
+May import `plan_space`, `question` and the packages below it.
 """

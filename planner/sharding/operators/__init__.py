@@ -1,1 +1,1 @@
-"""How one operator may be sharded: its annotation, formula and options. Imports the layouts room and topology.errors."""
+"""How one operator may be sharded: its annotation, formula and options. Imports `layouts` and topology.errors."""
