@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
+import re
 import stat
 import sys
-import tempfile
+import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import filelock
 import msgspec
+import psutil
 
-from topology.errors import BadInput
+from topology.errors import BadInput, PlannerError
 
 MAX_BYTES = 32 * 2**20
+LOCK_WAIT_S = 30.0  # for another writer; a file is merged and written in well under a second
 
 T = TypeVar("T")
 
@@ -126,29 +132,85 @@ def fingerprint(value: Any) -> str:
 def write_text(path: str | Path, text: str) -> None:
     """Write `text` atomically: to a temporary file beside `path`, flushed to disk, then renamed over it.
 
-    The file keeps its permissions, a new one gets those of the umask. Raises BadInput when the place cannot be written.
+    The file keeps its permissions, a new one gets those of the umask. What earlier writers of this file left when they
+    were killed is removed. Raises BadInput when the place cannot be written.
     """
     path = Path(path)
+    temporary = path.with_name(f"{_temporary_prefix(path)}{os.getpid()}.{uuid.uuid4().hex[:8]}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise BadInput(
-            f"cannot write {path}", why=error.strerror or str(error), remedy="choose another --out"
-        ) from error
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        _remove_abandoned(path)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(_mode(path))
-        Path(temporary).replace(path)
-    except OSError as error:
-        raise BadInput(
-            f"cannot write {path}", why=error.strerror or str(error), remedy="choose another --out"
-        ) from error
+        temporary.chmod(_mode(path))
+        temporary.replace(path)
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
+        why = getattr(error, "strerror", None) or str(error)
+        raise BadInput(f"cannot write {str(path)[:200]}", why=why, remedy="choose another --out") from error
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        _remove(temporary)
+
+
+def _temporary_prefix(path: Path) -> str:
+    """Return how names of temporary files for `path` begin on this host: its process ids mean nothing on others."""
+    host = hashlib.sha256(platform.node().encode()).hexdigest()[:6]
+    return f".{path.name[:80]}.{host}."
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove temporary files of `path` whose writers have ended."""
+    pattern = re.compile(re.escape(_temporary_prefix(path)) + r"(\d{1,9})\.[0-9a-f]{8}")
+    with os.scandir(path.parent) as entries:
+        found = [(entry, pattern.fullmatch(entry.name)) for entry in entries if entry.name.startswith(".")]
+    for entry, match in found:
+        if match and not psutil.pid_exists(int(match[1])):
+            _remove(Path(entry.path))
+
+
+def _remove(path: Path) -> None:
+    """Remove a file if it is there and may be removed."""
+    with suppress(OSError, ValueError):
+        path.unlink()
+
+
+@contextmanager
+def locked(path: str | Path) -> Iterator[None]:
+    """Hold the lock of `path` against other processes, to read a file and write it back without losing what they add.
+
+    The operating system frees the lock of a process that is killed. Raises PlannerError when it cannot be had.
+    """
+    path = Path(path)
+    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=LOCK_WAIT_S)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except filelock.Timeout as error:
+        raise PlannerError(
+            f"{path} is being written by another process",
+            why=f"its lock was not free for {LOCK_WAIT_S:.0f} s",
+            remedy="try again when that process has ended",
+        ) from error
+    except OSError as error:
+        raise PlannerError(f"cannot write in {path.parent}", why=error.strerror or str(error)) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def set_aside(path: str | Path) -> Path:
+    """Rename a file that cannot be used so that nothing is lost, and return its name: `x.json.damaged-1`."""
+    path = Path(path)
+    number = 1
+    while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    try:
+        path.replace(aside)
+    except OSError as error:
+        raise PlannerError(f"cannot move {path} aside", why=error.strerror or str(error)) from error
+    return aside
 
 
 def _mode(path: Path) -> int:

@@ -3,6 +3,7 @@
     PlannerError
     ├── UserError                2   invalid input
     │   ├── BadInput             2   a file or text: malformed, too large, of another version
+    │   │   └── NewerSchema      2   written by a newer release
     │   ├── BadModel             2   a model that is unknown or cannot be read without guessing
     │   ├── BadCluster           2   a cluster that is unknown or impossible
     │   └── BadPlan              2   a plan or a case that is invalid
@@ -42,6 +43,10 @@ class UserError(PlannerError):
 
 
 class BadInput(UserError):
+    pass
+
+
+class NewerSchema(BadInput):
     pass
 
 

@@ -136,7 +136,7 @@ def _keep(document: dict[str, Any], folder: Path) -> None:
     document["id"] = runs_store.run_id(document)
     try:
         codec.write_text(folder / "run.json", codec.to_json(document) + "\n")
-        runs_store.save_run(document, folder)
+        runs_store.save_run(document, folder, tell=output.warn)
     except PlannerError as error:
         output.warn(f"warning: {error}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import uuid
 from pathlib import Path
 from typing import Annotated
 
@@ -105,14 +106,14 @@ def calibrate(
         )
     except (KeyboardInterrupt, ProbeError):
         part = read_records(records)
-        if part is not None and part.calibrated:
-            _save(part, before, out, store=store, links=links)
-            records.unlink(missing_ok=True)
+        if part is not None and part.calibrated and _save(_whole(part, before, links), part, out, records, store=store):
             warn("what had been measured was saved")
         raise
-    whole = _save(found, before, out, store=store, links=links)
-    records.unlink(missing_ok=True)
-    _answer(found, whole, out, links, json=json)
+    whole = _whole(found, before, links)
+    saved = _save(whole, found, out, records, store=store)
+    _answer(found, whole, out if saved else None, links, json=json)
+    if not saved:
+        raise typer.Exit(1)
 
 
 def _without_folder(word: str) -> str:
@@ -173,26 +174,34 @@ def _known(out: Path | None, kind: str, *, store: bool) -> Profile | None:
                 remedy="name another file with --out",
             )
         return found
-    return read_stored(kind) if store and out is None else None
+    return read_stored(kind, tell=warn) if store and out is None else None
 
 
-def _save(
-    found: Profile, before: Profile | None, out: Path | None, *, store: bool, links: Cluster | None = None
-) -> Profile:
-    """Put what was found to what was known, fit the rates of overlap to both, and write that."""
+def _whole(found: Profile, before: Profile | None, links: Cluster | None) -> Profile:
+    """Put what was found to what was known, and fit the rates of overlap to both."""
     whole = with_named_runs(found) if before is None else merge(before, found)
     if links is not None and not whole.overlap_rates:
         whole = with_rates(whole, links)
-    if out is not None:
-        codec.write_text(out, codec.to_json(whole) + "\n")
-    if store and found.gpu != "cpu":
-        add_to_store(found)
     return whole
 
 
-def _scratch() -> Path:
+def _save(whole: Profile, found: Profile, out: Path | None, records: Path, *, store: bool) -> bool:
+    """Write the profile, and add what was found to the store. Where either fails the `records` stay, and False is returned."""
+    errors = []
+    if out is not None:
+        errors.append(output.attempt(lambda: codec.write_text(out, codec.to_json(whole) + "\n")))
+    if store and found.gpu != "cpu":
+        errors.append(output.attempt(lambda: add_to_store(found, tell=warn)))
+    for error in filter(None, errors):
+        warn(f"warning: {error}\n  the records are in {records}")
+    if not any(errors):
+        records.unlink(missing_ok=True)
+    return not any(errors)
 
-    return store_folder() / "calibration.partial"
+
+def _scratch() -> Path:
+    """Return a file for the records of this calibration alone: two may run at once."""
+    return store_folder() / f"calibration.{uuid.uuid4().hex[:8]}.partial"
 
 
 def _answer(found: Profile, whole: Profile, out: Path | None, links: Cluster | None, *, json: bool) -> None:

@@ -14,6 +14,7 @@ import typer
 from planner.calibrate.measure_process import measure as run
 from planner.commands import options
 from planner.commands.probe import probe_cluster
+from planner.io import output
 from planner.io.inputs import read_cluster
 from planner.io.output import printable
 from planner.io.version import version
@@ -78,8 +79,10 @@ def doctor(
     health = diagnose(found, samples, expected=should)
     if samples is not None:
         found = with_measured_rates(found, samples)
-    _save(found, samples, out, save_measured, save_profile)
+    unsaved = output.attempt(lambda: _save(found, samples, out, save_measured, save_profile))
     _answer(found, health, samples, here=not sources and not cluster, as_json=json, hide=redact)
+    if unsaved is not None:
+        raise unsaved
     if not health.healthy:
         raise typer.Exit(1)
 

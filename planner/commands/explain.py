@@ -101,14 +101,14 @@ def explain(
         )
     finally:
         output.end_progress()
-    if svg is not None:
-        _draw(f"{result.question.model.name}, {degrees_text(found.plan)}", found.estimate, svg, memory=memory)
     if json:
         output.emit_json(explanation_document(found, result.question, changed))
     elif memory:
         print_memory(found.memory, memory_text(found.estimate, found.room))
     else:
         print_explanation(found, result, changed)
+    if svg is not None:
+        _draw(f"{result.question.model.name}, {degrees_text(found.plan)}", found.estimate, svg, memory=memory)
 
 
 def _search(asked: Case, top: int) -> SearchResult:
@@ -129,8 +129,6 @@ def _memory_only(asked: Case, observed: float | None, svg: Path | None, *, json:
     estimate = asked.question.estimate([asked.plan]).estimate(0)
     account = reasons.memory_account(estimate, observed)
     room = find_headroom(asked.question, asked.plan, estimate)
-    if svg is not None:
-        _draw(f"{asked.question.model.name}, {degrees_text(asked.plan)}", estimate, svg, memory=True)
     if json:
         found = {"memory": codec.to_builtins(account), "fit": estimate.memory.fit, "room": codec.to_builtins(room)}
         output.emit_json({"schema_version": output.SCHEMA_VERSION, "changed": list(asked.changed), **found})
@@ -138,3 +136,5 @@ def _memory_only(asked: Case, observed: float | None, svg: Path | None, *, json:
         for line in asked.changed:
             print(f"changed: {line}")
         print_memory(account, memory_text(estimate, room))
+    if svg is not None:
+        _draw(f"{asked.question.model.name}, {degrees_text(asked.plan)}", estimate, svg, memory=True)

@@ -65,21 +65,20 @@ def probe(
         if path is not None:
             refuse_overwrite(path, force=force)
     cluster = probe_cluster(sources, gpu)
-    if svg is not None:
-        _draw(cluster, svg)
     if to is not None:
         _export(cluster, to, out)
-        return
-    if out is not None:
-        save_cluster(cluster, out)
-    if json:
+    elif json:
         output.emit_json({"schema_version": output.SCHEMA_VERSION, **report.probe_json(cluster)})
-        return
-    _print(cluster, explain=explain)
-    if out is not None:
-        print(f"saved {out}")
-        if plannable(cluster):
-            print(f"next: planner suggest --cluster {out}")
+    else:
+        _print(cluster, explain=explain)
+    if svg is not None:
+        _draw(cluster, svg)
+    if out is not None and to is None:
+        save_cluster(cluster, out)
+        if not json:
+            print(f"saved {out}")
+            if plannable(cluster):
+                print(f"next: planner suggest --cluster {out}")
 
 
 def _draw(cluster: Cluster, path: Path) -> None:

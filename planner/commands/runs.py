@@ -30,7 +30,8 @@ def runs(
 ) -> None:
     """List the runs that planner apply made, with measured against predicted. planner report ID explains one."""
     for folder in add or ():
-        output.warn(f"kept {runs_store.save_run(load_run(str(folder), simulate=False).document, folder.resolve())}")
+        document = load_run(str(folder), simulate=False).document
+        output.warn(f"kept {runs_store.save_run(document, folder.resolve(), tell=output.warn)}")
     for name in remove or ():
         output.warn(f"removed {runs_store.remove(name)}")
     rows, damaged = runs_store.list_runs(limit=limit), runs_store.damaged_runs()

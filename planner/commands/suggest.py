@@ -126,13 +126,17 @@ def suggest(
         result = answer(flags, framework, wanted, measured=measurements(profile), progress=output.progress)
     finally:
         output.end_progress()
+    unsaved = None
     if out is not None:
         best = result.plans[0]
-        save_plan(plan_file(result.question, best.plan, best.estimate), out, force=force)
+        content = plan_file(result.question, best.plan, best.estimate)
+        unsaved = output.attempt(lambda: save_plan(content, out, force=force))
     if json:
         output.emit_json(search_document(result))
     else:
-        print_search(result, out=str(out) if out else None)
+        print_search(result, out=str(out) if out and unsaved is None else None)
+    if unsaved is not None:
+        raise unsaved
 
 
 def _training_only(task: Task) -> None:

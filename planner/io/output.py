@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.console import Console as RichConsole
 
 from topology import codec
+from topology.errors import PlannerError
 
 SCHEMA_VERSION = 1
 
@@ -27,6 +29,15 @@ def emit_json(document: Any) -> None:
 def warn(text: str) -> None:
     """Print a line on standard error."""
     print(printable(text), file=sys.stderr)
+
+
+def attempt(write: Callable[[], object]) -> PlannerError | None:
+    """Call `write`, and return its error to be raised later: an answer is shown although its file cannot be written."""
+    try:
+        write()
+    except PlannerError as error:
+        return error
+    return None
 
 
 def progress(text: str) -> None:

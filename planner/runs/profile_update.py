@@ -42,6 +42,11 @@ class ProfileUpdate:
 
 def add_run_to_profile(run: RunReport, path: Path) -> ProfileUpdate:
     """Add the operators of a run to the profile at `path`. Raises BadInput where they are of different GPUs."""
+    with codec.locked(path):
+        return _add(run, path)
+
+
+def _add(run: RunReport, path: Path) -> ProfileUpdate:
     before = read_profile(path)
     name, provenance = _provenance(run, before)
     samples = _samples(run, name)

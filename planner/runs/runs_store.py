@@ -2,7 +2,8 @@
 
 The store is a copy; the directory of a run remains the original. A store that cannot be written (full disk, read-only
 home) causes a warning and never fails a run. Writers take turns through SQLite's lock; a reader sees complete rows
-only. A row has the report as JSON, and in columns what tables and plots need, so that listing runs parses no JSON.
+only. A row has the report as JSON, and in columns what tables and plots need, so that listing runs parses no JSON. The
+next writer sets a damaged store aside; one of a newer release stays as it is.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import math
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,11 +186,17 @@ def run_id(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(codec.to_json(named, indent=None).encode()).hexdigest()[:12]
 
 
-def save_run(document: Mapping[str, Any], directory: str | Path, path: str | Path | None = None) -> str:
+def save_run(
+    document: Mapping[str, Any],
+    directory: str | Path,
+    path: str | Path | None = None,
+    *,
+    tell: Callable[[str], None] = lambda _: None,
+) -> str:
     """Add a run's report to the store and return its id; `directory` is that of the run.
 
-    Raises BadInput when the report cannot be that of a run, PlannerError when the store cannot be written. It is then as
-    it was before.
+    A damaged store is set aside, which `tell` hears, and a new one begun. Raises BadInput when the report cannot be that
+    of a run, PlannerError when the store cannot be written. It is then as it was before.
     """
     store_path = default_path() if path is None else Path(path)
     key = run_id(document)
@@ -201,11 +208,38 @@ def save_run(document: Mapping[str, Any], directory: str | Path, path: str | Pat
         ) from error
     _summary(summary)
     row = (*summary, codec.to_json(document, indent=None))
-    marks = ", ".join("?" * len(row))
     try:
         store_path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PlannerError(f"cannot make {store_path.parent}", why=error.strerror or str(error)) from error
+    try:
+        _insert(store_path, row)
+    except PlannerError as error:
+        with codec.locked(store_path):
+            if not _damaged(error) or not _unreadable(store_path):
+                raise
+            tell(f"warning: {error}\n  kept as {codec.set_aside(store_path)}; the list of runs begins anew")
+        _insert(store_path, row)
+    return key
+
+
+def _damaged(error: PlannerError) -> bool:
+    code = getattr(error.__cause__, "sqlite_errorcode", None)
+    return code in {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}
+
+
+def _unreadable(store_path: Path) -> bool:
+    """Return whether the store is damaged still: another writer may have begun a new one meanwhile."""
+    try:
+        with _opened(store_path, f"{store_path.absolute().as_uri()}?mode=ro") as store:
+            return bool(store.execute("PRAGMA quick_check(1)").fetchone() != ("ok",))
+    except PlannerError as error:
+        return _damaged(error)
+
+
+def _insert(store_path: Path, row: Sequence[Any]) -> None:
+    """Add a row to the store, which is made if there is none."""
+    marks = ", ".join("?" * len(row))
     with _opened(store_path, f"{store_path.absolute().as_uri()}?mode=rwc") as store:
         store.execute("BEGIN IMMEDIATE")  # one writer at a time; others wait here
         found = store.execute("PRAGMA user_version").fetchone()[0]
@@ -216,7 +250,6 @@ def save_run(document: Mapping[str, Any], directory: str | Path, path: str | Pat
             _require_readable(found, store_path)
         store.execute(f"INSERT OR REPLACE INTO runs ({_COLUMNS}, document) VALUES ({marks})", row)  # noqa: S608 - constants
         store.execute("COMMIT")
-    return key
 
 
 def remove(run_id: str, path: str | Path | None = None) -> str:

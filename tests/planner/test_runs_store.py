@@ -162,16 +162,20 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path) -> None:
         save_run(document(), "x", tmp_path / "file" / "runs.sqlite3")
 
 
-def test_a_broken_or_newer_store_is_told(store) -> None:
+def test_a_broken_store_is_set_aside_and_a_newer_one_left_alone(store) -> None:
+    rubbish = b"this is no database, but it is long enough to look like a file " * 40
     store.parent.mkdir()
-    store.write_bytes(b"this is no database, but it is long enough to look like a file " * 40)
+    store.write_bytes(rubbish)
     with pytest.raises(PlannerError, match="cannot be used"):
         list_runs(store)
-    with pytest.raises(PlannerError, match="cannot be used"):
-        save_run(document(), "x", store)
 
-    store.unlink()
-    save_run(document(), "x", store)
+    said: list[str] = []
+    key = save_run(document(), "x", store, tell=said.append)
+
+    assert [run.id for run in list_runs(store)] == [key]
+    aside = store.with_name(f"{store.name}.damaged-1")
+    assert aside.read_bytes() == rubbish
+    assert str(aside) in said[0]
     with sqlite3.connect(store) as other:
         other.execute("PRAGMA user_version = 9")
     with pytest.raises(PlannerError, match="schema 9"):

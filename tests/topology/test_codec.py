@@ -4,7 +4,11 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +16,8 @@ from hypothesis import strategies as st
 
 from topology.codec import convert, fingerprint, parse_json, read_json, read_text, to_json, write_text
 from topology.errors import BadInput
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,6 +117,24 @@ def test_writing_leaves_the_old_file_or_the_new_one(tmp_path) -> None:
 
     assert target.read_text() == "new"
     assert [p.name for p in target.parent.iterdir()] == ["plan.json"]
+
+
+def test_what_killed_writers_left_is_removed_by_the_next(tmp_path) -> None:
+    path = tmp_path / "plan.json"
+    code = f"""
+import os, signal
+from topology import codec
+codec.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+codec.write_text({str(path)!r}, "half")
+"""
+    for _ in range(3):
+        assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 1  # each removes what the one before it left
+
+    write_text(path, "whole")
+
+    assert [one.name for one in tmp_path.iterdir()] == ["plan.json"]
+    assert path.read_text() == "whole"
 
 
 def test_writing_where_one_cannot_is_an_error_with_a_remedy(tmp_path) -> None:

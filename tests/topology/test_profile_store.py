@@ -1,12 +1,16 @@
 """Profiles are put together without loss, and the store keeps what it has."""
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topology.errors import BadInput
+from topology.errors import BadInput, NewerSchema, PlannerError
 from topology.profile.calibration_records import profile_from_records
 from topology.profile.profile import CollectiveSample, Profile, check_profile, read_profile
 from topology.profile.samples import Conditions, LayerSample, OperatorSample, Provenance
@@ -78,6 +82,50 @@ def test_the_store_keeps_old_samples_and_writes_valid_files(tmp_path) -> None:
     assert {s.shape["m"] for s in read_profile(path).operators} == {1, 2}
     assert read_stored("H200-SXM", tmp_path) is not None
     assert read_stored("l40s", tmp_path) is None
+
+
+def test_eight_writers_at_once_lose_no_sample(tmp_path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from topology.profile.profile import Profile
+from topology.profile.samples import HostSample
+from topology.profile.store import add_to_store
+for turn in range(10):
+    sample = HostSample(name=f"call {turn} of {sys.argv[2]}", seconds=1e-5)
+    add_to_store(Profile(machine="m", gpu="h200-sxm", host=(sample,)), Path(sys.argv[1]))
+"""
+    root = Path(__file__).resolve().parents[2]
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(one)], cwd=root) for one in range(8)]
+
+    assert [writer.wait(300) for writer in writers] == [0] * 8
+    kept = read_stored("h200-sxm", tmp_path)
+    assert kept is not None
+    assert len(kept.host) == 80
+
+
+def test_a_damaged_file_is_set_aside_and_one_of_a_newer_release_left_alone(tmp_path) -> None:
+    path = store_path("h200-sxm", tmp_path)
+    path.write_text('{"machine": "m", "gpu": "h200-s')
+    said: list[str] = []
+
+    add_to_store(profile(operator(1)), tmp_path, tell=said.append)
+
+    assert (tmp_path / f"{path.name}.damaged-1").read_text() == '{"machine": "m", "gpu": "h200-s'
+    assert "damaged-1" in said[0]
+    assert len(read_profile(path).operators) == 1
+
+    newer = json.dumps({**json.loads(path.read_text()), "schema_version": 3, "of_the_future": 1})
+    path.write_text(newer)
+    with pytest.raises(NewerSchema, match="schema 3"):
+        add_to_store(profile(operator(2)), tmp_path)
+    assert path.read_text() == newer
+
+
+def test_a_folder_that_cannot_be_written_is_no_damage(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlannerError, match="cannot write"):
+        add_to_store(profile(operator(1)), tmp_path / "file" / "profiles")
 
 
 @pytest.mark.parametrize("gpu", ["../../etc/passwd", "a/b", "", "..", "x" * 3 + "\n"])

@@ -15,7 +15,7 @@ from typing import Any
 
 from topology.cluster import Cluster
 from topology.codec import convert, read_json
-from topology.errors import BadInput
+from topology.errors import BadInput, NewerSchema
 from topology.profile.samples import (
     DIRECTIONS,
     OPERATOR_KINDS,
@@ -95,7 +95,15 @@ class Profile:
 
 def read_profile(path: str | Path, *, cluster: Cluster | None = None) -> Profile:
     """Return the profile in a JSON file, checked. Raises BadInput with the path of the first thing that is wrong."""
-    profile = convert(read_json(path), Profile, where=str(path))
+    data = read_json(path)
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if isinstance(version, int) and version > PROFILE_SCHEMA_VERSION:  # before keys that this release does not know
+        raise NewerSchema(
+            f"{path} is a profile in schema {version}",
+            why=f"this release reads up to {PROFILE_SCHEMA_VERSION}",
+            remedy="update meshwright",
+        )
+    profile = convert(data, Profile, where=str(path))
     check_profile(profile, where=str(path), cluster=cluster)
     return profile
 

@@ -2,15 +2,15 @@
 
 Samples are identified by what they measured *and* by the software (GPU, driver, library versions), so samples of a
 newer driver are kept in addition to the older ones, and `current_samples` selects those that apply. The same
-measurement on the same software replaces the older sample. Files in the store are never deleted; each is written
-atomically, so two calibrations at once lose at most the samples that one of them has just added.
+measurement on the same software replaces the older sample. Files in the store are never deleted: one that cannot be
+read is set aside, one of a newer release is left alone. A lock makes writers take turns, so none loses a sample.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import platformdirs
 
 from topology import codec
-from topology.errors import BadInput
+from topology.errors import BadInput, NewerSchema
 from topology.profile.profile import Profile, read_profile
 from topology.profile.samples import Provenance
 
@@ -153,18 +153,32 @@ def store_path(gpu: str, folder: Path | None = None) -> Path:
     return (store_folder() if folder is None else folder) / f"{name}.json"
 
 
-def read_stored(gpu: str, folder: Path | None = None) -> Profile | None:
-    """Return the stored profile of a GPU model, or None. Raises BadInput where the file is damaged."""
+def read_stored(
+    gpu: str, folder: Path | None = None, *, tell: Callable[[str], None] = lambda _: None
+) -> Profile | None:
+    """Return the stored profile of a GPU model, or None. A damaged file is set aside, which `tell` hears.
+
+    Raises NewerSchema where a newer release wrote the file, BadInput where it cannot be opened.
+    """
     path = store_path(gpu, folder)
-    return read_profile(path) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        return read_profile(path)
+    except BadInput as error:
+        if isinstance(error, NewerSchema) or isinstance(error.__cause__, OSError):  # it is sound, as far as is known
+            raise
+        tell(f"warning: {error}\n  kept as {codec.set_aside(path)}; the store begins anew")
+        return None
 
 
-def add_to_store(profile: Profile, folder: Path | None = None) -> Path:
-    """Merge `profile` into the store and return the file's path."""
+def add_to_store(profile: Profile, folder: Path | None = None, *, tell: Callable[[str], None] = lambda _: None) -> Path:
+    """Merge `profile` into the store and return the file's path. `tell` and errors are those of `read_stored`."""
     path = store_path(profile.gpu, folder)
-    before = read_stored(profile.gpu, folder)
-    whole = profile if before is None else merge(before, profile)
-    codec.write_text(path, codec.to_json(with_named_runs(whole)) + "\n")
+    with codec.locked(path):
+        before = read_stored(profile.gpu, folder, tell=tell)
+        whole = profile if before is None else merge(before, profile)
+        codec.write_text(path, codec.to_json(with_named_runs(whole)) + "\n")
     return path
 
 
