@@ -1,11 +1,34 @@
-"""Start the Streamlit server, and import what the pages need in the background while the browser connects."""
+"""The server of the explorer: Streamlit behind a check of who asks. `python -m ui.serve PORT`, started by `planner ui`.
+
+It answers only requests made to this machine by a loopback name and from its own pages: a web page elsewhere whose name
+resolves to 127.0.0.1 (DNS rebinding) sends its own name as Host, and one that connects across sites its own Origin.
+Streamlit would compare a foreign Origin with this machine's external address, which it asks a server on the internet for.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
+import tomllib
+from collections.abc import Mapping
 from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+from streamlit.starlette import App
+
+HERE = Path(__file__).parent
+LOOPBACK = frozenset({"127.0.0.1", "localhost"})
 PAGES_NEED = (
     "pandas",
     "altair",
@@ -16,19 +39,77 @@ PAGES_NEED = (
 )
 
 
-def warm() -> None:
+def settings() -> dict[str, Any]:
+    """Return the settings of `config.toml` by their dotted names."""
+    return dict(_dotted(tomllib.loads((HERE / "config.toml").read_text(encoding="utf-8"))))
+
+
+def _dotted(table: Mapping[str, Any], section: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in table.items():
+        found += _dotted(value, f"{section}{key}.") if isinstance(value, Mapping) else [(section + key, value)]
+    return found
+
+
+class LoopbackOnly:
+    """Refuse (403) requests whose Host is no loopback name, or whose Origin is another site than that Host."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in {"http", "websocket"} and not _is_ours(Headers(scope=scope)):
+            refusal = PlainTextResponse("the explorer answers its own pages on this machine only\n", status_code=403)
+            await refusal(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+
+def _is_ours(headers: Headers) -> bool:
+    host = headers.get("host", "")
+    try:
+        name = urlsplit(f"//{host}").hostname
+    except ValueError:
+        return False
+    return name in LOOPBACK and headers.get("origin", f"http://{host}") == f"http://{host}"
+
+
+async def _index(_request: Request) -> HTMLResponse:
+    """Return Streamlit's page, told where its server is: below a page's path it would try that path first, in vain."""
+    page = (files("streamlit") / "static" / "index.html").read_text(encoding="utf-8")
+    told = "<head><script>window.__streamlit = {BACKEND_BASE_URL: window.location.origin}</script>"
+    return HTMLResponse(page.replace("<head>", told, 1), headers={"Cache-Control": "no-cache"})
+
+
+def explorer() -> App:
+    """Return the explorer as an ASGI application."""
+    pages = [path.stem for path in (HERE / "views").glob("[a-z]*.py")]
+    return App(
+        HERE / "app.py",
+        routes=[Route(f"/{page}", _index) for page in ["", *pages]],
+        middleware=[Middleware(LoopbackOnly)],
+    )
+
+
+def _warm() -> None:
     """Import what the first session would otherwise wait for. A failure shows up again on the page that needs it."""
     for name in PAGES_NEED:
         with contextlib.suppress(Exception):
             import_module(name)
 
 
-def main() -> None:
-    """Run `streamlit` with the arguments of this process."""
-    threading.Thread(target=warm, daemon=True, name="warm").start()
-    from streamlit.web.cli import main as streamlit  # noqa: PLC0415 - beside the thread, not before it
+def _end_with_parent() -> None:
+    """End this process when its standard input ends: `planner ui` holds the other end, however it is killed."""
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
 
-    streamlit(prog_name="streamlit")
+
+def main() -> None:
+    """Serve on the port given as argument, until interrupted or the parent ends."""
+    threading.Thread(target=_end_with_parent, daemon=True, name="parent").start()
+    threading.Thread(target=_warm, daemon=True, name="warm").start()
+    explorer().run(config={**settings(), "server.port": int(sys.argv[1])})
 
 
 if __name__ == "__main__":

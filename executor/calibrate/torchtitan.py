@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +67,16 @@ def titan_step(
     return step
 
 
+@cache
+def _private_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder for what torchtitan writes beside its training, removed when this process ends."""
+    return tempfile.TemporaryDirectory(prefix="meshwright-")
+
+
 def flags(name: str, plan: Plan, workload: Workload, runtime: Runtime, text: str) -> Iterator[str]:
     """Yield torchtitan's command line for a plan; `name` is that of the registered model."""
     yield from ("--metrics.log_freq=1", "--metrics.disable_color_printing", f"--model.name={name}")
-    yield from (f"--model.flavor={FLAVOR}", "--job.dump_folder=/tmp/meshwright-titan")
+    yield from (f"--model.flavor={FLAVOR}", f"--job.dump_folder={_private_folder().name}")
     if text:
         yield from (f"--model.hf_assets_path={Path(text) / 'tokenizer'}", "--training.dataset=c4_test")
         yield f"--training.dataset_path={Path(text) / 'c4_test'}"

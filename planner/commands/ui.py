@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from planner.io.explorer_server import command, environment, require_free, require_installed, stop_server
+from planner.io.explorer_server import require_free, require_installed, start, stop_server
 
 
 def ui(
@@ -20,7 +20,7 @@ def ui(
     """
     require_installed()
     require_free(port)
-    server = subprocess.Popen(command(port), env=environment())
+    server = start(port)
     print(f"explorer  http://127.0.0.1:{port}\nCtrl-C ends it", flush=True)
     raise typer.Exit(_wait(server))
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from topology.errors import PlannerError, UserError
 from topology.processes import end_tree
@@ -49,21 +45,14 @@ def folder() -> Path:
     return Path(__file__).resolve().parents[2] / "ui"
 
 
+def start(port: int) -> subprocess.Popen[bytes]:
+    """Start the server. It ends when its standard input does, so that it never outlives this process."""
+    return subprocess.Popen(command(port), env=environment(), stdin=subprocess.PIPE)
+
+
 def command(port: int) -> list[str]:
     """Return the argument list of the server. `-P` keeps modules of the current folder from being imported."""
-    place = folder()
-    settings = tomllib.loads((place / "config.toml").read_text(encoding="utf-8"))
-    start = [sys.executable, "-P", "-m", "ui.serve", "run", str(place / "app.py")]
-    return [*start, "--server.port", str(port), *_flags(settings)]
-
-
-def _flags(settings: Mapping[str, Any], section: str = "") -> Iterator[str]:
-    for key, value in settings.items():
-        name = f"{section}.{key}" if section else key
-        if isinstance(value, Mapping):
-            yield from _flags(value, name)
-        else:
-            yield from (f"--{name}", value if isinstance(value, str) else json.dumps(value))
+    return [sys.executable, "-P", "-m", "ui.serve", str(port)]
 
 
 def environment() -> dict[str, str]:
