@@ -1,7 +1,17 @@
-"""`python -m planner` is the `planner` command."""
+"""The `planner` command, also as `python -m planner`."""
 
 import sys
 
-from planner.cli import main
+from planner.io.interrupts import end_at_once
 
-sys.exit(main())
+
+def main() -> int:
+    """Run the command line and return its exit code."""
+    end_at_once()
+    from planner.cli import main as run  # noqa: PLC0415 - an interrupt may come while this is imported
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,11 +12,14 @@ import os
 import sys
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from planner.io.interrupts import EXIT_CODE as INTERRUPTED
+from planner.io.interrupts import raise_again
 from topology.errors import PlannerError
 
 HELP = """Plan multi-GPU training: probe the machine, predict every plan, choose one and say why.
@@ -79,6 +82,7 @@ class _OnDemand(TyperGroup):
             single = typer.Typer(**SETTINGS, context_settings=CONTEXT)
             single.command(cmd_name)(function)
             self.commands[cmd_name] = typer.main.get_command(single)
+        raise_again()
         return self.commands[cmd_name]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as above
@@ -95,6 +99,10 @@ class _OnDemand(TyperGroup):
 app = typer.Typer(
     name="planner", cls=_OnDemand, help=HELP, epilog=EPILOG, no_args_is_help=True, context_settings=CONTEXT, **SETTINGS
 )
+
+
+# What a system says when there is no room for what is written.
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def _show_version(value: bool) -> None:
@@ -115,7 +123,8 @@ def root(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return its exit code. Never raises."""
+    """Run the command line; return its exit code. Never raises. A reader that closes the pipe has had its answer: 0."""
+    _open_closed_streams()
     try:
         code = app(args=argv, prog_name="planner", standalone_mode=False)
         sys.stdout.flush()
@@ -123,22 +132,37 @@ def main(argv: list[str] | None = None) -> int:
         _say(f"error: {error}")
         return error.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        _say("interrupted")
-        return 130
+        code = INTERRUPTED
     except BrokenPipeError:
         _silence_stdout()
-        return 1
-    except SystemExit as stop:  # raised by the argument parser when a pipe breaks
+        return 0
+    except SystemExit as stop:
         _silence_stdout()
+        # The argument parser turns a broken pipe into an exit.
+        if isinstance(stop.__context__, BrokenPipeError):
+            return 0
         return stop.code if isinstance(stop.code, int) else 1
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            return _last_resort(error)
-        _say(f"error: {str(error.filename)[:40]}... is no file name\n  why: {error.strerror}")
-        return 2
+        return _unwritable(error)
     except Exception as error:  # noqa: BLE001 - the last resort: one line for people, the traceback on request
         return _last_resort(error)
+    if code == INTERRUPTED:
+        _say("interrupted")
     return code if isinstance(code, int) else 0
+
+
+def _unwritable(error: OSError) -> int:
+    """Say what the system refused, where it is not the program's fault; return the exit code."""
+    if error.errno == errno.ENAMETOOLONG:
+        _say(f"error: {str(error.filename)[:40]}... is no file name\n  why: {error.strerror}")
+        return 2
+    if error.errno not in _NO_ROOM:
+        return _last_resort(error)
+    _silence_stdout()
+    _say(
+        f"error: cannot write {error.filename or 'the answer'}\n  why: {error.strerror}\n  do: free some space, or write elsewhere"
+    )
+    return 1
 
 
 def _last_resort(error: Exception) -> int:
@@ -162,6 +186,13 @@ def _say(text: str) -> None:
     from planner.io.output import printable  # noqa: PLC0415 - after argument parsing
 
     print(printable(text), file=sys.stderr)
+
+
+def _open_closed_streams() -> None:
+    """Give a process that was started without standard output or error somewhere to write."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - open for good
 
 
 def _silence_stdout() -> None:

@@ -133,11 +133,14 @@ def write_text(path: str | Path, text: str) -> None:
     """Write `text` atomically: to a temporary file beside `path`, flushed to disk, then renamed over it.
 
     The file keeps its permissions, a new one gets those of the umask. What earlier writers of this file left when they
-    were killed is removed. Raises BadInput when the place cannot be written.
+    were killed is removed. A device or a pipe is written to. Raises BadInput when the place cannot be written.
     """
     path = Path(path)
     temporary = path.with_name(f"{_temporary_prefix(path)}{os.getpid()}.{uuid.uuid4().hex[:8]}")
     try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(path)
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:

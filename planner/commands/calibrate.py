@@ -22,6 +22,7 @@ from planner.io import output
 from planner.io.inputs import read_cluster
 from planner.io.output import warn
 from planner.question.cases import case_of_plan_file, load_case, read_cases
+from planner.question.plan_file import require_folder
 from simulator.fitting.calibration_fit import with_rates
 from topology import codec
 from topology.cluster import Cluster
@@ -68,6 +69,8 @@ def calibrate(
     Exit code 1 when there is no GPU to measure.
     """
     seconds = budget_s(budget)
+    if out is not None:
+        require_folder(out)
     if device not in {"cuda", "cpu"}:
         raise UserError(f"--device is {device!r}", remedy="leave it out")
     steps = _steps(wanted or [])

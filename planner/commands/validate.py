@@ -15,7 +15,7 @@ from planner.io.inputs import measurements
 from planner.io.output import console, printable
 from planner.question.cases import read_cases
 from planner.validate.validation import summarise, validate_case
-from topology.errors import OutOfTolerance, UserError
+from topology.errors import Infeasible, OutOfTolerance, UserError
 
 
 def validate(
@@ -26,7 +26,8 @@ def validate(
 ) -> None:
     """Compare predictions with measured runs, row by row, and sum up each file.
 
-    A row that cannot be predicted is listed as skipped, with the reason. --tolerance is for mean absolute errors.
+    A row that cannot be predicted is listed as skipped, with the reason; exit code 3 when every row is. --tolerance is
+    for mean absolute errors.
     """
     measured = measurements(profile)
     rows: list[dict[str, Any]] = []
@@ -45,6 +46,12 @@ def validate(
         output.emit_json({"schema_version": output.SCHEMA_VERSION, "rows": rows, "summary": summary})
     else:
         _print(rows, summary)
+    if summary["skipped"] == summary["rows"]:
+        raise Infeasible(
+            "nothing was compared",
+            why=f"every one of {summary['rows']} rows was skipped" if rows else "the files hold no case",
+            remedy="see the reason of each row" if rows else "give files with cases",
+        )
     if tolerance is not None:
         _hold(summary, tolerance)
 

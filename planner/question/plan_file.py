@@ -7,6 +7,7 @@ question writes the same bytes.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -100,13 +101,27 @@ def save_plan(content: PlanFile, path: str | Path, *, force: bool = False) -> No
 
 
 def refuse_overwrite(path: str | Path, *, force: bool) -> None:
-    """Raise BadInput when something is at `path` already, so that a long search is not started in vain."""
+    """Raise BadInput when a file cannot be made at `path`, or is there already: before a long search, not after it.
+
+    Devices and pipes (/dev/stdout) are written to, not replaced.
+    """
     target = Path(path)
     if target.is_dir():
         raise BadInput(f"{path} is a directory", remedy="name a file: --out plan.json")
-    if (target.exists() or target.is_symlink()) and not force:
+    require_folder(target)
+    if (target.is_file() or target.is_symlink()) and not force:
         raise BadInput(
             f"{path} exists", why="a saved plan is not overwritten by accident", remedy="--force or another --out"
+        )
+
+
+def require_folder(path: Path) -> None:
+    """Raise BadInput when the folder that `path` lies in does not exist: a misspelt one is not made in silence."""
+    if not path.parent.is_dir():
+        raise BadInput(
+            f"cannot write {path}",
+            why=f"there is no folder {path.parent}",
+            remedy=f"mkdir -p {shlex.quote(str(path.parent))}, or choose another file",
         )
 
 

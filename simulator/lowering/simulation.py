@@ -22,6 +22,8 @@ from simulator.program import trace as tr
 
 # Up to so many instructions the finer detail is used: a second or two of simulation. Beyond, stages are folded.
 FINE_INSTRUCTIONS = 60_000
+# Telling which ranks behave alike takes as long for so many of them as simulating one instruction.
+RANKS_PER_INSTRUCTION = 6
 # Instructions of a layer and pass, and of a stage and pass, as `layer` and `stage` code have them: rough
 # counts, for choosing only.
 PER_LAYER, PER_STAGE = 24, 14
@@ -38,12 +40,18 @@ class Simulated:
 
 def choose_detail(model: Model, workload: Workload, plan: Plan) -> Detail:
     """Return the finest detail whose program stays short: layer by layer, or whole stages."""
-    fine = program_length(model, workload, plan, Detail.LAYER)
+    fine = _instructions(model, workload, plan, Detail.LAYER)
     return Detail.LAYER if fine <= FINE_INSTRUCTIONS else Detail.STAGE
 
 
 def program_length(model: Model, workload: Workload, plan: Plan, detail: Detail) -> float:
-    """Return roughly how many instructions a plan's program has in `detail`, layer or stage: what simulating it costs."""
+    """Return roughly what simulating a plan in `detail`, layer or stage, costs, as a number of instructions: those of its
+    program, and what folding its ranks takes.
+    """
+    return _instructions(model, workload, plan, detail) + plan.gpus / RANKS_PER_INSTRUCTION
+
+
+def _instructions(model: Model, workload: Workload, plan: Plan, detail: Detail) -> float:
     passes = 2 * plan.micro_batches(workload.global_batch_size)
     stages = plan.pp * plan.virtual_stages * PER_STAGE
     if detail is Detail.STAGE:

@@ -279,7 +279,7 @@ def test_exit_codes(planner, arguments, code, words):
         (OutOfTolerance("what", why="why", remedy="do"), 4),
         (KeyboardInterrupt(), 130),
         (ZeroDivisionError("division by zero"), 1),
-        (BrokenPipeError(), 1),
+        (BrokenPipeError(), 0),
     ],
     ids=lambda e: type(e).__name__ if isinstance(e, BaseException) else str(e),
 )
@@ -305,14 +305,14 @@ def test_every_ending_has_its_code(monkeypatch, capsys, error, code):
 
 
 def test_a_closed_pipe_is_quiet(planner_process):
-    """`planner ... | head` must not end in a traceback."""
+    """`planner ... | head` has its answer: no traceback, and nothing failed."""
     reader, writer = os.pipe()
     os.close(reader)
     done = planner_process(*SUGGEST, "--json", stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
 
     assert done.stderr == ""
-    assert done.returncode == 1
+    assert done.returncode == 0
 
 
 def test_an_interrupt_is_130(tmp_path):
