@@ -17,6 +17,7 @@ from ui import data, panels, state, uploads
 STYLE = """<style>
   .stMainBlockContainer { padding: 2.6rem 2.6rem 4rem; max-width: 1680px; }
   [data-testid="stSidebarUserContent"] { padding-top: 0; padding-bottom: 2rem; }
+  .st-key-last_answer { opacity: 0.45; pointer-events: none; }
 </style>"""
 VIEWS = Path(__file__).parent / "views"
 # name, title, icon, whether it shows a search result
@@ -44,13 +45,13 @@ pages = {
 page = st.navigation(list(pages.values()))
 st.html(STYLE)
 question = state.sidebar()
-state.results()["question"] = question
 searched = {pages[name].url_path for name, _, _, needs in PAGES if needs}
 st.title(page.title, anchor=False)
 try:
-    if page.url_path in searched:
-        data.frame(question)
-    page.run()
+    answered = page.url_path not in searched or data.frame(question)
+    state.results()["question"] = question if answered else state.results()["answer"].question
+    with st.container(key="answer" if answered else "last_answer"):
+        page.run()
 except PlannerError as error:
     panels.failure(error)
     if isinstance(error, BadCluster) and question.gpu is None and uploads.find(question.cluster):

@@ -1,12 +1,12 @@
 """The data of the pages, from the same functions as the command line uses.
 
-Fast results are cached by their arguments; searches and simulations run as jobs (`ui.jobs`). Cached values are frozen,
+Fast results are cached by their arguments; searches and simulations run as jobs (`ui.waiting`). Cached values are frozen,
 so they are shared between sessions (`cache_resource`) and not copied.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,21 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from topology.errors import PlannerError
-from ui import jobs, panels
-from ui.charts.look import GIB, seconds
+from ui import waiting
 from ui.state import LISTED, Inputs, linked_choice, plan_name, results, source_of
 
 if TYPE_CHECKING:
     from planner.explain.plan_answer import PlanAnswer
     from planner.search.result import RankedPlan, SearchResult
-    from simulator.config.estimate import Estimate
     from simulator.config.model import Model
     from simulator.config.plan import Plan
-    from simulator.lowering.simulation import Simulated
     from topology.cluster import Cluster
     from topology.health.diagnose import Health
-    from ui.charts.timeline import Timeline
+    from ui.work import SimulatedStep
 
 
 # --- fast results --------------------------------------------------------------------------------------------------
@@ -119,72 +115,21 @@ def knobs(result: SearchResult) -> list[tuple[str, float]]:
 # --- long work ---------------------------------------------------------------------------------------------------------
 
 
-def search(question: Inputs) -> SearchResult:
-    """Return what `planner suggest` answers, or show progress and end the page. Raises PlannerError."""
+def search(question: Inputs) -> SearchResult | None:
+    """Return what `planner suggest` answers, or None after showing progress. Raises PlannerError."""
+    from planner.search.search import SearchOptions  # noqa: PLC0415 - as above
 
-    def work(progress: jobs.Progress) -> SearchResult:
-        from planner.search.answer import answer  # noqa: PLC0415 - as above
-        from planner.search.search import SearchOptions  # noqa: PLC0415 - as above
-
-        options = SearchOptions(objective=question.objective, top=LISTED)
-        return answer(question.flags(), question.framework, options, progress=progress)
-
-    result: SearchResult = jobs.ask(
-        "search", question.key, work, title="Searching all legal plans", meanwhile=lambda: _last_plans(question)
-    )
-    return result
+    options = SearchOptions(objective=question.objective, top=LISTED)
+    asked = (question.flags(), question.framework, options)
+    found: SearchResult | None = waiting.ask("search", question.key, *asked, title="Searching all legal plans")
+    return found
 
 
-def known_plans(question: Inputs, result: SearchResult) -> list[tuple[str, Estimate]]:
-    """Return the plans of an earlier result that are also legal and fit for this question, costed for it, best first."""
-    from ui.rows import changed_flags, degrees_of  # noqa: PLC0415 - as above
-
-    gpus = question.gpus or cluster(question.cluster, None, question.gpu).gpu_count
-    found = []
-    for ranked in result.plans:
-        flags = changed_flags(ranked.plan, degrees_of(ranked.plan), ranked.plan.recompute)
-        try:
-            again = what_if(question, flags, gpus=gpus, like=ranked.plan)
-        except PlannerError:
-            continue
-        if again.estimate is not None and again.estimate.memory.fits and again.case.plan.gpus == gpus:
-            found.append((plan_name(again.case.plan), again.estimate))
-    return sorted(found, key=lambda pair: pair[1].step_s.value)
-
-
-def _last_plans(question: Inputs) -> None:
-    """Show, while a search runs, the plans of the last result costed for this question, which takes a second or two."""
-    last = results().get("answer")
-    found = known_plans(question, last[0]) if last else []
-    if not found:
-        return
-    panels.section(
-        "Meanwhile", "The plans of the last result, costed for this question. The search may find better ones."
-    )
-    st.dataframe(
-        [
-            {
-                "plan": name,
-                "step": seconds(estimate.step_s.value),
-                "tokens/s/GPU": f"{estimate.tokens_per_s_per_gpu:,.0f}",
-                "MFU": f"{estimate.mfu:.1%}",
-                "GiB": f"{estimate.memory.reserved_bytes / GIB:.1f}",
-            }
-            for name, estimate in found
-        ],
-        hide_index=True,
-        width="stretch",
-    )
-
-
-def simulated(question: Inputs, result: SearchResult, ranked: RankedPlan) -> Simulated:
-    """Return the simulated step of a plan, as `planner trace` writes it, or show progress and end the page."""
-
-    def work(progress: jobs.Progress) -> Simulated:
-        return result.question.simulate(ranked.plan, progress=progress)
-
+def simulated(question: Inputs, result: SearchResult, ranked: RankedPlan) -> SimulatedStep | None:
+    """Return the simulated step of a plan, or None after showing progress. Raises PlannerError."""
     key = f"{question.key} {plan_name(ranked.plan)}"
-    found: Simulated = jobs.ask("timeline", key, work, title="Simulating the step")
+    asked = (result.question, ranked.plan)
+    found: SimulatedStep | None = waiting.ask("simulate", key, *asked, title="Simulating the step")
     return found
 
 
@@ -230,46 +175,44 @@ def plan_file_text(result: SearchResult, ranked: RankedPlan) -> str:
     return codec.to_json(content) + "\n"
 
 
-def frame(asked: Inputs) -> None:
-    """Search for the result that a page is about to show, and let the user choose one of its plans."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The search result that a page shows, the question that it answers, and the chosen plan."""
+
+    question: Inputs
+    result: SearchResult
+    ranked: RankedPlan
+
+
+def frame(asked: Inputs) -> bool:
+    """Get the answer that a page is about to show, and let the user choose one of its plans.
+
+    Returns False while a search runs: the page shows the last answer meanwhile, and ends here where there is none.
+    """
+    last: Answer | None = results().get("answer")
     result = search(asked)
-    names = [plan_name(ranked.plan) for ranked in result.plans]
+    if result is None and last is None:
+        st.stop()
+    shown, found = (asked, result) if result is not None else (last.question, last.result)
+    names = [plan_name(ranked.plan) for ranked in found.plans]
     name = linked_choice("Plan", names, names[0], "plan", "Best first; every page shows the chosen one.")
-    results()["answer"] = (result, chosen(result, name))
+    results()["answer"] = Answer(question=shown, result=found, ranked=chosen(found, name))
+    return result is not None
 
 
 def answer() -> tuple[SearchResult, RankedPlan]:
     """Return the search result and the chosen plan, which the frame found before it ran the page."""
-    found: tuple[SearchResult, RankedPlan] = results()["answer"]
-    return found
+    found: Answer = results()["answer"]
+    return found.result, found.ranked
 
 
 def question() -> Inputs:
-    """Return the question that the frame read from the sidebar."""
+    """Return the question that the page shows the answer to."""
     asked: Inputs = results()["question"]
     return asked
 
 
 # --- traces and files -------------------------------------------------------------------------------------------------
-
-
-def columns_of(found: Simulated, key: str) -> Timeline:
-    """Return the spans of a simulated step as columns, computed once per session."""
-    from ui.charts.timeline import timeline  # noqa: PLC0415 - as above
-
-    kept: dict[str, Timeline] = results().setdefault("columns", {})
-    if key not in kept:
-        kept.clear()  # only one: a long trace has tens of megabytes
-        kept[key] = timeline(found.run.trace)
-    return kept[key]
-
-
-def trace_text(found: Simulated) -> str:
-    """Return the trace file that `planner trace --out` would write."""
-    from simulator.program.chrome_trace import to_chrome  # noqa: PLC0415 - as above
-    from topology import codec  # noqa: PLC0415 - as above
-
-    return codec.to_json(to_chrome(found.run.trace), indent=None)
 
 
 def export_targets() -> tuple[Any, ...]:

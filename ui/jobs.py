@@ -1,142 +1,181 @@
-"""Long work in background threads: it reports progress, can be stopped, and its result is kept.
+"""Searches and simulations in worker processes (`ui.worker`): few, bounded in time and memory, ended at once.
 
-A page asks for the result of a key. The first request starts a thread and waits a moment, so that fast results appear
-without a flicker; then a panel shows progress and a stop button until the result is there. Work stops at its next
-progress report, which searches and simulations make many times a second. Finished results are shared between sessions,
-so that a link that was computed once opens immediately.
+A job waits for its turn, then has a process of its own until it is done. Stopping it kills that process, and so does
+its time limit, and nobody asking for it any longer. A job that takes long steps aside: it gets a lower priority, and
+others may start beside it, so that a short question never waits for a long one to end.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-import streamlit as st
+import psutil
 
+from planner.io.explorer_server import environment
 from topology.errors import PlannerError
-from ui import state
 
-Progress = Callable[[str], None]
-MAX_RESULTS = {"search": 64, "timeline": 2}  # kept for all sessions; search results are small, a large trace has 50 MB
-PATIENCE_S = 0.8  # before the panel replaces the page
+SLOTS = max(2, os.cpu_count() or 2)  # jobs at a time, without those that take long
+LONG_S = 10.0
+MAX_LONG = SLOTS
+LIMIT_S = 600.0
+FORGOTTEN_S = 120.0  # a page in the background asks once a minute
+TICK_S = 0.1
+NICE = 15
+# Numerical libraries start a thread per core otherwise, in every process.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class Stopped(PlannerError):
-    """The user pressed stop."""
+    """The user pressed stop, or left."""
 
 
-class BackgroundJob:
-    """Work on a background thread. `result` or `error` is set once `done` is."""
+class Workers:
+    """The processes, and whose turn it is."""
 
-    def __init__(self, work: Callable[[Progress], Any]) -> None:
-        self.started = time.monotonic()
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._running: list[Job] = []
+
+    def warm(self) -> None:
+        """Start a process, so that the first question need not wait for its imports."""
+        with self._changed:
+            if not self._idle and not self._running:
+                self._idle.append(_start())
+
+    def enter(self, job: Job) -> subprocess.Popen[bytes] | None:
+        """Wait for the turn of a job and return its process; None where it was stopped before."""
+        with self._changed:
+            while not job.ended:
+                long = sum(other.runs_s > LONG_S for other in self._running)
+                if len(self._running) - min(long, MAX_LONG) < SLOTS:
+                    job.began = time.monotonic()
+                    self._running.append(job)
+                    alive = [one for one in self._idle if one.poll() is None]
+                    self._idle = alive[1:]
+                    return alive[0] if alive else _start()
+                job.line = f"waiting for {len(self._running)} other questions"
+                self._changed.wait(TICK_S)
+        return None
+
+    def leave(self, job: Job, process: subprocess.Popen[bytes], *, again: bool) -> None:
+        """End the turn of a job. Its process is kept for others where `again`, and killed otherwise."""
+        with self._changed:
+            self._running.remove(job)
+            if again and len(self._idle) < SLOTS and job.runs_s < LONG_S:  # one of low priority stays so
+                self._idle.append(process)
+            else:
+                _end(process)
+            self._changed.notify_all()
+
+
+class Job:
+    """One request: `result` or `error` is set once `done` is. `ask` keeps it wanted."""
+
+    def __init__(self, workers: Workers, kind: str, *arguments: Any) -> None:
         self.line = ""
         self.done = threading.Event()
         self.result: Any = None
         self.error: PlannerError | None = None
-        self.seconds = 0.0
-        self._stop = threading.Event()
-        self._work = work
-        threading.Thread(target=self._run, daemon=True, name="planner").start()
-
-    def _run(self) -> None:
-        try:
-            self.result = self._work(self._progress)
-        except PlannerError as error:
-            self.error = error
-        except Exception as error:  # noqa: BLE001 - shown on the page: a thread has nobody else to tell
-            self.error = PlannerError(
-                f"internal error: {type(error).__name__}: {error}",
-                why="this is a bug of the program, not of the question",
-                remedy="please report it with the link of this page",
-            )
-        self.seconds = time.monotonic() - self.started
-        self.done.set()
-
-    def _progress(self, line: str) -> None:
-        self.line = line
-        if self._stop.is_set():
-            raise Stopped("stopped")
-
-    def stop(self) -> None:
-        self._stop.set()
+        self.asked = self.started = time.monotonic()
+        self.began: float | None = None
+        self._workers = workers
+        self._request = (kind, arguments)
+        self._stopped: PlannerError | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        threading.Thread(target=self._run, daemon=True, name=kind).start()
+        threading.Thread(target=self._watch, daemon=True, name=f"{kind} watch").start()
 
     @property
-    def stopped(self) -> bool:
-        return self._stop.is_set()
+    def ended(self) -> bool:
+        return self._stopped is not None or self.done.is_set()
+
+    @property
+    def runs_s(self) -> float:
+        """Return for how many seconds the job has had its process."""
+        return 0.0 if self.began is None else time.monotonic() - self.began
+
+    def ask(self, patience_s: float) -> bool:
+        """Return whether the job is done, after waiting for it for at most `patience_s`."""
+        self.asked = time.monotonic()
+        return self.done.wait(patience_s)
+
+    def stop(self, reason: PlannerError | None = None) -> None:
+        """Kill the process. Whoever waits gets the reason as the error."""
+        self._stopped = self._stopped or reason or Stopped("stopped")
+        if (process := self._process) is not None and not self.done.is_set():
+            process.kill()
+
+    def _run(self) -> None:
+        process = self._workers.enter(self)
+        again = False
+        if process is not None:
+            self._process = process
+            try:
+                if self._stopped is None:
+                    again = self._converse(process)
+            except Exception as error:  # noqa: BLE001 - a job that never ended would be waited for
+                self.error = PlannerError(
+                    "the process that worked on this ended",
+                    why=f"{type(error).__name__}; the system may have run out of memory",
+                    remedy="ask again, or for fewer GPUs",
+                )
+            self._process = None
+            self._workers.leave(self, process, again=again and self._stopped is None)
+        if self._stopped is not None:
+            self.error, self.result = self._stopped, None
+        self.done.set()
+
+    def _converse(self, process: subprocess.Popen[bytes]) -> bool:
+        """Send the request and follow the answer; return whether the process takes another."""
+        assert process.stdin is not None  # noqa: S101 - started with pipes
+        assert process.stdout is not None  # noqa: S101
+        pickle.dump(self._request, process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
+        process.stdin.flush()
+        while True:
+            kind, value = pickle.load(process.stdout)  # noqa: S301 - our own process, on a pipe
+            if kind == "progress":
+                self.line = value
+                continue
+            self.result, self.error = (value, None) if kind == "result" else (None, value)
+            return bool(pickle.load(process.stdout))  # noqa: S301
+
+    def _watch(self) -> None:
+        """Step aside when it takes long; stop at the time limit, and when nobody asks any more."""
+        aside = False
+        while not self.done.wait(TICK_S):
+            if self.runs_s > LIMIT_S:
+                self.stop(
+                    PlannerError(
+                        f"no answer within {LIMIT_S / 60:.0f} minutes",
+                        why="a page shares the machine with others",
+                        remedy="ask in a terminal, which has no limit",
+                    )
+                )
+            elif time.monotonic() - self.asked > FORGOTTEN_S:
+                self.stop()
+            elif not aside and self.runs_s > LONG_S and (process := self._process) is not None:
+                aside = True
+                with suppress(psutil.Error):
+                    psutil.Process(process.pid).nice(NICE)
 
 
-def ask(
-    kind: str, key: str, work: Callable[[Progress], Any], *, title: str, meanwhile: Callable[[], None] | None = None
-) -> Any:
-    """Return the result of `work`, or show its progress and end the page here. Raises what the work raises.
-
-    `meanwhile` draws what is already known, below the progress.
-    """
-    finished = _finished()
-    if (kind, key) in finished:
-        return finished[kind, key]
-    kept: dict[str, BackgroundJob] = state.results().setdefault(kind, {})
-    for other, job in kept.items():
-        if other != key and not job.done.is_set():
-            job.stop()  # the question has changed, so its result is not needed
-    if key in kept and kept[key].stopped and st.session_state.get(f"_stopped_{kind}") != key:
-        del kept[key]
-    if key not in kept:
-        kept.clear()
-        kept[key] = BackgroundJob(work)
-    job = kept[key]
-    if st.session_state.get(f"_stopped_{kind}") == key:
-        _stopped(kind, key, kept, title)
-    if not job.done.wait(st.session_state.get("_patience_s", PATIENCE_S)):
-        _panel(kind, key, job, title)
-        if meanwhile is not None:
-            meanwhile()
-        st.stop()
-    if job.error is not None:
-        raise job.error
-    _share(finished, kind, key, job.result)
-    return job.result
+def _start() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", "ui.worker"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**environment(), **ONE_THREAD})
 
 
-@st.cache_resource(show_spinner=False)
-def _finished() -> dict[tuple[str, str], Any]:
-    """Return the results of all sessions, by kind and key. They are frozen, so that sessions can share them."""
-    return {}
-
-
-def _share(finished: dict[tuple[str, str], Any], kind: str, key: str, result: Any) -> None:
-    """Keep a result for all sessions; of each kind only the newest MAX_RESULTS."""
-    same_kind = [pair for pair in list(finished) if pair[0] == kind]
-    for old in same_kind[: max(0, len(same_kind) + 1 - MAX_RESULTS[kind])]:
-        finished.pop(old, None)
-    finished[kind, key] = result
-
-
-@st.fragment(run_every=0.4)
-def _panel(kind: str, key: str, job: BackgroundJob, title: str) -> None:
-    """Show the progress of a job. Only this fragment of the page runs again until the job is done."""
-    if job.done.is_set():
-        st.rerun()
-    with st.container(border=True):
-        left, right = st.columns([5, 1], vertical_alignment="center")
-        with left:
-            st.markdown(f":material/hourglass_top: **{title}** · {time.monotonic() - job.started:.0f} s")
-            st.caption(job.line or "starting")
-        if right.button("Stop", key=f"stop_{kind}", icon=":material/stop_circle:", width="stretch"):
-            job.stop()
-            st.session_state[f"_stopped_{kind}"] = key
-            st.rerun()
-
-
-def _stopped(kind: str, key: str, kept: dict[str, BackgroundJob], title: str) -> None:
-    with st.container(border=True):
-        left, right = st.columns([5, 1], vertical_alignment="center")
-        left.markdown(f":material/stop_circle: **{title}**: stopped. Change the question, or start it again.")
-        if right.button("Start again", key=f"again_{kind}", width="stretch"):
-            st.session_state.pop(f"_stopped_{kind}", None)
-            kept.pop(key, None)
-            st.rerun()
-    st.stop()
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):
+            if pipe is not None:
+                pipe.close()

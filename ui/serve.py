@@ -92,10 +92,12 @@ def explorer() -> App:
 
 
 def _warm() -> None:
-    """Import what the first session would otherwise wait for. A failure shows up again on the page that needs it."""
+    """Prepare what the first session would otherwise wait for. A failure shows up again on the page that needs it."""
     for name in PAGES_NEED:
         with contextlib.suppress(Exception):
             import_module(name)
+    with contextlib.suppress(Exception):
+        import_module("ui.waiting").workers().warm()
 
 
 def _end_with_parent() -> None:

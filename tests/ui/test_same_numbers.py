@@ -53,7 +53,7 @@ def test_a_changed_plan_is_that_of_estimate(explorer, capsys, tmp_path):
     test.number_input(key=f"x_micro_batch_size_{name}").set_value(1).run()
     fields = ("pp", "cp", "ep", "virtual_stages", "dp_replicate")
     flags = {field: test.number_input(key=f"x_{field}_{name}").value for field in fields}
-    plan = next(r.plan for r in test.session_state["_results"]["answer"][0].plans if plan_name(r.plan) == name)
+    plan = next(r.plan for r in test.session_state["_results"]["answer"].result.plans if plan_name(r.plan) == name)
     flags |= {"tp": 2, "recompute": "full", "micro_batch_size": 1, "reshard_after_forward": plan.reshard_after_forward}
     case = {
         "id": "changed",
@@ -115,7 +115,8 @@ def test_the_plan_file_is_the_one_that_suggest_saves(explorer, capsys, tmp_path)
     out = tmp_path / "plan.json"
     answer(capsys, "suggest", *FLAGS, "--top", str(LISTED), "--out", str(out))
     test = explorer("exports", **QUESTION)
-    result, ranked = test.session_state["_results"]["answer"]
+    shown = test.session_state["_results"]["answer"]
+    result, ranked = shown.result, shown.ranked
 
     assert data.plan_file_text(result, ranked) == out.read_text()
     assert load_plan(out).plan == ranked.plan

@@ -20,12 +20,12 @@ from ui.charts import plans as plan_charts
 from ui.charts import topology as topology_charts
 from ui.charts.look import GIB, seconds, words
 from ui.charts.placement_layout import SHOWN_NODES, axes_used, placement_rows
-from ui.charts.timeline import LANES, bars, samples
+from ui.charts.timeline import LANES, bars
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
     from simulator.config.estimate import Estimate
-    from simulator.lowering.simulation import Simulated
+    from ui.work import SimulatedStep
 
 AXIS_NAMES = {
     "pp": "pipeline stage",
@@ -160,11 +160,13 @@ def _placement(question: state.Inputs, result: SearchResult, ranked: RankedPlan)
 
 def _timeline(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:
     found = data.simulated(question, result, ranked)
-    line = data.columns_of(found, f"{question.key} {state.plan_name(ranked.plan)}")
+    if found is None:
+        return
+    line = found.line
     ranks = line.ranks
     panels.section(
         "One simulated step",
-        f"{len(line):,} spans on {len(ranks)} distinct ranks, {found.detail} by {found.detail}; {seconds(found.run.step_s)} simulated,"
+        f"{len(line):,} spans on {len(ranks)} distinct ranks, {found.detail} by {found.detail}; {seconds(found.step_s)} simulated,"
         f" {seconds(ranked.estimate.step_s.value)} by the closed form. Lighter compute is the forward pass.",
     )
     left, right = st.columns([3, 2], gap="large")
@@ -197,10 +199,10 @@ def _timeline(question: state.Inputs, result: SearchResult, ranked: RankedPlan) 
     merged = sum(bar.spans for bar in drawn if bar.spans > 1)
     if merged:
         st.caption(f"{merged:,} very short spans are merged into bars; narrow the window to see them one by one.")
-    _memory_over_time(found)
+    _memory_over_time(found, ranked.estimate.memory.capacity_bytes)
     st.download_button(
         "Trace for Perfetto",
-        data=lambda: data.trace_text(found),
+        data=found.trace_text,
         file_name=f"{state.plan_name(ranked.plan).replace(' ', '-')}.trace.json",
         mime="application/json",
         icon=":material/download:",
@@ -209,15 +211,11 @@ def _timeline(question: state.Inputs, result: SearchResult, ranked: RankedPlan) 
     )
 
 
-def _memory_over_time(found: Simulated) -> None:
-    worst = found.estimate.memory.worst_rank
-    counters = [c for c in found.run.trace.counters if c.name == "memory"]
-    counter = next((c for c in counters if c.rank == worst), counters[0] if counters else None)
-    if counter is None:
+def _memory_over_time(found: SimulatedStep, capacity: float) -> None:
+    if not found.memory:
         return
-    panels.section("Memory over the step", f"Allocated on rank {counter.rank}; the dashed line is the capacity.")
-    points = samples(counter, end_s=found.run.step_s)
-    drawn = charts.memory_over_time(points, found.estimate.memory.capacity_bytes, dark=panels.dark())
+    panels.section("Memory over the step", f"Allocated on rank {found.memory_rank}; the dashed line is the capacity.")
+    drawn = charts.memory_over_time(found.memory, capacity, dark=panels.dark())
     panels.chart(drawn, key="memory_time", alt="Allocated memory over the step")
 
 

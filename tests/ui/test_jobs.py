@@ -1,0 +1,147 @@
+"""Long work has processes of its own: bounded in number, time and memory, ended at once, in nobody's way."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+import pytest
+
+from planner.question.flags import Flags
+from planner.search.search import SearchOptions
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
+from topology.errors import Infeasible, PlannerError
+from ui import jobs
+
+SHORT = (Flags(model="tiny-llama", cluster="h200x4", gpus=(2,), global_batch=8), "torchtitan", SearchOptions())
+LONG = (Flags(model="deepseek-v3", gpus=(65536,)), "megatron-lm", SearchOptions())
+PATIENT_S = 100.0
+
+
+@pytest.fixture
+def workers():
+    found = jobs.Workers()
+    yield found
+    for process in list(found._idle):
+        jobs._end(process)
+
+
+def running(job):
+    """Return the process of a job that has begun to work."""
+    ends = time.monotonic() + PATIENT_S
+    while not (job._process and job.line and "waiting" not in job.line):
+        assert time.monotonic() < ends
+        assert not job.done.is_set(), job.error
+        time.sleep(0.02)
+    return psutil.Process(job._process.pid)
+
+
+def test_a_worker_answers_as_this_process_does(workers):
+    from planner.search.answer import answer
+
+    job = jobs.Job(workers, "search", *SHORT)
+
+    assert job.ask(PATIENT_S)
+    here = answer(*SHORT)
+    assert [ranked.plan for ranked in job.result.plans] == [ranked.plan for ranked in here.plans]
+    assert [r.estimate.step_s for r in job.result.plans] == [r.estimate.step_s for r in here.plans]
+
+
+def test_the_next_question_finds_the_process_warm(workers):
+    first = jobs.Job(workers, "search", *SHORT)
+    assert first.ask(PATIENT_S)
+    time.sleep(0.2)
+    (idle,) = workers._idle
+    second = jobs.Job(workers, "search", *SHORT)
+    assert second.ask(PATIENT_S)
+    time.sleep(0.2)
+
+    assert workers._idle == [idle]
+
+
+def test_stop_kills_the_process_at_once(workers):
+    job = jobs.Job(workers, "search", *LONG)
+    process = running(job)
+
+    job.stop()
+
+    assert job.ask(PATIENT_S)
+    assert isinstance(job.error, jobs.Stopped)
+    assert psutil.wait_procs([process], timeout=10)[1] == []
+
+
+@pytest.mark.parametrize(("limit", "error"), [("LIMIT_S", "no answer within"), ("FORGOTTEN_S", "stopped")])
+def test_a_job_ends_at_its_time_limit_and_when_nobody_asks(workers, monkeypatch, limit, error):
+    job = jobs.Job(workers, "search", *LONG)
+    process = running(job)
+
+    monkeypatch.setattr(jobs, limit, 0.0)
+
+    assert job.done.wait(PATIENT_S)
+    assert error in job.error.what
+    assert psutil.wait_procs([process], timeout=10)[1] == []
+
+
+def test_a_short_question_is_answered_while_long_ones_run(workers, monkeypatch):
+    """As many as there are places run long; a short one still gets in, and they step aside for it."""
+    monkeypatch.setattr(jobs, "LONG_S", 0.2)
+    held = [jobs.Job(workers, "search", *LONG) for _ in range(jobs.SLOTS)]
+    processes = [running(job) for job in held]
+    time.sleep(0.4)
+    short = jobs.Job(workers, "search", *SHORT)
+
+    assert short.ask(PATIENT_S)
+    assert short.error is None
+    assert not any(job.done.is_set() for job in held)
+    assert min(process.nice() for process in processes) >= jobs.NICE
+    for job in held:
+        job.stop()
+        assert job.ask(PATIENT_S)
+
+
+def test_more_questions_than_places_wait_their_turn(workers, monkeypatch):
+    monkeypatch.setattr(jobs, "SLOTS", 1)
+    first = jobs.Job(workers, "search", *LONG)
+    running(first)
+    second = jobs.Job(workers, "search", *SHORT)
+    assert not second.ask(0.5)
+    assert "waiting for 1 other" in second.line
+
+    first.stop()
+
+    assert second.ask(PATIENT_S)
+    assert second.error is None
+
+
+def test_errors_arrive_as_they_were_raised(workers):
+    job = jobs.Job(workers, "search", Flags(model="llama3-405b", gpus=(8,)), "torchtitan", SearchOptions())
+
+    assert job.ask(PATIENT_S)
+    assert isinstance(job.error, Infeasible)
+    assert "does not fit on 8 GPUs" in job.error.what
+    assert job.error.remedy
+
+
+def test_a_process_that_dies_is_said_and_replaced(workers):
+    job = jobs.Job(workers, "search", *LONG)
+    running(job).kill()
+
+    assert job.ask(PATIENT_S)
+    assert type(job.error) is PlannerError
+    assert "ended" in job.error.what
+    again = jobs.Job(workers, "search", *SHORT)
+    assert again.ask(PATIENT_S)
+    assert again.error is None
+
+
+@pytest.mark.skipif(os.uname().sysname != "Linux", reason="the limit of private memory is Linux's")
+def test_the_memory_of_a_worker_is_bounded(workers):
+    from ui import worker
+
+    job = jobs.Job(workers, "search", *LONG)
+    process = running(job)
+
+    assert process.rlimit(psutil.RLIMIT_DATA) == (worker.MEMORY_BYTES, worker.MEMORY_BYTES)
+    job.stop()
+    assert job.ask(PATIENT_S)

@@ -1,0 +1,90 @@
+"""What a page shows while a job runs (`ui.jobs`): progress and a stop button, and the last answer below, dimmed.
+
+Results are kept for all sessions, so that a link that was computed once opens at once.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import streamlit as st
+
+from ui import state
+from ui.jobs import Job, Stopped, Workers
+
+MAX_RESULTS = {"search": 64, "simulate": 4}  # search results have kilobytes, a long trace tens of megabytes
+PATIENCE_S = 0.8  # before the panel appears, so that fast results come without a flicker
+
+
+@st.cache_resource(show_spinner=False)
+def workers() -> Workers:
+    """Return the processes that all sessions share."""
+    return Workers()
+
+
+@st.cache_resource(show_spinner=False)
+def _finished() -> dict[tuple[str, str], Any]:
+    """Return the results of all sessions, by kind and key. They are frozen, so that sessions can share them."""
+    return {}
+
+
+def ask(kind: str, key: str, *arguments: Any, title: str) -> Any:
+    """Return the result of a job, or None after showing its progress. Raises what the job raises.
+
+    A session has one job of a kind: asking for another key stops it.
+    """
+    finished = _finished()
+    if (kind, key) in finished:
+        return finished[kind, key]
+    kept: dict[str, Job] = state.results().setdefault(kind, {})
+    if st.session_state.get(f"_stopped_{kind}") == key:
+        _stopped(kind, title)
+        return None
+    job = kept.get(key)
+    if job is None or isinstance(job.error, Stopped):
+        for other in kept.values():
+            other.stop()
+        kept.clear()
+        job = kept[key] = Job(workers(), kind, *arguments)
+    if not job.ask(st.session_state.get("_patience_s", PATIENCE_S)):
+        _panel(kind, key, job, title)
+        return None
+    if job.error is not None:
+        raise job.error
+    _share(finished, kind, key, job.result)
+    return job.result
+
+
+def _share(finished: dict[tuple[str, str], Any], kind: str, key: str, result: Any) -> None:
+    """Keep a result for all sessions; of each kind only the newest MAX_RESULTS."""
+    same_kind = [pair for pair in list(finished) if pair[0] == kind]
+    for old in same_kind[: max(0, len(same_kind) + 1 - MAX_RESULTS[kind])]:
+        finished.pop(old, None)
+    finished[kind, key] = result
+
+
+@st.fragment(run_every=0.4)
+def _panel(kind: str, key: str, job: Job, title: str) -> None:
+    """Show the progress of a job. Only this fragment of the page runs again until the job is done."""
+    if job.ask(0):
+        st.rerun()
+    with st.container(border=True):
+        left, right = st.columns([5, 1], vertical_alignment="center")
+        with left:
+            st.markdown(f":material/hourglass_top: **{title}** · {time.monotonic() - job.started:.0f} s")
+            st.caption(job.line or "starting")
+        if right.button("Stop", key=f"stop_{kind}", icon=":material/stop_circle:", width="stretch"):
+            job.stop()
+            st.session_state[f"_stopped_{kind}"] = key
+            st.rerun()
+
+
+def _stopped(kind: str, title: str) -> None:
+    with st.container(border=True):
+        left, right = st.columns([5, 1], vertical_alignment="center")
+        left.markdown(f":material/stop_circle: **{title}**: stopped. Change the question, or start it again.")
+        if right.button("Start again", key=f"again_{kind}", width="stretch"):
+            st.session_state.pop(f"_stopped_{kind}", None)
+            state.results().pop(kind, None)
+            st.rerun()
