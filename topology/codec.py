@@ -92,16 +92,17 @@ def parse_lines(text: str) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def convert(data: Any, kind: type[T], *, where: str) -> T:
+def convert(data: Any, kind: type[T], *, where: str, others: bool = False) -> T:
     """Return plain `data` as an object of the dataclass `kind`.
 
-    Types are strict, keys that `kind` does not have are an error, and the message names the path to the value.
+    Types are strict, keys that `kind` does not have are an error (with `others` they are left out), and the message names
+    the path to the value.
     """
     try:
         value = msgspec.convert(data, kind, strict=True)
     except (msgspec.ValidationError, RecursionError) as error:
         raise BadInput(f"{where} is not a valid {kind.__name__}", why=str(error)) from error
-    unknown = list(_dropped(data, msgspec.to_builtins(value), "$"))
+    unknown = [] if others else list(_dropped(data, msgspec.to_builtins(value), "$"))
     if unknown:
         raise BadInput(
             f"{where} has unknown keys: {', '.join(unknown[:8])}",

@@ -21,10 +21,18 @@ from simulator.config.model import Model
 from simulator.config.overlap_sites import canonical
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
-from simulator.config.verify import verify_lists, verify_plan, verify_runtime, verify_workload
+from simulator.config.verify import (
+    verify_estimate,
+    verify_lists,
+    verify_model,
+    verify_plan,
+    verify_runtime,
+    verify_workload,
+)
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import framework_named
 from topology import codec
+from topology.catalog.verify import require_possible
 from topology.cluster import Cluster
 from topology.errors import BadInput, BadPlan, Stale
 from topology.profile.profile import Profile
@@ -154,7 +162,10 @@ def load_plan(path: str | Path) -> PlanFile:
 
 
 def _verify(content: PlanFile, where: str) -> None:
-    """Raise BadPlan unless every value of the file that a plan is made of is in its range."""
+    """Raise BadPlan, BadModel or BadCluster unless every value of the file is in its range."""
+    require_possible(content.cluster, where=where)
+    verify_model(content.model, where=where)
+    verify_estimate(content.estimate, where=where)
     verify_plan(content.plan, where=where)
     verify_lists(content.plan, where=where, layers=content.model.layers, gpus=content.cluster.gpu_count)
     verify_workload(content.workload, where=where)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from planner.runs import comparison, runs_store
+from planner.runs.run_document import verify_run
 from simulator.closed_form.scenario import Scenario
 from simulator.config.model import Model
 from simulator.config.plan import Plan
@@ -24,7 +25,7 @@ from simulator.program.chrome_trace import from_kineto
 from simulator.program.trace import Trace
 from topology import codec
 from topology.cluster import Cluster
-from topology.errors import BadInput, PlannerError
+from topology.errors import PlannerError
 
 MAX_TRACE_BYTES = 256 * 2**20
 
@@ -143,9 +144,7 @@ def _document(name: str) -> tuple[dict[str, Any], Path | None]:
         # Another run may have been made in the same place since.
         same = [at for at in places if (at / "run.json").is_file() and codec.read_json(at / "run.json") == document]
         directory = same[0] if same else None
-    if not isinstance(document, dict) or not {"status", "plan", "model", "measured", "taken_at"} <= set(document):
-        raise BadInput(f"{name} is not the report of a run", remedy="planner apply makes one; planner runs lists them")
-    return document, directory
+    return verify_run(document, where=name), directory
 
 
 def _rank_of(path: Path) -> int:

@@ -20,11 +20,9 @@ from typing import Any
 
 import platformdirs
 
-from simulator.config.plan import Plan
-from simulator.config.verify import verify_plan, verify_workload
-from simulator.config.workload import Workload
+from planner.runs.run_document import verify_run
 from topology import codec
-from topology.errors import BadInput, PlannerError
+from topology.errors import BadInput, PlannerError, UserError
 
 SCHEMA_VERSION = 1
 WAIT_S = 10.0  # for another writer; a row is written in milliseconds
@@ -162,14 +160,14 @@ def read_run(run_id: str, path: str | Path | None = None) -> dict[str, Any]:
     exact = [row for row in rows if row[0] == run_id] or rows
     if len(exact) == 1:
         key, text = exact[0]
-        document = codec.parse_json(text, where=f"run {key}") if isinstance(text, str) else None
-        if isinstance(document, dict):
-            return document
-        raise BadInput(
-            f"run {key} is damaged",
-            why="its row holds no report",
-            remedy=f"planner runs --remove {key}; --add its folder",
-        )
+        try:
+            return verify_run(codec.parse_json(str(text), where=f"run {key}"), where=f"run {key}")
+        except UserError as error:
+            raise BadInput(
+                f"run {key} is damaged",
+                why=f"{error.what}: {error.why}" if error.why else error.what,
+                remedy=f"planner runs --remove {key}; --add its folder",
+            ) from error
     raise BadInput(
         f"{len(exact)} runs begin with {run_id}" if exact else f"there is no run {run_id!r}",
         why=", ".join(row[0] for row in exact),
@@ -199,6 +197,7 @@ def save_run(
     of a run, PlannerError when the store cannot be written. It is then as it was before.
     """
     store_path = default_path() if path is None else Path(path)
+    verify_run(document, where=str(directory))
     key = run_id(document)
     try:
         summary = _row(key, document, str(directory))
@@ -274,8 +273,6 @@ def remove(run_id: str, path: str | Path | None = None) -> str:
 
 def _row(key: str, document: Mapping[str, Any], directory: str) -> tuple[Any, ...]:
     plan, model, workload = document["plan"], document["model"], document["workload"]
-    verify_plan(codec.convert(plan, Plan, where="the report's plan"), where="the report")
-    verify_workload(codec.convert(workload, Workload, where="the report's workload"), where="the report")
     measured, predicted = document.get("measured") or {}, document.get("predicted") or {}
     step = measured.get("step_s") or {}
     peaks = [rank.get("peak_allocated_bytes") for rank in measured.get("memory_by_rank") or ()]

@@ -16,6 +16,7 @@ from typing import Any
 from simulator.config.config_reader import MAX_LAYERS, ConfigReader, show
 from simulator.config.model import LatentAttention, MixtureOfExperts, Model, evenly
 from simulator.config.model_families import FAMILIES, LATENT_DEFAULTS
+from simulator.config.verify import verify_model
 from topology.codec import read_json
 from topology.errors import BadModel
 
@@ -41,6 +42,7 @@ def model_from_config(config: dict[str, Any], *, name: str) -> Model:
     reader = ConfigReader(config, name, str(model_type), FAMILIES[str(model_type)])
     model = _read(reader)
     reader.report_unread()
+    verify_model(model, where=f"model {show(name)}")
     return replace(model, assumed=tuple(reader.assumed))
 
 

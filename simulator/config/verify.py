@@ -1,4 +1,4 @@
-"""What a plan, a workload and a runtime may be at all, before anybody asks whether a framework runs them.
+"""What a model, a plan, a workload, a runtime and an estimate may be at all, before anybody asks what a framework runs.
 
 Files decode into the right types, but any number passes as a degree. Here every field has its range, so that nothing
 below meets a negative count, a product beyond 64 bits or a number format without a width. Whether a plan is legal on
@@ -10,17 +10,81 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from simulator.config.estimate import Estimate, Interval
+from simulator.config.model import Model
 from simulator.config.overlap_sites import modes_by_site
 from simulator.config.plan import Plan
 from simulator.config.runtime import DTYPE_BYTES, NOT_MODELLED, Runtime
 from simulator.config.workload import Workload
-from topology.errors import BadPlan
+from topology.errors import BadModel, BadPlan
+from topology.ranges import Range, out_of_range
 
 MAX_GPUS = 1 << 20  # of one plan
 MAX_COUNT = 1 << 31  # a batch or length beyond this is a mistake, and would overflow 64-bit products
 MAX_LAYERS = 100_000
 MAX_WORD = 64  # characters of a name
+MAX_PARAMETERS = 1 << 53  # exact as a float; a thousand times the largest network
+NORMS = ("rmsnorm", "layernorm")
+MODEL_RANGES: dict[str, Range] = {
+    **dict.fromkeys(
+        ("hidden", "heads", "kv_heads", "head_dim", "vocab", "experts", "experts_per_token"), (1, MAX_COUNT)
+    ),
+    **dict.fromkeys(("kv_lora_rank", "v_head_dim"), (1, MAX_COUNT)),
+    **dict.fromkeys(("ffn", "shared_ffn", "learned_positions", "sliding_window", "max_positions"), (0, MAX_COUNT)),
+    **dict.fromkeys(("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), (0, MAX_COUNT)),
+    **dict.fromkeys(("dense_layers", "dense_layer_ids", "sliding_layers", "multi_token_layers"), (0, MAX_LAYERS)),
+    "layers": (1, MAX_LAYERS),
+    "norms_per_layer": (0, 8),
+}
+ESTIMATE_RANGES: dict[str, Range] = {"mfu": (0, 2), "worst_rank": (0, MAX_GPUS), "sources": (0, 1 + 1e-6)}
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages")
+
+
+def verify_model(model: Model, *, where: str) -> None:
+    """Raise BadModel, with the field and what is allowed, unless `model` is a network that can be counted."""
+    for problem in out_of_range(model, MODEL_RANGES, path="model"):
+        raise BadModel(f"{where}: {problem}")
+    moe = model.moe
+    wrong = {
+        f"norm is {_shown(model.norm)}, known: {', '.join(NORMS)}": model.norm not in NORMS,
+        f"heads {model.heads} is not a multiple of kv_heads {model.kv_heads}": model.heads % model.kv_heads,
+        f"family is {_shown(model.family)}": not model.family.isprintable() or len(model.family) > MAX_WORD,
+    }
+    if moe is not None:
+        chosen = f"moe.experts_per_token {moe.experts_per_token} of {moe.experts} experts"
+        wrong |= {
+            chosen: moe.experts_per_token > moe.experts,
+            f"moe.dense_layers {moe.dense_layers} of {model.layers}": moe.dense_layers > model.layers,
+            "moe.dense_layer_ids names a layer that is not there": max(moe.dense_layer_ids, default=0) >= model.layers,
+        }
+    slid = model.sliding_layers
+    last = slid if isinstance(slid, int) else max(slid, default=-1) + 1
+    wrong[f"sliding_layers reach layer {last} of {model.layers}"] = last > model.layers
+    for problem, found in wrong.items():
+        if found:
+            raise BadModel(f"{where}: model.{problem}")
+    if model.parameters > MAX_PARAMETERS:
+        raise BadModel(f"{where}: model has {model.parameters:.3g} parameters", why=f"at most {MAX_PARAMETERS:.3g}")
+
+
+def verify_estimate(estimate: Estimate, *, where: str) -> None:
+    """Raise BadPlan, with the field and what is allowed, unless every number of `estimate` is one a plan can have."""
+    for problem in out_of_range(estimate, ESTIMATE_RANGES, path="estimate"):
+        raise BadPlan(f"{where}: {problem}")
+    for name, interval in (("step_s", estimate.step_s), ("memory.peak_bytes", estimate.memory.peak_bytes)):
+        _verify_interval(interval, f"{where}: estimate.{name}")
+    if estimate.memory.capacity_bytes <= 0:
+        raise BadPlan(
+            f"{where}: estimate.memory.capacity_bytes is {estimate.memory.capacity_bytes:g}", why="above zero"
+        )
+
+
+def _verify_interval(interval: Interval, where: str) -> None:
+    if not 0 < interval.low <= interval.value <= interval.high:
+        raise BadPlan(
+            f"{where} is {interval.value:g} in {interval.low:g} to {interval.high:g}",
+            why="a value is above zero and inside its range",
+        )
 
 
 def verify_plan(plan: Plan, *, where: str) -> None:

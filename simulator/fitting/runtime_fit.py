@@ -24,6 +24,7 @@ from simulator.closed_form.scenario import Scenario
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
+from simulator.config.verify import verify_model, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
 from simulator.kernels.roofline import efficiency
 from simulator.runtimes.library import runtime_names, runtime_spec
@@ -114,7 +115,20 @@ def _by_runtime(profile: Profile) -> dict[tuple[str, bool], list[Run]]:
 
 
 def run_of(sample: LayerSample) -> Run | None:
-    """Return the run of a sample; None for one that this version's descriptions do not know."""
+    """Return the run of a sample; None for one that this version's descriptions do not know.
+
+    Raises UserError where the numbers of its model, plan, workload or runtime cannot be.
+    """
+    run = _decoded_run(sample)
+    if run is not None:
+        verify_model(run.model, where="layers")
+        verify_plan(run.plan, where="layers")
+        verify_workload(run.workload, where="layers")
+        verify_runtime(run.runtime, where="layers")
+    return run
+
+
+def _decoded_run(sample: LayerSample) -> Run | None:
     try:
         runtime = codec.convert(sample.runtime, Runtime, where="layers.runtime")
         if runtime.name not in runtime_names():

@@ -130,7 +130,7 @@ def test_verify_finds_what_is_wrong():
     assert "GPU index 0 occurs 2 times" in problems(gpus=(*node.gpus, node.gpus[0]))
     assert "not in the node" in problems(links=(Link(a="gpu0", b="gpu9", kind=LinkKind.PCIE),))
     for rate in (-1.0, float("nan"), float("inf")):
-        assert "nominal rate of" in problems(links=(replace(port, bytes_per_s=rate),))
+        assert "links[0].bytes_per_s is" in problems(links=(replace(port, bytes_per_s=rate),))
     assert "more than the datasheet" in problems(links=(replace(port, measured_bytes_per_s=500e9),))
     assert problems(links=(replace(port, measured_bytes_per_s=480e9),)) == ""
     assert "gpu_kinds does not list" in problems(gpus=(replace(node.gpus[0], kind="other"), *node.gpus[1:]))
@@ -185,3 +185,32 @@ def test_what_the_file_states_is_not_called_assumed(tmp_path):
     assert "network, as in" not in said
     assert "oversubscription 1" in unsaid
     assert "network, as in" in unsaid
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "named"),
+    [
+        (("gpu_kinds", 0, "compute_capability"), -1, "gpu_kinds[0].compute_capability"),
+        (("gpu_kinds", 0, "memory_bytes"), 1, "h100-sxm.memory_bytes"),
+        (("gpu_kinds", 0, "memory_bytes_per_s"), 1e-300, "memory_bytes_per_s"),
+        (("gpu_kinds", 0, "peak_flops", "bfloat16"), 0.0, "peak_flops[bfloat16]"),
+        (("gpu_kinds", 0, "sm_count"), 0, "sm_count"),
+        (("groups", 0, "node", "gpus", 0, "memory_bytes"), 1, "GPU 0 has 1 bytes of memory"),
+        (("groups", 0, "node", "nics", 0, "bytes_per_s"), 1.0, "network port mlx5_0"),
+        (("groups", 0, "node", "links", 0, "bytes_per_s"), 1e-9, "nominal rate of 1e-09"),
+        (("groups", 0, "count"), 0, "node group 0 occurs 0 times"),
+        (("fabric", "nodes_per_leaf"), 0, "fabric.nodes_per_leaf"),
+        (("fabric", "latency_s"), -1.0, "fabric.latency_s"),
+        (("name",), "x" * 100_000, "name has 100000 characters"),
+    ],
+)
+def test_an_altered_value_is_named(at, value, named):
+    document = spot = to_builtins(cluster("dgx-h100", 16))
+    for key in at[:-1]:
+        spot = spot[key]
+    spot[at[-1]] = value
+
+    with pytest.raises(BadCluster) as caught:
+        parse_cluster(document, where="altered")
+
+    assert named in str(caught.value)

@@ -36,7 +36,7 @@ from topology.catalog.clusters import (
 )
 from topology.catalog.gpus import gpu_kind
 from topology.catalog.platform import build, take_gpus
-from topology.catalog.verify import verify_cluster
+from topology.catalog.verify import require_possible
 from topology.cluster import SCHEMA_VERSION, Cluster, Finding, Severity
 from topology.codec import convert, read_json, to_json, write_text
 from topology.errors import BadCluster, BadInput
@@ -83,13 +83,7 @@ def parse_cluster(document: Any, *, where: str) -> Cluster:
         loaded = _small(document, where)
     else:
         raise BadInput(f"{where} is not a cluster", why='it has neither "groups" nor "gpu"', remedy=_FORMS)
-    problems = verify_cluster(loaded)
-    if problems:
-        more = f" (and {len(problems) - 6} more)" if len(problems) > 6 else ""
-        raise BadCluster(
-            f"{where} describes a cluster that cannot be: {'; '.join(problems[:6])}{more}",
-            remedy="correct the file; a GPU that is not as its datasheet says needs a kind with a name of its own",
-        )
+    require_possible(loaded, where=where)
     return loaded
 
 

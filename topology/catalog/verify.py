@@ -6,23 +6,45 @@ Files come from people and from programs of other versions, so nothing is assume
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from topology.catalog.gpus import gpu_kinds
 from topology.catalog.platform import MAX_GPUS_PER_NODE, PCIE_BYTES_PER_S
 from topology.cluster import Cluster, GpuKind, Link, LinkKind, Node
+from topology.errors import BadCluster
+from topology.ranges import Range, out_of_range
 
 SLACK = 1.1  # a rate may exceed the datasheet by a tenth: signalling rates and rounding
 MAX_NIC_BYTES_PER_S = 200e9  # 1.6 Tb/s, twice the fastest port of today
 MAX_SMP_BYTES_PER_S = 1e12
+MIN_MEMORY_BYTES = 2 << 30  # of a GPU: a program's context alone takes 1.5 GiB
+MAX_GPUS = 1 << 23
+SLOWEST_PER_S = 1e6  # bytes or FLOPs; a port of 10 Mb/s carries a little more
 UNKNOWN_KIND = "unknown"  # a GPU whose model the topology text did not name: its datasheet is all zeros
+RANGES: dict[str, Range] = {
+    "compute_capability": (0, 999),
+    "sm_count": (0, 10_000),
+    "nvlink_links": (0, 1024),
+    "confidence": (0, 1),
+    "latency_s": (0, 1),
+    "oversubscription": (1, 1000),
+    "nodes_per_leaf": (1, 10**6),
+    "index": (0, 1 << 20),
+    "tray": (0, 1 << 20),
+    "rail": (0, 1 << 20),
+}
+SHOWN = 8  # values out of range named at once
 
 
 def verify_cluster(cluster: Cluster) -> list[str]:
     """Return what is wrong with `cluster`, one sentence each; an empty list means nothing was found."""
-    problems: list[str] = []
+    problems = list(islice(out_of_range(cluster, RANGES), SHOWN))
+    if problems:  # what follows compares sizes, and would look at every value again
+        return problems
+    if cluster.gpu_count > MAX_GPUS:
+        problems.append(f"the cluster has {cluster.gpu_count} GPUs, expected at most {MAX_GPUS}")
     if not cluster.groups or all(not group.node.gpus for group in cluster.groups):
         problems.append("the cluster has no GPUs")
     kinds = {kind.name: kind for kind in cluster.gpu_kinds}
@@ -35,18 +57,23 @@ def verify_cluster(cluster: Cluster) -> list[str]:
         if not 1 <= group.count <= 10**6:
             problems.append(f"{where} occurs {group.count} times, expected 1 to 1000000")
         problems += [f"{where}: {problem}" for problem in _check_node(group.node, kinds)]
-    if cluster.fabric is not None:
-        fabric = cluster.fabric
-        if not (math.isfinite(fabric.oversubscription) and fabric.oversubscription >= 1):
-            problems.append(f"fabric oversubscription is {fabric.oversubscription}, expected 1 or more")
-        if fabric.nodes_per_leaf < 1:
-            problems.append(f"fabric has {fabric.nodes_per_leaf} nodes per leaf")
-        if not 0 <= fabric.latency_s < 1:
-            problems.append(f"fabric latency is {fabric.latency_s} s")
     return problems
 
 
+def require_possible(cluster: Cluster, *, where: str) -> None:
+    """Raise BadCluster with what is wrong with `cluster`; `where` begins the message."""
+    problems = verify_cluster(cluster)
+    if problems:
+        more = f" (and {len(problems) - 6} more)" if len(problems) > 6 else ""
+        raise BadCluster(
+            f"{where} describes a cluster that cannot be: {'; '.join(problems[:6])}{more}",
+            remedy="correct the file; a GPU that is not as its datasheet says needs a kind with a name of its own",
+        )
+
+
 def _check_kind(kind: GpuKind) -> Iterator[str]:
+    if kind.memory_bytes < MIN_MEMORY_BYTES:
+        yield f"{kind.name}.memory_bytes is {kind.memory_bytes}, expected at least {MIN_MEMORY_BYTES}"
     numbers: dict[str, float] = {
         "memory_bytes": kind.memory_bytes,
         "memory_bytes_per_s": kind.memory_bytes_per_s,
@@ -54,8 +81,9 @@ def _check_kind(kind: GpuKind) -> Iterator[str]:
         **{f"peak_flops[{dtype}]": rate for dtype, rate in kind.peak_flops.items()},
     }
     for name, value in numbers.items():
-        if not (math.isfinite(value) and value > 0):
-            yield f"{kind.name}.{name} is {value}, expected a positive number"
+        least = 1 if name == "sm_count" else SLOWEST_PER_S
+        if value < least:
+            yield f"{kind.name}.{name} is {value:g}, expected at least {least:g}"
     optional = {
         "l2_bytes": kind.l2_bytes,
         "power_w": kind.power_w,
@@ -65,11 +93,8 @@ def _check_kind(kind: GpuKind) -> Iterator[str]:
         "c2c_bytes_per_s": kind.c2c_bytes_per_s,
         "pcie_bytes_per_s": kind.pcie_bytes_per_s,
     }
-    for name, value in optional.items():
-        if not (math.isfinite(value) and value >= 0):
-            yield f"{kind.name}.{name} is {value}, expected zero or more"
     for dtype, achieved in kind.achieved_flops.items():
-        if not (math.isfinite(achieved) and 0 < achieved <= SLACK * kind.peak_flops.get(dtype, 0.0)):
+        if not (0 < achieved <= SLACK * kind.peak_flops.get(dtype, 0.0)):
             yield f"{kind.name}.achieved_flops[{dtype}] is {achieved:g}, above its peak or not positive"
     known = {known.name: known for known in gpu_kinds()}.get(kind.name)
     if known is not None:
@@ -86,26 +111,26 @@ def _check_node(node: Node, kinds: dict[str, GpuKind]) -> Iterator[str]:
         yield f"it has {len(node.gpus)} GPUs, expected at most {MAX_GPUS_PER_NODE}"
     yield from _duplicates("GPU index", (str(gpu.index) for gpu in node.gpus))
     yield from _duplicates("GPU UUID", (gpu.uuid for gpu in node.gpus if gpu.uuid))
-    yield from _duplicates("PCI bus id", (gpu.pci_bus_id.lower() for gpu in node.gpus if gpu.pci_bus_id))
+    yield from _duplicates(
+        "PCI bus id", (f"{gpu.tray}:{gpu.pci_bus_id.lower()}" for gpu in node.gpus if gpu.pci_bus_id)
+    )
     names = [*(g.vertex for g in node.gpus), *(v.id for v in node.vertices), *(n.vertex for n in node.nics)]
     yield from _duplicates("vertex", names)
     vertices = set(names)
     for gpu in node.gpus:
-        if gpu.index < 0:
-            yield f"a GPU has index {gpu.index}"
         kind = kinds.get(gpu.kind)
         if kind is None:
             yield f"GPU {gpu.index} is a {gpu.kind!r}, which gpu_kinds does not list"
         elif (
             kind.name != UNKNOWN_KIND
             and gpu.memory_bytes is not None
-            and not 0 < gpu.memory_bytes <= SLACK * kind.memory_bytes
+            and not MIN_MEMORY_BYTES <= gpu.memory_bytes <= SLACK * kind.memory_bytes
         ):
             yield f"GPU {gpu.index} has {gpu.memory_bytes} bytes of memory, a {kind.name} has {kind.memory_bytes}"
     for nic in node.nics:
         rate = nic.bytes_per_s
-        if rate is not None and not 0 <= rate <= MAX_NIC_BYTES_PER_S:
-            yield f"network port {nic.label} runs at {rate:g} bytes/s, expected 0 to {MAX_NIC_BYTES_PER_S:g}"
+        if rate is not None and not (rate == 0 or SLOWEST_PER_S <= rate <= MAX_NIC_BYTES_PER_S):
+            yield f"network port {nic.label} runs at {rate:g} bytes/s, expected 0, or {SLOWEST_PER_S:g} to {MAX_NIC_BYTES_PER_S:g}"
     labels = {name for nic in node.nics for name in (nic.label, nic.name)}
     indices = {str(gpu.index) for gpu in node.gpus}
     for index, near in node.closest_nics.items():
@@ -122,12 +147,6 @@ def _check_link(link: Link, vertices: set[str], kind_of: dict[str, GpuKind]) -> 
         yield f"{where} names {', '.join(missing)}, which is not in the node"
     if link.a == link.b:
         yield f"{where} joins a vertex to itself"
-    if link.count < 0:
-        yield f"{where} bonds {link.count} links"
-    if not (math.isfinite(link.latency_s) and 0 <= link.latency_s < 1):
-        yield f"{where} has a latency of {link.latency_s} s"
-    if not 0 <= link.confidence <= 1:
-        yield f"{where} has a confidence of {link.confidence}, expected 0 to 1"
     limit = _datasheet_limit(link, kind_of)
     for name, rate in (
         ("nominal", link.bytes_per_s),
@@ -136,8 +155,8 @@ def _check_link(link: Link, vertices: set[str], kind_of: dict[str, GpuKind]) -> 
     ):
         if rate is None:
             continue
-        if not math.isfinite(rate) or rate < 0:
-            yield f"{where} has a {name} rate of {rate}"
+        if 0 < rate < SLOWEST_PER_S:
+            yield f"{where} has a {name} rate of {rate:g} bytes/s, expected 0 or at least {SLOWEST_PER_S:g}"
         elif rate > SLACK * limit:
             yield f"{where} has a {name} rate of {rate:g} bytes/s, more than the datasheet's {limit:g}"
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from topology.codec import convert, read_json
 from topology.errors import BadInput
-from topology.profile.profile import CollectiveSample, Profile
+from topology.profile.profile import RANGES, CollectiveSample, Profile
+from topology.ranges import out_of_range
 
 MEASUREMENT_SCHEMA_VERSION = 1
 HOST = "host"
@@ -207,6 +208,8 @@ def check_measurement(measured: Measurement) -> Measurement:
             why=f"this release reads version {MEASUREMENT_SCHEMA_VERSION}",
             remedy="measure again",
         )
+    if problem := next(out_of_range(measured, RANGES, path="$"), None):
+        raise BadInput(f"the measurement cannot be: {problem}", remedy="measure again")
     for flows in measured.flows:
         for flow in flows.flows:
             if not (math.isfinite(flow.bytes_per_s) and flow.bytes_per_s > 0):

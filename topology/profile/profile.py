@@ -28,11 +28,16 @@ from topology.profile.samples import (
     OverlapSample,
     Provenance,
 )
+from topology.ranges import Range, out_of_range
 from topology.rates.groups import GroupShape, group_rates
 
 PROFILE_SCHEMA_VERSION = 2
 READABLE_VERSIONS = (1, 2)
 FASTEST_OVER_DATASHEET = 1.1  # nominal link rates are rounded down by up to 6 % (26.56 GB/s of "25" on H100)
+
+RANGES: dict[str, Range] = {"count": (1, 10**9), "ranks": (1, 1 << 20), "nodes": (1, 1 << 20), "gpus": (0, 1 << 20)}
+# A launch alone takes a microsecond, a call of the host a tenth of that.
+QUICKEST_S = 1e-8
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 
@@ -116,11 +121,15 @@ def check_profile(profile: Profile, *, where: str = "profile", cluster: Cluster 
             why=f"this release reads versions {' and '.join(map(str, READABLE_VERSIONS))}",
             remedy="take the profile again, or update meshwright",
         )
+    if problem := next(out_of_range(profile, RANGES, path="$"), None):
+        raise BadInput(f"{where}: {problem}", remedy="take the profile again")
     for index, sample in enumerate(profile.collectives):
         _check_sample(sample, f"{where}: $.collectives[{index}]", cluster)
     for path, seconds in _times(profile):
         if not math.isfinite(seconds) or seconds <= 0:
             raise BadInput(f"{where}: $.{path} is {seconds}", why="a time is finite and positive")
+        if seconds < QUICKEST_S:
+            raise BadInput(f"{where}: $.{path} is {seconds:g}", why=f"nothing takes less than {QUICKEST_S:g} s")
     for index, operator in enumerate(profile.operators):
         _check_operator(operator, f"{where}: $.operators[{index}]", cluster)
     for index, pair in enumerate(profile.overlap):
@@ -197,6 +206,8 @@ def _check_sample(sample: CollectiveSample, where: str, cluster: Cluster | None)
         raise BadInput(f"{where}.op is {sample.op!r}", remedy=f"use one of {', '.join(_OPS)}")
     if not math.isfinite(sample.time_s) or sample.time_s <= 0:
         raise BadInput(f"{where}.time_s is {sample.time_s}", why="a time is finite and positive")
+    if sample.time_s < QUICKEST_S:
+        raise BadInput(f"{where}.time_s is {sample.time_s:g}", why=f"nothing takes less than {QUICKEST_S:g} s")
     if sample.nbytes <= 0:
         raise BadInput(f"{where}.nbytes is {sample.nbytes}", why="a message has at least one byte")
     if sample.ranks < 2 or not 1 <= sample.nodes <= sample.ranks:

@@ -1,0 +1,145 @@
+"""What a run's report, `run.json`, may hold: the types and ranges of everything that is read from one.
+
+A report is written by the executor and read much later, by other versions and from other people's machines. It stays a
+document, since it is kept and shown as it is, but nothing reads one that was not checked here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.verify import ESTIMATE_RANGES, verify_model, verify_plan, verify_runtime, verify_workload
+from simulator.config.workload import Workload
+from topology import codec
+from topology.catalog.verify import require_possible
+from topology.cluster import Cluster
+from topology.errors import BadInput, NewerSchema
+from topology.profile.samples import OperatorSample
+from topology.ranges import Range, out_of_range
+
+SCHEMA_VERSION = 1
+RANGES: dict[str, Range] = {**ESTIMATE_RANGES, "exit_code": (0, 255), "rank": (0, 1 << 20)}
+Numbers = tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Interval:
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PredictedMemory:
+    peak_bytes: _Interval | None = None
+    reserved_bytes: float | None = None
+    by_category: dict[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Predicted:
+    step_s: _Interval | None = None
+    memory: _PredictedMemory | None = None
+    tokens_per_s_per_gpu: float | None = None
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Steps:
+    median: float | None = None
+    spread: float | None = None
+    all: Numbers = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Denominator:
+    peak_flops: float | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    steps: int | None = None
+    steps_asked: int | None = None
+    step_s: _Steps | None = None
+    device_step_s: float | None = None
+    sm_clock_hz: float | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_per_gpu: float | None = None
+    tflops_per_gpu: float | None = None
+    mfu: float | None = None
+    mfu_denominator: _Denominator | None = None
+    losses: Numbers | None = None
+    gradient_norms: Numbers | None = None
+    memory_by_rank: tuple[dict[str, float | None], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Effect:
+    what: str
+    requested: Any
+    effective: Any
+    ok: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gpu:
+    throttle: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    rank: int | None = None
+    signal: str | None = None
+    message: str | None = None
+    suspects: tuple[str, ...] | None = None
+    memory: dict[str, dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Report:
+    status: str
+    taken_at: str
+    plan: dict[str, Any]
+    model: dict[str, Any]
+    workload: dict[str, Any]
+    runtime: dict[str, Any]
+    measured: _Measured
+    id: str | None = None
+    complete: bool | None = None
+    exit_code: int | None = None
+    device: str | None = None
+    cluster: dict[str, Any] | None = None
+    predicted: _Predicted | None = None
+    failure: _Failure | None = None
+    versions: dict[str, str] | None = None
+    effects: tuple[_Effect, ...] | None = None
+    gpus: tuple[_Gpu, ...] | None = None
+    missing: tuple[str, ...] | None = None
+    survivors: tuple[int, ...] | None = None
+    operator_samples: tuple[OperatorSample, ...] | None = None
+
+
+def verify_run(document: Any, *, where: str) -> dict[str, Any]:
+    """Return `document` if it can be the report of a run. Raises UserError with the field that is wrong."""
+    if not isinstance(document, dict) or not {"status", "plan", "model", "measured", "taken_at"} <= set(document):
+        raise BadInput(f"{where} is not the report of a run", remedy="planner apply makes one; planner runs lists them")
+    version = document.get("schema_version")
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        raise NewerSchema(f"{where} is a report in schema {version}", why=f"this release reads {SCHEMA_VERSION}")
+    report = codec.convert(document, _Report, where=where, others=True)
+    if problem := next(out_of_range(document, RANGES), None):
+        raise BadInput(f"{where}: {problem}", remedy="the report was altered: use the run's own run.json")
+    verify_plan(codec.convert(report.plan, Plan, where=f"{where}: plan"), where=where)
+    verify_model(codec.convert(report.model, Model, where=f"{where}: model"), where=where)
+    verify_workload(codec.convert(report.workload, Workload, where=f"{where}: workload"), where=where)
+    verify_runtime(codec.convert(report.runtime, Runtime, where=f"{where}: runtime"), where=where)
+    if report.cluster is not None:
+        require_possible(codec.convert(report.cluster, Cluster, where=f"{where}: cluster"), where=where)
+    return document
