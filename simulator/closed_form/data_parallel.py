@@ -14,7 +14,7 @@ from simulator.closed_form.layer_cost import CostContext
 from simulator.closed_form.memory import Parameters
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.runtime import Runtime
-from simulator.kernels.roofline import efficiency
+from simulator.kernels.roofline import UPDATE_BYTES, efficiency
 from simulator.pipeline.stages import StageLayout
 from simulator.runtimes.library import ModelOperators, RuntimeSpec, spec_for
 
@@ -179,7 +179,7 @@ def sm_share(context: CostContext, *ops: str) -> float:
 # Bytes a fused AdamW moves per parameter it owns in float32: reads parameter, gradient and two moments, writes three.
 # Clipping reads gradients for the norm, then reads and writes them to scale.
 ADAM_BYTES = 28.0
-CLIP_BYTES = 12.0
+CLIP_BYTES = UPDATE_BYTES - ADAM_BYTES
 
 
 # A 16-bit copy of updated float32 weights: reads them, writes half.
@@ -195,6 +195,11 @@ def update_bytes(runtime: Runtime, owned: Floats | float, held: Floats | float) 
     return owned * per_owned + held * state.gradient_passes_bytes
 
 
+def updated_dtype(runtime: Runtime) -> str:
+    """Return the type of the parameters that the optimizer updates: the float32 copy where there is one."""
+    return "float32" if described(runtime).state.master_weights else runtime.param_dtype
+
+
 def rank_update_bytes(context: CostContext, shared: Floats, experts: Floats) -> Floats:
     """Return those bytes by rank, shape (plans, ranks), of parameters before sharding, routed experts apart."""
     table = context.table
@@ -205,4 +210,4 @@ def rank_update_bytes(context: CostContext, shared: Floats, experts: Floats) -> 
 def optimizer_s(context: CostContext, layout: StageLayout, parameters: Parameters) -> Floats:
     """Return seconds of gradient clipping and the optimizer update on the rank that moves most."""
     moved = rank_update_bytes(context, *parameters.of_stage(layout))
-    return np.asarray(moved.max(axis=1) / context.roofline.update_bytes_per_s(context.runtime.param_dtype))
+    return np.asarray(moved.max(axis=1) / context.roofline.update_bytes_per_s(updated_dtype(context.runtime)))

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from simulator.columns.plan_table import Floats
+from simulator.config.runtime import DTYPE_BYTES
 from simulator.kernels.operators import Work, WorkKind
 from topology.cluster import GpuKind
 from topology.codec import convert
@@ -45,6 +46,8 @@ class Efficiency:
     hbm: float
     kernel_s: float
     nccl_sms: float
+    simt: float
+    tiles: tuple[tuple[float, float, float], ...] = ()
     scattered: float = 1.0
     accumulated: float = 1.0
     attention: dict[str, AttentionEfficiency]
@@ -62,6 +65,9 @@ TILES = (
     (128.0, 64.0, 0.72),
     (64.0, 64.0, 0.50),
 )
+# Without tensor cores operands are reloaded less often for what they are used.
+SIMT_TILES = ((256.0, 128.0, 1.0), (128.0, 256.0, 1.0), (128.0, 128.0, 1.0), (64.0, 256.0, 0.95), (64.0, 64.0, 0.85))
+SIMT_RAMP_K = 32.0  # four loads of eight in flight before the first product
 # A product with few tiles can cut k into pieces and add the partial results, at some cost.
 SPLITS = ((1.0, 1.0), (2.0, 0.93), (4.0, 0.86))
 # Queries times heads of the benchmarks behind the curves of attention: 16k tokens with 16 heads of 128 (arXiv 2307.08691,
@@ -71,6 +77,11 @@ FULL_GRID = 262144.0
 # router's rows end anywhere within one: half a tile is wasted for each expert. Source: torch's grouped_mm on H100, 5 shapes of 8
 # to 128 experts with 256 to 4096 rows each (examples/validation/grouped_products.md).
 GROUPED_TILE = 256.0
+# Clipping and updating one parameter: the bytes counted for it in float32, and how many float32 operations its arithmetic takes
+# as long as. Source: fused AdamW and clipping of 16-bit tensors on H200, 0.0067 ns on zeros and 0.0087 ns on random numbers
+# and 0.0026 ns an element, where their bytes alone would take 0.0046 (examples/profiles/h200x4.json, validation/apply_1xH200.md).
+UPDATE_BYTES = 40.0
+UPDATE_FLOPS = 620.0
 # Where a kernel's time is from, best first.
 MEASURED, FITTED, DATASHEET = 0.0, 1.0, 2.0
 
@@ -158,7 +169,7 @@ class Roofline:
 
     @property
     def peak_flops(self) -> float:
-        """Dense datasheet rate of the compute dtype; matmuls in float32 run as TF32 where the GPU has it."""
+        """Dense datasheet rate of the compute dtype; products in float32 run without tensor cores, as torch has them."""
         for dtype in (self.dtype, "bfloat16", "float16"):
             if self.gpu.peak_flops.get(dtype):
                 return self.gpu.peak_flops[dtype]
@@ -168,8 +179,15 @@ class Roofline:
     def sustained_flops(self) -> float:
         """What a large matmul keeps up inside training: what power and heat leave of the peak, see efficiency.toml."""
         known = efficiency(self.gpu.architecture)
+        if self.simt:
+            return self.peak_flops * known.simt * known.sustained
         sustained = self.peak_flops * known.burst * known.sustained * self.power_limited
         return float(min(sustained, self.gpu.achieved_flops.get(self.dtype, np.inf)))
+
+    @property
+    def simt(self) -> bool:
+        """Whether products run without tensor cores: float32, which torch does not round to TF32 unless told to."""
+        return self.dtype == "float32"
 
     @property
     def power_limited(self) -> float:
@@ -222,7 +240,13 @@ class Roofline:
     def update_bytes_per_s(self, param_dtype: str) -> float:
         """Return the rate at which gradients are clipped and parameters of a type updated, over the bytes counted."""
         rate = self.measured.update_bytes_per_s(param_dtype) if self.measured is not None else None
-        return self.memory_bytes_per_s if rate is None else rate
+        if rate is not None:
+            return rate
+        if DTYPE_BYTES[param_dtype] == 2 and "float32" in self.gpu.peak_flops:
+            # Half the bytes, but the same arithmetic in float32.
+            halved = 2.0 * self.memory_bytes_per_s
+            return min(halved, UPDATE_BYTES / UPDATE_FLOPS * self.gpu.peak_flops["float32"])
+        return self.memory_bytes_per_s
 
     def _datasheet(self, work: Work) -> Floats:
         if work.kind is WorkKind.MATMUL:
@@ -235,7 +259,8 @@ class Roofline:
 
     def _matmul(self, work: Work) -> Floats:
         known = efficiency(self.gpu.architecture)
-        best = matmul_utilization(TILES, work.m, work.n, work.k, work.batch, sms=self.gpu.sm_count, ramp_k=known.ramp_k)
+        tiles, ramp_k = (SIMT_TILES, SIMT_RAMP_K) if self.simt else ((*TILES, *known.tiles), known.ramp_k)
+        best = matmul_utilization(tiles, work.m, work.n, work.k, work.batch, sms=self.gpu.sm_count, ramp_k=ramp_k)
         best = best * (known.accumulated if work.accumulates else 1.0)
         arithmetic = work.flops / (self.sustained_flops * best)
         return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s

@@ -81,6 +81,7 @@ class Framework:
     # What follows is asked of the executor alone; of others it is not known, and nothing is refused for it.
     networks_without: frozenset[str] = frozenset()  # keys of `simulator.legality.networks.FEATURES`
     dtypes: tuple[str, ...] = ()  # empty: any
+    cp_dtypes: tuple[str, ...] = ()  # that attention under context parallelism computes in; empty: any
     optimizers: tuple[str, ...] = ()  # empty: any
     fsdp_by_degree_only: bool = False  # a ZeRO stage is no other word for it
     uneven_widths: bool = False  # a width or vocabulary that tp does not divide is cut into unequal parts
@@ -111,6 +112,7 @@ TORCHTITAN = Framework(
         "all_gather",
         "ring",
     ),  # context_parallel_rotate_method allgather and alltoall, which passes shards round
+    cp_dtypes=("bfloat16", "float16"),  # shards keys of fused 16-bit attention; 0.2.2 in float32 fails in its first step
     lists_layers=True,  # pipeline_parallel_module_fqns_per_model_part
     torch_pipelining=True,
     ddp_alone=True,

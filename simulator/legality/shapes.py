@@ -101,6 +101,15 @@ SHAPE_RULES: list[Rule] = [
         applies=lambda q: bool(q.framework.dtypes),
     ),
     rule(
+        "types",
+        lambda c, q: (c.cp > 1) & np.full(len(c), not set(q.dtypes[1:2]) <= set(q.framework.cp_dtypes)),
+        lambda p, q: (
+            f"context parallelism of {q.framework.title} shards fused attention in {' and '.join(q.framework.cp_dtypes)} "
+            f"only, and {q.dtypes[1]} has another kernel: cp 1, or mixed precision"
+        ),
+        applies=lambda q: bool(q.framework.cp_dtypes),
+    ),
+    rule(
         "optimizer",
         lambda c, q: np.full(len(c), q.runtime is not None and q.runtime.optimizer not in q.framework.optimizers),
         lambda p, q: (

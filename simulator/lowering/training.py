@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from simulator.closed_form.data_parallel import has_replicas, update_bytes
+from simulator.closed_form.data_parallel import has_replicas, update_bytes, updated_dtype
 from simulator.closed_form.estimates import calibrated_operators, cost_context, spelled
 from simulator.closed_form.layer_cost import CostContext
 from simulator.closed_form.memory import State, between_stages_bytes, state_bytes
@@ -250,7 +250,7 @@ class _Lowering:
         shard, expert = float(table.state_shard["optimizer"][0]), float(table.expert_shard["optimizer"][0])
         owned = sum(u.shared / shard + u.experts / expert for u in units)
         moved = update_bytes(self.runtime, owned, sum(u.elements for u in units))
-        seconds = float(moved) / self.context.roofline.update_bytes_per_s(self.runtime.param_dtype)
+        seconds = float(moved) / self.context.roofline.update_bytes_per_s(updated_dtype(self.runtime))
         self.steps.launch(
             code, KernelStep(key=("optimizer", (round(owned),), "float32"), cost=Cost(seconds=seconds), host_s=0.0)
         )

@@ -167,7 +167,8 @@ class EarlierSpec:
 class RuntimeSpec:
     """A runtime. `recompute_stops`: when recomputation ends as soon as backward has what it needs, `never`, where the
     model is `compiled`, or `always`; see `simulator.runtimes.recomputation`. `attention_kernel` is a curve of efficiency.toml, or
-    `unfused` where matrices are multiplied; `attention_kernel_on` names others by GPU architecture. `window_kernel`: the attention library for layers with
+    `unfused` where matrices are multiplied; `attention_kernel_on` names others by GPU architecture, `attention_kernel_wide`
+    that for operands of more than 16 bits. `window_kernel`: the attention library for layers with
     a sliding window, where that is another. A description that is `like` another says only what differs (operators of a
     part of the layer under `layer.overrides`), and what was measured of the other goes for it.
     """
@@ -176,6 +177,7 @@ class RuntimeSpec:
     frameworks: tuple[str, ...]
     attention_kernel: str
     attention_kernel_on: dict[str, str] = field(default_factory=dict)
+    attention_kernel_wide: str = "unfused"
     window_kernel: str = ""
     defaults: RuntimeDefaults
     state: StateSpec
@@ -324,13 +326,14 @@ def attention_kernel(runtime: Runtime, architecture: str) -> str:
     `unfused` where it multiplies matrices.
     """
     spec = spec_for(runtime)
+    if DTYPE_BYTES[runtime.compute_dtype] > 2:
+        return spec.attention_kernel_wide
     return spec.attention_kernel_on.get(architecture.lower(), spec.attention_kernel)
 
 
 def attention_implementation(runtime: Runtime) -> str:
-    """Return `flash` or `unfused`. Fused attention kernels need 16-bit operands."""
-    unfused = attention_kernel(runtime, "") == "unfused"
-    return "unfused" if unfused or DTYPE_BYTES[runtime.compute_dtype] > 2 else "flash"
+    """Return `flash` for a fused kernel, which keeps no scores, or `unfused`."""
+    return "unfused" if attention_kernel(runtime, "") == "unfused" else "flash"
 
 
 def head_peaks(runtime: Runtime) -> tuple[tuple[str, ...], ...]:
@@ -350,6 +353,11 @@ DATED = re.compile(r"20\d\d-\d\d(-\d\d)?$")
 
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+
+
+def narrows(runtime: Runtime) -> bool:
+    """Return whether products compute in a narrower type than parameters are stored in."""
+    return DTYPE_BYTES[runtime.compute_dtype] < DTYPE_BYTES[runtime.param_dtype]
 
 
 def wraps_one(spec: RuntimeSpec, runtime: Runtime) -> bool:
@@ -397,11 +405,14 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
 
     attention, mlp = with_sites(attention, "attention"), with_sites(spec.layer.mlp, "mlp")
 
+    # Autocast has nothing to cast where parameters are stored in the type that products compute in.
+    of_plans = PLAN_CONDITIONS if narrows(runtime) else PLAN_CONDITIONS - {"autocast", "!autocast"}
+
     def active(operators: tuple[OperatorSpec, ...]) -> tuple[OperatorSpec, ...]:
         kept = []
         for operator in operators:
-            plan_side = tuple(c for c in operator.when if c in PLAN_CONDITIONS)
-            model_side = [c for c in operator.when if c not in PLAN_CONDITIONS]
+            plan_side = tuple(c for c in operator.when if c in of_plans)
+            model_side = [c for c in operator.when if c not in of_plans]
             if all((c[1:] not in features) if c.startswith("!") else (c in features) for c in model_side):
                 kept.append(replace(operator, when=plan_side))
         return tuple(kept)
