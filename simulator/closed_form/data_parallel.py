@@ -197,7 +197,7 @@ def update_bytes(runtime: Runtime, owned: Floats | float, held: Floats | float) 
 
 def updated_dtype(runtime: Runtime) -> str:
     """Return the type of the parameters that the optimizer updates: the float32 copy where there is one."""
-    return "float32" if described(runtime).state.master_weights else runtime.param_dtype
+    return "float32" if spec_for(runtime).state.master_weights else runtime.param_dtype
 
 
 def rank_update_bytes(context: CostContext, shared: Floats, experts: Floats) -> Floats:

@@ -244,8 +244,8 @@ class Roofline:
             return rate
         if DTYPE_BYTES[param_dtype] == 2 and "float32" in self.gpu.peak_flops:
             # Half the bytes, but the same arithmetic in float32.
-            halved = 2.0 * self.memory_bytes_per_s
-            return min(halved, UPDATE_BYTES / UPDATE_FLOPS * self.gpu.peak_flops["float32"])
+            arithmetic = UPDATE_BYTES / UPDATE_FLOPS * self.gpu.peak_flops["float32"]
+            return float(np.clip(arithmetic, self.memory_bytes_per_s, 2.0 * self.memory_bytes_per_s))
         return self.memory_bytes_per_s
 
     def _datasheet(self, work: Work) -> Floats:

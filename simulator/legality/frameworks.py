@@ -112,7 +112,10 @@ TORCHTITAN = Framework(
         "all_gather",
         "ring",
     ),  # context_parallel_rotate_method allgather and alltoall, which passes shards round
-    cp_dtypes=("bfloat16", "float16"),  # shards keys of fused 16-bit attention; 0.2.2 in float32 fails in its first step
+    cp_dtypes=(
+        "bfloat16",
+        "float16",
+    ),  # shards keys of fused 16-bit attention; 0.2.2 in float32 fails in its first step
     lists_layers=True,  # pipeline_parallel_module_fqns_per_model_part
     torch_pipelining=True,
     ddp_alone=True,
