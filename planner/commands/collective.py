@@ -13,10 +13,11 @@ from rich.table import Table
 
 from planner.commands import options
 from planner.io import output
-from planner.io.inputs import profile_of, read_cluster
+from planner.io.inputs import measurements, read_cluster
 from planner.io.output import console, printable
 from planner.validate.collective_rows import predicted_rows, table_rows
 from topology.errors import UserError
+from topology.rates.reach import doubts_about
 
 
 class CostModel(StrEnum):
@@ -56,26 +57,29 @@ def collective(
         int | None, typer.Option("--known-every", min=2, help="Give away every Nth row of a table, score the others.")
     ] = None,
     profile: options.Profile = None,
+    strict: options.Strict = False,
     json: options.Json = False,
 ) -> None:
     """Predict the time of a collective by message size, or compare with a file of measured tables."""
     summary = None
     if known_every is not None and tables is None:
         raise UserError("--known-every splits a file of measured tables", remedy="give one with --tables")
+    measured = measurements(profile, strict=strict)
     if tables is not None:
         rows, summary = table_rows(
-            tables, cost_model=cost_model.value, profile=profile_of(profile), known_every=known_every
+            tables, cost_model=cost_model.value, profile=measured.profile, known_every=known_every
         )
     else:
         machine = read_cluster(cluster, gpus, gpu=gpu)
-        measured = profile_of(profile, machine)
+        for doubt in (*doubts_about(machine), *measured.check(machine)):
+            output.warn(f"warning: {doubt}")
         rows = predicted_rows(
             machine,
             op,
             _sizes(sizes),
             gpus=gpus,
             cost_model=cost_model.value,
-            profile=measured,
+            profile=measured.profile,
             launch=launch.value if launch else None,
             algorithm=algorithm,
         )

@@ -46,6 +46,7 @@ def estimate(
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
     profile: options.Profile = None,
+    strict: options.Strict = False,
     json: options.Json = False,
 ) -> None:
     """Predict step time and memory of one plan, and say whether it is legal.
@@ -55,7 +56,7 @@ def estimate(
     but does not fit is an answer, and ends with 0.
     """
     given = locals()  # first of all, so that it holds the arguments and nothing else
-    said, measured = flags.flags_of(given), measurements(profile)
+    said, measured = flags.flags_of(given), measurements(profile, strict=strict)
     if case is not None and plan is not None:
         raise UserError("--case and --plan exclude each other", remedy="give one of them")
     if case is not None:

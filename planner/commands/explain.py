@@ -15,7 +15,7 @@ from planner.explain.documents import explanation_document
 from planner.explain.explain_text import print_explanation, print_memory
 from planner.explain.tables import degrees_text
 from planner.io import output
-from planner.io.inputs import measurements, parse_bytes, read_cluster
+from planner.io.inputs import measurements, parse_bytes, read_cluster, warn_of_doubts
 from planner.pictures.memory import memory as memory_picture
 from planner.pictures.waterfall import estimate_picture
 from planner.question.cases import Case, case_of_file
@@ -56,6 +56,7 @@ def explain(
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
     profile: options.Profile = None,
+    strict: options.Strict = False,
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw step and memory to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --svg replace a file.")] = False,
     json: options.Json = False,
@@ -68,7 +69,7 @@ def explain(
     if svg is not None:
         refuse_overwrite(svg, force=force)
     observed = None if observed_peak is None else parse_bytes(observed_peak)
-    measured = measurements(profile)
+    measured = measurements(profile, strict=strict)
     flags = Flags(
         model=model,
         cluster=cluster,
@@ -101,6 +102,7 @@ def explain(
         )
     finally:
         output.end_progress()
+    warn_of_doubts(measured)
     if json:
         output.emit_json(explanation_document(found, result.question, changed))
     elif memory:

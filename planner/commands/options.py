@@ -14,6 +14,7 @@ Cluster = Annotated[
 Gpu = Annotated[str | None, typer.Option("--gpu", help="GPU model where a captured text does not name it (h200-sxm).")]
 SeqLen = Annotated[int, typer.Option("--seq-len", "--seq", min=1, max=1 << 31, help="Tokens in a sequence.")]
 Profile = Annotated[Path | None, typer.Option("--profile", help="Measured profile of the cluster.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Refuse a profile of other GPUs, another driver or long ago.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile the model.")]
 

@@ -32,6 +32,7 @@ def report(
         Path | None, typer.Option("--learn", help="Add the run's operators by shape to this profile.")
     ] = None,
     profile: options.Profile = None,
+    strict: options.Strict = False,
     force: Annotated[bool, typer.Option("--force", help="Let output replace files.")] = False,
     json: options.Json = False,
 ) -> None:
@@ -43,7 +44,7 @@ def report(
     for path in (html, picture, trace):
         if path is not None:
             refuse_overwrite(path, force=force)
-    found = load_run(run, measured=measurements(profile))
+    found = load_run(run, measured=measurements(profile, strict=strict))
     answer = found.answer(tolerance)
     if learn is not None:
         answer["learned"] = _learn(found, learn)

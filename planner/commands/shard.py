@@ -17,6 +17,7 @@ from planner.sharding.problem import split_cases
 from planner.sharding.report import report_case
 from topology import codec
 from topology.errors import UserError
+from topology.rates.reach import doubts_about
 
 
 def shard(
@@ -26,6 +27,7 @@ def shard(
     ] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=1 << 20, help="GPUs of the cluster to have.")] = None,
     profile: options.Profile = None,
+    strict: options.Strict = False,
     json: options.Json = False,
 ) -> None:
     """Choose placements for what is not pinned, and plan the collectives between them.
@@ -36,7 +38,10 @@ def shard(
     if cluster is None and (gpus is not None or profile is not None):
         raise UserError("--gpus and --profile are about a machine", remedy="name it with --cluster")
     machine = None if cluster is None else read_cluster(cluster, gpus)
-    measured = None if machine is None else measurements(profile, machine).on(machine)
+    known = measurements(profile, strict=strict)
+    measured = None if machine is None else known.on(machine)
+    for doubt in (*doubts_about(machine), *known.doubts(machine)) if machine is not None else ():
+        output.warn(f"warning: {doubt}")
     cases = split_cases(codec.parse_json(text, where=where), where=where)
     rows = []
     try:

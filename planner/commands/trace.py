@@ -11,7 +11,7 @@ from planner.commands import options
 from planner.commands import plan_flags as flags
 from planner.explain.traced import write_trace
 from planner.io import output
-from planner.io.inputs import measurements
+from planner.io.inputs import measurements, warn_of_doubts
 from planner.question.cases import case_from_flags, case_of_plan_file, named_case
 from planner.question.overrides import with_flags
 from planner.question.plan_file import refuse_overwrite
@@ -48,6 +48,7 @@ def trace(
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
     profile: options.Profile = None,
+    strict: options.Strict = False,
     detail: Annotated[str | None, typer.Option("--detail", help="kernel, layer or stage; default by size.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
     json: options.Json = False,
@@ -61,7 +62,7 @@ def trace(
     if case is not None and plan is not None:
         raise UserError("--case and --plan exclude each other", remedy="give one of them")
     refuse_overwrite(out, force=force)
-    said, measured = flags.flags_of(given), measurements(profile)
+    said, measured = flags.flags_of(given), measurements(profile, strict=strict)
     if plan is not None:
         asked = with_flags(case_of_plan_file(plan, measured), said, measured)
     elif case is not None:
@@ -70,6 +71,7 @@ def trace(
         asked = case_from_flags(said, measured)
     if detail is not None and detail not in set(Detail):
         raise UserError(f"--detail {detail!r} is unknown", why=f"known: {', '.join(Detail)}")
+    warn_of_doubts(measured)
     problems = asked.question.problems(asked.plan)
     if not is_legal(problems):
         for problem in problems:

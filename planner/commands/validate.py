@@ -11,7 +11,7 @@ from rich.table import Table
 
 from planner.commands import options
 from planner.io import output
-from planner.io.inputs import measurements
+from planner.io.inputs import measurements, warn_of_doubts
 from planner.io.output import console, printable
 from planner.question.cases import read_cases
 from planner.validate.validation import summarise, validate_case
@@ -21,6 +21,7 @@ from topology.errors import Infeasible, OutOfTolerance, UserError
 def validate(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Case files with measurements.")],
     profile: options.Profile = None,
+    strict: options.Strict = False,
     tolerance: options.Tolerance = None,
     json: options.Json = False,
 ) -> None:
@@ -29,7 +30,7 @@ def validate(
     A row that cannot be predicted is listed as skipped, with the reason; exit code 3 when every row is. --tolerance is
     for mean absolute errors.
     """
-    measured = measurements(profile)
+    measured = measurements(profile, strict=strict)
     rows: list[dict[str, Any]] = []
     try:
         for name in files:
@@ -52,6 +53,7 @@ def validate(
             why=f"every one of {summary['rows']} rows was skipped" if rows else "the files hold no case",
             remedy="see the reason of each row" if rows else "give files with cases",
         )
+    warn_of_doubts(measured)
     if tolerance is not None:
         _hold(summary, tolerance)
 

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from planner.explain.plan_answer import PlanAnswer
 from planner.io.output import console, printable
-from planner.question.question import mixed_gpus
 from planner.search.flips import GIB, FlipPoint
 from planner.search.headroom import memory_text
 from planner.search.result import GpuCountRow, RankedPlan, SearchResult
@@ -26,6 +25,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from topology.cluster import Cluster, LinkKind
+from topology.rates.reach import mixed_gpus
 
 WIDE = 150
 LABEL = 10  # width of the label at the left of a line

@@ -13,7 +13,7 @@ from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
 from topology.errors import BadCluster, UserError
 from topology.probe.from_text import probe_text
-from topology.profile.profile import Profile, read_profile
+from topology.profile.profile import read_profile
 from topology.rates.node_rates import node_rates
 from topology.rates.orders import irregular
 
@@ -77,23 +77,16 @@ def parse_bytes(text: str) -> float:
     return float(number) * (1024.0 if binary else 1000.0) ** power
 
 
-def measurements(path: Path | None, cluster: Cluster | None = None) -> Calibrations:
-    """Return what a profile file says of the machines that are asked about: nothing without a path. See `profile_of`."""
-    return Calibrations(profile_of(path, cluster))
+def measurements(path: Path | None, *, strict: bool = False) -> Calibrations:
+    """Return what a profile file says of the machines that are asked about: nothing without a path.
 
-
-def profile_of(path: Path | None, cluster: Cluster | None = None) -> Profile | None:
-    """Read a profile and check it against `cluster` if given; None without a path.
-
-    Raises BadInput when it is malformed or its values are impossible. A profile of other GPUs is used, with a warning.
+    With `strict` a profile of other GPUs, of another driver or of long ago is an error. Raises BadInput when the file is
+    malformed or its values are impossible.
     """
-    if path is None:
-        return None
+    return Calibrations(None if path is None else read_profile(path), strict=strict)
 
-    profile = read_profile(path, cluster=cluster)
-    if cluster is not None:
-        kind = cluster.slowest_kind
-        names = {name.casefold() for name in (kind.name, kind.title, *kind.aliases)}
-        if profile.gpu.casefold() not in names:
-            warn(f"warning: the profile was taken on {profile.gpu}, the cluster has {kind.title}")
-    return profile
+
+def warn_of_doubts(measured: Calibrations) -> None:
+    """Say on standard error why a profile may not tell of the machines that were asked about."""
+    for doubt in measured.all_doubts():
+        warn(f"warning: {doubt}")

@@ -28,7 +28,7 @@ from planner.question.case_fields import (
 from planner.question.case_runtime import implied_runtime, resolve_runtime, runtime_section
 from planner.question.flags import Flags
 from planner.question.plan_file import PlanFile, load_plan, require_fresh
-from planner.question.question import Question, mixed_gpus
+from planner.question.question import Question
 from simulator.calibration.calibration import overlap_assumed
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model import Model
@@ -45,6 +45,7 @@ from topology.catalog.cluster_file import load_cluster
 from topology.catalog.clusters import cluster_from_case
 from topology.cluster import Cluster
 from topology.errors import BadCluster, BadInput, BadModel, UserError
+from topology.rates.reach import doubts_about
 
 SEQ_LEN = 8192  # tokens in a sequence where flags give none
 SEQUENCES_PER_GPU = 8  # the global batch assumed when flags give none
@@ -142,7 +143,7 @@ def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> C
         id=name,
         question=question,
         plan=plan,
-        assumed=_with_overlap(assumed, plan, question),
+        assumed=_all_assumed(assumed, plan, question, measured),
         measured=seen,
         outcome=outcome if isinstance(outcome, str) else None,
         note=str(data.get("note") or ""),
@@ -165,7 +166,7 @@ def case_of_plan_file(path: Path, measured: Calibrations = UNMEASURED) -> Case:
     if measured.profile is not None and "profile" in content.fingerprints:
         require_fresh(content, profile=measured.profile)
     question = content.question(measured.on(content.cluster))
-    assumed = _with_overlap([], content.plan, question)
+    assumed = _all_assumed([], content.plan, question, measured)
     return Case(id=path.name, question=question, plan=content.plan, assumed=assumed, saved=content)
 
 
@@ -222,16 +223,18 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
         gpus=count,
     )
     assumed += [*network.assumed, *implied, *from_runtime, *from_plan]
-    return Case(id="flags", question=question, plan=chosen, assumed=_with_overlap(assumed, chosen, question))
+    return Case(id="flags", question=question, plan=chosen, assumed=_all_assumed(assumed, chosen, question, measured))
 
 
-def _with_overlap(assumed: Sequence[str], plan: Plan, question: Question) -> tuple[str, ...]:
-    """Return what was assumed once each, and what overlap modes assume where nobody measured them."""
-    return tuple(
-        dict.fromkeys(
-            [*assumed, *mixed_gpus(question.cluster), *overlap_assumed([plan.tp_overlap], question.calibration)]
-        )
+def _all_assumed(assumed: Sequence[str], plan: Plan, question: Question, measured: Calibrations) -> tuple[str, ...]:
+    """Return once each what was assumed: of the case, the machine, the profile, and overlap modes nobody measured."""
+    said = (
+        *assumed,
+        *doubts_about(question.cluster),
+        *measured.doubts(question.cluster),
+        *overlap_assumed([plan.tp_overlap], question.calibration),
     )
+    return tuple(dict.fromkeys(said))
 
 
 def _product(stated: Mapping[str, Any]) -> int:
@@ -366,17 +369,12 @@ def _schedule(stated: Mapping[str, Any], values: dict[str, Any], assumed: list[s
         if values["pp"] == 1:
             assumed.append(f"schedule {word} changes nothing: there is no pipeline (pp 1)")
             return None
-        return schedule_named(word)
+        return _SCHEDULES.get(word.lower().replace("-", "").replace("_", ""), word)
     if values["pp"] == 1:
         return None
     default = default_schedule(values["virtual_stages"])
     assumed.append(f"schedule {default} (not stated)")
     return default
-
-
-def schedule_named(word: str) -> str:
-    """Return a schedule as it is called here, whatever its capitals and hyphens; unknown words as they are."""
-    return _SCHEDULES.get(word.lower().replace("-", "").replace("_", ""), word)
 
 
 def _recompute(stated: Mapping[str, Any], framework: Framework, assumed: list[str], where: str) -> str:

@@ -27,6 +27,7 @@ from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
 from topology.errors import BadCluster, UserError
 from topology.rates.orders import irregular
+from topology.rates.reach import doubts_about
 
 
 def with_flags(asked: Case, flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
@@ -63,7 +64,16 @@ def with_flags(asked: Case, flags: Flags, measured: Calibrations = UNMEASURED) -
     return replace(
         asked,
         plan=plan,
-        assumed=tuple(dict.fromkeys([*kept, *overlap_assumed([plan.tp_overlap], calibration)])),
+        assumed=tuple(
+            dict.fromkeys(
+                [
+                    *kept,
+                    *doubts_about(cluster),
+                    *measured.doubts(cluster),
+                    *overlap_assumed([plan.tp_overlap], calibration),
+                ]
+            )
+        ),
         changed=tuple(changed),
         question=replace(
             question,

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from simulator.calibration.calibration import Calibration
 from simulator.closed_form.estimates import EstimateTable, estimate_plans
 from simulator.closed_form.scenario import Scenario
@@ -23,6 +25,7 @@ from simulator.lowering.simulation import Simulated, simulate_plan
 from simulator.runtimes.library import resolve
 from topology.cluster import Cluster, LinkKind
 from topology.errors import BadCluster, Infeasible
+from topology.rates.reach import reach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,7 @@ class Question(Scenario):
     def facts(self) -> RuleFacts:
         """Return what the rules need to know."""
         nodes = [group.node for group in self.cluster.groups]
+        joined = reach(self.cluster)
         return RuleFacts(
             model=self.model,
             workload=self.workload,
@@ -48,6 +52,8 @@ class Question(Scenario):
             gpus=self.count,
             gpus_per_node=self.cluster.gpus_per_node,
             nvlink=all(any(link.kind in {LinkKind.NVLINK, LinkKind.NVSWITCH} for link in n.links) for n in nodes),
+            reach=joined.gpus,
+            apart=joined.why,
         )
 
     def problems(self, plan: Plan) -> tuple[Problem, ...]:
@@ -61,13 +67,19 @@ class Question(Scenario):
     def estimate(self, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = ()) -> EstimateTable:
         """Return step time and memory of every plan by the closed form.
 
-        Raises BadCluster where rates are not known, Infeasible for types and optimizers that are not modelled.
+        Raises BadCluster where rates are not known, Infeasible for types and optimizers that are not modelled and where a
+        plan needs GPUs between which there is no path.
 
         `each_on` names the cluster of each plan, where they run on such as differ from the question's in link rates only.
         """
         require_plannable(self.cluster)
         self._require_modelled()
-        return estimate_plans(self, plans, each_on=each_on)
+        table = estimate_plans(self, plans, each_on=each_on)
+        if not np.isfinite(table.step_s).all():
+            joined = reach(self.cluster)
+            why = joined.why or "a rate that it rests on is zero"
+            raise Infeasible(f"no time can be predicted on {self.cluster.name}", why=why, remedy="planner doctor")
+        return table
 
     def simulate(
         self,
@@ -115,17 +127,6 @@ def question_of(
 def default_runtime(framework: Framework) -> Runtime:
     """Return the runtime a framework's plans run in, at its defaults. Raises BadPlan if none is described."""
     return resolve({"name": "pytorch" if framework.name == "any" else framework.name})[0]
-
-
-def mixed_gpus(cluster: Cluster) -> list[str]:
-    """Return a sentence where the cluster has several kinds of GPU: a step waits for the slowest of them."""
-    used = {gpu.kind for group in cluster.groups for gpu in group.node.gpus}
-    if len(used) < 2:
-        return []
-    titles = ", ".join(sorted(cluster.kind(name).title for name in used))
-    return [
-        f"GPUs of several kinds ({titles}): every one is planned as the slowest, {cluster.slowest_kind.title}, with the smallest memory"
-    ]
 
 
 def require_plannable(cluster: Cluster) -> None:

@@ -126,6 +126,7 @@ def load_run(name: str, *, simulate: bool = True, measured: Calibrations | None 
     if simulate:
         simulated, why = _simulated(document, measured)
         notes += [why] if why else []
+        notes += measured.all_doubts() if measured is not None else []
     return RunReport(
         document=document, directory=directory, simulated=simulated, measured=tuple(traces), notes=tuple(notes)
     )

@@ -13,7 +13,7 @@ from planner.io.inputs import faulty_gpus, read_cluster
 from planner.question.case_runtime import resolve_runtime
 from planner.question.cases import SEQ_LEN, SEQUENCES_PER_GPU
 from planner.question.flags import Flags
-from planner.question.question import Question, mixed_gpus
+from planner.question.question import Question
 from planner.search.gpu_counts import best_gpu_count
 from planner.search.infeasible import minimal_gpus
 from planner.search.off_fabric import with_or_without_off_fabric
@@ -25,6 +25,7 @@ from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
 from simulator.legality.frameworks import framework_named
 from topology.cluster import Cluster
+from topology.rates.reach import doubts_about
 
 
 def answer(
@@ -77,7 +78,7 @@ def search_question(flags: Flags, framework: str, measured: Calibrations = UNMEA
     named = {"name": "pytorch" if rules.name == "any" else rules.name, "version": version, **flags.runtime}
     runtime, from_runtime = resolve_runtime(named)
     machine = read_cluster(flags.cluster or "dgx-h100", max(flags.gpus) if flags.gpus else None, gpu=flags.gpu)
-    assumed = [*network.assumed, *from_runtime, *mixed_gpus(machine)]
+    assumed = [*network.assumed, *from_runtime, *doubts_about(machine), *measured.doubts(machine)]
     # The batch is fixed before the number of GPUs is chosen: it must not grow with the answer.
     largest = max(flags.gpus) if flags.gpus else machine.gpus_per_node if flags.gpus == () else machine.gpu_count
     batch = flags.global_batch or SEQUENCES_PER_GPU * largest

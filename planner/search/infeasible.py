@@ -25,6 +25,7 @@ from simulator.legality.frameworks import ANY, Framework
 from simulator.pipeline.schedules import SPLIT_BACKWARD
 from topology.cluster import Cluster
 from topology.errors import Infeasible, UserError
+from topology.rates.reach import reach
 
 GIB = 2.0**30
 MAX_GPUS = 1 << 16
@@ -103,6 +104,15 @@ def no_legal_plan(question: Question, found: Nodes) -> Infeasible:
     count, framework = question.count, question.framework
     if reason := question.runtime.not_modelled:
         return Infeasible(reason, remedy="ask in bfloat16, and with adamw")
+    joined = reach(question.cluster)
+    if count > joined.gpus:
+        return Infeasible(
+            f"a plan of {count} GPUs cannot run on {question.cluster.name}",
+            why=joined.why,
+            remedy=f"--gpus {joined.gpus}"
+            if joined.gpus > 0
+            else "plan for GPUs without MIG: choose them, or a catalogue cluster",
+        )
     plainest = Plan(dp_shard=count) if not framework.zero_stages else Plan(dp_replicate=count, zero_stage=0)
     example = next(iter(question.problems(plainest)), None)
     counts = ", ".join(f"{name} {n}" for name, n in {**found.rejected, **found.pruned}.items())

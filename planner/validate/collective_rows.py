@@ -9,11 +9,12 @@ from typing import Any
 from simulator.collectives.cost import ALGORITHMS, OPS
 from simulator.collectives.launch_mode import LaunchMode
 from simulator.collectives.nccl_tables import evaluate, read_tables
+from simulator.fitting.calibration_fit import same_gpu
 from topology import codec
-from topology.catalog.gpus import gpu_kind
 from topology.cluster import Cluster
 from topology.errors import Infeasible, UserError
 from topology.profile.profile import CollectiveSample, Profile
+from topology.rates.reach import reach
 
 
 def predicted_rows(
@@ -43,6 +44,9 @@ def predicted_rows(
         )
     if not 2 <= ranks <= cluster.gpu_count:
         raise UserError(f"{cluster.name} has {cluster.gpu_count} GPU(s); a collective of {ranks} cannot run there")
+    joined = reach(cluster)
+    if ranks > joined.gpus:
+        raise Infeasible(f"a collective of {ranks} GPUs cannot run on {cluster.name}", why=joined.why)
     nodes = -(-ranks // cluster.gpus_per_node)
     # Evaluated like a measured table, but without times.
     asked = {"machine": cluster.name, "gpus": ranks, "nodes": nodes, "collective": op}
@@ -80,9 +84,8 @@ def table_rows(
 
 def _samples_of(profile: Profile | None) -> Callable[[Cluster], tuple[CollectiveSample, ...]]:
     """Return a function from a cluster to the samples of `profile`, if that was taken on the same GPU."""
-    name = gpu_kind(profile.gpu).name if profile is not None else None
 
     def samples(cluster: Cluster) -> tuple[CollectiveSample, ...]:
-        return profile.collectives if profile is not None and cluster.slowest_kind.name == name else ()
+        return profile.collectives if profile is not None and same_gpu(profile, cluster.slowest_kind) else ()
 
     return samples

@@ -83,7 +83,7 @@ class Calibration:
 
     `contention` is by collective, `runtimes` by (runtime, compiled); `burst` is a large product's time after a rest over
     its time on a GPU at work. `gpu_measured`: more than collectives is known. `profile` is the fingerprint of the profile
-    that all of it is from.
+    that all of it is from; with `current` false it is of another driver or of long ago, and makes nothing surer.
     """
 
     gpu: GpuKind
@@ -95,6 +95,7 @@ class Calibration:
     runtimes: dict[tuple[str, bool], RuntimeCosts] = field(default_factory=dict)
     gpu_measured: bool = True
     profile: str = ""
+    current: bool = True
     effects: Effects = field(default_factory=Effects)
 
     def runtime(self, name: str, *, compiled: bool) -> RuntimeCosts:

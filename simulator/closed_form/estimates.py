@@ -92,7 +92,7 @@ class EstimateTable:
             self.basis[index],
             sources,
             host=float(self.breakdown_s["host"][index]) / step,
-            calibrated=self.calibration is not None,
+            calibrated=self.calibration is not None and self.calibration.current,
             ran=self.calibration is not None
             and self.calibration.runtime(self.runtime.name, compiled=self.runtime.compile).runs > 0,
             factors=interval_table().factors,

@@ -52,6 +52,8 @@ class RuleFacts:
     gpus: int = 0  # to be used; 0: any number
     gpus_per_node: int = 0  # 0: not known
     nvlink: bool = True
+    reach: int = 0  # how many GPUs can exchange data at all, where `apart` says why not more
+    apart: str = ""
 
     @property
     def compile(self) -> bool:

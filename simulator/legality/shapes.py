@@ -82,6 +82,12 @@ def _kv_uneven(c: PlanColumns, q: RuleFacts) -> Mask:
 
 SHAPE_RULES: list[Rule] = [
     rule(
+        "reach",
+        lambda c, q: np.asarray(c.gpus > q.reach),
+        lambda p, q: f"a plan of {p.gpus} GPU{'s' if p.gpus > 1 else ''} cannot run here: {q.apart}",
+        applies=lambda q: q.apart != "",
+    ),
+    rule(
         "network",
         lambda c, q: np.full(len(c), not q.framework.networks_without.isdisjoint(features(q.model))),
         lambda p, q: (

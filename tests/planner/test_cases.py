@@ -15,12 +15,12 @@ from planner.explain.plan_answer import answer_plan
 from planner.explain.tables import cluster_line
 from planner.question.cases import case_from_flags, load_case, read_cases
 from planner.question.flags import Flags
-from planner.question.question import mixed_gpus
 from planner.validate.validation import validate_case
 from simulator.runtimes.library import attention_kernel
 from tests.planner.conftest import CASES
 from topology.catalog.cluster_file import load_cluster, save_cluster
 from topology.errors import BadCluster, BadInput, BadModel, BadPlan, UserError
+from topology.rates.reach import mixed_gpus
 
 ALL = [(path.name, case) for path in sorted(CASES.glob("*.json")) for case in json.loads(path.read_text())]
 BASE = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 
 import pytest
 
@@ -141,7 +142,8 @@ def test_a_profile_goes_before_the_model_and_is_checked(planner, tmp_path):
     """A measured size is answered by its measurement; a profile of other GPUs warns; an impossible one is refused."""
     path = tmp_path / "profile.json"
     sample = {"op": "all_reduce", "ranks": 8, "nodes": 1, "nbytes": 1048576, "time_s": 55e-6}
-    profile = {"machine": "m", "gpu": "h100-sxm", "collectives": [sample]}
+    today = datetime.now(UTC).isoformat()
+    profile = {"machine": "m", "gpu": "h100-sxm", "taken_at": today, "collectives": [sample]}
     asked = ("collective", "--gpus", "8", "--bytes", "1048576", "--json", "--profile", path)
     path.write_text(json.dumps(profile))
     done = planner(*asked)

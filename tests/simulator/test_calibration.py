@@ -98,7 +98,7 @@ def elements(name: str, shape: dict) -> float:
 
 
 def profile(**changes) -> Profile:
-    return Profile(**{"machine": "m", "gpu": "h200-sxm", "operators": operators(), **changes})
+    return Profile(**{"machine": "m", "gpu": "h200-sxm", "taken_at": "2026-11-21", "operators": operators(), **changes})
 
 
 def estimate(plan: Plan, profile: Profile | None, *, model: Model = WIDE, calibration=None, seq_len: int = 8192):

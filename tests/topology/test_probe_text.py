@@ -22,7 +22,7 @@ def kind(name, links, link_gigabytes, pcie_gigabytes=63.0, c2c=0.0):
         architecture="test",
         compute_capability=90,
         sm_count=132,
-        memory_bytes=10**9,
+        memory_bytes=141 * 10**9,
         memory_bytes_per_s=1e12,
         peak_flops={"bfloat16": 1e15},
         nvlink_links=links,

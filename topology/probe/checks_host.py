@@ -22,6 +22,18 @@ def check_host(evidence: Evidence, machine: Machine, known: Mapping[int, GpuKind
         *_nics(evidence, machine),
         *_device_state(machine),
         *_power(machine, known),
+        *_driver(evidence),
+    ]
+
+
+def _driver(evidence: Evidence) -> list[Finding]:
+    """The driver's version, against which profiles are held."""
+    versions = {gpu.driver for gpu in evidence.query if gpu.driver}
+    if evidence.nvml is not None and evidence.nvml.driver:
+        versions.add(evidence.nvml.driver)
+    return [
+        finding("driver", INFO, f"driver {version}", "nvidia-smi or NVML reports it", "kernels differ by driver", "")
+        for version in sorted(versions)
     ]
 
 

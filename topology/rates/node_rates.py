@@ -89,6 +89,7 @@ class NodeRates:
     on_fabric: tuple[int, ...] = ()
     _tree_paths: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _uniform: bool | None = None
+    _cut: dict[str, set[str]] = field(default_factory=dict)  # host links that are listed and carry nothing
 
     def __post_init__(self) -> None:
         position = {gpu.vertex: i for i, gpu in enumerate(self.node.gpus)}
@@ -97,6 +98,9 @@ class NodeRates:
         for link in self.node.links:
             rate, nccl = link_rates(self.cluster, self.node, link)
             if rate <= 0:
+                if link.kind in HOST_KINDS:
+                    self._cut.setdefault(link.a, set()).add(link.b)
+                    self._cut.setdefault(link.b, set()).add(link.a)
                 continue
             ends = [position[end] for end in (link.a, link.b) if end in position]
             if link.kind is LinkKind.NVSWITCH and len(ends) == 1:
@@ -112,7 +116,8 @@ class NodeRates:
                     prior, prior_nccl = self.host.setdefault(a, {}).get(b, (0.0, 0.0))
                     self.host[a][b] = (prior + rate, prior_nccl + nccl)
         wired = {gpu for pair in self.wires for gpu in pair} | set(self.ports)
-        healthy = [i for i, gpu in enumerate(self.node.gpus) if gpu.healthy]
+        dead = {i for i, gpu in enumerate(self.node.gpus) if i not in wired and self._cut_off(gpu.vertex)}
+        healthy = [i for i, gpu in enumerate(self.node.gpus) if gpu.healthy and i not in dead]
         with_nvlink = [i for i in healthy if i in wired]
         lost = 0 < len(healthy) - len(with_nvlink) < len(with_nvlink)
         self.on_fabric = tuple(with_nvlink if lost else healthy)
@@ -154,6 +159,22 @@ class NodeRates:
                 if there not in done:
                     heappush(queue, (hops + 1, max(narrow, -rate), there, (*path, (here, there))))
         return None
+
+    def _cut_off(self, vertex: str) -> bool:
+        """Return whether a vertex has links to the host, none of which carries anything."""
+        return vertex in self._cut and not self.host.get(vertex)
+
+    def _severed(self, a: str, b: str) -> bool:
+        """Return whether links that are listed would join two vertices, did they carry anything."""
+        if self._cut_off(a) or self._cut_off(b):
+            return True
+        seen, waiting = {a}, [a]
+        while waiting and self._cut:
+            here = waiting.pop()
+            for there in {*self.host.get(here, ()), *self._cut.get(here, ())} - seen:
+                seen.add(there)
+                waiting.append(there)
+        return b in seen
 
     # Rings
 
@@ -275,7 +296,9 @@ class NodeRates:
                 rate, nccl = min(rate, direct[0]), min(nccl, direct[1])
                 continue
             path = self.host_path(self.node.gpus[a].vertex, self.node.gpus[b].vertex)
-            if path is None:  # no link listed in between: the slots of both ends bound it
+            if path is None and self._severed(self.node.gpus[a].vertex, self.node.gpus[b].vertex):
+                rate = nccl = 0.0
+            elif path is None:  # no link listed in between: the slots of both ends bound it
                 slots = (self.cluster.kind(self.node.gpus[gpu].kind).pcie_bytes_per_s for gpu in (a, b))
                 slot = min(speed or ASSUMED_PCIE_BYTES_PER_S for speed in slots)
                 rate, nccl = min(rate, slot), min(nccl, slot)
