@@ -32,21 +32,9 @@ def document(found: Profile, merged: Profile, links: Cluster | None = None) -> d
 
 def counts(profile: Profile) -> dict[str, int]:
     """Return the number of valid samples of each kind, and of throttled ones."""
-    throttled = sum(
-        1
-        for part in (profile.operators, profile.contention, profile.layers, profile.overlap)
-        for sample in part
-        if sample.invalid
-    )
-    return {
-        "operators": sum(1 for sample in profile.operators if not sample.invalid),
-        "host": len(profile.host),
-        "contention": sum(1 for sample in profile.contention if not sample.invalid),
-        "layers": sum(1 for sample in profile.layers if not sample.invalid),
-        "overlap": sum(1 for sample in profile.overlap if not sample.invalid),
-        "collectives": len(profile.collectives),
-        "throttled": throttled,
-    }
+    lists = profile.sample_lists()
+    valid = {name: sum(not getattr(sample, "invalid", "") for sample in samples) for name, samples in lists.items()}
+    return {**valid, "throttled": sum(map(len, lists.values())) - sum(valid.values())}
 
 
 def overlap_rows(profile: Profile) -> list[dict[str, Any]]:
@@ -77,7 +65,6 @@ def overlap_rows(profile: Profile) -> list[dict[str, Any]]:
 
 
 def _rate_errors(profile: Profile, links: Cluster | None) -> dict[str, tuple[float, int]]:
-
     return rate_errors(profile, links) if links is not None and profile.overlap else {}
 
 

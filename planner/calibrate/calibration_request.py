@@ -9,7 +9,7 @@ lacks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from planner.calibrate.overlap_request import plan_sites, site_key, typical_sites
@@ -132,7 +132,7 @@ class Request:
 
     @property
     def empty(self) -> bool:
-        return not (self.operators or self.contention or self.layers or self.overlap or self.collectives)
+        return self == Request()
 
 
 def machine_request(*, gpus: int, collectives: bool = True) -> Request:
@@ -218,13 +218,12 @@ def _one_layer(shape: tuple[int, int, int, int, int], vocabulary: int) -> Model:
 
 def merge_requests(*requests: Request) -> Request:
     """Return the union of several requests, in order."""
-    return Request(
-        operators=tuple(_unique(one for request in requests for one in request.operators)),
-        contention=tuple(_unique(one for request in requests for one in request.contention)),
-        layers=tuple(_unique(one for request in requests for one in request.layers)),
-        overlap=tuple(_unique(one for request in requests for one in request.overlap)),
-        collectives=any(request.collectives for request in requests),
-    )
+    lists: dict[str, Any] = {
+        field.name: tuple(_unique(one for request in requests for one in getattr(request, field.name)))
+        for field in fields(Request)
+        if field.name != "collectives"
+    }
+    return Request(**lists, collectives=any(request.collectives for request in requests))
 
 
 def missing_from(request: Request, profile: Profile | None) -> Request:

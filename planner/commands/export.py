@@ -9,16 +9,16 @@ import typer
 
 from planner.commands import options
 from planner.export.job import export_job
+from planner.export.registry import TARGETS, find_target
 from planner.export.registry import export as written
-from planner.export.registry import find_target
 from planner.io import output
 from planner.question.cases import case_of_file
 from planner.question.plan_file import refuse_overwrite
 from topology import codec
 
 TO = (
-    "torchrun, torchtitan, megatron, deepspeed, accelerate, slurm, trainjob or skypilot; @VERSION where several are "
-    "known, such as torchtitan@0.2.2."
+    f"{', '.join(dict.fromkeys(target.name for target in TARGETS))}; @VERSION where several are known, such as "
+    "torchtitan@0.2.2."
 )
 
 

@@ -74,16 +74,8 @@ def _add(run: RunReport, path: Path) -> ProfileUpdate:
             )
     rows.sort(key=lambda row: -abs(row["seconds"] - row["expected_s"]) * row["calls"])
     known = {sample.key for sample in before.operators}
-    newer = replace(
-        before,
-        runs={**before.runs, name: provenance},
-        collectives=(),
-        operators=tuple(samples),
-        host=(),
-        contention=(),
-        layers=(),
-        overlap=(),
-    )
+    empty = before.with_samples(lambda _: ())
+    newer = replace(empty, runs={**before.runs, name: provenance}, operators=tuple(samples))
     merged = merge(before, newer)
     codec.write_text(path, codec.to_json(merged) + "\n")
     fresh = sum(sample.key not in known for sample in samples)

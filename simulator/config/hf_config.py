@@ -21,7 +21,6 @@ from topology.codec import read_json
 from topology.errors import BadModel
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-PLAIN_FAMILIES = ("gpt", "llama")  # they describe "a GPT" or "a Llama" in general, with extra keys
 _STEP_KEYS = ("interleave_moe_layer_step",)  # Llama4TextConfig's word for decoder_sparse_step
 _NEXT_TOKEN_KEYS = ("num_nextn_predict_layers", "num_mtp_layers")
 _SHIPPED = Path(__file__).parents[1] / "models"
@@ -120,13 +119,13 @@ def _read(reader: ConfigReader) -> Model:
     latent = _latent(reader) if family.latent else None
     kv_heads, head_dim = _heads(reader, hidden, heads, latent)
     moe = _experts(reader, layers)
-    gated = reader.flag("gated_mlp", default=family.gated_mlp) if _is_plain(reader) else family.gated_mlp
+    gated = reader.flag("gated_mlp", default=family.gated_mlp) if reader.family.generic else family.gated_mlp
     ffn = _feed_forward(reader, hidden, moe, gated=gated, all_sparse=moe is not None and not moe.dense_layers)
     window, sliding = _sliding(reader, layers)
     max_positions = reader.count("max_position_embeddings", *(["n_positions"] if family.positions_default else []))
     norm, norm_bias = _norm(reader)
     qkv_bias, out_bias, mlp_bias = _biases(reader)
-    if moe and _is_plain(reader):
+    if moe and reader.family.generic:
         moe = replace(moe, expert_bias=mlp_bias)
     learned, rotary = _positions(reader, max_positions)
     parallel = family.parallel_residual
@@ -167,10 +166,6 @@ def _read(reader: ConfigReader) -> Model:
         rotary=rotary,
         parallel_residual=parallel,
     )
-
-
-def _is_plain(reader: ConfigReader) -> bool:
-    return reader.model_type in PLAIN_FAMILIES
 
 
 def _latent(reader: ConfigReader) -> LatentAttention:
@@ -239,13 +234,13 @@ def _experts(reader: ConfigReader, layers: int) -> MixtureOfExperts | None:
         experts = reader.integer(*EXPERT_KEYS, low=0)
         if experts is None:
             experts = reader.size(*EXPERT_KEYS)
-    elif _is_plain(reader):
+    elif reader.family.generic:
         experts = reader.count(*EXPERT_KEYS)
     else:
         return None
     # Placement keys say which layers stay dense: HF Qwen2MoeDecoderLayer and DeepseekV3DecoderLayer.
     only_dense = reader.indices("mlp_only_layers", layers)
-    step = reader.integer("decoder_sparse_step", *_STEP_KEYS * _is_plain(reader), high=MAX_LAYERS) or 1
+    step = reader.integer("decoder_sparse_step", *_STEP_KEYS * reader.family.generic, high=MAX_LAYERS) or 1
     first = reader.count("first_k_dense_replace", default=family.dense_first, high=MAX_LAYERS)
     if family.dense_first and reader.config.get("first_k_dense_replace") is None:
         reader.assume("first_k_dense_replace", first)
@@ -264,7 +259,7 @@ def _experts(reader: ConfigReader, layers: int) -> MixtureOfExperts | None:
         raise reader.bad("'num_experts_per_tok' is missing", remedy="say how many experts each token visits")
     if per_token > experts:
         raise reader.bad(f"each token visits {per_token} experts, but there are only {experts}")
-    if width is None and _is_plain(reader):
+    if width is None and reader.family.generic:
         width = reader.size("intermediate_size")
         reader.assumed.append("moe_intermediate_size not stated: experts are as wide as intermediate_size")
     return MixtureOfExperts(
@@ -359,10 +354,10 @@ def _layers_of_type(reader: ConfigReader, layers: int, key: str, known: tuple[st
 def _norm(reader: ConfigReader) -> tuple[str, bool]:
     """Return the kind of norm and whether it has a bias."""
     norm = reader.family.norm
-    if _is_plain(reader):
+    if reader.family.generic:
         norm = reader.word("normalization", ("layernorm", "rmsnorm"), default=norm)
     bias = norm == "layernorm"
-    return norm, reader.flag("norm_bias", default=bias) if _is_plain(reader) else bias
+    return norm, reader.flag("norm_bias", default=bias) if reader.family.generic else bias
 
 
 def _biases(reader: ConfigReader) -> tuple[bool, bool, bool]:

@@ -51,6 +51,8 @@ class Family:
     dense_first: int = 0  # default of first_k_dense_replace
     sliding: str = "none"  # see hf_config._sliding
     sliding_window: int = 0  # default when the key is absent; 0: none
+    generic: bool = False  # stands for a kind of network, and takes keys that its class does not have
+    dropout: bool = False  # of the residual stream, by default
     inner_is_4h: bool = False  # feed-forward width is 4 h unless stated
     positions_default: int = 0  # rows of the learned position table when unstated
 
@@ -67,6 +69,7 @@ LATENT_DEFAULTS = {
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         config_class="LlamaConfig",
+        generic=True,
         qkv_bias_key="attention_bias",
         out_bias_key="attention_bias",
         mlp_bias_key="mlp_bias",
@@ -132,6 +135,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt2": Family(
         config_class="GPT2Config",
+        dropout=True,
         tied=True,
         gated_mlp=False,
         norm="layernorm",
@@ -157,6 +161,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt": Family(
         config_class="Megatron-LM GPTModel",
+        generic=True,
+        dropout=True,
         tied=True,
         gated_mlp=False,
         norm="layernorm",

@@ -16,6 +16,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from simulator.config.model import Model
+from simulator.config.model_families import FAMILIES
 from simulator.config.runtime import DTYPE_BYTES, NOT_MODELLED, Runtime
 from simulator.kernels.operators import OperatorSpec
 from topology.codec import convert
@@ -174,7 +175,6 @@ class RuntimeSpec:
     """
 
     names: tuple[str, ...]
-    frameworks: tuple[str, ...]
     attention_kernel: str
     attention_kernel_on: dict[str, str] = field(default_factory=dict)
     attention_kernel_wide: str = "unfused"
@@ -428,12 +428,12 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
 
 
 def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[str]:
-    gpt = model.family in {"gpt", "gpt2"}
+    family = FAMILIES.get(model.family)
     named = {
         "gated": model.gated_mlp,
         "qk_norm": model.qk_norm,
-        "rotary": not gpt,
-        "dropout": spec.dropout and gpt,
+        "rotary": model.rotary,
+        "dropout": spec.dropout and family is not None and family.dropout,
         "shared_expert": bool(model.moe and model.moe.shared_ffn),
         "compiled": runtime.compile,
         "q_lora": bool(model.latent and model.latent.q_lora_rank),

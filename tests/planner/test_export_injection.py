@@ -77,7 +77,7 @@ def test_short_names_are_dns_labels_and_differ(name: str) -> None:
 @given(anything)
 def test_headers_stay_comments(name: str) -> None:
     for target in TARGETS:
-        if target.name == "deepspeed":
+        if target.file_name.endswith(".json"):  # a format without comments
             continue
         lines = export(nasty(name), target).text.splitlines()
         head = lines[bool(target.first_line) : lines.index("#")]

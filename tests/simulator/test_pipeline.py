@@ -134,7 +134,7 @@ _time = st.integers(1, 40).map(lambda tenths: tenths / 8)  # exact in binary: bo
 def test_makespan_equals_the_simulation(data):
     name = data.draw(st.sampled_from(sorted(SCHEDULES)))
     ranks = data.draw(st.integers(1, 4))
-    v = 1 if name in {"GPipe", "1F1B", "ZBH1"} else 2
+    v = SCHEDULES[name].least_stages
     schedule = build_schedule(name, ranks=ranks, micro_batches=2 * ranks, stages_per_rank=v)
     stages = schedule.stages
     forward, input_grad, weight_grad = (data.draw(st.lists(_time, min_size=stages, max_size=stages)) for _ in range(3))

@@ -78,11 +78,11 @@ def megatron(text: str, keys: Iterable[str]) -> Read:
     arguments_of = {flag: action for action in parser._actions for flag in action.option_strings}
     # What no plan decides has to be there for the check.
     own = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--lr", "1e-4", "--train-iters", "1"]
-    read_agent_results = parser.parse_args(words)
+    parsed = parser.parse_args(words)
     read: Read = {}
     for key in keys:
         action = arguments_of[key]
-        value = getattr(read_agent_results, action.dest)
+        value = getattr(parsed, action.dest)
         read[key] = (value == action.const) if action.nargs == 0 else value
     # There may be no GPU here; Hopper is what most plans are for.
     import torch

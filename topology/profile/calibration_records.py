@@ -9,35 +9,26 @@ from typing import Any
 from topology.codec import convert
 from topology.errors import BadInput
 from topology.profile.measurement import GroupSample
-from topology.profile.profile import CollectiveSample, Profile, check_profile
-from topology.profile.samples import (
-    ContentionSample,
-    HostSample,
-    LayerSample,
-    OperatorSample,
-    OverlapSample,
-    Provenance,
-)
+from topology.profile.profile import SAMPLE_LISTS, CollectiveSample, Profile, check_profile
+from topology.profile.samples import Provenance
 from topology.profile.store import run_name
 
 _HEAD = ("machine", "gpu", "device", "gpus", "driver", "versions", "taken_at", "command")
 
 
+# Samples by the `kind` of the records that hold them, as in `operator` for an OperatorSample. Collectives have `group` records.
+RECORDS: dict[Any, type] = {
+    sample.__name__.removesuffix("Sample").lower(): sample for sample in SAMPLE_LISTS if sample is not CollectiveSample
+}
+
+
 def profile_from_records(records: Iterable[dict[str, Any]]) -> Profile:
-    """Return the profile of one calibration. Each record has a `kind`: `header`, `operator`, `host`, `contention`,
-    `layer`, `overlap`, `group` or `missing`.
+    """Return the profile of one calibration. Each record has a `kind`: `header`, `group`, `missing` or one of `RECORDS`.
 
     Raises BadInput for a record that is none of these, a sample that cannot be true, or when no header was written.
     """
     head: dict[str, Any] = {}
-    kinds = {
-        "operator": OperatorSample,
-        "host": HostSample,
-        "contention": ContentionSample,
-        "layer": LayerSample,
-        "overlap": OverlapSample,
-    }
-    found: dict[type, list[Any]] = {kind: [] for kind in (*kinds.values(), CollectiveSample)}
+    found: dict[type, list[Any]] = {kind: [] for kind in SAMPLE_LISTS}
     missing: list[str] = []
     for number, record in enumerate(records):
         where, kind = f"record {number}", record.get("kind")
@@ -45,8 +36,8 @@ def profile_from_records(records: Iterable[dict[str, Any]]) -> Profile:
             # Later headers add what only their piece knows, such as the version of NCCL.
             versions = {**head.get("versions", {}), **record.get("versions", {})}
             head = {**head, **{k: v for k, v in record.items() if k in _HEAD}, "versions": versions}
-        elif kind in kinds:
-            found[kinds[kind]].append(convert(record.get("sample"), kinds[kind], where=where))
+        elif kind in RECORDS:
+            found[RECORDS[kind]].append(convert(record.get("sample"), RECORDS[kind], where=where))
         elif kind == "group":
             group = convert({k: v for k, v in record.items() if k != "kind"}, GroupSample, where=where)
             if not group.alongside:
@@ -59,7 +50,9 @@ def profile_from_records(records: Iterable[dict[str, Any]]) -> Profile:
         raise BadInput("the calibration wrote no header", why="it stopped before it had found a device")
     run = convert(head, Provenance, where="header")
     name = run_name(run)
-    named = {kind: tuple(replace(sample, run=name) for sample in samples) for kind, samples in found.items()}
+    named: dict[str, Any] = {
+        SAMPLE_LISTS[kind]: tuple(replace(sample, run=name) for sample in samples) for kind, samples in found.items()
+    }
     profile = Profile(
         machine=run.machine,
         gpu=run.gpu,
@@ -67,12 +60,7 @@ def profile_from_records(records: Iterable[dict[str, Any]]) -> Profile:
         versions=run.versions,
         taken_at=run.taken_at,
         runs={name: run},
-        collectives=named[CollectiveSample],
-        operators=named[OperatorSample],
-        host=named[HostSample],
-        contention=named[ContentionSample],
-        layers=named[LayerSample],
-        overlap=named[OverlapSample],
+        **named,
         missing=tuple(dict.fromkeys(missing)),
     )
     check_profile(profile, where="the calibration")

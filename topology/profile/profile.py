@@ -8,8 +8,8 @@ Schema 1 holds collectives only; schema 2 adds operators, host overheads, conten
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,27 @@ class Profile:
     @property
     def calibrated(self) -> bool:
         """Whether the profile holds more than collectives."""
-        return bool(self.operators or self.host or self.contention or self.layers or self.overlap)
+        return any(samples for name, samples in self.sample_lists().items() if name != "collectives")
+
+    def sample_lists(self) -> dict[str, tuple[Any, ...]]:
+        """Return the lists of samples by the name of their field."""
+        return {name: getattr(self, name) for name in SAMPLE_LISTS.values()}
+
+    def with_samples(self, change: Callable[[tuple[Any, ...]], Iterable[Any]]) -> Profile:
+        """Return the profile with every list of samples changed."""
+        lists: dict[str, Any] = {name: tuple(change(samples)) for name, samples in self.sample_lists().items()}
+        return replace(self, **lists)
+
+
+# The field of a profile that holds the samples of a type.
+SAMPLE_LISTS: dict[type, str] = {
+    CollectiveSample: "collectives",
+    OperatorSample: "operators",
+    HostSample: "host",
+    ContentionSample: "contention",
+    LayerSample: "layers",
+    OverlapSample: "overlap",
+}
 
 
 def read_profile(path: str | Path, *, cluster: Cluster | None = None) -> Profile:
@@ -125,11 +145,14 @@ def check_profile(profile: Profile, *, where: str = "profile", cluster: Cluster 
         raise BadInput(f"{where}: {problem}", remedy="take the profile again")
     for index, sample in enumerate(profile.collectives):
         _check_sample(sample, f"{where}: $.collectives[{index}]", cluster)
-    for path, seconds in _times(profile):
-        if not math.isfinite(seconds) or seconds <= 0:
-            raise BadInput(f"{where}: $.{path} is {seconds}", why="a time is finite and positive")
-        if seconds < QUICKEST_S:
-            raise BadInput(f"{where}: $.{path} is {seconds:g}", why=f"nothing takes less than {QUICKEST_S:g} s")
+    for kind, name in SAMPLE_LISTS.items():
+        for index, sample in enumerate(getattr(profile, name) if kind is not CollectiveSample else ()):
+            for field_name, seconds in sample.times.items():
+                path = f"{where}: $.{name}[{index}].{field_name}"
+                if not math.isfinite(seconds) or seconds <= 0:
+                    raise BadInput(f"{path} is {seconds}", why="a time is finite and positive")
+                if seconds < QUICKEST_S:
+                    raise BadInput(f"{path} is {seconds:g}", why=f"nothing takes less than {QUICKEST_S:g} s")
     for index, operator in enumerate(profile.operators):
         _check_operator(operator, f"{where}: $.operators[{index}]", cluster)
     for index, pair in enumerate(profile.overlap):
@@ -143,24 +166,6 @@ def check_profile(profile: Profile, *, where: str = "profile", cluster: Cluster 
                 f"{where}: $.layers[{index}] has {layer.layers} layers",
                 why="a runtime is calibrated on one and two layers, never on the runs that are to be predicted",
             )
-
-
-def _times(profile: Profile) -> Iterator[tuple[str, float]]:
-    """Yield every time of the new kinds of samples with its path."""
-    for index, operator in enumerate(profile.operators):
-        yield f"operators[{index}].seconds", operator.seconds
-    for index, host in enumerate(profile.host):
-        yield f"host[{index}].seconds", host.seconds
-    for index, pair in enumerate(profile.contention):
-        for name in ("compute_alone_s", "compute_beside_s", "collective_alone_s", "collective_beside_s"):
-            yield f"contention[{index}].{name}", getattr(pair, name)
-    for index, layer in enumerate(profile.layers):
-        yield f"layers[{index}].step_s", layer.step_s
-    for index, overlap in enumerate(profile.overlap):
-        yield f"overlap[{index}].product_s", overlap.product_s
-        yield f"overlap[{index}].collective_s", overlap.collective_s
-        for mode, seconds in overlap.seconds.items():
-            yield f"overlap[{index}].seconds.{mode}", seconds
 
 
 def _check_overlap(sample: OverlapSample, where: str) -> None:

@@ -87,6 +87,11 @@ class OperatorSample(Sample):
     regime: str = "sustained"
 
     @property
+    def times(self) -> dict[str, float]:
+        """The times of the sample by name, which are finite and positive."""
+        return {"seconds": self.seconds}
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """Identity of what was measured: two samples with equal keys measured the same operator."""
         shape = tuple(sorted(self.shape.items()))
@@ -102,6 +107,10 @@ class HostSample:
     spread: float = 0.0
     count: int = 1
     run: str = ""
+
+    @property
+    def times(self) -> dict[str, float]:
+        return {"seconds": self.seconds}
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -123,6 +132,11 @@ class ContentionSample(Sample):
     collective_alone_s: float
     collective_beside_s: float
     spread: float = 0.0
+
+    @property
+    def times(self) -> dict[str, float]:
+        names = ("compute_alone_s", "compute_beside_s", "collective_alone_s", "collective_beside_s")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -160,6 +174,11 @@ class OverlapSample(Sample):
     hop_s: float = 0.0
 
     @property
+    def times(self) -> dict[str, float]:
+        modes = {f"seconds.{mode}": seconds for mode, seconds in self.seconds.items()}
+        return {"product_s": self.product_s, "collective_s": self.collective_s, **modes}
+
+    @property
     def key(self) -> tuple[Any, ...]:
         return self.operation, self.ranks, self.rows, self.columns, self.depth, self.dtype
 
@@ -182,6 +201,10 @@ class LayerSample(Sample):
     host_s: float | None = None
     data_s: float | None = None
     reserved_bytes: float | None = None
+
+    @property
+    def times(self) -> dict[str, float]:
+        return {"step_s": self.step_s}
 
     @property
     def layers(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -66,22 +66,11 @@ def with_named_runs(profile: Profile) -> Profile:
     """Return `profile` with every sample naming its run."""
     own = own_provenance(profile)
     name = run_name(own)
-    bare = any(not sample.run for part in _sample_lists(profile) for sample in part)
-
-    def named(samples: Iterable[Any]) -> tuple[Any, ...]:
-        return tuple(sample if sample.run else replace(sample, run=name) for sample in samples)
-
-    return replace(
-        profile,
-        schema_version=2,
-        runs={**profile.runs, **({name: own} if bare else {})},
-        collectives=named(profile.collectives),
-        operators=named(profile.operators),
-        host=named(profile.host),
-        contention=named(profile.contention),
-        layers=named(profile.layers),
-        overlap=named(profile.overlap),
+    unnamed = any(not sample.run for samples in profile.sample_lists().values() for sample in samples)
+    named = profile.with_samples(
+        lambda samples: (sample if sample.run else replace(sample, run=name) for sample in samples)
     )
+    return replace(named, schema_version=2, runs={**profile.runs, **({name: own} if unnamed else {})})
 
 
 def merge(older: Profile, newer: Profile) -> Profile:
@@ -97,21 +86,19 @@ def merge(older: Profile, newer: Profile) -> Profile:
         )
     a, b = with_named_runs(older), with_named_runs(newer)
     runs = {**a.runs, **b.runs}
-    measured = {sample.key for part in _sample_lists(b) for sample in part}
+    newly_measured = any(b.sample_lists().values())
+    samples: dict[str, Any] = {
+        name: _merged_samples(a.sample_lists()[name], new, runs) for name, new in b.sample_lists().items()
+    }
     return replace(
         b,
         machine=a.machine if not b.machine else b.machine,
         versions={**a.versions, **b.versions},
         runs=runs,
-        collectives=_merged_samples(a.collectives, b.collectives, runs),
-        operators=_merged_samples(a.operators, b.operators, runs),
-        host=_merged_samples(a.host, b.host, runs),
-        contention=_merged_samples(a.contention, b.contention, runs),
-        layers=_merged_samples(a.layers, b.layers, runs),
-        overlap=(overlap := _merged_samples(a.overlap, b.overlap, runs)),
+        **samples,
         # Rates are of the samples that they were fitted to.
-        overlap_rates=next((one.overlap_rates for one in (b, a) if one.overlap == overlap), {}),
-        missing=tuple(dict.fromkeys((*(a.missing if not measured else ()), *b.missing))),
+        overlap_rates=next((one.overlap_rates for one in (b, a) if one.overlap == samples["overlap"]), {}),
+        missing=tuple(dict.fromkeys((*(a.missing if not newly_measured else ()), *b.missing))),
     )
 
 
@@ -130,15 +117,7 @@ def current_samples(profile: Profile) -> Profile:
         found = software_key(run)
         return all(ours == theirs or not ours or not theirs for ours, theirs in zip(wanted, found, strict=True))
 
-    return replace(
-        profile,
-        collectives=tuple(filter(fits, profile.collectives)),
-        operators=tuple(filter(fits, profile.operators)),
-        host=tuple(filter(fits, profile.host)),
-        contention=tuple(filter(fits, profile.contention)),
-        layers=tuple(filter(fits, profile.layers)),
-        overlap=tuple(filter(fits, profile.overlap)),
-    )
+    return profile.with_samples(lambda samples: filter(fits, samples))
 
 
 def store_folder() -> Path:
@@ -180,17 +159,6 @@ def add_to_store(profile: Profile, folder: Path | None = None, *, tell: Callable
         whole = profile if before is None else merge(before, profile)
         codec.write_text(path, codec.to_json(with_named_runs(whole)) + "\n")
     return path
-
-
-def _sample_lists(profile: Profile) -> tuple[tuple[Any, ...], ...]:
-    return (
-        profile.collectives,
-        profile.operators,
-        profile.host,
-        profile.contention,
-        profile.layers,
-        profile.overlap,
-    )
 
 
 def _merged_samples(older: tuple[S, ...], newer: tuple[S, ...], runs: dict[str, Provenance]) -> tuple[S, ...]:
