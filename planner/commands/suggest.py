@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,11 +13,14 @@ from planner.explain.documents import search_document
 from planner.explain.tables import print_search
 from planner.io import output
 from planner.io.inputs import measurements
+from planner.question.cases import schedule_named
 from planner.question.flags import Flags
 from planner.question.plan_file import plan_file, refuse_overwrite, save_plan
 from planner.search.answer import answer
 from planner.search.plan_space.candidates import Bounds
+from planner.search.plan_space.stated import read_spans, read_words
 from planner.search.search import SearchOptions
+from simulator.runtimes.library import RECOMPUTE_SYNONYMS
 from topology.errors import UserError
 
 
@@ -62,6 +65,11 @@ MaxTp = Annotated[
 ]
 
 
+def _part(flag: str, what: str) -> Any:
+    """Return the option of a part of the plan that may be fixed."""
+    return typer.Option(flag, help=f"Only plans with this {what}.", metavar="VALUES")
+
+
 def suggest(
     model: options.Model = "llama3-8b",
     cluster: options.Cluster = "dgx-h100",
@@ -82,10 +90,16 @@ def suggest(
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
     max_tp: MaxTp = None,
-    recompute: Annotated[str | None, typer.Option("--recompute", help="Only plans with this recomputation.")] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option("--micro-batch", min=1, help="Only plans with this micro batch.")
-    ] = None,
+    tp: Annotated[str | None, _part("--tp", "tensor-parallel degree: 8, 1,2,4 or 2-8, as all that follow")] = None,
+    pp: Annotated[str | None, _part("--pp", "number of pipeline stages")] = None,
+    cp: Annotated[str | None, _part("--cp", "context-parallel degree")] = None,
+    ep: Annotated[str | None, _part("--ep", "expert-parallel degree")] = None,
+    dp_shard: Annotated[str | None, _part("--dp-shard", "number of FSDP shards")] = None,
+    dp_replicate: Annotated[str | None, _part("--dp-replicate", "number of replicas")] = None,
+    schedule: Annotated[str | None, _part("--schedule", "pipeline schedule (words, with commas)")] = None,
+    virtual_stages: Annotated[str | None, _part("--virtual-stages", "number of stages on a pipeline rank")] = None,
+    micro_batch: Annotated[str | None, _part("--micro-batch", "micro batch, in sequences")] = None,
+    recompute: Annotated[str | None, _part("--recompute", "recomputation (words, with commas)")] = None,
     time_limit: TimeLimit = None,
     simulate: Annotated[
         bool, typer.Option("--simulate/--no-simulate", help="Let the simulation order plans that are close.")
@@ -102,6 +116,7 @@ def suggest(
     within the model, unless --time-limit cut the search short: then its gap is printed. Defaults that were used are
     printed as assumed.
     """
+    given = locals()  # first of all, so that it holds the arguments and nothing else
     if out is not None:
         refuse_overwrite(out, force=force)
     _training_only(task)
@@ -117,7 +132,7 @@ def suggest(
     wanted = SearchOptions(
         objective=objective.value,
         top=top,
-        bounds=Bounds(max_tp=max_tp, micro_batch=micro_batch, recomputes=None if recompute is None else (recompute,)),
+        bounds=_bounds(given),
         all_variants=all_variants,
         gpu_price_per_hour=gpu_price,
         simulate=simulate,
@@ -149,6 +164,18 @@ def _training_only(task: Task) -> None:
             why="only training steps are predicted in this version",
             remedy="use --task train",
         )
+
+
+def _bounds(given: dict[str, Any]) -> Bounds:
+    """Return the parts of a plan that a command's arguments fix. Raises UserError."""
+    numbers = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "virtual_stages", "micro_batch")
+    schedules, recomputes = (read_words(given[name], f"--{name}") for name in ("schedule", "recompute"))
+    return Bounds(
+        **{name: read_spans(given[name], "--" + name.replace("_", "-")) for name in numbers},
+        schedules=schedules and tuple(map(schedule_named, schedules)),
+        recomputes=recomputes and tuple(RECOMPUTE_SYNONYMS.get(word.lower(), word) for word in recomputes),
+        max_tp=given["max_tp"],
+    )
 
 
 def gpu_counts(text: str | None) -> tuple[int, ...] | None:

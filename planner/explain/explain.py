@@ -17,6 +17,7 @@ from planner.search.headroom import HeadroomOption, find_headroom
 from planner.search.plan_space.branch_and_bound import explore
 from planner.search.plan_space.candidates import Bounds, enumerate_nodes
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
+from planner.search.plan_space.stated import exactly
 from planner.search.result import SearchResult
 from planner.search.scaling import scale_memory, with_gpus
 from planner.search.search import rank_rows
@@ -205,7 +206,7 @@ def answer_flips(
     if now is None:
         return
     for size in (now.micro_batch_size // 2, now.micro_batch_size * 2):
-        other = best_plan(question, Bounds(micro_batch=size)) if size else None
+        other = best_plan(question, Bounds(micro_batch=exactly(size))) if size else None
         if other is not None and degrees(other) != degrees(now):
             yield _flip("micro batch", now.micro_batch_size, size, "sequences", other)
     for count in (question.count // 2, question.count * 2):

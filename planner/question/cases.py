@@ -369,12 +369,17 @@ def _schedule(stated: Mapping[str, Any], values: dict[str, Any], assumed: list[s
         if values["pp"] == 1:
             assumed.append(f"schedule {word} changes nothing: there is no pipeline (pp 1)")
             return None
-        return _SCHEDULES.get(word.lower().replace("-", "").replace("_", ""), word)
+        return schedule_named(word)
     if values["pp"] == 1:
         return None
     default = default_schedule(values["virtual_stages"])
     assumed.append(f"schedule {default} (not stated)")
     return default
+
+
+def schedule_named(word: str) -> str:
+    """Return a schedule as it is called here, whatever its capitals and hyphens; unknown words as they are."""
+    return _SCHEDULES.get(word.lower().replace("-", "").replace("_", ""), word)
 
 
 def _recompute(stated: Mapping[str, Any], framework: Framework, assumed: list[str], where: str) -> str:

@@ -26,6 +26,7 @@ from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
 from planner.search.result import RankedPlan, SearchResult, SearchStats
 from planner.search.stages.assignment import NEAR_FIT, AssignedPipelines, assign_stages, plan_of_row
+from planner.search.stated_parts import contradiction
 from simulator.closed_form.screening import Screening
 from simulator.columns.plan_columns import PlanColumns
 from simulator.config.plan import MESH_AXES, Plan
@@ -77,7 +78,7 @@ def suggest(
     require_plannable(question.cluster)
     nodes = enumerate_nodes(question, bounds=options.bounds)
     if not len(nodes):
-        raise no_legal_plan(question, nodes)
+        raise contradiction(question, options.bounds, nodes) or no_legal_plan(question, nodes)
     screening = Screening(question)
     deadline = None if options.time_limit_s is None else started + options.time_limit_s
     nodes, explored, assigned = _explore(screening, question.framework, nodes, options, deadline, progress)

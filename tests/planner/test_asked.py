@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from planner.cli import main
-from tests.planner.conftest import CASES, ROOT
+from planner.question.question import question_of
+from planner.search.plan_space.candidates import NODE_FIELDS, STATED, enumerate_nodes
+from planner.search.plan_space.stated import exactly
+from simulator.config.workload import Workload
+from tests.planner.conftest import CASES, MIXTRAL, ROOT, make_cluster
+from tests.planner.every_plan import UNBOUNDED
 
 SMALL = ("--model", "llama3.2-1b", "--seq-len", "2048", "--gpus", "8", "--global-batch", "64")
 
@@ -111,3 +119,91 @@ def test_impossible_numbers_in_files_are_bad_input(planner, tmp_path, saved, deg
         done = planner("estimate", *arguments)
         assert done.returncode == 2, done.stderr
         assert degree in done.stderr
+
+
+# --- parts of a plan that are fixed -------------------------------------------------------------------------------
+
+PARTS = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "virtual_stages", "micro_batch_size")
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        (("--tp", "2-4", "--pp", "2,4", "--schedule", "1f1b"), {"tp": {2, 4}, "pp": {2, 4}, "schedule": {"1F1B"}}),
+        (("--dp-shard", "2", "--micro-batch", "1,2", "--recompute", "full"), {"dp_shard": {2}, "recompute": {"full"}}),
+        (("--virtual-stages", "3", "--pp", "2"), {"virtual_stages": {3}, "pp": {2}}),
+    ],
+)
+def test_fixed_parts_are_kept(planner, flags, kept):
+    """Every plan listed has the values said; 3 stages a rank are no power of two, and so not searched unless said."""
+    done = planner("suggest", *SMALL, *flags, "--no-simulate", "--json", "--all", "--top", "20")
+
+    assert done.returncode == 0, done.stderr
+    for listed in json.loads(done.stdout)["plans"]:
+        assert all(listed["plan"][name] in values for name, values in kept.items()), listed["plan"]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_fixing_parts_filters_the_legal_plans(seed):
+    """Independent truth: enumerate everything without limits, keep the rows that match, compare as sets."""
+    rng = random.Random(seed)
+    names = rng.sample([*PARTS, "schedule"], rng.randint(1, 3))
+    question = question_of(
+        MIXTRAL,
+        make_cluster(2),
+        Workload(seq_len=2048, global_batch_size=32),
+        framework=rng.choice(["torchtitan", "megatron-lm"]),
+    )
+    everything = enumerate_nodes(question, bounds=UNBOUNDED).columns
+    row = rng.randrange(len(everything))
+    said = {name: {getattr(everything, name)[row].item()} for name in names}
+    for name in names:
+        said[name] |= {rng.choice(np.unique(getattr(everything, name))).item()}
+    said = {name: values - {""} for name, values in said.items() if values - {""}}
+    stated = {
+        {v: k for k, v in STATED.items()}[name]: tuple(values) if name == "schedule" else exactly(*values)
+        for name, values in said.items()
+    }
+
+    found = enumerate_nodes(question, bounds=replace(UNBOUNDED, **stated)).columns
+
+    def rows(columns):
+        return {tuple(getattr(columns, name)[i].item() for name in NODE_FIELDS) for i in range(len(columns))}
+
+    wanted = {
+        one for one in rows(everything) if all(one[NODE_FIELDS.index(name)] in values for name, values in said.items())
+    }
+    assert rows(found) == wanted
+
+
+@pytest.mark.parametrize(
+    ("flags", "why", "remedy"),
+    [
+        (
+            ("--micro-batch", "3"),
+            "global batch 64 % (data parallel 8 x micro batch 3) = 16, must be 0",
+            "--micro-batch 1, 2, 4, 8",
+        ),
+        (("--tp", "3"), "32 query heads % tp 3 = 2, must be 0", "--tp 1, 2, 4, 8"),
+        (("--ep", "8"), "has no experts", "--ep 1"),
+        (("--pp", "1", "--schedule", "1F1B"), "pp is 1", "--pp 2, 4, 8"),
+        (("--schedule", "zigzag"), "has no schedule 'zigzag'", "--schedule 1F1B"),
+        (("--dp-shard", "3", "--dp-replicate", "2"), "= 6, but there are 8 GPUs", "--dp-shard 1, 2, 4"),
+        (("--tp", "8", "--max-tp", "4"), "tp > 4", "--tp 1, 2, 4"),
+        (("--virtual-stages", "2", "--pp", "1"), "without a pipeline", "--virtual-stages 1"),
+    ],
+)
+def test_what_cannot_be_says_why_and_what_could(planner, flags, why, remedy):
+    done = planner("suggest", *SMALL, *flags)
+
+    assert done.returncode == 3
+    assert why in done.stderr
+    assert remedy in done.stderr
+
+
+@pytest.mark.parametrize("value", ["x", "0", "4-2", "2,,4", "-3", "1.5", "9999999999", "", "2-"])
+def test_parts_that_are_no_numbers_are_refused(planner, value):
+    done = planner("suggest", *SMALL, f"--tp={value}")
+
+    assert done.returncode == 2
+    assert "--tp 2-8" in done.stderr

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.question.question import Question
+from planner.search.plan_space.stated import Spans, among, within
 from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_columns import PlanColumns, distinct
@@ -48,18 +49,39 @@ GRID_FIELDS = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero_stage",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Limits of the search, which are not rules. None means no limit, except for `max_tp`: the size of a node."""
+    """Limits of the search, which are not rules. None means no limit, except for `max_tp`: the size of a node.
 
+    The parts of a plan that a person fixed (`STATED`) have only the values stated, and no other limit of the search;
+    without a schedule there is no pipeline, so a stated schedule asks for one.
+    """
+
+    tp: Spans | None = None
+    pp: Spans | None = None
+    ep: Spans | None = None
+    cp: Spans | None = None
+    dp_shard: Spans | None = None
+    dp_replicate: Spans | None = None
+    virtual_stages: Spans | None = None
+    micro_batch: Spans | None = None
+    schedules: tuple[str, ...] | None = None
+    recomputes: tuple[str, ...] | None = None  # None: all that the framework has
     max_tp: int | None = None
     max_cp: int | None = None
     max_pp: int | None = None
     max_micro_batch: int | None = 16
-    micro_batch: int | None = None  # only this size
     max_virtual_stages: int | None = 8
-    recomputes: tuple[str, ...] | None = None  # None: all that the framework has
     without_sequence_parallel: bool = False  # also search plans without it: same traffic, more memory
     odd_virtual_stages: bool = False  # also numbers that neither divide the layers nor are powers of two
     min_tokens_per_context_rank: int = 1024  # with fewer, attention kernels become too small
+
+
+# The field of a plan that each stated part is about.
+STATED = {
+    **{name: name for name in ("tp", "pp", "ep", "cp", "dp_shard", "dp_replicate", "virtual_stages")},
+    "micro_batch": "micro_batch_size",
+    "schedules": "schedule",
+    "recomputes": "recompute",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +161,12 @@ def enumerate_nodes(question: Question, *, bounds: Bounds | None = None) -> Node
     """Return the nodes of all legal plans that use exactly the GPUs of the question."""
     facts = question.facts()
     bounds = bounds or Bounds()
-    if bounds.max_tp is None:
+    if bounds.max_tp is None and bounds.tp is None:
         bounds = replace(bounds, max_tp=facts.gpus_per_node)
     rejected: Counter[str] = Counter()
     pruned: Counter[str] = Counter()
 
-    table = _remove_illegal(_grid_columns(list(_grids(facts))), facts, Level.GRID, rejected)
+    table = _remove_illegal(_grid_columns(list(_grids(facts, bounds))), facts, Level.GRID, rejected)
     table = _apply_bounds(table, _grid_bound_masks(table, facts, bounds), pruned)
     table = _with_batches(table, facts, bounds, pruned)
     table = _remove_illegal(table, facts, Level.BATCH, rejected)
@@ -155,23 +177,26 @@ def enumerate_nodes(question: Question, *, bounds: Bounds | None = None) -> Node
     )
 
 
-def _grids(facts: RuleFacts) -> Iterator[tuple[int, ...]]:
-    """Yield (dp_replicate, dp_shard, tp, cp, pp, ep, zero, sp) for every factorisation of the GPU count."""
+def _grids(facts: RuleFacts, bounds: Bounds) -> Iterator[tuple[int, ...]]:
+    """Yield (dp_replicate, dp_shard, tp, cp, pp, ep, zero, sp) for every factorisation of the GPU count into degrees that
+    may be.
+    """
     framework = facts.framework
     experts = facts.model.moe.experts if facts.model.moe else 1
-    for pp in divisors(facts.gpus):
-        for tp in divisors(facts.gpus // pp):
-            for cp in divisors(facts.gpus // pp // tp):
+    for pp in among(divisors(facts.gpus), bounds.pp):
+        for tp in among(divisors(facts.gpus // pp), bounds.tp):
+            for cp in among(divisors(facts.gpus // pp // tp), bounds.cp):
                 dp = facts.gpus // pp // tp // cp
                 # A model without experts has no expert parallelism to reject: ep > 1 is not a candidate at all.
-                expert_degrees = [e for e in divisors(experts) if (dp * cp * tp) % e == 0]
+                expert_degrees = [e for e in among(divisors(experts), bounds.ep) if (dp * cp * tp) % e == 0]
                 sharding = [(dp // s, s, -1) for s in divisors(dp)]
                 if framework.zero_stages:
                     stages = framework.searched_zero_stages or framework.zero_stages
                     sharding = [(dp, 1, z) for z in stages if dp > 1 or z == 0]
                 sequence = (0, 1) if tp > 1 and framework.sequence_parallel else (0,)
                 for (replicate, shard, zero), ep, sp in product(sharding, expert_degrees, sequence):
-                    yield replicate, shard, tp, cp, pp, ep, zero, sp
+                    if within(replicate, bounds.dp_replicate) and within(shard, bounds.dp_shard):
+                        yield replicate, shard, tp, cp, pp, ep, zero, sp
 
 
 def _grid_columns(rows: list[tuple[int, ...]]) -> PlanColumns:
@@ -221,6 +246,7 @@ def _grid_bound_masks(table: PlanColumns, facts: RuleFacts, bounds: Bounds) -> d
         could & ~table.sequence_parallel & (facts.framework.sequence_parallel and not bounds.without_sequence_parallel)
     )
     crumbs = (table.cp > 1) & (facts.workload.seq_len // table.cp < bounds.min_tokens_per_context_rank)
+    crumbs &= bounds.cp is None
     return {
         f"tp > {bounds.max_tp}": over(table.tp, bounds.max_tp),
         f"cp > {bounds.max_cp}": over(table.cp, bounds.max_cp),
@@ -253,8 +279,7 @@ def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: 
         sizes = divisors(local) if local and batch % int(table.dp[row]) == 0 else [1]
         limit = bounds.max_micro_batch or max(sizes)
         if bounds.micro_batch is not None:
-            pruned[f"micro batch not {bounds.micro_batch}"] += sum(size != bounds.micro_batch for size in sizes)
-            sizes, limit = [size for size in sizes if size == bounds.micro_batch], bounds.micro_batch
+            sizes, limit = among(sizes, bounds.micro_batch), max(sizes)
         orders, odd = _schedules(int(table.pp[row]), facts, bounds)
         if odd:
             pruned["odd virtual stages"] += odd * sum(size <= limit for size in sizes)
@@ -279,19 +304,20 @@ def _with_batches(table: PlanColumns, facts: RuleFacts, bounds: Bounds, pruned: 
 def _schedules(pp: int, facts: RuleFacts, bounds: Bounds) -> tuple[list[tuple[str, int]], int]:
     """Return the (schedule, stages per rank) to search for `pp` ranks, and how many a bound left out."""
     if pp == 1:
-        return [("", 1)], 0
-    layers = facts.model.layers
-    most = min(bounds.max_virtual_stages or layers, max(1, layers // pp))
+        return ([("", 1)] if bounds.schedules is None and within(1, bounds.virtual_stages) else []), 0
+    layers, stated = facts.model.layers, bounds.virtual_stages
+    most = min((bounds.max_virtual_stages if stated is None else None) or layers, max(1, layers // pp))
     possible = [
         (name, count)
         for name in facts.framework.schedules
+        if bounds.schedules is None or name in bounds.schedules
         for count in range(SCHEDULES[name].least_stages, max(SCHEDULES[name].least_stages, most) + 1)
-        if count <= (SCHEDULES[name].most_stages or count)
+        if count <= (SCHEDULES[name].most_stages or count) and within(count, stated)
     ]
     searched = [
         (name, count)
         for name, count in possible
-        if bounds.odd_virtual_stages or count & (count - 1) == 0 or layers % (pp * count) == 0
+        if stated is not None or bounds.odd_virtual_stages or count & (count - 1) == 0 or layers % (pp * count) == 0
     ]
     return searched, len(possible) - len(searched)
 

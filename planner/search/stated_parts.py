@@ -1,0 +1,108 @@
+"""Why no plan has the parts that a person fixed: the rules that the nearest such plan breaks, and what would be legal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice, product
+from typing import Any
+
+import numpy as np
+
+from planner.question.question import Question
+from planner.search.plan_space.candidates import STATED, Bounds, Nodes, enumerate_nodes
+from planner.search.plan_space.stated import Spans, spans_text
+from simulator.config.plan import Plan
+from simulator.legality.rule import Grade, Problem, divisors
+from simulator.pipeline.schedules import SCHEDULES, default_schedule
+from topology.errors import Infeasible
+
+COMBINATIONS = 256  # of stated values that are tried as an example
+SHOWN = 10  # legal values named
+FLAGS = {"schedules": "schedule", "recomputes": "recompute"}
+
+
+def contradiction(question: Question, bounds: Bounds, found: Nodes) -> Infeasible | None:
+    """Return the error for stated parts that no legal plan has; None where no part was stated."""
+    stated = {name: getattr(bounds, name) for name in STATED if getattr(bounds, name) is not None}
+    if not stated:
+        return None
+    plan, broken = _nearest(question, stated)
+    limits = ", ".join(found.pruned) or "no rule of one plan"
+    reasons = [problem.message for problem in broken]
+    if plan.pp == 1 and plan.schedule:
+        reasons.append(f"schedule {plan.schedule} orders the stages of a pipeline, and pp is 1")
+    why = "; ".join(reasons) or f"left out by the search: {limits}"
+    ways = [f"{_flag(name)} {values}" for name in stated if (values := _legal_values(question, bounds, name))]
+    said = " ".join(f"{_flag(name)} {_text(value)}" for name, value in stated.items())
+    return Infeasible(
+        f"no legal plan for {question.model.name} on {question.count} GPUs in {question.framework.title} has {said}",
+        why=why,
+        remedy=f"with the rest as said: {', or '.join(ways)}"
+        if ways
+        else "leave more than one of these free: no other value of a single one is legal",
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + FLAGS.get(name, name).replace("_", "-")
+
+
+def _text(value: Spans | tuple[str, ...]) -> str:
+    return spans_text(value) if isinstance(value[0], tuple) else ",".join(map(str, value))  # type: ignore[arg-type]  # mypy: not narrowed
+
+
+def _legal_values(question: Question, bounds: Bounds, name: str) -> str:
+    """Return the values of one part with which there is a plan, all other parts as stated; nothing if there is none."""
+    nodes = enumerate_nodes(question, bounds=replace(bounds, **{name: None}))
+    if not len(nodes):
+        return ""
+    if name == "recomputes":
+        values = [word for word, legal in nodes.choices["recompute"] if legal.any()]
+    else:
+        values = [value for value in np.unique(getattr(nodes.columns, STATED[name])).tolist() if value != ""]
+    shown = [str(value) for value in values[:SHOWN]]
+    return ", ".join([*shown, "..."] if len(values) > SHOWN else shown)
+
+
+def _nearest(question: Question, stated: dict[str, Any]) -> tuple[Plan, list[Problem]]:
+    """Return the plan of the stated values, the rest at the plainest, that breaks the fewest rules, and those rules."""
+    options = [_values(question, name, value) for name, value in stated.items()]
+    tried = []
+    for values in islice(product(*options), COMBINATIONS):
+        plan = _plainest(question, dict(zip(stated, values, strict=True)))
+        tried.append((plan, [p for p in question.problems(plan) if p.grade is Grade.ILLEGAL]))
+    return min(tried, key=lambda pair: len(pair[1]))
+
+
+def _values(question: Question, name: str, value: Any) -> list[Any]:
+    """Return the stated values of one part that are worth an example: those that divide the GPUs, else the smallest."""
+    if name in FLAGS:
+        return list(value)
+    low = [first for first, _ in value]
+    fitting = [n for first, last in value for n in range(first, min(last, first + 64) + 1) if question.count % n == 0]
+    return list(dict.fromkeys([*fitting[:8], *low[:2]]))
+
+
+def _plainest(question: Question, said: dict[str, Any]) -> Plan:
+    """Return the plan of one value a stated part, with data parallelism in the GPUs that are left."""
+    framework = question.framework
+    values = {STATED[name]: value for name, value in said.items()}
+    kind = SCHEDULES.get(values.get("schedule", ""))
+    if kind and "virtual_stages" not in values:
+        values["virtual_stages"] = kind.least_stages
+    if "pp" not in values and ("schedule" in values or values.get("virtual_stages", 1) > 1):
+        values["pp"] = next((n for n in divisors(question.count) if n > 1), 1)
+    if kind is None and "schedule" not in values and values.get("pp", 1) > 1:
+        values["schedule"] = _schedule(framework.schedules, values.get("virtual_stages", 1))
+    values.setdefault("recompute", framework.recomputes[0])
+    plan = Plan(**values, sequence_parallel=framework.sequence_parallel and values.get("tp", 1) > 1)
+    free = [axis for axis in (framework.fills, "dp_shard", "dp_replicate") if axis not in values]
+    if free and question.count % plan.gpus == 0:
+        plan = replace(plan, **{free[0]: question.count // plan.gpus})
+    return replace(plan, zero_stage=0) if framework.zero_stages and plan.dp_shard == 1 else plan
+
+
+def _schedule(offered: tuple[str, ...], stages: int) -> str | None:
+    """Return the default schedule for so many stages a rank, or else one that the framework has."""
+    default = default_schedule(stages)
+    return default if default in offered or not offered else offered[0]
