@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from planner.explain.traffic import Traffic, traffic_of
 from planner.explain.waterfall import Difference, difference
 from planner.io.output import SCHEMA_VERSION
 from planner.question.cases import Case
@@ -23,6 +24,7 @@ class Comparison:
     terms: tuple[Difference, ...]
     settings: tuple[str, ...]
     question: tuple[str, ...]
+    traffic: tuple[Traffic | None, Traffic | None]
 
 
 def compare_plans(first: Case, second: Case) -> Comparison:
@@ -39,6 +41,7 @@ def compare_plans(first: Case, second: Case) -> Comparison:
             for name in ("model", "cluster", "workload", "runtime")
             for line in differences(*(getattr(question, name) for question in questions))
         ),
+        traffic=(traffic_of(questions[0], first.plan, one), traffic_of(questions[1], second.plan, other)),
     )
 
 
@@ -52,8 +55,9 @@ def comparison_document(found: Comparison, files: Sequence[str]) -> dict[str, An
             "step_s": estimate.step_s.value,
             "fits": estimate.memory.fits,
             "fit": estimate.memory.fit,
+            "traffic": codec.to_builtins(sent),
         }
-        for file, case, estimate in zip(files, found.cases, found.estimates, strict=True)
+        for file, case, estimate, sent in zip(files, found.cases, found.estimates, found.traffic, strict=True)
     ]
     return {
         "schema_version": SCHEMA_VERSION,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from planner.explain.overlap_account import SiteOverlap, overlap_by_site
+from planner.explain.traffic import Traffic, traffic_of
 from planner.explain.waterfall import Difference, MemoryRow, Waterfall, difference, memory_rows, waterfall
 from planner.question.question import Question
 from planner.search.flips import KNOBS, FlipPoint, Knob, PlanCost, find_flips, lost_because, memory_flip
@@ -86,6 +87,7 @@ class Explanation:
     pruned: dict[str, int]
     overlap: tuple[SiteOverlap, ...] = ()  # what the mode of each tensor-parallel communication hides
     room: HeadroomOption | None = None  # if memory is tight: a variant with more headroom
+    traffic: Traffic | None = None  # None where the plan is not legal
 
 
 def memory_account(estimate: Estimate, observed_bytes: float | None = None) -> MemoryAccount:
@@ -161,6 +163,7 @@ def explain(
         pruned=result.search.pruned,
         overlap=overlap_by_site(plan, question.estimate),
         room=find_headroom(replace(question, gpus=plan.gpus), plan, estimate),
+        traffic=traffic_of(replace(question, gpus=plan.gpus), plan, estimate),
     )
 
 

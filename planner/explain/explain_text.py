@@ -21,6 +21,7 @@ from planner.explain.tables import (
     runtime_line,
     workload_line,
 )
+from planner.explain.traffic_text import print_traffic, traffic_rows
 from planner.explain.waterfall import Waterfall
 from planner.io.output import console, printable
 from planner.search.flips import GIB, seconds
@@ -52,6 +53,9 @@ def print_explanation(found: Explanation, result: SearchResult, changed: Sequenc
     print_waterfall(found.waterfall)
     screen.print()
     print_memory(found.memory, memory_text(found.estimate, found.room))
+    if found.traffic is not None:
+        screen.print()
+        print_traffic(found.traffic)
     lines = [
         "",
         *(f"overlap   {overlap_text(site)}" for site in found.overlap),
@@ -194,6 +198,10 @@ def print_comparison(found: Comparison) -> None:
         "of", f"{has[0]:.2f} GiB", f"{has[1]:.2f} GiB", "" if has[0] == has[1] else f"{has[1] - has[0]:+.2f} GiB"
     )
     table.add_row("fits", *(str(estimate.memory.fit) for estimate in estimates), "")
+    one, other = found.traffic
+    if one is not None and other is not None:
+        for row in traffic_rows(one, other):
+            table.add_row(*row)
     screen.print(table)
 
 

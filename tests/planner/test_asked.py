@@ -207,3 +207,28 @@ def test_parts_that_are_no_numbers_are_refused(planner, value):
 
     assert done.returncode == 2
     assert "--tp 2-8" in done.stderr
+
+
+# --- bytes by axis and link ---------------------------------------------------------------------------------------
+
+
+def test_sharding_inside_nodes_is_seen_to_spare_the_network(planner, tmp_path):
+    """`compare` of full sharding with hybrid sharding says what each sends between nodes, in text and JSON."""
+    wide = ("--model", "llama3.2-1b", "--seq-len", "2048", "--gpus", "16", "--global-batch", "64", "--top", "1")
+    files = [tmp_path / "fsdp.json", tmp_path / "hsdp.json"]
+    for file, degrees in zip(files, (("16", "1"), ("8", "2")), strict=True):
+        fixed = ("--dp-shard", degrees[0], "--dp-replicate", degrees[1])
+        assert planner("suggest", *wide, *fixed, "--no-simulate", "--out", file).returncode == 0
+
+    text = planner("compare", *files).stdout
+    sides = json.loads(planner("compare", *files, "--json").stdout)
+    explained = json.loads(planner("explain", files[1], "--no-flips", "--json").stdout)["traffic"]
+
+    network = [
+        {link["link"]: link for link in sides[side]["traffic"]["links"]}["network"] for side in ("first", "second")
+    ]
+    assert network[1]["total_bytes"] < 0.8 * network[0]["total_bytes"]
+    assert 0 < network[1]["busy_share"] < network[0]["busy_share"] < 1
+    assert "sent, network" in text
+    assert [axis["axis"] for axis in explained["axes"]][:2] == ["replicate", "fsdp"]
+    assert "cross between nodes" in planner("explain", files[0], "--no-flips").stdout

@@ -1,0 +1,239 @@
+"""What GPUs send in a step, by axis of the mesh and by kind of link: NVLink, PCIe, or the network between nodes.
+
+Counted on the Program that the simulation runs: every collective and message of every rank. A collective moves what a
+ring moves, whose neighbours lie on one node wherever they can, so that each node sends once into the network; reductions
+for which trees or the switch are chosen enter the network once a node. All-to-all sends each peer its part directly.
+Overlap changes when bytes move and not how many, so the plan is counted without it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner.question.question import Question
+from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
+from simulator.config.estimate import Estimate
+from simulator.config.plan import Plan
+from simulator.lowering.machine_costs import REDUCES_INSIDE, TRAFFIC, MachineCosts
+from simulator.lowering.training import lower_training
+from simulator.pipeline.schedules import SCHEDULES, default_schedule
+from simulator.program.program import Collective, RankCode, Send
+from topology.cluster import Cluster
+from topology.rates.groups import GroupShape, group_rates
+
+NVLINK, PCIE, NETWORK = "nvlink", "pcie", "network"
+LINKS = (NVLINK, PCIE, NETWORK)
+# A step is counted with so many micro batches and with one more: every further one adds the same bytes.
+FEW = 2
+
+Sent = dict[tuple[str, str], float]  # (axis, link) -> bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisTraffic:
+    """What the groups along one axis send in a step: bytes a GPU, on average over all GPUs of the plan.
+
+    Axes: `tp`, `cp`, `ep`, `pp` (neighbouring stages), `fsdp` (shards of parameters), `replicate` (replicas of shards),
+    `dp` (ranks with whole parameters), and `expert_fsdp`, `expert_dp`, the same for routed experts.
+    """
+
+    axis: str
+    ranks: int
+    ranks_per_node: int
+    nvlink_bytes: float
+    pcie_bytes: float
+    network_bytes: float
+
+    @property
+    def sent_bytes(self) -> float:
+        return self.nvlink_bytes + self.pcie_bytes + self.network_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTraffic:
+    """What crosses one kind of link in a step.
+
+    `mean_bytes` and `busiest_bytes` are those of a GPU, on average and at most; `bytes_per_s` is the rate of a GPU's
+    share of such links by the datasheet, in one direction, and `busy_share` the part of the step that `busiest_bytes`
+    take at that rate.
+    """
+
+    link: str
+    mean_bytes: float
+    busiest_bytes: float
+    total_bytes: float
+    bytes_per_s: float
+    busy_share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    axes: tuple[AxisTraffic, ...]
+    links: tuple[LinkTraffic, ...]
+
+
+def traffic_of(question: Question, plan: Plan, estimate: Estimate) -> Traffic | None:
+    """Return what the GPUs of `plan` send in the step of `estimate`; None where the plan is not legal.
+
+    Raises BadPlan as `lower_training` does.
+    """
+    if not question.legal(plan):
+        return None
+    batch = question.workload.global_batch_size
+    count = plan.micro_batches(batch)
+    few = replace(plan, tp_overlap="none", schedule=_schedule(plan, count))
+    if count <= FEW + 1:
+        by_rank, shapes = _sent(question, few, count)
+    else:
+        by_rank, shapes = _sent(question, few, FEW)
+        more = _sent(question, few, FEW + 1)[0]
+        by_rank = [
+            (ranks, _further(one, two, count - FEW)) for (ranks, one), (_, two) in zip(by_rank, more, strict=True)
+        ]
+    return Traffic(axes=_axes(by_rank, shapes), links=_links(by_rank, question.cluster, estimate.step_s.value))
+
+
+def _schedule(plan: Plan, count: int) -> str | None:
+    """Return a schedule with the same stages on the same ranks, which runs with few micro batches too."""
+    name = plan.schedule or default_schedule(plan.virtual_stages)
+    kind = SCHEDULES.get(name)
+    if plan.pp == 1 or kind is None or count <= FEW + 1 or not kind.every_stage:
+        return plan.schedule
+    return "ZBVZeroBubble" if kind.v_shaped else default_schedule(plan.virtual_stages)
+
+
+def _further(one: Sent, two: Sent, times: int) -> Sent:
+    """Return the bytes after `times` more micro batches than in `one`; `two` has one more."""
+    return {key: one.get(key, 0.0) + times * (two[key] - one.get(key, 0.0)) for key in two}
+
+
+def _sent(question: Question, plan: Plan, count: int) -> tuple[list[tuple[int, Sent]], Mapping[str, GroupShape]]:
+    """Return for each pipeline rank how many GPUs it has and what each of them sends with `count` micro batches, and how
+    the groups of each axis lie.
+    """
+    batch = plan.data_parallel * plan.micro_batch_size * count
+    scenario = replace(question, workload=replace(question.workload, global_batch_size=batch))
+    lowered = lower_training(scenario, plan)
+    counter = _Counter(question.cluster, plan, lowered.costs)
+    return [(len(code.ranks), counter.count(code)) for code in lowered.program.codes], counter.shapes
+
+
+class _Counter:
+    """Sums what the code of one rank sends."""
+
+    def __init__(self, cluster: Cluster, plan: Plan, costs: MachineCosts) -> None:
+        self.cluster, self.costs, self.stride = cluster, costs, plan.gpus // plan.pp
+        self.shapes: dict[str, GroupShape] = {
+            **costs.families,
+            "pp": costs.shape("pipeline", range(0, plan.gpus, self.stride)),
+        }
+        self.nodes = np.array(plan.placement or range(plan.gpus)) // cluster.gpus_per_node
+        self._known: dict[tuple[str, str, int], tuple[tuple[str, float], ...]] = {}
+
+    def count(self, code: RankCode) -> Sent:
+        sent: Sent = defaultdict(float)
+        for instruction in code.instructions:
+            if isinstance(instruction, Collective):
+                parts: Iterable[tuple[str, float]] = self._collective(instruction)
+            elif isinstance(instruction, Send):
+                parts = self._message(instruction, code)
+            else:
+                continue
+            for link, nbytes in parts:
+                sent[instruction.group, link] += nbytes
+        return dict(sent)
+
+    def _collective(self, instruction: Collective) -> tuple[tuple[str, float], ...]:
+        key = (instruction.op, instruction.group, instruction.nbytes)
+        if key not in self._known:
+            shape = self.shapes[instruction.group]
+            inside, outside = self._split(instruction.op, float(instruction.nbytes), shape)
+            self._known[key] = ((self._inner_link(shape), inside), (NETWORK, outside))
+        return self._known[key]
+
+    def _split(self, op: str, nbytes: float, shape: GroupShape) -> tuple[float, float]:
+        """Return the bytes that a rank sends inside its node and out of it, on average over the group."""
+        ranks, nodes, here = shape.ranks, shape.nodes, shape.ranks_per_node
+        if op == "all_to_all":
+            return nbytes * (here - 1) / ranks, nbytes * (ranks - here) / ranks
+        if op == "all_reduce" and nodes > 1 and self._algorithm(op, nbytes, shape) in REDUCES_INSIDE:
+            return 2 * nbytes * (here - 1) / here, 2 * nbytes * (nodes - 1) / ranks
+        whole = nbytes * TRAFFIC[op](ranks)
+        outside = whole * nodes / ranks if nodes > 1 else 0.0
+        return whole - outside, outside
+
+    def _algorithm(self, op: str, nbytes: float, shape: GroupShape) -> str:
+        return self.costs.collectives.choose(op, nbytes, shape).algorithm
+
+    def _message(self, instruction: Send, code: RankCode) -> tuple[tuple[str, float], ...]:
+        nbytes = float(instruction.nbytes)
+        if instruction.relative:  # round a ring
+            shape = self.shapes[instruction.group]
+            outside = nbytes * shape.nodes / shape.ranks if shape.nodes > 1 else 0.0
+            return (self._inner_link(shape), nbytes - outside), (NETWORK, outside)
+        mine = np.array(code.ranks)
+        theirs = mine % self.stride + instruction.peer * self.stride
+        crossing = float(np.mean(self.nodes[mine] != self.nodes[theirs]))
+        inner = self._inner_link(self.shapes[instruction.group])
+        return (inner, nbytes * (1 - crossing)), (NETWORK, nbytes * crossing)
+
+    def _inner_link(self, shape: GroupShape) -> str:
+        """Return the kind of link inside a node; a group that leaves NVLink anywhere counts as PCIe."""
+        pair = shape if shape.ranks_per_node > 1 else replace(shape, ranks=2, ranks_per_node=2)
+        return NVLINK if group_rates(self.cluster, pair).layer in {"nvswitch", "nvlink"} else PCIE
+
+
+def _axes(by_rank: list[tuple[int, Sent]], shapes: Mapping[str, GroupShape]) -> tuple[AxisTraffic, ...]:
+    mean = _mean(by_rank)
+    names = dict.fromkeys(axis for axis, _ in mean)
+    found = (
+        AxisTraffic(
+            axis=axis,
+            ranks=shapes[axis].ranks,
+            ranks_per_node=shapes[axis].ranks_per_node,
+            **{f"{link}_bytes": mean.get((axis, link), 0.0) for link in LINKS},
+        )
+        for axis in names
+    )
+    return tuple(sorted(found, key=lambda one: (-one.network_bytes, -one.sent_bytes)))
+
+
+def _links(by_rank: list[tuple[int, Sent]], cluster: Cluster, step_s: float) -> tuple[LinkTraffic, ...]:
+    kind = cluster.slowest_kind
+    rates = {
+        NVLINK: nvlink_bytes_per_s(cluster),
+        PCIE: kind.pcie_bytes_per_s,
+        NETWORK: network_bytes_per_s(cluster),
+    }
+    gpus = sum(count for count, _ in by_rank)
+    found = []
+    for link in LINKS:
+        each = [(count, sum(nbytes for (_, on), nbytes in sent.items() if on == link)) for count, sent in by_rank]
+        total = sum(count * nbytes for count, nbytes in each)
+        busiest, rate = max(nbytes for _, nbytes in each), rates[link]
+        if total:
+            busy = busiest / rate / step_s if rate else 0.0
+            found.append(
+                LinkTraffic(
+                    link=link,
+                    mean_bytes=total / gpus,
+                    busiest_bytes=busiest,
+                    total_bytes=total,
+                    bytes_per_s=rate,
+                    busy_share=busy,
+                )
+            )
+    return tuple(found)
+
+
+def _mean(by_rank: list[tuple[int, Sent]]) -> Sent:
+    gpus = sum(count for count, _ in by_rank)
+    total: Sent = defaultdict(float)
+    for count, sent in by_rank:
+        for key, nbytes in sent.items():
+            total[key] += count * nbytes / gpus
+    return dict(total)
