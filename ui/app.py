@@ -42,9 +42,16 @@ pages = {
     name: st.Page(VIEWS / f"{name}.py", title=title, icon=icon, url_path=name, default=name == "cluster")
     for name, title, icon, _ in PAGES
 }
-page = st.navigation(list(pages.values()))
+page = st.navigation(list(pages.values()), position="hidden")
 st.html(STYLE)
+unknown = state.follow_link()
+if unknown:
+    panels.not_here(unknown)
+    st.stop()
+navigation = st.sidebar.container(gap="xxsmall")
 question = state.sidebar()
+for name, title, icon, _ in PAGES:
+    navigation.page_link(pages[name], label=title, icon=icon, query_params=state.link(), width="stretch")
 searched = {pages[name].url_path for name, _, _, needs in PAGES if needs}
 st.title(page.title, anchor=False)
 try:

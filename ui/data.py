@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from ui import waiting
-from ui.state import LISTED, Inputs, linked_choice, plan_name, results, source_of
+from ui import panels, waiting
+from ui.state import LISTED, Inputs, choose_plan, plan_name, results, source_of
 
 if TYPE_CHECKING:
     from planner.explain.plan_answer import PlanAnswer
@@ -194,10 +194,26 @@ def frame(asked: Inputs) -> bool:
     if result is None and last is None:
         st.stop()
     shown, found = (asked, result) if result is not None else (last.question, last.result)
-    names = [plan_name(ranked.plan) for ranked in found.plans]
-    name = linked_choice("Plan", names, names[0], "plan", "Best first; every page shows the chosen one.")
-    results()["answer"] = Answer(question=shown, result=found, ranked=chosen(found, name))
+    results()["answer"] = Answer(question=shown, result=found, ranked=_choose(found))
     return result is not None
+
+
+def _choose(result: SearchResult) -> RankedPlan:
+    names = [plan_name(ranked.plan) for ranked in result.plans]
+    wanted = st.session_state.get("plan")
+    if wanted not in names:
+        st.session_state["plan"] = names[0]
+    if wanted not in {None, *names}:
+        about = f"{panels.plain(wanted)} is not among the plans listed for this question; the best is shown."
+        st.caption(f":material/info: {about}")
+
+    def choose() -> None:
+        name = st.session_state["plan"]
+        choose_plan(name, best=name == names[0])
+
+    about = "Best first; every page shows the chosen one."
+    name = st.selectbox("Plan", names, key="plan", on_change=choose, help=about, persist_state="session")
+    return chosen(result, str(name))
 
 
 def answer() -> tuple[SearchResult, RankedPlan]:

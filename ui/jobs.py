@@ -22,7 +22,7 @@ from planner.io.explorer_server import environment
 from topology.errors import PlannerError
 
 SLOTS = max(2, os.cpu_count() or 2)  # jobs at a time, without those that take long
-LONG_S = 10.0
+LONG_S = 3.0
 MAX_LONG = SLOTS
 LIMIT_S = 600.0
 FORGOTTEN_S = 120.0  # a page in the background asks once a minute

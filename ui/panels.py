@@ -9,6 +9,7 @@ from typing import Any
 import streamlit as st
 
 from topology.errors import Infeasible, PlannerError
+from ui import state, uploads
 
 ICONS = {"info": ":material/info:", "warning": ":material/warning:", "error": ":material/error:"}
 
@@ -92,6 +93,38 @@ def finding(severity: str, what: str, rows: Sequence[tuple[str, str]]) -> None:
         for label, text in rows:
             if text:
                 st.markdown(f":gray[{label}] &nbsp; {plain(text)}")
+
+
+def not_here(unknown: Sequence[state.Unresolved]) -> None:
+    """Say which words of a link stand for nothing here, and offer what would help; the link stays as it is."""
+    for word in unknown:
+        with st.container(border=True):
+            st.markdown(f"##### :orange[:material/link_off:] This link names a {word.label} that is not here")
+            st.markdown(f"**{plain(word.word)}**")
+            if word.key in {"cluster", "model"}:
+                st.markdown(
+                    "Uploaded files stay on the computer they were uploaded to. With the same file, the link works here:"
+                )
+                kind: uploads.Kind = "cluster" if word.key == "cluster" else "model"
+                file = st.file_uploader("The file", key=f"missing_{kind}", label_visibility="collapsed")
+                if file is not None:
+                    _bring(kind, word.word, file.name, file.getvalue())
+            st.button("Ask without it", key=f"without_{word.key}", on_click=_leave_out, args=(word.key,))
+
+
+def _leave_out(key: str) -> None:
+    del st.query_params[key]
+
+
+def _bring(kind: uploads.Kind, wanted: str, name: str, content: bytes) -> None:
+    try:
+        kept = uploads.store(kind, wanted.rpartition(" (")[0] or name, content)
+    except PlannerError as error:
+        failure(error)
+        return
+    if kept.choice == wanted:
+        st.rerun()
+    st.markdown(f"{plain(name)} is another file: the link was made with one of other content.")
 
 
 def assumed(lines: Sequence[str]) -> None:

@@ -29,6 +29,8 @@ OBJECTIVES = ("time", "memory", "pareto")
 LISTED = 10  # plans in a result: enough for a scatter plot, few enough to read
 FROM_FILE = "as in the file"
 MAX_GPUS = 1 << 17  # more than the largest machines have
+MAX_SEQ = 1 << 22
+MAX_BATCH = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,71 +97,156 @@ def _file_name(choice: str) -> str:
     return upload.name if upload else choice
 
 
+# --- the link ----------------------------------------------------------------------------------------------------------
+
+
+def _count(most: int) -> Callable[[str], int | None]:
+    def read(word: str) -> int | None:
+        return int(word) if word.isascii() and word.isdigit() and 0 < int(word[:9]) <= most else None
+
+    return read
+
+
+def _among(options: Callable[[], list[str]]) -> Callable[[str], str | None]:
+    return lambda word: word if word in options() else None
+
+
+def clusters() -> list[str]:
+    return [*catalog_names(), *uploads.choices("cluster")]
+
+
+def models() -> list[str]:
+    return [*shipped_models(), *uploads.choices("model")]
+
+
+def _gpu_models() -> list[str]:
+    return [FROM_FILE, *(kind.name for kind in gpu_kinds())]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """A part of the question in the link. `read` returns its value for a word of a link, None where there is none."""
+
+    label: str
+    default: Any
+    read: Callable[[str], Any]
+
+
+_DEFAULT = Inputs()
+FIELDS = {
+    "cluster": Field(label="cluster", default=_DEFAULT.cluster, read=_among(clusters)),
+    "gpu": Field(label="GPU model", default=FROM_FILE, read=_among(_gpu_models)),
+    "gpus": Field(label="number of GPUs", default=None, read=_count(MAX_GPUS)),
+    "model": Field(label="model", default=_DEFAULT.model, read=_among(models)),
+    "seq": Field(label="sequence length", default=_DEFAULT.seq_len, read=_count(MAX_SEQ)),
+    "batch": Field(label="global batch", default=None, read=_count(MAX_BATCH)),
+    "framework": Field(label="framework", default=_DEFAULT.framework, read=_among(lambda: list(FRAMEWORKS))),
+    "objective": Field(label="objective", default=_DEFAULT.objective, read=_among(lambda: list(OBJECTIVES))),
+    "compile": Field(label="torch.compile", default=False, read=lambda word: True if word == "true" else None),
+    "plan": Field(label="plan", default=None, read=str),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unresolved:
+    """A word of a link that stands for nothing here."""
+
+    key: str
+    label: str
+    word: str
+
+
+def follow_link() -> tuple[Unresolved, ...]:
+    """Set the question to that of the URL where it was changed there: a link was opened, or Back was pressed.
+
+    Returns the words that stand for nothing here; the URL is then left as it is.
+    """
+    words = _words()
+    if words == results().get("link"):
+        return ()
+    found = {key: FIELDS[key].read(word) for key, word in words.items()}
+    unknown = tuple(
+        Unresolved(key=key, label=FIELDS[key].label, word=words[key]) for key, value in found.items() if value is None
+    )
+    if not unknown:
+        for key, field in FIELDS.items():
+            st.session_state[key] = found.get(key, field.default)
+        results()["link"] = words
+    return unknown
+
+
+def _words() -> dict[str, str]:
+    return {key: st.query_params[key] for key in FIELDS if key in st.query_params}
+
+
+def write_link(**values: Any) -> None:
+    """Write values to the URL, those that are defaults by leaving them out. One change of a person is one step of Back."""
+    texts = {key: _text(value) for key, value in values.items() if value != FIELDS[key].default}
+    for key in values:
+        if key not in texts and key in st.query_params:
+            del st.query_params[key]
+    changed = {key: text for key, text in texts.items() if st.query_params.get(key) != text}
+    if changed:
+        st.query_params.update(changed)
+    results()["link"] = _words()
+
+
+def _text(value: object) -> str:
+    return "true" if value is True else str(value)
+
+
+def link() -> dict[str, str]:
+    """Return the question as query parameters, for links between pages."""
+    return dict(results().get("link", {}))
+
+
+def choose_plan(name: str, *, best: bool) -> None:
+    """Choose a plan of the answer, for all pages; `best` is what a link without a plan shows."""
+    st.session_state["plan"] = name
+    write_link(plan=None if best else name)
+
+
+# --- the sidebar -------------------------------------------------------------------------------------------------------
+
+
 def sidebar() -> Inputs:
     """Draw the question and return it."""
-    default = Inputs()
     with st.sidebar:
         st.caption("The question, for all pages")
-        clusters = [*catalog_names(), *uploads.choices("cluster")]
-        cluster = linked_choice(
-            "Cluster", clusters, default.cluster, "cluster", "A cluster of the catalogue, or a file you upload."
-        )
+        cluster = _choice("Cluster", clusters(), "cluster", "A cluster of the catalogue, or a file you upload.")
         gpu = None
         if uploads.find(cluster):
             gpu = _choice(
                 "GPU model",
-                [FROM_FILE, *(kind.name for kind in gpu_kinds())],
-                FROM_FILE,
+                _gpu_models(),
                 "gpu",
                 "A topology matrix does not always name its GPUs, and predictions need their rates.",
             )
-        linked("gpus", _parse_gpus)
-        gpus = st.number_input(
-            "GPUs",
-            min_value=1,
-            max_value=MAX_GPUS,
-            value=None,
-            step=1,
-            placeholder="the whole cluster",
-            key="gpus",
-            help="A cluster of the catalogue gets as many nodes as needed.",
+        gpus = _number(
+            "GPUs", "gpus", MAX_GPUS, "the whole cluster", "A cluster of the catalogue gets as many nodes as needed."
         )
-        to_link("gpus", gpus, None)
-        models = [*shipped_models(), *uploads.choices("model")]
-        model = linked_choice("Model", models, default.model, "model", "A built-in model, or a config.json you upload.")
+        model = _choice("Model", models(), "model", "A built-in model, or a config.json you upload.")
         left, right = st.columns(2)
-        seq_len = left.number_input(
-            "Sequence",
-            min_value=128,
-            max_value=1 << 22,
-            value=default.seq_len,
-            step=1024,
-            key="seq",
-            bind="query-params",
-            help="Tokens in a sequence.",
-        )
-        batch = right.number_input(
-            "Global batch",
-            min_value=1,
-            max_value=1 << 24,
-            value=None,
-            step=1,
-            placeholder="8 a GPU",
-            key="batch",
-            bind="query-params",
-            help="Sequences in an optimizer step.",
-        )
-        framework = _choice(
-            "Framework", list(FRAMEWORKS), default.framework, "framework", "Its rules for legal plans, and its kernels."
-        )
+        with left:
+            seq_len = _number("Sequence", "seq", MAX_SEQ, "", "Tokens in a sequence.") or _DEFAULT.seq_len
+        with right:
+            batch = _number("Global batch", "batch", MAX_BATCH, "8 a GPU", "Sequences in an optimizer step.")
+        framework = _choice("Framework", list(FRAMEWORKS), "framework", "Its rules for legal plans, and its kernels.")
         objective = _choice(
-            "Best by",
-            list(OBJECTIVES),
-            default.objective,
-            "objective",
-            "Least step time, least memory, or the Pareto front of both.",
+            "Best by", list(OBJECTIVES), "objective", "Least step time, least memory, or the Pareto front of both."
         )
-        compiled = st.toggle("torch.compile", key="compile", bind="query-params")
+        compiled = st.toggle("torch.compile", key="compile", persist_state="session")
+    write_link(
+        cluster=cluster,
+        gpu=gpu or FROM_FILE,
+        gpus=gpus,
+        model=model,
+        seq=seq_len,
+        batch=batch,
+        framework=framework,
+        objective=objective,
+        compile=compiled,
+    )
     return Inputs(
         cluster=cluster,
         gpu=None if gpu == FROM_FILE else gpu,
@@ -173,43 +260,27 @@ def sidebar() -> Inputs:
     )
 
 
-def _choice(label: str, options: list[str], default: str, key: str, text: str) -> str:
-    position = options.index(default) if default in options else 0
-    chosen = st.selectbox(label, options, index=position, key=key, bind="query-params", help=text)
-    return str(chosen)
+def _choice(label: str, options: list[str], key: str, text: str) -> str:
+    default = FIELDS[key].default
+    if st.session_state.get(key, default) not in options:  # an upload that was deleted
+        st.session_state.pop(key)
+    position = options.index(default)
+    return str(st.selectbox(label, options, index=position, key=key, help=text, persist_state="session"))
 
 
-def linked(key: str, read: Callable[[str], Any]) -> None:
-    """Set the initial value of a widget from the URL, if `read` accepts the value there."""
-    if key not in st.session_state and key in st.query_params:
-        value = read(st.query_params[key])
-        if value is not None:
-            st.session_state[key] = value
-
-
-def to_link(key: str, value: Any, default: Any) -> None:
-    """Write the value of a widget to the URL, unless it is the default."""
-    text = None if value == default else str(value)
-    if st.query_params.get(key) != text:
-        if text is None:
-            del st.query_params[key]
-        else:
-            st.query_params[key] = text
-
-
-def linked_choice(label: str, options: list[str], default: str, key: str, text: str) -> str:
-    """Return the choice of a menu that callbacks may set as well, which Streamlit's own URL binding forbids."""
-    linked(key, lambda word: word if word in options else None)
-    if st.session_state.get(key, default) not in options:
-        del st.session_state[key]
-    position = options.index(default) if default in options else 0
-    chosen = str(st.selectbox(label, options, index=position, key=key, help=text, persist_state="session"))
-    to_link(key, chosen, options[position])
-    return chosen
-
-
-def _parse_gpus(word: str) -> int | None:
-    return int(word) if word.isascii() and word.isdigit() and 0 < int(word[:9]) <= MAX_GPUS else None
+def _number(label: str, key: str, most: int, empty: str, text: str) -> int | None:
+    value = st.number_input(
+        label,
+        min_value=1,
+        max_value=most,
+        value=FIELDS[key].default,
+        step=1,
+        placeholder=empty or None,
+        key=key,
+        help=text,
+        persist_state="session",
+    )
+    return None if value is None else int(value)
 
 
 def plan_name(plan: Plan) -> str:

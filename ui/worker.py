@@ -78,13 +78,11 @@ def _send(out: IO[bytes], message: object) -> None:
 
 
 def _bound() -> None:
-    """Limit this process's memory, and let the pages go first."""
+    """Limit this process's memory."""
     with suppress(ImportError, OSError, ValueError):  # not on every system
         import resource  # noqa: PLC0415 - as above
 
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-    with suppress(AttributeError, OSError):
-        os.nice(5)
 
 
 def _memory_bytes() -> int:

@@ -47,11 +47,73 @@ def test_a_link_reproduces_the_page(explorer):
     assert "Megatron" in said(test)
 
 
-def test_a_link_with_values_that_do_not_exist_falls_back_to_defaults(explorer):
-    test = explorer("cluster", cluster="/etc/passwd", model="../../secret", gpus="-3")
+def linked(test, key):
+    """Return a query parameter, which the page test has as a string or a list of one."""
+    found = test.query_params[key]
+    return found if isinstance(found, str) else found[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "word", "label"),
+    [
+        ("cluster", "/etc/passwd", "cluster"),
+        ("cluster", "rig.txt (0123abcd)", "cluster"),
+        ("model", "../../secret", "model"),
+        ("gpus", "-3", "number of GPUs"),
+        ("gpus", "9" * 30, "number of GPUs"),
+        ("batch", "many", "global batch"),
+        ("seq", "0", "sequence length"),
+        ("framework", "none-such", "framework"),
+        ("compile", "perhaps", "torch.compile"),
+    ],
+)
+def test_a_link_that_names_what_is_not_here_says_so_and_stays_as_it_is(explorer, key, word, label):
+    test = explorer("cluster", **{key: word})
+
+    assert f"This link names a {label} that is not here" in said(test)
+    assert word in said(test).replace("\\", "")
+    assert linked(test, key) == word
+    assert not test.metric
+    test.button(key=f"without_{key}").click().run()
+    assert key not in test.query_params
+    assert "GPUs" in metrics(test)
+
+
+def test_a_link_to_a_file_of_another_computer_works_once_the_file_is_here(explorer):
+    from ui import uploads
+
+    kept = uploads.store("cluster", "rig.txt", TOPO.read_bytes())
+    kept.path.unlink()
+    test = explorer("cluster", cluster=kept.choice, gpus="3")
+    test.file_uploader(key="missing_cluster").set_value(("other.txt", b"{}", "text/plain")).run()
+    assert linked(test, "cluster") == kept.choice
+    assert not test.metric
+
+    test.file_uploader(key="missing_cluster").set_value(("copy.txt", TOPO.read_bytes(), "text/plain")).run()
+
+    assert metrics(test)["GPUs"] == "3"
+
+
+def test_back_brings_the_last_question_back(explorer):
+    """The URL of the step before is the question again."""
+    test = explorer("cluster", cluster="dgx-h100")
+    test.sidebar.selectbox(key="cluster").set_value("h200x4").run()
+    test.sidebar.number_input(key="batch").set_value(64).run()
+    assert linked(test, "cluster") == "h200x4"
+
+    del test.query_params["cluster"]
+    test.query_params["batch"] = "8"
+    test.run()
 
     assert test.sidebar.selectbox(key="cluster").value == "dgx-h100"
-    assert test.sidebar.selectbox(key="model").value == "llama3-8b"
+    assert test.sidebar.number_input(key="batch").value == 8
+
+
+def test_a_plan_that_is_not_listed_is_said(explorer):
+    test = explorer("plans", model="llama3.2-1b", plan="tp64 mb1 none")
+
+    assert "tp64 mb1 none is not among the plans listed" in said(test)
+    assert linked(test, "plan") == "tp64 mb1 none"
 
 
 def test_choosing_another_plan_changes_the_detail(explorer):
@@ -205,7 +267,7 @@ def test_an_uploaded_matrix_becomes_the_cluster_and_can_be_linked_to(explorer):
 
     assert choice.startswith("rig.txt (")
     assert metrics(test)["GPUs"] == "3"
-    again = explorer(cluster=choice, gpus="")
+    again = explorer(cluster=choice, gpus="3")
     assert again.sidebar.selectbox(key="cluster").value == choice
     assert metrics(again)["GPUs"] == "3"
 
@@ -215,7 +277,7 @@ def test_plans_for_an_upload_that_does_not_name_its_gpus_ask_for_them(explorer):
     test.file_uploader(key="cluster_file").set_value(("rig.txt", TOPO.read_bytes(), "text/plain")).run()
     choice = test.sidebar.selectbox(key="cluster").value
 
-    asking = explorer("plans", cluster=choice, gpus="", model="tiny-llama")
+    asking = explorer("plans", cluster=choice, gpus="3", model="tiny-llama")
     assert "GPU model" in said(asking)
     answered = explorer("plans", cluster=choice, gpus="2", gpu="rtx-a6000", model="tiny-llama")
     assert "Best step" in metrics(answered)

@@ -133,7 +133,8 @@ def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]]) -> None:
     def pick() -> None:
         selected = st.session_state["plans_table"]["selection"]["rows"]
         if selected:
-            st.session_state["plan"] = shown[selected[0]]["plan"]
+            row = shown[selected[0]]
+            state.choose_plan(row["plan"], best=row["rank"] == 1)
 
     st.dataframe(
         panels.in_percent(shown, "mfu", "exposed", "bubble"),
@@ -184,7 +185,7 @@ def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]]) -> None:
         state.view("detail"),
         label=f"Details of **{panels.plain(state.plan_name(chosen.plan))}**",
         icon=":material/troubleshoot:",
-        query_params=dict(st.query_params),
+        query_params=state.link(),
     )
 
 
