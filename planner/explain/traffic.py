@@ -199,7 +199,7 @@ def _axes(by_rank: list[tuple[int, Sent]], shapes: Mapping[str, GroupShape]) -> 
         )
         for axis in names
     )
-    return tuple(sorted(found, key=lambda one: (-one.network_bytes, -one.sent_bytes)))
+    return tuple(sorted(found, key=lambda one: -one.sent_bytes))
 
 
 def _links(by_rank: list[tuple[int, Sent]], cluster: Cluster, step_s: float) -> tuple[LinkTraffic, ...]:
