@@ -32,6 +32,7 @@ from executor.run.effects import operator_table, read_back
 from simulator.config.plan import rank_grid
 from simulator.program.chrome_trace import from_kineto
 from simulator.program.trace import Trace
+from simulator.runtimes.environment import assumed_environment
 from topology import codec
 from topology.errors import BadInput, BadPlan, PlannerError
 
@@ -173,18 +174,14 @@ def environment(request: Request, records: Path, *, one_host: bool = True) -> di
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        # As in torchtitan's run_train.sh: with fixed segments a third of a full GPU's memory can be fragmented, and an
-        # allocation that does not fit releases the whole cache while the device waits.
-        "PYTORCH_ALLOC_CONF": os.environ.get("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
     }
+    # What the prediction assumes, unless the user's own environment says otherwise.
+    added |= {one.name: os.environ.get(one.name, one.value) for one in assumed_environment(request.plan)}
     # The flight recorder's variables have two names, by version of torch.
     added |= dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
     added |= dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(records / "flight"))
     if request.device == "cpu":
         added |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    if request.plan.cp > 1:
-        # Keys are sent while attention runs: at the same priority a hop waits for attention's last wave of blocks.
-        added["TORCH_NCCL_HIGH_PRIORITY"] = os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "1")
     if one_host and Path("/sys/class/net/lo").exists():  # ranks of one host communicate over loopback
         added |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return added

@@ -42,14 +42,18 @@ def export(
     done = written(job, find_target(to, job.question.runtime.version))
     if out is not None:
         codec.write_text(out, done.text)
+        for beside, text in done.files.items():
+            codec.write_text(out.parent / beside, text)
     if json:
         document = {"schema_version": output.SCHEMA_VERSION, **codec.to_builtins(done)}
         output.emit_json(document | {"saved": str(out) if out else None})
         return
     if out is None:
         print(done.text, end="")
+        if done.files:
+            output.warn(f"the file reads {', '.join(done.files)} beside it: --out FILE writes both")
         return
     for label, lines in (("not expressed", done.not_expressed), ("needed", done.needed), ("note", done.notes)):
         for line in lines:
             print(output.printable(f"{label}: {line}"))
-    print(output.printable(f"saved {out}"))
+    print(output.printable(f"saved {', '.join([str(out), *(str(out.parent / beside) for beside in done.files)])}"))

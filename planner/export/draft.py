@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.export.job import ExportJob
+from simulator.runtimes.environment import Variable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +16,9 @@ class Draft:
 
     `body` is text, or a document for a format without comments. `settings` are the values that the target's own parser
     must read back, by its keys. `not_expressed` says what of the plan the target cannot express, `needed` what the user
-    has to provide in addition, and `run` is the command that starts the file.
+    has to provide in addition, and `run` is the command that starts the file. `files` lie in the working directory when it
+    starts: they are written beside the file, or by it where it is a script. `environment` is what is set beside what every
+    plan assumes.
     """
 
     body: str | dict[str, Any]
@@ -24,7 +27,8 @@ class Draft:
     needed: tuple[str, ...] = ()
     run: str = ""
     notes: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)  # variables that are set, each with its reason
+    environment: tuple[Variable, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +41,15 @@ class Target:
     file_name: str
     write: Callable[[ExportJob], Draft]
     first_line: str = ""
+    run: str = ""  # the command that starts the file, where it is the same for every plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """An exported file. The header of `text` contains the other fields."""
+    """An exported file, and `files` that belong beside it. The header of `text` contains the other fields.
+
+    `environment` is that of every rank, and `run` the one command that starts the file from its folder.
+    """
 
     target: str
     version: str
@@ -51,5 +59,7 @@ class Exported:
     not_expressed: tuple[str, ...]
     needed: tuple[str, ...]
     notes: tuple[str, ...]
-    environment: dict[str, str]
+    environment: tuple[Variable, ...]
+    run: str
     text: str
+    files: dict[str, str] = field(default_factory=dict)

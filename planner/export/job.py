@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from planner.export.hosts import Hosts, hosts_of
+from planner.export.mapping import Facts, facts_of
 from planner.question.cases import Case
 from planner.question.question import Question
 from simulator.config.plan import Plan
 from simulator.legality.frameworks import framework_named
 from simulator.legality.rule import Grade
+from simulator.runtimes.environment import Variable, assumed_environment
 from topology import codec
 from topology.errors import Infeasible
 
@@ -36,6 +38,15 @@ class ExportJob:
     def with_plan(self, plan: Plan) -> ExportJob:
         """Return the job with another plan, as a target will write it."""
         return replace(self, plan=plan)
+
+    def facts(self) -> Facts:
+        """Return what the tables of frameworks write."""
+        q = self.question
+        return facts_of(self.plan, q.workload, q.runtime, q.model.layers)
+
+    def environment(self) -> tuple[Variable, ...]:
+        """Return the variables that the prediction of the plan assumes, on every rank."""
+        return assumed_environment(self.plan)
 
     def hosts(self) -> Hosts:
         """Return the hosts of all ranks, and their GPUs. Raises Infeasible."""

@@ -8,19 +8,10 @@ from difflib import get_close_matches
 from typing import Any
 
 from planner.explain.tables import degrees_text, policy_text
-from planner.export import (
-    accelerate,
-    deepspeed,
-    megatron,
-    skypilot,
-    slurm,
-    torchrun,
-    torchtitan_cli,
-    torchtitan_toml,
-    trainjob,
-)
 from planner.export.draft import Draft, Exported, Target
+from planner.export.frameworks import accelerate, deepspeed, megatron, torchtitan_cli, torchtitan_toml
 from planner.export.job import ExportJob
+from planner.export.launchers import skypilot, slurm, torchrun, trainjob
 from planner.export.script import comment
 from planner.io.version import version
 from simulator.config.plan import MESH_AXES
@@ -78,9 +69,8 @@ def find_target(text: str, wanted: str | None = None) -> Target:
 def export(job: ExportJob, target: Target) -> Exported:
     """Return the file of `target` for `job`. Raises Infeasible (exit 3) when the target cannot run the plan."""
     draft = target.write(job)
-    if draft.run:
-        draft = replace(draft, needed=(*draft.needed, f"to run: {draft.run}"), run="")
-    facts = header(job, target, draft)
+    run = draft.run or target.run
+    facts = header(job, target, replace(draft, needed=(*draft.needed, f"to run: {run}")))
     if isinstance(draft.body, dict):
         text = json.dumps({"meshwright": facts, **draft.body}, indent=2) + "\n"
     else:
@@ -95,8 +85,10 @@ def export(job: ExportJob, target: Target) -> Exported:
         not_expressed=draft.not_expressed,
         needed=draft.needed,
         notes=draft.notes,
-        environment=draft.environment,
+        environment=(*job.environment(), *draft.environment),
+        run=run,
         text=text,
+        files=draft.files,
     )
 
 

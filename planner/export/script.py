@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from planner.export.draft import Draft
 from planner.export.hosts import Hosts
+from planner.export.job import ExportJob
+from simulator.runtimes.environment import Variable
 from topology.errors import Infeasible
 
 MASTER_PORT = 29500  # torchrun's own default
@@ -51,14 +55,48 @@ def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def export_lines(environment: dict[str, str], values: dict[str, str]) -> str:
+def export_lines(variables: Iterable[Variable]) -> str:
     """Return `export` lines, each below its reason; consecutive ones with the same reason share it."""
     text, last_reason = "", ""
-    for name, value in values.items():
-        reason = environment[name]
-        text += f"{'' if reason == last_reason else comment([reason])}export {name}={quote_word(value)}\n"
-        last_reason = reason
+    for one in variables:
+        text += (
+            f"{'' if one.reason == last_reason else comment([one.reason])}export {one.name}={quote_word(one.value)}\n"
+        )
+        last_reason = one.reason
     return text
+
+
+FILE_END = "END_OF_FILE"  # no line of a file that we write
+
+
+def file_lines(files: dict[str, str]) -> str:
+    """Return lines that write files into the working directory. Their names are our own."""
+    return "".join(f"cat > {name} <<'{FILE_END}'\n{text.rstrip()}\n{FILE_END}\n" for name, text in files.items())
+
+
+def run_line(job: ExportJob, words: Sequence[str], *, devices: str = "") -> str:
+    """Return a command with the environment before it, as it is typed; `devices` are the GPUs by local rank, if any."""
+    values = {one.name: one.value for one in job.environment()}
+    if devices:
+        values |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": devices}
+    hosts = job.hosts()
+    each = f"  # --node-rank 0 to {hosts.count - 1}" if "--node-rank" in words else ""
+    return f"{' '.join(f'{name}={quote_word(value)}' for name, value in values.items())} {shlex.join(words)}{each}"
+
+
+def started_script(job: ExportJob, words: Sequence[str], draft: Draft) -> Draft:
+    """Return the draft of a script that writes its files and starts `words` under torchrun on every host."""
+    hosts = job.hosts()
+    lines, placed = device_lines(hosts, NODE_RANK_VALUE)
+    variables = (*job.environment(), *draft.environment)
+    started = command([*torchrun_words(hosts, node_rank=NODE_RANK, address=MASTER_ADDRESS), *words])
+    return replace(
+        draft,
+        body=f"set -eu\n{export_lines(variables)}{lines}{file_lines(draft.files)}{draft.body}exec {started}\n",
+        notes=(*draft.notes, *host_order_notes(hosts)),
+        environment=(*draft.environment, *placed),
+        files={},
+    )
 
 
 def torchrun_words(hosts: Hosts, *, node_rank: str, address: str) -> list[str]:
@@ -85,22 +123,24 @@ PLACEMENT_REASON = "the plan places the ranks of a host on these GPUs, in this o
 BUS_ORDER_REASON = "GPUs are numbered as in nvidia-smi, which the plan uses"
 
 
-def device_lines(hosts: Hosts, node_rank: str) -> tuple[str, dict[str, str]]:
-    """Return the lines that put local ranks on the planned GPUs, and the reason for each variable; empty if not needed.
+def device_lines(hosts: Hosts, node_rank: str) -> tuple[str, tuple[Variable, ...]]:
+    """Return the lines that put local ranks on the planned GPUs, and the variables they set; empty if not needed.
 
     `node_rank` is the shell expression of the host's number.
     """
     if not hosts.devices_matter:
-        return "", {}
-    reasons = {"CUDA_DEVICE_ORDER": BUS_ORDER_REASON, "CUDA_VISIBLE_DEVICES": PLACEMENT_REASON}
-    text = comment([BUS_ORDER_REASON]) + "export CUDA_DEVICE_ORDER=PCI_BUS_ID\n" + comment([PLACEMENT_REASON])
+        return "", ()
+    order = Variable(name="CUDA_DEVICE_ORDER", value="PCI_BUS_ID", reason=BUS_ORDER_REASON)
+    listed = " or ".join(dict.fromkeys(map(_listed, hosts.devices)))
+    chosen = Variable(name="CUDA_VISIBLE_DEVICES", value=listed, reason=PLACEMENT_REASON)
     if hosts.same_devices:
-        return f"{text}export CUDA_VISIBLE_DEVICES={_listed(hosts.devices[0])}\n", reasons
+        return export_lines((order, chosen)), (order, chosen)
     cases = "".join(
         f"  {number}) export CUDA_VISIBLE_DEVICES={_listed(devices)} ;;\n"
         for number, devices in enumerate(hosts.devices)
     )
-    return f"{text}case {node_rank} in\n{cases}esac\n", reasons
+    text = f"{export_lines((order,))}{comment([PLACEMENT_REASON])}case {node_rank} in\n{cases}esac\n"
+    return text, (order, chosen)
 
 
 def common_device_list(hosts: Hosts, title: str) -> str:

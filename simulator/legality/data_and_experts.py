@@ -141,12 +141,15 @@ DATA_RULES: list[Rule] = [
         applies=lambda q: not q.framework.zero_pipeline,
     ),
     rule(
-        "zero-tensor",
-        lambda c, q: (c.zero_stage == 3) & (c.tp > 1),
-        lambda p, q: (
-            f"{q.framework.title}'s automatic tensor parallelism (tp={p.tp}) works up to ZeRO-2, not with ZeRO-3"
+        "one-axis",
+        lambda c, q: (
+            ((c.tp > 1) & ((c.cp > 1) | (c.ep > 1))) | ((c.cp > 1) & (c.ep > 1)) | ((c.pp > 1) & (c.cp * c.ep > 1))
         ),
-        applies=lambda q: not q.framework.zero_tensor,
+        lambda p, q: (
+            f"{q.framework.title} combines neither automatic tensor parallelism (tp={p.tp}) nor Ulysses (cp={p.cp}) nor automatic "
+            f"expert parallelism (ep={p.ep}) with another of them, and pipelines (pp={p.pp}) with tensor parallelism alone"
+        ),
+        applies=lambda q: q.framework.one_axis,
     ),
     rule(
         "shard-degree",

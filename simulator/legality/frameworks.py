@@ -74,7 +74,7 @@ class Framework:
     pads_vocabulary: bool = False
     ulysses: bool = False  # context parallelism splits heads
     zero_pipeline: bool = True  # ZeRO-2 and 3 work together with pipeline parallelism
-    zero_tensor: bool = True  # ZeRO-3 works together with tensor parallelism
+    one_axis: bool = False  # of tensor, context and expert parallelism one at a time, and pipelines with tensor alone
     ddp_alone: bool = False  # plain replication refuses company
     overlap_needs_compile: bool = False
     overlap_needs_eager: bool = False
@@ -195,7 +195,10 @@ DEEPSPEED = Framework(
     ulysses=True,
     cp_methods=("all_to_all",),
     zero_pipeline=False,
-    zero_tensor=False,
+    # AutoTP has its own groups, Ulysses a mesh of data and sequence ranks that must fill the world, AutoEP takes neither
+    # (module_inject/auto_ep_folding.py, and Transformers' plans for experts). A PipelineModule's topology has ranks for
+    # layers that are tensor-parallel by themselves, and for nothing else.
+    one_axis=True,
 )
 MEGATRON_DEEPSPEED = Framework(
     name="megatron-deepspeed",

@@ -62,7 +62,7 @@ def reference(plan, model, workload, gpus, framework, *, compiled=False):
             return False
         if p.dp_shard > 1 and not p.zero_stage:
             return False
-        if p.zero_stage == 3 and p.tp > 1:
+        if sum(degree > 1 for degree in (p.tp, p.cp, p.ep)) > 1 or (p.pp > 1 and p.cp * p.ep > 1):
             return False
     if framework == "torchtitan" and p.zero_stage == 1:
         return False
@@ -161,8 +161,8 @@ def test_every_plan_is_judged_as_plain_divisibility_judges_it(framework, model):
     workload = Workload(seq_len=288, global_batch_size=24)
     clusters = {n: make_cluster(n // 4, 4) for n in (8, 12, 24)}
     legal = 0
-    # Every 37th plan, from a start of its own for each model: 37 is coprime to the sizes of all the inner loops.
-    for plan in itertools.islice(universe(framework), len(model.name), None, 37):
+    # Every 29th plan, from a start of its own for each model: 29 is coprime to the sizes of all the inner loops.
+    for plan in itertools.islice(universe(framework), len(model.name), None, 29):
         expected = reference(plan, model, workload, plan.gpus, framework)
         problems = question_of(model, clusters[plan.gpus], workload, framework=framework).problems(plan)
 

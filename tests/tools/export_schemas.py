@@ -115,6 +115,7 @@ def _models_of_specs() -> Any:
 
 
 def _models_of_registries() -> Any:
+    """Yield every flavor that a module's own registry builds, with a configuration function of that module to start from."""
     import inspect
 
     import torch
@@ -123,9 +124,18 @@ def _models_of_registries() -> Any:
 
     for module in sorted(_supported_models):
         try:
+            models = importlib.import_module(f"torchtitan.models.{module}")
             registry = importlib.import_module(f"torchtitan.models.{module}.config_registry")
         except ImportError:
             continue
+        flavors = next(
+            (table for name, table in vars(models).items() if name.endswith("_configs") and isinstance(table, dict)),
+            None,
+        )
+        takes = inspect.signature(models.model_registry).parameters if hasattr(models, "model_registry") else {}
+        if flavors is None or "attn_backend" not in takes:
+            continue
+        named: dict[str, str] = {}
         for name, function in inspect.getmembers(registry, inspect.isfunction):
             # Configurations that are a model of their own: no other numerics, data or loss than pre-training's.
             if function.__module__ != registry.__name__ or not re.fullmatch(
@@ -136,21 +146,27 @@ def _models_of_registries() -> Any:
                 config = function()
             except (ValueError, ImportError):  # numerics or kernels that this machine does not have
                 continue
-            if type(config) is not Trainer.Config:
+            if type(config) is Trainer.Config:
+                named[config.model_spec.flavor] = name
+        for flavor in flavors:
+            if "debug" in flavor or not named:
                 continue
-            model = config.model_spec.model
+            try:
+                model = models.model_registry(flavor).model
+            except (ValueError, ImportError, TypeError):
+                continue
             with torch.device("meta"):
                 built = model.build()
             attention = model.layers[0].attention
             yield {
                 "module": module,
-                "flavor": config.model_spec.flavor,
-                "config": name,
+                "flavor": flavor,
+                "config": named.get(flavor, next(iter(named.values()))),
                 "layers": len(model.layers),
                 "hidden": model.dim,
                 "heads": attention.n_heads,
                 "kv_heads": getattr(attention, "n_kv_heads", None),
-                "parameters": sum(weight.numel() for weight in built.parameters()),
+                "parameters": sum({id(w): w.numel() for w in built.parameters()}.values()),
             }
 
 
@@ -162,6 +178,8 @@ def megatron() -> dict[str, Any]:
 
 def deepspeed() -> dict[str, Any]:
     """Top-level keys are constants there; sections are pydantic models."""
+    import deepspeed as package
+    from deepspeed.module_inject.auto_ep_config import AutoEPConfig
     from deepspeed.runtime import config, constants
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
@@ -173,9 +191,9 @@ def deepspeed() -> dict[str, Any]:
         for name, value in vars(module).items()
         if name.isupper() and isinstance(value, str) and re.fullmatch(r"[a-z][a-z0-9_]+", value)
     }
-    source = Path(config.__file__).read_text()
     # Read from the dictionary by name, where no constant stands for them.
-    words |= set(re.findall(r'config\["([a-z_]+)"\]', source))
+    for source in (config.__file__, package.__file__):
+        words |= set(re.findall(r'config\["([a-z_]+)"\]', Path(source).read_text()))
     keys: dict[str, Any] = {word: {"type": "any"} for word in sorted(words)}
     sections = {
         "zero_optimization": DeepSpeedZeroConfig,
@@ -187,7 +205,7 @@ def deepspeed() -> dict[str, Any]:
         keys |= {
             f"{section}.{field.alias or name}": typed(field.annotation) for name, field in model.model_fields.items()
         }
-    return {"keys": keys}
+    return {"keys": keys | fields_of(AutoEPConfig, "expert_parallel.")}
 
 
 def accelerate() -> dict[str, Any]:

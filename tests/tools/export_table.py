@@ -127,7 +127,11 @@ def main() -> None:
     for plan in PLANS:
         folder = FOLDER / plan.stem
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files(plan).items():
+        made = files(plan)
+        for path in folder.iterdir():
+            if path.name not in made:
+                path.unlink()
+        for name, text in made.items():
             (folder / name).write_text(text)
     if options.pythons:
         TABLE.write_text(table(dict(pair.split("=", 1) for pair in options.pythons)))

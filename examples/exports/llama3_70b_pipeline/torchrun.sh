@@ -4,9 +4,12 @@
 # 32 = dp 1 x fsdp 1 x tp 8 x pp 4; micro batch 1, recompute full, sp, Interleaved1F1B x2
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 4 x 1 x 1 x 1 x 8, the last fastest
 # needed: torch and meshwright on every host: pip install "meshwright[exec]"
+# needed: to run: sh torchrun.sh
 # note: each host keeps the records of its own ranks; several hosts were tried on CPU processes only
 #
 set -eu
+# memory is predicted for torch's growing segments, which are hardly fragmented
+export PYTORCH_ALLOC_CONF=expandable_segments:True
 # NVLink multicast stays off: in virtual machines and on shared hosts it can hang the fabric
 export NCCL_NVLS_ENABLE=0
 export TORCH_SYMM_MEM_DISABLE_MULTICAST=1

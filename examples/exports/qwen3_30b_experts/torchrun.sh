@@ -4,8 +4,11 @@
 # 8 = dp 1 x fsdp 8 x tp 1 x pp 1; ep 8, micro batch 1, recompute full
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 1 x 8 x 1 x 1, the last fastest
 # needed: torch and meshwright on every host: pip install "meshwright[exec]"
+# needed: to run: sh torchrun.sh
 #
 set -eu
+# memory is predicted for torch's growing segments, which are hardly fragmented
+export PYTORCH_ALLOC_CONF=expandable_segments:True
 # NVLink multicast stays off: in virtual machines and on shared hosts it can hang the fabric
 export NCCL_NVLS_ENABLE=0
 export TORCH_SYMM_MEM_DISABLE_MULTICAST=1

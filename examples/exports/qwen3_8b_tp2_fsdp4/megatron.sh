@@ -8,17 +8,23 @@
 # not expressed: torch.compile of the model: Megatron-LM compiles single functions only
 # needed: pretrain_gpt.py of a Megatron-LM checkout
 # needed: data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags
+# needed: nothing more to try the plan: without arguments the script runs on made-up data
 # needed: numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses
+# needed: to run: sh megatron.sh
 # note: needs --use-megatron-fsdp (or --use-torch-fsdp2): the distributed optimizer alone is ZeRO-1
 #
 set -eu
+# memory is predicted for torch's growing segments, which are hardly fragmented
+export PYTORCH_ALLOC_CONF=expandable_segments:True
+[ $# -gt 0 ] || set -- --mock-data --tokenizer-type=NullTokenizer --lr=1e-4 --train-iters=20 --log-interval=1 --eval-iters=0 --distributed-timeout-minutes=10  # your data, tokenizer, learning rate and iterations instead
 exec torchrun --standalone --nproc-per-node=8 --max-restarts=0 pretrain_gpt.py --num-layers 36 \
   --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 32 --group-query-attention \
   --num-query-groups 8 --kv-channels 128 --vocab-size 151936 --normalization RMSNorm \
   --position-embedding-type rope --swiglu --disable-bias-linear --qk-layernorm \
-  --untie-embeddings-and-output-weights --tensor-model-parallel-size 2 --sequence-parallel \
-  --pipeline-model-parallel-size 1 --context-parallel-size 1 --micro-batch-size 2 --global-batch-size \
-  64 --seq-length 4096 --max-position-embeddings 40960 --use-distributed-optimizer \
+  --untie-embeddings-and-output-weights --attention-dropout 0.0 --hidden-dropout 0.0 \
+  --no-create-attention-mask-in-dataloader --tensor-model-parallel-size 2 --sequence-parallel \
+  --pipeline-model-parallel-size 1 --context-parallel-size 1 --use-distributed-optimizer \
   --overlap-grad-reduce --overlap-param-gather --use-megatron-fsdp --data-parallel-sharding-strategy \
-  optim_grads_params --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion \
-  --recompute-granularity selective --bf16 "$@"
+  optim_grads_params --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion --micro-batch-size 2 \
+  --global-batch-size 64 --seq-length 4096 --max-position-embeddings 40960 --recompute-granularity \
+  selective --bf16 "$@"

@@ -5,8 +5,11 @@
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 1 x 4 x 1 x 2, the last fastest
 # not expressed: recompute 'selective-op': meshwright's executor recomputes whole blocks or nothing; written as full
 # needed: torch and meshwright on every host: pip install "meshwright[exec]"
+# needed: to run: sh torchrun.sh
 #
 set -eu
+# memory is predicted for torch's growing segments, which are hardly fragmented
+export PYTORCH_ALLOC_CONF=expandable_segments:True
 # NVLink multicast stays off: in virtual machines and on shared hosts it can hang the fabric
 export NCCL_NVLS_ENABLE=0
 export TORCH_SYMM_MEM_DISABLE_MULTICAST=1

@@ -1,7 +1,7 @@
 """Kubernetes: a TrainJob of Kubeflow Trainer, `trainer.kubeflow.org/v1alpha1`.
 
 The operator sets PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, which torchrun
-reads.
+reads. What is added to `spec.trainer.args` goes to the program.
 """
 
 from __future__ import annotations
@@ -12,10 +12,18 @@ from typing import Any
 from planner.export.draft import Draft, Target
 from planner.export.job import ExportJob
 from planner.export.job_files import train_job
-from planner.export.program import framework_program, node_environment
-from planner.export.script import BUS_ORDER_REASON, PLACEMENT_REASON, common_device_list, host_order_notes
+from planner.export.launchers.program import framework_program, node_environment
+from planner.export.script import (
+    BUS_ORDER_REASON,
+    PLACEMENT_REASON,
+    command,
+    common_device_list,
+    file_lines,
+    host_order_notes,
+)
 from planner.export.slug import slug
 from planner.export.yaml_text import yaml_text
+from simulator.runtimes.environment import Variable
 
 VERSION = "2.3.0"
 TITLE = f"Kubeflow Trainer {VERSION}"
@@ -27,18 +35,24 @@ def write(job: ExportJob) -> Draft:
     words, draft = framework_program(job)
     hosts = job.hosts()
     devices = common_device_list(hosts, TITLE)
-    reasons, environment = node_environment(job, hosts, draft)
+    placed: tuple[Variable, ...] = ()
     if devices:
-        environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": devices}
-        reasons |= {"CUDA_DEVICE_ORDER": BUS_ORDER_REASON, "CUDA_VISIBLE_DEVICES": PLACEMENT_REASON}
+        placed = (
+            Variable(name="CUDA_DEVICE_ORDER", value="PCI_BUS_ID", reason=BUS_ORDER_REASON),
+            Variable(name="CUDA_VISIBLE_DEVICES", value=devices, reason=PLACEMENT_REASON),
+        )
+    extra = (*node_environment(job, hosts, draft), *placed)
+    variables = (*job.environment(), *extra)
+    # Each container has a file system of its own, so that each writes the files.
+    script = f"{file_lines(draft.files)}{draft.body}exec {command(['torchrun', *words])}\n"
     document = train_job(
         slug(job.name),
         nodes=hosts.count,
         ranks_per_node=hosts.ranks_per_host,
         gpus_per_node=hosts.gpus_to_request,
-        command=["torchrun", *words],
+        command=["sh", "-euc", script, "sh"],
         annotations={NAME_ANNOTATION: job.name, HASH_ANNOTATION: job.plan_hash},
-        environment=environment,
+        environment={one.name: one.value for one in variables},
     )
     not_expressed = draft.not_expressed
     if hosts.order_matters:
@@ -53,8 +67,8 @@ def write(job: ExportJob) -> Draft:
         settings=_flat(document, ""),
         not_expressed=not_expressed,
         needed=("spec.trainer.image, or a runtime whose image has the framework", *draft.needed),
-        notes=(*draft.notes, *host_order_notes(hosts), *(f"{name}: {why}" for name, why in reasons.items())),
-        environment=reasons,
+        notes=(*draft.notes, *host_order_notes(hosts), *(f"{one.name}: {one.reason}" for one in variables)),
+        environment=extra,
     )
 
 
@@ -68,4 +82,11 @@ def _flat(value: Any, path: str) -> dict[str, Any]:
     return {path: json.loads(json.dumps(value))}
 
 
-TARGET = Target(name="trainjob", version=VERSION, title="Kubernetes TrainJob", file_name="trainjob.yaml", write=write)
+TARGET = Target(
+    name="trainjob",
+    version=VERSION,
+    title="Kubernetes TrainJob",
+    file_name="trainjob.yaml",
+    write=write,
+    run="kubectl create -f trainjob.yaml",
+)

@@ -1,7 +1,8 @@
 """SkyPilot: a task file. Fields: `sky/utils/schemas.py` of 0.14.1.
 
 `num_nodes` machines run the same `run` script, with their number in SKYPILOT_NODE_RANK and all addresses in
-SKYPILOT_NODE_IPS.
+SKYPILOT_NODE_IPS. The folder of the task file is copied to them (`workdir`). What `sky launch --env ARGUMENTS=...` says
+goes to the program.
 """
 
 from __future__ import annotations
@@ -10,8 +11,15 @@ from typing import Any
 
 from planner.export.draft import Draft, Target
 from planner.export.job import ExportJob
-from planner.export.program import framework_program, node_environment
-from planner.export.script import ShellExpression, command, device_lines, host_order_notes, torchrun_words
+from planner.export.launchers.program import framework_program, node_environment
+from planner.export.script import (
+    ShellExpression,
+    command,
+    device_lines,
+    file_lines,
+    host_order_notes,
+    torchrun_words,
+)
 from planner.export.slug import slug
 from planner.export.yaml_text import yaml_text
 from topology.errors import Infeasible
@@ -60,16 +68,24 @@ def write(job: ExportJob) -> Draft:
     if kinds[0] not in ACCELERATORS:
         raise Infeasible(f"{TITLE} has no name for {kinds[0]}", why="it requests GPUs by the names of its catalogue")
     accelerator = ACCELERATORS[kinds[0]]
-    devices, reasons = device_lines(hosts, NODE)
-    why, envs = node_environment(job, hosts, draft)
+    devices, placed = device_lines(hosts, NODE)
+    extra = node_environment(job, hosts, draft)
+    variables = (*job.environment(), *extra)
     started = torchrun_words(hosts, node_rank=NODE, address=ADDRESS)
     resources: dict[str, Any] = {"accelerators": {accelerator: hosts.gpus_to_request}}
     if hosts.count > 1:
         resources["network_tier"] = "best"
-    document: dict[str, Any] = {"name": slug(job.name), "num_nodes": hosts.count, "resources": resources}
-    if envs:
-        document["envs"] = envs
-    document["run"] = f"set -eu\n{devices}exec {command([*started, *words])}\n"
+    document: dict[str, Any] = {
+        "name": slug(job.name),
+        "num_nodes": hosts.count,
+        "workdir": ".",
+        "resources": resources,
+        "envs": {"ARGUMENTS": "", **{one.name: one.value for one in variables}},
+        "run": (
+            f"set -eu\nset -- ${{ARGUMENTS:-}}\n{devices}{file_lines(draft.files)}{draft.body}"
+            f"exec {command([*started, *words])}\n"
+        ),
+    }
     not_expressed = draft.not_expressed
     if slug(job.name) != job.name:
         not_expressed = (*not_expressed, f"the job's name {job.name!r}: written as {slug(job.name)!r}")
@@ -81,9 +97,16 @@ def write(job: ExportJob) -> Draft:
         | {f"resources.{key}": value for key, value in resources.items()},
         not_expressed=not_expressed,
         needed=("setup and file_mounts: framework, data and tokenizer on every machine", *draft.needed),
-        notes=(*draft.notes, *host_order_notes(hosts), *(f"{name}: {reason}" for name, reason in why.items())),
-        environment=why | reasons,
+        notes=(*draft.notes, *host_order_notes(hosts), *(f"{one.name}: {one.reason}" for one in variables)),
+        environment=(*extra, *placed),
     )
 
 
-TARGET = Target(name="skypilot", version=VERSION, title="SkyPilot", file_name="skypilot.yaml", write=write)
+TARGET = Target(
+    name="skypilot",
+    version=VERSION,
+    title="SkyPilot",
+    file_name="skypilot.yaml",
+    write=write,
+    run="sky launch skypilot.yaml",
+)

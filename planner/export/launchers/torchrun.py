@@ -11,16 +11,8 @@ from typing import Any
 from planner.export.degrees import to_fsdp_degrees
 from planner.export.draft import Draft, Target
 from planner.export.job import ExportJob, require_legal
-from planner.export.script import (
-    MASTER_ADDRESS,
-    NODE_RANK,
-    NODE_RANK_VALUE,
-    command,
-    device_lines,
-    export_lines,
-    host_order_notes,
-    torchrun_words,
-)
+from planner.export.script import command, started_script
+from simulator.runtimes.environment import Variable
 from topology import codec
 
 VERSION = "2.13"
@@ -59,19 +51,11 @@ def write(job: ExportJob) -> Draft:
     job = job.with_plan(fsdp)
     notes = require_legal(job, "pytorch", title)
     hosts = job.hosts()
-    lines, reasons = device_lines(hosts, NODE_RANK_VALUE)
     folder = f"meshwright-{named}"
-    started = torchrun_words(hosts, node_rank=NODE_RANK, address=MASTER_ADDRESS)
     worker = ["-m", "executor.run.worker", f"--request={folder}/request.json", f"--out={folder}/records"]
     body = (
-        "set -eu\n"
-        + export_lines(dict.fromkeys(ENVIRONMENT, MULTICAST), ENVIRONMENT)
-        + lines
-        + f"{command(['mkdir', '-p', f'{folder}/records'])}\n"
-        + f"cat > {folder}/request.json <<'{DELIMITER}'\n"
-        + codec.to_json(request(job), indent=None)
-        + f"\n{DELIMITER}\n"
-        + f"exec {command([*started, *worker])}\n"
+        f"{command(['mkdir', '-p', f'{folder}/records'])}\n"
+        f"cat > {folder}/request.json <<'{DELIMITER}'\n{codec.to_json(request(job), indent=None)}\n{DELIMITER}\n"
     )
     shared = (
         ("each host keeps the records of its own ranks; several hosts were tried on CPU processes only",)
@@ -81,14 +65,15 @@ def write(job: ExportJob) -> Draft:
     settings: dict[str, Any] = {"--nproc-per-node": str(hosts.ranks_per_host), "--max-restarts": 0}
     if hosts.count > 1:
         settings["--nnodes"] = str(hosts.count)
-    return Draft(
+    draft = Draft(
         body=body,
         settings=settings,
         not_expressed=sharding_notes,
         needed=('torch and meshwright on every host: pip install "meshwright[exec]"',),
-        notes=(*notes, *shared, *host_order_notes(hosts)),
-        environment=dict.fromkeys(ENVIRONMENT, MULTICAST) | reasons,
+        notes=(*notes, *shared),
+        environment=tuple(Variable(name=n, value=v, reason=MULTICAST) for n, v in ENVIRONMENT.items()),
     )
+    return started_script(job, worker, draft)
 
 
 TARGET = Target(
@@ -98,4 +83,5 @@ TARGET = Target(
     file_name="torchrun.sh",
     write=write,
     first_line="#!/bin/sh",
+    run="sh torchrun.sh",
 )

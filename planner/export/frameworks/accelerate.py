@@ -1,8 +1,4 @@
-"""Hugging Face accelerate: the YAML file of `accelerate launch --config_file`, with FSDP2 and its parallelism config.
-
-Keys: `commands/config/config_args.py` (ClusterConfig) and `commands/launch.py` of 1.15.0. Its mesh axes are
-dp_replicate, dp_shard, cp, sp, tp, the last fastest (`parallelism_config.py`).
-"""
+"""Hugging Face accelerate: the YAML file of `accelerate launch --config_file`, with FSDP2 and its parallelism config."""
 
 from __future__ import annotations
 
@@ -10,8 +6,10 @@ from typing import Any
 
 from planner.export.degrees import to_fsdp_degrees
 from planner.export.draft import Draft, Target
+from planner.export.frameworks.accelerate_fields import TABLE, kind
 from planner.export.job import ExportJob, require_legal
-from planner.export.script import common_device_list, host_order_notes
+from planner.export.mapping import write as settings_of
+from planner.export.script import common_device_list, host_order_notes, run_line
 from planner.export.yaml_text import yaml_text
 from simulator.config.overlap_sites import tp_overlap_label
 from simulator.config.plan import Plan
@@ -20,13 +18,11 @@ from topology.errors import Infeasible
 VERSION = "1.15.0"
 TITLE = f"accelerate {VERSION}"
 FILE = "accelerate.yaml"
-PRECISION = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8", "float32": "no"}
-ROTATE = {"ring": "alltoall", "all_gather": "allgather"}
 
 
 def write(job: ExportJob) -> Draft:
     """Return the configuration. Raises Infeasible for pipelines and experts, which accelerate does not have."""
-    plan, runtime = job.plan, job.question.runtime
+    plan = job.plan
     _refuse(plan)
     plan, sharding_notes = to_fsdp_degrees(plan, TITLE)
     if plan.dp_shard == 1 and plan.dp_replicate > 1 and plan.tp * plan.cp > 1:
@@ -37,41 +33,26 @@ def write(job: ExportJob) -> Draft:
     written = plan.with_(recompute=recompute, tp_overlap="none")
     notes = require_legal(job.with_plan(written), "pytorch", TITLE)
     hosts = job.hosts()
-    document: dict[str, Any] = {
+    facts = job.with_plan(written).facts()
+    settings: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP",
         "num_machines": hosts.count,
-        "num_processes": plan.gpus,
         "machine_rank": 0,
         "rdzv_backend": "static",
         "main_training_function": "main",
-        "mixed_precision": PRECISION[runtime.compute_dtype],
         "gpu_ids": common_device_list(hosts, TITLE) or "all",
-        "fsdp_config": {
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": plan.reshard_after_forward is not False,
-            "fsdp_activation_checkpointing": recompute == "full",
-            "fsdp_offload_params": False,
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        },
-        "parallelism_config": {
-            "parallelism_config_dp_replicate_size": plan.dp_replicate,
-            "parallelism_config_dp_shard_size": plan.dp_shard,
-            "parallelism_config_tp_size": plan.tp,
-            "parallelism_config_cp_size": plan.cp,
-        },
+        **settings_of(TABLE, facts),
     }
-    if plan.dp_shard * plan.tp * plan.cp == 1:  # replicas only: nothing to shard, so no FSDP
-        document["distributed_type"] = "MULTI_GPU" if plan.dp_replicate > 1 else "NO"
-        del document["fsdp_config"], document["parallelism_config"]
-    if plan.cp > 1:
-        document["parallelism_config"]["parallelism_config_cp_comm_strategy"] = ROTATE[plan.cp_method or "all_gather"]
-    if runtime.compile:
-        document["dynamo_config"] = {"dynamo_backend": "inductor"}
-    settings = {key: value for key, value in document.items() if not isinstance(value, dict)}
-    for section in ("fsdp_config", "parallelism_config", "dynamo_config"):
-        settings |= {f"{section}.{key}": value for key, value in document.get(section, {}).items()}
+    if kind(facts) == "FSDP":
+        settings |= {
+            "fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_config.fsdp_offload_params": False,
+            "fsdp_config.fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        }
+    document: dict[str, Any] = {}
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        (document.setdefault(section, {}) if section else document)[name] = value
     machines = (
         ("--machine_rank, --main_process_ip and --main_process_port differ by host: pass them to accelerate launch",)
         if hosts.count > 1
@@ -81,8 +62,8 @@ def write(job: ExportJob) -> Draft:
         body=yaml_text(document),
         settings=settings,
         not_expressed=(*sharding_notes, *_not_expressed(job, plan, recompute)),
-        needed=machines,
-        run=f"accelerate launch --config_file {FILE} YOUR_PROGRAM.py",
+        needed=(*machines, *_program_needs(job, kind(facts))),
+        run=run_line(job, ["accelerate", "launch", "--config_file", FILE, "YOUR_PROGRAM.py"]),
         notes=(*notes, *host_order_notes(hosts)),
     )
 
@@ -116,9 +97,26 @@ def _not_expressed(job: ExportJob, plan: Plan, recompute: str) -> list[str]:
         not_expressed.append(f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}")
     if job.question.runtime.compute_dtype == "float8":
         not_expressed.append("the recipe of float8: set fp8_config")
-    if job.question.runtime.param_dtype != "float32":
-        not_expressed.append(f"parameters stored in {job.question.runtime.param_dtype}: load the model in that type")
     return not_expressed
+
+
+def _program_needs(job: ExportJob, distributed: str) -> list[str]:
+    """Return what the user's program decides of types: accelerate's own choices are others than the plan's."""
+    runtime, needs = job.question.runtime, []
+    if runtime.param_dtype != "float32":
+        needs.append(
+            f"the model loaded in {runtime.param_dtype}; mixed_precision stays no, as accelerate stores parameters in float32 "
+            "with any other"
+        )
+    if distributed == "FSDP" and runtime.reduce_dtype != runtime.compute_dtype:
+        # utils/dataclasses.py, set_mixed_precision: without a policy it reduces in the type of mixed precision.
+        needs.append(
+            f"gradients reduced in {runtime.reduce_dtype}, which no key says: Accelerator(fsdp_plugin="
+            "FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=MixedPrecisionPolicy("
+            f"param_dtype=torch.{runtime.compute_dtype}, reduce_dtype=torch.{runtime.reduce_dtype}, "
+            f"output_dtype=torch.{runtime.compute_dtype})))"
+        )
+    return needs
 
 
 TARGET = Target(name="accelerate", version=VERSION, title="accelerate", file_name=FILE, write=write)

@@ -1,21 +1,29 @@
-"""The program that launchers start: that of the framework of the plan, with the plan in its arguments."""
+"""The program that launchers start: that of the framework of the plan, with the plan in its arguments and files."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from planner.export import deepspeed, megatron, torchtitan_cli, torchtitan_toml
 from planner.export.draft import Draft
+from planner.export.frameworks import deepspeed, megatron, torchtitan_cli, torchtitan_toml
 from planner.export.hosts import Hosts
 from planner.export.job import ExportJob
+from planner.export.script import ShellExpression
 from simulator.legality.frameworks import framework_of_runtime
+from simulator.runtimes.environment import Variable
+from topology import codec
 from topology.errors import Infeasible
 
 OWN = "YOUR_PROGRAM.py"
+# What is appended to a job's command goes to the program.
+APPENDED = ShellExpression('"$@"')
 
 
 def framework_program(job: ExportJob) -> tuple[list[str], Draft]:
-    """Return the arguments after torchrun's own, and the draft of what they set. Raises Infeasible."""
+    """Return the arguments after torchrun's own, and the draft of what they set. Raises Infeasible.
+
+    The draft's `files` hold what the program reads: the job has to put them into its working directory.
+    """
     framework = framework_of_runtime(job.question.framework.name).name
     if framework == "torchtitan":
         try:
@@ -24,38 +32,36 @@ def framework_program(job: ExportJob) -> tuple[list[str], Draft]:
         except Infeasible:
             pass
         words, draft = torchtitan_toml.program(job)
-        return words, _with_config_file(draft, torchtitan_toml.FILE, f"torchtitan@{torchtitan_toml.VERSION}")
+        return [*words, APPENDED], _with_file(draft, torchtitan_toml.FILE, str(draft.body))
     if framework == "megatron-lm":
         return megatron.program(job)
     if framework == "deepspeed":
         draft = deepspeed.write(job)
-        words = [OWN, "--deepspeed", "--deepspeed_config", deepspeed.FILE]
-        return words, _with_config_file(draft, deepspeed.FILE, "deepspeed")
+        words = [OWN, "--deepspeed", "--deepspeed_config", deepspeed.FILE, APPENDED]
+        return words, _with_file(draft, deepspeed.FILE, codec.to_json(draft.body))
     missing = (
         f"degrees, batch and recompute: {OWN} is yours, and {job.question.framework.name} has no configuration file that holds them",
     )
-    return [OWN], Draft(
+    return [OWN, APPENDED], Draft(
         body="", settings={}, not_expressed=missing, needed=(f"{OWN}, which builds the meshes of the plan",)
     )
 
 
-def _with_config_file(draft: Draft, file_name: str, target: str) -> Draft:
-    needed = (f"{file_name} beside this file: planner export plan.json --to {target} --out {file_name}",)
-    return replace(draft, needed=(*needed, *draft.needed), run="")
+def _with_file(draft: Draft, name: str, text: str) -> Draft:
+    return replace(draft, body="", run="", files={**draft.files, name: text})
 
 
-def node_environment(job: ExportJob, hosts: Hosts, draft: Draft) -> tuple[dict[str, str], dict[str, str]]:
-    """Return (reason by name, value by name) of the environment variables of every node.
+def node_environment(job: ExportJob, hosts: Hosts, draft: Draft) -> tuple[Variable, ...]:
+    """Return what is set on every node beside the environment that every plan assumes.
 
     NCCL finds its ports itself, but cannot know that a port that is present is down. If there is one, the ports that
     are up are named exactly (the leading =).
     """
-    reasons, values = dict(draft.environment), dict.fromkeys(draft.environment, "1")
     if hosts.count == 1 or len(job.question.cluster.groups) != 1:
-        return reasons, values
+        return draft.environment
     nics = job.question.cluster.groups[0].node.nics
     up, down = ([nic.name or nic.label for nic in nics if nic.up is state] for state in (True, False))
     if not up or not down:
-        return reasons, values
-    reasons = {"NCCL_IB_HCA": f"{', '.join(down)} was found down; the others are named exactly", **reasons}
-    return reasons, {"NCCL_IB_HCA": "=" + ",".join(up), **values}
+        return draft.environment
+    reason = f"{', '.join(down)} was found down; the others are named exactly"
+    return (Variable(name="NCCL_IB_HCA", value="=" + ",".join(up), reason=reason), *draft.environment)

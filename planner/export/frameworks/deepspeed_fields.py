@@ -1,0 +1,168 @@
+"""How DeepSpeed's JSON spells a plan, in both directions.
+
+Keys and defaults: `deepspeed/runtime/constants.py`, `runtime/config.py`, `runtime/zero/config.py`,
+`runtime/tensor_parallel/config.py`, `module_inject/auto_ep_config.py` of 0.19.8.
+"""
+
+from __future__ import annotations
+
+from planner.export.mapping import Entry, Facts, Settings, Table, one_of, truth, whole
+from topology.errors import BadInput
+
+COMMUNICATION = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_CONTEXT = ("sequence_parallel_size", "data_parallel_size")
+_EXPERTS = ("expert_parallel.enabled", "expert_parallel.autoep_size")
+_STAGE = "zero_optimization.stage"
+_HPZ = "zero_optimization.zero_hpz_partition_size"
+
+
+def _write_batch(facts: Facts) -> Settings:
+    dp = facts["dp_replicate"] * facts["dp_shard"]
+    steps = facts["global_batch_size"] // (dp * facts["micro_batch_size"])
+    settings = {"train_micro_batch_size_per_gpu": facts["micro_batch_size"], "gradient_accumulation_steps": steps}
+    # DeepSpeedConfig checks the three against all ranks before AutoTP makes its groups, and would refuse the right total.
+    # A pipeline's own grid tells it the right number of ranks.
+    return (
+        settings
+        if facts["tp"] > 1 and facts["pp"] == 1
+        else {"train_batch_size": facts["global_batch_size"], **settings}
+    )
+
+
+def _read_batch(settings: Settings, facts: Facts) -> Facts:
+    """As DeepSpeedConfig completes the three sizes (`_set_batch_related_parameters`): "auto" counts as absent."""
+    said = {key: None if settings.get(key) == "auto" else settings.get(key) for key in _BATCH}
+    dp = facts["dp_replicate"] * facts["dp_shard"]
+    total, micro, steps = (whole(said, key, 0) if said[key] is not None else 0 for key in _BATCH)
+    if not total and not micro:
+        raise BadInput(
+            "the batch is not stated",
+            why="train_batch_size and train_micro_batch_size_per_gpu are absent or auto",
+            remedy="say them with --global-batch and --micro-batch",
+        )
+    if total and not micro:
+        micro = total // dp // (steps or 1)
+    if not total:
+        total = micro * (steps or 1) * dp
+    if not micro or total % (micro * dp):
+        raise BadInput(f"train_batch_size {total} is not a multiple of micro batch {micro} x data parallel {dp}")
+    if steps and steps != total // (micro * dp):
+        raise BadInput(
+            f"train_batch_size {total} != {micro} a GPU x {steps} accumulated x {dp} data-parallel ranks",
+            why="DeepSpeed checks the three",
+        )
+    return {"global_batch_size": total, "micro_batch_size": micro}
+
+
+def _write_context(facts: Facts) -> Settings:
+    if facts["cp"] == 1:
+        return {}
+    # Without the data-parallel size no mesh is made, and every rank reads sequences of its own.
+    return {"sequence_parallel_size": facts["cp"], "data_parallel_size": facts["dp_replicate"] * facts["dp_shard"]}
+
+
+def _read_context(settings: Settings, _: Facts) -> Facts:
+    cp = whole(settings, "sequence_parallel_size", 1)
+    if cp > 1 and "data_parallel_size" not in settings:
+        return {"cp": 1, "cp_method": None}  # DeepSpeed makes no mesh without it, and ignores the degree
+    return {"cp": cp, "cp_method": "all_to_all" if cp > 1 else None}
+
+
+def _write_experts(facts: Facts) -> Settings:
+    return dict(zip(_EXPERTS, (True, facts["ep"]), strict=True)) if facts["ep"] > 1 else {}
+
+
+def _read_experts(settings: Settings, _: Facts) -> Facts:
+    return {"ep": whole(settings, _EXPERTS[1], 1) if truth(settings, _EXPERTS[0]) else 1}
+
+
+def _read_stage(settings: Settings, facts: Facts) -> Facts:
+    others = facts["tp"] * facts["cp"] * facts["pp"]
+    if facts["gpus"] % others:
+        raise BadInput(
+            f"{facts['gpus']} GPUs are not a multiple of the other degrees, {others}",
+            remedy="say with --gpus how many the configuration is for",
+        )
+    dp = facts["gpus"] // others
+    stage = whole(settings, _STAGE, 0, least=0)
+    inner = whole(settings, _HPZ, 1)
+    if stage == 3 and 1 < inner < dp and dp % inner == 0:
+        # hpZ keeps a copy of the parameters within each group, which is what sharding by a degree costs.
+        return {"zero_stage": 3, "dp_replicate": dp, "dp_shard": 1, "hpz": inner}
+    return {"zero_stage": stage, "dp_replicate": dp, "dp_shard": 1}
+
+
+def _write_stage(facts: Facts) -> Settings:
+    settings: Settings = {_STAGE: facts["zero_stage"] or 0}
+    if facts["zero_stage"]:
+        settings |= {"zero_optimization.overlap_comm": True, "zero_optimization.contiguous_gradients": True}
+    return settings | ({_HPZ: facts["hpz"]} if facts.get("hpz") else {})
+
+
+def _write_types(facts: Facts) -> Settings:
+    section = {"bfloat16": "bf16", "float16": "fp16"}.get(facts["compute_dtype"])
+    settings: Settings = {f"{section}.enabled": True} if section else {}
+    if facts["reduce_dtype"] in COMMUNICATION:
+        settings["communication_data_type"] = COMMUNICATION[facts["reduce_dtype"]]
+        if facts["cp"] > 1:
+            settings["seq_parallel_communication_data_type"] = COMMUNICATION[facts["reduce_dtype"]]
+    return settings
+
+
+def _read_types(settings: Settings, _: Facts) -> Facts:
+    on = [name for name in ("bf16", "fp16") if truth(_without_auto(settings), f"{name}.enabled")]
+    if len(on) > 1:
+        raise BadInput("bf16 and fp16 are both enabled", why="DeepSpeed trains in one of them")
+    compute = {"bf16": "bfloat16", "fp16": "float16"}[on[0]] if on else "float32"
+    # Without a word gradients are communicated in the type of the model.
+    said = settings.get("communication_data_type")
+    reduce = one_of(settings, "communication_data_type", COMMUNICATION, "fp32") if said is not None else compute
+    return {"compute_dtype": compute, "param_dtype": compute, "reduce_dtype": reduce}
+
+
+def _without_auto(settings: Settings) -> Settings:
+    return {key: value for key, value in settings.items() if value != "auto"}
+
+
+_TP = ("tensor_parallel.autotp_size", "tensor_parallel.tp_overlap_comm")
+
+TABLE: Table = (
+    # In JSON there is no pipeline: the program's PipelineModule has it.
+    Entry(
+        keys=(),
+        write=lambda _: {},
+        read=lambda _, facts: {
+            "pp": facts.get("pp", 1),
+            "virtual_stages": 1,
+            "schedule": "1F1B" if facts.get("pp", 1) > 1 else None,
+        },
+    ),
+    Entry(
+        keys=_TP,
+        write=lambda facts: {_TP[0]: facts["tp"], _TP[1]: facts["tp_overlap"] != "none"} if facts["tp"] > 1 else {},
+        read=lambda settings, facts: {
+            "tp": max(1, whole(settings, _TP[0], facts.get("tp", 1), least=0)),
+            "sequence_parallel": False,
+            "tp_overlap": "none",
+        },
+    ),
+    Entry(keys=_CONTEXT, write=_write_context, read=_read_context),
+    Entry(keys=_EXPERTS, write=_write_experts, read=_read_experts),
+    Entry(
+        keys=(_STAGE, _HPZ, "zero_optimization.overlap_comm", "zero_optimization.contiguous_gradients"),
+        write=_write_stage,
+        read=_read_stage,
+    ),
+    Entry(keys=_BATCH, write=_write_batch, read=_read_batch),
+    Entry(
+        keys=(
+            "bf16.enabled",
+            "fp16.enabled",
+            "communication_data_type",
+            "seq_parallel_communication_data_type",
+        ),
+        write=_write_types,
+        read=_read_types,
+    ),
+)

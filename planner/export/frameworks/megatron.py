@@ -1,0 +1,153 @@
+"""Megatron-LM: arguments of `pretrain_gpt.py`, model included, in a script that starts it under torchrun."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.export.degrees import to_zero_stage
+from planner.export.draft import Draft, Target
+from planner.export.frameworks.megatron_fields import SHARDING, TABLE
+from planner.export.frameworks.megatron_model import model_flags
+from planner.export.job import ExportJob, require_legal
+from planner.export.mapping import write as settings_of
+from planner.export.script import ShellExpression, started_script
+from simulator.config.model import Model
+from simulator.config.overlap_sites import tp_overlap_label
+from simulator.runtimes.environment import Variable
+
+VERSION = "0.19.2"
+TITLE = f"Megatron-LM (megatron-core {VERSION})"
+PROGRAM = "pretrain_gpt.py"
+CONNECTIONS = Variable(
+    name="CUDA_DEVICE_MAX_CONNECTIONS",
+    value="1",
+    reason="Megatron-LM requires it with tensor or context parallelism: kernels then run in launch order",
+)
+# Megatron-LM requires it below Blackwell only, which schedules the kernels of several queues in order.
+BLACKWELL = 100
+
+
+# Without arguments of the user's the script runs on made-up data, so that it starts as it stands.
+TRIAL = (
+    "--mock-data",
+    "--tokenizer-type=NullTokenizer",
+    "--lr=1e-4",
+    "--train-iters=20",
+    "--log-interval=1",
+    "--eval-iters=0",
+    "--distributed-timeout-minutes=10",
+)
+TRIAL_LINES = (
+    f"[ $# -gt 0 ] || set -- {' '.join(TRIAL)}  # your data, tokenizer, learning rate and iterations instead\n"
+)
+
+
+def parallel_flags(job: ExportJob) -> dict[str, Any]:
+    """Return the flags of degrees, batch, schedule, recompute and types."""
+    plan, model = job.plan, job.question.model
+    stage = to_zero_stage(plan)
+    hybrid = plan.zero_stage is None and stage in SHARDING and plan.dp_replicate > 1
+    given = {
+        "zero_stage": stage,
+        "moe": model.moe is not None,
+        "max_positions": model.max_positions,
+        "instances": plan.dp_replicate if hybrid else None,
+    }
+    return settings_of(TABLE, job.facts() | given)
+
+
+def flag_words(flags: dict[str, Any]) -> list[str]:
+    words: list[str] = []
+    for flag, value in flags.items():
+        words += [flag] if value is True else [flag, str(value)]
+    return words
+
+
+def program(job: ExportJob) -> tuple[list[str], Draft]:
+    """Return the arguments of torchrun, and a draft of what they set. Raises Infeasible."""
+    not_expressed = []
+    if job.plan.recompute not in {"none", "full", "selective"}:
+        not_expressed.append(
+            f"recompute {job.plan.recompute!r}: written as selective, which recomputes core attention only"
+        )
+        job = job.with_plan(job.plan.with_(recompute="selective"))
+    notes = require_legal(job, "megatron-lm", TITLE)
+    plan, model, runtime = job.plan, job.question.model, job.question.runtime
+    flags = model_flags(model) | parallel_flags(job)
+    if plan.zero_stage is None and plan.dp_shard > 1:
+        not_expressed.append("FSDP2 is written as Megatron-FSDP, which is another implementation")
+    if plan.recompute_per_stage:
+        not_expressed.append(
+            f"recompute per stage ({', '.join(plan.recompute_per_stage)}): one mode holds for all stages"
+        )
+    if plan.tp_overlap not in {"none", "ring"}:
+        not_expressed.append(
+            f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as --tp-comm-overlap, which takes rings"
+        )
+    if (
+        runtime.param_dtype == "bfloat16" and job.question.framework.name != "megatron-lm"
+    ):  # Megatron-LM's own meaning of it
+        not_expressed.append("parameters stored in bfloat16 only: Megatron-LM keeps float32 copies in its optimizer")
+    if runtime.compile:
+        not_expressed.append("torch.compile of the model: Megatron-LM compiles single functions only")
+    not_expressed += _model_not_expressed(model)
+    if runtime.optimizer not in {"adam", "adamw"}:
+        not_expressed.append(f"optimizer {runtime.optimizer}: left at Adam")
+    return [PROGRAM, *flag_words(flags), ShellExpression('"$@"')], Draft(
+        body=TRIAL_LINES,
+        settings=flags,
+        not_expressed=tuple(not_expressed),
+        needed=(
+            f"{PROGRAM} of a Megatron-LM checkout",
+            "data, tokenizer, learning rate, iterations and checkpoints, which no plan decides: append their flags",
+            "nothing more to try the plan: without arguments the script runs on made-up data",
+            "numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses",
+        ),
+        notes=notes,
+        environment=(CONNECTIONS,) if needs_one_connection(job) else (),
+    )
+
+
+def _model_not_expressed(model: Model) -> list[str]:
+    """Return what of the model the flags of pretrain_gpt.py cannot express."""
+    not_expressed = []
+    if model.windowed_layers:
+        not_expressed.append(
+            f"sliding window of {model.sliding_window} in {model.windowed_layers} layers: add --window-size"
+        )
+    if model.norms_per_layer != 2 or model.qk_norm_wide:
+        not_expressed.append(
+            f"the norms of {model.family}: Megatron-LM has two a layer, and per-head ones on queries and keys"
+        )
+    if model.parallel_residual:
+        not_expressed.append("attention and feed-forward in parallel: Megatron-LM runs one after the other")
+    if model.attention_out_bias != model.mlp_bias or model.head_bias:
+        not_expressed.append("biases on some projections only: Megatron-LM has them on all or none")
+    if model.gated_mlp and model.family.startswith("gemma"):
+        not_expressed.append("the GELU in its gates: written as --swiglu, which costs the same")
+    if model.multi_token_layers:
+        not_expressed.append(f"{model.multi_token_layers} multi-token prediction layers: add --mtp-num-layers")
+    return not_expressed
+
+
+def needs_one_connection(job: ExportJob) -> bool:
+    plan = job.plan
+    early = job.question.cluster.slowest_kind.compute_capability < BLACKWELL
+    return early and (plan.tp > 1 or plan.cp > 1) and to_zero_stage(plan) not in SHARDING
+
+
+def write(job: ExportJob) -> Draft:
+    """Return a shell script. Raises Infeasible."""
+    words, draft = program(job)
+    return started_script(job, words, draft)
+
+
+TARGET = Target(
+    name="megatron",
+    version=VERSION,
+    title="Megatron-LM",
+    file_name="megatron.sh",
+    write=write,
+    first_line="#!/bin/sh",
+    run="sh megatron.sh",
+)

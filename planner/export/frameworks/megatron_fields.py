@@ -1,0 +1,302 @@
+"""How Megatron-LM spells a plan: flags of `pretrain_gpt.py`, in both directions.
+
+Flags and defaults: `megatron/training/arguments.py` and the dataclasses it reads, as megatron-core 0.19.2 ships them. Its
+default rank order tp-cp-ep-dp-pp names the fastest axis first (`megatron/core/parallel_state.py`), which is that of
+`rank_grid`. A flag without a value is True.
+"""
+
+from __future__ import annotations
+
+from planner.export.frameworks.megatron_model import set_flags
+from planner.export.mapping import Entry, Facts, Settings, Table, one_of, truth, whole
+from simulator.config.plan import Plan
+from simulator.pipeline.schedules import default_schedule
+from simulator.pipeline.stages import stage_layers
+from simulator.runtimes.library import runtime_spec
+from topology.errors import BadInput
+
+SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
+CONTEXT = {"ring": "p2p", "all_gather": "all_gather", "all_to_all": "a2a"}
+_TP, _PP, _CP, _EP = (
+    f"--{word}-size"
+    for word in ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel", "expert-model-parallel")
+)
+_LAYOUT = "--pipeline-model-parallel-layout"
+_STAGES, _PER_STAGE = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
+_ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+_CAPACITY = ("--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity")
+_SHARD = (
+    "--use-distributed-optimizer",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--use-megatron-fsdp",
+    "--data-parallel-sharding-strategy",
+    "--num-distributed-optimizer-instances",
+    "--ckpt-format",
+    "--no-gradient-accumulation-fusion",
+)
+_RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-activations")
+_TYPES = ("--bf16", "--fp16", "--fp8-format", "--grad-reduce-in-bf16")
+
+
+def _degree(flag: str, fact: str) -> Entry:
+    return Entry(
+        keys=(flag,),
+        write=lambda facts: {flag: facts[fact]},
+        read=lambda settings, _: {fact: whole(settings, flag, 1)},
+    )
+
+
+def _write_experts(facts: Facts) -> Settings:
+    if not facts["moe"]:
+        return {}
+    return set_flags(
+        {
+            _EP: facts["ep"],
+            # Without sequence parallelism experts are sharded with the rest.
+            "--expert-tensor-parallel-size": 1 if facts["sequence_parallel"] else facts["tp"],
+            _CAPACITY[0]: facts["capacity_factor"],
+            _CAPACITY[1]: facts["capacity_factor"] is not None,
+        }
+    )
+
+
+def _read_experts(settings: Settings, _: Facts) -> Facts:
+    factor = settings.get(_CAPACITY[0])
+    try:
+        capacity = None if factor is None else float(str(factor))
+    except ValueError:
+        raise BadInput(f"{_CAPACITY[0]} is {str(factor)[:40]!r}", why="it must be a number") from None
+    return {"ep": whole(settings, _EP, 1), "capacity_factor": capacity}
+
+
+def pipeline_layout(layers: tuple[int, ...]) -> str:
+    """Return the stages in Megatron-LM's layout notation: E embedding, t layer, L loss, | between stages."""
+    stages = ["t" * count for count in layers]
+    stages[0] = f"E{stages[0]}"
+    stages[-1] = f"{stages[-1]}L"
+    return "|".join(stages)
+
+
+def _write_pipeline(facts: Facts) -> Settings:
+    uneven = bool(facts["layers_per_stage"]) and facts["pp"] > 1
+    return set_flags(
+        {
+            _PP: facts["pp"],
+            _STAGES: facts["virtual_stages"] if facts["virtual_stages"] > 1 and not uneven else None,
+            _LAYOUT: pipeline_layout(facts["layers_per_stage"]) if uneven else None,
+        }
+    )
+
+
+def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
+    pp = whole(settings, _PP, 1)
+    if pp == 1:
+        return {"pp": 1, "virtual_stages": 1, "schedule": None, "layers_per_stage": ()}
+    listed: tuple[int, ...] = ()
+    virtual = whole(settings, _STAGES, 1)
+    if _LAYOUT in settings:
+        listed = layers_of_layout(str(settings[_LAYOUT]))
+        if len(listed) % pp:
+            raise BadInput(f"{_LAYOUT} has {len(listed)} stages for {pp} pipeline ranks")
+        virtual = len(listed) // pp
+    elif _PER_STAGE in settings:
+        per_stage = whole(settings, _PER_STAGE)
+        if facts["layers"] % (pp * per_stage):
+            raise BadInput(f"{facts['layers']} layers are not a multiple of {pp} ranks x {_PER_STAGE} {per_stage}")
+        virtual = facts["layers"] // pp // per_stage
+    elif any(flag in settings for flag in _ENDS):
+        listed = _with_ends(settings, facts["layers"], pp, virtual)
+    schedule = default_schedule(virtual)
+    even = stage_layers(
+        facts["layers"],
+        Plan(pp=pp, virtual_stages=virtual, schedule=schedule),
+        runtime_spec("megatron-lm").pipeline,
+    )
+    return {
+        "pp": pp,
+        "virtual_stages": virtual,
+        "schedule": schedule,
+        "layers_per_stage": () if listed == even else listed,
+    }
+
+
+def layers_of_layout(text: str) -> tuple[int, ...]:
+    """Return the layers of each stage of a layout such as `Et*3|(tt|)*29,m|L`. Raises BadInput for another notation."""
+    compact = text.replace(" ", "").replace(",", "").strip("'\"")
+    out, index = "", 0
+    while index < len(compact) and len(out) < 1 << 16:
+        if compact[index] == "(":
+            close = compact.find(")", index)
+            unit, index = compact[index + 1 : close if close > 0 else None], (close + 1 if close > 0 else len(compact))
+        else:
+            unit, index = compact[index], index + 1
+        times = ""
+        if compact[index : index + 1] == "*":
+            index += 1
+            while index < len(compact) and compact[index].isdecimal():
+                times, index = times + compact[index], index + 1
+        out += unit * min(int(times[:5] or 1), 4096)
+    if not out or set(out) - set("EtLmS|"):
+        raise BadInput(f"{_LAYOUT} {text[:60]!r} is not a layout", why="E, t, m and L, with | between stages")
+    return tuple(stage.count("t") for stage in out.split("|"))
+
+
+def _with_ends(settings: Settings, layers: int, pp: int, virtual: int) -> tuple[int, ...]:
+    """Return layers by stage where the first or the last pipeline rank has a number of its own."""
+    ends = [whole(settings, flag, 0) if flag in settings else None for flag in _ENDS]
+    named = sum(end or 0 for end in ends)
+    ranks = pp - sum(end is not None for end in ends)
+    if virtual > 1 or ranks < 1 or (layers - named) % ranks:
+        raise BadInput(
+            f"{layers} layers with {' and '.join(_ENDS)} do not spread over {pp} pipeline ranks",
+            why="what is left must divide by the other ranks; with virtual stages use a layout",
+        )
+    middle = [(layers - named) // ranks] * ranks
+    first, last = ends
+    return (*(() if first is None else (first,)), *middle, *(() if last is None else (last,)))
+
+
+def _write_sharding(facts: Facts) -> Settings:
+    stage = facts["zero_stage"] or 0
+    fully = stage in SHARDING
+    dp = facts["dp_replicate"] * facts["dp_shard"]
+    overlaps = stage >= 1 and dp * facts["cp"] > 1
+    values = (
+        stage >= 1,
+        overlaps,
+        overlaps,
+        fully,
+        SHARDING.get(stage),
+        facts.get("instances"),
+        "fsdp_dtensor" if fully else None,
+        fully,
+    )
+    return set_flags(dict(zip(_SHARD, values, strict=True)))
+
+
+def _read_sharding(settings: Settings, facts: Facts) -> Facts:
+    others = facts["tp"] * facts["cp"] * facts["pp"]
+    if facts["gpus"] % others:
+        raise BadInput(
+            f"{facts['gpus']} GPUs are not a multiple of tp {facts['tp']} x cp {facts['cp']} x pp {facts['pp']}",
+            remedy="say with --gpus how many the command is for",
+        )
+    stage = 1 if truth(settings, "--use-distributed-optimizer") else 0
+    if truth(settings, "--use-megatron-fsdp") or truth(settings, "--use-custom-fsdp"):
+        known = {"no_shard": 0, "optim": 1, **{word: stage for stage, word in SHARDING.items()}}
+        word = str(settings.get("--data-parallel-sharding-strategy", "no_shard"))
+        if word not in known:
+            raise BadInput(f"--data-parallel-sharding-strategy is {word[:40]!r}", why=f"known: {', '.join(known)}")
+        stage = known[word]
+    elif truth(settings, "--use-torch-fsdp2"):
+        stage = 3
+    return {"zero_stage": stage, "dp_replicate": facts["gpus"] // others, "dp_shard": 1, "reshard_after_forward": None}
+
+
+def _write_batch(facts: Facts) -> Settings:
+    return {
+        "--micro-batch-size": facts["micro_batch_size"],
+        "--global-batch-size": facts["global_batch_size"],
+        "--seq-length": facts["seq_len"],
+        "--max-position-embeddings": max(facts["seq_len"], facts.get("max_positions", 0)),
+    }
+
+
+def _read_batch(settings: Settings, facts: Facts) -> Facts:
+    micro = whole(settings, "--micro-batch-size", 1)
+    stated = facts.get("seq_len") or 2048
+    length = whole(settings, "--seq-length", whole(settings, "--encoder-seq-length", stated))
+    # Without a global batch it is one micro batch a data-parallel rank.
+    return {
+        "micro_batch_size": micro,
+        "seq_len": length,
+        "global_batch_size": whole(settings, "--global-batch-size", micro * facts["dp_replicate"]),
+    }
+
+
+def _write_recompute(facts: Facts) -> Settings:
+    mode = facts["recompute"]
+    if mode == "full":
+        return dict(zip(_RECOMPUTE, ("full", "uniform", 1), strict=False))
+    return {_RECOMPUTE[0]: "selective"} if mode == "selective" else {}
+
+
+def _read_recompute(settings: Settings, facts: Facts) -> Facts:
+    if truth(settings, "--recompute-activations"):
+        return {"recompute": "selective"}
+    if _RECOMPUTE[0] not in settings:
+        return {"recompute": "none"}
+    mode = one_of(settings, _RECOMPUTE[0], {"full": "full", "selective": "selective"}, "selective")
+    count = whole(settings, _RECOMPUTE[2], 1, least=0)
+    held = facts["layers"] // (facts["pp"] * facts["virtual_stages"])
+    if mode == "full" and settings.get(_RECOMPUTE[1]) == "block" and count < held:
+        raise BadInput(
+            f"full recomputation of {count} of the {held} layers of a stage is not described",
+            why="--recompute-method block recomputes the first layers only",
+            remedy="--recompute full or none, to ask about one of the two",
+        )
+    return {"recompute": mode}
+
+
+def _write_types(facts: Facts) -> Settings:
+    compute = facts["compute_dtype"]
+    return set_flags(
+        {
+            "--bf16": compute in {"bfloat16", "float8"},
+            "--fp16": compute == "float16",
+            "--fp8-format": "hybrid" if compute == "float8" else None,
+            "--grad-reduce-in-bf16": facts["reduce_dtype"] == "bfloat16",
+        }
+    )
+
+
+def _read_types(settings: Settings, _: Facts) -> Facts:
+    bf16, fp16 = truth(settings, "--bf16"), truth(settings, "--fp16")
+    if bf16 and fp16:
+        raise BadInput("--bf16 and --fp16 exclude each other")
+    stored = "bfloat16" if bf16 else "float16" if fp16 else "float32"
+    low = "--fp8-format" in settings or "--fp8-hybrid" in settings
+    # arguments.py: gradients are accumulated and reduced in float32 with bf16 unless told otherwise.
+    reduce = "bfloat16" if truth(settings, "--grad-reduce-in-bf16") else "float16" if fp16 else "float32"
+    if truth(settings, "--accumulate-allreduce-grads-in-fp32"):
+        reduce = "float32"
+    return {"param_dtype": stored, "compute_dtype": "float8" if low else stored, "reduce_dtype": reduce}
+
+
+def _read_overlap(settings: Settings, _: Facts) -> Facts:
+    return {"tp_overlap": "ring" if truth(settings, "--tp-comm-overlap") else "none"}
+
+
+TABLE: Table = (
+    _degree(_TP, "tp"),
+    Entry(
+        keys=("--sequence-parallel",),
+        write=lambda facts: {"--sequence-parallel": True} if facts["sequence_parallel"] and facts["tp"] > 1 else {},
+        read=lambda settings, facts: {"sequence_parallel": facts["tp"] > 1 and truth(settings, "--sequence-parallel")},
+    ),
+    Entry(keys=(_PP, _STAGES, _LAYOUT, _PER_STAGE, *_ENDS), write=_write_pipeline, read=_read_pipeline),
+    _degree(_CP, "cp"),
+    Entry(
+        keys=("--cp-comm-type",),
+        write=lambda facts: {"--cp-comm-type": CONTEXT[facts["cp_method"] or "ring"]} if facts["cp"] > 1 else {},
+        read=lambda settings, facts: {
+            "cp_method": one_of(settings, "--cp-comm-type", CONTEXT, "p2p") if facts["cp"] > 1 else None
+        },
+    ),
+    Entry(keys=(_EP, "--expert-tensor-parallel-size", *_CAPACITY), write=_write_experts, read=_read_experts),
+    Entry(keys=_SHARD, write=_write_sharding, read=_read_sharding),
+    Entry(
+        keys=("--micro-batch-size", "--global-batch-size", "--seq-length", "--max-position-embeddings"),
+        write=_write_batch,
+        read=_read_batch,
+    ),
+    Entry(keys=_RECOMPUTE, write=_write_recompute, read=_read_recompute),
+    Entry(
+        keys=("--tp-comm-overlap",),
+        write=lambda facts: {"--tp-comm-overlap": True} if facts["tp_overlap"] != "none" else {},
+        read=_read_overlap,
+    ),
+    Entry(keys=_TYPES, write=_write_types, read=_read_types),
+    Entry(keys=(), write=lambda _: {}, read=lambda *_: {"optimizer": "adamw", "compile": False}),
+)

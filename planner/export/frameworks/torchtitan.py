@@ -1,0 +1,51 @@
+"""What all versions of torchtitan cannot express of a plan."""
+
+from __future__ import annotations
+
+from planner.export.degrees import to_fsdp_degrees
+from planner.export.job import ExportJob, require_legal
+from simulator.config.overlap_sites import tp_overlap_label
+from simulator.config.plan import Plan
+from topology.errors import Infeasible
+
+TITLE = "torchtitan"
+
+
+def prepared(job: ExportJob, title: str) -> tuple[ExportJob, tuple[str, ...], tuple[str, ...]]:
+    """Return the job with its sharding as FSDP2 degrees, what torchtitan does not express of it, and notes.
+
+    Raises Infeasible for what it cannot run.
+    """
+    fsdp, sharding_notes = to_fsdp_degrees(job.plan, title)
+    job = job.with_plan(fsdp)
+    notes = require_legal(job, "torchtitan", title)
+    runtime = job.question.runtime
+    if runtime.param_dtype not in {"float32", "bfloat16"}:
+        raise Infeasible(f"{TITLE} stores parameters in float32 or bfloat16, the plan in {runtime.param_dtype}")
+    return job, (*sharding_notes, *_not_expressed(job), *overlap_not_expressed(fsdp)), notes
+
+
+def _not_expressed(job: ExportJob) -> list[str]:
+    plan, runtime = job.plan, job.question.runtime
+    not_expressed = []
+    if plan.capacity_factor is not None:
+        not_expressed.append(f"expert capacity factor {plan.capacity_factor:g}: {TITLE} drops no tokens")
+    if plan.recompute_per_stage:
+        not_expressed.append(
+            f"recompute per stage ({', '.join(plan.recompute_per_stage)}): {TITLE} has one mode for all stages"
+        )
+    if runtime.reduce_dtype != "float32":
+        not_expressed.append(f"gradients reduced in {runtime.reduce_dtype}: {TITLE} reduces in float32")
+    if runtime.compute_dtype == "float8":
+        not_expressed.append("float8 products: add the converter of your torchao version to model.converters")
+    if runtime.optimizer != "adamw":
+        not_expressed.append(f"optimizer {runtime.optimizer}: left at {TITLE}'s AdamW")
+    return not_expressed
+
+
+def overlap_not_expressed(plan: Plan) -> tuple[str, ...]:
+    if plan.tp_overlap in {"none", "async"}:
+        return ()
+    return (
+        f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: {TITLE} has asynchronous tensor parallelism only",
+    )

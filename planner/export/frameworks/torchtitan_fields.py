@@ -1,0 +1,299 @@
+"""How torchtitan spells a plan: the keys of 0.2.2 (TOML) and of 0.3.0 (command line), in both directions.
+
+Sources: torchtitan 0.2.2 `config/job_config.py`, 0.3.0 `config/configs.py` and `trainer.py`. Its mesh axes are
+pp, dp_replicate, dp_shard, cp, tp, the last fastest (`distributed/parallel_dims.py`), as `rank_grid` does. Defaults that
+readers fill in are those of these classes.
+"""
+
+from __future__ import annotations
+
+from planner.export.mapping import (
+    Entry,
+    Facts,
+    Settings,
+    Table,
+    data_parallel_rest,
+    number,
+    one_of,
+    switch,
+    truth,
+    whole,
+    words,
+)
+from simulator.config.plan import Plan
+from simulator.pipeline.schedules import SCHEDULES
+from simulator.pipeline.stages import stage_layers
+from simulator.runtimes.library import runtime_spec
+from topology.errors import BadInput
+
+# `alltoall` passes keys and values around a ring; `allgather` gathers them first.
+ROTATE = {"ring": "alltoall", "all_gather": "allgather"}
+PARAM_DTYPES = {"float32": "float32", "bfloat16": "bfloat16"}
+RESHARD = {None: "default", True: "always", False: "never"}
+# Modes of 0.2.2: (mode, selective_ac_option); every second block, or by operator (distributed/activation_checkpoint.py).
+RECOMPUTE = {
+    "none": ("none", None),
+    "full": ("full", None),
+    "selective": ("selective", "2"),
+    "selective-op": ("selective", "op"),
+}
+SUBCOMMAND = "activation_checkpoint"
+# 0.3.0 selects operators only; every second block is written as that, and said so.
+RECOMPUTE_0_3 = {"none": "none", "full": "full", "selective-op": "selective"}
+
+_DEGREE = "parallelism.{}_degree"
+_SHARD = _DEGREE.format("data_parallel_shard")
+_SCHEDULE = "parallelism.pipeline_parallel_schedule"
+_MICRO_BATCH = "parallelism.pipeline_parallel_microbatch_size"
+_PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
+_MODULES = "parallelism.module_fqns_per_model_part"
+_LESS = tuple(f"parallelism.pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
+
+
+def _read_shard(settings: Settings, facts: Facts) -> Facts:
+    product = facts["dp_replicate"] * facts["tp"] * facts["cp"] * facts["pp"]
+    return {"dp_shard": data_parallel_rest(settings, facts, _SHARD, product)}
+
+
+DEGREES: Table = (
+    number(_DEGREE.format("data_parallel_replicate"), "dp_replicate"),
+    number(_DEGREE.format("tensor_parallel"), "tp"),
+    number(_DEGREE.format("context_parallel"), "cp"),
+    number(_DEGREE.format("pipeline_parallel"), "pp"),
+    number(_DEGREE.format("expert_parallel"), "ep"),
+    Entry(keys=(_SHARD,), write=lambda facts: {_SHARD: facts["dp_shard"]}, read=_read_shard),
+    words("parallelism.fsdp_reshard_after_forward", "reshard_after_forward", RESHARD, "default"),
+)
+
+
+def _write_batch(facts: Facts) -> Settings:
+    """With a pipeline, all micro batches run in one pass, so the local batch is the rank's share of the global batch;
+    without one it is a micro batch, and gradients are accumulated up to the global batch.
+    """
+    share = facts["global_batch_size"] // (facts["dp_replicate"] * facts["dp_shard"])
+    return {
+        "training.local_batch_size": share if facts["pp"] > 1 else facts["micro_batch_size"],
+        "training.global_batch_size": facts["global_batch_size"],
+    }
+
+
+def _read_batch(settings: Settings, facts: Facts) -> Facts:
+    local = whole(settings, "training.local_batch_size", 8)
+    dp = facts["dp_replicate"] * facts["dp_shard"]
+    stated = whole(settings, "training.global_batch_size", -1, least=-1)
+    if stated > 0 and stated % (local * dp):
+        raise BadInput(
+            f"training.global_batch_size {stated} is not a multiple of local_batch_size {local} x data parallel {dp}"
+        )
+    micro = whole(settings, _MICRO_BATCH, 1) if facts["pp"] > 1 else local
+    return {"global_batch_size": stated if stated > 0 else local * dp, "micro_batch_size": micro}
+
+
+BATCH: Table = (
+    Entry(keys=("training.local_batch_size", "training.global_batch_size"), write=_write_batch, read=_read_batch),
+    number("training.seq_len", "seq_len", 2048),
+    words("training.dtype", "param_dtype", PARAM_DTYPES, "float32"),
+    Entry(
+        keys=("training.mixed_precision_param",),
+        write=lambda facts: {
+            "training.mixed_precision_param": "bfloat16"
+            if facts["compute_dtype"] == "float8"
+            else facts["compute_dtype"]
+        },
+        read=lambda settings, _: {
+            "compute_dtype": one_of(settings, "training.mixed_precision_param", PARAM_DTYPES, "bfloat16")
+        },
+    ),
+    # Not a choice: gradients are reduced in float32 (mixed_precision_reduce has one value).
+    Entry(
+        keys=("training.mixed_precision_reduce",),
+        write=lambda _: {"training.mixed_precision_reduce": "float32"},
+        read=lambda *_: {"reduce_dtype": "float32"},
+    ),
+)
+
+
+def stage_modules(facts: Facts, plan: Plan, head: str) -> list[list[str]]:
+    """Return the modules of each stage; empty if torchtitan splits the model in the same way.
+
+    `head` is the name of the output projection in this version.
+    """
+    kind = SCHEDULES.get(plan.schedule or "")
+    if plan.pp == 1 or (not plan.layers_per_stage and plan.virtual_stages == (kind.least_stages if kind else 1)):
+        return []
+    counts = stage_layers(facts["layers"], plan, runtime_spec("torchtitan").pipeline)
+    parts: list[list[str]] = []
+    start = 0
+    for count in counts:
+        parts.append([f"layers.{index}" for index in range(start, start + count)])
+        start += count
+    parts[0].insert(0, "tok_embeddings")
+    parts[-1] += ["norm", head]
+    return parts
+
+
+def _plan(facts: Facts) -> Plan:
+    """Return the part of a plan that decides stages."""
+    names = ("pp", "schedule", "virtual_stages", "layers_per_stage")
+    return Plan(**{name: facts[name] for name in names})
+
+
+def pipeline(head: str) -> Entry:
+    """The pipeline of a version whose output projection is called `head`."""
+
+    def write(facts: Facts) -> Settings:
+        if facts["pp"] == 1:
+            return {}
+        settings = {_SCHEDULE: facts["schedule"] or "1F1B", _MICRO_BATCH: facts["micro_batch_size"]}
+        modules = stage_modules(facts, _plan(facts), head)
+        return settings | ({_MODULES: modules} if modules else {})
+
+    return Entry(keys=(_SCHEDULE, _MICRO_BATCH, _MODULES, _PER_STAGE, *_LESS), write=write, read=_read_pipeline)
+
+
+def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
+    if facts["pp"] == 1:
+        return {"schedule": None, "virtual_stages": 1, "layers_per_stage": ()}
+    schedule = settings.get(_SCHEDULE, "1F1B")
+    kinds = {name.lower(): name for name in SCHEDULES}
+    if not isinstance(schedule, str) or schedule.lower() not in kinds:
+        raise BadInput(f"{_SCHEDULE} is {str(schedule)[:60]!r}", why=f"known: {', '.join(SCHEDULES)}")
+    kind = SCHEDULES[kinds[schedule.lower()]]
+    found: Facts = {"schedule": kind.name, "virtual_stages": kind.least_stages, "layers_per_stage": ()}
+    modules = settings.get(_MODULES)
+    if modules:
+        counts = _layer_counts(modules)
+        if len(counts) % facts["pp"]:
+            raise BadInput(f"{_MODULES} has {len(counts)} stages for {facts['pp']} pipeline ranks")
+        return _listed(found, counts, facts)
+    less = [whole(settings, key, 1, least=0) for key in _LESS]
+    if settings.get(_PER_STAGE) is not None:
+        # pipeline_parallel.py, pipeline_llm: the embedding and the head count as layers.
+        per_stage = whole(settings, _PER_STAGE)
+        stages = -(-(facts["layers"] + sum(less)) // per_stage)
+        if stages % facts["pp"]:
+            raise BadInput(
+                f"{_PER_STAGE} {per_stage} makes {stages} stages, not a multiple of {facts['pp']} pipeline ranks"
+            )
+        found["virtual_stages"] = stages // facts["pp"]
+    if less != [1, 1]:
+        return _listed(found, _uneven(facts["layers"], facts["pp"] * found["virtual_stages"], less), facts)
+    return found
+
+
+def _layer_counts(modules: object) -> list[int]:
+    if not isinstance(modules, list) or not all(isinstance(part, list) for part in modules):
+        raise BadInput(f"{_MODULES} is not a list of lists of module names")
+    return [sum(str(name).startswith("layers.") for name in part) for part in modules]
+
+
+def _listed(found: Facts, counts: list[int], facts: Facts) -> Facts:
+    """Return the stages as a list, or without it where it is what torchtitan would do by itself."""
+    stages = len(counts) // facts["pp"]
+    even = Plan(pp=facts["pp"], virtual_stages=stages, schedule=found["schedule"])
+    same = stage_layers(facts["layers"], even, runtime_spec("torchtitan").pipeline) == tuple(counts)
+    return found | {"virtual_stages": stages, "layers_per_stage": () if same else tuple(counts)}
+
+
+def _uneven(layers: int, stages: int, less: list[int]) -> list[int]:
+    """Return layers by stage where the ends hold `less` layers (pipeline_parallel.py, generate_llm_fqn_per_model_part)."""
+    total = layers + sum(less)
+    counts = [total // stages + (1 if i < total % stages else 0) for i in range(stages)]
+    counts[0] -= less[0]
+    counts[-1] -= less[1]
+    return counts
+
+
+# 0.2.2
+
+_AC_MODE, _AC_OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+
+
+def _write_recompute(facts: Facts) -> Settings:
+    mode, option = RECOMPUTE.get(facts["recompute"], ("none", None))
+    return {_AC_MODE: mode} | ({_AC_OPTION: option} if option else {})
+
+
+def _read_recompute(settings: Settings, _: Facts) -> Facts:
+    mode = settings.get(_AC_MODE, "selective")
+    option = str(settings.get(_AC_OPTION, "2")) if mode == "selective" else None
+    for ours, theirs in RECOMPUTE.items():
+        if theirs == (mode, option):
+            return {"recompute": ours}
+    if mode == "selective" and option == "1":  # every block
+        return {"recompute": "full"}
+    raise BadInput(
+        f"{_AC_MODE} {str(mode)[:40]!r} with selective_ac_option {str(option)[:40]!r} is not described",
+        why="known: none, full, selective with 1, 2 or op",
+    )
+
+
+def _write_async(key: str, *, always: bool) -> Entry:
+    def write(facts: Facts) -> Settings:
+        used = facts["tp_overlap"] == "async"
+        return {key: used} if used or always else {}
+
+    def read(settings: Settings, _: Facts) -> Facts:
+        return {"tp_overlap": "async" if truth(settings, key) else "none"}
+
+    return Entry(keys=(key,), write=write, read=read)
+
+
+def _write_context(facts: Facts) -> Settings:
+    method = facts["cp_method"] or "all_gather"
+    key = "parallelism.context_parallel_rotate_method"
+    return {key: ROTATE[method]} if facts["cp"] > 1 and method in ROTATE else {}
+
+
+def _read_context(settings: Settings, facts: Facts) -> Facts:
+    if facts["cp"] == 1:
+        return {"cp_method": None}
+    return {"cp_method": one_of(settings, "parallelism.context_parallel_rotate_method", ROTATE, "allgather")}
+
+
+TOML: Table = (
+    *DEGREES,
+    *BATCH,
+    pipeline("output"),
+    Entry(keys=("parallelism.context_parallel_rotate_method",), write=_write_context, read=_read_context),
+    _write_async("parallelism.enable_async_tensor_parallel", always=False),
+    Entry(keys=(_AC_MODE, _AC_OPTION), write=_write_recompute, read=_read_recompute),
+    switch("compile.enable", "compile"),
+    # 0.2.2 has no switch: tensor parallelism is always with sequence parallelism.
+    Entry(keys=(), write=lambda _: {}, read=lambda _, facts: {"sequence_parallel": facts["tp"] > 1}),
+    Entry(keys=(), write=lambda _: {}, read=lambda *_: {"optimizer": "adamw", "zero_stage": None}),
+)
+
+
+# 0.3.0
+
+_SEQUENCE = "parallelism.enable_sequence_parallel"
+
+COMMAND_LINE: Table = (
+    *DEGREES,
+    *BATCH,
+    pipeline("lm_head"),
+    Entry(
+        keys=(_SEQUENCE,),
+        write=lambda facts: {_SEQUENCE: facts["sequence_parallel"]},
+        read=lambda settings, facts: {
+            "sequence_parallel": facts["tp"] > 1 and truth(settings, _SEQUENCE, default=True)
+        },
+    ),
+    switch("compile.enable", "compile"),
+    _write_async("compile.enable_async_tensor_parallel", always=True),
+    Entry(
+        keys=(SUBCOMMAND,),
+        write=lambda facts: {SUBCOMMAND: RECOMPUTE_0_3.get(facts["recompute"], "selective")},
+        read=lambda settings, _: {"recompute": one_of(settings, SUBCOMMAND, RECOMPUTE_0_3, "selective")},
+    ),
+    Entry(
+        keys=(),
+        write=lambda _: {},
+        read=lambda _, facts: {
+            "optimizer": "adamw",
+            "zero_stage": None,
+            "cp_method": "all_gather" if facts["cp"] > 1 else None,
+        },
+    ),
+)

@@ -1,0 +1,145 @@
+"""One mapping between a plan and the keys of a framework's configuration, read in both directions.
+
+A table is a tuple of entries. An entry says how some facts (fields of `Plan`, `Workload` and `Runtime`) are written under
+the framework's own keys, and how they are read back. The exports write with a table and `planner check` reads with it, so
+the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from topology.errors import BadInput
+
+# Facts hold names of fields of a Plan, Workload and Runtime, and `gpus` and `layers`, which a reader is told.
+Facts = dict[str, Any]
+Settings = dict[str, Any]
+
+PLAN_FACTS = frozenset(field.name for field in fields(Plan))
+WORKLOAD_FACTS = frozenset({"seq_len", "global_batch_size"})
+RUNTIME_FACTS = frozenset({"compile", "param_dtype", "compute_dtype", "reduce_dtype", "optimizer"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Facts and the keys that hold them.
+
+    `write` takes all facts of a plan and returns settings, among `keys`. `read` takes the settings of a file, absent ones
+    at the framework's defaults, and the facts that entries before this one read; it returns facts.
+    """
+
+    keys: tuple[str, ...]
+    write: Callable[[Facts], Settings]
+    read: Callable[[Settings, Facts], Facts]
+
+
+Table = tuple[Entry, ...]
+
+
+def whole(settings: Mapping[str, Any], key: str, default: int = 1, *, least: int = 1) -> int:
+    """Return an integer setting. Raises BadInput when it is none, or below `least`."""
+    value = settings.get(key)
+    if value is None:
+        return default
+    if isinstance(value, str) and value.strip().lstrip("-").isdecimal() and len(value) < 12:
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 1 << 31:
+        raise BadInput(f"{key} is {str(value)[:60]!r}", why=f"it must be a whole number of at least {least}")
+    return value
+
+
+def truth(settings: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
+    """Return a boolean setting. Raises BadInput when it is none."""
+    value = settings.get(key, default)
+    if isinstance(value, str) and value.lower() in {"true", "false"}:
+        return value.lower() == "true"
+    if not isinstance(value, bool):
+        raise BadInput(f"{key} is {str(value)[:60]!r}", why="it must be true or false")
+    return value
+
+
+def one_of(settings: Mapping[str, Any], key: str, known: Mapping[Any, str], default: str) -> Any:
+    """Return what of `known` (ours: theirs) a setting says. Raises BadInput for a word that is not among them."""
+    value = settings.get(key, default)
+    for ours, theirs in known.items():
+        if value == theirs:
+            return ours
+    listed = ", ".join(map(str, known.values()))
+    raise BadInput(f"{key} is {str(value)[:60]!r}", why=f"known: {listed}")
+
+
+def number(key: str, fact: str, default: int = 1) -> Entry:
+    """A whole number of the same meaning on both sides."""
+    return Entry(
+        keys=(key,),
+        write=lambda facts: {key: facts[fact]},
+        read=lambda settings, _: {fact: whole(settings, key, default)},
+    )
+
+
+def switch(key: str, fact: str, *, default: bool = False) -> Entry:
+    """A boolean of the same meaning on both sides."""
+    return Entry(
+        keys=(key,),
+        write=lambda facts: {key: bool(facts[fact])},
+        read=lambda settings, _: {fact: truth(settings, key, default=default)},
+    )
+
+
+def words(key: str, fact: str, known: Mapping[Any, str], default: str) -> Entry:
+    """A word for each value: `known` is ours to theirs. A value without a word is not written."""
+    return Entry(
+        keys=(key,),
+        write=lambda facts: {key: known[facts[fact]]} if facts[fact] in known else {},
+        read=lambda settings, _: {fact: one_of(settings, key, known, default)},
+    )
+
+
+def facts_of(plan: Plan, workload: Workload, runtime: Runtime, layers: int) -> Facts:
+    """Return the facts of a plan. `layers` is the model's number of layers."""
+    facts: Facts = {name: getattr(plan, name) for name in PLAN_FACTS}
+    facts |= {name: getattr(workload, name) for name in WORKLOAD_FACTS}
+    facts |= {name: getattr(runtime, name) for name in RUNTIME_FACTS}
+    return facts | {"gpus": plan.gpus, "layers": layers}
+
+
+def write(table: Table, facts: Facts) -> Settings:
+    """Return the settings of all entries."""
+    settings: Settings = {}
+    for entry in table:
+        settings |= entry.write(facts)
+    return settings
+
+
+def read(table: Table, settings: Settings, given: Facts) -> Facts:
+    """Return the facts that `settings` say; `given` are those that they do not hold. Raises BadInput."""
+    facts = dict(given)
+    for entry in table:
+        facts |= entry.read(settings, facts)
+    return facts
+
+
+def keys_of(table: Iterable[Entry]) -> frozenset[str]:
+    """Return all keys of a table."""
+    return frozenset(key for entry in table for key in entry.keys)
+
+
+def data_parallel_rest(settings: Settings, facts: Facts, key: str, product: int) -> int:
+    """Return the degree under `key`, where -1 and an absent key mean: what `product` leaves of the GPUs.
+
+    Raises BadInput where the GPUs are not a multiple of it.
+    """
+    stated = whole(settings, key, -1, least=-1)
+    if stated > 0:
+        return stated
+    if facts["gpus"] % product:
+        raise BadInput(
+            f"{key} fills {facts['gpus']} GPUs, which are not a multiple of the other degrees, {product}",
+            remedy="say with --gpus how many the configuration is for",
+        )
+    return int(facts["gpus"] // product)
