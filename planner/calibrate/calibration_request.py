@@ -247,7 +247,8 @@ def missing_from(request: Request, profile: Profile | None) -> Request:
         ]
         return len(same) >= len(one.get("counts", (1, 2)))
 
-    return Request(
+    return replace(
+        request,
         operators=tuple(one for one in request.operators if _operator_key(one) not in known),
         contention=tuple(one for one in request.contention if not any(_same_pair(one, key) for key in pairs)),
         layers=tuple(one for one in request.layers if not have_layer(one)),
@@ -386,9 +387,10 @@ def shrink(request: Request) -> Request:
     pairs = tuple({**shrunk(one), "dtype": "float32", "nbytes": 4096} for one in request.contention[:1])
     tiny = {"ranks": 2, "rows": 16, "depth": 8, "dtype": "float32"}
     sites = {one["operation"]: {**one, **tiny, "columns": [8] * len(one["columns"])} for one in request.overlap[:2]}
-    return Request(
+    return replace(
+        request,
         operators=tuple(first.values()),
         contention=pairs,
+        layers=(),
         overlap=tuple(sites.values()),
-        collectives=request.collectives,
     )
