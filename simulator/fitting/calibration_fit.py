@@ -54,9 +54,10 @@ def calibrated(profile: Profile | None, cluster: Cluster) -> Calibration | None:
     )
     collectives = _collectives(profile)
     overlap = SiteRates()
-    if found.overlap:
+    one_node = [sample for sample in found.overlap if sample.ranks <= cluster.gpus_per_node]
+    if one_node:
         roofline = Roofline(gpu=kind, measured=operators)
-        overlap = site_rates(found.overlap, profile.overlap_rates, roofline, CollectiveModel(cluster, collectives))
+        overlap = site_rates(one_node, profile.overlap_rates, roofline, CollectiveModel(cluster, collectives))
     return replace(gpu, runtimes=fit_runtimes(found, cluster, gpu), collectives=collectives, overlap=overlap)
 
 

@@ -23,6 +23,15 @@ from topology.rates.groups import GroupShape
 
 COLLECTIVE = {GATHER: "all_gather", SCATTER: "reduce_scatter"}
 HOST_BOUND = 1.1  # a time within this of what the host needs says nothing of the device
+# Names of rates in profiles of early builds.
+OLDER_NAMES = {
+    "beside": "product_slowdown",
+    "torch_beside": "torch_product_slowdown",
+    "fused_beside": "fused_product_slowdown",
+    "collective_beside": "late_product_slowdown",
+    "behind_beside": "early_product_slowdown",
+    "collective_slowed": "collective_slowdown",
+}
 ISSUE = "issue "  # before the names of `OverlapRates.issue` in a profile
 
 
@@ -45,15 +54,11 @@ def timed_modes(
 def site_rates(
     samples: Sequence[OverlapSample], rates: Mapping[str, float], roofline: Roofline, collectives: CollectiveModel
 ) -> SiteRates:
-    """Return the rates of a profile and what its shapes took on the device.
-
-    Rates are fitted to the samples where the profile states none, or states some that this version does not know.
-    """
+    """Return the rates of a profile, fitted now where it holds samples alone, and what its shapes took on the device."""
     if not samples:
         return SiteRates()
-    stated = rates and all(name in RATES or name.startswith(ISSUE) for name in rates)
     fitted = (
-        rates_of(rates) if stated else fit_rates([timed for _, timed in timed_modes(samples, roofline, collectives)])
+        rates_of(rates) if rates else fit_rates([timed for _, timed in timed_modes(samples, roofline, collectives)])
     )
     measured: dict[Shape, float] = {}
     for sample in samples:
@@ -75,6 +80,7 @@ def shape_of(sample: OverlapSample, mode: str) -> Shape:
 
 def rates_of(numbers: Mapping[str, float]) -> OverlapRates:
     """Return the rates that a profile states as plain numbers; those it does not state are the defaults."""
+    numbers = {OLDER_NAMES.get(name, name): value for name, value in numbers.items()}
     issue = {name.removeprefix(ISSUE): value for name, value in numbers.items() if name.startswith(ISSUE)}
     return OverlapRates(**{name: numbers[name] for name in RATES if name in numbers}, issue=issue)
 

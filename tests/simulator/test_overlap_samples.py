@@ -182,3 +182,11 @@ def test_what_the_shipped_profile_says_of_four_h200() -> None:
     assert errors["copy_engine"][0] < 0.06
     assert errors["fused"][0] < 0.06
     assert np.isfinite(list(shipped.overlap_rates.values())).all()
+
+
+def test_a_profile_of_four_gpus_answers_for_one_and_names_of_early_builds_are_read() -> None:
+    """One GPU has no links to fit rates on, and nothing to overlap with."""
+    single = cluster("h200x4", gpus=1)
+
+    assert overlap_of(calibrated(profile(*MANY), single)) == overlap_of(None)
+    assert rates_of({"behind_beside": 0.5, "signal_s": 1e-6}) == OverlapRates(early_product_slowdown=0.5, signal_s=1e-6)
