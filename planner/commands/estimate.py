@@ -16,6 +16,7 @@ from planner.io.inputs import measurements
 from planner.question.cases import case_from_flags, case_id, case_of_plan_file, load_case, read_cases
 from planner.question.flags import Flags
 from planner.question.overrides import with_flags
+from planner.question.plan_file import plan_file, refuse_overwrite, save_plan
 from simulator.fitting.calibration_fit import Calibrations
 from topology.errors import UserError
 
@@ -47,6 +48,8 @@ def estimate(
     param_dtype: options.ParamDtype = None,
     profile: options.Profile = None,
     strict: options.Strict = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Save the plan to this file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
     json: options.Json = False,
 ) -> None:
     """Predict step time and memory of one plan, and say whether it is legal.
@@ -59,8 +62,12 @@ def estimate(
     said, measured = flags.flags_of(given), measurements(profile, strict=strict)
     if case is not None and plan is not None:
         raise UserError("--case and --plan exclude each other", remedy="give one of them")
+    if out is not None:
+        refuse_overwrite(out, force=force)
     if case is not None:
         raw, many = read_cases(case)
+        if many and out is not None:
+            raise UserError("--out saves one plan, and the file has several", remedy="a file with one case")
         if many:
             _answer_list(raw, said, measured, json=json)
             return
@@ -70,12 +77,22 @@ def estimate(
     else:
         asked = case_from_flags(said, measured)
     found = answer_plan(asked)
+    unsaved = None
+    if out is not None and found.estimate is not None:
+        content = plan_file(asked.question, asked.plan, found.estimate)
+        unsaved = output.attempt(lambda: save_plan(content, out, force=force))
     if json:
         output.emit_json(plan_document(found))
     else:
         print_estimate(found)
+    if unsaved is not None:
+        raise unsaved
     if found.estimate is None:
+        if out is not None:
+            output.warn(f"{out} is not written: the plan is not legal")
         raise typer.Exit(3)
+    if out is not None and not json:
+        print(output.printable(f"saved {out}"))
 
 
 def _answer_list(raw: list[dict[str, Any]], said: Flags, measured: Calibrations, *, json: bool) -> None:

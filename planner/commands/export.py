@@ -8,13 +8,15 @@ from typing import Annotated
 import typer
 
 from planner.commands import options
-from planner.export.job import export_job
+from planner.export.folder import README, export_all
+from planner.export.job import ExportJob, export_job
 from planner.export.registry import TARGETS, find_target
 from planner.export.registry import export as written
 from planner.io import output
 from planner.question.cases import case_of_file
 from planner.question.plan_file import refuse_overwrite
 from topology import codec
+from topology.errors import BadInput, UserError
 
 TO = (
     f"{', '.join(dict.fromkeys(target.name for target in TARGETS))}; @VERSION where several are known, such as "
@@ -24,7 +26,10 @@ TO = (
 
 def export(
     plan: Annotated[Path, typer.Argument(help="Plan file of planner suggest --out, or a case file.")],
-    to: Annotated[str, typer.Option("--to", help=TO)],
+    to: Annotated[str | None, typer.Option("--to", help=TO)] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Write the folder --out: a file for every tool, and how to start each.")
+    ] = False,
     out: Annotated[Path | None, typer.Option("--out", help="File to write; default: standard output.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="What to call the run; default: the model's name.")] = None,
     case_id: Annotated[str | None, typer.Option("--id", help="Which case of a list.")] = None,
@@ -36,10 +41,19 @@ def export(
     The file says in its header which plan it is, what of it the tool cannot express, and what has to be put beside it.
     Exit code 3 when the tool cannot run such a plan at all.
     """
-    if out is not None:
+    if every is not (to is None) or (every and out is None):
+        raise UserError(
+            "say either --to TOOL or --all",
+            why="--all writes a folder",
+            remedy="--to torchtitan, or --all --out FOLDER",
+        )
+    if out is not None and not every:
         refuse_overwrite(out, force=force)
     job = export_job(case_of_file(str(plan), case_id), name)
-    done = written(job, find_target(to, job.question.runtime.version))
+    if out is not None and every:
+        _write_all(job, out, force=force, json=json)
+        return
+    done = written(job, find_target(str(to), job.question.runtime.version))
     if out is not None:
         codec.write_text(out, done.text)
         for beside, text in done.files.items():
@@ -57,3 +71,24 @@ def export(
         for line in lines:
             print(output.printable(f"{label}: {line}"))
     print(output.printable(f"saved {', '.join([str(out), *(str(out.parent / beside) for beside in done.files)])}"))
+
+
+def _write_all(job: ExportJob, folder: Path, *, force: bool, json: bool) -> None:
+    """Write a file for every tool that can run the plan. Raises BadInput where something is in the way."""
+    files = export_all(job)
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{folder} is not a directory", remedy="--out with a new name")
+    there = [name for name in files if (folder / name).exists()]
+    if there and not force:
+        raise BadInput(
+            f"{folder} has {', '.join(there)}",
+            why="files are not overwritten by accident",
+            remedy="--force or another --out",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        codec.write_text(folder / name, text)
+    if json:
+        output.emit_json({"schema_version": output.SCHEMA_VERSION, "saved": str(folder), "files": files})
+        return
+    print(output.printable(f"saved {len(files)} files in {folder}; {folder / README} says how to start each"))

@@ -107,6 +107,9 @@ def suggest(
     profile: options.Profile = None,
     strict: options.Strict = False,
     out: Annotated[Path | None, typer.Option("--out", help="Save the best plan to this file.")] = None,
+    pick: Annotated[
+        int | None, typer.Option("--pick", min=1, max=100, help="Which listed plan --out saves; default the first.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
     json: options.Json = False,
 ) -> None:
@@ -119,6 +122,8 @@ def suggest(
     given = locals()  # first of all, so that it holds the arguments and nothing else
     if out is not None:
         refuse_overwrite(out, force=force)
+    elif pick is not None:
+        raise UserError("--pick says which plan --out saves", remedy="--out plan.json")
     _training_only(task)
     flags = Flags(
         model=model,
@@ -131,7 +136,7 @@ def suggest(
     )
     wanted = SearchOptions(
         objective=objective.value,
-        top=top,
+        top=max(top, pick or 1),
         bounds=_bounds(given),
         all_variants=all_variants,
         gpu_price_per_hour=gpu_price,
@@ -146,8 +151,10 @@ def suggest(
         output.end_progress()
     unsaved = None
     if out is not None:
-        best = result.plans[0]
-        content = plan_file(result.question, best.plan, best.estimate)
+        if pick and pick > len(result.plans):
+            raise UserError(f"--pick {pick}: {len(result.plans)} plans are listed", remedy="--all lists variants too")
+        chosen = result.plans[(pick or 1) - 1]
+        content = plan_file(result.question, chosen.plan, chosen.estimate)
         unsaved = output.attempt(lambda: save_plan(content, out, force=force))
     if json:
         output.emit_json(search_document(result))

@@ -378,3 +378,47 @@ def test_example_commands_are_words() -> None:
 
     assert "torchrun" in words
     assert words[-1] == "$@"
+
+
+def test_every_tool_in_one_folder_with_one_command_each(planner, tmp_path) -> None:
+    plan, folder = ROOT / "examples" / "plans" / "llama3_8b_two_nodes.json", tmp_path / "exports"
+    done = planner("export", plan, "--all", "--out", folder)
+
+    assert done.returncode == 0, done.stderr
+    readme = (folder / "README.md").read_text()
+    for target in TARGETS:
+        assert (folder / target.file_name).is_file()
+        assert f"## {target.name} {target.version}: {target.file_name}\n" in readme
+    assert "\nsbatch job.sbatch\n" in readme
+    assert planner("export", plan, "--all", "--out", folder).returncode == 2
+    assert planner("export", plan, "--all", "--out", folder, "--force").returncode == 0
+    assert planner("export", plan, "--out", folder).returncode == 2
+
+
+def test_any_listed_plan_is_saved(planner, tmp_path) -> None:
+    asked = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--seq-len", "4096", "--global-batch", "64")
+    listed = json.loads(planner("suggest", *asked, "--json").stdout)["plans"]
+    saved, again = tmp_path / "third.json", tmp_path / "again.json"
+
+    assert planner("suggest", *asked, "--out", saved, "--pick", "3").returncode == 0
+    assert json.loads(saved.read_text())["plan"] == listed[2]["plan"]
+    assert planner("estimate", "--plan", saved, "--out", again).returncode == 0
+    assert json.loads(again.read_text())["plan"] == listed[2]["plan"]
+    assert planner("suggest", *asked, "--pick", "3").returncode == 2
+    assert (
+        planner(
+            "estimate", "--case", ROOT / "examples" / "plans" / "llama3_8b_two_nodes.json", "--out", again
+        ).returncode
+        == 2
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.name}@{target.version}")
+def test_every_launcher_sets_the_environment_that_was_predicted(target) -> None:
+    plan = Plan(dp_shard=4, cp=2, recompute="full", cp_method="all_gather")
+    done = export(job(plan, seq_len=8192), target)
+
+    assert {"PYTORCH_ALLOC_CONF", "TORCH_NCCL_HIGH_PRIORITY"} <= {one.name for one in done.environment}
+    for variable in done.environment:
+        assert variable.name in f"{done.text} {done.run}"
+        assert variable.value in f"{done.text} {done.run}"
