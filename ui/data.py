@@ -67,7 +67,7 @@ def what_if(inputs: Inputs, plan: dict[str, Any], *, gpus: int, like: Plan | Non
     case = case_from_flags(replace(flags, gpus=(gpus,), plan=plan, runtime={"name": name, **flags.runtime}))
     if like is not None:
         case = replace(case, plan=_with_fields_of(case.plan, like))
-    return answer_plan(case, with_room=False)
+    return answer_plan(case, with_fixes=False)
 
 
 def _with_fields_of(plan: Plan, like: Plan) -> Plan:

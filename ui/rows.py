@@ -35,7 +35,6 @@ def plan_rows(result: SearchResult) -> list[dict[str, Any]]:
             "gpus": degrees_text(ranked.plan),
             "policy": policy_text(ranked.plan),
             "step_s": ranked.estimate.step_s.value,
-            "simulated_s": ranked.simulated_s,
             "low_s": ranked.estimate.step_s.low,
             "high_s": ranked.estimate.step_s.high,
             "range": f"{digits(ranked.estimate.step_s.low)} to {digits(ranked.estimate.step_s.high)}",

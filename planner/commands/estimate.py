@@ -9,8 +9,8 @@ import typer
 
 from planner.commands import options
 from planner.commands import plan_flags as flags
+from planner.explain.answer_text import print_estimate
 from planner.explain.plan_answer import answer_plan, plan_document, unreadable_document
-from planner.explain.tables import print_estimate
 from planner.io import output
 from planner.io.inputs import measurements
 from planner.question.cases import case_from_flags, case_id, case_of_plan_file, load_case, read_cases

@@ -22,8 +22,9 @@ from planner.question.cases import Case, case_of_file
 from planner.question.flags import Flags
 from planner.question.overrides import with_flags
 from planner.question.plan_file import refuse_overwrite
+from planner.question.prediction import predict
 from planner.search.answer import answer
-from planner.search.headroom import find_headroom, memory_text
+from planner.search.fixes import find_fixes, memory_text
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, suggest
 from simulator.config.estimate import Estimate
@@ -106,7 +107,7 @@ def explain(
     if json:
         output.emit_json(explanation_document(found, result.question, changed))
     elif memory:
-        print_memory(found.memory, memory_text(found.estimate, found.room))
+        print_memory(found.memory, memory_text(found.estimate, found.fixes))
     else:
         print_explanation(found, result, changed)
     if svg is not None:
@@ -116,7 +117,7 @@ def explain(
 def _search(asked: Case, top: int) -> SearchResult:
     """Answer the question that a plan or a case is about, on as many GPUs as its plan uses. Raises Infeasible."""
     question = replace(asked.question, gpus=asked.plan.gpus)
-    return suggest(question, SearchOptions(top=top, simulate=False), progress=output.progress)
+    return suggest(question, SearchOptions(top=top), progress=output.progress)
 
 
 def _draw(title: str, estimate: Estimate, path: Path, *, memory: bool) -> None:
@@ -128,15 +129,15 @@ def _draw(title: str, estimate: Estimate, path: Path, *, memory: bool) -> None:
 
 def _memory_only(asked: Case, observed: float | None, svg: Path | None, *, json: bool) -> None:
     """Account for the memory of one plan, legal or not."""
-    estimate = asked.question.estimate([asked.plan]).estimate(0)
+    estimate = predict(asked.question, asked.plan).estimate
     account = reasons.memory_account(estimate, observed)
-    room = find_headroom(asked.question, asked.plan, estimate)
+    fixes = find_fixes(asked.question, asked.plan, estimate)
     if json:
-        found = {"memory": codec.to_builtins(account), "fit": estimate.memory.fit, "room": codec.to_builtins(room)}
+        found = {"memory": codec.to_builtins(account), "fit": estimate.memory.fit, "fixes": codec.to_builtins(fixes)}
         output.emit_json({"schema_version": output.SCHEMA_VERSION, "changed": list(asked.changed), **found})
     else:
         for line in asked.changed:
             print(f"changed: {line}")
-        print_memory(account, memory_text(estimate, room))
+        print_memory(account, memory_text(estimate, fixes))
     if svg is not None:
         _draw(f"{asked.question.model.name}, {degrees_text(asked.plan)}", estimate, svg, memory=True)

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from planner.commands import options
+from planner.explain.answer_text import print_search
 from planner.explain.documents import search_document
-from planner.explain.tables import print_search
 from planner.io import output
 from planner.io.inputs import measurements
 from planner.question.cases import schedule_named

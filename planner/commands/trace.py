@@ -85,5 +85,5 @@ def trace(
         print(f"changed: {line}")
     print(
         f"{out}: {written['spans']} spans of {len(written['drawn_ranks'])} of {written['ranks']} ranks, "
-        f"a step of {written['step_s']:.4f} s, {written['detail']} by {written['detail']}"
+        f"a step of {written['step']}, {written['detail']} by {written['detail']}"
     )

@@ -11,6 +11,7 @@ from planner.explain.waterfall import Difference, difference
 from planner.io.output import SCHEMA_VERSION
 from planner.question.cases import Case
 from planner.question.plan_file import differences
+from planner.question.prediction import predict
 from simulator.config.estimate import Estimate
 from topology import codec
 
@@ -29,7 +30,7 @@ class Comparison:
 
 def compare_plans(first: Case, second: Case) -> Comparison:
     """Return two plans side by side, each under its own question."""
-    one, other = (case.question.estimate([case.plan]).estimate(0) for case in (first, second))
+    one, other = (predict(case.question, case.plan).estimate for case in (first, second))
     questions = first.question, second.question
     return Comparison(
         cases=(first, second),
@@ -56,6 +57,7 @@ def comparison_document(found: Comparison, files: Sequence[str]) -> dict[str, An
             "fits": estimate.memory.fits,
             "fit": estimate.memory.fit,
             "traffic": codec.to_builtins(sent),
+            "fit_probability": estimate.memory.fit_probability,
         }
         for file, case, estimate, sent in zip(files, found.cases, found.estimates, found.traffic, strict=True)
     ]

@@ -21,6 +21,7 @@ def search_document(result: SearchResult) -> dict[str, Any]:
         "search": codec.to_builtins(result.search),
         "plans": codec.to_builtins(result.plans),
         "rejected": result.rejected,
+        "may_fit": codec.to_builtins(result.may_fit),
         "by_gpus": codec.to_builtins(result.by_gpus),
     }
 

@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 from planner.explain.overlap_account import SiteOverlap, overlap_by_site
 from planner.explain.traffic import Traffic, traffic_of
 from planner.explain.waterfall import Difference, MemoryRow, Waterfall, difference, memory_rows, waterfall
+from planner.question.prediction import predict
 from planner.question.question import Question
-from planner.search.flips import KNOBS, FlipPoint, Knob, PlanCost, find_flips, lost_because, memory_flip
-from planner.search.headroom import HeadroomOption, find_headroom
+from planner.search.fixes import Fix, find_fixes
+from planner.search.flips import KNOBS, FlipPoint, Knob
 from planner.search.plan_space.branch_and_bound import explore
 from planner.search.plan_space.candidates import Bounds, enumerate_nodes
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
 from planner.search.plan_space.stated import exactly
+from planner.search.reasons import lost_because
 from planner.search.result import SearchResult
 from planner.search.scaling import scale_memory, with_gpus
 from planner.search.search import rank_rows
@@ -86,8 +88,8 @@ class Explanation:
     rejected: dict[str, int]
     pruned: dict[str, int]
     overlap: tuple[SiteOverlap, ...] = ()  # what the mode of each tensor-parallel communication hides
-    room: HeadroomOption | None = None  # if memory is tight: a variant with more headroom
     traffic: Traffic | None = None  # None where the plan is not legal
+    fixes: tuple[Fix, ...] = ()  # where it may not fit: what makes it, cheapest first
 
 
 def memory_account(estimate: Estimate, observed_bytes: float | None = None) -> MemoryAccount:
@@ -125,30 +127,19 @@ def explain(
 
     `with_flips` repeats the search dozens of times. `grow(n)` returns the cluster with n GPUs.
     """
-    question, cluster = result.question, result.question.cluster
-    estimate = question.estimate([plan]).estimate(0)
-    others = [ranked.plan for ranked in result.plans if ranked.plan != plan]
-    table = question.estimate(others) if others else None
-
-    def cost_plans(own_question: Sequence[tuple[Cluster, Plan]]) -> list[PlanCost]:
-        clusters, plans_of_pairs = zip(*own_question, strict=True)
-        costs = question.estimate(plans_of_pairs, each_on=clusters)
-        return [(float(s), bool(f)) for s, f in zip(costs.step_s, costs.fits, strict=True)]
-
-    first = result.plans[0]
-    # Compared with the best plan, the reasons are those of the search, which include the simulation.
-    reasons = {ranked.plan: ranked.lost_because for ranked in result.plans} if plan == first.plan else {}
-    flips = find_flips(cluster, plan, others, cost_plans) if others else []
+    question, first = result.question, result.plans[0]
+    chosen = next((ranked for ranked in result.plans if ranked.plan == plan), None)
+    estimate = chosen.estimate if chosen else predict(question, plan).estimate
     runners = tuple(
         LosingPlan(
-            plan=other,
-            estimate=(theirs := table.estimate(i)),
-            lost_because=reasons.get(other) or lost_because(estimate, theirs, objective="time"),
-            terms=difference(estimate, theirs),
-            flips=(*flips[i], *memory_flip(cluster, estimate, theirs)),
+            plan=other.plan,
+            estimate=other.estimate,
+            lost_because=(other.lost_because if chosen is first else None) or lost_because(estimate, other.estimate),
+            terms=difference(estimate, other.estimate),
+            flips=other.flips if chosen is first else (),
         )
-        for i, other in enumerate(others)
-        if table is not None
+        for other in result.plans
+        if other is not chosen
     )
     own_question = replace(question, gpus=first.plan.gpus)
     return Explanation(
@@ -156,14 +147,14 @@ def explain(
         estimate=estimate,
         waterfall=waterfall(estimate),
         memory=memory_account(estimate, observed_bytes),
-        behind_s=0.0 if plan == first.plan else estimate.step_s.value - first.estimate.step_s.value,
+        behind_s=0.0 if chosen is first else estimate.step_s.value - first.estimate.step_s.value,
         runners=runners,
         flips=tuple(answer_flips(own_question, grow, progress)) if with_flips else (),
         rejected=result.rejected,
         pruned=result.search.pruned,
         overlap=overlap_by_site(plan, question.estimate),
-        room=find_headroom(replace(question, gpus=plan.gpus), plan, estimate),
         traffic=traffic_of(replace(question, gpus=plan.gpus), plan, estimate),
+        fixes=first.fixes if chosen is first else find_fixes(replace(question, gpus=plan.gpus), plan, estimate),
     )
 
 

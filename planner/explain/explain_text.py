@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import floor, log10
 
 from rich.table import Table
 
+from planner.explain.answer_text import fits_text
 from planner.explain.compare_plans import Comparison
 from planner.explain.explain import AnswerFlip, Explanation, MemoryAccount
 from planner.explain.overlap_account import SiteOverlap
@@ -23,21 +23,23 @@ from planner.explain.tables import (
 )
 from planner.explain.traffic_text import print_traffic, traffic_rows
 from planner.explain.waterfall import Waterfall
+from planner.io.figures import GIB, change_text, gib_text, last_digit_s, rate_text, seconds_text
 from planner.io.output import console, printable
-from planner.search.flips import GIB, seconds
-from planner.search.headroom import memory_text
+from planner.search.fixes import memory_text
 from planner.search.result import SearchResult
 from simulator.config.overlap_sites import NONE
 
 BAR = 24  # characters of the longest bar
-NOTHING_S = 1e-7  # differences below are rounding errors
-NOTHING_BYTES = 0.005 * GIB  # differences below would be shown as 0.00
+NOTHING_BYTES = 0.05 * GIB  # differences below would be shown as 0.0
 
 
 def print_explanation(found: Explanation, result: SearchResult, changed: Sequence[str] = ()) -> None:
     """Print the answer of `planner explain`."""
     screen = console()
-    comparison = f"; {seconds(found.behind_s)} a step against the best plan" if found.behind_s else "; the best plan"
+    last_s = last_digit_s(found.estimate.step_s)
+    comparison = "; the best plan"
+    if found.behind_s:
+        comparison = f"; {seconds_text(found.behind_s, last_s, signed=True)} a step against the best plan"
     print_lines(
         screen,
         [
@@ -50,15 +52,15 @@ def print_explanation(found: Explanation, result: SearchResult, changed: Sequenc
             "",
         ],
     )
-    print_waterfall(found.waterfall)
+    print_waterfall(found.waterfall, last_s)
     screen.print()
-    print_memory(found.memory, memory_text(found.estimate, found.room))
+    print_memory(found.memory, memory_text(found.estimate, found.fixes))
     if found.traffic is not None:
         screen.print()
         print_traffic(found.traffic)
     lines = [
         "",
-        *(f"overlap   {overlap_text(site)}" for site in found.overlap),
+        *(f"overlap   {overlap_text(site, last_s)}" for site in found.overlap),
     ]
     for number, runner in enumerate(found.runners, start=2):
         flips = "; ".join(flip_text(flip) for flip in runner.flips)
@@ -72,36 +74,40 @@ def print_explanation(found: Explanation, result: SearchResult, changed: Sequenc
     print_lines(screen, lines)
 
 
-def overlap_text(found: SiteOverlap) -> str:
+def overlap_text(found: SiteOverlap, last_s: float) -> str:
     """Return a line on the overlap at one communication."""
     if found.mode == NONE:
         return f"{found.site}: none"
     gains = "shortens" if found.saves_s >= 0 else "lengthens"
-    return f"{found.site}: {found.mode} hides {seconds(found.hides_s)} and {gains} the step by {seconds(abs(found.saves_s))}"
+    return f"{found.site}: {found.mode} hides {seconds_text(found.hides_s, last_s)} and {gains} the step by {seconds_text(abs(found.saves_s), last_s)}"
 
 
-def print_waterfall(found: Waterfall) -> None:
-    """Print the waterfall from the GPU's peak to the achieved step, a bar for each term."""
+def print_waterfall(found: Waterfall, last_s: float) -> None:
+    """Print the waterfall from the GPU's peak to the achieved step, a bar for each term.
+
+    `last_s` is the last digit that is known of the step; terms below it are one.
+    """
     table = Table(box=None, pad_edge=False)
     table.add_column("from peak to achieved")
-    table.add_column("s", justify="right")
-    table.add_column("of the step", justify="right")
+    for heading in ("time", "of the step"):
+        table.add_column(heading, justify="right")
     table.add_column("")
-    digits = decimals(found.step_s)
+
+    def add(name: str, seconds: float, share: str, *, signed: bool = True) -> None:
+        table.add_row(name, seconds_text(seconds, last_s, signed=signed), share, _bar(seconds, found.step_s))
+
     peak = f"model FLOPs at {found.peak_flops / 1e12:.0f} TFLOP/s"
-    table.add_row(
-        peak, f"{found.peak_s:.{digits}f}", f"{found.peak_s / found.step_s:.1%} (MFU)", _bar(found.peak_s, found.step_s)
-    )
+    add(peak, found.peak_s, f"{found.peak_s / found.step_s:.0%} (MFU)", signed=False)
+    small = [term for term in found.terms if abs(term.seconds) < last_s / 2]
     for term in found.terms:
-        table.add_row(term.name, f"{term.seconds:+.{digits}f}", f"{term.share:.1%}", _bar(term.seconds, found.step_s))
-    table.add_row("achieved", f"{found.step_s:.{digits}f}", "100.0%", "")
+        if term not in small:
+            add(term.name, term.seconds, f"{term.share:.0%}")
+    if small:
+        rest = sum(term.seconds for term in small)
+        add(", ".join(term.name for term in small), rest, f"{rest / found.step_s:.1%}")
+    table.add_row("achieved", seconds_text(found.step_s, last_s), "100%", "")
     console().print(table)
     print_lines(console(), [f"most      {found.top_loss.name}: {found.top_loss.meaning}"])
-
-
-def decimals(step_s: float) -> int:
-    """Return the decimals that give a step four digits; all its terms are shown with as many, so that they add up."""
-    return min(6, max(0, 3 - floor(log10(step_s)))) if step_s > 0 else 3
 
 
 def _bar(value: float, whole: float) -> str:
@@ -120,16 +126,16 @@ def print_memory(account: MemoryAccount, verdict: str) -> None:
         here = {row.stage: row.nbytes for row in account.rows if row.category == category}
         if not any(here.values()):
             continue
-        table.add_row(category.replace("_", " "), *(f"{here.get(stage, 0.0) / GIB:.2f}" for stage in shown))
+        table.add_row(category.replace("_", " "), *(f"{here.get(stage, 0.0) / GIB:.1f}" for stage in shown))
     console().print(table)
-    omitted = ", ".join(f"{name.replace('_', ' ')} {nbytes / GIB:.1f}" for name, nbytes in account.omitted)
+    omitted = ", ".join(f"{name.replace('_', ' ')} {gib_text(nbytes)}" for name, nbytes in account.omitted)
     worst = (
         f"worst     stage {account.worst_stage}, rank {account.worst_rank}: allocated "
-        f"{account.allocated_bytes / GIB:.1f} GiB, reserved {account.reserved_bytes / GIB:.1f} of "
-        f"{account.capacity_bytes / GIB:.1f} GiB"
+        f"{gib_text(account.allocated_bytes)} GiB, reserved {gib_text(account.reserved_bytes)} of "
+        f"{gib_text(account.capacity_bytes)} GiB"
     )
     state = (
-        f"state     {account.state_bytes / GIB:.1f} GiB of parameters, gradients and optimizer; an estimate of those "
+        f"state     {gib_text(account.state_bytes)} GiB of parameters, gradients and optimizer; an estimate of those "
         f"alone leaves out {omitted} GiB"
     )
     lines = [worst, f"memory    {verdict}", state]
@@ -170,34 +176,35 @@ def print_comparison(found: Comparison) -> None:
     for heading in ("term", "first", "second", "difference"):
         table.add_column(heading, justify="left" if heading == "term" else "right")
     steps = [estimate.step_s.value for estimate in estimates]
-    digits = min(decimals(step) for step in steps)
+    last_s = min(last_digit_s(estimate.step_s) for estimate in estimates)
+
+    def add(name: str, first: float, second: float, of_s: float = 0.0) -> None:
+        delta = seconds_text(second - first, last_s, signed=True) if abs(second - first) >= last_s / 2 else "-"
+        change = f" ({change_text((second - first) / of_s)})" if of_s else ""
+        table.add_row(name, seconds_text(first, last_s), seconds_text(second, last_s), delta + change)
+
     for term in terms:
-        if term.unit == "s" and max(abs(term.first), abs(term.second)) >= NOTHING_S:
-            table.add_row(
-                term.name, f"{term.first:.{digits}f} s", f"{term.second:.{digits}f} s", _change(term.delta, 0.0)
-            )
-    table.add_row(
-        "step", f"{steps[0]:.{digits}f} s", f"{steps[1]:.{digits}f} s", _change(steps[1] - steps[0], steps[0])
-    )
+        if term.unit == "s" and max(abs(term.first), abs(term.second)) >= last_s / 2:
+            add(term.name, term.first, term.second)
+    add("step", steps[0], steps[1], of_s=steps[0])
     rates = [estimate.tokens_per_s_per_gpu for estimate in estimates]
-    table.add_row("tokens/s/GPU", f"{rates[0]:,.0f}", f"{rates[1]:,.0f}", f"{rates[1] / rates[0] - 1:+.1%}")
+    table.add_row(
+        "tokens/s/GPU", *(rate_text(estimate) for estimate in estimates), change_text(rates[1] / rates[0] - 1)
+    )
     for term in terms:
         if term.unit == "bytes" and (term.first or term.second):
             table.add_row(
                 term.name.replace("_", " "),
-                f"{term.first / GIB:.2f} GiB",
-                f"{term.second / GIB:.2f} GiB",
-                f"{term.delta / GIB:+.2f} GiB" if abs(term.delta) >= NOTHING_BYTES else "-",
+                f"{gib_text(term.first)} GiB",
+                f"{gib_text(term.second)} GiB",
+                _gib_change(term.delta),
             )
-    reserved = [estimate.memory.reserved_bytes / GIB for estimate in estimates]
-    table.add_row(
-        "reserved", f"{reserved[0]:.2f} GiB", f"{reserved[1]:.2f} GiB", f"{reserved[1] - reserved[0]:+.2f} GiB"
-    )
-    has = [estimate.memory.capacity_bytes / GIB for estimate in estimates]
-    table.add_row(
-        "of", f"{has[0]:.2f} GiB", f"{has[1]:.2f} GiB", "" if has[0] == has[1] else f"{has[1] - has[0]:+.2f} GiB"
-    )
-    table.add_row("fits", *(str(estimate.memory.fit) for estimate in estimates), "")
+    for name, sizes in (
+        ("reserved", [estimate.memory.reserved_bytes for estimate in estimates]),
+        ("of", [estimate.memory.capacity_bytes for estimate in estimates]),
+    ):
+        table.add_row(name, *(f"{gib_text(size)} GiB" for size in sizes), _gib_change(sizes[1] - sizes[0]))
+    table.add_row("fits", *(fits_text(estimate) for estimate in estimates), "")
     one, other = found.traffic
     if one is not None and other is not None:
         for row in traffic_rows(one, other):
@@ -205,8 +212,5 @@ def print_comparison(found: Comparison) -> None:
     screen.print(table)
 
 
-def _change(delta_s: float, of_s: float) -> str:
-    """Return a difference in seconds, with its share of `of_s` if that is not 0; a dash for a rounding error."""
-    if abs(delta_s) < NOTHING_S:
-        return "-"
-    return seconds(delta_s) + (f" ({delta_s / of_s:+.1%})" if of_s else "")
+def _gib_change(nbytes: float) -> str:
+    return f"{nbytes / GIB:+.1f} GiB" if abs(nbytes) >= NOTHING_BYTES else "-"

@@ -10,7 +10,8 @@ from typing import Any
 
 from planner.io.output import SCHEMA_VERSION
 from planner.question.cases import Case
-from planner.search.headroom import HeadroomOption, find_headroom
+from planner.question.prediction import Method, predict
+from planner.search.fixes import Fix, find_fixes
 from simulator.config.estimate import Estimate
 from simulator.legality.rule import Problem
 from simulator.legality.rules import is_legal
@@ -19,27 +20,28 @@ from topology import codec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAnswer:
-    """`estimate` and `room` are None where the plan is not legal, `room` also where there is enough of it."""
+    """`estimate` and `method` are None where the plan is not legal. `fixes` make it fit where it may not."""
 
     case: Case
     problems: tuple[Problem, ...]
     estimate: Estimate | None = None
-    room: HeadroomOption | None = None
+    method: Method | None = None
+    fixes: tuple[Fix, ...] = ()
 
 
-def answer_plan(case: Case, *, with_room: bool = True) -> PlanAnswer:
+def answer_plan(case: Case, *, with_fixes: bool = True) -> PlanAnswer:
     """Return what there is to say about the plan of a case. Raises BadCluster where the GPU's rates are not known."""
     question, plan = case.question, case.plan
     problems = question.problems(plan)
     if not is_legal(problems):
         return PlanAnswer(case=case, problems=problems)
-    estimate = question.estimate([plan]).estimate(0)
-    room = find_headroom(question, plan, estimate) if with_room else None
-    return PlanAnswer(case=case, problems=problems, estimate=estimate, room=room)
+    found = predict(question, plan)
+    fixes = find_fixes(question, plan, found.estimate) if with_fixes else ()
+    return PlanAnswer(case=case, problems=problems, estimate=found.estimate, method=found.method, fixes=fixes)
 
 
 def plan_document(found: PlanAnswer) -> dict[str, Any]:
-    """Return the JSON document of one case: legality, assumptions, the estimate, and a variant with more headroom."""
+    """Return the JSON document of one case: legality, assumptions, the estimate, and what makes it fit."""
     case = found.case
     return {
         "schema_version": SCHEMA_VERSION,
@@ -53,7 +55,9 @@ def plan_document(found: PlanAnswer) -> dict[str, Any]:
         "workload": codec.to_builtins(case.question.workload),
         "runtime": codec.to_builtins(case.question.runtime),
         "estimate": None if found.estimate is None else codec.to_builtins(found.estimate),
-        "room": codec.to_builtins(found.room),
+        "method": found.method,
+        "fit_probability": None if found.estimate is None else found.estimate.memory.fit_probability,
+        "fixes": codec.to_builtins(found.fixes),
     }
 
 

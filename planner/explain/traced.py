@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from planner.io.figures import last_digit_s, seconds_text
 from planner.io.output import SCHEMA_VERSION
 from planner.question.cases import Case
 from simulator.lowering.block_code import Detail
@@ -28,6 +29,7 @@ def write_trace(case: Case, out: Path, detail: Detail | None = None) -> dict[str
         "out": str(out),
         "detail": str(simulated.detail),
         "step_s": run.step_s,
+        "step": seconds_text(run.step_s, last_digit_s(simulated.estimate.step_s)),
         "ranks": sum(len(c.ranks) for c in run.folding.classes),
         "drawn_ranks": list(run.trace.ranks),
         "spans": len(run.trace.spans),

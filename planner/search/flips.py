@@ -1,8 +1,9 @@
-"""Why a plan lost, and the flip points: the link rate or memory size at which it would win.
+"""The flip points of a plan that lost: the link rate or memory size at which it would win.
 
-The reason comes from the two breakdowns: the terms that differ, in seconds. The flip point of a link rate is found by
-costing both plans on clusters with scaled links, by factors of two and then by root finding; that of memory follows
-from what the two plans need. Flip points beyond a factor of 16 are not reported: nobody will re-plan for them.
+That of a link rate is found by costing both plans on clusters with scaled links, by factors of two and then by root
+finding, in the proportion that the two have now where they were simulated. Then both are predicted anew at that rate: a
+flip point that does not hold is looked for further on, and left out where it is not found. That of memory follows from
+what the two plans need. Flip points beyond a factor of 16 are not reported: nobody will re-plan for them.
 
 Costing one plan takes nearly as long as costing fifty, so all rates, directions and plans are costed together.
 """
@@ -10,21 +11,26 @@ Costing one plan takes nearly as long as costing fifty, so all rates, directions
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from planner.question.prediction import Method, predict, simulated_length
+from planner.question.question import Question
+from planner.search.finalists import TIE, Finalist, certainty, mechanisms
 from planner.search.scaling import (
     network_bytes_per_s,
     nvlink_bytes_per_s,
     scale_network,
     scale_nvlink,
 )
-from simulator.config.estimate import Estimate
+from simulator.config.estimate import Fit, sure_bytes
 from simulator.config.plan import Plan
 from topology.cluster import Cluster
 
-GIB = 2.0**30
 OCTAVES = 4  # factors 2, 4, 8 and 16 in each direction
 PRECISION = 1 / 512  # of the exponent of two: 0.14% of the rate
+PAST = 1 / 64  # of the exponent of two, past a rate that was found: where both plans are predicted anew, 1.1 % on
+TRIES = 4  # predictions of one flip point
+MAX_INSTRUCTIONS = 40_000  # of all simulations for the flip points of one answer: about half a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +42,6 @@ class FlipPoint:
     at: float
     unit: str
     wins: str  # below or above
-
-
-# The cost of one plan on a cluster: (objective value, whether it fits).
-PlanCost = tuple[float, bool]
-# Costs plans, each on its own cluster; the clusters differ in the rates of their links only.
-CostPlans = Callable[[Sequence[tuple[Cluster, Plan]]], list[PlanCost]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,77 +60,81 @@ KNOBS = (
 )
 
 
-def lost_because(best: Estimate, other: Estimate, *, objective: str, simulated_s: float | None = None) -> str:
-    """Return one line: the terms in which the runner-up is slower or faster than the best plan, largest first.
-
-    `simulated_s` is by how many seconds it was slower in the simulation, if both were simulated; it is named where the
-    closed form orders the two plans the other way round.
-    """
-    if objective == "memory":
-        more = other.memory.reserved_bytes - best.memory.reserved_bytes
-        return f"needs {more / GIB:+.1f} GiB" if more else "ties; listed later by the order of its degrees"
-    total = other.step_s.value - best.step_s.value
-    if simulated_s is not None and total < 0 <= simulated_s:
-        return f"{seconds(simulated_s)} a step in the simulation, which has the last word; the closed form says {seconds(total)}"
-    names = list(dict.fromkeys([*best.breakdown_s, *other.breakdown_s]))
-    terms = [(name, other.breakdown_s.get(name, 0.0) - best.breakdown_s.get(name, 0.0)) for name in names]
-    # Terms below 1% of a step are left out; the net includes them.
-    shown = sorted((t for t in terms if abs(t[1]) > 0.01 * best.step_s.value), key=lambda t: (-abs(t[1]), t[0]))[:3]
-    net = f"{seconds(total)} a step ({total / best.step_s.value:+.1%})" if best.step_s.value else seconds(total)
-    if not shown:
-        return f"{net}, spread over terms of less than 1% each" if total else "ties; listed later by its degrees"
-    return ", ".join(f"{seconds(delta)} {name.replace('_', ' ')}" for name, delta in shown) + f"; net {net}"
-
-
-def seconds(value: float) -> str:
-    """Return a signed duration with three significant digits, in s, ms or us."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if abs(value) * scale >= 1.0 or unit == "us":
-            return f"{value * scale:+.3g} {unit}"
-    return f"{value:+.3g} s"
-
-
-def find_flips(
-    cluster: Cluster, best: Plan, others: Sequence[Plan], cost_plans: CostPlans
-) -> list[tuple[FlipPoint, ...]]:
-    """Return, for each of `others`, the nearest link rates at which it would beat `best`."""
+def find_flips(question: Question, best: Finalist, others: Sequence[Finalist]) -> list[tuple[FlipPoint, ...]]:
+    """Return, for each of `others`, the nearest link rates at which it would be listed before `best` and be faster."""
+    cluster = question.cluster
     changes = [
         (knob, sign)
         for knob in KNOBS
         for sign in (-1, 1)
         if knob.now(cluster) > 0 and not (knob.quantity.startswith("network") and cluster.node_count == 1)
     ]
-    if not others or not changes:
-        return [() for _ in others]
-    searches = {
-        (turn, index): _find_crossing(gaps)
-        for turn, row in zip(changes, _gaps_by_octave(cluster, best, others, cost_plans, changes), strict=True)
-        for index, gaps in enumerate(row)
-    }
     found: list[list[FlipPoint]] = [[] for _ in others]
-    for ((knob, sign), index), exponent in _run_searches(cluster, best, others, cost_plans, searches).items():
-        if exponent is not None:
+    rivals = [index for index, other in enumerate(others) if certainty(other) <= certainty(best)]
+    if not rivals or not changes:
+        return [() for _ in others]
+    rows = _Rows(question, best, [others[index] for index in rivals])
+    searches = {
+        (turn, row): _find_crossing(gaps)
+        for turn, of_turn in zip(changes, rows.gaps_by_octave(changes), strict=True)
+        for row, gaps in enumerate(of_turn)
+    }
+    crossings = [(turn, row, x) for (turn, row), x in rows.run(searches).items() if x is not None]
+    left = float(MAX_INSTRUCTIONS)
+    for (knob, sign), row, exponent in sorted(crossings, key=lambda one: one[2]):
+        left -= _length(question, best) + _length(question, rows.others[row])
+        holds = _holding(question, best, rows.others[row], knob, sign, exponent) if left >= 0 else None
+        if holds is not None:
             now = knob.now(cluster)
-            found[index].append(
-                FlipPoint(
-                    quantity=knob.quantity,
-                    now=now,
-                    at=now * 2.0 ** (sign * exponent),
-                    unit=knob.unit,
-                    wins="below" if sign < 0 else "above",
-                )
-            )
+            at, wins = now * 2.0 ** (sign * holds), "below" if sign < 0 else "above"
+            found[rivals[row]].append(FlipPoint(quantity=knob.quantity, now=now, at=at, unit=knob.unit, wins=wins))
     return [tuple(flips) for flips in found]
 
 
-def memory_flip(cluster: Cluster, best: Estimate, other: Estimate) -> tuple[FlipPoint, ...]:
-    """Return the GPU memory below which `best` no longer fits but `other` does, if there is one.
+def _length(question: Question, one: Finalist) -> float:
+    return simulated_length(question, one.plan) if one.method is Method.SIMULATION else 0.0
 
-    Both fit now, so more memory does not change their order.
+
+def _holding(
+    question: Question, best: Finalist, other: Finalist, knob: Knob, sign: int, exponent: float
+) -> float | None:
+    """Return the exponent from `exponent` on at which `other` wins when both are predicted anew; None if it does not."""
+    for _ in range(TRIES):
+        exponent += PAST
+        if exponent > OCTAVES:
+            return None
+        changed = replace(question, cluster=knob.scale(question.cluster, 2.0 ** (sign * exponent)))
+        steps = [
+            predict(changed, one.plan).estimate.step_s.value
+            if one.method is Method.SIMULATION
+            else changed.estimate([one.plan]).estimate(0).step_s.value
+            for one in (best, other)
+        ]
+        behind = steps[1] / (steps[0] * _lead(best, other)) - 1
+        if behind < 0:
+            return exponent
+        exponent *= 1 + 2 * behind  # further where more is missing
+    return None
+
+
+def _lead(best: Finalist, other: Finalist) -> float:
+    """Return the part of the first plan's step that the other must stay below to be listed before it."""
+    return 1 / (1 + TIE) if len(mechanisms(other.plan)) > len(mechanisms(best.plan)) else 1.0
+
+
+def memory_flip(cluster: Cluster, best: Finalist, other: Finalist) -> tuple[FlipPoint, ...]:
+    """Return the GPU memory below which `best` is less sure to fit than `other`, if there is one.
+
+    More memory than now does not change their order.
     """
-    now = float(cluster.gpu_memory_bytes)
-    at = now - (best.memory.capacity_bytes - best.memory.reserved_bytes)
-    if other.memory.reserved_bytes >= best.memory.reserved_bytes or at < now / 2**OCTAVES:
+    now, mine, theirs = float(cluster.gpu_memory_bytes), best.estimate.memory, other.estimate.memory
+    if theirs.reserved_bytes >= mine.reserved_bytes or certainty(other) > certainty(best):
+        return ()
+    least = mine.reserved_bytes
+    if mine.fit is Fit.YES:
+        least /= sure_bytes(1.0, mine.reserved_high_bytes / mine.reserved_bytes)
+    at = now - (mine.capacity_bytes - least)
+    if at < now / 2**OCTAVES:
         return ()
     return (FlipPoint(quantity="memory per GPU", now=now, at=at, unit="bytes", wins="below"),)
 
@@ -140,53 +144,62 @@ RateChange = tuple[Knob, int]  # (property, -1 for smaller or 1 for larger)
 Search = Generator[float, float, float | None]
 
 
-def _relative_gap(best: PlanCost, other: PlanCost) -> float:
-    """Return by how much `other` is worse than `best`, relative to it; negative where it wins."""
-    (value, fits), (theirs, other_fits) = best, other
-    return 1.0 if not other_fits else -1.0 if not fits else theirs / value - 1
+class _Rows:
+    """Costs plans by the closed form on changed clusters, in the proportion to `best` that they have now."""
 
+    def __init__(self, question: Question, best: Finalist, others: Sequence[Finalist]) -> None:
+        self.question, self.others = question, others
+        self.plans = [best.plan, *(other.plan for other in others)]
+        now = self._costs([(question.cluster, plan) for plan in self.plans])
+        first = best.estimate.step_s.value / now[0]
+        # What the closed form says of a plan times this is its gap to the best, as the list has it.
+        self.scale = [
+            other.estimate.step_s.value / cost / first / _lead(best, other)
+            for other, cost in zip(others, now[1:], strict=True)
+        ]
 
-def _gaps_by_octave(
-    cluster: Cluster, best: Plan, others: Sequence[Plan], cost_plans: CostPlans, changes: Sequence[RateChange]
-) -> list[list[list[float]]]:
-    """Return the gap of each plan at every integer exponent of every change, indexed [change][plan][exponent]."""
-    plans = [best, *others]
-    changed = [
-        knob.scale(cluster, 2.0 ** (sign * octave)) for knob, sign in changes for octave in range(1, OCTAVES + 1)
-    ]
-    costs = cost_plans([(changed_cluster, plan) for changed_cluster in (cluster, *changed) for plan in plans])
-    rows = [costs[start : start + len(plans)] for start in range(0, len(costs), len(plans))]
-    gaps = [[_relative_gap(row[0], other) for other in row[1:]] for row in rows]
-    return [
-        [[gaps[0][index], *(gaps[start + octave][index] for octave in range(OCTAVES))] for index in range(len(others))]
-        for start in range(1, len(gaps), OCTAVES)
-    ]
+    def _costs(self, pairs: Sequence[tuple[Cluster, Plan]]) -> list[float]:
+        clusters, plans = zip(*pairs, strict=True)
+        return [float(step) for step in self.question.estimate(plans, each_on=clusters).step_s]
 
+    def gaps_by_octave(self, changes: Sequence[RateChange]) -> list[list[list[float]]]:
+        """Return the gap of each plan at every integer exponent of every change, indexed [change][plan][exponent]."""
+        cluster = self.question.cluster
+        changed = [
+            knob.scale(cluster, 2.0 ** (sign * octave)) for knob, sign in changes for octave in range(1, OCTAVES + 1)
+        ]
+        costs = self._costs([(machine, plan) for machine in (cluster, *changed) for plan in self.plans])
+        rows = [costs[start : start + len(self.plans)] for start in range(0, len(costs), len(self.plans))]
+        gaps = [[cost / row[0] * scale - 1 for cost, scale in zip(row[1:], self.scale, strict=True)] for row in rows]
+        return [
+            [
+                [gaps[0][index], *(gaps[start + octave][index] for octave in range(OCTAVES))]
+                for index in range(len(self.others))
+            ]
+            for start in range(1, len(gaps), OCTAVES)
+        ]
 
-def _run_searches(
-    cluster: Cluster,
-    best: Plan,
-    others: Sequence[Plan],
-    cost_plans: CostPlans,
-    searches: dict[tuple[RateChange, int], Search],
-) -> dict[tuple[RateChange, int], float | None]:
-    """Run all searches together and return their results; all plans of one round are costed at once."""
-    found: dict[tuple[RateChange, int], float | None] = {}
-    answers: dict[tuple[RateChange, int], float | None] = dict.fromkeys(searches)
-    while answers:
-        requests: list[tuple[tuple[RateChange, int], float]] = []
-        for key, answer in answers.items():
-            try:
-                requests.append((key, next(searches[key]) if answer is None else searches[key].send(answer)))
-            except StopIteration as end:
-                found[key] = end.value
-        pairs = []
-        for ((knob, sign), index), exponent in requests:
-            changed_cluster = knob.scale(cluster, 2.0 ** (sign * exponent))
-            pairs += [(changed_cluster, best), (changed_cluster, others[index])]
-        costs = cost_plans(pairs) if pairs else []
-        answers = {key: _relative_gap(*costs[2 * i : 2 * i + 2]) for i, (key, _) in enumerate(requests)}
-    return {key: found[key] for key in searches}
+    def run(self, searches: dict[tuple[RateChange, int], Search]) -> dict[tuple[RateChange, int], float | None]:
+        """Run all searches together and return their results; all plans of one round are costed at once."""
+        cluster = self.question.cluster
+        found: dict[tuple[RateChange, int], float | None] = {}
+        answers: dict[tuple[RateChange, int], float | None] = dict.fromkeys(searches)
+        while answers:
+            requests: list[tuple[tuple[RateChange, int], float]] = []
+            for key, answer in answers.items():
+                try:
+                    requests.append((key, next(searches[key]) if answer is None else searches[key].send(answer)))
+                except StopIteration as end:
+                    found[key] = end.value
+            pairs = []
+            for ((knob, sign), index), exponent in requests:
+                machine = knob.scale(cluster, 2.0 ** (sign * exponent))
+                pairs += [(machine, self.plans[0]), (machine, self.plans[index + 1])]
+            costs = self._costs(pairs) if pairs else []
+            answers = {
+                key: costs[2 * i + 1] / costs[2 * i] * self.scale[key[1]] - 1 for i, (key, _) in enumerate(requests)
+            }
+        return {key: found[key] for key in searches}
 
 
 def _find_crossing(gaps: Sequence[float]) -> Search:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from planner.question.prediction import Method
 from planner.question.question import Question
+from planner.search.fixes import Fix
 from planner.search.flips import FlipPoint
-from planner.search.headroom import HeadroomOption
 from simulator.config.estimate import Estimate
 from simulator.config.plan import Plan
 from simulator.legality.rule import Problem
@@ -30,18 +31,33 @@ class GpuCountRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankedPlan:
-    """A listed plan. `lost_because` is None for the first, `simulated_s` for plans that were not simulated."""
+    """A listed plan, predicted by `method`; `lost_because` is None for the first.
+
+    Plans of one `tie` differ by less than the error of the model: the first of them is the simplest.
+    """
 
     rank: int
     plan: Plan
     estimate: Estimate
+    method: Method
+    tie: int
+    fit_probability: float
     lost_because: str | None = None
     flips: tuple[FlipPoint, ...] = ()
     problems: tuple[Problem, ...] = ()
-    simulated_s: float | None = None
-    simulated_bytes: float | None = None  # reserved by the simulated allocator on the worst rank
     cost_per_million_tokens: float | None = None  # in the currency of the given price
-    room: HeadroomOption | None = None  # of the first plan, if memory is tight: a variant with more headroom
+    fixes: tuple[Fix, ...] = ()  # of the first plan, where it may not fit: what makes it, cheapest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MayFit:
+    """The fastest plan of all, where it is not sure to fit; `faster` is the part of the first plan's step it saves."""
+
+    plan: Plan
+    estimate: Estimate
+    method: Method
+    fit_probability: float
+    faster: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +65,9 @@ class SearchStats:
     """An account of the search.
 
     `fitting` plans were not shown to need too much memory, `costed` of them were costed in full, as no bound ruled them
-    out, and `simulated` were simulated. `bound_s` is a lower bound of the step over all legal plans that fit; `gap` is
-    how far the best plan may be above the optimum by the objective, relative. Both are for stages as the runtime splits
+    out, and `simulated` were simulated. `bound_s` is a lower bound of the step over all legal plans that are as sure to
+    fit as the first; `gap` is how far the best of them may be above the optimum by the objective, relative, both by the
+    closed form. Both are for stages as the runtime splits
     them. For the `filled` fastest pipelines, layers, recomputation, overlap and placement were decided together, which
     can only improve them; none of those can be better than what was found by more than `filled_gap`, relative.
     """
@@ -80,3 +97,4 @@ class SearchResult:
     rejected: dict[str, int]
     assumed: tuple[str, ...] = field(default=())
     by_gpus: tuple[GpuCountRow, ...] = ()  # where several GPU counts were compared
+    may_fit: MayFit | None = None

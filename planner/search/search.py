@@ -1,9 +1,10 @@
 """Search: bound every legal plan, cost those that could be best, simulate the finalists, and say why the others lost.
 
 Branch and bound over the closed form (`plan_space.branch_and_bound`) finds the plans to list and proves that no other
-plan of the space (`plan_space.candidates`) beats them there. Pipelines among them get layers and recompute modes by
-stage (`stages.assignment`). The simulation then orders the plans that are too close for the closed form. Ties go to the
-simpler plan, in a fixed order, so that the same question has the same answer on any machine.
+plan of the space (`plan_space.candidates`) beats them there. It is asked for plans that surely fit, and then for all that
+may. Pipelines among them get layers and recompute modes by stage (`stages.assignment`). Every plan that is listed is then
+simulated, and the list is ordered by what came out (`finalists`). Ties go to the simpler plan, in a fixed order, so that
+the same question has the same answer on any machine.
 """
 
 from __future__ import annotations
@@ -15,29 +16,30 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.question.prediction import Method
 from planner.question.question import Question, require_plannable
-from planner.search.finalists import Finalist, order_by_simulation
-from planner.search.flips import GIB, PlanCost, find_flips, lost_because, memory_flip
+from planner.search.finalists import Finalist, in_order, predict_all
+from planner.search.fixes import find_fixes
+from planner.search.flips import find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
-from planner.search.headroom import find_headroom
 from planner.search.infeasible import no_fitting_plan, no_legal_plan
 from planner.search.plan_space.branch_and_bound import Explored, explore, pareto_rows
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
-from planner.search.result import RankedPlan, SearchResult, SearchStats
+from planner.search.reasons import why_it_lost
+from planner.search.result import MayFit, RankedPlan, SearchResult, SearchStats
 from planner.search.stages.assignment import NEAR_FIT, AssignedPipelines, assign_stages, plan_of_row
 from planner.search.stated_parts import contradiction
+from simulator.calibration.intervals import memory_factors
 from simulator.closed_form.screening import Screening
 from simulator.columns.plan_columns import PlanColumns
+from simulator.config.estimate import SURE, Fit, sure_bytes
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.legality.frameworks import Framework
 from topology.cluster import Cluster
 from topology.errors import UserError
 
 OBJECTIVES = ("time", "throughput", "memory", "cost", "pareto")
-# The closed form is within this much of the simulation (tests/simulator/test_lowering_grid.py): plans closer than that
-# are ordered by simulating them.
-CLOSED_FORM_ERROR = 0.13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,23 +83,36 @@ def suggest(
         raise contradiction(question, options.bounds, nodes) or no_legal_plan(question, nodes)
     screening = Screening(question)
     deadline = None if options.time_limit_s is None else started + options.time_limit_s
-    nodes, explored, assigned = _explore(screening, question.framework, nodes, options, deadline, progress)
-    if not len(explored) and not assigned.plans:
+    found = _explore(screening, question.framework, nodes, options, deadline, progress)
+    if not found.plans:
         raise no_fitting_plan(question, nodes, options.bounds, grow=grow)
-    plans = _listed_plans(explored, assigned, options, question.cluster)
-    table = question.estimate(plans)
-    finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(plans)]
-    if options.simulate and options.objective not in {"memory", "pareto"}:
-        finalists = order_by_simulation(screening, finalists, within=CLOSED_FORM_ERROR, progress=progress)
-    ranked = _rank(question, finalists, options)
-    stats = _search_stats(nodes, explored, assigned, options.objective, finalists, seconds=time.monotonic() - started)
-    rejected = {**nodes.rejected, "memory": explored.legal - explored.fitting}
+    table = question.estimate([*found.plans, *found.may_fit])
+    finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(table.plans)]
+    if options.simulate:
+        finalists = predict_all(question, finalists, progress)
+    listed = in_order(finalists[: len(found.plans)], options.objective)
+    stats = _search_stats(nodes, found, options.objective, listed, seconds=time.monotonic() - started)
+    rejected = {**nodes.rejected, "memory": found.everything.legal - found.everything.fitting}
     return SearchResult(
         question=question,
         search=stats,
-        plans=ranked,
+        plans=_rank(question, listed, options),
         rejected=dict(sorted(rejected.items(), key=lambda item: (-item[1], item[0]))),
+        may_fit=_may_fit(listed, finalists) if options.objective not in {"memory", "pareto"} else None,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """`plans` to list, and the fastest plan of all in `may_fit` where it is none of them. `everything` was asked for all
+    plans that may fit, `asked` for those that are listed, as were the stages of `assigned`.
+    """
+
+    plans: list[Plan]
+    may_fit: list[Plan]
+    everything: Explored
+    asked: Explored
+    assigned: AssignedPipelines
 
 
 def _explore(
@@ -107,66 +122,96 @@ def _explore(
     options: SearchOptions,
     deadline: float | None,
     progress: Callable[[str], None] | None,
-) -> tuple[Nodes, Explored, AssignedPipelines]:
-    """Return the nodes with overlap modes by site, the plans that could be listed, and pipelines with better stages."""
+) -> _Found:
+    """Return the plans to list: those that surely fit by time, filled up with such as may; by memory any that fit."""
     objective, recomputes = options.objective, options.bounds.recomputes or framework.recomputes
-    nodes = with_overlap_by_site(screening, nodes, framework, recomputes)
-    explored = explore(
-        screening,
-        nodes,
-        recomputes,
-        objective=objective if objective in {"memory", "pareto"} else "time",
-        keep=options.top,
-        one_per_grid=not options.all_variants,
-        deadline=deadline,
-        progress=progress,
-        nearly=NEAR_FIT if framework.lists_layers or framework.lists_recompute else 1.0,
+    cluster = screening.scenario.cluster
+    nodes = with_overlap_by_site(screening, nodes, framework, recomputes)  # the account of nodes stays the same
+
+    def ask(screening: Screening, *, keep: int, stages: bool) -> tuple[Explored, AssignedPipelines]:
+        explored = explore(
+            screening,
+            nodes,
+            recomputes,
+            objective=objective if objective in {"memory", "pareto"} else "time",
+            keep=keep,
+            one_per_grid=not options.all_variants,
+            deadline=deadline,
+            progress=progress,
+            nearly=NEAR_FIT if stages and (framework.lists_layers or framework.lists_recompute) else 1.0,
+        )
+        if not stages or (objective in {"memory", "pareto"} and len(explored)):
+            return explored, AssignedPipelines()
+        assigned = assign_stages(
+            screening, framework, nodes, explored, recomputes, top=keep, deadline=deadline, progress=progress
+        )
+        return explored, assigned
+
+    if objective in {"memory", "pareto"}:
+        everything, assigned = ask(screening, keep=options.top, stages=True)
+        plans = _listed_plans(everything, assigned, options, cluster)
+        return _Found(plans=plans, may_fit=[], everything=everything, asked=everything, assigned=assigned)
+    careful = replace(screening, share=sure_bytes(1.0, memory_factors()[1]))
+    asked, assigned = ask(careful, keep=options.top, stages=True)
+    sure = _listed_plans(asked, assigned, options, cluster)
+    everything, more = ask(screening, keep=options.top - len(sure) or 1, stages=len(sure) < options.top)
+    others = _listed_plans(everything, more, options, cluster)
+    plans = _one_per_grid([*sure, *others], options)[: options.top]
+    may_fit = [plan for plan in others[:1] if plan not in plans]
+    if not sure:
+        asked, assigned = everything, more
+    return _Found(plans=plans, may_fit=may_fit, everything=everything, asked=asked, assigned=assigned)
+
+
+def _one_per_grid(plans: Sequence[Plan], options: SearchOptions) -> list[Plan]:
+    """Return the first plan of each set of degrees; all plans, once, where variants are asked for."""
+    first: dict[object, Plan] = {}
+    for plan in plans:
+        first.setdefault(
+            plan if options.all_variants else tuple(getattr(plan, axis) for axis in (*MESH_AXES, "ep")), plan
+        )
+    return list(first.values())
+
+
+def _may_fit(listed: Sequence[Finalist], finalists: Sequence[Finalist]) -> MayFit | None:
+    """Return the fastest of the plans that may fit, if it is faster than the first, which surely does."""
+    first = listed[0].estimate
+    if first.memory.fit_probability < SURE:
+        return None
+    unsure = [one for one in finalists if one.estimate.memory.fit is Fit.LIKELY]
+    fastest = min(unsure, key=lambda one: one.estimate.step_s.value, default=None)
+    if fastest is None or fastest.estimate.step_s.value >= first.step_s.value:
+        return None
+    return MayFit(
+        plan=fastest.plan,
+        estimate=fastest.estimate,
+        method=fastest.method,
+        fit_probability=fastest.estimate.memory.fit_probability,
+        faster=1 - fastest.estimate.step_s.value / first.step_s.value,
     )
-    if objective in {"memory", "pareto"} and len(explored):
-        return nodes, explored, AssignedPipelines()
-    assigned = assign_stages(
-        screening, framework, nodes, explored, recomputes, top=options.top, deadline=deadline, progress=progress
-    )
-    return nodes, explored, assigned
 
 
 def _rank(question: Question, finalists: Sequence[Finalist], options: SearchOptions) -> tuple[RankedPlan, ...]:
     """Return the finalists as listed plans: why each lost, when it would win, its problems and its cost."""
-
-    def cost_plans(pairs: Sequence[tuple[Cluster, Plan]]) -> list[PlanCost]:
-        clusters, plans_of_pairs = zip(*pairs, strict=True)
-        costs = question.estimate(plans_of_pairs, each_on=clusters)
-        value = costs.reserved_bytes if options.objective == "memory" else costs.step_s
-        return [(float(v), bool(f)) for v, f in zip(value, costs.fits, strict=True)]
-
-    plans, best = [finalist.plan for finalist in finalists], finalists[0].estimate
-    flips = find_flips(question.cluster, plans[0], plans[1:], cost_plans)
-    room = find_headroom(question, plans[0], best)
+    best, others = finalists[0], finalists[1:]
+    flips = find_flips(question, best, others) if options.objective not in {"memory", "pareto"} else [()] * len(others)
+    fixes = find_fixes(question, best.plan, best.estimate)
     return tuple(
         RankedPlan(
             rank=i + 1,
             plan=finalist.plan,
             estimate=finalist.estimate,
-            lost_because=_why_it_lost(finalists[0], finalist, options.objective) if i else None,
-            flips=(*flips[i - 1], *memory_flip(question.cluster, best, finalist.estimate)) if i else (),
+            method=finalist.method,
+            tie=finalist.tie,
+            fit_probability=finalist.estimate.memory.fit_probability,
+            lost_because=why_it_lost(best, finalist, options.objective) if i else None,
+            flips=(*flips[i - 1], *memory_flip(question.cluster, best, finalist)) if i else (),
             problems=question.problems(finalist.plan),
-            simulated_s=finalist.simulated_s,
-            simulated_bytes=finalist.simulated_bytes,
             cost_per_million_tokens=cost_per_million_tokens(finalist.estimate, options.gpu_price_per_hour),
-            room=None if i else room,
+            fixes=() if i else fixes,
         )
         for i, finalist in enumerate(finalists)
     )
-
-
-def _why_it_lost(best: Finalist, other: Finalist, objective: str) -> str:
-    behind = None
-    if best.fits_simulated() and not other.fits_simulated():
-        needs, has = (other.simulated_bytes or 0.0) / GIB, other.estimate.memory.capacity_bytes / GIB
-        return f"may not fit: its simulated allocator reserves {needs:.1f} of {has:.1f} GiB, as its memory fragments"
-    if best.simulated_s is not None and other.simulated_s is not None:
-        behind = other.simulated_s - best.simulated_s
-    return lost_because(best.estimate, other.estimate, objective=objective, simulated_s=behind)
 
 
 def _listed_plans(
@@ -183,25 +228,19 @@ def _listed_plans(
     found = [(float(values[row]), plan_of_row(explored.columns, row, cluster)) for row in rows]
     if assigned.plans:
         found = sorted([*found, *((step, plan) for plan, step in assigned.plans)], key=lambda pair: pair[0])
-    if not options.all_variants:
-        first: dict[tuple[int, ...], tuple[float, Plan]] = {}
-        for value, plan in found:
-            first.setdefault(tuple(getattr(plan, axis) for axis in (*MESH_AXES, "ep")), (value, plan))
-        found = list(first.values())
-    return [plan for _, plan in found[:top]]
+    return _one_per_grid([plan for _, plan in found], options)[:top]
 
 
 def _search_stats(
     nodes: Nodes,
-    explored: Explored,
-    assigned: AssignedPipelines,
+    found: _Found,
     objective: str,
     finalists: Sequence[Finalist],
     *,
     seconds: float,
 ) -> SearchStats:
     """Return the account of the search, with the gap to the optimum."""
-    memory = objective == "memory"
+    memory, explored, everything = objective == "memory", found.asked, found.everything
     listed = min(finalist.estimate.step_s.value for finalist in finalists)
     status = "optimal within the model" if explored.complete else "best found within the time limit"
     if not len(explored):  # only pipelines with other stages than the runtime's fit, of which not all were tried
@@ -210,22 +249,24 @@ def _search_stats(
     values = explored.reserved_bytes if memory else explored.step_s
     value = float(values.min(initial=np.inf)) if len(values) else listed
     gap = 0.0 if explored.complete else value / explored.bound - 1 if explored.bound > 0 else float("inf")
-    beaten = explored.fitting - len(explored)
+    slowest = everything.step_s.max(initial=0.0)
+    costed = len(everything) + (0 if explored is everything else int((explored.step_s > slowest).sum()))
+    beaten = everything.fitting - costed
     pruned = {**nodes.pruned, **({"bound above the plans listed": beaten} if beaten else {})}
     return SearchStats(
-        candidates=explored.legal + sum(nodes.rejected.values()) + sum(nodes.pruned.values()),
-        legal=explored.legal,
-        fitting=explored.fitting,
-        costed=len(explored),
+        candidates=everything.legal + sum(nodes.rejected.values()) + sum(nodes.pruned.values()),
+        legal=everything.legal,
+        fitting=everything.fitting,
+        costed=costed,
         pruned=pruned,
-        simulated=sum(finalist.simulated_s is not None for finalist in finalists),
+        simulated=sum(finalist.method is Method.SIMULATION for finalist in finalists),
         seconds=seconds,
         status=status,
         objective=objective,
         bound_s=explored.floor_s if memory else min(explored.bound, listed),
         gap=gap,
-        filled=assigned.solved,
-        filled_gap=assigned.gap,
+        filled=found.assigned.solved,
+        filled_gap=found.assigned.gap,
     )
 
 

@@ -58,14 +58,20 @@ class SharedBlocks:
 
 @dataclass(frozen=True)  # no slots: what every round of a search needs is found once
 class Screening:
-    """One scenario, asked for many plans."""
+    """One scenario, asked for many plans. `share` is the part of the memory that plans may be predicted to need."""
 
     scenario: Scenario
+    share: float = 1.0
 
     @property
     def capacity_bytes(self) -> float:
         """What a rank can use of its GPU."""
         return self.scenario.cluster.gpu_memory_bytes - CONTEXT_BYTES
+
+    @property
+    def limit_bytes(self) -> float:
+        """What a plan may be predicted to need."""
+        return self.capacity_bytes * self.share
 
     @property
     def peak_flops(self) -> float:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import erf, exp, inf, log, sqrt
 
 from topology.cluster import Source
+
+SURE = 0.95  # probability from which a plan is said to fit
+# Standard deviations from the middle of a normal distribution to the ends of its 80 % range, and to its 95th percentile.
+_Z_OF_RANGE, _Z_OF_SURE = 1.2816, 1.6449
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,20 +24,42 @@ class Interval:
 
 
 class Fit(StrEnum):
-    """Whether memory is enough, given how far predictions of it are off: the 80% range against what there is."""
+    """Whether memory is enough, given how far predictions of it are off: the probability that it is."""
 
-    YES = "yes"  # the whole range fits
-    LIKELY = "likely"  # the value does, the upper end of the range does not
-    UNLIKELY = "unlikely"  # the value does not, the lower end does
-    NO = "no"  # nothing of the range does
+    YES = "yes"  # at least SURE
+    LIKELY = "likely"  # the predicted value fits, but may be too small
+    UNLIKELY = "unlikely"  # the predicted value does not fit, but may be too large
+    NO = "no"  # below 1 - SURE
+
+
+def fit_probability(needed: float, low: float, high: float, capacity: float) -> float:
+    """Return the probability that `needed` bytes, of 80% range `low` to `high`, are at most `capacity`.
+
+    Errors are taken as log-normal on either side of the value, as `simulator.calibration.intervals` learns them.
+    """
+    if needed <= 0 or capacity <= 0:
+        return 1.0 if needed <= capacity else 0.0
+    spread = log(high / needed) if capacity >= needed else log(needed / low) if low > 0 else inf
+    if spread <= 0:
+        return 1.0 if needed <= capacity else 0.0
+    return 0.5 * (1 + erf(log(capacity / needed) / (spread / _Z_OF_RANGE) / sqrt(2)))
+
+
+def sure_bytes(capacity: float, high_factor: float) -> float:
+    """Return the bytes that may be predicted for a plan to fit `capacity` with probability SURE.
+
+    `high_factor` times a prediction is the upper end of its 80% range.
+    """
+    return capacity * exp(-log(high_factor) * _Z_OF_SURE / _Z_OF_RANGE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
     """Peak memory of the worst rank. `peak_bytes` is what is allocated; `reserved_bytes` what the allocator holds.
 
-    `fits` compares values; `fit` also the range that reserved memory is expected in (80% of cases), which is as wide,
-    relative, as that of the allocated peak. `headroom_bytes` are left of the capacity, negative where bytes are missing.
+    `fits` compares values; `fit` takes into account the range that reserved memory is expected in (80% of cases), which
+    is as wide, relative, as that of the allocated peak. `headroom_bytes` are left of the capacity, negative where bytes
+    are missing.
     """
 
     peak_bytes: Interval
@@ -52,22 +79,31 @@ class MemoryEstimate:
     def __post_init__(self) -> None:
         peak, reserved, capacity = self.peak_bytes, self.reserved_bytes, self.capacity_bytes
         low, high = (reserved * end / peak.value if peak.value else reserved for end in (peak.low, peak.high))
+        likely = fit_probability(reserved, low, high, capacity)
         fit = (
-            (Fit.YES if high <= capacity else Fit.LIKELY) if self.fits else Fit.UNLIKELY if low <= capacity else Fit.NO
+            (Fit.YES if likely >= SURE else Fit.LIKELY) if self.fits else Fit.UNLIKELY if likely > 1 - SURE else Fit.NO
         )
         derived = {"reserved_low_bytes": low, "reserved_high_bytes": high, "headroom_bytes": capacity - reserved}
         for name, value in {**derived, "fit": fit}.items():
             object.__setattr__(self, name, value)
 
     @property
+    def fit_probability(self) -> float:
+        """The probability that the plan fits."""
+        return fit_probability(
+            self.reserved_bytes, self.reserved_low_bytes, self.reserved_high_bytes, self.capacity_bytes
+        )
+
+    @property
     def verdict(self) -> str:
-        used = f"{self.reserved_bytes / self.capacity_bytes:.0%} of memory"
-        return {
-            Fit.YES: "fits",
-            Fit.LIKELY: f"likely fits, but tight ({used})",
-            Fit.UNLIKELY: f"unlikely to fit ({used})",
-            Fit.NO: "does not fit",
-        }[self.fit]
+        if self.fit is Fit.YES:
+            return "fits"
+        return "does not fit" if self.fit is Fit.NO else f"{chance(self.fit_probability)} likely to fit"
+
+
+def chance(probability: float) -> str:
+    """Return the probability of what is neither sure nor out of the question, to 5 %: no more is known of it."""
+    return f"{min(90, max(5, 5 * round(20 * probability)))}%"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

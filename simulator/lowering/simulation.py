@@ -84,10 +84,10 @@ def simulate_plan(
     about = float(table.step_s[0])
     watch = None if progress is None else lambda now: say(f"at {now:.3g} s of a step of about {about:.3g} s")
     run = simulate(lowered.program, lowered.costs, spans=spans, watch=watch)
-    return Simulated(estimate=_estimate(table, run, plan, spans=spans), run=run, detail=detail)
+    return Simulated(estimate=_estimate(table, run, plan, detail, spans=spans), run=run, detail=detail)
 
 
-def _estimate(table: EstimateTable, run: Run, plan: Plan, *, spans: bool) -> Estimate:
+def _estimate(table: EstimateTable, run: Run, plan: Plan, detail: Detail, *, spans: bool) -> Estimate:
     """Return the closed form's estimate with time and memory of the run in place of its own."""
     formula = table.estimate(0)
     flushing = formula.breakdown_s["allocator"]
@@ -101,6 +101,11 @@ def _estimate(table: EstimateTable, run: Run, plan: Plan, *, spans: bool) -> Est
     class_of = run.folding.class_of()
     first_ranks = [rank * (plan.gpus // plan.pp) for rank in range(plan.pp)]
     simulated_of = [run.folding.classes[class_of[rank]].representative for rank in first_ranks]
+    if spans:
+        parts, by_axis = _parts_s(formula, run, detail)
+    else:
+        parts = {name: part * scale for name, part in formula.breakdown_s.items()}
+        by_axis = {axis: part * scale for axis, part in formula.exposed_by_axis_s.items()}
     return replace(
         formula,
         step_s=replace(interval, value=step_s, low=interval.low * scale, high=interval.high * scale),
@@ -122,10 +127,30 @@ def _estimate(table: EstimateTable, run: Run, plan: Plan, *, spans: bool) -> Est
             by_stage=tuple({k: float(v) for k, v in run.memory[rank].by_category.items()} for rank in simulated_of),
             reserved_by_stage=tuple(float(run.memory[rank].reserved_bytes) for rank in simulated_of),
         ),
-        breakdown_s={**breakdown_s(run), "allocator": flushing}
-        if spans
-        else {k: v * scale for k, v in formula.breakdown_s.items()},
+        breakdown_s={**parts, "allocator": flushing} if spans else parts,
+        exposed_by_axis_s=by_axis,
     )
+
+
+def _parts_s(formula: Estimate, run: Run, detail: Detail) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the parts of the simulated step, and its exposed communication by mesh axis.
+
+    What one span holds is split as the closed form has it: computing anew and contention in a kernel, and where stages
+    are simulated whole, the communication inside them.
+    """
+    seen, axes = breakdown_s(run), formula.exposed_by_axis_s
+    inside: list[str] = [axis for axis in ("tp", "cp", "ep") if axis in axes and detail is Detail.STAGE]
+    outside = {axis: part for axis, part in axes.items() if axis not in inside} or {"dp": 0.0}
+    computed = {name: formula.breakdown_s.get(name, 0.0) for name in ("compute", "recompute", "contention")}
+    whole = sum(computed.values()) + sum(axes[axis] for axis in inside)
+    scale = seen["compute"] / whole if whole else 0.0
+    known, waited = sum(outside.values()), seen["exposed_communication"]
+    by_axis: dict[str, float] = {axis: axes[axis] * scale for axis in inside}
+    by_axis |= {axis: waited * (part / known if known else 1 / len(outside)) for axis, part in outside.items()}
+    parts = {name: part * scale for name, part in computed.items()}
+    for name in ("copies", "exposed_communication", "bubble", "host", "optimizer"):
+        parts[name] = max(0.0, sum(by_axis.values()) if name == "exposed_communication" else seen[name])
+    return parts, by_axis
 
 
 def breakdown_s(run: Run) -> dict[str, float]:

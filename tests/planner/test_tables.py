@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from planner.explain.tables import degrees_text, flip_text, policy_text, print_search
+from planner.explain.answer_text import approach_text, print_search
+from planner.explain.tables import degrees_text, flip_text, policy_text
 from planner.io.output import printable
 from planner.question.question import question_of
 from planner.search.flips import FlipPoint
@@ -45,12 +47,31 @@ def test_the_policy_says_what_is_beside_the_degrees():
     assert policy_text(plan) == "ep 4, micro batch 1, recompute full, sp, Interleaved1F1B x3"
 
 
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (Plan(), "one GPU"),
+        (Plan(dp_shard=8), "FSDP over 8 GPUs"),
+        (Plan(dp_replicate=8, zero_stage=1), "ZeRO-1 over 8 GPUs"),
+        (Plan(dp_replicate=8), "DDP over 8 GPUs"),
+        (Plan(pp=4), "a pipeline of 4 stages on 4 GPUs"),
+        (Plan(dp_replicate=2, dp_shard=4), "2 replicas of FSDP over 4 on 8 GPUs"),
+        (
+            Plan(dp_shard=64, tp=8, pp=4),
+            "FSDP over 64 with tensor parallelism over 8 and a pipeline of 4 on 2,048 GPUs",
+        ),
+    ],
+)
+def test_a_plan_is_named_as_a_person_would(plan, text):
+    assert approach_text(plan) == text
+
+
 def test_flips_carry_decimal_rates_and_binary_memory():
     link = FlipPoint(quantity="network per GPU", now=50e9, at=31e9, unit="bytes_per_s", wins="below")
     memory = FlipPoint(quantity="memory per GPU", now=80 * 2.0**30, at=96 * 2.0**30, unit="bytes", wins="above")
 
-    assert flip_text(link) == "wins if network per GPU < 31.0 GB/s (now 50.0)"
-    assert flip_text(memory) == "wins if memory per GPU > 96.0 GiB (now 80.0)"
+    assert flip_text(link) == "wins if network per GPU < 31 GB/s (now 50)"
+    assert flip_text(memory) == "wins if memory per GPU > 96 GiB (now 80)"
 
 
 @pytest.mark.parametrize("width", [80, 100, 160])
@@ -60,9 +81,9 @@ def test_no_line_is_wider_than_the_terminal(result, width, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
 
     assert max(map(len, lines)) <= width
-    assert sum(line.startswith(("* 1", "  2", "  3", "  4")) for line in lines) >= 4
+    assert sum(bool(re.match(r"[1-4] ", line)) for line in lines) == 4
     assert "tok/s/GPU" in "".join(lines)
-    assert "peak GiB" in "".join(lines)
+    assert "GiB" in "".join(lines)
     assert "\x1b" not in "".join(lines)
 
 

@@ -148,7 +148,6 @@ def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]]) -> None:
             "rank",
             "plan",
             "step_s",
-            "simulated_s",
             "range",
             "tokens",
             "mfu",
@@ -162,12 +161,8 @@ def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]]) -> None:
         column_config={
             "rank": st.column_config.NumberColumn("#", width=40),
             "plan": st.column_config.TextColumn("plan", width=235),
-            "step_s": st.column_config.NumberColumn("step, s", help="By the closed form.", format="%.3f", width=70),
-            "simulated_s": st.column_config.NumberColumn(
-                "simulated",
-                format="%.3f",
-                width=75,
-                help="Seconds of the simulated step, which orders plans that the closed form cannot tell apart.",
+            "step_s": st.column_config.NumberColumn(
+                "step, s", help="Simulated, where the program of a step is short enough.", format="%.3f", width=70
             ),
             "range": st.column_config.TextColumn("80 % range, s", width=105),
             "tokens": st.column_config.NumberColumn("tokens/s/GPU", format="localized", width=95),

@@ -134,7 +134,7 @@ def _screen_memory(
 ) -> tuple[_Collected, _Collected, int]:
     """Return the leaves that fit, the pipelines that need up to `nearly` times the memory, and the nodes looked at."""
     fitting, near_misses = _Collected(), _Collected()
-    capacity = screening.capacity_bytes
+    capacity = screening.limit_bytes
     least_recompute, least_saved = nodes.with_recompute("none"), shared.keeping_least()
     seen = 0
     # A batch takes every so many nodes, so that a search cut short has seen some of everything.
@@ -185,7 +185,7 @@ def _fitting_variants(
     for part in _batches(len(overlapping)):
         rows = overlapping[part]
         reserved[rows] = screening.plans(variants.take(rows), shared, of_node[rows]).reserved_bytes(at_least=True)
-    fit = np.nonzero(reserved <= screening.capacity_bytes)[0]
+    fit = np.nonzero(reserved <= screening.limit_bytes)[0]
     return variants.take(fit), reserved[fit], of_node[fit]
 
 
@@ -272,7 +272,7 @@ class _BestFirst:
         bound = self._bound_of_all(found, all_nodes_seen=all_nodes_seen)
         if near_misses is not None and (self.objective == "time" or not len(found)):
             near, near_s = self._near_pipelines(near_misses)
-        too_large = needed & (self.exact > self.screening.capacity_bytes)
+        too_large = needed & (self.exact > self.screening.limit_bytes)
         return Explored(
             columns=self.variants.take(found),
             step_s=self.step[found],
@@ -316,7 +316,7 @@ class _BestFirst:
         counted = self.screening.plans(self.table.take(rows), self.shared, rows)
         self.exact[rows] = counted.reserved_bytes()
         more_s = counted.flush_s(self.exact[rows]) - counted.flush_s(self.reserved[rows])
-        fits = self.exact[rows] <= self.screening.capacity_bytes
+        fits = self.exact[rows] <= self.screening.limit_bytes
         self.step[rows] = np.where(fits, self.seconds[rows] + more_s, np.inf)
         values = self.exact[rows] if self.objective == "memory" else self.step[rows]
         self.threshold.add(self.grid[rows], np.where(np.isfinite(self.step[rows]), values, np.inf))

@@ -112,7 +112,7 @@ def _fastest_pipelines(
     columns, steps = columns.take(slice(MAX_COUNTED)), steps[:MAX_COUNTED]
     if len(columns):  # so far the memory of some schedules is only bounded
         counted = screening.plans(columns, screening.blocks(columns, recomputes), np.arange(len(columns)))
-        fits = counted.reserved_bytes() <= NEAR_FIT * screening.capacity_bytes
+        fits = counted.reserved_bytes() <= NEAR_FIT * screening.limit_bytes
         columns, steps = columns.take(fits), steps[fits]
     if framework.lists_recompute and len(columns):
         columns, steps = _fastest_of_each(columns, steps, PIPELINE_FIELDS)

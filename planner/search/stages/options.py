@@ -184,7 +184,7 @@ def build_pipeline(
     memory = memory_columns(
         model, single.operators, single.context, counts.as_one_row(plan, modes, words), single.blocks, single.parameters
     )
-    fits = np.nonzero(memory.reserved_bytes[0] <= screening.capacity_bytes)[0]
+    fits = np.nonzero(memory.reserved_bytes[0] <= screening.limit_bytes)[0]
     max_layers = np.zeros(plan.pp, dtype=np.int64)
     np.maximum.at(max_layers, counts.rank[fits], counts.sizes[fits].sum(axis=1))
     if (max_layers == 0).any() or max_layers.sum() < model.layers:

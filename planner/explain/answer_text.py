@@ -1,0 +1,308 @@
+"""The answers of `planner suggest` and `planner estimate` as text: the sentence that answers, a table, why, how to start
+it, and then what it rests on. The first of these fit a screen of 80 columns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.table import Table
+
+from planner.explain.plan_answer import PlanAnswer
+from planner.explain.tables import (
+    basis_lines,
+    changed_lines,
+    cluster_line,
+    degrees_text,
+    flip_text,
+    memory_line,
+    model_line,
+    parts_line,
+    policy_text,
+    print_lines,
+    run_length_text,
+    runtime_line,
+    search_line,
+    workload_line,
+)
+from planner.io.figures import (
+    gib_text,
+    interval_text,
+    last_digit_s,
+    rate_text,
+    seconds_text,
+)
+from planner.io.output import console, printable
+from planner.question.question import Question
+from planner.search.fixes import memory_text
+from planner.search.result import GpuCountRow, MayFit, RankedPlan, SearchResult
+from simulator.config.estimate import Estimate, Fit, chance
+from simulator.config.overlap_sites import NONE, tp_overlap_label
+from simulator.config.plan import Plan
+from simulator.pipeline.schedules import default_schedule
+
+LEAST_GAIN = 0.01  # of the step, below which a plan that may fit is not worth a word
+
+
+def print_search(result: SearchResult, *, out: str | None) -> None:
+    """Print the answer of `planner suggest`."""
+    best, question = result.plans[0], result.question
+    sentences = [answer_sentence(best), asked_line(question, best.plan)]
+    if result.may_fit is not None and result.may_fit.faster >= LEAST_GAIN:
+        sentences.append(may_fit_sentence(result.may_fit, best))
+    if best.fixes:
+        sentences.append(f"No plan surely fits. Of #1: {memory_text(best.estimate, best.fixes)}.")
+    print_lines(console(), sentences, hanging="")
+    print()
+    print_plans(result.plans, question)
+    print_gpu_counts(result.by_gpus)
+    why = [f"#{ranked.rank:<8} {ranked.lost_because}" for ranked in result.plans[1:]]
+    flips = [f"flip      #{ranked.rank} {flip_text(flip)}" for ranked in result.plans for flip in ranked.flips]
+    print()
+    print_lines(console(), [*why, *run_lines(best.plan, question, out)])
+    if best.cost_per_million_tokens is not None and not result.by_gpus:
+        print_lines(
+            console(), [f"cost      {best.cost_per_million_tokens:.3g} for a million tokens, at the price given"]
+        )
+    print()
+    notes = [f"note      [{problem.grade}] {problem.message}" for problem in best.problems]
+    lines = [*flips, *notes, *question_lines(question), *assumed_lines(result.assumed)]
+    lines += [parts_line(best.estimate), memory_line(best.estimate), *basis_lines(best.estimate, best.method)]
+    print_lines(console(), [*lines, f"searched  {search_line(result)}"])
+
+
+def print_estimate(found: PlanAnswer) -> None:
+    """Print the answer of `planner estimate` for one plan."""
+    case, question, plan, estimate = found.case, found.case.question, found.case.plan, found.estimate
+    problems = [f"{problem.grade!s:9} {problem.message}" for problem in found.problems]
+    asked = [f"plan      {degrees_text(plan)}; {policy_text(plan)}", *changed_lines(case.changed)]
+    if estimate is None or found.method is None:
+        print_lines(console(), ["Not legal: nothing to estimate.", *problems, f"case      {case.id}", *asked])
+        print_lines(console(), [*question_lines(question), *assumed_lines(case.assumed)])
+        return
+    memory = memory_text(estimate, found.fixes)
+    rates = f"{rate_text(estimate)} tokens/s/GPU, MFU {estimate.mfu:.0%}"
+    sentence = f"{_capital(approach_text(plan))}: about {interval_text(estimate.step_s)} a step, {rates}."
+    print_lines(console(), [sentence, f"Memory {memory}."], hanging="")
+    print()
+    print_lines(console(), [f"case      {case.id}", *asked, *problems, batch_line(plan, question)])
+    print_lines(console(), [parts_line(estimate), memory_line(estimate)])
+    print()
+    rests_on = [*question_lines(question), *assumed_lines(case.assumed), *basis_lines(estimate, found.method)]
+    print_lines(console(), rests_on)
+
+
+# --- sentences --------------------------------------------------------------------------------------------------------
+
+
+def approach_text(plan: Plan) -> str:
+    """Return a plan as a person would say it: `FSDP over 8 GPUs`, `FSDP over 64 with tensor parallelism over 8 on 512 GPUs`."""
+    names = []
+    if plan.zero_stage is not None and plan.dp_replicate > 1:
+        names.append(
+            f"ZeRO-{plan.zero_stage} over {plan.dp_replicate}" if plan.zero_stage else f"DDP over {plan.dp_replicate}"
+        )
+    elif plan.dp_replicate > 1:
+        names.append(
+            f"DDP over {plan.dp_replicate}"
+            if plan.dp_shard == 1
+            else f"{plan.dp_replicate} replicas of FSDP over {plan.dp_shard}"
+        )
+    elif plan.dp_shard > 1:
+        names.append(f"FSDP over {plan.dp_shard}")
+    degrees = (("context", plan.cp), ("tensor", plan.tp), ("expert", plan.ep))
+    names += [f"{name} parallelism over {degree}" for name, degree in degrees if degree > 1]
+    names += [f"a pipeline of {plan.pp}"] if plan.pp > 1 else []
+    if not names:
+        return "one GPU"
+    if len(names) == 1 and plan.dp_replicate in {1, plan.gpus}:
+        return f"{names[0]} GPUs" if plan.pp == 1 else f"{names[0]} stages on {plan.gpus} GPUs"
+    first, *others = names
+    return first + (f" with {' and '.join(others)}" if others else "") + f" on {plan.gpus:,} GPUs"
+
+
+def answer_sentence(best: RankedPlan) -> str:
+    """Return the sentence that answers: what to use, how long a step takes, and how much memory it needs."""
+    memory = best.estimate.memory
+    needs = f"{gib_text(memory.reserved_bytes)} GiB of {gib_text(memory.capacity_bytes)}"
+    if memory.fit is not Fit.YES:
+        needs += f": {memory.verdict}"
+    settings = (
+        f", recompute {best.plan.recompute}"
+        if best.plan.recompute != "none" and not best.plan.recompute_per_stage
+        else ""
+    )
+    return f"Use {approach_text(best.plan)}{settings}: about {interval_text(best.estimate.step_s)} a step, {needs}."
+
+
+def may_fit_sentence(found: MayFit, best: RankedPlan) -> str:
+    """Return what the fastest plan that may fit would gain over the first, which surely does."""
+    plan, memory = found.plan, found.estimate.memory
+    same = approach_text(plan) == approach_text(best.plan)
+    what = f"recompute {plan.recompute}" if same and plan.recompute != best.plan.recompute else policy_text(plan)
+    if not same:
+        what = f"{approach_text(plan)}, {policy_text(plan)}"
+    needs = f"{gib_text(memory.reserved_bytes)} GiB of {gib_text(memory.capacity_bytes)}"
+    return f"{_capital(what)} would be {found.faster:.0%} faster and is {chance(found.fit_probability)} likely to fit: {needs}."
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def asked_line(question: Question, plan: Plan) -> str:
+    """Return the question in a line: model, batch, machine, software."""
+    workload, cluster = question.workload, question.cluster
+    return (
+        f"{question.model.name}, {workload.global_batch_size:,} sequences of {workload.seq_len:,} tokens a step, on {plan.gpus:,} x "
+        f"{cluster.slowest_kind.title} ({cluster.name}) in {question.framework.title}."
+    )
+
+
+def batch_line(plan: Plan, question: Question) -> str:
+    """Return how the global batch is made of micro batches, by gradient accumulation."""
+    workload = question.workload
+    turns = plan.micro_batches(workload.global_batch_size)
+    kind = "micro batches in the pipeline" if plan.pp > 1 else "accumulated micro batches"
+    ranks = f"{plan.data_parallel:,} data-parallel ranks x " if plan.data_parallel > 1 else ""
+    each = f"{turns} {kind} x " if turns > 1 else ""
+    return f"batch     {workload.global_batch_size:,} = {ranks}{each}{plan.micro_batch_size} at a time"
+
+
+def run_lines(plan: Plan, question: Question, out: str | None) -> list[str]:
+    """Return what is needed to start a plan: micro batches, the order of the GPUs, and the commands."""
+    if plan.placement:
+        order = f"rank by rank: {', '.join(map(str, plan.placement[:16]))}" + (", ..." if plan.gpus > 16 else "")
+        order = f"GPUs {order} (CUDA_VISIBLE_DEVICES)" if question.cluster.node_count == 1 else f"GPUs {order}"
+    else:
+        order = "rank r on GPU r"
+    target = {"megatron-lm": "megatron", "deepspeed": "deepspeed", "megatron-deepspeed": "deepspeed"}.get(
+        question.framework.name, "torchtitan" if question.framework.name == "torchtitan" else "torchrun"
+    )
+    start = f"planner export {out or 'plan.json'} --to {target}"
+    saved = f"saved     {out}" if out else None
+    save = "" if out else "with --out plan.json: "
+    lines = [batch_line(plan, question), f"order     {order}", saved, f"start     {save}{start}"]
+    return [line for line in lines if line]
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def short_degrees(plan: Plan) -> str:
+    """Return the degrees above one: `fsdp 4 x tp 2`."""
+    dp = f"dp {plan.dp_replicate}" + (f" ZeRO-{plan.zero_stage}" if plan.zero_stage else "")
+    named = [dp] if plan.dp_replicate > 1 else []
+    degrees = (("fsdp", plan.dp_shard), ("cp", plan.cp), ("tp", plan.tp), ("pp", plan.pp))
+    named += [f"{name} {degree}" for name, degree in degrees if degree > 1]
+    return (" x ".join(named) or "1 GPU") + (f", ep {plan.ep}" if plan.ep > 1 else "")
+
+
+def settings_text(plan: Plan) -> str:
+    """Return what a plan sets beside its degrees and its recomputation, where that is not the plain choice."""
+    parts = []
+    if plan.pp > 1 and (plan.schedule or default_schedule(plan.virtual_stages)) != "1F1B":
+        parts.append(f"{plan.schedule or default_schedule(plan.virtual_stages)}")
+    parts += [f"{plan.virtual_stages} stages a rank"] if plan.virtual_stages > 1 else []
+    parts += [f"layers {run_length_text(plan.layers_per_stage)}"] if plan.layers_per_stage else []
+    parts += [f"overlap {tp_overlap_label(plan.tp_overlap)}"] if plan.tp_overlap != NONE else []
+    parts += [f"cp by {plan.cp_method.replace('_', '-')}"] if plan.cp > 1 and plan.cp_method else []
+    if plan.reshard_after_forward is False and plan.dp_shard * plan.cp > 1:
+        parts.append("no reshard")
+    return ", ".join(parts)
+
+
+def print_plans(plans: Sequence[RankedPlan], question: Question) -> None:
+    """Print the ranked plans in at most 80 columns; tied plans have the same number, marked."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("#", "plan", "micro", "recompute"):
+        table.add_column(heading, no_wrap=heading != "plan", overflow="fold")
+    last_s = min(last_digit_s(ranked.estimate.step_s) for ranked in plans)
+    unit = seconds_text(0.0, last_s).split()[1]
+    for heading in (f"step {unit}", "tok/s/GPU", "MFU", "GiB", "fits"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    ties = {tie: len(list(same)) for tie, same in groupby(plans, key=lambda ranked: ranked.tie)}
+    for ranked in plans:
+        plan, estimate = ranked.plan, ranked.estimate
+        settings = settings_text(plan)
+        recompute = (
+            f"{len(set(plan.recompute_per_stage))} kinds by stage" if plan.recompute_per_stage else plan.recompute
+        )
+        table.add_row(
+            f"{ranked.rank}{' =' if ties[ranked.tie] > 1 else ''}",
+            short_degrees(plan) + (f"; {settings}" if settings else ""),
+            f"{plan.micro_batches(question.workload.global_batch_size)} x {plan.micro_batch_size}",
+            recompute,
+            seconds_text(estimate.step_s.value, last_s).split()[0],
+            rate_text(estimate),
+            f"{estimate.mfu:.0%}",
+            gib_text(estimate.memory.reserved_bytes),
+            fits_text(estimate),
+        )
+    console().print(table)
+    if any(count > 1 for count in ties.values()):
+        print_lines(console(), ["= too close for the model to tell apart: the simplest comes first"])
+
+
+def fits_text(estimate: Estimate) -> str:
+    """Return whether a plan fits, in a word or as a probability."""
+    memory = estimate.memory
+    return {Fit.YES: "yes", Fit.NO: "no"}.get(memory.fit) or chance(memory.fit_probability)
+
+
+def print_gpu_counts(rows: Sequence[GpuCountRow]) -> None:
+    """Print the best plan on each GPU count, where several were compared."""
+    if not rows:
+        return
+    print()
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    has_cost = any(row.cost_per_million_tokens is not None for row in rows)
+    for heading in ("GPUs", "step s", "tok/s/GPU", "GiB", *(["cost / M tokens"] if has_cost else []), "plan"):
+        table.add_column(heading, justify="left" if heading == "plan" else "right", overflow="fold")
+    for row in rows:
+        if row.plan is None or row.step_s is None:
+            table.add_row(str(row.gpus), *["-"] * (3 + has_cost), printable(row.problem))
+            continue
+        cost = [f"{row.cost_per_million_tokens:.3g}"] if row.cost_per_million_tokens is not None else []
+        table.add_row(
+            str(row.gpus),
+            f"{row.step_s:.2g}" if row.step_s < 10 else f"{row.step_s:.0f}",
+            f"{float(f'{row.tokens_per_s_per_gpu or 0.0:.2g}'):,.0f}",
+            gib_text(row.reserved_bytes or 0.0),
+            *cost,
+            short_degrees(row.plan),
+        )
+    console().print(table)
+
+
+# --- what the answer rests on -----------------------------------------------------------------------------------------
+
+
+def question_lines(question: Question) -> list[str]:
+    """Return what was asked, line by line."""
+    return [
+        f"cluster   {cluster_line(question.cluster)}",
+        f"model     {model_line(question.model)}",
+        f"workload  {workload_line(question.workload)}",
+        f"runtime   {runtime_line(question.runtime, question.framework.title)}",
+    ]
+
+
+DEFAULT = re.compile(r"(?:runtime\.|plan\.)?(\w+) = (.+) \((.+ default)\)")
+
+
+def assumed_lines(assumed: Sequence[str]) -> list[str]:
+    """Return one line of what was assumed, each once, the defaults of a runtime together."""
+    defaults: dict[str, list[str]] = {}
+    others = []
+    for line in dict.fromkeys(assumed):
+        match = DEFAULT.fullmatch(line)
+        if match:
+            name, value, whose = match.groups()
+            defaults.setdefault(whose, []).append(f"{name} {value}")
+        else:
+            others.append(line)
+    parts = [*others, *(f"{whose}s: {', '.join(values)}" for whose, values in defaults.items())]
+    return [f"assumed   {'; '.join(parts)}"] if parts else []

@@ -1,0 +1,65 @@
+"""Figures as text, with no more digits than are known: the range that a value is expected in decides them.
+
+Times of one answer share a unit, the last digit of its step, so that the terms of a sum and their total can be compared.
+"""
+
+from __future__ import annotations
+
+from math import floor, log10
+
+from simulator.config.estimate import Estimate, Interval
+
+GIB = 2.0**30
+
+
+def last_digit_s(value: Interval) -> float:
+    """Return the place of the last digit that is known of a time, in seconds: 0.1 for 7.25 s (6.29 to 8.98)."""
+    half = (value.high - value.low) / 2 or abs(value.value) * 1e-3
+    return 10.0 ** floor(log10(half / 2)) if half > 0 else 1e-3
+
+
+def seconds_text(value_s: float, last_s: float, *, signed: bool = False) -> str:
+    """Return a time with its unit, `last_s` being the place of its last digit: `7.3 s`, `46 s`, `58 ms`."""
+    scale, unit = _scale(last_s)
+    return f"{_digits(value_s * scale, last_s * scale, signed=signed)} {unit}"
+
+
+def interval_text(value: Interval) -> str:
+    """Return a time and its 80% range: `7.3 s (6.3 to 9.0)`."""
+    last_s = last_digit_s(value)
+    scale, unit = _scale(last_s)
+    middle, low, high = (_digits(end * scale, last_s * scale) for end in (value.value, value.low, value.high))
+    return f"{middle} {unit} ({low} to {high})"
+
+
+def _scale(last_s: float) -> tuple[float, str]:
+    return (1.0, "s") if last_s >= 0.005 else (1e3, "ms") if last_s >= 5e-6 else (1e6, "us")
+
+
+def _digits(value: float, last: float, *, signed: bool = False) -> str:
+    places = max(0, -floor(log10(last) + 1e-9))
+    rounded = round(value / last) * last + 0.0
+    return f"{rounded:{'+' if signed else ''}.{places}f}"
+
+
+def rate_text(estimate: Estimate) -> str:
+    """Return tokens a second and GPU, to as many digits as the step is known to."""
+    step = estimate.step_s
+    digits = 1 if not step.value else max(1, floor(log10(step.value / last_digit_s(step)) + 1e-9) + 1)
+    rate = estimate.tokens_per_s_per_gpu
+    return (
+        f"{round(rate, digits - 1 - floor(log10(rate))) if rate > 0 else rate:,.4g}"
+        if rate < 1000
+        else (f"{round(rate, digits - 1 - floor(log10(rate))):,.0f}")
+    )
+
+
+def gib_text(nbytes: float) -> str:
+    """Return bytes in GiB: whole ones from ten on, as predictions of memory are off by several per cent."""
+    gib = nbytes / GIB
+    return f"{gib:.0f}" if abs(gib) >= 10 else f"{gib:.1f}"
+
+
+def change_text(part: float) -> str:
+    """Return a relative change in whole per cent: `+8%`."""
+    return f"{part:+.0%}" if abs(part) >= 0.005 else "0%"

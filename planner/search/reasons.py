@@ -1,0 +1,54 @@
+"""Why a plan is listed after the first: that it may not fit, that both are a tie, or the terms in which it is slower."""
+
+from __future__ import annotations
+
+from planner.io.figures import GIB, change_text, gib_text, last_digit_s, seconds_text
+from planner.search.finalists import Finalist, mechanisms
+from simulator.config.estimate import SURE, Estimate, chance
+
+LEAST_TERM = 0.01  # of the better plan's step, below which a difference of terms is not named
+TERMS = 2  # that are named at most
+
+
+def why_it_lost(best: Finalist, other: Finalist, objective: str) -> str:
+    """Return one line on what speaks against `other`, listed after `best`."""
+    theirs, has = other.estimate.memory, other.estimate.memory.capacity_bytes
+    if objective not in {"memory", "pareto"} and best.estimate.memory.fit_probability >= SURE > theirs.fit_probability:
+        sure = f"{chance(theirs.fit_probability)} likely to fit" if theirs.fits else "is not predicted to fit"
+        change = change_text(other.estimate.step_s.value / best.estimate.step_s.value - 1)
+        return f"{sure}, {gib_text(theirs.reserved_bytes)} of {gib_text(has)} GiB; {change} time"
+    if objective not in {"memory", "pareto"} and best.tie == other.tie:
+        return _tie_text(best, other)
+    return lost_because(best.estimate, other.estimate, objective=objective)
+
+
+def _tie_text(best: Finalist, other: Finalist) -> str:
+    """Return what a person would choose by where time does not decide."""
+    change = other.estimate.step_s.value / best.estimate.step_s.value - 1
+    more = [name for name in mechanisms(other.plan) if name not in mechanisms(best.plan)]
+    less = [name for name in mechanisms(best.plan) if name not in mechanisms(other.plan)]
+    room = best.estimate.memory.reserved_bytes - other.estimate.memory.reserved_bytes
+    parts = [f"a tie ({change_text(change)} time)"]
+    parts += [f"needs {' and '.join(more)}" + (f" instead of {' and '.join(less)}" if less else "")] if more else []
+    parts += [f"{gib_text(abs(room))} GiB {'more' if room > 0 else 'less'} room"] if abs(room) >= GIB else []
+    return "; ".join(parts)
+
+
+def lost_because(best: Estimate, other: Estimate, *, objective: str = "time") -> str:
+    """Return one line: the terms in which the second plan is slower or faster than the first, largest first."""
+    if objective == "memory":
+        more = other.memory.reserved_bytes - best.memory.reserved_bytes
+        return f"needs {more / GIB:+.1f} GiB" if more else "needs as much memory; its degrees are listed later"
+    total, last_s = other.step_s.value - best.step_s.value, last_digit_s(best.step_s)
+    change = f"{change_text(total / best.step_s.value)} time" if best.step_s.value else "as fast"
+    names = list(dict.fromkeys([*best.breakdown_s, *other.breakdown_s]))
+    terms = [(name, other.breakdown_s.get(name, 0.0) - best.breakdown_s.get(name, 0.0)) for name in names]
+    least = max(LEAST_TERM * best.step_s.value, last_s / 2)
+    shown = sorted((t for t in terms if abs(t[1]) >= least), key=lambda t: (-abs(t[1]), t[0]))[:TERMS]
+    if not shown:
+        return change
+    named = ", ".join(
+        f"{seconds_text(delta, last_s, signed=True)} {name.replace('exposed_', '').replace('_', ' ')}"
+        for name, delta in shown
+    )
+    return f"{change}: {named}"
