@@ -23,7 +23,7 @@ CASE = {
 def saved(tmp_path_factory):
     """A plan of 16 GPUs, saved by suggest: full sharding alone."""
     path = tmp_path_factory.mktemp("plans") / "a.json"
-    narrow = ("--max-tp", "1", "--micro-batch", "1", "--recompute", "none", "--no-simulate")
+    narrow = ("--max-tp", "1", "--dp-shard", "16", "--micro-batch", "1", "--recompute", "none", "--no-simulate")
     assert main(["suggest", *MACHINE, *narrow, "--out", str(path)]) == 0
     assert json.loads(path.read_text())["plan"]["dp_shard"] == 16
     return path

@@ -167,7 +167,7 @@ def _timeline(question: state.Inputs, result: SearchResult, ranked: RankedPlan) 
     panels.section(
         "One simulated step",
         f"{len(line):,} spans on {len(ranks)} distinct ranks, {found.detail} by {found.detail}; {seconds(found.step_s)} simulated,"
-        f" {seconds(ranked.estimate.step_s.value)} by the closed form. Lighter compute is the forward pass.",
+        f" {seconds(ranked.estimate.step_s.value)} with what a full allocator costs. Lighter compute is the forward pass.",
     )
     left, right = st.columns([3, 2], gap="large")
     many = len(ranks) > MANY_RANKS

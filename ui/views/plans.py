@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from planner.explain.tables import cluster_line, legend_lines, model_line, workload_line
+from planner.explain.tables import basis_lines, cluster_line, model_line, workload_line
 from simulator.config.plan import MESH_AXES
 from ui import data, panels, rows, state
 from ui.charts import plans as charts
@@ -79,7 +79,7 @@ def show(question: state.Inputs) -> None:
                 )
     _table(shown, table)
     panels.assumed(result.assumed)
-    st.caption("  \n".join(panels.plain(line) for line in legend_lines(best)))
+    st.caption("  \n".join(panels.plain(line) for line in basis_lines(best, chosen.method)))
     with st.expander("The same question in a terminal", icon=":material/terminal:"):
         st.code(question.command(), language="bash", wrap_lines=True)
 
