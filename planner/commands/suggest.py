@@ -11,15 +11,18 @@ import typer
 from planner.commands import options
 from planner.explain.answer_text import print_search
 from planner.explain.documents import search_document
+from planner.explain.run_text import print_run, run_document
 from planner.io import output
 from planner.io.inputs import measurements
 from planner.question.cases import schedule_named
 from planner.question.flags import Flags
+from planner.question.goal import goal_of
 from planner.question.plan_file import plan_file, refuse_overwrite, save_plan
 from planner.search.answer import answer
 from planner.search.plan_space.candidates import Bounds
 from planner.search.plan_space.stated import read_spans, read_words
 from planner.search.search import SearchOptions
+from planner.search.whole_run import answer_run
 from simulator.runtimes.library import RECOMPUTE_SYNONYMS
 from topology.errors import UserError
 
@@ -57,6 +60,17 @@ ObjectiveOption = Annotated[
 GpuPrice = Annotated[
     float | None, typer.Option("--gpu-price", min=0.0, help="Price of a GPU for an hour, to cost tokens.")
 ]
+Tokens = Annotated[
+    str | None, typer.Option("--tokens", help="Tokens of the whole run (2T, 300B): its days, energy and cost.")
+]
+Deadline = Annotated[
+    str | None,
+    typer.Option("--deadline", help="Time for the whole run (30d, 12h, 6w): the cheapest number of GPUs within it."),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option("--budget", help="Money for the whole run (1M): the soonest number of GPUs that it pays for."),
+]
 TimeLimit = Annotated[
     float | None, typer.Option("--time-limit", min=0.0, help="Seconds after which the best so far is the answer.")
 ]
@@ -83,6 +97,9 @@ def suggest(
     framework: FrameworkOption = "torchtitan",
     objective: ObjectiveOption = Objective.TIME,
     gpu_price: GpuPrice = None,
+    tokens: Tokens = None,
+    deadline: Deadline = None,
+    budget: Budget = None,
     top: Annotated[int, typer.Option("--top", min=1, max=100, help="How many plans to list.")] = 5,
     all_variants: Annotated[
         bool, typer.Option("--all", help="List variants of one grid too, not only the best of each.")
@@ -125,6 +142,7 @@ def suggest(
     elif pick is not None:
         raise UserError("--pick says which plan --out saves", remedy="--out plan.json")
     _training_only(task)
+    goal = goal_of(tokens, gpu_price, deadline, budget)
     flags = Flags(
         model=model,
         cluster=cluster,
@@ -144,9 +162,9 @@ def suggest(
         time_limit_s=time_limit,
     )
     try:
-        result = answer(
-            flags, framework, wanted, measured=measurements(profile, strict=strict), progress=output.progress
-        )
+        measured = measurements(profile, strict=strict)
+        run = goal and answer_run(flags, framework, wanted, goal, measured=measured, progress=output.progress)
+        result = run.result if run else answer(flags, framework, wanted, measured=measured, progress=output.progress)
     finally:
         output.end_progress()
     unsaved = None
@@ -157,9 +175,11 @@ def suggest(
         content = plan_file(result.question, chosen.plan, chosen.estimate)
         unsaved = output.attempt(lambda: save_plan(content, out, force=force))
     if json:
-        output.emit_json(search_document(result))
+        output.emit_json(search_document(result) | (run_document(run) if run else {}))
     else:
         print_search(result, out=str(out) if out and unsaved is None else None)
+        if run:
+            print_run(run)
     if unsaved is not None:
         raise unsaved
 
@@ -176,9 +196,10 @@ def _training_only(task: Task) -> None:
 def _bounds(given: dict[str, Any]) -> Bounds:
     """Return the parts of a plan that a command's arguments fix. Raises UserError."""
     numbers = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "virtual_stages", "micro_batch")
+    spans: dict[str, Any] = {name: read_spans(given[name], "--" + name.replace("_", "-")) for name in numbers}
     schedules, recomputes = (read_words(given[name], f"--{name}") for name in ("schedule", "recompute"))
     return Bounds(
-        **{name: read_spans(given[name], "--" + name.replace("_", "-")) for name in numbers},
+        **spans,
         schedules=schedules and tuple(map(schedule_named, schedules)),
         recomputes=recomputes and tuple(RECOMPUTE_SYNONYMS.get(word.lower(), word) for word in recomputes),
         max_tp=given["max_tp"],

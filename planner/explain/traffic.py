@@ -129,7 +129,7 @@ class _Counter:
         self.cluster, self.costs, self.stride = cluster, costs, plan.gpus // plan.pp
         self.shapes: dict[str, GroupShape] = {
             **costs.families,
-            "pp": costs.shape("pipeline", range(0, plan.gpus, self.stride)),
+            "pp": costs.shape("pipeline", tuple(range(0, plan.gpus, self.stride))),
         }
         self.nodes = np.array(plan.placement or range(plan.gpus)) // cluster.gpus_per_node
         self._known: dict[tuple[str, str, int], tuple[tuple[str, float], ...]] = {}

@@ -43,9 +43,9 @@ def link_text(link: LinkTraffic) -> str:
     )
 
 
-def traffic_rows(first: Traffic, second: Traffic) -> list[tuple[str, str, str, str]]:
+def traffic_rows(first: Traffic, second: Traffic) -> list[tuple[str, ...]]:
     """Return rows of a comparison: bytes of a GPU by link, and what of the step they take."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in LINKS:
         one, other = ({link.link: link for link in found.links}.get(name) for found in (first, second))
         if one is None and other is None:

@@ -48,12 +48,13 @@ def _flag(name: str) -> str:
 
 
 def _text(value: Spans | tuple[str, ...]) -> str:
-    return spans_text(value) if isinstance(value[0], tuple) else ",".join(map(str, value))  # type: ignore[arg-type]  # mypy: not narrowed
+    return spans_text(value) if isinstance(value[0], tuple) else ",".join(map(str, value))
 
 
 def _legal_values(question: Question, bounds: Bounds, name: str) -> str:
     """Return the values of one part with which there is a plan, all other parts as stated; nothing if there is none."""
-    nodes = enumerate_nodes(question, bounds=replace(bounds, **{name: None}))
+    free: dict[str, Any] = {name: None}
+    nodes = enumerate_nodes(question, bounds=replace(bounds, **free))
     if not len(nodes):
         return ""
     if name == "recomputes":
@@ -98,7 +99,7 @@ def _plainest(question: Question, said: dict[str, Any]) -> Plan:
     plan = Plan(**values, sequence_parallel=framework.sequence_parallel and values.get("tp", 1) > 1)
     free = [axis for axis in (framework.fills, "dp_shard", "dp_replicate") if axis not in values]
     if free and question.count % plan.gpus == 0:
-        plan = replace(plan, **{free[0]: question.count // plan.gpus})
+        plan = plan.with_(**{free[0]: question.count // plan.gpus})
     return replace(plan, zero_stage=0) if framework.zero_stages and plan.dp_shard == 1 else plan
 
 

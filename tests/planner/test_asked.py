@@ -232,3 +232,79 @@ def test_sharding_inside_nodes_is_seen_to_spare_the_network(planner, tmp_path):
     assert "sent, network" in text
     assert [axis["axis"] for axis in explained["axes"]][:2] == ["fsdp", "replicate"]
     assert "cross between nodes" in planner("explain", files[0], "--no-flips").stdout
+
+
+# --- time and money -----------------------------------------------------------------------------------------------
+
+RUN = ("--model", "llama3.2-1b", "--seq-len", "2048", "--global-batch", "256", "--no-simulate", "--top", "1")
+
+
+def test_a_whole_run_has_days_cost_and_energy(planner):
+    """By hand: steps times the step, GPU-hours times the price, and 700 W a GPU, which is what H100 SXM's datasheet says."""
+    flags = ("--gpus", "16", "--tokens", "100B", "--gpu-price", "2.5")
+    answer = json.loads(planner("suggest", *RUN, *flags, "--json").stdout)
+    run, step = answer["run"], answer["plans"][0]["estimate"]["step_s"]
+    steps = 100e9 / (2048 * 256)
+
+    assert run["seconds"] == pytest.approx(steps * step["value"])
+    assert run["low_s"] == pytest.approx(steps * step["low"])
+    assert run["gpu_hours"] == pytest.approx(16 * run["seconds"] / 3600)
+    assert run["cost"] == pytest.approx(2.5 * run["gpu_hours"])
+    assert run["energy_j"] == pytest.approx(16 * 700 * run["seconds"])
+    assert run["power_source"]
+    text = planner("suggest", *RUN, *flags).stdout
+    assert "100B tokens" in text
+    assert "700 W a GPU" in text
+
+
+def test_a_deadline_finds_the_cheapest_count_in_time(planner):
+    """Every count tried is listed; of those in time the one with the fewest GPU-hours is the answer."""
+    done = planner("suggest", *RUN, "--tokens", "300B", "--deadline", "10d", "--json")
+    answer = json.loads(done.stdout)
+    in_time = [one for one in answer["curve"] if one["plan"] and one["seconds"] <= 10 * 86400]
+
+    assert done.returncode == 0, done.stderr
+    assert answer["run"]["gpus"] == min(in_time, key=lambda one: one["gpu_hours"])["gpus"]
+    assert answer["plans"][0]["plan"] == answer["run"]["plan"]
+    assert any(one["seconds"] > 10 * 86400 for one in answer["curve"]), "a smaller number was tried"
+
+
+def test_a_budget_finds_the_soonest_count_that_it_pays_for(planner):
+    flags = ("--global-batch", "16", "--tp", "1", "--tokens", "300B", "--gpu-price", "2.5", "--budget", "5k", "--json")
+    answer = json.loads(planner("suggest", *RUN, *flags).stdout)
+    paid = [one for one in answer["curve"] if one["plan"] and one["cost"] <= 5e3]
+
+    assert answer["run"]["gpus"] == min(paid, key=lambda one: one["seconds"])["gpus"]
+    assert any(one["plan"] and one["cost"] > 5e3 for one in answer["curve"]), "a larger number was tried"
+
+
+def test_stated_counts_are_compared_over_the_whole_run(planner):
+    """A curve over the counts said; the deadline chooses among them, and what no count meets is said with both ends."""
+    counts = ("--gpus", "8,16", "--tokens", "300B", "--gpu-price", "2")
+    curve = json.loads(planner("suggest", *RUN, *counts, "--json").stdout)["curve"]
+    late = planner("suggest", *RUN, *counts, "--deadline", "2h")
+
+    assert [one["gpus"] for one in curve] == [8, 16]
+    assert curve[0]["seconds"] > 1.5 * curve[1]["seconds"]
+    assert late.returncode == 3
+    assert "days on 16 GPUs" in late.stderr
+    assert "GPUs  days (80% range)" in planner("suggest", *RUN, *counts).stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--deadline", "30d"), "--tokens 2T"),
+        (("--budget", "1M"), "--tokens 2T"),
+        (("--tokens", "2T", "--budget", "1M"), "--gpu-price"),
+        (("--tokens", "many"), "--tokens 2T"),
+        (("--tokens", "0"), "--tokens 2T"),
+        (("--tokens", "2T", "--deadline", "30"), "--deadline 30d"),
+        (("--tokens", "2T", "--deadline", "-3d"), "--deadline 30d"),
+    ],
+)
+def test_goals_that_are_no_goals_are_refused(planner, flags, words):
+    done = planner("suggest", *SMALL, *flags)
+
+    assert done.returncode == 2
+    assert words in done.stderr

@@ -1,0 +1,96 @@
+"""A whole training run as text and JSON: what it takes, and a table over the numbers of GPUs that were tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from planner.explain.tables import degrees_text, print_lines
+from planner.io.output import console, printable
+from planner.question.goal import Goal
+from planner.search.whole_run import DAY_S, RunAnswer, WholeRun
+from topology import codec
+
+MWH_J = 3.6e9
+
+
+def run_document(found: RunAnswer) -> dict[str, Any]:
+    """Return the keys that a whole run adds to a search's JSON document."""
+    return {name: codec.to_builtins(getattr(found, name)) for name in ("goal", "run", "curve")}
+
+
+def print_run(found: RunAnswer) -> None:
+    """Print what the run takes on the chosen number of GPUs, and the curve over all numbers tried."""
+    screen = console()
+    print_lines(screen, ["", f"run       {run_text(found.run, found.goal)}"])
+    if not found.curve:
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("GPUs", "days (80% range)", "GPU-hours", "cost", "MWh"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("plan", overflow="fold")
+    for run in found.curve:
+        mark = "* " if run.gpus == found.run.gpus else ""
+        table.add_row(f"{mark}{run.gpus}", *_cells(run))
+    screen.print(table)
+    if meaning := _meaning(found):
+        print_lines(screen, [meaning])
+
+
+def run_text(run: WholeRun, goal: Goal) -> str:
+    """Return a sentence on what a whole run takes."""
+    days = f"{_days(run.seconds)} days ({_days(run.low_s)}-{_days(run.high_s)})"
+    parts = [
+        f"{_count(goal.tokens)} tokens are {run.steps:,.0f} steps",
+        f"{days} on {run.gpus} GPUs, {_hours(run.gpu_hours)} GPU-hours",
+    ]
+    if run.cost is not None:
+        parts.append(f"{run.cost:,.0f} at {goal.gpu_price_per_hour:g} for a GPU-hour")
+    if run.energy_j is not None:
+        parts.append(
+            f"{run.energy_j / MWH_J:,.3g} MWh at {run.power_w:g} W a GPU (its power limit: {run.power_source}; hosts, "
+            "network and cooling are not counted)"
+        )
+    parts.append("no time is counted for restarts, checkpoints and evaluation")
+    return "; ".join(parts)
+
+
+def _cells(run: WholeRun) -> tuple[str, ...]:
+    if run.plan is None:
+        return "-", "-", "-", "-", printable(run.problem)
+    return (
+        f"{_days(run.seconds)} ({_days(run.low_s)}-{_days(run.high_s)})",
+        _hours(run.gpu_hours),
+        "-" if run.cost is None else f"{run.cost:,.0f}",
+        "-" if run.energy_j is None else f"{run.energy_j / MWH_J:,.3g}",
+        degrees_text(run.plan),
+    )
+
+
+def _meaning(found: RunAnswer) -> str:
+    """Return what the starred number of GPUs is, where the goal sought one."""
+    goal, run = found.goal, found.run
+    limits = [] if goal.deadline_s is None else [f"{_days(goal.deadline_s)} days"]
+    limits += [] if goal.budget is None else [f"a budget of {goal.budget:,.0f}"]
+    if not limits:
+        return ""
+    which = "soonest" if goal.deadline_s is None else "cheapest"
+    late = goal.deadline_s is not None and run.high_s > goal.deadline_s
+    doubt = f"; at the slow end of its range it takes {_days(run.high_s)} days, which is too long" if late else ""
+    return f"* {run.gpus} GPUs are the {which} of those tried within {' and '.join(limits)}{doubt}"
+
+
+def _days(seconds: float) -> str:
+    return f"{seconds / DAY_S:.3g}" if seconds < 1000 * DAY_S else f"{seconds / DAY_S:,.0f}"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+
+
+def _count(tokens: float) -> str:
+    for name, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if tokens >= size:
+            return f"{tokens / size:g}{name}"
+    return f"{tokens:,.0f}"

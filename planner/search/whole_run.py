@@ -1,0 +1,274 @@
+"""A whole training run: its days, money and energy, and the number of GPUs for a deadline or a budget.
+
+More GPUs are sooner done and dearer, as each of them does less. So the cheapest number within a deadline is the smallest
+that is in time, and the soonest within a budget the largest that it pays for. Numbers are tried by doubling, and then
+between the last two; the batch stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from planner.io.inputs import read_cluster
+from planner.question.flags import Flags
+from planner.question.goal import Goal
+from planner.question.question import Question
+from planner.search.answer import answer, search_question
+from planner.search.gpu_counts import objective_value
+from planner.search.infeasible import ConstrainedQuestion, min_gpus_for_state
+from planner.search.plan_space.candidates import Bounds
+from planner.search.result import SearchResult
+from planner.search.search import SearchOptions
+from simulator.closed_form.screening import Screening
+from simulator.config.plan import Plan
+from simulator.config.verify import MAX_GPUS
+from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
+from topology.cluster import Cluster, GpuKind
+from topology.errors import Infeasible, UserError
+
+HOUR_S, DAY_S = 3600.0, 86400.0
+DOUBLINGS = 14
+BETWEEN = (1.25, 1.5, 1.75)  # times the smaller of the last two numbers
+USELESS = 2  # numbers in a row that make a run neither shorter nor, while it is too dear, cheaper: more will not
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeRun:
+    """A run of so many steps on so many GPUs; where there is no plan, `problem` says why and the rest is empty.
+
+    `low_s` and `high_s` are what it takes if every step takes the ends of its range (80%). `energy_j` is that of the GPUs
+    at `power_w` each, the limit of their datasheet: hosts, network and cooling are not in it. The cost is in the currency
+    of the price given.
+    """
+
+    gpus: int
+    plan: Plan | None = None
+    steps: float = 0.0
+    seconds: float = 0.0
+    low_s: float = 0.0
+    high_s: float = 0.0
+    gpu_hours: float = 0.0
+    cost: float | None = None
+    power_w: float = 0.0
+    power_source: str = ""
+    energy_j: float | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAnswer:
+    """The plan for a whole run, what the run takes, and the same for every number of GPUs tried, in their order."""
+
+    result: SearchResult
+    goal: Goal
+    run: WholeRun
+    curve: tuple[WholeRun, ...] = ()
+
+
+def answer_run(
+    flags: Flags,
+    framework: str,
+    options: SearchOptions,
+    goal: Goal,
+    *,
+    measured: Calibrations = UNMEASURED,
+    progress: Callable[[str], None] | None = None,
+) -> RunAnswer:
+    """Return the best plan for a whole run: on the numbers of GPUs that `flags` name, or on the one that the goal needs.
+
+    Raises Infeasible (exit 3) where no number tried meets the goal, and errors of the named inputs.
+    """
+    numbers = flags.gpus or ()
+    if len(numbers) < 2 and not goal.seeks_count:
+        result = answer(flags, framework, options, measured=measured, progress=progress)
+        return RunAnswer(result=result, goal=goal, run=whole_run(result, goal))
+    question, assumed = search_question(flags, framework, measured)
+    # The batch is that of the question on all numbers of GPUs, or they would not train the same model.
+    fixed = replace(flags, global_batch=question.workload.global_batch_size)
+
+    def search(gpus: int) -> SearchResult:
+        return answer(replace(fixed, gpus=(gpus,)), framework, options, measured=measured, progress=progress)
+
+    def grow(gpus: int) -> Cluster:
+        return read_cluster(flags.cluster or "dgx-h100", gpus, gpu=flags.gpu)
+
+    counts = Counts(question=question, goal=goal, bounds=options.bounds, search=search, grow=grow)
+    found = compare_counts(counts, numbers, options.objective) if numbers else seek_count(counts)
+    said = tuple(dict.fromkeys([*found.result.assumed, *assumed]))
+    return replace(found, result=replace(found.result, assumed=said))
+
+
+def whole_run(result: SearchResult, goal: Goal) -> WholeRun:
+    """Return what a run by the best plan of `result` takes."""
+    best = result.plans[0]
+    step, gpus = best.estimate.step_s, best.plan.gpus
+    steps = goal.tokens / result.question.workload.tokens_per_step
+    gpu_hours = gpus * steps * step.value / HOUR_S
+    kind, price = result.question.cluster.slowest_kind, goal.gpu_price_per_hour
+    return WholeRun(
+        gpus=gpus,
+        plan=best.plan,
+        steps=steps,
+        seconds=steps * step.value,
+        low_s=steps * step.low,
+        high_s=steps * step.high,
+        gpu_hours=gpu_hours,
+        cost=None if price is None else gpu_hours * price,
+        power_w=kind.power_w,
+        power_source=_power_source(kind),
+        energy_j=gpu_hours * HOUR_S * kind.power_w if kind.power_w else None,
+    )
+
+
+def _power_source(kind: GpuKind) -> str:
+    return kind.sources.get("power_w", "not stated") if kind.power_w else ""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Asks for the best plan on one number of GPUs after the other. `grow(n)` returns the cluster with n of them."""
+
+    question: Question
+    goal: Goal
+    bounds: Bounds
+    search: Callable[[int], SearchResult]
+    grow: Callable[[int], Cluster]
+    results: dict[int, SearchResult] = field(default_factory=dict)
+    runs: dict[int, WholeRun] = field(default_factory=dict)
+
+    def run(self, gpus: int) -> WholeRun:
+        """Return the run on so many GPUs."""
+        if gpus not in self.runs:
+            self.runs[gpus] = self._run(gpus)
+        return self.runs[gpus]
+
+    def _run(self, gpus: int) -> WholeRun:
+        try:
+            asked = ConstrainedQuestion(
+                question=replace(self.question, cluster=self.grow(gpus), gpus=gpus), bounds=self.bounds
+            )
+            # Far quicker than a search that ends in advice.
+            if (gap := asked.gap()) > 0:
+                why = "no legal plan" if gap == float("inf") else f"{gap / 2**30:.1f} GiB missing on the worst rank"
+                return WholeRun(gpus=gpus, problem=why)
+            self.results[gpus] = self.search(gpus)
+        except (Infeasible, UserError) as error:
+            return WholeRun(gpus=gpus, problem=error.what)
+        return whole_run(self.results[gpus], self.goal)
+
+    def answer(self, gpus: int) -> RunAnswer:
+        curve = tuple(self.runs[count] for count in sorted(self.runs))
+        return RunAnswer(result=self.results[gpus], goal=self.goal, run=self.runs[gpus], curve=curve)
+
+
+def compare_counts(counts: Counts, numbers: tuple[int, ...], objective: str) -> RunAnswer:
+    """Return the best of some numbers of GPUs: by the goal where it seeks a number, else by the objective.
+
+    Raises Infeasible where none has a plan, or none meets the goal.
+    """
+    runs = [counts.run(number) for number in sorted(set(numbers))]
+    if counts.goal.seeks_count:
+        return counts.answer(_choose(counts, runs).gpus)
+    possible = [run for run in runs if not run.problem]
+    if not possible:
+        raise Infeasible(
+            f"no plan for {counts.question.model.name} on any of {', '.join(str(run.gpus) for run in runs)} GPUs",
+            why="; ".join(f"{run.gpus} GPUs: {run.problem}" for run in runs),
+            remedy="other numbers of GPUs, or --gpus min",
+        )
+    return counts.answer(min(possible, key=lambda run: _value(counts, run, objective)).gpus)
+
+
+def _value(counts: Counts, run: WholeRun, objective: str) -> float:
+    return objective_value(counts.results[run.gpus].plans[0].estimate, objective)
+
+
+def seek_count(counts: Counts) -> RunAnswer:
+    """Return the run on the cheapest number of GPUs within the deadline, or the soonest that the budget pays for.
+
+    Raises Infeasible where no number tried does.
+    """
+    if turn := _double(counts):
+        size = counts.question.cluster.gpus_per_node
+        for factor in BETWEEN:
+            between = round(turn[0].gpus * factor)
+            if between < size or between % size == 0:
+                counts.run(between)
+    return counts.answer(_choose(counts, list(counts.runs.values())).gpus)
+
+
+def _double(counts: Counts) -> tuple[WholeRun, WholeRun] | None:
+    """Try twice as many GPUs until a deadline is met, or a budget is no longer: the last two runs.
+
+    None where that does not happen before more GPUs stop to help.
+    """
+    until_met = counts.goal.deadline_s is not None
+    before: WholeRun | None = None
+    best, useless = float("inf"), 0
+    for number in _doubled(counts):
+        run = counts.run(number)
+        if run.problem:
+            useless += bool(counts.results)  # too many for the batch, after some that worked
+        else:
+            met = _meets(counts.goal, run)
+            if before is not None and met == until_met and _meets(counts.goal, before) != until_met:
+                return before, run
+            if met and until_met:
+                return None  # the first number that works
+            value = run.seconds if until_met or met else run.gpu_hours
+            useless = 0 if value < best else useless + 1
+            before, best = run, min(best, value)
+        if useless >= USELESS:
+            return None
+    return None
+
+
+def _doubled(counts: Counts) -> Iterator[int]:
+    """Yield numbers of GPUs from the first that may do, each twice the one before."""
+    question, goal = counts.question, counts.goal
+    least = min_gpus_for_state(Screening(question))
+    if goal.deadline_s is not None:
+        flops = question.model.training_flops_per_token(question.workload.seq_len, causal=True) * goal.tokens
+        peak = max(question.cluster.slowest_kind.peak_flops.values())
+        least = max(least, int(flops / peak / goal.deadline_s))
+    size = question.cluster.gpus_per_node
+    numbers = [1 << power for power in range(size.bit_length()) if 1 << power < size]
+    numbers += [size << power for power in range(MAX_GPUS.bit_length()) if size << power <= MAX_GPUS]
+    first = max((at for at, number in enumerate(numbers) if number <= least), default=0)
+    yield from numbers[first : first + DOUBLINGS]
+
+
+def _meets(goal: Goal, run: WholeRun) -> bool:
+    in_time = goal.deadline_s is None or run.seconds <= goal.deadline_s
+    return not run.problem and in_time and (goal.budget is None or (run.cost or 0.0) <= goal.budget)
+
+
+def _choose(counts: Counts, runs: list[WholeRun]) -> WholeRun:
+    """Return the cheapest run that meets a deadline, or the soonest within a budget alone. Raises Infeasible."""
+    goal = counts.goal
+    met = [run for run in runs if _meets(goal, run)]
+    if met:
+        return min(
+            met, key=lambda run: (run.gpu_hours, run.gpus) if goal.deadline_s is not None else (run.seconds, run.gpus)
+        )
+    possible = [run for run in runs if not run.problem]
+    if not possible:
+        problems = "; ".join(f"{run.gpus} GPUs: {run.problem}" for run in runs[-3:])
+        raise Infeasible(f"no plan for {counts.question.model.name} on the numbers of GPUs tried", why=problems)
+    soonest, cheapest = min(possible, key=lambda run: run.seconds), min(possible, key=lambda run: run.gpu_hours)
+    wanted = [] if goal.deadline_s is None else [f"{goal.deadline_s / DAY_S:.4g} days"]
+    wanted += [] if goal.budget is None else [f"a budget of {goal.budget:,.0f}"]
+    ends = [f"the soonest takes {_end(soonest)}"]
+    if cheapest is not soonest:
+        ends.append(f"the cheapest {_end(cheapest)}")
+    raise Infeasible(
+        f"no number of GPUs tried ends {goal.tokens:.3g} tokens within {' and '.join(wanted)}",
+        why="; ".join(ends),
+        remedy="a later deadline, more money, fewer tokens, or a larger --global-batch, which more GPUs can share",
+    )
+
+
+def _end(run: WholeRun) -> str:
+    gpus = f"{run.gpus} GPU{'s' * (run.gpus > 1)}"
+    return f"{run.seconds / DAY_S:.3g} days on {gpus}" + ("" if run.cost is None else f" for {run.cost:,.0f}")
