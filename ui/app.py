@@ -44,6 +44,7 @@ pages = {
 }
 page = st.navigation(list(pages.values()), position="hidden")
 st.html(STYLE)
+st.title(page.title, anchor=False)
 unknown = state.follow_link()
 if unknown:
     panels.not_here(unknown)
@@ -53,7 +54,6 @@ question = state.sidebar()
 for name, title, icon, _ in PAGES:
     navigation.page_link(pages[name], label=title, icon=icon, query_params=state.link(), width="stretch")
 searched = {pages[name].url_path for name, _, _, needs in PAGES if needs}
-st.title(page.title, anchor=False)
 try:
     answered = page.url_path not in searched or data.frame(question)
     state.results()["question"] = question if answered else state.results()["answer"].question

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 from planner.explain.tables import HEADINGS, degrees_text, flip_text, policy_text
 from planner.explain.tables import estimate_cells as cells
 from planner.pictures.node_layout import LINK_WORDS
-from ui.charts.look import GIB, rate, seconds, words
+from planner.question.question import plannable
+from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
+from topology.cluster import LinkKind, Severity
+from ui.charts.look import GIB, rate, rate_range, seconds, words
 from ui.state import plan_name
 
 if TYPE_CHECKING:
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
     from simulator.config.model import Model
     from simulator.config.plan import Plan
+    from topology.cluster import Cluster
+    from topology.health.diagnose import Health
 
 # --- plans ------------------------------------------------------------------------------------------------------------
 
@@ -133,6 +138,80 @@ def merged_flips(result: SearchResult) -> list[tuple[str, list[str]]]:
 # --- the machine, the model --------------------------------------------------------------------------------------------
 
 
+def machine_figures(cluster: Cluster, health: Health) -> list[tuple[str, str, str]]:
+    """Return the figures of a machine: label, value with unit, and where it comes from. Unknown is not none."""
+    known = plannable(cluster)
+    kind = cluster.slowest_kind if known else None
+    dtype = next((n for n in ("bfloat16", "float16", "float32") if kind and kind.peak_flops.get(n)), "bfloat16")
+    memory = f"{cluster.gpu_memory_bytes / GIB:.1f} GiB" if known else "unknown"
+    return [
+        (
+            "GPUs",
+            f"{cluster.node_count} x {cluster.gpus_per_node}" if cluster.node_count > 1 else str(cluster.gpu_count),
+            "nodes x GPUs of a node",
+        ),
+        ("GPU memory", memory, "As the driver reports it; datasheet." if known else "The file names no GPU model."),
+        (
+            f"Dense {dtype}",
+            f"{kind.peak_flops[dtype] / 1e12:.0f} TFLOP/s" if kind else "unknown",
+            "Per GPU, without sparsity; datasheet." if kind else "The file names no GPU model.",
+        ),
+        ("NVLink", *_nvlink(cluster)),
+        ("Network", *_network(cluster)),
+        ("Health", *_health(cluster, health)),
+    ]
+
+
+def is_switched(cluster: Cluster) -> bool:
+    """Return whether the GPUs of a node are joined by NVSwitches."""
+    return any(link.kind is LinkKind.NVSWITCH for link in cluster.groups[0].node.links)
+
+
+def _nvlink(cluster: Cluster) -> tuple[str, str]:
+    node = cluster.groups[0].node
+    links = [link for link in node.links if link.kind in {LinkKind.NVLINK, LinkKind.NVSWITCH}]
+    if not links:
+        return "none", "No link between GPUs is NVLink."
+    nominal = nvlink_bytes_per_s(cluster) if plannable(cluster) else 0.0
+    stated = f"nominal {rate(nominal)} per GPU and direction (datasheet)" if nominal else "nominal rate unknown"
+    measured = [link.measured_bytes_per_s for link in links if link.measured_bytes_per_s]
+    if measured:
+        copied = "a GPU's copies to the others" if is_switched(cluster) else "copies over one link"
+        return rate_range(measured), f"Measured on this machine: {copied}, per direction; {stated}."
+    if nominal:
+        return rate(nominal), "Per GPU and direction; datasheet."
+    labels = " and ".join(sorted({link.label for link in links if link.label}))
+    return (
+        "rate unknown",
+        f"{labels or 'NVLink'} is there; its rate follows from the GPU model, which the file does not name.",
+    )
+
+
+def _network(cluster: Cluster) -> tuple[str, str]:
+    nics = cluster.groups[0].node.nics
+    up = [nic for nic in nics if nic.up]
+    if not nics:
+        return "none", "No network port was read or is listed."
+    if not up:
+        return "down", f"{len(nics)} ports, none of them up."
+    unknown = sum(nic.bytes_per_s is None for nic in up)
+    if unknown:
+        return "rate unknown", f"{len(up)} ports are up; the rate of {unknown} is not known."
+    return rate(network_bytes_per_s(cluster)), f"Per GPU and direction: its share of {len(up)} ports; datasheet."
+
+
+def _health(cluster: Cluster, health: Health) -> tuple[str, str]:
+    bad = [item for item in health.items if item.severity is not Severity.INFO]
+    if not health.healthy:
+        return f"{len(bad)} finding" + ("s" if len(bad) != 1 else ""), "From planner doctor, listed below."
+    if any(link.measured_bytes_per_s for group in cluster.groups for link in group.node.links):
+        return "healthy", "From planner doctor, with measured links."
+    return (
+        "not measured",
+        "Nothing that was read is missing or contradictory. planner doctor --measure times the links.",
+    )
+
+
 def link_rows(view: NodeView) -> list[dict[str, Any]]:
     """Return one row per class of equal links: their number, nominal and measured rate, state and source."""
     classes: dict[tuple[Any, ...], list[Any]] = {}
@@ -143,7 +222,6 @@ def link_rows(view: NodeView) -> list[dict[str, Any]]:
     rows = []
     for (kind, label, count, nominal, link_state, source), cables in classes.items():
         measured = [cable.measured for cable in cables if cable.measured]
-        low, high = (rate(min(measured)), rate(max(measured))) if measured else ("", "")
         rows.append(
             {
                 "link": LINK_WORDS[kind],
@@ -151,7 +229,7 @@ def link_rows(view: NodeView) -> list[dict[str, Any]]:
                 "count": len(cables),
                 "links": count,
                 "nominal": rate(nominal),
-                "measured": (low if low == high else f"{low} to {high}") or "not measured",
+                "measured": rate_range(measured) if measured else "not measured",
                 "share": min(measured) / nominal if measured and nominal else None,
                 "state": link_state,
                 "source": source,

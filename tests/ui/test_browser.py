@@ -1,4 +1,4 @@
-"""The main path in a real browser. Opt in: `pytest -m browser tests/ui` with playwright and a Chromium of the system."""
+"""The pages in a real browser. Opt in: `pytest -m browser tests/ui` with playwright and a Chromium of the system."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -16,7 +17,19 @@ from tests.ui.server import running
 pytestmark = pytest.mark.browser
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 TOPO = ROOT / "tests" / "data" / "topo" / "52_stas_h100_8gpu_52c.txt"
-PATIENT = 120_000  # milliseconds: a machine that does other things too
+MEASURED = ROOT / "examples" / "clusters" / "h200x4_measured" / "cluster.json"
+PATIENT = 90_000  # milliseconds: a machine that does other things too
+SMALL = "model=llama3.2-1b&cluster=h200x4&batch=8"
+LONG = "model=deepseek-v3&gpus=65536&batch=65536&framework=megatron-lm"
+PAGES = (
+    "",
+    "model",
+    f"plans?{SMALL}",
+    *(f"detail?{SMALL}&tab={tab}" for tab in ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Edit")),
+    f"compare?{SMALL}",
+    "measured",
+    f"exports?{SMALL}",
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +51,30 @@ def address(tmp_path_factory):
 
 
 @pytest.fixture
-def page(browser):
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    context.set_default_timeout(PATIENT)
-    opened = context.new_page()
-    elsewhere = []
-    opened.on("request", lambda request: elsewhere.append(request.url))
-    faults = []
-    opened.on("pageerror", lambda error: faults.append(str(error)))
-    yield opened
-    context.close()
+def opened(browser):
+    """Return a function that makes a page; afterwards none of them had an error or asked another machine."""
+    contexts, faults, asked = [], [], []
+
+    def fresh(width=1280, scheme="light"):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        context.set_default_timeout(PATIENT)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+        return page
+
+    yield fresh
+    for context in contexts:
+        context.close()
     assert faults == []
-    assert {url for url in elsewhere if not re.match(r"(http://127\.0\.0\.1:|data:|blob:)", url)} == set()
+    assert {url for url in asked if not re.match(r"(http://127\.0\.0\.1:|data:|blob:)", url)} == set()
+
+
+@pytest.fixture
+def page(opened):
+    return opened()
 
 
 def figure(page, label):
@@ -60,7 +85,7 @@ def figure(page, label):
 
 
 def goto(page, name):
-    page.locator("[data-testid='stSidebarNav']").get_by_text(name, exact=True).click()
+    page.locator("[data-testid='stPageLink']").get_by_text(name, exact=True).click()
 
 
 def choose(page, label, option):
@@ -68,6 +93,17 @@ def choose(page, label, option):
     box.click()
     box.fill(option)
     page.get_by_role("option", name=option, exact=True).click()
+
+
+def settled(page):
+    """Wait until the page is drawn and nothing is being worked out."""
+    page.locator("h1").first.wait_for()
+    page.wait_for_timeout(1000)
+    page.wait_for_function(
+        """() => !document.querySelector("[data-testid='stStatusWidget']")
+                 && !/Searching all|Simulating the/.test(document.body.innerText)"""
+    )
+    page.wait_for_timeout(500)
 
 
 def test_the_main_path(page, address, tmp_path):
@@ -94,7 +130,7 @@ def test_the_main_path(page, address, tmp_path):
     field.fill("2")
     field.press("Enter")
     page.locator("[data-testid='stMetricDelta']").first.wait_for()
-    assert "tab=Change" in page.url
+    assert "tab=Edit" in page.url
 
     goto(page, "Exports")
     with page.expect_download() as waiting:
@@ -112,14 +148,17 @@ def test_the_main_path(page, address, tmp_path):
 
 
 def test_a_deep_link_opens_a_tab_of_a_plan(page, address):
-    page.goto(f"{address}/detail?model=llama3.2-1b&cluster=h200x4&batch=8&tab=Step")
-    page.get_by_text("From the peak down to this step").wait_for()
+    missing = []
+    page.on("response", lambda answer: missing.append(answer.url) if answer.status >= 400 else None)
+    page.goto(f"{address}/detail?{SMALL}&tab=Step")
+    page.get_by_text("From the GPU's peak to this step").wait_for()
 
     assert page.get_by_role("tab", name="Step").get_attribute("aria-selected") == "true"
+    assert missing == []
 
 
 def test_the_trace_is_a_file_that_perfetto_reads(page, address, tmp_path):
-    page.goto(f"{address}/detail?model=llama3.2-1b&cluster=h200x4&batch=8&tab=Timeline")
+    page.goto(f"{address}/detail?{SMALL}&tab=Timeline")
     with page.expect_download() as waiting:
         page.get_by_role("button", name="Trace for Perfetto").click()
     saved = tmp_path / "trace.json"
@@ -127,6 +166,140 @@ def test_the_trace_is_a_file_that_perfetto_reads(page, address, tmp_path):
 
     events = json.loads(saved.read_text())["traceEvents"]
     assert {"X", "M"} <= {event["ph"] for event in events}
+
+
+def drawn(page):
+    """Return the rows and labels of the first chart of a page in pixels, as the browser drew it."""
+    return page.evaluate(
+        """() => {
+            const box = node => { const b = node.getBoundingClientRect(); return {top: b.top, bottom: b.bottom, width: b.width}; };
+            const chart = document.querySelector("[data-testid='stVegaLiteChart'] svg");
+            const labels = chart.querySelectorAll(".role-axis[aria-label^='Y-axis'] .role-axis-label text");
+            const bars = chart.querySelectorAll(".mark-rect.role-mark path");
+            return {labels: [...labels].map(box), bars: [...bars].map(box)};
+        }"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("question", "lanes"),
+    [
+        (SMALL, 2),
+        ("model=llama3-8b", 2),
+        ("model=llama3-70b&gpus=64&framework=megatron-lm", None),
+    ],
+)
+def test_the_lanes_of_a_timeline_can_be_seen(page, address, question, lanes):
+    """What is measured is the plotted area: the height of the bars, and that labels stand clear of each other."""
+    page.goto(f"{address}/detail?{question}&tab=Timeline")
+    page.get_by_text("One simulated step").wait_for()
+    settled(page)
+    found = drawn(page)
+
+    rows = sorted({round(bar["top"]) for bar in found["bars"]})
+    heights = [bar["bottom"] - bar["top"] for bar in found["bars"]]
+    assert lanes is None or len(rows) == lanes
+    assert min(heights) >= (20 if lanes else 6)
+    assert max(bar["width"] for bar in found["bars"]) > 1
+    labels = sorted(found["labels"], key=lambda label: label["top"])
+    assert labels
+    assert all(above["bottom"] <= below["top"] + 1 for above, below in pairwise(labels))
+
+
+def test_back_undoes_a_change(page, address):
+    page.goto(f"{address}/?gpus=4")
+    assert figure(page, "GPUs") == "4"
+    choose(page, "Cluster", "h200x4")
+    page.wait_for_url(re.compile("cluster=h200x4"))
+    field = page.get_by_label("Global batch", exact=True)
+    field.fill("64")
+    field.press("Enter")
+    page.wait_for_url(re.compile("batch=64"))
+
+    page.go_back()
+    page.wait_for_function("() => document.querySelector(\"input[aria-label='Global batch']\").value === ''")
+    assert "cluster=h200x4" in page.url
+    page.go_back()
+    page.wait_for_function("() => document.body.innerText.includes('dgx-h100')")
+    assert "cluster" not in page.url
+    page.go_forward()
+    page.wait_for_function("() => document.body.innerText.includes('h200x4: ')")
+
+
+@pytest.mark.parametrize(
+    ("words", "label"),
+    [
+        ("cluster=rig.txt+(0123abcd)", "cluster"),
+        ("model=my-model.json+(0123abcd)", "model"),
+        ("gpus=many", "number of GPUs"),
+    ],
+)
+def test_a_link_to_what_is_not_here_says_so_and_stays(page, address, words, label):
+    page.goto(f"{address}/plans?{words}&batch=16")
+    page.get_by_text(f"This link names a {label} that is not here").wait_for()
+    settled(page)
+
+    assert page.url.endswith(f"plans?{words}&batch=16")
+    page.get_by_role("button", name="Ask without it").click()
+    assert figure(page, "Best step").endswith(" s")
+    assert "batch=16" in page.url
+
+
+def test_a_measured_machine_shows_the_measured_range(page, address):
+    page.goto(address)
+    page.locator("input[type='file']").set_input_files(MEASURED)
+    page.wait_for_url(re.compile("cluster=cluster.json"))
+    page.wait_for_function("() => document.body.innerText.includes('377 to 380 GB/s')")
+
+    assert figure(page, "NVLink") == "377 to 380 GB/s"
+    assert figure(page, "Health") in {"healthy", "1 finding", "2 findings"}
+
+
+def test_a_short_question_beside_a_long_search(opened, address):
+    """The ratio of the times is printed; asserted is that the short one is answered, and that Stop answers."""
+
+    def asked(batch):
+        page = opened()
+        began = time.monotonic()
+        page.goto(f"{address}/plans?model=llama3-8b&batch={batch}")
+        figure(page, "Best step")
+        return time.monotonic() - began
+
+    asked(8)
+    alone = asked(72)
+    long = opened()
+    long.goto(f"{address}/plans?{LONG}")
+    long.get_by_text("Searching all legal plans").wait_for()
+    time.sleep(4)
+    beside = asked(80)
+    print(
+        f"a question on 8 GPUs: {alone:.1f} s alone, {beside:.1f} s beside a search on 65,536: {beside / alone:.1f} times"
+    )
+
+    stop = long.get_by_role("button", name="Stop", exact=True)
+    began = time.monotonic()
+    stop.click()
+    long.get_by_role("button", name="Start again").wait_for()
+    print(f"stopped after {time.monotonic() - began:.1f} s")
+
+
+def test_the_last_answer_stays_dimmed_while_the_next_is_searched(page, address):
+    page.goto(f"{address}/plans?{SMALL}")
+    step = figure(page, "Best step")
+    page.goto(f"{address}/plans?{SMALL}")
+    figure(page, "Best step")
+    choose(page, "Cluster", "dgx-h100")
+    field = page.get_by_label("GPUs", exact=True)
+    field.fill("65536")
+    field.press("Enter")
+    page.get_by_text("Searching all legal plans").wait_for()
+    last = page.locator(".st-key-last_answer")
+    last.wait_for()
+
+    assert float(last.evaluate("node => getComputedStyle(node).opacity")) < 0.6
+    assert step
+    page.get_by_role("button", name="Stop", exact=True).click()
+    page.get_by_role("button", name="Start again").wait_for()
 
 
 def test_a_change_of_the_batch_is_answered(page, address):
@@ -145,6 +318,54 @@ def test_a_change_of_the_batch_is_answered(page, address):
     print(f"a change of the batch on 512 GPUs: {time.monotonic() - began:.1f} s")
 
     assert figure(page, "Best step") != before
+
+
+# Text smaller than 4.5:1 against what is behind it, by the computed colours; text over a picture or faded is left out.
+FAINT = """() => {
+    const rgb = text => text.match(/[\\d.]+/g).map(Number);
+    const over = (top, under) => top.slice(0, 3).map((v, i) => v * (top[3] ?? 1) + under[i] * (1 - (top[3] ?? 1)));
+    const light = c => { const l = c.slice(0, 3).map(v => { v /= 255; return v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4 });
+                         return .2126 * l[0] + .7152 * l[1] + .0722 * l[2] };
+    const behind = node => { const stack = []; for (let n = node; n; n = n.parentElement) stack.unshift(n);
+        return stack.reduce((c, n) => over(rgb(getComputedStyle(n).backgroundColor), c), [255, 255, 255]) };
+    const found = [];
+    for (const node of document.querySelectorAll(".stApp *")) {
+        const own = [...node.childNodes].some(c => c.nodeType === 3 && c.textContent.trim());
+        const box = node.getBoundingClientRect();
+        if (!own || !box.width || !box.height || node.closest("svg, canvas, [disabled], [aria-disabled='true']")) continue;
+        const style = getComputedStyle(node);
+        if (style.visibility === "hidden") continue;
+        const under = behind(node);
+        let fade = 1; for (let n = node; n; n = n.parentElement) fade *= Number(getComputedStyle(n).opacity);
+        if (fade === 0) continue;
+        const top = rgb(style.color); top[3] = (top[3] ?? 1) * fade;
+        const [a, b] = [light(over(top, under)), light(under)].sort((x, y) => x - y);
+        const contrast = (b + .05) / (a + .05);
+        if (contrast < 4.5) found.push(`${contrast.toFixed(2)} ${node.tagName} ${node.textContent.trim().slice(0, 40)}`);
+    }
+    return [...new Set(found)];
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 768, 1440])
+def test_every_page_fits_and_can_be_read(opened, address, width, scheme):
+    """No page is wider than the screen, no chart is empty, no text is fainter than 4.5:1, nothing ends in an error."""
+    page = opened(width, scheme)
+    for name in PAGES:
+        page.goto(f"{address}/{name}")
+        settled(page)
+        wide = page.evaluate(
+            "() => document.querySelector('.stMain').scrollWidth - document.querySelector('.stMain').clientWidth"
+        )
+        assert wide <= 0, name
+        assert page.locator("[data-testid='stException']").count() == 0, name
+        assert page.evaluate(FAINT) == [], name
+        sizes = page.evaluate(
+            """() => [...document.querySelectorAll("[data-testid='stVegaLiteChart'] svg .role-frame > g > path.background")]
+                     .map(node => node.getBoundingClientRect()).map(box => [box.width, box.height])"""
+        )
+        assert all(across >= 90 and down >= 20 for across, down in sizes), (name, sizes)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

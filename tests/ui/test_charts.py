@@ -13,13 +13,15 @@ from planner.pictures.node_layout import node_view, pair_rows
 from simulator.config.estimate import Interval, MemoryEstimate
 from simulator.config.plan import Plan, rank_grid
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
+from tests.ui.conftest import ROOT
 from topology.catalog.clusters import catalog_names
 from topology.cluster import LinkState, Source
-from ui.charts import compare, detail, measured, model, plans, topology
+from ui.charts import compare, detail, look, measured, model, plans, topology
 from ui.charts.placement_layout import placement_rows
 from ui.charts.timeline import KINDS, Bar
 
 GIB = 2**30
+TOPO = ROOT / "tests" / "data" / "topo"
 ROWS = [
     {"plan": "a", "rank": 1, "step_s": 1.0, "low_s": 0.9, "high_s": 1.2, "peak_gib": 60.0, "tokens": 10, "mfu": 0.5},
     {"plan": "b", "rank": 2, "step_s": 1.1, "low_s": 1.0, "high_s": 1.3, "peak_gib": 40.0, "tokens": 9, "mfu": 0.4},
@@ -38,7 +40,7 @@ def charts(dark):
     run = {"id": "r", "source": "s", "predicted": 1.0, "measured": 1.1, "error": -0.09, "interval": "outside"}
     return {
         "node": topology.node(view, dark=dark),
-        "pairs": topology.pairs(pair_rows(read_cluster("dgx-1v")), dark=dark),
+        "pairs": topology.pairs(pair_rows(read_cluster("dgx-1v")), switched=False, dark=dark),
         "placement": topology.placement(placement_rows(Plan(tp=8, pp=2), 8), "tp", dark=dark),
         "scatter": plans.scatter(ROWS, limit_gib=80.0, chosen="a", dark=dark),
         "counts": plans.counts({"memory": 10, "kv-heads": 1, "none": 0}, dark=dark),
@@ -84,23 +86,48 @@ def test_every_chart_is_a_valid_specification(name, dark):
 def test_colours_come_from_the_palette_and_nowhere_else(dark):
     named = {colour.upper() for family in palette.FAMILIES.values() for colour in family.values()}
     paper = palette.DARK if dark else palette.LIGHT
-    own = {paper.page, paper.ink, paper.quiet, paper.rule, "#FFFFFF", "#1B1F24", "#7FB8D8"}
+    own = {paper.page, paper.ink, paper.quiet, paper.rule, "#FFFFFF", "#000000", "#7FB8D8"}
     for name, chart in charts(dark).items():
         assert colours_in(chart.to_dict()) <= named | {colour.upper() for colour in own}, name
 
 
 def test_text_can_be_read_on_its_paper():
     """Contrast of WCAG 2.2, success criterion 1.4.3: at least 4.5 for text."""
-
-    def luminance(colour):
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
+    assert look.contrast("#000000", "#FFFFFF") == pytest.approx(21.0)
+    assert look.contrast("#777777", "#FFFFFF") == pytest.approx(4.48, abs=0.01)  # webaim.org's example of a near miss
     for paper in (palette.LIGHT, palette.DARK):
         for ink in (paper.ink, paper.quiet):
-            dim, bright = sorted([luminance(ink), luminance(paper.page)])
-            assert (bright + 0.05) / (dim + 0.05) >= 4.5
+            assert look.contrast(ink, paper.page) >= 4.5
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_all_text_of_charts_can_be_read(dark):
+    """Text stands on the page, or on a coloured mark in the ink that suits it."""
+    page = (palette.DARK if dark else palette.LIGHT).page
+    for name, chart in charts(dark).items():
+        spec = chart.to_dict()
+        for layer in spec.get("layer", [spec]):
+            mark = layer["mark"] if isinstance(layer["mark"], dict) else {"type": layer["mark"]}
+            if mark["type"] != "text" or "stroke" in mark:
+                continue
+            if "color" in mark:
+                assert look.contrast(mark["color"], page) >= 4.5, (name, mark)
+            else:
+                assert layer["encoding"]["color"]["field"] == "on", name
+    for family in palette.FAMILIES.values():
+        for hue in family.values():
+            assert look.contrast(look.ink_on(hue), hue) >= 4.5
+
+
+def test_pcie_is_not_painted_like_nvlink():
+    """All pairs of a machine without NVLink are alike, and still PCIe's colour; unread pairs are neither."""
+    cluster = read_cluster(str(TOPO / "27_2gpu_phb_consumer_numa_na.txt"))
+    spec = topology.pairs(pair_rows(cluster), switched=False, dark=False).to_dict()
+    drawn = spec["layer"][0]["encoding"]["color"]["scale"]
+
+    assert drawn == {"domain": ["PCIe"], "range": [palette.LINKS["pcie"]]}
+    spec = topology.pairs(pair_rows(read_cluster("dgx-h100")), switched=True, dark=False).to_dict()
+    assert spec["layer"][0]["encoding"]["color"]["scale"]["range"] == [palette.LINKS["nvswitch"]]
 
 
 def test_one_colour_for_one_idea_on_all_pages():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -76,6 +77,23 @@ def test_spans_wider_than_a_cell_keep_their_names():
     drawn = bars(timeline(Trace(spans=spans)), window=(0.0, 2.0), lanes={"compute"}, ranks={0})
 
     assert [(bar.name, bar.kind) for bar in drawn] == [("optimizer", "optimizer"), ("stage forward.0", "forward")]
+
+
+def test_merged_bars_keep_the_time_of_every_kind():
+    """Short forward and longer backward spans in turn: both are seen, in the share of their time."""
+    spans = tuple(
+        Span(0, "compute", f"{way}.0", i * 1e-3 + at, i * 1e-3 + end)
+        for i in range(8000)
+        for way, at, end in (("forward", 0.0, 3e-4), ("backward", 3e-4, 9e-4))
+    )
+    line = timeline(Trace(spans=spans))
+    drawn = bars(line, window=(0.0, 8.0), lanes={"compute"}, ranks={0}, most=400)
+
+    busy = {kind: sum(bar.busy_s for bar in drawn if bar.kind == kind) for kind in ("forward", "backward")}
+    width = {kind: sum(bar.end_s - bar.start_s for bar in drawn if bar.kind == kind) for kind in busy}
+    assert busy == pytest.approx({"forward": 2.4, "backward": 4.8})
+    assert width["backward"] / width["forward"] == pytest.approx(2.0)
+    assert all(a.end_s <= b.start_s + 1e-9 for a, b in itertools.pairwise(drawn))
 
 
 def test_an_empty_window_is_a_fault():

@@ -50,7 +50,7 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
     )
     capacity_rule = alt.Chart(alt.Data(values=[{"gib": capacity / GIB, "text": f"{capacity / GIB:.1f} GiB available"}]))
     rule = capacity_rule.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.5).encode(x="gib:Q")
-    label = capacity_rule.mark_text(align="right", dx=-5, color=BAD, fontSize=11, baseline="top").encode(
+    label = capacity_rule.mark_text(align="right", dx=-5, color=p.quiet, fontSize=11, baseline="top").encode(
         x="gib:Q", y=alt.value(-14), text="text:N"
     )
     row = 34 if len(stages) <= 16 else 13
@@ -104,6 +104,12 @@ _COLOURS = {
     "host": SPANS["host"],
 }
 _STRENGTH = {"wait": 0.5}
+FEW_BARS = 400  # with more, an edge would cover them
+
+
+def lane_px(lanes: int) -> int:
+    """Return the height of one lane in pixels: a label fits beside each of up to 60, and all fit about two screens."""
+    return max(8, min(34, 1080 // max(1, lanes)))
 
 
 def timeline(bars: Sequence[Bar], *, window: tuple[float, float], dark: bool) -> alt.Chart:
@@ -129,7 +135,7 @@ def timeline(bars: Sequence[Bar], *, window: tuple[float, float], dark: bool) ->
     kinds = [kind for kind in _COLOURS if any(bar.kind == kind for bar in bars)]
     chart = (
         alt.Chart(alt.Data(values=values))
-        .mark_bar(stroke=p.page, strokeWidth=0.4)
+        .mark_bar(stroke=p.page, strokeWidth=0.4 if len(bars) <= FEW_BARS else 0.0)
         .encode(
             x=alt.X(
                 "from:Q",
@@ -159,7 +165,7 @@ def timeline(bars: Sequence[Bar], *, window: tuple[float, float], dark: bool) ->
                 alt.Tooltip("row:N", title="where"),
             ],
         )
-        .properties(height=max(90, min(900, (26 if len(lanes) <= 16 else 11) * len(lanes) + 30)))
+        .properties(height=alt.Step(lane_px(len(lanes))))
     )
     return finished(chart.interactive(bind_y=False), dark)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import altair as alt
 
@@ -17,6 +17,23 @@ FONT = "Source Sans, Source Sans Pro, sans-serif"
 
 def paper(dark: bool) -> Paper:
     return DARK if dark else LIGHT
+
+
+def contrast(first: str, second: str) -> float:
+    """Return the contrast of two colours by WCAG 2.2: 1 to 21; text needs 4.5."""
+    dim, bright = sorted((_luminance(first), _luminance(second)))
+    return (bright + 0.05) / (dim + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def ink_on(colour: str) -> str:
+    """Return black or white, whichever is easier to read on `colour`: the contrast is at least 4.58 on any."""
+    return max(("#000000", "#FFFFFF"), key=lambda ink: contrast(ink, colour))
 
 
 def scale(family: str, names: Iterable[str]) -> alt.Scale:
@@ -40,6 +57,12 @@ def rate(bytes_per_s: float | None) -> str:
         return "unknown"
     gigabytes = bytes_per_s / 1e9
     return f"{gigabytes:.0f} GB/s" if gigabytes >= 100 else f"{gigabytes:.3g} GB/s"
+
+
+def rate_range(bytes_per_s: Sequence[float]) -> str:
+    """Return the least and the greatest of several rates, or one where they agree: `377 to 380 GB/s`."""
+    low, high = rate(min(bytes_per_s)), rate(max(bytes_per_s))
+    return low if low == high else f"{low.removesuffix(' GB/s')} to {high}"
 
 
 def seconds(value: float) -> str:

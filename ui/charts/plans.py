@@ -80,7 +80,7 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
         alt.Data(values=[{"limit": limit_gib, "text": f"{limit_gib:.1f} GiB available to a rank"}])
     )
     limit = capacity_rule.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.4).encode(y="limit:Q")
-    label = capacity_rule.mark_text(align="left", dy=-7, color=BAD, fontSize=11).encode(
+    label = capacity_rule.mark_text(align="left", dy=-7, color=p.quiet, fontSize=11).encode(
         y="limit:Q", x=alt.value(6), text="text:N"
     )
     return finished(alt.layer(line, limit, label, points, numbers, ring).properties(height=380), dark)

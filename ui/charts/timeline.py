@@ -1,9 +1,9 @@
 """Reduce a trace of any length to a bounded number of bars, which a browser draws smoothly. Pure functions.
 
 64 pipeline stages with 256 micro batches have 200,000 spans; a screen has 2,000 pixels. The visible window is divided
-into cells. Spans wider than a cell are drawn as they are; shorter ones are merged, by lane and cell, into one bar of
-the kind with the most time, with its busy time. The busy time of a lane stays the same, and the full trace can be
-downloaded for Perfetto.
+into cells. Spans wider than a cell are drawn as they are; shorter ones are merged, by lane and cell, into one bar a
+kind, side by side in the order they begin, each as wide as its share of the busy time. The busy time of every kind in a
+lane stays the same, and the full trace can be downloaded for Perfetto.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def bars(
     rows = [i for i, (rank, lane) in enumerate(line.lanes) if lane in lanes and rank in ranks]
     if not rows or not len(line):
         return []
-    cells = max(8, most // (2 * len(rows)))
+    cells = max(8, most // (4 * len(rows)))  # a cell of computation may hold several kinds
     width = (finish - begin) / cells
     shown = np.isin(line.lane, rows) & (line.end_s > begin) & (line.start_s < finish) & (line.end_s > line.start_s)
     index = np.flatnonzero(shown)
@@ -153,7 +153,7 @@ def _gathered(
     begin: float,
     width: float,
 ) -> list[Bar]:
-    """Return one bar per lane and cell that has short spans; a span belongs to the cell of its middle."""
+    """Return one bar per lane, cell and kind that has short spans; a span belongs to the cell of its middle."""
     if not len(index):
         return []
     cell = np.floor(((start + end) / 2 - begin) / width).astype(np.int64)
@@ -161,28 +161,35 @@ def _gathered(
     order = np.argsort(group, kind="stable")
     index, start, end, group = index[order], start[order], end[order], group[order]
     first = np.flatnonzero(np.r_[True, group[1:] != group[:-1]])
-    counts = np.diff(np.r_[first, len(group)])
-    length = end - start
-    busy = np.add.reduceat(length, first)
     left, right = np.minimum.reduceat(start, first), np.maximum.reduceat(end, first)
-    by_kind = np.zeros((len(first), len(KINDS)))
-    np.add.at(by_kind, (np.repeat(np.arange(len(first)), counts), line.kind[index]), length)
+    of = np.repeat(np.arange(len(first)), np.diff(np.r_[first, len(group)]))
+    kind = line.kind[index]
+    shape = (len(first), len(KINDS))
+    busy, counts, began = np.zeros(shape), np.zeros(shape, np.int64), np.full(shape, np.inf)
+    np.add.at(busy, (of, kind), end - start)
+    np.add.at(counts, (of, kind), 1)
+    np.minimum.at(began, (of, kind), start)
     found = []
     for g, at in enumerate(first):
         rank, lane = line.lanes[line.lane[index[at]]]
-        count = int(counts[g])
-        found.append(
-            Bar(
-                rank=rank,
-                lane=lane,
-                kind=KINDS[int(by_kind[g].argmax())],
-                name=line.names[line.name[index[at]]] if count == 1 else f"{count} short spans",
-                start_s=float(left[g]),
-                end_s=float(right[g]),
-                busy_s=float(busy[g]),
-                spans=count,
+        per_busy_s = (right[g] - left[g]) / busy[g].sum()
+        edge = float(left[g])
+        for k in sorted(np.flatnonzero(counts[g]), key=lambda k: began[g, k]):
+            count, start_s = int(counts[g, k]), edge
+            edge = min(start_s + float(busy[g, k] * per_busy_s), float(right[g]))
+            alone = count == 1 and int(counts[g].sum()) == 1
+            found.append(
+                Bar(
+                    rank=rank,
+                    lane=lane,
+                    kind=KINDS[k],
+                    name=line.names[line.name[index[at]]] if alone else f"{count} short spans",
+                    start_s=start_s,
+                    end_s=edge,
+                    busy_s=float(busy[g, k]),
+                    spans=count,
+                )
             )
-        )
     return found
 
 

@@ -8,7 +8,7 @@ import altair as alt
 
 from planner.pictures.node_layout import LINK_WORDS, NodeView, degraded
 from planner.pictures.palette import BAD, LINKS, colour
-from ui.charts.look import finished, paper, rate
+from ui.charts.look import finished, ink_on, paper, rate
 
 ROW = 92  # pixels between rows of the picture
 # Okabe and Ito's hues for group numbers, ordered so that adjacent numbers differ most.
@@ -94,7 +94,7 @@ def _parts(
             "about": part.about,
             "kind": part.kind,
             "fill": GROUPS[ranks[part.index][1] % len(GROUPS)] if ranks and part.index in ranks else page,
-            "on": "#FFFFFF" if ranks and part.index in ranks else ink,
+            "on": ink_on(GROUPS[ranks[part.index][1] % len(GROUPS)]) if ranks and part.index in ranks else ink,
             "edge": ink if part.healthy else BAD,
         }
         for part in view.parts
@@ -139,50 +139,65 @@ def _parts(
     return layers
 
 
-def pairs(rows: list[dict[str, object]], *, dark: bool) -> alt.LayerChart:
-    """Draw the rate between each pair of GPUs: darker is faster; labelled with the link class where it fits."""
+FAMILIES = {"PIX": "pcie", "PXB": "pcie", "PHB": "pcie", "NODE": "pcie", "SYS": "smp"}  # other classes are NVLink's
+FAMILY_WORDS = {"nvswitch": "NVLink, switched", "nvlink": "NVLink", "pcie": "PCIe", "smp": "between sockets"}
+
+
+def pairs(rows: list[dict[str, object]], *, switched: bool, dark: bool) -> alt.LayerChart:
+    """Draw what joins each pair of GPUs: coloured by kind, stronger where faster, labelled with the class where it fits.
+
+    `switched` says that NVLink goes through switches.
+    """
     p = paper(dark)
     count = len({row["from"] for row in rows})
-    values = [
-        {**row, "gb": float(str(row["rate"])) / 1e9 if row["rate"] else None, "text": rate(row["rate"])}  # type: ignore[arg-type]
-        for row in rows
-        if row["class"] != "self"
+    few = count <= 10
+    rates = [float(str(row["rate"])) for row in rows if row["rate"]]
+    top = max(rates, default=1.0)
+    values = []
+    for row in rows:
+        name = str(row["class"])
+        if name == "self":
+            continue
+        family = FAMILIES.get(name, "nvswitch" if switched else "nvlink") if name != "not read" else "unknown"
+        values.append(
+            {
+                **row,
+                "text": rate(float(str(row["rate"])) if row["rate"] else None),
+                "kind": FAMILY_WORDS.get(family, "not read"),
+                "on": ink_on(colour("links", family)),
+                "strength": 1.0 if few or not row["rate"] else 0.35 + 0.65 * float(str(row["rate"])) / top,
+            }
+        )
+    kinds = [
+        name
+        for name in (*FAMILY_WORDS, "unknown")
+        if any(v["kind"] == FAMILY_WORDS.get(name, "not read") for v in values)
     ]
-    top = max((v["gb"] for v in values if v["gb"]), default=1.0)
-    low = min((v["gb"] for v in values if v["gb"]), default=1.0)
-    floor = min(low, top / 10)
-    few = count <= 16
     axis = {"labelAngle": 0, "grid": False, "domain": False, "ticks": False}
-    if not few:
+    if count > 16:
         axis["values"] = list(range(0, count, 8))
     base = alt.Chart(alt.Data(values=values)).encode(
         x=alt.X("to:O", title="to GPU", axis=alt.Axis(orient="top", **axis)),
         y=alt.Y("from:O", title="from GPU", axis=alt.Axis(**axis)),
-        tooltip=["from:O", "to:O", "class:N", alt.Tooltip("text:N", title="one transfer, one direction")],
+        tooltip=["from:O", "to:O", "class:N", "kind:N", alt.Tooltip("text:N", title="one transfer, one direction")],
     )
-    alike = alt.value(LINKS["nvswitch"]) if top == low else None
     boxes = base.mark_rect(cornerRadius=3 if few else 0, stroke=p.page, strokeWidth=2 if few else 0).encode(
-        color=alt.condition(
-            "datum.gb === null",
-            alt.value(p.rule),
-            alike
-            or alt.Color(
-                "gb:Q",
-                title="GB/s one way",
-                scale=alt.Scale(type="log", domain=[floor, top], scheme="viridis", reverse=not dark),
-                legend=alt.Legend(gradientLength=140) if top > low else None,
+        color=alt.Color(
+            "kind:N",
+            title=None,
+            scale=alt.Scale(
+                domain=[FAMILY_WORDS.get(name, "not read") for name in kinds],
+                range=[colour("links", name) for name in kinds],
             ),
-        )
+        ),
+        opacity=alt.Opacity("strength:Q", scale=None, legend=None),
     )
-    chart = alt.layer(boxes)
-    if count <= 10:
+    layers = [boxes]
+    if few:
         size = 11 if count <= 8 else 10
-        bright = f"datum.gb !== null && datum.gb < {floor * (top / floor) ** 0.45}"
-        ink = alt.condition(
-            bright, alt.value("#FFFFFF" if dark else "#1B1F24"), alt.value("#1B1F24" if dark else "#FFFFFF")
-        )
-        chart = alt.layer(boxes, base.mark_text(fontSize=size, fontWeight="bold").encode(text="class:N", color=ink))
-    return finished(chart.properties(height=max(220, min(520, 44 * count + 60))), dark)
+        words = base.mark_text(fontSize=size, fontWeight="bold")
+        layers.append(words.encode(text="class:N", color=alt.Color("on:N", scale=None)))
+    return finished(alt.layer(*layers).properties(height=max(220, min(520, 44 * count + 60))), dark)
 
 
 def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> alt.LayerChart:
@@ -190,7 +205,11 @@ def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> alt.Layer
     p = paper(dark)
     nodes = len({row["node"] for row in rows})
     columns = len({row["gpu"] for row in rows})
-    values = [{**row, "colour": GROUPS[row[axis] % len(GROUPS)], "group": row[axis]} for row in rows]
+    values = [
+        {**row, "colour": hue, "on": ink_on(hue), "group": row[axis]}
+        for row in rows
+        for hue in (GROUPS[row[axis] % len(GROUPS)],)
+    ]
     base = alt.Chart(alt.Data(values=values)).encode(
         x=alt.X(
             "gpu:O",
@@ -203,5 +222,6 @@ def placement(rows: list[dict[str, int]], axis: str, *, dark: bool) -> alt.Layer
     boxes = base.mark_rect(cornerRadius=3, stroke=p.page, strokeWidth=2).encode(color=alt.Color("colour:N", scale=None))
     layers = [boxes]
     if columns <= 16:
-        layers.append(base.mark_text(fontSize=11, color="#FFFFFF", fontWeight="bold").encode(text="group:Q"))
+        words = base.mark_text(fontSize=11, fontWeight="bold")
+        layers.append(words.encode(text="group:Q", color=alt.Color("on:N", scale=None)))
     return finished(alt.layer(*layers).properties(height=max(110, min(620, 22 * nodes + 60))), dark)

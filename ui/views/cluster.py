@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import streamlit as st
@@ -10,12 +9,10 @@ import streamlit as st
 from planner.explain.tables import cluster_line
 from planner.pictures.node_layout import node_view, pair_rows
 from planner.question.question import plannable
-from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
 from topology import codec
 from topology.errors import PlannerError
 from ui import data, panels, rows, state, uploads
 from ui.charts import topology as charts
-from ui.charts.look import GIB, rate
 
 if TYPE_CHECKING:
     from topology.cluster import Cluster
@@ -58,7 +55,9 @@ def show(question: state.Inputs) -> None:
     with right:
         panels.section("GPU to GPU", "Rate of one transfer at a time, by the link class that nvidia-smi prints.")
         panels.chart(
-            charts.pairs(pair_rows(found), dark=panels.dark()), key="pairs", alt="Matrix of link classes between GPUs"
+            charts.pairs(pair_rows(found), switched=rows.is_switched(found), dark=panels.dark()),
+            key="pairs",
+            alt="Matrix of link classes between GPUs",
         )
     panels.section(
         "Expected against measured",
@@ -88,51 +87,14 @@ def _summary(cluster: Cluster) -> str:
 
 
 def _figures(cluster: Cluster) -> None:
-    health = data.health(cluster, codec.fingerprint(cluster))
-    worst = Counter(str(item.severity) for item in health.items)
-    verdict = "healthy" if health.healthy else f"{worst['error'] + worst['warning']} findings"
-    known = plannable(cluster)
-    kind = cluster.slowest_kind if known else None
-    dtype = next(
-        (name for name in ("bfloat16", "float16", "float32") if kind and kind.peak_flops.get(name)), "bfloat16"
-    )
-    nodes = f"{cluster.node_count} x {cluster.gpus_per_node}" if cluster.node_count > 1 else str(cluster.gpu_count)
-    network = network_bytes_per_s(cluster) if cluster.fabric else 0.0
-    measured = any(link.measured_bytes_per_s for group in cluster.groups for link in group.node.links)
-    source = "measured on this machine" if measured else "datasheet"
-    panels.figures(
-        [
-            ("GPUs", nodes, "nodes x GPUs of a node"),
-            (
-                "GPU memory",
-                f"{cluster.gpu_memory_bytes / GIB:.1f} GiB" if known else "unknown",
-                "As the driver reports it; datasheet.",
-            ),
-            (
-                f"Dense {dtype}",
-                f"{kind.peak_flops[dtype] / 1e12:.0f} T" if kind else "unknown",
-                "FLOP/s per GPU in 1e12, without sparsity; datasheet.",
-            ),
-            (
-                "NVLink",
-                rate(nvlink_bytes_per_s(cluster)) if nvlink_bytes_per_s(cluster) else "none",
-                f"Per GPU and direction; {source}.",
-            ),
-            (
-                "Network",
-                rate(network) if network else "none",
-                "Per GPU and direction: its share of the node's ports; datasheet.",
-            ),
-            ("Health", verdict, "From planner doctor, without measuring."),
-        ]
-    )
+    panels.figures(rows.machine_figures(cluster, data.health(cluster, codec.fingerprint(cluster))))
 
 
 def _findings(cluster: Cluster) -> None:
     items = data.health(cluster, codec.fingerprint(cluster)).items
     panels.section("Findings")
     if not items:
-        st.markdown(":green[:material/check_circle:] Nothing is missing, degraded or contradictory.")
+        st.markdown(":green[:material/check_circle:] Nothing is missing, degraded or contradictory in what was read.")
         return
     for item in items[:12]:
         panels.finding(
