@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import msgspec
 import pytest
 
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
@@ -218,6 +219,7 @@ def test_no_run_yet_says_how_to_make_one(explorer):
 
 def test_kept_runs_stand_beside_their_predictions(explorer):
     from planner.runs.runs_store import save_run
+    from simulator.config.hf_config import load_model
 
     plan = {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 1, "ep": 1}
     plan |= {"virtual_stages": 1, "schedule": None, "recompute": "full", "tp_overlap": "none", "micro_batch_size": 2}
@@ -226,7 +228,7 @@ def test_kept_runs_stand_beside_their_predictions(explorer):
         "status": "finished",
         "complete": True,
         "plan": plan,
-        "model": {"name": "llama3-8b"},
+        "model": msgspec.to_builtins(load_model("llama3-8b")),
         "runtime": {"name": "pytorch"},
         "workload": {"seq_len": 4096, "global_batch_size": 8},
         "device": "cuda",
