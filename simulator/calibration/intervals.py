@@ -20,12 +20,6 @@ from importlib import resources
 from topology.cluster import Source
 from topology.codec import convert
 
-# How far a wait for the host may be off, as parts of it: single layers took hosts between half and twice as long as a
-# runtime's description says (examples/profiles/hosts.md), and 28 % more or less than on a host measured in another session (one
-# tensor-parallel layer 9 to 16 ms, a fully sharded one 4.9 to 7.9; examples/profiles).
-HOST_DESCRIBED = (0.5, 1.0)
-HOST_MEASURED = (0.28, 0.28)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
@@ -66,26 +60,22 @@ def basis_of(*, compute_bytes: float, several_nodes: bool) -> str:
 
 
 def step_factors(
-    basis: str, shares: dict[str, float], *, host: float, calibrated: bool, ran: bool, factors: dict[str, Factors]
+    basis: str, shares: dict[str, float], *, host: float, calibrated: bool, factors: dict[str, Factors]
 ) -> tuple[float, float]:
     """Return (low, high) over the predicted step.
 
     What was measured, and curves through it, is as sure as calibrated steps were; all else as steps from datasheets.
-    `shares` are the step's by source, `host` the share of waiting for the host; `ran`: layers of this runtime were.
+    Waiting for the host is as sure as waits were in runs on hosts that nobody had seen. `shares` are the step's by
+    source, `host` the share of waiting for the host.
     """
     measured = sum(shares.get(source.value, 0.0) for source in (Source.MEASURED, Source.FITTED)) if calibrated else 0.0
-    known, sheet = factors["calibrated"], factors[basis]
-    quicker, slower = HOST_MEASURED if calibrated and ran else HOST_DESCRIBED
-    low = measured * known.low + (1 - measured) * sheet.low - quicker * host
-    high = measured * known.high + (1 - measured) * sheet.high + slower * host
-    return max(low, LEAST), high
+    known, sheet, wait = factors["calibrated"], factors[basis], factors["host"]
+    low = measured * known.low + (1 - measured) * sheet.low
+    high = measured * known.high + (1 - measured) * sheet.high
+    return (1 - host) * low + host * wait.low, (1 - host) * high + host * wait.high
 
 
 def memory_factors() -> tuple[float, float]:
     """Return (low, high) over predicted memory, allocated or reserved."""
     memory = interval_table().factors["memory"]
     return memory.low, memory.high
-
-
-# A step that waits for its host all the time is not quicker than this share of what was predicted.
-LEAST = 0.25

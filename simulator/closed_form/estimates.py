@@ -93,8 +93,6 @@ class EstimateTable:
             sources,
             host=float(self.breakdown_s["host"][index]) / step,
             calibrated=self.calibration is not None and self.calibration.current,
-            ran=self.calibration is not None
-            and self.calibration.runtime(self.runtime.name, compiled=self.runtime.compile).runs > 0,
             factors=interval_table().factors,
         )
         return _interval(step, factors, Source.DATASHEET if self.calibration is None else main_source(sources))

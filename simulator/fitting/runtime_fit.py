@@ -57,10 +57,6 @@ NO_HOST_COST = {
 ONE_PER_LAUNCH = NO_HOST_COST | {"launch_s": 1.0, "backward_launch_s": 1.0, "dtensor_launch_s": 1.0}
 # What a kind of parallelism adds to a layer's host time, as fields of HostSpec.
 PARALLEL = (("fsdp", "fsdp_layer_s"), ("ddp", "ddp_layer_s"), ("tp", "tp_layer_s"), ("cp", "cp_layer_s"))
-# How much of that is waiting: in runs of one and two layers no host gets ahead, ranks meet in every collective, and each
-# waits for the latest launch of all; over many layers that evens out. Source: nine steps of whole models that waited for
-# their hosts, 0.23 to 0.63, 0.53 in the middle (examples/profiles/hosts.md).
-WAITING_SHARE = 0.5
 UNSHARDED = ("plain", "ddp")  # kinds whose layers launch their operators and little else, best first
 FEWEST = 3  # device-bound runs below which nothing is said of the device
 
@@ -258,7 +254,7 @@ class _Fit:
         }
         for kind, field in PARALLEL:
             if kind in counts:
-                found[field] = (1 - WAITING_SHARE) * max(each[kind] - counts[kind] * launch_s, 0.0)
+                found[field] = max(each[kind] - counts[kind] * launch_s, 0.0)
         if "cp" in counts:  # ranks that share a sequence share parameters too
             found["cp_layer_s"] = max(found["cp_layer_s"] - found.get("fsdp_layer_s", 0.0), 0.0)
         plain_tensors = runtime_spec(self.key[0]).host.plain_tensors  # then selective recomputation is as any other

@@ -30,14 +30,23 @@ sys.path.insert(0, str(ROOT))
 
 
 from planner.question.cases import Case, load_case  # noqa: E402 - the path comes first
+from planner.question.question import question_of  # noqa: E402
 from planner.validate.validation import GIB, compared_bytes, measured_step_s  # noqa: E402
-from simulator.calibration.intervals import Factors, IntervalTable, step_factors  # noqa: E402
+from simulator.calibration.intervals import Factors, IntervalTable, interval_table, step_factors  # noqa: E402
+from simulator.config.model import Model  # noqa: E402
+from simulator.config.plan import Plan  # noqa: E402
+from simulator.config.runtime import Runtime  # noqa: E402
+from simulator.config.workload import Workload  # noqa: E402
 from simulator.fitting.calibration_fit import Calibrations  # noqa: E402
+from simulator.legality.frameworks import framework_of_runtime  # noqa: E402
 from tests.bench.plan_sets import shortened  # noqa: E402
+from topology.catalog.cluster_file import load_cluster  # noqa: E402
+from topology.codec import convert  # noqa: E402
 from topology.errors import PlannerError  # noqa: E402
 from topology.profile.profile import read_profile  # noqa: E402
 
 LEVEL = 0.8
+WAITS = 0.1  # of a step: predicted waits below say little of hosts
 # Runs of our executor on hosts whose layers of it were in the profile they were predicted from; the second part of the last
 # ran on another host.
 OWN = (("apply_2xH200_fresh", "runs", "h200x2_fresh"), ("apply_2xH200_next", "runs", "h200x2_next"))
@@ -54,7 +63,6 @@ class Row:
     shares: dict[str, float]
     host: float = 0.0
     calibrated: bool = False
-    ran: bool = False
 
 
 def main() -> None:
@@ -74,7 +82,7 @@ def main() -> None:
         measured = Calibrations(read_profile(ROOT / f"examples/profiles/{profile}.json"))
         calibrated += rows_of(own_runs(name, part), measured)[0]
 
-    factors = learned_factors(steps, memory, calibrated)
+    factors = learned_factors(steps, memory, calibrated, host_waits())
     other_steps, other_memory = rows_of(cases(asked.held_out), None)
     held_out = {"step": held(other_steps, factors), "memory": held(other_memory, factors)} if asked.held_out else {}
     found = IntervalTable(
@@ -139,7 +147,6 @@ def rows_of(found: Iterable[tuple[str, Case]], measured: Calibrations | None) ->
             print(f"{case.id} left out: {str(error)[:90]}", file=sys.stderr)
             continue
         estimate, basis = answer.estimate(0), answer.basis[0]
-        costs = calibration and calibration.runtime(case.question.runtime.name, compiled=case.question.runtime.compile)
         if step is not None:
             steps.append(
                 Row(
@@ -149,7 +156,6 @@ def rows_of(found: Iterable[tuple[str, Case]], measured: Calibrations | None) ->
                     shares=estimate.sources,
                     host=estimate.breakdown_s["host"] / estimate.step_s.value,
                     calibrated=calibration is not None,
-                    ran=bool(costs and costs.runs),
                 )
             )
         if peak:
@@ -158,14 +164,44 @@ def rows_of(found: Iterable[tuple[str, Case]], measured: Calibrations | None) ->
     return steps, memory
 
 
+def host_waits() -> list[Row]:
+    """Return waits of fresh runs over the predicted ones, a draw as a source: what rank 0's GPU idled of the timed step.
+
+    Only runs that are predicted to wait for a tenth of the step: where next to nothing is, its ratio is noise.
+    """
+    found = []
+    for line in (ROOT / "examples/validation/fresh.jsonl").read_text("utf-8").splitlines():
+        run = json.loads(line)
+        if run["status"] != "ok":
+            continue
+        plan, runtime = convert(run["plan"], Plan, where="plan"), convert(run["runtime"], Runtime, where="runtime")
+        question = question_of(
+            convert(run["model"], Model, where="model"),
+            load_cluster("h200x4" if "H200" in run["host"]["gpu"] else "dgx-h100"),
+            convert(run["workload"], Workload, where="workload"),
+            framework=framework_of_runtime(runtime.name),
+            runtime=runtime,
+            gpus=plan.gpus,
+        )
+        answer = question.estimate([plan]).estimate(0)
+        predicted_s, profiled = answer.breakdown_s["host"], run["measured"]["profiled"]
+        waited_s = run["measured"]["step_s"] * profiled["idle_s"] / profiled["wall_s"]
+        if predicted_s > WAITS * answer.step_s.value:
+            found.append(Row(source=f"draw {run['draw']}", basis="host", ratio=waited_s / predicted_s, shares={}))
+    return found
+
+
 # --- factors --------------------------------------------------------------------------------------------------------
 
 
-def learned_factors(steps: list[Row], memory: list[Row], calibrated: list[Row]) -> dict[str, Factors]:
+def learned_factors(steps: list[Row], memory: list[Row], calibrated: list[Row], waits: list[Row]) -> dict[str, Factors]:
     groups = {basis: [row for row in steps if row.basis == basis] for basis in ("node", "nodes", "low_precision")}
-    groups |= {"calibrated": calibrated, "memory": memory}
-    factors = {basis: together(rows) for basis, rows in groups.items()}
+    groups |= {"calibrated": calibrated, "memory": memory, "host": waits}
+    shipped = interval_table().factors  # of what is refused today, and so has no rows
+    factors = {basis: together(rows) if rows else shipped[basis] for basis, rows in groups.items()}
     for basis, rows in groups.items():
+        if not rows:
+            continue
         sources = sorted({row.source for row in rows})
         left_out = {
             source: held(
@@ -184,9 +220,12 @@ def learned_factors(steps: list[Row], memory: list[Row], calibrated: list[Row]) 
 
 
 def together(rows: list[Row]) -> Factors:
-    """Return the prediction interval of a row of a source nobody has seen: `simulator/calibration/intervals.py`."""
+    """Return the prediction interval of a row of a source nobody has seen: `simulator/calibration/intervals.py`.
+
+    Steps that wait for their hosts do not count: how far waits are off is learned by itself.
+    """
     by_source: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
+    for row in (row for row in rows if row.host < WAITS):
         by_source[row.source].append(math.log(row.ratio))
     means = np.array([np.mean(values) for values in by_source.values()])
     within = float(np.mean([np.var(values) for values in by_source.values() if len(values) > 1] or [0.0]))
@@ -194,19 +233,18 @@ def together(rows: list[Row]) -> Factors:
     k = len(means)
     half = stats.t.ppf((1 + LEVEL) / 2, k - 1) * math.sqrt(between * (1 + 1 / k) + within)
     low, high = (math.exp(float(means.mean()) + sign * half) for sign in (-1, 1))
-    return Factors(low=round(low, 3), high=round(high, 3), sources=k, rows=len(rows), coverage=None, left_out={})
+    counted = sum(map(len, by_source.values()))
+    return Factors(low=round(low, 3), high=round(high, 3), sources=k, rows=counted, coverage=None, left_out={})
 
 
 def held(rows: list[Row], factors: dict[str, Factors]) -> float:
     """Return the share of rows inside the range that the product gives them."""
     inside = []
     for row in rows:
-        if row.basis == "memory":
-            low, high = factors["memory"].low, factors["memory"].high
+        if row.basis in {"memory", "host"}:
+            low, high = factors[row.basis].low, factors[row.basis].high
         else:
-            low, high = step_factors(
-                row.basis, row.shares, host=row.host, calibrated=row.calibrated, ran=row.ran, factors=factors
-            )
+            low, high = step_factors(row.basis, row.shares, host=row.host, calibrated=row.calibrated, factors=factors)
         inside.append(low <= row.ratio <= high)
     return statistics.mean(inside)
 

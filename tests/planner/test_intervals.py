@@ -52,11 +52,12 @@ def factors(low: float, high: float) -> Factors:
 
 def test_a_step_is_as_sure_as_its_parts() -> None:
     """Half measured and half from datasheets is half way between the two; without a calibration nothing was measured."""
-    known = {"calibrated": factors(0.9, 1.1), "node": factors(0.7, 1.5)}
+    known = {"calibrated": factors(0.9, 1.1), "node": factors(0.7, 1.5), "host": factors(0.5, 4.0)}
     shares = {"measured": 0.3, "fitted": 0.2, "datasheet": 0.4, "assumed": 0.1}
 
-    assert step_factors("node", shares, host=0.0, calibrated=True, ran=True, factors=known) == pytest.approx((0.8, 1.3))
-    assert step_factors("node", shares, host=0.0, calibrated=False, ran=False, factors=known) == (0.7, 1.5)
+    assert step_factors("node", shares, host=0.0, calibrated=True, factors=known) == pytest.approx((0.8, 1.3))
+    assert step_factors("node", shares, host=0.0, calibrated=False, factors=known) == (0.7, 1.5)
+    assert step_factors("node", shares, host=0.5, calibrated=False, factors=known) == pytest.approx((0.6, 2.75))
 
 
 def test_a_step_that_waits_for_its_host_is_less_sure() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from simulator.calibration.calibration import Effects, RuntimeCosts, without
-from simulator.calibration.intervals import HOST_DESCRIBED
+from simulator.calibration.intervals import interval_table
 from simulator.calibration.kernel_samples import operators_of
 from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.scenario import Scenario
@@ -18,7 +18,7 @@ from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import calibrated
 from simulator.fitting.kernel_fit import layer_elements
-from simulator.fitting.runtime_fit import WAITING_SHARE, fit_runtimes
+from simulator.fitting.runtime_fit import fit_runtimes
 from simulator.kernels.operators import OperatorSpec
 from simulator.lowering.simulation import simulate_plan
 from simulator.runtimes.library import RuntimeSpec, runtime_spec
@@ -170,10 +170,12 @@ def test_float32_products_stay_on_the_datasheet_and_widen_the_interval() -> None
     single, narrow = table.estimate(0), estimate(Plan(dp_shard=4), profile())
 
     assert single.sources["datasheet"] > 0.5
-    beyond_host = [
-        (e.step_s.high - HOST_DESCRIBED[1] * e.breakdown_s["host"]) / e.step_s.value for e in (single, narrow)
+    wait = interval_table().factors["host"].high
+    device = [
+        (e.step_s.high - wait * e.breakdown_s["host"]) / (e.step_s.value - e.breakdown_s["host"])
+        for e in (single, narrow)
     ]
-    assert beyond_host[0] > beyond_host[1]
+    assert device[0] > device[1]
 
 
 def test_arithmetic_goes_with_the_share_of_time_that_it_runs() -> None:
@@ -224,9 +226,7 @@ def layers(
     """Steps of one and two layers on a machine whose host and kernels follow the model exactly."""
     whole = calibrated(profile(), cluster())
     assert whole is not None
-    # Hosts that no layers before have let get ahead wait for each other on top.
-    host = own | {"fsdp_layer_s": own["fsdp_layer_s"] / (1 - WAITING_SHARE)}
-    costs = RuntimeCosts(kernel_factor=kernel_factor, layer_factor=layer_factor, host=host, runs=1)
+    costs = RuntimeCosts(kernel_factor=kernel_factor, layer_factor=layer_factor, host=own, runs=1)
     truth = dataclasses.replace(whole, runtimes={("torchtitan", False): costs})
     found = []
     runs = [
