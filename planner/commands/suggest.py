@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from planner.commands import options
+from planner.commands.suggest_serving import refuse_serving_options, suggest_serving
 from planner.explain.answer_text import print_search
 from planner.explain.documents import search_document
 from planner.explain.run_text import print_run, run_document
@@ -35,6 +36,7 @@ class Task(StrEnum):
 class Objective(StrEnum):
     TIME = "time"
     THROUGHPUT = "throughput"
+    LATENCY = "latency"
     MEMORY = "memory"
     COST = "cost"
     PARETO = "pareto"
@@ -43,7 +45,8 @@ class Objective(StrEnum):
 Gpus = Annotated[
     str | None, typer.Option("--gpus", help="Number of GPUs, several (8,16,32) to compare, or min for the fewest.")
 ]
-TaskOption = Annotated[Task, typer.Option("--task", help="train; serving is not covered yet.")]
+TaskOption = Annotated[Task, typer.Option("--task", help="train: a step; serve: answers to requests.")]
+SERVING = "Serving"  # the panel of --help
 FrameworkOption = Annotated[
     str,
     typer.Option(
@@ -54,7 +57,8 @@ ObjectiveOption = Annotated[
     Objective,
     typer.Option(
         "--objective",
-        help="time, memory, or pareto of both; throughput (a GPU) and cost (a token) differ where --gpus compares.",
+        help="time, memory, or pareto of both; throughput (a GPU) and cost (a token) differ where --gpus compares. "
+        "Serving: latency, throughput, cost.",
     ),
 ]
 GpuPrice = Annotated[
@@ -82,6 +86,11 @@ MaxTp = Annotated[
 def _part(flag: str, what: str) -> Any:
     """Return the option of a part of the plan that may be fixed."""
     return typer.Option(flag, help=f"Only plans with this {what}.", metavar="VALUES")
+
+
+def _serving(flag: str, what: str, *, least: float | None = None) -> Any:
+    """Return an option that only serving has."""
+    return typer.Option(flag, help=what, rich_help_panel=SERVING, min=least)
 
 
 def suggest(
@@ -123,6 +132,18 @@ def suggest(
     ] = True,
     profile: options.Profile = None,
     strict: options.Strict = False,
+    isl: Annotated[int | None, _serving("--isl", "Tokens of a prompt.", least=1)] = None,
+    osl: Annotated[int | None, _serving("--osl", "Tokens of an answer.", least=1)] = None,
+    concurrency: Annotated[int | None, _serving("--concurrency", "Clients that ask again at once.", least=1)] = None,
+    request_rate: Annotated[float | None, _serving("--request-rate", "Requests a second, Poisson.", least=1e-6)] = None,
+    ttft: Annotated[float | None, _serving("--ttft", "Target: seconds to the first token.", least=0)] = None,
+    tpot: Annotated[float | None, _serving("--tpot", "Target: seconds a token after it.", least=0)] = None,
+    engine: Annotated[str | None, _serving("--engine", "vllm, sglang or trtllm.")] = None,
+    weights: Annotated[str | None, _serving("--weights", "bfloat16, float8, float4 or int4.")] = None,
+    kv_cache: Annotated[str | None, _serving("--kv-cache", "bfloat16 or float8.")] = None,
+    separate: Annotated[
+        bool, _serving("--separate", "Read prompts and write answers on GPUs of their own, too.")
+    ] = False,
     out: Annotated[Path | None, typer.Option("--out", help="Save the best plan to this file.")] = None,
     pick: Annotated[
         int | None, typer.Option("--pick", min=1, max=100, help="Which listed plan --out saves; default the first.")
@@ -137,11 +158,14 @@ def suggest(
     printed as assumed.
     """
     given = locals()  # first of all, so that it holds the arguments and nothing else
+    if task is Task.SERVE:
+        suggest_serving(given)
+        return
+    refuse_serving_options(given)
     if out is not None:
         refuse_overwrite(out, force=force)
     elif pick is not None:
         raise UserError("--pick says which plan --out saves", remedy="--out plan.json")
-    _training_only(task)
     goal = goal_of(tokens, gpu_price, deadline, budget)
     flags = Flags(
         model=model,
@@ -182,15 +206,6 @@ def suggest(
             print_run(run)
     if unsaved is not None:
         raise unsaved
-
-
-def _training_only(task: Task) -> None:
-    if task is not Task.TRAIN:
-        raise UserError(
-            f"--task {task.value} is not covered yet",
-            why="only training steps are predicted in this version",
-            remedy="use --task train",
-        )
 
 
 def _bounds(given: dict[str, Any]) -> Bounds:

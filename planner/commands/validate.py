@@ -10,10 +10,12 @@ import typer
 from rich.table import Table
 
 from planner.commands import options
+from planner.commands.validate_serving import validate_serving
 from planner.io import output
 from planner.io.inputs import measurements, warn_of_doubts
 from planner.io.output import console, printable
 from planner.question.cases import read_cases
+from planner.validate.serving_report import is_points_file
 from planner.validate.validation import summarise, validate_case
 from topology.errors import Infeasible, OutOfTolerance, UserError
 
@@ -27,9 +29,12 @@ def validate(
 ) -> None:
     """Compare predictions with measured runs, row by row, and sum up each file.
 
-    A row that cannot be predicted is listed as skipped, with the reason; exit code 3 when every row is. --tolerance is
+    Files are cases of training, or serving points, one a line (.jsonl, .jsonl.gz): of one kind in a call. A row that cannot be predicted is listed as skipped, with the reason; exit code 3 when every row is. --tolerance is
     for mean absolute errors.
     """
+    if any(map(is_points_file, files)):
+        validate_serving(files, json=json, tolerance=tolerance)
+        return
     measured = measurements(profile, strict=strict)
     rows: list[dict[str, Any]] = []
     try:

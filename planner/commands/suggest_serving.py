@@ -1,0 +1,71 @@
+"""`planner suggest --task serve`: which deployment of a model serves requests best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from planner.io import output
+from planner.serving.asked import serving_question
+from planner.serving.documents import serving_document
+from planner.serving.search import search_serving
+from planner.serving.text import print_serving
+from topology.errors import UserError
+
+# Options of `suggest` that mean something only when serving, and those that mean nothing then.
+ONLY_SERVING = (
+    "isl", "osl", "concurrency", "request_rate", "ttft", "tpot", "engine", "weights", "kv_cache", "separate",
+)  # fmt: skip
+ONLY_TRAINING = (
+    "gpu", "global_batch", "all_variants", "compile_model", "param_dtype", "max_tp", "tp", "pp", "cp", "ep", "dp_shard",
+    "dp_replicate", "schedule", "virtual_stages", "micro_batch", "recompute", "profile", "strict", "out", "pick", "force",
+)  # fmt: skip
+
+
+def suggest_serving(given: Mapping[str, Any]) -> None:
+    """Print the answer to the arguments of `suggest`. Raises UserError for options that only training has."""
+    _refuse(given, ONLY_TRAINING, "training", "serve")
+    counts = given["gpus"]
+    if counts is not None and not counts.strip().isdigit():
+        raise UserError(f"--gpus {counts!r} is not a number", remedy="give one number of GPUs with --task serve")
+    question = serving_question(
+        model=given["model"],
+        cluster=given["cluster"],
+        gpus=None if counts is None else int(counts),
+        engine=given["engine"] or "vllm",
+        objective=given["objective"].value,
+        isl=given["isl"],
+        osl=given["osl"],
+        concurrency=given["concurrency"],
+        request_rate=given["request_rate"],
+        ttft=given["ttft"],
+        tpot=given["tpot"],
+        weights=given["weights"],
+        kv_cache=given["kv_cache"],
+        gpu_price=given["gpu_price"],
+        separate=given["separate"],
+    )
+    try:
+        result = search_serving(question, progress=output.progress, time_limit_s=given["time_limit"])
+    finally:
+        output.end_progress()
+    if given["json"]:
+        output.emit_json(serving_document(result, top=given["top"]))
+    else:
+        print_serving(result, top=given["top"])
+
+
+def refuse_serving_options(given: Mapping[str, Any]) -> None:
+    """Raise UserError where an option that only serving has was given for training."""
+    _refuse(given, ONLY_SERVING, "serving", "train")
+
+
+def _refuse(given: Mapping[str, Any], names: tuple[str, ...], whose: str, task: str) -> None:
+    stated = [name for name in names if given[name] not in (None, False)]
+    if stated:
+        flags = ", ".join("--" + name.replace("_", "-") for name in stated)
+        raise UserError(
+            f"{flags}: an option of {whose}",
+            why=f"the task is {task}",
+            remedy=f"leave it out, or use --task {'serve' if task == 'train' else 'train'}",
+        )

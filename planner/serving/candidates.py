@@ -1,0 +1,102 @@
+"""Deployments that an engine accepts for a model on a cluster, and why it does not accept the others.
+
+Rules of vLLM 0.33 (vllm/config/parallel.py, vllm/config/model.py) and SGLang 0.5 (server_args.py): tensor parallel divides
+the attention heads, keys and values are repeated where it exceeds their heads; stages divide no further than layers; experts
+are spread over all ranks of a stage or over none; attention with requests of its own per rank goes with experts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from planner.serving.question import ServingQuestion
+from simulator.config.model import Model
+from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.kv_cache import cache_room
+
+
+def deployments(question: ServingQuestion) -> tuple[list[Deployment], Counter[str]]:
+    """Return deployments on all GPUs of the cluster that hold the longest request, and how many others fail, by reason."""
+    gpus = question.cluster.gpu_count
+    found: list[Deployment] = []
+    rejected: Counter[str] = Counter()
+    fitting: list[Pool] = []
+    for pool in _engines(question, gpus):
+        reason = refusal(question.model, pool) or _no_room(question, pool)
+        if reason:
+            rejected[reason] += 1
+            continue
+        fitting.append(pool)
+        found.append(_deployment(question, _times(pool, gpus // pool.gpus)))
+    if question.separate:
+        found += [_deployment(question, decode, prefill) for prefill, decode in _separated(fitting, gpus)]
+    return found, rejected
+
+
+def refusal(model: Model, pool: Pool) -> str:
+    """Return the rule that an engine of these degrees breaks, with its numbers, or nothing."""
+    if model.heads % pool.tp:
+        return f"tp {pool.tp} does not divide {model.heads} attention heads"
+    if pool.pp > model.layers:
+        return f"{pool.pp} stages for {model.layers} layers"
+    if model.moe and model.moe.experts % pool.ep:
+        return f"ep {pool.ep} does not divide {model.moe.experts} experts"
+    if model.dense_layers and model.ffn % pool.tp:
+        return f"tp {pool.tp} does not divide the feed-forward width of {model.ffn}"
+    return ""
+
+
+def _engines(question: ServingQuestion, gpus: int) -> Iterator[Pool]:
+    """Yield engines whose copies use all GPUs: all degrees up to a node, and pipelines of whole nodes beyond."""
+    node = question.cluster.gpus_per_node
+    experts = question.model.moe is not None
+    for ranks in range(1, min(gpus, 4 * node) + 1):
+        if gpus % ranks:
+            continue
+        for stages in range(1, gpus // ranks + 1):
+            if gpus % (ranks * stages) or stages > 16:
+                continue
+            if ranks > node and ranks % node:
+                continue
+            yield Pool(tp=ranks, pp=stages)
+            if experts and ranks > 1:
+                yield Pool(tp=ranks, pp=stages, ep=ranks)
+                yield Pool(tp=1, pp=stages, ep=ranks, dp_attention=ranks)
+
+
+def _no_room(question: ServingQuestion, pool: Pool) -> str:
+    room = cache_room(question.model, question.cluster, _deployment(question, pool), pool)
+    longest = max(request.prompt + request.output for request in question.traffic.draw())
+    if not room.tokens:
+        return f"weights leave no room for a KV cache on {pool.gpus} GPUs"
+    if room.tokens // pool.pp < longest:
+        return f"the KV cache of {pool.gpus} GPUs holds fewer than {longest} tokens"
+    return ""
+
+
+def _times(pool: Pool, engines: int) -> Pool:
+    return Pool(engines=engines, tp=pool.tp, pp=pool.pp, ep=pool.ep, dp_attention=pool.dp_attention)
+
+
+def _separated(pools: list[Pool], gpus: int) -> Iterator[tuple[Pool, Pool]]:
+    """Yield (reading, writing) pools that share the GPUs in eighths, engines of one stage only."""
+    flat = [pool for pool in pools if pool.pp == 1]
+    for eighths in range(1, 8):
+        reading = gpus * eighths // 8
+        for prefill in flat:
+            for decode in flat:
+                writing = gpus - reading
+                if not reading or reading % prefill.gpus or writing % decode.gpus:
+                    continue
+                yield _times(prefill, reading // prefill.gpus), _times(decode, writing // decode.gpus)
+
+
+def _deployment(question: ServingQuestion, pool: Pool, prefill: Pool | None = None) -> Deployment:
+    return Deployment(
+        engine=question.engine,
+        pool=pool,
+        prefill=prefill,
+        weights=question.weights,
+        kv_cache=question.kv_cache,
+    )

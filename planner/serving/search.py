@@ -1,0 +1,130 @@
+"""Every legal deployment simulated with the requests that were asked about, ranked by the objective.
+
+There are tens of them, and one takes milliseconds, so none is pruned: the best is the best within the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from planner.serving.candidates import deployments
+from planner.serving.question import ServingQuestion
+from simulator.serving.deployment import Deployment
+from simulator.serving.estimate import SPREAD, ServingEstimate, estimate_serving
+from topology.errors import Infeasible
+
+# Deployments closer than this are a tie: half of what predictions of one engine on one machine are off by.
+TIE = SPREAD["tpot"] / 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingPlan:
+    """One deployment with what clients would see. `meets` says whether the targets hold in the mean."""
+
+    deployment: Deployment
+    estimate: ServingEstimate
+    meets: bool
+    tied: bool = False  # with the first
+    lost_because: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingResult:
+    """All deployments that were simulated, best first."""
+
+    question: ServingQuestion
+    plans: tuple[ServingPlan, ...]
+    rejected: Counter[str]
+    seconds: float
+
+
+def search_serving(
+    question: ServingQuestion, *, progress: Callable[[str], None] = lambda _: None, time_limit_s: float | None = None
+) -> ServingResult:
+    """Return all deployments, best first. Raises Infeasible, with the reasons, where there is none."""
+    begin = time.monotonic()
+    found, rejected = deployments(question)
+    plans: list[ServingPlan] = []
+    for number, deployment in enumerate(found):
+        if time_limit_s is not None and time.monotonic() - begin > time_limit_s and plans:
+            rejected["not simulated: --time-limit"] += len(found) - number
+            break
+        progress(f"deployment {number + 1} of {len(found)}")
+        try:
+            estimate = estimate_serving(
+                question.model,
+                question.cluster,
+                deployment,
+                question.traffic,
+                ttft_s=question.ttft_s,
+                tpot_s=question.tpot_s,
+            )
+        except Infeasible as problem:
+            rejected[str(problem).splitlines()[0]] += 1
+            continue
+        plans.append(ServingPlan(deployment=deployment, estimate=estimate, meets=_meets(question, estimate)))
+    if not plans:
+        raise Infeasible(
+            f"{question.model.name} cannot be served on {question.cluster.gpu_count} x {question.cluster.slowest_kind.title}",
+            why="; ".join(f"{reason} ({count})" for reason, count in rejected.most_common(5)),
+            remedy="use more GPUs, or --weights float8 or int4",
+        )
+    ordered = sorted(plans, key=lambda plan: (not plan.meets, value_of(question, plan), _mechanisms(plan.deployment)))
+    return ServingResult(
+        question=question,
+        plans=tuple(_explained(question, ordered)),
+        rejected=rejected,
+        seconds=time.monotonic() - begin,
+    )
+
+
+def value_of(question: ServingQuestion, plan: ServingPlan) -> float:
+    """Return what the objective minimises: seconds of an answer, or GPU seconds of an output token."""
+    if question.objective == "latency":
+        return plan.estimate.e2e_s.value
+    return 1.0 / plan.estimate.output_tokens_per_s_per_gpu.value
+
+
+def _meets(question: ServingQuestion, estimate: ServingEstimate) -> bool:
+    first = not question.ttft_s or estimate.ttft_s.value <= question.ttft_s
+    return first and (not question.tpot_s or estimate.tpot_s.value <= question.tpot_s)
+
+
+def _mechanisms(deployment: Deployment) -> int:
+    """Return how many kinds of parallelism an engine uses: among equals, fewer is better."""
+    pools = [deployment.pool, *([deployment.prefill] if deployment.prefill else [])]
+    return sum((pool.tp > 1) + (pool.pp > 1) + (pool.ep > 1) + (pool.dp_attention > 1) for pool in pools) + len(pools)
+
+
+def _explained(question: ServingQuestion, plans: list[ServingPlan]) -> list[ServingPlan]:
+    best = plans[0]
+    close = [
+        p for p in plans if p.meets == best.meets and value_of(question, p) <= value_of(question, best) * (1 + TIE)
+    ]
+    first = min(close, key=lambda plan: _mechanisms(plan.deployment))
+    rest = [plan for plan in plans if plan is not first]
+    tied = {id(plan) for plan in close}
+    return [first] + [replace(plan, tied=id(plan) in tied, lost_because=_why(question, first, plan)) for plan in rest]
+
+
+def _why(question: ServingQuestion, first: ServingPlan, plan: ServingPlan) -> str:
+    """Return in what a deployment is behind the first, by the quantity that shows it most."""
+    if first.meets and not plan.meets:
+        late = []
+        if question.ttft_s and plan.estimate.ttft_s.value > question.ttft_s:
+            late.append(f"first token after {plan.estimate.ttft_s.value:.2g} s, wanted {question.ttft_s:g} s")
+        if question.tpot_s and plan.estimate.tpot_s.value > question.tpot_s:
+            late.append(f"{1e3 * plan.estimate.tpot_s.value:.2g} ms a token, wanted {1e3 * question.tpot_s:g} ms")
+        return "; ".join(late)
+    mine, theirs = plan.estimate, first.estimate
+    ratios = {
+        "a token takes longer": mine.tpot_s.value / theirs.tpot_s.value,
+        "the first token comes later": mine.ttft_s.value / theirs.ttft_s.value,
+    }
+    if mine.latency.preempted > theirs.latency.preempted:
+        return f"the KV cache is full: {mine.latency.preempted} answers were stopped and read again"
+    what, ratio = max(ratios.items(), key=lambda item: item[1])
+    return f"{what} (x{ratio:.2g})" if ratio > 1 + TIE else "within the error of the prediction"

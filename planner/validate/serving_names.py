@@ -1,0 +1,65 @@
+"""Models and hardware as sources of serving measurements spell them, found among the shipped ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from importlib import resources
+
+from simulator.config.hf_config import load_model
+from simulator.config.model import Model
+from topology.catalog.clusters import cluster_from_case
+from topology.catalog.gpus import gpu_kind
+from topology.cluster import Cluster
+from topology.errors import BadCluster, BadModel, UserError
+
+# Words that do not change a network's shapes.
+_MODEL_NOISE = re.compile(r"[-_ ](instruct|hf|fp8|nvfp4|mxfp4|awq|chat|0528|v0\.1|99\.9|99)\b|^meta-|\bmeta-")
+
+
+@cache
+def _shipped() -> dict[str, str]:
+    """Return shipped models by their name on the hub and by other names of the same shapes, both plain."""
+    text = (resources.files("simulator") / "models" / "SOURCES.json").read_text("utf-8")
+    names: dict[str, str] = {}
+    for name, entry in json.loads(text).items():
+        for spelled in (name, entry.get("hub", ""), *entry.get("same_shapes", ())):
+            names[plain(spelled)] = name
+    return names
+
+
+def plain(name: str) -> str:
+    """Return a model's name without owner, suffixes of format and training, and separators."""
+    rest = name.lower().rsplit("/", 1)[-1]
+    while (shorter := _MODEL_NOISE.sub("", rest)) != rest:
+        rest = shorter
+    return re.sub(r"[^a-z0-9.]", "", rest)
+
+
+def model_of(name: str) -> Model:
+    """Return the shipped model of a name as a source spells it. Raises BadModel where there is none."""
+    found = _shipped().get(plain(name))
+    if found is None:
+        raise BadModel(f"model {name!r} is not among the shipped ones", remedy="give a config.json of it")
+    return load_model(found)
+
+
+def cluster_of(hardware: str, gpus: int) -> Cluster:
+    """Return a cluster of so many of the named GPUs, in nodes as they are sold. Raises UserError for an unknown GPU."""
+    words = re.sub(r"\(.*?\)|nvidia|virtualized|geforce", " ", hardware, flags=re.IGNORECASE)
+    words = re.sub(r"\b(\d+\s*GB( HBM\w*)?|GPU|CTS|NVL72)\b|-(?=\d)|-CTS", " ", words, flags=re.IGNORECASE)
+    kind = _gpu(" ".join(words.replace("-", " ").split()))
+    rack = 72 if "NVL72" in hardware.upper() else 8
+    per_node = min(gpus, rack)
+    return cluster_from_case({"gpu": kind, "gpus_per_node": per_node, "nodes": -(-gpus // per_node)})[0]
+
+
+def _gpu(words: str) -> str:
+    tried = words.split()
+    for count in range(len(tried), 0, -1):
+        try:
+            return gpu_kind(" ".join(tried[:count])).name
+        except UserError:
+            continue
+    raise BadCluster(f"GPU {words!r} is not in the catalogue", remedy="add it to topology/catalog/gpus.json")

@@ -1,0 +1,221 @@
+"""Published serving measurements, one a row, beside what the serving simulation says of them.
+
+A row names hardware, model, engine, precision, degrees, lengths, and how clients asked (`metric_kind`); what it leaves
+open is assumed and listed. A row that describes something the simulation does not cover is skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner.validate.serving_names import cluster_of, model_of
+from planner.validate.serving_row import ServingRow, read_row, side_of
+from simulator.config.model import Model
+from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.engine import engine_of
+from simulator.serving.estimate import ServingEstimate, estimate_serving
+from simulator.serving.kv_cache import cache_room
+from simulator.serving.traffic import Lengths, Traffic
+from topology.cluster import Cluster
+from topology.errors import Infeasible, UserError
+
+QUANTITIES = {"ttft": "ttft_s", "tpot": "tpot_s", "throughput": "output_tokens_per_s_per_gpu"}
+# The least share of the stated lengths where a row says that they are drawn from 80 to 100 % of them.
+_UNIFORM = 0.8
+# Prompt and answer of InferenceX's three scenarios, whose requests draw 80 to 100 % of both (SemiAnalysisAI/InferenceX,
+# benchmarks: --random-range-ratio 0.8). A row with these lengths that does not say how they vary is taken to be one.
+_SCENARIOS = ((1024, 1024), (1024, 8192), (8192, 1024))
+_ENGINES = {
+    "trtllm": "trtllm", "tensorrt": "trtllm", "trt": "trtllm", "dynamo-trt": "trtllm",
+    "vllm": "vllm", "sglang": "sglang", "dynamo-sglang": "sglang",
+}  # fmt: skip
+
+
+class NotCovered(Exception):
+    """The row measures something that the simulation does not describe; the message says what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One row as a question."""
+
+    model: Model
+    cluster: Cluster
+    deployment: Deployment
+    traffic: Traffic
+    assumed: tuple[str, ...] = ()
+
+
+def validate_point(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a report: predicted, measured, signed errors, or why it was skipped."""
+    nothing = dict.fromkeys(QUANTITIES)
+    result: dict[str, Any] = {
+        "id": str(data.get("id", "")), "group": "", "measured": None, "predicted": None, "error": nothing, "held": nothing,
+        "within_interval": None, "skipped": None, "assumed": [],
+    }  # fmt: skip
+    try:
+        row = read_row(data)
+        found = _measured(row)
+        result |= {"group": _group(row), "measured": found}
+        point = read_point(row)
+        estimate = estimate_serving(point.model, point.cluster, point.deployment, point.traffic)
+    except (NotCovered, UserError, Infeasible) as problem:
+        return result | {"skipped": str(problem).splitlines()[0]}
+    return result | _compared(estimate, found) | {"assumed": list(point.assumed)}
+
+
+def _group(row: ServingRow) -> str:
+    """Return what rows of one source on one machine have in common."""
+    model = row.model.rsplit("/", 1)[-1]
+    engine = next(iter((row.backend or "").split()), "?")
+    return f"{row.source_group} | {row.hardware} | {model} | {engine}"
+
+
+def _compared(estimate: ServingEstimate, found: Mapping[str, float | None]) -> dict[str, Any]:
+    intervals = (estimate.ttft_s, estimate.tpot_s, estimate.output_tokens_per_s_per_gpu)
+    errors: dict[str, float | None] = {}
+    held: dict[str, bool | None] = {}
+    for (name, key), interval in zip(QUANTITIES.items(), intervals, strict=True):
+        seen = found[key]
+        errors[name] = interval.value / seen - 1 if seen else None
+        held[name] = interval.low <= seen <= interval.high if seen else None
+    known = [inside for inside in held.values() if inside is not None]
+    return {
+        "predicted": {key: interval.value for key, interval in zip(QUANTITIES.values(), intervals, strict=True)},
+        "error": errors,
+        "held": held,
+        "within_interval": all(known) if known else None,
+    }
+
+
+def _measured(row: ServingRow) -> dict[str, float | None]:
+    """Return what a row measured, in seconds and output tokens a second and GPU."""
+    throughput = row.output_tok_s_per_gpu
+    if throughput is None and row.total_tok_s_per_gpu and row.isl and row.osl:
+        throughput = row.total_tok_s_per_gpu * row.osl / (row.isl + row.osl)
+    # In a closed loop the gap between streamed pieces, which may hold several tokens, is not the time of a token.
+    between = row.tpot_ms or (None if row.concurrency else row.itl_ms)
+    return {
+        "ttft_s": row.ttft_ms and row.ttft_ms / 1e3,
+        "tpot_s": between and between / 1e3,
+        "output_tokens_per_s_per_gpu": throughput,
+    }
+
+
+def read_point(row: ServingRow) -> Point:
+    """Return the question of a row. Raises NotCovered and UserError."""
+    assumed: list[str] = []
+    if row.isl is None or row.osl is None:
+        raise NotCovered(f"{'isl' if row.isl is None else 'osl'} is not stated")
+    if row.spec_decode not in {"none", None, ""}:
+        raise NotCovered(f"speculative decoding ({row.spec_decode}) is not covered")
+    model = model_of(row.model)
+    deployment = _deployment(row, model, assumed)
+    cluster = cluster_of(row.hardware, deployment.gpus)
+    traffic = _traffic(
+        row, Lengths(mean=round(row.isl)), Lengths(mean=round(row.osl)), model, cluster, deployment, assumed
+    )
+    return Point(model=model, cluster=cluster, deployment=deployment, traffic=traffic, assumed=tuple(assumed))
+
+
+def _engine(row: ServingRow, assumed: list[str]) -> str:
+    word = next(iter((row.backend or "").lower().split()), "")
+    for name in sorted(_ENGINES, key=len, reverse=True):
+        if word.startswith(name):
+            return _ENGINES[name]
+    assumed.append(f"engine {row.backend!r}: scheduled as vLLM")
+    return "vllm"
+
+
+def _deployment(row: ServingRow, model: Model, assumed: list[str]) -> Deployment:
+    weights, cache = _formats(row, assumed)
+    if row.disagg:
+        prefill, pool = _pool_apart(row, "prefill"), _pool_apart(row, "decode")
+    else:
+        prefill, pool = None, _pool(row, model, assumed)
+    return Deployment(engine=_engine(row, assumed), pool=pool, prefill=prefill, weights=weights, kv_cache=cache)
+
+
+def _pool(row: ServingRow, model: Model, assumed: list[str]) -> Pool:
+    """Return the engine of a row. Tensor and expert parallel share ranks, though some sources multiply them."""
+    tp, pp, ep = row.tp or 1, row.pp or 1, (row.ep or 1) if model.moe else 1
+    if row.dp_attention is True:  # as SGLang counts: the attention of every rank of `tp` is its own
+        tp, dp = 1, tp
+    else:
+        dp = int(row.dp_attention or 1)
+    ranks = tp * dp
+    if ep > 1 and ranks == ep * ep and row.moe_tp == ep:
+        tp, dp, ranks = (ep, 1, ep) if dp == 1 else (1, ep, ep)
+        assumed.append(f"attention and experts share {ep} GPUs: the row multiplies their degrees")
+    if ep > ranks or ranks % ep:
+        raise NotCovered(f"experts over {ep} ranks, where attention has {ranks}")
+    engines = row.replicas or 1
+    taken = engines * ranks * pp
+    if row.n_gpus is not None and row.n_gpus < taken:
+        raise NotCovered(f"the degrees take {taken} GPUs, the row states {row.n_gpus}")
+    if row.n_gpus is not None and row.n_gpus > taken:
+        assumed.append(f"one engine of {ranks * pp} GPUs, though the row states {row.n_gpus}")
+    return Pool(engines=engines, tp=tp, pp=pp, ep=ep, dp_attention=dp)
+
+
+def _pool_apart(row: ServingRow, name: str) -> Pool:
+    side = side_of(row, name)
+    if side.workers is None:
+        raise NotCovered("how many engines read prompts and how many write answers is not stated")
+    ep = min(side.ep, side.tp * side.dp_attention)
+    return Pool(engines=side.workers, tp=side.tp, pp=side.pp, ep=ep, dp_attention=side.dp_attention)
+
+
+def _formats(row: ServingRow, assumed: list[str]) -> tuple[str, str]:
+    """Return (weights, cache) by the words of `precision` and, where it has none, the model's own name."""
+    words = f"{row.precision or ''} {row.model}".lower()
+    if re.search(r"fp4|mxfp4", words):
+        weights = "float4"
+    elif "int4" in words:
+        weights = "int4"
+    elif "fp8" in words:
+        weights = "float8"
+    else:
+        weights = "bfloat16"
+        if not re.search(r"bf16|fp16", words):
+            assumed.append("weights: 16 bits")
+    # NVIDIA's own quantised checkpoints have an 8-bit cache (kv_cache_quant_algo in their hf_quant_config.json).
+    if "kv" in words or row.model.startswith("nvidia/"):
+        return weights, "float8"
+    assumed.append("KV cache: 16 bits")
+    return weights, "bfloat16"
+
+
+def _traffic(
+    row: ServingRow,
+    prompt: Lengths,
+    output: Lengths,
+    model: Model,
+    cluster: Cluster,
+    deployment: Deployment,
+    assumed: list[str],
+) -> Traffic:
+    """Return what clients sent, by the words of `metric_kind` and by concurrency or rate."""
+    kind = row.metric_kind
+    if "80-100" in kind or (row.isl, row.osl) in _SCENARIOS:
+        prompt, output = replace(prompt, low=_UNIFORM), replace(output, low=_UNIFORM)
+        if "80-100" not in kind:
+            assumed.append("lengths: 80 to 100 % of those stated")
+    base = Traffic(prompt=prompt, output=output)
+    if row.request_rate_qps:
+        assumed.append("arrivals: Poisson")
+        return replace(base, request_rate=row.request_rate_qps, requests=500)
+    if "static" in kind or kind.startswith(("latency of one static", "prefill latency")):
+        batch = row.batch_size or 1
+        return replace(base, concurrency=batch, requests=batch)
+    if row.concurrency:
+        return replace(base, concurrency=row.concurrency)
+    if kind.startswith("max throughput"):
+        room = cache_room(model, cluster, deployment, deployment.pool).tokens * deployment.pool.engines
+        most = engine_of(deployment.engine).max_num_seqs * deployment.pool.engines
+        running = max(1, min(most, room // (prompt.mean + output.mean)))
+        return replace(base, concurrency=4 * running, requests=4 * running)
+    raise NotCovered("neither concurrency nor a rate of requests is stated")

@@ -1,0 +1,84 @@
+"""A file of serving points: read a row a line, each predicted, summed up by source."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from planner.validate.serving_points import QUANTITIES
+from topology.codec import MAX_BYTES, read_text
+from topology.errors import BadInput
+
+MAX_ROWS = 100_000
+
+
+def is_points_file(name: str) -> bool:
+    """Return whether a file holds serving points: JSON lines, packed or not."""
+    return name.endswith((".jsonl", ".jsonl.gz"))
+
+
+def read_points(path: str | Path) -> list[dict[str, Any]]:
+    """Return the rows of a file. Raises BadInput, naming the line, for what is not an object a line."""
+    rows = []
+    for number, line in enumerate(_text(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        if number > MAX_ROWS:
+            raise BadInput(f"{path} has more than {MAX_ROWS} lines", remedy="split it")
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{path}: line {number} is not JSON", why=str(error)) from error
+        if not isinstance(row, dict):
+            raise BadInput(f"{path}: line {number} is not an object", remedy="give one serving point a line")
+        rows.append(row)
+    return rows
+
+
+def _text(path: str | Path) -> str:
+    if not str(path).endswith(".gz"):
+        return read_text(path)
+    try:
+        with gzip.open(path, "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise BadInput(f"cannot read {path}", why=str(error), remedy="check the file") from error
+    if len(raw) > MAX_BYTES:
+        raise BadInput(f"{path} unpacks to more than {MAX_BYTES / 2**20:.0f} MiB", remedy="split it")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not UTF-8 text", why=str(error)) from error
+
+
+def summarise_points(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return counts and, for each quantity, mean and median absolute error, bias and share inside the range."""
+    summary: dict[str, Any] = {"rows": len(rows), "skipped": sum(bool(row["skipped"]) for row in rows)}
+    for name in QUANTITIES:
+        errors = [row["error"][name] for row in rows if row["error"][name] is not None]
+        held = [row["held"][name] for row in rows if row["error"][name] is not None]
+        summary[name] = errors and {
+            "rows": len(errors),
+            "mean_abs": fmean(map(abs, errors)),
+            "median_abs": median(map(abs, errors)),
+            "bias": fmean(errors),
+            "worst": max(errors, key=abs),
+            "coverage": fmean(held),
+        }
+        summary[name] = summary[name] or None
+    return summary
+
+
+def by_group(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (group, summary) of rows that have a prediction: a source on one GPU, model and engine."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if not row["skipped"]:
+            groups.setdefault(row["group"], []).append(row)
+    for name in sorted(groups, key=lambda name: -len(groups[name])):
+        yield name, summarise_points(groups[name])

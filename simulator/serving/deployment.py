@@ -1,0 +1,64 @@
+"""How a model is spread over GPUs to serve: degrees, number formats, limits of the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Bytes of one weight as the format stores it, scales included: one float8 scale for 16 weights in nvfp4 (NVIDIA, "Introducing
+# NVFP4"), one 16-bit scale for 128 in int4 as AutoGPTQ and AWQ write it by default.
+WEIGHT_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float8": 1.0, "float4": 0.5 + 1 / 16, "int4": 0.5 + 2 / 128}
+CACHE_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float8": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Engines of one kind. An engine is one scheduler with `gpus` GPUs and one copy of the model.
+
+    `dp_attention` ranks each hold whole attention weights and their own requests, while experts are spread over all of
+    `tp * dp_attention`; `ep` of these hold different experts, the rest cut each expert. `pp` stages follow each other.
+    """
+
+    engines: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    dp_attention: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """GPUs of one stage."""
+        return self.tp * self.dp_attention
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one engine."""
+        return self.ranks * self.pp
+
+    @property
+    def expert_tp(self) -> int:
+        """Over how many ranks each expert is cut."""
+        return self.ranks // self.ep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """A serving plan. Where `prefill` is given, prompts are read there and `pool` writes the answers.
+
+    `max_num_seqs` and `max_num_batched_tokens` are limits of one scheduler: requests that run, and tokens of one step.
+    0 leaves them to the engine's defaults.
+    """
+
+    engine: str = "vllm"
+    pool: Pool = Pool()
+    prefill: Pool | None = None
+    weights: str = "bfloat16"
+    kv_cache: str = "bfloat16"
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    memory_fraction: float = 0.0
+    max_model_len: int = 0
+
+    @property
+    def gpus(self) -> int:
+        both = self.pool.engines * self.pool.gpus
+        return both + (self.prefill.engines * self.prefill.gpus if self.prefill else 0)

@@ -1,0 +1,53 @@
+"""What a serving engine does by default: its scheduler, its host and its kernels. Read from engines.toml."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from topology.codec import convert
+from topology.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """How one engine schedules and what its steps cost beside the model's own kernels; meanings in engines.toml."""
+
+    name: str
+    title: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    mixes: bool
+    chunks: bool
+    reserves_output: bool
+    memory_fraction: float
+    fraction_of_free: bool
+    block_tokens: int
+    graph_batch: int
+    all_reduce: tuple[str, ...]
+    host_step_s: float
+    host_sequence_s: float
+    host_request_s: float
+    host_launch_s: float
+    sources: dict[str, str]
+
+
+@cache
+def engines() -> dict[str, Engine]:
+    """Return all engines that are described, by name."""
+    where = "engines.toml"
+    text = (resources.files("simulator") / "serving" / where).read_text("utf-8")
+    return {
+        name: convert({"name": name, **table}, Engine, where=f"{where} [{name}]")
+        for name, table in tomllib.loads(text).items()
+    }
+
+
+def engine_of(name: str) -> Engine:
+    """Return the engine of a name. Raises BadInput for one that is not described."""
+    known = engines()
+    if name not in known:
+        raise BadInput(f"no serving engine {name!r}", remedy=f"use one of: {', '.join(known)}")
+    return known[name]

@@ -1,0 +1,57 @@
+"""A serving plan's latencies, throughput and memory, each with the range it is expected in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simulator.config.estimate import Interval
+from simulator.config.model import Model
+from simulator.serving.deployment import Deployment
+from simulator.serving.engine import engine_of
+from simulator.serving.kv_cache import CacheRoom, cache_room
+from simulator.serving.latency import Latency, latency
+from simulator.serving.server import serve
+from simulator.serving.traffic import Traffic
+from topology.cluster import Cluster, Source
+
+# Relative half-width of the 80 % interval.
+SPREAD = {"ttft": 0.6, "tpot": 0.25, "throughput": 0.25}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingEstimate:
+    """What clients of a deployment see. Intervals are of means over requests; `latency` has percentiles."""
+
+    ttft_s: Interval
+    tpot_s: Interval
+    e2e_s: Interval
+    output_tokens_per_s_per_gpu: Interval
+    latency: Latency
+    room: CacheRoom
+
+
+def estimate_serving(
+    model: Model,
+    cluster: Cluster,
+    deployment: Deployment,
+    traffic: Traffic,
+    *,
+    ttft_s: float = 0.0,
+    tpot_s: float = 0.0,
+) -> ServingEstimate:
+    """Simulate `traffic` on a deployment; targets of 0 are none. Raises Infeasible where nothing fits."""
+    served = serve(model, cluster, deployment, traffic)
+    engine = engine_of(deployment.engine)
+    seen = latency(served, request_s=engine.host_request_s, ttft_s=ttft_s, tpot_s=tpot_s)
+    return ServingEstimate(
+        ttft_s=_interval(seen.ttft_s.mean, SPREAD["ttft"]),
+        tpot_s=_interval(seen.tpot_s.mean, SPREAD["tpot"]),
+        e2e_s=_interval(seen.e2e_s.mean, SPREAD["tpot"]),
+        output_tokens_per_s_per_gpu=_interval(seen.output_tokens_per_s / deployment.gpus, SPREAD["throughput"]),
+        latency=seen,
+        room=cache_room(model, cluster, deployment, deployment.pool),
+    )
+
+
+def _interval(value: float, spread: float) -> Interval:
+    return Interval(value=value, low=value / (1 + spread), high=value * (1 + spread), source=Source.DATASHEET)

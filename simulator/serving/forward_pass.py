@@ -1,0 +1,258 @@
+"""What one step of an engine costs: all layers once over the tokens of a step, on the ranks of its stages.
+
+Three parts: what grows with tokens (products, small kernels, collectives; tabulated once), attention of prompts (by pairs
+of a query and a key) and attention of answers (by cached keys).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from simulator.collectives.cost import CollectiveModel
+from simulator.columns.plan_table import Floats
+from simulator.config.model import LayerKind, Model
+from simulator.serving.deployment import CACHE_BYTES, Deployment, Pool
+from simulator.serving.engine import Engine, engine_of
+from simulator.serving.kernels import Kernels
+from topology.cluster import Cluster
+from topology.rates.groups import GroupShape
+
+
+def cache_elements(model: Model) -> float:
+    """Return elements of the cache for one token and layer on a rank that holds all heads: keys and values, or the
+    compressed vector of latent attention.
+    """
+    if model.latent:
+        return float(model.latent.kv_lora_rank + model.latent.qk_rope_head_dim)
+    return 2.0 * model.kv_heads * model.head_dim
+
+
+def cache_bytes_per_token(model: Model, pool: Pool, kv_cache: str) -> float:
+    """Return bytes of the cache of one token on one GPU. Latent vectors and single heads are repeated on each rank."""
+    share = 1.0 if model.latent else max(1.0, model.kv_heads / pool.tp) / model.kv_heads
+    return cache_elements(model) * share * CACHE_BYTES[kv_cache] * model.layers / pool.pp
+
+
+@dataclass(slots=True)
+class ForwardPass:
+    """Seconds of a step for one model on one engine of a deployment. `cluster` says which GPU and which links."""
+
+    model: Model
+    cluster: Cluster
+    deployment: Deployment
+    pool: Pool
+    engine: Engine = field(init=False)
+    kernels: Kernels = field(init=False)
+    _collectives: CollectiveModel = field(init=False)
+    _tokens: Floats = field(init=False)
+    _seconds: Floats = field(init=False)
+    _key_s: float = field(init=False)
+    _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, those with a window, its width
+    _launch_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.engine = engine_of(self.deployment.engine)
+        gpu = self.cluster.slowest_kind
+        self.kernels = Kernels(gpu=gpu, weights=self.deployment.weights)
+        self._collectives = CollectiveModel(self.cluster)
+        most = (self.max_batched_tokens + self.max_sequences) * self.pool.dp_attention
+        self._tokens = token_grid(most)
+        self._seconds = self._by_tokens(self._tokens)
+        self._key_s = self._one_key_s()
+        windowed = self.model.windowed_layers
+        self._layers_met = (self.model.layers - windowed, windowed, self.model.sliding_window)
+        self._launch_s = self._unreplayed_s()
+
+    @property
+    def max_sequences(self) -> int:
+        return self.deployment.max_num_seqs or self.engine.max_num_seqs
+
+    @property
+    def max_batched_tokens(self) -> int:
+        return self.deployment.max_num_batched_tokens or self.engine.max_num_batched_tokens
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def seconds(self, *, prompt_tokens: int, pairs: float, sequences: int, keys: float, readers: int = 1) -> float:
+        """Return seconds of a step that reads `prompt_tokens` of `readers` prompts and continues `sequences` answers.
+
+        `pairs` are the queries of the prompts times the keys each meets, `keys` the cached ones of all answers.
+        """
+        tokens = prompt_tokens + sequences
+        time = float(np.interp(tokens, self._tokens, self._seconds))
+        ranks = self.pool.dp_attention
+        if pairs:
+            time += self._prompt_s(pairs / min(readers, ranks))
+        if sequences:
+            time += self._cache_s(keys / min(sequences, ranks), keys / sequences)
+        if prompt_tokens or sequences > self.engine.graph_batch:
+            time = max(time, self._launch_s)
+        return time + self.engine.host_step_s + self.engine.host_sequence_s * sequences
+
+    def _unreplayed_s(self) -> float:
+        """Return what the host takes to launch a step that no CUDA graph replays."""
+        kinds = self.model.layer_kinds
+        kernels = sum(self._small_kernels(kind) + (8.0 if kind.sparse else 6.0) for kind in kinds)
+        joined = 2.0 * len(kinds) if self.pool.ranks > 1 else 0.0
+        return (kernels + joined) * self.engine.host_launch_s
+
+    def _small_kernels(self, kind: LayerKind) -> float:
+        """Return kernels of a layer that are neither products, attention nor collectives: norms, positions, the activation;
+        each product's input cast to its format; compressed vectors' norms and copies; the way to experts and back.
+        """
+        narrow = self.deployment.weights in {"float8", "float4"}
+        latent = 6.0 if self.model.latent else 0.0
+        return 4.0 + (4.0 if narrow else 0.0) + latent + (6.0 if kind.sparse else 0.0)
+
+    def _prompt_s(self, pairs: float) -> float:
+        model = self.model
+        heads = model.heads / self.pool.tp
+        share = 1 - model.windowed_layers / model.layers
+        return float(
+            model.layers * share * self.kernels.prompt_attention(heads, model.qk_dim, model.v_dim, np.array(pairs))
+        )
+
+    def _cache_s(self, keys: float, mean: float) -> float:
+        """Return seconds of attention over `keys` cached on one rank, `mean` of them a sequence."""
+        full, windowed, window = self._layers_met
+        met = full + windowed * min(1.0, (window or mean) / mean)
+        return met * self._key_s * keys
+
+    def _one_key_s(self) -> float:
+        """Return seconds that one cached key takes in one layer of one rank."""
+        model, pool = self.model, self.pool
+        heads = model.heads / pool.tp
+        width = CACHE_BYTES[self.deployment.kv_cache]
+        if model.latent:  # queries meet the compressed vectors themselves
+            rank = model.latent.kv_lora_rank
+            flops = 2.0 * heads * (2 * rank + model.latent.qk_rope_head_dim)
+            return self.kernels.cached_key_s(flops, cache_elements(model) * width)
+        nbytes = 2.0 * max(1.0, model.kv_heads / pool.tp) * model.head_dim * width
+        return self.kernels.cached_key_s(2.0 * heads * 2 * model.head_dim, nbytes)
+
+    # --- what grows with tokens ---------------------------------------------------------------------------------
+
+    def _by_tokens(self, tokens: Floats) -> Floats:
+        """Return seconds of everything but attention over keys, for `tokens` of a whole engine."""
+        pool = self.pool
+        local = np.ceil(tokens / pool.dp_attention)
+        kinds: dict[bool, int] = {}
+        for kind in self.model.layer_kinds:
+            kinds[kind.sparse] = kinds.get(kind.sparse, 0) + 1
+        total = np.zeros_like(tokens)
+        for sparse, count in kinds.items():
+            total = total + count * self._layer(LayerKind(sparse=sparse, window=0), tokens, local)
+        total = total + self._ends(local)
+        if pool.pp > 1:
+            total = total + (pool.pp - 1) * self._between_stages(local)
+        return total
+
+    def _layer(self, kind: LayerKind, tokens: Floats, local: Floats) -> Floats:
+        block = (
+            self._attention_products(local) + 2 * self.kernels.start_s
+        )  # two kernels of attention: parts, then their sum
+        h = self.model.hidden
+        small = 2.0 * local * h * 10  # two norms with residuals, rotations, the activation, casts
+        block = block + self.kernels.moved(small, self._small_kernels(kind))
+        block = block + (self._experts(tokens, local) if kind.sparse else self._mlp(local, self.model.ffn))
+        return block + self._joined(tokens, local, sparse=kind.sparse)
+
+    def _attention_products(self, rows: Floats) -> Floats:
+        model, product, tp = self.model, self.kernels.product, self.pool.tp
+        h, heads = model.hidden, model.heads / tp
+        if model.latent:
+            m = model.latent
+            down = product(rows, m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim, h)
+            queries = product(rows, heads * model.qk_dim, m.q_lora_rank or h)
+            expand = product(rows, heads * (m.qk_nope_head_dim + m.v_head_dim), m.kv_lora_rank, stored="bfloat16")
+            return down + queries + expand + product(rows, h, heads * m.v_head_dim)
+        kv = max(1.0, model.kv_heads / tp)
+        return product(rows, (heads + 2 * kv) * model.head_dim, h) + product(rows, h, heads * model.head_dim)
+
+    def _mlp(self, rows: Floats, width: float) -> Floats:
+        h, f = self.model.hidden, width / self.pool.tp
+        return self.kernels.product(rows, (2 if self.model.gated_mlp else 1) * f, h) + self.kernels.product(rows, h, f)
+
+    def _experts(self, tokens: Floats, local: Floats) -> Floats:
+        model, pool = self.model, self.pool
+        moe = model.moe
+        if moe is None:
+            return np.zeros_like(tokens)
+        h, f = model.hidden, moe.ffn / pool.expert_tp
+        here = moe.experts / pool.ep
+        visited = here * (1 - (1 - moe.experts_per_token / moe.experts) ** tokens)
+        rows = tokens * moe.experts_per_token / pool.ep
+        up = (2 if model.gated_mlp else 1) * f
+        time = self.kernels.product(local, moe.experts, h, stored="bfloat16")
+        time = (
+            time
+            + self.kernels.expert_products(rows, visited, up, h)
+            + self.kernels.expert_products(rows, visited, h, f)
+        )
+        time = time + self.kernels.moved(2.0 * rows * h * 3, 0.0)  # sorted, cast, summed
+        if moe.shared_ffn:
+            time = time + self._mlp(local, moe.shared_ffn)
+        return time
+
+    def _joined(self, tokens: Floats, local: Floats, *, sparse: bool) -> Floats:
+        """Return seconds of a layer's collectives: an all-reduce after each half, or tokens sent to experts and back."""
+        pool, h = self.pool, self.model.hidden
+        reduced = self._all_reduce(2.0 * local * h, pool.tp)
+        if pool.dp_attention == 1:
+            return 2 * reduced
+        if not sparse:
+            return 2 * reduced
+        everywhere = 2.0 * tokens * h
+        gather = self._collective("all_gather", everywhere, pool.ranks)
+        return reduced + gather + self._collective("reduce_scatter", everywhere, pool.ranks)
+
+    def _ends(self, local: Floats) -> Floats:
+        """Return seconds of the embedding, the head for one token a sequence, and sampling from its scores."""
+        rows = np.minimum(local, float(self.max_sequences))
+        columns = self.model.vocab / self.pool.tp
+        head = self.kernels.product(rows, columns, self.model.hidden, stored="bfloat16")
+        scores = self._collective("all_gather", 2.0 * rows * self.model.vocab, self.pool.tp)
+        return head + scores + self.kernels.moved(4.0 * rows * self.model.vocab * 3, 10.0)
+
+    def _between_stages(self, local: Floats) -> Floats:
+        ranks = self.pool.ranks * self.pool.pp
+        width = min(ranks, self.cluster.gpus_per_node)
+        shape = GroupShape(ranks=2, ranks_per_node=2 if ranks <= width else 1, siblings=self.pool.ranks)
+        return self._collectives.time_s("send_recv", 2.0 * local * self.model.hidden, shape)
+
+    # --- collectives --------------------------------------------------------------------------------------------
+
+    def _shape(self, ranks: int) -> GroupShape:
+        node = self.cluster.gpus_per_node
+        return GroupShape(ranks=ranks, ranks_per_node=min(ranks, node))
+
+    def _collective(self, op: str, nbytes: Floats, ranks: int) -> Floats:
+        if ranks == 1:
+            return np.zeros_like(nbytes)
+        return self._collectives.time_s(op, nbytes, self._shape(ranks))
+
+    def _all_reduce(self, nbytes: Floats, ranks: int) -> Floats:
+        if ranks == 1:
+            return np.zeros_like(nbytes)
+        algorithms = [None if name == "nccl" else name for name in self.engine.all_reduce]
+        shape = self._shape(ranks)
+        times = [self._collectives.time_s("all_reduce", nbytes, shape, algorithm=name) for name in algorithms]
+        return np.asarray(np.min(times, axis=0))
+
+    def reductions(self) -> int:
+        """Return how many all-reduces a step has: one after each half of a layer."""
+        return 2 * self.model.layers if self.pool.tp > 1 else 0
+
+    def reduced_s(self, sequences: int) -> float:
+        """Return seconds of all all-reduces of a step that continues so many answers."""
+        nbytes = np.array([2.0 * sequences * self.model.hidden])
+        return self.reductions() * float(self._all_reduce(nbytes, self.pool.tp)[0])
+
+
+def token_grid(most: int) -> Floats:
+    """Return counts of tokens to tabulate: all small ones, where tiles decide, then about eight a doubling."""
+    small = np.arange(1.0, 513.0)
+    large = np.unique(np.rint(np.geomspace(512, max(most, 1024), 64) / 64) * 64)
+    return np.concatenate([small, large[large > 512]])

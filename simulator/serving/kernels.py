@@ -1,0 +1,101 @@
+"""Times of the kernels that serving runs: products with weights of any format, attention over a cache, small ones.
+
+Rows are tokens. All functions take numpy arrays of row counts and return seconds of the same shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from simulator.columns.plan_table import Floats
+from simulator.kernels.roofline import GROUPED_TILE, TILES, Roofline, efficiency, matmul_utilization
+from simulator.serving.deployment import WEIGHT_BYTES
+from topology.cluster import GpuKind
+
+# Tensor cores multiply float4 at twice the rate of float8 from Blackwell on (NVIDIA Blackwell architecture brief: 9 against
+# 4.5 PFLOP/s dense); before it, and for int4, weights are widened to 16 bits inside the product.
+FLOAT4_FROM = 100
+# The least of the datasheet's memory rate that reading weights and caches reaches: kernels that only stream reach 0.85 to 0.92
+# over generations (stas00/ml-engineering, compute/accelerator, BabelStream). Blackwell's rate in efficiency.toml is of kernels
+# that write as much as they read.
+STREAMED = 0.85
+FLOAT8_FROM = 89
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Kernel times on one GPU with weights of one format; activations are 16 bits wide between products."""
+
+    gpu: GpuKind
+    weights: str
+
+    @property
+    def multiplied_in(self) -> str:
+        """The type that tensor cores multiply in."""
+        capability = self.gpu.compute_capability
+        if self.weights == "float4" and capability >= FLOAT4_FROM:
+            return "float4"
+        if self.weights in {"float4", "float8"} and capability >= FLOAT8_FROM and self.gpu.peak_flops.get("float8"):
+            return "float8" if self.weights == "float8" else "bfloat16"
+        return "bfloat16"
+
+    @property
+    def flops_per_s(self) -> float:
+        """Dense arithmetic rate that a large product of this format reaches."""
+        roofline = Roofline(gpu=self.gpu)
+        share = efficiency(self.gpu.architecture).burst * roofline.power_limited
+        peak = self.gpu.peak_flops
+        wide = peak.get("bfloat16") or peak.get("float16") or max(peak.values())
+        rate = {"float8": peak.get("float8", wide), "float4": 2 * peak.get("float8", wide)}
+        return rate.get(self.multiplied_in, wide) * share
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.gpu.memory_bytes_per_s * max(efficiency(self.gpu.architecture).hbm, STREAMED)
+
+    @property
+    def start_s(self) -> float:
+        """The shortest time between two dependent kernels of one stream."""
+        return efficiency(self.gpu.architecture).kernel_s
+
+    def product(self, rows: Floats, columns: float, depth: float, *, stored: str = "") -> Floats:
+        """Return seconds of `rows` x `depth` activations by a matrix of weights, `stored` in its own format or ours."""
+        format_ = stored or self.weights
+        kernels = self if format_ == self.weights else replace(self, weights=format_)
+        known = efficiency(self.gpu.architecture)
+        used = matmul_utilization(TILES, rows, columns, depth, 1.0, sms=self.gpu.sm_count, ramp_k=known.ramp_k)
+        arithmetic = 2 * rows * columns * depth / (kernels.flops_per_s * np.maximum(used, 1e-9))
+        moved = columns * depth * WEIGHT_BYTES[format_] + 2.0 * rows * (columns + depth)
+        return np.asarray(np.maximum(arithmetic, moved / self.bytes_per_s) + self.start_s)
+
+    def expert_products(self, rows: Floats, experts: float, columns: float, depth: float) -> Floats:
+        """Return seconds of `rows` in all through products of `experts` different matrices, those without rows left out."""
+        share = np.maximum(rows / np.maximum(experts, 1e-9), 1e-9)
+        tiles = np.minimum(GROUPED_TILE, np.maximum(16.0, 2 ** np.ceil(np.log2(np.maximum(share, 1.0)))))
+        padded = (share + tiles / 2) / np.maximum(share, tiles / 2)
+        arithmetic = 2 * rows * columns * depth * padded / self.flops_per_s
+        touched = np.minimum(experts, rows)
+        moved = touched * columns * depth * WEIGHT_BYTES[self.weights] + 2.0 * rows * (columns + depth)
+        return np.asarray(np.where(rows > 0, np.maximum(arithmetic, moved / self.bytes_per_s) + self.start_s, 0.0))
+
+    def moved(self, nbytes: Floats, launches: float) -> Floats:
+        """Return seconds of `launches` kernels that read and write `nbytes` together."""
+        return np.asarray(nbytes / self.bytes_per_s + launches * self.start_s)
+
+    def prompt_attention(self, heads: float, qk_dim: int, v_dim: int, pairs: Floats) -> Floats:
+        """Return seconds of attention over `pairs` of a query and a key it meets, by the fused 16-bit kernel."""
+        known = efficiency(self.gpu.architecture).attention
+        curve = known.get("cudnn") or known["flash2"]
+        roofline = Roofline(gpu=self.gpu)
+        rate = roofline.peak_flops * roofline.power_limited * curve.forward
+        return np.asarray(2.0 * heads * (qk_dim + v_dim) * pairs / rate)
+
+    def cached_key_s(self, flops: float, nbytes: float) -> float:
+        """Return seconds that attention of one query takes over one cached key, of so many operations and bytes."""
+        known = efficiency(self.gpu.architecture).attention
+        curve = known.get("cudnn") or known["flash2"]
+        roofline = Roofline(gpu=self.gpu)
+        rate = roofline.peak_flops * roofline.power_limited * curve.forward
+        return max(flops / rate, nbytes / self.bytes_per_s)

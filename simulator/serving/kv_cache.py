@@ -1,0 +1,97 @@
+"""How many tokens an engine can remember: what its share of a GPU's memory leaves beside weights and activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simulator.config.model import Model
+from simulator.serving.deployment import WEIGHT_BYTES, Deployment, Pool
+from simulator.serving.engine import engine_of
+from simulator.serving.forward_pass import cache_bytes_per_token
+from topology.cluster import Cluster
+
+# CUDA's context, NCCL's buffers and the engine's own. Source: assumed; vLLM's start-up log names 0.4 to 1.5 GiB as non-torch.
+OUTSIDE_BYTES = 1.0 * 2**30
+# CUDA graphs of all batch sizes. Source: assumed; vLLM's start-up log says "Graph capturing finished ..., took 0.5 to 2 GiB".
+GRAPHS_BYTES = 1.0 * 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheRoom:
+    """Memory of one GPU of an engine, in bytes by category, and how many tokens its cache holds for the whole engine."""
+
+    capacity_bytes: float
+    by_category: dict[str, float]
+    bytes_per_token: float
+    block_tokens: int
+    tokens: int
+
+    @property
+    def blocks(self) -> int:
+        return self.tokens // self.block_tokens
+
+    @property
+    def fits(self) -> bool:
+        return self.tokens > 0
+
+
+def weight_bytes(model: Model, pool: Pool, weights: str) -> float:
+    """Return bytes of weights on one GPU of an engine. Embedding, head, norms and routers stay 16 bits wide."""
+    wide, stored = WEIGHT_BYTES["bfloat16"], WEIGHT_BYTES[weights]
+    ends = (model.embedding_parameters + model.head_parameters) * wide / pool.tp
+    attention = model.layers * model.attention_matmul_parameters * stored
+    if model.latent:  # compressing projections are repeated on each rank
+        m = model.latent
+        repeated = model.layers * model.hidden * (m.q_lora_rank + m.kv_lora_rank + m.qk_rope_head_dim) * stored
+        attention = (attention - repeated) / pool.tp + repeated
+    else:
+        attention = attention / pool.tp
+    dense = model.dense_layers * model.mlp_matmul_parameters(model.ffn) * stored / pool.tp
+    sparse = 0.0
+    if model.moe:
+        experts = model.expert_parameters * stored / pool.ranks
+        shared = model.mlp_matmul_parameters(model.moe.shared_ffn) * stored / pool.tp if model.moe.shared_ffn else 0.0
+        sparse = model.moe_layers * (experts + shared + model.hidden * model.moe.experts * wide)
+    norms = model.layers * model.block_norm_parameters * wide
+    ends = ends if pool.pp == 1 else ends / 2  # the first stage embeds, the last has the head
+    return ends + (attention + dense + sparse + norms) / pool.pp
+
+
+def activation_bytes(model: Model, deployment: Deployment, pool: Pool) -> float:
+    """Return the peak of activations in a step that is full, which engines measure with a trial run at start-up."""
+    engine = engine_of(deployment.engine)
+    tokens = float(deployment.max_num_batched_tokens or engine.max_num_batched_tokens)
+    width = (2 if model.gated_mlp else 1) * model.ffn / pool.tp
+    if model.moe:
+        width = max(width, (model.moe.ffn * 2 + model.hidden) * model.moe.experts_per_token / pool.expert_tp)
+    inside = tokens * 2.0 * (width * 1.5 + 3 * model.hidden)
+    sequences = min(float(deployment.max_num_seqs or engine.max_num_seqs), tokens)
+    return max(inside, sequences * model.vocab * 4.0 * 2)
+
+
+def cache_room(model: Model, cluster: Cluster, deployment: Deployment, pool: Pool) -> CacheRoom:
+    """Return what memory holds on one GPU of `pool`, and the tokens that its engine's cache has room for."""
+    engine = engine_of(deployment.engine)
+    fraction = deployment.memory_fraction or engine.memory_fraction
+    total = float(cluster.slowest_kind.memory_bytes)
+    parts = {
+        "weights": weight_bytes(model, pool, deployment.weights),
+        "activations": activation_bytes(model, deployment, pool),
+        "context": OUTSIDE_BYTES,
+    }
+    if engine.fraction_of_free:
+        room = (total - sum(parts.values()) - GRAPHS_BYTES) * fraction
+    else:
+        room = total * fraction - sum(parts.values())
+    parts["graphs"] = GRAPHS_BYTES
+    per_token = cache_bytes_per_token(model, pool, deployment.kv_cache)
+    blocks = max(0, int(room / (per_token * engine.block_tokens)))
+    tokens = blocks * engine.block_tokens * pool.dp_attention
+    parts["kv_cache"] = blocks * engine.block_tokens * per_token
+    return CacheRoom(
+        capacity_bytes=total,
+        by_category=parts,
+        bytes_per_token=per_token,
+        block_tokens=engine.block_tokens,
+        tokens=tokens,
+    )

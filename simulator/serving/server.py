@@ -1,0 +1,239 @@
+"""Requests run through a deployment on SimPy: engines that step, clients that wait, caches that move between pools.
+
+Between two events that could change it, a batch of answers takes many steps of the same kind; these are costed as one,
+with the context that they have in the middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import simpy
+
+from simulator.collectives.cost import CollectiveModel
+from simulator.config.model import Model
+from simulator.serving.batch import Answer, Batch, Step
+from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.engine import engine_of
+from simulator.serving.forward_pass import ForwardPass, cache_bytes_per_token
+from simulator.serving.kv_cache import cache_room
+from simulator.serving.traffic import Traffic
+from topology.cluster import Cluster
+from topology.errors import Infeasible
+from topology.rates.groups import GroupShape
+
+Sink = Callable[[list[Answer]], None]
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """One engine's process: steps while there is something to do."""
+
+    env: simpy.Environment
+    costs: ForwardPass
+    batch: Batch
+    deliver: Sink
+    wake: simpy.Event = field(init=False)
+    busy_s: float = 0.0
+    idle: bool = False
+
+    def __post_init__(self) -> None:
+        self.wake = self.env.event()
+        self.env.process(self._run())
+
+    def add(self, answer: Answer) -> None:
+        """Queue a request; one that can start ends the stretch in which answers go on."""
+        self.batch.add(answer)
+        if not self.wake.triggered and (self.idle or self.batch.admits_next()):
+            self.wake.succeed()
+
+    def _run(self) -> Generator[simpy.Event, Any, None]:
+        env, batch = self.env, self.batch
+        while True:
+            if batch.idle:
+                self.idle, self.wake = True, env.event()
+                yield self.wake
+                self.idle = False
+            step = batch.next_step()
+            begin = env.now
+            if step.prompt_tokens:
+                yield env.timeout(self._reading_s(step))
+                left = batch.finish_step(step, env.now)
+            else:
+                steps = yield from self._go_on()
+                left = batch.write(steps, env.now)
+            self.busy_s += env.now - begin
+            if left:
+                self.deliver(left)
+
+    def _reading_s(self, step: Step) -> float:
+        return self.costs.seconds(
+            prompt_tokens=step.prompt_tokens,
+            pairs=step.pairs,
+            sequences=step.sequences,
+            keys=step.keys,
+            readers=len(step.readers),
+        )
+
+    def _go_on(self) -> Generator[simpy.Event, Any, int]:
+        """Let answers go on until one ends or, at the end of a step, a request can start; return the steps taken."""
+        env, begin = self.env, self.env.now
+        steps = self.batch.steps_to_next_end()
+        took = self._writing_s(steps)
+        self.wake = env.event()
+        yield env.timeout(took) | self.wake
+        if env.now < begin + took:
+            steps = min(steps, int((env.now - begin) / (took / steps)) + 1)
+            yield env.timeout(max(0.0, begin + self._writing_s(steps) - env.now))
+        return steps
+
+    def _writing_s(self, steps: int) -> float:
+        sequences = self.batch.writing
+        middle = self.batch.keys + sequences * (steps - 1) / 2
+        return steps * self.costs.seconds(prompt_tokens=0, pairs=0.0, sequences=sequences, keys=middle)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What clients saw. `answers` in order of completion; `busy` is the share of time in which engines stepped."""
+
+    answers: tuple[Answer, ...]
+    seconds: float
+    busy: float
+    preempted: int
+
+
+def serve(model: Model, cluster: Cluster, deployment: Deployment, traffic: Traffic) -> Served:
+    """Run all requests of `traffic`. Raises Infeasible where a request finds no room in an empty cache."""
+    env = simpy.Environment()
+    requests = traffic.draw()
+    engine = engine_of(deployment.engine)
+    done: list[Answer] = []
+    left = iter(requests[traffic.concurrency :] if traffic.concurrency and not traffic.trace else ())
+
+    def begin(prompt: int, output: int) -> None:
+        cached = int(prompt * traffic.cached_prompt)
+        answer = Answer(arrival_s=env.now, prompt=max(1, prompt - cached), output=output, cached=cached)
+        _least_loaded(first).add(answer)
+
+    def finished(answers: Iterable[Answer]) -> None:
+        for answer in answers:
+            done.append(answer)
+            following = next(left, None)
+            if following is not None:
+                begin(following.prompt, following.output)
+
+    last = _schedulers(env, model, cluster, deployment, deployment.pool, finished)
+    first = last
+    if deployment.prefill is not None:
+        move = _move_s(model, cluster, deployment)
+        first = _schedulers(
+            env,
+            model,
+            cluster,
+            deployment,
+            deployment.prefill,
+            lambda read: _hand_over(env, read, last, move, finished),
+            reads_only=True,
+        )
+    _refuse_what_never_fits(requests, (*first, *last))
+    if traffic.concurrency and not traffic.trace:
+        for request in requests[: traffic.concurrency]:
+            begin(request.prompt, request.output)
+    else:
+        env.process(_arrive(env, requests, begin))
+    while len(done) < len(requests):
+        env.step()
+    every = {id(scheduler): scheduler for scheduler in (*first, *last)}.values()
+    return Served(
+        answers=tuple(done),
+        seconds=env.now + engine.host_request_s,
+        busy=sum(scheduler.busy_s for scheduler in every) / (len(every) * env.now),
+        preempted=sum(scheduler.batch.preempted for scheduler in every),
+    )
+
+
+def _schedulers(
+    env: simpy.Environment,
+    model: Model,
+    cluster: Cluster,
+    deployment: Deployment,
+    pool: Pool,
+    deliver: Sink,
+    *,
+    reads_only: bool = False,
+) -> list[Scheduler]:
+    """Return the engines of a pool; the stages of a pipeline work on so many batches at once, one each."""
+    costs = ForwardPass(model, cluster, deployment, pool)
+    room = cache_room(model, cluster, deployment, pool)
+    lanes = pool.pp
+    return [
+        Scheduler(
+            env,
+            costs,
+            Batch(
+                engine=costs.engine,
+                capacity=room.tokens // lanes,
+                max_sequences=max(1, costs.max_sequences * pool.dp_attention // lanes),
+                max_tokens=costs.max_batched_tokens * pool.dp_attention,
+                reads_only=reads_only,
+            ),
+            deliver,
+        )
+        for _ in range(pool.engines * lanes)
+    ]
+
+
+def _least_loaded(schedulers: list[Scheduler]) -> Scheduler:
+    return min(schedulers, key=lambda scheduler: scheduler.batch.load)
+
+
+def _arrive(
+    env: simpy.Environment, requests: Iterable[Any], begin: Callable[[int, int], None]
+) -> Generator[simpy.Event, Any, None]:
+    for request in requests:
+        yield env.timeout(max(0.0, request.arrival_s - env.now))
+        begin(request.prompt, request.output)
+
+
+def _hand_over(
+    env: simpy.Environment, read: list[Answer], last: list[Scheduler], move: Callable[[int], float], finished: Sink
+) -> None:
+    """Move what was read to the engines that write, and let it go on there as a prompt that is cached but for a token."""
+
+    def moved(answer: Answer) -> Generator[simpy.Event, Any, None]:
+        yield env.timeout(move(answer.context))
+        answer.done_s = -1.0
+        answer.cached, answer.prompt, answer.read = answer.context - 1, 1, 0
+        answer.output, answer.written = answer.output - 1, 0
+        _least_loaded(last).add(answer)
+
+    for answer in read:
+        if answer.output <= 1:
+            finished([answer])
+        else:
+            env.process(moved(answer))
+
+
+def _move_s(model: Model, cluster: Cluster, deployment: Deployment) -> Callable[[int], float]:
+    """Return how long the cache of so many tokens takes to another pool: from all GPUs of an engine at once."""
+    pool = deployment.prefill or deployment.pool
+    per_token = cache_bytes_per_token(model, pool, deployment.kv_cache)
+    inside = deployment.gpus <= cluster.gpus_per_node
+    shape = GroupShape(ranks=2, ranks_per_node=2 if inside else 1, siblings=pool.gpus)
+    collectives = CollectiveModel(cluster)
+    base, rate = (float(value) for value in collectives.time_s("send_recv", [1.0, 1e9], shape))
+    return lambda tokens: base + (rate - base) * tokens * per_token / 1e9
+
+
+def _refuse_what_never_fits(requests: Iterable[Any], schedulers: Iterable[Scheduler]) -> None:
+    longest = max(request.prompt + request.output for request in requests)
+    room = min(scheduler.batch.capacity for scheduler in schedulers)
+    if longest > room:
+        raise Infeasible(
+            f"a request of {longest} tokens finds no room: the KV cache holds {room}",
+            why="weights and activations leave no more of the GPUs' memory",
+            remedy="spread the model over more GPUs, store weights or cache in fewer bits, or serve shorter requests",
+        )

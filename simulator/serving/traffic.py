@@ -1,0 +1,79 @@
+"""Requests: how long they are and when they arrive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.random import Generator
+
+
+class Request(NamedTuple):
+    """One request: seconds since the start (closed loops: ignored), tokens of the prompt, tokens of the answer."""
+
+    arrival_s: float
+    prompt: int
+    output: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Tokens of prompts or answers: `mean`, or uniform between `low` and `high` times it, both ends included."""
+
+    mean: int
+    low: float = 1.0
+    high: float = 1.0
+
+    def draw(self, count: int, random: Generator) -> np.ndarray:
+        """Return whole numbers, one a request, at least 1."""
+        if self.low == self.high:
+            return np.full(count, max(1, round(self.mean * self.low)))
+        drawn = random.uniform(self.mean * self.low, self.mean * self.high, count)
+        return np.maximum(1, np.rint(drawn)).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What clients send: a closed loop of `concurrency` clients, or an open one of `request_rate` a second.
+
+    `shape` is the coefficient of variation of the time between arrivals of an open loop: 1 Poisson, 0 constant, above
+    1 bursts (a gamma distribution). `trace` gives requests one by one instead. `cached_prompt` is the share of every
+    prompt that the cache of prefixes already holds.
+    """
+
+    prompt: Lengths
+    output: Lengths
+    concurrency: int = 0
+    request_rate: float = 0.0
+    shape: float = 1.0
+    requests: int = 0  # 0: as many as give steady figures
+    cached_prompt: float = 0.0
+    trace: tuple[Request, ...] = ()
+    seed: int = 0
+
+    @property
+    def count(self) -> int:
+        if self.trace:
+            return len(self.trace)
+        return self.requests or max(100, 10 * self.concurrency)
+
+    def draw(self) -> tuple[Request, ...]:
+        """Return all requests, in order of arrival. The same seed gives the same requests."""
+        if self.trace:
+            return tuple(sorted(self.trace))
+        random = np.random.default_rng(self.seed)
+        prompts, outputs = self.prompt.draw(self.count, random), self.output.draw(self.count, random)
+        return tuple(
+            Request(float(at), int(prompt), int(output))
+            for at, prompt, output in zip(self._arrivals(random), prompts, outputs, strict=True)
+        )
+
+    def _arrivals(self, random: Generator) -> np.ndarray:
+        if not self.request_rate:
+            return np.zeros(self.count)
+        mean = 1 / self.request_rate
+        if not self.shape:
+            return np.arange(self.count) * mean
+        spread = self.shape**2
+        return np.cumsum(random.gamma(1 / spread, mean * spread, self.count))

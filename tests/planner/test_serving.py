@@ -1,0 +1,241 @@
+"""`suggest --task serve` and `validate` on serving points, as a person and as a program see them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from planner.cli import main
+from planner.serving.asked import serving_question
+from planner.serving.break_even import break_even
+from planner.serving.candidates import refusal
+from planner.serving.question import ServingQuestion
+from planner.serving.search import search_serving
+from planner.validate.serving_names import cluster_of, model_of
+from simulator.config.hf_config import load_model
+from simulator.serving.deployment import Pool
+from topology.catalog.cluster_file import save_cluster
+from topology.catalog.clusters import cluster_from_case
+
+QUICK = ("--isl", "256", "--osl", "32", "--concurrency", "8")
+
+
+def asked(**changed: Any) -> ServingQuestion:
+    options: dict[str, Any] = dict.fromkeys(
+        ("isl", "osl", "concurrency", "request_rate", "ttft", "tpot", "weights", "kv_cache", "gpu_price", "gpus")
+    )
+    options |= {"model": "llama3-8b", "cluster": "dgx-h100", "engine": "vllm", "objective": "throughput"}
+    options |= {"separate": False, "isl": 256, "osl": 32, "concurrency": 8}
+    return serving_question(**(options | changed))
+
+
+@dataclass(frozen=True)
+class Done:
+    exit_code: int
+    stdout: str
+    output: str
+
+
+@pytest.fixture
+def planner(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """Run a command as the shell would: its exit code, its output, and both streams together."""
+
+    def run(*arguments: str) -> Done:
+        code = main(list(arguments))
+        seen = capsys.readouterr()
+        return Done(code, seen.out, seen.out + seen.err)
+
+    return run
+
+
+def test_the_document_has_what_programs_read(planner: Callable[..., Done]) -> None:
+    done = planner(
+        "suggest", "--task", "serve", "--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "4", *QUICK, "--json"
+    )
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    best = document["plans"][0]
+    assert {"replicas", "tp", "pp", "ep", "dp_attention", "prefill", "decode", "weights", "kv_cache"} <= set(
+        best["plan"]
+    )
+    assert {"ttft_s", "tpot_s", "e2e_s", "output_tokens_per_s_per_gpu", "kv_blocks", "memory"} <= set(best["estimate"])
+    for plan in document["plans"]:
+        sizes = plan["plan"]
+        assert sizes["replicas"] * sizes["tp"] * sizes["pp"] * sizes["dp_attention"] == 4
+        for name in ("ttft_s", "tpot_s", "e2e_s"):
+            figure = plan["estimate"][name]
+            assert 0 < figure["low"] < figure["value"] < figure["high"]
+    values = [
+        plan["estimate"]["output_tokens_per_s_per_gpu"]["value"] for plan in document["plans"] if not plan["tied"]
+    ]
+    assert values[1:] == sorted(values[1:], reverse=True)
+    assert document["search"]["simulated"] == document["search"]["legal"]
+
+
+def test_the_answer_is_a_sentence_a_table_and_memory_in_80_columns(planner: Callable[..., Done]) -> None:
+    done = planner("suggest", "--task", "serve", "--gpus", "2", *QUICK)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("Serve llama3-8b as ")
+    assert max(map(len, lines)) <= 80
+    assert "GPU KV cache size:" in done.stdout, "vLLM's own words, to lay beside its log"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--tp", "2"), "--tp: an option of training"),
+        (("--concurrency", "4", "--request-rate", "2"), "exclude each other"),
+        (("--weights", "float6"), "use one of: bfloat16"),
+        (("--engine", "triton"), "no serving engine"),
+        (("--objective", "memory"), "latency, throughput, cost"),
+        (("--objective", "cost"), "needs a price"),
+    ],
+)
+def test_what_serving_does_not_know_is_refused(
+    planner: Callable[..., Done], options: tuple[str, ...], words: str
+) -> None:
+    done = planner("suggest", "--task", "serve", *options)
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.split())
+
+
+def test_options_of_serving_are_refused_for_training(planner: Callable[..., Done]) -> None:
+    done = planner("suggest", "--isl", "128")
+    assert done.exit_code == 2
+    assert "--isl: an option of serving" in done.output
+
+
+def test_a_model_too_large_is_infeasible_with_the_reason(planner: Callable[..., Done]) -> None:
+    done = planner("suggest", "--task", "serve", "--model", "llama3-70b", "--gpus", "1")
+    assert done.exit_code == 3
+    assert "no room for a KV cache" in " ".join(done.output.split())
+
+
+def test_one_answer_wants_few_links_many_want_replicas() -> None:
+    """Latency of one client: tensor parallelism. Throughput of many, of a model that fits one GPU: replicas."""
+    alone = search_serving(asked(gpus=4, concurrency=1, objective="latency")).plans[0].deployment.pool
+    many = search_serving(asked(gpus=4, concurrency=256, isl=128)).plans[0].deployment.pool
+    assert alone.tp == 4
+    assert (many.engines, many.tp) == (4, 1)
+
+
+def test_without_fast_links_replicas_win_and_two_gpus_are_slower_than_one(tmp_path: Path) -> None:
+    """vllm-project/vllm#689 and gpt-fast#111: with 0.5 ms an all-reduce, 64 of them cost more than a second GPU saves."""
+    v100 = cluster_from_case({"gpu": "v100-sxm-32gb", "gpus_per_node": 2, "nodes": 1, "interconnect": "nvlink"})[0]
+    save_cluster(v100, tmp_path / "v100.json")
+    question = asked(model="llama2-7b", cluster=str(tmp_path / "v100.json"), engine="torch", weights="float16")
+    found = break_even(question, 2, 1, context=100, all_reduce_s=500e-6)
+    assert not found.pays
+    assert found.limit_s == pytest.approx((found.fewer_token_s - (found.token_s - 64 * 500e-6)) / 64)
+    assert 0 < found.limit_s < 0.27e-3, "their GPU, slower than its datasheet, had 17.2 ms to gain: 0.27 ms each"
+
+
+def test_degrees_that_do_not_divide_heads_are_named() -> None:
+    assert refusal(load_model("llama3-8b"), Pool(tp=3)) == "tp 3 does not divide 32 attention heads"
+    found = search_serving(asked(gpus=6))
+    assert found.rejected["tp 3 does not divide 32 attention heads"]
+    assert found.plans[0].deployment.gpus == 6
+
+
+def test_targets_come_before_the_objective() -> None:
+    free = search_serving(asked(gpus=4, concurrency=64))
+    times = sorted(plan.estimate.tpot_s.value for plan in free.plans)
+    limit = (times[0] + times[1]) / 2
+    bound = search_serving(asked(gpus=4, concurrency=64, tpot=limit))
+    assert bound.plans[0].meets
+    assert bound.plans[0].estimate.tpot_s.value <= limit
+    assert any("wanted" in plan.lost_because for plan in bound.plans if not plan.meets)
+
+
+def test_deployments_apart_are_asked_for() -> None:
+    together, apart = (search_serving(asked(gpus=4, separate=separate)) for separate in (False, True))
+    assert all(plan.deployment.prefill is None for plan in together.plans)
+    split = [plan.deployment for plan in apart.plans if plan.deployment.prefill is not None]
+    assert split
+    assert all(deployment.gpus == 4 for deployment in split)
+
+
+# --- published points -----------------------------------------------------------------------------------------------
+
+POINT = {
+    "id": "a/1", "source_group": "a", "hardware": "H100 SXM 80GB (DGX H100)", "n_gpus": 2, "backend": "vllm 0.12",
+    "model": "meta-llama/Llama-3.1-8B-Instruct", "precision": "bf16", "tp": 2, "isl": 512, "osl": 64, "concurrency": 4,
+    "ttft_ms": 40.0, "tpot_ms": 5.0, "metric_kind": "latency under load",
+}  # fmt: skip
+
+
+def validate(planner: Callable[..., Done], tmp_path: Path, *rows: object, packed: bool = False) -> Done:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path = tmp_path / ("points.jsonl.gz" if packed else "points.jsonl")
+    path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
+    return planner("validate", str(path), "--json")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_points_are_predicted_and_errors_are_signed(planner: Callable[..., Done], tmp_path: Path, packed: bool) -> None:
+    done = validate(planner, tmp_path, POINT, {**POINT, "id": "a/2", "spec_decode": "mtp"}, packed=packed)
+    assert done.exit_code == 0, done.output
+    good, skipped = json.loads(done.stdout)["rows"]
+    assert good["measured"] == {"ttft_s": 0.04, "tpot_s": 0.005, "output_tokens_per_s_per_gpu": None}
+    assert good["error"]["tpot"] == pytest.approx(good["predicted"]["tpot_s"] / 0.005 - 1)
+    assert good["error"]["throughput"] is None
+    assert "speculative" in skipped["skipped"]
+    assert skipped["predicted"] is None
+
+
+def test_what_a_point_does_not_say_is_assumed_aloud(planner: Callable[..., Done], tmp_path: Path) -> None:
+    row = {key: value for key, value in POINT.items() if key != "precision"} | {"n_gpus": 4}
+    done = validate(planner, tmp_path, row)
+    assumed = json.loads(done.stdout)["rows"][0]["assumed"]
+    assert "weights: 16 bits" in assumed
+    assert any("one engine of 2 GPUs" in line for line in assumed)
+
+
+@pytest.mark.parametrize("line", ["[]", "{", '"x"', "[" * 100_000])
+def test_a_line_that_is_no_point_is_named(planner: Callable[..., Done], tmp_path: Path, line: str) -> None:
+    path = tmp_path / "points.jsonl"
+    path.write_text(json.dumps(POINT) + "\n" + line + "\n")
+    done = planner("validate", str(path))
+    assert done.exit_code == 2
+    assert "line 2" in done.output
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tp": "two"},
+        {"isl": -5},
+        {"isl": 1e30},
+        {"osl": 0},
+        {"concurrency": 10**12},
+        {"tp": 0.5},
+        {"n_gpus": -1},
+        {"tp": 10**9},
+    ],
+)
+def test_figures_that_cannot_be_skip_their_row(
+    planner: Callable[..., Done], tmp_path: Path, changed: dict[str, object]
+) -> None:
+    done = validate(planner, tmp_path, POINT, {**POINT, **changed})
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["rows"][1]["skipped"]
+
+
+def test_names_as_sources_spell_them() -> None:
+    for name in ("deepseek-ai/DeepSeek-R1", "DeepSeek R1 0528", "nvidia/DeepSeek-V3.1-NVFP4"):
+        assert model_of(name).name == "deepseek-v3"
+    assert model_of("Qwen/Qwen3-235B-A22B-FP8").name == "qwen3-235b-a22b"
+    for name, kind in (
+        ("H200 SXM 141GB", "h200-sxm"), ("Nvidia A100 GPU", "a100-sxm-80gb"), ("NVIDIA H100-SXM-80GB", "h100-sxm"),
+        ("L40S 48GB (PCIe)", "l40s"), ("GB200 NVL72", "gb200"), ("B200 180GB (DGX B200)", "b200-sxm"),
+    ):  # fmt: skip
+        assert cluster_of(name, 4).slowest_kind.name == kind
+    assert cluster_of("GB200 NVL72", 32).node_count == 1
+    assert cluster_of("H100 SXM 80GB", 16).node_count == 2

@@ -1,0 +1,90 @@
+"""Steps and caches against counts by hand and published figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from simulator.config.hf_config import load_model
+from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.forward_pass import ForwardPass, cache_bytes_per_token
+from simulator.serving.kv_cache import cache_room, weight_bytes
+from topology.catalog.clusters import cluster, cluster_from_case
+from topology.cluster import Cluster
+
+LLAMA8, LLAMA70, DEEPSEEK = (load_model(name) for name in ("llama3-8b", "llama2-70b", "deepseek-v3"))
+
+
+def costs(model: str, machine: Cluster, **deployment: object) -> ForwardPass:
+    chosen = Deployment(**deployment)  # type: ignore[arg-type]
+    return ForwardPass(load_model(model), machine, chosen, chosen.pool)
+
+
+def token_s(passes: ForwardPass, sequences: int = 1, context: int = 100) -> float:
+    return passes.seconds(prompt_tokens=0, pairs=0.0, sequences=sequences, keys=float(sequences * context))
+
+
+def test_the_cache_of_a_token_by_hand() -> None:
+    """Llama 3 8B: 32 layers, 8 heads of 128, keys and values of 2 bytes. DeepSeek-V3: 576 numbers in each of 61 layers."""
+    assert cache_bytes_per_token(LLAMA8, Pool(), "bfloat16") == 32 * 8 * 128 * 2 * 2
+    assert cache_bytes_per_token(LLAMA8, Pool(tp=4), "float8") == 32 * 2 * 128 * 2
+    assert cache_bytes_per_token(LLAMA8, Pool(tp=16), "bfloat16") == 32 * 1 * 128 * 2 * 2, "a head is not cut"
+    assert cache_bytes_per_token(DEEPSEEK, Pool(tp=8), "bfloat16") == 61 * 576 * 2, "latent vectors are repeated"
+
+
+def test_weights_add_up_to_the_model() -> None:
+    for model in (LLAMA8, LLAMA70, DEEPSEEK):
+        assert weight_bytes(model, Pool(), "bfloat16") == pytest.approx(2 * model.parameters, rel=0.001)
+        ep = 8 if model.moe else 1
+        assert 8 * weight_bytes(model, Pool(tp=8, ep=ep), "bfloat16") == pytest.approx(2 * model.parameters, rel=0.03)
+
+
+def test_llama2_70b_on_four_a6000() -> None:
+    """A quarter of 68.98 B weights and 80 KiB of cache a token on each GPU: what 0.92 of its memory leaves, activations off."""
+    a6000 = cluster_from_case({"gpu": "rtx-a6000", "gpus_per_node": 4, "nodes": 1})[0]
+    room = cache_room(LLAMA70, a6000, Deployment(), Pool(tp=4))
+    assert room.by_category["weights"] == pytest.approx(2 * 68.98e9 / 4, rel=0.001)
+    assert room.bytes_per_token == 80 * 2**10
+    left = 0.92 * room.capacity_bytes - 2 * 68.98e9 / 4
+    assert 0.8 * left / (80 * 2**10) < room.tokens < left / (80 * 2**10)
+
+
+@pytest.mark.parametrize(("tp", "tokens_per_s"), [(1, 104.9), (2, 168.8), (4, 254.0), (8, 328.4)])
+def test_gpt_fast_on_a100(tp: int, tokens_per_s: float) -> None:
+    """Llama-2-7B in bfloat16, batch 1, A100 80 GB at 330 W (meta-pytorch/gpt-fast, README): within 14 %."""
+    passes = costs("llama2-7b", cluster("dgx-a100", 8), engine="torch", pool=Pool(tp=tp))
+    assert 1 / token_s(passes) == pytest.approx(tokens_per_s, rel=0.14)
+
+
+def test_a_step_costs_more_with_more_of_anything() -> None:
+    passes = costs("llama3-8b", cluster("dgx-h100", 1))
+    assert token_s(passes, 8) < token_s(passes, 64) < token_s(passes, 512)
+    assert token_s(passes, 8, 100) < token_s(passes, 8, 10_000)
+    reading = [passes.seconds(prompt_tokens=n, pairs=n * n / 2, sequences=0, keys=0.0) for n in (128, 1024, 8192)]
+    assert reading == sorted(reading)
+
+
+def test_narrow_weights_are_read_faster() -> None:
+    machine = cluster("dgx-h100", 1)
+    wide, narrow, narrowest = (
+        token_s(costs("llama3-8b", machine, engine="torch", weights=w)) for w in ("bfloat16", "float8", "int4")
+    )
+    assert narrowest < narrow < wide
+    assert wide / narrow < 2
+
+
+def test_experts_that_no_token_chose_are_not_read() -> None:
+    """One token visits 8 of 256 experts of a layer, 64 tokens about 222 of them."""
+    passes = costs("deepseek-v3", cluster("dgx-h200", 8), weights="float8", pool=Pool(tp=8, ep=8), engine="torch")
+    one, many = token_s(passes, 1), token_s(passes, 64)
+    gib = load_model("deepseek-v3").one_expert_parameters * 58 / 8
+    least = (222 - 8) * gib / passes.kernels.bytes_per_s
+    assert many - one > 0.9 * least
+
+
+def test_a_cache_across_windows_is_read_only_inside_them() -> None:
+    passes = costs("gemma2-9b", cluster("dgx-h100", 1), engine="torch")
+    window = passes.model.sliding_window
+    short, longer, longest = (token_s(passes, 4, context) for context in (window, 2 * window, 4 * window))
+    full = passes.model.layers - passes.model.windowed_layers
+    assert (longest - longer) / (longer - short) == pytest.approx(2.0, rel=0.05)
+    assert longer - short < 4 * window * passes.model.layers * passes._key_s * (full / passes.model.layers + 0.1)

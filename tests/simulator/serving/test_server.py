@@ -1,0 +1,149 @@
+"""Requests through a simulated server: against a step-by-step reference, and what must hold whatever arrives."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.config.hf_config import load_model
+from simulator.serving.batch import Answer, Batch
+from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.engine import engine_of, engines
+from simulator.serving.forward_pass import ForwardPass
+from simulator.serving.kv_cache import cache_room
+from simulator.serving.server import serve
+from simulator.serving.traffic import Lengths, Request, Traffic
+from topology.catalog.clusters import cluster
+from topology.errors import Infeasible
+
+LLAMA = load_model("llama3-8b")
+H100 = cluster("dgx-h100", 1)
+
+
+def one_by_one(requests: list[Request], deployment: Deployment) -> dict[int, tuple[float, float]]:
+    """Return (first token, last token) of each request by taking every step for itself: no stretch is summed up."""
+    costs = ForwardPass(LLAMA, H100, deployment, deployment.pool)
+    room = cache_room(LLAMA, H100, deployment, deployment.pool)
+    batch = Batch(
+        engine=costs.engine,
+        capacity=room.tokens,
+        max_sequences=costs.max_sequences,
+        max_tokens=costs.max_batched_tokens,
+    )
+    coming = [Answer(arrival_s=r.arrival_s, prompt=r.prompt, output=r.output) for r in requests]
+    left, now, seen = list(coming), 0.0, {}
+    while len(seen) < len(coming):
+        if batch.idle:
+            now = max(now, left[0].arrival_s)
+        while left and left[0].arrival_s <= now:
+            batch.add(left.pop(0))
+        step = batch.next_step()
+        now += costs.seconds(
+            prompt_tokens=step.prompt_tokens,
+            pairs=step.pairs,
+            sequences=step.sequences,
+            keys=step.keys,
+            readers=len(step.readers),
+        )
+        for answer in batch.finish_step(step, now):
+            seen[coming.index(answer)] = (answer.first_s, answer.done_s)
+    return seen
+
+
+@pytest.mark.parametrize("engine", sorted(engines()))
+def test_stretches_of_steps_take_what_their_steps_take(engine: str) -> None:
+    requests = [Request(0.013 * i, 40 + 300 * (i % 3), 5 + 7 * (i % 4)) for i in range(12)]
+    deployment = Deployment(engine=engine)
+    expected = one_by_one(requests, deployment)
+
+    served = serve(LLAMA, H100, deployment, trace(requests))
+
+    found = sorted((a.arrival_s, a.first_s, a.done_s) for a in served.answers)
+    for (arrival, first, done), request, (first_expected, done_expected) in zip(
+        found, requests, (expected[i] for i in range(len(requests))), strict=True
+    ):
+        assert arrival == pytest.approx(request.arrival_s)
+        assert first == pytest.approx(first_expected, rel=1e-6)
+        assert done == pytest.approx(done_expected, rel=1e-6)
+
+
+def trace(requests: list[Request]) -> Traffic:
+    nothing = Lengths(mean=1)
+    return Traffic(prompt=nothing, output=nothing, trace=tuple(requests))
+
+
+SIZES = st.integers(1, 3000)
+REQUESTS = st.lists(st.tuples(st.floats(0, 2), SIZES, st.integers(1, 400)), min_size=1, max_size=20)
+
+
+@settings(max_examples=40, deadline=None)
+@given(REQUESTS, st.sampled_from(sorted(engines())), st.sampled_from([1, 2]), st.integers(0, 4))
+def test_every_request_is_answered_whole_and_no_faster_than_alone(
+    drawn: list[tuple[float, int, int]], engine: str, replicas: int, most: int
+) -> None:
+    requests = [Request(*one) for one in sorted(drawn)]
+    deployment = Deployment(engine=engine, pool=Pool(engines=replicas), max_num_seqs=most)
+    served = serve(LLAMA, cluster("dgx-h100", replicas), deployment, trace(requests))
+
+    assert sorted(a.tokens for a in served.answers) == sorted(r.output for r in requests)
+    for answer in served.answers:
+        assert answer.arrival_s < answer.first_s <= answer.done_s
+    same = Deployment(engine=engine, max_num_seqs=most)
+    alone = serve(LLAMA, H100, same, trace([requests[0]])).answers[0]
+    assert alone.done_s - alone.arrival_s <= max(a.done_s - a.arrival_s for a in served.answers) + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(2, 200)), min_size=2, max_size=30), st.integers(520, 2000))
+def test_the_cache_is_never_overfull_and_empty_at_the_end(sizes: list[tuple[int, int]], capacity: int) -> None:
+    """With little room answers are stopped and read again; what is held always fits, but for a single answer."""
+    batch = Batch(engine=engine_of("vllm"), capacity=capacity, max_sequences=16, max_tokens=256)
+    for prompt, output in sizes:
+        batch.add(Answer(arrival_s=0.0, prompt=prompt, output=output))
+    done, now = 0, 0.0
+    while done < len(sizes):
+        now += 1.0
+        done += len(batch.finish_step(batch.next_step(), now))
+        assert batch.held <= capacity or batch.writing + len(batch.reading) <= 1
+        assert now < 50_000
+    assert (batch.held, batch.keys, batch.writing) == (0, 0, 0)
+
+
+def test_a_closed_loop_keeps_all_clients_busy() -> None:
+    """With c clients and N requests of time T, the last is answered after about N T / c."""
+    traffic = Traffic(prompt=Lengths(mean=64), output=Lengths(mean=128, low=0.8, high=1.2), concurrency=8, requests=160)
+    served = serve(LLAMA, H100, Deployment(), traffic)
+    mean = sum(a.done_s - a.arrival_s for a in served.answers) / 160
+    assert served.seconds == pytest.approx(160 / 8 * mean, rel=0.1)
+
+
+def test_twice_the_replicas_serve_twice_the_clients_as_fast() -> None:
+    def figures(replicas: int) -> tuple[float, float]:
+        traffic = Traffic(prompt=Lengths(mean=256), output=Lengths(mean=64), concurrency=16 * replicas, requests=200)
+        deployment = Deployment(pool=Pool(engines=replicas))
+        answers = serve(LLAMA, cluster("dgx-h100", replicas), deployment, traffic).answers
+        return sum(a.first_s - a.arrival_s for a in answers), sum(a.done_s - a.first_s for a in answers)
+
+    assert figures(2) == pytest.approx(figures(1), rel=0.1)
+
+
+def test_pools_apart_never_stop_answers_to_read_prompts() -> None:
+    """Reading elsewhere, answers come at the pace of a batch that only writes; the first token waits for the reading."""
+    traffic = Traffic(prompt=Lengths(mean=4096), output=Lengths(mean=64), concurrency=16, requests=64)
+    machine = cluster("dgx-h100", 4)
+    together = serve(LLAMA, machine, Deployment(engine="sglang", pool=Pool(engines=4)), traffic).answers
+    apart = serve(
+        LLAMA, machine, Deployment(engine="sglang", pool=Pool(engines=1), prefill=Pool(engines=3)), traffic
+    ).answers
+    assert len(apart) == 64
+
+    def between(answers: tuple[Answer, ...]) -> float:
+        return max((a.done_s - a.first_s) / (a.tokens - 1) for a in answers)
+
+    assert between(apart) < between(together)
+
+
+def test_a_request_that_no_cache_holds_is_refused() -> None:
+    with pytest.raises(Infeasible, match="finds no room"):
+        serve(LLAMA, H100, Deployment(), trace([Request(0.0, 10_000_000, 1)]))
