@@ -13,13 +13,11 @@ from planner.serving.text import print_serving
 from topology.errors import UserError
 
 # Options of `suggest` that mean something only when serving, and those that mean nothing then.
-ONLY_SERVING = (
-    "isl", "osl", "concurrency", "request_rate", "ttft", "tpot", "engine", "weights", "kv_cache", "separate",
-)  # fmt: skip
-ONLY_TRAINING = (
-    "gpu", "global_batch", "all_variants", "compile_model", "param_dtype", "max_tp", "tp", "pp", "cp", "ep", "dp_shard",
-    "dp_replicate", "schedule", "virtual_stages", "micro_batch", "recompute", "profile", "strict", "out", "pick", "force",
-)  # fmt: skip
+ONLY_SERVING = tuple("isl osl concurrency request_rate ttft tpot engine weights kv_cache separate".split())
+ONLY_TRAINING = tuple(
+    "gpu global_batch all_variants compile_model param_dtype max_tp tp pp cp ep dp_shard dp_replicate tokens deadline budget "
+    "schedule virtual_stages micro_batch recompute profile strict out pick force".split()
+)
 
 
 def suggest_serving(given: Mapping[str, Any]) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from planner.io.output import SCHEMA_VERSION
 from planner.serving.search import ServingPlan, ServingResult
 from simulator.config.estimate import Interval
 from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.latency import Distribution
 
 
 def serving_document(result: ServingResult, *, top: int) -> dict[str, Any]:
@@ -84,5 +84,5 @@ def interval(value: Interval) -> dict[str, Any]:
     return {"value": value.value, "low": value.low, "high": value.high, "source": value.source.value}
 
 
-def _percentiles(seen: Any) -> Mapping[str, float]:
+def _percentiles(seen: Distribution) -> dict[str, Any]:
     return {"p50": seen.p50, "p95": seen.p95, "p99": seen.p99}

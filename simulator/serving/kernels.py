@@ -70,7 +70,7 @@ class Kernels:
         moved = columns * depth * WEIGHT_BYTES[format_] + 2.0 * rows * (columns + depth)
         return np.asarray(np.maximum(arithmetic, moved / self.bytes_per_s) + self.start_s)
 
-    def expert_products(self, rows: Floats, experts: float, columns: float, depth: float) -> Floats:
+    def expert_products(self, rows: Floats, experts: Floats, columns: float, depth: float) -> Floats:
         """Return seconds of `rows` in all through products of `experts` different matrices, those without rows left out."""
         share = np.maximum(rows / np.maximum(experts, 1e-9), 1e-9)
         tiles = np.minimum(GROUPED_TILE, np.maximum(16.0, 2 ** np.ceil(np.log2(np.maximum(share, 1.0)))))

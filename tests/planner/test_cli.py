@@ -248,7 +248,6 @@ def test_validate_holds_a_tolerance(planner):
         (("suggest", "--cluster", "dgx-h10"), 2, "dgx-h100"),
         (("suggest", "--gpus", "lots"), 2, "neither a number"),
         (("suggest", "--framework", "torchtitn"), 2, "torchtitan"),
-        (("suggest", "--task", "serve"), 2, "not covered yet"),
         (("suggest", "--profile", "/nonexistent"), 2, "cannot read"),
         (("estimate", "--case", "/nonexistent"), 2, "cannot read"),
         (("validate",), 2, "FILE"),
