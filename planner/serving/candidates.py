@@ -67,7 +67,7 @@ def _engines(question: ServingQuestion, gpus: int) -> Iterator[Pool]:
 
 def _no_room(question: ServingQuestion, pool: Pool) -> str:
     room = cache_room(question.model, question.cluster, _deployment(question, pool), pool)
-    longest = max(request.prompt + request.output for request in question.traffic.draw())
+    longest = question.longest
     if not room.tokens:
         return f"weights leave no room for a KV cache on {pool.gpus} GPUs"
     if room.tokens // pool.pp < longest:

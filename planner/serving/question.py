@@ -31,3 +31,8 @@ class ServingQuestion:
     gpu_price_per_hour: float = 0.0
     separate: bool = False
     assumed: tuple[str, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and answer."""
+        return max(request.prompt + request.output for request in self.traffic.draw())

@@ -15,8 +15,8 @@ from simulator.serving.engine import engine_of
 GIB = float(2**30)
 
 
-def print_serving(result: ServingResult, *, top: int) -> None:
-    """Print the answer; times have as many digits as their range leaves."""
+def print_serving(result: ServingResult, *, top: int, start: str) -> None:
+    """Print the answer; times have as many digits as their range leaves. `start` starts one engine."""
     screen = console()
     question, best = result.question, result.plans[0]
     screen.print(printable(_sentence(question, best)))
@@ -37,6 +37,7 @@ def print_serving(result: ServingResult, *, top: int) -> None:
             screen.print(printable(f"{deployment_text(plan.deployment)}: {plan.lost_because}"))
     _print_memory(result, best)
     _print_break_even(question, best)
+    screen.print(printable(f"Start each engine by: {start}"))
     for line in _notes(result):
         screen.print(printable(line))
 

@@ -91,6 +91,12 @@ def _hub_names() -> dict[str, str]:
     return {entry["hub"].casefold(): name for name, entry in sources.items() if entry["hub"]}
 
 
+def hub_name(name: str) -> str:
+    """Return where a shipped model is published; any other name is returned as it is."""
+    sources = read_json(_SHIPPED / "SOURCES.json")
+    return str(sources.get(name, {}).get("hub") or name)
+
+
 def _refuse_family(config: dict[str, Any], model_type: object, name: str) -> None:
     known = ", ".join(sorted(FAMILIES))
     if isinstance(config.get("text_config"), dict):

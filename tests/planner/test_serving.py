@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import math
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from planner.cli import main
+from planner.export.serving.commands import command
 from planner.serving.asked import serving_question
 from planner.serving.break_even import break_even
 from planner.serving.candidates import refusal
@@ -19,7 +24,7 @@ from planner.serving.question import ServingQuestion
 from planner.serving.search import search_serving
 from planner.validate.serving_names import cluster_of, model_of
 from simulator.config.hf_config import load_model
-from simulator.serving.deployment import Pool
+from simulator.serving.deployment import Deployment, Pool
 from topology.catalog.cluster_file import save_cluster
 from topology.catalog.clusters import cluster_from_case
 
@@ -160,6 +165,45 @@ def test_deployments_apart_are_asked_for() -> None:
     split = [plan.deployment for plan in apart.plans if plan.deployment.prefill is not None]
     assert split
     assert all(deployment.gpus == 4 for deployment in split)
+
+
+# --- files that start it ---------------------------------------------------------------------------------------------
+
+
+def test_files_start_every_engine_on_its_own_gpus(planner: Callable[..., Done], tmp_path: Path) -> None:
+    folder = tmp_path / "start"
+    done = planner(
+        "suggest", "--task", "serve", "--gpus", "4", "--out", str(folder), "--concurrency", "256", *QUICK[:4]
+    )
+    assert done.exit_code == 0, done.output
+    compose = yaml.safe_load((folder / "compose.yaml").read_text())
+    engines = compose["services"].values()
+    devices = [d for e in engines for d in e["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]]
+    assert sorted(devices) == ["0", "1", "2", "3"], "every GPU once"
+    pods = yaml.safe_load((folder / "kubernetes.yaml").read_text())["spec"]
+    container = pods["template"]["spec"]["containers"][0]
+    assert pods["replicas"] * container["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert container["command"][:3] == ["vllm", "serve", "meta-llama/Meta-Llama-3.1-8B"]
+    assert subprocess.run(["bash", "-n", str(folder / "serve.sh")], check=False).returncode == 0
+    again = planner("suggest", "--task", "serve", "--out", str(folder), *QUICK)
+    assert again.exit_code == 2
+    assert "is there already" in again.output
+
+
+ENGINE_POOLS = [("vllm", Pool(tp=2)), ("vllm", Pool(dp_attention=8, ep=8)), ("sglang", Pool(tp=4, pp=2)), ("sglang", Pool(dp_attention=4, ep=4)), ("trtllm", Pool(tp=8, ep=8))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("engine", "pool"), ENGINE_POOLS)
+def test_a_command_takes_as_many_gpus_as_its_engine_has(engine: str, pool: Pool) -> None:
+    """Each engine multiplies its own flags: vLLM tensor, pipeline and data; SGLang has attention's data inside tensor."""
+    words = command(Deployment(engine=engine, pool=pool), pool, "org/model", longest=4096)
+    flags = dict(itertools.pairwise(words))
+    names = {
+        "vllm": ("--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"),
+        "sglang": ("--tp-size", "--pp-size"),
+        "trtllm": ("--tp_size", "--pp_size"),
+    }
+    assert math.prod(int(flags.get(name, 1)) for name in names[engine]) == pool.gpus
 
 
 # --- published points -----------------------------------------------------------------------------------------------

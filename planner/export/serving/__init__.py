@@ -1,0 +1,1 @@
+"""A serving plan for the engines that people run: commands, a compose file, a Kubernetes deployment."""

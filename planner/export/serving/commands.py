@@ -1,0 +1,78 @@
+"""The command that starts one engine of a serving plan: vLLM 0.33, SGLang 0.5.23, TensorRT-LLM 1.x.
+
+Flags: vLLM vllm/engine/arg_utils.py; SGLang sglang/srt/arg_groups/fields/; TensorRT-LLM tensorrt_llm/commands/serve.py.
+"""
+
+from __future__ import annotations
+
+from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.engine import engine_of
+from topology.errors import Infeasible
+
+PORT = 8000
+
+
+def command(deployment: Deployment, pool: Pool, model: str, *, longest: int, port: int = PORT) -> list[str]:
+    """Return the words of the command for one engine of `pool`; `model` is its name on the hub, `longest` in tokens.
+
+    Raises Infeasible for what an engine cannot be told.
+    """
+    writers = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}
+    if deployment.engine not in writers:
+        raise Infeasible(
+            f"{engine_of(deployment.engine).title} has no server to start",
+            why="it is described for its steps alone",
+            remedy=f"use --engine {', '.join(writers)}",
+        )
+    return writers[deployment.engine](deployment, pool, model, longest, port)
+
+
+def _vllm(deployment: Deployment, pool: Pool, model: str, longest: int, port: int) -> list[str]:
+    engine = engine_of("vllm")
+    words = ["vllm", "serve", model, "--port", str(port)]
+    words += ["--tensor-parallel-size", str(pool.tp), "--pipeline-parallel-size", str(pool.pp)]
+    if pool.dp_attention > 1:
+        words += ["--data-parallel-size", str(pool.dp_attention)]
+    if pool.ep > 1:
+        words += ["--enable-expert-parallel"]
+    words += ["--max-model-len", str(longest)]
+    words += ["--max-num-seqs", str(deployment.max_num_seqs or engine.max_num_seqs)]
+    words += ["--max-num-batched-tokens", str(deployment.max_num_batched_tokens or engine.max_num_batched_tokens)]
+    words += ["--gpu-memory-utilization", f"{deployment.memory_fraction or engine.memory_fraction:g}"]
+    if deployment.weights == "float8":
+        words += ["--quantization", "fp8"]
+    return words + (["--kv-cache-dtype", "fp8"] if deployment.kv_cache == "float8" else [])
+
+
+def _sglang(deployment: Deployment, pool: Pool, model: str, longest: int, port: int) -> list[str]:
+    engine = engine_of("sglang")
+    words = ["python", "-m", "sglang.launch_server", "--model-path", model, "--host", "0.0.0.0", "--port", str(port)]  # noqa: S104
+    words += ["--tp-size", str(pool.ranks), "--pp-size", str(pool.pp)]
+    if pool.dp_attention > 1:  # attention with its own requests lives inside tensor parallelism there
+        words += ["--dp-size", str(pool.dp_attention), "--enable-dp-attention"]
+    if pool.ep > 1:
+        words += ["--ep-size", str(pool.ep)]
+    words += ["--context-length", str(longest)]
+    words += ["--max-running-requests", str(deployment.max_num_seqs or engine.max_num_seqs)]
+    words += ["--chunked-prefill-size", str(deployment.max_num_batched_tokens or engine.max_num_batched_tokens)]
+    words += ["--mem-fraction-static", f"{deployment.memory_fraction or engine.memory_fraction:g}"]
+    if deployment.weights == "float8":
+        words += ["--quantization", "fp8"]
+    return words + (["--kv-cache-dtype", "fp8_e4m3"] if deployment.kv_cache == "float8" else [])
+
+
+def _trtllm(deployment: Deployment, pool: Pool, model: str, longest: int, port: int) -> list[str]:
+    engine = engine_of("trtllm")
+    if pool.dp_attention > 1:
+        raise Infeasible(
+            "trtllm-serve takes attention with its own requests from a YAML file only",
+            why="the command line has no flag for it",
+            remedy="use --engine vllm or sglang, or write enable_attention_dp: true into its --extra_llm_api_options",
+        )
+    words = ["trtllm-serve", "serve", model, "--port", str(port)]
+    words += ["--tp_size", str(pool.tp), "--pp_size", str(pool.pp)]
+    words += ["--ep_size", str(pool.ep)] if pool.ep > 1 else []
+    words += ["--max_batch_size", str(deployment.max_num_seqs or engine.max_num_seqs)]
+    words += ["--max_num_tokens", str(deployment.max_num_batched_tokens or engine.max_num_batched_tokens)]
+    words += ["--max_seq_len", str(longest)]
+    return [*words, "--kv_cache_free_gpu_memory_fraction", f"{deployment.memory_fraction or engine.memory_fraction:g}"]
