@@ -21,7 +21,7 @@ from simulator.config.runtime import Runtime
 from simulator.kernels.operators import Work
 from simulator.kernels.roofline import DATASHEET, Roofline
 from simulator.overlap.site_costs import SITE_MODES, SiteRates
-from simulator.runtimes.library import RuntimeSpec, attention_kernel, runtime_spec
+from simulator.runtimes.library import HostSpec, RuntimeSpec, attention_kernel, runtime_spec
 from topology.cluster import Cluster, GpuKind
 
 # Host costs that only runtimes have whose operators go through Python one by one.
@@ -65,7 +65,8 @@ class RuntimeCosts:
     `kernel_factor` multiplies kernel times: inside a step clocks, caches and gaps are not those of a kernel alone; `layer_factor`
     those of layers once more, whose many short kernels have more of all three than a head's few. `host` are fields of
     HostSpec that replace the description's. `reserved` is what the allocator held over what was predicted. `borrowed`:
-    of the runtime that the one in question is like.
+    of the runtime that the one in question is like. `host_speed`: how many times as long the host takes as those that
+    descriptions tell of.
     """
 
     kernel_factor: float = 1.0
@@ -75,6 +76,7 @@ class RuntimeCosts:
     spread: float = 0.0  # of the runs around the fit
     runs: int = 0
     borrowed: bool = False
+    host_speed: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,11 @@ class Calibration:
         found = self.runtimes.get((spec.like, compiled), RuntimeCosts())
         kept = {k: v for k, v in found.host.items() if not (spec.host.plain_tensors and k in OF_DTENSORS)}
         return replace(found, host=kept, borrowed=True)
+
+    @property
+    def host_speed(self) -> float:
+        """How many times as long this host takes as those that descriptions tell of; 1 where no runtime showed it."""
+        return next((costs.host_speed for costs in self.runtimes.values()), 1.0)
 
     def seconds(
         self, work: Work, datasheet: Callable[[], Floats], *, dtype: str, runtime: str
@@ -181,7 +188,18 @@ def calibrated_host(spec: RuntimeSpec, calibration: Calibration | None, *, compi
         silent = dict.fromkeys(numbers, 0.0)
         return replace(spec, host=replace(spec.host, selective_s=None, **silent))  # type: ignore[arg-type]  # floats
     found = calibration.runtime(spec.names[0], compiled=compiled).host
+    if "launch_s" not in found and calibration.host_speed != 1.0:
+        found = scaled_host(spec.host, calibration.host_speed) | found
     return replace(spec, host=replace(spec.host, **found)) if found else spec  # type: ignore[arg-type]  # floats all
+
+
+def scaled_host(described: HostSpec, speed: float) -> dict[str, float]:
+    """Return the described host costs of a runtime that was not run, on a host that takes `speed` times as long.
+
+    Loading data is left out, which runtimes time themselves.
+    """
+    costs = {field.name: getattr(described, field.name) for field in fields(described) if field.name != "data_token_s"}
+    return {name: speed * value for name, value in costs.items() if isinstance(value, float)}
 
 
 def roofline_of(

@@ -215,7 +215,7 @@ def micro_batches(
         return np.asarray(np.where(table["virtual_stages"] > 1, np.maximum(mean, here(values)), mean))
 
     bubble = bubble_s(table, elsewhere(forward_s), elsewhere(behind_s - weight_s), elsewhere(weight_s))
-    late = m * (on_host - on_device) + spec.host.rest_s - bubble
+    late = m * (on_host - on_device) + rest_host_s(spec.host, table) - bubble
     boundary = context.sizes["u"] * model.hidden * DTYPE_BYTES[context.runtime.compute_dtype]
     if spec.pipeline.scatter_p2p:
         boundary = np.where(table.sequence_parallel, boundary, boundary / table["tp"])
@@ -227,7 +227,7 @@ def micro_batches(
     exposed = {axis: m * seconds for axis, seconds in exposed.items()}
     exposed["pp"] = crossings * hop
     waits = host_synchronizes(spec.host, table)
-    before_s = spec.host.step_s + spec.host.data_token_s * loaded_tokens(context)
+    before_s = step_host_s(spec.host, context)
     calibration = context.calibration
     return MicroBatches(
         clocks_at_least=calibration.burst if calibration is not None else 1.0,
@@ -337,10 +337,29 @@ def layer_host_s(host: HostSpec, table: PlanTable) -> tuple[Floats, Floats]:
         np.where(sharded, host.fsdp_layer_s, 0.0)
         + np.where(table["tp"] > 1, host.tp_layer_s, 0.0)
         + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
+        + np.where(table["ep"] > 1, host.ep_layer_s, 0.0)
+        + np.where(sharded & (table["tp"] > 1), host.fsdp_tp_layer_s, 0.0)
     )
     forward = host.forward_layer_s + FORWARD_SHARE * added
     backward = host.backward_layer_s + (1 - FORWARD_SHARE) * added + np.where(replicated, host.ddp_layer_s, 0.0)
     return forward, backward
+
+
+def step_host_s(host: HostSpec, context: CostContext) -> Floats:
+    """Return the host seconds of a step in which the device has nothing to do, one value a plan: its own, and loading data."""
+    table = context.table
+    cut = table.fully_sharded | (table["tp"] > 1) | (table["cp"] > 1)
+    return np.asarray(host.step_s + np.where(cut, host.cut_step_s, 0.0) + host.data_token_s * loaded_tokens(context))
+
+
+def rest_host_s(host: HostSpec, table: PlanTable) -> Floats:
+    """Return the host seconds of a step outside its layers, beside what a step begins with, one value a plan."""
+    return np.asarray(
+        host.rest_s
+        + np.where(table.fully_sharded, host.fsdp_rest_s, 0.0)
+        + np.where(table["tp"] > 1, host.tp_rest_s, 0.0)
+        + np.where(table["cp"] > 1, host.cp_rest_s, 0.0)
+    )
 
 
 def host_synchronizes(host: HostSpec, table: PlanTable) -> NDArray[np.bool_]:

@@ -1,10 +1,8 @@
 """A runtime's own costs from runs of one and two layers of real models: host time, data, and kernels inside a step.
 
-Three things are told apart by what decides a run. Narrow layers, of which the device makes nothing, show the host: the
-second layer is what a layer's launches, gathers and hooks cost, and features (sharding, tensor parallelism,
-recomputation) are what they add to a plain one. Wide layers show the device: kernel times inside a step over kernel times
-alone. What both have in common beyond layers is the step's own work. A run's data loading is what the runtime itself
-said of it.
+Two things are told apart by what decides a run. Narrow layers, of which the device makes nothing, show the host
+(`simulator.fitting.host_fit`). Wide layers show the device: kernel times inside a step over kernel times alone. What both have in
+common beyond layers is the step's own work. A run's data loading is what the runtime itself said of it.
 
 Full-depth runs are never looked at; profiles that hold one are refused (topology.profile.profile).
 """
@@ -26,6 +24,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.verify import verify_model, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
+from simulator.fitting.host_fit import SINGLE, HostFit, HostRuns, as_host_fields, costs_in, fit_hosts
 from simulator.kernels.roofline import efficiency
 from simulator.runtimes.library import runtime_names, runtime_spec
 from topology import codec
@@ -42,22 +41,9 @@ HOST_BOUND = 0.35  # and below which the host did
 ROUNDS = 3
 FACTORS = (0.5, 2.0)  # of kernel times inside a step over those alone; beyond, a fit has found noise
 KERNELS = ("compute", "recompute")  # parts of a step that the factors stretch
-STEP_RANGE_S = (0.0, 10e-3)
+MOST_STEP_S = 10e-3
 # Costs of the host that a fit starts from: none, so that what is predicted is the device alone.
-NO_HOST_COST = {
-    "launch_s": 0.0,
-    "backward_launch_s": 0.0,
-    "dtensor_launch_s": 0.0,
-    "collective_s": 0.0,
-    "forward_layer_s": 0.0,
-    "backward_layer_s": 0.0,
-    "checkpoint_s": 0.0,
-    "step_s": 0.0,
-}
-ONE_PER_LAUNCH = NO_HOST_COST | {"launch_s": 1.0, "backward_launch_s": 1.0, "dtensor_launch_s": 1.0}
-# What a kind of parallelism adds to a layer's host time, as fields of HostSpec.
-PARALLEL = (("fsdp", "fsdp_layer_s"), ("ddp", "ddp_layer_s"), ("tp", "tp_layer_s"), ("cp", "cp_layer_s"))
-UNSHARDED = ("plain", "ddp")  # kinds whose layers launch their operators and little else, best first
+NO_HOST_COST = as_host_fields(dict.fromkeys(("launch_s", *SINGLE), 0.0)) | {"step_s": 0.0, "cut_step_s": 0.0}
 FEWEST = 3  # device-bound runs below which nothing is said of the device
 
 
@@ -88,11 +74,15 @@ def fit_runtimes(profile: Profile, cluster: Cluster, calibration: Calibration) -
     joined, so there only runs on one tell something.
     """
     boost_hz = _boost_hz(profile)
-    known = {
-        key: [run for run in runs if cluster.gpu_count > 1 or run.plan.gpus == 1]
-        for key, runs in _by_runtime(profile).items()
-    }
-    return {key: _Fit(runs, cluster, calibration, boost_hz).costs() for key, runs in known.items() if runs}
+    fits = [
+        _Fit(runs, cluster, calibration, boost_hz)
+        for key, found in _by_runtime(profile).items()
+        if (runs := [run for run in found if cluster.gpu_count > 1 or run.plan.gpus == 1])
+    ]
+    shown = [fit for fit in fits if fit.host_bound]
+    hosts = fit_hosts([fit.host_runs() for fit in shown]) if shown else HostFit(speed=1.0, costs=[])
+    costs = {fit.key: found for fit, found in zip(shown, hosts.costs, strict=True)}
+    return {fit.key: fit.costs(costs.get(fit.key, {}), hosts.speed) for fit in fits}
 
 
 def _boost_hz(profile: Profile) -> float:
@@ -171,22 +161,22 @@ class _Device:
         return np.array([slower * self.layers_s, slower * self.others_s + self.copies_s, 1.0])
 
 
-def _solve_factors(matrix: Floats, left: Floats, *, layers_apart: bool) -> Floats:
+def _solve_factors(matrix: Floats, left: Floats, *, layers_apart: bool, most_s: float) -> Floats:
     """Return (factor of layers, factor of others, step's own seconds), least squares with the last within its range.
 
     One factor stands for both where no pair tells them apart, or where heads are so small that noise decides theirs.
     """
     if layers_apart:
-        found = _least_squares(matrix, left)
+        found = _least_squares(matrix, left, most_s)
         if FACTORS[0] <= found[:2].min() and found[:2].max() <= FACTORS[1]:
             return found
-    factor, step_s = _least_squares(np.stack([matrix[:, 0] + matrix[:, 1], matrix[:, 2]], axis=1), left)
+    factor, step_s = _least_squares(np.stack([matrix[:, 0] + matrix[:, 1], matrix[:, 2]], axis=1), left, most_s)
     return np.array([factor, factor, step_s])
 
 
-def _least_squares(matrix: Floats, left: Floats) -> Floats:
+def _least_squares(matrix: Floats, left: Floats, most_s: float) -> Floats:
     low, high = np.full(matrix.shape[1], -np.inf), np.full(matrix.shape[1], np.inf)
-    low[-1], high[-1] = STEP_RANGE_S
+    low[-1], high[-1] = 0.0, most_s
     return np.asarray(scipy.optimize.lsq_linear(matrix, left, bounds=(low, high)).x)
 
 
@@ -197,18 +187,20 @@ class _Fit:
         self.runs, self.cluster, self.calibration, self.boost_hz = runs, cluster, calibration, boost_hz
         self.key = (runtime_spec(runs[0].runtime.name).names[0], runs[0].runtime.compile)
 
-    def costs(self) -> RuntimeCosts:
         # At full clocks, and with a host that costs nothing: what is left is the device.
-        silent = {id(run): self._estimate(run, NO_HOST_COST).breakdown_s for run in self.runs}
-        host_bound, device_bound = [], []
-        for run in self.runs:
-            share = sum(float(part[0]) for name, part in silent[id(run)].items() if name != "host") / run.seconds
+        silent = {id(run): self._estimate(run, NO_HOST_COST) for run in runs}
+        self.silent = {place: table.breakdown_s for place, table in silent.items()}
+        self.host_bound, self.device_bound = [], []
+        for run in runs:
+            share = float(silent[id(run)].step_s[0]) / run.seconds
             if share < HOST_BOUND:
-                host_bound.append(run)
+                self.host_bound.append(run)
             elif share > DEVICE_BOUND:
-                device_bound.append(run)
-        host = self._data() | self._host(host_bound)
-        return self._device_costs(device_bound, [silent[id(run)] for run in device_bound], host)
+                self.device_bound.append(run)
+
+    def costs(self, host: dict[str, float], speed: float) -> RuntimeCosts:
+        """Return what all runs say, with the host's costs as `fit_hosts` found them and the speed of the host."""
+        return replace(self._device_costs(self._data() | host), host_speed=speed)
 
     # --- the host -----------------------------------------------------------------------------------------------
 
@@ -221,67 +213,23 @@ class _Fit:
         ]
         return {"data_token_s": float(np.median(rates))} if rates else {}
 
-    def _host(self, host_bound: list[Run]) -> dict[str, float]:
-        """Return the fields of HostSpec that second layers show; empty without a host-bound pair that shards nothing.
-
-        A second layer takes as long as the slower of host and device: the least over runs of one kind, device-bound ones
-        included, is the host's, and noise can only lengthen it.
-        """
-        each: dict[str, float] = {}
-        example: dict[str, Run] = {}
-        rest: list[float] = []
-        least = {id(run) for run in host_bound}
-        for one, two in _pairs(self.runs):
-            kind = parallelism_of(one)
-            took = max(two.seconds - one.seconds, 0.0)
-            each[kind] = min(each.get(kind, took), took)
-            if id(one) in least:
-                example[kind] = one
-                rest.append(max(one.seconds - took, 0.0))
-        counts = {kind: self._launches(run) for kind, run in example.items()}
-        base = next((kind for kind in UNSHARDED if counts.get(kind)), None)
-        if base is None:
-            return {}
-        launch_s = each[base] / counts[base]
-        found = {
-            "forward_layer_s": 0.0,
-            "backward_layer_s": 0.0,
-            "checkpoint_s": 0.0,
-            "launch_s": launch_s,
-            "backward_launch_s": launch_s,
-            "dtensor_launch_s": launch_s,
-            "rest_s": float(np.median(rest)),
-        }
-        for kind, field in PARALLEL:
-            if kind in counts:
-                found[field] = max(each[kind] - counts[kind] * launch_s, 0.0)
-        if "cp" in counts:  # ranks that share a sequence share parameters too
-            found["cp_layer_s"] = max(found["cp_layer_s"] - found.get("fsdp_layer_s", 0.0), 0.0)
-        plain_tensors = runtime_spec(self.key[0]).host.plain_tensors  # then selective recomputation is as any other
-        wrapped = [("full", "checkpoint_s"), *([] if plain_tensors else [("selective-op", "selective_s")])]
-        for word, field in wrapped:
-            more = [
-                each[f"{base} {word}"] - each[base] - max(counts[f"{base} {word}"] - counts[base], 0.0) * launch_s
-                for base in ("plain", "fsdp")
-                if base in counts and f"{base} {word}" in counts
-            ]
-            if more:
-                found[field] = max(float(np.mean(more)), 0.0)
-        return found
-
-    def _launches(self, run: Run) -> float:
-        """Return how many operators the host issues for one layer of a run, forward and backward."""
-        one, two = (
-            self._estimate(replace(run, model=replace(run.model, layers=layers)), ONE_PER_LAUNCH).breakdown_s["host"][0]
-            for layers in (1, 2)
+    def host_runs(self) -> HostRuns:
+        """Return the runs that wait for their host, as `fit_hosts` takes them."""
+        described = runtime_spec(self.key[0]).host
+        return HostRuns(
+            # What a step begins with and what it ends with are told apart by wide layers alone.
+            described=replace(described, rest_s=described.rest_s + described.step_s),
+            seconds=np.array([run.seconds for run in self.host_bound]),
+            spreads=np.array([run.sample.spread for run in self.host_bound]),
+            occurring=[costs_in(run.plan) for run in self.host_bound],
+            predict=lambda place, host: float(
+                self._estimate(self.host_bound[place], {"step_s": 0.0, "cut_step_s": 0.0, **host}).step_s[0]
+            ),
         )
-        return float(two - one)
 
     # --- the device ---------------------------------------------------------------------------------------------
 
-    def _device_costs(
-        self, device_bound: list[Run], parts: list[dict[str, Floats]], host: dict[str, float]
-    ) -> RuntimeCosts:
+    def _device_costs(self, host: dict[str, float]) -> RuntimeCosts:
         """Return how much longer kernels take inside a step, and the step's own host work, from device-bound runs.
 
         A pair of one layer and two is two equations: what the second layer added, which is a layer's kernels alone, and
@@ -289,12 +237,13 @@ class _Fit:
         together, least squares of relative errors: one factor for kernels, one for those of layers over it, and the
         step's own. Clocks depend on how much of a step is idle, and so on the answer: a few rounds converge.
         """
-        if len(device_bound) < FEWEST:
-            return RuntimeCosts(host=host, runs=len(self.runs))
-        device = [self._device(run, part, host) for run, part in zip(device_bound, parts, strict=True)]
-        place = {id(run): index for index, run in enumerate(device_bound)}
-        pairs = [(place[id(a)], place[id(b)]) for a, b in _pairs(device_bound)]
+        if len(self.device_bound) < FEWEST:
+            return RuntimeCosts(host=self._with_step(host, None), runs=len(self.runs))
+        device = [self._device(run, self.silent[id(run)], host) for run in self.device_bound]
+        place = {id(run): index for index, run in enumerate(self.device_bound)}
+        pairs = [(place[id(a)], place[id(b)]) for a, b in _pairs(self.device_bound)]
         answer = np.array([1.0, 1.0, 1e-3])
+        most_s = min(MOST_STEP_S, host["rest_s"] + host["fsdp_rest_s"]) if "rest_s" in host else MOST_STEP_S
         for _ in range(ROUNDS):
             rows = np.array([one.row(answer, self._clocks) for one in device])
             left = np.array([one.left_s for one in device])
@@ -303,21 +252,35 @@ class _Fit:
                 rows[two], left[two], scale[two] = rows[two] - rows[one], left[two] - left[one], scale[two] - scale[one]
             usable = scale > 0
             answer = _solve_factors(
-                rows[usable] / scale[usable, None], left[usable] / scale[usable], layers_apart=bool(pairs)
+                rows[usable] / scale[usable, None],
+                left[usable] / scale[usable],
+                layers_apart=bool(pairs),
+                most_s=most_s,
             )
         predicted = [one.row(answer, self._clocks) @ answer for one in device]
         missed = [np.log((p + d.rest_s) / d.measured_s) for p, d in zip(predicted, device, strict=True)]
         layers, others, step_s = (float(value) for value in answer)
-        found = {**host, "step_s": step_s}
-        if "rest_s" in found:
-            found["rest_s"] = max(found["rest_s"] - step_s, 0.0)
         return RuntimeCosts(
             kernel_factor=others,
             layer_factor=layers / others,
-            host=found,
+            host=self._with_step(host, step_s),
             spread=float(np.median(np.abs(missed))),
             runs=len(self.runs),
         )
+
+    def _with_step(self, host: dict[str, float], step_s: float | None) -> dict[str, float]:
+        """Return the host's costs with what the device waits for out of `rest_s`, and out of what it is more for ranks that share.
+
+        That is `step_s` of device-bound runs; where none show it, its described share.
+        """
+        if "rest_s" not in host:
+            return host if step_s is None else {**host, "step_s": step_s}
+        described, whole = runtime_spec(self.key[0]).host, host["rest_s"]
+        share = described.step_s / max(described.step_s + described.rest_s, 1e-9)
+        waits = whole * share if step_s is None else step_s
+        alone = min(waits, whole)
+        together = {name: max(host[name] - (waits - alone), 0.0) for name in ("fsdp_rest_s", "tp_rest_s", "cp_rest_s")}
+        return {**host, **together, "step_s": alone, "cut_step_s": waits - alone, "rest_s": whole - alone}
 
     def _device(self, run: Run, part: dict[str, Floats], host: dict[str, float]) -> _Device:
         """Return the device's part of a run, that of layers apart from the others'."""

@@ -16,7 +16,7 @@ from simulator.closed_form.estimates import calibrated_operators, cost_context, 
 from simulator.closed_form.layer_cost import CostContext
 from simulator.closed_form.memory import State, between_stages_bytes, state_bytes
 from simulator.closed_form.scenario import Scenario
-from simulator.closed_form.step_cost import NORM_BYTES, host_synchronizes, loaded_tokens
+from simulator.closed_form.step_cost import NORM_BYTES, host_synchronizes, rest_host_s, step_host_s
 from simulator.columns.plan_table import plan_table
 from simulator.config.plan import Plan
 from simulator.config.runtime import DTYPE_BYTES
@@ -128,8 +128,7 @@ class _Lowering:
             shard, expert = float(table.state_shard[kind][0]), float(table.expert_shard[kind][0])
             return round(sum(u.shared / shard + u.experts / expert for u in units) * width)
 
-        loading_s = self.spec.host.data_token_s * float(loaded_tokens(self.context)[0])
-        code.host_work("step", self.spec.host.step_s + loading_s)
+        code.host_work("step", float(step_host_s(self.spec.host, self.context)[0]))
         code.alloc("parameters", held("parameters", widths["parameters"]), "parameters", filled=True, stream=COMPUTE)
         code.alloc("optimizer", held("optimizer", widths["optimizer"]), "optimizer", filled=True, stream=COMPUTE)
         if not self.traffic.gradients_appear and not self._gradients_come:
@@ -240,7 +239,7 @@ class _Lowering:
     def _end(self, code: CodeWriter, data: DataWriter, rank: int) -> None:
         """Join what is under way, sum the gradient norm over all that share it, and update."""
         units, table = self._units(rank), self.context.table
-        code.host_work("rest", self.spec.host.rest_s)
+        code.host_work("rest", float(rest_host_s(self.spec.host, table)[0]))
         data.finish(units)
         for family, stream in (("dp", "dp norm"), ("tp", "tp comm"), ("pp", "pp norm")):
             if len(self._groups()[family][0] if family in self._groups() else ()) > 1:

@@ -103,14 +103,22 @@ class HostSpec:
     plain_tensors: bool = False
     data_token_s: float = 0.0
     # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, cut by
-    # tensor parallelism, or sees a part of the sequence; what dispatching a layer operator by operator costs under selective recomputation; and
-    # the host's work of a step outside its layers, which runs ahead of the device where that is the slower one.
+    # tensor parallelism, sees a part of the sequence, exchanges tokens of experts, or is sharded and cut at once; what dispatching a layer
+    # operator by operator costs under selective recomputation; and the host's work of a step outside its layers, which runs ahead of the
+    # device where that is the slower one: of any step, and what it is more (embedding, head, norms, update) where parameters are
+    # sharded or cut, or sequences are.
     fsdp_layer_s: float = 0.0
     ddp_layer_s: float = 0.0
     tp_layer_s: float = 0.0
     cp_layer_s: float = 0.0
+    ep_layer_s: float = 0.0
+    fsdp_tp_layer_s: float = 0.0
     selective_s: float | None = None  # None: as any other recomputed region
     rest_s: float = 0.0
+    fsdp_rest_s: float = 0.0
+    tp_rest_s: float = 0.0
+    cp_rest_s: float = 0.0
+    cut_step_s: float = 0.0  # what `step_s` is more where parameters or sequences are sharded or cut
 
     def dispatches(self, recompute: str) -> bool:
         """Return whether layers are recomputed operator by operator, each of them seen by a dispatch mode."""

@@ -17,7 +17,9 @@ from simulator.fitting.calibration_fit import calibrated  # noqa: E402 - the pat
 from topology.catalog.cluster_file import load_cluster  # noqa: E402
 from topology.profile.profile import read_profile  # noqa: E402
 
-PROFILES = ("h200x2", "h200x2_fresh", "h200x2_next", "h200x4")
+PROFILES = (
+    "h200x2", "h200x2_fresh", "h200x2_next", "h200x4", "h200x4_draw1", "h100x4_draw2", "h200x4_draw3",
+)  # fmt: skip
 FIELDS = {
     "launch_s": 1e6,
     "fsdp_layer_s": 1e3,
@@ -27,7 +29,11 @@ FIELDS = {
     "checkpoint_s": 1e3,
     "selective_s": 1e3,
     "step_s": 1e3,
+    "cut_step_s": 1e3,
     "rest_s": 1e3,
+    "fsdp_rest_s": 1e3,
+    "tp_rest_s": 1e3,
+    "cp_rest_s": 1e3,
     "data_token_s": 1e6,
 }
 
@@ -37,7 +43,10 @@ def main() -> None:
     print("| profile | runtime |", " | ".join(units), "|")
     print("|---|---|" + "--:|" * len(units))
     for name in PROFILES:
-        found = calibrated(read_profile(ROOT / f"examples/profiles/{name}.json"), load_cluster("h200x4"))
+        found = calibrated(
+            read_profile(ROOT / f"examples/profiles/{name}.json"),
+            load_cluster("dgx-h100" if name.startswith("h100") else "h200x4"),
+        )
         assert found is not None
         for (runtime, compiled), costs in sorted(found.runtimes.items()):
             if not compiled and "launch_s" in costs.host:

@@ -1,0 +1,173 @@
+"""What hosts take for layers and steps, from all runs of narrow layers at once.
+
+A run so narrow that its device waits for its host takes what its host takes: so many launches, layers that are sharded, cut
+or run again, a step's own work. These add up, so a run is a row of how often each cost occurs in it, and the costs are found
+for all rows together. Few calibrations have a run for every cost. What was not run is what the runtime's description says,
+at the speed of this host: hosts are quicker or slower as a whole (examples/profiles/hosts.md), and every run shows by how
+much. So costs are least squares of logarithms around the description, a run counted by how far steps scatter, a cost by how
+far hosts do; they reproduce what was measured as far as a sum of costs can.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import scipy  # its parts are loaded when first used
+from numpy.typing import NDArray
+
+from simulator.config.plan import Plan
+from simulator.runtimes.library import HostSpec
+
+Floats = NDArray[np.float64]
+Costs = dict[str, float]
+
+# Costs that are found, as fields of HostSpec. A launch is one cost wherever it happens.
+LAUNCHES = ("launch_s", "backward_launch_s", "dtensor_launch_s")
+SINGLE = (
+    "fsdp_layer_s",
+    "ddp_layer_s",
+    "tp_layer_s",
+    "cp_layer_s",
+    "ep_layer_s",
+    "fsdp_tp_layer_s",
+    "checkpoint_s",
+    "selective_s",
+    "rest_s",
+    "fsdp_rest_s",
+    "tp_rest_s",
+    "cp_rest_s",
+)
+# In launches and in what parallelism adds: described as zero everywhere.
+CONTAINED = ("collective_s", "forward_layer_s", "backward_layer_s")
+# Spreads of logarithms. Of a run's median step around any description: so much, and a share of how far its steps scatter, which
+# is not all chance from step to step: the same layer on one host takes 4 to 9 % more or less in another process. Of hosts as a whole, and of launches and other costs beyond that: launches say how quick a host is, what
+# parallelism adds differs by 2 to 5 from the quickest to the slowest (examples/profiles/hosts.md).
+RUN_NOISE = 0.03
+STEP_SHARE = 0.4
+HOST_SPREAD = 0.5
+LAUNCH_SPREAD = 0.15
+COST_SPREAD = 0.4
+LEAST_S = 0.1e-3  # of a cost that is described as nothing, so that it has a logarithm
+LEVEL = 3.0  # multiples of the described costs at which runs are taken apart: there every narrow run waits for its host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRuns:
+    """Narrow runs of one runtime: what they took, how far their steps scatter, (90th - 10th percentile) / median, which costs
+    can occur in each, and `predict`, which gives the step of one of them for fields of HostSpec.
+    """
+
+    described: HostSpec
+    seconds: Floats
+    spreads: Floats
+    occurring: Sequence[frozenset[str]]
+    predict: Callable[[int, Mapping[str, float]], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFit:
+    """`speed`: how many times as long this host takes as those described. `costs` by runtime, as fields of HostSpec."""
+
+    speed: float
+    costs: list[Costs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Seconds of runs as a sum: `fixed`, and how often each cost of `names` occurs. `usual` is what it is described as."""
+
+    names: tuple[str, ...]
+    spreads: Floats
+    usual: Floats
+    fixed: Floats
+    counts: Floats
+    seconds: Floats
+    noise: Floats
+
+    def predicted(self, logs: Floats) -> Floats:
+        """Return the seconds of the runs with costs of `usual` times the exponentials of `logs`."""
+        return np.asarray(self.fixed + self.counts @ (self.usual * np.exp(logs)))
+
+
+def costs_in(plan: Plan) -> frozenset[str]:
+    """Return the costs that can occur in a step under `plan`."""
+    sharded = plan.dp_shard * plan.cp > 1
+    kinds = {
+        "fsdp_layer_s": sharded,
+        "fsdp_rest_s": sharded,
+        "ddp_layer_s": plan.dp_replicate > 1,
+        "tp_layer_s": plan.tp > 1,
+        "tp_rest_s": plan.tp > 1,
+        "fsdp_tp_layer_s": plan.tp > 1,  # which is wrapped where types differ, though nothing is sharded
+        "cp_layer_s": plan.cp > 1,
+        "cp_rest_s": plan.cp > 1,
+        "ep_layer_s": plan.ep > 1,
+        "checkpoint_s": plan.recompute != "none",
+        "selective_s": plan.recompute != "none",
+    }
+    wrapped = {"fsdp_layer_s", "fsdp_rest_s"} if plan.tp > 1 else set()
+    return frozenset({"launch_s", "rest_s"} | wrapped | {name for name, occurs in kinds.items() if occurs})
+
+
+def usual_costs(described: HostSpec) -> Costs:
+    """Return the described costs that a fit may change; a launch is called `launch_s`."""
+    found = {name: getattr(described, name) for name in ("launch_s", *SINGLE)}
+    if described.selective_s is None:
+        del found["selective_s"]
+    return {name: max(value, 0.0 if name == "launch_s" else LEAST_S) for name, value in found.items()}
+
+
+def as_host_fields(costs: Mapping[str, float]) -> Costs:
+    """Return every cost as fields of HostSpec."""
+    single = {name: value for name, value in costs.items() if name != "launch_s"}
+    return dict.fromkeys(CONTAINED, 0.0) | dict.fromkeys(LAUNCHES, costs["launch_s"]) | single
+
+
+def fit_hosts(groups: Sequence[HostRuns]) -> HostFit:
+    """Return the costs of every group's runtime, and the speed that their common host has."""
+    rows = [_taken_apart(group) for group in groups]
+    ends = np.cumsum([1, *(len(one.names) for one in rows)])
+
+    def split(answer: Floats) -> list[Floats]:
+        return [answer[start:end] for start, end in itertools.pairwise(ends)]
+
+    def missed(answer: Floats) -> Floats:
+        found = [answer[:1] / HOST_SPREAD]
+        for one, logs in zip(rows, split(answer), strict=True):
+            found.append(np.log(one.predicted(logs) / one.seconds) / one.noise)
+            found.append((logs - answer[0]) / one.spreads)
+        return np.concatenate(found)
+
+    answer = scipy.optimize.least_squares(missed, np.zeros(int(ends[-1])), loss="soft_l1").x
+    costs = [
+        as_host_fields(dict(zip(one.names, (one.usual * np.exp(logs)).tolist(), strict=True)))
+        for one, logs in zip(rows, split(answer), strict=True)
+    ]
+    return HostFit(speed=float(np.exp(answer[0])), costs=costs)
+
+
+def _taken_apart(group: HostRuns) -> _Rows:
+    """Return runs as sums of costs: each cost raised by itself shows how often it occurs."""
+    usual = usual_costs(group.described)
+    high = {name: LEVEL * value for name, value in usual.items()}
+    runs = range(len(group.seconds))
+    at = np.array([group.predict(run, as_host_fields(high)) for run in runs])
+    matrix = np.zeros((len(runs), len(usual)))
+    for run, occurring in enumerate(group.occurring):
+        for place, name in enumerate(usual):
+            if name in occurring:
+                raised = group.predict(run, as_host_fields(high | {name: high[name] + usual[name]}))
+                matrix[run, place] = (raised - at[run]) / usual[name]
+    fixed = np.maximum(at - matrix @ np.array(list(high.values())), 1e-6)
+    return _Rows(
+        names=tuple(usual),
+        spreads=np.array([LAUNCH_SPREAD if name == "launch_s" else COST_SPREAD for name in usual]),
+        usual=np.array(list(usual.values())),
+        fixed=fixed,
+        counts=matrix,
+        seconds=group.seconds,
+        noise=np.hypot(RUN_NOISE, STEP_SHARE * group.spreads),
+    )
