@@ -319,20 +319,6 @@ class _Fit:
         return estimate_plans(scenario, [run.plan])
 
 
-def parallelism_of(run: Run) -> str:
-    """Return what a run's layer does besides launching its operators: its parallelism and recomputation."""
-    plan = run.plan
-    if plan.tp > 1:
-        kind = "tp"
-    elif plan.cp > 1:
-        kind = "cp"
-    elif plan.dp_shard > 1:
-        kind = "fsdp"
-    else:
-        kind = "ddp" if plan.dp_replicate > 1 else "plain"
-    return kind if plan.recompute == "none" else f"{kind} {plan.recompute}"
-
-
 def _pairs(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
     """Return (one layer, two layers) of the same model and plan."""
     by_pair: dict[str, dict[int, Run]] = {}
