@@ -21,6 +21,7 @@ from simulator.collectives.nccl_tables import BANDS, Score, TableEvaluation, Tab
 from tests.bench.fit_collectives import FITTED, fit, rows_by_protocol
 from topology.codec import to_builtins, write_text
 
+FAULTY = ("with 0 NVLinks", "KVM")  # machines whose own reports say what is wrong with them
 FITTED_ON = (
     "**In sample or not.** All curves are fitted by GPU generation on the machines whose name starts with "
     + ", ".join(f"`{name}`" for name in FITTED)
@@ -74,6 +75,29 @@ def by_band(ours: TableEvaluation, nccl: TableEvaluation) -> list[str]:
 
 def nvlink(rows: tuple[TableRow, ...], machines: set[str], *, ops: set[str] | None = None) -> Score | None:
     return score(row for row in rows if row.machine in machines and (ops is None or row.op in ops))
+
+
+def ranges(ours: TableEvaluation) -> list[str]:
+    """Return how wide ranges are and should be: 80 % of the points inside, each machine without a fault counted once."""
+    errors: dict[float, dict[str, list[float]]] = {}
+    for row in ours.rows:
+        if row.measured_s and not any(words in row.machine for words in FAULTY):
+            width = round(row.time_s.high / row.time_s.value - 1, 2)
+            mine = errors.setdefault(width, {}).setdefault(row.machine, [])
+            mine.append(abs(row.measured_s / row.time_s.value - 1))
+    lines = ["| half-width | machines | points | inside, machines alike | half-width for 80 % | 80 % of the worst machine |"]
+    lines.append("|--:|--:|--:|--:|--:|--:|")
+    for width, machines in sorted(errors.items()):
+        inside = [float(np.mean(np.array(found) <= width)) for found in machines.values()]
+        points = np.concatenate([np.array(found) for found in machines.values()])
+        weights = np.concatenate([np.full(len(found), 1 / len(found)) for found in machines.values()])
+        order = np.argsort(points)
+        enough = points[order][np.searchsorted(np.cumsum(weights[order]), 0.8 * len(machines) - 1e-9)]
+        worst = max(float(np.quantile(found, 0.8)) for found in machines.values())
+        lines.append(
+            f"| {width:.2f} | {len(machines)} | {len(points)} | {np.mean(inside):.0%} | {enough:.2f} | {worst:.2f} |"
+        )
+    return lines
 
 
 def left_out(tables: list[dict[str, object]]) -> list[str]:
@@ -137,6 +161,10 @@ def main() -> None:
         "## Refitted without a part",
         "",
         *left_out(tables),
+        "",
+        "## Ranges",
+        "",
+        *ranges(ours),
         "",
         "## Known misses",
         "",
