@@ -85,7 +85,9 @@ def ranges(ours: TableEvaluation) -> list[str]:
             width = round(row.time_s.high / row.time_s.value - 1, 2)
             mine = errors.setdefault(width, {}).setdefault(row.machine, [])
             mine.append(abs(row.measured_s / row.time_s.value - 1))
-    lines = ["| half-width | machines | points | inside, machines alike | half-width for 80 % | 80 % of the worst machine |"]
+    lines = [
+        "| half-width | machines | points | inside, machines alike | half-width for 80 % | 80 % of the worst machine |"
+    ]
     lines.append("|--:|--:|--:|--:|--:|--:|")
     for width, machines in sorted(errors.items()):
         inside = [float(np.mean(np.array(found) <= width)) for found in machines.values()]
