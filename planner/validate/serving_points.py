@@ -121,13 +121,17 @@ def read_point(row: ServingRow) -> Point:
     return Point(model=model, cluster=cluster, deployment=deployment, traffic=traffic, assumed=tuple(assumed))
 
 
+def engine_named(backend: str) -> str:
+    """Return the engine of a source's word for its software, or an empty string."""
+    word = next(iter(backend.lower().split()), "")
+    return next((_ENGINES[name] for name in sorted(_ENGINES, key=len, reverse=True) if word.startswith(name)), "")
+
+
 def _engine(row: ServingRow, assumed: list[str]) -> str:
-    word = next(iter((row.backend or "").lower().split()), "")
-    for name in sorted(_ENGINES, key=len, reverse=True):
-        if word.startswith(name):
-            return _ENGINES[name]
-    assumed.append(f"engine {row.backend!r}: scheduled as vLLM")
-    return "vllm"
+    found = engine_named(row.backend or "")
+    if not found:
+        assumed.append(f"engine {row.backend!r}: scheduled as vLLM")
+    return found or "vllm"
 
 
 def _deployment(row: ServingRow, model: Model, assumed: list[str]) -> Deployment:

@@ -31,6 +31,9 @@ class Engine:
     host_sequence_s: float
     host_request_s: float
     host_launch_s: float
+    spread_ttft: float
+    spread_tpot: float
+    spread_throughput: float
     sources: dict[str, str]
 
 

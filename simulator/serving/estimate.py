@@ -14,9 +14,6 @@ from simulator.serving.server import serve
 from simulator.serving.traffic import Traffic
 from topology.cluster import Cluster, Source
 
-# Relative half-width of the 80 % interval.
-SPREAD = {"ttft": 0.6, "tpot": 0.25, "throughput": 0.25}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingEstimate:
@@ -44,10 +41,10 @@ def estimate_serving(
     engine = engine_of(deployment.engine)
     seen = latency(served, request_s=engine.host_request_s, ttft_s=ttft_s, tpot_s=tpot_s)
     return ServingEstimate(
-        ttft_s=_interval(seen.ttft_s.mean, SPREAD["ttft"]),
-        tpot_s=_interval(seen.tpot_s.mean, SPREAD["tpot"]),
-        e2e_s=_interval(seen.e2e_s.mean, SPREAD["tpot"]),
-        output_tokens_per_s_per_gpu=_interval(seen.output_tokens_per_s / deployment.gpus, SPREAD["throughput"]),
+        ttft_s=_interval(seen.ttft_s.mean, engine.spread_ttft),
+        tpot_s=_interval(seen.tpot_s.mean, engine.spread_tpot),
+        e2e_s=_interval(seen.e2e_s.mean, engine.spread_tpot),
+        output_tokens_per_s_per_gpu=_interval(seen.output_tokens_per_s / deployment.gpus, engine.spread_throughput),
         latency=seen,
         room=cache_room(model, cluster, deployment, deployment.pool),
     )
