@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
 from typing import Any
 
 Range = tuple[float, float]
@@ -72,13 +73,16 @@ def _parts(value: Any, name: str) -> Iterator[tuple[Any, str, str]]:
     elif isinstance(value, Mapping):
         for key, part in value.items():
             label = str(key)
-            yield label, "", f".{label[:SHOWN]}"
-            yield part, label if _unit_of(label) else name or label, f".{label[:SHOWN]}"
+            if len(label) > MAX_TEXT:
+                yield label, "", f".{label[:SHOWN]}"
+            if not isinstance(part, str) or len(part) > MAX_TEXT:
+                yield part, label if _unit_of(label) else name or label, f".{label[:SHOWN]}"
     elif isinstance(value, (list, tuple)):
         for index, part in enumerate(value):
             yield part, name, f"[{index}]"
 
 
+@lru_cache(maxsize=4096)
 def _unit_of(name: str) -> Range | None:
     return next((limits for unit, limits in BY_UNIT if name.endswith(unit)), None)
 

@@ -36,7 +36,7 @@ GBIT = 1e9 / 8
 PCIE_BYTES_PER_S = {"gen3": 15.75e9, "gen4": 31.5e9, "gen5": 63e9, "gen6": 121e9}
 PCIE_NCCL_BYTES_PER_S = {"gen3": 12e9, "gen4": 24e9, "gen5": 48e9, "gen6": 96e9}
 INTERCONNECTS = ("nvswitch", "nvlink", "pcie")
-MAX_GPUS_PER_NODE = 1024  # the largest NVLink domain announced has 576
+MAX_GPUS_PER_NODE = 576  # the largest NVLink domain announced
 
 # GPU pairs of the 8-GPU hybrid cube mesh and the links between them: NVIDIA/nccl issue 671, `nvidia-smi topo -m` of
 # a DGX-1 with V100.

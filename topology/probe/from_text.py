@@ -49,6 +49,8 @@ UNKNOWN_KIND = GpuKind(
     memory_bytes_per_s=0.0,
     peak_flops={},
 )
+MAX_HOST_GPUS = 64  # four times the most that were built
+MAX_DOMAIN_GPUS = 576  # the largest announced
 # GPU generations by NVLink count: a hint to the user. The count does not identify a model, so it sets no rates.
 LINK_HINTS = {
     36: "Rubin",
@@ -169,6 +171,7 @@ def _ignored_text(label: str, what: str) -> Finding:
 
 def build(evidence: Evidence, *, gpu: str | None, name: str, catalogue: Catalogue | None) -> Cluster:
     """Turn what was read into a Cluster of one node. Raises BadCluster if `gpu` is not in the catalogue."""
+    _require_one_machine(evidence)
     machine = combine_sources(evidence)
     kinds = _kinds(evidence, machine, gpu, catalogue)
     known = {index: kind for index, kind in kinds.items() if kind is not UNKNOWN_KIND}
@@ -230,6 +233,16 @@ def build(evidence: Evidence, *, gpu: str | None, name: str, catalogue: Catalogu
         findings=tuple(sorted(findings, key=lambda item: order.index(item.severity))),
     )
     return fill_rates(cluster, tuple(known.values()))
+
+
+def _require_one_machine(evidence: Evidence) -> None:
+    """Raise BadInput where a text lists more GPUs than one machine, or one NVLink domain, can have."""
+    of_host = (evidence.topo, evidence.nvlink, evidence.nvml, evidence.sysfs)
+    host = max([len(evidence.query), *(len(source.gpus) for source in of_host if source is not None)])
+    domain = len(evidence.nccl.gpus) if evidence.nccl is not None else 0
+    for what, count, most in (("one host", host, MAX_HOST_GPUS), ("one NVLink domain", domain, MAX_DOMAIN_GPUS)):
+        if count > most:
+            raise BadInput(f"a text lists {count} GPUs", why=f"it describes {what}, which has at most {most}")
 
 
 def _kinds(evidence: Evidence, machine: Machine, gpu: str | None, catalogue: Catalogue | None) -> dict[int, GpuKind]:
@@ -350,10 +363,8 @@ def fill_rates(cluster: Cluster, kinds: Sequence[GpuKind]) -> Cluster:
     for group in cluster.groups:
         kind_of = {gpu.vertex: by_name[gpu.kind] for gpu in group.node.gpus if gpu.kind in by_name}
         slots = [kind.pcie_bytes_per_s for kind in kind_of.values() if kind.pcie_bytes_per_s]
-        switches = {vertex.id for vertex in group.node.vertices}
-        links = tuple(
-            _with_datasheet_rate(link, kind_of, min(slots, default=None), switches) for link in group.node.links
-        )
+        switches, slot = {vertex.id for vertex in group.node.vertices}, min(slots, default=None)
+        links = tuple(_with_datasheet_rate(link, kind_of, slot, switches) for link in group.node.links)
         groups.append(replace(group, node=replace(group.node, links=links)))
     merged = {kind.name: by_name.get(kind.name, kind) for kind in cluster.gpu_kinds}
     return replace(cluster, groups=tuple(groups), gpu_kinds=tuple(merged.values()))

@@ -8,6 +8,9 @@ from topology.cluster import SCHEMA_VERSION, Cluster, Gpu, Link, LinkKind, LinkS
 from topology.codec import to_builtins
 from topology.probe.machine import components
 from topology.rates.graph import bisection_bytes_per_s, crossing_kinds, graph, pair_bytes_per_s
+from topology.rates.node_rates import node_rates
+
+MAX_SPLIT_GPUS = 16  # the largest machine of unlike pairs that was built
 
 PATH_CLASS_TEXT = {
     "PIX": "through one PCIe switch",
@@ -77,9 +80,11 @@ _SOURCE_ORDER = (Source.MEASURED, Source.FITTED, Source.DATASHEET, Source.ASSUME
 def _bisection(cluster: Cluster) -> dict[str, Any] | None:
     """Return the bisection bandwidth of a node: the least rate between two halves of its GPUs, over all splits.
 
-    In bytes per second per direction, with the least reliable source of the link rates; None for fewer than two GPUs or
-    where no rate is known.
+    In bytes per second per direction, with the least reliable source of the link rates; None for fewer than two GPUs,
+    where no rate is known, and where unlike GPUs make too many splits to try.
     """
+    if len(cluster.groups[0].node.gpus) > MAX_SPLIT_GPUS and not node_rates(cluster).uniform:
+        return None
     g = graph(cluster, 1)
     rate = bisection_bytes_per_s(g)
     if rate <= 0:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import combinations, pairwise, permutations
 
-from topology.cluster import Cluster, Link, LinkKind, LinkState, Node, VertexKind
+from topology.cluster import Cluster, GpuKind, Link, LinkKind, LinkState, Node, VertexKind
 
 # An NVSwitch crossing: two ports of ASTRA-sim's validated H100 network. A direct NVLink is taken to be the same.
 NVLINK_LATENCY_S = 2 * 936.25e-9
@@ -35,16 +35,26 @@ HOST_KINDS = frozenset({LinkKind.PCIE, LinkKind.SMP, LinkKind.C2C})
 Edge = tuple[str, str]
 
 
-def link_rates(cluster: Cluster, node: Node, link: Link) -> tuple[float, float]:
+def gpu_kinds_of(cluster: Cluster, node: Node) -> dict[str, GpuKind]:
+    """Return the kind of every GPU of a node by its vertex."""
+    kinds = {kind.name: kind for kind in cluster.gpu_kinds}
+    return {gpu.vertex: kinds[gpu.kind] for gpu in node.gpus}
+
+
+def link_rates(
+    cluster: Cluster, node: Node, link: Link, kind_of: Mapping[str, GpuKind] | None = None
+) -> tuple[float, float]:
     """Return (rate to plan with, rate in NCCL's model) of a link, bytes/s and direction; zeros for an absent one.
 
     A link of unknown rate gets what the datasheets of its GPUs allow, and an assumed rate where they are unknown too.
+    `kind_of` is `gpu_kinds_of(cluster, node)`, for those who ask about many links.
     """
     if link.state is LinkState.ABSENT:
         return 0.0, 0.0
     rate = link.best_bytes_per_s
     if rate is None:
-        kinds = [cluster.kind(gpu.kind) for gpu in node.gpus if gpu.vertex in {link.a, link.b}]
+        known = gpu_kinds_of(cluster, node) if kind_of is None else kind_of
+        kinds = [known[end] for end in (link.a, link.b) if end in known]
         if link.kind in NVLINK_KINDS:
             rate = link.count * min((k.nvlink_bytes_per_s or ASSUMED_NVLINK_BYTES_PER_S for k in kinds), default=0.0)
         elif link.kind is LinkKind.C2C:
@@ -52,7 +62,7 @@ def link_rates(cluster: Cluster, node: Node, link: Link) -> tuple[float, float]:
         elif link.kind is LinkKind.NETWORK:
             rate = 0.0
         else:  # between switches and sockets: no narrower than the slots of the node
-            near = kinds or [cluster.kind(gpu.kind) for gpu in node.gpus]
+            near = kinds or [cluster.kind(name) for name in {gpu.kind for gpu in node.gpus}]
             rate = max((kind.pcie_bytes_per_s for kind in near), default=0.0) or ASSUMED_PCIE_BYTES_PER_S
     return rate, link.nccl_bytes_per_s if link.nccl_bytes_per_s is not None else rate
 
@@ -89,14 +99,17 @@ class NodeRates:
     on_fabric: tuple[int, ...] = ()
     _tree_paths: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _uniform: bool | None = None
+    _leaves: frozenset[str] = frozenset()  # GPUs and network ports, which forward nothing
     _cut: dict[str, set[str]] = field(default_factory=dict)  # host links that are listed and carry nothing
 
     def __post_init__(self) -> None:
         position = {gpu.vertex: i for i, gpu in enumerate(self.node.gpus)}
+        self._leaves = frozenset((*position, *(nic.vertex for nic in self.node.nics)))
+        kind_of = gpu_kinds_of(self.cluster, self.node)
         hubs = {v.id for v in self.node.vertices if v.kind is VertexKind.NVSWITCH}
         self.multicast = frozenset(v.id for v in self.node.vertices if v.id in hubs and v.multicast)
         for link in self.node.links:
-            rate, nccl = link_rates(self.cluster, self.node, link)
+            rate, nccl = link_rates(self.cluster, self.node, link, kind_of)
             if rate <= 0:
                 if link.kind in HOST_KINDS:
                     self._cut.setdefault(link.a, set()).add(link.b)
@@ -145,7 +158,7 @@ class NodeRates:
         return self._paths[a, b]
 
     def _find_host_path(self, start: str, goal: str) -> tuple[Edge, ...] | None:
-        leaves = {gpu.vertex for gpu in self.node.gpus} | {nic.vertex for nic in self.node.nics}
+        leaves = self._leaves
         queue: list[tuple[int, float, str, tuple[Edge, ...]]] = [(0, -math.inf, start, ())]
         done = set()
         while queue:
@@ -267,10 +280,9 @@ class NodeRates:
     def _find_tree_path(self, gpu: int) -> tuple[str, ...]:
         vertex = self.node.gpus[gpu].vertex
         trail: list[str] = []
-        leaves = {g.vertex for g in self.node.gpus} | {nic.vertex for nic in self.node.nics}
         kinds = {v.id: v.kind for v in self.node.vertices}
         while True:
-            up = [other for other in self.host.get(vertex, {}) if other not in leaves and other not in trail]
+            up = [other for other in self.host.get(vertex, {}) if other not in self._leaves and other not in trail]
             if not up or kinds.get(vertex) is VertexKind.CPU:
                 return (*reversed(trail), f"{gpu:04d}")
             vertex = min(up)

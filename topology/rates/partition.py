@@ -1,6 +1,7 @@
 """Split the GPUs of a node into equal groups so that the slowest group is as fast as possible.
 
-Exact for up to `MAX_EXACT_ITEMS` GPUs, by dynamic programming over subsets; greedy beyond.
+Exact for up to `MAX_EXACT_ITEMS` GPUs, by dynamic programming over subsets; greedy beyond, and in the order of the GPUs
+beyond `MAX_GREEDY_ITEMS`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TypeAlias
 Score: TypeAlias = tuple[float, float]  # (rate, tie breaker): more is better in both
 Split: TypeAlias = tuple[Score, tuple[tuple[int, ...], ...]]
 MAX_EXACT_ITEMS = 16  # beyond, groups are grown one GPU at a time
+MAX_GREEDY_ITEMS = 32  # beyond, neighbours in number are taken to be neighbours: scoring all groups takes minutes
 
 
 def best_partition(
@@ -25,8 +27,8 @@ def best_partition(
     """
     if groups * size > len(items) or size < 1:
         raise ValueError(f"{groups} groups of {size} do not fit in {len(items)} items")
-    if size == 1:
-        return tuple((item,) for item in items[:groups])
+    if size == 1 or len(items) > MAX_GREEDY_ITEMS or size == len(items):
+        return tuple(tuple(items[at : at + size]) for at in range(0, groups * size, size))
     if len(items) <= MAX_EXACT_ITEMS:
         scores = {group: score(group) for group in combinations(items, size)}
         worst = _best_worst(tuple(items), size, groups, {group: s[0] for group, s in scores.items()})

@@ -1,0 +1,100 @@
+"""Inputs that once crashed, hung or lied: each ends in an error of ours, or in sound numbers where it is an answer."""
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fuzz.formats import FORMATS, clusters, measurements, plan_files, profiles, runs, wrong_numbers
+from topology.errors import PlannerError
+
+MATRIX = (Path(__file__).resolve().parents[1] / "data" / "h200x4" / "nvidia_smi_topo_m.txt").read_text()
+
+
+def altered(document: Any, **values: Any) -> str:
+    """Return the text of a document with values replaced; names have two underscores between keys and indices."""
+    copy = deepcopy(document)
+    for at, value in values.items():
+        *path, last = [int(key) if key.isdigit() else key for key in at.split("__")]
+        spot = copy
+        for key in path:
+            spot = spot[key]
+        spot[last] = value
+    return json.dumps(copy)
+
+
+def absent(document: Any) -> Any:
+    copy = deepcopy(document)
+    for link in copy["groups"][0]["node"]["links"]:
+        link["state"] = "absent"
+    return copy
+
+
+def seeds() -> Iterator[tuple[str, str, str]]:
+    """Yield (format, what is wrong, text)."""
+    plan, run, machine, profile, measured = (
+        some()[0] for some in (plan_files, runs, lambda: clusters()[2:], lambda: profiles()[1:], measurements)
+    )
+    for at, value in {
+        "plan__tp": -1,
+        "plan__pp": 0,
+        "plan__micro_batch_size": 10**12,
+        "runtime__param_dtype": "float64",
+        "workload__global_batch_size": -64,
+        "workload__seq_len": 10**400,
+        "model__layers": -1,
+        "estimate__step_s__value": -0.14,
+        "cluster__gpu_kinds__0__compute_capability": -1,
+        "model__name": "x" * 300,
+        "framework": "x" * 300,
+    }.items():
+        yield "plan file", f"{at} {value!r:.20}", altered(plan, **{at: value})
+    for at, value in {
+        "measured__step_s": [1],
+        "predicted__memory__peak_bytes__value": "much",
+        "plan__pp": 0,
+        "taken_at": "x" * 10**6,
+        "effects": [3],
+        "gpus": [[]],
+        "measured__memory_by_rank": [1],
+        "cluster__groups": [],
+    }.items():
+        yield "run report", f"{at} {value!r:.20}", altered(run, **{at: value})
+    for at, value in {
+        "gpu_kinds__0__compute_capability": -1,
+        "gpu_kinds__0__memory_bytes": 1,
+        "groups__0__node__nics": [],
+        "fabric": None,
+        "groups__0__node__links": [],
+        "groups__0__count": 10**400,
+        "groups__0__node__gpus": [],
+        "name": "\x00" * 300,
+    }.items():
+        yield "cluster", f"{at} {value!r:.20}", altered(machine, **{at: value})
+    yield "cluster", "all links absent", json.dumps(absent(machine))
+    yield "cluster", "a thousand GPUs a node", json.dumps({"gpu": "h100-sxm", "gpus_per_node": 1024, "nodes": 1024})
+    yield "profile", "a collective of 1e-12 s", altered(profile, collectives__0__time_s=1e-12)
+    yield "profile", "negative spread", altered(profile, operators__0__spread=-1.0)
+    yield "profile", "a layer of a model without heads", altered(profile, layers__0__model__heads=0)
+    yield "measurement", "a flow of no GPU", altered(measured, flows__0__flows__0__dst="gpu-1")
+    yield "nvidia-smi", "400,000 brackets", "index, " + "[" * 400_000 + "name\n0, x\n"
+    yield "nvidia-smi", "capabilities without rows", "$ nvidia-smi topo -p2p r\n \tGPU0\tGPU1\n\nLegend:\n"
+    yield "topo -m", "a thousand columns", "\t" + "\t".join(f"GPU{n}" for n in range(1000)) + "\nGPU0\t X \n"
+    yield "topo -m", "a name of 300 characters", MATRIX.replace("GPU0", "GPU" + "0" * 300)
+    yield "NCCL XML", "entities", '<!DOCTYPE x [<!ENTITY a "aa"><!ENTITY b "&a;&a;">]><system>&b;</system>'
+    yield "case", "numbers of 400 digits", '{"plan": {"tp": 1' + "0" * 400 + "}}"
+    yield "config.json", "no layers", '{"model_type": "llama", "num_hidden_layers": 0}'
+    yield "config.json", "code", '{"model_type": "llama", "auto_map": {"AutoModel": "os.system"}}'
+
+
+SEEDS = list(seeds())
+
+
+@pytest.mark.parametrize(("name", "what", "text"), SEEDS, ids=[f"{name}: {what}" for name, what, _ in SEEDS])
+def test_a_seed_ends_well(name: str, what: str, text: str, tmp_path: Path) -> None:
+    with suppress(PlannerError):
+        assert list(wrong_numbers(FORMATS[name].read(text, tmp_path / "input.json"))) == []
