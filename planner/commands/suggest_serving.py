@@ -10,6 +10,7 @@ from planner.export.serving.commands import command
 from planner.export.serving.files import serving_files
 from planner.io import output
 from planner.serving.asked import serving_question
+from planner.serving.crossings import over_load
 from planner.serving.documents import serving_document
 from planner.serving.search import ServingResult, search_serving
 from planner.serving.text import print_serving
@@ -84,13 +85,14 @@ def suggest_serving(given: Mapping[str, Any]) -> None:
         raise UserError(f"{out} is there already", remedy="choose another folder, or pass --force")
     try:
         result = search_serving(question, progress=output.progress, time_limit_s=given["time_limit"])
+        load = over_load(result)
     finally:
         output.end_progress()
     files = _files(result) if out is not None else {}
     if given["json"]:
-        output.emit_json(serving_document(result, top=given["top"]))
+        output.emit_json(serving_document(result, load, top=given["top"]))
     else:
-        print_serving(result, top=given["top"], start=_start(result))
+        print_serving(result, load, top=given["top"], start=_start(result))
     for name, text in files.items():
         out.mkdir(parents=True, exist_ok=True)
         write_text(out / name, text)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from planner.io.output import SCHEMA_VERSION
+from planner.serving.crossings import LoadRow
 from planner.serving.search import ServingPlan, ServingResult
 from simulator.config.estimate import Interval
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.latency import Distribution
 
 
-def serving_document(result: ServingResult, *, top: int) -> dict[str, Any]:
+def serving_document(result: ServingResult, load: Sequence[LoadRow], *, top: int) -> dict[str, Any]:
     """Return the document of `suggest --task serve --json`."""
     question = result.question
     return {
@@ -29,6 +31,16 @@ def serving_document(result: ServingResult, *, top: int) -> dict[str, Any]:
         "objective": question.objective,
         "assumed": list(question.assumed),
         "plans": [_plan(rank, plan) for rank, plan in enumerate(result.plans[:top], 1)],
+        "by_clients": [
+            {
+                "clients": row.clients,
+                "plan": plan_document(row.deployment),
+                "ttft_s": interval(row.estimate.ttft_s),
+                "tpot_s": interval(row.estimate.tpot_s),
+                "output_tokens_per_s_per_gpu": interval(row.estimate.output_tokens_per_s_per_gpu),
+            }
+            for row in load
+        ],
         "rejected": dict(result.rejected),
     }
 

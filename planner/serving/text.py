@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table
 
 from planner.io.output import console, printable
 from planner.serving.break_even import break_even
+from planner.serving.crossings import LoadRow
 from planner.serving.question import ServingQuestion
 from planner.serving.search import ServingPlan, ServingResult
 from simulator.config.estimate import Interval
@@ -15,7 +18,7 @@ from simulator.serving.engine import engine_of
 GIB = float(2**30)
 
 
-def print_serving(result: ServingResult, *, top: int, start: str) -> None:
+def print_serving(result: ServingResult, load: Sequence[LoadRow], *, top: int, start: str) -> None:
     """Print the answer; times have as many digits as their range leaves. `start` starts one engine."""
     screen = console()
     question, best = result.question, result.plans[0]
@@ -37,6 +40,7 @@ def print_serving(result: ServingResult, *, top: int, start: str) -> None:
             screen.print(printable(f"{deployment_text(plan.deployment)}: {plan.lost_because}"))
     _print_memory(result, best)
     _print_break_even(question, best)
+    _print_load(load)
     screen.print(printable(f"Start each engine by: {start}"))
     for line in _notes(result):
         screen.print(printable(line))
@@ -108,6 +112,24 @@ def _print_break_even(question: ServingQuestion, best: ServingPlan) -> None:
         f"{_digits(found.token_s * 1e3)} and {_digits(found.fewer_token_s * 1e3)} ms a token. It is while an all-reduce takes "
         f"under {_digits(max(found.limit_s, 0.0) * 1e6)} us; {_digits(found.all_reduce_s * 1e6)} us are predicted."
     )
+
+
+def _print_load(load: Sequence[LoadRow]) -> None:
+    if not load:
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("clients", justify="right")
+    table.add_column("best of those followed", overflow="fold")
+    for heading in ("1st token ms", "a token ms", "tok/s/GPU"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in load:
+        estimate = row.estimate
+        cells = [_number(estimate.ttft_s, 1e3), _number(estimate.tpot_s, 1e3)]
+        cells.append(_number(estimate.output_tokens_per_s_per_gpu))
+        table.add_row(str(row.clients), deployment_text(row.deployment), *cells)
+    console().print()
+    console().print(table)
+    console().print()
 
 
 def _notes(result: ServingResult) -> list[str]:

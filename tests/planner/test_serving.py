@@ -131,6 +131,17 @@ def test_one_answer_wants_few_links_many_want_replicas() -> None:
     assert (many.engines, many.tp) == (4, 1)
 
 
+def test_more_clients_want_more_replicas(planner: Callable[..., Done]) -> None:
+    done = planner("suggest", "--task", "serve", "--gpus", "4", "--objective", "latency", *QUICK[:4], "--concurrency", "16", "--json")  # fmt: skip
+    rows = json.loads(done.stdout)["by_clients"]
+    assert [row["clients"] for row in rows] == [1, 4, 16, 64, 256]
+    replicas = [row["plan"]["replicas"] for row in rows]
+    assert replicas[0] == 1
+    assert replicas == sorted(replicas)
+    throughput = [row["output_tokens_per_s_per_gpu"]["value"] for row in rows]
+    assert throughput == sorted(throughput)
+
+
 def test_without_fast_links_replicas_win_and_two_gpus_are_slower_than_one(tmp_path: Path) -> None:
     """vllm-project/vllm#689 and gpt-fast#111: with 0.5 ms an all-reduce, 64 of them cost more than a second GPU saves."""
     v100 = cluster_from_case({"gpu": "v100-sxm-32gb", "gpus_per_node": 2, "nodes": 1, "interconnect": "nvlink"})[0]
