@@ -235,7 +235,7 @@ def export_targets() -> tuple[Any, ...]:
     """Return the export targets; none where this version has no exporters."""
     if find_spec("planner.export") is None:
         return ()
-    return tuple(import_module("planner.export.registry").TARGETS)
+    return tuple(import_module("planner.export.targets.registry").TARGETS)
 
 
 def exported(result: SearchResult, ranked: RankedPlan, target: Any) -> Any:
@@ -246,4 +246,4 @@ def exported(result: SearchResult, ranked: RankedPlan, target: Any) -> Any:
     job = import_module("planner.export.job").ExportJob(
         name=result.question.model.name, plan=ranked.plan, question=result.question
     )
-    return import_module("planner.export.registry").export(job, target)
+    return import_module("planner.export.targets.registry").export(job, target)

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from planner.commands import options
-from planner.export.folder import README, export_all
 from planner.export.job import ExportJob, export_job
-from planner.export.registry import TARGETS, find_target
-from planner.export.registry import export as written
+from planner.export.targets.folder import README, export_all
+from planner.export.targets.registry import TARGETS, find_target
+from planner.export.targets.registry import export as written
 from planner.io import output
 from planner.question.cases import case_of_file
 from planner.question.plan_file import refuse_overwrite

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 
 from planner.export.job import ExportJob
-from planner.export.registry import export, find_target
+from planner.export.targets.registry import export, find_target
 from planner.question.question import question_of
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan

@@ -17,8 +17,8 @@ from executor.launch.request import Request
 from planner.export.hosts import hosts_of
 from planner.export.job import ExportJob, export_job
 from planner.export.launchers import torchrun
-from planner.export.registry import TARGETS, export, find_target
 from planner.export.schema import schema
+from planner.export.targets.registry import TARGETS, export, find_target
 from planner.question.cases import case_of_file
 from planner.question.question import question_of
 from simulator.config.hf_config import load_model

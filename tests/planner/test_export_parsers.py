@@ -12,8 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
-from planner.export.registry import TARGETS, export
 from planner.export.schema import schema
+from planner.export.targets.registry import TARGETS, export
 from tests.planner.test_export import JOBS
 from tests.tools.export_schemas import package_version
 from tests.tools.export_table import read_back

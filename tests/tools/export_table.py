@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from planner.export.draft import Exported, Target  # noqa: E402
 from planner.export.job import export_job  # noqa: E402
-from planner.export.registry import TARGETS, export  # noqa: E402
+from planner.export.targets.registry import TARGETS, export  # noqa: E402
 from planner.question.cases import case_of_file  # noqa: E402
 from tests.tools.export_readers import plain, same  # noqa: E402
 from topology.errors import Infeasible  # noqa: E402

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from planner.export.draft import Exported
 from planner.export.job import ExportJob
-from planner.export.registry import TARGETS, export
 from planner.export.script import comment
+from planner.export.targets.registry import TARGETS, export
 from topology.errors import Infeasible
 
 README = "README.md"
