@@ -23,7 +23,7 @@ from simulator.program import trace as tr
 # Up to so many instructions the finer detail is used: a second or two of simulation. Beyond, stages are folded.
 FINE_INSTRUCTIONS = 60_000
 # Telling which ranks behave alike takes as long for so many of them as simulating one instruction.
-RANKS_PER_INSTRUCTION = 6
+RANKS_PER_INSTRUCTION = 2
 # Instructions of a layer and pass, and of a stage and pass, as `layer` and `stage` code have them: rough
 # counts, for choosing only.
 PER_LAYER, PER_STAGE = 24, 14
