@@ -18,7 +18,7 @@ from planner.question.flags import Flags
 from planner.question.overrides import with_flags
 from planner.question.plan_file import plan_file, refuse_overwrite, save_plan
 from simulator.fitting.calibration_fit import Calibrations
-from topology.errors import UserError
+from topology.errors import Infeasible, UserError
 
 
 def estimate(
@@ -101,7 +101,7 @@ def _answer_list(raw: list[dict[str, Any]], said: Flags, measured: Calibrations,
     for index, data in enumerate(raw):
         try:
             found = answer_plan(with_flags(load_case(data, measured), said, measured))
-        except UserError as error:
+        except (UserError, Infeasible) as error:
             documents.append(unreadable_document(case_id(data), str(error)))
             output.warn(f"case {case_id(data)}: {error}")
             continue

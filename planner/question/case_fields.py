@@ -33,20 +33,10 @@ def refuse_unknown(data: Mapping[str, Any], known: tuple[str, ...], where: str) 
     if unknown:
         near = get_close_matches(str(unknown[0]), known, n=1)
         raise BadPlan(
-            f"{where} has unknown keys: {', '.join(map(repr, unknown[:8]))}",
-            why="a misspelt key would otherwise be a setting ignored",
+            f"{where} has {'an unknown key' if len(unknown) == 1 else 'unknown keys'}: {', '.join(map(show, unknown[:8]))}",
+            why="nothing reads it, so what it says would be dropped",
             remedy=f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}",
         )
-
-
-def ignored_keys(data: Mapping[str, Any], known: tuple[str, ...], where: str) -> list[str]:
-    """Return a line for every key that is not understood. Raises BadPlan where it looks like a known one misspelt."""
-    unknown = [str(key) for key in data if key not in known]
-    for key in unknown:
-        near = get_close_matches(key, known, n=1, cutoff=0.75)
-        if near:
-            raise BadPlan(f"{where} has an unknown key {key!r}", remedy=f"did you mean {near[0]!r}?")
-    return [f"key {show(key)} of {where} is not understood and was ignored" for key in unknown]
 
 
 def whole_number(value: Any, where: str, *, least: int = 1, most: int = MAX_COUNT) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from planner.question.case_fields import flag, ignored_keys, section_of, unsaid, word_of
+from planner.question.case_fields import flag, refuse_unknown, section_of, unsaid, word_of
 from simulator.config.runtime import NOT_MODELLED, Runtime
 from simulator.legality.frameworks import Framework
 from simulator.runtimes.library import resolve
@@ -20,7 +20,9 @@ _RUNTIME_KEYS = (
     "optimizer",
     "release",
     "low_precision_recipe",
+    "cuda_graph",
 )
+_NO_GRAPHS = ("no", "off", "false", "impl none")  # how sources say that there were no CUDA graphs
 
 
 # What a stated recipe computes in where the source does not name the type.
@@ -39,8 +41,10 @@ def resolve_runtime(stated: Mapping[str, Any]) -> tuple[Runtime, list[str]]:
 def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> dict[str, Any]:
     """Return what a case says of its runtime, checked; what it leaves out goes to `assumed`. Raises UserError."""
     stated = section_of(data, "runtime", name)
-    assumed += ignored_keys(stated, _RUNTIME_KEYS, f"case {name}: runtime")
-    stated = {key: value for key, value in stated.items() if key in _RUNTIME_KEYS}
+    refuse_unknown(stated, _RUNTIME_KEYS, f"case {name}: runtime")
+    graphs = stated.pop("cuda_graph", None)
+    if not (unsaid(graphs) or graphs is False or str(graphs).lower().startswith(_NO_GRAPHS)):
+        assumed.append("launches cost the host what they do without CUDA graphs, which the source states")
     for key, value in stated.items():
         if unsaid(value):
             continue

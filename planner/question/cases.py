@@ -14,7 +14,6 @@ from typing import Any
 from planner.io.inputs import read_cluster
 from planner.question.case_fields import (
     flag,
-    ignored_keys,
     kind_of,
     positive,
     refuse_unknown,
@@ -44,13 +43,15 @@ from topology import codec
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.clusters import cluster_from_case
 from topology.cluster import Cluster
-from topology.errors import BadCluster, BadInput, BadModel, UserError
+from topology.errors import BadCluster, BadInput, BadModel, Infeasible, UserError
 from topology.rates.reach import doubts_about
 
 SEQ_LEN = 8192  # tokens in a sequence where flags give none
 SEQUENCES_PER_GPU = 8  # the global batch assumed when flags give none
 
-_CASE_KEYS = ("id", "model", "cluster", "workload", "plan", "runtime", "measured", "outcome", "source", "note", "peers")
+# Where a case is from and what became of it: kept with it, and nothing to predict by. `note` says what measurements mean.
+_ABOUT_KEYS = ("source", "note", "notes", "comment", "url", "date", "peers")
+_CASE_KEYS = ("id", "model", "cluster", "workload", "plan", "runtime", "measured", "outcome", *_ABOUT_KEYS)
 _DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages")
 _PLAN_KEYS = (
     *_DEGREES,
@@ -66,6 +67,7 @@ _PLAN_KEYS = (
     "cp_method",
     "capacity_factor",
     "placement",
+    "ep_overlap",
 )
 _SCHEDULES = {**{name.lower(): name for name in SCHEDULES}, "interleaved": "Interleaved1F1B", "zbv": "ZBVZeroBubble"}
 
@@ -110,12 +112,12 @@ def read_cases(path: str | Path) -> tuple[list[dict[str, Any]], bool]:
 def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> Case:
     """Return a Case from its dictionary. Raises BadModel, BadCluster or BadPlan, naming the field."""
     name = case_id(data)
-    assumed = ignored_keys(data, _CASE_KEYS, f"case {name}")
+    refuse_unknown(data, _CASE_KEYS, f"case {name}")
     model = _model(data.get("model"), name)
-    assumed += model.assumed
+    assumed = list(model.assumed)
     cluster, from_cluster = _cluster(data.get("cluster"), name)
     assumed += from_cluster
-    workload = _workload(data.get("workload"), name, assumed)
+    workload = _workload(data.get("workload"), name)
     stated_plan = section_of(data, "plan", name)
     stated_runtime = runtime_section(data, name, assumed)
     framework = framework_of_runtime(stated_runtime["name"])
@@ -213,6 +215,7 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     stated_runtime, implied = implied_runtime(said, stated_plan, framework)
     resolved, from_runtime = resolve_runtime(stated_runtime)
     chosen, from_plan = complete_plan(stated_plan, workload, framework, where="flags")
+    require_pipeline(flags, chosen)
     question = Question(
         model=network,
         cluster=machine,
@@ -224,6 +227,15 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     )
     assumed += [*network.assumed, *implied, *from_runtime, *from_plan]
     return Case(id="flags", question=question, plan=chosen, assumed=_all_assumed(assumed, chosen, question, measured))
+
+
+def require_pipeline(flags: Flags, plan: Plan) -> None:
+    """Raise UserError where a schedule is said of a plan that has no pipeline."""
+    if flags.plan.get("schedule") and plan.pp == 1:
+        raise UserError(
+            f"--schedule {flags.plan['schedule']} orders the stages of a pipeline, and the plan has none (pp 1)",
+            remedy="--pp 2, or leave the schedule out",
+        )
 
 
 def _all_assumed(assumed: Sequence[str], plan: Plan, question: Question, measured: Calibrations) -> tuple[str, ...]:
@@ -305,6 +317,13 @@ def complete_plan(
     factor = stated_value(stated, "capacity_factor")
     if factor is not None:
         values["capacity_factor"] = positive(factor, f"{where}: plan.capacity_factor")
+    moved = stated_value(stated, "ep_overlap")
+    if moved is not None and flag(moved, f"{where}: plan.ep_overlap"):
+        raise Infeasible(
+            f"{where}: plan.ep_overlap: expert-parallel traffic beside compute is not modelled",
+            why="what it hides depends on how a framework splits and interleaves batches",
+            remedy="leave it out to have the traffic costed where nothing hides it",
+        )
     values["schedule"] = _schedule(stated, values, assumed, where)
     values["recompute"] = _recompute(stated, framework, assumed, where)
     overlap = stated_value(stated, "tp_overlap")
@@ -344,10 +363,10 @@ def _cluster(value: Any, name: str) -> tuple[Cluster, list[str]]:
     )
 
 
-def _workload(value: Any, name: str, assumed: list[str]) -> Workload:
+def _workload(value: Any, name: str) -> Workload:
     if not isinstance(value, dict):
         raise BadInput(f"case {name}: workload is {kind_of(value)}, not an object with seq_len and global_batch_size")
-    assumed += ignored_keys(value, ("task", "seq_len", "global_batch_size"), f"case {name}: workload")
+    refuse_unknown(value, ("task", "seq_len", "global_batch_size"), f"case {name}: workload")
     task = value.get("task") or "train"
     if task != "train":
         raise UserError(

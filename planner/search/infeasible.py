@@ -20,6 +20,7 @@ from planner.search.scaling import scale_memory, with_gpus
 from simulator.closed_form.screening import Screening
 from simulator.columns.plan_columns import PlanColumns
 from simulator.config.plan import Plan
+from simulator.config.runtime import MOMENTS
 from simulator.config.workload import Workload
 from simulator.legality.frameworks import ANY, Framework
 from simulator.pipeline.schedules import SPLIT_BACKWARD
@@ -266,7 +267,7 @@ def min_gpus_for_state(screening: Screening) -> int:
     spec, runtime = screening.operators.spec, screening.scenario.runtime
     param = {"float32": 4.0}.get(runtime.param_dtype, 2.0)
     master = 4.0 if spec.state.master_weights and param < 4 else 0.0
-    moments = 0.0 if runtime.optimizer == "sgd" else 2.0 * (4.0 if master else param)
+    moments = MOMENTS.get(runtime.optimizer, 0) * (4.0 if master else param)
     return max(
         1, int(np.ceil(screening.scenario.model.parameters * (param + moments + master) / screening.capacity_bytes))
     )

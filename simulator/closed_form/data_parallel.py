@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from simulator.closed_form.layer_cost import CostContext
 from simulator.closed_form.memory import Parameters
 from simulator.columns.plan_table import Floats, PlanTable
-from simulator.config.runtime import Runtime
+from simulator.config.runtime import MOMENTS, Runtime
 from simulator.kernels.roofline import UPDATE_BYTES, efficiency
 from simulator.pipeline.stages import StageLayout
 from simulator.runtimes.library import ModelOperators, RuntimeSpec, spec_for
@@ -176,9 +176,10 @@ def sm_share(context: CostContext, *ops: str) -> float:
     return efficiency(gpu.architecture).nccl_sms / gpu.sm_count
 
 
-# Bytes a fused AdamW moves per parameter it owns in float32: reads parameter, gradient and two moments, writes three.
-# Clipping reads gradients for the norm, then reads and writes them to scale.
-ADAM_BYTES = 28.0
+# Bytes a fused optimizer moves per parameter it owns in float32: it reads parameter and gradient, writes the parameter, and
+# reads and writes every moment. AdamW has two. Clipping reads gradients for the norm, then reads and writes them to scale.
+PLAIN_BYTES, MOMENT_BYTES = 12.0, 8.0
+ADAM_BYTES = PLAIN_BYTES + 2 * MOMENT_BYTES
 CLIP_BYTES = UPDATE_BYTES - ADAM_BYTES
 
 
@@ -191,7 +192,8 @@ def update_bytes(runtime: Runtime, owned: Floats | float, held: Floats | float) 
     sharded, and what the runtime does to the gradients of all that it has `held` before.
     """
     state = spec_for(runtime).state
-    per_owned = ADAM_BYTES + CLIP_BYTES + (COPY_BYTES if state.master_weights else 0.0)
+    per_owned = PLAIN_BYTES + MOMENTS[runtime.optimizer] * MOMENT_BYTES + CLIP_BYTES
+    per_owned += COPY_BYTES if state.master_weights else 0.0
     return owned * per_owned + held * state.gradient_passes_bytes
 
 

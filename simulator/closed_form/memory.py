@@ -19,6 +19,7 @@ from simulator.closed_form.layer_cost import BlockCost, CostContext
 from simulator.closed_form.overlap_memory import symmetric_bytes
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
+from simulator.config.runtime import MOMENTS
 from simulator.kernels.operators import OperatorSpec, parse_matmul, tensor_bytes
 from simulator.pipeline.schedules import SPLIT_BACKWARD
 from simulator.pipeline.stages import StageLayout, head_in_flight, in_flight
@@ -205,11 +206,11 @@ State = Literal["parameters", "gradients", "optimizer"]
 def state_bytes(context: CostContext) -> dict[State, float]:
     """Return bytes per parameter of each kind of state, before sharding.
 
-    Adam keeps its two moments in the type of the parameters it updates: the float32 copy where there is one.
+    An optimizer keeps its moments in the type of the parameters it updates: the float32 copy where there is one.
     """
     state, param = context.spec.state, context.dtype_bytes("param")
     master = 4.0 if state.master_weights and param < 4 else 0.0
-    moments = 0.0 if context.runtime.optimizer == "sgd" else 2.0 * (4.0 if master else param)
+    moments = MOMENTS[context.runtime.optimizer] * (4.0 if master else param)
     gradients = context.dtype_bytes(state.gradient_dtype)
     return {"parameters": param, "gradients": gradients, "optimizer": moments + master}
 

@@ -28,6 +28,9 @@ from topology.errors import BadPlan
 MODES = ("none", "chunked", "ring", "copy_engine", "fused", "async")
 # What `executor.overlap` calls those that have no implementation of ours: NCCL and then the product, and torch's own.
 EXECUTOR_NAMES = {"none": "nccl", "async": "torch_symm_mem"}
+# Transformer Engine's userbuffers pass shards round a ring by copy engines, and cut the products beside them into pieces
+# (transformer_engine/pytorch/module/base.py: initialize_ub, ring_exchange with use_ce).
+SYNONYMS = {"userbuffers": "copy_engine"}
 SITES = ("attention_in", "attention_out", "mlp_in", "mlp_out")
 NONE = "none"
 
@@ -103,6 +106,7 @@ def tp_overlap_slug(tp_overlap: str) -> str:
 
 
 def _mode(mode: str, tp_overlap: str) -> str:
+    mode = SYNONYMS.get(mode, mode)
     if mode not in MODES:
         raise BadPlan(f"tp_overlap {tp_overlap!r} is unknown: {mode!r} is no mode", why=f"known: {', '.join(MODES)}")
     return mode

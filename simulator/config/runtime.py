@@ -15,7 +15,9 @@ DTYPE_BYTES = {
     name: ELEMENT_BYTES[short]
     for name, short in {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "float8": "f8"}.items()
 }
-OPTIMIZERS = ("adamw", "adam", "sgd")  # whose states and updates are costed
+# Moments that an optimizer keeps of every parameter; others are not modelled. SGD is that without momentum, as torch's is
+# unless told otherwise; Lion keeps one moment (Chen et al., arXiv 2302.06675).
+MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
 # Types that a source may state and nothing here models: their kernels, casts and scaling are not costed.
 NOT_MODELLED = ("float8", "float4")
 
@@ -50,9 +52,9 @@ class Runtime:
                 f"{', '.join(low)}: low precision is not modelled yet (casts, scaling factors and the products left in 16 "
                 "bits decide what it gains), so it is not predicted"
             )
-        if self.optimizer not in OPTIMIZERS:
+        if self.optimizer not in MOMENTS:
             return (
                 f"optimizer {self.optimizer!r} is not modelled: its states and its update are not known; known: "
-                f"{', '.join(OPTIMIZERS)}"
+                f"{', '.join(MOMENTS)}"
             )
         return ""

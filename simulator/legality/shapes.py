@@ -132,13 +132,22 @@ SHAPE_RULES: list[Rule] = [
     ),
     rule(
         "positions",
+        lambda c, q: np.full(len(c), q.workload.seq_len > q.model.learned_positions),
+        lambda p, q: (
+            f"sequence {q.workload.seq_len} is beyond the table of {q.model.learned_positions} learned positions of "
+            f"{q.model.name}: the tokens after them have none"
+        ),
+        applies=lambda q: 0 < q.model.learned_positions < q.workload.seq_len,
+    ),
+    rule(
+        "positions",
         lambda c, q: np.full(len(c), q.workload.seq_len > q.model.max_positions),
         lambda p, q: (
             f"sequence {q.workload.seq_len} is beyond the {q.model.max_positions} positions that {q.model.name} states: "
             "its position encoding has to be extended"
         ),
         grade=Grade.LEGAL,
-        applies=lambda q: 0 < q.model.max_positions < q.workload.seq_len,
+        applies=lambda q: not q.model.learned_positions and 0 < q.model.max_positions < q.workload.seq_len,
     ),
     *_axis_rules(),
     rule(

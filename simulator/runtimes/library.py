@@ -304,8 +304,6 @@ def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
         if key.endswith("dtype") and value not in DTYPE_BYTES and value not in NOT_MODELLED:
             raise BadPlan(f"runtime.{key} {value!r} is unknown", why=f"known: {', '.join(DTYPE_BYTES)}")
         chosen[key] = value
-    if chosen["optimizer"] == "sgd":
-        assumed.append("sgd keeps no moments; its update is costed as adamw's, which moves more")
     version, release = stated.get("version"), stated.get("release")
     if release and not version and spec.earlier is not None:
         version = release if DATED.match(str(release)) else None

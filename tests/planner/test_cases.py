@@ -240,12 +240,26 @@ def test_no_case_crashes_the_reader(section, key, value, whole):
         load_case(case)
 
 
-def test_keys_beside_the_point_are_noted():
-    """What a source adds of its own is listed, not obeyed and not fatal."""
-    case = load_case({**changed(runtime={"colour": "red"}), "reviewed_by": "somebody"})
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        (changed(runtime={"colour": "red"}), "'colour'"),
+        (changed(plan={"tensor_parallel": 4}), "'tensor_parallel'"),
+        (changed(cluster={"gpu": "h100-sxm", "racks": 4}), "'racks'"),
+        (changed(workload={"warmup": 100}), "'warmup'"),
+        ({**changed(), "reviewed_by": "somebody"}, "'reviewed_by'"),
+    ],
+)
+def test_keys_that_nothing_reads_are_refused_by_name(case, key):
+    with pytest.raises(UserError, match=key):
+        load_case(case)
 
-    assert "key 'colour' of case base: runtime is not understood and was ignored" in case.assumed
-    assert any("'reviewed_by'" in line for line in case.assumed)
+
+def test_what_is_said_about_a_case_is_no_setting():
+    """Where a case is from, and what runs of it became, may be told in words."""
+    load_case(
+        {**changed(), "source": "a paper", "notes": "two nodes were slow", "url": "https://example.org", "peers": {}}
+    )
 
 
 @pytest.mark.parametrize("word", ["float8", "float4"])
@@ -279,6 +293,66 @@ def test_unknown_optimizers_are_refused_and_known_ones_recognised():
         found = answer_plan(load_case(changed(runtime={"optimizer": word})))
         assert found.estimate is None
         assert any(word in one.message for one in found.problems)
+
+
+def test_every_optimizer_has_its_own_states_and_update():
+    """In float32 over 8 ranks: 8 bytes a parameter for Adam's two moments, 4 for Lion's one, none for plain SGD; an update
+    reads parameter and gradient, writes the parameter, and reads and writes each moment.
+    """
+    found = {
+        word: answer_plan(load_case(changed(runtime={"optimizer": word}, plan={"recompute": "full"}))).estimate
+        for word in ("adamw", "lion", "sgd")
+    }
+    parameters = load_case(changed()).question.model.parameters
+    states = [found[word].memory.by_stage[0].get("optimizer", 0.0) for word in found]
+
+    assert states == pytest.approx([parameters * width / 8 for width in (8, 4, 0)], rel=0.01)
+    # Clipping moves 12 bytes a parameter beside the 28, 20 and 12 of the updates.
+    updates = [found[word].breakdown_s["optimizer"] for word in found]
+    assert [one / updates[0] for one in updates] == pytest.approx([1, 32 / 40, 24 / 40], rel=0.01)
+
+
+def test_userbuffers_are_copies_beside_products():
+    case = load_case(
+        changed(plan={"tp": 8, "dp_shard": 1, "tp_overlap": "userbuffers"}, runtime={"name": "megatron-lm"})
+    )
+
+    assert case.plan.tp_overlap == "copy_engine"
+
+
+def test_expert_overlap_is_refused_until_it_is_modelled(planner, tmp_path):
+    (tmp_path / "case.json").write_text(json.dumps(changed(plan={"ep_overlap": True})))
+
+    assert "not modelled" in planner("estimate", "--case", tmp_path / "case.json").stderr
+    assert "not modelled" in validate_case(changed(plan={"ep_overlap": True}))["skipped"]
+    assert load_case(changed(plan={"ep_overlap": False})).plan == load_case(changed()).plan
+
+
+def test_cuda_graphs_are_said_not_to_be_counted():
+    lines = {graphs: load_case(changed(runtime={"cuda_graph": graphs})).assumed for graphs in (True, "no", None)}
+
+    assert [any("CUDA graphs" in line for line in lines[graphs]) for graphs in lines] == [True, False, False]
+
+
+def test_learned_positions_end_where_their_table_ends():
+    """GPT-2 has 1,024 rows of positions: no tokens after them. Rotary positions go on, at the price of a note."""
+    short, long = (
+        answer_plan(load_case(changed(model="gpt2", workload={"seq_len": length}))) for length in (1024, 2048)
+    )
+
+    assert short.estimate is not None
+    assert long.estimate is None
+    assert any("1024 learned positions" in one.message for one in long.problems)
+
+
+@pytest.mark.parametrize("arguments", [(), ("--case",)])
+def test_a_schedule_flag_needs_a_pipeline(planner, tmp_path, arguments):
+    path = tmp_path / "case.json"
+    path.write_text(json.dumps(BASE))
+    done = planner("estimate", *(arguments and (*arguments, path)), "--schedule", "1F1B")
+
+    assert done.returncode == 2
+    assert "--pp" in done.stderr
 
 
 def test_a_schedule_without_a_pipeline_is_said_to_change_nothing():

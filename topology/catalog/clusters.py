@@ -67,9 +67,9 @@ def cluster_from_case(
 ) -> tuple[Cluster, tuple[str, ...]]:
     """Return the cluster of a case and what had to be assumed about it.
 
-    `spec` has the keys of `CASE_KEYS`; a key that is absent, null or "unknown" was not stated. Unknown keys are listed
-    among the assumptions. `already_stated` names fields that the caller sets itself (`fabric`, `oversubscription`), so
-    that they are not listed. Raises BadCluster for a GPU that is not in the catalogue and for impossible values.
+    `spec` has the keys of `CASE_KEYS`; a key that is absent, null or "unknown" was not stated. `already_stated` names
+    fields that the caller sets itself (`fabric`, `oversubscription`), so that they are not listed. Raises BadCluster for a
+    GPU that is not in the catalogue, unknown keys and impossible values.
     """
     stated = {key: value for key, value in spec.items() if value is not None and value != "unknown"}
     gpu = stated.get("gpu")
@@ -77,7 +77,14 @@ def cluster_from_case(
         raise BadCluster("the cluster names no GPU", remedy='give "gpu", for example "h100-sxm"')
     kind = gpu_kind(gpu)
     usual = default_platform(kind)
-    assumed = [f"cluster key {key!r} is not understood and was ignored" for key in stated if key not in CASE_KEYS]
+    assumed: list[str] = []
+    if unknown := [str(key) for key in spec if key not in CASE_KEYS]:
+        near = difflib.get_close_matches(unknown[0], CASE_KEYS, n=1)
+        raise BadCluster(
+            f"cluster has an unknown key: {unknown[0][:40]!r}",
+            why="nothing reads it, so what it says would be dropped",
+            remedy=f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(CASE_KEYS)}",
+        )
 
     def number(key: str, *, whole: bool) -> Any:
         value = stated.get(key)
