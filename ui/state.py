@@ -230,7 +230,9 @@ def sidebar() -> Inputs:
         with left:
             seq_len = _number("Sequence", "seq", MAX_SEQ, "", "Tokens in a sequence.") or _DEFAULT.seq_len
         with right:
-            batch = _number("Global batch", "batch", MAX_BATCH, "8 a GPU", "Sequences in an optimizer step.")
+            batch = _number(
+                "Global batch", "batch", MAX_BATCH, "as a published recipe", "Sequences in an optimizer step."
+            )
         framework = _choice("Framework", list(FRAMEWORKS), "framework", "Its rules for legal plans, and its kernels.")
         objective = _choice(
             "Best by", list(OBJECTIVES), "objective", "Least step time, least memory, or the Pareto front of both."

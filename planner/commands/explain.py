@@ -43,7 +43,8 @@ def explain(
     gpus: Annotated[str | None, typer.Option("--gpus", help="Number of GPUs to use.")] = None,
     seq_len: plan_flags.SeqLen = None,
     global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step; default 8 a GPU.")
+        int | None,
+        typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step; default: a published recipe's."),
     ] = None,
     framework: Annotated[
         str | None, typer.Option("--framework", help="Whose rules and kernels; default torchtitan.")
@@ -53,7 +54,12 @@ def explain(
     observed_peak: Annotated[
         str | None, typer.Option("--observed-peak", help="A peak that was measured: 32GB, 29.8GiB.")
     ] = None,
-    flips: Annotated[bool, typer.Option("--flips/--no-flips", help="Ask again on changed machines.")] = True,
+    flips: Annotated[
+        bool,
+        typer.Option(
+            "--flips/--no-flips", help="Search again on changed machines: takes as long as dozens of answers."
+        ),
+    ] = False,
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
     profile: options.Profile = None,

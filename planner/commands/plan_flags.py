@@ -15,7 +15,8 @@ SeqLen = Annotated[
     int | None, typer.Option("--seq-len", "--seq", min=1, max=1 << 31, help="Tokens in a sequence; default 8192.")
 ]
 GlobalBatch = Annotated[
-    int | None, typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step; default 8 a GPU.")
+    int | None,
+    typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step; default: a published recipe's."),
 ]
 MicroBatch = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Sequences in a micro batch.")]
 DpReplicate = Annotated[int | None, typer.Option("--dp-replicate", min=1, help="Replicas.")]

@@ -101,7 +101,8 @@ def suggest(
     task: TaskOption = Task.TRAIN,
     seq_len: options.SeqLen = 8192,
     global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step; default 8 a GPU.")
+        int | None,
+        typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step; default: a published recipe's."),
     ] = None,
     framework: FrameworkOption = "torchtitan",
     objective: ObjectiveOption = Objective.TIME,

@@ -68,7 +68,8 @@ def print_search(result: SearchResult, *, out: str | None) -> None:
         )
     print()
     notes = [f"note      [{problem.grade}] {problem.message}" for problem in best.problems]
-    lines = [*flips, *notes, *question_lines(question), *assumed_lines(result.assumed)]
+    print_lines(console(), [*flips, ""] if flips else [])
+    lines = [*notes, *question_lines(question), *assumed_lines(result.assumed)]
     lines += [parts_line(best.estimate), memory_line(best.estimate), *basis_lines(best.estimate, best.method)]
     print_lines(console(), [*lines, f"searched  {search_line(result)}"])
 
@@ -141,9 +142,8 @@ def may_fit_sentence(found: MayFit, best: RankedPlan) -> str:
     """Return what the fastest plan that may fit would gain over the first, which surely does."""
     plan, memory = found.plan, found.estimate.memory
     same = approach_text(plan) == approach_text(best.plan)
-    what = f"recompute {plan.recompute}" if same and plan.recompute != best.plan.recompute else policy_text(plan)
-    if not same:
-        what = f"{approach_text(plan)}, {policy_text(plan)}"
+    settings = f"recompute {plan.recompute}, micro batch {plan.micro_batch_size}"
+    what = settings if same else f"{approach_text(plan)} ({settings})"
     needs = f"{gib_text(memory.reserved_bytes)} GiB of {gib_text(memory.capacity_bytes)}"
     return f"{_capital(what)} would be {found.faster:.0%} faster and is {chance(found.fit_probability)} likely to fit: {needs}."
 

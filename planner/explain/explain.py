@@ -1,7 +1,8 @@
 """Explain a plan: where its step and memory go, why other plans lost, and what would change the answer.
 
-Data for the command and the explorer. The flip points of the answer are found by searching again on a changed cluster,
-not by comparing two plans: below this bandwidth, or with this much memory, the *best plan* is another.
+Data for the command and the explorer. The flip points of the answer, where they are asked for, are found by searching
+again on a changed cluster, not by comparing two plans: below this bandwidth, or with this much memory, the *best plan* is
+another. Both plans are then predicted there, and what does not hold is left out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from planner.explain.traffic import Traffic, traffic_of
 from planner.explain.waterfall import Difference, MemoryRow, Waterfall, difference, memory_rows, waterfall
 from planner.question.prediction import predict
 from planner.question.question import Question
+from planner.search.finalists import Finalist, in_order
 from planner.search.fixes import Fix, find_fixes
 from planner.search.flips import KNOBS, FlipPoint, Knob
 from planner.search.plan_space.branch_and_bound import explore
@@ -24,11 +26,12 @@ from planner.search.reasons import lost_because
 from planner.search.result import SearchResult
 from planner.search.scaling import scale_memory, with_gpus
 from planner.search.search import rank_rows
+from simulator.calibration.intervals import memory_factors
 from simulator.closed_form.screening import Screening
-from simulator.config.estimate import Estimate
+from simulator.config.estimate import Estimate, sure_bytes
 from simulator.config.plan import MESH_AXES, Plan
 from topology.cluster import Cluster
-from topology.errors import UserError
+from topology.errors import PlannerError, UserError
 
 # What an estimate of model state counts (NVIDIA/Megatron-LM#525); it leaves out everything else.
 STATE = frozenset({"parameters", "gradients", "optimizer"})
@@ -119,7 +122,7 @@ def explain(
     result: SearchResult,
     *,
     observed_bytes: float | None = None,
-    with_flips: bool = True,
+    with_flips: bool = False,
     grow: Callable[[int], Cluster] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Explanation:
@@ -162,18 +165,35 @@ def explain(
 
 
 def best_plan(question: Question, bounds: Bounds | None = None) -> Plan | None:
-    """Return the fastest plan by the closed form; None if no plan is legal or fits."""
+    """Return the fastest plan that surely fits, else the fastest that may, by the closed form; None if there is none."""
     try:
         nodes = enumerate_nodes(question, bounds=bounds)
     except UserError:
         return None
     if not len(nodes):
         return None
-    screening, recomputes = Screening(question), question.framework.recomputes
-    found = explore(screening, with_overlap_by_site(screening, nodes, question.framework, recomputes), recomputes)
-    if not len(found):
-        return None
-    return found.columns.plan(rank_rows(found.columns, found.step_s, top=1, all_variants=True)[0])
+    recomputes = question.framework.recomputes
+    for share in (sure_bytes(1.0, memory_factors()[1]), 1.0):
+        screening = Screening(question, share=share)
+        found = explore(screening, with_overlap_by_site(screening, nodes, question.framework, recomputes), recomputes)
+        if len(found):
+            return found.columns.plan(rank_rows(found.columns, found.step_s, top=1, all_variants=True)[0])
+    return None
+
+
+def holds(question: Question, now: Plan, becomes: Plan) -> bool:
+    """Return whether `becomes` is listed before `now` when both are predicted for `question`; those that do not run are not."""
+    try:
+        found = [
+            Finalist(plan=plan, estimate=predict(question, plan).estimate) if question.legal(plan) else None
+            for plan in (now, becomes)
+        ]
+    except PlannerError:
+        return False
+    mine, theirs = found
+    if theirs is None or mine is None:
+        return theirs is not None
+    return in_order([mine, theirs], "time")[0].plan == becomes
 
 
 def degrees(plan: Plan | None) -> tuple[int, ...]:
@@ -201,7 +221,7 @@ def answer_flips(
         return
     for size in (now.micro_batch_size // 2, now.micro_batch_size * 2):
         other = best_plan(question, Bounds(micro_batch=exactly(size))) if size else None
-        if other is not None and degrees(other) != degrees(now):
+        if other is not None and degrees(other) != degrees(now):  # another question: nothing to compare with
             yield _flip("micro batch", now.micro_batch_size, size, "sequences", other)
     for count in (question.count // 2, question.count * 2):
         try:
@@ -239,7 +259,8 @@ def _flip_in_direction(
                 unchanged_factor = middle
             else:
                 factor, found = middle, middle_plan  # noqa: PLW2901 - the bracket closes
-        if found is not None:
+        there = replace(question, cluster=knob.scale(question.cluster, factor))
+        if found is not None and (now is None or holds(there, now, found)):
             yield _flip(knob.quantity, value, value * factor, knob.unit, found)
         return
 

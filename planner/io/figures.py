@@ -15,7 +15,7 @@ GIB = 2.0**30
 def last_digit_s(value: Interval) -> float:
     """Return the place of the last digit that is known of a time, in seconds: 0.1 for 7.25 s (6.29 to 8.98)."""
     half = (value.high - value.low) / 2 or abs(value.value) * 1e-3
-    return 10.0 ** floor(log10(half / 2)) if half > 0 else 1e-3
+    return 10.0 ** floor(log10(half / 2.5)) if half > 0 else 1e-3
 
 
 def seconds_text(value_s: float, last_s: float, *, signed: bool = False) -> str:
@@ -43,14 +43,11 @@ def _digits(value: float, last: float, *, signed: bool = False) -> str:
 
 
 def rate_text(estimate: Estimate) -> str:
-    """Return tokens a second and GPU, to as many digits as the step is known to."""
-    step = estimate.step_s
-    digits = 1 if not step.value else max(1, floor(log10(step.value / last_digit_s(step)) + 1e-9) + 1)
-    rate = estimate.tokens_per_s_per_gpu
+    """Return tokens a second and GPU to two digits, as steps are known to 10 % at best."""
     return (
-        f"{round(rate, digits - 1 - floor(log10(rate))) if rate > 0 else rate:,.4g}"
-        if rate < 1000
-        else (f"{round(rate, digits - 1 - floor(log10(rate))):,.0f}")
+        f"{float(f'{estimate.tokens_per_s_per_gpu:.2g}'):,.4g}"
+        if estimate.tokens_per_s_per_gpu < 10
+        else (f"{float(f'{estimate.tokens_per_s_per_gpu:.2g}'):,.0f}")
     )
 
 

@@ -28,6 +28,7 @@ from planner.question.case_runtime import implied_runtime, resolve_runtime, runt
 from planner.question.flags import Flags
 from planner.question.plan_file import PlanFile, load_plan, require_fresh
 from planner.question.question import Question
+from planner.question.recipes import default_batch
 from simulator.calibration.calibration import overlap_assumed
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model import Model
@@ -47,7 +48,6 @@ from topology.errors import BadCluster, BadInput, BadModel, Infeasible, UserErro
 from topology.rates.reach import doubts_about
 
 SEQ_LEN = 8192  # tokens in a sequence where flags give none
-SEQUENCES_PER_GPU = 8  # the global batch assumed when flags give none
 
 # Where a case is from and what became of it: kept with it, and nothing to predict by. `note` says what measurements mean.
 _ABOUT_KEYS = ("source", "note", "notes", "comment", "url", "date", "peers")
@@ -199,10 +199,14 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
     machine = read_cluster(cluster, count, gpu=flags.gpu)
     if not flags.gpus and count != whole.gpu_count:
         assumed.append(f"{count} GPUs (the product of the degrees)")
-    batch = flags.global_batch or SEQUENCES_PER_GPU * count
-    if flags.global_batch is None:
-        assumed.append(f"global batch {batch} sequences ({SEQUENCES_PER_GPU} a GPU)")
     seq_len = flags.seq_len or SEQ_LEN
+    recommended, whose = default_batch(network, seq_len, count)
+    batch = flags.global_batch or recommended
+    if flags.global_batch is None:
+        assumed.append(whose)
+        if "micro_batch_size" not in stated_plan:
+            stated_plan["micro_batch_size"] = 1
+            assumed.append("micro batch 1")
     assumed += [] if flags.seq_len else [f"sequence length {seq_len} tokens"]
     workload = Workload(seq_len=seq_len, global_batch_size=batch)
     by_stage = bool(framework.zero_stages) and "zero_stage" in stated_plan

@@ -16,8 +16,8 @@ from simulator.config.plan import Plan
 from simulator.lowering.block_code import Detail
 from simulator.lowering.simulation import program_length
 
-# Instructions up to which a step is simulated: layer by layer half a second, by whole stages two (one core).
-BY_LAYER, BY_STAGE = 24_000, 60_000
+# Instructions up to which a step is simulated: layer by layer a quarter of a second, by whole stages two (one core).
+BY_LAYER, BY_STAGE = 16_000, 60_000
 
 
 class Method(StrEnum):

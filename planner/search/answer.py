@@ -11,9 +11,10 @@ from time import monotonic
 
 from planner.io.inputs import faulty_gpus, read_cluster
 from planner.question.case_runtime import resolve_runtime
-from planner.question.cases import SEQ_LEN, SEQUENCES_PER_GPU
+from planner.question.cases import SEQ_LEN
 from planner.question.flags import Flags
 from planner.question.question import Question
+from planner.question.recipes import default_batch
 from planner.search.gpu_counts import best_gpu_count
 from planner.search.infeasible import minimal_gpus
 from planner.search.off_fabric import with_or_without_off_fabric
@@ -81,9 +82,10 @@ def search_question(flags: Flags, framework: str, measured: Calibrations = UNMEA
     assumed = [*network.assumed, *from_runtime, *doubts_about(machine), *measured.doubts(machine)]
     # The batch is fixed before the number of GPUs is chosen: it must not grow with the answer.
     largest = max(flags.gpus) if flags.gpus else machine.gpus_per_node if flags.gpus == () else machine.gpu_count
-    batch = flags.global_batch or SEQUENCES_PER_GPU * largest
+    recommended, whose = default_batch(network, flags.seq_len or SEQ_LEN, largest)
+    batch = flags.global_batch or recommended
     if flags.global_batch is None:
-        assumed.append(f"global batch {batch} sequences ({SEQUENCES_PER_GPU} a GPU of the question)")
+        assumed.append(whose)
     question = Question(
         model=network,
         cluster=machine,

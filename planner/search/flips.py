@@ -3,7 +3,7 @@
 That of a link rate is found by costing both plans on clusters with scaled links, by factors of two and then by root
 finding, in the proportion that the two have now where they were simulated. Then both are predicted anew at that rate: a
 flip point that does not hold is looked for further on, and left out where it is not found. That of memory follows from
-what the two plans need. Flip points beyond a factor of 16 are not reported: nobody will re-plan for them.
+what the two plans need. Flip points beyond a factor of four are not reported: nobody will re-plan for them.
 
 Costing one plan takes nearly as long as costing fifty, so all rates, directions and plans are costed together.
 """
@@ -26,11 +26,11 @@ from simulator.config.estimate import Fit, sure_bytes
 from simulator.config.plan import Plan
 from topology.cluster import Cluster
 
-OCTAVES = 4  # factors 2, 4, 8 and 16 in each direction
+OCTAVES = 2  # factors 2 and 4 in each direction
 PRECISION = 1 / 512  # of the exponent of two: 0.14% of the rate
 PAST = 1 / 64  # of the exponent of two, past a rate that was found: where both plans are predicted anew, 1.1 % on
-TRIES = 4  # predictions of one flip point
-MAX_INSTRUCTIONS = 40_000  # of all simulations for the flip points of one answer: about half a second
+TRIES = 3  # predictions of one flip point
+MAX_INSTRUCTIONS = 30_000  # of all simulations for the flip points of one answer: about half a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +82,10 @@ def find_flips(question: Question, best: Finalist, others: Sequence[Finalist]) -
     crossings = [(turn, row, x) for (turn, row), x in rows.run(searches).items() if x is not None]
     left = float(MAX_INSTRUCTIONS)
     for (knob, sign), row, exponent in sorted(crossings, key=lambda one: one[2]):
-        left -= _length(question, best) + _length(question, rows.others[row])
-        holds = _holding(question, best, rows.others[row], knob, sign, exponent) if left >= 0 else None
+        length = _length(question, best) + _length(question, rows.others[row])
+        tries = min(TRIES, int(left / length)) if length else TRIES
+        holds, tried = _holding(question, best, rows.others[row], knob, sign, exponent, tries)
+        left -= length * tried
         if holds is not None:
             now = knob.now(cluster)
             at, wins = now * 2.0 ** (sign * holds), "below" if sign < 0 else "above"
@@ -96,13 +98,16 @@ def _length(question: Question, one: Finalist) -> float:
 
 
 def _holding(
-    question: Question, best: Finalist, other: Finalist, knob: Knob, sign: int, exponent: float
-) -> float | None:
-    """Return the exponent from `exponent` on at which `other` wins when both are predicted anew; None if it does not."""
-    for _ in range(TRIES):
+    question: Question, best: Finalist, other: Finalist, knob: Knob, sign: int, exponent: float, tries: int
+) -> tuple[float | None, int]:
+    """Return the exponent from `exponent` on at which `other` wins when both are predicted anew, and how often they were.
+
+    None where it does not within so many tries.
+    """
+    for tried in range(1, tries + 1):
         exponent += PAST
         if exponent > OCTAVES:
-            return None
+            return None, tried - 1
         changed = replace(question, cluster=knob.scale(question.cluster, 2.0 ** (sign * exponent)))
         steps = [
             predict(changed, one.plan).estimate.step_s.value
@@ -112,9 +117,9 @@ def _holding(
         ]
         behind = steps[1] / (steps[0] * _lead(best, other)) - 1
         if behind < 0:
-            return exponent
+            return exponent, tried
         exponent *= 1 + 2 * behind  # further where more is missing
-    return None
+    return None, tries
 
 
 def _lead(best: Finalist, other: Finalist) -> float:

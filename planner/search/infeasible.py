@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.question.question import Question
-from planner.search.plan_space.branch_and_bound import NODES_AT_ONCE, PLANS_AT_ONCE, SCHEDULES_AT_ONCE
-from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
+from planner.search.plan_space.branch_and_bound import NODES_AT_ONCE, PLANS_AT_ONCE, SCHEDULES_AT_ONCE, explore
+from planner.search.plan_space.candidates import STATED, Bounds, Nodes, enumerate_nodes
 from planner.search.scaling import scale_memory, with_gpus
 from simulator.closed_form.screening import Screening
 from simulator.columns.plan_columns import PlanColumns
@@ -56,6 +56,14 @@ class ConstrainedQuestion:
             return float("inf")
         screening = self.screening
         return least_memory_plan(screening, nodes, self.recomputes)[0] - screening.capacity_bytes
+
+    def best_rate(self) -> float:
+        """Return tokens a second and GPU of the fastest plan that fits, by the closed form; 0 where none does."""
+        nodes = enumerate_nodes(self.question, bounds=self.bounds)
+        found = explore(self.screening, nodes, self.recomputes) if len(nodes) else None
+        if found is None or not len(found):
+            return 0.0
+        return self.question.workload.tokens_per_step / self.question.count / float(found.step_s.min())
 
     @property
     def recomputes(self) -> tuple[str, ...]:
@@ -141,7 +149,7 @@ def no_fitting_plan(
     estimate = question.estimate([plan]).estimate(0)
     memory, capacity_bytes = estimate.memory, screening.capacity_bytes
     largest = sorted(memory.by_category.items(), key=lambda item: (-item[1], item[0]))[:3]
-    relaxations_found = list(relaxations(constrained, grow))
+    relaxations_found = relaxations(constrained, grow)
     conflicting = ", ".join(conflicting_constraints(constrained))
     return Infeasible(
         f"{question.model.name} does not fit on {question.count} GPUs: the leanest of {int(nodes.leaf_counts.sum())} legal plans needs "
@@ -198,34 +206,45 @@ def _most_sharding(framework: Framework) -> Framework:
     return ANY if not framework.zero_stages and not framework.shard_degree else framework
 
 
-def relaxations(constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None) -> Iterator[str]:
-    """Yield the flags with which a plan was found to fit, smallest change first."""
+def relaxations(constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None) -> list[str]:
+    """Return the flags with which a plan was found to fit, highest throughput a GPU first, which each names."""
+    found = [
+        (text, relaxed, relaxed.best_rate()) for text, relaxed in _relaxed(constrained, grow) if relaxed.gap() <= 0
+    ]
+    found.sort(key=lambda one: -one[2])
+    return [f"{text} (about {float(f'{rate:.2g}'):,.0f} tokens/s/GPU)" if rate else text for text, _, rate in found]
+
+
+def _relaxed(
+    constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None
+) -> Iterator[tuple[str, ConstrainedQuestion]]:
+    """Yield (flags, the question with them) for all that may be relaxed; whether a plan fits then is not yet known."""
     s, bounds = constrained.question, constrained.bounds
-    if bounds.recomputes and replace(constrained, bounds=replace(bounds, recomputes=None)).gap() <= 0:
-        yield f"--recompute without {', '.join(bounds.recomputes)} only"
-    if bounds.micro_batch and replace(constrained, bounds=replace(bounds, micro_batch=None)).gap() <= 0:
-        yield "--micro-batch 1"
-    sharded = _most_sharding(constrained.question.framework)
-    if sharded is not constrained.question.framework and constrained.ask(framework=sharded).gap() <= 0:
+    for name in STATED:
+        if getattr(bounds, name) is not None:
+            flag = {"recomputes": "recompute", "schedules": "schedule"}.get(name, name.replace("_", "-"))
+            yield f"another --{flag}", replace(constrained, bounds=replace(bounds, **{name: None}))
+    sharded = _most_sharding(s.framework)
+    if sharded is not s.framework:
         stages = ", ".join(map(str, sharded.zero_stages))
-        yield f"sharding of parameters and gradients (ZeRO stages {stages}) instead of the optimizer alone"
-    lighter = replace(s.runtime, param_dtype="bfloat16")
-    if s.runtime.param_dtype == "float32" and constrained.ask(runtime=lighter).gap() <= 0:
-        yield "--param-dtype bfloat16"
+        words = f"sharding of parameters and gradients (ZeRO stages {stages}) instead of the optimizer alone"
+        yield words, constrained.ask(framework=sharded)
+    if not s.runtime.compile:
+        yield "--compile", constrained.ask(runtime=replace(s.runtime, compile=True))
+    if s.runtime.param_dtype == "float32":
+        yield "--param-dtype bfloat16", constrained.ask(runtime=replace(s.runtime, param_dtype="bfloat16"))
     shorter = _shorter(lambda workload: constrained.ask(workload=workload).gap() <= 0, s.workload)
     if shorter:
-        yield f"--seq-len {shorter}"
+        yield f"--seq-len {shorter}", constrained.ask(workload=_with_sequence(s.workload, shorter))
     nearest = nearest_fitting_gpus(constrained, grow)
     if nearest:
-        yield f"--gpus {nearest} (the nearest count that fits)"
+        count, cluster = nearest
+        yield f"--gpus {count}, the nearest count that fits", constrained.ask(cluster=cluster, gpus=count)
     gap = constrained.gap()
     if np.isfinite(gap):
-        gib = (s.cluster.gpu_memory_bytes + gap) / GIB
-        if (
-            constrained.ask(cluster=scale_memory(s.cluster, (gib * GIB + 2**20) / s.cluster.gpu_memory_bytes)).gap()
-            <= 0
-        ):
-            yield f"GPUs with {gib:.1f} GiB of memory"
+        needed = (s.cluster.gpu_memory_bytes + gap + 2**20) / s.cluster.gpu_memory_bytes
+        larger = scale_memory(s.cluster, needed)
+        yield f"GPUs with {larger.gpu_memory_bytes / GIB:.0f} GiB of memory", constrained.ask(cluster=larger)
 
 
 def _shorter(fits: Callable[[Workload], bool], workload: Workload) -> int | None:
@@ -283,8 +302,10 @@ def gpu_counts(cluster: Cluster, least: int, limit: int, tried: int) -> Iterator
         nodes = nodes + 1 if nodes < first + tried else 2 * nodes
 
 
-def nearest_fitting_gpus(constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None) -> int | None:
-    """Return a larger GPU count, in whole nodes, with a plan that fits; None up to MAX_GPUS.
+def nearest_fitting_gpus(
+    constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None
+) -> tuple[int, Cluster] | None:
+    """Return a larger GPU count, in whole nodes, with a plan that fits, and its cluster; None up to MAX_GPUS.
 
     It is the smallest, unless it takes over MAX_NODES_ADVISED nodes more than the model state.
     """
@@ -294,7 +315,7 @@ def nearest_fitting_gpus(constrained: ConstrainedQuestion, grow: Callable[[int],
         return None  # one machine without a network cannot be extended
     least = max(constrained.question.count + 1, min_gpus_for_state(constrained.screening))
     found = _first_fit(constrained, grow, least=least, tried=MAX_NODES_ADVISED)
-    return found[0] if found else None
+    return found[:2] if found else None
 
 
 def _first_fit(

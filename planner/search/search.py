@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from planner.question.prediction import Method
 from planner.question.question import Question, require_plannable
-from planner.search.finalists import Finalist, in_order, predict_all
+from planner.search.finalists import TIE, Finalist, in_order, mechanisms, predict_all
 from planner.search.fixes import find_fixes
 from planner.search.flips import find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
@@ -39,6 +39,9 @@ from simulator.legality.frameworks import Framework
 from topology.cluster import Cluster
 from topology.errors import UserError
 
+# Splits of data parallelism into replicas and shards that are costed for each plan listed, and what the simplest of them may
+# be slower, relative, to stand for all.
+KIN, KIN_MARGIN = 3, 0.02
 OBJECTIVES = ("time", "throughput", "memory", "cost", "pareto")
 
 
@@ -134,7 +137,7 @@ def _explore(
             nodes,
             recomputes,
             objective=objective if objective in {"memory", "pareto"} else "time",
-            keep=keep,
+            keep=keep * (1 if options.all_variants or objective == "memory" else KIN),
             one_per_grid=not options.all_variants,
             deadline=deadline,
             progress=progress,
@@ -224,11 +227,37 @@ def _listed_plans(
         front = [plan_of_row(explored.columns, row, cluster) for row in rows]
         return front or [plan for plan, _ in assigned.plans[:top]]
     values = explored.reserved_bytes if options.objective == "memory" else explored.step_s
-    rows = rank_rows(explored.columns, values, top=top, all_variants=options.all_variants)
+    rows = rank_rows(explored.columns, values, top=top * KIN, all_variants=options.all_variants)
     found = [(float(values[row]), plan_of_row(explored.columns, row, cluster)) for row in rows]
     if assigned.plans:
         found = sorted([*found, *((step, plan) for plan, step in assigned.plans)], key=lambda pair: pair[0])
-    return _one_per_grid([plan for _, plan in found], options)[:top]
+    if options.all_variants or options.objective == "memory":
+        return _one_per_grid([plan for _, plan in found], options)[:top]
+    kept = _one_of_kin(found)
+    others = [plan for plan in _one_per_grid([plan for _, plan in found], options) if plan not in kept]
+    return [*kept, *others][:top]
+
+
+def _one_of_kin(found: Sequence[tuple[float, Plan]]) -> list[Plan]:
+    """Return the plans of (step, plan), quickest first, without those that a tie with another of its kin makes superfluous.
+
+    Kin differ only in how data parallelism is split into replicas and shards, and in settings. Of such a tie the simplest
+    is kept, in the place of the quickest.
+    """
+    kept: list[tuple[float, Plan]] = []
+    for step, plan in found:
+        place = next(
+            (i for i, (best, one) in enumerate(kept) if _kin(one) == _kin(plan) and step <= best * (1 + TIE)), None
+        )
+        if place is None:
+            kept.append((step, plan))
+        elif len(mechanisms(plan)) < len(mechanisms(kept[place][1])) and step <= kept[place][0] * (1 + KIN_MARGIN):
+            kept[place] = (kept[place][0], plan)
+    return [plan for _, plan in kept]
+
+
+def _kin(plan: Plan) -> tuple[int, ...]:
+    return (plan.data_parallel, plan.cp, plan.tp, plan.pp, plan.ep)
 
 
 def _search_stats(

@@ -71,7 +71,7 @@ def test_suggest_without_flags_answers(planner):
     done = planner("suggest")
 
     assert done.returncode == 0, done.stderr
-    for words in ("llama3-8b", "dgx-h100", "assumed", "global batch 64", "uncalibrated", "Use ", "\n#2 ", "start "):
+    for words in ("llama3-8b", "dgx-h100", "assumed", "global batch 512", "uncalibrated", "Use ", "\n#2 ", "start "):
         assert words in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert "\x1b" not in done.stdout

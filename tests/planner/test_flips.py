@@ -115,7 +115,7 @@ def test_less_memory_lets_the_smaller_plan_win():
     assert memory_flip(cluster, small, large) == ()
 
 
-def test_no_flip_within_a_factor_of_sixteen_is_no_flip():
+def test_no_flip_within_a_factor_of_four_is_no_flip():
     question = Priced(
         make_cluster(2, 8),
         lambda machine, plan: 1.0 if plan == BEST else 1.1 - 0.0001 * 50e9 / network_bytes_per_s(machine),

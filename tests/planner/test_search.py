@@ -16,7 +16,7 @@ from planner.search.finalists import TIE
 from planner.search.infeasible import minimal_gpus
 from planner.search.plan_space.branch_and_bound import pareto_rows
 from planner.search.plan_space.candidates import Bounds
-from planner.search.search import SearchOptions, rank_rows, suggest
+from planner.search.search import KIN_MARGIN, SearchOptions, rank_rows, suggest
 from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.scenario import Scenario
 from simulator.config.estimate import Fit
@@ -62,8 +62,8 @@ def test_no_candidate_beats_the_first(llama8b, cluster, workload, objective):
     listed = [ranked.estimate for ranked in result.plans]
     values = [one.step_s.value if objective == "time" else one.memory.reserved_bytes for one in listed]
 
-    assert min(values) == pytest.approx(best, rel=1e-12)
-    assert values[0] <= best * (1 + (TIE if objective == "time" else 1e-12))
+    assert best * (1 - 1e-12) <= min(values) <= best * (1 + (KIN_MARGIN if objective == "time" else 1e-12))
+    assert values[0] <= min(values) * (1 + (TIE if objective == "time" else 1e-12))
     assert result.search.bound_s <= best * (1 + 1e-12) if objective == "time" else best
     assert result.search.gap == 0
     assert result.search.status == "optimal within the model"
@@ -73,22 +73,27 @@ def test_no_candidate_beats_the_first(llama8b, cluster, workload, objective):
 
 
 def test_every_plan_listed_is_next_best(llama8b, cluster, workload):
-    """Not only the first: the five of different degrees are the five best of the exhaustive list."""
+    """Not only the first: of kin, which split data parallelism differently, one stands for all that tie with it."""
     result = suggest(question_of(llama8b, cluster, workload), SearchOptions(top=5, simulate=False))
     found = enumerate_candidates(question_of(llama8b, cluster, workload, framework="torchtitan", runtime=RUNTIME))
     table = estimate_plans(Scenario(model=llama8b, cluster=cluster, workload=workload, runtime=RUNTIME), found.plans())
     best = {}
     for plan, step, fits in zip(table.plans, table.step_s, surely_fits(table), strict=True):
-        grid = (plan.dp_replicate, plan.dp_shard, plan.tp, plan.cp, plan.pp)
-        best[grid] = min(best.get(grid, np.inf), step if fits else np.inf)
+        best[kin(plan)] = min(best.get(kin(plan), np.inf), step if fits else np.inf)
+    listed = {}
+    for ranked in result.plans:
+        listed[kin(ranked.plan)] = min(listed.get(kin(ranked.plan), np.inf), ranked.estimate.step_s.value)
+        if ranked.plan.layers_per_stage:  # filled by CP-SAT, which only goes beyond the list where that is quicker
+            best[kin(ranked.plan)] = min(best[kin(ranked.plan)], ranked.estimate.step_s.value)
 
-    for listed in result.plans:
-        plan = listed.plan
-        if plan.layers_per_stage:  # filled by CP-SAT, which only goes beyond the list where that is quicker
-            grid = (plan.dp_replicate, plan.dp_shard, plan.tp, plan.cp, plan.pp)
-            assert listed.estimate.step_s.value < best[grid]
-            best[grid] = listed.estimate.step_s.value
-    assert sorted(p.estimate.step_s.value for p in result.plans) == pytest.approx(sorted(best.values())[:5], rel=1e-12)
+    # Where merging kin leaves fewer than were asked for, the list is filled with some of them.
+    quickest = sorted(best, key=best.get)[: len(listed)]
+    assert set(listed) == set(quickest)
+    assert all(best[family] <= step <= best[family] * (1 + KIN_MARGIN) for family, step in listed.items())
+
+
+def kin(plan):
+    return (plan.data_parallel, plan.cp, plan.tp, plan.pp, plan.ep)
 
 
 def test_the_pareto_set_is_that_of_all_plans(llama8b, cluster, workload):
@@ -214,9 +219,9 @@ CHUNKS = [
 @pytest.mark.parametrize("objective", ["time", "pareto"])
 def test_chunks_do_not_change_the_answer(llama8b, cluster, workload, monkeypatch, objective, name, size):
     """Byte for byte, account included; some of the plans listed have layers that CP-SAT put on their stages."""
-    whole = suggest(question_of(llama8b, cluster, workload), SearchOptions(objective=objective, simulate=False))
+    whole = suggest(question_of(llama8b, cluster, workload), SearchOptions(objective=objective, simulate=False, top=12))
     monkeypatch.setattr(f"planner.search.plan_space.branch_and_bound.{name}", size)
-    parts = suggest(question_of(llama8b, cluster, workload), SearchOptions(objective=objective, simulate=False))
+    parts = suggest(question_of(llama8b, cluster, workload), SearchOptions(objective=objective, simulate=False, top=12))
 
     assert any(ranked.plan.layers_per_stage for ranked in whole.plans) == (objective == "time")
     assert without_clock(parts) == without_clock(whole)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import streamlit as st
 
 from planner.explain.tables import model_line
-from planner.question.cases import SEQUENCES_PER_GPU
+from planner.question.recipes import default_batch
 from topology.errors import PlannerError
 from ui import data, panels, rows, state, uploads
 from ui.charts import model as charts
@@ -31,7 +31,7 @@ def upload() -> None:
 def show(question: state.Inputs) -> None:
     model = data.model(question.model)
     gpus = question.gpus or data.cluster(question.cluster, question.gpus, question.gpu).gpu_count
-    batch = question.global_batch or SEQUENCES_PER_GPU * gpus
+    batch = question.global_batch or default_batch(model, question.seq_len, gpus)[0]
     st.caption(_line(model))
     active = model.active_parameters
     panels.figures(

@@ -1,0 +1,50 @@
+"""The global batch that is assumed where none is stated: about as many tokens a step as a published recipe of that size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log, log2
+
+from simulator.config.model import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a model of `parameters` was pretrained with: `tokens` a step, at the end where the batch grew."""
+
+    name: str
+    parameters: float
+    tokens: int
+    source: str
+
+
+GPT3 = "arXiv 2005.14165, table 2.1"
+LLAMA2 = "arXiv 2307.09288, section 2.2"
+RECIPES = (
+    Recipe(name="GPT-3 Small", parameters=125e6, tokens=1 << 19, source=GPT3),
+    Recipe(name="GPT-3 Large", parameters=760e6, tokens=1 << 19, source=GPT3),
+    Recipe(name="GPT-3 XL", parameters=1.3e9, tokens=1 << 20, source=GPT3),
+    Recipe(name="GPT-3 2.7B", parameters=2.7e9, tokens=1 << 20, source=GPT3),
+    Recipe(name="Llama 2 7B", parameters=6.7e9, tokens=1 << 22, source=LLAMA2),
+    Recipe(name="Llama 2 13B", parameters=13e9, tokens=1 << 22, source=LLAMA2),
+    Recipe(name="Llama 2 70B", parameters=69e9, tokens=1 << 22, source=LLAMA2),
+    Recipe(name="GPT-3 175B", parameters=175e9, tokens=3_200_000, source=GPT3),
+    Recipe(name="Llama 3 405B", parameters=405e9, tokens=1 << 24, source="arXiv 2407.21783, section 3.4.1"),
+    Recipe(name="DeepSeek-V3", parameters=671e9, tokens=15360 * 4096, source="arXiv 2412.19437, section 4.2"),
+)
+
+
+def default_batch(model: Model, seq_len: int, gpus: int) -> tuple[int, str]:
+    """Return the sequences of a step, and whose recipe that is.
+
+    It is a multiple of `gpus`, or a power of two where a step has fewer sequences than there are GPUs: both can be shared
+    by many numbers of data-parallel ranks.
+    """
+    recipe = min(RECIPES, key=lambda one: abs(log(one.parameters / model.parameters)))
+    sequences = recipe.tokens / seq_len
+    batch = max(1, round(sequences / gpus)) * gpus if sequences >= gpus else 1 << max(0, round(log2(max(sequences, 1))))
+    tokens = batch * seq_len
+    return (
+        batch,
+        f"global batch {batch:,} sequences ({tokens / 1e6:.2g}M tokens a step, as {recipe.name}: {recipe.source})",
+    )
