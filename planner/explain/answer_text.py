@@ -142,7 +142,9 @@ def may_fit_sentence(found: MayFit, best: RankedPlan) -> str:
     """Return what the fastest plan that may fit would gain over the first, which surely does."""
     plan, memory = found.plan, found.estimate.memory
     same = approach_text(plan) == approach_text(best.plan)
-    settings = f"recompute {plan.recompute}, micro batch {plan.micro_batch_size}"
+    settings = f"recompute {plan.recompute}"
+    if plan.micro_batch_size != best.plan.micro_batch_size or not same:
+        settings += f", micro batch {plan.micro_batch_size}"
     what = settings if same else f"{approach_text(plan)} ({settings})"
     needs = f"{gib_text(memory.reserved_bytes)} GiB of {gib_text(memory.capacity_bytes)}"
     return f"{_capital(what)} would be {found.faster:.0%} faster and is {chance(found.fit_probability)} likely to fit: {needs}."

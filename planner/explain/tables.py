@@ -219,7 +219,7 @@ def flip_text(flip: FlipPoint) -> str:
 def print_lines(screen: Console, lines: Sequence[str], *, hanging: str = "  ") -> None:
     """Print lines; long ones are wrapped and indented to their text, past the label, or by `hanging` without one."""
     for line in lines:
-        labelled = len(line) > LABEL and line[LABEL - 1] == " " and line[LABEL] != " "
+        labelled = bool(hanging) and len(line) > LABEL and line[LABEL - 1] == " " and line[LABEL] != " "
         indent = " " * LABEL if labelled else hanging
         for folded in wrap(printable(line), max(40, screen.width), subsequent_indent=indent) or [""]:
             screen.print(folded)

@@ -223,7 +223,8 @@ def _relaxed(
     for name in STATED:
         if getattr(bounds, name) is not None:
             flag = {"recomputes": "recompute", "schedules": "schedule"}.get(name, name.replace("_", "-"))
-            yield f"another --{flag}", replace(constrained, bounds=replace(bounds, **{name: None}))
+            lifted: dict[str, Any] = {name: None}
+            yield f"another --{flag}", replace(constrained, bounds=replace(bounds, **lifted))
     sharded = _most_sharding(s.framework)
     if sharded is not s.framework:
         stages = ", ".join(map(str, sharded.zero_stages))
