@@ -19,6 +19,7 @@ from planner.question.case_fields import (
     refuse_unknown,
     section_of,
     stated_value,
+    unsaid,
     whole_number,
     whole_numbers,
     word_of,
@@ -85,7 +86,6 @@ class Case:
     assumed: tuple[str, ...] = ()
     measured: dict[str, Any] = field(default_factory=dict)
     outcome: str | None = None
-    note: str = ""
     saved: PlanFile | None = None
     changed: tuple[str, ...] = ()
 
@@ -129,9 +129,7 @@ def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> C
     verify_workload(workload, where=f"case {name}")
     verify_runtime(runtime, where=f"case {name}")
     assumed += from_plan
-    seen = data.get("measured") or {}
-    if not isinstance(seen, dict):
-        raise BadInput(f"case {name}: measured is {kind_of(seen)}, not an object")
+    seen = _measured(data, name, assumed)
     outcome = data.get("outcome")
     question = Question(
         model=model,
@@ -148,8 +146,22 @@ def load_case(data: Mapping[str, Any], measured: Calibrations = UNMEASURED) -> C
         assumed=_all_assumed(assumed, plan, question, measured),
         measured=seen,
         outcome=outcome if isinstance(outcome, str) else None,
-        note=str(data.get("note") or ""),
     )
+
+
+def _measured(data: Mapping[str, Any], name: str, assumed: list[str]) -> dict[str, Any]:
+    """Return what was measured; FLOP/s count what ran (`flops_are`) where only the note says so."""
+    seen = data.get("measured") or {}
+    if not isinstance(seen, dict):
+        raise BadInput(f"case {name}: measured is {kind_of(seen)}, not an object")
+    if (
+        unsaid(seen.get("flops_are"))
+        and seen.get("tflops_per_gpu")
+        and "hardware flop" in str(data.get("note")).lower()
+    ):
+        assumed.append("measured.flops_are hardware (the note says so)")
+        return {**seen, "flops_are": "hardware"}
+    return seen
 
 
 def named_case(path: str | Path, name: str | None, measured: Calibrations = UNMEASURED) -> Case:

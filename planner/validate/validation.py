@@ -98,7 +98,7 @@ def measured_step_s(case: Case) -> tuple[float | None, str | None]:
     """Return the step time in seconds that the source states or implies, and how it was derived.
 
     Throughput counts the tokens of the whole global batch. FLOP/s are read as model FLOPs (no recompute), unless the
-    source says that they are hardware FLOPs (`measured.flops_are`, or its note): then as all matmuls and attention
+    source says that they are hardware FLOPs (`measured.flops_are`): then as all matmuls and attention
     scores that ran, including the second forward pass of full recompute and both halves of the causal mask (the formula
     of Narayanan et al., arXiv 2104.04473, section 5.1).
     """
@@ -114,7 +114,7 @@ def measured_step_s(case: Case) -> tuple[float | None, str | None]:
     if tflops is None:
         return None, None
     model, seq = case.question.model, case.question.workload.seq_len
-    if measured.get("flops_are") == "hardware" or "hardware flop" in case.note.lower():
+    if measured.get("flops_are") == "hardware":
         flops = model.training_flops_per_token(seq, recompute_layers=float(plan.recompute == "full"))
         return tokens * flops / (tflops * 1e12), "from FLOP/s, hardware FLOPs with recompute"
     return tokens * model.training_flops_per_token(seq, causal=True) / (tflops * 1e12), "from FLOP/s, model FLOPs"
