@@ -17,6 +17,12 @@ from ui import data, panels, state, uploads
 STYLE = """<style>
   .stMainBlockContainer { padding: 2.6rem 2.6rem 4rem; max-width: 1680px; }
   [data-testid="stSidebarUserContent"] { padding-top: 0; padding-bottom: 2rem; }
+  [data-testid="stMetricLabel"] *, [data-testid="stMetricValue"] * { white-space: normal; overflow: visible; }
+  [class*="st-key-figures_"] > div { min-width: 128px; flex: 1 1 128px; }
+  @media (max-width: 640px) {
+    .stMainBlockContainer { padding: 2.6rem 1.2rem 3rem; }
+    [data-testid="stMetricValue"] { font-size: 1.1rem; }
+  }
   .st-key-last_answer { opacity: 0.45; pointer-events: none; }
 </style>"""
 VIEWS = Path(__file__).parent / "views"

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from ui import panels, waiting
-from ui.state import LISTED, Inputs, choose_plan, plan_name, results, source_of
+from ui.state import LISTED, Inputs, choose_plan, plan_chips, plan_name, results, source_of
 
 if TYPE_CHECKING:
     from planner.explain.plan_answer import PlanAnswer
     from planner.search.result import RankedPlan, SearchResult
+    from simulator.config.estimate import Estimate
     from simulator.config.model import Model
     from simulator.config.plan import Plan
     from topology.cluster import Cluster
@@ -95,7 +96,7 @@ def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) ->
     asked = [(factor, machine, plan) for factor, machine in zip(factors, machines, strict=True) for plan in plans]
     table = result.question.estimate([plan for _, _, plan in asked], each_on=[machine for _, machine, _ in asked])
     return [
-        {"rate": now * factor, "plan": plan_name(plan), "step_s": float(table.step_s[row])}
+        {"rate": now * factor, "plan": plan_chips(plan), "step_s": float(table.step_s[row])}
         for row, (factor, _, plan) in enumerate(asked)
     ]
 
@@ -123,6 +124,16 @@ def search(question: Inputs) -> SearchResult | None:
     asked = (question.flags(), question.framework, options)
     found: SearchResult | None = waiting.ask("search", question.key, *asked, title="Searching all legal plans")
     return found
+
+
+def fastest(question: Inputs) -> Estimate | None:
+    """Return the estimate of the fastest plan for a question about memory, or None after showing progress."""
+    from planner.search.search import SearchOptions  # noqa: PLC0415 - as above
+
+    asked = (question.flags(), question.framework, SearchOptions(top=1))
+    title = "Searching the fastest plan, to compare with"
+    found: SearchResult | None = waiting.ask("fastest", question.key, *asked, title=title)
+    return found.plans[0].estimate if found is not None else None
 
 
 def simulated(question: Inputs, result: SearchResult, ranked: RankedPlan) -> SimulatedStep | None:
@@ -212,8 +223,23 @@ def _choose(result: SearchResult) -> RankedPlan:
         choose_plan(name, best=name == names[0])
 
     about = "Best first; every page shows the chosen one."
-    name = st.selectbox("Plan", names, key="plan", on_change=choose, help=about, persist_state="session")
+    titles = {name: _title(ranked) for name, ranked in zip(names, result.plans, strict=True)}
+    name = st.selectbox(
+        "Plan",
+        names,
+        key="plan",
+        on_change=choose,
+        help=about,
+        persist_state="session",
+        format_func=lambda name: titles.get(name, name),
+    )
     return chosen(result, str(name))
+
+
+def _title(ranked: RankedPlan) -> str:
+    from planner.explain.tables import policy_text  # noqa: PLC0415 - as above
+
+    return f"#{ranked.rank}  {plan_chips(ranked.plan)}  ({policy_text(ranked.plan)})"
 
 
 def answer() -> tuple[SearchResult, RankedPlan]:

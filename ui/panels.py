@@ -24,6 +24,11 @@ def plain(text: object) -> str:
     return re.sub(r"([\\`*_{}\[\]()<>#+!|~$:])", r"\\\1", str(text)).replace("\n", " ")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural where it is not one: `2 ranks`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def code(text: str) -> str:
     """Return `text` as inline code in Markdown."""
     return f"`{text.replace('`', '')}`"
@@ -40,10 +45,24 @@ def section(title: str, about: str = "") -> None:
         st.caption(about)
 
 
-def figures(cells: Sequence[tuple[str, str, str]]) -> None:
-    """Show a row of figures: label, value with unit, and a help text on its source."""
-    for column, (label, value, about) in zip(st.columns(len(cells)), cells, strict=True):
-        column.metric(label, value, help=about or None, border=True)
+Figure = (
+    tuple[str, str, str] | tuple[str, str, str, str]
+)  # label, value with unit, its source, and what stands below it
+
+
+def figures(cells: Sequence[Figure]) -> None:
+    """Show a row of figures, which wraps on a narrow screen."""
+    with st.container(horizontal=True, gap="small", key=f"figures_{cells[0][0].lower().replace(' ', '_')}"):
+        for label, value, about, *below in cells:
+            st.metric(
+                label,
+                value,
+                below[0] if below else None,
+                help=about or None,
+                border=True,
+                delta_color="off",
+                delta_arrow="off",
+            )
 
 
 def chart(drawn: Any, *, key: str, alt: str) -> None:

@@ -5,24 +5,29 @@ Nothing is computed here that the command line does not print as well.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from math import log2
 from typing import TYPE_CHECKING, Any
 
-from planner.explain.tables import HEADINGS, degrees_text, flip_text, policy_text
+from planner.explain.answer_text import fits_text
+from planner.explain.tables import HEADINGS, flip_text, policy_text, share_text
 from planner.explain.tables import estimate_cells as cells
+from planner.io.figures import gib_text, last_digit_s, rate_text, seconds_text
 from planner.pictures.node_layout import LINK_WORDS
 from planner.question.question import plannable
 from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
+from simulator.config.estimate import Fit
 from topology.cluster import LinkKind, Severity
 from ui.charts.look import GIB, rate, rate_range, seconds, words
-from ui.state import plan_name
+from ui.state import plan_chips, plan_name
 
 if TYPE_CHECKING:
     from planner.pictures.node_layout import Cable, NodeView
     from planner.runs.runs_store import RunSummary
     from planner.search.result import RankedPlan, SearchResult
+    from simulator.config.estimate import Estimate, Interval, MemoryEstimate
     from simulator.config.model import Model
     from simulator.config.plan import Plan
     from topology.cluster import Cluster
@@ -32,41 +37,80 @@ if TYPE_CHECKING:
 
 
 def plan_rows(result: SearchResult) -> list[dict[str, Any]]:
-    """Return the listed plans as table rows, with the figures of `planner suggest --json`."""
+    """Return the listed plans as table rows, with the figures of `planner suggest`, to as many digits as are known.
+
+    Values ending in `_s` and `_gib` are whole, for charts; the others are what a person reads.
+    """
+    last_s = known_to_s(result)
+    tied = Counter(ranked.tie for ranked in result.plans)
     return [
         {
             "rank": ranked.rank,
+            "place": f"{ranked.rank}" + (" =" if tied[ranked.tie] > 1 else ""),
             "plan": plan_name(ranked.plan),
-            "gpus": degrees_text(ranked.plan),
+            "chips": plan_chips(ranked.plan),
+            "label": f"{ranked.rank}  {plan_chips(ranked.plan)}",
             "policy": policy_text(ranked.plan),
             "step_s": ranked.estimate.step_s.value,
             "low_s": ranked.estimate.step_s.low,
             "high_s": ranked.estimate.step_s.high,
-            "range": f"{digits(ranked.estimate.step_s.low)} to {digits(ranked.estimate.step_s.high)}",
-            "tokens": round(ranked.estimate.tokens_per_s_per_gpu),
-            "mfu": ranked.estimate.mfu,
+            "step": seconds_text(ranked.estimate.step_s.value, last_s),
+            "range": range_text(ranked.estimate.step_s),
+            "tokens": rate_text(ranked.estimate),
+            "mfu": f"{ranked.estimate.mfu:.0%}",
             "peak_gib": ranked.estimate.memory.reserved_bytes / GIB,
-            "exposed": _share(ranked, "exposed_communication"),
-            "bubble": _share(ranked, "bubble"),
+            "memory": f"{gib_text(ranked.estimate.memory.reserved_bytes)} GiB",
+            "fits": fits_text(ranked.estimate),
+            "sure": ranked.estimate.memory.fit is Fit.YES,
+            "exposed": share_text(
+                ranked.estimate.breakdown_s.get("exposed_communication", 0.0), ranked.estimate.step_s.value
+            ),
+            "bubble": share_text(ranked.estimate.breakdown_s.get("bubble", 0.0), ranked.estimate.step_s.value),
             "why": _why(ranked),
         }
         for ranked in result.plans
     ]
 
 
-def _share(ranked: RankedPlan, part: str) -> float:
-    step = ranked.estimate.step_s.value
-    return ranked.estimate.breakdown_s.get(part, 0.0) / step if step else 0.0
+def known_to_s(result: SearchResult) -> float:
+    """Return the place of the last digit that is known of the listed steps, in seconds."""
+    return min(last_digit_s(ranked.estimate.step_s) for ranked in result.plans)
 
 
-def digits(value: float) -> str:
-    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+def range_text(step: Interval) -> str:
+    """Return the range of a step with its unit: `6.3 to 9.0 s`."""
+    last_s = last_digit_s(step)
+    low, high = seconds_text(step.low, last_s), seconds_text(step.high, last_s)
+    return f"{low.split()[0]} to {high}"
+
+
+def step_figure(estimate: Estimate) -> tuple[str, str]:
+    """Return a step to the digits that are known, and its range."""
+    step = estimate.step_s
+    return seconds_text(step.value, last_digit_s(step)), range_text(step)
+
+
+def memory_figure(memory: MemoryEstimate) -> tuple[str, str]:
+    """Return the memory of the worst rank, and whether it fits."""
+    return f"{gib_text(memory.reserved_bytes)} of {gib_text(memory.capacity_bytes)} GiB", memory.verdict
 
 
 def _why(ranked: RankedPlan) -> str:
     if ranked.rank == 1:
-        return "best"
+        return "the first"
     return "; ".join([ranked.lost_because or "", *(flip_text(flip) for flip in ranked.flips)]).strip("; ")
+
+
+def memory_costs_time(slowest: Estimate, fastest: Estimate) -> str | None:
+    """Return what the plan of least memory costs in time, beside the fastest one; None where that is little."""
+    times = slowest.step_s.value / fastest.step_s.value if fastest.step_s.value else 1.0
+    if times < 1.2:
+        return None
+    (step, _), (best, _) = step_figure(slowest), step_figure(fastest)
+    return (
+        f"Least memory costs time: this plan takes {step} a step, {times:.1f} times the {best} of the fastest plan, which"
+        f" needs {memory_figure(fastest.memory)[0]}."
+    )
 
 
 def figure_rows(first: RankedPlan, second: RankedPlan) -> list[dict[str, str]]:
@@ -131,7 +175,7 @@ def merged_flips(result: SearchResult) -> list[tuple[str, list[str]]]:
     for runner in result.plans[1:]:
         for flip in runner.flips:
             _, names = found.setdefault(flip_text(flip), (abs(log2(flip.at / flip.now)), []))
-            names.append(plan_name(runner.plan))
+            names.append(f"#{runner.rank} {plan_chips(runner.plan)}")
     return [(text, names) for text, (_, names) in sorted(found.items(), key=lambda item: item[1][0])]
 
 

@@ -310,6 +310,20 @@ def plan_name(plan: Plan) -> str:
     return " ".join(words)
 
 
+def plan_chips(plan: Plan) -> str:
+    """Return the degrees of a plan for people: `FSDP 4 · TP 4 · PP 4`. What else it sets stands beside it, or in a tooltip."""
+    replicas = "DP" if plan.zero_stage is None or plan.zero_stage == 0 else f"ZeRO-{plan.zero_stage}"
+    degrees = (
+        (replicas, plan.dp_replicate),
+        ("FSDP", plan.dp_shard),
+        ("CP", plan.cp),
+        ("TP", plan.tp),
+        ("PP", plan.pp),
+        ("EP", plan.ep),
+    )
+    return " · ".join(f"{name} {degree}" for name, degree in degrees if degree > 1) or "one GPU"
+
+
 def example(name: str) -> Path | None:
     """Return a file of the repository's examples, or None if only the package is installed."""
     path = Path(__file__).resolve().parents[1] / "examples" / name

@@ -13,7 +13,11 @@ import streamlit as st
 from ui import state
 from ui.jobs import Job, Stopped, Workers
 
-MAX_RESULTS = {"search": 64, "simulate": 4}  # search results have kilobytes, a long trace tens of megabytes
+MAX_RESULTS = {
+    "search": 64,
+    "fastest": 64,
+    "simulate": 4,
+}  # search results have kilobytes, a long trace tens of megabytes
 PATIENCE_S = 0.8  # before the panel appears, so that fast results come without a flicker
 
 

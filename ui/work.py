@@ -57,4 +57,4 @@ def simulate(progress: Progress, question: Question, plan: Plan) -> SimulatedSte
     )
 
 
-WORK: dict[str, Callable[..., Any]] = {"search": search, "simulate": simulate}
+WORK: dict[str, Callable[..., Any]] = {"search": search, "fastest": search, "simulate": simulate}

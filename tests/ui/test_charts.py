@@ -22,11 +22,16 @@ from ui.charts.timeline import KINDS, Bar
 
 GIB = 2**30
 TOPO = ROOT / "tests" / "data" / "topo"
-ROWS = [
-    {"plan": "a", "rank": 1, "step_s": 1.0, "low_s": 0.9, "high_s": 1.2, "peak_gib": 60.0, "tokens": 10, "mfu": 0.5},
-    {"plan": "b", "rank": 2, "step_s": 1.1, "low_s": 1.0, "high_s": 1.3, "peak_gib": 40.0, "tokens": 9, "mfu": 0.4},
-    {"plan": "c", "rank": 3, "step_s": 1.2, "low_s": 1.1, "high_s": 1.4, "peak_gib": 50.0, "tokens": 8, "mfu": 0.3},
-]
+
+
+def row(plan, rank, step_s, peak_gib):
+    """Return a row of a table of plans."""
+    words = dict.fromkeys(("chips", "policy", "step", "range", "memory", "fits", "tokens", "mfu"), "words")
+    label = {"plan": plan, "rank": rank, "label": f"{rank}  {plan}", "sure": rank == 1}
+    return {**words, **label, "step_s": step_s, "low_s": 0.9 * step_s, "high_s": 1.2 * step_s, "peak_gib": peak_gib}
+
+
+ROWS = [row("a", 1, 1.0, 60.0), row("b", 2, 1.1, 40.0), row("c", 3, 1.2, 50.0)]
 BARS = [
     Bar(rank=0, lane="compute", kind=kind, name=kind, start_s=i, end_s=i + 1, busy_s=1.0, spans=1)
     for i, kind in enumerate(KINDS)
@@ -43,12 +48,13 @@ def charts(dark):
         "pairs": topology.pairs(pair_rows(read_cluster("dgx-1v")), switched=False, dark=dark),
         "placement": topology.placement(placement_rows(Plan(tp=8, pp=2), 8), "tp", dark=dark),
         "scatter": plans.scatter(ROWS, limit_gib=80.0, chosen="a", dark=dark),
+        "ranges": plans.ranges(ROWS, dark=dark),
         "counts": plans.counts({"memory": 10, "kv-heads": 1, "none": 0}, dark=dark),
         "sensitivity": plans.sensitivity(
             [{"rate": 1e9, "plan": "a", "step_s": 1.0}], quantity="network", now=1e9, flip=2e9, dark=dark
         ),
         "memory": detail.memory([{"parameters": GIB, "activations": 2 * GIB, "reserved": GIB}], 80 * GIB, dark=dark),
-        "waterfall": detail.waterfall(fall, dark=dark),
+        "waterfall": detail.waterfall(fall, last_s=0.1, dark=dark),
         "timeline": detail.timeline(BARS, window=(0.0, 8.0), dark=dark),
         "memory_time": detail.memory_over_time([(0.0, GIB), (1.0, 2 * GIB)], 80 * GIB, dark=dark),
         "against": measured.against([run], unit="s", dark=dark),
@@ -149,6 +155,46 @@ def test_the_front_is_what_nothing_beats_in_both():
         assert first["peak_gib"] > second["peak_gib"]
 
 
+def test_the_ranges_of_steps_are_drawn_and_what_may_not_fit_is_hollow():
+    spec = plans.ranges(ROWS, dark=False).to_dict()
+    values = spec.get("data", spec["layer"][0].get("data"))["values"]
+
+    assert [(v["low_s"], v["step_s"], v["high_s"]) for v in values] == [
+        (r["low_s"], r["step_s"], r["high_s"]) for r in ROWS
+    ]
+    low, high = spec["layer"][0]["encoding"]["x"]["scale"]["domain"]
+    assert low < min(r["low_s"] for r in ROWS)
+    assert high > max(r["high_s"] for r in ROWS)
+    assert [v["sure to fit"] for v in values] == ["surely fits", "may not fit", "may not fit"]
+
+
+def test_a_logarithmic_bar_has_an_axis():
+    spec = plans.counts({"memory": 6172, "kv-heads": 8}, dark=False).to_dict()
+    x = spec["layer"][0]["encoding"]["x"]
+
+    assert x["scale"]["type"] == "log"
+    assert "logarithmic" in x["title"]
+    assert x["axis"]["values"] == [1, 10, 100, 1000, 10000]
+
+
+def numbers_in(spec):
+    """Return the fields of all tooltips that would be shown as raw numbers."""
+    if isinstance(spec, list):
+        return [field for part in spec for field in numbers_in(part)]
+    if not isinstance(spec, dict):
+        return []
+    own = spec.get("tooltip", [])
+    shown = own if isinstance(own, list) else [own]
+    raw = [tip["field"] for tip in shown if tip.get("type") == "quantitative" and "format" not in tip]
+    return raw + [field for value in spec.values() for field in numbers_in(value)]
+
+
+def test_tooltips_show_no_more_digits_than_are_known():
+    ranks = {"rank"}
+    for name, chart in charts(dark=False).items():
+        assert set(numbers_in(chart.to_dict())) <= ranks, name
+
+
 def test_a_bar_of_memory_ends_at_what_the_allocator_holds():
     held = MemoryEstimate(
         peak_bytes=Interval(value=4 * GIB, low=4 * GIB, high=4 * GIB, source=Source.ASSUMED),
@@ -171,7 +217,7 @@ def test_the_waterfall_is_continuous_and_ends_at_the_step():
         {"name": "bubble", "seconds": 2.0, "share": 0.5, "meaning": "", "colour": "#BEBEC4"},
         {"name": "step", "seconds": 4.0, "share": 1.0, "meaning": "", "total": True},
     ]
-    spec = detail.waterfall(rows, dark=False).to_dict()
+    spec = detail.waterfall(rows, last_s=0.1, dark=False).to_dict()
     values = spec.get("data", spec["layer"][0].get("data"))["values"]
 
     assert [(value["from"], value["to"]) for value in values] == [(0.0, 2.0), (2.0, 4.0), (0.0, 4.0)]

@@ -30,13 +30,43 @@ def test_plans_are_those_of_suggest(explorer, capsys):
     assert len(shown) == len(document["plans"])
     for row, told in zip(shown.to_dict("records"), document["plans"], strict=True):
         estimate = told["estimate"]
+        step = estimate["step_s"]
         assert row["rank"] == told["rank"]
         assert row["plan"] == plan_name(plan_of(told["plan"]))
-        assert row["step_s"] == pytest.approx(estimate["step_s"]["value"], rel=1e-12)
+        assert row["step_s"] == pytest.approx(step["value"], rel=1e-12)
         assert row["peak_gib"] * 2**30 == pytest.approx(estimate["memory"]["reserved_bytes"], rel=1e-12)
-        assert row["mfu"] == pytest.approx(100 * estimate["mfu"], rel=1e-12)
-        assert row["tokens"] == round(estimate["tokens_per_s_per_gpu"])
-        assert (told["lost_because"] or "best") in row["why"]
+        assert (told["lost_because"] or "the first") in row["why"]
+        # To the digits that are shown, which the range of the step allows.
+        assert seconds(row["step"]) == pytest.approx(step["value"], abs=0.51 * place(row["step"]))
+        assert place(row["step"]) >= 0.01 * (step["high"] - step["low"])
+        known = (step["high"] - step["low"]) / 2 / step["value"]
+        assert float(row["tokens"].replace(",", "")) == pytest.approx(estimate["tokens_per_s_per_gpu"], rel=known)
+        assert float(row["mfu"].rstrip("%")) / 100 == pytest.approx(estimate["mfu"], abs=0.006)
+        low, _, high = row["range"].partition(" to ")
+        assert seconds(high) == pytest.approx(step["high"], abs=0.51 * place(high))
+        assert float(low) < float(high.split()[0])
+
+
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+def seconds(text):
+    value, unit = text.split()
+    return float(value) * UNITS[unit]
+
+
+def place(text):
+    """Return the place of the last digit of a time, in seconds."""
+    value, unit = text.split()
+    return 10.0 ** -len(value.partition(".")[2]) * UNITS[unit]
+
+
+def test_plans_that_the_model_cannot_tell_apart_are_marked_as_ties(explorer, capsys):
+    document = answer(capsys, "suggest", *FLAGS, "--top", str(LISTED))
+    shown = table(explorer("plans", **QUESTION), "plan")
+    ties = [plan["tie"] for plan in document["plans"]]
+
+    assert [place.endswith("=") for place in shown["place"]] == [ties.count(tie) > 1 for tie in ties]
 
 
 def plan_of(told):
@@ -67,14 +97,12 @@ def test_a_changed_plan_is_that_of_estimate(explorer, capsys, tmp_path):
     path.write_text(json.dumps(case))
     estimate = answer(capsys, "estimate", "--case", str(path))["estimate"]
 
-    shown = {}
-    for metric in test.metric:  # the last of a name is the changed plan's
-        shown[metric.label] = metric.value
-    from ui.charts.look import seconds
-
-    assert shown["Step"] == seconds(estimate["step_s"]["value"])
-    assert shown["MFU"] == f"{estimate['mfu']:.1%}"
-    assert shown["Memory"] == f"{estimate['memory']['reserved_bytes'] / 2**30:.1f} GiB"
+    shown = metrics(test)
+    step = estimate["step_s"]["value"]
+    assert seconds(shown["Changed step"]) == pytest.approx(step, abs=0.51 * place(shown["Changed step"]))
+    assert shown["Changed MFU"] == f"{estimate['mfu']:.0%}"
+    reserved = estimate["memory"]["reserved_bytes"] / 2**30
+    assert float(shown["Changed memory"].split()[0]) == pytest.approx(reserved, abs=0.51 if reserved >= 10 else 0.051)
 
 
 @pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm", "deepspeed", "llm-foundry"])

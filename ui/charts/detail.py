@@ -7,6 +7,7 @@ from typing import Any
 
 import altair as alt
 
+from planner.io.figures import gib_text, seconds_text
 from planner.pictures.palette import BAD, GREY, MEMORY, SPANS, TIME
 from ui.charts.look import GIB, finished, paper, scale, seconds, words
 from ui.charts.timeline import LANES, Bar
@@ -25,7 +26,7 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
             "category": words(name),
             "order": order,
             "gib": nbytes / GIB,
-            "text": f"{nbytes / GIB:.2f} GiB",
+            "text": f"{gib_text(nbytes)} GiB",
         }
         for stage, parts in enumerate(stages)
         for order, (name, nbytes) in enumerate(parts.items())
@@ -48,7 +49,7 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
             tooltip=["stage:N", "category:N", alt.Tooltip("text:N", title="size")],
         )
     )
-    capacity_rule = alt.Chart(alt.Data(values=[{"gib": capacity / GIB, "text": f"{capacity / GIB:.1f} GiB available"}]))
+    capacity_rule = alt.Chart(alt.Data(values=[{"gib": capacity / GIB, "text": f"{gib_text(capacity)} GiB available"}]))
     rule = capacity_rule.mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.5).encode(x="gib:Q")
     label = capacity_rule.mark_text(align="right", dx=-5, color=p.quiet, fontSize=11, baseline="top").encode(
         x="gib:Q", y=alt.value(-14), text="text:N"
@@ -57,9 +58,9 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
     return finished(alt.layer(bars, rule, label).properties(height=row * len(stages) + 86), dark)
 
 
-def waterfall(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChart:
+def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -> alt.LayerChart:
     """Draw how a step's time builds up from the model's FLOPs at peak. Rows, in order: name, seconds, share, meaning,
-    colour; the last has `total` and starts at zero again.
+    colour; the last has `total` and starts at zero again. `last_s` is the place of the last digit that is known.
     """
     p = paper(dark)
     values = []
@@ -71,7 +72,7 @@ def waterfall(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChar
                 "name": key,
                 "from": at if not row.get("total") else 0.0,
                 "to": at + row["seconds"] if not row.get("total") else row["seconds"],
-                "text": f"{seconds(row['seconds'])}  {row['share']:.1%}",
+                "text": _term_text(row["seconds"], row["share"], last_s),
                 "meaning": row["meaning"],
                 "colour": p.quiet if row.get("total") else row["colour"],
             }
@@ -86,6 +87,12 @@ def waterfall(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChar
     bars = base.mark_bar(height=20, cornerRadius=2).encode(x=x, x2="to:Q", color=alt.Color("colour:N", scale=None))
     text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(x="to:Q", text="text:N")
     return finished(alt.layer(bars, text).properties(height=30 * len(values) + 30), dark)
+
+
+def _term_text(value_s: float, share: float, last_s: float) -> str:
+    if abs(value_s) < last_s / 2:
+        return f"under {seconds_text(last_s, last_s)}"
+    return f"{seconds_text(value_s, last_s)}  {share:.0%}"
 
 
 def _lighter(colour: str) -> str:

@@ -23,7 +23,7 @@ def front(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str | None, dark: bool) -> alt.LayerChart:
     """Draw step time against memory, with the Pareto front, the capacity of the GPU, and a ring around the chosen plan.
 
-    Rows have plan, rank, step_s, low_s, high_s, peak_gib, tokens, mfu.
+    Rows are those of `ui.rows.plan_rows`.
     """
     p = paper(dark)
     on_front = {row["plan"] for row in front(rows)}
@@ -31,8 +31,6 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
         {
             **row,
             "place": "on the front" if row["plan"] in on_front else "beaten in both",
-            "step": f"{row['step_s']:.3f} s ({row['low_s']:.3f} to {row['high_s']:.3f})",
-            "peak": f"{row['peak_gib']:.1f} GiB",
         }
         for row in rows
     ]
@@ -53,9 +51,12 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
     )
     tooltip = [
         alt.Tooltip("rank:O", title="#"),
-        alt.Tooltip("plan:N"),
-        alt.Tooltip("step:N", title="step (80 % range)"),
-        alt.Tooltip("peak:N", title="memory"),
+        alt.Tooltip("chips:N", title="plan"),
+        alt.Tooltip("policy:N", title="settings"),
+        alt.Tooltip("step:N", title="step"),
+        alt.Tooltip("range:N", title="80 % range"),
+        alt.Tooltip("memory:N"),
+        alt.Tooltip("fits:N"),
         alt.Tooltip("tokens:N", title="tokens/s per GPU"),
         alt.Tooltip("mfu:N", title="MFU"),
     ]
@@ -86,18 +87,62 @@ def scatter(rows: Sequence[Mapping[str, Any]], *, limit_gib: float, chosen: str 
     return finished(alt.layer(line, limit, label, points, numbers, ring).properties(height=380), dark)
 
 
+def ranges(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChart:
+    """Draw each plan's step as a mark on the bar of its range; plans that may not fit are hollow.
+
+    Rows are those of `ui.rows.plan_rows`.
+    """
+    p = paper(dark)
+    values = [{**row, "sure to fit": "surely fits" if row["sure"] else "may not fit"} for row in rows]
+    low, high = min(row["low_s"] for row in rows), max(row["high_s"] for row in rows)
+    margin = 0.04 * (high - low) or 0.04 * high
+    base = alt.Chart(alt.Data(values=values)).encode(
+        y=alt.Y("label:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=190)),
+        tooltip=[
+            alt.Tooltip("chips:N", title="plan"),
+            alt.Tooltip("policy:N", title="settings"),
+            alt.Tooltip("step:N"),
+            alt.Tooltip("range:N", title="80 % range"),
+            alt.Tooltip("fits:N"),
+        ],
+    )
+    x = alt.X(
+        "low_s:Q",
+        title="step time, s",
+        scale=alt.Scale(domain=[max(0.0, low - margin), high + margin], nice=False, zero=False),
+    )
+    bars = base.mark_bar(height=9, cornerRadius=4, color=GOOD, opacity=0.3).encode(x=x, x2="high_s:Q")
+    marks = base.mark_point(size=90, strokeWidth=2, color=GOOD, filled=False).encode(
+        x=alt.X("step_s:Q"),
+        fill=alt.condition("datum.sure", alt.value(GOOD), alt.value(p.page)),
+        shape=alt.Shape(
+            "sure to fit:N",
+            title=None,
+            scale=alt.Scale(domain=["surely fits", "may not fit"], range=["circle", "diamond"]),
+        ),
+    )
+    return finished(alt.layer(bars, marks).properties(height=alt.Step(30)), dark)
+
+
 def counts(rows: Mapping[str, int], *, dark: bool) -> alt.LayerChart:
     """Draw how many candidates each rule rejected, the most first, on a logarithmic axis."""
     p = paper(dark)
     values = [{"rule": words(rule), "count": count, "text": f"{count:,}"} for rule, count in rows.items() if count]
+    top = max((value["count"] for value in values), default=1)
+    ticks = [10**power for power in range(len(str(top)) + 1) if 10**power <= top * 2]
     base = alt.Chart(alt.Data(values=values)).encode(
         y=alt.Y("rule:N", sort=None, title=None, axis=alt.Axis(labelLimit=260, domain=False, ticks=False)),
-        x=alt.X("count:Q", scale=alt.Scale(type="symlog"), title=None, axis=None),
         tooltip=["rule:N", alt.Tooltip("text:N", title="candidates")],
     )
-    bars = base.mark_bar(color=PURPLE, height=15, cornerRadiusEnd=3)
-    text = base.mark_text(align="left", dx=5, color=p.quiet, fontSize=12).encode(text="text:N")
-    return finished(alt.layer(bars, text).properties(height=26 * max(1, len(values)) + 8), dark)
+    x = alt.X(
+        "count:Q",
+        scale=alt.Scale(type="log", domain=[0.7, top * 3], nice=False),
+        title="candidates, on a logarithmic axis",
+        axis=alt.Axis(values=ticks, format=","),
+    )
+    bars = base.mark_bar(color=PURPLE, height=15, cornerRadiusEnd=3).encode(x=x, x2=alt.datum(0.7))
+    text = base.mark_text(align="left", dx=5, color=p.quiet, fontSize=12).encode(x=x, text="text:N")
+    return finished(alt.layer(bars, text).properties(height=alt.Step(26)), dark)
 
 
 COLOURS = (GOOD, VERMILION, GREEN, PURPLE)

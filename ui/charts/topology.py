@@ -55,7 +55,9 @@ def node(view: NodeView, *, dark: bool, ranks: dict[int, tuple[str, int]] | None
                     "datum.bad",
                     alt.value(BAD),
                     alt.Color(
-                        "kind:N", scale=colours, legend=alt.Legend(title=None, symbolType="stroke", symbolStrokeWidth=4)
+                        "kind:N",
+                        scale=colours,
+                        legend=alt.Legend(title=None, columns=2, symbolType="stroke", symbolStrokeWidth=4),
                     ),
                 ),
                 size=alt.Size("wide:Q", scale=None, legend=None),
@@ -120,9 +122,10 @@ def _parts(
             ]
             if named:
                 words = alt.Chart(alt.Data(values=named)).encode(x=x, y=y, text="label:N")
+                fitting = alt.ExprRef(f"width < {30 + 52 * view.width:.0f} ? 0 : 1")
                 # An outline in the background colour keeps lines from crossing the letters.
-                layers.append(words.mark_text(stroke=page, strokeWidth=4, fontSize=11, **how))
-                layers.append(words.mark_text(color=quiet, fontSize=11, **how))
+                layers.append(words.mark_text(stroke=page, strokeWidth=4, fontSize=11, opacity=fitting, **how))
+                layers.append(words.mark_text(color=quiet, fontSize=11, opacity=fitting, **how))
     if gpus:
         base = alt.Chart(alt.Data(values=gpus)).encode(x=x, y=y, tooltip=tooltip)
         layers.append(

@@ -6,10 +6,12 @@ from typing import Any
 
 import streamlit as st
 
+from planner.explain.tables import policy_text
 from planner.explain.waterfall import difference
+from planner.io.figures import last_digit_s, seconds_text
 from ui import data, panels, rows, state
 from ui.charts import compare as charts
-from ui.charts.look import GIB, seconds, words
+from ui.charts.look import GIB, words
 
 
 def show(question: state.Inputs) -> None:
@@ -23,7 +25,10 @@ def show(question: state.Inputs) -> None:
             "No plan with other parallel degrees is legal and fits, so there is nothing to compare.",
         )
         return
-    name = st.selectbox("Compare with", others, key="other", bind="query-params")
+    titles = {
+        state.plan_name(r.plan): f"#{r.rank}  {state.plan_chips(r.plan)}  ({policy_text(r.plan)})" for r in result.plans
+    }
+    name = st.selectbox("Compare with", others, key="other", bind="query-params", format_func=titles.__getitem__)
     second = data.chosen(result, str(name))
     headings = {
         "what": st.column_config.TextColumn(""),
@@ -43,12 +48,19 @@ def show(question: state.Inputs) -> None:
     time = [term for term in terms if term.unit == "s" and abs(term.delta) > 1e-6]
     memory = [term for term in terms if term.unit == "bytes" and abs(term.delta) > 0.01 * GIB]
     net = second.estimate.step_s.value - first.estimate.step_s.value
+    last_s = min(last_digit_s(first.estimate.step_s), last_digit_s(second.estimate.step_s)) / 10
     reserved = (second.estimate.memory.reserved_bytes - first.estimate.memory.reserved_bytes) / GIB
     left, right = st.columns(2, gap="large")
     with left:
-        panels.section("Time, term by term", f"#{second.rank} minus #{first.rank}: {seconds(net)} per step in total.")
+        panels.section(
+            "Time, term by term",
+            f"#{second.rank} minus #{first.rank}: {seconds_text(net, last_s, signed=True)} per step in total.",
+        )
         _bars(
-            [{"name": words(t.name), "delta": t.delta * 1e3, "text": seconds(t.delta)} for t in time],
+            [
+                {"name": words(t.name), "delta": t.delta * 1e3, "text": seconds_text(t.delta, last_s, signed=True)}
+                for t in time
+            ],
             "ms per step",
             "time",
         )
@@ -58,7 +70,7 @@ def show(question: state.Inputs) -> None:
             f"#{second.rank} minus #{first.rank}: {reserved:+.1f} GiB reserved on the worst rank.",
         )
         _bars(
-            [{"name": words(t.name), "delta": t.delta / GIB, "text": f"{t.delta / GIB:+.2f} GiB"} for t in memory],
+            [{"name": words(t.name), "delta": t.delta / GIB, "text": f"{t.delta / GIB:+.1f} GiB"} for t in memory],
             "GiB",
             "memory",
         )

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from planner.explain.tables import degrees_text, flip_text, policy_text
+from planner.explain.tables import flip_text, policy_text
 from planner.explain.waterfall import waterfall
+from planner.io.figures import gib_text, last_digit_s, rate_text, seconds_text
 from planner.pictures.memory import stage_parts
 from planner.pictures.node_layout import node_view
 from planner.pictures.waterfall import waterfall_rows
+from planner.search.finalists import TIE
 from topology.errors import PlannerError
 from ui import data, panels, rows, state
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
 from ui.charts import topology as topology_charts
-from ui.charts.look import GIB, seconds, words
+from ui.charts.look import GIB, words
 from ui.charts.placement_layout import SHOWN_NODES, axes_used, placement_rows
 from ui.charts.timeline import LANES, bars
 
@@ -40,7 +42,9 @@ MANY_RANKS = 8  # with more, only the compute lane of each is shown at first
 
 def show(question: state.Inputs) -> None:
     result, ranked = data.answer()
-    st.caption(f"#{ranked.rank} · {panels.plain(degrees_text(ranked.plan))} · {panels.plain(policy_text(ranked.plan))}")
+    st.markdown(
+        f"#{ranked.rank} · **{panels.plain(state.plan_chips(ranked.plan))}** · {panels.plain(policy_text(ranked.plan))}"
+    )
     _figures(ranked.estimate)
     for problem in ranked.problems:
         st.markdown(f":orange[{panels.ICONS['warning']}] {panels.plain(problem.message)}")
@@ -53,26 +57,25 @@ def show(question: state.Inputs) -> None:
 
 
 def _figures(estimate: Estimate) -> None:
-    step, memory = estimate.step_s, estimate.memory
+    source = str(estimate.step_s.source)
+    step, within = rows.step_figure(estimate)
+    held, verdict = rows.memory_figure(estimate.memory)
     panels.figures(
         [
             (
                 "Step",
-                seconds(step.value),
-                f"One optimizer step; {step.source} numbers.",
+                step,
+                f"One optimizer step; below it is where 80 % of steps are expected; {source} numbers.",
+                within,
             ),
-            ("Tokens/s per GPU", f"{estimate.tokens_per_s_per_gpu:,.0f}", f"{step.source} numbers"),
-            ("MFU", f"{estimate.mfu:.1%}", f"Against {estimate.peak_flops / 1e12:.0f} TFLOP/s dense."),
+            ("Tokens/s per GPU", rate_text(estimate), f"{source} numbers", source),
             (
-                "Memory",
-                f"{memory.reserved_bytes / GIB:.1f} GiB",
-                f"Of {memory.capacity_bytes / GIB:.1f} GiB: {memory.verdict}.",
+                "MFU",
+                f"{estimate.mfu:.0%}",
+                "Model FLOPs against the dense peak.",
+                f"of {estimate.peak_flops / 1e12:.0f} TFLOP/s",
             ),
-            (
-                "80 % range",
-                f"{step.low:.3g} to {step.high:.3g} s",
-                f"Where 80 % of steps are expected; {step.source} numbers.",
-            ),
+            ("Memory", held, "What the allocator reserves on the worst rank, of what a rank can use.", verdict),
         ]
     )
 
@@ -83,8 +86,9 @@ def _memory(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
     peak = memory.peak_bytes
     panels.section(
         memory.verdict.capitalize(),
-        f"Allocated {peak.value / GIB:.1f} GiB (80 % range {peak.low / GIB:.1f} to {peak.high / GIB:.1f}, {peak.source}) at the"
-        f" peak of rank {memory.worst_rank}; the allocator reserves {memory.reserved_bytes / GIB:.1f} GiB.",
+        f"Allocated {gib_text(peak.value)} GiB (80 % range {gib_text(peak.low)} to {gib_text(peak.high)}, {peak.source}) at the"
+        f" peak of rank {memory.worst_rank}; the allocator reserves {gib_text(memory.reserved_bytes)} of"
+        f" {gib_text(memory.capacity_bytes)} GiB.",
     )
     drawn = charts.memory(stage_parts(memory), memory.capacity_bytes, dark=panels.dark())
     panels.chart(drawn, key="memory", alt="Memory by category and pipeline stage")
@@ -97,8 +101,8 @@ def _memory(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
         panels.in_percent(shown, "share"),
         hide_index=True,
         column_config={
-            "GiB": st.column_config.NumberColumn("GiB on the worst rank", format="%.2f"),
-            "share": st.column_config.NumberColumn("of its peak, %", format="%.1f"),
+            "GiB": st.column_config.NumberColumn("GiB on the worst rank", format="%.1f"),
+            "share": st.column_config.NumberColumn("of its peak, %", format="%.0f"),
         },
     )
 
@@ -106,11 +110,13 @@ def _memory(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
 def _step(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:
     del question, result
     fall = waterfall(ranked.estimate)
+    last_s = last_digit_s(ranked.estimate.step_s)
     panels.section(
         "From the GPU's peak to this step",
-        f"The model's FLOPs at {fall.peak_flops / 1e12:.0f} TFLOP/s would take {seconds(fall.peak_s)}; the rest is overhead.",
+        f"The model's FLOPs at {fall.peak_flops / 1e12:.0f} TFLOP/s would take {seconds_text(fall.peak_s, last_s)}; the rest"
+        " is overhead.",
     )
-    drawn = charts.waterfall(waterfall_rows(ranked.estimate), dark=panels.dark())
+    drawn = charts.waterfall(waterfall_rows(ranked.estimate), last_s=last_s, dark=panels.dark())
     panels.chart(drawn, key="waterfall", alt="Step time from the GPU's peak, term by term")
 
 
@@ -166,8 +172,8 @@ def _timeline(question: state.Inputs, result: SearchResult, ranked: RankedPlan) 
     ranks = line.ranks
     panels.section(
         "One simulated step",
-        f"{len(line):,} spans on {len(ranks)} distinct ranks, {found.detail} by {found.detail}; {seconds(found.step_s)} simulated,"
-        f" {seconds(ranked.estimate.step_s.value)} with what a full allocator costs. Lighter compute is the forward pass.",
+        f"{len(line):,} spans on {panels.counted(len(ranks), 'distinct rank')}, {found.detail} by {found.detail}:"
+        f" {seconds_text(found.step_s, last_digit_s(ranked.estimate.step_s))}. Lighter compute is the forward pass.",
     )
     left, right = st.columns([3, 2], gap="large")
     many = len(ranks) > MANY_RANKS
@@ -287,6 +293,9 @@ def _change(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
     degrees["virtual_stages"] = degree(middle, "Stages per rank", "virtual_stages")
     if plan.zero_stage is None:
         degrees["dp_replicate"] = degree(right, "Replicas", "dp_replicate")
+    if degrees == rows.degrees_of(plan) and recompute == plan.recompute:
+        st.caption("Change a value to see what it costs beside this plan.")
+        return
     flags = rows.changed_flags(plan, degrees, str(recompute))
     try:
         found = data.what_if(question, flags, gpus=plan.gpus, like=plan)
@@ -302,30 +311,23 @@ def _change(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
     if found.estimate is None:
         st.caption("Not legal: nothing to estimate.")
         return
-    st.markdown(f"**{panels.plain(degrees_text(found.case.plan))}** · {panels.plain(policy_text(found.case.plan))}")
+    st.markdown(f"**{panels.plain(state.plan_chips(found.case.plan))}** · {panels.plain(policy_text(found.case.plan))}")
     _difference(ranked.estimate, found.estimate)
 
 
 def _difference(before: Estimate, after: Estimate) -> None:
-    cells = st.columns(4)
-    step, memory = after.step_s, after.memory
-    cells[0].metric(
-        "Step", seconds(step.value), f"{step.value / before.step_s.value - 1:+.1%}", delta_color="inverse", border=True
-    )
-    cells[1].metric(
-        "Tokens/s per GPU",
-        f"{after.tokens_per_s_per_gpu:,.0f}",
-        f"{after.tokens_per_s_per_gpu / before.tokens_per_s_per_gpu - 1:+.1%}",
-        border=True,
-    )
-    cells[2].metric("MFU", f"{after.mfu:.1%}", f"{100 * (after.mfu - before.mfu):+.1f} points", border=True)
-    cells[3].metric(
-        "Memory",
-        f"{memory.reserved_bytes / GIB:.1f} GiB",
-        f"{(memory.reserved_bytes - before.memory.reserved_bytes) / GIB:+.1f} GiB, {memory.verdict}",
-        delta_color="inverse",
-        border=True,
-    )
+    """Show the changed plan's figures; a difference smaller than the error of the model has no colour."""
+    slower = after.step_s.value / before.step_s.value - 1
+    more = after.memory.reserved_bytes - before.memory.reserved_bytes
+    hue = "off" if abs(slower) < TIE else "red" if slower > 0 else "green"
+    held, verdict = rows.memory_figure(after.memory)
+    with st.container(horizontal=True, gap="small"):
+        step = "about the same" if abs(slower) < TIE else f"{slower:+.0%}"
+        st.metric("Changed step", rows.step_figure(after)[0], step, delta_color=hue, delta_arrow="off", border=True)
+        mfu = f"{100 * (after.mfu - before.mfu):+.0f} points"
+        st.metric("Changed MFU", f"{after.mfu:.0%}", mfu, delta_color=hue, delta_arrow="off", border=True)
+        change = f"{'+' if more >= 0 else '-'}{gib_text(abs(more))} GiB, {verdict}"
+        st.metric("Changed memory", held, change, delta_color="off", delta_arrow="off", border=True)
 
 
 show(data.question())

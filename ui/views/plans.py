@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
+from planner.explain.answer_text import LEAST_GAIN, answer_sentence, may_fit_sentence
 from planner.explain.tables import basis_lines, cluster_line, model_line, workload_line
+from planner.io.figures import rate_text
 from simulator.config.plan import MESH_AXES
 from ui import data, panels, rows, state
 from ui.charts import plans as charts
@@ -14,6 +16,7 @@ from ui.charts.look import GIB
 
 if TYPE_CHECKING:
     from planner.search.result import SearchResult
+    from simulator.config.estimate import Estimate
 
 AXES = {
     "dp_replicate": "replicas",
@@ -25,37 +28,50 @@ AXES = {
 }
 
 
+# What decides comes first and fits a phone; the rest follows.
+_COLUMNS = {
+    "place": st.column_config.TextColumn("#", width=36),
+    "chips": st.column_config.TextColumn("plan", width=128),
+    "step": st.column_config.TextColumn(
+        "step", width=58, help="Simulated where the plan is among the best, else by the closed form."
+    ),
+    "fits": st.column_config.TextColumn("fits", width=48, help="Whether it fits into memory, or how likely that is."),
+    "range": st.column_config.TextColumn("80 % range", width=105),
+    "memory": st.column_config.TextColumn("memory", width=75),
+    "tokens": st.column_config.TextColumn("tokens/s/GPU", width=95),
+    "mfu": st.column_config.TextColumn("MFU", width=55),
+    "why": st.column_config.TextColumn("beside the first, and when it would win", width=420),
+    "exposed": st.column_config.TextColumn("exposed comm.", width=105, help="Share of the step."),
+    "bubble": st.column_config.TextColumn("bubble", width=65, help="Share of the step."),
+    "policy": st.column_config.TextColumn("settings", width=320),
+}
+
+
 def show(question: state.Inputs) -> None:
     result, chosen = data.answer()
-    search = result.search
     best = result.plans[0].estimate
-    st.caption(_about(result))
-    source = "datasheet" if best.step_s.source in {"datasheet", "assumed"} else str(best.step_s.source)
-    panels.figures(
-        [
-            (
-                "Best step",
-                f"{rows.digits(best.step_s.value)} s",
-                f"80 % of steps are expected within {rows.digits(best.step_s.low)} to {rows.digits(best.step_s.high)} s ({source}).",
-            ),
-            ("Tokens/s per GPU", f"{best.tokens_per_s_per_gpu:,.0f}", f"{source} numbers"),
-            ("MFU", f"{best.mfu:.1%}", f"Model FLOPs against the dense peak of {best.peak_flops / 1e12:.0f} TFLOP/s."),
-            (
-                "Memory",
-                f"{best.memory.reserved_bytes / GIB:.1f} GiB",
-                f"What the allocator reserves on the worst rank, of {best.memory.capacity_bytes / GIB:.1f} GiB: {best.memory.verdict}.",
-            ),
-            (
-                "Legal plans",
-                f"{search.legal:,}",
-                f"Of {search.candidates:,} candidates; {search.fitting:,} fit into memory.",
-            ),
-        ]
-    )
+    st.markdown(f"**{panels.plain(answer_sentence(result.plans[0]))}**")
+    if result.may_fit is not None and result.may_fit.faster >= LEAST_GAIN:
+        st.markdown(panels.plain(may_fit_sentence(result.may_fit, result.plans[0])))
+    if question.objective == "memory":
+        _against_the_fastest(question, best)
+    _figures(result)
     table = rows.plan_rows(result)
     shown = _filtered(table, result)
-    left, right = st.columns([3, 2], gap="large")
+    _table(shown, table)
+    left, right = st.columns(2, gap="large")
     with left:
+        panels.section(
+            "Step time",
+            "The bar is where 80 % of steps are expected, the mark the value. Overlapping bars may change places.",
+        )
+        if shown:
+            panels.chart(
+                charts.ranges(shown, dark=panels.dark()),
+                key="ranges",
+                alt=f"Step times of {len(shown)} plans with ranges",
+            )
+    with right:
         panels.section("Time against memory", "One point per set of parallel degrees. The line is the Pareto front.")
         if shown:
             drawn = charts.scatter(
@@ -65,23 +81,53 @@ def show(question: state.Inputs) -> None:
                 dark=panels.dark(),
             )
             panels.chart(drawn, key="scatter", alt=f"Step time against memory of {len(shown)} plans")
-    with right:
-        panels.section("Rejected candidates", _left_out(result))
-        panels.chart(
-            charts.counts(result.rejected, dark=panels.dark()), key="rejected", alt="Rejected candidates by rule"
-        )
-        if result.search.pruned:
-            with st.expander("Bounds of the search"):
-                st.dataframe(
-                    [{"bound": name, "left out": count} for name, count in result.search.pruned.items()],
-                    hide_index=True,
-                    width="stretch",
-                )
-    _table(shown, table)
+    panels.section("Rejected candidates", _left_out(result))
+    panels.chart(charts.counts(result.rejected, dark=panels.dark()), key="rejected", alt="Rejected candidates by rule")
+    if result.search.pruned:
+        with st.expander("Bounds of the search"):
+            st.dataframe(
+                [{"bound": name, "left out": count} for name, count in result.search.pruned.items()],
+                hide_index=True,
+                width="stretch",
+            )
     panels.assumed(result.assumed)
     st.caption("  \n".join(panels.plain(line) for line in basis_lines(best, chosen.method)))
+    st.caption(_about(result))
     with st.expander("The same question in a terminal", icon=":material/terminal:"):
         st.code(question.command(), language="bash", wrap_lines=True)
+
+
+def _figures(result: SearchResult) -> None:
+    best, search = result.plans[0].estimate, result.search
+    source = "datasheet" if best.step_s.source in {"datasheet", "assumed"} else str(best.step_s.source)
+    step, within = rows.step_figure(best)
+    held, verdict = rows.memory_figure(best.memory)
+    panels.figures(
+        [
+            ("Best step", step, f"Below it is where 80 % of steps are expected; {source} numbers.", within),
+            ("Tokens/s per GPU", rate_text(best), f"{source} numbers", source),
+            (
+                "MFU",
+                f"{best.mfu:.0%}",
+                "Model FLOPs against the dense peak.",
+                f"of {best.peak_flops / 1e12:.0f} TFLOP/s",
+            ),
+            ("Memory", held, "What the allocator reserves on the worst rank, of what a rank can use.", verdict),
+            (
+                "Legal plans",
+                f"{search.legal:,}",
+                f"Of {search.candidates:,} candidates; {search.fitting:,} fit into memory.",
+                f"{search.fitting:,} fit",
+            ),
+        ]
+    )
+
+
+def _against_the_fastest(question: state.Inputs, best: Estimate) -> None:
+    fastest = data.fastest(question)
+    text = rows.memory_costs_time(best, fastest) if fastest is not None else None
+    if text:
+        st.warning(panels.plain(text), icon=":material/hourglass_bottom:")
 
 
 def _about(result: SearchResult) -> str:
@@ -125,9 +171,10 @@ def _filtered(table: list[dict[str, Any]], result: SearchResult) -> list[dict[st
 
 
 def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]]) -> None:
+    many = len(shown) != len(table)
     panels.section(
-        f"{len(shown)} of {len(table)} listed plans",
-        "The best of each set of degrees. Sort by a heading; select a row to choose that plan.",
+        f"{len(shown)} of {len(table)} plans" if many else f"{len(table)} plans",
+        "The best of each set of degrees. Select a row to choose that plan.",
     )
 
     def pick() -> None:
@@ -137,48 +184,22 @@ def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]]) -> None:
             state.choose_plan(row["plan"], best=row["rank"] == 1)
 
     st.dataframe(
-        panels.in_percent(shown, "mfu", "exposed", "bubble"),
+        shown,
         key="plans_table",
         placeholder="-",
         hide_index=True,
         on_select=pick,
         selection_mode="single-row",
         width="stretch",
-        column_order=(
-            "rank",
-            "plan",
-            "step_s",
-            "range",
-            "tokens",
-            "mfu",
-            "peak_gib",
-            "why",
-            "exposed",
-            "bubble",
-            "gpus",
-            "policy",
-        ),
-        column_config={
-            "rank": st.column_config.NumberColumn("#", width=40),
-            "plan": st.column_config.TextColumn("plan", width=235),
-            "step_s": st.column_config.NumberColumn(
-                "step, s", help="Simulated, where the program of a step is short enough.", format="%.3f", width=70
-            ),
-            "range": st.column_config.TextColumn("80 % range, s", width=105),
-            "tokens": st.column_config.NumberColumn("tokens/s/GPU", format="localized", width=95),
-            "mfu": st.column_config.NumberColumn("MFU, %", format="%.1f", width=65),
-            "peak_gib": st.column_config.NumberColumn("GiB", format="%.1f", width=65),
-            "exposed": st.column_config.NumberColumn("exposed comm, %", format="%.1f", width=125),
-            "bubble": st.column_config.NumberColumn("bubble, %", format="%.1f", width=80),
-            "why": st.column_config.TextColumn("why it lost, and when it would win", width=420),
-            "gpus": st.column_config.TextColumn("GPUs", width=280),
-            "policy": st.column_config.TextColumn("policy", width=320),
-        },
+        column_order=tuple(_COLUMNS),
+        column_config=_COLUMNS,
     )
+    if any(row["place"] != str(row["rank"]) for row in shown):
+        st.caption("= too close for the model to tell apart: the simplest comes first.")
     chosen = data.answer()[1]
     st.page_link(
         state.view("detail"),
-        label=f"Details of **{panels.plain(state.plan_name(chosen.plan))}**",
+        label=f"Details of **{panels.plain(state.plan_chips(chosen.plan))}**",
         icon=":material/troubleshoot:",
         query_params=state.link(),
     )
