@@ -1,1 +1,36 @@
 """Which plan: legality, enumeration, search, and the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from planner.configs.answer import Checked
+
+__all__ = ["check"]
+
+
+def check(
+    path: str | Path,
+    *,
+    model: str | None = None,
+    cluster: str | None = None,
+    gpus: int | None = None,
+    seq_len: int | None = None,
+    launch: str = "",
+    search: bool = True,
+) -> Checked:
+    """Judge and improve a configuration of torchtitan, Megatron-LM, Megatron-Bridge, DeepSpeed, accelerate or Transformers.
+
+    `model` and `cluster` are names or files, as on the command line; `gpus` and `seq_len` (tokens) count where the file
+    leaves them open, and `launch` is the line that starts it. Without `search` only single changes are tried. Raises
+    BadInput for a file that cannot be read.
+    """
+    # What the answer needs is imported when it is asked for: `import planner` stays light.
+    from planner.configs.answer import check_text  # noqa: PLC0415
+    from planner.configs.configuration import Told  # noqa: PLC0415
+    from topology.codec import read_text  # noqa: PLC0415
+
+    told = Told(model=model, cluster=cluster, gpus=gpus, seq_len=seq_len, launch=launch)
+    return check_text(read_text(path), str(path), told, search=search)

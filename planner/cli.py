@@ -61,6 +61,7 @@ COMMANDS = {
     "report": "Show a run: predicted and measured, term by term.",
     "runs": "List the runs that planner apply made.",
     "export": "Write a plan for the framework that shall run it.",
+    "check": "Check another tool's configuration, and improve it.",
     "collective": "Predict collectives, or score predictions against tables.",
     "shard": "Choose shardings of a graph's tensors.",
     "calibrate": "Measure operators, collectives and layers of this machine.",

@@ -83,7 +83,7 @@ def torchtitan() -> dict[str, Any]:
         "--config": {"type": "str"},
         "activation_checkpoint": {"type": "subcommand", "choices": modes},
     }
-    return {"keys": keys, "models": list(_models_of_registries())}
+    return {"keys": keys, "models": list(_models_of_registries()), "configs": dict(_configurations())}
 
 
 def _models_of_specs() -> Any:
@@ -168,6 +168,39 @@ def _models_of_registries() -> Any:
                 "kv_heads": getattr(attention, "n_kv_heads", None),
                 "parameters": sum({id(w): w.numel() for w in built.parameters()}.values()),
             }
+
+
+def _configurations() -> Any:
+    """Yield (module.function, its model's flavor and what it sets that a plan is about) of every configuration function."""
+    import inspect
+
+    from torchtitan.models import _supported_models
+    from torchtitan.trainer import Trainer
+
+    modes = {"SelectiveAC.Config": "selective", "FullAC.Config": "full", "NoneType": "none"}
+    for module in sorted(_supported_models):
+        try:
+            registry = importlib.import_module(f"torchtitan.models.{module}.config_registry")
+        except ImportError:
+            continue
+        for name, function in inspect.getmembers(registry, inspect.isfunction):
+            if function.__module__ != registry.__name__:
+                continue
+            try:
+                config = function()
+            except (ValueError, ImportError, TypeError):
+                continue
+            if not isinstance(config, Trainer.Config) or config.model_spec is None:
+                continue
+            settings: dict[str, Any] = {}
+            for section in ("training", "parallelism", "compile"):
+                for field in dataclasses.fields(getattr(config, section)):
+                    value = getattr(getattr(config, section), field.name)
+                    if field.default is not dataclasses.MISSING and value != field.default:
+                        settings[f"{section}.{field.name}"] = value
+            mode = modes.get(type(config.activation_checkpoint).__qualname__)
+            settings |= {"activation_checkpoint": mode} if mode else {}
+            yield f"{module}.{name}", {"flavor": config.model_spec.flavor, "settings": settings}
 
 
 def megatron() -> dict[str, Any]:

@@ -37,5 +37,5 @@ exec torchrun --nnodes=4 --nproc-per-node=8 --max-restarts=0 --node-rank \
   --training.dtype=float32 --training.mixed_precision_param=bfloat16 \
   --training.mixed_precision_reduce=float32 --parallelism.pipeline_parallel_schedule=Interleaved1F1B \
   --parallelism.pipeline_parallel_microbatch_size=1 --parallelism.enable_sequence_parallel \
-  --compile.no_enable --compile.no_enable_async_tensor_parallel --training.disable_cuda_graphs \
-  --compile.components=model,loss "$@" activation_checkpoint:full
+  --compile.no_enable --compile.components=model,loss --compile.no_enable_async_tensor_parallel \
+  --training.disable_cuda_graphs "$@" activation_checkpoint:full

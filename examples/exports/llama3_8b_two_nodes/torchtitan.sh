@@ -36,5 +36,5 @@ exec torchrun --nnodes=2 --nproc-per-node=8 --max-restarts=0 --node-rank \
   --training.local_batch_size=1 --training.global_batch_size=64 --training.seq_len=8192 \
   --training.dtype=float32 --training.mixed_precision_param=bfloat16 \
   --training.mixed_precision_reduce=float32 --parallelism.enable_sequence_parallel --compile.enable \
-  --compile.no_enable_async_tensor_parallel --training.disable_cuda_graphs \
-  --compile.components=model,loss "$@" activation_checkpoint:selective
+  --compile.components=model,loss --compile.no_enable_async_tensor_parallel \
+  --training.disable_cuda_graphs "$@" activation_checkpoint:selective

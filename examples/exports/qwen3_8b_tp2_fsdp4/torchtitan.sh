@@ -34,5 +34,5 @@ exec torchrun --standalone --nproc-per-node=8 --max-restarts=0 -m torchtitan.tra
   --training.local_batch_size=2 --training.global_batch_size=64 --training.seq_len=4096 \
   --training.dtype=float32 --training.mixed_precision_param=bfloat16 \
   --training.mixed_precision_reduce=float32 --parallelism.enable_sequence_parallel --compile.enable \
-  --compile.no_enable_async_tensor_parallel --training.disable_cuda_graphs \
-  --compile.components=model,loss "$@" activation_checkpoint:selective
+  --compile.components=model,loss --compile.no_enable_async_tensor_parallel \
+  --training.disable_cuda_graphs "$@" activation_checkpoint:selective

@@ -35,6 +35,8 @@ STRATEGIES = {
 
 def kind(facts: Facts) -> str:
     """Return the distributed type: nothing is sharded in replicas alone."""
+    if facts["zero_stage"] is not None:
+        return "DEEPSPEED"
     if facts["dp_shard"] * facts["tp"] * facts["cp"] > 1:
         return "FSDP"
     return "MULTI_GPU" if facts["dp_replicate"] > 1 else "NO"
@@ -42,6 +44,8 @@ def kind(facts: Facts) -> str:
 
 def _write_mesh(facts: Facts) -> Settings:
     settings: Settings = {"distributed_type": kind(facts), "num_processes": facts["gpus"]}
+    if settings["distributed_type"] == "DEEPSPEED":
+        settings[_ZERO] = facts["zero_stage"]
     if settings["distributed_type"] == "FSDP":
         settings |= {_MESH.format(axis): facts[axis] for axis in _SHARDS}
         settings |= {_VERSION: 2, _RESHARD: facts["reshard_after_forward"] is not False}
@@ -81,7 +85,7 @@ def _read_mesh(settings: Settings, facts: Facts) -> Facts:
 def _write_types(facts: Facts) -> Settings:
     # FSDP2 stores parameters in float32 wherever mixed precision is on (utils/fsdp_utils.py, fsdp2_prepare_model).
     words = {"bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
-    mixed = facts["param_dtype"] != facts["compute_dtype"]
+    mixed = facts["param_dtype"] != facts["compute_dtype"] or facts["zero_stage"] is not None
     return {"mixed_precision": words.get(facts["compute_dtype"], "no") if mixed else "no"}
 
 
@@ -97,6 +101,11 @@ def _read_types(settings: Settings, facts: Facts) -> Facts:
     # FSDP reduces in the type of mixed precision; replicas hold gradients in float32.
     sharded = facts["dp_shard"] * facts["cp"] * facts["tp"] > 1
     return {"compute_dtype": compute, "param_dtype": "float32", "reduce_dtype": compute if sharded else "float32"}
+
+
+def _write_rotate(facts: Facts) -> Settings:
+    method = facts["cp_method"] or "all_gather"
+    return {_ROTATE: ROTATE[method]} if facts["cp"] > 1 and method in ROTATE else {}
 
 
 def _write_recompute(facts: Facts) -> Settings:
@@ -130,7 +139,7 @@ TABLE: Table = (
     ),
     Entry(
         keys=(_ROTATE,),
-        write=lambda facts: {_ROTATE: ROTATE[facts["cp_method"] or "all_gather"]} if facts["cp"] > 1 else {},
+        write=_write_rotate,
         read=lambda settings, facts: {
             "cp_method": one_of(settings, _ROTATE, ROTATE, "allgather") if facts["cp"] > 1 else None
         },

@@ -86,18 +86,16 @@ def _read_stage(settings: Settings, facts: Facts) -> Facts:
         )
     dp = facts["gpus"] // others
     stage = whole(settings, _STAGE, 0, least=0)
+    # hpZ (ZeRO++) keeps a second copy of the parameters within groups of this size, which is not predicted.
     inner = whole(settings, _HPZ, 1)
-    if stage == 3 and 1 < inner < dp and dp % inner == 0:
-        # hpZ keeps a copy of the parameters within each group, which is what sharding by a degree costs.
-        return {"zero_stage": 3, "dp_replicate": dp, "dp_shard": 1, "hpz": inner}
-    return {"zero_stage": stage, "dp_replicate": dp, "dp_shard": 1}
+    return {"zero_stage": stage, "dp_replicate": dp, "dp_shard": 1, "hpz": inner if stage == 3 and inner > 1 else None}
 
 
 def _write_stage(facts: Facts) -> Settings:
     settings: Settings = {_STAGE: facts["zero_stage"] or 0}
     if facts["zero_stage"]:
         settings |= {"zero_optimization.overlap_comm": True, "zero_optimization.contiguous_gradients": True}
-    return settings | ({_HPZ: facts["hpz"]} if facts.get("hpz") else {})
+    return settings | ({_HPZ: facts["hpz"]} if facts["zero_stage"] == 3 and facts.get("hpz") else {})
 
 
 def _write_types(facts: Facts) -> Settings:

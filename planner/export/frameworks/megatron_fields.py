@@ -168,7 +168,7 @@ def _write_sharding(facts: Facts) -> Settings:
         overlaps,
         fully,
         SHARDING.get(stage),
-        facts.get("instances"),
+        facts.get("instances") if fully else None,
         "fsdp_dtensor" if fully else None,
         fully,
     )
@@ -191,7 +191,14 @@ def _read_sharding(settings: Settings, facts: Facts) -> Facts:
         stage = known[word]
     elif truth(settings, "--use-torch-fsdp2"):
         stage = 3
-    return {"zero_stage": stage, "dp_replicate": facts["gpus"] // others, "dp_shard": 1, "reshard_after_forward": None}
+    instances = whole(settings, _SHARD[5], 1)
+    return {
+        "zero_stage": stage,
+        "dp_replicate": facts["gpus"] // others,
+        "dp_shard": 1,
+        "reshard_after_forward": None,
+        "instances": instances if instances > 1 else None,
+    }
 
 
 def _write_batch(facts: Facts) -> Settings:

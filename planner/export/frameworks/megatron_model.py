@@ -149,7 +149,9 @@ def model_of_flags(settings: Settings, name: str) -> tuple[Model, tuple[str, ...
     rotary = position != "learned_absolute"
     model = Model(
         name=called,
-        family=_family(moe, latent, gated=gated),
+        family=_family(
+            moe, latent, gated=gated, plain=not rotary or str(settings.get("--hidden-dropout", DROPOUT)) != "0.0"
+        ),
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -174,13 +176,15 @@ def model_of_flags(settings: Settings, name: str) -> tuple[Model, tuple[str, ...
     return model, tuple(assumed)
 
 
-def _family(moe: MixtureOfExperts | None, latent: LatentAttention | None, *, gated: bool) -> str:
-    """Return the family whose operators a model of these parts runs."""
+def _family(moe: MixtureOfExperts | None, latent: LatentAttention | None, *, gated: bool, plain: bool) -> str:
+    """Return the family whose operators a model of these parts runs; `plain`: a GPT, with dropout or learned positions."""
     if latent:
         return "deepseek_v3" if moe and moe.router_bias else "deepseek_v2"
     if moe:
         return "mixtral"
-    return "llama" if gated else "gpt"
+    if gated:
+        return "llama"
+    return "gpt" if plain else "gpt_neox"
 
 
 def _latent(settings: Settings) -> LatentAttention:

@@ -43,7 +43,7 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
     settings = settings_of(COMMAND_LINE, facts)
     mode = settings.pop(SUBCOMMAND)
     # The predicted step is without CUDA graphs.
-    settings |= {"training.disable_cuda_graphs": True, "compile.components": ["model", "loss"]}
+    settings["training.disable_cuda_graphs"] = True
     chosen = {"--module": CONFIG_MODULE, "--config": CONFIG_FUNCTION}
     words = ["-m", "torchtitan.train", *(f"{key}={value}" for key, value in chosen.items())]
     words += [word for key, value in settings.items() for word in _option(key, value)]

@@ -15,7 +15,6 @@ from planner.export.mapping import (
     data_parallel_rest,
     number,
     one_of,
-    switch,
     truth,
     whole,
     words,
@@ -104,12 +103,8 @@ BATCH: Table = (
             "compute_dtype": one_of(settings, "training.mixed_precision_param", PARAM_DTYPES, "bfloat16")
         },
     ),
-    # Not a choice: gradients are reduced in float32 (mixed_precision_reduce has one value).
-    Entry(
-        keys=("training.mixed_precision_reduce",),
-        write=lambda _: {"training.mixed_precision_reduce": "float32"},
-        read=lambda *_: {"reduce_dtype": "float32"},
-    ),
+    # Not a choice: the field has one value.
+    words("training.mixed_precision_reduce", "reduce_dtype", {"float32": "float32"}, "float32"),
 )
 
 
@@ -204,6 +199,19 @@ def _uneven(layers: int, stages: int, less: list[int]) -> list[int]:
     return counts
 
 
+def _read_compile(settings: Settings, _: Facts) -> Facts:
+    # The loss may be compiled alone.
+    parts = settings.get("compile.components", ["model", "loss"])
+    return {"compile": truth(settings, "compile.enable") and "model" in parts}
+
+
+COMPILE = Entry(
+    keys=("compile.enable", "compile.components"),
+    write=lambda facts: {"compile.enable": bool(facts["compile"]), "compile.components": ["model", "loss"]},
+    read=_read_compile,
+)
+
+
 # 0.2.2
 
 _AC_MODE, _AC_OPTION = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
@@ -251,6 +259,13 @@ def _read_context(settings: Settings, facts: Facts) -> Facts:
     return {"cp_method": one_of(settings, "parallelism.context_parallel_rotate_method", ROTATE, "allgather")}
 
 
+def _read_converters(settings: Settings, facts: Facts) -> Facts:
+    said = settings.get("model.converters") or []
+    names = said if isinstance(said, list) else [said]
+    low = any("float8" in str(name) or "mx" in str(name) for name in names)
+    return {"compute_dtype": "float8" if low else facts["compute_dtype"]}
+
+
 TOML: Table = (
     *DEGREES,
     *BATCH,
@@ -258,7 +273,9 @@ TOML: Table = (
     Entry(keys=("parallelism.context_parallel_rotate_method",), write=_write_context, read=_read_context),
     _write_async("parallelism.enable_async_tensor_parallel", always=False),
     Entry(keys=(_AC_MODE, _AC_OPTION), write=_write_recompute, read=_read_recompute),
-    switch("compile.enable", "compile"),
+    COMPILE,
+    # Converters swap layers for such of low precision; which of them to name depends on torchao, so none is written.
+    Entry(keys=("model.converters",), write=lambda _: {}, read=_read_converters),
     # 0.2.2 has no switch: tensor parallelism is always with sequence parallelism.
     Entry(keys=(), write=lambda _: {}, read=lambda _, facts: {"sequence_parallel": facts["tp"] > 1}),
     Entry(keys=(), write=lambda _: {}, read=lambda *_: {"optimizer": "adamw", "zero_stage": None}),
@@ -280,7 +297,7 @@ COMMAND_LINE: Table = (
             "sequence_parallel": facts["tp"] > 1 and truth(settings, _SEQUENCE, default=True)
         },
     ),
-    switch("compile.enable", "compile"),
+    COMPILE,
     _write_async("compile.enable_async_tensor_parallel", always=True),
     Entry(
         keys=(SUBCOMMAND,),

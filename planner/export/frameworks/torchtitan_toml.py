@@ -31,7 +31,6 @@ def write(job: ExportJob) -> Draft:
     for key, value in settings_of(TOML, job.facts()).items():
         section, _, name = key.partition(".")
         document.setdefault(section, {})[name] = value
-    document["compile"]["components"] = ["model", "loss"]
     if known.files:
         document["experimental"] = {"custom_import": FLAVOR_MODULE}
     hosts = job.hosts()

@@ -1,0 +1,100 @@
+"""`planner check`: a configuration of another tool, judged and improved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from planner.commands import options
+from planner.configs.answer import Change, Checked, check_text
+from planner.configs.check_document import check_document
+from planner.configs.configuration import Told
+from planner.explain.answer_text import print_estimate
+from planner.io import output
+from planner.io.inputs import measurements
+from simulator.config.estimate import SURE, chance
+from topology import codec
+
+FILE = "torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON, accelerate YAML, TrainingArguments JSON; - reads stdin."
+
+
+def check(
+    file: Annotated[str, typer.Argument(help=FILE)],
+    model: Annotated[
+        str | None, typer.Option("--model", help="Shipped model or config.json, where the file names none.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="Catalogue name, cluster file, capture, or local; default dgx-h100.")
+    ] = None,
+    gpu: options.Gpu = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, max=1 << 20, help="GPUs it runs on, where the file leaves it open.")
+    ] = None,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(
+            "--seq-len", "--seq", min=1, max=1 << 31, help="Tokens in a sequence, where the file does not say."
+        ),
+    ] = None,
+    launch: Annotated[
+        str, typer.Option("--launch", help="The line that starts it: its GPUs and the program's arguments.")
+    ] = "",
+    search: Annotated[bool, typer.Option("--search/--no-search", help="Look for the best plan too.")] = True,
+    profile: options.Profile = None,
+    strict: options.Strict = False,
+    json: options.Json = False,
+) -> None:
+    """Check a configuration of another tool: legal, does it fit, how fast, and what to change.
+
+    Changes and the best plan are diffs of the file itself, comments and order kept. Exit code 3 when the configuration is
+    not legal; one that does not fit is an answer, and ends with 0.
+    """
+    text, where = codec.read_path_or_stdin(file)
+    told = Told(model=model, cluster=cluster, gpu=gpu, gpus=gpus, seq_len=seq_len, launch=launch)
+    try:
+        checked = check_text(
+            text, where, told, measured=measurements(profile, strict=strict), search=search, progress=output.progress
+        )
+    finally:
+        output.end_progress()
+    if json:
+        output.emit_json(check_document(checked))
+    else:
+        _print(checked, Path(where).name)
+    if not checked.legal:
+        raise typer.Exit(3)
+
+
+def _print(checked: Checked, name: str) -> None:
+    configuration = checked.configuration
+    version = f" {configuration.version}" if configuration.version else ""
+    print(output.printable(f"file      {name}: {configuration.framework}{version}"))
+    if checked.found is not None:
+        print_estimate(checked.found)
+    else:
+        for line in checked.assumed:
+            print(output.printable(f"assumed   {line}"))
+        for problem in checked.problems:
+            print(output.printable(f"{problem.grade!s:9} {problem.message}"))
+        print("verdict   not legal: nothing to estimate")
+    if configuration.unknown:
+        print(output.printable(f"unknown   {', '.join(configuration.unknown)}"))
+    for number, change in enumerate(checked.changes):
+        print(
+            output.printable(
+                f"{'change' if number == 0 else 'or':9} {change.what}: {change.step_s:.3g} s, {_fit(change)}"
+            )
+        )
+    if checked.changes:
+        print(output.printable(checked.changes[0].diff))
+    if checked.best is not None:
+        print(output.printable(f"best      {checked.best.estimate.step_s.value:.3g} s"))
+        print(output.printable(checked.best.diff))
+    elif checked.no_better:
+        print(output.printable(f"best      {checked.no_better}"))
+
+
+def _fit(change: Change) -> str:
+    return "fits" if change.fit_probability >= SURE else f"fits with a chance of {chance(change.fit_probability)}"

@@ -1,0 +1,282 @@
+"""A configuration judged: legal or why not, what it costs, the one change that gains most, and the best plan, as diffs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from planner.configs.configuration import Configuration, Told
+from planner.configs.kinds import read_configuration
+from planner.configs.variants import variants_of
+from planner.configs.written_back import Writer
+from planner.explain.plan_answer import PlanAnswer, answer_plan
+from planner.export.mapping import PLAN_FACTS, RUNTIME_FACTS, Facts, read
+from planner.io.inputs import read_cluster
+from planner.question.case_runtime import resolve_runtime
+from planner.question.cases import SEQ_LEN, SEQUENCES_PER_GPU, Case, complete_plan
+from planner.question.prediction import predict
+from planner.question.question import Question
+from planner.search.plan_space.candidates import Bounds
+from planner.search.search import SearchOptions, suggest
+from simulator.config.estimate import SURE, Estimate
+from simulator.config.hf_config import load_model
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import NOT_MODELLED, Runtime
+from simulator.config.verify import verify_lists, verify_plan, verify_runtime, verify_workload
+from simulator.config.workload import Workload
+from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
+from simulator.legality.frameworks import framework_named
+from simulator.legality.rule import Grade, Problem
+from simulator.legality.rules import is_legal
+from topology.cluster import Cluster
+from topology.errors import Infeasible, PlannerError
+
+SHOWN = 5  # changes that are listed
+PREDICTED = 8  # changes, best first by the closed form, that are predicted as the plan itself is
+CANDIDATES = 24  # best plans of which the first that the file can say is the answer
+GAIN = 0.995  # of the step: what gains less than half a percent is within any prediction's noise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Better:
+    """Another plan, with the unified diff of the file that makes it."""
+
+    plan: Plan
+    runtime: Runtime
+    estimate: Estimate
+    diff: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One change of a configuration; `what` says it in words: `tp 8 -> 4, dp_shard 4 -> 8`."""
+
+    what: str
+    better: Better
+
+    @property
+    def diff(self) -> str:
+        return self.better.diff
+
+    @property
+    def step_s(self) -> float:
+        return self.better.estimate.step_s.value
+
+    @property
+    def fits(self) -> bool:
+        return self.better.estimate.memory.fits
+
+    @property
+    def fit_probability(self) -> float:
+        return self.better.estimate.memory.fit_probability
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """What there is to say about a configuration. `found` is None where it contradicts itself: see `problems`."""
+
+    configuration: Configuration
+    problems: tuple[Problem, ...]
+    assumed: tuple[str, ...]
+    found: PlanAnswer | None = None
+    changes: tuple[Change, ...] = ()
+    best: Better | None = None
+    no_better: str = ""
+
+    @property
+    def legal(self) -> bool:
+        return self.found is not None and self.found.estimate is not None
+
+
+def check_text(
+    text: str,
+    where: str,
+    told: Told | None = None,
+    *,
+    measured: Calibrations = UNMEASURED,
+    changes: bool = True,
+    search: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> Checked:
+    """Judge the configuration `text`; `where` is its file's name, in messages and diffs.
+
+    `told` is what is known beside the file. Without `changes` only the plan is judged, and without `search` only plans one
+    change away are tried. Raises BadInput (exit 2) for a
+    text that cannot be read or whose model or cluster is not known.
+    """
+    told = told or Told()
+    configuration = read_configuration(text, where, told)
+    model, cluster, gpus, assumed = _inputs(configuration, told)
+    try:
+        given = _given(configuration, told, model, cluster, gpus)
+        facts = read(configuration.table, configuration.settings, given)
+        asked = _case(configuration, facts, model, cluster, measured, where, assumed)
+    except PlannerError as error:
+        problem = Problem(rule="configuration", grade=Grade.ILLEGAL, message=str(error).replace("\n ", ";"))
+        return Checked(configuration=configuration, problems=(problem,), assumed=tuple(assumed))
+    found = answer_plan(asked)
+    base = Checked(configuration=configuration, problems=found.problems, assumed=asked.assumed, found=found)
+    written = Writer(configuration=configuration, asked=asked, facts=facts, given=given, where=where, told=told)
+    single = _changes(found, written) if changes else ()
+    return replace(base, changes=single, **(_best(found, written, single, progress) if search and changes else {}))
+
+
+# What the file is about.
+
+
+def _inputs(configuration: Configuration, told: Told) -> tuple[Model, Cluster, int, list[str]]:
+    """Return the model, the cluster and the number of GPUs; what nobody stated is assumed, and listed."""
+    assumed = list(configuration.assumed)
+    model = load_model(told.model) if told.model else configuration.model
+    if isinstance(model, str):
+        model = load_model(model)
+    if model is None:
+        model = load_model("llama3-8b")
+        assumed.append("model llama3-8b (the file names none that is known: say it with --model)")
+    name = told.cluster or configuration.cluster or "dgx-h100"
+    if not told.cluster:
+        assumed.append(f"cluster {name}" + (" (the file's own comment)" if configuration.cluster else ""))
+    whole = read_cluster(name, gpu=told.gpu)
+    gpus = told.gpus or configuration.gpus
+    if not gpus:
+        gpus = whole.gpu_count
+        assumed.append(f"{gpus} GPUs (the cluster's; say another number with --gpus)")
+    return model, read_cluster(name, gpus, gpu=told.gpu), gpus, [*model.assumed, *assumed]
+
+
+def _given(configuration: Configuration, told: Told, model: Model, cluster: Cluster, gpus: int) -> Facts:
+    facts: Facts = {
+        **configuration.given,
+        "gpus": gpus,
+        "gpus_per_node": cluster.gpus_per_node,
+        "layers": model.layers,
+        "moe": model.moe is not None,
+        "max_positions": model.max_positions,
+    }
+    return facts | ({"seq_len": told.seq_len} if told.seq_len else {})
+
+
+def _case(
+    configuration: Configuration,
+    facts: Facts,
+    model: Model,
+    cluster: Cluster,
+    measured: Calibrations,
+    where: str,
+    assumed: list[str],
+) -> Case:
+    """Return the question that a configuration asks."""
+    rules = framework_named(configuration.rules)
+    if facts.get("seq_len") is None:
+        facts["seq_len"] = min(SEQ_LEN, model.max_positions or SEQ_LEN)
+        assumed.append(f"sequence length {facts['seq_len']} tokens (the file does not say it)")
+    if facts.get("global_batch_size") is None:
+        dp = facts["dp_replicate"] * facts["dp_shard"]
+        facts["micro_batch_size"] = 1
+        facts["global_batch_size"] = max(dp, SEQUENCES_PER_GPU * facts["gpus"] // dp * dp)
+        assumed.append(f"global batch {facts['global_batch_size']} in micro batches of 1 (the file does not say it)")
+    workload = Workload(seq_len=facts["seq_len"], global_batch_size=facts["global_batch_size"])
+    stated = {name: facts[name] for name in RUNTIME_FACTS if name in facts}
+    if stated.get("compute_dtype") in NOT_MODELLED:
+        assumed.append(
+            f"predicted as if computed in bfloat16: {stated['compute_dtype']} is not modelled, and is faster"
+        )
+        stated["compute_dtype"] = "bfloat16"
+    name = {"pytorch": "pytorch"}.get(rules.name, rules.name)
+    runtime, from_runtime = resolve_runtime({"name": name, "version": configuration.version, **stated})
+    if configuration.framework in {"accelerate", "transformers", "megatron-bridge"}:
+        runtime = replace(runtime, version=None)  # the version is the launcher's
+    plan, from_plan = complete_plan({k: facts[k] for k in PLAN_FACTS if k in facts}, workload, rules, where=where)
+    verify_plan(plan, where=where)
+    verify_lists(plan, where=where, layers=model.layers, gpus=max(plan.gpus, cluster.gpu_count))
+    verify_workload(workload, where=where)
+    verify_runtime(runtime, where=where)
+    question = Question(
+        model=model,
+        cluster=cluster,
+        workload=workload,
+        runtime=runtime,
+        framework=rules,
+        calibration=measured.on(cluster),
+        gpus=facts["gpus"],
+    )
+    return Case(
+        id=where, question=question, plan=plan, assumed=tuple(dict.fromkeys([*assumed, *from_runtime, *from_plan]))
+    )
+
+
+# Other plans.
+
+
+def _changes(found: PlanAnswer, written: Writer) -> tuple[Change, ...]:
+    """Return the single changes that gain, most first: what does not fit first has to fit."""
+    question, plan = found.case.question, found.case.plan
+    now = found.estimate
+    candidates = variants_of(plan, question)
+    judged: list[tuple[bool, float, str, Plan, Runtime]] = []
+    for runtime in dict.fromkeys(one.runtime for one in candidates):
+        asked = replace(question, runtime=runtime)
+        group = [one for one in candidates if one.runtime == runtime and is_legal(asked.problems(one.plan))]
+        if not group:
+            continue
+        table = asked.estimate([one.plan for one in group])
+        for row, one in enumerate(group):
+            estimate = table.estimate(row)
+            judged.append((estimate.memory.fits, estimate.step_s.value, one.what, one.plan, runtime))
+    judged.sort(key=lambda one: (not one[0], one[1]))
+    changes = []
+    for _, _, what, other, runtime in judged[:PREDICTED]:
+        diff = written.diff(other, runtime)
+        if not diff:
+            continue
+        there = predict(replace(question, runtime=runtime), other).estimate
+        if now is None or _gains(there, now):
+            better = Better(plan=other, runtime=runtime, estimate=there, diff=diff)
+            changes.append(Change(what=what, better=better))
+    return tuple(sorted(changes, key=lambda one: (one.fit_probability < SURE, one.step_s))[:SHOWN])
+
+
+def _gains(there: Estimate, now: Estimate) -> bool:
+    """Return whether a plan is better: it fits more surely, or is faster and fits as surely."""
+    surely, surely_now = there.memory.fit_probability >= SURE, now.memory.fit_probability >= SURE
+    if surely is not surely_now:
+        return surely
+    return there.memory.fits and (not now.memory.fits or there.step_s.value < GAIN * now.step_s.value)
+
+
+def _best(
+    found: PlanAnswer, written: Writer, changes: tuple[Change, ...], progress: Callable[[str], None] | None
+) -> dict[str, Any]:
+    """Return the best plan that the file can say, or why there is none. It is at least as good as every single change."""
+    question, plan = found.case.question, found.case.plan
+    limits = dict(written.configuration.limits)
+    # What the file has no key for stays as it is.
+    fixed = {"recomputes": (plan.recompute,), "micro_batch": ((plan.micro_batch_size,) * 2,)}
+    limits |= {name: fixed[name] for name in fixed if name in limits}
+    try:
+        options = SearchOptions(bounds=Bounds(**limits), top=CANDIDATES, all_variants=True)  # type: ignore[arg-type]
+        listed = suggest(question, options, progress=progress).plans
+    except Infeasible as error:
+        return {"no_better": str(error)}
+    rivals: list[Better] = []
+    for one in listed:
+        other = one.plan.with_(placement=())
+        if diff := written.diff(other):
+            rivals.append(Better(plan=other, runtime=question.runtime, estimate=one.estimate, diff=diff))
+            break
+    for rival in (*rivals, *(change.better for change in changes[:1])):
+        turned = replace(rival.runtime, compile=not rival.runtime.compile)
+        asked = replace(question, runtime=turned)
+        if is_legal(asked.problems(rival.plan)) and (diff := written.diff(rival.plan, turned)):
+            estimate = predict(asked, rival.plan).estimate
+            rivals.append(Better(plan=rival.plan, runtime=turned, estimate=estimate, diff=diff))
+        rivals.append(rival)
+    rivals.sort(key=lambda one: (one.estimate.memory.fit_probability < SURE, one.estimate.step_s.value))
+    now = found.estimate
+    for rival in rivals[:1]:
+        if now is None or _gains(rival.estimate, now):
+            return {"best": rival}
+        return {"no_better": "nothing that the search found is faster by more than half a percent"}
+    return {"no_better": "the best plans cannot be said in this kind of file"}

@@ -1,0 +1,114 @@
+"""Megatron-Bridge's recipe dumps (`ConfigContainer.to_yaml`) as the flags of Megatron-LM, and flags back as their keys.
+
+Source: Megatron-Bridge's `src/megatron/bridge/training/config.py`: most fields are Megatron-LM's arguments with
+underscores; what is called otherwise, or means the opposite, is below.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.export.mapping import Settings
+
+# Where a field that the file does not have yet belongs.
+SECTIONS = {
+    "global_batch_size": "train",
+    "micro_batch_size": "train",
+    "seq_length": "model",
+    "use_distributed_optimizer": "ddp",
+    "overlap_grad_reduce": "ddp",
+    "overlap_param_gather": "ddp",
+    "use_megatron_fsdp": "ddp",
+    "data_parallel_sharding_strategy": "ddp",
+    "num_distributed_optimizer_instances": "ddp",
+    "grad_reduce_in_bf16": "",
+    "tp_comm_overlap": "comm_overlap",
+}
+RENAMED = {
+    "--num-experts": "num_moe_experts",
+    "--num-virtual-stages-per-pipeline-rank": "virtual_pipeline_model_parallel_size",
+    "--swiglu": "gated_linear_unit",
+    "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
+    "--decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
+    "--rotary-base": "rotary_base",
+}
+# Fields that say the opposite of a flag.
+OPPOSITE = {
+    "--untie-embeddings-and-output-weights": "share_embeddings_and_output_weights",
+    "--disable-bias-linear": "add_bias_linear",
+}
+PRECISIONS = {"bf16_mixed": "--bf16", "fp16_mixed": "--fp16"}
+SEQUENCES = ("sequence_length", "seq_length", "seq_len")
+
+
+def is_bridge(settings: Settings) -> bool:
+    """Return whether a file's keys are those of a recipe dump."""
+    return "model.tensor_model_parallel_size" in settings or str(settings.get("_target_", "")).startswith(
+        "megatron.bridge"
+    )
+
+
+def flags_of(settings: Settings) -> tuple[Settings, dict[str, str]]:
+    """Return a dump's settings as flags, and the path that each flag was read from."""
+    flags: Settings = {}
+    paths: dict[str, str] = {}
+    by_field = {field: flag for flag, field in RENAMED.items()}
+    opposite = {field: flag for flag, field in OPPOSITE.items()}
+    for path, said in settings.items():
+        value, name = said, path.rpartition(".")[2]
+        if value is None or name.startswith("_") or path.startswith(("tokenizer.", "logger.", "checkpoint.")):
+            continue
+        if path == "mixed_precision":
+            _precision(str(value), flags)
+            continue
+        if name in SEQUENCES:
+            flag = "--seq-length"
+        elif name in opposite:
+            flag, value = opposite[name], not value
+        else:
+            flag = by_field.get(name, f"--{name.replace('_', '-')}")
+        if value is False and flag not in paths:
+            paths[flag] = path
+            continue
+        flags[flag], paths[flag] = value, path
+    if "--num-query-groups" in flags:
+        flags["--group-query-attention"] = flags["--num-query-groups"] != flags.get("--num-attention-heads")
+    return flags, paths
+
+
+def _precision(word: str, flags: Settings) -> None:
+    """Recipes name a precision such as `bf16_with_fp8_current_scaling_mixed`."""
+    for start, flag in PRECISIONS.items():
+        if word.startswith(start.partition("_")[0]):
+            flags[flag] = True
+    if "fp8" in word or "mxfp8" in word:
+        flags["--fp8-format"] = "hybrid"
+
+
+def fields_of(changes: dict[str, Any], paths: dict[str, str]) -> dict[str, Any]:
+    """Return changes of flags as changes of a dump's paths; what only command lines need is left out."""
+    found: dict[str, Any] = {}
+    for flag, value in changes.items():
+        name = RENAMED.get(flag, OPPOSITE.get(flag, flag.removeprefix("--").replace("-", "_")))
+        path = paths.get(flag)
+        if path is None:
+            if flag in {"--ckpt-format", "--no-gradient-accumulation-fusion", "--bf16", "--fp16"}:
+                continue
+            section = SECTIONS.get(name, "model")
+            path = f"{section}.{name}" if section else name
+        plain = value is True or value is None or value is False
+        written = bool(value) if plain and (value is True or flag in _SWITCHES) else value
+        found[path] = (not written) if flag in OPPOSITE else "null" if written is None else written
+    return found
+
+
+_SWITCHES = frozenset(
+    {
+        "--sequence-parallel",
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+        "--use-megatron-fsdp",
+        "--tp-comm-overlap",
+    }
+)

@@ -1,0 +1,248 @@
+"""Command lines and shell scripts as settings by flag. Nothing is run: words are cut, and simple variables looked up.
+
+A value may be a variable that the text assigns a literal (`TP=8`, `--tensor-model-parallel-size $TP`); then an edit
+changes the assignment. Flags inside a quoted assignment (`GPT_ARGS="--num-layers 32 ..."`) and in arrays count as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.configs.documents import Document, bounded
+from topology.errors import BadInput
+
+WORD = re.compile(
+    r"""(?:'[^']*'|"(?:\\.|[^"\\])*"|\$\(\([^)]*\)\)|\$\{[^}]*\}|\\.|[^\s'"\\#;&|()<>]|(?<=\S)\#)+""", re.DOTALL
+)
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+REFERENCE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::-([^}]*))?\})")
+ARITHMETIC = re.compile(r"\$\(\(([^()]{1,200})\)\)")
+DIRECTIVE = re.compile(r"^#SBATCH\s+--([a-z-]+)[= ](\S+)", re.MULTILINE)
+CONTINUED = re.compile(r"\\\r?\n")
+MAX_WORDS = 20_000
+OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A word and where it stands."""
+
+    text: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag with the places of itself and of its value, which is the same place where it has none."""
+
+    name: str
+    start: int
+    end: int
+    value_start: int
+    value_end: int
+
+
+class CommandLine(Document):
+    """`takes_value` says of a flag whether a word follows it: True, False, or None where it is not known."""
+
+    def __init__(self, text: str, where: str, takes_value: Callable[[str], bool | None]) -> None:
+        self.text = bounded(text, where)
+        # Continued lines become blanks of the same length, so that places stay.
+        plain = CONTINUED.sub(lambda found: " " * len(found[0]), text)
+        plain = re.sub(r"(?m)(^|(?<=\s))#.*$", lambda found: " " * len(found[0]), plain)
+        self.variables: dict[str, Word] = {}
+        self.words = list(self._scan(plain, 0, where))
+        self.flags: dict[str, Flag] = {}
+        self.settings = {}
+        self._read_flags(takes_value)
+        self.directives = dict(DIRECTIVE.findall(text))
+
+    def _scan(self, text: str, offset: int, where: str) -> Iterator[Word]:
+        for count, found in enumerate(WORD.finditer(text)):
+            if count > MAX_WORDS:
+                raise BadInput(f"{where} has more than {MAX_WORDS} words")
+            word, start = found[0], offset + found.start()
+            assigned = ASSIGNMENT.fullmatch(word)
+            if assigned:
+                inner, at = assigned[2], start + assigned.start(2)
+                bare, shift = _unquoted(inner)
+                if "--" in bare and not offset and (inner[:1] in "\"'" or bare.startswith("--")):
+                    yield from self._scan(bare, at + shift, where)
+                    continue
+                self.variables[assigned[1]] = Word(bare, at + shift, at + shift + len(bare))
+            elif _unquoted(word)[0].startswith("--") and word[0] in "\"'":  # "--fp8-format hybrid" as one element
+                yield from self._scan(_unquoted(word)[0], start + 1, where)
+                continue
+            yield Word(word, start, start + len(word))
+
+    def _read_flags(self, takes_value: Callable[[str], bool | None]) -> None:
+        index = 0
+        while index < len(self.words):
+            word = self.words[index]
+            index += 1
+            if not re.match(r"--[A-Za-z]", word.text):
+                continue
+            name, equals, value = word.text.partition("=")
+            if equals:
+                at = word.start + len(name) + 1
+                self._keep(Flag(name, word.start, word.end, at, word.end), value)
+                continue
+            takes = takes_value(name)
+            following = self.words[index] if index < len(self.words) else None
+            value_like = following is not None and not following.text.startswith("--") and "[@]" not in following.text
+            if takes is False or not value_like or following is None:
+                self._keep(Flag(name, word.start, word.end, word.start, word.end), None)
+                continue
+            index += 1
+            self._keep(Flag(name, word.start, following.end, following.start, following.end), following.text)
+
+    def _keep(self, flag: Flag, value: str | None) -> None:
+        self.flags[flag.name] = flag  # the last of several is the one that counts, as argparse has it
+        self.settings[flag.name] = True if value is None else typed(self.expanded(value))
+
+    def expanded(self, word: str, depth: int = 0) -> str:
+        """Return a word without quotes and with the variables that the text assigns; others stay as they are."""
+        if depth > 8:
+            return word
+        bare = _unquoted(word)[0]
+
+        def known(found: re.Match[str]) -> str:
+            name = found[1] or found[2]
+            if name in self.variables:
+                return self.expanded(self.variables[name].text, depth + 1)
+            return found[3].strip("\"'") if found[3] is not None else found[0]
+
+        out = REFERENCE.sub(known, bare)[:4096]
+        return ARITHMETIC.sub(lambda found: _computed(found[1], self, depth), out)
+
+    def variable(self, *names: str) -> int | None:
+        """Return the first of some variables that is a number."""
+        for name in names:
+            if name in self.variables:
+                value = self.expanded(self.variables[name].text)
+                if value.isdecimal() and len(value) < 9:
+                    return int(value)
+        return None
+
+    def edited(self, changes: dict[str, Any]) -> str:
+        edits: list[tuple[int, int, str]] = []
+        added = []
+        for key, value in changes.items():
+            if key not in self.flags:
+                added += [] if value in {None, False} else [key if value is True else f"{key} {_word(value)}"]
+            else:
+                edits.append(self._edit(self.flags[key], value))
+        if added:
+            edits.append(self._insertion(added, set(changes)))
+        text = self.text
+        for start, end, instead in sorted(set(edits), reverse=True):
+            text = text[:start] + instead + text[end:]
+        return text
+
+    def _edit(self, flag: Flag, value: Any) -> tuple[int, int, str]:
+        if value is None or value is False:
+            return self._removed(flag)
+        if value is True:
+            return flag.start, flag.start, ""
+        said = self.text[flag.value_start : flag.value_end]
+        reference = REFERENCE.fullmatch(_unquoted(said)[0])
+        if reference and (reference[1] or reference[2]) in self.variables:
+            assigned = self.variables[reference[1] or reference[2]]
+            if not REFERENCE.search(assigned.text):
+                return assigned.start, assigned.end, _word(value)
+        if flag.value_start == flag.start:
+            return flag.start, flag.end, f"{flag.name} {_word(value)}"
+        return flag.value_start, flag.value_end, _word(value)
+
+    def _removed(self, flag: Flag) -> tuple[int, int, str]:
+        """Return the edit that takes out a flag, with its line where nothing else stands on it."""
+        start, end = flag.start, flag.end
+        line_start = self.text.rfind("\n", 0, start) + 1
+        line_end = self.text.find("\n", end)
+        line_end = len(self.text) if line_end < 0 else line_end
+        rest = self.text[line_start:start] + self.text[end:line_end]
+        if not rest.replace("\\", "").strip() and line_end < len(self.text):
+            return line_start, line_end + 1, ""
+        if not self.text[line_start:start].strip():  # the first of its line: what follows takes its place
+            while self.text[end : end + 1] == " ":
+                end += 1
+            return start, end, ""
+        while start > line_start and self.text[start - 1] == " ":
+            start -= 1
+        return start, end, ""
+
+    def _insertion(self, added: list[str], near: set[str]) -> tuple[int, int, str]:
+        """Return the edit that adds flags after a related one: on lines of their own where that one has its own."""
+        if not self.flags:
+            raise BadInput("the text has no flag that others could be added to")
+        related = [flag for name, flag in self.flags.items() if name in near and "parallel" in name]
+        anchor = max(related or self.flags.values(), key=lambda flag: flag.end)
+        line_start = self.text.rfind("\n", 0, anchor.start) + 1
+        line_end = self.text.find("\n", anchor.end)
+        line_end = len(self.text) if line_end < 0 else line_end
+        lead, tail = self.text[line_start : anchor.start], self.text[anchor.end : line_end]
+        if not lead.strip() and tail.strip().startswith("#"):
+            return line_end, line_end, "".join(f"\n{lead}{one}" for one in added)
+        if not lead.strip() and tail.strip() in {"", "\\"}:
+            return anchor.end, anchor.end, "".join(f"{tail if tail.strip() else ''}\n{lead}{one}" for one in added)
+        return anchor.end, anchor.end, "".join(f" {one}" for one in added)
+
+
+def _word(value: Any) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return text if re.fullmatch(r"[\w./:,@%+=-]+", text) else "'" + text.replace("'", "'\\''") + "'"
+
+
+def _unquoted(word: str) -> tuple[str, int]:
+    """Return what stands between the quotes of a word, and how many characters before it; other words as they are."""
+    if len(word) > 1 and word[0] in "\"'" and word[-1] == word[0]:
+        return word[1:-1], 1
+    return word, 0
+
+
+def typed(text: str) -> Any:
+    """Return a word as a number or a truth value where it is one."""
+    if text.lower() in {"true", "false"}:
+        return text.lower() == "true"
+    return int(text) if re.fullmatch(r"-?\d{1,12}", text) else text
+
+
+def _computed(expression: str, line: CommandLine, depth: int) -> str:
+    """Return an expression of whole numbers and variables as its value, or as it was where it is anything else."""
+    names = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda found: line.expanded(f"${found[1]}", depth + 1), expression)
+    try:
+        return str(_value(ast.parse(names.strip(), mode="eval").body, 0))
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return f"$(({expression}))"
+
+
+def _value(node: ast.expr, depth: int) -> int:
+    if depth < 20 and isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        left, right = _value(node.left, depth + 1), _value(node.right, depth + 1)
+        return OPERATORS[type(node.op)](left, right)
+    if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < 1 << 40:
+        return node.value
+    raise ValueError("not a sum of whole numbers")
+
+
+def option_kinds(keys: Mapping[str, Mapping[str, Any]]) -> Callable[[str], bool | None]:
+    """Return what a schema says of flags: whether a value follows."""
+
+    def takes(flag: str) -> bool | None:
+        entry = keys.get(flag)
+        return None if entry is None else entry.get("type") != "flag"
+
+    return takes

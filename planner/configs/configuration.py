@@ -1,0 +1,75 @@
+"""What a configuration says: its framework, its settings by the names of that framework's table, and what is left open."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from planner.configs.documents import Document
+from planner.export.mapping import Facts, Settings, Table
+from simulator.config.model import Model
+from topology.errors import UserError
+
+# Degrees and modes that no key of a kind of file holds: a better plan must not ask for them.
+Limits = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What the command line says beside the file."""
+
+    model: str | None = None
+    cluster: str | None = None
+    gpu: str | None = None
+    gpus: int | None = None
+    seq_len: int | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    launch: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """A file that was read. `settings` are what the `table` reads; `rules` is the framework whose legality counts.
+
+    `model` is the model that the file itself describes, by name or whole; None where it has none. `gpus` is how many the
+    file says it is for. `given` are facts that it holds in no key. `edit` turns changed settings into a new text.
+    """
+
+    framework: str
+    version: str | None
+    rules: str
+    document: Document
+    settings: Settings
+    table: Table
+    edit: Callable[[Settings], str]
+    model: Model | str | None = None
+    gpus: int | None = None
+    given: Facts = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=dict)
+    cluster: str | None = None
+
+
+def not_understood(settings: Mapping[str, Any], understood: frozenset[str], harmless: str) -> tuple[str, ...]:
+    """Return the keys that nothing reads, but for those matching the pattern `harmless`, which cost nothing."""
+    quiet = re.compile(harmless)
+    return tuple(key for key in settings if key not in understood and not quiet.fullmatch(key))
+
+
+def preset(text: str) -> tuple[int | None, str | None]:
+    """Return the GPUs and their machine that a comment names, as torchtitan's own files do:
+    `NOTE: this toml config is a preset for 64 A100 GPUs`.
+    """
+    found = re.search(r"preset for (\d{1,6})(?:x| x)? ?([A-Z]+\d+\w*)? ?GPUs?", text)
+    if found is None:
+        return None, None
+    machine = {"A100": "dgx-a100", "H100": "dgx-h100", "H200": "dgx-h200", "B200": "dgx-b200"}.get(found[2] or "")
+    return int(found[1]), machine
+
+
+class NotAConfiguration(UserError):
+    """The file is of no kind that is known (exit 2)."""

@@ -1,0 +1,97 @@
+"""Other plans written into the text of a configuration, and read back before anybody sees them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from planner.configs.configuration import Configuration, Told
+from planner.configs.kinds import read_configuration
+from planner.export.mapping import PLAN_FACTS, Facts, Settings, facts_of, read, write
+from planner.question.cases import Case
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from topology.errors import PlannerError
+
+# Facts of a model that some keys depend on.
+OF_THE_MODEL = ("moe", "max_positions")
+FILLS = -1
+# Facts that belong to one way of sharding, and stay while it does.
+OF_THE_SHARDING = ("hpz", "instances")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writer:
+    """Writes plans into a configuration. `asked` is the plan that the file says, `facts` how it says it, and `given` what
+    its reader was told.
+    """
+
+    configuration: Configuration
+    asked: Case
+    facts: Facts
+    given: Facts
+    where: str
+    told: Told
+
+    def diff(self, plan: Plan, runtime: Runtime | None = None) -> str:
+        """Return the unified diff that makes the file say `plan`; empty where its keys cannot."""
+        runtime = runtime or self.asked.question.runtime
+        for attempt in self._attempts(plan, runtime):
+            try:
+                edited = self.configuration.edit(attempt) if attempt else self.configuration.document.text
+                again = read_configuration(edited, self.where, self.told)
+                back = read(again.table, again.settings, {**self.given, **again.given, "gpus": self.facts["gpus"]})
+            except PlannerError:
+                continue
+            if self._says(back, plan, runtime):
+                return unified(self.configuration.document.text, edited, self.where)
+        return ""
+
+    def _attempts(self, plan: Plan, runtime: Runtime) -> Iterator[Settings]:
+        """Yield changed settings that may say `plan`, the fewest first; None is a key that is taken out."""
+        before, after = self._settings(self.asked.plan, self.asked.question.runtime), self._settings(plan, runtime)
+        changes = {key: after.get(key) for key in {**before, **after} if before.get(key) != after.get(key)}
+        said = self.configuration.settings
+        # A degree left at "what the others leave" mostly says the new plan as well.
+        fewer = {key: value for key, value in changes.items() if said.get(key) != FILLS}
+        # A batch left out follows from degrees, so that it has to be said where it shall stay.
+        batch = {key: value for key, value in after.items() if "batch" in key and said.get(key) != value}
+        seen: list[Settings] = []
+        # At last everything, where a file of an older kind means other things by what it leaves out.
+        for attempt in (fewer, changes, {**fewer, **batch}, {**changes, **batch}, {**changes, **after}):
+            if attempt not in seen:
+                seen.append(attempt)
+                yield attempt
+
+    def _settings(self, plan: Plan, runtime: Runtime) -> Settings:
+        question, now = self.asked.question, self.asked.plan
+        known = facts_of(plan, question.workload, runtime, question.model.layers)
+        kept = (*OF_THE_MODEL, *(OF_THE_SHARDING if plan.data_parallel == now.data_parallel else ()))
+        extra = {name: self.facts[name] for name in kept if name in self.facts}
+        return write(self.configuration.table, {**extra, **known})
+
+    def _says(self, back: Facts, plan: Plan, runtime: Runtime) -> bool:
+        """Return whether a text that was read back means `plan`: what it cannot say must be as it was."""
+        now = self.asked.plan
+        for name in PLAN_FACTS - {"placement"}:
+            wanted = getattr(plan, name)
+            if name in {"cp_method", "reshard_after_forward"} and wanted is None:
+                continue  # the runtime's own, under whichever word
+            if name == "sequence_parallel" and (plan.tp == 1 or name not in back):
+                continue
+            if back.get(name, getattr(now, name)) != wanted:
+                return False
+        stated = {"global_batch_size": None, "compile": None, **back}
+        batch = self.asked.question.workload.global_batch_size
+        return stated["global_batch_size"] in {None, batch} and stated["compile"] in {None, runtime.compile}
+
+
+def unified(before: str, after: str, where: str) -> str:
+    """Return a unified diff of a file, as git and patch read it."""
+    name = Path(where).name
+    lines = difflib.unified_diff(
+        before.splitlines(keepends=True), after.splitlines(keepends=True), f"a/{name}", f"b/{name}"
+    )
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)

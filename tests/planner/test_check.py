@@ -1,0 +1,269 @@
+"""`planner check`: configurations of other tools read, judged, and written back; public ones kept in examples/check."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import planner as package
+from planner.configs.answer import Checked, check_text
+from planner.configs.check_document import check_document
+from planner.configs.command_line import CommandLine, option_kinds
+from planner.configs.configuration import NotAConfiguration, Told
+from planner.configs.documents import TomlDocument, YamlDocument
+from planner.configs.kinds import read_configuration
+from planner.export.schema import schema
+from topology.errors import BadInput, PlannerError
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = ROOT / "examples" / "check"
+# What each answer has to say, by the sums of the README there: (told, legal, does it fit, something that is said).
+LAUNCH = "torchrun --nproc_per_node 8 train.py --per_device_train_batch_size 1 --gradient_accumulation_steps 8 --bf16"
+ANSWERS = {
+    "torchtitan_llama3_8b.toml": (Told(), True, True, "64 GPUs (the file's own comment)"),
+    "torchtitan_llama3_70b.toml": (Told(), True, True, "cluster dgx-a100"),
+    "torchtitan_llama3_405b.toml": (Told(), True, None, "float8 is not modelled"),
+    "torchtitan_deepseek_v3.toml": (Told(gpus=256), True, False, ""),
+    "torchtitan_llama3_70b_8xb200.toml": (Told(cluster="dgx-b200"), False, None, "known: float32"),
+    "torchtitan_llama3_70b_command.sh": (Told(), True, True, "in chunks"),
+    "megatron_gpt3_175b.sh": (Told(), False, None, "8 GPUs are not a multiple of tp 8 x cp 1 x pp 16"),
+    "megatron_llama3_8b_fp8.sh": (Told(), True, None, "float8 is not modelled"),
+    "bridge_llama32_1b.yaml": (Told(gpus=8), True, True, ""),
+    "deepspeed_zero3_auto.json": (Told(model="qwen2.5-7b", seq_len=2048, launch=LAUNCH), True, True, ""),
+    "deepspeed_zero2_autotp.json": (Told(launch=LAUNCH), True, False, ""),
+    "accelerate_fsdp1.yaml": (Told(model="llama3-8b", seq_len=2048), True, True, "global batch 64"),
+    "accelerate_zero3.yaml": (Told(model="llama3-8b", seq_len=2048), True, True, ""),
+    "accelerate_tp_hsdp.yaml": (Told(model="llama3-8b", seq_len=4096), True, True, ""),
+    "accelerate_cp.yaml": (Told(model="llama3-8b", seq_len=65536), True, False, ""),
+    "arguments_zephyr_7b.yaml": (Told(model="mistral-7b"), True, False, "8 GPUs (the cluster's"),
+}
+FILES = sorted(path.name for path in KEPT.iterdir() if path.suffix != ".md")
+
+
+def checked(name: str, *, changes: bool = False) -> Checked:
+    return check_text((KEPT / name).read_text(), str(KEPT / name), ANSWERS[name][0], changes=changes, search=False)
+
+
+def patched(name: str, diff: str, folder: Path) -> str:
+    """The file after `git apply` of a diff: an independent reader of diffs."""
+    (folder / name).write_text((KEPT / name).read_text())
+    done = subprocess.run(
+        ["git", "apply", "--unsafe-paths", "-"], cwd=folder, input=diff, text=True, capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return (folder / name).read_text()
+
+
+def test_every_kept_file_is_checked() -> None:
+    assert [name for name in FILES if name not in ANSWERS] == ["arguments_llama_7b.json"]
+    assert len(FILES) > 12
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_public_configurations_get_the_answer_that_their_readme_judges(name: str) -> None:
+    _, legal, fits, said = ANSWERS[name]
+    found = checked(name)
+
+    assert found.legal is legal
+    assert said in " ".join([*found.assumed, *(problem.message for problem in found.problems)])
+    if fits is not None:
+        assert found.found.estimate.memory.fits is fits
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git apply reads the diffs")
+@pytest.mark.parametrize(
+    "name",
+    ["torchtitan_llama3_8b.toml", "megatron_llama3_8b_fp8.sh", "deepspeed_zero3_auto.json", "accelerate_fsdp1.yaml"],
+)
+def test_every_change_is_a_diff_that_makes_its_plan(name: str, tmp_path: Path) -> None:
+    found = checked(name, changes=True)
+
+    assert found.changes
+    for change in found.changes:
+        again = check_text(patched(name, change.diff, tmp_path), name, ANSWERS[name][0], changes=False)
+        assert again.legal, change.what
+        assert again.found.estimate.step_s.value == pytest.approx(change.step_s, rel=1e-6), change.what
+
+
+def test_arguments_that_name_a_deepspeed_file_ask_for_that_file() -> None:
+    with pytest.raises(BadInput, match=r"configs/ds_config_zero3\.json"):
+        check_text((KEPT / "arguments_llama_7b.json").read_text(), "arguments_llama_7b.json")
+
+
+def test_the_command_prints_the_document_of_the_contract(planner) -> None:
+    file = KEPT / "torchtitan_llama3_8b.toml"
+    done = planner("check", file, "--json")
+    found = json.loads(done.stdout)
+
+    assert done.returncode == 0
+    assert {"framework", "version", "legal", "problems", "unknown", "estimate", "changes", "best"} <= set(found)
+    assert found["framework"] == "torchtitan"
+    assert (
+        found["estimate"]["step_s"]["value"]
+        > found["changes"][0]["step_s"]
+        >= found["best"]["estimate"]["step_s"]["value"]
+    )
+    assert {"what", "diff", "step_s", "fits"} <= set(found["changes"][0])
+    assert found["best"]["diff"].startswith("--- a/torchtitan_llama3_8b.toml\n+++ b/torchtitan_llama3_8b.toml\n@@")
+    text = planner("check", file, "--no-search").stdout
+    assert "\nchange " in text
+    assert planner("check", KEPT / "megatron_gpt3_175b.sh").returncode == 3
+    assert planner("check", ROOT / "README.md").returncode == 2
+    assert planner("check", KEPT / "none.toml").returncode == 2
+
+
+def test_python_asks_the_same() -> None:
+    found = package.check(KEPT / "accelerate_cp.yaml", model="llama3-8b", seq_len=65536, search=False)
+
+    assert check_document(found)["plan"]["cp"] == 4
+    assert found.changes[0].fit_probability > 0.9
+
+
+def test_unknown_fields_are_listed() -> None:
+    text = (KEPT / "torchtitan_llama3_8b.toml").read_text() + "\n[parallelism2]\nfoo = 1\n"
+    found = check_text(text.replace("seq_len =", "seq_lenn = 1\nseq_len ="), "a.toml", search=False)
+
+    assert set(found.configuration.unknown) == {"training.seq_lenn", "parallelism2.foo"}
+
+
+def test_tensor_parallelism_beyond_the_key_value_heads_is_refused_where_the_framework_does() -> None:
+    text = (
+        (KEPT / "torchtitan_llama3_70b.toml")
+        .read_text()
+        .replace("tensor_parallel_degree = 8", "tensor_parallel_degree = 16")
+    )
+    found = check_text(text, "a.toml", search=False)
+
+    assert not found.legal
+    assert any("8 key/value heads" in problem.message for problem in found.problems)
+
+
+def test_variables_of_a_script_are_edited_where_they_are_assigned() -> None:
+    kinds = option_kinds(schema("megatron", "0.19.2")["keys"])
+    text = (
+        "TP=8\nPP=$((TP / 4))\nARGS=(\n    --tensor-model-parallel-size $TP  # shards\n    --bf16\n)\n"
+        'GPT_ARGS="--pipeline-model-parallel-size ${PP} \\\n  --num-layers=32"\ntorchrun --nnodes ${N:-2} x.py ${ARGS[@]} $GPT_ARGS\n'
+    )
+    line = CommandLine(text, "a.sh", kinds)
+
+    assert line.settings["--tensor-model-parallel-size"] == 8
+    assert line.settings["--pipeline-model-parallel-size"] == 2
+    assert line.settings["--num-layers"] == 32
+    assert line.settings["--bf16"] is True
+    assert line.settings["--nnodes"] == 2
+    edited = line.edited({"--tensor-model-parallel-size": 4, "--num-layers": 40, "--bf16": None, "--fp16": True})
+    assert edited.startswith("TP=4\nPP=$((TP / 4))\n")
+    assert "--num-layers=40" in edited
+    assert "--bf16" not in edited
+    assert "    --fp16\n" in edited
+    assert "# shards" in edited
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A=$(touch pwned)\n--num-layers $A",
+        "--num-layers `touch pwned`",
+        "--num-layers $((__import__('os').system('x')))",
+    ],
+)
+def test_nothing_in_a_script_is_run(text: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    CommandLine(text, "a.sh", lambda _: True)
+
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("a: &x [1]\nb: *x\ndistributed_type: FSDP\n", "a.yaml"),
+        ("[" * 4000, "a.json"),
+        ('{"train_batch_size": 1' + ', "a": {' * 60 + "}" * 61, "a.json"),
+        ("a = [" * 5000, "a.toml"),
+        ("x" * (2 << 20), "a.sh"),
+        ("!!python/object/apply:os.system ['x']", "a.yaml"),
+        ("echo hello", "a.sh"),
+        ("key = 1", "a.toml"),
+        ("{}", "a.json"),
+    ],
+)
+def test_what_is_no_configuration_is_refused(text: str, name: str) -> None:
+    with pytest.raises((BadInput, NotAConfiguration)):
+        read_configuration(text, name, Told())
+
+
+scalars = st.one_of(
+    st.integers(-5, 5000), st.booleans(), st.sampled_from(["auto", "a b", "no", "x: y", "#", "1F1B", ""])
+)
+names = st.text("abcxyz_", min_size=1, max_size=6)
+documents = st.dictionaries(
+    names, st.one_of(scalars, st.dictionaries(names, scalars, min_size=1, max_size=3)), min_size=1, max_size=4
+)
+
+
+@given(documents, st.data())
+@settings(max_examples=200, deadline=None)
+def test_an_edit_changes_its_key_and_nothing_else(document, data) -> None:
+    """Of YAML in both styles, JSON in three layouts and TOML: the library reads the edited value and all others as they were."""
+    kind = data.draw(st.sampled_from(["block", "flow", "json", "indented", "tabs", "toml"]))
+    flat = {
+        f"{k}.{i}" if isinstance(v, dict) else k: None
+        for k, v in document.items()
+        for i in (v if isinstance(v, dict) else [0])
+    }
+    key, value = data.draw(st.sampled_from(sorted(flat))), data.draw(st.one_of(scalars, st.none()))
+    section, _, name = key.rpartition(".")
+    wanted = json.loads(json.dumps(document))
+    inner = wanted[section] if section else wanted
+    if value is None:
+        del inner[name]
+    else:
+        inner[name] = value
+    if kind == "toml":
+        import tomli_w
+
+        made = TomlDocument(tomli_w.dumps(document), "a.toml")
+        assert tomllib.loads(made.edited({key: value})) == wanted
+        return
+    if kind in {"block", "flow"}:
+        text = yaml.safe_dump(document, default_flow_style=kind == "flow", sort_keys=False)
+        back = yaml.safe_load(YamlDocument(text, "a.yaml").edited({key: value}))
+    else:
+        text = json.dumps(document, indent={"json": None, "indented": 2, "tabs": "\t"}[kind])
+        back = json.loads(YamlDocument(text, "a.json", is_json=True).edited({key: value}))
+    assert back == wanted or (not inner and {**wanted, section: None} == back) or (not wanted and back is None)
+
+
+@given(st.dictionaries(names, scalars, min_size=1, max_size=3), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_key_that_is_new_is_added_where_it_belongs(values, data) -> None:
+    kind = data.draw(st.sampled_from(["yaml", "json", "indented"]))
+    document = {"first": 1, "inner": values, "last": [1, 2]}
+    if kind == "yaml":
+        text = "# head\n" + yaml.safe_dump(document, sort_keys=False) + "# tail\n"
+        edited = YamlDocument(text, "a.yaml").edited({"inner.new": 5, "other": "no"})
+        assert re.search(r"# head\n(?s:.*)# tail\n", edited)
+        back = yaml.safe_load(edited)
+    else:
+        text = json.dumps(document, indent=2 if kind == "indented" else None)
+        back = json.loads(YamlDocument(text, "a.json", is_json=True).edited({"inner.new": 5, "other": "no"}))
+    assert back == {**document, "inner": {**values, "new": 5}, "other": "no"}
+
+
+@given(st.text(max_size=400), st.sampled_from(["a.toml", "a.yaml", "a.json", "a.sh"]))
+@settings(max_examples=200, deadline=None)
+def test_any_text_is_read_or_refused(text: str, name: str) -> None:
+    try:
+        read_configuration(text, name, Told())
+    except PlannerError:
+        return
