@@ -8,7 +8,6 @@ others may start beside it, so that a short question never waits for a long one 
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import psutil
 
 from planner.io.explorer_server import environment
 from topology.errors import PlannerError
+from ui.messages import receive, send
 
 SLOTS = max(2, os.cpu_count() or 2)  # jobs at a time, without those that take long
 LONG_S = 3.0
@@ -137,15 +137,14 @@ class Job:
         """Send the request and follow the answer; return whether the process takes another."""
         assert process.stdin is not None  # noqa: S101 - started with pipes
         assert process.stdout is not None  # noqa: S101
-        pickle.dump(self._request, process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
-        process.stdin.flush()
+        send(process.stdin, self._request)
         while True:
-            kind, value = pickle.load(process.stdout)  # noqa: S301 - our own process, on a pipe
+            kind, value = receive(process.stdout)
             if kind == "progress":
                 self.line = value
                 continue
             self.result, self.error = (value, None) if kind == "result" else (None, value)
-            return bool(pickle.load(process.stdout))  # noqa: S301
+            return bool(receive(process.stdout))
 
     def _watch(self) -> None:
         """Step aside when it takes long; stop at the time limit, and when nobody asks any more."""

@@ -1,14 +1,13 @@
 """The process that answers questions, one at a time: `python -m ui.worker`, started by `ui.jobs`.
 
-Requests come as pickles on standard input, messages go as pickles to standard output: both ends are this program, on
-pipes that nobody else holds. A message is ("progress", line), ("result", value) or ("error", PlannerError); after a
-result or an error follows whether the process takes another request. It ends when its standard input does.
+Requests come on standard input, messages go to standard output (`ui.messages`). A message is ("progress", line),
+("result", value) or ("error", PlannerError); after a result or an error follows whether the process takes another
+request. It ends when its standard input does.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import queue
 import sys
 import threading
@@ -17,6 +16,7 @@ from contextlib import suppress
 from typing import IO, Any
 
 from topology.errors import PlannerError
+from ui.messages import receive, send
 from ui.work import WORK
 
 MEMORY_BYTES = 4 << 30  # searches on 16,384 GPUs take 0.2 GiB, traces of 200,000 spans 1 GiB
@@ -36,15 +36,15 @@ def main() -> None:
         kind, arguments = waiting.get()
         message = _answer(kind, arguments, out)
         again = _memory_bytes() < KEPT_BYTES
-        _send(out, message)
-        _send(out, again)
+        send(out, message)
+        send(out, again)
 
 
 def _read(waiting: queue.SimpleQueue[tuple[str, tuple[Any, ...]]]) -> None:
     """Pass requests on; at the end of the input, when the server is gone, end this process in the middle of its work."""
     with suppress(EOFError):
         while True:
-            waiting.put(pickle.load(sys.stdin.buffer))  # noqa: S301 - see above
+            waiting.put(receive(sys.stdin.buffer))
     os._exit(0)
 
 
@@ -55,7 +55,7 @@ def _answer(kind: str, arguments: tuple[Any, ...], out: IO[bytes]) -> tuple[str,
         nonlocal said
         if time.monotonic() - said > REPORT_S:
             said = time.monotonic()
-            _send(out, ("progress", line))
+            send(out, ("progress", line))
 
     try:
         return "result", WORK[kind](progress, *arguments)
@@ -70,11 +70,6 @@ def _answer(kind: str, arguments: tuple[Any, ...], out: IO[bytes]) -> tuple[str,
             why="this is a bug of the program, not of the question",
             remedy="please report it with the link of this page",
         )
-
-
-def _send(out: IO[bytes], message: object) -> None:
-    pickle.dump(message, out, protocol=pickle.HIGHEST_PROTOCOL)
-    out.flush()
 
 
 def _bound() -> None:
