@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-
     deadline = Deadline.since_launch(options.seconds)
     if options.device == "cpu":
         torch.set_num_threads(1)

@@ -29,7 +29,7 @@ from topology.health.diagnose import diagnose
 from topology.probe.from_machine import probe_machine
 
 DEVICES = ("cuda", "cpu")
-ROOM_BYTES = 64 * 2**20
+LEAST_FREE_BYTES = 64 * 2**20
 
 
 def apply(
@@ -95,6 +95,15 @@ def apply(
     if dry_run:
         _show(run, request, folder, seconds, json=json)
         return
+    code = _run(run, request, folder, seconds, tolerance, json=json)
+    if code:
+        raise typer.Exit(code)
+
+
+def _run(
+    run: PlannedRun, request: dict[str, Any], folder: Path, seconds: float, tolerance: float | None, *, json: bool
+) -> int:
+    """Run the plan, keep and report what came of it, and return the exit code."""
     apply_process.require_torch()
     _make(folder)
     for note in run.notes:
@@ -111,22 +120,21 @@ def apply(
     _report(document, folder, json=json)
     code = int(document["exit_code"])
     if code == 0 and run.predicted is not None and not (comparison and comparison["within"]):
-        code = 4
-    if code:
-        raise typer.Exit(code)
+        return 4
+    return code
 
 
 def _make(folder: Path) -> None:
-    """Make the run's directory, and see that there is room in it before anything starts."""
+    """Make the run's directory, and see that its disk has space left before anything starts."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
     except OSError as error:
         raise BadInput(f"cannot write {folder}", why=error.strerror or str(error), remedy="--out elsewhere") from error
-    if free < ROOM_BYTES:
+    if free < LEAST_FREE_BYTES:
         raise PlannerError(
             f"there are {free / 2**20:.0f} MiB free for {folder}",
-            why=f"records and timelines of a run take up to {ROOM_BYTES / 2**20:.0f} MiB",
+            why=f"records and timelines of a run take up to {LEAST_FREE_BYTES / 2**20:.0f} MiB",
             remedy="free the disk, or --out elsewhere",
         )
 
@@ -142,7 +150,6 @@ def _keep(document: dict[str, Any], folder: Path) -> None:
 
 
 def _planned(plan: Path | None, device: str | None, *, allow_busy: bool) -> PlannedRun:
-
     if plan is None:
         if device == "cuda":
             raise UserError("--device cuda needs a plan", remedy="planner suggest ... --out plan.json, then apply that")
@@ -168,7 +175,6 @@ def _folder(out: Path | None, *, force: bool) -> Path:
 
 
 def _show(run: PlannedRun, request: dict[str, Any], folder: Path, seconds: float, *, json: bool) -> None:
-
     plan, path = run.plan, folder / "request.json"
     started = apply_process.command(path, folder, seconds)
     ranks = apply_process.ranks_command(plan.gpus, path, folder)
@@ -209,7 +215,6 @@ def _show(run: PlannedRun, request: dict[str, Any], folder: Path, seconds: float
 
 
 def _report(document: dict[str, Any], folder: Path, *, json: bool) -> None:
-
     if json:
         output.emit_json({**document, "directory": str(folder)})
         return

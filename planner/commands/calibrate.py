@@ -76,18 +76,8 @@ def calibrate(
     steps = _steps(wanted or [])
     machine, kind, indices, links = _machine(cluster, gpus, device)
     before = _known(out, kind, store=store)
-    parts: list[Request] = []
-    if steps:
-        parts.append(requests.exact_request(steps, gpus=len(indices)))
-    parts += [requests.runtime_request(name, gpus=len(indices)) for name in runtime or []]
-    if operators and not steps:
-        parts.append(requests.typical_request())
-    if not steps:
-        parts.append(requests.machine_request(gpus=len(indices), collectives=collectives))
-    request = requests.merge_requests(*parts)
-    if device == "cpu":
-        request = requests.shrink(request)
-    needed = requests.missing_from(request, before)
+    request = _request(steps, runtime or [], len(indices), operators=operators, collectives=collectives)
+    needed = requests.missing_from(requests.shrink(request) if device == "cpu" else request, before)
     if needed.empty and before is not None:
         warn("the profile has all of it already: nothing was measured")
         _answer(before, before, out, links, json=json)
@@ -117,6 +107,19 @@ def calibrate(
     _answer(found, whole, out if saved else None, links, json=json)
     if not saved:
         raise typer.Exit(1)
+
+
+def _request(
+    steps: list[PlannedStep], runtimes: list[str], gpus: int, *, operators: bool, collectives: bool
+) -> Request:
+    """Return what to measure: the operators and layers of plans, or without plans what any plan needs; and runtimes."""
+    parts = [requests.exact_request(steps, gpus=gpus)] if steps else []
+    parts += [requests.runtime_request(name, gpus=gpus) for name in runtimes]
+    if operators and not steps:
+        parts.append(requests.typical_request())
+    if not steps:
+        parts.append(requests.machine_request(gpus=gpus, collectives=collectives))
+    return requests.merge_requests(*parts)
 
 
 def _without_folder(word: str) -> str:
@@ -208,7 +211,6 @@ def _scratch() -> Path:
 
 
 def _answer(found: Profile, whole: Profile, out: Path | None, links: Cluster | None, *, json: bool) -> None:
-
     if json:
         output.emit_json(document(found, whole, links))
         return

@@ -93,7 +93,6 @@ def collective(
 
 
 def _sizes(text: str) -> list[int]:
-
     sizes = []
     for part in text.split(","):
         word = part.strip()
@@ -106,7 +105,6 @@ def _sizes(text: str) -> list[int]:
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
-
     screen = console()
     for (machine, op, gpus), group in groupby(rows, key=lambda row: (row["machine"], row["op"], row["gpus"])):
         table = Table(box=None, pad_edge=False)
@@ -128,7 +126,6 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _print_scores(summary: dict[str, Any]) -> None:
-
     for skipped in summary["skipped"]:
         print(printable(f"skipped table {skipped['id']} ({skipped['machine']}): {skipped['reason']}"))
     overall = summary["overall"]

@@ -97,14 +97,12 @@ def budget_s(text: str) -> float:
 
 
 def _refuse(*paths: Path | None, force: bool) -> None:
-
     for path in paths:
         if path is not None:
             refuse_overwrite(path, force=force)
 
 
 def _machine(sources: list[str] | None, cluster: str | None, gpu: str | None) -> Cluster:
-
     if cluster is None:
         return probe_cluster(sources, gpu)
     if gpu is not None:
@@ -113,7 +111,6 @@ def _machine(sources: list[str] | None, cluster: str | None, gpu: str | None) ->
 
 
 def _load(name: str) -> Cluster:
-
     return read_cluster(name)
 
 
@@ -176,7 +173,6 @@ def _samples(
 def _save(
     cluster: Cluster, measured: Measurement | None, out: Path | None, raw: Path | None, profile: Path | None
 ) -> None:
-
     if out is not None and cluster.gpu_count:
         save_cluster(cluster, out)
     if measured is not None and raw is not None:
@@ -189,7 +185,6 @@ def _save(
 def _answer(
     cluster: Cluster, health: Health, measured: Measurement | None, *, here: bool, as_json: bool, hide: bool
 ) -> None:
-
     versions = {"meshwright": version(), **(installed() if here else {})}
     if measured is not None:
         versions |= {"driver": measured.driver or versions.get("driver", ""), **(measured.versions or {})}

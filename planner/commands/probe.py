@@ -82,7 +82,6 @@ def probe(
 
 
 def _draw(cluster: Cluster, path: Path) -> None:
-
     if not cluster.gpu_count:
         raise BadCluster("there is nothing to draw: no GPU was found", remedy="planner probe --explain says why")
     codec.write_text(path, topology(cluster))
@@ -90,7 +89,6 @@ def _draw(cluster: Cluster, path: Path) -> None:
 
 
 def _export(cluster: Cluster, to: Export, out: Path | None) -> None:
-
     match to:
         case Export.NCCL_XML:
             text = export_nccl.to_nccl_xml(cluster)
@@ -118,12 +116,10 @@ def probe_cluster(sources: list[str] | None, gpu: str | None) -> Cluster:
 
 
 def _named(source: str) -> bool:
-
     return is_catalog_name(source) and not Path(source).exists()
 
 
 def _print(cluster: Cluster, *, explain: bool) -> None:
-
     if explain or not cluster.gpu_count:
         print(printable(report.explain(cluster)))
         return

@@ -65,7 +65,6 @@ def report(
 
 
 def _print(answer: dict[str, Any]) -> None:
-
     screen = output.console()
     screen.print(output.printable(f"{answer['model']}, {plan_words(answer['plan'])}"))
     partial = "" if answer["complete"] else ", not complete"
@@ -106,7 +105,6 @@ def _learn(found: RunReport, profile: Path) -> dict[str, Any]:
 def _write(
     found: RunReport, answer: dict[str, Any], *, html: Path | None, picture: Path | None, trace: Path | None
 ) -> None:
-
     words = plan_words(answer["plan"])
     drawn = ""
     if found.simulated or found.measured:

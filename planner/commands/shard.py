@@ -59,7 +59,6 @@ def shard(
 
 
 def _print(rows: Sequence[Mapping[str, Any]]) -> None:
-
     screen = console()
     for row in rows:
         if row["rejected"] is not None:

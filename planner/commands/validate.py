@@ -64,7 +64,6 @@ def validate(
 
 
 def _hold(summary: Mapping[str, Any], tolerance: float) -> None:
-
     if not summary["step"] and not summary["memory"]:
         raise UserError(
             f"nothing could be held against a tolerance of {tolerance:g}%",
@@ -84,7 +83,6 @@ def _hold(summary: Mapping[str, Any], tolerance: float) -> None:
 
 
 def _print(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> None:
-
     screen = console()
     table = Table(box=None, pad_edge=False)
     table.add_column("case", overflow="fold")

@@ -145,7 +145,6 @@ def direct_links(cluster: Cluster) -> tuple[float, int, int] | None:
 
 
 def cluster_line(cluster: Cluster) -> str:
-
     kind = cluster.slowest_kind
     link = nvlink_bytes_per_s(cluster)
     network = network_bytes_per_s(cluster)

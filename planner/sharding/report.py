@@ -49,7 +49,6 @@ def report_case(
 def _simulated_time(
     problem: ShardingProblem, plan: ShardingPlan, cluster: Cluster, calibration: Calibration | None
 ) -> dict[str, Any]:
-
     time = simulate_time(problem, plan, cluster, calibration)
     return {
         "value": time.seconds,

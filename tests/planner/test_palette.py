@@ -71,7 +71,6 @@ def test_text_is_readable_and_shapes_are_visible(paper: palette.Paper) -> None:
 
 
 def test_every_category_of_an_estimate_has_a_colour() -> None:
-
     case = named_case(ROOT / "examples" / "plans" / "qwen3_8b_tp2_fsdp4.json", None)
     estimate = estimate_plans(
         Scenario(

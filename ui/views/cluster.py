@@ -85,7 +85,6 @@ _COLUMNS = {
 
 
 def _summary(cluster: Cluster) -> str:
-
     return (
         panels.plain(cluster_line(cluster))
         if plannable(cluster)

@@ -63,7 +63,6 @@ def show(question: state.Inputs) -> None:
 
 
 def _line(model: Model) -> str:
-
     return panels.plain(model_line(model))
 
 

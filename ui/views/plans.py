@@ -131,7 +131,6 @@ def _against_the_fastest(question: state.Inputs, best: Estimate) -> None:
 
 
 def _about(result: SearchResult) -> str:
-
     lines = (
         model_line(result.question.model),
         cluster_line(result.question.cluster),
