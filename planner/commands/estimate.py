@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from planner.commands import options
-from planner.commands import plan_flags as flags
+from planner.commands.plan_flags import takes_plan_flags
 from planner.explain.answer_text import print_estimate
 from planner.explain.plan_answer import answer_plan, plan_document, unreadable_document
 from planner.io import output
@@ -21,31 +21,11 @@ from simulator.fitting.calibration_fit import Calibrations
 from topology.errors import Infeasible, UserError
 
 
+@takes_plan_flags
 def estimate(
+    said: Flags,
     case: Annotated[str | None, typer.Option("--case", help="Case file: one case or a list; - reads stdin.")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Plan file saved by planner suggest --out.")] = None,
-    model: flags.Model = None,
-    cluster: flags.Cluster = None,
-    gpu: options.Gpu = None,
-    gpus: flags.Gpus = None,
-    seq_len: flags.SeqLen = None,
-    global_batch: flags.GlobalBatch = None,
-    micro_batch: flags.MicroBatch = None,
-    dp_replicate: flags.DpReplicate = None,
-    dp_shard: flags.DpShard = None,
-    zero: flags.Zero = None,
-    tp: flags.Tp = None,
-    sequence_parallel: flags.SequenceParallel = None,
-    cp: flags.Cp = None,
-    pp: flags.Pp = None,
-    ep: flags.Ep = None,
-    virtual_stages: flags.VirtualStages = None,
-    schedule: flags.Schedule = None,
-    recompute: flags.Recompute = None,
-    tp_overlap: flags.TpOverlap = None,
-    runtime: flags.Runtime = None,
-    compile_model: options.Compile = None,
-    param_dtype: options.ParamDtype = None,
     profile: options.Profile = None,
     strict: options.Strict = False,
     out: Annotated[Path | None, typer.Option("--out", help="Save the plan to this file.")] = None,
@@ -58,8 +38,7 @@ def estimate(
     answer lists what they changed. Exit code 3 when no plan given is legal; a plan that is legal
     but does not fit is an answer, and ends with 0.
     """
-    given = locals()  # first of all, so that it holds the arguments and nothing else
-    said, measured = flags.flags_of(given), measurements(profile, strict=strict)
+    measured = measurements(profile, strict=strict)
     if case is not None and plan is not None:
         raise UserError("--case and --plan exclude each other", remedy="give one of them")
     if out is not None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from typing import Annotated, Any
 
 import typer
 
+from planner.commands import options
 from planner.question.flags import Flags
 
 Model = Annotated[str | None, typer.Option("--model", "--config", help="Shipped model, config.json or its directory.")]
@@ -39,6 +43,50 @@ TpOverlap = Annotated[
     typer.Option("--tp-overlap", help="none, ring, fused, async, ...; or by site: attention_in=fused,mlp_out=ring."),
 ]
 Runtime = Annotated[str | None, typer.Option("--runtime", "--framework", help="The software that runs it.")]
+
+
+# By the parameter that carries them; all default to None, which is not said.
+PLAN_FLAGS: dict[str, Any] = {
+    "model": Model,
+    "cluster": Cluster,
+    "gpu": options.Gpu,
+    "gpus": Gpus,
+    "seq_len": SeqLen,
+    "global_batch": GlobalBatch,
+    "micro_batch": MicroBatch,
+    "dp_replicate": DpReplicate,
+    "dp_shard": DpShard,
+    "zero": Zero,
+    "tp": Tp,
+    "sequence_parallel": SequenceParallel,
+    "cp": Cp,
+    "pp": Pp,
+    "ep": Ep,
+    "virtual_stages": VirtualStages,
+    "schedule": Schedule,
+    "recompute": Recompute,
+    "tp_overlap": TpOverlap,
+    "runtime": Runtime,
+    "compile_model": options.Compile,
+    "param_dtype": options.ParamDtype,
+}
+
+
+def takes_plan_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Return `command`, whose first parameter is a `Flags`, as typer sees it: with an option for each of `PLAN_FLAGS`."""
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        stated = {name: given.pop(name) for name in PLAN_FLAGS}
+        command(flags_of(stated), **given)
+
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [parameter.replace(kind=keyword) for parameter in own]
+    parameters += [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in PLAN_FLAGS.items()]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what inspect reads
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
 
 def flags_of(given: dict[str, Any]) -> Flags:

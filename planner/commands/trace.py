@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from planner.commands import options
-from planner.commands import plan_flags as flags
+from planner.commands.plan_flags import takes_plan_flags
 from planner.explain.traced import write_trace
 from planner.io import output
 from planner.io.inputs import measurements, warn_of_doubts
 from planner.question.cases import case_from_flags, case_of_plan_file, named_case
+from planner.question.flags import Flags
 from planner.question.overrides import with_flags
 from planner.question.plan_file import refuse_overwrite
 from simulator.legality.rules import is_legal
@@ -20,33 +21,13 @@ from simulator.lowering.block_code import Detail
 from topology.errors import UserError
 
 
+@takes_plan_flags
 def trace(
+    said: Flags,
     out: Annotated[Path, typer.Option("--out", help="File to write the trace to.")],
     plan: Annotated[Path | None, typer.Option("--plan", help="Plan file saved by planner suggest --out.")] = None,
     case: Annotated[str | None, typer.Option("--case", help="Case file; of a list the first, or --id.")] = None,
     case_id: Annotated[str | None, typer.Option("--id", help="Which case of a list.")] = None,
-    model: flags.Model = None,
-    cluster: flags.Cluster = None,
-    gpu: options.Gpu = None,
-    gpus: flags.Gpus = None,
-    seq_len: flags.SeqLen = None,
-    global_batch: flags.GlobalBatch = None,
-    micro_batch: flags.MicroBatch = None,
-    dp_replicate: flags.DpReplicate = None,
-    dp_shard: flags.DpShard = None,
-    zero: flags.Zero = None,
-    tp: flags.Tp = None,
-    sequence_parallel: flags.SequenceParallel = None,
-    cp: flags.Cp = None,
-    pp: flags.Pp = None,
-    ep: flags.Ep = None,
-    virtual_stages: flags.VirtualStages = None,
-    schedule: flags.Schedule = None,
-    recompute: flags.Recompute = None,
-    tp_overlap: flags.TpOverlap = None,
-    runtime: flags.Runtime = None,
-    compile_model: options.Compile = None,
-    param_dtype: options.ParamDtype = None,
     profile: options.Profile = None,
     strict: options.Strict = False,
     detail: Annotated[str | None, typer.Option("--detail", help="kernel, layer or stage; default by size.")] = None,
@@ -58,11 +39,10 @@ def trace(
     Ranks that behave alike are drawn once. Open the file at https://ui.perfetto.dev or chrome://tracing. Exit code 3
     when the plan is not legal.
     """
-    given = locals()  # first of all, so that it holds the arguments and nothing else
     if case is not None and plan is not None:
         raise UserError("--case and --plan exclude each other", remedy="give one of them")
     refuse_overwrite(out, force=force)
-    said, measured = flags.flags_of(given), measurements(profile, strict=strict)
+    measured = measurements(profile, strict=strict)
     if plan is not None:
         asked = with_flags(case_of_plan_file(plan, measured), said, measured)
     elif case is not None:
