@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from planner.serving.question import ServingQuestion
 from planner.serving.search import ServingPlan, ServingResult, value_of
@@ -48,7 +49,7 @@ def _followed(result: ServingResult) -> list[Deployment]:
     found: list[Deployment] = []
     for objective in ("latency", "throughput"):
         question = replace(result.question, objective=objective)
-        ranked = sorted(result.plans, key=lambda plan, question=question: value_of(question, plan))
+        ranked = sorted(result.plans, key=partial(value_of, question))
         found += [plan.deployment for plan in ranked[:FOLLOWED]]
     found += [plan.deployment for plan in result.plans if _is_plain(plan)][:FOLLOWED]
     return list(dict.fromkeys(found))
