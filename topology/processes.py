@@ -5,6 +5,7 @@ The GPU driver reports host pids, which name other processes inside a container.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import time
 from collections.abc import Iterable
@@ -58,6 +59,8 @@ def end_tree(process: subprocess.Popen[bytes], grace_s: float) -> tuple[int, ...
     """
     tree = set(descendants(process.pid))
     process.terminate()
+    if hasattr(signal, "SIGCONT"):
+        process.send_signal(signal.SIGCONT)  # a stopped process acts on no signal before it is continued
     with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
         process.wait(grace_s)
     tree |= set(descendants(process.pid))

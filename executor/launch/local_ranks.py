@@ -40,6 +40,8 @@ LAUNCH_TIME_VARIABLE = "MESHWRIGHT_LAUNCHED"  # launch time on the host's monoto
 # Signals that identify the first failure. Not SIGTERM, which the agent sends to the other ranks, nor SIGABRT, with
 # which NCCL's watchdog ends a rank after a timeout.
 KILL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
+# What a rank says whose neighbour has ended: the neighbour is the cause.
+LOST_PEER = ("closed by peer", "connection reset", "broken pipe")
 TAIL_BYTES = 16 * 1024
 POLL_S = 0.05
 ROOT = Path(__file__).resolve().parents[2]
@@ -325,14 +327,25 @@ def _first_failure(folder: Path, exit_code: int | None, err_tail: str, *, elasti
     # The agent prints one block per failure; the one it saw first is under "Root Cause". A rank that was killed writes
     # no timestamp, and its peers fail soon after, so a killed rank takes precedence.
     _, _, verdict = err_tail.rpartition("Root Cause")
-    blocks = re.findall(r"^\s*rank\s*:\s*(\d+).*\n\s*exitcode\s*:\s*(-?\d+)", err_tail, re.MULTILINE)
-    for rank_text, code_text in blocks:
+    blocks = re.findall(
+        r"^\s*time\s*:\s*(\S+)\n.*\n\s*rank\s*:\s*(\d+).*\n\s*exitcode\s*:\s*(-?\d+)", err_tail, re.MULTILINE
+    )
+    if not blocks and exit_code is not None and exit_code < 0:
+        name = _name(exit_code)
+        return Failure(rank=None, exit_code=None, signal=name, message=f"the agent of the ranks was ended by {name}")
+    for _, rank_text, code_text in blocks:
         if -int(code_text) in KILL_SIGNALS:
-            name = _name(int(code_text))
-            return Failure(rank=int(rank_text), exit_code=None, signal=name, message=f"the process was ended by {name}")
+            return _ended_by_signal(int(rank_text), int(code_text))
     rank = re.search(r"^\s*rank\s*:\s*(\d+)", verdict, re.MULTILINE)
     code = re.search(r"^\s*exitcode\s*:\s*(-?\d+)", verdict, re.MULTILINE)
     number = int(code[1]) if code else None
+    root_time = re.search(r"^\s*time\s*:\s*(\S+)", verdict, re.MULTILINE)
+    if any(words in verdict.lower() for words in LOST_PEER):
+        for at, rank_text, code_text in blocks:
+            if int(code_text) == -signal.SIGTERM and root_time and at <= root_time[1]:  # before the agent sent its own
+                return _ended_by_signal(int(rank_text), int(code_text))
+    if number == -signal.SIGTERM and rank:
+        return _ended_by_signal(int(rank[1]), number)
     files = sorted(folder.glob("ranks/**/error.json"), key=_error_time)
     message = _message(folder / "error.json") or next((text for file in files if (text := _message(file))), "")
     return Failure(
@@ -341,6 +354,11 @@ def _first_failure(folder: Path, exit_code: int | None, err_tail: str, *, elasti
         signal=_name(number),
         message=message or _last_line(verdict or err_tail),
     )
+
+
+def _ended_by_signal(rank: int, code: int) -> Failure:
+    name = _name(code)
+    return Failure(rank=rank, exit_code=None, signal=name, message=f"the process was ended by {name}")
 
 
 def _error(path: Path) -> dict[str, Any]:

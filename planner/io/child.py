@@ -2,7 +2,8 @@
 
 The child gets an argument list and no shell, and a session of its own, so that Ctrl-C reaches this process only, which
 then ends the child in order. It runs under `executor.launch.guard`, so that the kernel signals it when this process is
-killed. It keeps to its time budget itself; if it overruns, it is terminated and then killed.
+killed. It keeps to its time budget itself; one that somebody stopped is continued in time to do so. If it overruns, it is
+terminated and then killed.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
 
+import psutil
+
 from topology.processes import end_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 OVERRUN_S = 20.0  # allowed beyond the budget: ending ranks takes time when a driver is stuck
+ENDING_S, ENDING_SHARE = 10.0, 0.3  # what a child keeps of its budget for ending: so much, or this part if less
 GRACE_S = 15.0
 POLL_S = 0.2
 INTERRUPTED = 130
@@ -60,13 +64,16 @@ def run_module(
         },
         start_new_session=True,
     )
-    deadline = time.monotonic() + budget_s + late_s
+    started = time.monotonic()
+    ending, deadline = started + budget_s - min(ENDING_S, ENDING_SHARE * budget_s), started + budget_s + late_s
     try:
         with _terminate_as_interrupt():
             while process.poll() is None:
                 if time.monotonic() > deadline:
                     end_tree(process, GRACE_S)
                     return None
+                if time.monotonic() > ending and _stopped(process):
+                    process.send_signal(signal.SIGCONT)
                 watch()
                 time.sleep(POLL_S)
     except KeyboardInterrupt:
@@ -75,6 +82,14 @@ def run_module(
     if process.returncode == INTERRUPTED:
         raise KeyboardInterrupt
     return process.returncode
+
+
+def _stopped(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether somebody stopped the process (SIGSTOP), so that it does not notice that its time is over."""
+    try:
+        return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
 
 
 def exit_text(code: int | None) -> str:

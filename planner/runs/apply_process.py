@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from topology import codec
 from topology.errors import BadPlan, PlannerError, UserError
 
 MODULE = "executor.run.apply"
+FULL_BYTES = 1 << 20  # less than a report and its log need
 
 
 def arguments(request: Path, out: Path, budget_s: float) -> list[str]:
@@ -81,6 +83,13 @@ def run(request: dict[str, Any], out: Path, budget_s: float, progress: Callable[
 
 
 def _no_report(code: int | None, out: Path) -> PlannerError:
+    free = shutil.disk_usage(out).free
+    if free < FULL_BYTES:
+        return PlannerError(
+            "the run left no report",
+            why=f"the disk of {out} is full: {free / 2**10:.0f} KiB are free",
+            remedy="free the disk, or --out elsewhere",
+        )
     log = codec.read_text(out / "executor.txt").strip()
     if code == UserError.exit_code:
         return BadPlan(log.removeprefix("error: "))

@@ -243,8 +243,19 @@ Root Cause (first observed failure):
     found = _first_failure(tmp_path, 1, text, elastic=True)
     assert (found.rank, found.signal) == (1, "SIGKILL")
 
-    found = _first_failure(tmp_path, 1, text.replace("exitcode  : -9", "exitcode  : -15"), elastic=True)
+    stopped_later = text.replace("exitcode  : -9", "exitcode  : -15")  # by the agent
+    found = _first_failure(tmp_path, 1, stopped_later, elastic=True)
     assert (found.rank, found.exit_code) == (0, 1)
+
+    found = _first_failure(tmp_path, 1, stopped_later.replace("00:00:01", "00:00:00"), elastic=True)  # by somebody else
+    assert (found.rank, found.signal, found.message) == (1, "SIGTERM", "the process was ended by SIGTERM")
+
+
+def test_a_killed_agent_is_the_cause_and_not_what_was_printed_last(tmp_path) -> None:
+    found = _first_failure(tmp_path, -9, "[W1122] Warning: this variable is deprecated", elastic=True)
+
+    assert (found.rank, found.signal) == (None, "SIGKILL")
+    assert "agent" in found.message
 
 
 @needs_torch

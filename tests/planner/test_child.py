@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from planner.io import child
 from planner.runs import apply_process
 from tests.planner.conftest import ROOT
 from tests.waiting import wait_until
+from topology.errors import PlannerError
 from topology.processes import alive, descendants
 
 WORKERS = str(ROOT / "tests" / "executor" / "workers")
@@ -41,6 +43,21 @@ def test_an_overrun_is_no_interrupt(monkeypatch) -> None:
     monkeypatch.setattr(child, "GRACE_S", 0.5)
 
     assert run("stubborn_worker", budget_s=1.0, late_s=0.0) is None
+
+
+def test_a_stopped_process_is_continued_in_time_to_end_itself() -> None:
+    assert run("stop_worker", budget_s=2.0, late_s=60.0) == 5
+
+
+def test_a_full_disk_is_named_where_nothing_could_be_reported(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(child, "run_module", lambda *_a, **_k: 1)
+    monkeypatch.setattr(apply_process.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+
+    with pytest.raises(PlannerError, match="no report") as caught:
+        apply_process.run({}, tmp_path, 5.0, lambda _: None)
+
+    assert "disk" in caught.value.why
+    assert "full" in caught.value.why
 
 
 def test_an_overrun_is_reported_as_such_with_what_there_is(monkeypatch, tmp_path) -> None:
