@@ -234,19 +234,27 @@ def _fastest(candidates: dict[tuple[str, str], Floats]) -> _Options:
 
 
 def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, int8: bool) -> _Options:
-    """Cost what NCCL's formulas pick. A pair our curves do not cover is costed as the ring in Simple."""
+    """Cost what NCCL's formulas pick. A pair our curves do not cover is costed as the ring in Simple.
+
+    The curves of two algorithms need not meet where NCCL changes from one to the other. More bytes never take less time:
+    up to the change no message takes longer than the first one behind it.
+    """
     starts, chosen, lines = nccl_model.switches(comm.nccl, op, allow_nvls=not int8)
     names = tuple((line.algorithm, line.protocol) for line in lines)
-    pick = chosen[np.searchsorted(starts, sizes, side="right") - 1]
-    times = np.empty_like(sizes)
-    for row in set(pick.tolist()):
-        here = pick == row
+    piece = np.searchsorted(starts, sizes, side="right") - 1
+    pick = chosen[piece]
+    at, rows = np.concatenate([sizes, starts]), np.concatenate([pick, chosen])
+    times = np.empty_like(at)
+    for row in set(rows.tolist()):
+        here = rows == row
         algorithm, protocol = names[row]
-        found = single_node_s(comm, op, algorithm, protocol, sizes[here], int8=int8)
+        found = single_node_s(comm, op, algorithm, protocol, at[here], int8=int8)
         if not np.all(np.isfinite(found)):
-            found = single_node_s(comm, op, "ring", "Simple", sizes[here], int8=int8)
+            found = single_node_s(comm, op, "ring", "Simple", at[here], int8=int8)
         times[here] = found
-    return _Options(names, times, pick)
+    behind = np.minimum.accumulate(times[len(sizes) :][::-1])[::-1]
+    least_behind = np.append(behind[1:], np.inf)
+    return _Options(names, np.minimum(times[: len(sizes)], least_behind[piece]), pick)
 
 
 def _tree_or_ring(comm: Communicator, candidates: dict[tuple[str, str], Floats], sizes: Floats) -> _Options:

@@ -1,0 +1,131 @@
+"""What no machine can do, no prediction may say: more bytes in less time, a slower step on faster links, and their like."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from planner.question.question import question_of
+from planner.search.infeasible import ConstrainedQuestion, least_memory_plan
+from planner.search.plan_space.candidates import Bounds
+from planner.search.scaling import scale_memory, scale_network, scale_nvlink
+from simulator.closed_form.screening import Screening
+from simulator.collectives.cost import CollectiveModel
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.workload import Workload
+from tests.fuzz.formats import wrong_numbers
+from topology import codec
+from topology.catalog.clusters import PROBED, catalog_names, cluster
+from topology.rates.groups import GroupShape
+from topology.rates.reach import reach
+
+# Sends and receives, of which all-to-alls are made, have a measured staircase: NCCL gives a message more channels in steps.
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+MACHINES = tuple(name for name in catalog_names() if reach(cluster(name)).gpus > 1)
+SIZES = np.unique(np.round(2 ** np.linspace(6, 33, 400)))
+PLANS = (
+    Plan(dp_shard=16),
+    Plan(dp_shard=8, tp=2, sequence_parallel=True),
+    Plan(dp_replicate=2, dp_shard=4, pp=2, schedule="1F1B"),
+    Plan(dp_shard=4, cp=4),
+    Plan(tp=8, pp=2, schedule="1F1B", sequence_parallel=True),
+)
+
+
+@cache
+def model_of(name: str, gpus: int) -> CollectiveModel:
+    return CollectiveModel(cluster(name, gpus))
+
+
+@settings(max_examples=120)
+@given(st.sampled_from(MACHINES), st.sampled_from(OPS), st.integers(2, 32), st.integers(1, 3))
+def test_more_bytes_never_take_less_time(name: str, op: str, ranks: int, nodes: int) -> None:
+    whole = cluster(name).gpus_per_node
+    several = nodes > 1 and name not in PROBED and reach(cluster(name, nodes * whole)).gpus == nodes * whole
+    shape = (
+        GroupShape(ranks=nodes * whole, ranks_per_node=whole)
+        if several
+        else GroupShape(ranks=min(ranks, whole), ranks_per_node=min(ranks, whole))
+    )
+
+    seconds = model_of(name, shape.ranks).time_s(op, SIZES, shape)
+
+    assert np.isfinite(seconds).all()
+    assert (seconds > 0).all()
+    worst = int(np.argmin(np.diff(seconds) / seconds[:-1]))
+    assert seconds[worst + 1] >= seconds[worst] * (1 - 1e-9), (SIZES[worst : worst + 2], seconds[worst : worst + 2])
+
+
+def test_a_rack_gathers_more_in_no_less_time() -> None:
+    """NCCL's choices between 8 and 32 MiB on 16 of 72 GPUs rest on curves that do not meet."""
+    shape = GroupShape(ranks=16, ranks_per_node=16)
+
+    small, large = model_of("gb200-nvl72", 16).time_s("all_gather", [16 << 20, 32 << 20], shape)
+
+    assert small <= large
+
+
+def question(machine, *, batch: int = 64):
+    workload = Workload(seq_len=4096, global_batch_size=batch)
+    return question_of(load_model("llama3-8b"), machine, workload, gpus=machine.gpu_count)
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(("dgx-h100", "dgx-a100", "l40s-x8", "dgx-b200")),
+    st.sampled_from((scale_network, scale_nvlink)),
+    st.floats(1.0, 1.1),
+    st.floats(1.0, 16.0),
+)
+def test_more_bandwidth_never_slows_a_step(name, scale, first, second) -> None:
+    machine = cluster(name, 16)
+    slow, fast = (question(scale(machine, factor)).estimate(PLANS) for factor in (first, first * second))
+
+    assert (fast.step_s <= slow.step_s * (1 + 1e-9)).all(), (slow.step_s, fast.step_s)
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(("dgx-h100", "dgx-a100", "l40s-x8")), st.floats(0.2, 4.0), st.floats(1.0, 4.0))
+def test_more_memory_never_makes_a_plan_unfit(name, first, second) -> None:
+    machine = cluster(name, 16)
+    small, large = (question(scale_memory(machine, factor)).estimate(PLANS) for factor in (first, first * second))
+
+    assert (large.fits | ~small.fits).all()
+
+
+@pytest.mark.parametrize("name", ["dgx-h100", "l40s-x8"])
+def test_more_gpus_never_raise_the_least_memory(name) -> None:
+    least = []
+    for gpus in (8, 16, 32):
+        asked = question(cluster(name, gpus))
+        constrained = ConstrainedQuestion(question=asked, bounds=Bounds())
+        least.append(least_memory_plan(Screening(asked), constrained.nodes(), constrained.recomputes)[0])
+
+    assert least == sorted(least, reverse=True)
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(MACHINES),
+    st.sampled_from(("llama3-8b", "qwen3-30b-a3b", "deepseek-v3", "tiny-llama")),
+    st.integers(9, 20),
+)
+def test_every_number_of_an_estimate_is_sound(name, model, length) -> None:
+    machine = cluster(name)
+    count = reach(machine).gpus
+    workload = Workload(seq_len=1 << length, global_batch_size=count)
+    asked = question_of(load_model(model), machine, workload, gpus=count)
+
+    found = asked.estimate(
+        [Plan(dp_shard=count), Plan(tp=2, dp_shard=count // 2)] if count % 2 == 0 else [Plan(dp_shard=count)]
+    )
+
+    for index in range(len(found.plans)):
+        estimate = codec.to_builtins(found.estimate(index))
+        assert list(wrong_numbers(estimate)) == []
+        assert sum(estimate["breakdown_s"].values()) == pytest.approx(estimate["step_s"]["value"], rel=1e-6)
