@@ -103,6 +103,7 @@ def test_a_short_question_is_answered_while_long_ones_run(workers, monkeypatch):
 
 def test_more_questions_than_places_wait_their_turn(workers, monkeypatch):
     monkeypatch.setattr(jobs, "SLOTS", 1)
+    monkeypatch.setattr(jobs, "LONG_S", PATIENT_S)  # a busy machine makes every question a long one, which steps aside
     first = jobs.Job(workers, "search", *LONG)
     running(first)
     second = jobs.Job(workers, "search", *SHORT)
