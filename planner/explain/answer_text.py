@@ -147,7 +147,7 @@ def may_fit_sentence(found: MayFit, best: RankedPlan) -> str:
         settings += f", micro batch {plan.micro_batch_size}"
     what = settings if same else f"{approach_text(plan)} ({settings})"
     needs = f"{gib_text(memory.reserved_bytes)} GiB of {gib_text(memory.capacity_bytes)}"
-    return f"{_capital(what)} would be {found.faster:.0%} faster and is {chance(found.fit_probability)} likely to fit: {needs}."
+    return f"{_capital(what)} would take {found.faster:.0%} less time and is {chance(found.fit_probability)} likely to fit: {needs}."
 
 
 def _capital(text: str) -> str:

@@ -1,0 +1,187 @@
+"""The answers as a person reads them: one figure for one plan, ties as ties, what surely fits first, on one screen."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from planner.explain import explain as explaining
+from planner.question.recipes import default_batch
+from planner.search.finalists import TIE, mechanisms
+from simulator.config.estimate import SURE
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+
+QUESTION = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "8", "--seq-len", "4096", "--global-batch", "64")
+
+
+def plan_of(told):
+    names = set(Plan.__dataclass_fields__)
+    return Plan(**{k: tuple(v) if isinstance(v, list) else v for k, v in told.items() if k in names})
+
+
+@pytest.fixture(scope="module")
+def planner_once(tmp_path_factory):
+    """The answer to QUESTION, as JSON and as text, asked once."""
+    import contextlib
+    import io
+
+    from planner.cli import main
+
+    def run(*arguments):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as patch:
+            patch.setenv("COLUMNS", "80")
+            assert main(list(map(str, arguments))) == 0
+        return out.getvalue()
+
+    saved = tmp_path_factory.mktemp("plans") / "best.json"
+    return {
+        "document": json.loads(run("suggest", *QUESTION, "--out", saved, "--json")),
+        "text": run("suggest", *QUESTION),
+        "saved": saved,
+        "run": run,
+    }
+
+
+def test_a_plan_has_one_step_and_one_memory_wherever_it_is_shown(planner_once):
+    """Listed, by itself, explained, and beside itself."""
+    run, saved = planner_once["run"], planner_once["saved"]
+    listed = planner_once["document"]["plans"][0]["estimate"]
+    alone = json.loads(run("estimate", "--plan", saved, "--json"))["estimate"]
+    explained = json.loads(run("explain", saved, "--json"))
+    compared = json.loads(run("compare", saved, saved, "--json"))
+
+    for other in (alone, explained["estimate"]):
+        assert other["step_s"] == pytest.approx(listed["step_s"])
+        assert other["memory"]["reserved_bytes"] == listed["memory"]["reserved_bytes"]
+        assert other["breakdown_s"] == pytest.approx(listed["breakdown_s"])
+    assert sum(listed["breakdown_s"].values()) == pytest.approx(listed["step_s"]["value"])
+    assert explained["waterfall"]["step_s"] == pytest.approx(listed["step_s"]["value"])
+    assert compared["first"]["step_s"] == pytest.approx(listed["step_s"]["value"])
+    assert compared["step_s"] == 0
+
+
+@pytest.mark.parametrize(
+    "flags", [QUESTION, (*QUESTION[:6], "--micro-batch", "64", "--seq", "512", "--global-batch", "64")]
+)
+def test_the_first_plan_is_the_quickest_that_surely_fits_or_a_simpler_one_of_its_tie(planner, flags):
+    plans = json.loads(planner("suggest", *flags, "--json").stdout)["plans"]
+    sure = [one for one in plans if one["fit_probability"] >= SURE]
+    first = plans[0]
+    steps = [one["estimate"]["step_s"]["value"] for one in sure]
+
+    assert {one["method"] for one in plans} == {"simulation"}
+    assert first in sure
+    assert first["estimate"]["step_s"]["value"] <= min(steps) * (1 + TIE)
+    for one in plans:
+        tied = [other for other in plans if other["tie"] == one["tie"]]
+        assert len(mechanisms(plan_of(tied[0]["plan"]))) == min(
+            len(mechanisms(plan_of(other["plan"]))) for other in tied
+        )
+    assert [one["tie"] for one in plans] == sorted(one["tie"] for one in plans)
+
+
+def test_what_the_fastest_that_may_fit_would_gain_is_said(planner_once):
+    document, text = planner_once["document"], planner_once["text"]
+    may_fit = document["may_fit"]
+
+    if may_fit is not None:
+        assert may_fit["fit_probability"] < SURE
+        assert may_fit["estimate"]["step_s"]["value"] < document["plans"][0]["estimate"]["step_s"]["value"]
+        assert (f"would take {may_fit['faster']:.0%} less time" in text.replace("\n", " ")) == (
+            may_fit["faster"] >= 0.01
+        )
+
+
+def test_the_answer_fits_a_screen(planner_once):
+    """80 columns; the sentence, the table, the reasons and how to start it before anything it rests on."""
+    lines = planner_once["text"].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("start "))
+    cluster = next(number for number, line in enumerate(lines) if line.startswith("cluster "))
+
+    assert max(map(len, lines)) <= 80
+    assert re.match(r"Use .+: about [\d.]+ m?s \([\d.]+ to [\d.]+\) a step, \d+ GiB of \d+", " ".join(lines[:2]))
+    assert start < 26
+    assert start < cluster
+    for label in ("batch ", "order ", "start ", "assumed ", "basis ", "memory ", "searched "):
+        assert sum(line.startswith(label) for line in lines) == 1, label
+
+
+def test_no_figure_has_more_digits_than_are_known(planner_once):
+    run, saved = planner_once["run"], planner_once["saved"]
+    texts = [
+        planner_once["text"],
+        run("estimate", "--plan", saved),
+        run("explain", saved),
+        run("compare", saved, saved),
+    ]
+
+    for text in texts:
+        assert not re.search(r"\de-\d", text)
+        assert all(
+            len(digits.replace(".", "").lstrip("0")) <= 3 for digits in re.findall(r"(?<![\d.,])([\d.]+) m?s\b", text)
+        )
+
+
+def test_what_does_not_fit_is_told_every_fix_cheapest_first(planner):
+    told = ("--dp-shard", "8", "--micro-batch", "4", "--recompute", "none")
+    document = json.loads(planner("estimate", *QUESTION[:8], "--global-batch", "64", *told, "--json").stdout)
+    text = " ".join(planner("estimate", *QUESTION[:8], "--global-batch", "64", *told).stdout.split())
+    costs = [fix["slower"] for fix in document["fixes"]]
+
+    assert document["estimate"]["memory"]["fits"] is False
+    assert len(costs) >= 3
+    assert costs == sorted(costs)
+    assert "to make it fit, cheapest first" in text
+
+
+def test_what_fits_nowhere_is_told_what_to_relax_by_throughput(planner):
+    done = planner("suggest", "--model", "llama3-70b", "--cluster", "dgx-h100", "--gpus", "8", "--global-batch", "64")
+    rates = [float(rate.replace(",", "")) for rate in re.findall(r"about ([\d,]+) tokens/s/GPU", done.stderr)]
+
+    assert done.returncode == 3
+    assert len(rates) >= 2
+    assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "seq_len", "gpus", "batch"),
+    [("llama3-405b", 8192, 16384, 2048), ("llama3-8b", 8192, 8, 512), ("llama2-70b", 4096, 512, 1024)],
+)
+def test_the_batch_assumed_is_that_of_a_published_recipe(model, seq_len, gpus, batch):
+    """Llama 3 405B had 16M tokens a step (arXiv 2407.21783), Llama 2 of any size 4M (arXiv 2307.09288)."""
+    found, sentence = default_batch(load_model(model), seq_len, gpus)
+
+    assert found == batch
+    assert "arXiv" in sentence
+
+
+@pytest.mark.parametrize("gpus", [6, 24, 100])
+def test_the_batch_assumed_can_be_shared_by_any_number_of_gpus(gpus):
+    found, _ = default_batch(load_model("llama3-8b"), 8192, gpus)
+
+    assert found % gpus == 0
+
+
+def test_explain_searches_once(planner, monkeypatch):
+    """Searching again on changed machines is for those who ask for it."""
+
+    def refused(*_arguments, **_options):
+        raise AssertionError
+
+    monkeypatch.setattr(explaining, "best_plan", refused)
+
+    assert planner("explain", *QUESTION[:8], "--global-batch", "64").returncode == 0
+
+
+def test_plans_that_are_the_same_but_for_replicas_are_listed_once(planner):
+    """Of splits into replicas and shards that tie, the list has one."""
+    plans = json.loads(planner("suggest", *QUESTION[:4], "--gpus", "16", *QUESTION[6:], "--json").stdout)["plans"]
+    kin = [replace(plan_of(one["plan"]), dp_replicate=1, dp_shard=1) for one in plans]
+    degrees = [(one.tp, one.cp, one.pp, one.ep) for one in kin]
+
+    assert len(set(degrees)) >= len(degrees) - 1
