@@ -78,6 +78,7 @@ class Framework:
     ddp_alone: bool = False  # plain replication refuses company
     overlap_needs_compile: bool = False
     overlap_needs_eager: bool = False
+    empty_stages: bool = False  # a stage may hold no layer, or the embedding or the head alone
     # What follows is asked of the executor alone; of others it is not known, and nothing is refused for it.
     networks_without: frozenset[str] = frozenset()  # keys of `simulator.legality.networks.FEATURES`
     dtypes: tuple[str, ...] = ()  # empty: any
@@ -85,7 +86,6 @@ class Framework:
     optimizers: tuple[str, ...] = ()  # empty: any
     fsdp_by_degree_only: bool = False  # a ZeRO stage is no other word for it
     uneven_widths: bool = False  # a width or vocabulary that tp does not divide is cut into unequal parts
-    empty_stages: bool = False  # a stage may hold no layer, or the embedding or the head alone
     tied_pipeline: bool = True  # a tied embedding and head may lie on different stages
     whole_expert_groups: bool = False  # experts are spread over whole tensor-parallel groups: ep is a multiple of tp
     drops_tokens: bool = True  # experts may have a capacity
@@ -117,6 +117,7 @@ TORCHTITAN = Framework(
         "float16",
     ),  # shards keys of fused 16-bit attention; 0.2.2 in float32 fails in its first step
     lists_layers=True,  # pipeline_parallel_module_fqns_per_model_part
+    empty_stages=True,  # pipeline_parallel.py: generate_llm_fqn_per_model_part counts embedding and output as a layer each
     torch_pipelining=True,
     ddp_alone=True,
     overlap_needs_compile=True,
@@ -132,6 +133,7 @@ PYTORCH = Framework(
     cp_methods=("all_gather", "ring"),
     lists_layers=True,
     lists_recompute=True,
+    empty_stages=True,
     torch_pipelining=True,
     overlap_needs_compile=True,
 )

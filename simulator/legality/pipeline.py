@@ -52,6 +52,15 @@ def _counted(q: RuleFacts) -> int:
     return q.model.layers + sum(_ends(q))
 
 
+def _filled_by_ends(c: PlanColumns, q: RuleFacts) -> Mask:
+    """Return where stages beyond the layers hold the embedding or the head alone, in Megatron-LM: counted as layers, by
+    flags or in a layout that is spelt out.
+    """
+    if q.framework.uneven_stages:
+        return np.zeros(len(c), dtype=np.bool_)
+    return np.asarray((c.stages <= q.model.layers + 2) & (c.listed | (c.stages > 1)))
+
+
 def _bare_stages(c: PlanColumns, q: RuleFacts) -> Mask:
     """Return where the runtime's own split would take more layers from an end than it has: embedding and head count too."""
     no_first = -(-_counted(q) // c.stages) < _ends(q)[0]
@@ -102,7 +111,7 @@ PIPELINE_RULES: list[Rule] = [
     ),
     rule(
         "layers",
-        lambda c, q: c.stages > q.model.layers,
+        lambda c, q: (c.stages > q.model.layers) & ~_filled_by_ends(c, q),
         lambda p, q: with_nearest(
             "pp",
             list(range(1, q.model.layers // p.virtual_stages + 1)),

@@ -65,11 +65,23 @@ def stage_layers(model_layers: int, plan: Plan, spec: PipelineSpec) -> tuple[int
     if stages == 1:
         return (model_layers,)
     weights = [0.0] * stages
-    weights[0] += spec.embedding_weight
-    weights[-1] += spec.head_weight
+    weights[0], weights[-1] = counted_ends(model_layers, stages, spec)
     total = model_layers + int(sum(weights))
     counts = [total // stages + (1 if i < total % stages else 0) for i in range(stages)]
     return tuple(max(0, count - int(weight)) for count, weight in zip(counts, weights, strict=True))
+
+
+def counted_ends(model_layers: int, stages: int, spec: PipelineSpec) -> tuple[float, float]:
+    """Return how many layers the embedding and the head count as where `stages` are made: see `PipelineSpec`.
+
+    Megatron-LM drops them from the layers of their stages again, down to none
+    (megatron/core/transformer/transformer_block.py: get_num_layers_to_build).
+    """
+    if spec.ends_fill_stages and model_layers % stages:
+        for ends in ((0.0, 1.0), (1.0, 1.0)):
+            if (model_layers + sum(ends)) % stages == 0:
+                return ends
+    return spec.embedding_weight, spec.head_weight
 
 
 def rank_of_stage(stage: int, pp: int, schedule: str) -> int:

@@ -74,6 +74,8 @@ class DdpSpec:
 class PipelineSpec:
     """`embedding_weight` and `head_weight`: how many layers the splitter counts them as. `receive_buffers`: a stage has one
     for every micro batch and direction, for good. `keeps_outputs`: what stages give lives until the step ends.
+    `ends_fill_stages`: layers that do not divide by the stages are made to by counting the head, or embedding and head, as
+    one layer each.
     """
 
     embedding_weight: float
@@ -82,6 +84,7 @@ class PipelineSpec:
     scatter_p2p: bool
     receive_buffers: bool = False
     keeps_outputs: bool = False
+    ends_fill_stages: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

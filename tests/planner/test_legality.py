@@ -10,13 +10,17 @@ import pytest
 
 from planner.question.cases import load_case
 from planner.question.question import question_of
+from simulator.config.hf_config import load_model
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.legality.rule import Grade
 from simulator.legality.rules import is_legal
+from simulator.pipeline.stages import stage_layers
+from simulator.runtimes.library import runtime_spec
 from tests.planner.conftest import CASES, LLAMA8B, MIXTRAL, TINY, make_cluster
+from topology.catalog.clusters import cluster
 from topology.errors import UserError
 
 
@@ -73,7 +77,9 @@ def reference(plan, model, workload, gpus, framework, *, compiled=False):
         return False
     m = workload.global_batch_size // (dp * p.micro_batch_size)
     stages = p.pp * p.virtual_stages
-    if stages > model.layers or (p.pp == 1 and p.virtual_stages > 1):
+    # torchtitan and Megatron-LM count the embedding and the head as a layer each, so that both may have a stage alone.
+    ends = 0 if framework == "deepspeed" else 2
+    if stages > model.layers + ends or (p.pp == 1 and p.virtual_stages > 1):
         return False
     if framework == "megatron-lm" and all((model.layers + extra) % stages for extra in (0, 1, 2)):
         return False
@@ -375,8 +381,8 @@ def test_unknown_frameworks_get_near_names(cluster, workload, llama8b):
 
 
 def test_the_nearest_degrees_divide_the_gpus():
-    """Eleven stages for ten layers on 22 GPUs: of the ten degrees that have layers, 1 and 2 fill the GPUs."""
-    model = replace(LLAMA8B, layers=10)
+    """Eleven stages for seven layers on 22 GPUs: of the degrees that leave no stage bare, 1 and 2 fill the GPUs."""
+    model = replace(LLAMA8B, layers=7)
     found = rules(
         Plan(pp=11, dp_shard=2, schedule="1F1B"),
         framework="torchtitan",
@@ -387,3 +393,35 @@ def test_the_nearest_degrees_divide_the_gpus():
 
     assert found["layers"].nearest == (2,)
     assert "nearest legal pp: 2" in found["layers"].message
+
+
+@pytest.mark.parametrize("framework", ["torchtitan", "megatron-lm", "pytorch", "meshwright"])
+def test_embedding_and_head_may_have_a_stage_of_their_own(framework):
+    """Llama 3 405B has 126 layers for 128 stages: the first held the embedding alone, the last the head alone (Meta,
+    arXiv 2407.21783, section 3.3.2). torchtitan's splitter and Megatron-LM's flags count both as layers.
+    """
+    model = load_model("llama3-405b")
+    plans = {pp: Plan(pp=pp, tp=8, sequence_parallel=True, schedule="1F1B") for pp in (128, 129)}
+    found = {
+        pp: question_of(
+            model,
+            cluster("dgx-h100", gpus=8 * pp),
+            Workload(seq_len=8192, global_batch_size=256),
+            framework=framework,
+        ).problems(plan)
+        for pp, plan in plans.items()
+    }
+
+    assert is_legal(found[128])
+    assert not is_legal(found[129])
+    layers = stage_layers(126, plans[128], runtime_spec(framework).pipeline)
+    assert layers == (0, *[1] * 126, 0)
+
+
+def test_megatron_counts_its_ends_only_where_layers_do_not_divide():
+    """126 layers on 16 stages: 7 on the first and the last, 8 on the others, as Meta did; on 14 stages 9 each."""
+    spec = runtime_spec("megatron-lm").pipeline
+
+    assert stage_layers(126, Plan(pp=16), spec) == (7, *[8] * 14, 7)
+    assert stage_layers(31, Plan(pp=4), spec) == (8, 8, 8, 7)
+    assert stage_layers(126, Plan(pp=14), spec) == (9,) * 14

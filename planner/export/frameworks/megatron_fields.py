@@ -11,7 +11,7 @@ from planner.export.frameworks.megatron_model import set_flags
 from planner.export.mapping import Entry, Facts, Settings, Table, one_of, truth, whole
 from simulator.config.plan import Plan
 from simulator.pipeline.schedules import default_schedule
-from simulator.pipeline.stages import stage_layers
+from simulator.pipeline.stages import counted_ends, stage_layers
 from simulator.runtimes.library import runtime_spec
 from topology.errors import BadInput
 
@@ -24,6 +24,7 @@ _TP, _PP, _CP, _EP = (
 _LAYOUT = "--pipeline-model-parallel-layout"
 _STAGES, _PER_STAGE = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
 _ENDS = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
+_COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 _CAPACITY = ("--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity")
 _SHARD = (
     "--use-distributed-optimizer",
@@ -80,11 +81,14 @@ def pipeline_layout(layers: tuple[int, ...]) -> str:
 
 def _write_pipeline(facts: Facts) -> Settings:
     uneven = bool(facts["layers_per_stage"]) and facts["pp"] > 1
+    stages, spec = facts["pp"] * facts["virtual_stages"], runtime_spec("megatron-lm").pipeline
+    ends = (0, 0) if uneven or stages == 1 else counted_ends(facts["layers"], stages, spec)
     return set_flags(
         {
             _PP: facts["pp"],
             _STAGES: facts["virtual_stages"] if facts["virtual_stages"] > 1 and not uneven else None,
             _LAYOUT: pipeline_layout(facts["layers_per_stage"]) if uneven else None,
+            **{flag: bool(counted) for flag, counted in zip(_COUNTED, ends, strict=True)},
         }
     )
 
@@ -107,6 +111,8 @@ def _read_pipeline(settings: Settings, facts: Facts) -> Facts:
         virtual = facts["layers"] // pp // per_stage
     elif any(flag in settings for flag in _ENDS):
         listed = _with_ends(settings, facts["layers"], pp, virtual)
+    elif any(flag in settings for flag in _COUNTED):
+        listed = _with_counted_ends(settings, facts["layers"], pp * virtual)
     schedule = default_schedule(virtual)
     even = stage_layers(
         facts["layers"],
@@ -155,6 +161,16 @@ def _with_ends(settings: Settings, layers: int, pp: int, virtual: int) -> tuple[
     middle = [(layers - named) // ranks] * ranks
     first, last = ends
     return (*(() if first is None else (first,)), *middle, *(() if last is None else (last,)))
+
+
+def _with_counted_ends(settings: Settings, layers: int, stages: int) -> tuple[int, ...]:
+    """Return layers by stage where the embedding or the loss counts as a layer of its stage."""
+    first, last = (int(flag in settings) for flag in _COUNTED)
+    if (layers + first + last) % stages:
+        raise BadInput(f"{layers} layers with {' and '.join(_COUNTED)} do not spread over {stages} stages")
+    counts = [(layers + first + last) // stages] * stages
+    counts[0], counts[-1] = counts[0] - first, counts[-1] - last
+    return tuple(counts)
 
 
 def _write_sharding(facts: Facts) -> Settings:
@@ -282,7 +298,7 @@ TABLE: Table = (
         write=lambda facts: {"--sequence-parallel": True} if facts["sequence_parallel"] and facts["tp"] > 1 else {},
         read=lambda settings, facts: {"sequence_parallel": facts["tp"] > 1 and truth(settings, "--sequence-parallel")},
     ),
-    Entry(keys=(_PP, _STAGES, _LAYOUT, _PER_STAGE, *_ENDS), write=_write_pipeline, read=_read_pipeline),
+    Entry(keys=(_PP, _STAGES, _LAYOUT, _PER_STAGE, *_ENDS, *_COUNTED), write=_write_pipeline, read=_read_pipeline),
     _degree(_CP, "cp"),
     Entry(
         keys=("--cp-comm-type",),

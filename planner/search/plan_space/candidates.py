@@ -306,7 +306,9 @@ def _schedules(pp: int, facts: RuleFacts, bounds: Bounds) -> tuple[list[tuple[st
     if pp == 1:
         return ([("", 1)] if bounds.schedules is None and within(1, bounds.virtual_stages) else []), 0
     layers, stated = facts.model.layers, bounds.virtual_stages
-    most = min((bounds.max_virtual_stages if stated is None else None) or layers, max(1, layers // pp))
+    most = min(
+        (bounds.max_virtual_stages if stated is None else None) or layers, max(1, (layers + 2) // pp)
+    )  # the ends may count as layers
     possible = [
         (name, count)
         for name in facts.framework.schedules
