@@ -11,13 +11,14 @@ from planner.configs.kinds import read_configuration
 from planner.configs.variants import variants_of
 from planner.configs.written_back import Writer
 from planner.explain.plan_answer import PlanAnswer, answer_plan
+
+SEQUENCES_PER_GPU = 8  # of a step whose configuration states no batch: enough to accumulate, quick to run
 from planner.export.mapping import PLAN_FACTS, RUNTIME_FACTS, Facts, read
 from planner.io.inputs import read_cluster
 from planner.question.case_runtime import resolve_runtime
 from planner.question.cases import SEQ_LEN, Case, complete_plan
 from planner.question.prediction import predict
 from planner.question.question import Question
-from planner.question.recipes import default_batch
 from planner.search.plan_space.candidates import Bounds
 from planner.search.search import SearchOptions, suggest
 from simulator.config.estimate import SURE, Estimate
@@ -176,11 +177,8 @@ def _case(
     if facts.get("global_batch_size") is None:
         dp = facts["dp_replicate"] * facts["dp_shard"]
         facts["micro_batch_size"] = 1
-        recommended, whose = default_batch(model, facts["seq_len"], facts["gpus"])
-        facts["global_batch_size"] = max(dp, recommended // dp * dp)
-        assumed.append(
-            f"global batch {facts['global_batch_size']} in micro batches of 1 (the file does not say it; {whose})"
-        )
+        facts["global_batch_size"] = max(dp, SEQUENCES_PER_GPU * facts["gpus"] // dp * dp)
+        assumed.append(f"global batch {facts['global_batch_size']} in micro batches of 1 (the file does not say it)")
     workload = Workload(seq_len=facts["seq_len"], global_batch_size=facts["global_batch_size"])
     stated = {name: facts[name] for name in RUNTIME_FACTS if name in facts}
     if stated.get("compute_dtype") in NOT_MODELLED:
