@@ -11,8 +11,6 @@ from planner.configs.kinds import read_configuration
 from planner.configs.variants import variants_of
 from planner.configs.written_back import Writer
 from planner.explain.plan_answer import PlanAnswer, answer_plan
-
-SEQUENCES_PER_GPU = 8  # of a step whose configuration states no batch: enough to accumulate, quick to run
 from planner.export.mapping import PLAN_FACTS, RUNTIME_FACTS, Facts, read
 from planner.io.inputs import read_cluster
 from planner.question.case_runtime import resolve_runtime
@@ -35,6 +33,7 @@ from simulator.legality.rules import is_legal
 from topology.cluster import Cluster
 from topology.errors import Infeasible, PlannerError
 
+SEQUENCES_PER_GPU = 8  # of a step whose configuration states no batch: enough to accumulate, quick to run
 SHOWN = 5  # changes that are listed
 PREDICTED = 8  # changes, best first by the closed form, that are predicted as the plan itself is
 CANDIDATES = 24  # best plans of which the first that the file can say is the answer
