@@ -30,6 +30,8 @@ from topology.health.diagnose import Health, diagnose
 from topology.processes import process_owner
 from topology.profile.measured_links import with_measured_rates
 from topology.profile.measurement import Measurement, profile_from_measurement, read_measurement
+from topology.redact import redact as redact_text
+from topology.redact import redact_cluster
 
 MAX_BUDGET_S = 3600.0
 
@@ -58,7 +60,7 @@ def doctor(
         Path | None, typer.Option("--save-profile", help="Save measured collectives as a profile.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --out and --save-... replace files.")] = False,
-    redact: Annotated[bool, typer.Option("--redact", help="Leave out UUIDs, addresses, host and user names.")] = False,
+    redact: options.Redact = False,
     json: options.Json = False,
 ) -> None:
     """Compare the machine with its datasheet, its siblings and itself; say what each fault costs.
@@ -79,6 +81,9 @@ def doctor(
     health = diagnose(found, samples, expected=should)
     if samples is not None:
         found = with_measured_rates(found, samples)
+    if redact:
+        found = redact_cluster(found)
+        samples = samples if samples is None else replace(samples, machine=found.name, uuids=(), command="")
     unsaved = output.attempt(lambda: _save(found, samples, out, save_measured, save_profile))
     _answer(found, health, samples, here=not sources and not cluster, as_json=json, hide=redact)
     if unsaved is not None:
@@ -192,4 +197,4 @@ def _answer(
         text = codec.to_json(health_report.health_json(cluster, health, measured, versions))
     else:
         text = printable(health_report.health_text(cluster, health, measured, versions)).rstrip("\n")
-    print(health_report.redact(text, names=[platform.node()]) if hide else text)
+    print(redact_text(text) if hide else text)

@@ -15,6 +15,10 @@ Gpu = Annotated[str | None, typer.Option("--gpu", help="GPU model where a captur
 SeqLen = Annotated[int, typer.Option("--seq-len", "--seq", min=1, max=1 << 31, help="Tokens in a sequence.")]
 Profile = Annotated[Path | None, typer.Option("--profile", help="Measured profile of the cluster.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse a profile of other GPUs, another driver or long ago.")]
+Redact = Annotated[
+    bool,
+    typer.Option("--redact", help="Leave out UUIDs, addresses, folders, host and user names, to show it to others."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile the model.")]
 

@@ -27,6 +27,7 @@ from topology.export import simulators as export_topology
 from topology.probe import report
 from topology.probe.from_machine import probe_machine
 from topology.probe.from_text import probe_text
+from topology.redact import redact_cluster
 
 
 class Export(StrEnum):
@@ -55,6 +56,7 @@ def probe(
     ] = None,
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw the node and its links to this file.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say in English what is connected how.")] = False,
+    redact: options.Redact = False,
     json: options.Json = False,
 ) -> None:
     """Read the GPUs, links and NICs of this machine, or of files captured on another.
@@ -64,7 +66,8 @@ def probe(
     for path in (out, svg):
         if path is not None:
             refuse_overwrite(path, force=force)
-    cluster = probe_cluster(sources, gpu)
+    found = probe_cluster(sources, gpu)
+    cluster = redact_cluster(found) if redact else found
     if to is not None:
         _export(cluster, to, out)
     elif json:

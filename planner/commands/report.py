@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from planner.runs.runs_store import plan_words
 from planner.runs.timelines import side_by_side
 from topology import codec
 from topology.errors import PlannerError
+from topology.redact import redact as redact_text
 
 
 def report(
@@ -34,6 +36,7 @@ def report(
     profile: options.Profile = None,
     strict: options.Strict = False,
     force: Annotated[bool, typer.Option("--force", help="Let output replace files.")] = False,
+    redact: options.Redact = False,
     json: options.Json = False,
 ) -> None:
     """Show predicted and measured for every quantity of a run, with signed errors, and explain the difference.
@@ -48,11 +51,12 @@ def report(
     answer = found.answer(tolerance)
     if learn is not None:
         answer["learned"] = _learn(found, learn)
-    if json:
-        output.emit_json(answer)
-    else:
-        _print(answer)
-    _write(found, answer, html=html, picture=picture, trace=trace)
+    with output.redacted(redact):
+        if json:
+            output.emit_json(answer)
+        else:
+            _print(answer)
+    _write(found, answer, html=html, picture=picture, trace=trace, hide=redact_text if redact else str)
     if tolerance is not None and answer["within"] is None:
         raise PlannerError(
             "nothing could be held against the tolerance",
@@ -103,7 +107,13 @@ def _learn(found: RunReport, profile: Path) -> dict[str, Any]:
 
 
 def _write(
-    found: RunReport, answer: dict[str, Any], *, html: Path | None, picture: Path | None, trace: Path | None
+    found: RunReport,
+    answer: dict[str, Any],
+    *,
+    html: Path | None,
+    picture: Path | None,
+    trace: Path | None,
+    hide: Callable[[str], str],
 ) -> None:
     words = plan_words(answer["plan"])
     drawn = ""
@@ -112,11 +122,11 @@ def _write(
     elif picture or trace:
         raise PlannerError("there is no timeline to write", why="; ".join(found.notes))
     if html:
-        codec.write_text(html, to_html(answer, words, drawn))
+        codec.write_text(html, hide(to_html(answer, words, drawn)))
         output.warn(f"saved {html}")
     if picture:
-        codec.write_text(picture, drawn)
+        codec.write_text(picture, hide(drawn))
         output.warn(f"saved {picture}")
     if trace:
-        codec.write_text(trace, codec.to_json(side_by_side(found.simulated, found.measured), indent=None))
+        codec.write_text(trace, hide(codec.to_json(side_by_side(found.simulated, found.measured), indent=None)))
         output.warn(f"saved {trace}: open it at https://ui.perfetto.dev")

@@ -26,6 +26,7 @@ def runs(
         typer.Option("--remove", help="Remove this run from the list, by its id; its directory stays."),
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, max=100_000, help="How many, newest first.")] = 20,
+    redact: options.Redact = False,
     json: options.Json = False,
 ) -> None:
     """List the runs that planner apply made, with measured against predicted. planner report ID explains one."""
@@ -34,6 +35,11 @@ def runs(
         output.warn(f"kept {runs_store.save_run(document, folder.resolve(), tell=output.warn)}")
     for name in remove or ():
         output.warn(f"removed {runs_store.remove(name)}")
+    with output.redacted(redact):
+        _list(limit, json=json)
+
+
+def _list(limit: int, *, json: bool) -> None:
     rows, damaged = runs_store.list_runs(limit=limit), runs_store.damaged_runs()
     if json:
         listed = [{**asdict(r), "step_error": r.step_error, "memory_error": r.memory_error} for r in rows]

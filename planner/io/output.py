@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import StringIO
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +14,7 @@ from rich.console import Console as RichConsole
 
 from topology import codec
 from topology.errors import PlannerError
+from topology.redact import redact
 
 SCHEMA_VERSION = 1
 
@@ -29,6 +32,23 @@ def emit_json(document: Any) -> None:
 def warn(text: str) -> None:
     """Print a line on standard error."""
     print(printable(text), file=sys.stderr)
+
+
+@contextmanager
+def redacted(on: bool) -> Iterator[None]:
+    """Take what identifies the machine out of all that is printed meanwhile, if `on`; see `topology.redact`."""
+    if not on:
+        yield
+        return
+    streams = sys.stdout, sys.stderr
+    held = StringIO(), StringIO()
+    sys.stdout, sys.stderr = held
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
+        for stream, text in zip(streams, held, strict=True):
+            print(redact(text.getvalue()), end="", file=stream)
 
 
 def attempt(write: Callable[[], object]) -> PlannerError | None:

@@ -184,7 +184,7 @@ FLAGS = [
 
 def _read_cases(text: str, path: Path) -> list[Any]:
     path.write_text(text, "utf-8")
-    return [plan_document(answer_plan(load_case(case), with_room=False)) for case in read_cases(path)[0][:3]]
+    return [plan_document(answer_plan(load_case(case))) for case in read_cases(path)[0][:3]]
 
 
 def _read_plan_file(text: str, path: Path) -> list[Any]:
@@ -194,7 +194,7 @@ def _read_plan_file(text: str, path: Path) -> list[Any]:
         parts = {name: codec.fingerprint(document[name]) for name in document["fingerprints"] if name != "cluster"}
         document["fingerprints"] = parts | {"cluster": codec.fingerprint({**document["cluster"], "findings": []})}
     path.write_text(json.dumps(document), "utf-8")
-    return [plan_document(answer_plan(case_of_plan_file(path), with_room=False))]
+    return [plan_document(answer_plan(case_of_plan_file(path)))]
 
 
 def _read_run(text: str, path: Path) -> list[Any]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from topology.cluster import Cluster
@@ -14,23 +13,6 @@ from topology.profile.measurement import HOST, FlowSet, Measurement, gpu_index, 
 
 SCHEMA_VERSION = 1
 SHOWN_SIZES = (2**20, 2**24, 2**28, 2**30)
-# What identifies a machine or a person: UUIDs, serial-like ids, addresses.
-_IDENTITIES = (
-    (re.compile(r"\b(GPU|MIG)-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"), r"\1-<redacted>"),
-    (re.compile(r"\b(GPU|MIG)-[0-9a-fA-F][0-9a-fA-F-]{7,}"), r"\1-<redacted>"),
-    (re.compile(r"\b(?:\d{1,3}\.){3}\d{1,3}\b"), "<address>"),
-    (re.compile(r"\bpid (\d+) of [^\s,;()]+"), r"pid \1 of <user>"),
-)
-
-
-def redact(text: str, *, names: Sequence[str] = ()) -> str:
-    """Return `text` without UUIDs, IP addresses, owners of processes, and the given `names` (host names)."""
-    for pattern, put in _IDENTITIES:
-        text = pattern.sub(put, text)
-    for name in names:
-        if len(name) > 2:
-            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", "<host>", text)
-    return text
 
 
 def health_json(
