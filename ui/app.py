@@ -18,6 +18,7 @@ STYLE = """<style>
   .stMainBlockContainer { padding: 2.6rem 2.6rem 4rem; max-width: 1680px; }
   [data-testid="stSidebarUserContent"] { padding-top: 0; padding-bottom: 2rem; }
   [data-testid="stMetricLabel"] *, [data-testid="stMetricValue"] * { white-space: normal; overflow: visible; }
+  [data-testid="stStatusWidget"] button { display: none; }
   [class*="st-key-figures_"] > div { min-width: 128px; flex: 1 1 128px; }
   @media (max-width: 640px) {
     .stMainBlockContainer { padding: 2.6rem 1.2rem 3rem; }

@@ -36,7 +36,7 @@ SHOTS = (
     ("detail_placement", f"detail?{PIPELINE}&tab=Placement&axis=pp", 1280),
     ("detail_timeline", f"detail?{PIPELINE}&tab=Timeline", 1280),
     ("detail_sensitivity", f"detail?{PIPELINE}&tab=Sensitivity", 1280),
-    ("detail_change", f"detail?{PIPELINE}&tab=Change+it", 1280),
+    ("detail_change", f"detail?{PIPELINE}&tab=Edit", 1280),
     ("compare", f"compare?{Q}", 1280),
     ("measured", "measured", 1280),
     ("exports", f"exports?{Q}", 1280),

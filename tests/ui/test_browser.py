@@ -18,7 +18,7 @@ pytestmark = pytest.mark.browser
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 TOPO = ROOT / "tests" / "data" / "topo" / "52_stas_h100_8gpu_52c.txt"
 MEASURED = ROOT / "examples" / "clusters" / "h200x4_measured" / "cluster.json"
-PATIENT = 90_000  # milliseconds: a machine that does other things too
+PATIENT = 180_000  # milliseconds: a machine that does other things too
 SMALL = "model=llama3.2-1b&cluster=h200x4&batch=8"
 LONG = "model=deepseek-v3&gpus=65536&batch=65536&framework=megatron-lm"
 PAGES = (
@@ -104,6 +104,10 @@ def settled(page):
                  && !/Searching all|Simulating the/.test(document.body.innerText)"""
     )
     page.wait_for_timeout(500)
+
+
+def stop(page):
+    page.locator(".st-key-stop_search button").click()
 
 
 def test_the_main_path(page, address, tmp_path):
@@ -193,6 +197,7 @@ def test_the_lanes_of_a_timeline_can_be_seen(page, address, question, lanes):
     """What is measured is the plotted area: the height of the bars, and that labels stand clear of each other."""
     page.goto(f"{address}/detail?{question}&tab=Timeline")
     page.get_by_text("One simulated step").wait_for()
+    page.locator("[data-testid='stVegaLiteChart'] svg .mark-rect.role-mark path").first.wait_for()
     settled(page)
     found = drawn(page)
 
@@ -276,9 +281,8 @@ def test_a_short_question_beside_a_long_search(opened, address):
         f"a question on 8 GPUs: {alone:.1f} s alone, {beside:.1f} s beside a search on 65,536: {beside / alone:.1f} times"
     )
 
-    stop = long.get_by_role("button", name="Stop", exact=True)
     began = time.monotonic()
-    stop.click()
+    stop(long)
     long.get_by_role("button", name="Start again").wait_for()
     print(f"stopped after {time.monotonic() - began:.1f} s")
 
@@ -298,7 +302,7 @@ def test_the_last_answer_stays_dimmed_while_the_next_is_searched(page, address):
 
     assert float(last.evaluate("node => getComputedStyle(node).opacity")) < 0.6
     assert step
-    page.get_by_role("button", name="Stop", exact=True).click()
+    stop(page)
     page.get_by_role("button", name="Start again").wait_for()
 
 
