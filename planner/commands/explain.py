@@ -42,10 +42,7 @@ def explain(
     gpu: options.Gpu = None,
     gpus: Annotated[str | None, typer.Option("--gpus", help="Number of GPUs to use.")] = None,
     seq_len: plan_flags.SeqLen = None,
-    global_batch: Annotated[
-        int | None,
-        typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step; default: a published recipe's."),
-    ] = None,
+    global_batch: plan_flags.GlobalBatch = None,
     framework: Annotated[
         str | None, typer.Option("--framework", help="Whose rules and kernels; default torchtitan.")
     ] = None,
@@ -110,14 +107,20 @@ def explain(
     finally:
         output.end_progress()
     warn_of_doubts(measured)
+    _print(found, result, changed, memory=memory, json=json)
+    if svg is not None:
+        _draw(f"{result.question.model.name}, {degrees_text(found.plan)}", found.estimate, svg, memory=memory)
+
+
+def _print(
+    found: reasons.Explanation, result: SearchResult, changed: tuple[str, ...], *, memory: bool, json: bool
+) -> None:
     if json:
         output.emit_json(explanation_document(found, result.question, changed))
     elif memory:
         print_memory(found.memory, memory_text(found.estimate, found.fixes))
     else:
         print_explanation(found, result, changed)
-    if svg is not None:
-        _draw(f"{result.question.model.name}, {degrees_text(found.plan)}", found.estimate, svg, memory=memory)
 
 
 def _search(asked: Case, top: int) -> SearchResult:
