@@ -42,8 +42,8 @@ from simulator.legality.frameworks import Framework, framework_of_runtime
 from simulator.pipeline.schedules import SCHEDULES, default_schedule
 from simulator.runtimes.library import RECOMPUTE_SYNONYMS
 from topology import codec
-from topology.catalog.cluster_file import load_cluster
-from topology.catalog.clusters import cluster_from_case
+from topology.catalog.cluster_file import ASSUMED, load_cluster, parse_cluster
+from topology.catalog.clusters import CASE_KEYS, cluster_from_case
 from topology.cluster import Cluster
 from topology.errors import BadCluster, BadInput, BadModel, Infeasible, UserError
 from topology.rates.reach import doubts_about
@@ -369,6 +369,10 @@ def _model(value: Any, name: str) -> Model:
 def _cluster(value: Any, name: str) -> tuple[Cluster, list[str]]:
     if isinstance(value, str):
         return load_cluster(value), []
+    if isinstance(value, dict) and not set(value) <= set(CASE_KEYS):  # a cluster file's content
+        found = parse_cluster({k: v for k, v in value.items() if not unsaid(v)}, where=f"case {name}: cluster")
+        said = (finding.what for finding in found.findings if finding.what.startswith(ASSUMED))
+        return found, [text.removeprefix(ASSUMED) for text in said]
     if isinstance(value, dict):
         cluster, assumed = cluster_from_case(value)
         return cluster, list(assumed)

@@ -19,6 +19,7 @@ from planner.validate.validation import validate_case
 from simulator.runtimes.library import attention_kernel
 from tests.planner.conftest import CASES
 from topology.catalog.cluster_file import load_cluster, save_cluster
+from topology.cluster import LinkKind
 from topology.errors import BadCluster, BadInput, BadModel, BadPlan, UserError
 from topology.rates.reach import mixed_gpus
 
@@ -245,14 +246,26 @@ def test_no_case_crashes_the_reader(section, key, value, whole):
     [
         (changed(runtime={"colour": "red"}), "'colour'"),
         (changed(plan={"tensor_parallel": 4}), "'tensor_parallel'"),
-        (changed(cluster={"gpu": "h100-sxm", "racks": 4}), "'racks'"),
+        (changed(cluster={"gpu": "h100-sxm", "racks": 4}), "racks"),
         (changed(workload={"warmup": 100}), "'warmup'"),
         ({**changed(), "reviewed_by": "somebody"}, "'reviewed_by'"),
     ],
 )
 def test_keys_that_nothing_reads_are_refused_by_name(case, key):
-    with pytest.raises(UserError, match=key):
+    with pytest.raises(UserError, match=key.strip("'")):
         load_case(case)
+
+
+def test_a_cluster_in_a_case_may_say_what_a_cluster_file_may():
+    """Bridges between pairs were listed in the case: they are in the graph, not dropped."""
+    pairs = {"gpu": "rtx-a6000", "gpus_per_node": 4, "interconnect": "pcie", "bridges": [[0, 2], [1, 3]]}
+    joined = load_case(changed(cluster=pairs, plan={"dp_shard": 4})).question.cluster
+    plain = load_case(changed(cluster={**pairs, "bridges": None}, plan={"dp_shard": 4})).question.cluster
+
+    assert sorted(
+        tuple(sorted((link.a, link.b))) for link in joined.groups[0].node.links if link.kind is LinkKind.NVLINK
+    ) == [("gpu0", "gpu2"), ("gpu1", "gpu3")]
+    assert not any(link.kind is LinkKind.NVLINK for link in plain.groups[0].node.links)
 
 
 def test_what_is_said_about_a_case_is_no_setting():

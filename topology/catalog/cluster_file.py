@@ -41,6 +41,8 @@ from topology.cluster import SCHEMA_VERSION, Cluster, Finding, Severity
 from topology.codec import convert, read_json, to_json, write_text
 from topology.errors import BadCluster, BadInput
 
+ASSUMED = "assumed: "  # how findings begin that say what a file left open
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallCluster:
@@ -152,7 +154,7 @@ def _small(document: dict[str, Any], where: str) -> Cluster:
     findings = tuple(
         Finding(
             severity=Severity.INFO,
-            what=f"assumed: {text}",
+            what=ASSUMED + text,
             why=f"{where} does not say",
             consequence="estimates rest on it",
             remedy="state it in the file",

@@ -1,5 +1,5 @@
 #!/bin/sh
-# meshwright 0.1.0, plan 60046c6c80df0850, for Megatron-LM 0.19.2
+# meshwright 0.1.0, plan 2aae9e797fae0883, for Megatron-LM 0.19.2
 # model "llama3.2-1b" on "1 x 4 rtx-a6000"
 # 4 = dp 2 (ZeRO-1) x tp 2 x pp 1; micro batch 2, recompute selective, sp
 # ranks: pp x dp_replicate x dp_shard x cp x tp = 1 x 2 x 1 x 1 x 2, the last fastest
@@ -8,7 +8,6 @@
 # needed: nothing more to try the plan: without arguments the script runs on made-up data
 # needed: numbers of the model that cost nothing, such as --rotary-base, --norm-epsilon and the router's losses
 # needed: to run: sh megatron.sh
-# note: tp 2 without NVLink: every layer's collectives cross PCIe
 #
 set -eu
 # memory is predicted for torch's growing segments, which are hardly fragmented
