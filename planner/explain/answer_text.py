@@ -175,7 +175,7 @@ def batch_line(plan: Plan, question: Question) -> str:
 
 def run_lines(plan: Plan, question: Question, out: str | None) -> list[str]:
     """Return what is needed to start a plan: micro batches, the order of the GPUs, and the commands."""
-    if plan.placement:
+    if plan.placement and plan.placement != tuple(range(plan.gpus)):
         order = f"rank by rank: {', '.join(map(str, plan.placement[:16]))}" + (", ..." if plan.gpus > 16 else "")
         order = f"GPUs {order} (CUDA_VISIBLE_DEVICES)" if question.cluster.node_count == 1 else f"GPUs {order}"
     else:

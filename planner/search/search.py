@@ -91,6 +91,8 @@ def suggest(
         raise no_fitting_plan(question, nodes, options.bounds, grow=grow)
     table = question.estimate([*found.plans, *found.may_fit])
     finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(table.plans)]
+    quickest = float(table.step_s[: len(found.plans)].min())
+    finalists = [one for one in finalists if one.plan in found.plans or one.estimate.step_s.value < quickest]
     if options.simulate:
         finalists = predict_all(question, finalists, progress)
     listed = in_order(finalists[: len(found.plans)], options.objective)
