@@ -16,8 +16,8 @@ import scipy  # its parts are loaded when first used: without samples nothing is
 from numpy.typing import NDArray
 
 from simulator.calibration.operator_curves import (
-    PULL,
-    WIDTH,
+    PRIOR_SAMPLES,
+    SMOOTHING_DOUBLINGS,
     AttentionCurve,
     MatmulCurve,
     MoveCurve,
@@ -42,9 +42,9 @@ def smooth(points: Floats, residuals: Floats) -> Smooth:
 def left_out(points: Floats, residuals: Floats) -> Floats:
     """Return log(predicted / measured) of each sample from all the others."""
     distance = ((points[:, None, :] - points[None, :, :]) ** 2).sum(axis=-1)
-    weight = np.exp(-distance / (2 * WIDTH**2))
+    weight = np.exp(-distance / (2 * SMOOTHING_DOUBLINGS**2))
     np.fill_diagonal(weight, 0.0)
-    return np.asarray((weight @ residuals) / (weight.sum(axis=1) + PULL) - residuals)
+    return np.asarray((weight @ residuals) / (weight.sum(axis=1) + PRIOR_SAMPLES) - residuals)
 
 
 NOTHING_LEFT = Smooth(np.empty((0, 3)), np.empty(0), 0.0)
