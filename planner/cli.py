@@ -54,6 +54,7 @@ COMMANDS = {
     "explain": "Say where a plan's step and memory go, and why others lost.",
     "compare": "Compare two plans term by term.",
     "validate": "Compare predictions with measured runs, row by row.",
+    "learn": "Learn a runtime's own costs from measured runs.",
     "trace": "Simulate one step: what every rank and stream does when.",
     "probe": "Read the GPUs, links and NICs of a machine, or of captures.",
     "doctor": "Compare a machine with its datasheet, and say what is wrong.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from planner.io import output
 from planner.io.inputs import measurements
 from planner.question.cases import case_from_flags, case_id, case_of_plan_file, load_case, read_cases
 from planner.question.flags import Flags
+from planner.question.learned_runtime import LearnedCalibrations, in_place, is_learned, read_learned
 from planner.question.overrides import with_flags
 from planner.question.plan_file import plan_file, refuse_overwrite, save_plan
 from simulator.fitting.calibration_fit import Calibrations
@@ -39,12 +41,18 @@ def estimate(
     but does not fit is an answer, and ends with 0.
     """
     measured = measurements(profile, strict=strict)
+    named = said.runtime.get("name")
+    learned = read_learned(named) if is_learned(named) else None
+    if learned is not None:
+        measured = LearnedCalibrations(measured, learned)
+        said = replace(said, runtime={**said.runtime, "name": learned.like, "compile": learned.compile})
     if case is not None and plan is not None:
         raise UserError("--case and --plan exclude each other", remedy="give one of them")
     if out is not None:
         refuse_overwrite(out, force=force)
     if case is not None:
         raw, many = read_cases(case)
+        raw = [in_place(one, learned) for one in raw]
         if many and out is not None:
             raise UserError("--out saves one plan, and the file has several", remedy="a file with one case")
         if many:

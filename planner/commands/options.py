@@ -19,6 +19,9 @@ Redact = Annotated[
     bool,
     typer.Option("--redact", help="Leave out UUIDs, addresses, folders, host and user names, to show it to others."),
 ]
+LearnedRuntime = Annotated[
+    Path | None, typer.Option("--runtime", help="Learned runtime (planner learn) in the place of the cases' own.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile the model.")]
 

@@ -18,6 +18,7 @@ from planner.io.inputs import measurements
 from planner.question.cases import schedule_named
 from planner.question.flags import Flags
 from planner.question.goal import goal_of
+from planner.question.learned_runtime import LearnedCalibrations, read_learned
 from planner.question.plan_file import plan_file, refuse_overwrite, save_plan
 from planner.search.answer import answer
 from planner.search.plan_space.candidates import Bounds
@@ -132,6 +133,7 @@ def suggest(
         bool, typer.Option("--simulate/--no-simulate", help="Let the simulation order plans that are close.")
     ] = True,
     profile: options.Profile = None,
+    runtime: options.LearnedRuntime = None,
     strict: options.Strict = False,
     isl: Annotated[int | None, _serving("--isl", "Tokens of a prompt.", least=1)] = None,
     osl: Annotated[int | None, _serving("--osl", "Tokens of an answer.", least=1)] = None,
@@ -168,6 +170,10 @@ def suggest(
     elif pick is not None:
         raise UserError("--pick says which plan --out saves", remedy="--out plan.json")
     goal = goal_of(tokens, gpu_price, deadline, budget)
+    learned = None if runtime is None else read_learned(runtime)
+    if learned is not None:
+        framework = learned.like
+        compile_model = learned.compile if compile_model is None else compile_model
     flags = Flags(
         model=model,
         cluster=cluster,
@@ -188,6 +194,8 @@ def suggest(
     )
     try:
         measured = measurements(profile, strict=strict)
+        if learned is not None:
+            measured = LearnedCalibrations(measured, learned)
         run = goal and answer_run(flags, framework, wanted, goal, measured=measured, progress=output.progress)
         result = run.result if run else answer(flags, framework, wanted, measured=measured, progress=output.progress)
     finally:

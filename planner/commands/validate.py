@@ -15,6 +15,7 @@ from planner.io import output
 from planner.io.inputs import measurements, warn_of_doubts
 from planner.io.output import console, printable
 from planner.question.cases import read_cases
+from planner.question.learned_runtime import LearnedCalibrations, in_place, read_learned
 from planner.validate.serving_report import is_points_file
 from planner.validate.validation import summarise, validate_case
 from topology.errors import Infeasible, OutOfTolerance, UserError
@@ -23,6 +24,7 @@ from topology.errors import Infeasible, OutOfTolerance, UserError
 def validate(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Case files with measurements.")],
     profile: options.Profile = None,
+    runtime: options.LearnedRuntime = None,
     strict: options.Strict = False,
     tolerance: options.Tolerance = None,
     json: options.Json = False,
@@ -36,11 +38,14 @@ def validate(
         validate_serving(files, json=json, tolerance=tolerance)
         return
     measured = measurements(profile, strict=strict)
+    learned = None if runtime is None else read_learned(runtime)
+    if learned is not None:
+        measured = LearnedCalibrations(measured, learned)
     rows: list[dict[str, Any]] = []
     try:
         for name in files:
             for index, data in enumerate(read_cases(name)[0]):
-                rows.append({**validate_case(data, measured=measured), "file": Path(name).name})
+                rows.append({**validate_case(in_place(data, learned), measured=measured), "file": Path(name).name})
                 if index % 20 == 0:
                     output.progress(f"{name}: row {index + 1}")
     finally:

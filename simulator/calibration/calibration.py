@@ -64,7 +64,8 @@ class RuntimeCosts:
 
     `kernel_factor` multiplies kernel times: inside a step clocks, caches and gaps are not those of a kernel alone; `layer_factor`
     those of layers once more, whose many short kernels have more of all three than a head's few. `host` are fields of
-    HostSpec that replace the description's. `reserved` is what the allocator held over what was predicted. `borrowed`:
+    HostSpec that replace the description's. `collective_factor` multiplies the times of collectives; `reserved` is what memory was over what
+    is described. `borrowed`:
     of the runtime that the one in question is like. `host_speed`: how many times as long the host takes as those that
     descriptions tell of.
     """
@@ -72,6 +73,7 @@ class RuntimeCosts:
     kernel_factor: float = 1.0
     layer_factor: float = 1.0
     host: dict[str, float] = field(default_factory=dict)
+    collective_factor: float = 1.0
     reserved: float = 1.0
     spread: float = 0.0  # of the runs around the fit
     runs: int = 0

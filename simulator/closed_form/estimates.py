@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.calibration.calibration import Calibration, calibrated_host, collectives_on, overlap_of, roofline_of
+from simulator.calibration.calibration import (
+    Calibration,
+    RuntimeCosts,
+    calibrated_host,
+    collectives_on,
+    overlap_of,
+    roofline_of,
+)
 from simulator.calibration.intervals import basis_of, interval_table, memory_factors, step_factors
 from simulator.calibration.provenance import Shares, main_source
 from simulator.closed_form.allocator import flush_s
@@ -120,6 +127,7 @@ def estimate_plans(scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequen
     layout = stage_layout(model, table, operators.spec.pipeline)
     parameters = local_parameters(model, context)
     memory = memory_columns(model, operators, context, layout, blocks, parameters)
+    memory = memory.scaled(_known_costs(scenario).reserved)
     micro = micro_batches(model, operators, context, layout, blocks, parameters)
     step = step_cost(operators, context, layout, parameters, micro)
     capacity = cluster.gpu_memory_bytes - CONTEXT_BYTES
@@ -169,6 +177,11 @@ def calibrated_operators(scenario: Scenario) -> ModelOperators:
     return replace(operators, spec=host)
 
 
+def _known_costs(scenario: Scenario) -> RuntimeCosts:
+    known = scenario.gpu_calibration
+    return RuntimeCosts() if known is None else known.runtime(scenario.runtime.name, compiled=scenario.runtime.compile)
+
+
 def cost_context(
     scenario: Scenario, table: PlanTable, operators: ModelOperators, each_on: Sequence[Cluster] = ()
 ) -> CostContext:
@@ -186,6 +199,7 @@ def cost_context(
             table,
             collectives_on(cluster, calibration),
             apart=tuple(models[id(machine)] for machine in each_on),
+            factor=_known_costs(scenario).collective_factor,
         ),
         runtime=scenario.runtime,
         spec=operators.spec,

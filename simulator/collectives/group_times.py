@@ -23,13 +23,15 @@ class GroupTimes:
     Axes: `tp`, `cp`, `ep`, `pp` (neighbouring stages), `pipeline` (all of them), `fsdp` (dp_shard x cp), `replicate` (dp_replicate), `dp` (both, and cp),
     `expert_fsdp` and `expert_dp` (what expert parallelism leaves of them).
 
-    `apart` has a model for each plan where they run on clusters that differ in the rates of their links.
+    `apart` has a model for each plan where they run on clusters that differ in the rates of their links. `factor`: how many
+    times as long collectives take in a runtime's steps as by themselves.
     """
 
     cluster: Cluster
     table: PlanTable
     collectives: CollectiveModel
     apart: tuple[CollectiveModel, ...] = ()
+    factor: float = 1.0
     _shapes: dict[str, tuple[tuple[GroupShape, ...], NDArray[np.int64]]] = field(default_factory=dict)
     _of_row: tuple[tuple[Order, ...], NDArray[np.int64]] | None = None
     _alike: dict[str, list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]] = field(default_factory=dict)
@@ -39,7 +41,7 @@ class GroupTimes:
         size = np.broadcast_to(np.asarray(nbytes, dtype=np.float64), (len(self.table),))
         out = np.zeros(len(self.table))
         for model, shape, rows in self._groups(axis):
-            out[rows] = model.time_s(op, size[rows], shape, algorithm=algorithm)
+            out[rows] = self.factor * model.time_s(op, size[rows], shape, algorithm=algorithm)
         return out
 
     def _groups(self, axis: str) -> list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]:

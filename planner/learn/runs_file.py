@@ -1,0 +1,62 @@
+"""Runs in files: a list of cases (JSON), a case a line (JSON Lines), or a table (CSV) whose columns are paths into a case."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from planner.question.cases import read_cases
+from topology import codec
+from topology.errors import BadInput
+
+MOST_ROWS = 100_000
+
+
+def read_runs(path: str | Path) -> list[dict[str, Any]]:
+    """Return the cases of a file. Raises BadInput, naming the line, where one is no case.
+
+    A column of a table is called as the field it fills, `plan.tp` or `measured.step_s`; an empty cell was not stated.
+    """
+    name = str(path)
+    if name.endswith(".csv"):
+        rows = list(csv.DictReader(io.StringIO(codec.read_text(name))))[:MOST_ROWS]
+        return [_case_of_row(row, f"{name}:{line}") for line, row in enumerate(rows, start=2)]
+    if name.endswith(".jsonl"):
+        lines = [line for line in codec.read_text(name).splitlines() if line.strip()][:MOST_ROWS]
+        found = [codec.parse_json(line, where=f"{name}:{number}") for number, line in enumerate(lines, start=1)]
+        for number, one in enumerate(found, start=1):
+            if not isinstance(one, dict):
+                raise BadInput(
+                    f"{name}:{number} is no case", why="a line is one object with model, cluster, workload, plan"
+                )
+        return found
+    return read_cases(name)[0]
+
+
+def _case_of_row(row: dict[str, Any], where: str) -> dict[str, Any]:
+    case: dict[str, Any] = {"id": where}
+    for column, cell in row.items():
+        if column is None:
+            raise BadInput(f"{where} has more cells than the table has columns")
+        if cell is None or not cell.strip():
+            continue
+        *path, last = column.strip().split(".")
+        place = case
+        for part in path:
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                raise BadInput(f"{where}: column {column} is inside a value of another column")
+        place[last] = _value(cell.strip())
+    return case
+
+
+def _value(cell: str) -> Any:
+    """Return a number, true, false or null as JSON reads it, all else as text."""
+    try:
+        found = json.loads(cell)
+    except ValueError:
+        return cell
+    return cell if isinstance(found, dict | list | str) else found

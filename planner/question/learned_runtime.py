@@ -1,0 +1,113 @@
+"""A runtime that was learned from runs: the description it is like, and what its runs changed in it.
+
+`planner learn` writes the file; `--runtime FILE` puts it in the place of the runtime that a case or a question names. What was
+learned is a `RuntimeCosts`, as a calibration has them of a runtime whose layers were run, so everything that costs plans takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from simulator.calibration.calibration import Calibration, RuntimeCosts
+from simulator.fitting.calibration_fit import Calibrations
+from simulator.runtimes.library import HostSpec, runtime_spec
+from topology import codec
+from topology.cluster import Cluster
+from topology.errors import BadInput
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """A factor or seconds found in runs, with the range that holds it in four of five fits."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedRuntime:
+    """`name` is what its runs are called, `like` the description they were fitted around, `rows` how many were used.
+
+    `fitted` has `kernel_factor`, `collective_factor` and `memory_factor`, which multiply what is described, and fields of HostSpec.
+    """
+
+    name: str
+    like: str
+    rows: int
+    fitted: dict[str, Fitted]
+    compile: bool = False
+    left_out: dict[str, float | None] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    def costs(self) -> RuntimeCosts:
+        """Return what was learned as a calibration holds it."""
+        values = {name: one.value for name, one in self.fitted.items()}
+        return costs_of(values, rows=self.rows)
+
+
+HOST_FIELDS = frozenset(f.name for f in fields(HostSpec)) - {"synchronizes", "plain_tensors"}
+FACTORS = ("kernel_factor", "collective_factor", "memory_factor")
+
+
+def costs_of(values: Mapping[str, float], *, rows: int) -> RuntimeCosts:
+    """Return factors and host costs as a calibration holds them; a launch is one cost wherever it happens."""
+    host = {name: value for name, value in values.items() if name not in FACTORS}
+    if "launch_s" in host:
+        host |= dict.fromkeys(("backward_launch_s", "dtensor_launch_s"), host["launch_s"])
+    return RuntimeCosts(
+        kernel_factor=values.get("kernel_factor", 1.0),
+        collective_factor=values.get("collective_factor", 1.0),
+        reserved=values.get("memory_factor", 1.0),
+        host=host,
+        runs=rows,
+    )
+
+
+def read_learned(path: str | Path) -> LearnedRuntime:
+    """Return the learned runtime of a file. Raises BadInput, naming the field, when it is none or its numbers cannot be."""
+    found = codec.convert(codec.read_json(path), LearnedRuntime, where=str(path))
+    runtime_spec(found.like)
+    for name, one in found.fitted.items():
+        if name not in HOST_FIELDS and name not in FACTORS:
+            raise BadInput(
+                f"{path}: fitted.{name} is no cost of a runtime", why=f"known: {', '.join(sorted(HOST_FIELDS))}"
+            )
+        if not 0 <= one.value < float("inf") or (name in FACTORS and one.value == 0):
+            raise BadInput(
+                f"{path}: fitted.{name} is {one.value:g}", why="factors are above 0, seconds are not negative"
+            )
+    return found
+
+
+def is_learned(word: str | None) -> bool:
+    """Return whether a runtime is named by a file rather than by a name."""
+    return bool(word) and Path(str(word)).is_file()
+
+
+class LearnedCalibrations(Calibrations):
+    """What a profile, if any, and a learned runtime say of machines."""
+
+    def __init__(self, below: Calibrations, learned: LearnedRuntime) -> None:
+        super().__init__(below.profile, below.strict)
+        self.learned = learned
+
+    def on(self, cluster: Cluster) -> Calibration | None:
+        """Return the calibration of `cluster` with what was learned of the runtime before what its layers showed."""
+        found = super().on(cluster) or Calibration(gpu=cluster.slowest_kind)
+        key = (runtime_spec(self.learned.like).names[0], self.learned.compile)
+        return replace(found, runtimes={**found.runtimes, key: self.learned.costs()})
+
+
+def in_place(data: Mapping[str, Any], learned: LearnedRuntime | None) -> dict[str, Any]:
+    """Return a case with the learned runtime in the place of its own; what else it says of its runtime stays."""
+    if learned is None:
+        return dict(data)
+    stated = data.get("runtime")
+    said = {key: value for key, value in stated.items() if key != "version"} if isinstance(stated, dict) else {}
+    return {**data, "runtime": {**said, "name": learned.like, "compile": learned.compile}}

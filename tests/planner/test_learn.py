@@ -1,0 +1,165 @@
+"""A runtime learned from runs: what made simulated runs is found in them, files are read as they are said, and answers use it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from planner.learn.fit import Asked, Runs, fit, left_out_errors, measured_of
+from planner.learn.next_runs import ask_next
+from planner.learn.runs_file import read_runs
+from planner.question.cases import load_case
+from planner.question.learned_runtime import LearnedCalibrations, in_place, read_learned
+from planner.validate.validation import GIB
+from simulator.fitting.calibration_fit import UNMEASURED
+from topology.errors import BadInput
+
+TRUTH = {"kernel_factor": 1.3, "collective_factor": 1.6, "memory_factor": 1.15, "tp_layer_s": 6e-3, "launch_s": 60e-6}
+MODELS = [
+    {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": 16,
+     "num_key_value_heads": 16, "intermediate_size": 4 * hidden, "vocab_size": 32000}
+    for layers, hidden in ((8, 2048), (16, 4096))
+]  # fmt: skip
+DEGREES = [(8, 1), (4, 2), (2, 4), (1, 8)]
+
+
+def case(model: dict, dp: int, tp: int, micro_batch: int) -> dict:
+    name = f"{model['num_hidden_layers']} dp{dp} tp{tp} mb{micro_batch}"
+    return {
+        "id": name,
+        "model": model,
+        "cluster": {"gpu": "h100-sxm", "gpus_per_node": 8, "nodes": 1, "interconnect": "nvswitch"},
+        "workload": {"task": "train", "seq_len": 2048, "global_batch_size": 32},
+        "plan": {
+            "dp_replicate": dp,
+            "tp": tp,
+            "micro_batch_size": micro_batch,
+            "zero_stage": 1,
+            "sequence_parallel": tp > 1,
+        },
+        "runtime": {"name": "megatron-lm", "param_dtype": "bfloat16", "compute_dtype": "bfloat16"},
+    }
+
+
+def measured(data: dict) -> dict:
+    """Return a case with what a runtime of TRUTH would have taken."""
+    loaded = load_case(data)
+    described = loaded.question.runtime.name
+    assert described == "megatron-lm"
+    found = Asked([loaded]).predicted({"step_s": 1e-3, "rest_s": 3e-3, **TRUTH}, compiled=False)[0]
+    memory = {"peak_memory_gib": found.memory.peak_bytes.value / GIB, "memory_is": "allocated"}
+    return {**data, "measured": {"step_s": found.step_s.value, **memory}}
+
+
+@pytest.fixture(scope="module")
+def twins() -> list[dict]:
+    return [measured(case(model, dp, tp, mb)) for model in MODELS for dp, tp in DEGREES for mb in (2,)]
+
+
+@pytest.fixture(scope="module")
+def learned(twins):
+    runs = [measured_of(load_case(data)) for data in twins]
+    return runs, fit(runs, "megatron-lm")
+
+
+def test_what_made_the_runs_is_found_in_them(learned) -> None:
+    runs, found = learned
+    values = found.fitted()
+
+    assert values["kernel_factor"].value == pytest.approx(TRUTH["kernel_factor"], rel=0.1)
+    assert values["memory_factor"].value == pytest.approx(TRUTH["memory_factor"], rel=0.02)
+    assert values["tp_layer_s"].value == pytest.approx(TRUTH["tp_layer_s"], rel=0.5)
+    assert all(one.low <= one.value <= one.high for one in values.values())
+    assert abs(Runs(runs).logs({"step_s": 0.0, **found.values}, compiled=False)).max() < 0.1
+    assert abs(Runs(runs).logs({}, compiled=False)).max() > 0.25
+
+
+def test_a_run_that_stood_still_does_not_decide(twins, learned) -> None:
+    stalled = json.loads(json.dumps(twins))
+    stalled[3]["measured"]["step_s"] *= 20
+    whole = learned[1].values["kernel_factor"]
+
+    found = fit([measured_of(load_case(data)) for data in stalled], "megatron-lm").values["kernel_factor"]
+
+    assert found == pytest.approx(whole, rel=0.1)
+
+
+def test_a_model_left_out_is_predicted_from_the_other(learned) -> None:
+    runs, found = learned
+
+    errors = left_out_errors(runs, found, "megatron-lm", compiled=False)
+
+    assert errors["step"] < 0.12
+    assert errors["memory"] < 0.05
+
+
+def test_the_first_run_asked_for_is_the_one_that_is_least_sure(twins) -> None:
+    """From runs without tensor parallelism, a run with it teaches more than another without."""
+    without = [measured_of(load_case(data)) for data in twins if data["plan"]["tp"] == 1]
+    candidates = [load_case(case(MODELS[0], dp, tp, 4)) for dp, tp in ((8, 1), (1, 8))]
+
+    asked = ask_next(without, candidates, fit(without, "megatron-lm"), compiled=False)
+
+    assert asked[0]["plan"]["tp"] == 8
+    assert asked[0]["step_unsure"] > asked[1]["step_unsure"]
+
+
+def test_learn_writes_a_runtime_that_validate_estimate_and_suggest_take(planner, twins, tmp_path) -> None:
+    rows, file = tmp_path / "runs.jsonl", tmp_path / "mine.json"
+    rows.write_text("\n".join(json.dumps(data) for data in twins))
+
+    done = planner("learn", rows, "--runtime", "mine", "--out", file, "--json")
+    answer = json.loads(done.stdout)
+
+    assert done.returncode == 0
+    assert {"rows", "fitted", "left_out", "ask_next"} <= answer.keys()
+    assert answer["rows"] == len(twins)
+    assert answer["ask_next"]
+    cases = tmp_path / "cases.json"
+    cases.write_text(json.dumps(twins))
+    before, after = (
+        json.loads(planner("validate", cases, *more, "--json").stdout)["summary"]["step"]["mean_abs"]
+        for more in ((), ("--runtime", file))
+    )
+    assert after < 0.05 < before
+    assert planner("estimate", "--case", cases, "--runtime", file, "--json").returncode == 0
+    found = planner("suggest", "--runtime", file, "--gpus", "8", "--global-batch", "32", "--top", "1", "--json")
+    assert found.returncode == 0, found.stderr
+    assert planner("learn", rows, "--runtime", "mine", "--out", file).returncode == 2  # it is there already
+
+
+def test_a_table_says_the_same_as_cases(twins, tmp_path) -> None:
+    table = tmp_path / "runs.csv"
+    table.write_text(
+        "model,plan.tp,plan.sequence_parallel,runtime.name,measured.step_s\nllama3-8b,2,true,megatron-lm,1.5\n"
+    )
+
+    (row,) = read_runs(table)
+
+    assert row["plan"] == {"tp": 2, "sequence_parallel": True}
+    assert (row["model"], row["runtime"]["name"], row["measured"]["step_s"]) == ("llama3-8b", "megatron-lm", 1.5)
+
+
+def test_a_learned_file_is_checked(tmp_path) -> None:
+    file = tmp_path / "mine.json"
+    good = {
+        "name": "mine",
+        "like": "megatron-lm",
+        "rows": 3,
+        "fitted": {"kernel_factor": {"value": 1.2, "low": 1, "high": 2}},
+    }
+    file.write_text(json.dumps(good))
+    known = LearnedCalibrations(UNMEASURED, read_learned(file))
+    data = in_place(case(MODELS[0], 8, 1, 1), known.learned)
+
+    slower = load_case(data, known)
+    plain = load_case(data)
+
+    assert slower.question.estimate([slower.plan]).step_s[0] > plain.question.estimate([plain.plan]).step_s[0]
+    for wrong in ({"cheese": {"value": 1, "low": 1, "high": 1}}, {"kernel_factor": {"value": -1, "low": 0, "high": 1}}):
+        file.write_text(json.dumps({**good, "fitted": wrong}))
+        with pytest.raises(BadInput):
+            read_learned(file)
+    assert dataclasses.replace(known.learned).costs().kernel_factor == 1.2
