@@ -20,7 +20,7 @@ from planner.question.prediction import Method
 from planner.question.question import Question, require_plannable
 from planner.search.finalists import TIE, Finalist, in_order, mechanisms, predict_all
 from planner.search.fixes import find_fixes
-from planner.search.flips import find_flips, memory_flip
+from planner.search.flips import FlipPoint, find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
 from planner.search.infeasible import no_fitting_plan, no_legal_plan
 from planner.search.plan_space.branch_and_bound import Explored, explore, pareto_rows
@@ -64,6 +64,9 @@ class SearchOptions:
     time_limit_s: float | None = None
 
 
+OUT_OF_TIME = "the time limit ended before plans were simulated and flip points sought"
+
+
 def suggest(
     question: Question,
     options: SearchOptions | None = None,
@@ -93,7 +96,8 @@ def suggest(
     finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(table.plans)]
     quickest = float(table.step_s[: len(found.plans)].min())
     finalists = [one for one in finalists if one.plan in found.plans or one.estimate.step_s.value < quickest]
-    if options.simulate:
+    late = deadline is not None and time.monotonic() >= deadline
+    if options.simulate and not late:
         finalists = predict_all(question, finalists, progress)
     listed = in_order(finalists[: len(found.plans)], options.objective)
     stats = _search_stats(nodes, found, options.objective, listed, seconds=time.monotonic() - started)
@@ -101,8 +105,9 @@ def suggest(
     return SearchResult(
         question=question,
         search=stats,
-        plans=_rank(question, listed, options),
+        plans=_rank(question, listed, options, reasons=not late),
         rejected=dict(sorted(rejected.items(), key=lambda item: (-item[1], item[0]))),
+        assumed=(OUT_OF_TIME,) if late else (),
         may_fit=_may_fit(listed, finalists) if options.objective not in {"memory", "pareto"} else None,
     )
 
@@ -196,11 +201,17 @@ def _may_fit(listed: Sequence[Finalist], finalists: Sequence[Finalist]) -> MayFi
     )
 
 
-def _rank(question: Question, finalists: Sequence[Finalist], options: SearchOptions) -> tuple[RankedPlan, ...]:
-    """Return the finalists as listed plans: why each lost, when it would win, its problems and its cost."""
+def _rank(
+    question: Question, finalists: Sequence[Finalist], options: SearchOptions, *, reasons: bool
+) -> tuple[RankedPlan, ...]:
+    """Return the finalists as listed plans: why each lost, its problems and its cost; with `reasons`, which take more
+    questions, also when it would win and what would make the best one fit.
+    """
     best, others = finalists[0], finalists[1:]
-    flips = find_flips(question, best, others) if options.objective not in {"memory", "pareto"} else [()] * len(others)
-    fixes = find_fixes(question, best.plan, best.estimate)
+    flips: Sequence[tuple[FlipPoint, ...]] = [()] * len(others)
+    if reasons and options.objective not in {"memory", "pareto"}:
+        flips = find_flips(question, best, others)
+    fixes = find_fixes(question, best.plan, best.estimate) if reasons else ()
     return tuple(
         RankedPlan(
             rank=i + 1,
