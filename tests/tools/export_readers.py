@@ -38,6 +38,7 @@ def at(value: Any, path: str) -> Any:
 
 
 def torchtitan(text: str, keys: Iterable[str]) -> Read:
+    from export_builders import heredocs  # beside this script
     from torchtitan.config import ConfigManager
 
     if "torchtitan.train" not in text.partition("\nset -eu")[2]:
@@ -47,14 +48,20 @@ def torchtitan(text: str, keys: Iterable[str]) -> Read:
             config = ConfigManager().parse_args(["--job.config_file", str(path)])
         return {key: at(config, key) for key in keys}
     words = words_after(text, "torchtitan.train")
-    config = ConfigManager().parse_args(words)
+    with tempfile.TemporaryDirectory() as folder:
+        sys.path.insert(0, folder)
+        for name, content in heredocs(text).items():
+            Path(folder, name).write_text(content)
+            sys.modules.pop(name.removesuffix(".py"), None)
+        importlib.invalidate_caches()
+        config = ConfigManager().parse_args(words)
+        sys.path.remove(folder)
     modes = {"SelectiveAC.Config": "selective", "FullAC.Config": "full", "NoneType": "none"}
     read: Read = {"activation_checkpoint": modes[type(config.activation_checkpoint).__qualname__]}
-    chosen = dict(word[2:].split("=", 1) for word in words if word.startswith(("--module=", "--config=")))
-    registry = importlib.import_module(f"torchtitan.models.{chosen['module']}.config_registry")
-    meant = getattr(registry, chosen["config"])().model_spec
-    if meant.flavor == config.model_spec.flavor:
-        read |= {f"--{name}": value for name, value in chosen.items()}
+    # The manager has loaded them: it refuses what it cannot find.
+    read |= {
+        name: value for name, _, value in (word.partition("=") for word in words) if name in {"--module", "--config"}
+    }
     return read | {key: at(config, key) for key in keys if "." in key}
 
 
@@ -100,9 +107,8 @@ def deepspeed(text: str, keys: Iterable[str]) -> Read:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     document = json.loads(text)
-    ranks = document["train_batch_size"] // (
-        document["train_micro_batch_size_per_gpu"] * document["gradient_accumulation_steps"]
-    )
+    each = document["train_micro_batch_size_per_gpu"] * document["gradient_accumulation_steps"]
+    ranks = document.get("train_batch_size", each) // each
 
     class Grid:
         """As many data-parallel ranks as the batch sizes say."""
@@ -120,16 +126,17 @@ def deepspeed(text: str, keys: Iterable[str]) -> Read:
         "bf16": "bfloat16_config",
         "fp16": "float16_config",
         "tensor_parallel": "tensor_parallel_config",
+        "expert_parallel": "expert_parallel_config",
     }
+    by_initialize = {"sequence_parallel_size", "data_parallel_size"}
     read: Read = {}
     for key in keys:
         section, _, name = key.rpartition(".")
         path = f"{sections[section]}.{name}" if section else name
         # A key that only deepspeed.initialize looks at stays in the dictionary.
-        read[key] = config._param_dict[key] if key == "sequence_parallel_size" else at(config, path)
+        read[key] = config._param_dict[key] if key in by_initialize else at(config, path)
     short = {"torch.float32": "fp32", "torch.bfloat16": "bf16"}
-    if "communication_data_type" in read:
-        read["communication_data_type"] = short[str(read["communication_data_type"])]
+    read |= {key: short[str(value)] for key, value in read.items() if key.endswith("communication_data_type")}
     return read
 
 

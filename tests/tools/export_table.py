@@ -39,6 +39,12 @@ read every setting as it was written. Nothing was started. Refused plans have no
 Made by `python tests/tools/export_table.py --with TARGET@VERSION=PYTHON ...`; the same is asked of a dozen more plans by
 `pytest -m parsers tests/planner/test_export_parsers.py` wherever one of the tools is installed.
 
+Reading is not running: the gate also builds exports with the tools' own code on a fake process group, and compares world,
+degrees, batch, accumulation, stages, recomputed blocks, parameters a rank and types with the plan
+(`tests/planner/test_export_builds.py`): torchtitan 0.2.2, DeepSpeed 0.19.8 and accelerate 1.15.0. torchtitan 0.3.0 is built by
+hand with the same test, through its DTensor backend (its default one needs a torch newer than 2.13), with the same answers.
+megatron-core's wheel has no `pretrain_gpt.py`: its arguments are validated, and nothing of it was built.
+
 | parser | what reads |
 |---|---|
 | torchtitan | `torchtitan.config.ConfigManager.parse_args` of the wheel |

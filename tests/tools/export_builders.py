@@ -1,0 +1,307 @@
+"""Build what exported files ask for with the tool's own code, on a fake process group, and say what was built.
+
+    python tests/tools/export_builders.py TARGET FILES.json   # [{"text", "files", "world", "rank"}, ...]
+
+prints a list of {"built": {...}} or {"error": what the tool said}: world, degrees, batch, accumulation, parameters of the
+rank, stages, recomputed blocks and types, as the built objects hold them. Runs inside an environment that has the tool (with
+torch on the CPU) and needs nothing of meshwright. One process of a fake process group builds what one rank of many would;
+weights stay on the meta device, so that models of any size can be built.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Built = dict[str, Any]
+
+
+def heredocs(text: str) -> dict[str, str]:
+    """Return the files that an exported script writes."""
+    found: dict[str, str] = {}
+    lines = text.split("\n")
+    for index, line in enumerate(lines):
+        if line.startswith("cat > ") and line.endswith("<<'END_OF_FILE'"):
+            end = lines.index("END_OF_FILE", index)
+            found[line.split()[2]] = "\n".join(lines[index + 1 : end]) + "\n"
+    return found
+
+
+def fake_group(world: int, rank: int) -> None:
+    """Make this process rank `rank` of `world`: collectives return at once, and nothing is sent."""
+    import torch
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"MASTER_PORT": "29511"}
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+
+def weights_of(parts: list[Any]) -> Built:
+    """Return how many parameters modules have in all, how many of them this rank holds, and their type."""
+    whole, local, kinds = 0, 0, set()
+    for weight in {id(w): w for part in parts for w in part.parameters()}.values():
+        whole += weight.numel()
+        own = weight.to_local() if hasattr(weight, "to_local") else weight
+        local += own.numel()
+        kinds.add(str(weight.dtype).removeprefix("torch."))
+    return {"parameters": whole, "local_parameters": local, "param_dtype": sorted(kinds)}
+
+
+def policy_of(parts: list[Any]) -> Built:
+    """Return the types in which FSDP2 computes and reduces; empty where nothing is wrapped."""
+    for part in parts:
+        state = getattr(part, "_get_fsdp_state", None)
+        if state is not None:
+            policy = state()._mp_policy
+            name = {key: str(getattr(policy, key)).removeprefix("torch.") for key in ("param_dtype", "reduce_dtype")}
+            return {"compute_dtype": name["param_dtype"], "reduce_dtype": name["reduce_dtype"]}
+    return {}
+
+
+def recomputed(parts: list[Any]) -> int:
+    return sum(type(module).__name__.endswith("CheckpointWrapper") for part in parts for module in part.modules())
+
+
+def torchtitan_toml(file: dict[str, Any]) -> Built:
+    import torch
+    from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.protocols.train_spec import get_train_spec
+    from torchtitan.tools import utils
+
+    utils.device_type, utils.device_module = "cpu", torch.cpu
+    importlib.import_module("torchtitan.distributed.parallel_dims").device_type = "cpu"
+    Path("config.toml").write_text(file["text"])
+    config = ConfigManager().parse_args(["--job.config_file", "config.toml"])
+    if config.experimental.custom_import:
+        importlib.import_module(config.experimental.custom_import)
+    asked = config.parallelism
+    dims = ParallelDims(
+        dp_shard=asked.data_parallel_shard_degree,
+        dp_replicate=asked.data_parallel_replicate_degree,
+        cp=asked.context_parallel_degree,
+        tp=asked.tensor_parallel_degree,
+        pp=asked.pipeline_parallel_degree,
+        ep=asked.expert_parallel_degree,
+        etp=asked.expert_tensor_parallel_degree,
+        world_size=file["world"],
+    )
+    dims.build_mesh()
+    spec = get_train_spec(config.model.name)
+    arguments = spec.model_args[config.model.flavor]
+    arguments.update_from_config(config)
+    with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        model = spec.model_cls(arguments)
+    if dims.pp_enabled:
+        loss = spec.build_loss_fn(config, parallel_dims=dims)
+        given = (model, dims, config, torch.device("cpu"), arguments, spec.parallelize_fn, loss)
+        schedule, parts, _, _ = spec.pipelining_fn(*given)
+        name = type(schedule).__name__.removeprefix("Schedule")
+        stages = {"schedule": name, "micro_batches": schedule._n_microbatches}
+    else:
+        parts, stages = [spec.parallelize_fn(model, dims, config)], {}
+        if getattr(arguments, "enable_weight_tying", False):  # as its init_weights does once more
+            parts[0].tok_embeddings.weight = parts[0].output.weight
+    return titan(config, dims, parts) | stages
+
+
+def titan(config: Any, dims: Any, parts: list[Any]) -> Built:
+    """Return what both versions build, and what their trainers derive of the batch."""
+    batch = dims.get_mesh("batch").size() if dims.dp_enabled else 1
+    training = config.training
+    layers = [sorted(int(name) for name in part.layers) for part in parts]
+    return {
+        "world": dims.world_size,
+        **{axis: getattr(dims, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")},
+        "global_batch": training.global_batch_size,
+        "accumulated": training.global_batch_size // (training.local_batch_size * batch),
+        "local_batch": training.local_batch_size,
+        "seq_len": training.seq_len,
+        "layers": layers,
+        "recomputed": recomputed(parts),
+        "compiled": config.compile.enable,
+        **weights_of(parts),
+        **policy_of(parts),
+    }
+
+
+def torchtitan_command(file: dict[str, Any]) -> Built:
+    import shlex
+
+    import torch
+    from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
+    from torchtitan.distributed import ParallelDims
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.tools import utils
+
+    utils.device_type, utils.device_module = "cpu", torch.cpu
+    importlib.import_module("torchtitan.distributed.parallel_dims").device_type = "cpu"
+    for name, text in heredocs(file["text"]).items():
+        Path(name).write_text(text)
+    words = shlex.split(file["text"].replace("\\\n", " "), comments=True)
+    config = ConfigManager().parse_args([w for w in words[words.index("torchtitan.train") + 1 :] if w != "$@"])
+    asked = config.parallelism
+    # The default backend shards through types that torch 2.13 does not have; degrees and wrapping are the same.
+    asked.spmd_backend = "partial_dtensor"
+    dims = ParallelDims.from_config(asked, file["world"])
+    dims.build_mesh()
+    set_spmd_backend(asked.spmd_backend)
+    spec = config.model_spec
+    spec.model.update_from_config(config=config)
+    with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        model = spec.model.build()
+    given = {
+        "parallel_dims": dims,
+        "training": config.training,
+        "parallelism": asked,
+        "compile_config": config.compile,
+        "ac_config": config.activation_checkpoint,
+        "dump_folder": config.dump_folder,
+    }
+    if dims.pp_enabled:
+        loss = config.loss.build(compile_config=config.compile)
+        own = {"device": torch.device("cpu"), "model_config": spec.model, "loss_fn": loss}
+        schedule, parts, _, _ = spec.pipelining_fn(model, **given, **own, parallelize_fn=spec.parallelize_fn)
+        name = type(schedule).__name__.removeprefix("Schedule")
+        stages = {"schedule": name, "micro_batches": schedule._n_microbatches}
+    else:
+        parts, stages = [spec.parallelize_fn(model, **given)], {}
+    return titan(config, dims, parts) | stages
+
+
+def small_model(*, experts: bool) -> Any:
+    """A small network of Transformers, whose layers automatic tensor and expert parallelism know by their names."""
+    import transformers
+
+    shapes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    if experts:
+        own = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 8}
+        return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shapes, **heads, **own))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shapes, **heads))
+
+
+def deepspeed(file: dict[str, Any]) -> Built:
+    """`deepspeed.initialize` with the file as it is, and a small network."""
+    import deepspeed as package
+    import torch
+
+    model = small_model(experts="expert_parallel" in json.loads(file["text"]))
+    whole = sum(weight.numel() for weight in model.parameters())
+    Path("deepspeed.json").write_text(file["text"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    engine, *_ = package.initialize(model=model, config="deepspeed.json", optimizer=optimizer)
+    held = sum(getattr(w, "ds_tensor", w).numel() for w in engine.module.parameters())
+    return {
+        "world": file["world"],
+        "dp": engine.dp_world_size,
+        "tp": engine.mp_world_size,
+        "cp": engine.sequence_parallel_size,
+        "zero_stage": engine.zero_optimization_stage(),
+        "micro_batch": engine.train_micro_batch_size_per_gpu(),
+        "accumulated": engine.gradient_accumulation_steps(),
+        "reduce_dtype": str(engine.communication_data_type).removeprefix("torch."),
+        "param_dtype": sorted({str(w.dtype).removeprefix("torch.") for w in engine.module.parameters()}),
+        "parameters": whole,
+        "local_parameters": held,
+    }
+
+
+def accelerate(file: dict[str, Any]) -> Built:
+    """What `accelerate launch` hands to its ranks as their environment, and the objects that a program makes of it."""
+    import argparse
+
+    import torch
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils.launch import prepare_multi_gpu_env
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    Path("accelerate.yaml").write_text(file["text"])
+    given = launch_command_parser().parse_args(["--config_file", "accelerate.yaml", "program.py"])
+    arguments, *_ = _validate_launch_command(given)
+    os.environ |= prepare_multi_gpu_env(argparse.Namespace(**vars(arguments)))
+    built: Built = {"world": arguments.num_processes, "mixed_precision": arguments.mixed_precision}
+    if not arguments.use_fsdp:
+        return built | {"dp_replicate": arguments.num_processes}
+    mesh = ParallelismConfig()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy=policy)
+    default = FullyShardedDataParallelPlugin(fsdp_version=2)
+    default.set_mixed_precision("bf16")
+    return built | {
+        **{axis: getattr(mesh, f"{axis}_size") for axis in ("dp_replicate", "dp_shard", "tp", "cp")},
+        "mesh": mesh.total_size,
+        "reshard": plugin.reshard_after_forward,
+        "recompute": plugin.activation_checkpointing,
+        # The policy of the header's advice stays, and what accelerate would do without it.
+        "reduce_dtype": str(plugin.mixed_precision_policy.reduce_dtype).removeprefix("torch."),
+        "reduce_dtype_alone": str(default.mixed_precision_policy.reduce_dtype).removeprefix("torch."),
+    }
+
+
+BUILDERS: dict[str, Callable[[dict[str, Any]], Built]] = {
+    "torchtitan@0.2.2": torchtitan_toml,
+    "torchtitan@0.3.0": torchtitan_command,
+    "deepspeed": deepspeed,
+    "accelerate": accelerate,
+}
+
+
+def one(target: str, file: dict[str, Any]) -> dict[str, Any]:
+    """Build one file in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        sys.path.insert(0, folder)
+        for name, text in file.get("files", {}).items():
+            Path(name).write_text(text)
+        try:
+            if target != "accelerate":
+                fake_group(file["world"], file.get("rank", 0))
+            return {"built": BUILDERS[target](file)}
+        except SystemExit:
+            return {"error": "the parser gave up; see its usage text"}
+        except Exception as error:
+            if os.environ.get("EXPORT_BUILDERS_DEBUG"):
+                raise
+            return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def forked(target: str, file: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Build in a child: a process has one process group, and modules that are imported once serve all children."""
+    child = os.fork()
+    if child == 0:
+        answer = one(target, file)
+        out.write_text(json.dumps(answer, default=str))
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+    return dict(json.loads(out.read_text())) if out.exists() else {"error": "the process ended"}
+
+
+def main() -> None:
+    target, files = sys.argv[1:]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if target.startswith("torchtitan"):
+        importlib.import_module("torchtitan.config")
+    else:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        importlib.import_module(target)
+        importlib.import_module("transformers")
+    answers = []
+    for file in json.loads(Path(files).read_text()):
+        with tempfile.TemporaryDirectory() as folder:
+            answers.append(forked(target, file, Path(folder, "answer.json")))
+    print(f"\n{json.dumps(answers)}")
+
+
+if __name__ == "__main__":
+    main()
