@@ -22,13 +22,12 @@ from planner.search.result import SearchResult
 from planner.search.search import SearchOptions
 from simulator.closed_form.screening import Screening
 from simulator.config.plan import Plan
-from simulator.config.verify import MAX_GPUS
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
 from topology.cluster import Cluster, GpuKind
 from topology.errors import Infeasible, UserError
 
 HOUR_S, DAY_S = 3600.0, 86400.0
-DOUBLINGS = 14
+MOST_GPUS = 1 << 17  # tried: more than anyone has joined
 BETWEEN = (1.25, 1.5, 1.75)  # times the smaller of the last two numbers
 USELESS = 2  # numbers in a row that make a run neither shorter nor, while it is too dear, cheaper: more will not
 
@@ -234,9 +233,9 @@ def _doubled(counts: Counts) -> Iterator[int]:
         least = max(least, int(flops / peak / goal.deadline_s))
     size = question.cluster.gpus_per_node
     numbers = [1 << power for power in range(size.bit_length()) if 1 << power < size]
-    numbers += [size << power for power in range(MAX_GPUS.bit_length()) if size << power <= MAX_GPUS]
+    numbers += [size << power for power in range(MOST_GPUS.bit_length()) if size << power <= MOST_GPUS]
     first = max((at for at, number in enumerate(numbers) if number <= least), default=0)
-    yield from numbers[first : first + DOUBLINGS]
+    yield from numbers[first:] if least <= MOST_GPUS else numbers[-1:]
 
 
 def _meets(goal: Goal, run: WholeRun) -> bool:

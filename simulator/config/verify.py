@@ -152,7 +152,10 @@ def verify_runtime(runtime: Runtime, *, where: str) -> None:
     for name in ("param_dtype", "compute_dtype", "reduce_dtype"):
         value = getattr(runtime, name)
         if value not in {*DTYPE_BYTES, *NOT_MODELLED}:  # the latter are refused later, with their reason
-            raise BadPlan(f"{where}: runtime.{name} is {_shown(value)}", why=f"known: {', '.join(DTYPE_BYTES)}")
+            raise BadPlan(
+                f"{where}: runtime.{name} is {_shown(value)}",
+                why=f"known: {', '.join(name for name in DTYPE_BYTES if name not in NOT_MODELLED)}",
+            )
 
 
 def _whole(value: int, where: str, least: int, most: int) -> None:

@@ -305,7 +305,10 @@ def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
         if key == "optimizer":
             value = canonical_optimizer(str(value))
         if key.endswith("dtype") and value not in DTYPE_BYTES and value not in NOT_MODELLED:
-            raise BadPlan(f"runtime.{key} {value!r} is unknown", why=f"known: {', '.join(DTYPE_BYTES)}")
+            raise BadPlan(
+                f"runtime.{key} {value!r} is unknown",
+                why=f"known: {', '.join(name for name in DTYPE_BYTES if name not in NOT_MODELLED)}",
+            )
         chosen[key] = value
     version, release = stated.get("version"), stated.get("release")
     if release and not version and spec.earlier is not None:

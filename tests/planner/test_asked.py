@@ -308,3 +308,29 @@ def test_goals_that_are_no_goals_are_refused(planner, flags, words):
 
     assert done.returncode == 2
     assert words in done.stderr
+
+
+# --- documented values --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pcie", ["gen3", "gen4", "gen5", "gen6"])
+def test_every_slot_generation_is_planned_for(planner, tmp_path, pcie):
+    (tmp_path / "c.json").write_text(json.dumps({"gpu": "l40s", "gpus_per_node": 8, "nodes": 1, "pcie": pcie}))
+
+    assert planner("estimate", "--cluster", tmp_path / "c.json", "--model", "llama3.2-1b", "--json").returncode == 0
+
+
+@pytest.mark.parametrize("objective", ["time", "throughput", "memory", "cost", "pareto"])
+def test_every_objective_has_an_answer(planner, objective):
+    flags = ("--objective", objective, "--gpu-price", "2", "--tp", "1", "--pp", "1", "--cp", "1", "--no-simulate")
+
+    assert planner("suggest", *SMALL, *flags).returncode == 0
+
+
+@pytest.mark.parametrize("word", ["none", "selective", "selective-op", "full"])
+def test_every_recomputation_has_an_answer(planner, word):
+    done = planner(
+        "suggest", *SMALL, "--recompute", word, "--tp", "1", "--pp", "1", "--cp", "1", "--top", "1", "--json"
+    )
+
+    assert json.loads(done.stdout)["plans"][0]["plan"]["recompute"] == word

@@ -151,7 +151,9 @@ def _node(platform: Platform, kind: GpuKind) -> Node:
     count = platform.gpus_per_node
     trays = min(platform.trays, count)
     per_tray = -(-count // trays)
-    generation = platform.pcie or pcie_generation(kind.pcie_bytes_per_s)
+    own = pcie_generation(kind.pcie_bytes_per_s)
+    # A faster slot runs at the card's generation.
+    generation = min(platform.pcie or own, own, key=PCIE_BYTES_PER_S.__getitem__)
     slot = min(kind.pcie_bytes_per_s, PCIE_BYTES_PER_S[generation])
     slot_nccl = PCIE_NCCL_BYTES_PER_S[generation]
     cpus, switches = min(platform.cpus, per_tray), min(platform.switches, per_tray)
