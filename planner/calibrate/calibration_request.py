@@ -85,26 +85,30 @@ def _large_run(**more: Any) -> LayerRun:
     return LayerRun(layer=_WIDE, seq_len=8192, vocabulary=4096, **more)
 
 
-# A degree of 2 stands for all GPUs, up to MOST_RANKS.
+# A degree of 2 stands for all GPUs, up to MAX_RANKS, but for two GPUs along each of two axes.
 RUNTIME_RUNS = (
+    # Whatever is asked, layers of a kind that was not run are the description's guess: one narrow run of each comes first, which
+    # takes seconds, then wide ones, which show the device.
     _large_run(dp_shard=2),
     _host_bound_run(dp_shard=2),
-    LayerRun(layer=_SMALL, seq_len=4096, sequences=4),
     _host_bound_run(),
-    _large_run(tp=2),
     _host_bound_run(tp=2),
-    LayerRun(layer=_WIDE, seq_len=8192, dp_shard=2),
-    _host_bound_run(dp_shard=2, recompute="selective-op"),
+    _host_bound_run(dp_shard=2, tp=2),
     _host_bound_run(dp_shard=2, recompute="full"),
+    _host_bound_run(dp_shard=2, recompute="selective-op"),
+    _host_bound_run(cp=2),
+    _large_run(tp=2),
+    LayerRun(layer=_SMALL, seq_len=4096, sequences=4),
+    LayerRun(layer=_WIDE, seq_len=8192, dp_shard=2),
+    _host_bound_run(dp_shard=2, compile=True),
+    _host_bound_run(tp=2, compile=True),
+    _host_bound_run(dp_replicate=2),
     _large_run(dp_shard=2, recompute="selective-op"),
     LayerRun(layer=_WIDE, seq_len=4096, dp_shard=2),
     LayerRun(layer=_SMALL, seq_len=4096, sequences=4, dp_shard=2),
     LayerRun(layer=_SMALL, seq_len=4096, sequences=4, dp_replicate=2),
-    _host_bound_run(dp_replicate=2),
     LayerRun(layer=_WIDE, seq_len=16384, cp=2, recompute="full", vocabulary=4096),
-    _host_bound_run(cp=2),
     _large_run(dp_shard=2, compile=True),
-    _host_bound_run(dp_shard=2, compile=True),
     _large_run(dp_shard=2, recompute="full"),
     LayerRun(layer=_WIDE, seq_len=8192, dp_shard=2, compile=True),
     LayerRun(layer=_MIDDLE, seq_len=4096, sequences=2, dp_shard=2),
@@ -115,7 +119,6 @@ RUNTIME_RUNS = (
     _large_run(compile=True),
     _host_bound_run(recompute="selective-op"),
     _host_bound_run(compile=True),
-    _host_bound_run(tp=2, compile=True),
 )
 MAX_RANKS = 4
 
@@ -173,11 +176,9 @@ def runtime_request(name: str, *, gpus: int, version: str | None = None) -> Requ
     for run in RUNTIME_RUNS:
         if run.recompute not in known:
             continue
+        axes = [axis for axis in ("dp_replicate", "dp_shard", "tp", "cp") if getattr(run, axis) > 1]
         plan = Plan(
-            dp_replicate=many if run.dp_replicate > 1 else 1,
-            dp_shard=many if run.dp_shard > 1 else 1,
-            tp=many if run.tp > 1 else 1,
-            cp=many if run.cp > 1 else 1,
+            **dict.fromkeys(axes, many if len(axes) == 1 else 2),
             sequence_parallel=run.tp > 1,
             micro_batch_size=run.sequences,
             recompute=run.recompute,
@@ -190,7 +191,7 @@ def runtime_request(name: str, *, gpus: int, version: str | None = None) -> Requ
             name=name,
             version=version,
             compile=run.compile,
-            param_dtype="bfloat16" if run.tp > 1 else "float32",
+            param_dtype="bfloat16" if axes == ["tp"] else "float32",
             reduce_dtype="float32",
         )
         question = PlannedStep(model=model, plan=plan, workload=workload, runtime=runtime)

@@ -161,6 +161,15 @@ def test_runtime_runs_fit_the_machine(gpus: int) -> None:
     assert all(one["model"]["layers"] == 1 for one in request.layers)
 
 
+def test_every_kind_of_parallelism_is_among_the_first_runs() -> None:
+    """Eight runs are what two minutes were enough for: after them no kind of four GPUs is a guess, both axes together included."""
+    first = [one["plan"] for one in runtime_request("torchtitan", gpus=4).layers[:8]]
+    kinds = {tuple(one[axis] for axis in ("dp_shard", "tp", "cp")) for one in first}
+
+    assert {(1, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 1), (1, 1, 4)} <= kinds
+    assert {one["recompute"] for one in first} == {"none", "full", "selective-op"}
+
+
 def test_any_beginning_of_the_spread_covers_every_kind() -> None:
     first = typical_request().operators[:120]
 
