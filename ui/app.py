@@ -13,11 +13,13 @@ import streamlit as st
 from topology.errors import BadCluster, PlannerError
 from ui import data, panels, state, uploads
 
-# Streamlit's margins of 6 rem at the top and 5 at the sides would take a fifth of a small screen.
+# Streamlit's margins of 6 rem at the top and 5 at the sides would take a fifth of a small screen, and its colours of code
+# have contrasts below 4.5.
 STYLE = """<style>
   .stMainBlockContainer { padding: 2.6rem 2.6rem 4rem; max-width: 1680px; }
   [data-testid="stSidebarUserContent"] { padding-top: 0; padding-bottom: 2rem; }
   [data-testid="stMetricLabel"] *, [data-testid="stMetricValue"] * { white-space: normal; overflow: visible; }
+  [data-testid="stCode"] code span { color: inherit !important; }
   [data-testid="stStatusWidget"] button { display: none; }
   [class*="st-key-figures_"] > div { min-width: 128px; flex: 1 1 128px; }
   @media (max-width: 640px) {

@@ -333,16 +333,18 @@ FAINT = """() => {
     const behind = node => { const stack = []; for (let n = node; n; n = n.parentElement) stack.unshift(n);
         return stack.reduce((c, n) => over(rgb(getComputedStyle(n).backgroundColor), c), [255, 255, 255]) };
     const found = [];
+    // A slider's value hangs above the thumb that holds it.
+    const away = "svg, canvas, [disabled], [aria-disabled='true'], [data-testid='stSliderThumbValue']";
     for (const node of document.querySelectorAll(".stApp *")) {
         const own = [...node.childNodes].some(c => c.nodeType === 3 && c.textContent.trim());
         const box = node.getBoundingClientRect();
-        if (!own || !box.width || !box.height || node.closest("svg, canvas, [disabled], [aria-disabled='true']")) continue;
+        if (!own || !box.width || !box.height || node.closest(away)) continue;
         const style = getComputedStyle(node);
         if (style.visibility === "hidden") continue;
         const under = behind(node);
         let fade = 1; for (let n = node; n; n = n.parentElement) fade *= Number(getComputedStyle(n).opacity);
-        if (fade === 0) continue;
-        const top = rgb(style.color); top[3] = (top[3] ?? 1) * fade;
+        if (fade < 1) continue;
+        const top = rgb(style.color);
         const [a, b] = [light(over(top, under)), light(under)].sort((x, y) => x - y);
         const contrast = (b + .05) / (a + .05);
         if (contrast < 4.5) found.push(`${contrast.toFixed(2)} ${node.tagName} ${node.textContent.trim().slice(0, 40)}`);

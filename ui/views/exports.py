@@ -51,7 +51,6 @@ def _own(result: SearchResult, ranked: RankedPlan) -> None:
         key="download_plan",
         on_click="ignore",
         width="stretch",
-        type="primary",
     )
 
 

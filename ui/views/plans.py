@@ -153,7 +153,7 @@ def _filtered(table: list[dict[str, Any]], result: SearchResult) -> list[dict[st
         "Only plans that use", [AXES[a] for a in used], selection_mode="multi", key="uses", bind="query-params"
     )
     top = float(round(result.plans[0].estimate.memory.capacity_bytes / GIB) + 1)
-    most = middle.slider("At most, GiB", 1.0, top, top, key="most", bind="query-params")
+    most = middle.slider("At most, GiB", 1.0, top, top, key="most", bind="query-params", format="%.0f")
     front_only = right.toggle("Only the Pareto front", key="front", bind="query-params")
     by_name = {state.plan_name(r.plan): r.plan for r in result.plans}
     kept = [
