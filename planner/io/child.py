@@ -107,15 +107,23 @@ def standard_error() -> int:
 
 @contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
-    """Treat SIGTERM like Ctrl-C, so that children are ended too. Only the main thread may set a handler."""
+    """Treat SIGTERM, and SIGHUP when a terminal closes, like Ctrl-C, so that children end and temporary folders go.
+
+    Only the main thread may set a handler. A signal that is ignored (nohup) stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:

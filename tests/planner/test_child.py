@@ -74,7 +74,7 @@ def test_an_overrun_is_reported_as_such_with_what_there_is(monkeypatch, tmp_path
     assert "did not end within its budget" in found["failure"]["message"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_whoever_stops_us_stops_what_we_started(number: int, tmp_path: Path) -> None:
     code = f"""
 import subprocess
