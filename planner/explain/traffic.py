@@ -16,9 +16,10 @@ import numpy as np
 
 from planner.question.question import Question
 from planner.search.scaling import network_bytes_per_s, nvlink_bytes_per_s
+from simulator.collectives.traffic import REDUCES_INSIDE, TRAFFIC
 from simulator.config.estimate import Estimate
 from simulator.config.plan import Plan
-from simulator.lowering.machine_costs import REDUCES_INSIDE, TRAFFIC, MachineCosts
+from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.training import lower_training
 from simulator.pipeline.schedules import SCHEDULES, default_schedule
 from simulator.program.program import Collective, RankCode, Send

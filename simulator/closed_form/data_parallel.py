@@ -1,6 +1,6 @@
 """Data-parallel traffic and the optimizer of many plans at once: what compute hides, what it does not, what it costs.
 
-The closed form's side of `simulator.lowering.sharded_data`, which writes the same traffic as instructions.
+The closed form's side of `simulator.step.traffic`, which writes the same traffic as instructions.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_form.layer_cost import CostContext
-from simulator.closed_form.memory import Parameters
-from simulator.columns.plan_table import Floats, PlanTable
-from simulator.config.runtime import MOMENTS, Runtime
-from simulator.kernels.roofline import UPDATE_BYTES, efficiency
+from simulator.columns.plan_table import Floats
+from simulator.kernels.roofline import efficiency
 from simulator.pipeline.stages import StageLayout
-from simulator.runtimes.library import ModelOperators, RuntimeSpec, spec_for
+from simulator.runtimes.library import ModelOperators, RuntimeSpec
+from simulator.step.context import CostContext
+from simulator.step.held import Parameters
+from simulator.step.traffic import has_replicas
+from simulator.step.update import update_bytes, updated_dtype
 
 
 def buckets_of(spec: RuntimeSpec, nbytes: Floats) -> Floats:
@@ -134,11 +135,6 @@ def data_parallel(
     return DataParallel(exposed_s=exposed, copies_s=copies, contention_s=contention, fill_s=fill)
 
 
-def has_replicas(table: PlanTable) -> NDArray[np.bool_]:
-    """Return whether shards of parameters have copies on other ranks, one value a plan."""
-    return np.asarray(table["dp"] * table["cp"] > table["sharded_over"])
-
-
 def _ends(
     context: CostContext, parameters: Parameters, *, has_first: NDArray[np.bool_], replicas: Floats
 ) -> tuple[Floats, Floats]:
@@ -174,32 +170,6 @@ def sm_share(context: CostContext, *ops: str) -> float:
         return beside.lost
     gpu = context.roofline.gpu
     return efficiency(gpu.architecture).nccl_sms / gpu.sm_count
-
-
-# Bytes a fused optimizer moves per parameter it owns in float32: it reads parameter and gradient, writes the parameter, and
-# reads and writes every moment. AdamW has two. Clipping reads gradients for the norm, then reads and writes them to scale.
-PLAIN_BYTES, MOMENT_BYTES = 12.0, 8.0
-ADAM_BYTES = PLAIN_BYTES + 2 * MOMENT_BYTES
-CLIP_BYTES = UPDATE_BYTES - ADAM_BYTES
-
-
-# A 16-bit copy of updated float32 weights: reads them, writes half.
-COPY_BYTES = 6.0
-
-
-def update_bytes(runtime: Runtime, owned: Floats | float, held: Floats | float) -> Floats | float:
-    """Return bytes that the end of a step moves: clipping and updating the parameters a rank has `owned` since they were
-    sharded, and what the runtime does to the gradients of all that it has `held` before.
-    """
-    state = spec_for(runtime).state
-    per_owned = PLAIN_BYTES + MOMENTS[runtime.optimizer] * MOMENT_BYTES + CLIP_BYTES
-    per_owned += COPY_BYTES if state.master_weights else 0.0
-    return owned * per_owned + held * state.gradient_passes_bytes
-
-
-def updated_dtype(runtime: Runtime) -> str:
-    """Return the type of the parameters that the optimizer updates: the float32 copy where there is one."""
-    return "float32" if spec_for(runtime).state.master_weights else runtime.param_dtype
 
 
 def rank_update_bytes(context: CostContext, shared: Floats, experts: Floats) -> Floats:

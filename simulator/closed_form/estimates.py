@@ -22,11 +22,12 @@ from simulator.calibration.calibration import (
 )
 from simulator.calibration.intervals import basis_of, interval_table, memory_factors, step_factors
 from simulator.calibration.provenance import Shares, main_source
+from simulator.closed_form.account import account_inputs, account_plans
 from simulator.closed_form.allocator import flush_s
-from simulator.closed_form.layer_cost import BlockCost, CostContext, block_cost
-from simulator.closed_form.memory import CONTEXT_BYTES, MemoryColumns, local_parameters, memory_columns
+from simulator.closed_form.layer_cost import BlockCost, block_cost
+from simulator.closed_form.memory import CONTEXT_BYTES, MemoryColumns, memory_columns
 from simulator.closed_form.scenario import Scenario
-from simulator.closed_form.step_cost import micro_batches, step_cost
+from simulator.closed_form.step_cost import accounted_step, micro_batches, step_cost
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats, PlanTable, axis_sizes, plan_table, windowed_share
 from simulator.config.estimate import Estimate, Interval, MemoryEstimate
@@ -35,6 +36,8 @@ from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.overlap.site_costs import SiteRates
 from simulator.pipeline.stages import stage_layout
 from simulator.runtimes.library import ModelOperators, canonical_recompute, operators_for, wraps_one
+from simulator.step.context import CostContext
+from simulator.step.held import local_parameters
 from topology.cluster import Cluster, Source
 from topology.errors import BadPlan
 
@@ -105,10 +108,15 @@ class EstimateTable:
         return _interval(step, factors, Source.DATASHEET if self.calibration is None else main_source(sources))
 
 
-def estimate_plans(scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = ()) -> EstimateTable:
+def estimate_plans(
+    scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequence[Cluster] = (), counted: bool = False
+) -> EstimateTable:
     """Return step time and memory of every plan, assuming each is legal for the model and the workload.
 
     `each_on` names the cluster of each plan, where they run on such as differ from the scenario's in link rates only.
+
+    With `counted` they are counted as the simulation has them (`simulator.closed_form.account`), some hundredths of a second
+    a plan, instead of summed up as searches do.
 
     Raises BadPlan when a plan needs more GPUs than there are, and when the runtime has no description or does not know
     a plan's recompute word.
@@ -129,7 +137,14 @@ def estimate_plans(scenario: Scenario, plans: Sequence[Plan], *, each_on: Sequen
     memory = memory_columns(model, operators, context, layout, blocks, parameters)
     memory = memory.scaled(_known_costs(scenario).reserved)
     micro = micro_batches(model, operators, context, layout, blocks, parameters)
-    step = step_cost(operators, context, layout, parameters, micro)
+    if counted:
+        account = account_plans(account_inputs(scenario, context, operators, blocks, parameters))
+        step = accounted_step(account, micro, context)
+        # What is allocated at one moment is no more than what the allocator holds.
+        reserved_by_rank = np.maximum(memory.reserved_bytes, account.peak_bytes)
+        memory = replace(memory, peak_bytes=account.peak_bytes, reserved_bytes=reserved_by_rank)
+    else:
+        step = step_cost(operators, context, layout, parameters, micro)
     capacity = cluster.gpu_memory_bytes - CONTEXT_BYTES
     reserved = memory.reserved_bytes.max(axis=1)
     flushing = flush_s(table, reserved, capacity)

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.calibration.calibration import Calibration
-from simulator.collectives.group_times import GroupTimes
-from simulator.columns.plan_table import Floats, PlanTable
-from simulator.config.runtime import DTYPE_BYTES, Runtime
+from simulator.columns.plan_table import Floats
 from simulator.kernels.operators import (
-    FIXED_DTYPE_BYTES,
     OperatorSpec,
     Work,
     WorkKind,
     active_rows,
     backward_work,
     forward_work,
-    tensor_bytes,
 )
-from simulator.kernels.roofline import FITTED, MEASURED, Roofline
-from simulator.overlap.site_costs import SitePairs, SiteRates
+from simulator.kernels.roofline import FITTED, MEASURED
+from simulator.overlap.site_costs import SitePairs
 from simulator.overlap.torch_async import ASYNC, extra_calls, partials_bytes, together_s
-from simulator.runtimes.library import RecomputeSpec, RuntimeSpec
 from simulator.runtimes.recomputation import run_again
+from simulator.step.context import CostContext
+from simulator.step.held import saved_bytes, tensors_bytes
 
 Rows = NDArray[np.bool_]
 
@@ -35,13 +31,18 @@ Rows = NDArray[np.bool_]
 class PassCost:
     """One pass over a block: kernel seconds, exposed communication by axis, host seconds. Columns.
 
-    `hidden_s` is communication that kernels hide while it takes SMs from them.
+    `hidden_s` is communication that kernels hide while it takes SMs from them, `moved_bytes` what kernels read and write.
+    `behind_s` is when the device ends what comes after the first collective, counted from the host's start, where it waits
+    for the host alone: minus infinity where nothing comes after it.
     """
 
     compute_s: Floats
     weight_s: Floats  # weight gradients, which split backwards put off
     host_s: Floats
     hidden_s: Floats
+    behind_s: Floats
+    weight_host_s: Floats  # of host_s, what issues weight gradients
+    moved_bytes: Floats
     measured_s: Floats | float = 0.0  # of compute_s, what rests on the very operator measured
     fitted_s: Floats | float = 0.0  # and what on a curve through others
     communication_s: dict[str, Floats] = field(default_factory=dict)
@@ -64,6 +65,11 @@ class PassCost:
             weight_s=self.weight_s[which],
             host_s=self.host_s[which],
             hidden_s=self.hidden_s[which],
+            behind_s=self.behind_s[which],
+            weight_host_s=self.weight_host_s[which],
+            moved_bytes=self.moved_bytes[which],
+            measured_s=np.broadcast_to(self.measured_s, self.compute_s.shape)[which],
+            fitted_s=np.broadcast_to(self.fitted_s, self.compute_s.shape)[which],
             communication_s={axis: seconds[which] for axis, seconds in self.communication_s.items()},
         )
 
@@ -95,36 +101,6 @@ class BlockCost:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostContext:
-    """Everything a block's cost depends on besides its operators."""
-
-    table: PlanTable
-    sizes: Mapping[str, Floats]
-    roofline: Roofline
-    groups: GroupTimes
-    runtime: Runtime
-    spec: RuntimeSpec
-    site: SiteRates = field(default_factory=SiteRates)
-    calibration: Calibration | None = None
-
-    @property
-    def in_layers(self) -> CostContext:
-        """The context of operators that belong to a layer."""
-        inside = self.roofline.in_layers
-        return self if inside is self.roofline else replace(self, roofline=inside)
-
-    def dtype_bytes(self, name: str) -> float:
-        named = {
-            "compute": self.runtime.compute_dtype,
-            "param": self.runtime.param_dtype,
-            "reduce": self.runtime.reduce_dtype,
-        }
-        if name in named:
-            return float(DTYPE_BYTES[named[name]])
-        return FIXED_DTYPE_BYTES[name]
-
-
 def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recompute: Sequence[str] = ()) -> BlockCost:
     """Return the cost of a block, and of running it again under each of the modes `recompute` (layers only)."""
     forward, backward = PassWriter(context), PassWriter(context)
@@ -154,25 +130,6 @@ def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recomput
     )
 
 
-def tensors_bytes(operators: Sequence[OperatorSpec], context: CostContext, *, without: Sequence[str] = ()) -> Floats:
-    """Return the bytes that operators save, those named in `without` left out."""
-    total = np.zeros(len(context.table))
-    for operator in operators:
-        if operator.saves and operator.name not in without:
-            active = active_rows(operator, context.table)
-            for tensor in operator.saves:
-                total = total + active * tensor_bytes(tensor, context.sizes, context.dtype_bytes)
-    return total
-
-
-def saved_bytes(operators: Sequence[OperatorSpec], mode: RecomputeSpec, context: CostContext) -> Floats:
-    """Return the bytes a block wrapped in `mode` keeps per micro batch."""
-    if mode.keeps:
-        zero = np.zeros(len(context.table))
-        return sum((tensor_bytes(x, context.sizes, context.dtype_bytes) for x in mode.keeps), zero)
-    return tensors_bytes(operators, context, without=mode.drops)
-
-
 class PassWriter:
     """Adds up one pass, operator by operator, and pairs tensor-parallel collectives with the products beside them.
 
@@ -189,7 +146,11 @@ class PassWriter:
             weight_s=np.zeros(rows),
             host_s=np.zeros(rows),
             hidden_s=np.zeros(rows),
+            behind_s=np.full(rows, -np.inf),
+            weight_host_s=np.zeros(rows),
+            moved_bytes=np.zeros(rows),
         )
+        self._issued = np.full(rows, -np.inf)  # when the host issued the kernels since the last collective
         self._ranks = context.table["tp"]
         self._overlaps = bool(context.table.overlap_modes)
         self._matches = ASYNC in context.table.overlap_modes
@@ -223,13 +184,16 @@ class PassWriter:
         cost.compute_s = cost.compute_s + seconds
         cost.measured_s = cost.measured_s + np.where(source == MEASURED, seconds, 0.0)
         cost.fitted_s = cost.fitted_s + np.where(source == FITTED, seconds, 0.0)
-        if work.name.endswith(WEIGHT_GRADIENT):
-            cost.weight_s = cost.weight_s + seconds
+        cost.moved_bytes = cost.moved_bytes + active * work.bytes
+        cost.behind_s = np.maximum(cost.behind_s, self._issued) + seconds
         launch = host.backward_launch_s if work.backward else host.launch_s
         eager = not self.context.runtime.compile
         launch_s = np.where((self._ranks > 1) & eager, host.dtensor_launch_s, launch)
         issued_s = active * work.launches * launch_s
         cost.host_s = cost.host_s + issued_s
+        if work.name.endswith(WEIGHT_GRADIENT):
+            cost.weight_s = cost.weight_s + seconds
+            cost.weight_host_s = cost.weight_host_s + issued_s
         runs = active > 0
         ends = ends_of(work, operator)
         self._sites.product(work, ends, seconds, issued_s, active)
@@ -254,7 +218,7 @@ class PassWriter:
         runs = (active > 0) & (context.groups.extent(work.over)[0] > 1)
         if work.collective == "ring":
             exposed, hidden = self._ring(work, operator)
-            cost.expose(work.over, active * exposed)
+            self._expose(work.over, active * exposed)
             cost.hidden_s = cost.hidden_s + active * hidden
             hops = np.where(runs, context.table["cp"] - 1, 0.0)
             launch = context.spec.host.launch_s
@@ -263,7 +227,7 @@ class PassWriter:
         seconds = active * context.groups.time_s(work.collective, work.over, work.bytes)
         if work.over != "tp" or not self._overlaps:
             cost.host_s = cost.host_s + active * context.spec.host.collective_s * runs
-            cost.expose(work.over, seconds)
+            self._expose(work.over, seconds)
             self._close(self._open & runs)
             self._end_tail(runs)
             return
@@ -277,7 +241,7 @@ class PassWriter:
         matched = runs & (mode == ASYNC)
         size = np.broadcast_to(np.asarray(work.bytes, dtype=np.float64), runs.shape)
         if work.collective == "all_gather":
-            cost.expose("tp", np.where(matched, 0.0, seconds))
+            self._expose("tp", np.where(matched, 0.0, seconds))
             self._open = self._open | matched
             self._gathered = operator.tensor
             self._seen = self._seen & ~matched
@@ -291,7 +255,7 @@ class PassWriter:
             self._pair(work.collective, seconds, size, np.where(hides, self._tail, 0.0), active)
             self._results = [(tensor, r & ~runs) for tensor, r in self._results]
         else:
-            cost.expose("tp", seconds)
+            self._expose("tp", seconds)
         self._end_tail(runs)
 
     def _pair_sites(
@@ -309,8 +273,8 @@ class PassWriter:
 
     def _account(self, found: tuple[Floats, Floats] | None) -> None:
         if found is not None:
-            self.cost.expose("tp", found[0])
             self.cost.host_s = self.cost.host_s + found[1]
+            self._expose("tp", found[0])
 
     def _end_tail(self, rows: Rows) -> None:
         self._tail = np.where(rows, 0.0, self._tail)
@@ -346,7 +310,15 @@ class PassWriter:
         calls = extra_calls(self._ranks)
         issued_s = calls * self.context.spec.host.collective_s + (self._ranks - 1) * issue_s
         self.cost.host_s = self.cost.host_s + np.where(paired & (active > 0), issued_s, 0.0)
-        self.cost.expose("tp", exposed * (active > 0))
+        self._expose("tp", exposed * (active > 0))
+
+    def _expose(self, axis: str, seconds: Floats) -> None:
+        """Add communication that nothing hides; kernels behind it are issued after it."""
+        cost = self.cost
+        cost.expose(axis, seconds)
+        after = seconds > 0
+        cost.behind_s = np.where(after, np.maximum(cost.behind_s, cost.host_s) + seconds, cost.behind_s)
+        self._issued = np.where(after, cost.host_s, self._issued)
 
 
 def attention_work(name: str, context: CostContext, backward: bool) -> Work:

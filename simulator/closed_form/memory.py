@@ -8,22 +8,20 @@ its communication streams add to the peak of the compute stream even when they n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_form.layer_cost import BlockCost, CostContext
-from simulator.closed_form.overlap_memory import symmetric_bytes
+from simulator.closed_form.layer_cost import BlockCost
 from simulator.columns.plan_table import Floats
 from simulator.config.model import Model
-from simulator.config.runtime import MOMENTS
-from simulator.kernels.operators import OperatorSpec, parse_matmul, tensor_bytes
 from simulator.pipeline.schedules import SPLIT_BACKWARD
 from simulator.pipeline.stages import StageLayout, head_in_flight, in_flight
-from simulator.runtimes.library import ModelOperators, head_peaks
+from simulator.runtimes.library import ModelOperators
+from simulator.step.context import CostContext
+from simulator.step.held import Parameters, between_stages_bytes, head_peak_bytes, placeholder_bytes, state_bytes
+from simulator.step.symmetric_memory import symmetric_bytes
 
 # Bytes beside the allocator's: CUDA context, kernels and NCCL buffers of a few communicators. Source: assumed; a bare
 # torch process with NCCL shows 1 to 2 GiB in nvidia-smi on Hopper.
@@ -52,46 +50,6 @@ class MemoryColumns:
     def worst_rank(self) -> NDArray[np.int64]:
         worst: NDArray[np.int64] = np.argmax(self.reserved_bytes, axis=1)
         return worst
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parameters:
-    """Parameters of one rank before data-parallel sharding, by part of the network. Columns (constants broadcast)."""
-
-    dense_layer: Floats
-    moe_layer: Floats
-    experts: Floats  # routed experts of one MoE layer
-    embedding: Floats
-    head: Floats
-
-    def of_stage(self, layout: StageLayout) -> tuple[Floats, Floats]:
-        """Return (everything but routed experts, routed experts) of pipeline ranks, shape (plans, columns)."""
-        dense, moe = layout.layers
-        shared = (
-            dense * self.dense_layer[:, None]
-            + moe * self.moe_layer[:, None]
-            + layout.first * self.embedding[:, None]
-            + layout.last * self.head[:, None]
-        )
-        return shared, moe * self.experts[:, None]
-
-
-def local_parameters(model: Model, context: CostContext) -> Parameters:
-    """Return parameters per rank: matrices divided over tensor-parallel ranks, norms and routers replicated."""
-    table = context.table
-    tp, ep = table["tp"], table["ep"]
-    expert_tp = np.where(table.sequence_parallel, 1.0, tp)
-    attention = model.attention_parameters / tp + model.block_norm_parameters
-    final_norm = model.norm_parameters if model.final_norm else 0
-    # A tied head still exists on the last pipeline rank when the embedding lives on another one.
-    tied_copy = np.where((table["pp"] > 1) & model.tied_embeddings, model.vocab * model.hidden / tp, 0.0)
-    return Parameters(
-        dense_layer=attention + model.mlp_parameters(model.ffn) / tp,
-        moe_layer=attention + model.moe_shared_parameters + 0 * tp,
-        experts=model.expert_parameters / (ep * expert_tp),
-        embedding=model.vocab * model.hidden / tp + model.learned_positions * model.hidden,
-        head=model.head_parameters / tp + final_norm + tied_copy,
-    )
 
 
 def memory_columns(
@@ -208,64 +166,6 @@ def _of_layers(parameters: Parameters, layers: tuple[Floats, Floats] | None) -> 
         return 0.0
     dense, moe = layers
     return dense * parameters.dense_layer[:, None] + moe * (parameters.moe_layer + parameters.experts)[:, None]
-
-
-State = Literal["parameters", "gradients", "optimizer"]
-
-
-def state_bytes(context: CostContext) -> dict[State, float]:
-    """Return bytes per parameter of each kind of state, before sharding.
-
-    An optimizer keeps its moments in the type of the parameters it updates: the float32 copy where there is one.
-    """
-    state, param = context.spec.state, context.dtype_bytes("param")
-    master = 4.0 if state.master_weights and param < 4 else 0.0
-    moments = MOMENTS[context.runtime.optimizer] * (4.0 if master else param)
-    gradients = context.dtype_bytes(state.gradient_dtype)
-    return {"parameters": param, "gradients": gradients, "optimizer": moments + master}
-
-
-def head_peak_bytes(context: CostContext) -> Floats:
-    """Return the bytes of the tensors that are alive together when the loss turns round."""
-    peak = np.zeros(len(context.table))
-    for moment in head_peaks(context.runtime):
-        tensors = (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in moment)
-        peak = np.maximum(peak, sum(tensors, np.zeros(len(context.table))))
-    return peak
-
-
-def between_stages_bytes(
-    context: CostContext, first: NDArray[np.bool_], last: NDArray[np.bool_], flying: Floats
-) -> Floats:
-    """Return the bytes of what pipeline stages exchange and keep, besides the inputs that backward needs anyway.
-
-    `first` and `last` mark ranks with an end of the network, `flying` counts micro batches in flight on a rank; all are
-    of shape (plans, ranks), as is the result.
-    """
-    table, spec = context.table, context.spec.pipeline
-    m, v = table.micro_batches[:, None], np.maximum(table["virtual_stages"], 1.0)[:, None]
-    message, logits = (tensor_bytes(x, context.sizes, context.dtype_bytes)[:, None] for x in ("u h", "t v"))
-    total = np.zeros(np.shape(flying))
-    if spec.receive_buffers:
-        total = total + message * (np.maximum((v - 1.0 * first) * m - flying * v, 0.0) + (v - 1.0 * last) * m)
-    if spec.keeps_outputs:
-        total = total + m * ((v - 1.0 * last) * message + last * logits)
-    return np.where((table["pp"] > 1)[:, None], total, 0.0)
-
-
-def placeholder_bytes(operators: Iterable[OperatorSpec], context: CostContext) -> Floats:
-    """Return the bytes of weight gradients that nobody fills: one for each distinct shape of weight, if the runtime
-    has them.
-    """
-    if not context.spec.state.placeholder_gradients:
-        return np.zeros(len(context.table))
-    shapes = set()
-    for operator in operators:
-        if operator.matmul and operator.weight_gradient_dtype != "compute":
-            left, right, out = parse_matmul(operator.matmul)
-            shapes.add(" ".join(axis for axis in right if axis not in left or axis not in out))
-    weights = (tensor_bytes(shape, context.sizes, context.dtype_bytes) for shape in sorted(shapes))
-    return sum(weights, np.zeros(len(context.table)))
 
 
 def _placeholders(

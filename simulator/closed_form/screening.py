@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from simulator.closed_form.allocator import flush_s
 from simulator.closed_form.estimates import calibrated_operators, cost_context, network_blocks
-from simulator.closed_form.layer_cost import BlockCost, CostContext
-from simulator.closed_form.memory import CONTEXT_BYTES, Parameters, local_parameters, memory_columns
+from simulator.closed_form.layer_cost import BlockCost
+from simulator.closed_form.memory import CONTEXT_BYTES, memory_columns
 from simulator.closed_form.scenario import Scenario
 from simulator.closed_form.step_cost import MicroBatches, micro_batches, step_cost
 from simulator.columns.plan_columns import PlanColumns, distinct, words
@@ -31,6 +31,8 @@ from simulator.columns.plan_table import Floats, PlanTable, table_of_columns
 from simulator.kernels.roofline import Roofline
 from simulator.pipeline.stages import StageLayout, stage_layout
 from simulator.runtimes.library import ModelOperators, canonical_recompute, wraps_one
+from simulator.step.context import CostContext
+from simulator.step.held import Parameters, local_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +174,7 @@ class ScreenedPlans:
         return flush_s(self.table, reserved_bytes, self.screening.capacity_bytes)
 
     def step_s(self) -> Floats:
-        """Return seconds of the whole step but for flushes. Infinite where something cannot run."""
-        micro = self.micro
+        """Return seconds of the whole step but for flushes, as sums over its parts. Infinite where something cannot run."""
         with np.errstate(invalid="ignore"):
-            total = step_cost(self.operators, self.context, self.layout, self.parameters, micro).total_s
+            total = step_cost(self.operators, self.context, self.layout, self.parameters, self.micro).total_s
         return np.nan_to_num(total, nan=np.inf)

@@ -12,17 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.calibration.provenance import Shares, shares
+from simulator.closed_form.account import AXES, Account
+from simulator.closed_form.clocks import working_clocks
 from simulator.closed_form.data_parallel import FSDP_OPS, data_parallel, optimizer_s, sm_share
-from simulator.closed_form.layer_cost import BlockCost, CostContext
-from simulator.closed_form.memory import Parameters
+from simulator.closed_form.layer_cost import BlockCost
 from simulator.collectives.group_times import GroupTimes
-from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.model import Model
 from simulator.config.runtime import DTYPE_BYTES
-from simulator.kernels.roofline import efficiency
 from simulator.pipeline.stages import StageLayout, bubble_s
-from simulator.runtimes.library import HostSpec, ModelOperators, RuntimeSpec
+from simulator.runtimes.library import ModelOperators, RuntimeSpec
+from simulator.step.context import CostContext
+from simulator.step.held import Parameters
+from simulator.step.host import again_host_s, host_synchronizes, layer_host_s, rest_host_s, step_host_s
+from simulator.step.update import NORM_AXES, NORM_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,8 +232,10 @@ def micro_batches(
     waits = host_synchronizes(spec.host, table)
     before_s = step_host_s(spec.host, context)
     calibration = context.calibration
+    quickest = calibration.burst if calibration is not None else 1.0
+    optimizer = optimizer_s(context, layout, parameters)
     return MicroBatches(
-        clocks_at_least=calibration.burst if calibration is not None else 1.0,
+        clocks_at_least=quickest,
         slowest=slowest,
         forward=forward,
         backward=backward,
@@ -247,7 +252,37 @@ def micro_batches(
         ),
         measured=m * sum((here(part) for part in rank_sum.passes("measured_s").values()), np.zeros(len(table))),
         fitted=m * sum((here(part) for part in rank_sum.passes("fitted_s").values()), np.zeros(len(table))),
-        optimizer=optimizer_s(context, layout, parameters),
+        optimizer=optimizer,
+    )
+
+
+def accounted_step(account: Account, micro: MicroBatches, context: CostContext) -> Step:
+    """Return the whole step of every plan from its account; `micro` says what its kernels rest on."""
+    parts = account.parts_s
+    exposed = {axis: parts[axis] for axis in AXES}
+    breakdown = {
+        "compute": parts["compute"],
+        "recompute": parts["recompute"],
+        "copies": parts["copies"],
+        "contention": parts["contention"],
+        "exposed_communication": sum(exposed.values(), np.zeros(len(context.table))),
+        "bubble": parts["bubble"],
+        "host": parts["host"],
+        "optimizer": parts["optimizer"],
+    }
+    return Step(
+        breakdown_s=breakdown,
+        exposed_s=exposed,
+        clocks=account.clocks,
+        shares=shares(
+            breakdown,
+            measured_s=micro.measured,
+            fitted_s=micro.fitted,
+            kernels_s=micro.compute + micro.recompute,
+            calibration=context.calibration,
+            runtime=context.runtime,
+            communication_measured=_within_measured(context.table, context.groups),
+        ),
     )
 
 
@@ -304,81 +339,6 @@ def _within_measured(table: PlanTable, groups: GroupTimes) -> NDArray[np.bool_]:
     return np.asarray(table["gpus"] <= most)
 
 
-def working_clocks(breakdown: dict[str, Floats], context: CostContext) -> Floats:
-    """Return what arithmetic takes at the clocks that a step's idle moments leave to its busy ones, over what it takes
-    on a GPU that is never idle; one without a calibration, whose efficiencies are of whole steps.
-    """
-    calibration, gpu = context.calibration, context.roofline.gpu
-    if calibration is None:
-        return np.ones(len(context.table))
-    busy = sum((breakdown[name] for name in BUSY), np.zeros(len(context.table)))
-    # A limiter averages over a moment, so of a long pause only the end of it is credited to what follows. Links and
-    # memory at work draw power too: communication is no pause.
-    idle = breakdown["host"] + np.minimum(breakdown["bubble"], POWER_WINDOW_S)
-    return calibration.clocks(busy / np.maximum(busy + idle, 1e-12), efficiency(gpu.architecture).power_exponent)
-
-
-# Over how long a GPU's power limiter averages. Source: assumed.
-POWER_WINDOW_S = 0.1
-
-# Parts of a step in which kernels run.
-BUSY = ("compute", "recompute", "copies", "contention", "optimizer", "exposed_communication")
-
-# How much of what parallelism adds to a layer's host time belongs to its forward pass. FSDP gathers there, and gathers and
-# reduces in backward; a product is one operator on DTensors forward and two backward; a ring passes keys and values on
-# forward, and backward these again and their gradients. DDP has nothing to do before backward.
-FORWARD_SHARE = 1 / 3
-
-
-def layer_host_s(host: HostSpec, table: PlanTable) -> tuple[Floats, Floats]:
-    """Return the host seconds of one layer's forward and backward pass beside its launches, one value a plan."""
-    sharded = table.fully_sharded
-    replicated = ~sharded & (table["dp_replicate"] > 1)
-    added = (
-        np.where(sharded, host.fsdp_layer_s, 0.0)
-        + np.where(table["tp"] > 1, host.tp_layer_s, 0.0)
-        + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
-        + np.where(table["ep"] > 1, host.ep_layer_s, 0.0)
-        + np.where(sharded & (table["tp"] > 1), host.fsdp_tp_layer_s, 0.0)
-    )
-    forward = host.forward_layer_s + FORWARD_SHARE * added
-    backward = host.backward_layer_s + (1 - FORWARD_SHARE) * added + np.where(replicated, host.ddp_layer_s, 0.0)
-    return forward, backward
-
-
-def step_host_s(host: HostSpec, context: CostContext) -> Floats:
-    """Return the host seconds of a step in which the device has nothing to do, one value a plan: its own, and loading data."""
-    table = context.table
-    cut = table.fully_sharded | (table["tp"] > 1) | (table["cp"] > 1)
-    return np.asarray(host.step_s + np.where(cut, host.cut_step_s, 0.0) + host.data_token_s * loaded_tokens(context))
-
-
-def rest_host_s(host: HostSpec, table: PlanTable) -> Floats:
-    """Return the host seconds of a step outside its layers, beside what a step begins with, one value a plan."""
-    return np.asarray(
-        host.rest_s
-        + np.where(table.fully_sharded, host.fsdp_rest_s, 0.0)
-        + np.where(table["tp"] > 1, host.tp_rest_s, 0.0)
-        + np.where(table["cp"] > 1, host.cp_rest_s, 0.0)
-    )
-
-
-def host_synchronizes(host: HostSpec, table: PlanTable) -> NDArray[np.bool_]:
-    """Return under which plans the host waits for the device after every pass."""
-    if host.synchronizes == "pipeline":
-        return np.asarray((table["pp"] > 1) & (table["virtual_stages"] == 1))
-    return np.full(len(table), host.synchronizes == "always")
-
-
-def again_host_s(host: HostSpec, table: PlanTable) -> Floats:
-    """Return the host seconds of one layer recomputed, beside the launches: its modules, its wrapping, its DTensors."""
-    tensors = (table["tp"] > 1) & (not host.plain_tensors)
-    wrapping = np.zeros(len(table))
-    for word in words(table.recompute):
-        wrapping = np.where(table.recompute == word, host.wrapping_s(word), wrapping)
-    return np.asarray(host.forward_layer_s + wrapping + np.where(tensors, FORWARD_SHARE * host.tp_layer_s, 0.0))
-
-
 def _wrapped_layers(spec: RuntimeSpec, layout: StageLayout) -> Floats:
     """Return how many layers of each pipeline rank recompute anything."""
     total = np.zeros(layout.exists.shape)
@@ -386,14 +346,3 @@ def _wrapped_layers(spec: RuntimeSpec, layout: StageLayout) -> Floats:
         mode = spec.recompute[name]
         total = total + (dense + moe) * (mode.layers if mode.recomputes else 0.0)
     return total
-
-
-def loaded_tokens(context: CostContext) -> Floats:
-    """Return the tokens a rank loads for a step: whole sequences of all its micro batches, whatever part it computes."""
-    table = context.table
-    return np.asarray(context.sizes["S"] * table["micro_batch_size"] * table.micro_batches)
-
-
-# What the gradient norm is summed over, and the bytes of it.
-NORM_AXES = ("dp", "tp", "pipeline")
-NORM_BYTES = 4.0

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.collectives.cost import CollectiveModel
+from simulator.collectives.traffic import port_share
 from simulator.columns.plan_columns import distinct
 from simulator.columns.plan_table import Floats, PlanTable
 from topology.cluster import Cluster
@@ -20,7 +21,7 @@ from topology.rates.orders import Order, Pattern, groups_on, irregular, node_ord
 class GroupTimes:
     """Where each plan's groups lie on `cluster`, and what collectives cost there.
 
-    Axes: `tp`, `cp`, `ep`, `pp` (neighbouring stages), `pipeline` (all of them), `fsdp` (dp_shard x cp), `replicate` (dp_replicate), `dp` (both, and cp),
+    Axes: `tp`, `cp`, `ep`, `pp` (neighbouring stages; `pp_across` where they are on different nodes), `pipeline` (all of them), `fsdp` (dp_shard x cp), `replicate` (dp_replicate), `dp` (both, and cp),
     `expert_fsdp` and `expert_dp` (what expert parallelism leaves of them).
 
     `apart` has a model for each plan where they run on clusters that differ in the rates of their links. `factor`: how many
@@ -43,6 +44,19 @@ class GroupTimes:
         for model, shape, rows in self._groups(axis):
             out[rows] = self.factor * model.time_s(op, size[rows], shape, algorithm=algorithm)
         return out
+
+    def load(self, op: str, axis: str, nbytes: Floats) -> tuple[Floats, Floats]:
+        """Return (SMs that `op` holds, bytes that it sends through the port of a rank), one value per plan."""
+        sms, sent = np.zeros(len(self.table)), np.zeros(len(self.table))
+        for model, shape, every in self._groups(axis):
+            rows = every & (nbytes > 0)
+            if rows.any() and not np.isfinite(model.time_s(op, float(nbytes[rows][0]), shape)):
+                continue  # nothing joins these ranks
+            sizes, which = np.unique(nbytes[rows], return_inverse=True)
+            chosen = model.choose_many(op, sizes, shape) if len(sizes) else ()
+            sms[rows] = np.array([float(one.sms) for one in chosen])[which]
+            sent[rows] = (sizes * np.array([port_share(op, one.algorithm, shape) for one in chosen]))[which]
+        return sms, sent
 
     def _groups(self, axis: str) -> list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]:
         """Return the plans whose groups along an axis are the same on the same machine, groups of one left out."""
@@ -140,6 +154,8 @@ class GroupTimes:
                 return t["pp"], everything
             case "pp":
                 return np.where(t["pp"] > 1, 2.0, 1.0), everything
+            case "pp_across":  # neighbouring stages on different nodes
+                return np.where(t["pp"] > 1, 2.0, 1.0), np.maximum(everything, float(self.cluster.gpus_per_node))
             case "fsdp":
                 return t["sharded_over"], t["tp"]
             case "replicate":

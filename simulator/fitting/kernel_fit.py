@@ -13,13 +13,13 @@ import numpy as np
 from simulator.calibration.kernel_samples import MOVEMENTS, PACKING, UPDATES, movement_of
 from simulator.calibration.measured_operators import MeasuredOperators
 from simulator.calibration.operator_curves import MatmulCurve, MoveCurve
-from simulator.closed_form.data_parallel import ADAM_BYTES, CLIP_BYTES
 from simulator.config.runtime import DTYPE_BYTES
 from simulator.fitting.operator_fit import by_key, fit_attention, fit_matmul, fit_move
 from simulator.fitting.step_samples import StandaloneTimes, exact_key, standalone_from_steps
 from simulator.kernels.operators import FIXED_DTYPE_BYTES, OperatorSpec, Work, backward_work, forward_work
 from simulator.kernels.roofline import Roofline, efficiency
 from simulator.runtimes.library import RuntimeSpec, runtime_names, runtime_spec
+from simulator.step.update import ADAM_BYTES, CLIP_BYTES
 from topology.cluster import GpuKind
 from topology.profile.samples import OperatorSample
 

@@ -13,16 +13,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from simulator.closed_form.layer_cost import (
-    WEIGHT_GRADIENT,
-    CostContext,
-    copy_hop_s,
-    ends_of,
-    pieces_s,
-    saved_bytes,
-    tensors_bytes,
-)
-from simulator.closed_form.step_cost import again_host_s
+from simulator.closed_form.layer_cost import WEIGHT_GRADIENT, copy_hop_s, ends_of, pieces_s
 from simulator.kernels.operators import OperatorSpec, Work, WorkKind, active_rows, backward_work, forward_work
 from simulator.lowering.pairing import async_pairs, site_pairs
 from simulator.lowering.steps import AsyncStep, KernelStep, RingStep, SiteStep, Step, TransferStep, summed
@@ -31,6 +22,8 @@ from simulator.overlap.torch_async import ASYNC, partials_bytes
 from simulator.program.cost_model import Cost
 from simulator.runtimes.library import RecomputeSpec
 from simulator.runtimes.recomputation import run_again
+from simulator.step.context import CostContext
+from simulator.step.host import again_host_s
 
 
 class Detail(StrEnum):
@@ -41,13 +34,11 @@ class Detail(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCode:
-    """Forward and backward of one block; `saved_bytes` live from one to the other, `again_bytes` during backward."""
+    """Forward and backward of one block."""
 
     name: str
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
-    saved_bytes: int
-    again_bytes: int
 
 
 def block_code(
@@ -76,14 +67,10 @@ def block_code(
     _add_host(forward, f"{name} forward", host_forward_s)
     extra = float(again_host_s(context.spec.host, context.table)[0]) if again else 0.0
     _add_host(backward, f"{name} backward", host_backward_s + extra)
-    kept = round(float(saved_bytes(active, mode, context)[0]))
-    everything = round(float(tensors_bytes(active, context)[0]))
     return BlockCode(
         name=name,
         forward=tuple(_joined(forward, context)),
         backward=(*_joined(again, context), *_joined(backward, context)),
-        saved_bytes=kept,
-        again_bytes=everything if again else 0,
     )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from simulator.collectives.cost import CollectiveCost, CollectiveModel
+from simulator.collectives.traffic import port_share
 from simulator.kernels.roofline import efficiency
 from simulator.lowering.steps import KernelKey
 from simulator.lowering.writing import PEER_COPY, launch_key
@@ -14,19 +15,6 @@ from simulator.program.cost_model import Cost, GpuLimits, LinkUse, Ranks
 from simulator.program.program import Collective, Copy, Instruction, Kernel, Launch, Recv, Send
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
-
-# Which share of what a collective's ranks send through their ports each of them carries, per byte of the buffer.
-TRAFFIC: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda _: 1.0,
-    "send_recv": lambda _: 1.0,
-}
-
-# Algorithms that reduce inside a node before anything leaves it.
-REDUCES_INSIDE = frozenset({"tree", "nvls", "nvls_tree"})
 
 
 class _LinkUses(dict[int, LinkUse]):
@@ -83,7 +71,7 @@ class MachineCosts:
         shape = self.shape(instruction.group, ranks)
         chosen = self._chosen(op, instruction.nbytes, shape)
         seconds = chosen.time_s.value
-        sent = instruction.nbytes * self._traffic(op, chosen.algorithm, shape)
+        sent = instruction.nbytes * port_share(op, chosen.algorithm, shape)
         # By itself a transfer gets what its time says, whatever the time was measured or modelled from.
         medium, share = ("port", 1.0) if shape.nodes == 1 else ("nic", 1.0 / shape.ranks_per_node)
         rate = min(sent / seconds, self._link_rates[medium] / share) if seconds else 0.0
@@ -155,12 +143,6 @@ class MachineCosts:
             return -(-len(physical) // nodes), nodes
         count = Counter(gpu // per for gpu in physical)
         return max(count.values()), len(count)
-
-    def _traffic(self, op: str, algorithm: str, shape: GroupShape) -> float:
-        """Return bytes through a rank's port, or a node's NICs, per byte of the buffer."""
-        if op == "all_reduce" and shape.nodes > 1 and algorithm in REDUCES_INSIDE:
-            return 2 * (shape.nodes - 1) / shape.nodes
-        return TRAFFIC[op](shape.ranks)
 
     def _chosen(self, op: str, nbytes: int, shape: GroupShape) -> CollectiveCost:
         key = (op, nbytes, shape)

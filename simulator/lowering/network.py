@@ -1,147 +1,96 @@
-"""The network of one plan as stages of units: which block each layer is, under which recompute mode, of what size."""
+"""The code of every unit of one plan's network, and its stages, as fine as a program is to be."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from simulator.closed_form.layer_cost import CostContext
-from simulator.closed_form.memory import Parameters, head_peak_bytes, local_parameters, placeholder_bytes
-from simulator.closed_form.overlap_memory import symmetric_bytes
-from simulator.closed_form.step_cost import layer_host_s
 from simulator.config.model import Model
+from simulator.kernels.operators import OperatorSpec
 from simulator.lowering.block_code import BlockCode, block_code
-from simulator.lowering.sharded_data import Unit
-from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import ModelOperators, RecomputeSpec
-
-StageUnits = Sequence[tuple[Unit, BlockCode]]
+from simulator.step.context import CostContext
+from simulator.step.held import local_parameters, saved_bytes, tensors_bytes
+from simulator.step.host import layer_host_s
+from simulator.step.units import SavedBytes, Unit, UnitMaker
 
 
 class Network:
-    """`stages[s]` lists the units of stage s in forward order, each with its code.
+    """`stages[s]` lists the units of stage s in forward order; `code_of` gives the code of each.
 
     With `collapse` a stage is a single unit: parameters, bytes and steps of all its units together.
     """
 
     def __init__(self, model: Model, operators: ModelOperators, context: CostContext, *, collapse: bool) -> None:
-        self.model, self.operators, self.context = model, operators, context
-        self.parameters: Parameters = local_parameters(model, context)
-        self._blocks: dict[tuple[str, str, bool], BlockCode] = {}
-        self.stages: list[StageUnits] = []
-        self._kinds: list[frozenset[str]] = []  # of layers, by stage
+        self.context = context
+        self.operators: Mapping[str, Sequence[OperatorSpec]] = {
+            "dense": operators.dense_layer,
+            "embedding": operators.embedding,
+            "head": operators.head,
+        } | ({"moe": operators.moe_layer} if model.moe is not None else {})
+        self._blocks: dict[tuple[str, str], BlockCode] = {}
+        self._collapsed: dict[str, BlockCode] = {}
+        self._same: dict[tuple[object, ...], BlockCode] = {}
+        saved = {name: self._saved(held) for name, held in self.operators.items()}
         plan = context.table.plans[0]
-        layer = 0
-        counts = stage_layers(model.layers, plan, context.spec.pipeline)
-        same: dict[tuple[object, ...], BlockCode] = {}
-        for stage, count in enumerate(counts):
-            units: list[tuple[Unit, BlockCode]] = []
-            if stage == 0:
-                # Looked up, not multiplied with, unless it is the head as well.
-                units.append(
-                    (
-                        self._unit("embedding", self.parameters.embedding, cast=model.tied_embeddings),
-                        self._block("embedding"),
-                    )
-                )
-            word = plan.recompute_per_stage[stage] if plan.recompute_per_stage else plan.recompute
-            units += [self._layer(index, word) for index in range(layer, layer + count)]
-            held = model.layer_kinds[layer : layer + count]
-            self._kinds.append(frozenset("moe" if kind.sparse else "dense" for kind in held))
-            layer += count
-            if stage == len(counts) - 1:
-                units.append((self._unit("head", self.parameters.head), self._block("head")))
-            self.stages.append(_collapsed(units, stage, same) if collapse else units)
+        self.units = UnitMaker(model, context, local_parameters(model, context), saved).stages(plan)
+        self.stages = [[self._joined(units, s)] for s, units in enumerate(self.units)] if collapse else self.units
 
-    def _layer(self, index: int, word: str) -> tuple[Unit, BlockCode]:
-        mode = self.context.spec.recompute[word]
-        # A mode for a share of the layers wraps every so many of them, the last of each run.
-        every = round(1 / mode.layers)
-        wrapped = bool(mode.recomputes) and index % every == every - 1
-        p, name = self.parameters, f"layer {index}"
-        if not self.model.layer_kinds[index].sparse:
-            return self._unit(name, p.dense_layer, wrapped=wrapped), self._block("dense", word, wrapped=wrapped)
-        unit = self._unit(name, p.moe_layer, p.experts, wrapped=wrapped)
-        return unit, self._block("moe", word, wrapped=wrapped)
-
-    def placeholder_bytes(self, stages: Sequence[int]) -> float:
-        """Return the bytes of weight gradients that nobody fills on a rank that holds `stages`."""
-        of_kind = {"dense": self.operators.dense_layer, "moe": self.operators.moe_layer}
-        kinds = frozenset[str]().union(*(self._kinds[stage] for stage in stages))
-        held = [operator for kind in sorted(kinds) for operator in of_kind[kind]]
-        return float(placeholder_bytes(held, self.context)[0])
-
-    def symmetric_bytes(self, stages: Sequence[int]) -> float:
-        """Return the bytes of symmetric memory on a rank that holds `stages`."""
-        kinds = [kind for stage in stages for kind in self._kinds[stage]]
-        dense, moe = (np.array([[kinds.count(kind)]]) for kind in ("dense", "moe"))
-        return float(symmetric_bytes(self.context, dense, moe)[0, 0])
-
-    def _unit(
-        self, name: str, shared: object, experts: object = 0.0, *, wrapped: bool = False, cast: bool = True
-    ) -> Unit:
-        found = Unit(name=name, shared=_number(shared), experts=_number(experts))
-        used = found.elements if cast else 0.0
-        return replace(found, recast=used) if wrapped else replace(found, kept_cast=used)
-
-    def _block(self, name: str, word: str = "none", *, wrapped: bool = False) -> BlockCode:
-        key = (name, word, wrapped)
+    def code_of(self, unit: Unit) -> BlockCode:
+        """Return the code of a unit's passes."""
+        if unit.name in self._collapsed:
+            return self._collapsed[unit.name]
+        word = str(unit.words[0])
+        key = (unit.block, word if unit.wrapped else "")
         if key not in self._blocks:
-            self._blocks[key] = self._new_block(name, word, wrapped=wrapped)
+            self._blocks[key] = self._new_block(unit, word)
         return self._blocks[key]
 
-    def _new_block(self, name: str, word: str, *, wrapped: bool) -> BlockCode:
-        layer = name in {"dense", "moe"}
-        host = self.context.spec.host
-        forward_s, backward_s = (float(seconds[0]) for seconds in layer_host_s(host, self.context.table))
-        operators = {
-            "dense": self.operators.dense_layer,
-            "moe": self.operators.moe_layer,
-            "embedding": self.operators.embedding,
-            "head": self.operators.head,
-        }[name]
-        mode = replace(self.context.spec.recompute[word], layers=1.0) if wrapped else RecomputeSpec()
-        block = block_code(
-            f"{name} {word}" if wrapped else name,
-            operators,
+    def _saved(self, operators: Sequence[OperatorSpec]) -> SavedBytes:
+        spec, table = self.context.spec, self.context.table
+        return SavedBytes(
+            by_mode={
+                word: saved_bytes(operators, spec.recompute[word], self.context) for word in table.recompute_modes
+            },
+            everything=tensors_bytes(operators, self.context),
+        )
+
+    def _new_block(self, unit: Unit, word: str) -> BlockCode:
+        layer = unit.block in {"dense", "moe"}
+        forward_s, backward_s = (float(s[0]) for s in layer_host_s(self.context.spec.host, self.context.table))
+        return block_code(
+            f"{unit.block} {word}" if unit.wrapped else unit.block,
+            self.operators[unit.block],
             self.context.in_layers if layer else self.context,
-            mode,
+            replace(self.context.spec.recompute[word], layers=1.0) if unit.wrapped else RecomputeSpec(),
             host_forward_s=forward_s if layer else 0.0,
             host_backward_s=backward_s if layer else 0.0,
         )
-        if name == "head":
-            # The loss turning round: what is alive together then, beyond what the head saves.
-            peak = float(head_peak_bytes(self.context)[0])
-            return replace(block, again_bytes=round(max(0.0, peak - block.saved_bytes)))
-        return block
 
-
-def _collapsed(
-    units: list[tuple[Unit, BlockCode]], stage: int, same: dict[tuple[object, ...], BlockCode]
-) -> list[tuple[Unit, BlockCode]]:
-    """Return a stage as one unit; stages made of equal blocks share one code."""
-    whole = Unit(
-        name=f"stage {stage}",
-        shared=sum(u.shared for u, _ in units),
-        experts=sum(u.experts for u, _ in units),
-        pieces=len(units),
-        widest=max((u.elements for u, _ in units), default=0.0),
-        kept_cast=sum(u.kept_cast for u, _ in units),
-        recast=sum(u.recast for u, _ in units),
-    )
-    key = tuple(id(block) for _, block in units)
-    if key not in same:
-        same[key] = BlockCode(
-            name=f"stage kind {len(same)}",
-            forward=tuple(step for _, b in units for step in b.forward),
-            backward=tuple(step for _, b in reversed(units) for step in b.backward),
-            saved_bytes=sum(b.saved_bytes for _, b in units),
-            again_bytes=max((b.again_bytes for _, b in units), default=0),
+    def _joined(self, units: Sequence[Unit], stage: int) -> Unit:
+        """Return a stage as one unit; stages made of equal blocks share one code."""
+        codes = [self.code_of(unit) for unit in units]
+        key = tuple(id(code) for code in codes)
+        if key not in self._same:
+            self._same[key] = BlockCode(
+                name=f"stage kind {len(self._same)}",
+                forward=tuple(step for code in codes for step in code.forward),
+                backward=tuple(step for code in reversed(codes) for step in code.backward),
+            )
+        name, nothing = f"stage {stage}", np.zeros(1)
+        self._collapsed[name] = self._same[key]
+        return Unit(
+            name=name,
+            blocks=tuple(unit.block for unit in units),
+            words=np.array([""]),
+            wrapped=False,
+            shared=sum((u.shared for u in units), nothing),
+            experts=sum((u.experts for u in units), nothing),
+            saved_bytes=sum((u.saved_bytes for u in units), nothing),
+            again_bytes=np.asarray(max((u.again_bytes for u in units), default=nothing)),
+            kept_cast=sum((u.kept_cast for u in units), nothing),
+            recast=sum((u.recast for u in units), nothing),
+            widest=np.asarray(max((u.elements for u in units), default=nothing)),
         )
-    return [(whole, same[key])]
-
-
-def _number(value: object) -> float:
-    return float(np.asarray(value, dtype=np.float64).flat[0])

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from simulator.closed_form.layer_cost import CostContext
 from simulator.lowering.steps import AsyncStep, KernelStep, SiteStep, Step, TransferStep, summed
 from simulator.overlap.site_costs import SITE_MODES, Products, pair_issue_s, pair_s, parts_of
 from simulator.overlap.torch_async import ASYNC
 from simulator.program.cost_model import Cost
+from simulator.step.context import CostContext
 
 # --- modes of the executor ------------------------------------------------------------------------------------------
 

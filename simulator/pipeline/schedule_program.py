@@ -59,6 +59,16 @@ def _peak(row: Sequence[Action], stage: int | None = None) -> int:
     return max(accumulate((_KEEPS[leaf.kind] for leaf in leaves if stage in (None, leaf.stage)), initial=0))
 
 
+# Passes after which a micro batch's gradients of a stage's parameters are there.
+TURNS = (Kind.BACKWARD, Kind.WEIGHT_GRAD)
+
+
+def last_backwards(schedule: Schedule) -> dict[int, int]:
+    """Return the micro batch of each stage whose gradients of parameters come last."""
+    leaves = (leaf for row in schedule.table for action in row for leaf in action.leaves)
+    return {leaf.stage: leaf.micro_batch for leaf in leaves if leaf.kind in TURNS}
+
+
 # --- lowering ---------------------------------------------------------------------------------------------------------
 
 

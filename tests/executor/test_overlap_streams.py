@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: nothing can
 from executor.gpu import stream_ops  # noqa: E402 - after the check for torch
 from executor.gpu import symmetric_memory as symmetric  # noqa: E402 - after the check for torch
 from executor.overlap import push, relay  # noqa: E402 - as above
-from simulator.closed_form.overlap_memory import PAGE_BYTES, buffer_bytes  # noqa: E402 - as above
+from simulator.step.symmetric_memory import PAGE_BYTES, buffer_bytes  # noqa: E402 - as above
 
 CPU = torch.device("cpu")
 CURRENT, SIDE, SIGNALS, SECOND = 0, 1, 2, 3

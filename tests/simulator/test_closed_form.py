@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from simulator.closed_form.data_parallel import update_bytes
 from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.scenario import Scenario
 from simulator.config.hf_config import load_model
@@ -13,6 +12,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import calibrated
+from simulator.step.update import update_bytes
 from topology.catalog.clusters import cluster
 from topology.errors import BadPlan
 from topology.profile.profile import CollectiveSample, Profile

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.closed_form.data_parallel import update_bytes
 from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.layer_cost import block_cost
 from simulator.closed_form.scenario import Scenario
@@ -29,6 +28,7 @@ from simulator.overlap.torch_async import together_s
 from simulator.program.check import check
 from simulator.program.program import Collective, Launch, Send
 from simulator.runtimes.library import RecomputeSpec, operators_for
+from simulator.step.update import update_bytes
 from tests.simulator.lowering_plans import run, shortened
 from tests.simulator.published_bubbles import bubble_fraction
 from topology.catalog.clusters import cluster

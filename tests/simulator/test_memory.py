@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.memory import between_stages_bytes, head_peak_bytes
 from simulator.closed_form.scenario import Scenario
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.plan import Plan
@@ -12,6 +11,7 @@ from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.lowering.training import plan_context
 from simulator.runtimes.library import operators_for
+from simulator.step.held import between_stages_bytes, head_peak_bytes
 from topology.catalog.clusters import cluster
 
 GIB = 2**30

@@ -3,13 +3,13 @@
 import pytest
 
 from simulator.closed_form.estimates import estimate_plans
-from simulator.closed_form.overlap_memory import buffer_bytes
 from simulator.closed_form.scenario import Scenario
 from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.lowering.simulation import simulate_plan
 from simulator.runtimes.library import resolve
+from simulator.step.symmetric_memory import buffer_bytes
 from topology.catalog.clusters import cluster
 
 MIB = 2**20

@@ -3,7 +3,7 @@
 A layer has four sites where tensor parallelism communicates (`simulator.config.overlap_sites`). Each can use its own
 mode, and no matrix product overlaps with two of them, so their costs add. A mode changes the device and host time of
 the forward and backward pass, how long communication kernels hold SMs, and whether symmetric memory is needed
-(`simulator.closed_form.overlap_memory`). A combination that another one beats in all of these is never part of the best
+(`simulator.step.symmetric_memory`). A combination that another one beats in all of these is never part of the best
 plan, whatever the pipeline, memory or data parallelism. Of 1,296 combinations a few remain, mostly the fastest and the
 fastest without symmetric memory; the search treats them as one more policy.
 """

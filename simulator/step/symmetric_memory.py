@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.closed_form.layer_cost import CostContext
 from simulator.columns.plan_table import Floats
 from simulator.config.overlap_sites import SITES
 from simulator.kernels.operators import tensor_bytes
 from simulator.overlap.site_costs import PUSHED_MODES
+from simulator.step.context import CostContext
 
 Value = Any  # a number, or a column (numpy array) of them
 

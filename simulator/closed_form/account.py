@@ -1,0 +1,292 @@
+"""The account of a step: every part of its time and its peak of memory, by counting what `simulator.step.walk` tells.
+
+Plans that differ in amounts only are counted together. Micro batches that repeat each other are counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.closed_form.block_times import BlockTimes, TrafficTimes
+from simulator.closed_form.clocks import working_clocks
+from simulator.closed_form.data_parallel import FSDP_OPS, sm_share
+from simulator.closed_form.layer_cost import BlockCost
+from simulator.closed_form.pipeline_account import (
+    Clocks,
+    Counter,
+    End,
+    Hops,
+    RankCounts,
+    Table,
+    finish,
+    peak_of,
+    rounds_of,
+    table_of,
+    walk_table,
+    walked,
+)
+from simulator.closed_form.scenario import Scenario
+from simulator.closed_form.tally import CATEGORIES, PARTS, Tally
+from simulator.columns.plan_columns import distinct, words
+from simulator.columns.plan_table import Floats, PlanTable
+from simulator.config.plan import Plan
+from simulator.pipeline.schedules import Kind, default_schedule
+from simulator.runtimes.library import ModelOperators
+from simulator.step.context import CostContext
+from simulator.step.held import Parameters
+from simulator.step.traffic import traffic_kinds
+from simulator.step.units import SavedBytes, Unit, UnitMaker, folded, wrapping_period
+from simulator.step.walk import Held, StepWalk, held_by, message_bytes
+
+# Of several micro batches so many are walked; further ones repeat the second.
+WALKED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """A step of every plan. `parts_s` add up to the step; `held_bytes` is what each rank holds at its peak, shape
+    (categories, plans, pipeline ranks); ranks that a plan does not have hold nothing.
+    """
+
+    parts_s: dict[str, Floats]
+    held_bytes: Floats
+    clocks: Floats  # what kernels' times were multiplied with
+
+    @property
+    def total_s(self) -> Floats:
+        return sum(self.parts_s.values(), np.zeros(len(self.clocks)))
+
+    @property
+    def peak_bytes(self) -> Floats:
+        """The peak of every rank, shape (plans, pipeline ranks)."""
+        return np.asarray(self.held_bytes.sum(axis=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountInputs:
+    """What an account rests on: the plans of `context` and what their blocks cost."""
+
+    scenario: Scenario
+    context: CostContext
+    operators: ModelOperators
+    blocks: Mapping[str, BlockCost]
+    parameters: Parameters
+    clocks: Floats
+    hidden_share: float
+
+    def take(self, rows: NDArray[np.intp], context: CostContext) -> AccountInputs:
+        """Return the inputs of some of the plans, of which `context` is."""
+        return AccountInputs(
+            scenario=self.scenario,
+            context=context,
+            operators=self.operators,
+            blocks={name: block.take(rows) for name, block in self.blocks.items()},
+            parameters=self.parameters.take(rows),
+            clocks=self.clocks[rows],
+            hidden_share=self.hidden_share,
+        )
+
+
+def account_inputs(
+    scenario: Scenario,
+    context: CostContext,
+    operators: ModelOperators,
+    blocks: Mapping[str, BlockCost],
+    parameters: Parameters,
+) -> AccountInputs:
+    """Return what an account of the plans of `context` rests on, kernels at the clocks of a GPU that is never idle."""
+    return AccountInputs(
+        scenario=scenario,
+        context=context,
+        operators=operators,
+        blocks=blocks,
+        parameters=parameters,
+        clocks=np.ones(len(context.table)),
+        hidden_share=sm_share(context, *FSDP_OPS),
+    )
+
+
+def account_plans(inputs: AccountInputs) -> Account:
+    """Return the account of all plans, kernels at the clocks that the idle moments of each step leave them."""
+    account = _joined(inputs)
+    calibration = inputs.context.calibration
+    if calibration is None:
+        return account
+    parts = dict(account.parts_s)
+    parts["exposed_communication"] = sum((parts[axis] for axis in AXES), np.zeros(len(inputs.clocks)))
+    clocks = working_clocks(parts, inputs.context)
+    return _joined(replace(inputs, clocks=clocks))
+
+
+# What communication is exposed along.
+AXES = ("tp", "cp", "ep", "pp", "dp")
+
+
+def _joined(inputs: AccountInputs) -> Account:
+    rows = len(inputs.context.table)
+    parts = {part: np.zeros(rows) for part in PARTS}
+    held = np.zeros((len(CATEGORIES), rows, int(inputs.context.table["pp"].max())))
+    for some in alike(inputs.context.table, inputs.context):
+        mine = inputs if len(some) == rows else inputs.take(some, inputs.context.take(some))
+        account = account_pipeline(mine) if mine.context.table["pp"][0] > 1 else account_alone(mine)
+        for part in PARTS:
+            parts[part][some] = account.parts_s[part]
+        held[:, some, : account.held_bytes.shape[2]] = account.held_bytes
+    return Account(parts_s=parts, held_bytes=held, clocks=inputs.clocks)
+
+
+def _plan_of(table: PlanTable) -> Plan:
+    """Return a plan with the pipeline of the first row."""
+    if table.plans:
+        return table.plans[0]
+    schedule = str(table.schedule[0]) or None
+    return Plan(pp=int(table["pp"][0]), virtual_stages=int(table["virtual_stages"][0]), schedule=schedule)
+
+
+def alike(table: PlanTable, context: CostContext) -> list[NDArray[np.intp]]:
+    """Return the plans of a table in groups that differ in amounts only."""
+    m = table.micro_batches
+    period = np.zeros(len(table))
+    for word in words(table.recompute):
+        every = wrapping_period(context.spec, word)
+        period = np.where(table.recompute == word, np.where(every > 1, every, 0), period)
+    own = np.zeros(len(table))
+    for row, plan in enumerate(table.plans):
+        if plan.layers_per_stage or plan.recompute_per_stage:
+            own[row] = row + 1
+    schedule = np.unique(table.schedule, return_inverse=True)[1]
+    # Of a step without a pipeline only the first few micro batches are walked, of others what does not repeat.
+    counted = np.minimum(m, 2.0)
+    for piped in np.nonzero(table["pp"] > 1)[0]:
+        name = str(table.schedule[piped]) or default_schedule(int(table["virtual_stages"][piped]))
+        counted[piped] = walked(name, int(table["pp"][piped]), max(1, int(m[piped])))
+    keys = (traffic_kinds(table), table["pp"], table["virtual_stages"], schedule, counted, period, own)
+    _, which = distinct(*(np.asarray(key, dtype=np.float64) for key in keys))
+    return [np.nonzero(which == number)[0] for number in range(int(which.max()) + 1)]
+
+
+def unit_maker(inputs: AccountInputs) -> UnitMaker:
+    """Return the maker of the units of plans, from what their blocks save."""
+    spec = inputs.context.spec
+
+    def alone(word: str, block: BlockCost) -> Floats:
+        # Block costs are averages over layers, of which a share is wrapped.
+        share = spec.recompute[word].layers
+        return (block.saved_bytes[word] - (1 - share) * block.everything_bytes) / share
+
+    saved = {
+        name: SavedBytes(
+            by_mode={word: alone(word, block) for word in block.saved_bytes if word in spec.recompute},
+            everything=block.everything_bytes,
+        )
+        for name, block in inputs.blocks.items()
+    }
+    return UnitMaker(inputs.scenario.model, inputs.context, inputs.parameters, saved)
+
+
+def account_alone(inputs: AccountInputs) -> Account:
+    """Return the account of plans without a pipeline that differ in amounts only."""
+    context, rows = inputs.context, len(inputs.context.table)
+    m = context.table.micro_batches
+    walk = StepWalk(context, inputs.operators, _stages(inputs), single=bool(m[0] <= 1))
+    rank = Tally(*_times(inputs))
+    held = Held(stages=(0,), first=True, last=True, flying=np.ones(rows))
+    data = walk.begin(rank, held)
+    rank.start()
+    # Of two micro batches the middle one of three is taken back.
+    count = 1 if m[0] <= 1 else WALKED
+    for number in range(count):
+        since = rank.mark()
+        for kind in (Kind.FORWARD, Kind.BACKWARD):
+            walk.action(rank, data, 0, kind, number, last=number == count - 1)
+        if number == 1:
+            rank.repeat(since, m - WALKED)
+    walk.end(rank, data, held)
+    parts = dict(rank.parts)
+    # The step ends with whatever is last: the host may still be at work.
+    end = np.maximum(np.max(list(rank.clocks.values()), axis=0), rank.host)
+    parts["host"] = parts["host"] + (end - rank.compute)
+    return Account(parts_s=parts, held_bytes=rank.bytes.most[:, :, None], clocks=inputs.clocks)
+
+
+def account_pipeline(inputs: AccountInputs) -> Account:
+    """Return the account of plans through a pipeline that differ in amounts only, or in micro batches that repeat."""
+    columns, plan = inputs.context.table, _plan_of(inputs.context.table)
+    name, m = plan.schedule or default_schedule(plan.virtual_stages), columns.micro_batches
+    lets_go = bool(columns.fully_sharded[0] & ~columns.keeps_gathered[0])
+    most = walked(name, plan.pp, int(m[0]))
+    period, _ = rounds_of(name, plan.pp, int(m[0]))
+    counts = (most, most - period) if (m > most).any() else (most,)
+    tables = [table_of(name, plan.pp, count, plan.virtual_stages, lets_go=lets_go) for count in counts]
+    walk = StepWalk(inputs.context, inputs.operators, _stages(inputs), single=most <= 1)
+    blocks, traffic = _times(inputs)
+    counter = Counter(walk, tables, lambda counts_bytes: Tally(blocks, traffic, counts_bytes=counts_bytes))
+    hops = hops_of(inputs.context, message_bytes(inputs.context, inputs.scenario.model.hidden), traffic.sms)
+    accounts = [_through(inputs, walk, counter, table, hops) for table in tables]
+    if len(accounts) == 1:
+        return accounts[0]
+    there, before = accounts
+    rounds = (m - most) / period
+    return Account(
+        parts_s={part: there.parts_s[part] + rounds * (there.parts_s[part] - before.parts_s[part]) for part in PARTS},
+        held_bytes=there.held_bytes + rounds[:, None] * (there.held_bytes - before.held_bytes),
+        clocks=inputs.clocks,
+    )
+
+
+def _stages(inputs: AccountInputs) -> list[list[Unit]]:
+    """Return the units of every stage, equal ones as one."""
+    return [folded(units) for units in unit_maker(inputs).stages(_plan_of(inputs.context.table))]
+
+
+def _times(inputs: AccountInputs) -> tuple[BlockTimes, TrafficTimes]:
+    blocks = BlockTimes(inputs.context, inputs.blocks, inputs.clocks, inputs.hidden_share)
+    return blocks, TrafficTimes(inputs.context)
+
+
+def _through(inputs: AccountInputs, walk: StepWalk, counter: Counter, table: Table, hops: Hops) -> Account:
+    """Return the account of a step that is as long as a table."""
+    rows, schedule = len(inputs.context.table), table.schedule
+    flying = [np.full(rows, float(count)) for count in table.in_flight]
+    ranks = [counter.rank(held_by(schedule, rank, flying[rank])) for rank in range(schedule.ranks)]
+    _, lags = walk_table(table, ranks, hops, {}, synchronizes=walk.synchronizes)
+    clocks, _ = walk_table(table, ranks, hops, lags, synchronizes=walk.synchronizes)
+    ends = finish(walk, ranks, clocks)
+    done = np.max([end.done for end in ends], axis=0)
+    parts = np.stack([_parts(table, rank, ranks[rank], clocks[rank], ends[rank], done) for rank in range(len(ranks))])
+    slowest = np.argmax(parts[:, PARTS.index("compute")] + parts[:, PARTS.index("recompute")], axis=0)
+    every = np.arange(rows)
+    return Account(
+        parts_s={part: parts[slowest, number, every] for number, part in enumerate(PARTS)},
+        held_bytes=np.stack([peak_of(table, rank, counts) for rank, counts in enumerate(ranks)], axis=2),
+        clocks=inputs.clocks,
+    )
+
+
+def hops_of(context: CostContext, nbytes: Floats, sms: float) -> Hops:
+    """Return what messages of `nbytes` take between neighbouring ranks of a pipeline, on one node or two."""
+    groups, ranks = context.groups, int(context.table["pp"][0])
+    per_rank, per_node = context.table["gpus"] / ranks, float(groups.cluster.gpus_per_node)
+    near_s, far_s = (groups.time_s("send_recv", axis, nbytes) for axis in ("pp", "pp_across"))
+    near, far = (groups.load("send_recv", axis, nbytes)[0] / sms for axis in ("pp", "pp_across"))
+    seconds, held = {}, {}
+    for one in range(ranks):
+        for other in ((one + 1) % ranks, (one - 1) % ranks):
+            apart = (one * per_rank) // per_node != (other * per_rank) // per_node
+            seconds[one, other], held[one, other] = np.where(apart, far_s, near_s), np.where(apart, far, near)
+    return Hops(seconds, held, np.full(len(context.table), context.spec.host.collective_s))
+
+
+def _parts(table: Table, rank: int, counts: RankCounts, clocks: Clocks, end: End, done: Floats) -> Floats:
+    """Return the parts of a step as a rank has them, one row a part; they add up to when all is `done`."""
+    kinds, times = np.unique(table.rows[rank], return_counts=True)
+    passes = [count * counts.of(table.kinds[kind]).parts for kind, count in zip(kinds, times, strict=True)]
+    parts = np.asarray(sum(passes, end.parts))
+    for number, part in enumerate(PARTS):
+        parts[number] += clocks.waits.get(part, 0.0)
+    parts[PARTS.index("bubble")] += done - end.compute
+    return parts

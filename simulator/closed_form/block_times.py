@@ -1,0 +1,244 @@
+"""How long passes of units and transfers beside them take, for all plans of a table: what a `Tally` looks up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from simulator.closed_form.layer_cost import BlockCost, PassCost
+from simulator.collectives.group_times import GroupTimes
+from simulator.columns.plan_columns import words
+from simulator.columns.plan_table import Floats
+from simulator.kernels.roofline import efficiency
+from simulator.step.context import CostContext
+from simulator.step.host import again_host_s, layer_host_s
+from simulator.step.rank import Pass, Value
+from simulator.step.units import Unit
+from simulator.step.update import updated_dtype
+
+TINY = 1e-12  # seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassTimes:
+    """One pass of a unit: `kernels_s` and `exposed_s` communication on the device, `host_s`; see `PassCost.behind_s`."""
+
+    kernels_s: Floats
+    exposed_s: Floats
+    behind_s: Floats
+    host_s: Floats
+    bytes_per_s: Floats
+    parts: dict[str, Floats]
+    device_s: Floats = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device_s", self.kernels_s + self.exposed_s)
+
+
+class BlockTimes:
+    """Passes of units, from the costs of their blocks. `clocks` multiplies the time of kernels."""
+
+    def __init__(
+        self, context: CostContext, blocks: Mapping[str, BlockCost], clocks: Floats, hidden_share: float
+    ) -> None:
+        self.context, self.blocks, self.clocks, self.hidden_share = context, blocks, clocks, hidden_share
+        self.rows = len(context.table)
+        self._known: dict[tuple[object, ...], PassTimes] = {}
+
+    def of(self, unit: Unit, which: Pass) -> PassTimes:
+        """Return the times of a pass of a unit."""
+        key = (unit.block, which, unit.wrapped, id(unit.words) if unit.wrapped else 0)
+        if key not in self._known:
+            self._known[key] = self._times(unit, which)
+        return self._known[key]
+
+    def _times(self, unit: Unit, which: Pass) -> PassTimes:
+        block = self.blocks[unit.block]
+        forward_s, backward_s = (
+            layer_host_s(self.context.spec.host, self.context.table)
+            if unit.block in {"dense", "moe"}
+            else (np.zeros(self.rows), np.zeros(self.rows))
+        )
+        if which is Pass.FORWARD:
+            return self._timed(block.forward, forward_s)
+        if which is Pass.WEIGHT:
+            weight = self.clocks * block.backward.weight_s
+            return PassTimes(
+                kernels_s=weight,
+                exposed_s=np.zeros(self.rows),
+                behind_s=np.full(self.rows, -np.inf),
+                host_s=block.backward.weight_host_s,
+                bytes_per_s=_rate(block.backward.moved_bytes, block.backward.compute_s),
+                parts={"compute": weight},
+            )
+        backward = self._backward(unit, block, backward_s)
+        if which is Pass.BACKWARD:
+            return backward
+        weight = self.clocks * block.backward.weight_s
+        return PassTimes(
+            kernels_s=backward.kernels_s - weight,
+            exposed_s=backward.exposed_s,
+            behind_s=backward.behind_s - weight,
+            host_s=backward.host_s - block.backward.weight_host_s,
+            bytes_per_s=backward.bytes_per_s,
+            parts=backward.parts | {"compute": backward.parts["compute"] - weight},
+        )
+
+    def _backward(self, unit: Unit, block: BlockCost, host_s: Floats) -> PassTimes:
+        """Return a whole backward pass, with what runs again before it under each plan's mode."""
+        plain = self._timed(block.backward, host_s)
+        if not unit.wrapped:
+            return plain
+        spec, again_s = self.context.spec, again_host_s(self.context.spec.host, self.context.table)
+        turned = self._timed(block.backward, host_s + again_s)
+        result = plain
+        for word in words(unit.words):
+            if word in block.recompute:
+                again = self._timed(block.recompute[word], np.zeros(self.rows), share=spec.recompute[word].layers)
+                result = _chosen(unit.words == word, _one_after_other(again, turned), result)
+        return result
+
+    def _timed(self, cost: PassCost, host_s: Floats, *, share: float = 1.0) -> PassTimes:
+        """Return a pass with `host_s` of Python before it; costs are averages over layers, of which a `share` runs."""
+        hidden = self.hidden_share * cost.hidden_s / share
+        kernels = self.clocks * cost.compute_s / share
+        exposed = {axis: seconds / share for axis, seconds in cost.communication_s.items()}
+        saved = kernels - cost.compute_s / share  # what other clocks make of the kernels behind the host
+        return PassTimes(
+            kernels_s=kernels + hidden,
+            exposed_s=sum(exposed.values(), np.zeros(self.rows)),
+            behind_s=cost.behind_s / share + host_s + np.minimum(saved, 0.0),
+            host_s=cost.host_s / share + host_s,
+            bytes_per_s=_rate(cost.moved_bytes, cost.compute_s),
+            parts={"compute": kernels, "contention": hidden, **exposed},
+        )
+
+
+def _rate(moved: Floats, seconds: Floats) -> Floats:
+    return np.asarray(moved / np.maximum(seconds, TINY))
+
+
+def _one_after_other(again: PassTimes, then: PassTimes) -> PassTimes:
+    """Return recomputation and the backward pass behind it as one pass."""
+    first_s = np.maximum(again.behind_s, again.device_s)
+    kernels = again.kernels_s + then.kernels_s
+    moved = again.bytes_per_s * again.kernels_s + then.bytes_per_s * then.kernels_s
+    parts = {"recompute": again.parts["compute"]}
+    for part in {*again.parts, *then.parts} - {"compute"}:
+        parts[part] = again.parts.get(part, 0.0) + then.parts.get(part, np.zeros(1))
+    return PassTimes(
+        kernels_s=kernels,
+        exposed_s=again.exposed_s + then.exposed_s,
+        behind_s=np.maximum(first_s + then.device_s, again.host_s + np.maximum(then.behind_s, then.device_s)),
+        host_s=again.host_s + then.host_s,
+        bytes_per_s=_rate(moved, kernels),
+        parts=parts | {"compute": then.parts["compute"]},
+    )
+
+
+def _chosen(here: object, one: PassTimes, other: PassTimes) -> PassTimes:
+    """Return one pass in some rows and the other in the rest."""
+
+    def either(a: Value, b: Value) -> Floats:
+        return np.where(np.asarray(here), a, b)
+
+    names = {*one.parts, *other.parts}
+    return PassTimes(
+        kernels_s=either(one.kernels_s, other.kernels_s),
+        exposed_s=either(one.exposed_s, other.exposed_s),
+        behind_s=either(one.behind_s, other.behind_s),
+        host_s=either(one.host_s, other.host_s),
+        bytes_per_s=either(one.bytes_per_s, other.bytes_per_s),
+        parts={name: either(one.parts.get(name, 0.0), other.parts.get(name, 0.0)) for name in sorted(names)},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Background:
+    """A collective beside compute: its seconds alone, SMs it holds, and bytes of memory it moves a second."""
+
+    seconds: Floats
+    host_s: Floats
+    sms: Floats
+    bytes_per_s: Floats
+    runs: bool  # in any row
+    everywhere: bool  # in every row
+    slowed: float = 1.0  # beside kernels it takes so many times as long
+
+    def over(self, before: Background) -> Background:
+        """Return this collective where there is one, and the one before it elsewhere."""
+        here = self.seconds > 0
+        return Background(
+            seconds=np.where(here, self.seconds, before.seconds),
+            host_s=self.host_s,
+            runs=True,
+            everywhere=before.everywhere,
+            sms=np.where(here, self.sms, before.sms),
+            bytes_per_s=np.where(here, self.bytes_per_s, before.bytes_per_s),
+            slowed=self.slowed,
+        )
+
+    def stretch(
+        self, kernels_s: Floats, exposed_s: Floats, bytes_per_s: Floats, traffic: TrafficTimes, *, copies: bool
+    ) -> tuple[Floats, Floats]:
+        """Return (how many times as long compute takes beside this collective, at what speed the collective runs)."""
+        sms = 1.0 if copies else 1.0 - self.sms / traffic.sms
+        memory = (traffic.memory_bytes_per_s - self.bytes_per_s) / np.maximum(bytes_per_s, 1.0)
+        speed = np.maximum(np.minimum(np.minimum(sms, memory), 1.0), 0.05)
+        total = kernels_s + exposed_s
+        slow_kernels = kernels_s / speed
+        stretched = slow_kernels + exposed_s
+        progress = (slow_kernels / self.slowed + exposed_s) / np.maximum(stretched, TINY)
+        return np.where(total > TINY, stretched / np.maximum(total, TINY), 1.0), np.maximum(progress, 0.05)
+
+
+@dataclass(slots=True)
+class TrafficTimes:
+    """Transfers around the blocks, and copies; looked up once for each distinct size."""
+
+    context: CostContext
+    sms: float = field(init=False)
+    memory_bytes_per_s: float = field(init=False)
+    update_bytes_per_s: Value = field(init=False)
+    _hbm: Floats = field(init=False)
+    _known: dict[tuple[str, str, bytes | float], Background] = field(default_factory=dict)
+    _rates: dict[bytes | float, Floats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        roofline = self.context.roofline
+        self._hbm = np.full(len(self.context.table), roofline.memory_bytes_per_s)
+        self.sms = float(roofline.gpu.sm_count)
+        self.memory_bytes_per_s = roofline.gpu.memory_bytes_per_s * efficiency(roofline.gpu.architecture).hbm
+        self.update_bytes_per_s = roofline.update_bytes_per_s(updated_dtype(self.context.runtime))
+
+    def copy_bytes_per_s(self, module_bytes: Value | None) -> Floats:
+        """Return the rate of copies, of those into and out of the flat buffer of a module of `module_bytes`."""
+        rows, roofline = len(self.context.table), self.context.roofline
+        if module_bytes is None:
+            return self._hbm
+        key = module_bytes.tobytes() if isinstance(module_bytes, np.ndarray) else module_bytes
+        if key not in self._rates:
+            self._rates[key] = np.broadcast_to(roofline.packing_bytes_per_s(module_bytes), (rows,))
+        return self._rates[key]
+
+    def cost(self, op: str, family: str, nbytes: Value) -> Background:
+        """Return what a collective along the groups of a family takes; nothing in groups of one."""
+        groups: GroupTimes = self.context.groups
+        axis = "pipeline" if family == "pp" else family
+        key = (op, axis, nbytes.tobytes() if isinstance(nbytes, np.ndarray) else nbytes)
+        if key not in self._known:
+            size = np.broadcast_to(np.asarray(nbytes, dtype=np.float64), (len(self.context.table),))
+            there = (groups.extent(axis)[0] > 1) & (size > 0)
+            seconds = np.where(there, groups.time_s(op, axis, np.maximum(size, 1.0)), 0.0)
+            sms, sent = groups.load(op, axis, size)
+            self._known[key] = Background(
+                seconds=seconds,
+                host_s=np.where(there, self.context.spec.host.collective_s, 0.0),
+                runs=bool(there.any()),
+                everywhere=bool(there.all()),
+                sms=sms,
+                bytes_per_s=2.0 * sent / np.maximum(seconds, TINY),
+            )
+        return self._known[key]

@@ -1,0 +1,424 @@
+"""The account of a step through a pipeline: each kind of pass counted once, then put together as the schedule's table says.
+
+What a pass takes from its rank's clocks is the same every time: so long on the device, so long where the host is behind,
+so long for parameters that are not there yet. A long step repeats itself, so its table is walked with fewer micro batches
+and twice, one round apart: what the round adds, further rounds add as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.closed_form.tally import PARTS, Tally
+from simulator.columns.plan_table import Floats
+from simulator.pipeline.schedule_program import TURNS, last_backwards, needs, peak_in_flight, sent_to
+from simulator.pipeline.schedule_tables import build_schedule
+from simulator.pipeline.schedules import SCHEDULES, Kind, Schedule
+from simulator.step.traffic import REPLICAS, STREAM, DataWriter
+from simulator.step.units import Unit
+from simulator.step.walk import Held, StepWalk
+
+LONG_AGO = -1e6  # seconds: a clock that holds nothing up
+
+
+def rounds_of(name: str, ranks: int, micro_batches: int) -> tuple[int, int]:
+    """Return (micro batches after which a schedule repeats itself, the most of them that are worth walking)."""
+    if SCHEDULES[name].rounds:
+        period = micro_batches // max(1, micro_batches // ranks)
+        return period, 3 * period
+    return 1, 2 * ranks + 2
+
+
+def walked(name: str, ranks: int, micro_batches: int) -> int:
+    """Return with how many micro batches a schedule's table is walked."""
+    period, most = rounds_of(name, ranks, micro_batches)
+    return min(micro_batches, most - (most - micro_batches) % period) if micro_batches > most else micro_batches
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One action of a table in an order in which all that it needs has come before.
+
+    `kind` is an index into `Table.kinds`; `needs` is (stage, is it a forward) of a result of another rank, whose message
+    is the `number`th on its channel; `sends` likewise.
+    """
+
+    rank: int
+    kind: int
+    needs: tuple[int, str, int] | None
+    sends: tuple[int, str, int] | None
+    target: int  # the rank it sends to
+
+
+class Gathered(IntEnum):
+    """Which units of a stage have their parameters gathered between two passes."""
+
+    AS_LEFT = 0  # whichever a plan that keeps them has left
+    NONE = 1
+    LAST = 2
+    ALL = 3
+
+
+# What a pass leaves where parameters are let go after use. Between the halves of a backward all are kept.
+LEAVES = {
+    Kind.FORWARD: Gathered.LAST,
+    Kind.BACKWARD: Gathered.NONE,
+    Kind.INPUT_GRAD: Gathered.ALL,
+    Kind.WEIGHT_GRAD: Gathered.NONE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PassKind:
+    """A pass of one stage: `first` and `last` of its kind there, forward or backward, which of the stage's units are
+    gathered when it begins, and whether another stage of the rank has sent its gradients off before.
+    """
+
+    stage: int
+    action: Kind
+    first: bool
+    last: bool
+    gathered: Gathered
+    follows: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A schedule ready to be walked: its turns, the kinds of passes among them, and each rank's kinds in order."""
+
+    schedule: Schedule
+    turns: tuple[Turn, ...]
+    kinds: tuple[PassKind, ...]
+    rows: tuple[NDArray[np.intp], ...]
+    in_flight: tuple[int, ...]
+
+
+@lru_cache(maxsize=512)
+def table_of(name: str, ranks: int, micro_batches: int, stages_per_rank: int, *, lets_go: bool) -> Table:
+    """Return the table of a schedule. `lets_go`: of gathered parameters after use. Raises BadPlan where it has none."""
+    schedule = build_schedule(name, ranks=ranks, micro_batches=micro_batches, stages_per_rank=stages_per_rank)
+    kinds: dict[PassKind, int] = {}
+    rows: list[NDArray[np.intp]] = []
+    ends = last_backwards(schedule)
+    for row in schedule.table:
+        leaves = [leaf for action in row for leaf in action.leaves]
+        seen: set[tuple[int, bool]] = set()
+        gathered: dict[int, Gathered] = {}
+        here: list[int] = []
+        sent = False
+        for leaf in leaves:
+            turns = leaf.kind in TURNS
+            first = (leaf.stage, turns) not in seen and leaf.kind is not Kind.INPUT_GRAD
+            seen |= {(leaf.stage, turns)} if leaf.kind is not Kind.INPUT_GRAD else set()
+            held = gathered.get(leaf.stage, Gathered.NONE) if lets_go else Gathered.AS_LEFT
+            gathered[leaf.stage] = LEAVES[leaf.kind]
+            last = turns and leaf.micro_batch == ends[leaf.stage]
+            kind = PassKind(leaf.stage, leaf.kind, first, last, held, last and sent)
+            sent = sent or last
+            here.append(kinds.setdefault(kind, len(kinds)))
+        rows.append(np.array(here, dtype=np.intp))
+    return Table(schedule, _in_order(schedule, rows), tuple(kinds), tuple(rows), peak_in_flight(schedule))
+
+
+def _in_order(schedule: Schedule, rows: Sequence[NDArray[np.intp]]) -> tuple[Turn, ...]:
+    """Return the actions of all ranks in an order in which each comes after what it needs."""
+    leaves = [[leaf for action in row for leaf in action.leaves] for row in schedule.table]
+    at = [0] * schedule.ranks
+    done: set[tuple[int, Kind, int]] = set()
+    turns: list[Turn] = []
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(leaves):
+            while at[rank] < len(row):
+                leaf = row[at[rank]]
+                wanted = [need for need in needs(leaf, schedule.stages) if schedule.rank_of(need[0]) != rank]
+                if any(need not in done for need in wanted):
+                    break
+                kind = Kind.FORWARD if leaf.kind is Kind.FORWARD else Kind.INPUT_GRAD
+                target = sent_to(leaf, schedule)
+                turns.append(
+                    Turn(
+                        rank,
+                        int(rows[rank][at[rank]]),
+                        (wanted[0][0], str(wanted[0][1]), wanted[0][2]) if wanted else None,
+                        (leaf.stage, str(kind), leaf.micro_batch) if target is not None else None,
+                        -1 if target is None else target,
+                    )
+                )
+                if leaf.kind is not Kind.WEIGHT_GRAD:
+                    done.add((leaf.stage, kind, leaf.micro_batch))
+                at[rank] += 1
+                moved = True
+    return tuple(turns)
+
+
+@dataclass(frozen=True, slots=True)
+class PassCounts:
+    """What a kind of pass does to its rank: seconds on the device and their parts; until its end from the host's start,
+    where the host is behind; for parameters that have to be gathered first; after its end for what it has sent; and bytes
+    that it leaves and that it has at its peak more than it found, one row a category.
+    """
+
+    device_s: Floats
+    parts: Floats  # one row a part
+    host_s: Floats
+    lead_s: Floats
+    tail_s: Floats
+    kept: Floats
+    most: Floats
+    settles: bool
+    leads: bool  # in any row
+    slack_s: Floats  # by how much the device ends later where the host is behind
+    kernels_s: Floats
+
+
+Local = tuple[Kind, bool, bool, Gathered, bool]  # a kind of pass, wherever its stage is
+
+
+class Counter:
+    """Counts the passes of stages that a plan's tables have, those of stages with the same units only once.
+
+    Walks tell what a pass takes: one with nothing in the way of the device, one with nothing but the host in the way, and,
+    where parameters are gathered, one with a wire that is free only when the pass begins.
+    """
+
+    def __init__(self, walk: StepWalk, tables: Sequence[Table], new_tally: Callable[[bool], Tally]) -> None:
+        self.walk, self.new_tally = walk, new_tally
+        follow = {kind.stage for table in tables for kind in table.kinds if kind.follows}
+        self._shapes = [(_shape(units), stage in follow) for stage, units in enumerate(walk.stages)]
+        self._kinds: dict[object, set[Local]] = {}
+        for kind in {kind for table in tables for kind in table.kinds}:
+            self._kinds.setdefault(self._shapes[kind.stage], set()).add(local_kind(kind))
+        self._known: dict[object, dict[Local, PassCounts]] = {}
+
+    def rank(self, held: Held) -> RankCounts:
+        """Return the counts of a rank."""
+        tally = self.new_tally(True)
+        data = self.walk.begin(tally, held)
+        passes = {stage: self.stage(stage) for stage in held.stages}
+        return RankCounts(held, tally.bytes.now.copy(), tally.host, passes, (tally, data))
+
+    def stage(self, stage: int) -> Mapping[Local, PassCounts]:
+        """Return the counts of a stage's passes by kind."""
+        shape = self._shapes[stage]
+        if shape not in self._known:
+            self._known[shape] = self._passes(self._kinds[shape], stage)
+        return self._known[shape]
+
+    def _passes(self, kinds: set[Local], stage: int) -> dict[Local, PassCounts]:
+        walk, units = self.walk, self.walk.stages[stage]
+        tallies = [self.new_tally(number == 0) for number in range(3 if walk.traffic.fully_sharded else 2)]
+        told = [(tally, DataWriter(rank=tally, traffic=walk.traffic)) for tally in tallies]
+        wanted = {Gathered.NONE: [], Gathered.LAST: units[-1:], Gathered.ALL: units}
+        clocks = ((0.0, LONG_AGO, LONG_AGO), (LONG_AGO, LONG_AGO, 0.0), (0.0, 0.0, LONG_AGO))
+        passes: dict[Local, PassCounts] = {}
+        for local, micro_batch in _each_kind(kinds):
+            action, _, last, gathered, follows = local
+            before = units[min(stage == 0, len(units) - 1)] if follows else None  # one of a size with it
+            for (tally, data), (compute_s, wire_s, host_s) in zip(told, clocks, strict=False):
+                tally.runs_ahead = True
+                if gathered is not Gathered.AS_LEFT:
+                    data.have_gathered(units, wanted[gathered])
+                data.have_sent(before)
+                tally.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
+                walk.action(tally, data, stage, action, micro_batch, last=last)
+            if local not in passes:
+                passes[local] = _counted(tallies, settles=last and stage == 0)
+        return passes
+
+
+@dataclass(frozen=True, slots=True)
+class RankCounts:
+    """One pipeline rank: what was there before its first pass, its stages' passes, and who is to be told the end."""
+
+    held: Held
+    base: Floats
+    host_s: Floats
+    passes: Mapping[int, Mapping[Local, PassCounts]]
+    told: tuple[Tally, DataWriter]
+
+    def of(self, kind: PassKind) -> PassCounts:
+        return self.passes[kind.stage][local_kind(kind)]
+
+
+def _shape(units: Sequence[Unit]) -> object:
+    return tuple((unit.blocks, unit.wrapped, unit.repeats, id(unit.words)) for unit in units)
+
+
+def local_kind(kind: PassKind) -> Local:
+    """Return a kind of pass wherever its stage is."""
+    return kind.action, kind.first, kind.last, kind.gathered, kind.follows
+
+
+def _each_kind(kinds: set[Local]) -> list[tuple[Local, int]]:
+    """Return (kind, micro batch) of passes that show each kind of a stage once at least, in an order that can be."""
+    runs, forwards = _backwards(kinds), _sorted(kinds, Kind.FORWARD)
+    count = max(len(forwards), len(runs))
+    forward = [(forwards[min(number, len(forwards) - 1)], number) for number in range(count)]
+    return forward + [(kind, number) for number, run in enumerate(runs) for kind in run]
+
+
+def _sorted(kinds: set[Local], action: Kind) -> list[Local]:
+    """Return the kinds of an action, first ones first and last ones last."""
+    return sorted((kind for kind in kinds if kind[0] is action), key=lambda kind: (not kind[1], *kind[2:]))
+
+
+def _backwards(kinds: set[Local]) -> list[list[Local]]:
+    """Return the kinds of a stage's backward passes, micro batch by micro batch: whole, or in both halves."""
+    inputs, weights = (_sorted(kinds, action) for action in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD))
+    count = max(len(inputs), len(weights))
+    # Where there are fewer kinds of second halves than of first ones, their first comes again.
+    halves = [[inputs[min(n, len(inputs) - 1)], weights[max(0, n - count + len(weights))]] for n in range(count)]
+    runs = halves + [[kind] for kind in _sorted(kinds, Kind.BACKWARD)]
+    return sorted(runs, key=lambda run: (not run[-1][1], run[-1][2]))
+
+
+def _counted(tallies: Sequence[Tally], *, settles: bool) -> PassCounts:
+    """Return what a pass took, from the walks of it."""
+    free, hosted = tallies[:2]
+    lead_s = tallies[2].compute - free.compute if len(tallies) > 2 else np.zeros(free.rows)
+    before_bytes, before_parts = free.at_pass
+    ends = [free.clocks[name] for name in (STREAM, REPLICAS) if name in free.clocks]
+    tail_s = np.max([*ends, np.full(free.rows, LONG_AGO)], axis=0) - free.compute
+    parts = np.stack([free.parts[name] - before_parts[name] for name in PARTS])
+    return PassCounts(
+        device_s=free.compute,
+        parts=parts,
+        host_s=hosted.host,
+        lead_s=lead_s,
+        tail_s=tail_s,
+        kept=free.bytes.now - before_bytes,
+        most=free.bytes.most - before_bytes,
+        settles=settles,
+        leads=bool((lead_s > 0).any()),
+        slack_s=np.maximum(hosted.compute - free.compute, 0.0),
+        kernels_s=parts[PARTS.index("compute")] + parts[PARTS.index("recompute")],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Hops:
+    """What a message from rank to rank takes; while it waits for its receiver it holds a share of the sender's SMs."""
+
+    seconds: Mapping[tuple[int, int], Floats]
+    held: Mapping[tuple[int, int], Floats]
+    host_s: Floats
+
+
+@dataclass(slots=True)
+class Clocks:
+    """Where a rank is while the table is walked, and what it has waited for so far."""
+
+    host: Floats
+    compute: Floats
+    wire: Floats
+    waits: dict[str, Floats]
+    sending: dict[int, Floats] = field(default_factory=dict)  # until when messages to a rank are on their way
+
+    def wait(self, until: Floats, part: str) -> None:
+        later = np.maximum(self.compute, until)
+        self.waits[part] = self.waits[part] + (later - self.compute)
+        self.compute = later
+
+    def run(self, did: PassCounts, rank: int, hops: Hops) -> None:
+        """Run a pass, beside what is being sent."""
+        end = self.compute + did.device_s
+        for to, until in self.sending.items():
+            share = hops.held[rank, to]
+            beside = np.minimum(did.kernels_s / (1.0 - share), np.maximum(until - self.compute, 0.0))
+            longer = share * beside
+            self.waits["contention"] = self.waits["contention"] + longer
+            end = end + longer
+        self.compute = end
+        self.host = self.host + did.host_s
+        self.wire = np.maximum(self.wire, self.compute + did.tail_s)
+        if did.settles:
+            self.wait(self.wire, "dp")
+
+
+Lags = dict[tuple[int, str, int], Floats]  # how long each message waited and moved
+
+
+def walk_table(
+    table: Table, ranks: Sequence[RankCounts], hops: Hops, lags: Lags, *, synchronizes: bool
+) -> tuple[list[Clocks], Lags]:
+    """Return where every rank is after its last pass, and how long messages were on their way; `lags` are a guess at it."""
+    nothing = np.zeros_like(hops.host_s)
+    parts = dict.fromkeys(("bubble", "pp", "dp", "host", "contention"), nothing)
+    clocks = [Clocks(r.host_s, r.host_s, nothing, parts | {"host": r.host_s}) for r in ranks]
+    passes = [
+        {index: rank.of(table.kinds[index]) for index in set(row)} for rank, row in zip(ranks, table.rows, strict=True)
+    ]
+    sent: dict[tuple[int, str, int], tuple[Floats, int]] = {}
+    took: Lags = {}
+    channels: dict[tuple[int, str], Floats] = {}
+    for turn in table.turns:
+        at, did = clocks[turn.rank], passes[turn.rank][turn.kind]
+        if turn.needs is not None:
+            at.host = at.host + hops.host_s
+            ready, source = sent.pop(turn.needs)
+            channel = turn.needs[:2]
+            at.wait(np.maximum(np.maximum(ready, channels.get(channel, nothing)), at.host), "bubble")
+            at.wait(at.compute + hops.seconds[source, turn.rank], "pp")
+            channels[channel] = at.compute
+            took[turn.needs] = at.compute - ready
+        if did.leads:
+            at.wait(np.where(did.lead_s > 0, np.maximum(at.wire, at.host) + did.lead_s, 0.0), "dp")
+        at.wait(at.host + did.slack_s, "host")
+        at.run(did, turn.rank, hops)
+        if synchronizes:
+            at.host = np.maximum(at.host, at.compute)
+        if turn.sends is not None:
+            at.host = at.host + hops.host_s
+            ready = np.maximum(at.compute, at.host)
+            sent[turn.sends] = ready, turn.rank
+            if lags:
+                at.sending[turn.target] = ready + lags[turn.sends]
+    return clocks, took
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a rank ends a step: when, when all of it is done, and the parts of what comes after its last pass."""
+
+    met: Floats
+    compute: Floats
+    done: Floats
+    parts: Floats
+
+
+def finish(walk: StepWalk, ranks: Sequence[RankCounts], clocks: Sequence[Clocks]) -> list[End]:
+    """Tell every rank the end of the step. Ranks meet where the norm of gradients is summed."""
+
+    def told(rank: RankCounts, at: Clocks, meeting: Floats | None) -> End:
+        tally, data = rank.told
+        tally.begin_pass(compute_s=at.compute, wire_s=at.wire, host_s=at.host)
+        tally.meeting = meeting
+        walk.end(tally, data, rank.held)
+        _, before = tally.at_pass
+        return End(tally.met, tally.compute, tally.done, np.stack([tally.parts[p] - before[p] for p in PARTS]))
+
+    alone = [told(rank, at, None) for rank, at in zip(ranks, clocks, strict=True)]
+    meeting = np.max([end.met for end in alone], axis=0)
+    return [told(rank, at, meeting) for rank, at in zip(ranks, clocks, strict=True)]
+
+
+def peak_of(table: Table, rank: int, counts: RankCounts) -> Floats:
+    """Return what a rank holds at its peak, one row a category."""
+    row = table.rows[rank]
+    kinds = np.unique(row)
+    found = (row[:, None] == kinds).astype(np.float64)
+    before = np.cumsum(found, axis=0) - found
+    states = np.unique(np.hstack([before, found]), axis=0)
+    passes = [counts.of(table.kinds[kind]) for kind in kinds]
+    changes = np.stack([did.kept for did in passes] + [did.most for did in passes])
+    total = states @ changes.sum(axis=1)
+    chosen = states[np.argmax(total, axis=0)]
+    return np.asarray(counts.base + np.einsum("nk,kcn->cn", chosen, changes))

@@ -1,0 +1,291 @@
+"""A pipeline rank that counts: when its streams are done, what for, and how many bytes it holds at most.
+
+The closed form's `simulator.step.rank.Rank`, for all plans of a table at once. Streams and the host are clocks that only
+move on; waiting moves a clock to another's time. What runs beside each other slows each other down as a whole: a kernel
+gives SMs and memory bandwidth to collectives beside it for as long as they last.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from simulator.closed_form.block_times import Background, BlockTimes, TrafficTimes
+from simulator.columns.plan_table import Floats
+from simulator.program.program import COMPUTE
+from simulator.step.rank import Pass, Value
+from simulator.step.traffic import REDUCE_POOL, REPLICAS, STREAM
+from simulator.step.units import Unit
+
+CATEGORIES = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "activations",
+    "gathered_parameters",
+    "gradient_buffers",
+    "loss_and_recompute",
+    "symmetric_buffers",
+)
+ROW_OF = {name: row for row, name in enumerate(CATEGORIES)}
+GATHERED = ROW_OF["gathered_parameters"]
+# Parts of a step, as seconds of the compute stream; `dp` waits for data-parallel traffic.
+PARTS = ("compute", "recompute", "copies", "contention", "tp", "cp", "ep", "pp", "dp", "host", "bubble", "optimizer")
+
+
+class Bytes:
+    """What is allocated, by category and plan, and the most of it so far."""
+
+    def __init__(self, rows: int) -> None:
+        self.now: Floats = np.zeros((len(CATEGORIES), rows))
+        self.most: Floats = self.now.copy()
+        self._total, self._peak = np.zeros(rows), np.zeros(rows)
+        self._live: dict[str, tuple[int, Value]] = {}
+        self._times: dict[str, float] = {}  # of buffers that stand for so many
+        self._body: dict[str, None] | None = None  # what was allocated since a unit began that stands for several
+        self._before = self.now
+
+    def begin_unit(self) -> None:
+        """A unit begins that stands for several."""
+        self._body, self._before = {}, self.now.copy()
+
+    def end_unit(self, times: float) -> None:
+        """It has ended: what it has taken and let go is `times` as much."""
+        change = (times - 1.0) * (self.now - self._before)
+        change[GATHERED] = 0.0  # told of all of them together, as they are gathered ahead
+        self.now += change
+        self._total += change.sum(axis=0)
+        self._times |= {
+            name: times for name in self._body or () if name in self._live and self._live[name][0] != GATHERED
+        }
+        self._body = None
+
+    def begin(self) -> None:
+        """Look for the most from here on."""
+        self.most, self._peak = self.now.copy(), self._total.copy()
+
+    def alloc(self, buffer: str, nbytes: Value, category: str, *, handed_on: bool = False) -> None:
+        """Take memory; what is `handed_on` is let go of by the next unit, however many of them there are."""
+        if not np.any(nbytes):
+            return
+        row = ROW_OF[category]
+        self._live[buffer] = row, nbytes
+        if self._body is not None and not handed_on:
+            self._body[buffer] = None
+        self.now[row] += nbytes
+        self._total += nbytes
+        more = self._total > self._peak
+        if more.any():
+            self.most[:, more] = self.now[:, more]
+            self._peak = np.maximum(self._peak, self._total)
+
+    def free(self, buffer: str) -> None:
+        row, nbytes = self._live.pop(buffer, (0, 0.0))
+        times = self._times.pop(buffer, 1.0)
+        if self._body is None:
+            nbytes = times * nbytes
+        self.now[row] -= nbytes
+        self._total -= nbytes
+
+
+Mark = tuple[Floats, dict[str, Floats], dict[str, Floats]]
+
+
+class Tally:
+    """Counts one pipeline rank of the plans of a table; its memory only if `counts_bytes`."""
+
+    def __init__(self, blocks: BlockTimes, traffic: TrafficTimes, *, counts_bytes: bool = True) -> None:
+        self.counts_bytes = counts_bytes
+        self.blocks, self.traffic = blocks, traffic
+        self.rows = blocks.rows
+        self._zero = np.zeros(self.rows)
+        self.host: Floats = self._zero
+        self.clocks: dict[str, Floats] = {COMPUTE: np.zeros(self.rows)}
+        self.parts: dict[str, Floats] = {name: np.zeros(self.rows) for name in PARTS}
+        self.bytes = Bytes(self.rows)
+        self._beside: dict[str, Background] = {}
+        self._events: dict[str, tuple[str, Floats]] = {}
+        self._recorded = 0
+        self._begun = self.mark()
+        self.runs_ahead = False  # the host never waits for the device, whatever the runtime says
+        self.at_pass: tuple[Floats, dict[str, Floats]] = (self.bytes.now, self.parts)
+        self.meeting: Floats | None = None  # when the other ranks of the pipeline are ready to meet
+        self.met: Floats = np.zeros(self.rows)  # when this one was
+
+    def start(self) -> None:
+        """The device begins when the host has got so far."""
+        self._wait(COMPUTE, self.host, "host")
+
+    @property
+    def done(self) -> Floats:
+        """When all of it is done."""
+        return np.asarray(np.max([*self.clocks.values(), self.host], axis=0))
+
+    def begin_pass(self, *, compute_s: Value, wire_s: Value, host_s: Value) -> None:
+        """Set all clocks: a pass to come is counted from there."""
+        for stream in (*self.clocks, STREAM, REPLICAS):
+            self.clocks[stream] = np.zeros(self.rows) + (compute_s if stream == COMPUTE else wire_s)
+        self.host = np.zeros(self.rows) + host_s
+        self._events = {name: (stream, np.zeros(self.rows) + wire_s) for name, (stream, _) in self._events.items()}
+        self.bytes.begin()
+        self.at_pass = self.bytes.now.copy(), dict(self.parts)
+
+    @property
+    def compute(self) -> Floats:
+        """When the compute stream is done."""
+        return self.clocks[COMPUTE]
+
+    def mark(self) -> Mark:
+        """Return where the rank is."""
+        return self.host, dict(self.clocks), dict(self.parts)
+
+    def repeat(self, since: Mark, times: Value) -> None:
+        """Let what has happened since a mark happen so many `times` more."""
+        host, clocks, parts = since
+        ahead = {name: times * (clock - clocks.get(name, self._zero)) for name, clock in self.clocks.items()}
+        self.host = self.host + times * (self.host - host)
+        self.clocks = {name: clock + ahead[name] for name, clock in self.clocks.items()}
+        self._events = {name: (stream, at + ahead[stream]) for name, (stream, at) in self._events.items()}
+        for name, part in self.parts.items():
+            if part is not parts[name]:
+                self.parts[name] = part + times * (part - parts[name])
+
+    # --- what a rank is told ------------------------------------------------------------------------------------
+
+    def begin(self, unit: Unit) -> None:
+        if unit.repeats > 1:
+            self._begun = self.mark()
+            self.bytes.begin_unit()
+
+    def ended(self, unit: Unit) -> None:
+        if unit.repeats > 1:
+            self.bytes.end_unit(float(unit.repeats))
+            self.repeat(self._begun, unit.repeats - 1.0)
+
+    def host_work(self, name: str, seconds: Value) -> None:  # noqa: ARG002 - a Rank is told names
+        self.host = self.host + seconds
+
+    def run(self, unit: Unit, which: Pass) -> None:
+        times = self.blocks.of(unit, which)
+        start = np.maximum(self.compute, self.host)
+        stretched = self._beside_traffic(start, times.kernels_s, times.exposed_s, times.bytes_per_s)
+        for part, seconds in times.parts.items():
+            self.parts[part] = self.parts[part] + seconds
+        device_s = times.device_s
+        if stretched is not None:
+            self.parts["contention"] = self.parts["contention"] + stretched
+            device_s = device_s + stretched
+        end = np.maximum(self.compute + device_s, self.host + np.maximum(times.behind_s, device_s))
+        self.parts["host"] = self.parts["host"] + (end - self.compute - device_s)
+        self.clocks[COMPUTE] = end
+        self.host = self.host + times.host_s
+
+    def copy(
+        self,
+        name: str,  # noqa: ARG002 - a Rank is told names
+        moved_bytes: Value,
+        *,
+        module_bytes: Value | None = None,
+    ) -> None:
+        rate = self.traffic.copy_bytes_per_s(module_bytes)
+        seconds = np.asarray(moved_bytes / rate)
+        self._wait(COMPUTE, self.host, "host")
+        stretched = self._beside_traffic(self.compute, seconds, self._zero, rate, copies=True)
+        seconds = seconds if stretched is None else seconds + stretched
+        self.parts["copies"] = self.parts["copies"] + seconds
+        self.clocks[COMPUTE] = self.compute + seconds
+
+    def update(self, moved_bytes: Value, elements: Value) -> None:  # noqa: ARG002 - time is that of the bytes
+        self._wait(COMPUTE, self.host, "host")
+        seconds = np.asarray(moved_bytes / self.traffic.update_bytes_per_s)
+        self.parts["optimizer"] = self.parts["optimizer"] + seconds
+        self.clocks[COMPUTE] = self.compute + seconds
+
+    def collective(self, op: str, family: str, nbytes: Value, *, stream: str, times: Value = 1.0) -> None:
+        cost = self.traffic.cost(op, family, nbytes)
+        if not cost.runs:
+            return
+        self.host = self.host + times * cost.host_s
+        start = np.maximum(self._clock(stream), self.host)
+        self.clocks[stream] = np.where(cost.seconds > 0, start + times * cost.seconds, self._clock(stream))
+        before = self._beside.get(stream)
+        if before is not cost:
+            self._beside[stream] = cost if before is None or cost.everywhere else cost.over(before)
+
+    def blocking(self, op: str, family: str, nbytes: float, *, stream: str) -> None:
+        cost = self.traffic.cost(op, family, nbytes)
+        self.host = self.host + cost.host_s
+        if family == "pp":
+            self.met = np.maximum(self.compute, self.host)
+            if self.meeting is not None:
+                self._wait(COMPUTE, self.meeting, "bubble")
+        end = np.maximum(np.maximum(self.compute, self._clock(stream)), self.host) + cost.seconds
+        self._wait(COMPUTE, np.where(cost.seconds > 0, end, self.compute), "dp")
+
+    def after(self, stream: str, other: str) -> None:
+        self._wait(stream, self._clock(other))
+
+    def record(self, stream: str) -> str:
+        self._recorded += 1
+        name = f"event{self._recorded}"
+        self._events[name] = stream, self._clock(stream)
+        return name
+
+    def wait(self, stream: str, event: str) -> None:
+        self._wait(stream, self._events.pop(event)[1])
+
+    def synchronize(self) -> None:
+        if not self.runs_ahead:
+            self.host = np.maximum(self.host, self.compute)
+
+    def alloc(
+        self,
+        buffer: str,
+        nbytes: Value,
+        category: str,
+        *,
+        pool: str = "",
+        filled: bool = False,  # noqa: ARG002 - held all the same
+    ) -> None:
+        if self.counts_bytes:
+            reduction = pool == REDUCE_POOL and category == "gradient_buffers"
+            self.bytes.alloc(buffer, nbytes, category, handed_on=reduction)
+
+    def free(self, buffer: str) -> None:
+        if self.counts_bytes:
+            self.bytes.free(buffer)
+
+    # --- clocks -------------------------------------------------------------------------------------------------
+
+    def _clock(self, stream: str) -> Floats:
+        return self.clocks.get(stream, self._zero)
+
+    def _wait(self, stream: str, until: Floats, part: str = "dp") -> None:
+        now = self._clock(stream)
+        later = np.maximum(now, until)
+        if stream == COMPUTE:
+            self.parts[part] = self.parts[part] + (later - now)
+        self.clocks[stream] = later
+
+    def _beside_traffic(
+        self, start: Floats, kernels_s: Floats, exposed_s: Floats, bytes_per_s: Floats, *, copies: bool = False
+    ) -> Floats | None:
+        """Return how much longer compute takes beside the traffic under way at `start`, which it delays as well; None
+        where there is none.
+        """
+        longer = None
+        total = kernels_s + exposed_s
+        for stream, beside in self._beside.items():
+            left = self._clock(stream) - start
+            if not (left > 0).any():
+                continue
+            stretch, progress = beside.stretch(kernels_s, exposed_s, bytes_per_s, self.traffic, copies=copies)
+            together = np.minimum(stretch * total, np.maximum(left, 0.0) / progress)
+            lost = together * (1.0 - 1.0 / stretch)
+            longer = lost if longer is None else longer + lost
+            late = together * (1.0 - progress)
+            self.clocks[stream] = self._clock(stream) + late
+            self._events = {
+                name: (of, at + np.where(at > start, late, 0.0) if of == stream else at)
+                for name, (of, at) in self._events.items()
+            }
+        return longer

@@ -1,0 +1,123 @@
+"""A pipeline rank that writes down what it is told, as instructions: `simulator.step.rank.Rank` for one plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from simulator.lowering.block_code import Detail, merged
+from simulator.lowering.network import Network
+from simulator.lowering.steps import KernelStep, Step
+from simulator.lowering.writing import StepWriter
+from simulator.program.cost_model import Cost
+from simulator.program.program import COMPUTE, CodeWriter
+from simulator.step.context import CostContext
+from simulator.step.rank import Pass, Value
+from simulator.step.units import Unit
+from simulator.step.update import updated_dtype
+
+
+class CodeOfUnits:
+    """The steps of every pass of a plan's units, as coarse as asked for, and what its copies and groups are."""
+
+    def __init__(self, network: Network, steps: StepWriter, context: CostContext, detail: Detail) -> None:
+        self.network, self.steps, self.context, self.detail = network, steps, context, detail
+        self._merged: dict[tuple[str, Pass], list[Step]] = {}
+        self._ranks: dict[str, int] = {}
+
+    def passed(self, unit: Unit, which: Pass) -> list[Step]:
+        """Return the steps of a pass of a unit."""
+        block = self.network.code_of(unit)
+        key = (block.name, which)
+        if key not in self._merged:
+            steps = block.forward if which is Pass.FORWARD else block.backward
+            if which in {Pass.INPUT, Pass.WEIGHT}:
+                of_weight = which is Pass.WEIGHT
+                steps = tuple(s for s in steps if (isinstance(s, KernelStep) and s.weight) is of_weight)
+            self._merged[key] = merged(steps, f"{block.name} {which}", self.detail)
+        return self._merged[key]
+
+    def ranks_in(self, family: str) -> int:
+        """Return how many ranks a group of a family has."""
+        if family not in self._ranks:
+            axis = "pipeline" if family == "pp" else family
+            self._ranks[family] = round(_number(self.context.groups.extent(axis)[0]))
+        return self._ranks[family]
+
+
+@dataclass(slots=True)
+class CodeRank:
+    """Writes into the code of one rank."""
+
+    code: CodeWriter
+    units: CodeOfUnits
+    _live: set[str] = field(default_factory=set)
+
+    def begin(self, unit: Unit) -> None:
+        """Every unit is written down."""
+
+    def ended(self, unit: Unit) -> None:
+        """Every unit is written down."""
+
+    def host_work(self, name: str, seconds: Value) -> None:
+        self.code.host_work(name, _number(seconds))
+
+    def run(self, unit: Unit, which: Pass) -> None:
+        self.units.steps.write(self.code, self.units.passed(unit, which))
+
+    def copy(self, name: str, moved_bytes: Value, *, module_bytes: Value | None = None) -> None:
+        moved, roofline = _number(moved_bytes), self.units.context.roofline
+        rate = roofline.memory_bytes_per_s
+        if module_bytes is not None:
+            rate = _number(roofline.packing_bytes_per_s(module_bytes))
+        cost = Cost(seconds=moved / rate, sms=0.0, hbm_bytes_per_s=rate)
+        self._launch(KernelStep(key=(name, (round(moved),), "copy"), cost=cost, host_s=0.0))
+
+    def update(self, moved_bytes: Value, elements: Value) -> None:
+        context = self.units.context
+        seconds = _number(moved_bytes) / context.roofline.update_bytes_per_s(updated_dtype(context.runtime))
+        key = ("optimizer", (round(_number(elements)),), "float32")
+        self._launch(KernelStep(key=key, cost=Cost(seconds=seconds), host_s=0.0))
+
+    def collective(self, op: str, family: str, nbytes: Value, *, stream: str, times: Value = 1.0) -> None:
+        size = _number(nbytes)
+        if self.units.ranks_in(family) > 1 and size > 0:
+            for _ in range(round(_number(times))):
+                self.code.collective(op, family, max(1, round(size)), stream=stream)
+
+    def blocking(self, op: str, family: str, nbytes: float, *, stream: str) -> None:
+        if self.units.ranks_in(family) > 1:
+            self.code.after(stream, COMPUTE)
+            self.collective(op, family, nbytes, stream=stream)
+            self.code.after(COMPUTE, stream)
+
+    def after(self, stream: str, other: str) -> None:
+        self.code.after(stream, other)
+
+    def record(self, stream: str) -> str:
+        return self.code.record(stream)
+
+    def wait(self, stream: str, event: str) -> None:
+        self.code.wait(stream, event)
+
+    def synchronize(self) -> None:
+        self.code.synchronize(COMPUTE)
+
+    def alloc(self, buffer: str, nbytes: Value, category: str, *, pool: str = "", filled: bool = False) -> None:
+        size = round(_number(nbytes))
+        if size:
+            self._live.add(buffer)
+            self.code.alloc(buffer, size, category, stream=COMPUTE, pool=pool, filled=filled)
+
+    def free(self, buffer: str) -> None:
+        if buffer in self._live:
+            self._live.discard(buffer)
+            self.code.free(buffer, stream=COMPUTE)
+
+    def _launch(self, step: KernelStep) -> None:
+        self.units.steps.launch(self.code, step)
+
+
+def _number(value: Value) -> float:
+    return float(np.asarray(value, dtype=np.float64).flat[0])

@@ -1,0 +1,60 @@
+"""What the cost of everything in a step depends on besides the thing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.calibration.calibration import Calibration
+from simulator.collectives.group_times import GroupTimes
+from simulator.columns.plan_table import Floats, PlanTable
+from simulator.config.runtime import DTYPE_BYTES, Runtime
+from simulator.kernels.operators import FIXED_DTYPE_BYTES
+from simulator.kernels.roofline import Roofline
+from simulator.overlap.site_costs import SiteRates
+from simulator.runtimes.library import RuntimeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostContext:
+    """Everything a block's cost depends on besides its operators."""
+
+    table: PlanTable
+    sizes: Mapping[str, Floats]
+    roofline: Roofline
+    groups: GroupTimes
+    runtime: Runtime
+    spec: RuntimeSpec
+    site: SiteRates = field(default_factory=SiteRates)
+    calibration: Calibration | None = None
+
+    @property
+    def in_layers(self) -> CostContext:
+        """The context of operators that belong to a layer."""
+        inside = self.roofline.in_layers
+        return self if inside is self.roofline else replace(self, roofline=inside)
+
+    def take(self, rows: NDArray[np.intp]) -> CostContext:
+        """Return the context of some of the plans."""
+        table, groups = self.table.take(rows), self.groups
+        every = len(self.table)
+        apart = tuple(groups.apart[row] for row in rows) if groups.apart else ()
+        return replace(
+            self,
+            table=table,
+            sizes={name: np.broadcast_to(size, (every,))[rows] for name, size in self.sizes.items()},
+            groups=GroupTimes(groups.cluster, table, groups.collectives, apart=apart),
+        )
+
+    def dtype_bytes(self, name: str) -> float:
+        named = {
+            "compute": self.runtime.compute_dtype,
+            "param": self.runtime.param_dtype,
+            "reduce": self.runtime.reduce_dtype,
+        }
+        if name in named:
+            return float(DTYPE_BYTES[named[name]])
+        return FIXED_DTYPE_BYTES[name]

@@ -1,0 +1,71 @@
+"""What the host does in a step besides launching kernels: modules, wrappers, loading, waiting for the device."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.columns.plan_columns import words
+from simulator.columns.plan_table import Floats, PlanTable
+from simulator.runtimes.library import HostSpec
+from simulator.step.context import CostContext
+
+# How much of what parallelism adds to a layer's host time belongs to its forward pass. FSDP gathers there, and gathers and
+# reduces in backward; a product is one operator on DTensors forward and two backward; a ring passes keys and values on
+# forward, and backward these again and their gradients. DDP has nothing to do before backward.
+FORWARD_SHARE = 1 / 3
+
+
+def layer_host_s(host: HostSpec, table: PlanTable) -> tuple[Floats, Floats]:
+    """Return the host seconds of one layer's forward and backward pass beside its launches, one value a plan."""
+    sharded = table.fully_sharded
+    replicated = ~sharded & (table["dp_replicate"] > 1)
+    added = (
+        np.where(sharded, host.fsdp_layer_s, 0.0)
+        + np.where(table["tp"] > 1, host.tp_layer_s, 0.0)
+        + np.where(table["cp"] > 1, host.cp_layer_s, 0.0)
+        + np.where(table["ep"] > 1, host.ep_layer_s, 0.0)
+        + np.where(sharded & (table["tp"] > 1), host.fsdp_tp_layer_s, 0.0)
+    )
+    forward = host.forward_layer_s + FORWARD_SHARE * added
+    backward = host.backward_layer_s + (1 - FORWARD_SHARE) * added + np.where(replicated, host.ddp_layer_s, 0.0)
+    return forward, backward
+
+
+def step_host_s(host: HostSpec, context: CostContext) -> Floats:
+    """Return the host seconds of a step in which the device has nothing to do, one value a plan: its own, and loading data."""
+    table = context.table
+    cut = table.fully_sharded | (table["tp"] > 1) | (table["cp"] > 1)
+    return np.asarray(host.step_s + np.where(cut, host.cut_step_s, 0.0) + host.data_token_s * loaded_tokens(context))
+
+
+def rest_host_s(host: HostSpec, table: PlanTable) -> Floats:
+    """Return the host seconds of a step outside its layers, beside what a step begins with, one value a plan."""
+    return np.asarray(
+        host.rest_s
+        + np.where(table.fully_sharded, host.fsdp_rest_s, 0.0)
+        + np.where(table["tp"] > 1, host.tp_rest_s, 0.0)
+        + np.where(table["cp"] > 1, host.cp_rest_s, 0.0)
+    )
+
+
+def host_synchronizes(host: HostSpec, table: PlanTable) -> NDArray[np.bool_]:
+    """Return under which plans the host waits for the device after every pass."""
+    if host.synchronizes == "pipeline":
+        return np.asarray((table["pp"] > 1) & (table["virtual_stages"] == 1))
+    return np.full(len(table), host.synchronizes == "always")
+
+
+def again_host_s(host: HostSpec, table: PlanTable) -> Floats:
+    """Return the host seconds of one layer recomputed, beside the launches: its modules, its wrapping, its DTensors."""
+    tensors = (table["tp"] > 1) & (not host.plain_tensors)
+    wrapping = np.zeros(len(table))
+    for word in words(table.recompute):
+        wrapping = np.where(table.recompute == word, host.wrapping_s(word), wrapping)
+    return np.asarray(host.forward_layer_s + wrapping + np.where(tensors, FORWARD_SHARE * host.tp_layer_s, 0.0))
+
+
+def loaded_tokens(context: CostContext) -> Floats:
+    """Return the tokens a rank loads for a step: whole sequences of all its micro batches, whatever part it computes."""
+    table = context.table
+    return np.asarray(context.sizes["S"] * table["micro_batch_size"] * table.micro_batches)

@@ -1,0 +1,70 @@
+"""What listens to the walk through a step: one pipeline rank, told in the order in which its host issues things.
+
+Amounts are columns, one entry for each plan that is walked at once. `simulator.lowering` writes them down as instructions
+for one plan, `simulator.closed_form.tally` counts clocks and bytes of many.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Protocol
+
+from simulator.columns.plan_table import Floats
+from simulator.step.units import Unit
+
+Value = Floats | float
+
+
+class Pass(StrEnum):
+    """Which pass of a block runs: whole backward, or its gradients of inputs and of weights apart."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INPUT = "input"
+    WEIGHT = "weight"
+
+
+class Rank(Protocol):
+    """Work runs on the compute stream unless another is named; streams run in the order they are told."""
+
+    def begin(self, unit: Unit) -> None:
+        """Begin with all that there is to tell of a pass of a unit."""
+
+    def ended(self, unit: Unit) -> None:
+        """End with it: units that are like it do the same."""
+
+    def host_work(self, name: str, seconds: Value) -> None:
+        """Keep the host busy."""
+
+    def run(self, unit: Unit, which: Pass) -> None:
+        """Run a pass of a unit's block: its kernels and its own collectives."""
+
+    def copy(self, name: str, moved_bytes: Value, *, module_bytes: Value | None = None) -> None:
+        """Move bytes within the GPU; with `module_bytes` into or out of the flat buffer of a module of that size."""
+
+    def update(self, moved_bytes: Value, elements: Value) -> None:
+        """Clip and update the `elements` of parameters that a rank owns."""
+
+    def collective(self, op: str, family: str, nbytes: Value, *, stream: str, times: Value = 1.0) -> None:
+        """Have a stream carry out a collective, `times` in a row; nothing in groups of one."""
+
+    def blocking(self, op: str, family: str, nbytes: float, *, stream: str) -> None:
+        """Have a stream carry out a collective between what computes before it and what computes after."""
+
+    def after(self, stream: str, other: str) -> None:
+        """Let a stream wait for all that has been told to another so far."""
+
+    def record(self, stream: str) -> str:
+        """Mark a point of a stream; return the event's name."""
+
+    def wait(self, stream: str, event: str) -> None:
+        """Let a stream wait for an event."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for the compute stream."""
+
+    def alloc(self, buffer: str, nbytes: Value, category: str, *, pool: str = "", filled: bool = False) -> None:
+        """Take memory, once the compute stream gets there; nothing where there are no bytes."""
+
+    def free(self, buffer: str) -> None:
+        """Give memory back."""

@@ -1,0 +1,303 @@
+"""Data-parallel traffic of a step: full sharding with prefetch, or reduction of whole gradients.
+
+Fully sharded (FSDP2, torch.distributed.fsdp `fully_shard`): every unit's parameters are gathered just before use, the
+next unit's while this one computes; its gradients are scattered when its backward ends, and with hybrid sharding summed
+over replicas on a stream of their own. Gathers and scatters share one communicator and so one stream here. What is
+copied in and out of flat buffers runs on the compute stream.
+
+Otherwise gradients stay whole: reduced in buckets behind the backward that makes them (DDP), or after the last one
+(Megatron), or scattered to a sharded optimizer (ZeRO-1) and, with sharded gradients (ZeRO-2), after each micro batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.columns.plan_table import Floats, PlanTable
+from simulator.program.program import COMPUTE
+from simulator.step.context import CostContext
+from simulator.step.rank import Rank, Value
+from simulator.step.units import Unit
+
+STREAM = "fsdp comm"
+REPLICAS = "replicate comm"
+GATHER_POOL, REDUCE_POOL = "gather", "reduce"  # the allocator keeps memory of these streams apart
+
+
+def has_replicas(table: PlanTable) -> NDArray[np.bool_]:
+    """Return whether shards of parameters have copies on other ranks, one value a plan."""
+    return np.asarray(table["dp"] * table["cp"] > table["sharded_over"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataTraffic:
+    """How plans keep data-parallel ranks in step: what all of them do alike, and by how much each, as columns."""
+
+    fully_sharded: bool
+    keeps_gathered: bool
+    optimizer_sharded: bool
+    gradients_sharded: bool
+    overlap: bool
+    replicated_sharding: bool  # shards are summed over replicas too (HSDP)
+    shard_ranks: Floats
+    expert_shard_ranks: Floats
+    every_micro_batch: bool
+    scatters_each: bool  # sharded gradients (ZeRO-2) go out after every micro batch
+    compute_bytes: float
+    reduce_bytes: float
+    copies: bool
+    gradient_bytes: float
+    unsharded_gradient_bytes: float
+    gradients_appear: bool  # a shard of each unit's gradient is allocated when it is first reduced
+    adds_up: bool  # gradients of further micro batches are added by kernels of their own
+    bucket_bytes: float
+
+    @property
+    def reduces_behind_compute(self) -> bool:
+        return self.fully_sharded or (self.overlap and not self.optimizer_sharded)
+
+    def reduces(self, *, last_micro_batch: bool) -> bool:
+        """Whether gradients go out after this micro batch's backward."""
+        return self.every_micro_batch or last_micro_batch or (self.gradients_sharded and self.scatters_each)
+
+
+def traffic_kinds(table: PlanTable) -> NDArray[np.int64]:
+    """Return a number for each plan, equal for plans whose traffic differs by amounts only."""
+    full = table.fully_sharded
+    flags = (
+        full,
+        full & table.keeps_gathered,
+        ~full & (table.state_shard["optimizer"] > 1),
+        ~full & (table.state_shard["gradients"] > 1),
+        table["pp"] > 1,
+    )
+    return np.asarray(np.stack(flags).T @ (1 << np.arange(len(flags))), dtype=np.int64)
+
+
+def data_traffic(context: CostContext) -> DataTraffic:
+    """Return the traffic of the plans of a table, which are of one of `traffic_kinds`."""
+    table, spec, bytes_of = context.table, context.spec, context.dtype_bytes
+    full, piped = bool(table.fully_sharded[0]), bool(table["pp"][0] > 1)
+    return DataTraffic(
+        fully_sharded=full,
+        keeps_gathered=bool(table.keeps_gathered[0]),
+        optimizer_sharded=not full and bool(table.state_shard["optimizer"][0] > 1),
+        gradients_sharded=not full and bool(table.state_shard["gradients"][0] > 1),
+        overlap=spec.fsdp.overlap if full else spec.ddp.overlap,
+        replicated_sharding=full and bool(has_replicas(table).any()),
+        shard_ranks=context.groups.extent("fsdp")[0],
+        expert_shard_ranks=context.groups.extent("expert_fsdp")[0],
+        every_micro_batch=not piped and (full or spec.ddp.every_micro_batch),
+        scatters_each=not piped,
+        compute_bytes=bytes_of("compute"),
+        reduce_bytes=bytes_of("reduce"),
+        copies=spec.fsdp.copy_in_copy_out,
+        gradient_bytes=bytes_of(spec.state.gradient_dtype),
+        unsharded_gradient_bytes=bytes_of(spec.state.unsharded_gradient_dtype),
+        gradients_appear=full and spec.state.gradient_dtype != "reduce",
+        adds_up=spec.state.gradient_dtype != "reduce",
+        bucket_bytes=spec.ddp.bucket_bytes,
+    )
+
+
+@dataclass(slots=True)
+class DataWriter:
+    """Tells a pipeline rank its traffic around the compute that `simulator.step.walk` tells it."""
+
+    rank: Rank
+    traffic: DataTraffic
+    _gathered: dict[str, str] = field(default_factory=dict)  # unit -> event of its gather
+    _resident: set[str] = field(default_factory=set)
+    _with_gradient: set[str] = field(default_factory=set)
+    _accumulated: set[str] = field(default_factory=set)
+    _reducing: str = ""  # the buffer of a reduction that may still be under way
+    _inner: str = ""  # event of the gathers beside a collapsed unit
+    _turn: int = 0
+
+    def before(self, unit: Unit, following: Unit | None, *, reducing: bool = False) -> None:
+        """Have `unit` gathered, and the gather of `following` under way, before `unit` computes.
+
+        `reducing`: the compute to come is a backward whose gradients will be sent on their way.
+        """
+        t = self.traffic
+        inner = 1 - 1 / unit.pieces
+        if t.fully_sharded:
+            fresh = unit.name not in self._resident
+            self._gather(unit, 1 - inner)
+            if unit.name in self._gathered:
+                self.rank.wait(COMPUTE, self._gathered.pop(unit.name))
+            if fresh:
+                self._resident.add(unit.name)
+                if t.copies:
+                    nbytes = unit.elements * t.compute_bytes
+                    self.rank.copy(f"copy_out {unit.name}", 2 * nbytes, module_bytes=nbytes)
+            if following is not None or inner:
+                # The next gather may fill its buffer once the last one has been copied out.
+                self.rank.after(STREAM, COMPUTE)
+            if fresh and inner:
+                self._send("all_gather", "fsdp", inner * unit.shared * t.compute_bytes)
+                self._send("all_gather", "expert_fsdp", inner * unit.experts * t.compute_bytes)
+                self._inner = self.rank.record(STREAM)
+            if following is not None:
+                self._gather(following, 1 / following.pieces)
+        if reducing and inner and t.reduces_behind_compute:
+            self._reduce(unit, inner)
+
+    def have_gathered(self, units: Sequence[Unit], wanted: Sequence[Unit]) -> None:
+        """Make it so that of some units just those that are `wanted` are gathered, as other passes would have left it."""
+        names = {unit.name for unit in wanted}
+        for unit in units if self.traffic.fully_sharded else ():
+            if unit.name in self._resident and unit.name not in names:
+                self._resident.discard(unit.name)
+                self.rank.free(f"gathered {unit.name}")
+            elif unit.name not in self._resident and unit.name in names:
+                self._gather(unit, 1.0)
+                self._gathered.pop(unit.name)
+                self._resident.add(unit.name)
+
+    def have_sent(self, unit: Unit | None) -> None:
+        """Make it so that the buffer of a reduction of `unit` is still there, or none."""
+        self.release()
+        if unit is not None and self.traffic.fully_sharded:
+            self._reducing = "reduction before"
+            nbytes = unit.in_use * self.traffic.reduce_bytes
+            self.rank.alloc(self._reducing, nbytes, "gradient_buffers", pool=REDUCE_POOL)
+
+    def join(self) -> None:
+        """End the compute of a collapsed unit no sooner than the gathers that ran beside it."""
+        if self._inner:
+            self.rank.wait(COMPUTE, self._inner)
+            self._inner = ""
+
+    def after(self, unit: Unit, *, last_use: bool) -> None:
+        """Let go of a unit's gathered parameters unless the plan keeps them for later."""
+        if self.traffic.fully_sharded and unit.name in self._resident and (last_use or not self.traffic.keeps_gathered):
+            self._resident.discard(unit.name)
+            self.rank.free(f"gathered {unit.name}")
+
+    def turned(self, unit: Unit, *, reducing: bool) -> None:
+        """A backward of `unit` has run: add its gradients to those of micro batches before, or send them off."""
+        t = self.traffic
+        further = unit.name in self._accumulated
+        self._accumulated.add(unit.name)
+        if t.fully_sharded and not t.every_micro_batch:
+            # Without a reduction in between, whole gradients add up in the type they are reduced in.
+            if not further:
+                nbytes = unit.elements * t.reduce_bytes
+                self.rank.alloc(f"accumulated {unit.name}", nbytes, "gradient_buffers")
+            if t.adds_up:
+                self.rank.copy("accumulate", unit.elements * (t.compute_bytes + 2 * t.reduce_bytes))
+        elif further and t.adds_up and not t.fully_sharded:
+            self.rank.copy("accumulate", 3 * unit.elements * t.gradient_bytes)
+        if reducing:
+            self._send_off(unit)
+
+    def settle(self) -> None:
+        """End a backward pass: FSDP2 waits there for all reductions (`_root_post_backward_final_callback`), and so does
+        DDP (`Reducer::finalize_backward`).
+        """
+        if self.traffic.reduces_behind_compute:
+            self.rank.after(COMPUTE, STREAM)
+            if self.traffic.replicated_sharding:
+                self.rank.after(COMPUTE, REPLICAS)
+            self.release()
+
+    def finish(self, units: Sequence[Unit]) -> None:
+        """Reduce what has not been reduced yet and join the compute stream, before the optimizer."""
+        t = self.traffic
+        late = t.optimizer_sharded or not t.overlap
+        if not t.fully_sharded and late and not t.gradients_sharded:
+            self.rank.after(STREAM, COMPUTE)
+            op = "reduce_scatter" if t.optimizer_sharded else "all_reduce"
+            self._send(op, "dp", _sum(u.repeats * u.shared for u in units) * t.reduce_bytes)
+            self._send(op, "expert_dp", _sum(u.repeats * u.experts for u in units) * t.reduce_bytes)
+        self.rank.after(COMPUTE, STREAM)
+        if t.replicated_sharding:
+            self.rank.after(COMPUTE, REPLICAS)
+        self.release()
+
+    def redistribute(self, units: Sequence[Unit]) -> None:
+        """Gather parameters that a sharded optimizer has updated."""
+        t = self.traffic
+        if t.optimizer_sharded and not t.fully_sharded:
+            self.rank.after(STREAM, COMPUTE)
+            self._send("all_gather", "dp", _sum(u.repeats * u.shared for u in units) * t.compute_bytes)
+            self._send("all_gather", "expert_dp", _sum(u.repeats * u.experts for u in units) * t.compute_bytes)
+            self.rank.after(COMPUTE, STREAM)
+
+    # --- parts --------------------------------------------------------------------------------------------------
+
+    def _send_off(self, unit: Unit) -> None:
+        t = self.traffic
+        if t.fully_sharded:
+            width = t.reduce_bytes if not t.every_micro_batch else t.unsharded_gradient_bytes
+            if t.copies:
+                moved = unit.elements * (width + t.reduce_bytes)
+                self.rank.copy(f"copy_in {unit.name}", moved, module_bytes=unit.elements * t.compute_bytes)
+            # The buffer of the reduction before is let go when the next one has one of its own.
+            self._turn += 1
+            name = f"reduction {unit.name} {self._turn}"
+            self.rank.alloc(name, unit.in_use * t.reduce_bytes, "gradient_buffers", pool=REDUCE_POOL)
+            self.release()
+            self._reducing = name
+            if not t.every_micro_batch:
+                self.rank.free(f"accumulated {unit.name}")
+                self._accumulated.discard(unit.name)
+        if t.gradients_appear and unit.name not in self._with_gradient:
+            self._with_gradient.add(unit.name)
+            elements = unit.shared / t.shard_ranks + unit.experts / t.expert_shard_ranks
+            nbytes = elements * t.gradient_bytes
+            self.rank.alloc(f"gradient {unit.name}", nbytes, "gradients", pool=REDUCE_POOL, filled=True)
+        if t.reduces_behind_compute or t.gradients_sharded:
+            self.rank.after(STREAM, COMPUTE)
+            self._reduce(unit, 1 / unit.pieces if t.reduces_behind_compute else 1.0)
+            if not t.overlap:
+                self.rank.after(COMPUTE, STREAM)
+
+    def release(self) -> None:
+        """Let go of the buffer of a reduction that has ended."""
+        if self._reducing:
+            self.rank.free(self._reducing)
+            self._reducing = ""
+
+    def _reduce(self, unit: Unit, share: float) -> None:
+        t = self.traffic
+        shared, experts = share * unit.shared * t.reduce_bytes, share * unit.experts * t.reduce_bytes
+        if t.fully_sharded:
+            if t.replicated_sharding and unit.pieces > 1:
+                self.rank.after(REPLICAS, STREAM)  # the pieces of a stage follow each other through both
+            self._send("reduce_scatter", "fsdp", shared)
+            self._send("reduce_scatter", "expert_fsdp", experts)
+            if t.replicated_sharding:
+                if unit.pieces == 1:
+                    self.rank.after(REPLICAS, STREAM)
+                shard = shared / t.shard_ranks + experts / t.expert_shard_ranks
+                self.rank.collective("all_reduce", "replicate", shard, stream=REPLICAS)
+        elif t.gradients_sharded:
+            self._send("reduce_scatter", "dp", shared)
+            self._send("reduce_scatter", "expert_dp", experts)
+        else:
+            buckets = np.maximum(np.ceil((shared + experts) / t.bucket_bytes), 1.0) if t.bucket_bytes else 1.0
+            self._send("all_reduce", "dp", shared / buckets, buckets)
+            self._send("all_reduce", "expert_dp", experts / buckets, buckets)
+
+    def _gather(self, unit: Unit, share: float) -> None:
+        if unit.name in self._resident or unit.name in self._gathered:
+            return
+        t = self.traffic
+        elements = unit.repeats * unit.elements if t.keeps_gathered else unit.in_use
+        self.rank.alloc(f"gathered {unit.name}", elements * t.compute_bytes, "gathered_parameters", pool=GATHER_POOL)
+        self._send("all_gather", "fsdp", share * unit.shared * t.compute_bytes)
+        self._send("all_gather", "expert_fsdp", share * unit.experts * t.compute_bytes)
+        self._gathered[unit.name] = self.rank.record(STREAM)
+
+    def _send(self, op: str, family: str, nbytes: Value, times: Value = 1.0) -> None:
+        self.rank.collective(op, family, nbytes, stream=STREAM, times=times)
+
+
+def _sum(columns: object) -> Value:
+    return sum(columns, 0.0)  # type: ignore[call-overload, no-any-return]  # columns of one length

@@ -1,0 +1,191 @@
+"""The network of a plan as stages of units: which block each is, under which recompute mode, of what size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.columns.plan_columns import words
+from simulator.columns.plan_table import Floats
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.pipeline.stages import stage_layers
+from simulator.runtimes.library import RuntimeSpec
+from simulator.step.context import CostContext
+from simulator.step.held import Parameters, head_peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Unit:
+    """One wrapped module: a block, and elements of its parameters on a rank before sharding, routed experts apart.
+
+    `words` are the recompute modes it runs under, a column; `wrapped` is whether it runs again under one that recomputes.
+    `saved_bytes` live from forward to backward, `again_bytes` during backward. Elements that products use: `kept_cast` of
+    modules that run once, whose narrow copies backward keeps under autocast, `recast` of those that run again.
+
+    `repeats` units in a row are like this one, where it is enough to be told of one.
+
+    A collapsed stage stands for `pieces` modules in a row: only the first one's gather and the last one's reduction
+    have nothing to hide behind, the others run beside the stage's compute. `widest` is the largest module in it.
+    """
+
+    name: str
+    blocks: tuple[str, ...]  # dense, moe, embedding or head; several of a collapsed stage
+    words: NDArray[np.str_]
+    wrapped: bool
+    shared: Floats
+    experts: Floats
+    saved_bytes: Floats
+    again_bytes: Floats
+    kept_cast: Floats
+    recast: Floats
+    widest: Floats | None = None
+    repeats: int = 1
+
+    @property
+    def block(self) -> str:
+        """The block that a single module is."""
+        return self.blocks[0]
+
+    @property
+    def pieces(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def elements(self) -> Floats:
+        return self.shared + self.experts
+
+    @property
+    def in_use(self) -> Floats:
+        """Elements that are whole at once while the unit computes."""
+        return self.elements if self.widest is None else self.widest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedBytes:
+    """Bytes that blocks save: of `block` in each recompute mode that wraps it, and `everything` without one."""
+
+    by_mode: Mapping[str, Floats]
+    everything: Floats
+
+
+def wrapping_period(spec: RuntimeSpec, word: str) -> int:
+    """Return every how many layers a recompute mode wraps one; 0: none."""
+    mode = spec.recompute[word]
+    return round(1 / mode.layers) if mode.recomputes else 0
+
+
+class UnitMaker:
+    """Makes the units of plans that share a split into stages: those of `context`, of which `plan` is one."""
+
+    def __init__(
+        self, model: Model, context: CostContext, parameters: Parameters, saved: Mapping[str, SavedBytes]
+    ) -> None:
+        self.model, self.context, self.parameters, self.saved = model, context, parameters, saved
+        self._rows = len(context.table)
+        self._none = np.full(self._rows, "none")
+        self._made: dict[tuple[object, ...], Unit] = {}
+
+    def stages(self, plan: Plan) -> list[list[Unit]]:
+        """Return the units of every stage in forward order. Plans of the table that differ in what they wrap do not
+        belong together.
+        """
+        counts = stage_layers(self.model.layers, plan, self.context.spec.pipeline)
+        found: list[list[Unit]] = []
+        layer = 0
+        for stage, count in enumerate(counts):
+            here: list[Unit] = []
+            if stage == 0:
+                # Looked up, not multiplied with, unless it is the head as well.
+                here.append(self._end("embedding", self.parameters.embedding, cast=self.model.tied_embeddings))
+            word = plan.recompute_per_stage[stage] if plan.recompute_per_stage else ""
+            here += [self._layer(index, word) for index in range(layer, layer + count)]
+            layer += count
+            if stage == len(counts) - 1:
+                here.append(self._end("head", self.parameters.head))
+            found.append(here)
+        return found
+
+    def _layer(self, index: int, word: str) -> Unit:
+        of = np.full(self._rows, word) if word else self.context.table.recompute
+        periods = {wrapping_period(self.context.spec, name) for name in words(of)} - {0}
+        # A mode for a share of the layers wraps every so many of them, the last of each run.
+        wrapped = bool(periods) and index % min(periods) == min(periods) - 1
+        block = "moe" if self.model.layer_kinds[index].sparse else "dense"
+        key = (block, word, wrapped)
+        if key not in self._made:
+            self._made[key] = self._new_layer(block, of if wrapped else self._none, wrapped=wrapped)
+        return replace(self._made[key], name=f"layer {index}")
+
+    def _new_layer(self, block: str, of: NDArray[np.str_], *, wrapped: bool) -> Unit:
+        p, saved = self.parameters, self.saved[block]
+        shared, experts = (p.moe_layer, p.experts) if block == "moe" else (p.dense_layer, np.zeros(self._rows))
+        again = np.zeros(self._rows, dtype=bool)
+        kept = saved.everything
+        for name in words(of):
+            here = of == name
+            if wrapped and self.context.spec.recompute[name].recomputes:
+                again = again | here
+                kept = np.where(here, saved.by_mode[name], kept)
+        return self._unit(block, of, shared, experts, kept, np.where(again, saved.everything, 0.0), again)
+
+    def _end(self, block: str, shared: Floats, *, cast: bool = True) -> Unit:
+        saved = self.saved[block].everything
+        again = np.zeros(self._rows)
+        if block == "head":
+            # The loss turning round: what is alive together then, beyond what the head saves.
+            again = np.maximum(head_peak_bytes(self.context) - saved, 0.0)
+        unit = self._unit(
+            block, self._none, shared, np.zeros(self._rows), saved, again, np.zeros(self._rows, dtype=bool)
+        )
+        return unit if cast else replace(unit, kept_cast=np.zeros(self._rows))
+
+    def _unit(
+        self,
+        block: str,
+        of: NDArray[np.str_],
+        shared: Floats,
+        experts: Floats,
+        saved: Floats,
+        again_bytes: Floats,
+        again: NDArray[np.bool_],
+    ) -> Unit:
+        shared, experts = (np.broadcast_to(np.asarray(x, dtype=np.float64), (self._rows,)) for x in (shared, experts))
+        used = shared + experts
+        return Unit(
+            name=block,
+            blocks=(block,),
+            words=of,
+            wrapped=bool(again.any()),
+            shared=shared,
+            experts=experts,
+            saved_bytes=saved,
+            again_bytes=again_bytes,
+            kept_cast=np.where(again, 0.0, used),
+            recast=np.where(again, used, 0.0),
+        )
+
+
+def folded(units: Sequence[Unit]) -> list[Unit]:
+    """Return a stage's units with all but the first and the last of equal ones in a row as one."""
+    found: list[Unit] = []
+    for unit in units:
+        run = found[-3:]
+        if len(run) == 3 and all(_equal(one, unit) for one in run):
+            found[-2] = replace(found[-2], repeats=found[-2].repeats + 1)
+        else:
+            found.append(unit)
+    return found
+
+
+def _equal(one: Unit, other: Unit) -> bool:
+    return one.blocks == other.blocks and one.wrapped == other.wrapped and one.words is other.words
+
+
+def held_kinds(units: Sequence[Unit]) -> tuple[int, int]:
+    """Return how many (dense, MoE) layers some units stand for."""
+    dense, moe = (sum(unit.repeats * unit.blocks.count(kind) for unit in units) for kind in ("dense", "moe"))
+    return dense, moe

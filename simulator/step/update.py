@@ -1,0 +1,37 @@
+"""The end of a step: the norm of all gradients, clipping, and the optimizer."""
+
+from __future__ import annotations
+
+from simulator.columns.plan_table import Floats
+from simulator.config.runtime import MOMENTS, Runtime
+from simulator.kernels.roofline import UPDATE_BYTES
+from simulator.runtimes.library import spec_for
+
+# What the gradient norm is summed over, and the bytes of it.
+NORM_AXES = ("dp", "tp", "pipeline")
+NORM_BYTES = 4.0
+
+# Bytes a fused optimizer moves per parameter it owns in float32: it reads parameter and gradient, writes the parameter, and
+# reads and writes every moment. AdamW has two. Clipping reads gradients for the norm, then reads and writes them to scale.
+PLAIN_BYTES, MOMENT_BYTES = 12.0, 8.0
+ADAM_BYTES = PLAIN_BYTES + 2 * MOMENT_BYTES
+CLIP_BYTES = UPDATE_BYTES - ADAM_BYTES
+
+
+# A 16-bit copy of updated float32 weights: reads them, writes half.
+COPY_BYTES = 6.0
+
+
+def update_bytes(runtime: Runtime, owned: Floats | float, held: Floats | float) -> Floats | float:
+    """Return bytes that the end of a step moves: clipping and updating the parameters a rank has `owned` since they were
+    sharded, and what the runtime does to the gradients of all that it has `held` before.
+    """
+    state = spec_for(runtime).state
+    per_owned = PLAIN_BYTES + MOMENTS[runtime.optimizer] * MOMENT_BYTES + CLIP_BYTES
+    per_owned += COPY_BYTES if state.master_weights else 0.0
+    return owned * per_owned + held * state.gradient_passes_bytes
+
+
+def updated_dtype(runtime: Runtime) -> str:
+    """Return the type of the parameters that the optimizer updates: the float32 copy where there is one."""
+    return "float32" if spec_for(runtime).state.master_weights else runtime.param_dtype
