@@ -15,6 +15,7 @@ from planner.search.fixes import Fix, find_fixes
 from simulator.config.estimate import Estimate
 from simulator.legality.rule import Problem
 from simulator.legality.rules import is_legal
+from simulator.runtimes.environment import assumed_environment
 from topology import codec
 
 
@@ -54,6 +55,7 @@ def plan_document(found: PlanAnswer) -> dict[str, Any]:
         "plan": codec.to_builtins(case.plan),
         "workload": codec.to_builtins(case.question.workload),
         "runtime": codec.to_builtins(case.question.runtime),
+        "environment": {one.name: one.value for one in assumed_environment(case.plan)},
         "estimate": None if found.estimate is None else codec.to_builtins(found.estimate),
         "method": found.method,
         "fit_probability": None if found.estimate is None else found.estimate.memory.fit_probability,

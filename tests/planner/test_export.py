@@ -404,6 +404,8 @@ def test_any_listed_plan_is_saved(planner, tmp_path) -> None:
     assert json.loads(saved.read_text())["plan"] == listed[2]["plan"]
     assert planner("estimate", "--plan", saved, "--out", again).returncode == 0
     assert json.loads(again.read_text())["plan"] == listed[2]["plan"]
+    environment = json.loads(planner("estimate", "--plan", saved, "--json").stdout)["environment"]
+    assert environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert planner("suggest", *asked, "--pick", "3").returncode == 2
     assert (
         planner(
