@@ -212,17 +212,10 @@ class RuntimeSpec:
 
 # Other words for the recompute modes, as frameworks and papers spell them. Any other word is a runtime's own.
 RECOMPUTE_SYNONYMS = {
-    "per-op selective": "selective-op",
-    "per-op": "selective-op",
-    "op": "selective-op",
-    "selective_op": "selective-op",
+    **dict.fromkeys(("per-op selective", "per-op", "op", "selective_op"), "selective-op"),
     "core_attn": "selective",
-    "uniform": "full",
-    "block": "full",
-    "full-recompute": "full",
-    "yes": "full",
-    "off": "none",
-    "no": "none",
+    **dict.fromkeys(("uniform", "block", "full-recompute", "yes"), "full"),
+    **dict.fromkeys(("off", "no"), "none"),
 }
 
 
