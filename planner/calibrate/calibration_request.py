@@ -177,8 +177,9 @@ def runtime_request(name: str, *, gpus: int, version: str | None = None) -> Requ
         if run.recompute not in known:
             continue
         axes = [axis for axis in ("dp_replicate", "dp_shard", "tp", "cp") if getattr(run, axis) > 1]
+        degrees: dict[str, Any] = dict.fromkeys(axes, many if len(axes) == 1 else 2)
         plan = Plan(
-            **dict.fromkeys(axes, many if len(axes) == 1 else 2),
+            **degrees,
             sequence_parallel=run.tp > 1,
             micro_batch_size=run.sequences,
             recompute=run.recompute,

@@ -42,7 +42,7 @@ def estimate(
     """
     measured = measurements(profile, strict=strict)
     named = said.runtime.get("name")
-    learned = read_learned(named) if is_learned(named) else None
+    learned = read_learned(named) if named is not None and is_learned(named) else None
     if learned is not None:
         measured = LearnedCalibrations(measured, learned)
         said = replace(said, runtime={**said.runtime, "name": learned.like, "compile": learned.compile})
