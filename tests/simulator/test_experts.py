@@ -1,0 +1,51 @@
+"""What torchtitan's experts run and keep beside their products."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.config.model import MixtureOfExperts, Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.runtimes.library import operators_for
+from topology.catalog.cluster_file import load_cluster
+
+DENSE = Model(
+    name="m", family="qwen3_moe", layers=4, hidden=2048, heads=16, kv_heads=16, head_dim=128, ffn=4096, vocab=32000
+)
+
+
+def model(chosen: int) -> Model:
+    return dataclasses.replace(DENSE, moe=MixtureOfExperts(experts=16, experts_per_token=chosen, ffn=1024))
+
+
+def activations(chosen: int) -> float:
+    scenario = Scenario(
+        model=model(chosen),
+        cluster=load_cluster("h200x4"),
+        workload=Workload(seq_len=4096, global_batch_size=1),
+        runtime=Runtime(name="torchtitan", param_dtype="bfloat16"),
+    )
+    return estimate_plans(scenario, [Plan()]).estimate(0).memory.by_category["activations"]
+
+
+def test_every_copy_of_a_token_is_kept_in_float32_once() -> None:
+    """models/moe/moe.py: `routed_input.to(float32) * top_scores`, whose product keeps the float32 copy for the scores' gradient.
+
+    Counted by hand, a copy keeps 4 bytes of each of its numbers there, and 2 each before the experts and after them, beside four
+    tensors of an expert's width in 16 bits and its score.
+    """
+    one_more = (activations(3) - activations(2)) / (4 * 4096)
+
+    assert one_more >= 4 * 2048 + 2 * 2 * 2048 + 4 * 2 * 1024
+    assert one_more < 4 * 2048 + 4 * 2 * 2048 + 6 * 2 * 1024
+
+
+def test_rows_are_padded_and_written_back_around_the_products() -> None:
+    names = [operator.name for operator in operators_for(model(2), Runtime(name="torchtitan")).moe_layer]
+    order = ["expert_weigh", "dispatch", "expert_pad", "expert_w1", "expert_w2", "expert_unpad", "combine"]
+
+    assert [name for name in names if name in order] == order
