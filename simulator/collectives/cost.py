@@ -216,7 +216,7 @@ def _evaluate(comm: Communicator, op: str, sizes: Floats, *, int8: bool, algorit
     if comm.nodes > 1:
         candidates = multi_node_s(comm, op, sizes)
         if algorithm is None and op == "all_reduce" and ("ring", "Simple") in candidates and len(candidates) > 1:
-            return _tree_or_ring(comm, candidates, sizes)
+            return _tree_or_ring(comm, sizes)
     elif comm.fabric is Fabric.NVLINK and algorithm is None:
         return _as_nccl_chooses(comm, op, sizes, int8=int8)
     else:
@@ -234,11 +234,7 @@ def _fastest(candidates: dict[tuple[str, str], Floats]) -> _Options:
 
 
 def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, int8: bool) -> _Options:
-    """Cost what NCCL's formulas pick. A pair our curves do not cover is costed as the ring in Simple.
-
-    The curves of two algorithms need not meet where NCCL changes from one to the other. More bytes never take less time:
-    up to the change no message takes longer than the first one behind it.
-    """
+    """Cost what NCCL's formulas pick. A pair our curves do not cover is costed as the ring in Simple."""
     starts, chosen, lines = nccl_model.switches(comm.nccl, op, allow_nvls=not int8)
     names = tuple((line.algorithm, line.protocol) for line in lines)
     piece = np.searchsorted(starts, sizes, side="right") - 1
@@ -252,22 +248,34 @@ def _as_nccl_chooses(comm: Communicator, op: str, sizes: Floats, *, int8: bool) 
         if not np.all(np.isfinite(found)):
             found = single_node_s(comm, op, "ring", "Simple", at[here], int8=int8)
         times[here] = found
-    behind = np.minimum.accumulate(times[len(sizes) :][::-1])[::-1]
-    least_behind = np.append(behind[1:], np.inf)
-    return _Options(names, np.minimum(times[: len(sizes)], least_behind[piece]), pick)
+    return _Options(names, _no_more_than_behind(times, piece), pick)
 
 
-def _tree_or_ring(comm: Communicator, candidates: dict[tuple[str, str], Floats], sizes: Floats) -> _Options:
+def _tree_or_ring(comm: Communicator, sizes: Floats) -> _Options:
     """Cost an all-reduce between nodes without NVLS: NCCL's formulas leave the tree for the ring where bandwidth counts,
     though on a few nodes the tree sends less. Low latency protocols cost the same either way here.
     """
     starts, chosen, lines = nccl_model.switches(comm.nccl, "all_reduce", allow_nvls=False)
     ring = np.array([line.algorithm == "ring" for line in lines])
-    rings = ring[chosen[np.searchsorted(starts, sizes, side="right") - 1]]
+    piece = np.searchsorted(starts, sizes, side="right") - 1
+    candidates = multi_node_s(comm, "all_reduce", np.concatenate([sizes, starts]))
+    rings = ring[np.concatenate([chosen[piece], chosen])]
     bulk = np.where(rings, candidates["ring", "Simple"], candidates["tree", "Simple"])
     small = candidates["tree", "LL"]
-    pick = np.where(small <= bulk, 0, np.where(rings, 1, 2))
-    return _Options((("tree", "LL"), ("ring", "Simple"), ("tree", "Simple")), np.minimum(small, bulk), pick)
+    pick = np.where(small <= bulk, 0, np.where(rings, 1, 2))[: len(sizes)]
+    times = _no_more_than_behind(np.minimum(small, bulk), piece)
+    return _Options((("tree", "LL"), ("ring", "Simple"), ("tree", "Simple")), times, pick)
+
+
+def _no_more_than_behind(times: Floats, piece: NDArray[np.intp]) -> Floats:
+    """Return the times of messages, which lie in the pieces `piece` of NCCL's choices, made never to fall with the size.
+
+    `times` ends with those of every piece's first size. The curves of two algorithms need not meet where NCCL changes
+    from one to the other; more bytes never take less time, so no message takes longer than the first ones behind it.
+    """
+    count = len(piece)
+    behind = np.minimum.accumulate(times[count:][::-1])[::-1]
+    return np.asarray(np.minimum(times[:count], np.append(behind[1:], np.inf)[piece]))
 
 
 def channel_count(comm: Communicator, op: str, algorithm: str, protocol: str, size: float) -> int:
