@@ -73,3 +73,13 @@ def preset(text: str) -> tuple[int | None, str | None]:
 
 class NotAConfiguration(UserError):
     """The file is of no kind that is known (exit 2)."""
+
+
+def unknown_kind(where: str, why: str) -> NotAConfiguration:
+    """Return the error for a file that is of no kind we read."""
+    return NotAConfiguration(
+        f"{where} is no configuration of a kind that is known",
+        why=why,
+        remedy="a torchtitan TOML or command, a Megatron-LM command line or script, a Megatron-Bridge recipe dump, a DeepSpeed "
+        "JSON, an accelerate YAML, or TrainingArguments as JSON",
+    )

@@ -6,19 +6,19 @@ import re
 from pathlib import Path
 from typing import Any
 
-from planner.configs import bridge
-from planner.configs.command_line import CommandLine, option_kinds, typed
-from planner.configs.configuration import Configuration, NotAConfiguration, Told, not_understood, preset
-from planner.configs.documents import TomlDocument, YamlDocument
-from planner.configs.named_models import model_of_flavor
-from planner.configs.transformers_fields import LENGTHS, MICRO, PROGRAM, STEPS
+from planner.configs import bridge, torchtitan
+from planner.configs.command_line import CommandLine, option_kinds
+from planner.configs.configuration import Configuration, Told, not_understood, unknown_kind
+from planner.configs.documents import YamlDocument
+from planner.configs.launch import launch_facts, launch_of
+from planner.configs.transformers_fields import MICRO, PROGRAM, STEPS
 from planner.configs.transformers_fields import TABLE as TRANSFORMERS
-from planner.export.frameworks import accelerate_fields, deepspeed_fields, megatron_fields, torchtitan_fields
+from planner.export.frameworks import accelerate_fields, deepspeed_fields, megatron_fields
 from planner.export.frameworks.megatron_model import MODEL_KEYS, model_of_flags
 from planner.export.mapping import Facts, Settings, keys_of
 from planner.export.schema import schema
 from simulator.config.model import Model
-from topology.errors import BadInput, PlannerError
+from topology.errors import BadInput
 
 WHOLE = {"pp": ((1, 1),), "ep": ((1, 1),)}  # limits of files that hold neither pipelines nor experts
 
@@ -27,97 +27,12 @@ def read_configuration(text: str, where: str, told: Told) -> Configuration:
     """Return what a configuration says. Raises BadInput (exit 2) where it cannot be read or is of no known kind."""
     name = Path(where).name.lower()
     if name.endswith(".toml"):
-        return _toml(text, where)
+        return torchtitan.read_toml(text, where)
     if name.endswith((".yaml", ".yml")):
         return _yaml(text, where)
     if name.endswith(".json") or text.lstrip().startswith("{"):
         return _json(text, where, told)
     return _script(text, where)
-
-
-def _toml(text: str, where: str) -> Configuration:
-    document = TomlDocument(text, where)
-    settings = document.settings
-    if not any(key.startswith(("parallelism.", "training.", "model.")) for key in settings):
-        raise _unknown(where, "its tables are not torchtitan's (training, parallelism, model)")
-    gpus, machine = preset(text)
-    harmless = (
-        r"(job|profiling|metrics|optimizer|lr_scheduler|checkpoint|validation|comm|fault_tolerance|debug|memory_estimation"
-        r"|experimental)\..*|training\.(dataset.*|steps|max_norm|gc_.*|dataloader\..*|mixed_precision_reduce|seed|deterministic"
-        r"|warmup_steps|data_parallel_type)|model\.(name|flavor|hf_assets_path|tokenizer_path|print_after_conversion"
-        r"|norm_type)|compile\.backend|activation_checkpoint\.(early_stop|debug|preserve_rng_state"
-        r"|determinism_check|visualize.*|memory_budget|per_op_sac_force_recompute_mm_shapes_by_fqns|selective_ac_option)"
-        r"|parallelism\.(disable_loss_parallel|context_parallel_load_balancer|expert_parallel_comm_backend"
-        r"|pipeline_parallel_schedule_csv|pipeline_parallel_expert_parallel_overlap)"
-    )
-    known = keys_of(torchtitan_fields.TOML)
-    assumed = []
-    # Until 0.1 they had other names.
-    spelled: dict[str, str] = {}
-    for old, new in _OLD_TITAN.items():
-        if old in settings and new not in settings:
-            settings[new], spelled[new] = settings.pop(old), old
-            assumed.append(f"{old} is read as {new}, its later name")
-
-    def edit(changes: Settings) -> str:
-        return document.edited({spelled.get(key, key): value for key, value in changes.items()})
-
-    optimizer = settings.get("optimizer.name", "AdamW")
-    model: Model | str | None = None
-    if "model.name" in settings and "model.flavor" in settings:
-        model = _flavor("0.2.2", str(settings["model.name"]), str(settings["model.flavor"]))
-    return Configuration(
-        framework="torchtitan",
-        version="0.2.2",
-        rules="torchtitan",
-        document=document,
-        settings=settings,
-        table=torchtitan_fields.TOML,
-        edit=edit,
-        model=model,
-        gpus=_product(settings, gpus),
-        given={"optimizer_said": optimizer},
-        unknown=not_understood(settings, known, harmless),
-        assumed=(*assumed, *([f"{gpus} GPUs (the file's own comment)"] if gpus else [])),
-        cluster=machine,
-    )
-
-
-_OLD_TITAN = {
-    "training.batch_size": "training.local_batch_size",
-    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
-    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
-    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
-    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
-    "training.context_parallel_degree": "parallelism.context_parallel_degree",
-    "training.compile": "compile.enable",
-    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
-    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
-    "experimental.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
-    "model.tokenizer_path": "model.hf_assets_path",
-}
-
-
-def _flavor(version: str, module: str, flavor: str) -> str | None:
-    try:
-        return model_of_flavor(version, module, flavor)
-    except PlannerError:
-        return None
-
-
-def _product(settings: Settings, stated: int | None) -> int | None:
-    """Return the GPUs that torchtitan's degrees make, where none of them is left open."""
-    degrees = [settings.get(f"parallelism.{name}_degree", 1) for name in ("data_parallel_replicate", *_INNER)]
-    shard = settings.get("parallelism.data_parallel_shard_degree", -1)
-    if not isinstance(shard, int) or shard < 1 or not all(isinstance(degree, int) for degree in degrees):
-        return stated
-    product = shard
-    for degree in degrees:
-        product *= degree
-    return product
-
-
-_INNER = ("tensor_parallel", "context_parallel", "pipeline_parallel")
 
 
 def _yaml(text: str, where: str) -> Configuration:
@@ -129,7 +44,9 @@ def _yaml(text: str, where: str) -> Configuration:
         return _accelerate(document)
     if MICRO in settings:
         return _transformers(document, settings, "")
-    raise _unknown(where, "its keys are neither accelerate's, nor a Megatron-Bridge recipe's, nor TrainingArguments'")
+    raise unknown_kind(
+        where, "its keys are neither accelerate's, nor a Megatron-Bridge recipe's, nor TrainingArguments'"
+    )
 
 
 def _accelerate(document: YamlDocument) -> Configuration:
@@ -218,7 +135,7 @@ def _json(text: str, where: str, told: Told) -> Configuration:
         return _deepspeed(document, settings, told)
     if "tensor_model_parallel_size" in settings or bridge.is_bridge(settings):
         return _bridge(document, where)
-    raise _unknown(where, "its keys are neither DeepSpeed's nor those of TrainingArguments")
+    raise unknown_kind(where, "its keys are neither DeepSpeed's nor those of TrainingArguments")
 
 
 def _deepspeed(document: YamlDocument, settings: Settings, told: Told) -> Configuration:
@@ -264,52 +181,6 @@ _FROM_LAUNCH = {
 
 def _open(settings: Settings, key: str) -> bool:
     return bool(settings.get(key, "auto") == "auto")
-
-
-def launch_facts(line: str) -> dict[str, Any]:
-    """Return what a launch line says: GPUs, and the program's arguments in the words of Transformers."""
-    if not line:
-        return {}
-    said = CommandLine(line, "--launch", lambda _: None)
-    return launch_of(said)
-
-
-def launch_of(said: CommandLine) -> dict[str, Any]:
-    """Return what a command line says of its GPUs and, in the words of Transformers, of its batch."""
-    values = said.settings
-    found: dict[str, Any] = {}
-
-    def count(*names: str) -> int | None:
-        return next((values[name] for name in names if type(values.get(name)) is int), None)
-
-    each = count("--nproc_per_node", "--nproc-per-node", "--num_gpus", "--gpus-per-node")
-    each = each or said.variable("GPUS_PER_NODE", "NPROC_PER_NODE", "GPUS", "NUM_GPUS")
-    each = each or _directive(said, "gpus-per-node", "ntasks-per-node", "gres")
-    nodes = count("--nnodes", "--num_nodes", "--nodes", "--num_machines") or said.variable("NNODES", "NUM_NODES")
-    nodes = nodes or _directive(said, "nodes")
-    total = count("--num_processes") or said.variable("WORLD_SIZE")
-    if total or each:
-        found["gpus"] = total or (each or 1) * (nodes or 1)
-    for name, key in (("micro_batch", MICRO), ("steps", STEPS)):
-        if (value := count(f"--{key}")) is not None:
-            found[name] = value
-    for key in LENGTHS:
-        if (value := count(f"--{key}")) is not None:
-            found["seq_len"] = value
-    if values.get("--gradient_checkpointing") is True:
-        found["recompute"] = "full"
-    for name in ("bf16", "fp16"):
-        if values.get(f"--{name}") is True:
-            found[name] = True
-    return found
-
-
-def _directive(said: CommandLine, *names: str) -> int | None:
-    for name in names:
-        value = typed(str(said.directives.get(name, "")).rpartition(":")[2])
-        if type(value) is int:
-            return value
-    return None
 
 
 def _transformers(document: YamlDocument, settings: Settings, line: str) -> Configuration:
@@ -367,10 +238,10 @@ def _script(text: str, where: str) -> Configuration:
     flags = schema("megatron", "0.19.2")["keys"]
     document = CommandLine(text, where, option_kinds(flags))
     if "--module" in document.settings or "torchtitan.train" in text:
-        return _titan_command(text, where)
+        return torchtitan.read_command(text, where)
     if "--tensor-model-parallel-size" in document.settings or "--num-layers" in document.settings:
         return _megatron(document, where, flags)
-    raise _unknown(where, "it has neither Megatron-LM's flags nor torchtitan's")
+    raise unknown_kind(where, "it has neither Megatron-LM's flags nor torchtitan's")
 
 
 def _megatron(document: CommandLine, where: str, flags: dict[str, Any]) -> Configuration:
@@ -405,83 +276,4 @@ def _megatron(document: CommandLine, where: str, flags: dict[str, Any]) -> Confi
         given=_megatron_given(model),
         unknown=unknown,
         assumed=(*assumed, *later),
-    )
-
-
-def _titan_command(text: str, where: str) -> Configuration:
-    document = CommandLine(text, where, lambda _: None)
-    said = document.settings
-    module, function = (str(said.get(flag, document.expanded(f"${name}"))) for flag, name in _TITAN_CHOICE)
-    configs = schema("torchtitan", "0.3.0")["configs"]
-    base = configs.get(f"{module}.{function}") or _own_module(text)
-    settings: Settings = dict(base["settings"]) if base else {}
-    plain = {flag.removeprefix("--"): value for flag, value in said.items() if "." in flag}
-    for key, value in plain.items():
-        section, _, name = key.rpartition(".")
-        no = name.startswith("no_")
-        settings[f"{section}.{name.removeprefix('no_')}" if no else key] = (value is not True) if no else value
-    mode = next((word.text for word in document.words if word.text.startswith("activation_checkpoint:")), "")
-    if mode:
-        settings[torchtitan_fields.SUBCOMMAND] = mode.partition(":")[2].replace("-", "_")
-    module = base.get("module", module) if base else module
-    assumed = () if base else (f"configuration {module[:40]}.{function[:40]} is not torchtitan's own: class defaults",)
-    harmless = (
-        r"(training\.(steps|dataset.*|max_norm|gc_.*|disable_cuda_graphs)|(checkpoint|metrics|profil\w+|optimizer|comm|debug"
-        r"|lr_scheduler|validator|dataloader|hf_assets_path)\..*|compile\.(components|backend)|parallelism\.(spmd_backend"
-        r"|context_parallel_.*|disable_.*|pipeline_parallel_schedule_csv)|activation_checkpoint\..*)"
-    )
-    model = _flavor("0.3.0", module, str(base["flavor"])) if base else None
-    launch = launch_of(document)
-
-    def edit(changes: Settings) -> str:
-        edited = document.edited({f"--{key}": v for key, v in changes.items() if key != torchtitan_fields.SUBCOMMAND})
-        wanted = changes.get(torchtitan_fields.SUBCOMMAND)
-        if not wanted:
-            return edited
-        word = f"{torchtitan_fields.SUBCOMMAND}:{wanted}"
-        if mode:
-            return edited.replace(mode, word)
-        last = max(
-            flag.end for flag in CommandLine(edited, where, lambda _: None).flags.values()
-        )  # it ends the options
-        return f"{edited[:last]} {word}{edited[last:]}"
-
-    return Configuration(
-        framework="torchtitan",
-        version="0.3.0",
-        rules="torchtitan",
-        document=document,
-        settings=settings,
-        table=torchtitan_fields.COMMAND_LINE,
-        edit=edit,
-        model=model,
-        gpus=_product(settings, launch.get("gpus") or document.variable("NGPU")),
-        unknown=not_understood(
-            {key.replace(".no_", "."): 0 for key in plain}, keys_of(torchtitan_fields.COMMAND_LINE), harmless
-        ),
-        assumed=(*assumed, _CHUNKED) if base and "module" not in base else assumed,
-    )
-
-
-_CHUNKED = "the loss in one piece: torchtitan 0.3.0's own configurations compute it in chunks, which needs less memory"
-
-
-def _own_module(text: str) -> dict[str, Any] | None:
-    """Return what the configuration module inside an exported script says of its model, where there is one."""
-    module = re.search(r"^from torchtitan\.models import (\w+) as models$", text, re.MULTILINE)
-    flavor = re.search(r"models\.model_registry\(\"([^\"]+)\"\)", text)
-    if module is None or flavor is None:
-        return None
-    return {"flavor": flavor[1], "settings": {}, "module": module[1]}
-
-
-_TITAN_CHOICE = (("--module", "MODULE"), ("--config", "CONFIG"))
-
-
-def _unknown(where: str, why: str) -> NotAConfiguration:
-    return NotAConfiguration(
-        f"{where} is no configuration of a kind that is known",
-        why=why,
-        remedy="a torchtitan TOML or command, a Megatron-LM command line or script, a Megatron-Bridge recipe dump, a DeepSpeed "
-        "JSON, an accelerate YAML, or TrainingArguments as JSON",
     )

@@ -1,0 +1,165 @@
+"""torchtitan's configurations: the TOML of 0.2.2 and before, and the command line of 0.3.0."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from planner.configs.command_line import CommandLine
+from planner.configs.configuration import Configuration, not_understood, preset, unknown_kind
+from planner.configs.documents import TomlDocument
+from planner.configs.launch import launch_of
+from planner.configs.named_models import model_of_flavor
+from planner.export.frameworks import torchtitan_fields
+from planner.export.mapping import Settings, keys_of
+from planner.export.schema import schema
+from simulator.config.model import Model
+from topology.errors import PlannerError
+
+# Names until 0.1, and those of today.
+OLD_KEYS = {
+    "training.batch_size": "training.local_batch_size",
+    "training.tensor_parallel_degree": "parallelism.tensor_parallel_degree",
+    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_shard_degree": "parallelism.data_parallel_shard_degree",
+    "training.data_parallel_replicate_degree": "parallelism.data_parallel_replicate_degree",
+    "training.context_parallel_degree": "parallelism.context_parallel_degree",
+    "training.compile": "compile.enable",
+    "experimental.pipeline_parallel_degree": "parallelism.pipeline_parallel_degree",
+    "experimental.context_parallel_degree": "parallelism.context_parallel_degree",
+    "experimental.enable_async_tensor_parallel": "parallelism.enable_async_tensor_parallel",
+    "model.tokenizer_path": "model.hf_assets_path",
+}
+INNER = ("tensor_parallel", "context_parallel", "pipeline_parallel")
+CHOICE = (("--module", "MODULE"), ("--config", "CONFIG"))
+CHUNKED = "the loss in one piece: torchtitan 0.3.0's own configurations compute it in chunks, which needs less memory"
+
+
+def read_toml(text: str, where: str) -> Configuration:
+    document = TomlDocument(text, where)
+    settings = document.settings
+    if not any(key.startswith(("parallelism.", "training.", "model.")) for key in settings):
+        raise unknown_kind(where, "its tables are not torchtitan's (training, parallelism, model)")
+    gpus, machine = preset(text)
+    harmless = (
+        r"(job|profiling|metrics|optimizer|lr_scheduler|checkpoint|validation|comm|fault_tolerance|debug|memory_estimation"
+        r"|experimental)\..*|training\.(dataset.*|steps|max_norm|gc_.*|dataloader\..*|mixed_precision_reduce|seed|deterministic"
+        r"|warmup_steps|data_parallel_type)|model\.(name|flavor|hf_assets_path|tokenizer_path|print_after_conversion"
+        r"|norm_type)|compile\.backend|activation_checkpoint\.(early_stop|debug|preserve_rng_state"
+        r"|determinism_check|visualize.*|memory_budget|per_op_sac_force_recompute_mm_shapes_by_fqns|selective_ac_option)"
+        r"|parallelism\.(disable_loss_parallel|context_parallel_load_balancer|expert_parallel_comm_backend"
+        r"|pipeline_parallel_schedule_csv|pipeline_parallel_expert_parallel_overlap)"
+    )
+    known = keys_of(torchtitan_fields.TOML)
+    assumed = []
+    stated_as: dict[str, str] = {}
+    for old, new in OLD_KEYS.items():
+        if old in settings and new not in settings:
+            settings[new], stated_as[new] = settings.pop(old), old
+            assumed.append(f"{old} is read as {new}, its later name")
+
+    def edit(changes: Settings) -> str:
+        return document.edited({stated_as.get(key, key): value for key, value in changes.items()})
+
+    optimizer = settings.get("optimizer.name", "AdamW")
+    model: Model | str | None = None
+    if "model.name" in settings and "model.flavor" in settings:
+        model = _flavor("0.2.2", str(settings["model.name"]), str(settings["model.flavor"]))
+    return Configuration(
+        framework="torchtitan",
+        version="0.2.2",
+        rules="torchtitan",
+        document=document,
+        settings=settings,
+        table=torchtitan_fields.TOML,
+        edit=edit,
+        model=model,
+        gpus=_product(settings, gpus),
+        given={"optimizer_said": optimizer},
+        unknown=not_understood(settings, known, harmless),
+        assumed=(*assumed, *([f"{gpus} GPUs (the file's own comment)"] if gpus else [])),
+        cluster=machine,
+    )
+
+
+def _flavor(version: str, module: str, flavor: str) -> str | None:
+    try:
+        return model_of_flavor(version, module, flavor)
+    except PlannerError:
+        return None
+
+
+def _product(settings: Settings, stated: int | None) -> int | None:
+    """Return the GPUs that torchtitan's degrees make, where none of them is left open."""
+    degrees = [settings.get(f"parallelism.{name}_degree", 1) for name in ("data_parallel_replicate", *INNER)]
+    shard = settings.get("parallelism.data_parallel_shard_degree", -1)
+    if not isinstance(shard, int) or shard < 1 or not all(isinstance(degree, int) for degree in degrees):
+        return stated
+    product = shard
+    for degree in degrees:
+        product *= degree
+    return product
+
+
+def read_command(text: str, where: str) -> Configuration:
+    document = CommandLine(text, where, lambda _: None)
+    said = document.settings
+    module, function = (str(said.get(flag, document.expanded(f"${name}"))) for flag, name in CHOICE)
+    configs = schema("torchtitan", "0.3.0")["configs"]
+    base = configs.get(f"{module}.{function}") or _own_module(text)
+    settings: Settings = dict(base["settings"]) if base else {}
+    plain = {flag.removeprefix("--"): value for flag, value in said.items() if "." in flag}
+    for key, value in plain.items():
+        section, _, name = key.rpartition(".")
+        no = name.startswith("no_")
+        settings[f"{section}.{name.removeprefix('no_')}" if no else key] = (value is not True) if no else value
+    mode = next((word.text for word in document.words if word.text.startswith("activation_checkpoint:")), "")
+    if mode:
+        settings[torchtitan_fields.SUBCOMMAND] = mode.partition(":")[2].replace("-", "_")
+    module = base.get("module", module) if base else module
+    assumed = () if base else (f"configuration {module[:40]}.{function[:40]} is not torchtitan's own: class defaults",)
+    harmless = (
+        r"(training\.(steps|dataset.*|max_norm|gc_.*|disable_cuda_graphs)|(checkpoint|metrics|profil\w+|optimizer|comm|debug"
+        r"|lr_scheduler|validator|dataloader|hf_assets_path)\..*|compile\.(components|backend)|parallelism\.(spmd_backend"
+        r"|context_parallel_.*|disable_.*|pipeline_parallel_schedule_csv)|activation_checkpoint\..*)"
+    )
+    model = _flavor("0.3.0", module, str(base["flavor"])) if base else None
+    launch = launch_of(document)
+
+    def edit(changes: Settings) -> str:
+        edited = document.edited({f"--{key}": v for key, v in changes.items() if key != torchtitan_fields.SUBCOMMAND})
+        wanted = changes.get(torchtitan_fields.SUBCOMMAND)
+        if not wanted:
+            return edited
+        word = f"{torchtitan_fields.SUBCOMMAND}:{wanted}"
+        if mode:
+            return edited.replace(mode, word)
+        last = max(
+            flag.end for flag in CommandLine(edited, where, lambda _: None).flags.values()
+        )  # it ends the options
+        return f"{edited[:last]} {word}{edited[last:]}"
+
+    return Configuration(
+        framework="torchtitan",
+        version="0.3.0",
+        rules="torchtitan",
+        document=document,
+        settings=settings,
+        table=torchtitan_fields.COMMAND_LINE,
+        edit=edit,
+        model=model,
+        gpus=_product(settings, launch.get("gpus") or document.variable("NGPU")),
+        unknown=not_understood(
+            {key.replace(".no_", "."): 0 for key in plain}, keys_of(torchtitan_fields.COMMAND_LINE), harmless
+        ),
+        assumed=(*assumed, CHUNKED) if base and "module" not in base else assumed,
+    )
+
+
+def _own_module(text: str) -> dict[str, Any] | None:
+    """Return what the configuration module inside an exported script says of its model, where there is one."""
+    module = re.search(r"^from torchtitan\.models import (\w+) as models$", text, re.MULTILINE)
+    flavor = re.search(r"models\.model_registry\(\"([^\"]+)\"\)", text)
+    if module is None or flavor is None:
+        return None
+    return {"flavor": flavor[1], "settings": {}, "module": module[1]}
