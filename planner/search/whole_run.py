@@ -231,6 +231,12 @@ def _doubled(counts: Counts) -> Iterator[int]:
         flops = question.model.training_flops_per_token(question.workload.seq_len, causal=True) * goal.tokens
         peak = max(question.cluster.slowest_kind.peak_flops.values())
         least = max(least, int(flops / peak / goal.deadline_s))
+        if least > MOST_GPUS:
+            raise Infeasible(
+                f"no number of GPUs tried ends {goal.tokens:.3g} tokens within {goal.deadline_s / DAY_S:.3g} days",
+                why=f"at the peak of their arithmetic that takes {least:,} GPUs; up to {MOST_GPUS:,} are tried",
+                remedy="a later deadline, or fewer tokens",
+            )
     size = question.cluster.gpus_per_node
     numbers = [1 << power for power in range(size.bit_length()) if 1 << power < size]
     numbers += [size << power for power in range(MOST_GPUS.bit_length()) if size << power <= MOST_GPUS]
