@@ -75,7 +75,7 @@ def draw(seed, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(6))
 def test_the_search_finds_what_brute_force_finds(block, tmp_path_factory):
     folder = tmp_path_factory.getbasetemp()
     answered = 0
