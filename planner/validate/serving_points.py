@@ -23,11 +23,9 @@ from topology.cluster import Cluster
 from topology.errors import Infeasible, UserError
 
 QUANTITIES = {"ttft": "ttft_s", "tpot": "tpot_s", "throughput": "output_tokens_per_s_per_gpu"}
-# The least share of the stated lengths where a row says that they are drawn from 80 to 100 % of them.
-_UNIFORM = 0.8
-# Prompt and answer of InferenceX's three scenarios, whose requests draw 80 to 100 % of both (SemiAnalysisAI/InferenceX,
-# benchmarks: --random-range-ratio 0.8). A row with these lengths that does not say how they vary is taken to be one.
-_SCENARIOS = ((1024, 1024), (1024, 8192), (8192, 1024))
+# The least share of the stated lengths that requests have: where a row says so, and where it does not. Requests of exactly one
+# length would begin and end together for ever, as those of no real client do.
+STATED, UNSAID = 0.8, 0.9
 _ENGINES = {
     "trtllm": "trtllm", "tensorrt": "trtllm", "trt": "trtllm", "dynamo-trt": "trtllm",
     "vllm": "vllm", "sglang": "sglang", "dynamo-sglang": "sglang",
@@ -204,10 +202,11 @@ def _traffic(
 ) -> Traffic:
     """Return what clients sent, by the words of `metric_kind` and by concurrency or rate."""
     kind = row.metric_kind
-    if "80-100" in kind or (row.isl, row.osl) in _SCENARIOS:
-        prompt, output = replace(prompt, low=_UNIFORM), replace(output, low=_UNIFORM)
-        if "80-100" not in kind:
-            assumed.append("lengths: 80 to 100 % of those stated")
+    if "80-100" in kind:
+        prompt, output = replace(prompt, low=STATED), replace(output, low=STATED)
+    elif row.concurrency and "static" not in kind:
+        prompt, output = replace(prompt, low=UNSAID), replace(output, low=UNSAID)
+        assumed.append(f"lengths: {UNSAID:.0%} to 100% of those stated")
     base = Traffic(prompt=prompt, output=output)
     if row.request_rate_qps:
         assumed.append("arrivals: Poisson")

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from simulator.overlap.modes import OverlapRates, Parts, mode_s
 
 SPAN = 4.0  # factor by which a rate may leave its start; beyond that it would no longer be what its name says
+HELD = 0.01  # relative error that a rate's move by e counts as: a rate that no time speaks of stays where it starts
 OUTLIER = 0.02  # relative error from which a time is odd rather than evidence
 RATES = tuple(field.name for field in fields(OverlapRates) if field.name != "issue")
 
@@ -59,7 +60,7 @@ def fit_rates(samples: Sequence[TimedMode], start: OverlapRates | None = None) -
 
     most = np.log(SPAN)
     found = scipy.optimize.least_squares(
-        lambda logs: _errors(batches, rates_at(logs)),
+        lambda logs: np.concatenate([_errors(batches, rates_at(logs)), HELD * logs]),
         np.zeros(len(RATES) + len(issued)),
         bounds=(-most, most),
         loss="soft_l1",
