@@ -52,6 +52,14 @@ class Kernels:
         return rate.get(self.multiplied_in, wide) * share
 
     @property
+    def attention_flops_per_s(self) -> float:
+        """Arithmetic rate of the fused 16-bit attention kernel on long sequences."""
+        known = efficiency(self.gpu.architecture).attention
+        curve = known.get("cudnn") or known["flash2"]
+        roofline = Roofline(gpu=self.gpu)
+        return roofline.peak_flops * roofline.power_limited * curve.forward
+
+    @property
     def bytes_per_s(self) -> float:
         return self.gpu.memory_bytes_per_s * max(efficiency(self.gpu.architecture).hbm, STREAMED)
 
@@ -86,16 +94,8 @@ class Kernels:
 
     def prompt_attention(self, heads: float, qk_dim: int, v_dim: int, pairs: Floats) -> Floats:
         """Return seconds of attention over `pairs` of a query and a key it meets, by the fused 16-bit kernel."""
-        known = efficiency(self.gpu.architecture).attention
-        curve = known.get("cudnn") or known["flash2"]
-        roofline = Roofline(gpu=self.gpu)
-        rate = roofline.peak_flops * roofline.power_limited * curve.forward
-        return np.asarray(2.0 * heads * (qk_dim + v_dim) * pairs / rate)
+        return np.asarray(2.0 * heads * (qk_dim + v_dim) * pairs / self.attention_flops_per_s)
 
     def cached_key_s(self, flops: float, nbytes: float) -> float:
         """Return seconds that attention of one query takes over one cached key, of so many operations and bytes."""
-        known = efficiency(self.gpu.architecture).attention
-        curve = known.get("cudnn") or known["flash2"]
-        roofline = Roofline(gpu=self.gpu)
-        rate = roofline.peak_flops * roofline.power_limited * curve.forward
-        return max(flops / rate, nbytes / self.bytes_per_s)
+        return max(flops / self.attention_flops_per_s, nbytes / self.bytes_per_s)
