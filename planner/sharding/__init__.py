@@ -6,7 +6,8 @@ Answers: how is every tensor of this graph sharded over the mesh, and which coll
 
 Reading order, which is also the order of the work:
 
-    problem.py            parse a file of cases (untrusted, bounded) into a mesh, operators and given placements
+    graph.py              the computation as for one process: operators over tensors, in program order
+    problem.py            a graph on a mesh, with given and pinned layouts; parsed from files (untrusted, bounded)
     layouts/              how one tensor is sharded
       mesh.py             mesh axes, and axes split into finer ones
       layout.py           a spec per tensor dim (mesh axes and blocks), pending reductions; placements per mesh axis
@@ -22,9 +23,10 @@ Reading order, which is also the order of the work:
     schedule.py           whole, ring or chunked: how a planned collective is executed
     pipeline_stages.py    tensors sent between parts of the mesh
     token_routing.py      tokens routed to experts, by counts
-    policies.py           which options are left to the cost
-    candidates.py         options, layouts and redistributions of a whole graph
-    choose.py             the cheapest consistent choice, proved (linear relaxation, then CP-SAT)
+    solver/               which option every operator takes, and which layout every tensor has
+      policies.py         which options are left to the cost
+      candidates.py       options, layouts and redistributions of a whole graph
+      choose.py           the cheapest consistent choice, proved (linear relaxation, then CP-SAT)
     plan.py               the result in program order
     lowering.py           that as a program of the simulator, with its time on a cluster
     report.py             and as JSON

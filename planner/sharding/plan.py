@@ -1,17 +1,27 @@
-"""The sharded graph in program order: operators, and the redistributions before and after them."""
+"""What the solver answers: the sharded graph in program order, operators and the redistributions before and after them.
+
+Back ends read a `ShardingPlan` alone:
+
+    plan.choice.layouts   by tensor of the graph: its layout, one spec a dim and what is pending (`layouts.layout.Layout`)
+    plan.choice.options   by operator of the graph: the layouts it needs its operands in, and the one it produces
+    plan.steps            in order: a `TensorMove` (a tensor from one layout to another, as primitives and as the
+                          collectives that run) or an `OperatorStep` (an operator on local shards)
+
+`layouts.layout.placements_of` writes a layout as placements, one a mesh axis.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from planner.sharding.choose import Choice, choose
 from planner.sharding.layouts.collectives import Collective
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.layouts.redistribution import RedistributionStep, Redistributor
 from planner.sharding.operators.options import ShardingOption
 from planner.sharding.problem import ShardingProblem
 from planner.sharding.schedule import Schedule, apply_schedule
+from planner.sharding.solver.choose import Choice, choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import msgspec
 
+from planner.sharding.graph import Graph, GraphBuilder
 from planner.sharding.layouts.layout import REDUCERS, Layout, normalize_spec, parse_placements, placements_of
 from planner.sharding.layouts.mesh import Mesh, SplitMesh, make_mesh, split_mesh
-from planner.sharding.operators.operator import Operator, Tensor, parse_operators
+from planner.sharding.operators.operator import Operator, Tensor
 from planner.sharding.pipeline_stages import (
     PipelineStages,
     mesh_without_axis,
@@ -24,14 +24,9 @@ from planner.sharding.pipeline_stages import (
 )
 from planner.sharding.schedule import Schedule, parse_schedule
 from planner.sharding.token_routing import TokenRouting, parse_routings
-from simulator.config.runtime import ELEMENT_BYTES
 from topology.errors import BadInput
 
 MAX_CASES = 2000
-MAX_OPERATORS = 200
-MAX_TENSORS = 400
-MAX_DIMS = 8
-MAX_ELEMENTS = 1 << 50
 POLICIES = ("min_ring_bytes", "follow_weights")
 
 
@@ -67,6 +62,7 @@ class CaseText(msgspec.Struct):
     mesh: _MeshText
     ops: list[str] = []
     inputs: dict[str, _TensorText] = {}
+    parameters: list[str] = []
     axes: dict[str, int] = {}
     axis_map: dict[str, str | list[str]] = {}
     pins: dict[str, list[str]] = {}
@@ -78,21 +74,32 @@ class CaseText(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingProblem:
-    """A parsed case: `input_layouts` of the inputs that have placements, `pins` for results whose layout is prescribed.
+    """What is asked: the sharding of `graph` over `mesh`.
 
-    Where there are pipeline stages, `mesh` is the mesh of one stage.
+    `input_layouts` are of the inputs that have placements, `pins` of results whose layout is prescribed; the solver
+    places all other tensors. Where there are pipeline stages, `mesh` is the mesh of one stage.
     """
 
     mesh: Mesh
-    tensors: Mapping[str, Tensor]
-    inputs: tuple[str, ...]
-    operators: tuple[Operator, ...]
-    input_layouts: Mapping[str, Layout]
-    pins: Mapping[str, Layout]
+    graph: Graph
+    input_layouts: Mapping[str, Layout] = field(default_factory=dict)
+    pins: Mapping[str, Layout] = field(default_factory=dict)
     policy: str | None = None
     schedule: Mapping[str, Schedule] = field(default_factory=dict)
     stages: PipelineStages | None = None
     routed: Mapping[str, TokenRouting] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self.graph.tensors
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return self.graph.inputs
+
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        return self.graph.operators
 
 
 def split_cases(data: Any, *, where: str) -> list[dict[str, Any]]:
@@ -141,31 +148,25 @@ def parse_problem(data: Mapping[str, Any]) -> ShardingProblem:
             tokens = placements_without_stage_axis(tokens, full_mesh.names.index(stage_axis), full_mesh, of=name)
         return parse_placements(tokens, tensors[name].shape, mesh, of=name)
 
-    if len(case.ops) > MAX_OPERATORS or len(case.inputs) > MAX_TENSORS:
-        raise BadInput(
-            f"{len(case.ops)} operators and {len(case.inputs)} inputs",
-            why=f"at most {MAX_OPERATORS} and {MAX_TENSORS} are read",
-            remedy="split the graph; layers that are alike have one answer",
-        )
     policy = None if case.policy == "none" else case.policy
     if policy is not None and policy not in POLICIES:
         raise BadInput(f"unknown policy {policy[:40]!r}", remedy=f"one of {', '.join(POLICIES)}, or none")
-    tensors: dict[str, Tensor] = {}
+    builder = GraphBuilder(case.axes)
+    tensors = builder.tensors
     input_layouts: dict[str, Layout] = {}
     for name, text in case.inputs.items():
-        tensors[name] = _parse_tensor(name, text)
+        builder.add_input(name, text.shape, text.dtype, axes=text.axes, parameter=name in case.parameters)
         if text.placements is not None:
             input_layouts[name] = parse_layout(text.placements, name)
         elif text.named is not None or case.axis_map:
             input_layouts[name] = _parse_named_layout(
                 tensors[name], text.named or _layout_text_from_map(case.axis_map, text.axes), split, mesh
             )
-    operators: list[Operator] = []
-    for text_of_op in case.ops:
-        for operator in parse_operators(text_of_op, tensors, case.axes):
-            _check_size(operator.result)
-            tensors[operator.result.name] = operator.result
-            operators.append(operator)
+    for line in case.ops:
+        builder.apply(line)
+    unknown = [name for name in case.parameters if name not in case.inputs]
+    if unknown:
+        raise BadInput(f"{unknown[0][:60]!r} is a parameter, and no input", remedy="name an input")
     pins = {}
     for name, tokens in case.pins.items():
         if name not in tensors:
@@ -173,11 +174,11 @@ def parse_problem(data: Mapping[str, Any]) -> ShardingProblem:
         pins[name] = parse_layout(tokens, name)
         if name in case.inputs and input_layouts.setdefault(name, pins[name]) != pins[name]:
             raise BadInput(f"{name} is given as {input_layouts[name]} and pinned to {pins[name]}", remedy="say it once")
+    graph = builder.build()
+    operators = graph.operators
     return ShardingProblem(
         mesh=mesh,
-        tensors=tensors,
-        inputs=tuple(case.inputs),
-        operators=tuple(operators),
+        graph=graph,
         input_layouts=input_layouts,
         pins={name: layout for name, layout in pins.items() if name not in case.inputs},
         policy=policy,
@@ -212,23 +213,3 @@ def _parse_named_layout(tensor: Tensor, named: _NamedLayoutText, split: SplitMes
     pending = tuple((axis, partial[axis]) for axis in mesh.names if axis in partial)
     layout = Layout(dims, pending)
     return parse_placements(placements_of(layout, mesh), tensor.shape, mesh, of=tensor.name)
-
-
-def _parse_tensor(name: str, text: _TensorText) -> Tensor:
-    if not name.isidentifier() or len(name) > 64:
-        raise BadInput(f"{name[:64]!r} is no name for a tensor", remedy="letters, digits and _")
-    if text.dtype not in ELEMENT_BYTES:
-        raise BadInput(f"{name}: unknown dtype {text.dtype[:20]!r}", remedy=f"one of {', '.join(ELEMENT_BYTES)}")
-    if text.axes and len(text.axes) != len(text.shape):
-        raise BadInput(f"{name} has {len(text.shape)} dims and {len(text.axes)} axes", remedy="one name per dim")
-    found = Tensor(name=name, shape=tuple(text.shape), dtype=text.dtype, axes=tuple(text.axes))
-    _check_size(found)
-    return found
-
-
-def _check_size(tensor: Tensor) -> None:
-    if any(size < 1 for size in tensor.shape) or prod(tensor.shape) > MAX_ELEMENTS or len(tensor.shape) > MAX_DIMS:
-        raise BadInput(
-            f"{tensor.name} has shape {list(tensor.shape)[:MAX_DIMS]}",
-            why=f"sizes are positive, at most {MAX_DIMS} dims and {MAX_ELEMENTS:,} elements",
-        )

@@ -22,12 +22,16 @@ MAX_TENSORS_TO_PERMUTE = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor of the graph: global shape, dtype, and the axis names that its dims were declared with."""
+    """A tensor of the graph: global shape, dtype, and the axis names that its dims were declared with.
+
+    `origin` is the name of a parameter or buffer in the module that a graph was captured from.
+    """
 
     name: str
     shape: Shape
     dtype: str
     axes: tuple[str, ...] = ()
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

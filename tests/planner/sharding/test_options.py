@@ -5,10 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from planner.sharding.choose import enumerate_candidates
 from planner.sharding.layouts.mesh import make_mesh
 from planner.sharding.operators.operator import Tensor, parse_operators
 from planner.sharding.operators.options import combine_axis_specs, split_dim_spec
+from planner.sharding.solver.choose import enumerate_candidates
 from tests.planner.sharding import cases, virtual_ranks
 
 EVERY = [stated for stated, _, _ in cases.KNOWN if "schedule" not in stated]

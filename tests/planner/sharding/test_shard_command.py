@@ -134,6 +134,7 @@ def test_a_file_that_is_none_ends_with_2(capsys, tmp_path, text) -> None:
         ({"pins": {"nobody": ["R"]}}, "no operator makes it"),
         ({"pins": {"u": ["R", "R"]}}, "2 placements"),
         ({"pins": {"x": ["S(0)"]}}, "say it once"),
+        ({"parameters": ["u"]}, "is a parameter"),
         ({"policy": "guess"}, "unknown policy"),
         ({"pin": {"y": ["R"]}}, "no 'pin'"),
         ({"schedule": {"y": "chunked"}}, "no schedule"),

@@ -23,11 +23,11 @@ from typing import Any
 
 from ortools.linear_solver import pywraplp
 
-from planner.sharding.candidates import LayoutCandidates, enumerate_candidates
 from planner.sharding.layouts.collectives import FREE, Cost, cost_of
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.operators.options import ShardingOption
 from planner.sharding.problem import ShardingProblem
+from planner.sharding.solver.candidates import LayoutCandidates, enumerate_candidates
 from topology.errors import Infeasible
 
 MAX_VARIABLES = 400_000

@@ -15,9 +15,9 @@ from planner.sharding.operators.options import (
     sharding_options,
     split_dim_spec,
 )
-from planner.sharding.policies import follow_weights, keep_agreeing_operands
 from planner.sharding.problem import ShardingProblem
 from planner.sharding.schedule import Schedule
+from planner.sharding.solver.policies import follow_weights, keep_agreeing_operands
 
 
 @dataclass(slots=True)

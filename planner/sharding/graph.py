@@ -1,0 +1,152 @@
+"""The computation as written for one process: operators over tensors in program order.
+
+This is what front ends make, what the solver places, and what back ends write out:
+
+    builder = GraphBuilder()
+    builder.add_input("x", (4, 8192, 4096), axes=("b", "s", "e"))
+    builder.add_input("w", (14336, 4096), parameter=True, origin="mlp.up.weight")
+    builder.apply("u = linear(x, w) :: b s e+, f e+ -> b s f")
+    builder.apply("y = silu(u) :: b s f -> b s f")
+    graph = builder.build(outputs=("y",))
+
+A graph is flat: the layers of a model stand one after another, as in a program. Nothing in it says how anything is
+sharded; `planner.sharding.problem.ShardingProblem` adds a mesh, the layouts that are given and those that are pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from planner.sharding.operators.operator import Operator, Tensor, parse_operators
+from simulator.config.runtime import ELEMENT_BYTES
+from topology.errors import BadInput
+
+MAX_OPERATORS = 20_000
+MAX_INPUTS = 20_000
+MAX_DIMS = 8
+MAX_ELEMENTS = 1 << 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """Operators in program order, and the tensors between them.
+
+    `inputs` are made by no operator; those of them in `parameters` are weights, which have gradients and optimizer
+    state. `outputs` are the results that the caller receives. With a backward pass, `gradients` names the gradient of
+    each tensor that has one, and the operators from index `backward_start` on compute them.
+    """
+
+    tensors: Mapping[str, Tensor]
+    inputs: tuple[str, ...]
+    operators: tuple[Operator, ...]
+    parameters: frozenset[str] = frozenset()
+    outputs: tuple[str, ...] = ()
+    gradients: Mapping[str, str] = field(default_factory=dict)
+    backward_start: int | None = None
+
+    @property
+    def producers(self) -> dict[str, int]:
+        """Return the index of the operator that makes each result."""
+        return {operator.result.name: number for number, operator in enumerate(self.operators)}
+
+    @property
+    def consumers(self) -> dict[str, list[tuple[int, int]]]:
+        """Return by tensor who reads it: (index of the operator, position among its operands).
+
+        Tensors in a formula that its annotation leaves out come after the annotated operands.
+        """
+        found: dict[str, list[tuple[int, int]]] = {}
+        for number, operator in enumerate(self.operators):
+            names = [*(name for name, _ in operator.operands), *operator.unannotated]
+            for position, name in enumerate(names):
+                found.setdefault(name, []).append((number, position))
+        return found
+
+
+class GraphBuilder:
+    """Builds a `Graph` one tensor and one operator at a time. `sizes` are of axes that no operand has by itself."""
+
+    def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
+        self.sizes = dict(sizes or {})
+        self.tensors: dict[str, Tensor] = {}
+        self.inputs: list[str] = []
+        self.parameters: set[str] = set()
+        self.operators: list[Operator] = []
+
+    def add_input(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: str = "bf16",
+        *,
+        axes: Sequence[str] = (),
+        parameter: bool = False,
+        origin: str = "",
+    ) -> Tensor:
+        """Add a tensor that the caller gives; `origin` is its name in the module it was captured from.
+
+        Raises BadInput.
+        """
+        if not name.isidentifier() or len(name) > 64:
+            raise BadInput(f"{name[:64]!r} is no name for a tensor", remedy="letters, digits and _")
+        if name in self.tensors:
+            raise BadInput(f"{name} is given twice", why="every tensor is made once", remedy="another name")
+        if dtype not in ELEMENT_BYTES:
+            raise BadInput(f"{name}: unknown dtype {dtype[:20]!r}", remedy=f"one of {', '.join(ELEMENT_BYTES)}")
+        if axes and len(axes) != len(shape):
+            raise BadInput(f"{name} has {len(shape)} dims and {len(axes)} axes", remedy="one name per dim")
+        if len(self.inputs) >= MAX_INPUTS:
+            raise BadInput(f"more than {MAX_INPUTS:,} inputs", remedy="split the graph")
+        tensor = Tensor(name=name, shape=tuple(shape), dtype=dtype, axes=tuple(axes), origin=origin)
+        _check_size(tensor)
+        self.tensors[name] = tensor
+        self.inputs.append(name)
+        if parameter:
+            self.parameters.add(name)
+        return tensor
+
+    def apply(self, text: str) -> tuple[Tensor, ...]:
+        """Add the operator `name, ... = formula :: annotation` and return its results. Raises BadInput."""
+        results = []
+        for operator in parse_operators(text, self.tensors, self.sizes):
+            _check_size(operator.result)
+            if len(self.operators) >= MAX_OPERATORS:
+                raise BadInput(f"more than {MAX_OPERATORS:,} operators", remedy="split the graph")
+            self.tensors[operator.result.name] = operator.result
+            self.operators.append(operator)
+            results.append(operator.result)
+        return tuple(tensor for tensor in results if "." not in tensor.name)
+
+    def build(self, outputs: Sequence[str] = ()) -> Graph:
+        """Return the graph; `outputs` unsaid are the results that no operator reads. Raises BadInput."""
+        missing = [name for name in outputs if name not in self.tensors]
+        if missing:
+            raise BadInput(f"{missing[0][:60]!r} is an output, and no operator makes it", remedy="name a result")
+        graph = Graph(
+            tensors=dict(self.tensors),
+            inputs=tuple(self.inputs),
+            operators=tuple(self.operators),
+            parameters=frozenset(self.parameters),
+            outputs=tuple(outputs),
+        )
+        if outputs:
+            return graph
+        read = graph.consumers
+        unread = tuple(o.result.name for o in graph.operators if o.result.name not in read)
+        return Graph(
+            tensors=graph.tensors,
+            inputs=graph.inputs,
+            operators=graph.operators,
+            parameters=graph.parameters,
+            outputs=unread,
+        )
+
+
+def _check_size(tensor: Tensor) -> None:
+    if any(size < 1 for size in tensor.shape) or prod(tensor.shape) > MAX_ELEMENTS or len(tensor.shape) > MAX_DIMS:
+        raise BadInput(
+            f"{tensor.name} has shape {list(tensor.shape)[:MAX_DIMS]}",
+            why=f"sizes are positive, at most {MAX_DIMS} dims and {MAX_ELEMENTS:,} elements",
+        )
