@@ -29,6 +29,9 @@ def buckets_of(spec: RuntimeSpec, nbytes: Floats) -> Floats:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallel:
     exposed_s: Floats
+    fetched_s: (
+        Floats  # of it, gathers of what a sharded optimizer has updated, where the first forward pass waits for them
+    )
     copies_s: Floats
     contention_s: Floats
     fill_s: Floats  # what the ranks before and after add to the time the pipe takes to fill and drain
@@ -121,18 +124,30 @@ def data_parallel(
         + scatters * groups.time_s("reduce_scatter", "expert_dp", experts * reduce_bytes)
         + groups.time_s("all_gather", "expert_dp", experts * compute_bytes)
     )
+    # Scattered behind a backward, gathered behind the next step's first forward, all but a layer's share.
+    going = groups.time_s("reduce_scatter", "dp", shared * reduce_bytes)
+    going = going + groups.time_s("reduce_scatter", "expert_dp", experts * reduce_bytes)
+    coming = scattered - scatters * going
+    zero_2 = table.state_shard["gradients"] > 1
+    sends_behind = np.where(zero_2, spec.ddp.overlap, spec.ddp.sharded_overlap)
+    fetches_behind = ~zero_2 & spec.ddp.sharded_overlap
+    fetches_hidden = fetches_behind * (1 - 1 / count) * np.minimum(coming, forward)
+    sharded_hidden = sends_behind * (1 - 1 / count) * scatters * np.minimum(going, backward) + fetches_hidden
     times = np.where((table["pp"] == 1) & spec.ddp.every_micro_batch, m, 1.0)
-    replicated_exposed = np.where(optimizer_only, scattered, times * (reduce_all - hidden))
+    replicated_exposed = np.where(optimizer_only, scattered - sharded_hidden, times * (reduce_all - hidden))
     hidden = times * hidden
 
     exposed = np.where(full, sharded_exposed, replicated_exposed)
-    overlapped = np.where(full, np.maximum(sharded_total - sharded_exposed, 0.0), np.where(optimizer_only, 0.0, hidden))
+    overlapped = np.where(
+        full, np.maximum(sharded_total - sharded_exposed, 0.0), np.where(optimizer_only, sharded_hidden, hidden)
+    )
     share = np.where(full, sm_share(context, *FSDP_OPS), sm_share(context, "all_reduce"))
     contention = np.maximum(overlapped, 0.0) * share
     # Each rank gathers layer by layer when the first micro batch comes by, and each adds gradients up as it leaves.
     once = exposed_forward + 2 * (shared + experts) * compute_bytes / hbm + np.where(table["pp"] > 1, adding, 0.0)
     fill = np.where(full & (table["pp"] > 1), (table["pp"] - 1) * once, 0.0)
-    return DataParallel(exposed_s=exposed, copies_s=copies, contention_s=contention, fill_s=fill)
+    fetched = np.where(optimizer_only & fetches_behind, coming - fetches_hidden, 0.0)
+    return DataParallel(exposed_s=exposed, fetched_s=fetched, copies_s=copies, contention_s=contention, fill_s=fill)
 
 
 def _ends(

@@ -214,7 +214,7 @@ class Counter:
 
     def _passes(self, kinds: set[Local], stage: int) -> dict[Local, PassCounts]:
         walk, units = self.walk, self.walk.stages[stage]
-        tallies = [self.new_tally(number == 0) for number in range(3 if walk.traffic.fully_sharded else 2)]
+        tallies = [self.new_tally(number == 0) for number in range(3 if walk.traffic.gathers_before_use else 2)]
         told = [(tally, DataWriter(rank=tally, traffic=walk.traffic)) for tally in tallies]
         wanted = {Gathered.NONE: [], Gathered.LAST: units[-1:], Gathered.ALL: units}
         clocks = ((0.0, LONG_AGO, LONG_AGO), (LONG_AGO, LONG_AGO, 0.0), (0.0, 0.0, LONG_AGO))

@@ -300,7 +300,8 @@ def step_cost(
     norm = sum((groups.time_s("all_reduce", axis, NORM_BYTES) for axis in NORM_AXES), np.zeros(len(table)))
     exposed = {**micro.exposed, "dp": data.exposed_s + norm}
     # Keeps a device busy that would wait for the host, or waiting for gathers that a host has issued which is late itself.
-    beside = data.copies_s + data.contention_s + np.where(table.fully_sharded & (table["pp"] == 1), data.exposed_s, 0.0)
+    waited = np.where(table.fully_sharded, data.exposed_s, data.fetched_s)
+    beside = data.copies_s + data.contention_s + np.where(table["pp"] == 1, waited, 0.0)
     breakdown = {
         "compute": micro.compute,
         "recompute": micro.recompute,

@@ -24,13 +24,13 @@ from functools import lru_cache
 
 from topology.errors import BadPlan
 
-# What each does: simulator.overlap.modes, and for async simulator.overlap.torch_async.
+# What each does: simulator.overlap.modes, and for async simulator.overlap.torch_async. All of them run in our executor.
 MODES = ("none", "chunked", "ring", "copy_engine", "fused", "async")
 # What `executor.overlap` calls those that have no implementation of ours: NCCL and then the product, and torch's own.
 EXECUTOR_NAMES = {"none": "nccl", "async": "torch_symm_mem"}
-# Transformer Engine's userbuffers pass shards round a ring by copy engines, and cut the products beside them into pieces
-# (transformer_engine/pytorch/module/base.py: initialize_ub, ring_exchange with use_ce).
-SYNONYMS = {"userbuffers": "copy_engine"}
+# Modes that plans may name and our executor does not have: Transformer Engine's (`simulator.overlap.userbuffers`).
+USERBUFFERS = "userbuffers"
+WORDS = (*MODES, USERBUFFERS)
 SITES = ("attention_in", "attention_out", "mlp_in", "mlp_out")
 NONE = "none"
 
@@ -106,7 +106,6 @@ def tp_overlap_slug(tp_overlap: str) -> str:
 
 
 def _mode(mode: str, tp_overlap: str) -> str:
-    mode = SYNONYMS.get(mode, mode)
-    if mode not in MODES:
-        raise BadPlan(f"tp_overlap {tp_overlap!r} is unknown: {mode!r} is no mode", why=f"known: {', '.join(MODES)}")
+    if mode not in WORDS:
+        raise BadPlan(f"tp_overlap {tp_overlap!r} is unknown: {mode!r} is no mode", why=f"known: {', '.join(WORDS)}")
     return mode

@@ -17,7 +17,7 @@ from simulator.fitting.overlap_fit import RATES, TimedMode, fit_rates
 from simulator.kernels.operators import Work, WorkKind
 from simulator.kernels.roofline import Roofline
 from simulator.overlap.modes import EXECUTED, GATHER, SCATTER, SLICES, OverlapRates, Parts, issue_s, rounds_of
-from simulator.overlap.site_costs import LARGE_COPY_BYTES, SITE_MODES, Shape, SiteRates
+from simulator.overlap.site_costs import LARGE_COPY_BYTES, OWN_MODES, Shape, SiteRates
 from topology.profile.samples import OverlapSample
 from topology.rates.groups import GroupShape
 
@@ -62,7 +62,7 @@ def site_rates(
     )
     measured: dict[Shape, float] = {}
     for sample in samples:
-        for mode in SITE_MODES:
+        for mode in OWN_MODES:
             if sample.invalid or mode not in sample.seconds:
                 continue
             host = sample.host_s.get(mode) or float(issue_s(mode, sample.operation, sample.ranks, fitted))

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from enum import StrEnum
 
 from simulator.columns.plan_table import CP_METHODS
-from simulator.config.overlap_sites import MODES, NONE
+from simulator.config.overlap_sites import MODES, NONE, USERBUFFERS
 from simulator.legality.networks import FEATURES
 from simulator.pipeline.schedules import SCHEDULES
 from simulator.runtimes.library import runtime_spec
@@ -173,7 +173,7 @@ MEGATRON = Framework(
     zero_stages=(0, 1, 2, 3),
     searched_zero_stages=(0, 1),  # 2 and 3 mean another implementation (Megatron-FSDP), asked for by name
     schedules=("1F1B", "Interleaved1F1B"),
-    overlaps=("ring",),  # --tp-comm-overlap: userbuffers pass shards round, the products beside them in pieces
+    overlaps=(USERBUFFERS,),  # --tp-comm-overlap
     cp_methods=CP_METHODS,  # --cp-comm-type p2p, allgather, a2a
     lists_layers=True,  # --pipeline-model-parallel-layout
     fsdp_needs="--use-megatron-fsdp (or --use-torch-fsdp2)",

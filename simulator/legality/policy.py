@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.columns.plan_columns import PlanColumns, words
-from simulator.config.overlap_sites import NONE, SITES, mode_at, modes_in
+from simulator.config.overlap_sites import NONE, SITES, USERBUFFERS, mode_at, modes_in
 from simulator.legality.rule import Grade, Mask, Rule, RuleFacts, one_of, policy_rule, rule
 from topology.errors import BadPlan
 
@@ -147,6 +147,16 @@ POLICY_RULES: list[Rule] = [
         lambda c, q: _where_overlap(c, lambda text: bool(_overlap_fault(text, q))),
         lambda p, q: _overlap_fault(p.tp_overlap, q),
         applies=lambda q: q.framework.overlap_by_site,
+    ),
+    policy_rule(
+        "overlap-domain",
+        "tp_overlap",
+        lambda c, q: (c.tp > q.gpus_per_node) & (c.tp_overlap == USERBUFFERS),
+        lambda p, q: (
+            f"tp_overlap {p.tp_overlap} with tp {p.tp} on nodes of {q.gpus_per_node}: its copies go between GPUs of one "
+            "NVLink domain"
+        ),
+        applies=lambda q: q.gpus_per_node > 0,
     ),
     policy_rule(
         "overlap-latent",

@@ -28,6 +28,7 @@ def site_pairs(steps: list[Step], context: CostContext) -> list[Step]:
         if not isinstance(step, TransferStep) or step.mode not in SITE_MODES:
             out.append(step)
             continue
+        beside = Products()
         if step.op == "all_gather":
             end = next((n for n in range(position, len(steps)) if _ends(steps[n], step)), len(steps))
             products = [s for s in steps[position:end] if _reads(s, step)]
@@ -36,7 +37,9 @@ def site_pairs(steps: list[Step], context: CostContext) -> list[Step]:
             first = next((n for n in range(len(out), 0, -1) if _ends(out[n - 1], step)), 0)
             products = [s for s in out[first:] if _gives(s, step)]
             out[first:] = [s for s in out[first:] if not _gives(s, step)]
-        out.append(_site(products, step, context) if products else step)  # type: ignore[arg-type]  # kernels alone pass
+            weight_s = sum(s.cost.seconds for s in out[first:] if isinstance(s, KernelStep) and s.weight)
+            beside = Products(weight_s=weight_s)
+        out.append(_site(products, beside, step, context) if products else step)  # type: ignore[arg-type]  # kernels alone pass
     return out
 
 
@@ -55,8 +58,7 @@ def _gives(step: Step, scatter: TransferStep) -> bool:
     return isinstance(step, KernelStep) and step.product is not None and step.result == scatter.tensor
 
 
-def _site(kernels: Sequence[KernelStep], transfer: TransferStep, context: CostContext) -> SiteStep:
-    products = Products()
+def _site(kernels: Sequence[KernelStep], products: Products, transfer: TransferStep, context: CostContext) -> SiteStep:
     for kernel in kernels:
         if kernel.product is not None:
             products = products.merged(kernel.product)

@@ -26,12 +26,12 @@ possible at all, ParallelKittens' K >= s·R/(2·B) (arXiv 2511.13940, section 3)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from simulator.config.overlap_sites import MODES, executor_name
+from simulator.config.overlap_sites import MODES, USERBUFFERS, executor_name
 
 Value = Any  # a float, or a column (numpy array) of them
 
@@ -63,6 +63,8 @@ HOST_CALLS = {
     (SCATTER, "copy_engine"): (3, 1.5),
     (GATHER, "fused"): (2, 0.4),
     (SCATTER, "fused"): (2.2, 0.6),
+    (GATHER, USERBUFFERS): (2, 0.4),  # launches and copies are issued by C++, as our own pushes are
+    (SCATTER, USERBUFFERS): (2, 0.4),
     (GATHER, "torch_symm_mem"): (9, 2),
     (SCATTER, "torch_symm_mem"): (7, 2),
 }
@@ -88,6 +90,8 @@ class Parts:
     """All rows at once, by the library."""
     shard_product_s: Value
     """The rows of one shard."""
+    streamed_product_s: Value = 0.0
+    """The rows of one shard while those of others are multiplied on further streams; 0: no mode asks for it."""
     slice_product_s: Value
     """The rows of one slice of every shard, as one batched product of `ranks` matrices."""
     collective_s: Value
@@ -184,6 +188,8 @@ def device_s(mode: str, operation: str, parts: Parts, rates: OverlapRates) -> Va
         together = _ring_s(operation, parts, rates)
     elif mode == "copy_engine":
         together = _copy_engine_s(operation, parts, rates)
+    elif mode == USERBUFFERS:
+        together = _copy_engine_s(operation, replace(parts, shard_product_s=parts.streamed_product_s), rates)
     elif mode == "torch_symm_mem":
         copied_in = 2 * parts.stream_s if operation == GATHER else 0.0
         together = copied_in + _copy_engine_s(operation, parts, rates, by_torch=True)
@@ -228,7 +234,7 @@ def push_s(parts: Parts, rates: OverlapRates, pieces: Value = 1) -> Value:
 def _known(mode: str, operation: str) -> None:
     if operation not in OPERATIONS:
         raise ValueError(f"there is no operation {operation}")
-    if mode not in EXECUTED:
+    if mode not in (*EXECUTED, USERBUFFERS):
         raise ValueError(f"there is no overlap mode {mode}")
 
 

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats
-from simulator.config.overlap_sites import EXECUTOR_NAMES, MODES, SITES
-from simulator.kernels.operators import Work
+from simulator.config.overlap_sites import EXECUTOR_NAMES, MODES, SITES, USERBUFFERS
+from simulator.kernels.operators import Work, WorkKind
 from simulator.kernels.roofline import Roofline
 from simulator.overlap.modes import (
     GATHER,
@@ -33,12 +33,12 @@ from simulator.overlap.modes import (
     issue_s,
     rounds_of,
 )
+from simulator.overlap.userbuffers import STREAMS, bulk_s
 
 Rows = NDArray[np.bool_]
-SITE_MODES = tuple(
-    mode for mode in MODES if mode not in EXECUTOR_NAMES
-)  # words of plans that are modes of the executor's own
-PUSHED_MODES = ("copy_engine", "fused")
+OWN_MODES = tuple(mode for mode in MODES if mode not in EXECUTOR_NAMES)  # modes of the executor's own
+SITE_MODES = (*OWN_MODES, USERBUFFERS)  # words of plans that pair a site's products with its collective
+PUSHED_MODES = ("copy_engine", "fused", USERBUFFERS)  # hold buffers that peers write to
 OPERATION = {"all_gather": GATHER, "reduce_scatter": SCATTER}
 LARGE_COPY_BYTES = 2.0**30  # of which a copy engine's rate is taken: no latency is left in it
 
@@ -59,11 +59,15 @@ class SiteRates:
 class Products:
     """Products of one pair, numbers or columns: seconds at once, of a shard, of a slice, the host's launches, and sizes.
 
+    `streamed_s` is what one of several shards takes that are multiplied on `STREAMS` streams at the same time.
+
     `first_s` is the first one's at once, `first_columns` its width; `elements` are those of the weights; a `count` of 0 is none.
+    `weight_s` are the weight gradients beside them, which are no part of the pair but in `userbuffers`.
     """
 
     seconds: Value = 0.0
     shard_s: Value = 0.0
+    streamed_s: Value = 0.0
     slice_s: Value = 0.0
     issued_s: Value = 0.0
     first_s: Value = 0.0
@@ -71,12 +75,14 @@ class Products:
     rows: Value = 0.0
     elements: Value = 0.0
     first_columns: Value = 0.0
+    weight_s: Value = 0.0
 
     def merged(self, other: Products) -> Products:
         """Return these and then others."""
         return Products(
             seconds=self.seconds + other.seconds,
             shard_s=self.shard_s + other.shard_s,
+            streamed_s=self.streamed_s + other.streamed_s,
             slice_s=self.slice_s + other.slice_s,
             issued_s=self.issued_s + other.issued_s,
             first_s=np.where(self.count == 0, other.first_s, self.first_s),
@@ -84,6 +90,7 @@ class Products:
             rows=np.maximum(self.rows, other.rows),
             elements=self.elements + other.elements,
             first_columns=np.where(self.count == 0, other.first_columns, self.first_columns),
+            weight_s=self.weight_s + other.weight_s,
         )
 
     def only(self, rows: Value) -> Products:
@@ -94,11 +101,14 @@ class Products:
 def product_of(work: Work, seconds: Value, issued_s: Value, ranks: Value, roofline: Roofline) -> Products:
     """Return a product as it would be cut. A piece runs no faster than its share of the whole: clocks are the whole's."""
     shard = replace(work, flops=work.flops / ranks, bytes=_bytes(work, work.m / ranks), m=work.m / ranks)
+    at_once = np.minimum(ranks, STREAMS)
+    several = replace(shard, flops=at_once * shard.flops, bytes=at_once * shard.bytes, batch=at_once * work.batch)
     rows = work.m / ranks / SLICES
     cut = replace(work, flops=work.flops / SLICES, bytes=ranks * _bytes(work, rows), m=rows, batch=work.batch * ranks)
     return Products(
         seconds=seconds,
         shard_s=np.maximum(roofline.seconds(shard), seconds / ranks),
+        streamed_s=np.maximum(roofline.seconds(several) / at_once, seconds / ranks),
         slice_s=np.maximum(roofline.seconds(cut), seconds / SLICES),
         issued_s=issued_s,
         first_s=seconds,
@@ -126,6 +136,7 @@ def parts_of(
         shard_rows=products.rows / ranks,
         product_s=products.seconds,
         shard_product_s=products.shard_s,
+        streamed_product_s=products.streamed_s,
         slice_product_s=products.slice_s,
         collective_s=whole_s,
         slice_collective_s=groups.time_s(op, "tp", nbytes / SLICES),
@@ -154,6 +165,8 @@ def pair_s(mode: str, op: str, parts: Parts, products: Products, *, regathers: b
     operation = OPERATION[op]
     if regathers:
         queued = parts.collective_s
+        if mode == USERBUFFERS:
+            return bulk_s(parts, products.weight_s, site.rates)
         if mode in PUSHED_MODES:
             queued = (parts.ranks - 1) * (site.rates.copy_latency_s + parts.copy_s)
         return np.maximum(device_s(mode, operation, replace(parts, queued_s=queued), site.rates), parts.product_s)
@@ -187,6 +200,7 @@ class SitePairs:
         self._gathered: tuple[str, NDArray[np.str_], Floats, Floats] | None = None
         self._reading = Products()
         self._giving: list[tuple[str, Products]] = []
+        self._weight_s: Value = np.zeros(len(table))  # of weight gradients since the last collective
 
     def takes(self, site: str, runs: Rows) -> tuple[Rows, NDArray[np.str_]]:
         """Return (the rows in which a site's collective is half of a pair, the mode it has there)."""
@@ -195,7 +209,11 @@ class SitePairs:
 
     def product(self, work: Work, ends: tuple[str, str], seconds: Floats, issued_s: Floats, active: Floats) -> None:
         """Note a product, by the tensors that it reads and gives; weight gradients have neither."""
-        if not self._modes or ends == ("", ""):
+        if not self._modes:
+            return
+        if ends == ("", ""):
+            if work.kind is WorkKind.MATMUL and work.backward:  # a weight gradient
+                self._weight_s = self._weight_s + seconds
             return
         made = product_of(work, seconds, issued_s, self._ranks, self._roofline).only(active > 0)
         if self._gathered is not None and ends[0] == self._gathered[0]:
@@ -222,7 +240,7 @@ class SitePairs:
         """End the products that add up to what a reduce-scatter takes, in the rows where it is half of a pair."""
         if not runs.any():
             return None
-        products = Products().only(runs)
+        products = replace(Products().only(runs), weight_s=np.where(runs, self._weight_s, 0.0))
         for given, made in self._giving:
             if given == tensor:
                 products = products.merged(made)
@@ -231,6 +249,7 @@ class SitePairs:
     def forget(self, rows: Rows) -> None:
         """A collective between tensor-parallel ranks ends what products before it may be part of."""
         self._giving = [(tensor, made.only(~rows)) for tensor, made in self._giving]
+        self._weight_s = np.where(rows, 0.0, self._weight_s)
 
     def _priced(
         self,

@@ -62,9 +62,14 @@ class FsdpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpSpec:
-    """`bucket_bytes` of gradients are reduced at once; 0 is a layer's. `every_micro_batch`: not only the last one's."""
+    """`bucket_bytes` of gradients are reduced at once; 0 is a layer's. `every_micro_batch`: not only the last one's.
+
+    `sharded_overlap`: with a sharded optimizer gradients are scattered behind the backward pass that makes them, and
+    updated parameters are gathered behind the first forward pass of the next step.
+    """
 
     overlap: bool
+    sharded_overlap: bool = False
     bucket_copy: bool
     bucket_bytes: float = 0.0
     every_micro_batch: bool = False

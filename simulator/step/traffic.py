@@ -5,8 +5,9 @@ next unit's while this one computes; its gradients are scattered when its backwa
 over replicas on a stream of their own. Gathers and scatters share one communicator and so one stream here. What is
 copied in and out of flat buffers runs on the compute stream.
 
-Otherwise gradients stay whole: reduced in buckets behind the backward that makes them (DDP), or after the last one
-(Megatron), or scattered to a sharded optimizer (ZeRO-1) and, with sharded gradients (ZeRO-2), after each micro batch.
+Otherwise gradients stay whole: reduced in buckets behind the backward that makes them (DDP) or after the last one, or
+scattered to a sharded optimizer (ZeRO-1), behind that backward too where the runtime overlaps (then parameters that were
+updated are gathered behind the next step's first forward pass), and, with sharded gradients (ZeRO-2), after each micro batch.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class DataTraffic:
     fully_sharded: bool
     keeps_gathered: bool
     optimizer_sharded: bool
+    sharded_overlap: bool  # whose gradients go out behind backward, and whose parameters come in behind forward
     gradients_sharded: bool
     overlap: bool
     replicated_sharding: bool  # shards are summed over replicas too (HSDP)
@@ -58,7 +60,16 @@ class DataTraffic:
 
     @property
     def reduces_behind_compute(self) -> bool:
-        return self.fully_sharded or (self.overlap and not self.optimizer_sharded)
+        return self.fully_sharded or (self.sharded_overlap if self.optimizer_sharded else self.overlap)
+
+    @property
+    def fetches(self) -> bool:
+        """Whether parameters that a sharded optimizer has updated are gathered behind the first forward pass."""
+        return self.optimizer_sharded and self.sharded_overlap
+
+    @property
+    def gathers_before_use(self) -> bool:
+        return self.fully_sharded or self.fetches
 
     def reduces(self, *, last_micro_batch: bool) -> bool:
         """Whether gradients go out after this micro batch's backward."""
@@ -86,6 +97,7 @@ def data_traffic(context: CostContext) -> DataTraffic:
         fully_sharded=full,
         keeps_gathered=bool(table.keeps_gathered[0]),
         optimizer_sharded=not full and bool(table.state_shard["optimizer"][0] > 1),
+        sharded_overlap=spec.ddp.sharded_overlap and not bool(table.state_shard["gradients"][0] > 1),
         gradients_sharded=not full and bool(table.state_shard["gradients"][0] > 1),
         overlap=spec.fsdp.overlap if full else spec.ddp.overlap,
         replicated_sharding=full and bool(has_replicas(table).any()),
@@ -111,6 +123,9 @@ class DataWriter:
     rank: Rank
     traffic: DataTraffic
     _gathered: dict[str, str] = field(default_factory=dict)  # unit -> event of its gather
+    _fetched: dict[str, str] = field(
+        default_factory=dict
+    )  # unit -> event of its gather after the update, "" once waited for
     _resident: set[str] = field(default_factory=set)
     _with_gradient: set[str] = field(default_factory=set)
     _accumulated: set[str] = field(default_factory=set)
@@ -144,6 +159,8 @@ class DataWriter:
                 self._inner = self.rank.record(STREAM)
             if following is not None:
                 self._gather(following, 1 / following.pieces)
+        if t.fetches:
+            self._fetch(unit, following)
         if reducing and inner and t.reduces_behind_compute:
             self._reduce(unit, inner)
 
@@ -209,8 +226,7 @@ class DataWriter:
     def finish(self, units: Sequence[Unit]) -> None:
         """Reduce what has not been reduced yet and join the compute stream, before the optimizer."""
         t = self.traffic
-        late = t.optimizer_sharded or not t.overlap
-        if not t.fully_sharded and late and not t.gradients_sharded:
+        if not t.fully_sharded and not t.reduces_behind_compute and not t.gradients_sharded:
             self.rank.after(STREAM, COMPUTE)
             op = "reduce_scatter" if t.optimizer_sharded else "all_reduce"
             self._send(op, "dp", _sum(u.repeats * u.shared for u in units) * t.reduce_bytes)
@@ -221,9 +237,9 @@ class DataWriter:
         self.release()
 
     def redistribute(self, units: Sequence[Unit]) -> None:
-        """Gather parameters that a sharded optimizer has updated."""
+        """Gather parameters that a sharded optimizer has updated, where the next step does not do it as it goes."""
         t = self.traffic
-        if t.optimizer_sharded and not t.fully_sharded:
+        if t.optimizer_sharded and not t.fully_sharded and not t.fetches:
             self.rank.after(STREAM, COMPUTE)
             self._send("all_gather", "dp", _sum(u.repeats * u.shared for u in units) * t.compute_bytes)
             self._send("all_gather", "expert_dp", _sum(u.repeats * u.experts for u in units) * t.compute_bytes)
@@ -277,7 +293,7 @@ class DataWriter:
                     self.rank.after(REPLICAS, STREAM)
                 shard = shared / t.shard_ranks + experts / t.expert_shard_ranks
                 self.rank.collective("all_reduce", "replicate", shard, stream=REPLICAS)
-        elif t.gradients_sharded:
+        elif t.gradients_sharded or t.optimizer_sharded:
             self._send("reduce_scatter", "dp", shared)
             self._send("reduce_scatter", "expert_dp", experts)
         else:
@@ -294,6 +310,29 @@ class DataWriter:
         self._send("all_gather", "fsdp", share * unit.shared * t.compute_bytes)
         self._send("all_gather", "expert_fsdp", share * unit.experts * t.compute_bytes)
         self._gathered[unit.name] = self.rank.record(STREAM)
+
+    def _fetch(self, unit: Unit, following: Unit | None) -> None:
+        """Gather what a sharded optimizer has updated of a unit before it computes, and of the next one beside it."""
+        inner = 1 - 1 / unit.pieces
+        fresh = unit.name not in self._fetched
+        self._fetch_share(unit, 1 - inner)
+        if self._fetched[unit.name]:
+            self.rank.wait(COMPUTE, self._fetched[unit.name])
+            self._fetched[unit.name] = ""
+        if fresh and inner:
+            self._send_gathers(unit, inner)
+            self._inner = self.rank.record(STREAM)
+        if following is not None:
+            self._fetch_share(following, 1 / following.pieces)
+
+    def _fetch_share(self, unit: Unit, share: float) -> None:
+        if unit.name not in self._fetched:
+            self._send_gathers(unit, share)
+            self._fetched[unit.name] = self.rank.record(STREAM)
+
+    def _send_gathers(self, unit: Unit, share: float) -> None:
+        self._send("all_gather", "dp", share * unit.shared * self.traffic.compute_bytes)
+        self._send("all_gather", "expert_dp", share * unit.experts * self.traffic.compute_bytes)
 
     def _send(self, op: str, family: str, nbytes: Value, times: Value = 1.0) -> None:
         self.rank.collective(op, family, nbytes, stream=STREAM, times=times)

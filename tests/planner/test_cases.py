@@ -325,12 +325,21 @@ def test_every_optimizer_has_its_own_states_and_update():
     assert [one / updates[0] for one in updates] == pytest.approx([1, 32 / 40, 24 / 40], rel=0.01)
 
 
-def test_userbuffers_are_copies_beside_products():
-    case = load_case(
-        changed(plan={"tp": 8, "dp_shard": 1, "tp_overlap": "userbuffers"}, runtime={"name": "megatron-lm"})
-    )
+def test_userbuffers_hide_tensor_parallel_traffic_inside_a_node():
+    plan = {"tp": 8, "dp_shard": 1, "sequence_parallel": True}
+    rows = {
+        mode: validate_case(changed(plan={**plan, "tp_overlap": mode}, runtime={"name": "megatron-lm"}))
+        for mode in ("none", "userbuffers")
+    }
 
-    assert case.plan.tp_overlap == "copy_engine"
+    assert rows["userbuffers"]["predicted"]["step_s"] < 0.97 * rows["none"]["predicted"]["step_s"]
+    two_nodes = {"gpu": "h100-sxm", "gpus_per_node": 8, "nodes": 2, "interconnect": "nvswitch", "nic_gbit_per_gpu": 400}
+    wide = validate_case(
+        changed(
+            plan={**plan, "tp": 16, "tp_overlap": "userbuffers"}, runtime={"name": "megatron-lm"}, cluster=two_nodes
+        )
+    )
+    assert "NVLink domain" in wide["skipped"]
 
 
 def test_expert_overlap_is_refused_until_it_is_modelled(planner, tmp_path):

@@ -83,7 +83,7 @@ def plans(draw, name: str):
         values |= {"recompute": draw(st.sampled_from(["none", "selective", "full"]))}
         values |= {
             "sequence_parallel": tp > 1 and draw(st.booleans()),
-            "tp_overlap": draw(st.sampled_from(["none", "ring"])),
+            "tp_overlap": draw(st.sampled_from(["none", "userbuffers"])),
         }
         values |= {"cp_method": draw(st.sampled_from(list(megatron_fields.CONTEXT))) if cp > 1 else None}
         values |= {"capacity_factor": draw(st.sampled_from([None, 1.25]))}

@@ -12,7 +12,7 @@ from planner.export.job import ExportJob, require_legal
 from planner.export.mapping import write as settings_of
 from planner.export.script import ShellExpression, started_script
 from simulator.config.model import Model
-from simulator.config.overlap_sites import tp_overlap_label
+from simulator.config.overlap_sites import NONE, USERBUFFERS, tp_overlap_label
 from simulator.runtimes.environment import Variable
 
 VERSION = "0.19.2"
@@ -80,9 +80,9 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
         not_expressed.append(
             f"recompute per stage ({', '.join(plan.recompute_per_stage)}): one mode holds for all stages"
         )
-    if plan.tp_overlap not in {"none", "ring"}:
+    if plan.tp_overlap not in {NONE, USERBUFFERS}:
         not_expressed.append(
-            f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as --tp-comm-overlap, which takes rings"
+            f"tensor-parallel overlap {tp_overlap_label(plan.tp_overlap)}: written as --tp-comm-overlap, which has its own"
         )
     if (
         runtime.param_dtype == "bfloat16" and job.question.framework.name != "megatron-lm"

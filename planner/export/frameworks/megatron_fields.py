@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from planner.export.frameworks.megatron_model import set_flags
 from planner.export.mapping import Entry, Facts, Settings, Table, one_of, truth, whole
+from simulator.config.overlap_sites import NONE, USERBUFFERS
 from simulator.config.plan import Plan
 from simulator.pipeline.schedules import default_schedule
 from simulator.pipeline.stages import counted_ends, stage_layers
@@ -288,7 +289,7 @@ def _read_types(settings: Settings, _: Facts) -> Facts:
 
 
 def _read_overlap(settings: Settings, _: Facts) -> Facts:
-    return {"tp_overlap": "ring" if truth(settings, "--tp-comm-overlap") else "none"}
+    return {"tp_overlap": USERBUFFERS if truth(settings, "--tp-comm-overlap") else NONE}
 
 
 TABLE: Table = (
@@ -317,7 +318,7 @@ TABLE: Table = (
     Entry(keys=_RECOMPUTE, write=_write_recompute, read=_read_recompute),
     Entry(
         keys=("--tp-comm-overlap",),
-        write=lambda facts: {"--tp-comm-overlap": True} if facts["tp_overlap"] != "none" else {},
+        write=lambda facts: {"--tp-comm-overlap": True} if facts["tp_overlap"] != NONE else {},
         read=_read_overlap,
     ),
     Entry(keys=_TYPES, write=_write_types, read=_read_types),
