@@ -16,7 +16,9 @@ Reading order, which is also the order of the work:
     operators/            how one operator may be sharded
       annotation.py       `t h+, f h+ -> t f`: the named axes of an operator, and what it does along each
       formula.py          in which operands a formula is linear, and what it reduces with
-      shapes.py           the shape of a formula's value, where the annotation does not give it
+      axis_flow.py        what a formula does along every axis, found by walking it
+      functions/          the functions that are known, a rule each (`known.py` lists them)
+      roles.py            the annotation held against what the formula does, or derived from it
       operator.py         annotation and formula bound to tensors
       options.py          all ways to shard an operator, with the layouts of operands and result that follow
       internal_collectives.py  what softmax, norms, attention and top-k exchange over a sharded axis

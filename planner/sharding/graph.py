@@ -15,11 +15,11 @@ sharded; `planner.sharding.problem.ShardingProblem` adds a mesh, the layouts tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from planner.sharding.operators.operator import Operator, Tensor, parse_operators
+from planner.sharding.operators.operator import PRODUCT, Operator, Tensor, parse_operators
 from simulator.config.runtime import ELEMENT_BYTES
 from topology.errors import BadInput
 
@@ -47,6 +47,11 @@ class Graph:
     backward_start: int | None = None
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return what is kept whole against the annotations, and what is opaque, in words."""
+        return tuple(dict.fromkeys(text for operator in self.operators for text in operator.roles.warnings))
+
+    @property
     def producers(self) -> dict[str, int]:
         """Return the index of the operator that makes each result."""
         return {operator.result.name: number for number, operator in enumerate(self.operators)}
@@ -66,10 +71,13 @@ class Graph:
 
 
 class GraphBuilder:
-    """Builds a `Graph` one tensor and one operator at a time. `sizes` are of axes that no operand has by itself."""
+    """Builds a `Graph` one tensor and one operator at a time.
 
-    def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
-        self.sizes = dict(sizes or {})
+    `sizes` are of axes that no operand has by itself; `declared` are functions whose annotations are believed.
+    """
+
+    def __init__(self, sizes: Mapping[str, int] | None = None, declared: Collection[str] = ()) -> None:
+        self.sizes, self.declared = dict(sizes or {}), frozenset(declared)
         self.tensors: dict[str, Tensor] = {}
         self.inputs: list[str] = []
         self.parameters: set[str] = set()
@@ -108,16 +116,19 @@ class GraphBuilder:
         return tensor
 
     def apply(self, text: str) -> tuple[Tensor, ...]:
-        """Add the operator `name, ... = formula :: annotation` and return its results. Raises BadInput."""
+        """Add the operator `name, ... = formula :: annotation` and return its results. Raises BadInput.
+
+        The annotation may be left out where all functions of the formula are known (`operators.functions`).
+        """
         results = []
-        for operator in parse_operators(text, self.tensors, self.sizes):
+        for operator in parse_operators(text, self.tensors, self.sizes, self.declared):
             _check_size(operator.result)
             if len(self.operators) >= MAX_OPERATORS:
                 raise BadInput(f"more than {MAX_OPERATORS:,} operators", remedy="split the graph")
             self.tensors[operator.result.name] = operator.result
             self.operators.append(operator)
             results.append(operator.result)
-        return tuple(tensor for tensor in results if "." not in tensor.name)
+        return tuple(tensor for tensor in results if not tensor.name.endswith(PRODUCT))
 
     def build(self, outputs: Sequence[str] = ()) -> Graph:
         """Return the graph; `outputs` unsaid are the results that no operator reads. Raises BadInput."""

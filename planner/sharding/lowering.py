@@ -205,7 +205,7 @@ def operator_work(operator: Operator, option: ShardingOption, problem: ShardingP
     if operator.kind == "attention" and len(parts) == 3:
         query, key, _ = parts
         rows, keys = query - key, key - query
-        width = (query & key) & operator.unsharded  # the head dim
+        width = (query & key) & operator.roles.unsharded  # the head dim
         m, n, k, heads = size(rows), size(keys), size(width), size((query & key) - width)
         return Work(
             kind=WorkKind.ATTENTION, name="attn", flops=4.0 * m * n * k * heads, bytes=moved, batch=heads, m=m, n=n, k=k

@@ -17,7 +17,7 @@ import msgspec
 from planner.sharding.layouts.collectives import SEND_RECV, Collective
 from planner.sharding.layouts.layout import Layout, local_shape
 from planner.sharding.layouts.mesh import Mesh
-from planner.sharding.operators.operator import Operator, Tensor
+from planner.sharding.operators.operator import PRODUCT, Operator, Tensor
 from topology.errors import BadInput
 
 
@@ -89,7 +89,7 @@ def parse_stages(data: Any, mesh: Mesh, operators: Sequence[Operator]) -> Pipeli
     stage, stages = 0, []
     for position, operator in enumerate(operators):
         name = operator.result.name
-        after = operators[position + 1].result.name if name.endswith(".product") else name
+        after = operators[position + 1].result.name if name.endswith(PRODUCT) else name
         stage = text.of.get(after, stage)
         stages.append(stage)
     return PipelineStages(

@@ -63,6 +63,7 @@ class CaseText(msgspec.Struct):
     ops: list[str] = []
     inputs: dict[str, _TensorText] = {}
     parameters: list[str] = []
+    functions: list[str] = []
     axes: dict[str, int] = {}
     axis_map: dict[str, str | list[str]] = {}
     pins: dict[str, list[str]] = {}
@@ -151,7 +152,7 @@ def parse_problem(data: Mapping[str, Any]) -> ShardingProblem:
     policy = None if case.policy == "none" else case.policy
     if policy is not None and policy not in POLICIES:
         raise BadInput(f"unknown policy {policy[:40]!r}", remedy=f"one of {', '.join(POLICIES)}, or none")
-    builder = GraphBuilder(case.axes)
+    builder = GraphBuilder(case.axes, case.functions)
     tensors = builder.tensors
     input_layouts: dict[str, Layout] = {}
     for name, text in case.inputs.items():

@@ -9,6 +9,7 @@ from typing import Any
 from planner.sharding.layouts.collectives import Collective
 from planner.sharding.layouts.layout import Layout, placements_of
 from planner.sharding.lowering import simulate_time
+from planner.sharding.operators.operator import PRODUCT
 from planner.sharding.plan import ShardingPlan, TensorMove, plan_sharding
 from planner.sharding.problem import ShardingProblem, parse_problem
 from simulator.calibration.calibration import Calibration
@@ -42,6 +43,7 @@ def report_case(
         ],
         "ring_send_bytes_per_rank": _number(plan.ring_send_bytes),
         "rejected": None,
+        "warnings": list(problem.graph.warnings),
         **time,
     }
 
@@ -88,7 +90,7 @@ def _mesh_axes(problem: ShardingProblem) -> list[str]:
 
 def _without_intermediates(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out the tensors between a product and its bias, which the case does not name."""
-    return {name: value for name, value in plan.items() if "." not in name}
+    return {name: value for name, value in plan.items() if not name.endswith(PRODUCT)}
 
 
 def _named_layout(problem: ShardingProblem, name: str, layout: Layout) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def _collectives_with_reasons(problem: ShardingProblem, plan: ShardingPlan) -> l
             source, target = (" ".join(_placements(problem, at)) for at in (step.source, step.target))
             then = f", as {step.consumer.removesuffix('.product')} needs it" if step.consumer else ""
             rows += [
-                (collective, f"{collective.tensor.replace('.product', '')} from {source} to {target}{then}")
+                (collective, f"{collective.tensor.removesuffix(PRODUCT)} from {source} to {target}{then}")
                 for collective in step.collectives
             ]
         else:

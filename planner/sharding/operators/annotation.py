@@ -9,7 +9,7 @@ axis says what the operator does along it, which decides what sharding the axis 
     *       normalized over, as in softmax and norms: if it is sharded, the operator reduces statistics with collectives
 
 The marks are those of nnScaler's dimension annotations (docs/source/dimops.md: `+`, `^`), and `*`. An axis that no
-result has is reduced, marked or not. Where a name is reduced in one operand and appears in the result (`t h+, f h+, h f
+result has is reduced, marked or not. What a known function does along an axis is checked against this (`roles.py`). Where a name is reduced in one operand and appears in the result (`t h+, f h+, h f
 -> t h`), the two are different axes of one size.
 """
 
@@ -35,6 +35,7 @@ class Annotation:
     reduced: frozenset[str]
     unsharded: frozenset[str]
     normalized: frozenset[str]
+    explicit: frozenset[str] = frozenset()  # axes that carry a mark
 
 
 def parse_annotation(text: str) -> Annotation:
@@ -62,6 +63,7 @@ def parse_annotation(text: str) -> Annotation:
         reduced=frozenset(reduced),
         unsharded=frozenset(name for name in marks if "^" in marks[name]),
         normalized=frozenset(name for name in marks if "*" in marks[name]),
+        explicit=frozenset(f"{n}+" if "+" in marks[n] and n in names_out else n for n in marks if marks[n] != {""}),
     )
 
 

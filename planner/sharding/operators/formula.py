@@ -23,16 +23,32 @@ from topology.errors import BadInput
 MAX_CHARACTERS = 2000
 MAX_TERMS = 64
 
-_VIEWS = frozenset(
+IDENTITIES = frozenset(
     [
         "set",
+        "contiguous",
+        "clone",
+        "detach",
+        "identity",
+        "to",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "type",
+        "type_as",
+        "requires_grad_",
+        "alias",
+    ]
+)
+_VIEWS = IDENTITIES - frozenset(["to", "float", "double", "half", "bfloat16", "type", "type_as"]) | frozenset(
+    [
         "reshape",
         "view",
         "permute",
         "transpose",
         "swapaxes",
         "t",
-        "contiguous",
         "flatten",
         "unflatten",
         "unsqueeze",
@@ -44,21 +60,38 @@ _VIEWS = frozenset(
         "chunk",
         "split",
         "narrow",
-        "clone",
-        "detach",
         "cat",
+        "concat",
         "stack",
         "repeat_interleave",
         "repeat",
         "rearrange",
-        "identity",
+        "select",
+        "index_select",
+        "flip",
+        "roll",
     ]
 )
 _LINEAR_METHODS = frozenset(
     ["to", "float", "double", "half", "bfloat16", "type", "neg", "sum", "mean", "cumsum", "type_as"]
 )
 _PRODUCTS = frozenset(
-    ["einsum", "matmul", "mm", "bmm", "dot", "outer", "mul", "grouped_mm", "scaled_mm", "baddbmm_", "conv1d", "conv2d"]
+    [
+        "einsum",
+        "matmul",
+        "mm",
+        "bmm",
+        "dot",
+        "outer",
+        "mul",
+        "multiply",
+        "grouped_mm",
+        "scaled_mm",
+        "baddbmm_",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+    ]
 )
 _LINEAR_LAYERS = frozenset(["linear", "addmm_"])
 _REDUCER_OF_FUNCTION = {
@@ -67,44 +100,83 @@ _REDUCER_OF_FUNCTION = {
     "prod": "product",
     "mean": "avg",
 }
-_REDUCTIONS = frozenset(["sum", "mean", "amax", "amin", "prod"])
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     [
         "gelu",
         "relu",
+        "relu6",
         "silu",
         "swish",
         "tanh",
         "sigmoid",
         "softplus",
+        "softsign",
+        "mish",
+        "elu",
+        "leaky_relu",
+        "celu",
+        "selu",
+        "hardswish",
+        "hardsigmoid",
+        "hardtanh",
+        "logsigmoid",
         "exp",
+        "expm1",
         "log",
+        "log2",
+        "log10",
         "log1p",
         "sqrt",
         "rsqrt",
         "square",
+        "reciprocal",
         "pow",
         "abs",
         "sin",
         "cos",
+        "tan",
+        "atan",
+        "erf",
+        "sign",
         "neg",
-        "float",
-        "double",
-        "to",
         "clamp",
+        "clip",
         "mul",
+        "multiply",
         "add",
         "sub",
         "div",
+        "true_divide",
         "where",
         "maximum",
         "minimum",
+        "floor",
+        "ceil",
+        "round",
+        "fmod",
+        "remainder",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "masked_fill",
+        "dropout",
+        "lerp",
+        "isnan",
+        "nan_to_num",
     ]
 )
-_ATTENTION = frozenset(
+ATTENTION = frozenset(
     ["attn", "attention", "sdpa", "sdpfa", "scaled_dot_product_attention", "flash_attention", "mha", "gqa"]
 )
-_MODULES = frozenset(["torch", "F", "nn", "np", "jnp", "functional", "numpy"])
+# kinds of formula that are computed from statistics of pieces
+MERGEABLE = frozenset(["softmax", "rmsnorm", "layernorm", "logsumexp", "cross_entropy", "attention", "topk", "arg"])
+MODULES = frozenset(["torch", "F", "nn", "np", "jnp", "functional", "numpy"])
 _ATTRIBUTES = frozenset(["T", "mT", "H", "values", "indices", "data"])
 
 
@@ -131,7 +203,6 @@ class Formula:
     functions: frozenset[str]
     kind: str
     is_view: bool
-    reduces_elementwise: bool  # one reduction, outermost, of an elementwise expression
     bias: str = ""  # the bias of a linear layer
 
 
@@ -164,7 +235,6 @@ def parse_formula(text: str, tensor_names: Sequence[str]) -> Formula:
         functions=functions,
         kind=_reduction_kind(tree, functions),
         is_view=is_view,
-        reduces_elementwise=_is_elementwise_reduction(tree),
         bias=_bias_name(tree, reader.tensor_names),
     )
 
@@ -197,7 +267,7 @@ def _reduction_kind(tree: ast.expr, functions: frozenset[str]) -> str:
     last = _outermost_call(tree)
     if last in _REDUCER_OF_FUNCTION:
         return _REDUCER_OF_FUNCTION[last]
-    if last in _ATTENTION or functions & _ATTENTION:
+    if last in ATTENTION or functions & ATTENTION:
         return "attention"
     for words, kind in (
         (("log_softmax", "softmax"), "softmax"),
@@ -213,28 +283,6 @@ def _reduction_kind(tree: ast.expr, functions: frozenset[str]) -> str:
         if any(last == word or (word in last and word in functions) for word in words):
             return kind
     return "sum"
-
-
-def _is_elementwise_reduction(tree: ast.expr) -> bool:
-    """Return whether a formula is one reduction of an elementwise expression.
-
-    `(silu(g) * u).sum(0)` is; `(x @ w).sum(0)` is not.
-    """
-    if not isinstance(tree, ast.Call) or called_name(tree) not in _REDUCTIONS:
-        return False
-    match tree:
-        case ast.Call(func=ast.Attribute(value=reduced)) if not (
-            isinstance(reduced, ast.Name) and reduced.id in _MODULES
-        ):
-            pass
-        case ast.Call(args=[reduced, *_]):
-            pass
-        case _:
-            return False
-    return all(
-        not isinstance(node, ast.MatMult) and (not isinstance(node, ast.Call) or called_name(node) in _ELEMENTWISE)
-        for node in ast.walk(reduced)
-    )
 
 
 def _bias_name(tree: ast.expr, tensor_names: frozenset[str]) -> str:
@@ -333,7 +381,7 @@ class _LinearityReader:
     def _is_module(self, node: ast.expr) -> bool:
         match node:
             case ast.Name(id=name):
-                return name in _MODULES and name not in self.tensor_names
+                return name in MODULES and name not in self.tensor_names
             case ast.Attribute(value=inner):
                 return self._is_module(inner)
         return False

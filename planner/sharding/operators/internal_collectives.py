@@ -24,35 +24,19 @@ from planner.sharding.layouts.layout import DimSpec, local_size
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.operator import Operator
 
-# kind of formula -> marks of the axes over which pieces can be merged
-MERGEABLE_MARKS = {
-    "softmax": "*",
-    "rmsnorm": "*",
-    "layernorm": "*",
-    "logsumexp": "+*",
-    "cross_entropy": "+*",
-    "attention": "+",
-    "topk": "+",
-    "arg": "+",
-}
-
-
-def merges_pieces(operator: Operator, axis: str) -> bool:
-    """Return whether `operator` can compute its result from statistics of pieces along `axis`."""
-    marks = MERGEABLE_MARKS.get(operator.kind, "")
-    return (axis in operator.normalized and "*" in marks) or (axis in operator.reduced and "+" in marks)
-
 
 def internal_collectives(operator: Operator, axis_specs: Mapping[str, DimSpec], mesh: Mesh) -> tuple[Collective, ...]:
     """Return the collectives inside `operator` when its axes are sharded as `axis_specs` says."""
-    merged = [axis for axis in axis_specs if merges_pieces(operator, axis)]
+    merged = [axis for axis in axis_specs if axis in operator.roles.merged]
     mesh_axes = [item for axis in merged for item in axis_specs[axis] if isinstance(item, str)]
     axes = mesh.ordered(axis for axis in mesh_axes if mesh.size(axis) > 1)
     if not axes:
         return ()
     group = mesh.size(axes)
     result = tuple(
-        _local_dim(operator, dim, axis_specs, mesh, {}) for dim in operator.dims if not (set(dim) & operator.normalized)
+        _local_dim(operator, dim, axis_specs, mesh, {})
+        for dim in operator.dims
+        if not (set(dim) & operator.roles.merged)
     )
     statistic = "f64" if operator.result.dtype == "f64" else "f32"
 

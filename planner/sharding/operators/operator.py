@@ -7,17 +7,19 @@ names for one dim, and one may see a single axis where another sees two.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from math import prod
 
 from planner.sharding.operators.annotation import Annotation, Dim, axis_name, parse_annotation
+from planner.sharding.operators.axis_flow import Shape, number_of
 from planner.sharding.operators.formula import Formula, Term, called_name, parse_formula
-from planner.sharding.operators.shapes import Shape, integer, shape_of
+from planner.sharding.operators.roles import AxisRoles, check_annotation, derive_annotation, shape_of
 from topology.errors import BadInput
 
 MAX_TENSORS_TO_PERMUTE = 6
+PRODUCT = "__product"  # the end of the name of a linear layer's result before its bias is added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +40,9 @@ class Tensor:
 class Operator:
     """One result, its operands as (tensor name, axes by dim), and the sizes of all axes.
 
-    `reduced` (+), `unsharded` (^) and `normalized` (*) are axes by their mark; `output_only` axes are in the result
-    alone. `unannotated` tensors are in the formula but not in the annotation: they must be replicated.
+    `text` is the formula, of which this is result number `index`. `reduced` axes are in no result, `output_only` axes in
+    the result alone; `roles` says what sharding an axis means. `unannotated` tensors are in the formula but not in the
+    annotation: they must be replicated.
     """
 
     result: Tensor
@@ -48,14 +51,14 @@ class Operator:
     dims: tuple[Dim, ...]
     sizes: Mapping[str, int]
     reduced: frozenset[str]
-    unsharded: frozenset[str]
-    normalized: frozenset[str]
     output_only: frozenset[str]
     unannotated: tuple[str, ...]
     terms: tuple[Term, ...]
     kind: str
     is_view: bool
-    reduces_elementwise: bool
+    roles: AxisRoles
+    index: int = 0
+    functions: frozenset[str] = frozenset()
     top_k: int = 0  # k of a top-k
 
     @property
@@ -65,86 +68,89 @@ class Operator:
         return tuple(dict.fromkeys([*every, *(axis for dim in self.dims for axis in dim)]))
 
 
-def parse_operators(text: str, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> list[Operator]:
+def parse_operators(
+    text: str, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], declared: Collection[str] = ()
+) -> list[Operator]:
     """Parse `name = formula :: annotation` into one operator per result. Raises BadInput.
 
-    The bias of a linear layer becomes an operator of its own, because it is added once: after a pending reduction.
+    Without an annotation, it is derived from the functions of the formula. The annotation of a function in `declared`
+    is believed. The bias of a linear layer becomes an operator of its own, because it is added once: after a pending
+    reduction.
     """
     left, separator, annotation_text = text.partition("::")
     names, equals, formula_text = left.partition("=")
     results = [name.strip() for name in names.split(",")]
-    if not separator or not equals or not all(name.isidentifier() for name in results):
+    if not equals or not all(name.isidentifier() for name in results):
         raise BadInput(f"cannot read the operator {text[:80]!r}", remedy="`y = linear(x, w) :: t h+, f h+ -> t f`")
-    annotation = parse_annotation(annotation_text)
-    if len(results) != len(annotation.results):
-        raise BadInput(f"{text[:60]!r} names {len(results)} results and annotates {len(annotation.results)}")
-    duplicates = [name for name in results if name in tensors]
-    if duplicates:
-        raise BadInput(f"{duplicates[0]} is given twice", why="every tensor is made once", remedy="another name")
+    duplicates = [name for name in results if name in tensors or name + PRODUCT in tensors]
+    if duplicates or len(set(results)) < len(results):
+        name = (duplicates or results)[0]
+        raise BadInput(f"{name} is given twice", why="every tensor is made once", remedy="another name")
     formula = parse_formula(formula_text, list(tensors))
     operators = []
     for index, name in enumerate(results):
-        result_annotation = replace(annotation, results=(annotation.results[index],))
-        if formula.bias and len(annotation.operands) == 3 and formula.tensors[2:] == (formula.bias,):
-            operators += _split_off_bias(name, formula_text, formula, result_annotation, tensors, sizes)
+        bound = _Binding(name=name, text=formula_text, index=index, tensors=tensors, declared=frozenset(declared))
+        if separator:
+            annotation = parse_annotation(annotation_text)
+            if len(results) != len(annotation.results):
+                raise BadInput(f"{text[:60]!r} names {len(results)} results and annotates {len(annotation.results)}")
+            operators += bound.with_annotation(
+                formula, replace(annotation, results=annotation.results[index : index + 1]), sizes
+            )
         else:
-            operators.append(_bind_operator(name, formula_text, formula, result_annotation, tensors, sizes))
+            operators += bound.with_derived_annotation(formula)
     return operators
 
 
-def _split_off_bias(
-    name: str,
-    text: str,
-    formula: Formula,
-    annotation: Annotation,
-    tensors: Mapping[str, Tensor],
-    sizes: Mapping[str, int],
-) -> list[Operator]:
-    """Return the product and the addition of its bias; the tensor between them is called `name.product`."""
-    product_name = f"{name}.product"
-    product_annotation = replace(annotation, operands=annotation.operands[:2])
-    terms = tuple(term for term in formula.terms if formula.bias not in term.linear)
-    first = _bind_operator(
-        product_name,
-        text,
-        replace(formula, tensors=formula.tensors[:2], terms=terms, bias=""),
-        product_annotation,
-        tensors,
-        sizes,
-    )
-    bias_formula = parse_formula(f"left + {formula.bias}", ["left", formula.bias])
-    bias_annotation = replace(
-        annotation,
-        operands=(annotation.results[0], annotation.operands[2]),
-        reduced=frozenset(),
-        unsharded=annotation.unsharded - annotation.reduced,
-        normalized=frozenset(),
-    )
-    bias_terms = tuple(
-        Term(frozenset({product_name if n == "left" else n for n in t.linear})) for t in bias_formula.terms
-    )
-    second = _bind_operator(
-        name,
-        text,
-        replace(bias_formula, tensors=(product_name, formula.bias), terms=bias_terms),
-        bias_annotation,
-        {**tensors, product_name: first.result},
-        sizes,
-    )
-    return [first, second]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Binding:
+    """One result of a line that is being parsed."""
+
+    name: str
+    text: str
+    index: int
+    tensors: Mapping[str, Tensor]
+    declared: frozenset[str]
+
+    def with_derived_annotation(self, formula: Formula) -> list[Operator]:
+        operands = tuple(dict.fromkeys(formula.tensors))
+        shapes = {name: self.tensors[name].shape for name in operands}
+        names = {name: self.tensors[name].axes for name in operands}
+        annotation, sizes = derive_annotation(formula, operands, shapes, names, index=self.index)
+        return self.with_annotation(formula, annotation, sizes)
+
+    def with_annotation(self, formula: Formula, annotation: Annotation, sizes: Mapping[str, int]) -> list[Operator]:
+        if formula.bias and len(annotation.operands) == 3 and formula.tensors[2:] == (formula.bias,):
+            return self._split_off_bias(formula, annotation, sizes)
+        return [self.bind(formula, annotation, sizes)]
+
+    def _split_off_bias(self, formula: Formula, annotation: Annotation, sizes: Mapping[str, int]) -> list[Operator]:
+        """Return the product and the addition of its bias; the tensor between them is called after the result."""
+        x, w, bias = formula.tensors
+        between = self.name + PRODUCT
+        first = replace(self, name=between, text=f"linear({x}, {w})")
+        product_annotation = replace(annotation, operands=annotation.operands[:2])
+        product = first.bind(parse_formula(first.text, [x, w]), product_annotation, sizes)
+        second = replace(self, text=f"{between} + {bias}", tensors={**self.tensors, between: product.result})
+        bias_annotation = replace(
+            annotation,
+            operands=(annotation.results[0], annotation.operands[2]),
+            reduced=frozenset(),
+            unsharded=annotation.unsharded - annotation.reduced,
+            normalized=frozenset(),
+            explicit=annotation.explicit - annotation.reduced,
+        )
+        return [product, second.bind(parse_formula(second.text, [between, bias]), bias_annotation, sizes)]
+
+    def bind(self, formula: Formula, annotation: Annotation, sizes: Mapping[str, int]) -> Operator:
+        return _bind_operator(self, formula, annotation, sizes)
 
 
-def _bind_operator(
-    name: str,
-    text: str,
-    formula: Formula,
-    annotation: Annotation,
-    tensors: Mapping[str, Tensor],
-    declared: Mapping[str, int],
-) -> Operator:
+def _bind_operator(line: _Binding, formula: Formula, annotation: Annotation, declared: Mapping[str, int]) -> Operator:
+    name, text, tensors = line.name, line.text, line.tensors
     operand_names, sizes = _match_operands(text, formula, annotation, tensors)
     shapes = {tensor.name: tensor.shape for tensor in tensors.values()}
-    _infer_axis_sizes(sizes, annotation, operand_names, declared, shape_of(formula.tree, shapes), tensors)
+    _infer_axis_sizes(sizes, annotation, operand_names, declared, shape_of(formula, shapes, index=line.index), tensors)
     annotation = _merge_unknown_groups(annotation, operand_names, sizes, tensors)
     (dims,) = annotation.results
     unknown = [axis for dim in dims for axis in dim if axis not in sizes]
@@ -155,6 +161,16 @@ def _bind_operator(
             remedy="give it under axes",
         )
     seen = {axis for operand in annotation.operands for dim in operand for axis in dim}
+    roles = check_annotation(
+        name.removesuffix(PRODUCT),
+        formula,
+        annotation,
+        operand_names,
+        sizes,
+        shapes,
+        index=line.index,
+        declared=bool(formula.functions & line.declared),
+    )
     floats = [tensors[name].dtype for name in operand_names if tensors[name].dtype.startswith(("f", "bf"))]
     dtype = floats[0] if floats else (tensors[operand_names[0]].dtype if operand_names else "f32")
     if formula.kind in {"softmax", "logsumexp", "cross_entropy"} and dtype != "f64":
@@ -171,14 +187,14 @@ def _bind_operator(
         dims=dims,
         sizes=sizes,
         reduced=annotation.reduced,
-        unsharded=annotation.unsharded,
-        normalized=annotation.normalized,
         output_only=frozenset(axis for dim in dims for axis in dim if axis not in seen),
         unannotated=tuple(dict.fromkeys(n for n in formula.tensors if n not in operand_names)),
         terms=formula.terms,
         kind=formula.kind,
         is_view=formula.is_view,
-        reduces_elementwise=formula.reduces_elementwise,
+        roles=roles,
+        index=line.index,
+        functions=formula.functions,
         top_k=_top_k(formula.tree),
     )
 
@@ -297,6 +313,7 @@ def _merge_unknown_groups(
         reduced=frozenset(merged_axis_of.get(axis, axis) for axis in annotation.reduced),
         unsharded=frozenset(merged_axis_of.get(axis, axis) for axis in annotation.unsharded),
         normalized=frozenset(merged_axis_of.get(axis, axis) for axis in annotation.normalized),
+        explicit=frozenset(merged_axis_of.get(axis, axis) for axis in annotation.explicit),
     )
 
 
@@ -305,6 +322,6 @@ def _top_k(tree: ast.expr) -> int:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and called_name(node) == "topk":
             for argument in node.args:
-                if (found := integer(argument)) is not None:
+                if (found := number_of(argument)) is not None:
                     return found
     return 1

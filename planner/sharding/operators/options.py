@@ -3,17 +3,16 @@ follow.
 
 An *assignment* maps every mesh axis to one axis of the operator, to a reduction that is already pending in its operands
 and passes through, or to None (the operator is replicated over that mesh axis). The layouts of operands and result
-follow from it: a dim is sharded as the axes in it are, in their order. What a mesh axis may be assigned to:
+follow from it: a dim is sharded as the axes in it are, in their order. What a mesh axis may be assigned to follows from
+the roles of axes (`planner.sharding.operators.roles`):
 
     an axis that passes through        always, where the mesh axis divides it
-    a reduced axis                     if partial results can be reduced afterwards: the formula is linear, in every term,
-                                       in a tensor that has the axis, or is elementwise with one reduction at the end;
-                                       the result is pending
-    a reduced or normalized axis       if the operator merges statistics itself
+    a partial axis                     the result is pending a reduction
+    a merged axis                      with collectives of statistics inside the operator
                                        (`planner.sharding.operators.internal_collectives`); nothing is pending
-    an axis that must not be sharded   never
+    a created axis                     every rank makes its own piece
+    an unsharded axis                  never
     a pending sum                      if every term is linear in exactly one pending tensor
-    an axis of the result only         if the operator scatters into it: every rank keeps the rows it owns
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ from planner.sharding.layouts.collectives import Collective
 from planner.sharding.layouts.layout import DimSpec, Layout, divides_evenly, normalize_spec
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.annotation import Dim
-from planner.sharding.operators.internal_collectives import internal_collectives, merges_pieces
+from planner.sharding.operators.internal_collectives import internal_collectives
 from planner.sharding.operators.operator import Operator, Tensor
 from topology.errors import Infeasible
 
 MAX_OPTIONS = 4000
 _LINEAR_REDUCERS = ("sum", "avg")
-_REDUCER_OF_KIND = {"sum": "sum", "avg": "avg", "max": "max", "min": "min", "product": "product", "scatter": "sum"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,22 +98,14 @@ def sharding_options(
 
 
 def _can_shard(operator: Operator, axis: str) -> bool:
-    if operator.sizes[axis] == 1 or axis in operator.unsharded:
+    roles = operator.roles
+    if operator.sizes[axis] == 1 or axis in roles.unsharded:
         return False
-    if merges_pieces(operator, axis):
+    if axis in roles.merged or axis in roles.partial:
         return True
-    if axis in operator.normalized:
-        return False
     if axis in operator.output_only:
-        return operator.kind == "scatter"
-    if axis not in operator.reduced:
-        return True
-    if operator.kind not in _REDUCER_OF_KIND:
-        return False
-    if operator.reduces_elementwise or operator.kind in {"avg", "max", "min", "product"}:
-        return operator.reduces_elementwise
-    operands = {name for name, dims in operator.operands if any(axis in dim for dim in dims)}
-    return bool(operator.terms) and all(term.linear & operands for term in operator.terms)
+        return axis in roles.created
+    return axis not in operator.reduced
 
 
 def _pass_through_reductions(operator: Operator, pending: Mapping[str, frozenset[str]]) -> Iterator[_PassThrough]:
@@ -181,10 +171,11 @@ def _make_option(
         return None
     reducers = {axis: t.reducer for axis, t in pass_through.items()}
     for axis, spec in axis_specs.items():
-        if axis in operator.reduced and not merges_pieces(operator, axis):
-            if operator.kind == "avg" and not divides_evenly(operator.sizes[axis], spec, mesh):
+        if axis in operator.roles.partial:
+            reducer = operator.roles.partial[axis]
+            if reducer == "avg" and not divides_evenly(operator.sizes[axis], spec, mesh):
                 return None  # the mean of uneven pieces' means is not the mean
-            reducers.update({str(i): _REDUCER_OF_KIND[operator.kind] for i in spec if isinstance(i, str)})
+            reducers.update({str(i): reducer for i in spec if isinstance(i, str)})
     operand_layouts += [(name, Layout(((),) * len(tensors[name].shape))) for name in operator.unannotated]
     return ShardingOption(
         axis_specs=tuple(axis_specs.items()),
@@ -251,10 +242,6 @@ def possible_reductions(
         return found
     for operator in operators:
         reducers = {t.reducer for t in _pass_through_reductions(operator, found)}
-        if any(
-            axis in operator.reduced and _can_shard(operator, axis) and not merges_pieces(operator, axis)
-            for axis in operator.axes
-        ):
-            reducers.add(_REDUCER_OF_KIND[operator.kind])
+        reducers |= set(operator.roles.partial.values())
         found[operator.result.name] = found.get(operator.result.name, frozenset()) | reducers
     return found

@@ -104,7 +104,7 @@ def _specs_by_priority(
         for dim, spec in zip(dims, layout.dims, strict=True):
             for axis, part in (split_dim_spec(spec, dim, operator.sizes, problem.mesh) or {}).items():
                 names = {item for item in part if isinstance(item, str)}
-                if names and not names & used and axis not in axis_specs and axis not in operator.unsharded:
+                if names and not names & used and axis not in axis_specs and axis not in operator.roles.unsharded:
                     axis_specs[axis] = part
                     used |= names
     return axis_specs

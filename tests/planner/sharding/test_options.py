@@ -47,13 +47,13 @@ S = {"t": 4, "h": 4, "f": 4}
         ("y = x.sum(0) + r :: t+ h, h -> h", {"h"}),  # r would be added on every rank
         ("y = x.sort(-1).values :: t h^ -> t h", {"t"}),
         ("y = softmax(x, -1) :: t h* -> t h", {"t", "h"}),
-        ("y = strange(x) :: t h* -> t h", {"t"}),  # nobody knows what to exchange
+        ("y = strange(x) :: t h* -> t h", set()),  # nobody knows what it does
         ("y = (silu(x) * x).sum(0) :: t+ h -> h", {"t", "h"}),  # sums of pieces add up, whatever is summed
         ("y = (x + r).sum(0) :: t+ h, h -> h", {"t", "h"}),
         ("y = gelu(x).mean(0) :: t+ h -> h", {"t", "h"}),
         ("y = gelu(x).amax(0) :: t+ h -> h", {"t", "h"}),
-        ("y = (x @ w.T).amax(0) :: t+ h+, f h+ -> f", {"f"}),  # pieces over h are no maxima
-        ("y = (x @ w.T).mean(0) :: t+ h+, f h+ -> f", {"f"}),  # nor means
+        ("y = (x @ w.T).amax(0) :: t+ h+, f h+ -> f", {"t", "f"}),  # pieces over h are no maxima
+        ("y = (x @ w.T).mean(0) :: t+ h+, f h+ -> f", {"h", "f"}),  # means of sums over h
         ("y = (silu(x) * z).sum(0) :: t+ h, t+ h -> h", {"t", "h"}),
     ],
 )

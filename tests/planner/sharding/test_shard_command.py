@@ -122,7 +122,8 @@ def test_a_file_that_is_none_ends_with_2(capsys, tmp_path, text) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"ops": ["u = linear(x, w1)"]}, "cannot read the operator"),
+        ({"ops": ["u linear(x, w1)"]}, "cannot read the operator"),
+        ({"ops": ["u = mystery(x)"]}, "is not known"),
         ({"ops": ["u = linear(x, w1) :: t h+, f h+"]}, "annotation"),
         ({"ops": ["u = linear(x, w1) :: t h+, (f h+ -> t f"]}, "not closed"),
         ({"ops": ["u = linear(x, w1 :: t h+, f h+ -> t f"]}, "not an expression"),

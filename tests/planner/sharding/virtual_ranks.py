@@ -46,6 +46,27 @@ class Array(np.ndarray):
     def sort(self, dim):
         return SimpleNamespace(values=np.sort(np.asarray(self), axis=dim).view(Array))
 
+    def chunk(self, count, dim):
+        return [array(part) for part in np.split(np.asarray(self), count, axis=dim)]
+
+    def view(self, *shape):
+        return super().view(*shape) if shape and isinstance(shape[0], type) else self.reshape(*shape)
+
+    def unsqueeze(self, dim):
+        return np.expand_dims(self, dim)
+
+    def expand(self, *shape):
+        return array(np.broadcast_to(self, [n if m == -1 else m for n, m in zip(self.shape, shape, strict=True)]))
+
+    def softmax(self, dim):
+        return softmax(self, dim)
+
+    def flip(self, dim):
+        return np.flip(self, dim)
+
+    def index_select(self, dim, index):
+        return self.take(np.asarray(index, int), axis=dim)
+
     def var(self, *dims, unbiased=True, **options):
         return super().var(*dims, ddof=int(unbiased) if dims else 0, **options)
 
@@ -62,11 +83,29 @@ def softmax(x, dim=-1):
     return e / e.sum(axis=dim, keepdims=True)
 
 
-def attn(q, k, v, causal=False):
+def scores_of(q, k, rows=None, columns=None):
+    """Scores, and those of keys after their query hidden if positions of rows and columns are given."""
     scores = q @ np.swapaxes(k, -1, -2) / np.sqrt(q.shape[-1])
-    if causal:
-        scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
-    return softmax(scores) @ v
+    return scores if rows is None else np.where(np.asarray(rows)[:, None] >= np.asarray(columns), scores, -1e30)
+
+
+def attn(q, k, v, causal=False):
+    rows, columns = (np.arange(x.shape[-2]) for x in (q, k))
+    return softmax(scores_of(q, k, rows, columns) if causal else scores_of(q, k)) @ v
+
+
+def logsumexp(x, dim=-1):
+    return np.log(np.exp(x).sum(dim))
+
+
+def cross_entropy(logits, targets):
+    rows = np.take_along_axis(np.asarray(logits), np.asarray(targets, int)[..., None], -1)[..., 0]
+    return logsumexp(np.asarray(logits)) - rows
+
+
+def conv1d(x, w):
+    windows = np.lib.stride_tricks.sliding_window_view(np.asarray(x), w.shape[-1], axis=-1)
+    return np.einsum("bclk,ock->bol", windows, np.asarray(w))
 
 
 def rmsnorm(x, w):
@@ -74,7 +113,7 @@ def rmsnorm(x, w):
 
 
 def layernorm(x, g, b):
-    return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * g + b
+    return (x - x.mean(-1, keepdims=True)) / np.sqrt(np.asarray(x).var(-1, keepdims=True) + 1e-5) * g + b
 
 
 def gelu(x):
@@ -102,7 +141,13 @@ FUNCTIONS = {
     "grouped_mm": grouped_mm,
     "embedding": lambda ids, w: w[np.asarray(ids, int)],
     "embedding_bwd": lambda d, ids, rows: _rows(d, ids, int(rows)),
-    "torch": SimpleNamespace(softmax=softmax),
+    "torch": SimpleNamespace(softmax=softmax, cat=np.concatenate, stack=np.stack, roll=np.roll),
+    "F": SimpleNamespace(conv1d=conv1d, layer_norm=lambda x, _, g, b: layernorm(x, g, b)),
+    "layer_norm": layernorm,
+    "logsumexp": logsumexp,
+    "cross_entropy": cross_entropy,
+    "exp": np.exp,
+    "cat": np.concatenate,
 }
 
 
@@ -270,9 +315,9 @@ def ran(operator, option, pieces, world, whole):
 def _formula(operator):
     """Two halves of a linear layer with bias are what their annotation says."""
     name = operator.result.name
-    if name.endswith(".product"):
+    if name.endswith("__product"):
         return lambda x, w: x @ w.T
-    if any(n == f"{name}.product" for n, _ in operator.operands):
+    if any(n == f"{name}__product" for n, _ in operator.operands):
         return lambda x, b: x + b
     return None
 
@@ -281,7 +326,7 @@ def _computed(operator, tensors):
     half = _formula(operator)
     if half is not None:
         return array(half(*(tensors[n] for n, _ in operator.operands)))
-    return evaluate(operator.text, {n: tensors[n] for n in tensors if "." not in n})
+    return _result(operator, evaluate(operator.text, {n: tensors[n] for n in tensors if not n.endswith("__product")}))
 
 
 def _merged_axes(operator, option):
@@ -300,7 +345,22 @@ def _local(operator, option, values, world, rank, whole):
         return _viewed(operator, option, values[0], world, rank)
     if "embedding_bwd(" in operator.text or "embedding(" in operator.text:
         return _embedding(operator, option, named, world, rank, whole)
-    return evaluate(operator.text, named)
+    if operator.kind == "attention" and "True" in operator.text:
+        rows, columns = _positions(operator, option, world, rank)
+        return array(softmax(scores_of(*values[:2], rows, columns)) @ values[2])
+    return _result(operator, evaluate(operator.text, named))
+
+
+def _result(operator, made):
+    """The one of several results of a formula that is the operator's."""
+    return array(made[operator.index]) if operator.text.endswith((".chunk(2, -1)", ".chunk(2, 0)")) else made
+
+
+def _positions(operator, option, world, rank):
+    """Which rows of queries and of keys a rank has."""
+    cuts = dict(option.axis_specs)
+    axes = [dims[-2][0] for _, dims in operator.operands[:2]]
+    return [world.indices(operator.sizes[axis], cuts.get(axis, ()), rank) for axis in axes]
 
 
 def _viewed(operator, option, value, world, rank):
@@ -353,7 +413,8 @@ def _merged(operator, option, pieces, world):
         ]
     if operator.kind == "attention":
         q, k, v = operands
-        scores = [q[r] @ np.swapaxes(k[r], -1, -2) / np.sqrt(q[r].shape[-1]) for r in ranks]
+        seen = [_positions(operator, option, world, r) if "True" in operator.text else (None, None) for r in ranks]
+        scores = [scores_of(q[r], k[r], *seen[r]) for r in ranks]
         top = over([s.max(-1) for s in scores], np.maximum)
         e = [np.exp(s - t[..., None]) for s, t in zip(scores, top, strict=True)]
         total = over([x.sum(-1) for x in e], np.add)
@@ -363,4 +424,27 @@ def _merged(operator, option, pieces, world):
         best = [x.topk(min(operator.top_k, x.shape[-1]), -1).values for x in operands[0]]
         every = [np.concatenate([best[m] for m in world.group(r, axes)], -1).view(Array) for r in ranks]
         return [array(x.topk(operator.top_k, -1).values) for x in every]
+    if operator.kind == "layernorm":
+        size = operator.sizes[operator.dims[-1][0]]
+        total = over([np.stack([x.sum(-1), (x * x).sum(-1)]) for x in operands[0]], np.add)
+        mean = [t[0][..., None] / size for t in total]
+        square = [t[1][..., None] / size - m * m for t, m in zip(total, mean, strict=True)]
+        return [
+            array((x - m) / np.sqrt(v + 1e-5) * g + b)
+            for x, m, v, g, b in zip(operands[0], mean, square, *operands[1:], strict=True)
+        ]
+    if operator.kind in {"logsumexp", "cross_entropy"}:
+        total = over([np.exp(x).sum(-1) for x in operands[0]], np.add)
+        if operator.kind == "logsumexp":
+            return [array(np.log(t)) for t in total]
+        classes = operator.operands[0][1][-1][0]
+        mine = [world.indices(operator.sizes[classes], dict(option.axis_specs)[classes], r) for r in ranks]
+        hit = over(
+            [
+                (x * (np.asarray(targets, int)[..., None] == at)).sum(-1)
+                for x, targets, at in zip(*operands, mine, strict=True)
+            ],
+            np.add,
+        )
+        return [array(np.log(t) - h) for t, h in zip(total, hit, strict=True)]
     raise NotImplementedError(operator.kind)

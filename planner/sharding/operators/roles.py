@@ -1,0 +1,298 @@
+"""The annotation of an operator held against what its formula does, or derived from it.
+
+An annotation names axes; what the functions of the formula do along them is known (`functions/known.py`). The two are laid
+side by side, and the function has the last word:
+
+    the annotation restricts (`^`)              believed: the author may know more
+    it leaves an axis unmarked, which the       the axis is kept whole, with a warning; or, for what can be computed
+    function needs whole                        from statistics of pieces (softmax, norms), gets their collectives
+    it says something else than the function    BadInput that says what: a mark, or a dim of the result, is wrong
+    the function is not known                   opaque: all tensors are gathered, with a warning; a case may declare
+                                                a function, and then its annotation is believed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from planner.sharding.operators.annotation import Annotation, Dim, axis_name
+from planner.sharding.operators.axis_flow import AxisFlow, NotUnderstood, Value
+from planner.sharding.operators.formula import MERGEABLE, Formula
+from planner.sharding.operators.functions.known import walk
+from topology.errors import BadInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisRoles:
+    """What sharding an axis of an operator means.
+
+    `unsharded` axes cannot be sharded; `merged` ones cost collectives of statistics inside the operator; `partial` ones
+    leave the result pending a reduction, given by axis. `created` axes are in the result alone, and a rank can make its
+    piece of them; along `positional` ones it must know where its piece starts. All others pass through.
+    """
+
+    unsharded: frozenset[str] = frozenset()
+    merged: frozenset[str] = frozenset()
+    partial: Mapping[str, str] = field(default_factory=dict)
+    created: frozenset[str] = frozenset()
+    positional: frozenset[str] = frozenset()
+    warnings: tuple[str, ...] = ()
+
+
+def check_annotation(
+    name: str,
+    formula: Formula,
+    annotation: Annotation,
+    operands: Sequence[str],
+    sizes: Mapping[str, int],
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    index: int = 0,
+    declared: bool = False,
+) -> AxisRoles:
+    """Return the roles of the axes of `annotation`, whose operands are the tensors `operands`.
+
+    `declared` formulas use a function whose annotation is believed. Raises BadInput where the two contradict.
+    """
+    (dims,) = annotation.results
+    given = frozenset(axis for each in (*annotation.operands, dims) for dim in each for axis in dim)
+    if declared:
+        return _believed(annotation, given)
+    flow = AxisFlow(tensors={}, sizes=dict(sizes), given=given)
+    flow.tensors = _values(flow, annotation, operands, shapes, formula)
+    try:
+        made = walk(flow, formula.tree, formula.kind if formula.kind in MERGEABLE else "")
+        value = _one_of(made, index)
+        derived = flow.dims(value)
+    except NotUnderstood as error:
+        if str(error) == "rearrange" and formula.is_view and _same_axes(annotation):
+            return _believed(annotation, given)
+        return _opaque(name, given, annotation, str(error))
+    if len(derived) != len(dims):
+        raise BadInput(
+            f"{name} has {len(derived)} dims and is annotated with {len(dims)}",
+            why="that is what its formula computes",
+            remedy="annotate every dim of the result; 1 is a dim of size 1",
+        )
+    warnings: list[str] = []
+    created = _match_result(name, flow, derived, annotation)
+    _check_marks(name, flow, annotation, {axis for dim in derived for axis in dim}, warnings)
+    partial = {axis: reducer for axis, reducer in value.pending.items() if axis in given}
+    if len(set(partial.values())) > 1:
+        raise BadInput(f"{name} sums and averages at once", remedy="make it two operators")
+    unsharded = (set(flow.unsharded) & given) | annotation.unsharded
+    return AxisRoles(
+        unsharded=frozenset(unsharded),
+        merged=frozenset(set(flow.merged) & given) - unsharded,
+        partial={axis: reducer for axis, reducer in partial.items() if axis not in unsharded},
+        created=frozenset(created) - unsharded,
+        positional=frozenset(flow.positional & given) | frozenset(created & _positional_created(flow)),
+        warnings=tuple(warnings),
+    )
+
+
+def _same_axes(annotation: Annotation) -> bool:
+    """Return whether an operator of one operand keeps all axes, as a view does."""
+    (operand, *others), (result,) = annotation.operands, annotation.results
+    before, after = ([axis for dim in dims for axis in dim] for dims in (operand, result))
+    return not others and sorted(before) == sorted(after) and len(set(before)) == len(before)
+
+
+def _positional_created(flow: AxisFlow) -> set[str]:
+    return {part for axis in flow.positional for part in flow.dim((axis,))} | flow.positional
+
+
+def _one_of(made: Value | list[Value], index: int) -> Value:
+    if isinstance(made, Value):
+        return made
+    if index >= len(made):
+        raise NotUnderstood(f"result {index} of {len(made)}")
+    return made[index]
+
+
+def _values(
+    flow: AxisFlow,
+    annotation: Annotation,
+    operands: Sequence[str],
+    shapes: Mapping[str, Sequence[int]],
+    formula: Formula,
+) -> dict[str, Value]:
+    """Return the axes of every tensor of the formula: annotated, or new ones that must not be sharded."""
+    values: dict[str, Value] = {}
+    for name, dims in zip(operands, annotation.operands, strict=True):
+        found = tuple(() if size == 1 else dim for dim, size in zip(dims, shapes[name], strict=True))
+        if name in values:
+            for mine, other in zip(values[name].dims, found, strict=True):
+                if mine != other:
+                    flow.keep_whole((*mine, *other), "one tensor is annotated in two ways")
+        values.setdefault(name, Value(found))
+    for name in formula.tensors:
+        if name not in values:
+            dims = tuple(flow.new_dim(size) for size in shapes[name])
+            for dim in dims:
+                flow.keep_whole(dim, f"{name} is not annotated")
+            values[name] = Value(dims)
+    return values
+
+
+def _match_result(name: str, flow: AxisFlow, derived: Sequence[Dim], annotation: Annotation) -> set[str]:
+    """Hold the dims of the result against the annotation; return the axes that only the result has and ranks can make."""
+    (dims,) = annotation.results
+    seen = {axis for operand in annotation.operands for dim in operand for axis in dim}
+    created: set[str] = set()
+    for number, (found, annotated) in enumerate(zip(derived, dims, strict=True)):
+        said = tuple(axis for axis in annotated if flow.sizes[axis] != 1)
+        if flow.size(found) != flow.size(said):
+            raise BadInput(
+                f"dim {number} of {name} has {flow.size(found)} elements and is annotated with {_words(said)} of"
+                f" {flow.size(said)}"
+            )
+        if found == said:
+            continue
+        foreign = [axis for axis in found if axis not in flow.given]
+        if not foreign and not (set(said) - seen):
+            if set(found) | set(said) <= annotation.unsharded:
+                continue
+            raise BadInput(
+                f"dim {number} of {name} is {_words(found)} and is annotated with {_words(said)}",
+                why="that is what its formula computes",
+                remedy="correct the annotation, or mark the axis with ^",
+            )
+        pairs = list(zip(found, said, strict=True)) if len(found) == len(said) else []
+        if not pairs or any(a != b and flow.sizes[a] != flow.sizes[b] for a, b in pairs):
+            flow.keep_whole((*found, *said), "the annotation has other axes there than the formula")
+            continue
+        for a, b in pairs:
+            if a == b:
+                continue
+            if a in flow.given or b in seen:
+                flow.keep_whole((a, b), f"dim {number} of the result is another axis")
+            elif a in flow.created and a not in flow.unsharded:
+                created.add(b)
+                if a in flow.positional:
+                    flow.positional.add(b)
+            else:
+                flow.keep_whole((b,), flow.unsharded.get(a, "the function makes it"))
+    return created
+
+
+def _check_marks(name: str, flow: AxisFlow, annotation: Annotation, kept: set[str], warnings: list[str]) -> None:
+    """Hold the marks of the annotation against what the walk found. Raises BadInput where one is wrong."""
+    seen = {axis for operand in annotation.operands for dim in operand for axis in dim}
+    for axis in sorted(flow.given):
+        why = flow.unsharded.get(axis)
+        if axis in annotation.explicit and axis in annotation.reduced:
+            if axis in flow.contradicted and axis not in flow.reduced:
+                raise BadInput(
+                    f"{name}: axis {axis_name(axis)} is marked + (reduced)", why=f"{why}", remedy="mark it with ^"
+                )
+            if axis in kept and axis not in flow.reduced:
+                raise BadInput(
+                    f"{name}: axis {axis_name(axis)} is marked + (reduced)",
+                    why="the formula keeps it in its result",
+                    remedy="leave the mark out",
+                )
+        elif why is not None and axis in seen and axis not in annotation.explicit:
+            _warn(warnings, name, (axis,), annotation, why)
+
+
+def _warn(warnings: list[str], name: str, dim: Dim, annotation: Annotation, why: str) -> None:
+    loud = [axis for axis in dim if axis not in annotation.explicit]
+    text = f"{name}: axis {_words(tuple(loud))} is kept whole: {why}"
+    if loud and text not in warnings:
+        warnings.append(text)
+
+
+def _words(dim: Dim) -> str:
+    return " ".join(axis_name(axis) for axis in dim) or "1"
+
+
+def _opaque(name: str, given: frozenset[str], annotation: Annotation, why: str) -> AxisRoles:
+    loud = given - annotation.unsharded
+    warning = f"{name} is opaque, and computed on whole tensors: {why}"
+    return AxisRoles(unsharded=given, warnings=(warning,) if loud else ())
+
+
+def _believed(annotation: Annotation, given: frozenset[str]) -> AxisRoles:
+    """Return roles as an annotation says them: of a function that a case declares, or of a view."""
+    seen = {axis for operand in annotation.operands for dim in operand for axis in dim}
+    return AxisRoles(
+        unsharded=annotation.unsharded | annotation.normalized,
+        partial=dict.fromkeys(annotation.reduced, "sum"),
+        created=frozenset(given - seen - annotation.unsharded),
+    )
+
+
+def shape_of(formula: Formula, shapes: Mapping[str, Sequence[int]], *, index: int = 0) -> tuple[int, ...] | None:
+    """Return the shape of the value of a formula over tensors of `shapes`, or None where it is not known."""
+    flow = AxisFlow(tensors={}, sizes={})
+    flow.tensors = {
+        name: Value(tuple(flow.new_dim(size) for size in shapes[name])) for name in dict.fromkeys(formula.tensors)
+    }
+    try:
+        return tuple(flow.size(dim) for dim in _one_of(walk(flow, formula.tree, ""), index).dims)
+    except NotUnderstood:
+        return None
+
+
+def derive_annotation(
+    formula: Formula,
+    operands: Sequence[str],
+    shapes: Mapping[str, Sequence[int]],
+    names: Mapping[str, Sequence[str]],
+    *,
+    index: int = 0,
+) -> tuple[Annotation, dict[str, int]]:
+    """Return the annotation that a formula implies for `operands`, and the sizes of its axes.
+
+    Axes get the names that tensors declare (`names`), where those are told apart. An operator that is not understood is
+    annotated with axes that are kept whole. Raises BadInput where the shape of its result is not known either.
+    """
+    flow = AxisFlow(tensors={}, sizes={})
+    dims_of = {name: tuple(flow.new_dim(size) for size in shapes[name]) for name in operands}
+    flow.tensors = {name: Value(dims) for name, dims in dims_of.items()}
+    try:
+        value = _one_of(walk(flow, formula.tree, formula.kind if formula.kind in MERGEABLE else ""), index)
+    except NotUnderstood as error:
+        raise BadInput(
+            "the axes of an operator are not known", why=str(error), remedy="annotate it: `y = f(x) :: t h^ -> t h^`"
+        ) from error
+    result = flow.dims(value)
+    renamed = _readable_names(flow, [(dims_of[name], names.get(name, ())) for name in operands], result)
+
+    def rename(dims: Sequence[Dim]) -> tuple[Dim, ...]:
+        return tuple(tuple(renamed[axis] for axis in flow.dim(dim)) for dim in dims)
+
+    kept = {axis for dim in result for axis in dim}
+    gone = {axis for name in operands for dim in dims_of[name] for axis in flow.dim(dim)} - kept
+    annotation = Annotation(
+        operands=tuple(rename(dims_of[name]) for name in operands),
+        results=(rename(result),),
+        reduced=frozenset(renamed[axis] for axis in gone & flow.reduced),
+        unsharded=frozenset(renamed[axis] for axis in set(flow.unsharded) & set(renamed)),
+        normalized=frozenset(renamed[axis] for axis in set(flow.merged) & kept),
+        explicit=frozenset(renamed.values()),
+    )
+    return annotation, {new: flow.sizes[old] for old, new in renamed.items()}
+
+
+def _readable_names(
+    flow: AxisFlow, declared: Sequence[tuple[Sequence[Dim], Sequence[str]]], result: Sequence[Dim]
+) -> dict[str, str]:
+    names: dict[str, str] = {}
+    taken: set[str] = set()
+    for dims, words in declared:
+        for dim, word in zip(dims, words, strict=False):
+            found = flow.dim(dim)
+            if len(found) == 1 and found[0] not in names and word.isidentifier() and word not in taken:
+                names[found[0]] = word
+                taken.add(word)
+    for dims in (*(dims for dims, _ in declared), result):
+        for dim in dims:
+            for axis in flow.dim(dim):
+                if axis not in names:
+                    word = next(w for n in range(1000) if (w := f"a{n}") not in taken)
+                    names[axis] = word
+                    taken.add(word)
+    return names
