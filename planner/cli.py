@@ -58,6 +58,7 @@ COMMANDS = {
     "trace": "Simulate one step: what every rank and stream does when.",
     "probe": "Read the GPUs, links and NICs of a machine, or of captures.",
     "doctor": "Compare a machine with its datasheet, and say what is wrong.",
+    "tune": "Try the plans that could be best for real, until one is.",
     "apply": "Run a plan on this machine, beside its prediction.",
     "report": "Show a run: predicted and measured, term by term.",
     "runs": "List the runs that planner apply made.",

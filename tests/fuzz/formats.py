@@ -29,6 +29,12 @@ from planner.runs.run_report import load_run
 from planner.search.plan_space.stated import read_spans, read_words
 from planner.sharding.problem import split_cases
 from planner.sharding.report import report_case
+from planner.tune.document import tune_document
+from planner.tune.loop import Limits, tune
+from planner.tune.session import cut_short
+from planner.tune.state import read_state
+from planner.tune.text import lines as text_of_tuning
+from planner.tune.twin import Twin, recorded_questions
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model_summary import describe
 from simulator.config.plan import Plan
@@ -122,6 +128,31 @@ def runs() -> list[Any]:
 
 
 @cache
+def tunings() -> list[str]:
+    """States of tunings: recorded runs with two trials made, one of them cut short."""
+    found = []
+    for question in recorded_questions(_json(DATA / "tune" / "vtrain_two_questions.json"))[:2]:
+        asked = {
+            **{name: codec.to_builtins(getattr(question.question, name)) for name in ("model", "cluster", "workload")},
+            "runtime": codec.to_builtins(question.question.runtime),
+            "framework": question.question.framework.name,
+            "gpus": 8,
+            "budget_s": 60.0,
+            "within": 0.01,
+        }
+        plans = question.candidates.plans[:4]
+        lines = [
+            {"kind": "tuning", "schema_version": 1, "asked": asked},
+            *({"kind": "candidate", **codec.to_builtins(one)} for one in plans),
+            {"kind": "began", "key": plans[0].key, "directory": "trial-001", "machine": "a", "at": "2026-01-01"},
+            {"kind": "trial", "key": plans[0].key, "status": "finished", "step_s": 0.5, "seconds": 20.0},
+            {"kind": "trial", "key": plans[1].key, "status": "out_of_memory", "cause": "rank 0", "seconds": 9.0},
+        ]
+        found.append("".join(json.dumps(line) + "\n" for line in lines))
+    return found
+
+
+@cache
 def clusters() -> list[Any]:
     small = _json(EXAMPLES / "clusters" / "four_a6000_two_bridges.json")
     named = (("dgx-h100", 16), ("l40s-x8", None), ("a100-pcie-x4", None), ("gb200-nvl72", None))
@@ -207,6 +238,14 @@ def _read_run(text: str, path: Path) -> list[Any]:
     return [found.answer(5.0), *listed]
 
 
+def _read_tuning(text: str, path: Path) -> list[Any]:
+    path.write_text(text, "utf-8")
+    found = read_state(path)
+    limits = Limits(budget_s=0.0)
+    view = tune(found.candidates, Twin(recorded={}), limits, trials=[*found.trials, *cut_short(found)])
+    return [tune_document(view, within=0.01, state=None, learned=None), text_of_tuning(view, within=0.01)]
+
+
 def _read_cluster(text: str, _path: Path) -> list[Any]:
     found = parse_cluster(codec.parse_json(text, where="cluster"), where="cluster")
     assert verify_cluster(found) == []
@@ -271,6 +310,7 @@ FORMATS = {
     "case": Format(inputs=_json_inputs(cases), read=_read_cases),
     "plan file": Format(inputs=_json_inputs(plan_files), read=_read_plan_file),
     "run report": Format(inputs=_json_inputs(runs), read=_read_run),
+    "tuning": Format(inputs=_text_inputs(tunings), read=_read_tuning),
     "cluster": Format(inputs=_json_inputs(clusters), read=_read_cluster),
     "profile": Format(inputs=_json_inputs(profiles), read=_read_profile),
     "measurement": Format(inputs=_json_inputs(measurements), read=_read_measurement),

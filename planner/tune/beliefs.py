@@ -1,0 +1,310 @@
+"""What is believed of every plan's step and memory, given the trials made: Gaussian, with an exact posterior.
+
+The logarithm of a plan's step is its prediction, plus errors of terms that plans share (compute, host, communication by
+mesh axis, ...), each weighted by its part of that plan's step, plus an error that similar plans share, plus the plan's own.
+So one measured plan corrects every plan that spends its time on the same things. The prior standard deviation of a plan is
+that of its predicted range; the terms only say how the errors of two plans go together. How wide the ranges should have
+been is itself learned: beliefs are averaged over two scales, of shared errors and of all others, by how probable each makes
+what was measured (Rasmussen and Williams, Gaussian Processes for Machine Learning, 2006, section 5.2).
+
+Memory is believed in the same way. A trial that ran out of memory says only that its plan needs more than there is: the
+posterior is matched to the truncated Gaussian's mean and variance (Minka, Expectation propagation, 2001).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import norm
+
+from planner.tune.candidates import Candidate, Candidates
+from planner.tune.trials import Status, Trial
+from simulator.config.estimate import Estimate
+
+Floats = NDArray[np.float64]
+
+NORMAL_80 = 1.2816  # standard deviations on either side that hold 80 % of a normal distribution
+# Standard deviations of logarithms, relative to each other: kernels, collectives and hosts differ between machines as
+# `planner.learn.fit` has them; a right description is still off by 5 % in a single run.
+COMPUTE, COLLECTIVES, HOST, BUBBLE = 0.25, 0.5, 1.0, 0.3
+WHOLE = 0.1  # of the whole step: clocks, what no term has
+ALIKE, OWN = 0.1, 0.05  # shared by similar plans, and a plan's own
+UNKNOWN_MACHINE = 25.0  # variance of a factor on all steps that may be anything: a processor in place of a GPU
+SCALES = (0.35, 0.6, 1.0, 1.7, 3.0)
+NEGLIGIBLE = 0.005  # probability of a pair of scales that is left out
+SCALE_SPREAD = math.log(2)  # prior of the logarithm of both scales
+NOISE = 0.01  # of the logarithm of a measured step: one start of processes against another (examples/validation)
+ALIKE_OCTAVES = 2.0  # doublings of degrees over which plans lose their likeness by a factor of e
+DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "virtual_stages", "micro_batch_size")
+CHOICES = ("recompute", "schedule", "tp_overlap", "reshard_after_forward", "zero_stage", "cp_method")
+TERM_SPREADS = {
+    "compute": COMPUTE,
+    "recompute": COMPUTE,
+    "contention": COMPUTE,
+    "copies": COMPUTE,
+    "optimizer": COMPUTE,
+    "bubble": BUBBLE,
+    "host": HOST,
+    "allocator": HOST,
+    "exposed_communication": COLLECTIVES,
+}
+SAME_TERM = {"recompute": "compute"}  # the forward pass once more: as wrong as the first time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Belief:
+    """A joint Gaussian over the logarithms of one quantity of all candidates: `mean` (n), `covariance` (n, n)."""
+
+    mean: Floats
+    covariance: Floats
+
+    @property
+    def spread(self) -> Floats:
+        """Standard deviations."""
+        return np.sqrt(np.maximum(np.diag(self.covariance), 1e-18))
+
+    def interval(self, row: int) -> tuple[float, float, float]:
+        """Return (middle, low, high) of a candidate, in its unit; low and high hold 80 %."""
+        mean, wide = float(self.mean[row]), NORMAL_80 * float(self.spread[row])
+        return math.exp(mean), math.exp(mean - wide), math.exp(mean + wide)
+
+    def given(self, rows: Sequence[int], logs: Sequence[float], noise: Sequence[float]) -> Belief:
+        """Return the posterior after `logs` were measured of the candidates `rows`, each with a spread of `noise`."""
+        if not rows:
+            return self
+        at = np.asarray(rows)
+        across = self.covariance[:, at]
+        inner = self.covariance[np.ix_(at, at)] + np.diag(np.square(noise))
+        gain = np.linalg.solve(inner, across.T).T
+        return Belief(
+            mean=self.mean + gain @ (np.asarray(logs) - self.mean[at]),
+            covariance=self.covariance - gain @ across.T,
+        )
+
+    def beyond(self, row: int, log_limit: float, *, above: bool) -> Belief:
+        """Return the posterior after a candidate was seen to lie above (or not above) a limit."""
+        mean, variance = float(self.mean[row]), float(self.covariance[row, row])
+        sign, spread = (1.0 if above else -1.0), math.sqrt(max(variance, 1e-18))
+        z = sign * (mean - log_limit) / spread
+        ratio = math.exp(norm.logpdf(z) - norm.logcdf(z))  # of the truncated Gaussian's moments
+        moved, shrunk = sign * spread * ratio, variance * (1 - ratio * (ratio + z))
+        along = self.covariance[:, row] / max(variance, 1e-18)
+        return Belief(
+            mean=self.mean + along * moved,
+            covariance=self.covariance + np.outer(along, along) * (shrunk - variance),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """By what a term's seconds are multiplied, as learned from the trials; low and high hold 80 %."""
+
+    term: str
+    factor: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beliefs:
+    """What is believed after the trials: steps (logarithms of seconds), memory (of bytes), whether plans run at all."""
+
+    step: Belief
+    fits: Floats  # probability that a plan has enough memory
+    runs: Floats  # and that nothing else fails it
+    scales: tuple[float, float] = (1.0, 1.0)  # of shared errors, of similar and own ones
+    corrections: tuple[Correction, ...] = ()
+
+
+def believe(candidates: Candidates, trials: Iterable[Trial], *, unknown_machine: bool = False) -> Beliefs:
+    """Return what is believed after `trials`. With `unknown_machine` the steps may all be off by any one factor."""
+    made = [(row, trial) for trial in trials if (row := candidates.row(trial.key)) is not None]
+    timed = [(row, trial) for row, trial in made if trial.step_s is not None]
+    rows = [row for row, _ in timed]
+    logs = np.log([float(trial.step_s or 1.0) for _, trial in timed])
+    noise = [max(NOISE, trial.noise) for _, trial in timed]
+    errors = _Errors(candidates, unknown_machine=unknown_machine)
+    worlds = errors.worlds(rows, logs, noise)
+    step = _mixed([(chance, errors.prior(two).given(rows, logs.tolist(), noise)) for two, chance in worlds])
+    means = [math.exp(sum(chance * math.log(two[part]) for two, chance in worlds)) for part in (0, 1)]
+    scales = (means[0], means[1])
+    capacity = np.log([one.estimate.memory.capacity_bytes for one in candidates.plans])
+    memory = _memory(candidates, made, capacity)
+    fits = norm.cdf((capacity - memory.mean) / memory.spread)
+    for row, trial in made:
+        if trial.status is Status.OUT_OF_MEMORY:
+            fits[row] = 0.0
+        elif trial.step_s is not None:
+            fits[row] = 1.0
+    return Beliefs(
+        step=step,
+        fits=fits,
+        runs=_runs(candidates, made),
+        scales=scales,
+        corrections=errors.corrections(scales, rows, logs, noise),
+    )
+
+
+class _Errors:
+    """How wrong predicted steps may be, and which of them together."""
+
+    def __init__(self, candidates: Candidates, *, unknown_machine: bool) -> None:
+        estimates = [one.estimate for one in candidates.plans]
+        self.predicted = np.log([one.step_s.value for one in estimates])
+        self.names, weights, spreads = _terms(estimates)
+        shared = (weights * spreads) @ (weights * spreads).T + WHOLE**2
+        own = ALIKE**2 * likeness(candidates.plans) + OWN**2 * np.eye(len(candidates))
+        # So that the prior is as wide as the predicted range.
+        size = np.array([_spread(one) for one in estimates]) / np.sqrt(np.diag(shared + own))
+        self.shared, self.own = (part * np.outer(size, size) for part in (shared, own))
+        self.weights, self.spreads = weights * size[:, None], spreads
+        self.size = float(np.median(size))
+        self.offset = UNKNOWN_MACHINE if unknown_machine else 0.0
+
+    def prior(self, scales: tuple[float, float]) -> Belief:
+        """Return what is believed before any trial."""
+        covariance = scales[0] ** 2 * self.shared + scales[1] ** 2 * self.own + self.offset
+        return Belief(mean=self.predicted, covariance=covariance)
+
+    def worlds(
+        self, rows: Sequence[int], logs: Floats, noise: Sequence[float]
+    ) -> list[tuple[tuple[float, float], float]]:
+        """Return the scales that are worth a thought after the trials, and the probability of each pair."""
+        if not rows:
+            return [((1.0, 1.0), 1.0)]
+        pairs = list(product(SCALES, SCALES))
+        known = np.array([_evidence(self.prior(two), rows, logs, noise, two) for two in pairs])
+        chances = np.exp(known - known.max())
+        chances /= chances.sum()
+        kept = [(two, float(chance)) for two, chance in zip(pairs, chances, strict=True) if chance > NEGLIGIBLE]
+        whole = sum(chance for _, chance in kept)
+        return [(two, chance / whole) for two, chance in kept]
+
+    def corrections(
+        self, scales: tuple[float, float], rows: Sequence[int], logs: Floats, noise: Sequence[float]
+    ) -> tuple[Correction, ...]:
+        """Return what the trials say of each term that any plan spends time on."""
+        prior = self.prior(scales)
+        variances = np.square(scales[0] * self.spreads)
+        if rows:
+            at = np.asarray(rows)
+            inner = prior.covariance[np.ix_(at, at)] + np.diag(np.square(noise))
+            across = self.weights[at] * variances
+            gain = np.linalg.solve(inner, across).T
+            means = gain @ (logs - prior.mean[at])
+            variances = variances - np.einsum("to,ot->t", gain, across)
+        else:
+            means = np.zeros(len(self.names))
+        found = []
+        for name, mean, variance in zip(self.names, means, variances, strict=True):
+            middle, wide = self.size * float(mean), self.size * NORMAL_80 * math.sqrt(max(0.0, float(variance)))
+            low, high = math.exp(middle - wide), math.exp(middle + wide)
+            found.append(Correction(term=name, factor=math.exp(middle), low=low, high=high))
+        return tuple(found)
+
+
+def _mixed(parts: Sequence[tuple[float, Belief]]) -> Belief:
+    """Return the Gaussian with the mean and the covariance of a mixture of (probability, Gaussian)."""
+    mean = np.sum([chance * one.mean for chance, one in parts], axis=0)
+    covariance = np.sum(
+        [chance * (one.covariance + np.outer(one.mean - mean, one.mean - mean)) for chance, one in parts], axis=0
+    )
+    return Belief(mean=mean, covariance=covariance)
+
+
+def _evidence(
+    prior: Belief, rows: Sequence[int], logs: Floats, noise: Sequence[float], scales: tuple[float, float]
+) -> float:
+    """Return the logarithm of the probability of what was measured, and of the scales before it, less a constant."""
+    at = np.asarray(rows, dtype=np.intp)
+    inner = prior.covariance[np.ix_(at, at)] + np.diag(np.square(noise))
+    away = logs - prior.mean[at]
+    _, size = np.linalg.slogdet(inner)
+    before = sum((math.log(scale) / SCALE_SPREAD) ** 2 for scale in scales)
+    return float(-0.5 * (away @ np.linalg.solve(inner, away) + size + before))
+
+
+def _memory(candidates: Candidates, made: Sequence[tuple[int, Trial]], capacity: Floats) -> Belief:
+    """Return the posterior of the memory that the fullest rank reserves."""
+    needed = np.log([max(1.0, one.estimate.memory.reserved_bytes) for one in candidates.plans])
+    weights = _shares([one.estimate.memory.by_category for one in candidates.plans])
+    form = weights @ weights.T + 0.25 + 0.1 * likeness(candidates.plans) + 0.1 * np.eye(len(candidates))
+    size = np.array([_memory_spread(one.estimate) for one in candidates.plans]) / np.sqrt(np.diag(form))
+    belief = Belief(mean=needed, covariance=form * np.outer(size, size))
+    exact = [(row, trial.reserved_bytes) for row, trial in made if trial.reserved_bytes]
+    belief = belief.given([row for row, _ in exact], [math.log(size) for _, size in exact], [NOISE] * len(exact))
+    known = {row for row, _ in exact}
+    for row, trial in made:
+        full = trial.status is Status.OUT_OF_MEMORY
+        if full or (trial.step_s is not None and row not in known):
+            belief = belief.beyond(row, float(capacity[row]), above=full)
+    return belief
+
+
+def _runs(candidates: Candidates, made: Sequence[tuple[int, Trial]]) -> Floats:
+    """Return the probability that nothing but memory fails a plan: one failure casts doubt on similar plans."""
+    like = likeness(candidates.plans)
+    good, bad = np.full(len(candidates), 1.0), np.full(len(candidates), 0.03)
+    for row, trial in made:
+        if trial.step_s is not None:
+            good += like[row]
+        elif trial.status.blames_plan and trial.status is not Status.OUT_OF_MEMORY:
+            bad += 2 * like[row]
+    return np.asarray(good / (good + bad), dtype=np.float64)
+
+
+def likeness(plans: Sequence[Candidate]) -> Floats:
+    """Return how alike plans are, (n, n), from 0 to 1: less with every doubling of a degree and every other choice."""
+    degrees = np.log2([[getattr(one.plan, name) for name in DEGREES] for one in plans])
+    far = np.abs(degrees[:, None, :] - degrees[None, :, :]).sum(axis=2) / ALIKE_OCTAVES
+    for name in CHOICES:
+        words = np.array([str(getattr(one.plan, name)) for one in plans])
+        far = far + 0.5 * (words[:, None] != words[None, :])
+    compiled = np.array([one.runtime.compile for one in plans])
+    return np.asarray(np.exp(-far - (compiled[:, None] != compiled[None, :])), dtype=np.float64)
+
+
+def _terms(estimates: Sequence[Estimate]) -> tuple[list[str], Floats, Floats]:
+    """Return the terms that steps have, each one's part of each step, (n, terms), and the spread of its error."""
+    named = []
+    for one in estimates:
+        parts: dict[str, float] = {}
+        by_axis = one.exposed_by_axis_s
+        left = one.breakdown_s.get("exposed_communication", 0.0) - sum(by_axis.values())
+        whole = {name: seconds for name, seconds in one.breakdown_s.items() if name != "exposed_communication"}
+        whole |= {f"exposed_communication {axis}": seconds for axis, seconds in by_axis.items()}
+        whole["exposed_communication"] = max(0.0, left)
+        for name, seconds in whole.items():
+            term = SAME_TERM.get(name, name)
+            parts[term] = parts.get(term, 0.0) + max(0.0, seconds)
+        named.append(parts)
+    names = sorted({name for parts in named for name, seconds in parts.items() if seconds > 0})
+    spreads = np.array([TERM_SPREADS.get(name.split()[0], COMPUTE) for name in names])
+    return names, _shares(named, names), spreads
+
+
+def _shares(parts: Sequence[dict[str, float]], names: Sequence[str] | None = None) -> Floats:
+    """Return parts as fractions of their sums, (n, names)."""
+    names = names or sorted({name for one in parts for name in one})
+    table = np.array([[one.get(name, 0.0) for name in names] for one in parts])
+    return np.asarray(table / np.maximum(table.sum(axis=1, keepdims=True), 1e-30), dtype=np.float64)
+
+
+def _spread(estimate: Estimate) -> float:
+    step = estimate.step_s
+    return max(0.01, math.log(step.high / step.low) / (2 * NORMAL_80)) if step.low > 0 else 0.5
+
+
+def _memory_spread(estimate: Estimate) -> float:
+    """Return the spread on the side of the prediction on which the memory there is lies, as `fit_probability` has it."""
+    memory = estimate.memory
+    high, low = memory.reserved_high_bytes, memory.reserved_low_bytes
+    if memory.reserved_bytes <= 0 or low <= 0:
+        return 0.2
+    ends = high / memory.reserved_bytes if memory.fits else memory.reserved_bytes / low
+    return max(0.02, math.log(ends) / NORMAL_80)

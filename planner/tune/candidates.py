@@ -1,0 +1,102 @@
+"""The plans that a tuning chooses from: every legal plan that could be the best, with its predicted time and memory.
+
+Branch and bound (`planner.search.plan_space`) removes plans that cannot be among the quickest few hundred; what is left is
+costed as the simulation counts it. Plans that are predicted to need a little more memory than there is stay in: the
+prediction of memory is as uncertain as that of time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner.question.question import Question
+from planner.search.plan_space.branch_and_bound import explore
+from planner.search.plan_space.candidates import Bounds, enumerate_nodes, plan_of
+from simulator.calibration.intervals import memory_factors
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.screening import Screening
+from simulator.columns.plan_columns import joined
+from simulator.config.estimate import Estimate
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from topology import codec
+from topology.errors import Infeasible
+
+QUICKEST = 160  # plans that are costed, by the closed form
+GRIDS = 40  # and the quickest plan of so many sets of degrees, for when a whole family of plans fails
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A plan under a runtime, and what is predicted of it before any trial."""
+
+    plan: Plan
+    runtime: Runtime
+    estimate: Estimate
+
+    @property
+    def key(self) -> str:
+        """What a plan is known by in the state of a tuning."""
+        return codec.fingerprint((self.plan, self.runtime))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """`plans`, quickest predicted first. `legal` plans there are in all."""
+
+    plans: tuple[Candidate, ...]
+    legal: int
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def row(self, key: str) -> int | None:
+        """Return the place of a plan; None where it is none of these."""
+        return next((row for row, one in enumerate(self.plans) if one.key == key), None)
+
+
+def candidates_of(
+    question: Question,
+    *,
+    bounds: Bounds | None = None,
+    quickest: int = QUICKEST,
+    progress: Callable[[str], None] | None = None,
+) -> Candidates:
+    """Return the plans that could be the best. Raises Infeasible (exit 3) where no plan is legal or none may fit."""
+    nodes = enumerate_nodes(question, bounds=bounds)
+    if not len(nodes):
+        why = ", ".join(f"{name} {count}" for name, count in list(nodes.rejected.items())[:4])
+        raise Infeasible(
+            f"no plan for {question.count} GPUs is legal in {question.framework.title}",
+            why=f"rejected: {why}" if why else "",
+            remedy="planner suggest with the same flags says what to change",
+        )
+    recomputes = (bounds.recomputes if bounds else None) or question.framework.recomputes
+    # Memory may be over-predicted by as much as its range says.
+    screening = replace(Screening(question), share=1 / memory_factors()[0])
+    every = [
+        explore(screening, nodes, recomputes, keep=keep, one_per_grid=grids, progress=progress)
+        for keep, grids in ((quickest, False), (GRIDS, True))
+    ]
+    if not len(every[0]):
+        raise Infeasible(
+            f"no plan of {question.model.name} fits {question.count} GPUs of {question.cluster.name}",
+            remedy="planner suggest with the same flags says what is missing, and how many GPUs would do",
+        )
+    columns = joined([found.columns.take(np.argsort(found.step_s, kind="stable")[:quickest]) for found in every])
+    plans = list(dict.fromkeys(plan_of(columns, row, question.cluster) for row in range(len(columns))))
+    table = estimate_plans(question, plans, counted=True)
+    return in_order(
+        [Candidate(plan=plan, runtime=question.runtime, estimate=table.estimate(i)) for i, plan in enumerate(plans)],
+        legal=every[0].legal,
+    )
+
+
+def in_order(plans: Sequence[Candidate], *, legal: int) -> Candidates:
+    """Return candidates with the quickest predicted first."""
+    known = [one for one in plans if math.isfinite(one.estimate.step_s.value)]
+    return Candidates(plans=tuple(sorted(known, key=lambda one: one.estimate.step_s.value)), legal=legal)

@@ -1,0 +1,171 @@
+"""Which plan to try next: the one expected to improve the final choice most per second that its trial costs.
+
+What a trial may improve is the best measured step. Its value is the expected improvement (Jones, Schonlau and Welch, J. Global
+Optimization 13, 1998) over that step, under the joint belief, times the probability that the plan runs at all. Two terms
+are added of what a trial teaches: by how much it is expected to raise the value of the plan that would be tried after it
+(a step of look-ahead, as the knowledge gradient takes: Frazier, Powell and Dayanik, INFORMS J. Computing 21, 2009), and, of
+plans that may not fit, the value of those that would be known to fit if it did.
+
+Plans that surely fit go first. One that may not is tried where its value, counted against a failed trial's cost too, is
+greater all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import norm
+
+from planner.tune.beliefs import NOISE, Belief, Beliefs, Floats
+from planner.tune.candidates import Candidates
+from planner.tune.trials import Chosen, Runner, Trial
+from simulator.config.estimate import SURE
+
+LEAST_FITS = 0.05  # plans less likely to fit are not tried
+MOST_TOGETHER = 4  # trials with one start of processes: more, and what they teach comes too late
+LOOKED_AHEAD = 24  # plans whose look-ahead is computed: the most valuable ones
+# Points and weights of an expectation over a Gaussian (Gauss and Hermite's).
+POINTS, WEIGHTS = (values.tolist() for values in np.polynomial.hermite_e.hermegauss(5))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best measured plan: its place and its step."""
+
+    row: int
+    step_s: float
+
+
+def best_of(candidates: Candidates, trials: Sequence[Trial]) -> Best | None:
+    """Return the quickest plan measured; None where none was."""
+    timed = [(trial.step_s, row) for trial in trials if trial.step_s and (row := candidates.row(trial.key)) is not None]
+    if not timed:
+        return None
+    step_s, row = min(timed)
+    return Best(row=row, step_s=step_s)
+
+
+def untried(candidates: Candidates, beliefs: Beliefs, trials: Sequence[Trial]) -> list[int]:
+    """Return the plans that may be tried: not tried before, and not ruled out by their memory."""
+    done = {trial.key for trial in trials if trial.status.blames_plan}
+    return [row for row, one in enumerate(candidates.plans) if beliefs.fits[row] >= LEAST_FITS and one.key not in done]
+
+
+def choose(
+    candidates: Candidates, beliefs: Beliefs, trials: Sequence[Trial], runner: Runner, *, together: int = MOST_TOGETHER
+) -> list[Chosen]:
+    """Return the next plan to try, and those that are worth trying with the same start of processes; empty for none."""
+    rows = untried(candidates, beliefs, trials)
+    if not rows:
+        return []
+    best = best_of(candidates, trials)
+    if best is None:
+        first = _first(beliefs, rows)
+        return [first, *_companions(candidates, beliefs, rows, first, runner, together)]
+    gains = gain(beliefs.step, rows, best)
+    costs = np.array([_cost_s(candidates, beliefs, row, runner) for row in rows])
+    chances = beliefs.fits[rows] * beliefs.runs[rows]
+    values = chances * (gains + _ahead(beliefs.step, rows, gains, best))
+    unsure = beliefs.fits[rows] < SURE
+    values += np.where(unsure, beliefs.fits[rows] * _unlocked(beliefs, rows, gains, unsure), 0.0)
+    place = int(np.argmax(values / costs))
+    row = rows[place]
+    chosen = Chosen(row=row, why=_why(beliefs, row, float(gains[place]), best), predicted_s=beliefs.step.interval(row))
+    return [chosen, *_companions(candidates, beliefs, rows, chosen, runner, together)]
+
+
+def gain(step: Belief, rows: Sequence[int], best: Best) -> Floats:
+    """Return the expected improvement of the best measured step by each plan, relative to it."""
+    at = np.asarray(rows)
+    less = math.log(best.step_s) - step.mean[at]
+    spread = np.sqrt(np.square(step.spread[at]) + NOISE**2)
+    z = less / spread
+    return np.asarray(less * norm.cdf(z) + spread * norm.pdf(z), dtype=np.float64)
+
+
+def _first(beliefs: Beliefs, rows: Sequence[int]) -> Chosen:
+    """Return the first trial: the quickest of the plans that surely fit, or of the likeliest where none surely does."""
+    sure = [row for row in rows if beliefs.fits[row] >= SURE]
+    likely = max(float(beliefs.fits[row] * beliefs.runs[row]) for row in rows)
+    among = sure or [row for row in rows if beliefs.fits[row] * beliefs.runs[row] >= 0.8 * likely]
+    row = min(among, key=lambda one: float(beliefs.step.mean[one]) - math.log(float(beliefs.runs[one])))
+    reason = "believed quickest" if sure else "believed quickest of the plans likeliest to fit"
+    return Chosen(row=row, why=reason, predicted_s=beliefs.step.interval(row))
+
+
+def _cost_s(candidates: Candidates, beliefs: Beliefs, row: int, runner: Runner) -> float:
+    """Return the seconds that a trial is expected to take; one that fails is over before its steps."""
+    steps_s = runner.steps() * math.exp(float(beliefs.step.mean[row]))
+    return max(0.1, runner.start_s(candidates.plans[row]) + float(beliefs.fits[row]) * steps_s)
+
+
+def _ahead(step: Belief, rows: Sequence[int], gains: Floats, best: Best) -> Floats:
+    """Return by how much each plan's measurement is expected to raise the largest value of a trial after it."""
+    found = np.zeros(len(rows))
+    if len(rows) < 2:
+        return found
+    at = np.asarray(rows)
+    across = step.covariance[np.ix_(at, at)]
+    spread = np.sqrt(np.maximum(np.diag(across), 1e-18))
+    log_best = math.log(best.step_s)
+    for place in np.argsort(-gains)[:LOOKED_AHEAD]:
+        noisy = math.sqrt(across[place, place] + NOISE**2)
+        along = across[:, place] / noisy
+        left = np.sqrt(np.maximum(np.square(spread) - np.square(along), 0.0) + NOISE**2)
+        others = np.arange(len(rows)) != place
+        now = np.max(gains[others])
+        expected = 0.0
+        for point, weight in zip(POINTS, WEIGHTS, strict=True):
+            mean = step.mean[at] + along * point
+            reached = min(log_best, float(step.mean[at][place]) + noisy * point)
+            z = (reached - mean[others]) / left[others]
+            later = (reached - mean[others]) * norm.cdf(z) + left[others] * norm.pdf(z)
+            expected += weight * float(np.max(later)) / math.sqrt(2 * math.pi)
+        found[place] = max(0.0, expected - float(now))
+    return found
+
+
+def _unlocked(beliefs: Beliefs, rows: Sequence[int], gains: Floats, unsure: NDArray[np.bool_]) -> float:
+    """Return the largest value among plans that may not fit: one of them that does makes the others likelier."""
+    at = np.asarray(rows)
+    return float(np.max(np.where(unsure, gains * (SURE - np.minimum(beliefs.fits[at], SURE)), 0.0)))
+
+
+def _companions(
+    candidates: Candidates, beliefs: Beliefs, rows: Sequence[int], first: Chosen, runner: Runner, together: int
+) -> list[Chosen]:
+    """Return plans that share the start of `first` and would still be worth a trial if it measured as believed."""
+    step, found, taken = beliefs.step, [first], {first.row}
+    kin = [
+        row
+        for row in rows
+        if beliefs.fits[row] >= SURE and runner.shares_start(candidates.plans[first.row], candidates.plans[row])
+    ]
+    while len(found) < together:
+        last = found[-1].row
+        step = step.given([last], [float(step.mean[last])], [NOISE])
+        reached = min((one.row for one in found), key=lambda row: float(step.mean[row]))
+        best = Best(row=reached, step_s=math.exp(float(step.mean[reached])))
+        left = [row for row in kin if row not in taken]
+        if not left:
+            break
+        gains = gain(step, left, best)
+        place = int(np.argmax(gains))
+        if gains[place] < 0.1 * NOISE:
+            break
+        row = left[place]
+        taken.add(row)
+        found.append(
+            Chosen(row=row, why="shares the start of the trial before it", predicted_s=beliefs.step.interval(row))
+        )
+    return found[1:]
+
+
+def _why(beliefs: Beliefs, row: int, expected: float, best: Best) -> str:
+    quicker = float(norm.cdf((math.log(best.step_s) - beliefs.step.mean[row]) / beliefs.step.spread[row]))
+    words = f"{quicker:.0%} likely to beat the best measured, by {expected:.1%} in the mean"
+    return words if beliefs.fits[row] >= SURE else f"{words}; {float(beliefs.fits[row]):.0%} likely to fit"

@@ -1,0 +1,246 @@
+"""Trials by our own executor: each plan is built, checked against one process, and run for a few steps.
+
+Plans of equal meshes share one start of processes. A run that fails ends its processes, the kernel takes their memory back,
+and the next one begins in new ones. Reports are kept where `planner runs` lists them.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from planner.io import child
+from planner.question.plan_file import plan_file
+from planner.question.question import Question
+from planner.runs import runs_store
+from planner.runs.planned_run import PlannedRun, cpu_run, cuda_run
+from planner.runs.run_document import verify_run
+from planner.tune.candidates import Candidate
+from planner.tune.state import Began, began_now
+from planner.tune.trials import Chosen, Status, Trial
+from simulator.config.plan import MESH_AXES
+from topology import codec
+from topology.cluster import Cluster
+from topology.errors import PlannerError
+from topology.health.diagnose import Health
+
+MODULE = "executor.run.apply_many"
+START_S = {"cuda": 20.0, "cpu": 12.0}  # until a trial has shown what a start takes here
+COMPILE_S = 30.0
+LEAST_S = 20.0  # below which no processes are started: as the executor has it
+LATE_S = 20.0
+
+
+@dataclass(slots=True, kw_only=True)
+class ExecutorTrials:
+    """Runs plans of `question` in folders of `folder`. `here` and `health` are the probed machine; None on a CPU.
+
+    `limit_s` is what one trial may take. `tell` hears what is going on, `began` of each trial that begins.
+    """
+
+    question: Question
+    device: str
+    folder: Path
+    here: Cluster | None = None
+    health: Health | None = None
+    limit_s: float = 120.0
+    timed_steps: int = 10
+    allow_busy: bool = False
+    profiled: bool = False
+    tell: Callable[[str], None] = lambda _: None
+    began: Callable[[Began], None] = lambda _: None
+    first_number: int = 1
+    store: Path | None = None
+    starts_s: list[float] = field(default_factory=list)
+
+    def start_s(self, candidate: Candidate) -> float:
+        usual = median(self.starts_s) if self.starts_s else START_S[self.device]
+        return usual + (COMPILE_S if candidate.runtime.compile and self.device == "cuda" else 0.0)
+
+    def steps(self) -> int:
+        return self.timed_steps + (3 if self.device == "cuda" else 1)
+
+    def shares_start(self, one: Candidate, other: Candidate) -> bool:
+        names = (*MESH_AXES, "ep", "placement")
+        return all(getattr(one.plan, name) == getattr(other.plan, name) for name in names)
+
+    def run(self, plans: Sequence[tuple[Candidate, Chosen]], left_s: float) -> Iterator[Trial]:
+        if left_s < LEAST_S:
+            return
+        budget_s = min(left_s, self.limit_s * len(plans))
+        folders, arguments = [], []
+        for candidate, chosen in plans:
+            folder = self._new_folder()
+            try:
+                request = self._request(candidate, budget_s)
+            except PlannerError as error:  # a plan that cannot be run here is no reason to end
+                yield _failed(candidate, chosen, str(error), folder)
+                continue
+            codec.write_text(folder / "request.json", codec.to_json(request) + "\n")
+            self.began(began_now(candidate.key, folder, chosen.predicted_s, chosen.why))
+            arguments += ["--run", str(folder / "request.json"), str(folder)]
+            folders.append((candidate, chosen, folder))
+        if not folders:
+            return
+        began, code, log = time.monotonic(), None, folders[0][2] / "executor.txt"
+        with log.open("wb") as output:
+            code = child.run_module(
+                MODULE,
+                [*arguments, f"--budget={budget_s:g}"],
+                budget_s=budget_s,
+                output=output,
+                late_s=LATE_S,
+                watch=lambda: self.tell(_phase([folder for *_, folder in folders])),
+            )
+        took = time.monotonic() - began
+        trials = [self._trial(*one, code=code, cut=budget_s >= left_s, log=log) for one in folders]
+        yield from self._with_start(trials, took)
+
+    def _new_folder(self) -> Path:
+        """Make the folder of the next trial: the first number that is free, since others may continue a tuning too."""
+        while True:
+            folder = self.folder / f"trial-{self.first_number:03d}"
+            self.first_number += 1
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return folder.resolve()
+
+    def _request(self, candidate: Candidate, budget_s: float) -> dict[str, Any]:
+        """Return the executor's request. Raises PlannerError where the plan cannot run here."""
+        asked = replace(self.question, runtime=candidate.runtime)
+        content = plan_file(asked, candidate.plan, candidate.estimate)
+        if self.device == "cpu" or self.here is None or self.health is None:
+            run: PlannedRun = replace(cpu_run(content, None), predicted=codec.to_builtins(candidate.estimate))
+        else:
+            run = cuda_run(content, self.here, self.health, allow_busy=self.allow_busy)
+        request = run.request(steps=self.timed_steps, budget_s=budget_s, own_table=False)
+        return request | {"profile": self.profiled}
+
+    def _trial(
+        self, candidate: Candidate, chosen: Chosen, folder: Path, *, code: int | None, cut: bool, log: Path
+    ) -> Trial:
+        document = read_report(folder)
+        if document is None:
+            # The executor wrote nothing of it: an earlier run of the batch used up the time, or it could not begin.
+            began = any((folder / "records").glob("rank*"))
+            status = Status.TIMEOUT if code is None and began and not cut else Status.OUT_OF_TIME
+            cause = "it did not end within its time" if status is Status.TIMEOUT else ""
+            if code not in {None, 0, 1}:
+                status, cause = Status.FAILED, _last_line(log)
+            return Trial(
+                key=candidate.key,
+                status=status,
+                cause=cause,
+                predicted_s=chosen.predicted_s,
+                why=chosen.why,
+                directory=str(folder),
+                machine=platform.node(),
+            )
+        try:
+            document["id"] = runs_store.run_id(document)
+            runs_store.save_run(document, folder, self.store, tell=self.tell)
+        except PlannerError as error:
+            self.tell(f"warning: {error}")
+        trial = trial_of_report(document, candidate.key, chosen.predicted_s, chosen.why, folder)
+        if trial.status is Status.OUT_OF_TIME and not cut:
+            return replace(trial, status=Status.TIMEOUT, cause=trial.cause or "it did not end within its time")
+        return trial
+
+    def _with_start(self, trials: Sequence[Trial], took_s: float) -> list[Trial]:
+        """Return the trials with the seconds of their common start added to the first, and note what a start takes."""
+        start_s = max(0.0, took_s - sum(trial.seconds for trial in trials))
+        found = [replace(trial, started_together=len(trials)) for trial in trials]
+        found[0] = replace(found[0], seconds=found[0].seconds + start_s)
+        timed = [trial for trial in found if trial.step_s]
+        if timed:
+            steps_s = sum(self.steps() * float(trial.step_s or 0.0) for trial in timed)
+            self.starts_s.append(max(1.0, (took_s - steps_s) / len(found)))
+        return found
+
+
+def read_report(folder: str | Path) -> dict[str, Any] | None:
+    """Return the report of a run's directory; None where there is none that can be read."""
+    path = Path(folder) / "run.json"
+    if not path.is_file():
+        return None
+    try:
+        return verify_run(codec.read_json(path), where=str(path))
+    except PlannerError:
+        return None
+
+
+def trial_of_report(
+    document: dict[str, Any], key: str, predicted_s: tuple[float, float, float], why: str, folder: str | Path
+) -> Trial:
+    """Return the trial that a run's report tells of."""
+    words = {status.value for status in Status}
+    said = str(document["status"])
+    status = Status(said) if said in words else Status.TIMEOUT if said == "overrun" else Status.FAILED
+    measured = document.get("measured") or {}
+    steps = measured.get("step_s") or {}
+    taken, asked = int(measured.get("steps") or 0), int(measured.get("steps_asked") or 0)
+    # Most of the steps are a measurement even where the time ended before the last.
+    if status is Status.OUT_OF_TIME and taken >= max(3, asked // 2):
+        status = Status.FINISHED
+    timed = status is Status.FINISHED and bool(steps.get("median"))
+    failure = document.get("failure") or {}
+    held = [rank.get("peak_reserved_bytes") for rank in measured.get("memory_by_rank") or ()]
+    seconds = float(document.get("seconds") or 0.0)
+    return Trial(
+        key=key,
+        status=status if timed or status is not Status.FINISHED else Status.FAILED,
+        step_s=float(steps["median"]) if timed else None,
+        noise=float(steps.get("spread") or 0.0) / 2.56 / math.sqrt(max(1, taken)) if timed else 0.0,
+        seconds=seconds,
+        reserved_bytes=max((float(size) for size in held if size), default=None) if timed else None,
+        cause=_cause(failure),
+        predicted_s=predicted_s,
+        why=why,
+        directory=str(folder),
+        machine=platform.node(),
+    )
+
+
+def _cause(failure: dict[str, Any]) -> str:
+    who = "" if failure.get("rank") is None else f"rank {failure['rank']}: "
+    words = " ".join(str(part) for part in (failure.get("signal"), failure.get("message")) if part)
+    text = f"{who}{words}" if words else ""
+    suspects = "; ".join(failure.get("suspects") or ())
+    return " ".join(f"{text}{'; ' if text and suspects else ''}{suspects}".split())[:400]
+
+
+def _failed(candidate: Candidate, chosen: Chosen, cause: str, folder: Path) -> Trial:
+    return Trial(
+        key=candidate.key,
+        status=Status.FAILED,
+        cause=" ".join(cause.split())[:400],
+        predicted_s=chosen.predicted_s,
+        why=chosen.why,
+        directory=str(folder),
+        machine=platform.node(),
+    )
+
+
+def _phase(folders: Sequence[Path]) -> str:
+    """Return what rank 0 of the latest run is at."""
+    for folder in reversed(folders):
+        try:
+            beat = codec.read_json(folder / "records" / "rank0.beat")
+        except PlannerError:
+            continue
+        if isinstance(beat, dict) and beat.get("phase"):
+            return f"{folder.name}: {str(beat['phase'])[:80]}"
+    return "starting processes"
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1].removeprefix("error: ")[:400] if lines else ""

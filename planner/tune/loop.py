@@ -1,0 +1,118 @@
+"""The loop: believe, choose, try, until nothing better is likely or the budget ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from planner.tune.beliefs import Beliefs, believe
+from planner.tune.candidates import Candidates
+from planner.tune.choice import MOST_TOGETHER, Best, best_of, choose
+from planner.tune.stop import LIKELY, Outlook, outlook
+from planner.tune.trials import Chosen, Runner, Trial
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When to end: after `budget_s` seconds or `trials` trials, or when nothing better by `within` is likely."""
+
+    budget_s: float
+    trials: int | None = None
+    within: float = 0.01
+    together: int = MOST_TOGETHER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """Where a tuning stands after its last trial: what is shown, and what is answered in the end."""
+
+    candidates: Candidates
+    trials: tuple[Trial, ...]
+    beliefs: Beliefs
+    best: Best | None
+    outlook: Outlook
+    reason: str = ""  # of the stop; empty while it goes on
+    running: tuple[Chosen, ...] = field(default=())
+    left_s: float = 0.0
+
+
+Show = Callable[[View], None]
+Record = Callable[[Trial], None]
+
+
+def _nothing(_: object) -> None:
+    """Take no notice."""
+
+
+def tune(
+    candidates: Candidates,
+    runner: Runner,
+    limits: Limits,
+    *,
+    trials: Sequence[Trial] = (),
+    unknown_machine: bool = False,
+    record: Record = _nothing,
+    show: Show = _nothing,
+    clock: Callable[[], float] = time.monotonic,
+) -> View:
+    """Return what was found; `trials` were made before (a tuning that is resumed).
+
+    `record` is called with each trial as soon as it is known, `show` whenever something has changed. Raises
+    KeyboardInterrupt when interrupted, after the last trial was recorded.
+    """
+    made, began = list(trials), clock()
+    while True:
+        left_s = limits.budget_s - (clock() - began)
+        view = _view(candidates, made, limits.within, left_s, unknown_machine=unknown_machine)
+        reason = _reason(view, limits)
+        chosen = [] if reason else choose(candidates, view.beliefs, made, runner, together=_together(limits, made))
+        if not reason and not chosen:
+            reason = "every plan that may run was tried"
+        if reason:
+            view = replace(view, reason=reason)
+            show(view)
+            return view
+        show(replace(view, running=tuple(chosen)))
+        before = len(made)
+        for trial in runner.run([(candidates.plans[one.row], one) for one in chosen], left_s):
+            made.append(trial)
+            record(trial)
+            now_left_s = limits.budget_s - (clock() - began)
+            seen = _view(candidates, made, limits.within, now_left_s, unknown_machine=unknown_machine)
+            show(replace(seen, running=tuple(chosen[len(made) - before :])))
+        if not any(trial.status.blames_plan for trial in made[before:]):
+            # Nothing was learned: the time left was too short for one more start.
+            view = _view(candidates, made, limits.within, 0.0, unknown_machine=unknown_machine)
+            view = replace(view, reason="the budget ended")
+            show(view)
+            return view
+
+
+def _together(limits: Limits, made: Sequence[Trial]) -> int:
+    return limits.together if limits.trials is None else min(limits.together, limits.trials - len(made))
+
+
+def _reason(view: View, limits: Limits) -> str:
+    """Return why to stop, or nothing."""
+    if view.best is not None and view.outlook.probability <= LIKELY:
+        return f"no untried plan is likely to be better by more than {limits.within:.2g}"
+    if view.left_s <= 0:
+        return "the budget ended"
+    if limits.trials is not None and len(view.trials) >= limits.trials:
+        return f"{limits.trials} trials were asked for"
+    return ""
+
+
+def _view(
+    candidates: Candidates, made: Sequence[Trial], within: float, left_s: float, *, unknown_machine: bool
+) -> View:
+    beliefs = believe(candidates, made, unknown_machine=unknown_machine)
+    return View(
+        candidates=candidates,
+        trials=tuple(made),
+        beliefs=beliefs,
+        best=best_of(candidates, made),
+        outlook=outlook(candidates, beliefs, made, within),
+        left_s=left_s,
+    )

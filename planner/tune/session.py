@@ -1,0 +1,126 @@
+"""A tuning from its state file: what makes its trials here, what was cut short elsewhere, and the loop between them."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from planner.tune.executor_trials import ExecutorTrials, read_report, trial_of_report
+from planner.tune.loop import Limits, Show, View, tune
+from planner.tune.state import Asked, Began, Journal, State, read_state, writing
+from planner.tune.trials import Runner, Status, Trial
+from topology.errors import PlannerError
+from topology.health.diagnose import diagnose
+from topology.probe.from_machine import probe_machine
+
+MOST_BEGUN = 2  # times that a plan may begin and never end before it is taken to be the reason
+
+Tell = Callable[[str], None]
+
+
+def run_session(
+    path: Path,
+    *,
+    budget_s: float | None = None,
+    most_trials: int | None = None,
+    within: float | None = None,
+    trial_limit_s: float = 120.0,
+    allow_busy: bool = False,
+    tell: Tell,
+    show: Show,
+    runner: Runner | None = None,
+) -> View:
+    """Run the tuning of a state file until it ends; `budget_s` replaces what is left of its own, `most_trials` and
+    `within` its own where they are given.
+
+    `runner` makes trials in another way than the state says. Raises PlannerError where this machine cannot make them,
+    and KeyboardInterrupt after the last trial was written.
+    """
+    with writing(path) as journal:
+        state = read_state(path)
+        trials = list(state.trials)
+        for trial in cut_short(state):
+            journal.ended(trial)
+            trials.append(trial)
+        asked = state.asked
+        left_s = max(0.0, asked.budget_s - state.spent_s) if budget_s is None else budget_s
+        made = runner or runner_for(
+            asked, path.parent, journal, tell=tell, allow_busy=allow_busy, trial_limit_s=trial_limit_s
+        )
+        return tune(
+            state.candidates,
+            made,
+            Limits(
+                budget_s=left_s,
+                trials=asked.most_trials if most_trials is None else most_trials,
+                within=asked.within if within is None else within,
+            ),
+            trials=trials,
+            unknown_machine=asked.device == "cpu" and asked.how != "recorded",
+            record=journal.ended,
+            show=show,
+        )
+
+
+def runner_for(
+    asked: Asked, folder: Path, journal: Journal, *, tell: Tell, allow_busy: bool, trial_limit_s: float
+) -> Runner:
+    """Return what makes trials on this machine. Raises PlannerError where it cannot."""
+    here = probe_machine() if asked.device == "cuda" else None
+    return ExecutorTrials(
+        question=asked.question(),
+        device=asked.device,
+        folder=folder / "trials",
+        here=here,
+        health=None if here is None else diagnose(here),
+        limit_s=trial_limit_s,
+        timed_steps=asked.steps,
+        allow_busy=allow_busy,
+        tell=tell,
+        began=journal.began,
+    )
+
+
+def cut_short(state: State) -> list[Trial]:
+    """Return what became of trials that began and of which no end was written: their process was killed.
+
+    One whose report is in its directory is a trial like others. One without is tried again, unless it began several
+    times and never ended.
+    """
+    found = []
+    by_plan: dict[str, list[Began]] = {}
+    for one in state.cut_short:
+        by_plan.setdefault(one.key, []).append(one)
+    for key, times in by_plan.items():
+        last = times[-1]
+        document = read_report(last.directory)
+        if document is not None:
+            trial = trial_of_report(document, key, last.predicted_s, last.why, last.directory)
+            if trial.status.blames_plan:
+                found.append(replace(trial, machine=last.machine))
+                continue
+        if len(times) >= MOST_BEGUN:
+            found.append(
+                Trial(
+                    key=key,
+                    status=Status.FAILED,
+                    cause=f"it began {len(times)} times, and each time the tuning was killed before it ended",
+                    predicted_s=last.predicted_s,
+                    why=last.why,
+                    directory=last.directory,
+                    machine=last.machine or platform.node(),
+                )
+            )
+    return found
+
+
+def require_device(asked: Asked) -> None:
+    """Raise PlannerError where a state's trials cannot be made on this machine at all."""
+    if asked.device == "cuda" and asked.how == "executor" and not probe_machine().gpu_count:
+        raise PlannerError(
+            "this machine has no GPU to try plans on",
+            why=f"the tuning is for {asked.cluster.name}",
+            remedy="resume it on such a machine; --device cpu tries plans on processes of the CPU, where times mean little",
+        )

@@ -1,0 +1,244 @@
+"""The state of a tuning: one file of JSON lines that is only appended to, and that any machine can continue.
+
+The first line says what is asked, then comes a line for each candidate with its prediction, then a line for each trial
+that began and for each that ended. Every line is on the disk (fsync) before the next trial begins. What a killed process
+left half written at the end is not read, and removed by the next writer. A trial that began and did not end is read from
+its directory, if its report is there: see `cut_short`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from planner.io.version import version
+from planner.question.plan_file import refuse_overwrite
+from planner.question.question import Question
+from planner.tune.candidates import Candidate, Candidates
+from planner.tune.trials import Trial
+from simulator.config.model import Model
+from simulator.config.runtime import Runtime
+from simulator.config.verify import verify_estimate, verify_model, verify_plan, verify_runtime, verify_workload
+from simulator.config.workload import Workload
+from simulator.legality.frameworks import framework_named
+from topology import codec
+from topology.catalog.verify import require_possible
+from topology.cluster import Cluster
+from topology.errors import BadInput, NewerSchema, PlannerError
+
+SCHEMA_VERSION = 1
+MOST_LINES = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a tuning was asked, whole, so that it can be continued without its flags. Seconds and relative numbers.
+
+    `how` makes the trials: `executor`, `torchtitan`, `command` or `recorded`; `settings` are its own. `profile` is the
+    fingerprint of the profile that predictions rest on.
+    """
+
+    model: Model
+    cluster: Cluster
+    workload: Workload
+    runtime: Runtime
+    framework: str
+    gpus: int
+    budget_s: float
+    within: float
+    most_trials: int | None = None
+    how: str = "executor"
+    device: str = "cuda"
+    steps: int = 10
+    settings: dict[str, str] = field(default_factory=dict)
+    legal: int = 0
+    profile: str | None = None
+
+    def question(self) -> Question:
+        """Return the question, without a calibration: predictions stand in the file."""
+        return Question(
+            model=self.model,
+            cluster=self.cluster,
+            workload=self.workload,
+            runtime=self.runtime,
+            framework=framework_named(self.framework),
+            gpus=self.gpus,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Began:
+    """A trial that began: on which machine, and where its report will be."""
+
+    key: str
+    directory: str
+    machine: str
+    at: str  # ISO 8601, UTC
+    predicted_s: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What a state file says. `cut_short` are trials that began and of which no end is written."""
+
+    asked: Asked
+    candidates: Candidates
+    trials: tuple[Trial, ...]
+    cut_short: tuple[Began, ...]
+
+    @property
+    def spent_s(self) -> float:
+        return sum(trial.seconds for trial in self.trials)
+
+
+def write_new(path: Path, asked: Asked, candidates: Candidates, *, force: bool = False) -> None:
+    """Begin a state file. Raises BadInput where there is one already and `force` is not given."""
+    refuse_overwrite(path, force=force)
+    head: dict[str, Any] = {
+        "kind": "tuning",
+        "schema_version": SCHEMA_VERSION,
+        "tool_version": version(),
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "asked": codec.to_builtins(asked),
+    }
+    lines = [head, *({"kind": "candidate", **codec.to_builtins(_brief(one))} for one in candidates.plans)]
+    codec.write_text(path, "".join(codec.to_json(line, indent=None) + "\n" for line in lines))
+
+
+def _brief(one: Candidate) -> Candidate:
+    """Return a candidate without what is not needed to continue: memory by stage, and assumptions."""
+    memory = replace(one.estimate.memory, by_stage=(), reserved_by_stage=())
+    return replace(one, estimate=replace(one.estimate, memory=memory, assumed=()))
+
+
+def read_state(path: str | Path) -> State:
+    """Return what a state file says. Raises BadInput (exit 2), with the line, where it cannot be one."""
+    text = codec.read_text(path)
+    complete = text[: text.rfind("\n") + 1].splitlines()[:MOST_LINES]
+    if not complete:
+        raise BadInput(f"{path} is not the state of a tuning", remedy="planner tune --state FILE begins one")
+    lines = [codec.parse_json(line, where=f"{path}:{number}") for number, line in enumerate(complete, start=1)]
+    asked = _asked(lines[0], str(path))
+    plans: list[Candidate] = []
+    trials: list[Trial] = []
+    began: list[Began] = []
+    for number, line in enumerate(lines[1:], start=2):
+        where = f"{path}:{number}"
+        kind = line.pop("kind", None) if isinstance(line, dict) else None
+        if kind == "candidate":
+            plans.append(_candidate(line, where))
+        elif kind == "began":
+            began.append(codec.convert(line, Began, where=where))
+        elif kind == "trial":
+            trial = codec.convert(line, Trial, where=where)
+            began = [one for one in began if one.key != trial.key]
+            trials.append(trial)
+        else:
+            raise BadInput(f"{where} is neither a candidate nor a trial")
+    if not plans:
+        raise BadInput(f"{path} has no candidates", remedy="begin anew: planner tune --state another")
+    known = Candidates(plans=tuple(plans), legal=asked.legal)
+    strange = [trial.key for trial in trials if known.row(trial.key) is None]
+    if strange:
+        raise BadInput(f"{path} has trials of plans that are no candidates", why=", ".join(strange[:4]))
+    return State(asked=asked, candidates=known, trials=tuple(trials), cut_short=tuple(began))
+
+
+def _asked(head: Any, where: str) -> Asked:
+    if not isinstance(head, dict) or head.get("kind") != "tuning":
+        raise BadInput(f"{where} is not the state of a tuning", remedy="planner tune --state FILE begins one")
+    found = head.get("schema_version")
+    if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+        raise BadInput(f"{where} has no readable schema_version")
+    if found > SCHEMA_VERSION:
+        raise NewerSchema(f"{where} is in schema {found}", why=f"this release reads {SCHEMA_VERSION}")
+    asked = codec.convert(head.get("asked"), Asked, where=f"{where}: asked")
+    require_possible(asked.cluster, where=where)
+    verify_model(asked.model, where=where)
+    verify_workload(asked.workload, where=where)
+    verify_runtime(asked.runtime, where=where)
+    framework_named(asked.framework)
+    return asked
+
+
+def _candidate(line: dict[str, Any], where: str) -> Candidate:
+    one = codec.convert(line, Candidate, where=where)
+    verify_plan(one.plan, where=where)
+    verify_runtime(one.runtime, where=where)
+    verify_estimate(one.estimate, where=where)
+    if one.estimate.step_s.value <= 0:
+        raise BadInput(f"{where}: a step of {one.estimate.step_s.value} s")
+    return one
+
+
+class Journal:
+    """Appends to a state file; used while `writing` holds it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _remove_torn_line(path)
+
+    def began(self, one: Began) -> None:
+        self._append({"kind": "began", **codec.to_builtins(one)})
+
+    def ended(self, trial: Trial) -> None:
+        self._append({"kind": "trial", **codec.to_builtins(trial)})
+
+    def _append(self, line: dict[str, Any]) -> None:
+        encoded = (codec.to_json(line, indent=None) + "\n").encode()
+        try:
+            with self.path.open("ab") as file:
+                file.write(encoded)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise PlannerError(
+                f"cannot write {self.path}", why=error.strerror or str(error), remedy="free the disk, then --resume it"
+            ) from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Journal]:
+    """Hold a state file for one tuning. Raises PlannerError where another process tunes with it."""
+    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
+    try:
+        lock.acquire()
+    except filelock.Timeout as error:
+        raise PlannerError(f"another process is tuning with {path}", remedy="wait for it, or end it first") from error
+    except OSError as error:
+        raise PlannerError(f"cannot write in {path.parent}", why=error.strerror or str(error)) from error
+    try:
+        yield Journal(path)
+    finally:
+        lock.release()
+
+
+def _remove_torn_line(path: Path) -> None:
+    """Cut off what a killed writer left behind the last complete line."""
+    content = path.read_bytes()
+    complete = content.rfind(b"\n") + 1
+    if complete < len(content):
+        with path.open("r+b") as file:
+            file.truncate(complete)
+            os.fsync(file.fileno())
+
+
+def began_now(key: str, directory: Path, predicted_s: tuple[float, float, float], why: str) -> Began:
+    """Return the line of a trial that begins now, here."""
+    return Began(
+        key=key,
+        directory=str(directory),
+        machine=platform.node(),
+        at=datetime.now(UTC).isoformat(timespec="seconds"),
+        predicted_s=predicted_s,
+        why=why,
+    )

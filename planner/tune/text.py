@@ -1,0 +1,107 @@
+"""A tuning on the terminal: what was tried and what is left while it runs, and the answer in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.table import Table
+
+from planner.io.output import printable
+from planner.runs.runs_store import plan_words
+from planner.tune.loop import View
+from planner.tune.trials import Chosen, Trial
+from topology import codec
+
+GIB = 2**30
+SHOWN = 12  # trials in the table of a terminal
+
+
+def words(view: View, row: int) -> str:
+    """Return a candidate in words."""
+    return plan_words(codec.to_builtins(view.candidates.plans[row].plan))
+
+
+def progress_table(view: View, phase: str = "") -> Table:
+    """Return the trials, what is tried now, the best so far, the chance that something better is left, the time left."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", caption_justify="left")
+    table.title = printable(_standing(view))
+    table.caption = printable(phase) if phase else None
+    for head in ("trial", "plan", "status"):
+        table.add_column(head, overflow="fold")
+    for head in ("believed s", "measured s"):
+        table.add_column(head, justify="right")
+    first = max(0, len(view.trials) - SHOWN)
+    for number, trial in enumerate(view.trials[first:], start=first + 1):
+        row = view.candidates.row(trial.key)
+        plan = words(view, row) if row is not None else ""
+        measured = "" if trial.step_s is None else f"{trial.step_s:.4g}"
+        table.add_row(str(number), printable(plan), trial.status.value, _range(trial.predicted_s), measured)
+    for number, one in enumerate(view.running, start=len(view.trials) + 1):
+        table.add_row(str(number), printable(words(view, one.row)), "running", _range(one.predicted_s), "")
+    return table
+
+
+def _standing(view: View) -> str:
+    best = "no plan measured yet" if view.best is None else f"best {view.best.step_s:.4g} s"
+    chance = "" if view.best is None else f" · {chance_text(view.outlook.probability)} that a better plan is left"
+    left = "" if view.left_s > 1e6 else f" · {max(0.0, view.left_s):.0f} s left"
+    return f"{best}{chance}{left}"
+
+
+def trial_line(view: View, trial: Trial, number: int) -> str:
+    """Return one trial as a line, for logs."""
+    row = view.candidates.row(trial.key)
+    plan = words(view, row) if row is not None else trial.key
+    came = f"{trial.step_s:.4g} s" if trial.step_s is not None else f"{trial.status.value}: {trial.cause}".rstrip(": ")
+    return f"trial {number}: {plan}: {came} (believed {_range(trial.predicted_s)} s, took {trial.seconds:.0f} s)"
+
+
+def running_line(view: View, chosen: Iterable[Chosen]) -> str:
+    """Return what is tried next as a line, for logs."""
+    return "trying " + "; ".join(f"{words(view, one.row)} ({one.why})" for one in chosen)
+
+
+def lines(view: View, *, within: float) -> list[str]:
+    """Return the answer as lines of text."""
+    found = []
+    for number, trial in enumerate(view.trials, start=1):
+        found.append(trial_line(view, trial, number))
+        if trial.why:
+            found.append(f"          {trial.why}")
+    best = view.best
+    if best is None:
+        found.append("best      no plan could be measured")
+    else:
+        predicted = view.candidates.plans[best.row].estimate.step_s.value
+        off = predicted / best.step_s - 1
+        found += [
+            f"best      {words(view, best.row)}",
+            f"          {best.step_s:.4g} s a step, measured; predicted {predicted:.4g} s ({off:+.1%}) before any trial",
+        ]
+    found.append(f"stopped   {view.reason}, after {len(view.trials)} trials")
+    if view.outlook.candidate is not None and best is not None:
+        value, low, high = view.beliefs.step.interval(view.outlook.candidate)
+        chance = chance_text(view.outlook.probability)
+        found += [
+            f"left      {chance} that an untried plan is better by more than {within:.1%}; the likeliest is",
+            f"          {words(view, view.outlook.candidate)},",
+            f"          believed {value:.4g} s (80% range {low:.4g} to {high:.4g})",
+        ]
+    learned = [one for one in view.beliefs.corrections if one.low > 1 or one.high < 1]
+    found += [
+        f"learned   {one.term} takes {one.factor:.2f} times its prediction (80% range {one.low:.2f} to {one.high:.2f})"
+        for one in learned
+    ]
+    return found
+
+
+def chance_text(probability: float) -> str:
+    """Return a probability in percent, no surer than a sample of it is."""
+    if probability < 0.01:
+        return "less than 1%"
+    return "more than 99%" if probability > 0.99 else f"{probability:.0%}"
+
+
+def _range(predicted_s: tuple[float, float, float]) -> str:
+    value, low, high = predicted_s
+    return f"{value:.4g} ({low:.3g} to {high:.3g})"
