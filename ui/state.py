@@ -304,6 +304,7 @@ def plan_name(plan: Plan) -> str:
     words += [f"mb{plan.micro_batch_size}", plan.recompute]
     if plan.reshard_after_forward is not None and plan.dp_shard * plan.cp > 1:
         words.append("reshard" if plan.reshard_after_forward else "keep")
+    words += [f"offload-{plan.offload}"] if plan.offload != "none" else []
     words += [f"overlap-{tp_overlap_slug(plan.tp_overlap)}"] if plan.tp_overlap != "none" else []
     if plan.layers_per_stage or plan.recompute_per_stage or plan.capacity_factor is not None:
         words.append(f"own-{codec.fingerprint(plan)[:4]}")  # layers or recompute modes by stage would be too long

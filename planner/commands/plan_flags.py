@@ -42,6 +42,10 @@ TpOverlap = Annotated[
     str | None,
     typer.Option("--tp-overlap", help="none, ring, fused, async, ...; or by site: attention_in=fused,mlp_out=ring."),
 ]
+Offload = Annotated[
+    str | None,
+    typer.Option("--offload", help="Kept in host memory: none, optimizer, or parameters as well; default none."),
+]
 Runtime = Annotated[str | None, typer.Option("--runtime", "--framework", help="The software that runs it.")]
 
 
@@ -66,6 +70,7 @@ PLAN_FLAGS: dict[str, Any] = {
     "schedule": Schedule,
     "recompute": Recompute,
     "tp_overlap": TpOverlap,
+    "offload": Offload,
     "runtime": Runtime,
     "compile_model": options.Compile,
     "param_dtype": options.ParamDtype,
@@ -96,7 +101,7 @@ def flags_of(given: dict[str, Any]) -> Flags:
         **{name: given[name] for name in ("model", "cluster", "gpu", "seq_len", "global_batch")},
         gpus=None if given["gpus"] is None else (given["gpus"],),
         plan={
-            **{name: given[name] for name in (*degrees, "schedule", "recompute", "tp_overlap")},
+            **{name: given[name] for name in (*degrees, "schedule", "recompute", "tp_overlap", "offload")},
             "zero_stage": given["zero"],
             "micro_batch_size": given["micro_batch"],
         },

@@ -22,7 +22,7 @@ from planner.question.learned_runtime import LearnedCalibrations, read_learned
 from planner.question.plan_file import plan_file, refuse_overwrite, save_plan
 from planner.search.answer import answer
 from planner.search.plan_space.candidates import Bounds
-from planner.search.plan_space.stated import read_spans, read_words
+from planner.search.plan_space.stated import known_offloads, read_spans, read_words
 from planner.search.search import SearchOptions
 from planner.search.whole_run import answer_run
 from simulator.runtimes.library import RECOMPUTE_SYNONYMS
@@ -128,6 +128,12 @@ def suggest(
     virtual_stages: Annotated[str | None, _part("--virtual-stages", "number of stages on a pipeline rank")] = None,
     micro_batch: Annotated[str | None, _part("--micro-batch", "micro batch, in sequences")] = None,
     recompute: Annotated[str | None, _part("--recompute", "recomputation (words, with commas)")] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            "--offload", help="Kept in host memory: none, optimizer, or parameters as well (words, with commas)."
+        ),
+    ] = None,
     time_limit: TimeLimit = None,
     simulate: Annotated[
         bool, typer.Option("--simulate/--no-simulate", help="Let the simulation order plans that are close.")
@@ -221,11 +227,12 @@ def _bounds(given: dict[str, Any]) -> Bounds:
     """Return the parts of a plan that a command's arguments fix. Raises UserError."""
     numbers = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "virtual_stages", "micro_batch")
     spans: dict[str, Any] = {name: read_spans(given[name], "--" + name.replace("_", "-")) for name in numbers}
-    schedules, recomputes = (read_words(given[name], f"--{name}") for name in ("schedule", "recompute"))
+    schedules, recomputes, offloads = (read_words(given[n], f"--{n}") for n in ("schedule", "recompute", "offload"))
     return Bounds(
         **spans,
         schedules=schedules and tuple(map(schedule_named, schedules)),
         recomputes=recomputes and tuple(RECOMPUTE_SYNONYMS.get(word.lower(), word) for word in recomputes),
+        offloads=offloads and known_offloads(offloads),
         max_tp=given["max_tp"],
     )
 

@@ -142,18 +142,15 @@ def _deepspeed(document: YamlDocument, settings: Settings, told: Told) -> Config
     launch = launch_facts(told.launch)
     harmless = (
         r"meshwright.*|optimizer\..*|scheduler\..*|steps_per_print|wall_clock_breakdown|gradient_clipping|fp16\..*|bf16\..*"
+        r"|zero_optimization\.offload_(optimizer|param)\.(buffer_.*|fast_init|max_in_cpu|pipeline_.*)"
         r"|zero_optimization\.(overlap_comm|contiguous_gradients|reduce_scatter|reduce_bucket_size|allgather_.*|sub_group_size"
         r"|stage3_.*|round_robin_gradients|memory_efficient_linear|load_from_fp32_weights)|zero_allow_untested_optimizer"
         r"|prescale_gradients|tensorboard\..*|wandb\..*|csv_monitor\..*|flops_profiler\..*|dump_state|amp\.enabled"
         r"|comms_logger\..*|zero_force_ds_cpu_optimizer|checkpoint\..*|expert_parallel\.preset_model|data_types\..*"
         r"|aio\..*|elasticity\..*|seed|gradient_predivide_factor|disable_allgather|comms_config\..*|monitor_config\..*|_\w+"
     )
-    offload = [
-        key for key in settings if "offload" in key and str(settings[key]).lower() not in {"none", "false", "true"}
-    ]
     known = keys_of(deepspeed_fields.TABLE)
-    unknown = [key for key in not_understood(settings, known, harmless) if "offload" not in key]
-    unknown += [key for key in offload if key.endswith("device")]
+    unknown = not_understood(settings, known, harmless)
     return Configuration(
         framework="deepspeed",
         version="0.19.8",

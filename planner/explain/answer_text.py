@@ -33,6 +33,7 @@ from planner.io.figures import (
     last_digit_s,
     rate_text,
     seconds_text,
+    two_digits,
 )
 from planner.io.output import console, printable
 from planner.question.question import Question
@@ -100,6 +101,11 @@ def print_estimate(found: PlanAnswer) -> None:
 
 def approach_text(plan: Plan) -> str:
     """Return a plan as a person would say it: `FSDP over 8 GPUs`, `FSDP over 64 with tensor parallelism over 8 on 512 GPUs`."""
+    away = {"optimizer": ", optimizer in host memory", "parameters": ", parameters and optimizer in host memory"}
+    return _degrees_said(plan) + away.get(plan.offload, "")
+
+
+def _degrees_said(plan: Plan) -> str:
     names = []
     if plan.zero_stage is not None and plan.dp_replicate > 1:
         names.append(
@@ -210,6 +216,7 @@ def settings_text(plan: Plan) -> str:
     parts += [f"{plan.virtual_stages} stages a rank"] if plan.virtual_stages > 1 else []
     parts += [f"layers {run_length_text(plan.layers_per_stage)}"] if plan.layers_per_stage else []
     parts += [f"overlap {tp_overlap_label(plan.tp_overlap)}"] if plan.tp_overlap != NONE else []
+    parts += [f"offload {plan.offload}"] if plan.offload != "none" else []
     parts += [f"cp by {plan.cp_method.replace('_', '-')}"] if plan.cp > 1 and plan.cp_method else []
     if plan.reshard_after_forward is False and plan.dp_shard * plan.cp > 1:
         parts.append("no reshard")
@@ -271,7 +278,7 @@ def print_gpu_counts(rows: Sequence[GpuCountRow]) -> None:
         table.add_row(
             str(row.gpus),
             f"{row.step_s:.2g}" if row.step_s < 10 else f"{row.step_s:.0f}",
-            f"{float(f'{row.tokens_per_s_per_gpu or 0.0:.2g}'):,.0f}",
+            two_digits(row.tokens_per_s_per_gpu or 0.0),
             gib_text(row.reserved_bytes or 0.0),
             *cost,
             short_degrees(row.plan),

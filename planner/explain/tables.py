@@ -49,6 +49,8 @@ def policy_text(plan: Plan) -> str:
         parts.append((plan.schedule or "1F1B") + (f" x{plan.virtual_stages}" if plan.virtual_stages > 1 else ""))
     if plan.tp_overlap != "none":
         parts.append(f"tp overlap {tp_overlap_label(plan.tp_overlap)}")
+    if plan.offload != "none":
+        parts.append(f"offload {plan.offload}")
     if plan.cp > 1 and plan.cp_method:
         parts.append(f"cp by {plan.cp_method.replace('_', '-')}")
     if plan.recompute_per_stage:
@@ -125,9 +127,10 @@ def memory_line(estimate: Estimate) -> str:
     parts = sorted(memory.by_category.items(), key=lambda item: (-item[1], item[0]))
     named = ", ".join(f"{name.replace('_', ' ')} {gib_text(size)}" for name, size in parts if size >= 0.05 * GIB)
     low, high = gib_text(memory.reserved_low_bytes), gib_text(memory.reserved_high_bytes)
+    host = f"; {gib_text(memory.host_bytes)} of host memory for each GPU" if memory.host_bytes else ""
     return (
         f"memory    {gib_text(memory.reserved_bytes)} GiB ({low} to {high}) reserved on rank {memory.worst_rank}, "
-        f"{gib_text(memory.peak_bytes.value)} of it allocated: {named}"
+        f"{gib_text(memory.peak_bytes.value)} of it allocated: {named}{host}"
     )
 
 

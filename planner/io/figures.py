@@ -44,11 +44,13 @@ def _digits(value: float, last: float, *, signed: bool = False) -> str:
 
 def rate_text(estimate: Estimate) -> str:
     """Return tokens a second and GPU to two digits, as steps are known to 10 % at best."""
-    return (
-        f"{float(f'{estimate.tokens_per_s_per_gpu:.2g}'):,.4g}"
-        if estimate.tokens_per_s_per_gpu < 10
-        else (f"{float(f'{estimate.tokens_per_s_per_gpu:.2g}'):,.0f}")
-    )
+    return two_digits(estimate.tokens_per_s_per_gpu)
+
+
+def two_digits(value: float) -> str:
+    """Return a number to two digits, both written: `9,100`, `8.0`, `0.30`."""
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:,.0f}" if abs(rounded) >= 10 else f"{rounded:#.2g}"
 
 
 def gib_text(nbytes: float) -> str:

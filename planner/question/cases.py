@@ -41,6 +41,7 @@ from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
 from simulator.legality.frameworks import Framework, framework_of_runtime
 from simulator.pipeline.schedules import SCHEDULES, default_schedule
 from simulator.runtimes.library import RECOMPUTE_SYNONYMS
+from simulator.step.offload import offload_assumed
 from topology import codec
 from topology.catalog.cluster_file import ASSUMED, load_cluster, parse_cluster
 from topology.catalog.clusters import CASE_KEYS, cluster_from_case
@@ -67,6 +68,7 @@ _PLAN_KEYS = (
     "recompute_per_stage",
     "cp_method",
     "capacity_factor",
+    "offload",
     "placement",
     "ep_overlap",
 )
@@ -261,6 +263,7 @@ def _all_assumed(assumed: Sequence[str], plan: Plan, question: Question, measure
         *doubts_about(question.cluster),
         *measured.doubts(question.cluster),
         *overlap_assumed([plan.tp_overlap], question.calibration),
+        *offload_assumed([plan], question.cluster),
     )
     return tuple(dict.fromkeys(said))
 
@@ -327,9 +330,10 @@ def complete_plan(
     modes = stated_value(stated, "recompute_per_stage")
     if modes:
         values["recompute_per_stage"] = words_of(modes, f"{where}: plan.recompute_per_stage")
-    method = stated_value(stated, "cp_method")
-    if method is not None:
-        values["cp_method"] = word_of(method, f"{where}: plan.cp_method")
+    for key in ("cp_method", "offload"):
+        word = stated_value(stated, key)
+        if word is not None:
+            values[key] = word_of(word, f"{where}: plan.{key}")
     factor = stated_value(stated, "capacity_factor")
     if factor is not None:
         values["capacity_factor"] = positive(factor, f"{where}: plan.capacity_factor")

@@ -22,6 +22,7 @@ from simulator.config.plan import MESH_AXES, Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
+from simulator.step.offload import offload_assumed
 from topology import codec
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
@@ -72,6 +73,7 @@ def with_flags(asked: Case, flags: Flags, measured: Calibrations = UNMEASURED) -
                     *doubts_about(cluster),
                     *measured.doubts(cluster),
                     *overlap_assumed([plan.tp_overlap], calibration),
+                    *offload_assumed([plan], cluster),
                 ]
             )
         ),

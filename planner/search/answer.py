@@ -25,6 +25,7 @@ from simulator.config.hf_config import load_model
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
 from simulator.legality.frameworks import framework_named
+from simulator.step.offload import offload_assumed
 from topology.cluster import Cluster
 from topology.rates.reach import doubts_about
 
@@ -69,6 +70,7 @@ def answer(
     else:
         found = run(counts[0] if counts else machine.gpu_count)
     rates = overlap_assumed([one.plan.tp_overlap for one in found.plans], question.calibration)
+    rates += offload_assumed([one.plan for one in found.plans], found.question.cluster)
     return replace(found, assumed=tuple(dict.fromkeys([*found.assumed, *assumed, *rates])))
 
 

@@ -1,7 +1,7 @@
 """What would make a plan fit its memory, cheapest first: all that can be changed, in the order of throughput lost.
 
-Changed are recomputation, the micro batch, resharding, sharding over replicas, tensor and context parallelism, compilation
-and the number of GPUs, one by one and together. A change is shown where nothing that is part of it does as well.
+Changed are recomputation, the micro batch, resharding, sharding over replicas, tensor and context parallelism, what is kept
+in host memory, compilation and the number of GPUs, one by one and together. A change is shown where nothing that is part of it does as well.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _variants(
     question: Question, plan: Plan, changes: tuple[str, ...], kinds: frozenset[str], *, degrees: bool = True
 ) -> Iterator[_Variant]:
     """Yield what the settings of a plan can be changed to, itself first: every combination that needs less memory."""
-    sharings = [("", "", plan), *(_sharings(question, plan) if degrees else ())]
+    sharings = [("", "", plan), *([*_sharings(question, plan), *_offloads(question, plan)] if degrees else ())]
     for (kind, sharing, shared), recompute, size, reshard in product(
         sharings, _recomputes(question, plan), _sizes(plan), _reshards(plan)
     ):
@@ -172,6 +172,14 @@ def _sharings(question: Question, plan: Plan) -> Iterator[tuple[str, str, Plan]]
             degree = getattr(plan, axis) * factor
             wider = replace(plan.with_(**{axis: degree, taken: getattr(plan, taken) // factor}), placement=())
             yield axis, f"{axis} {degree}", replace(wider, sequence_parallel=wider.sequence_parallel or axis == "tp")
+
+
+def _offloads(question: Question, plan: Plan) -> Iterator[tuple[str, str, Plan]]:
+    """Yield (kind, change, plan) with more of a plan's state in host memory."""
+    words = question.framework.offloads
+    for word in words[words.index(plan.offload) + 1 :] if plan.offload in words else ():
+        what = "the optimizer's state" if word == "optimizer" else "parameters, gradients and optimizer"
+        yield "offload", f"{what} offloaded to the host", replace(plan, offload=word)
 
 
 def memory_text(estimate: Estimate, fixes: Sequence[Fix]) -> str:

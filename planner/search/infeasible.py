@@ -33,6 +33,7 @@ MAX_GPUS = 1 << 16
 # Node counts tried one by one, for `--gpus min` and for advice; beyond, they double.
 MAX_NODES_TRIED, MAX_NODES_ADVISED = 512, 32
 SHORTEST_SEQUENCE = 512
+ONE_WORD = {"recomputes": "recompute", "schedules": "schedule", "offloads": "offload"}  # flags of stated parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,9 +223,11 @@ def _relaxed(
     s, bounds = constrained.question, constrained.bounds
     for name in STATED:
         if getattr(bounds, name) is not None:
-            flag = {"recomputes": "recompute", "schedules": "schedule"}.get(name, name.replace("_", "-"))
+            flag = ONE_WORD.get(name, name.replace("_", "-"))
             lifted: dict[str, Any] = {name: None}
             yield f"another --{flag}", replace(constrained, bounds=replace(bounds, **lifted))
+    for word in s.framework.offloads[1:] if bounds.offloads is None else ():
+        yield f"--offload {word}", replace(constrained, bounds=replace(bounds, offloads=(word,)))
     sharded = _most_sharding(s.framework)
     if sharded is not s.framework:
         stages = ", ".join(map(str, sharded.zero_stages))

@@ -18,7 +18,7 @@ from topology.errors import Infeasible
 
 COMBINATIONS = 256  # of stated values that are tried as an example
 SHOWN = 10  # legal values named
-FLAGS = {"schedules": "schedule", "recomputes": "recompute"}
+FLAGS = {"schedules": "schedule", "recomputes": "recompute", "offloads": "offload"}
 
 
 def contradiction(question: Question, bounds: Bounds, found: Nodes) -> Infeasible | None:
@@ -53,7 +53,7 @@ def _text(value: Spans | tuple[str, ...]) -> str:
 
 def _legal_values(question: Question, bounds: Bounds, name: str) -> str:
     """Return the values of one part with which there is a plan, all other parts as stated; nothing if there is none."""
-    free: dict[str, Any] = {name: None}
+    free: dict[str, Any] = {name: question.framework.offloads if name == "offloads" else None}
     nodes = enumerate_nodes(question, bounds=replace(bounds, **free))
     if not len(nodes):
         return ""

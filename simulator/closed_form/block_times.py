@@ -14,6 +14,7 @@ from simulator.columns.plan_table import Floats
 from simulator.kernels.roofline import efficiency
 from simulator.step.context import CostContext
 from simulator.step.host import again_host_s, layer_host_s
+from simulator.step.offload import copy_bytes_per_s, update_bytes_per_s
 from simulator.step.rank import Pass, Value
 from simulator.step.units import Unit
 from simulator.step.update import updated_dtype
@@ -202,12 +203,16 @@ class TrafficTimes:
     sms: float = field(init=False)
     memory_bytes_per_s: float = field(init=False)
     update_bytes_per_s: Value = field(init=False)
+    host_copy_bytes_per_s: Value = field(init=False)
+    host_update_bytes_per_s: Value = field(init=False)
     _hbm: Floats = field(init=False)
     _known: dict[tuple[str, str, bytes | float], Background] = field(default_factory=dict)
     _rates: dict[bytes | float, Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         roofline = self.context.roofline
+        self.host_copy_bytes_per_s = copy_bytes_per_s(self.context)
+        self.host_update_bytes_per_s = update_bytes_per_s(self.context)
         self._hbm = np.full(len(self.context.table), roofline.memory_bytes_per_s)
         self.sms = float(roofline.gpu.sm_count)
         self.memory_bytes_per_s = roofline.gpu.memory_bytes_per_s * efficiency(roofline.gpu.architecture).hbm

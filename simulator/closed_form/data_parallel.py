@@ -16,6 +16,7 @@ from simulator.pipeline.stages import StageLayout
 from simulator.runtimes.library import ModelOperators, RuntimeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
+from simulator.step.offload import ADD_PASSES, copy_bytes_per_s, offloaded, update_bytes_per_s
 from simulator.step.traffic import has_replicas
 from simulator.step.update import update_bytes, updated_dtype
 
@@ -67,6 +68,10 @@ def data_parallel(
     reduce = groups.time_s("reduce_scatter", "fsdp", shared * reduce_bytes) + groups.time_s(
         "reduce_scatter", "expert_fsdp", experts * reduce_bytes
     )
+    # Shards that are kept in host memory come from there before each gather.
+    owned = owned_elements(context, shared, experts)
+    fetch = owned * context.dtype_bytes("param") / copy_bytes_per_s(context)
+    gather = gather + np.where(table.offloaded["parameters"], fetch, 0.0)
     # Hybrid sharding sums the shards over replicas, behind each reduce-scatter.
     shard = shared / table["sharded_over"] + experts / np.maximum(table.expert_shard["gradients"], 1.0)
     replicas = groups.time_s("all_reduce", "replicate", shard * reduce_bytes)
@@ -106,6 +111,11 @@ def data_parallel(
         added = np.where(full, piped, (m - 1) * 3 * width) * (shared + experts)
         copies = copies + added / hbm
         adding = (compute_bytes + 2 * reduce_bytes) * (shared + experts) / hbm
+
+    # The CPU adds up gradients that are kept in host memory.
+    sends = full & offloaded(context, "gradients") & (table["pp"] == 1)
+    on_host = ADD_PASSES * owned * context.dtype_bytes(spec.state.gradient_dtype) / update_bytes_per_s(context)
+    copies = copies + np.where(sends, (m - 1) * on_host, 0.0)
 
     # Replicated parameters: gradients are summed once a step, behind the last backward where the runtime overlaps;
     # a sharded optimizer scatters them and gathers parameters back.
@@ -187,14 +197,32 @@ def sm_share(context: CostContext, *ops: str) -> float:
     return efficiency(gpu.architecture).nccl_sms / gpu.sm_count
 
 
-def rank_update_bytes(context: CostContext, shared: Floats, experts: Floats) -> Floats:
-    """Return those bytes by rank, shape (plans, ranks), of parameters before sharding, routed experts apart."""
+def owned_elements(context: CostContext, shared: Floats, experts: Floats) -> Floats:
+    """Return the elements of parameters that a rank updates, of `shared` ones before sharding and routed experts apart.
+
+    One entry a plan, as the arguments.
+    """
     table = context.table
-    owned = shared / table.state_shard["optimizer"][:, None] + experts / table.expert_shard["optimizer"][:, None]
-    return np.asarray(update_bytes(context.runtime, owned, shared + experts))
+    return np.asarray(shared / table.state_shard["optimizer"] + experts / table.expert_shard["optimizer"])
 
 
 def optimizer_s(context: CostContext, layout: StageLayout, parameters: Parameters) -> Floats:
     """Return seconds of gradient clipping and the optimizer update on the rank that moves most."""
-    moved = rank_update_bytes(context, *parameters.of_stage(layout))
-    return np.asarray(moved.max(axis=1) / context.roofline.update_bytes_per_s(updated_dtype(context.runtime)))
+    shared, experts = parameters.of_stage(layout)
+    ranks = range(shared.shape[1])
+    owned = np.stack([owned_elements(context, shared[:, r], experts[:, r]) for r in ranks], axis=1)
+    on_gpu = np.where(context.table.offloaded["optimizer"][:, None], 0.0, owned)
+    moved = np.asarray(update_bytes(context.runtime, on_gpu, shared + experts))
+    seconds = moved.max(axis=1) / context.roofline.update_bytes_per_s(updated_dtype(context.runtime))
+    return np.asarray(seconds + _on_host_s(context, owned.max(axis=1)))
+
+
+def _on_host_s(context: CostContext, owned: Floats) -> Floats:
+    """Return seconds of an update by the CPU, with what moves there and back around it; 0 where the GPU updates."""
+    table, link = context.table, copy_bytes_per_s(context)
+    state = context.spec.state
+    seconds = np.asarray(update_bytes(context.runtime, owned, 0.0)) / update_bytes_per_s(context)
+    late = ~(table.fully_sharded & offloaded(context, "gradients"))
+    seconds = seconds + np.where(late, owned * context.dtype_bytes(state.gradient_dtype) / link, 0.0)
+    back = np.where(table.offloaded["parameters"], 0.0, owned * context.dtype_bytes("param") / link)
+    return np.where(table.offloaded["optimizer"], seconds + back, 0.0)

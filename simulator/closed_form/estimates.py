@@ -89,6 +89,7 @@ class EstimateTable:
                 worst_rank=worst * (plan.gpus // plan.pp),
                 capacity_bytes=self.capacity_bytes,
                 fits=bool(self.fits[index]),
+                host_bytes=float(self.memory.host_bytes[index].max()),
                 by_stage=by_stage,
                 reserved_by_stage=tuple(self.memory.reserved_bytes[index, : plan.pp].tolist()),
             ),

@@ -21,6 +21,7 @@ from simulator.pipeline.stages import StageLayout, head_in_flight, in_flight
 from simulator.runtimes.library import ModelOperators
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters, between_stages_bytes, head_peak_bytes, placeholder_bytes, state_bytes
+from simulator.step.offload import held_bytes, host_bytes
 from simulator.step.symmetric_memory import symmetric_bytes
 
 # Bytes beside the allocator's: CUDA context, kernels and NCCL buffers of a few communicators. Source: assumed; a bare
@@ -35,6 +36,7 @@ class MemoryColumns:
     categories: dict[str, Floats]
     peak_bytes: Floats
     reserved_bytes: Floats
+    host_bytes: Floats  # of offloaded state
 
     def scaled(self, factor: float) -> MemoryColumns:
         """Return `factor` times the bytes: what runs of a runtime took over what its description says."""
@@ -44,6 +46,7 @@ class MemoryColumns:
             categories={name: factor * column for name, column in self.categories.items()},
             peak_bytes=factor * self.peak_bytes,
             reserved_bytes=factor * self.reserved_bytes,
+            host_bytes=self.host_bytes,
         )
 
     @property
@@ -75,8 +78,6 @@ def memory_columns(
     widths = state_bytes(context)
     param_bytes, gradient_bytes = widths["parameters"], widths["gradients"]
     fully_sharded = table.fully_sharded[:, None]
-
-    optimizer = sharded("optimizer") * widths["optimizer"]
 
     # Layers in flight under full sharding: the one computing, those gathered ahead, and the two ends of the network,
     # which are units of their own. Backward holds their unsharded gradients until they are reduced.
@@ -131,10 +132,8 @@ def memory_columns(
     remembered = np.zeros_like(again) if context.runtime.compile else again * cast_bytes
     turning = np.maximum(np.maximum(loss, recomputed * exists), remembered * exists)
 
-    categories = {
-        "parameters": sharded("parameters") * param_bytes,
-        "optimizer": optimizer,
-        "gradients": sharded("gradients") * gradient_bytes,
+    categories: dict[str, Floats] = {
+        **{str(kind): sharded(kind) * held_bytes(context, kind)[:, None] for kind in widths},
         "activations": activations,
         "gathered_parameters": gathered,
         "gradient_buffers": reduction,
@@ -157,7 +156,13 @@ def memory_columns(
     # One pool per stream: the compute stream's peak and the communication streams' peak add up.
     # Whole gradients come from the compute stream's own pool, where activations have made room for them.
     reserved = np.where(whole, peak, everything)
-    return MemoryColumns(categories=categories, peak_bytes=peak, reserved_bytes=np.where(exists, reserved, 0.0))
+    on_host = sum((sharded(kind) * host_bytes(context, kind)[:, None] for kind in widths), np.zeros_like(shared))
+    return MemoryColumns(
+        categories=categories,
+        peak_bytes=peak,
+        reserved_bytes=np.where(exists, reserved, 0.0),
+        host_bytes=np.where(exists, on_host, 0.0),
+    )
 
 
 def _of_layers(parameters: Parameters, layers: tuple[Floats, Floats] | None) -> Floats | float:

@@ -20,7 +20,7 @@ from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_program import TURNS, last_backwards, needs, peak_in_flight, sent_to
 from simulator.pipeline.schedule_tables import build_schedule
 from simulator.pipeline.schedules import SCHEDULES, Kind, Schedule
-from simulator.step.traffic import REPLICAS, STREAM, DataWriter
+from simulator.step.traffic import WIRES, DataWriter
 from simulator.step.units import Unit
 from simulator.step.walk import Held, StepWalk
 
@@ -285,7 +285,7 @@ def _counted(tallies: Sequence[Tally], *, settles: bool) -> PassCounts:
     free, hosted = tallies[:2]
     lead_s = tallies[2].compute - free.compute if len(tallies) > 2 else np.zeros(free.rows)
     before_bytes, before_parts = free.at_pass
-    ends = [free.clocks[name] for name in (STREAM, REPLICAS) if name in free.clocks]
+    ends = [free.clocks[name] for name in WIRES if name in free.clocks]
     tail_s = np.max([*ends, np.full(free.rows, LONG_AGO)], axis=0) - free.compute
     parts = np.stack([free.parts[name] - before_parts[name] for name in PARTS])
     return PassCounts(

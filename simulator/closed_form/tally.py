@@ -13,7 +13,7 @@ from simulator.closed_form.block_times import Background, BlockTimes, TrafficTim
 from simulator.columns.plan_table import Floats
 from simulator.program.program import COMPUTE
 from simulator.step.rank import Pass, Value
-from simulator.step.traffic import REDUCE_POOL, REPLICAS, STREAM
+from simulator.step.traffic import REDUCE_POOL, WIRES
 from simulator.step.units import Unit
 
 CATEGORIES = (
@@ -122,7 +122,7 @@ class Tally:
 
     def begin_pass(self, *, compute_s: Value, wire_s: Value, host_s: Value) -> None:
         """Set all clocks: a pass to come is counted from there."""
-        for stream in (*self.clocks, STREAM, REPLICAS):
+        for stream in (*self.clocks, *WIRES):
             self.clocks[stream] = np.zeros(self.rows) + (compute_s if stream == COMPUTE else wire_s)
         self.host = np.zeros(self.rows) + host_s
         self._events = {name: (stream, np.zeros(self.rows) + wire_s) for name, (stream, _) in self._events.items()}
@@ -199,6 +199,16 @@ class Tally:
         seconds = np.asarray(moved_bytes / self.traffic.update_bytes_per_s)
         self.parts["optimizer"] = self.parts["optimizer"] + seconds
         self.clocks[COMPUTE] = self.compute + seconds
+
+    def host_copy(self, name: str, nbytes: Value, *, stream: str) -> None:  # noqa: ARG002 - a Rank is told names
+        start = np.maximum(self._clock(stream), self.host)
+        self.clocks[stream] = np.asarray(start + nbytes / self.traffic.host_copy_bytes_per_s)
+
+    def on_host(self, name: str, moved_bytes: Value, *, after: str) -> None:
+        seconds = moved_bytes / self.traffic.host_update_bytes_per_s
+        self.host = np.asarray(np.maximum(self.host, self._clock(after)) + seconds)
+        if name == "optimizer":
+            self._wait(COMPUTE, self.host, "optimizer")
 
     def collective(self, op: str, family: str, nbytes: Value, *, stream: str, times: Value = 1.0) -> None:
         cost = self.traffic.cost(op, family, nbytes)

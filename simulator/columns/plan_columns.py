@@ -40,6 +40,7 @@ class PlanColumns:
     capacity_factor: NDArray[np.float64]
     listed: NDArray[np.bool_]
     placing: NDArray[np.int64]
+    offload: NDArray[np.str_]
 
     def __len__(self) -> int:
         return len(self.tp)
@@ -85,6 +86,7 @@ class PlanColumns:
             cp_method=str(self.cp_method[row]) or None,
             reshard_after_forward=None if reshard < 0 else bool(reshard),
             capacity_factor=float(self.capacity_factor[row]) or None,
+            offload=str(self.offload[row]),
         )
 
 
@@ -116,6 +118,7 @@ def plan_columns(plans: Sequence[Plan]) -> PlanColumns:
         capacity_factor=np.array([p.capacity_factor or 0.0 for p in plans], dtype=np.float64),
         listed=np.array([bool(p.layers_per_stage) for p in plans], dtype=np.bool_),
         placing=np.full(len(plans), -1, dtype=np.int64),
+        offload=strings("offload"),
     )
 
 

@@ -33,7 +33,8 @@ class PlanTable:
     expert parallelism has already divided by `ep`. `conditions` are what operators of a runtime description may ask of
     a plan: `sp`, `autocast` (16-bit compute by autocast rather than by a sharded copy: data parallel or a single GPU,
     nothing else), the three methods of context parallelism, and `ep`, expert parallelism. `keeps_gathered`: parameters stay gathered between
-    forward and backward. `fully_sharded`: a wrapper gathers parameters unit by unit, if only from one rank.
+    forward and backward. `fully_sharded`: a wrapper gathers parameters unit by unit, if only from one rank. `offloaded`: which of them keep a kind of
+    state in host memory.
     """
 
     plans: tuple[Plan, ...]
@@ -49,6 +50,7 @@ class PlanTable:
     capacity_factor: Floats
     keeps_gathered: NDArray[np.bool_]
     fully_sharded: NDArray[np.bool_]
+    offloaded: dict[str, NDArray[np.bool_]]
 
     def __len__(self) -> int:
         return len(self.sequence_parallel)
@@ -140,6 +142,7 @@ def table_of_columns(
     unsharded = (zero == 0) | ((zero < 0) & (group <= 1))
     piped = columns["pp"] > 1
     alone = (zero < 0) & (group <= 1) & ((columns["tp"] > 1) | piped)
+    away, parameters_away = given.offload != "none", given.offload == "parameters"
     return PlanTable(
         plans=tuple(plans),
         columns=columns,
@@ -152,14 +155,16 @@ def table_of_columns(
         expert_shard=expert_shard,
         conditions={
             "sp": given.sequence_parallel,
-            "autocast": unsharded & (columns["tp"] == 1) & ~piped,
+            "autocast": unsharded & (columns["tp"] == 1) & ~piped & ~parameters_away,
             **{f"cp_{m}": method == m for m in CP_METHODS},
             "ep": columns["ep"] > 1,
         },
         capacity_factor=given.capacity_factor,
         # The default under pipelining is to keep them.
         keeps_gathered=np.where(given.reshard < 0, piped, given.reshard == 0),
-        fully_sharded=(state_shard["parameters"] > 1) | (alone & wraps_one),
+        fully_sharded=(state_shard["parameters"] > 1) | (alone & wraps_one) | parameters_away,
+        # Sharded gradients go where the optimizer is; whole ones stay.
+        offloaded={"parameters": parameters_away, "gradients": away & (stage >= 2), "optimizer": away},
     )
 
 

@@ -59,7 +59,7 @@ class MemoryEstimate:
 
     `fits` compares values; `fit` takes into account the range that reserved memory is expected in (80% of cases), which
     is as wide, relative, as that of the allocated peak. `headroom_bytes` are left of the capacity, negative where bytes
-    are missing.
+    are missing. `host_bytes` is the host memory that offloaded state of a rank takes, at most.
     """
 
     peak_bytes: Interval
@@ -69,6 +69,7 @@ class MemoryEstimate:
     capacity_bytes: float  # what a rank can use
     fits: bool
     by_stage: tuple[dict[str, float], ...] = ()  # bytes by category, one entry per pipeline rank
+    host_bytes: float = 0.0
     reserved_by_stage: tuple[float, ...] = ()  # what the allocator holds, one entry per pipeline rank
     # Derived, with defaults only so that documents of before can be read.
     reserved_low_bytes: float = field(init=False, default=0.0)

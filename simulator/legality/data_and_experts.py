@@ -10,7 +10,12 @@ from numpy.typing import NDArray
 from simulator.columns.plan_columns import PlanColumns
 from simulator.config.plan import Plan
 from simulator.legality.frameworks import ExpertGrid
-from simulator.legality.rule import Grade, Level, Rule, RuleFacts, divisors, rule, with_nearest
+from simulator.legality.rule import Grade, Level, Rule, RuleFacts, divisors, one_of, rule, with_nearest
+
+
+def _sharding(c: PlanColumns) -> NDArray[np.int64]:
+    """Return the ZeRO stage; FSDP is the third."""
+    return np.where(c.zero_stage < 0, 3, c.zero_stage)
 
 
 def _expert_ranks(c: PlanColumns | Plan, q: RuleFacts) -> NDArray[np.int64]:
@@ -139,6 +144,35 @@ DATA_RULES: list[Rule] = [
             f"{q.framework.title} refuses ZeRO-{p.zero_stage} with pipeline parallelism (pp={p.pp}): use ZeRO-1 or pp=1"
         ),
         applies=lambda q: not q.framework.zero_pipeline,
+    ),
+    rule(
+        "offload",
+        lambda c, q: ~one_of(c.offload, q.framework.offloads),
+        lambda p, q: (
+            f"offload {p.offload!r}: {q.framework.title} keeps nothing of that in host memory; known: "
+            f"{', '.join(q.framework.offloads)}"
+        ),
+    ),
+    rule(
+        "offload-optimizer",
+        lambda c, q: (c.offload == "optimizer") & ~np.isin(_sharding(c), q.framework.optimizer_offload_stages),
+        lambda p, q: (
+            f"offload optimizer needs a sharded optimizer: ZeRO stage {' or '.join(map(str, q.framework.optimizer_offload_stages))} "
+            f"in {q.framework.title}, and the plan has {'FSDP' if p.zero_stage is None else f'stage {p.zero_stage}'}"
+        ),
+        applies=lambda q: "optimizer" in q.framework.offloads,
+    ),
+    rule(
+        "offload-parameters",
+        lambda c, q: (
+            (c.offload == "parameters")
+            & ((_sharding(c) < 3) | ((c.dp_shard * c.cp == 1) & (c.zero_stage < 0) & (not q.framework.wraps_one_rank)))
+        ),
+        lambda p, q: (
+            f"offload parameters needs sharded parameters: {q.framework.title} has them with "
+            f"{'ZeRO stage 3' if q.framework.zero_stages else 'dp_shard or cp above 1'}"
+        ),
+        applies=lambda q: "parameters" in q.framework.offloads,
     ),
     rule(
         "one-axis",

@@ -3,7 +3,8 @@
 Sources, checked against these versions: torchtitan 0.3.0 (`torchtitan/distributed/parallel_dims.py`,
 `pipeline_parallel.py`), torch 2.11 (`torch/distributed/pipelining/schedules.py`), Megatron-LM
 (`megatron/training/arguments.py`, `megatron/core/transformer/transformer_config.py`), DeepSpeed 0.19.8
-(`deepspeed/runtime/pipe/engine.py`, `runtime/engine.py`, deepspeed.ai/tutorials/autotp-training), llm-foundry (its FSDP section).
+(`deepspeed/runtime/pipe/engine.py`, `runtime/engine.py`, `runtime/zero/offload_config.py`, deepspeed.ai/tutorials/autotp-training),
+llm-foundry (its FSDP section), Megatron-Core's developer guide (optimizer CPU offload).
 """
 
 from __future__ import annotations
@@ -78,6 +79,9 @@ class Framework:
     ddp_alone: bool = False  # plain replication refuses company
     overlap_needs_compile: bool = False
     overlap_needs_eager: bool = False
+    parameter_offload: bool = False  # parameters, gradients and optimizer may be kept in host memory
+    optimizer_offload_stages: tuple[int, ...] = ()  # ZeRO stages with which the optimizer alone may be
+    wraps_one_rank: bool = True  # FSDP is there though it shards over one rank
     empty_stages: bool = False  # a stage may hold no layer, or the embedding or the head alone
     # What follows is asked of the executor alone; of others it is not known, and nothing is refused for it.
     networks_without: frozenset[str] = frozenset()  # keys of `simulator.legality.networks.FEATURES`
@@ -93,6 +97,12 @@ class Framework:
     latent_cp_methods: tuple[str, ...] = ()  # methods that latent attention can have; empty: all
     window_cp_methods: tuple[str, ...] = ()  # methods that sliding windows can have; empty: all
     compiled_context_tensor: bool = True  # compiled blocks may have both context and tensor parallelism
+
+    @property
+    def offloads(self) -> tuple[str, ...]:
+        """The words of `offload` that it knows."""
+        known = {"none": True, "optimizer": self.optimizer_offload_stages, "parameters": self.parameter_offload}
+        return tuple(word for word, has in known.items() if has)
 
     @property
     def recomputes(self) -> tuple[str, ...]:
@@ -123,6 +133,8 @@ TORCHTITAN = Framework(
     overlap_needs_compile=True,
     default_recompute="selective",
     sequence_over_tensor=True,
+    parameter_offload=True,  # training.enable_cpu_offload: FSDP2's CPUOffloadPolicy
+    wraps_one_rank=False,
 )
 PYTORCH = Framework(
     name="pytorch",
@@ -136,6 +148,7 @@ PYTORCH = Framework(
     empty_stages=True,
     torch_pipelining=True,
     overlap_needs_compile=True,
+    parameter_offload=True,
 )
 MESHWRIGHT = Framework(
     name="meshwright",
@@ -181,6 +194,7 @@ MEGATRON = Framework(
     sequence_parallel_default=False,
     uneven_stages=False,
     pads_vocabulary=True,
+    optimizer_offload_stages=(1,),  # --optimizer-cpu-offload, with the precision-aware distributed optimizer
 )
 DEEPSPEED = Framework(
     name="deepspeed",
@@ -197,6 +211,8 @@ DEEPSPEED = Framework(
     ulysses=True,
     cp_methods=("all_to_all",),
     zero_pipeline=False,
+    parameter_offload=True,  # offload_param, with ZeRO-3
+    optimizer_offload_stages=(1, 2, 3),  # offload_optimizer
     # AutoTP has its own groups, Ulysses a mesh of data and sequence ranks that must fill the world, AutoEP takes neither
     # (module_inject/auto_ep_folding.py, and Transformers' plans for experts). A PipelineModule's topology has ranks for
     # layers that are tensor-parallel by themselves, and for nothing else.
@@ -217,6 +233,8 @@ MEGATRON_DEEPSPEED = Framework(
     ulysses=True,
     cp_methods=("all_to_all",),
     zero_pipeline=False,
+    parameter_offload=True,
+    optimizer_offload_stages=(1, 2, 3),
 )
 LLM_FOUNDRY = Framework(
     name="llm-foundry",
@@ -238,6 +256,8 @@ ANY = Framework(
     overlaps=("ring", "async", "fused"),
     cp_methods=CP_METHODS,
     zero_stages=(0, 1, 2, 3),
+    parameter_offload=True,
+    optimizer_offload_stages=(1, 2, 3),
 )
 
 FRAMEWORKS = {

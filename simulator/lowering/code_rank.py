@@ -13,6 +13,7 @@ from simulator.lowering.writing import StepWriter
 from simulator.program.cost_model import Cost
 from simulator.program.program import COMPUTE, CodeWriter
 from simulator.step.context import CostContext
+from simulator.step.offload import update_bytes_per_s
 from simulator.step.rank import Pass, Value
 from simulator.step.units import Unit
 from simulator.step.update import updated_dtype
@@ -79,6 +80,16 @@ class CodeRank:
         seconds = _number(moved_bytes) / context.roofline.update_bytes_per_s(updated_dtype(context.runtime))
         key = ("optimizer", (round(_number(elements)),), "float32")
         self._launch(KernelStep(key=key, cost=Cost(seconds=seconds), host_s=0.0))
+
+    def host_copy(self, name: str, nbytes: Value, *, stream: str) -> None:
+        size = round(_number(nbytes))
+        if size:
+            self.code.copy(size, name.split(" ", maxsplit=1)[0], stream=stream)
+
+    def on_host(self, name: str, moved_bytes: Value, *, after: str) -> None:
+        self.code.synchronize(after)
+        if np.any(moved_bytes):
+            self.code.host_work(name, _number(moved_bytes) / float(update_bytes_per_s(self.units.context)[0]))
 
     def collective(self, op: str, family: str, nbytes: Value, *, stream: str, times: Value = 1.0) -> None:
         size = _number(nbytes)

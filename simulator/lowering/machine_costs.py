@@ -39,6 +39,7 @@ class MachineCosts:
     placement: tuple[int, ...] = ()
     families: Mapping[str, GroupShape] = field(default_factory=dict)
     peer_copies: Mapping[int, float] = field(default_factory=dict)  # bytes -> seconds
+    host_copy_bytes_per_s: float = 0.0  # between host and GPU
     _known: dict[tuple[str, int, GroupShape], CollectiveCost] = field(default_factory=dict)
     _uses: dict[tuple[str, float], tuple[_LinkUses, _LinkUses]] = field(default_factory=dict)
     _gpus_per_node: int = field(init=False)
@@ -65,7 +66,7 @@ class MachineCosts:
                 seconds = self.peer_copies[instruction.nbytes]
                 rate = instruction.nbytes / seconds if seconds else 0.0
                 return Cost(seconds=seconds, hbm_bytes_per_s=rate, link_bytes_per_s=rate)
-            rate = self.cluster.slowest_kind.pcie_bytes_per_s
+            rate = self.host_copy_bytes_per_s
             return Cost(seconds=instruction.nbytes / rate, hbm_bytes_per_s=rate)
         op = instruction.op if isinstance(instruction, Collective) else "send_recv"
         shape = self.shape(instruction.group, ranks)

@@ -19,6 +19,7 @@ from simulator.pipeline.schedules import Action, Schedule, default_schedule
 from simulator.program.program import CodeWriter, Groups, Program
 from simulator.runtimes.library import operators_for, wraps_one
 from simulator.step.context import CostContext
+from simulator.step.offload import copy_bytes_per_s
 from simulator.step.traffic import DataWriter
 from simulator.step.walk import Held, StepWalk, held_by, message_bytes
 
@@ -108,6 +109,7 @@ class _Lowering:
             placement=self.plan.placement,
             families={name: self.context.groups.shape(name) for name in FAMILIES},
             peer_copies=self.steps.peer_copies,
+            host_copy_bytes_per_s=float(copy_bytes_per_s(self.context)[0]),
         )
         return Lowered(program=program, costs=costs, schedule=self.schedule)
 

@@ -39,7 +39,8 @@ class StateSpec:
     `placeholder_gradients`: where products add weight gradients up themselves, autograd is handed a tensor that nobody
     fills, one for every distinct shape of weight, kept for good. `gradient_passes_bytes` are moved once a step for every
     element of a rank's gradients before they are sharded. `gradients_freed`: no gradient is there when a step begins
-    (`zero_grad(set_to_none=True)`), so the loss begins its backward pass before there are any.
+    (`zero_grad(set_to_none=True)`), so the loss begins its backward pass before there are any. `offloads_gradients`: sharded
+    gradients go where an offloaded optimizer is.
     """
 
     master_weights: bool
@@ -48,6 +49,7 @@ class StateSpec:
     placeholder_gradients: bool = False
     gradient_passes_bytes: float = 0.0
     gradients_freed: bool = False
+    offloads_gradients: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

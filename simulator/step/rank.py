@@ -45,6 +45,12 @@ class Rank(Protocol):
     def update(self, moved_bytes: Value, elements: Value) -> None:
         """Clip and update the `elements` of parameters that a rank owns."""
 
+    def host_copy(self, name: str, nbytes: Value, *, stream: str) -> None:
+        """Have a stream copy bytes between host and GPU."""
+
+    def on_host(self, name: str, moved_bytes: Value, *, after: str) -> None:
+        """Have the host wait for a stream, then read and write bytes of its own memory."""
+
     def collective(self, op: str, family: str, nbytes: Value, *, stream: str, times: Value = 1.0) -> None:
         """Have a stream carry out a collective, `times` in a row; nothing in groups of one."""
 

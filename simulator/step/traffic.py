@@ -21,11 +21,13 @@ from numpy.typing import NDArray
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.program.program import COMPUTE
 from simulator.step.context import CostContext
+from simulator.step.offload import ADD_PASSES, OFFLOAD, offloaded
 from simulator.step.rank import Rank, Value
 from simulator.step.units import Unit
 
 STREAM = "fsdp comm"
 REPLICAS = "replicate comm"
+WIRES = (STREAM, REPLICAS, OFFLOAD)  # all streams of data-parallel traffic
 GATHER_POOL, REDUCE_POOL = "gather", "reduce"  # the allocator keeps memory of these streams apart
 
 
@@ -57,6 +59,10 @@ class DataTraffic:
     gradients_appear: bool  # a shard of each unit's gradient is allocated when it is first reduced
     adds_up: bool  # gradients of further micro batches are added by kernels of their own
     bucket_bytes: float
+    updates_on_host: bool
+    fetches: bool  # shards of parameters come from the host before each gather
+    sends: bool  # shards of gradients go to the host when they have been reduced
+    param_bytes: float
 
     @property
     def reduces_behind_compute(self) -> bool:
@@ -85,6 +91,9 @@ def traffic_kinds(table: PlanTable) -> NDArray[np.int64]:
         ~full & (table.state_shard["optimizer"] > 1),
         ~full & (table.state_shard["gradients"] > 1),
         table["pp"] > 1,
+        table.offloaded["optimizer"],
+        table.offloaded["parameters"],
+        table.offloaded["gradients"],
     )
     return np.asarray(np.stack(flags).T @ (1 << np.arange(len(flags))), dtype=np.int64)
 
@@ -113,6 +122,10 @@ def data_traffic(context: CostContext) -> DataTraffic:
         gradients_appear=full and spec.state.gradient_dtype != "reduce",
         adds_up=spec.state.gradient_dtype != "reduce",
         bucket_bytes=spec.ddp.bucket_bytes,
+        updates_on_host=bool(table.offloaded["optimizer"][0]),
+        fetches=bool(table.offloaded["parameters"][0]),
+        sends=full and bool(offloaded(context, "gradients")[0]),
+        param_bytes=bytes_of("param"),
     )
 
 
@@ -154,6 +167,7 @@ class DataWriter:
                 # The next gather may fill its buffer once the last one has been copied out.
                 self.rank.after(STREAM, COMPUTE)
             if fresh and inner:
+                self._from_host(unit, inner)
                 self._send("all_gather", "fsdp", inner * unit.shared * t.compute_bytes)
                 self._send("all_gather", "expert_fsdp", inner * unit.experts * t.compute_bytes)
                 self._inner = self.rank.record(STREAM)
@@ -222,6 +236,8 @@ class DataWriter:
             if self.traffic.replicated_sharding:
                 self.rank.after(COMPUTE, REPLICAS)
             self.release()
+        if self.traffic.sends:  # `finalize_backward` has the host wait for gradients on their way to it
+            self.rank.on_host("wait", 0.0, after=OFFLOAD)
 
     def finish(self, units: Sequence[Unit]) -> None:
         """Reduce what has not been reduced yet and join the compute stream, before the optimizer."""
@@ -245,6 +261,17 @@ class DataWriter:
             self._send("all_gather", "expert_dp", _sum(u.repeats * u.experts for u in units) * t.compute_bytes)
             self.rank.after(COMPUTE, STREAM)
 
+    def update_on_host(self, owned: Floats, moved_bytes: Value) -> None:
+        """Have the host update the `owned` elements of parameters, which moves bytes of its memory."""
+        t = self.traffic
+        self.rank.after(OFFLOAD, COMPUTE)
+        if not t.sends:
+            self.rank.host_copy("d2h gradients", owned * t.gradient_bytes, stream=OFFLOAD)
+        self.rank.on_host("optimizer", moved_bytes, after=OFFLOAD)
+        if not t.fetches:
+            self.rank.host_copy("h2d parameters", owned * t.param_bytes, stream=OFFLOAD)
+            self.rank.after(COMPUTE, OFFLOAD)
+
     # --- parts --------------------------------------------------------------------------------------------------
 
     def _send_off(self, unit: Unit) -> None:
@@ -263,16 +290,26 @@ class DataWriter:
             if not t.every_micro_batch:
                 self.rank.free(f"accumulated {unit.name}")
                 self._accumulated.discard(unit.name)
-        if t.gradients_appear and unit.name not in self._with_gradient:
-            self._with_gradient.add(unit.name)
-            elements = unit.shared / t.shard_ranks + unit.experts / t.expert_shard_ranks
-            nbytes = elements * t.gradient_bytes
+        fresh = unit.name not in self._with_gradient
+        self._with_gradient.add(unit.name)
+        nbytes = self._shard(unit) * t.gradient_bytes
+        if t.gradients_appear and fresh and not t.sends:
             self.rank.alloc(f"gradient {unit.name}", nbytes, "gradients", pool=REDUCE_POOL, filled=True)
         if t.reduces_behind_compute or t.gradients_sharded:
             self.rank.after(STREAM, COMPUTE)
             self._reduce(unit, 1 / unit.pieces if t.reduces_behind_compute else 1.0)
             if not t.overlap:
                 self.rank.after(COMPUTE, STREAM)
+        if t.sends:
+            last = REPLICAS if t.replicated_sharding else STREAM
+            self.rank.after(OFFLOAD, last)
+            self.rank.host_copy(f"d2h {unit.name}", nbytes, stream=OFFLOAD)
+            if not fresh and t.every_micro_batch:
+                self.rank.on_host("accumulate", ADD_PASSES * nbytes, after=OFFLOAD)
+
+    def _shard(self, unit: Unit) -> Floats:
+        """Return the elements of a unit that a rank has of its own."""
+        return np.asarray(unit.shared / self.traffic.shard_ranks + unit.experts / self.traffic.expert_shard_ranks)
 
     def release(self) -> None:
         """Let go of the buffer of a reduction that has ended."""
@@ -307,6 +344,7 @@ class DataWriter:
         t = self.traffic
         elements = unit.repeats * unit.elements if t.keeps_gathered else unit.in_use
         self.rank.alloc(f"gathered {unit.name}", elements * t.compute_bytes, "gathered_parameters", pool=GATHER_POOL)
+        self._from_host(unit, share)
         self._send("all_gather", "fsdp", share * unit.shared * t.compute_bytes)
         self._send("all_gather", "expert_fsdp", share * unit.experts * t.compute_bytes)
         self._gathered[unit.name] = self.rank.record(STREAM)
@@ -333,6 +371,12 @@ class DataWriter:
     def _send_gathers(self, unit: Unit, share: float) -> None:
         self._send("all_gather", "dp", share * unit.shared * self.traffic.compute_bytes)
         self._send("all_gather", "expert_dp", share * unit.experts * self.traffic.compute_bytes)
+
+    def _from_host(self, unit: Unit, share: float) -> None:
+        """Bring a share of a unit's shards from the host: in line with the gathers, which wait for it."""
+        if self.traffic.fetches:
+            nbytes = share * self._shard(unit) * self.traffic.param_bytes
+            self.rank.host_copy(f"h2d {unit.name}", nbytes, stream=STREAM)
 
     def _send(self, op: str, family: str, nbytes: Value, times: Value = 1.0) -> None:
         self.rank.collective(op, family, nbytes, stream=STREAM, times=times)

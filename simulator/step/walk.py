@@ -19,6 +19,7 @@ from simulator.runtimes.library import ModelOperators
 from simulator.step.context import CostContext
 from simulator.step.held import State, between_stages_bytes, placeholder_bytes, state_bytes
 from simulator.step.host import host_synchronizes, rest_host_s, step_host_s
+from simulator.step.offload import held_bytes
 from simulator.step.rank import Pass, Rank
 from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.traffic import DataTraffic, DataWriter, data_traffic
@@ -76,17 +77,18 @@ class StepWalk:
 
     def begin(self, rank: Rank, held: Held) -> DataWriter:
         """What is there before the first micro batch: parameters, optimizer state, and the step's own host work."""
-        units, widths, spec = self.units_of(held), state_bytes(self.context), self.spec
+        units, spec = self.units_of(held), self.spec
         rank.host_work("step", step_host_s(spec.host, self.context))
-        for kind in ("parameters", "optimizer"):
-            rank.alloc(kind, self._sharded(units, kind) * widths[kind], kind, filled=True)
+        standing: tuple[State, ...] = ("parameters", "optimizer")
+        for kind in standing:
+            rank.alloc(kind, self._sharded(units, kind) * held_bytes(self.context, kind), kind, filled=True)
         if not self.traffic.gradients_appear and not self._gradients_come:
-            nbytes = self._sharded(units, "gradients") * widths["gradients"]
+            nbytes = self._sharded(units, "gradients") * held_bytes(self.context, "gradients")
             rank.alloc("gradients", nbytes, "gradients", filled=True)
         table = self.context.table
         if not self.traffic.fully_sharded:
             if spec.ddp.bucket_copy:
-                whole = sum(u.repeats * u.elements for u in units) * widths["gradients"]
+                whole = sum(u.repeats * u.elements for u in units) * state_bytes(self.context)["gradients"]
                 rank.alloc("buckets", np.where(table["dp_replicate"] > 1, whole, 0.0), "gradient_buffers", filled=True)
             rank.alloc("placeholders", self._placeholder_bytes(units), "gradient_buffers", filled=True)
         rank.alloc("between stages", self._between_stages_bytes(held), "activations", filled=True)
@@ -162,7 +164,12 @@ class StepWalk:
         for family, stream in NORM_STREAMS:
             rank.blocking("all_reduce", family, NORM_BYTES, stream=stream)
         owned = self._sharded(units, "optimizer")
-        rank.update(update_bytes(self.context.runtime, owned, sum(u.repeats * u.elements for u in units)), owned)
+        runtime, whole = self.context.runtime, sum(u.repeats * u.elements for u in units)
+        if self.traffic.updates_on_host:
+            rank.update(update_bytes(runtime, 0.0, whole), owned)
+            data.update_on_host(owned, update_bytes(runtime, owned, 0.0))
+        else:
+            rank.update(update_bytes(runtime, owned, whole), owned)
         data.redistribute(units)
 
     # --- amounts ------------------------------------------------------------------------------------------------
@@ -175,7 +182,7 @@ class StepWalk:
 
     def _gradient_bytes(self, unit: Unit) -> Floats:
         """Bytes of the gradients of a unit on a rank, in the type and the shards in which they are kept."""
-        return self._sharded([unit], "gradients") / unit.repeats * state_bytes(self.context)["gradients"]
+        return self._sharded([unit], "gradients") / unit.repeats * held_bytes(self.context, "gradients")
 
     def _sharded(self, units: Sequence[Unit], kind: State) -> Floats:
         """Return the elements of some units that a rank has of a kind of state."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 
 import pytest
 import tomli_w
@@ -103,8 +104,18 @@ def plans(draw, name: str):
         values |= {"cp_method": draw(st.sampled_from(["ring", "all_gather"])) if cp > 1 else None}
         runtime |= {"param_dtype": "float32", "compute_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
     plan = Plan(**values)
+    plan = replace(plan, offload=draw(st.sampled_from(_offloads(name, plan))))
     batch = plan.data_parallel * plan.micro_batch_size * accumulated
     return plan, Workload(seq_len=draw(st.sampled_from([2048, 8192])), global_batch_size=batch), Runtime(**runtime)
+
+
+def _offloads(name: str, plan: Plan) -> list[str]:
+    """The words of offload that mean something in a plan."""
+    if name == "megatron":
+        return ["none", "optimizer"]
+    if name == "deepspeed":
+        return ["none", *(["optimizer"] if plan.zero_stage else []), *(["parameters"] if plan.zero_stage == 3 else [])]
+    return ["none", *(["parameters"] if plan.dp_shard * plan.cp > 1 else [])]
 
 
 def known(plan: Plan, workload: Workload, runtime: Runtime) -> Facts:

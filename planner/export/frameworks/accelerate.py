@@ -46,7 +46,6 @@ def write(job: ExportJob) -> Draft:
     if kind(facts) == "FSDP":
         settings |= {
             "fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_config.fsdp_offload_params": False,
             "fsdp_config.fsdp_state_dict_type": "SHARDED_STATE_DICT",
         }
     document: dict[str, Any] = {}

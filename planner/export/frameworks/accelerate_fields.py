@@ -18,6 +18,7 @@ _VERSION = "fsdp_config.fsdp_version"
 _RECOMPUTE = "fsdp_config.fsdp_activation_checkpointing"
 _ROTATE = "parallelism_config.parallelism_config_cp_comm_strategy"
 _ZERO = "deepspeed_config.zero_stage"
+_OFFLOAD = "fsdp_config.fsdp_offload_params"
 # FSDP1's strategies, by name or number (torch.distributed.fsdp.ShardingStrategy), with what keeps parameters gathered.
 STRATEGIES = {
     "FULL_SHARD": True,
@@ -142,6 +143,13 @@ TABLE: Table = (
         write=_write_rotate,
         read=lambda settings, facts: {
             "cp_method": one_of(settings, _ROTATE, ROTATE, "allgather") if facts["cp"] > 1 else None
+        },
+    ),
+    Entry(
+        keys=(_OFFLOAD,),
+        write=lambda facts: {_OFFLOAD: facts["offload"] == "parameters"} if kind(facts) == "FSDP" else {},
+        read=lambda settings, facts: {
+            "offload": "parameters" if kind(facts) == "FSDP" and truth(settings, _OFFLOAD) else "none"
         },
     ),
     Entry(keys=("mixed_precision",), write=_write_types, read=_read_types),

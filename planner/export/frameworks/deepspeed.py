@@ -52,8 +52,11 @@ def write(job: ExportJob) -> Draft:
         settings["expert_parallel.preset_model"] = _preset(job.question.model)
     document: dict[str, Any] = {}
     for key, value in settings.items():
-        section, _, name = key.rpartition(".")
-        (document.setdefault(section, {}) if section else document)[name] = value
+        *sections, name = key.split(".")
+        inner = document
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
     hosts = job.hosts()
     devices = common_device_list(hosts, TITLE)
     words = torchrun_words(hosts, node_rank="0", address="FIRST_HOST")

@@ -15,6 +15,8 @@ _CONTEXT = ("sequence_parallel_size", "data_parallel_size")
 _EXPERTS = ("expert_parallel.enabled", "expert_parallel.autoep_size")
 _STAGE = "zero_optimization.stage"
 _HPZ = "zero_optimization.zero_hpz_partition_size"
+_OFFLOADS = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+_ON_HOST = {"device": "cpu", "pin_memory": True}
 
 
 def _write_batch(facts: Facts) -> Settings:
@@ -98,6 +100,26 @@ def _write_stage(facts: Facts) -> Settings:
     return settings | ({_HPZ: facts["hpz"]} if facts["zero_stage"] == 3 and facts.get("hpz") else {})
 
 
+def _write_offload(facts: Facts) -> Settings:
+    count = {"none": 0, "optimizer": 1, "parameters": 2}[facts["offload"]]
+    return {f"{key}.{name}": value for key in _OFFLOADS[:count] for name, value in _ON_HOST.items()}
+
+
+def _read_offload(settings: Settings, facts: Facts) -> Facts:
+    away = [_device(settings, key) for key in _OFFLOADS]
+    if away[1] == "cpu" and facts["zero_stage"] == 3:
+        return {"offload": "parameters"}
+    return {"offload": "optimizer" if away[0] == "cpu" and facts["zero_stage"] else "none"}
+
+
+def _device(settings: Settings, key: str) -> str:
+    """Return the device that a kind of state is offloaded to. Raises BadInput for one that is not described."""
+    device = str(settings.get(f"{key}.device") or "none").lower()
+    if device not in {"none", "cpu"}:
+        raise BadInput(f"{key}.device is {device[:40]!r}", why="known: none and cpu; NVMe is not modelled")
+    return device
+
+
 def _write_types(facts: Facts) -> Settings:
     section = {"bfloat16": "bf16", "float16": "fp16"}.get(facts["compute_dtype"])
     settings: Settings = {f"{section}.enabled": True} if section else {}
@@ -151,6 +173,11 @@ TABLE: Table = (
         keys=(_STAGE, _HPZ, "zero_optimization.overlap_comm", "zero_optimization.contiguous_gradients"),
         write=_write_stage,
         read=_read_stage,
+    ),
+    Entry(
+        keys=tuple(f"{key}.{name}" for key in _OFFLOADS for name in _ON_HOST),
+        write=_write_offload,
+        read=_read_offload,
     ),
     Entry(keys=_BATCH, write=_write_batch, read=_read_batch),
     Entry(

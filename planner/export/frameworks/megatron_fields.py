@@ -37,6 +37,9 @@ _SHARD = (
     "--ckpt-format",
     "--no-gradient-accumulation-fusion",
 )
+# The hybrid optimizer of the first reuses the path of the second (Megatron-Core developer guide, optimizer CPU offload).
+_OFFLOAD = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer")
+_FRACTION = "--optimizer-offload-fraction"
 _RECOMPUTE = ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--recompute-activations")
 _TYPES = ("--bf16", "--fp16", "--fp8-format", "--grad-reduce-in-bf16")
 
@@ -218,6 +221,21 @@ def _read_sharding(settings: Settings, facts: Facts) -> Facts:
     }
 
 
+def _write_offload(facts: Facts) -> Settings:
+    return set_flags(dict.fromkeys(_OFFLOAD, facts["offload"] == "optimizer"))
+
+
+def _read_offload(settings: Settings, _: Facts) -> Facts:
+    if not truth(settings, _OFFLOAD[0]):
+        return {"offload": "none"}
+    if str(settings.get(_FRACTION, "1.0")) not in {"1", "1.0"}:
+        raise BadInput(
+            f"{_FRACTION} {str(settings[_FRACTION])[:40]} is not described",
+            why="all of the optimizer is offloaded, or nothing",
+        )
+    return {"offload": "optimizer"}
+
+
 def _write_batch(facts: Facts) -> Settings:
     return {
         "--micro-batch-size": facts["micro_batch_size"],
@@ -310,6 +328,7 @@ TABLE: Table = (
     ),
     Entry(keys=(_EP, "--expert-tensor-parallel-size", *_CAPACITY), write=_write_experts, read=_read_experts),
     Entry(keys=_SHARD, write=_write_sharding, read=_read_sharding),
+    Entry(keys=(*_OFFLOAD, _FRACTION), write=_write_offload, read=_read_offload),
     Entry(
         keys=("--micro-batch-size", "--global-batch-size", "--seq-length", "--max-position-embeddings"),
         write=_write_batch,

@@ -42,6 +42,7 @@ RECOMPUTE_0_3 = {"none": "none", "full": "full", "selective-op": "selective"}
 
 _DEGREE = "parallelism.{}_degree"
 _SHARD = _DEGREE.format("data_parallel_shard")
+_OFFLOAD = "training.enable_cpu_offload"
 _SCHEDULE = "parallelism.pipeline_parallel_schedule"
 _MICRO_BATCH = "parallelism.pipeline_parallel_microbatch_size"
 _PER_STAGE = "parallelism.pipeline_parallel_layers_per_stage"
@@ -62,6 +63,14 @@ DEGREES: Table = (
     number(_DEGREE.format("expert_parallel"), "ep"),
     Entry(keys=(_SHARD,), write=lambda facts: {_SHARD: facts["dp_shard"]}, read=_read_shard),
     words("parallelism.fsdp_reshard_after_forward", "reshard_after_forward", RESHARD, "default"),
+    Entry(
+        keys=(_OFFLOAD,),
+        write=lambda facts: {_OFFLOAD: True} if facts["offload"] == "parameters" else {},
+        # Only what FSDP wraps is offloaded.
+        read=lambda settings, facts: {
+            "offload": "parameters" if truth(settings, _OFFLOAD) and facts["dp_shard"] * facts["cp"] > 1 else "none"
+        },
+    ),
 )
 
 

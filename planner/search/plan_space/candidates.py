@@ -43,8 +43,9 @@ NODE_FIELDS = (
     "virtual_stages",
     "schedule",
     "micro_batch_size",
+    "offload",
 )
-GRID_FIELDS = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero_stage", "sequence_parallel")
+GRID_FIELDS = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep", "zero_stage", "sequence_parallel", "offload")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,7 @@ class Bounds:
     micro_batch: Spans | None = None
     schedules: tuple[str, ...] | None = None
     recomputes: tuple[str, ...] | None = None  # None: all that the framework has
+    offloads: tuple[str, ...] | None = None  # None: everything stays on the GPUs
     max_tp: int | None = None
     max_cp: int | None = None
     max_pp: int | None = None
@@ -81,6 +83,7 @@ STATED = {
     "micro_batch": "micro_batch_size",
     "schedules": "schedule",
     "recomputes": "recompute",
+    "offloads": "offload",
 }
 
 
@@ -166,7 +169,8 @@ def enumerate_nodes(question: Question, *, bounds: Bounds | None = None) -> Node
     rejected: Counter[str] = Counter()
     pruned: Counter[str] = Counter()
 
-    table = _remove_illegal(_grid_columns(list(_grids(facts, bounds))), facts, Level.GRID, rejected)
+    table = _grid_columns(list(_grids(facts, bounds)), bounds.offloads or ("none",))
+    table = _remove_illegal(table, facts, Level.GRID, rejected)
     table = _apply_bounds(table, _grid_bound_masks(table, facts, bounds), pruned)
     table = _with_batches(table, facts, bounds, pruned)
     table = _remove_illegal(table, facts, Level.BATCH, rejected)
@@ -178,8 +182,8 @@ def enumerate_nodes(question: Question, *, bounds: Bounds | None = None) -> Node
 
 
 def _grids(facts: RuleFacts, bounds: Bounds) -> Iterator[tuple[int, ...]]:
-    """Yield (dp_replicate, dp_shard, tp, cp, pp, ep, zero, sp) for every factorisation of the GPU count into degrees that
-    may be.
+    """Yield (dp_replicate, dp_shard, tp, cp, pp, ep, zero, sp, number of the offload) for every factorisation of the GPU
+    count into degrees that may be.
     """
     framework = facts.framework
     experts = facts.model.moe.experts if facts.model.moe else 1
@@ -194,12 +198,13 @@ def _grids(facts: RuleFacts, bounds: Bounds) -> Iterator[tuple[int, ...]]:
                     stages = framework.searched_zero_stages or framework.zero_stages
                     sharding = [(dp, 1, z) for z in stages if dp > 1 or z == 0]
                 sequence = (0, 1) if tp > 1 and framework.sequence_parallel else (0,)
-                for (replicate, shard, zero), ep, sp in product(sharding, expert_degrees, sequence):
+                offloads = range(len(bounds.offloads or ("none",)))
+                for (replicate, shard, zero), ep, sp, away in product(sharding, expert_degrees, sequence, offloads):
                     if within(replicate, bounds.dp_replicate) and within(shard, bounds.dp_shard):
-                        yield replicate, shard, tp, cp, pp, ep, zero, sp
+                        yield replicate, shard, tp, cp, pp, ep, zero, sp, away
 
 
-def _grid_columns(rows: list[tuple[int, ...]]) -> PlanColumns:
+def _grid_columns(rows: list[tuple[int, ...]], offloads: tuple[str, ...]) -> PlanColumns:
     data = np.array(rows, dtype=np.int64).reshape(len(rows), len(GRID_FIELDS))
     n = len(rows)
     given = {name: data[:, i] for i, name in enumerate(GRID_FIELDS)}
@@ -222,6 +227,7 @@ def _grid_columns(rows: list[tuple[int, ...]]) -> PlanColumns:
         capacity_factor=np.zeros(n),
         listed=np.zeros(n, dtype=np.bool_),
         placing=np.full(n, -1, dtype=np.int64),
+        offload=np.array(offloads)[given["offload"]],
     )
 
 

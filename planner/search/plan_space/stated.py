@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from simulator.config.plan import OFFLOADS
 from simulator.config.verify import MAX_COUNT
 from topology.errors import UserError
 
@@ -40,6 +41,14 @@ def read_words(text: str | None, flag: str) -> tuple[str, ...] | None:
     words = tuple(dict.fromkeys(word.strip() for word in text[:1000].split(",")))
     if not all(words):
         raise UserError(f"{flag} {text[:40]!r} names nothing", remedy=f"{flag} with one word, or several with commas")
+    return words
+
+
+def known_offloads(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what `--offload` says. Raises UserError for a word that is none of `OFFLOADS`."""
+    for word in words:
+        if word not in OFFLOADS:
+            raise UserError(f"--offload {word[:40]!r} is not known", remedy=f"one of {', '.join(OFFLOADS)}")
     return words
 
 

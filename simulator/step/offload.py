@@ -1,0 +1,78 @@
+"""State that is kept in host memory: what moves between host and GPU in a step, and what the CPU updates.
+
+`optimizer` keeps the optimizer's state there (DeepSpeed's ZeRO-Offload, Megatron-LM's `--optimizer-cpu-offload`): gradients
+go to the host, where the CPU updates parameters, which come back. `parameters` keeps everything there (FSDP2's
+`CPUOffloadPolicy`, ZeRO-3 with `offload_param`): a shard comes to the GPU before each gather, and its gradient goes back
+when it has been reduced. A gradient that is there already is added up by the CPU, which the host's thread waits for
+(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `foreach_reduce`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.columns.plan_table import Floats
+from simulator.config.plan import Plan
+from simulator.step.context import CostContext
+from simulator.step.held import State, state_bytes
+from topology.cluster import Cluster
+from topology.rates.host import HostRates, host_rates
+
+OFFLOAD = "host copies"  # the stream of gradients on their way to the host
+
+# Of the nominal memory bandwidth, what an update on the CPU reaches. Ren et al., ZeRO-Offload, arXiv 2101.06840, table 4:
+# Adam over 10 B parameters, 28 bytes each, in 2.57 s with two Xeon Platinum 8168 (256 GB/s).
+HOST_SHARE = 0.43
+ADD_PASSES = 3  # a gradient is added up by reading two and writing one
+
+
+def offloaded(context: CostContext, kind: State) -> NDArray[np.bool_]:
+    """Return under which plans a kind of state is in host memory."""
+    table = context.table
+    if kind == "gradients" and not context.spec.state.offloads_gradients:
+        return np.asarray(table.offloaded["parameters"])
+    return np.asarray(table.offloaded[kind])
+
+
+def held_bytes(context: CostContext, kind: State) -> Floats:
+    """Return bytes of GPU memory per parameter of a kind of state, before sharding, one value a plan."""
+    return np.where(offloaded(context, kind), 0.0, state_bytes(context)[kind])
+
+
+def host_bytes(context: CostContext, kind: State) -> Floats:
+    """Return bytes of host memory likewise."""
+    return np.where(offloaded(context, kind), state_bytes(context)[kind], 0.0)
+
+
+def offload_assumed(plans: Iterable[Plan], cluster: Cluster) -> tuple[str, ...]:
+    """Return what the estimates of plans assume of the host, in words; nothing where all state is on the GPUs."""
+    gpus = max((plan.gpus for plan in plans if plan.offload != "none"), default=0)
+    if not gpus:
+        return ()
+    rates = host_rates(cluster, gpus)
+    memory = rates.source.removeprefix("assumed: ")
+    text = (
+        f"the CPU updates at {HOST_SHARE:.0%} of the host's memory bandwidth ({memory}); the host has the memory; copies to and "
+        f"from it at {rates.copy_bytes_per_s / 1e9:.0f} GB/s a GPU"
+    )
+    return (text,)
+
+
+def copy_bytes_per_s(context: CostContext) -> Floats:
+    """Return the rate at which each GPU copies to and from the host, one value a plan."""
+    return np.array([rates.copy_bytes_per_s for rates in _rates(context)])
+
+
+def update_bytes_per_s(context: CostContext) -> Floats:
+    """Return at what rate the CPU moves the bytes of each GPU's update, one value a plan."""
+    return np.array([HOST_SHARE * rates.memory_bytes_per_s for rates in _rates(context)])
+
+
+def _rates(context: CostContext) -> list[HostRates]:
+    cluster = context.groups.cluster
+    used = np.minimum(context.table["gpus"], cluster.gpus_per_node).astype(np.int64)
+    known = {count: host_rates(cluster, count) for count in np.unique(used).tolist()}
+    return [known[count] for count in used.tolist()]
