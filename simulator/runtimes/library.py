@@ -39,8 +39,7 @@ class StateSpec:
     `placeholder_gradients`: where products add weight gradients up themselves, autograd is handed a tensor that nobody
     fills, one for every distinct shape of weight, kept for good. `gradient_passes_bytes` are moved once a step for every
     element of a rank's gradients before they are sharded. `gradients_freed`: no gradient is there when a step begins
-    (`zero_grad(set_to_none=True)`), so the loss begins its backward pass before there are any. `offloads_gradients`: sharded
-    gradients go where an offloaded optimizer is.
+    (`zero_grad(set_to_none=True)`), so the loss begins its backward pass before there are any.
     """
 
     master_weights: bool
@@ -49,7 +48,7 @@ class StateSpec:
     placeholder_gradients: bool = False
     gradient_passes_bytes: float = 0.0
     gradients_freed: bool = False
-    offloads_gradients: bool = True
+    offloads_gradients: bool = True  # sharded gradients go where an offloaded optimizer is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +63,12 @@ class FsdpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpSpec:
-    """`bucket_bytes` of gradients are reduced at once; 0 is a layer's. `every_micro_batch`: not only the last one's.
-
-    `sharded_overlap`: with a sharded optimizer gradients are scattered behind the backward pass that makes them, and
-    updated parameters are gathered behind the first forward pass of the next step.
-    """
+    """`bucket_bytes` of gradients are reduced at once; 0 is a layer's. `every_micro_batch`: not only the last one's."""
 
     overlap: bool
-    sharded_overlap: bool = False
+    sharded_overlap: bool = (
+        False  # a sharded optimizer's gradients go behind backward, its parameters come behind forward
+    )
     bucket_copy: bool
     bucket_bytes: float = 0.0
     every_micro_batch: bool = False

@@ -60,7 +60,7 @@ class DataTraffic:
     adds_up: bool  # gradients of further micro batches are added by kernels of their own
     bucket_bytes: float
     updates_on_host: bool
-    fetches: bool  # shards of parameters come from the host before each gather
+    from_host: bool  # shards of parameters come from the host before each gather
     sends: bool  # shards of gradients go to the host when they have been reduced
     param_bytes: float
 
@@ -123,7 +123,7 @@ def data_traffic(context: CostContext) -> DataTraffic:
         adds_up=spec.state.gradient_dtype != "reduce",
         bucket_bytes=spec.ddp.bucket_bytes,
         updates_on_host=bool(table.offloaded["optimizer"][0]),
-        fetches=bool(table.offloaded["parameters"][0]),
+        from_host=bool(table.offloaded["parameters"][0]),
         sends=full and bool(offloaded(context, "gradients")[0]),
         param_bytes=bytes_of("param"),
     )
@@ -268,7 +268,7 @@ class DataWriter:
         if not t.sends:
             self.rank.host_copy("d2h gradients", owned * t.gradient_bytes, stream=OFFLOAD)
         self.rank.on_host("optimizer", moved_bytes, after=OFFLOAD)
-        if not t.fetches:
+        if not t.from_host:
             self.rank.host_copy("h2d parameters", owned * t.param_bytes, stream=OFFLOAD)
             self.rank.after(COMPUTE, OFFLOAD)
 
@@ -374,7 +374,7 @@ class DataWriter:
 
     def _from_host(self, unit: Unit, share: float) -> None:
         """Bring a share of a unit's shards from the host: in line with the gathers, which wait for it."""
-        if self.traffic.fetches:
+        if self.traffic.from_host:
             nbytes = share * self._shard(unit) * self.traffic.param_bytes
             self.rank.host_copy(f"h2d {unit.name}", nbytes, stream=STREAM)
 
