@@ -27,6 +27,7 @@ from simulator.config.estimate import SURE
 
 LEAST_FITS = 0.05  # plans less likely to fit are not tried
 MOST_TOGETHER = 4  # trials with one start of processes: more, and what they teach comes too late
+COMPANION = 0.25  # part of the most valuable trial's worth that one must have to be added to a start
 LOOKED_AHEAD = 24  # plans whose look-ahead is computed: the most valuable ones
 # Points and weights of an expectation over a Gaussian (Gauss and Hermite's).
 POINTS, WEIGHTS = (values.tolist() for values in np.polynomial.hermite_e.hermegauss(5))
@@ -56,16 +57,26 @@ def untried(candidates: Candidates, beliefs: Beliefs, trials: Sequence[Trial]) -
 
 
 def choose(
-    candidates: Candidates, beliefs: Beliefs, trials: Sequence[Trial], runner: Runner, *, together: int = MOST_TOGETHER
+    candidates: Candidates,
+    beliefs: Beliefs,
+    trials: Sequence[Trial],
+    runner: Runner,
+    *,
+    together: int = MOST_TOGETHER,
+    counted: bool = False,
 ) -> list[Chosen]:
-    """Return the next plan to try, and those that are worth trying with the same start of processes; empty for none."""
+    """Return the next plan to try, and those that are worth trying with the same start of processes; empty for none.
+
+    Where trials are `counted`, and not only their seconds, none is spent on a plan because it costs little.
+    """
+    least = 1.0 if counted else COMPANION
     rows = untried(candidates, beliefs, trials)
     if not rows:
         return []
     best = best_of(candidates, trials)
     if best is None:
         first = _first(beliefs, rows)
-        return [first, *_companions(candidates, beliefs, rows, first, runner, together)]
+        return [first, *_companions(candidates, beliefs, rows, first, runner, together, least)]
     gains = gain(beliefs.step, rows, best)
     costs = np.array([_cost_s(candidates, beliefs, row, runner) for row in rows])
     chances = beliefs.fits[rows] * beliefs.runs[rows]
@@ -75,7 +86,7 @@ def choose(
     place = int(np.argmax(values / costs))
     row = rows[place]
     chosen = Chosen(row=row, why=_why(beliefs, row, float(gains[place]), best), predicted_s=beliefs.step.interval(row))
-    return [chosen, *_companions(candidates, beliefs, rows, chosen, runner, together)]
+    return [chosen, *_companions(candidates, beliefs, rows, chosen, runner, together, least)]
 
 
 def gain(step: Belief, rows: Sequence[int], best: Best) -> Floats:
@@ -136,9 +147,18 @@ def _unlocked(beliefs: Beliefs, rows: Sequence[int], gains: Floats, unsure: NDAr
 
 
 def _companions(
-    candidates: Candidates, beliefs: Beliefs, rows: Sequence[int], first: Chosen, runner: Runner, together: int
+    candidates: Candidates,
+    beliefs: Beliefs,
+    rows: Sequence[int],
+    first: Chosen,
+    runner: Runner,
+    together: int,
+    least: float,
 ) -> list[Chosen]:
-    """Return plans that share the start of `first` and would still be worth a trial if it measured as believed."""
+    """Return plans that share the start of `first` and would still be worth a trial if it measured as believed.
+
+    Each is worth at least the part `least` of what the most valuable of all plans then is.
+    """
     step, found, taken = beliefs.step, [first], {first.row}
     kin = [
         row
@@ -155,7 +175,8 @@ def _companions(
             break
         gains = gain(step, left, best)
         place = int(np.argmax(gains))
-        if gains[place] < 0.1 * NOISE:
+        every = float(np.max(gain(step, [row for row in rows if row not in taken], best)))
+        if gains[place] < max(0.1 * NOISE, least * every):
             break
         row = left[place]
         taken.add(row)

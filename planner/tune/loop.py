@@ -66,7 +66,7 @@ def tune(
         left_s = limits.budget_s - (clock() - began)
         view = _view(candidates, made, limits.within, left_s, unknown_machine=unknown_machine)
         reason = _reason(view, limits)
-        chosen = [] if reason else choose(candidates, view.beliefs, made, runner, together=_together(limits, made))
+        chosen = [] if reason else _chosen(view, runner, limits)
         if not reason and not chosen:
             reason = "every plan that may run was tried"
         if reason:
@@ -89,8 +89,10 @@ def tune(
             return view
 
 
-def _together(limits: Limits, made: Sequence[Trial]) -> int:
-    return limits.together if limits.trials is None else min(limits.together, limits.trials - len(made))
+def _chosen(view: View, runner: Runner, limits: Limits) -> list[Chosen]:
+    counted = limits.trials is not None
+    together = limits.together if limits.trials is None else min(limits.together, limits.trials - len(view.trials))
+    return choose(view.candidates, view.beliefs, view.trials, runner, together=together, counted=counted)
 
 
 def _reason(view: View, limits: Limits) -> str:
