@@ -126,11 +126,11 @@ def in_order(
         now = targets.variance(knowledge.covariance)
         gains = [now - targets.variance(knowledge.after(one)) for one in left]
         rates = [
-            gain / cost if (cost := _cost(one, gpus)) <= time_left else -1.0
+            gain / cost if (cost := _cost(one, gpus)) <= time_left and gain >= LEAST_GAIN * now else -1.0
             for gain, one in zip(gains, left, strict=True)
         ]
         best = int(np.argmax(rates))
-        if rates[best] <= 0 or gains[best] < LEAST_GAIN * now:
+        if rates[best] <= 0:
             break
         one = left.pop(best)
         before = targets.spread(knowledge.covariance)

@@ -27,47 +27,42 @@ NARROW_EXPERTS = MixtureOfExperts(experts=8, experts_per_token=2, ffn=256)
 LOSS_BYTES = 16  # a token and a word: the loss keeps four copies in float32
 FEW_WORDS = 4096
 EXPERTS = MixtureOfExperts(experts=64, experts_per_token=8, ffn=768)
-DEPTH = 32  # of the typical models
+DEPTH, SEQUENCES = 32, 16  # of the typical models, in a step
 
 
 def typical_steps(name: str, gpus: int) -> list[PlannedStep]:
-    """Return steps of typical models under every kind of parallelism that `gpus` GPUs allow, for a runtime by name."""
+    """Return steps of typical models under every kind of parallelism that `gpus` GPUs allow, for a runtime by name.
+
+    A small model whose layers are short enough to wait for their hosts now and then, a large one, and one with experts.
+    """
     many = min(MAX_RANKS, 1 << (gpus.bit_length() - 1))
     known = runtime_spec(name).recompute
     wide, small, middle = (replace(one_layer(TYPICAL_LAYERS[i], VOCABULARY), layers=DEPTH) for i in (0, 1, 3))
     sparse = replace(middle, family="qwen3", qk_norm=True, moe=EXPERTS)
-    half = many // 2
-    found = [
-        _step(name, wide, Plan(dp_shard=many), 8192),
-        _step(name, small, Plan(micro_batch_size=4), 4096),
-        _step(name, wide, Plan(dp_shard=many, recompute="selective-op"), 8192),
-        _step(name, wide, Plan(dp_shard=many, recompute="full"), 8192),
-        _step(name, wide, Plan(tp=many, sequence_parallel=True), 8192),
-        _step(name, wide, Plan(dp_shard=2, tp=half, sequence_parallel=True), 8192),
-        _step(name, wide, Plan(cp=many, recompute="full"), 16384),
-        _step(name, sparse, Plan(dp_shard=many, ep=many), 4096),
-        _step(name, wide, Plan(dp_shard=many), 8192, compiled=True),
-        _step(name, wide, Plan(pp=2, dp_shard=half, schedule="1F1B"), 8192),
-        _step(name, small, Plan(dp_replicate=many, micro_batch_size=4), 4096),
-        _step(name, middle, Plan(dp_shard=many, micro_batch_size=2), 4096),
-        _step(name, wide, Plan(tp=many, sequence_parallel=True), 8192, compiled=True),
-        _step(name, small, Plan(micro_batch_size=4), 4096, compiled=True),
-        _step(name, wide, Plan(), 8192),
+    half, sp = many // 2, {"sequence_parallel": True}
+    of_small = [
+        Plan(dp_shard=many),
+        Plan(),
+        Plan(tp=many, **sp),
+        Plan(dp_shard=2, tp=half, **sp),
+        Plan(cp=many),
+        Plan(dp_shard=many, recompute="full"),
+        Plan(dp_shard=many, recompute="selective-op"),
+        Plan(pp=2, dp_shard=half, schedule="1F1B"),
+        Plan(dp_replicate=many),
     ]
-    alone = {(1, False), (1, True)}
-    return [
-        one
-        for one in found
-        if one.plan.recompute in known and (one.plan.gpus in {2, many} or (one.plan.gpus, one.runtime.compile) in alone)
-    ]
+    found = [_step(name, small, plan, 2048) for plan in of_small]
+    found += [_step(name, small, plan, 2048, compiled=True) for plan in (of_small[0], of_small[2], of_small[1])]
+    found += [_step(name, wide, plan, 8192) for plan in (of_small[0], of_small[2], of_small[1])]
+    found.append(_step(name, sparse, Plan(dp_shard=many, ep=many), 2048))
+    return list(dict.fromkeys(one for one in found if one.plan.recompute in known and one.plan.gpus in {1, many}))
 
 
 def _step(name: str, model: Model, plan: Plan, seq_len: int, *, compiled: bool = False) -> PlannedStep:
-    rounds = 4 * plan.pp
     return PlannedStep(
         model=model,
         plan=plan,
-        workload=Workload(seq_len=seq_len, global_batch_size=plan.data_parallel * plan.micro_batch_size * rounds),
+        workload=Workload(seq_len=seq_len, global_batch_size=SEQUENCES),
         runtime=_types(Runtime(name=name, compile=compiled), plan),
     )
 

@@ -31,7 +31,6 @@ from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import Term, collective_term, effects
 from simulator.calibration.calibration import Calibration
 from simulator.calibration.kernel_samples import PACKING, UPDATES
-from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.scenario import Scenario
 from simulator.config.model import Model
 from simulator.config.plan import Plan
@@ -93,44 +92,47 @@ class Possible:
     def _layers(self, steps: Sequence[PlannedStep]) -> Iterator[Measurement]:
         narrow = unique(item for step in steps for item in narrow_requests(step, self.gpus))
         wide = unique(item for step in steps if (item := layer_request(step, self.gpus)) is not None)
-        for items, noise, word in ((narrow, NARROW_NOISE, "narrow "), (wide, WIDE_NOISE, "")):
+        for items, thin in ((narrow, True), (wide, False)):
+            alike: dict[str, list[dict[str, Any]]] = {}
             for item in items:
-                one = self._layer(item, noise, word)
-                if one is not None:
-                    yield one
+                parts = (item["model"], item["workload"], item["runtime"], item.get("counts"))
+                alike.setdefault(codec.fingerprint(parts), []).append(item)
+            for some in alike.values():
+                yield from self._layers_alike(some, narrow=thin)
 
-    def _layer(self, item: dict[str, Any], noise: float, word: str) -> Measurement | None:
-        """Return a run of layers; None for one that cannot be predicted, or takes long."""
-        model = codec.convert(item["model"], Model, where="layer")
-        plan = codec.convert(item["plan"], Plan, where="layer")
-        runtime = codec.convert(item["runtime"], Runtime, where="layer")
-        counts = item.get("counts", (1, 2))
+    def _layers_alike(self, items: Sequence[dict[str, Any]], *, narrow: bool) -> Iterator[Measurement]:
+        """Yield runs of one model under several plans, without such as cannot be predicted, or take long."""
+        model = codec.convert(items[0]["model"], Model, where="layer")
+        runtime = codec.convert(items[0]["runtime"], Runtime, where="layer")
+        plans = [codec.convert(item["plan"], Plan, where="layer") for item in items]
+        counts = items[0].get("counts", (1, 2))
         scenario = Scenario(
             model=replace(model, layers=max(counts)),
-            cluster=grow(self.cluster, max(plan.gpus, 2)),
-            workload=codec.convert(item["workload"], Workload, where="layer"),
+            cluster=grow(self.cluster, max(2, *(plan.gpus for plan in plans))),
+            workload=codec.convert(items[0]["workload"], Workload, where="layer"),
             runtime=runtime,
             calibration=self.calibration,
         )
         try:
-            table = estimate_plans(scenario, [plan])
-            seen = effects(scenario, [plan], self.terms)
+            seen, table = effects(scenario, plans, self.terms, hosts_alone=narrow)
         except PlannerError:
-            return None
-        step_s = float(table.step_s[0])
-        if step_s > LONGEST_WIDE_S or not table.fits[0]:
-            return None
-        timed = WARM_UP * step_s + min(max(8 * step_s, TIMED_S), STEPS * step_s)
-        each = BUILD_S[runtime.name == "torchtitan"] + timed + (COMPILED_S if runtime.compile else 0.0)
-        return Measurement(
-            name=f"{word}layers of {runtime.name}{', compiled' if runtime.compile else ''}, {described(plan)}"
-            + ("" if word else f", width {model.hidden}, {scenario.workload.seq_len} tokens"),
-            request=Request(layers=(item,)),
-            ranks=plan.gpus,
-            seconds=JOB_S + len(counts) * each,
-            seen=seen,
-            noise=np.array([noise]),
-        )
+            return
+        for row, (item, plan) in enumerate(zip(items, plans, strict=True)):
+            step_s = float(table.step_s[row])
+            if step_s > LONGEST_WIDE_S or not table.fits[row]:
+                continue
+            timed = WARM_UP * step_s + min(max(8 * step_s, TIMED_S), STEPS * step_s)
+            each = BUILD_S[runtime.name == "torchtitan"] + timed + (COMPILED_S if runtime.compile else 0.0)
+            what = f"layers of {runtime.name}{', compiled' if runtime.compile else ''}, {described(plan)}"
+            shape = f", width {model.hidden}, {scenario.workload.seq_len} tokens"
+            yield Measurement(
+                name=f"narrow {what}" if narrow else what + shape,
+                request=Request(layers=(item,)),
+                ranks=plan.gpus,
+                seconds=JOB_S + len(counts) * each,
+                seen=seen[row : row + 1],
+                noise=np.array([NARROW_NOISE if narrow else WIDE_NOISE]),
+            )
 
     # --- parts of steps ---------------------------------------------------------------------------------------------
 
@@ -297,6 +299,6 @@ def own_effects(
             calibration=known,
         )
         plans = [steps[place].plan for place in places]
-        rows[places] = effects(scenario, plans, terms)
-        seconds[places] = estimate_plans(scenario, plans).step_s
+        rows[places], table = effects(scenario, plans, terms)
+        seconds[places] = table.step_s
     return rows, seconds

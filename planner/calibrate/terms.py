@@ -73,7 +73,8 @@ def _among_gpus(plan: Plan) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
     """`name` says what may be off, by `spread` of its logarithm. `share` names the part of a step that it is, for costs that
-    no calibration can raise; else `change` raises it by one spread. `occurs` says in which plans it can be.
+    no calibration can raise; else `change` raises it by one spread. `occurs` says in which plans it can be. `host`: it is
+    a cost of the host, which is all that narrow layers show.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Term:
     change: Change | None = field(default=None, compare=False)
     share: str = ""
     occurs: Callable[[Plan], bool] = field(default=_anywhere, compare=False)
+    host: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,7 @@ def terms_of(plans: Sequence[Plan], runtimes: Sequence[Runtime], ops: Sequence[s
     ]
     if any(plan.tp_overlap != "none" for plan in plans):
         found.append(Term(name="overlap of tensor parallelism", spread=OVERLAP_SPREAD, share="tp"))
-    found.append(Term(name="this host's speed", spread=HOST_SPREAD, change=_raise_host(None, COST_SPREAD)))
+    found.append(Term(name="this host's speed", spread=HOST_SPREAD, change=_raise_host(None, COST_SPREAD), host=True))
     names = sorted({name for plan in plans for name in costs_in(plan)})
     for runtime in dict.fromkeys((runtime_spec(one.name).names[0], one.compile) for one in runtimes):
         found.append(
@@ -154,6 +156,7 @@ def terms_of(plans: Sequence[Plan], runtimes: Sequence[Runtime], ops: Sequence[s
                 spread=LAUNCH_SPREAD if name == "launch_s" else COST_SPREAD,
                 change=_raise_host((*runtime, name), LAUNCH_SPREAD if name == "launch_s" else COST_SPREAD),
                 occurs=partial(_costs, name),
+                host=True,
             )
             for name in names
             if name in known
@@ -170,16 +173,20 @@ def collective_term(op: str) -> str:
     return f"{op.replace('_', '-')}s"
 
 
-def effects(scenario: Scenario, plans: Sequence[Plan], terms: Sequence[Term]) -> Floats:
-    """Return what one unit of each term changes in the logarithm of the plans' steps, shape (plans, terms).
+def effects(
+    scenario: Scenario, plans: Sequence[Plan], terms: Sequence[Term], *, hosts_alone: bool = False
+) -> tuple[Floats, EstimateTable]:
+    """Return what one unit of each term changes in the logarithm of the plans' steps, (plans, terms), and the prediction.
 
-    Raises what predicting the plans raises.
+    With `hosts_alone` other terms than the host's are taken to change nothing. Raises what predicting the plans raises.
     """
     base = replace(scenario, calibration=_known(scenario))
     table = estimate_plans(base, plans)
-    return (
-        np.stack([_effect(base, table, plans, term) for term in terms], axis=1) if terms else np.zeros((len(plans), 0))
-    )
+    found = np.zeros((len(plans), len(terms)))
+    for place, term in enumerate(terms):
+        if term.host or not hosts_alone:
+            found[:, place] = _effect(base, table, plans, term)
+    return found, table
 
 
 def _effect(base: Scenario, table: EstimateTable, plans: Sequence[Plan], term: Term) -> Floats:
