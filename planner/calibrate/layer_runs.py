@@ -39,12 +39,12 @@ def typical_steps(name: str, gpus: int) -> list[PlannedStep]:
     known = runtime_spec(name).recompute
     wide, small, middle = (replace(one_layer(TYPICAL_LAYERS[i], VOCABULARY), layers=DEPTH) for i in (0, 1, 3))
     sparse = replace(middle, family="qwen3", qk_norm=True, moe=EXPERTS)
-    half, sp = many // 2, {"sequence_parallel": True}
+    half = many // 2
     of_small = [
         Plan(dp_shard=many),
         Plan(),
-        Plan(tp=many, **sp),
-        Plan(dp_shard=2, tp=half, **sp),
+        Plan(tp=many, sequence_parallel=True),
+        Plan(dp_shard=2, tp=half, sequence_parallel=True),
         Plan(cp=many),
         Plan(dp_shard=many, recompute="full"),
         Plan(dp_shard=many, recompute="selective-op"),
