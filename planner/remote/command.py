@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from planner.io import output
-from planner.remote.flags import RUNS, SERVED, Flag, flags_of_command
+from planner.remote.flags import ALWAYS_WRITTEN, CONTINUED, RUNS, SERVED, Flag, flags_of_command
 from topology import codec
 from topology.errors import BadInput, UserError
 
@@ -74,6 +74,8 @@ def _run(server: str, name: str, flags: dict[str, Flag], given: dict[str, Any]) 
             top, _, rest = artifact["name"].partition("/")
             for path in (path for path in wanted.values() if path.name == top):
                 service.download(artifact, path / rest if rest else path)
+            if artifact["name"].startswith(f"inputs/{CONTINUED}/"):
+                service.download(artifact, Path(said[CONTINUED]))
     return int(document["exit_code"])
 
 
@@ -88,8 +90,9 @@ def _follow(service: Any, job: str) -> dict[str, Any]:
 def _wanted(name: str, flags: dict[str, Flag], said: dict[str, Any]) -> dict[str, Path]:
     """Return the paths that the command is to write here, by flag."""
     wanted = {key: Path(said[key]) for key, flag in flags.items() if flag.writes and said.get(key) is not None}
-    if name in RUNS and "out" in flags:
-        wanted.setdefault("out", Path(time.strftime("meshwright-run-%Y%m%d-%H%M%S")))
+    if name in RUNS and CONTINUED not in said:
+        flag, plain = ALWAYS_WRITTEN[name]
+        wanted.setdefault(flag, Path(time.strftime(f"meshwright-{name}-%Y%m%d-%H%M%S")) / plain)
     return wanted
 
 

@@ -19,7 +19,10 @@ SERVED = ("suggest", "estimate", "explain", "compare", "check", "trace", "apply"
 RUNS = frozenset({"apply", "tune"})  # commands that use the machine itself: one at a time, never started twice
 # Flags that name something known or a file.
 NAMES_OR_FILES = frozenset({"model", "cluster", "case", "file", "first", "second", "runtime"})
-WRITTEN = frozenset({"out", "svg"})  # flags that name what is written
+WRITTEN = frozenset({"out", "state", "svg"})  # flags that name what is written
+# What commands write in any case: the flag that names it, and a name.
+ALWAYS_WRITTEN = {"apply": ("out", "run"), "trace": ("out", "trace.json"), "tune": ("state", "state.jsonl")}
+CONTINUED = "resume"  # a file that is sent, and goes on in the place of what would be written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

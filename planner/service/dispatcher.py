@@ -29,7 +29,7 @@ from topology.errors import PlannerError
 
 TELL_S = 0.3  # between two lines of progress of a job in the database
 BUSY_S, IDLE_S = 0.1, 0.5
-RUN_LIMIT_S = 2 * 3600.0  # a run keeps to its own budget of at most an hour
+RUN_LIMIT_S = 24 * 3600.0  # a run keeps to a budget of its own
 FORGET_EVERY_S = 3600.0
 MAX_VERSIONS = 10_000
 LATE_S = 10.0  # without a turn of the loop for so long, the service is ill

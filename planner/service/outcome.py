@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,12 @@ def ending(job: Job, claim: Claim, folder: Path, files: Files) -> Ending:
     if job.error is not None:
         return Ending(state=FAILED, exit_code=job.error.exit_code, error=error_text(job.error))
     code, answer, said = job.result
+    request = codec.parse_json(claim.request, where="request")
     try:
-        wrote = _artifacts(folder, files)
+        wrote = _artifacts(folder, files, {one["sha256"] for one in request["files"].values()})
     except (PlannerError, OSError) as error:
         return Ending(state=FAILED, exit_code=1, error=error_text(error), said=said)
-    asked = codec.parse_json(claim.request, where="request")["values"]
-    result = _result(answer, as_text=asked.get("json") is False)
+    result = _result(answer, as_text=request["values"].get("json") is False)
     if result is not None and code in ANSWERED:
         return Ending(state=DONE, exit_code=code, result=result, said=said, artifacts=wrote)
     why = codec.to_json(_error(said) or {"message": f"the command ended with code {code}"}, indent=None)
@@ -80,13 +81,16 @@ def _error(said: str) -> dict[str, str]:
     return {key: value for key, value in parts.items() if value}
 
 
-def _artifacts(folder: Path, files: Files) -> tuple[Artifact, ...]:
-    """Keep the files that a job wrote. Raises PlannerError where there are too many, or no room."""
-    wrote = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    wrote = [path for path in wrote if path.relative_to(folder).parts[0] != INPUTS]
-    if len(wrote) > MAX_ARTIFACTS:
-        raise PlannerError(f"the job wrote {len(wrote)} files", why=f"{MAX_ARTIFACTS} are kept")
-    return tuple(
+def _artifacts(folder: Path, files: Files, sent: Collection[str]) -> tuple[Artifact, ...]:
+    """Keep the files that a job wrote, and inputs that are not as they were sent.
+
+    Raises PlannerError where there are too many, or no room.
+    """
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    if len(found) > MAX_ARTIFACTS:
+        raise PlannerError(f"the job wrote {len(found)} files", why=f"{MAX_ARTIFACTS} are kept")
+    kept = [
         Artifact(name=path.relative_to(folder).as_posix(), sha256=files.add_file(path), bytes=path.stat().st_size)
-        for path in wrote
-    )
+        for path in found
+    ]
+    return tuple(one for one in kept if not (one.name.startswith(f"{INPUTS}/") and one.sha256 in sent))

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, create_model
 
 from planner.cli import COMMANDS
-from planner.remote.flags import RUNS, SERVED, Flag, command_line, flags_of_command
+from planner.remote.flags import ALWAYS_WRITTEN, CONTINUED, SERVED, Flag, command_line, flags_of_command
 from topology import codec
 from topology.errors import BadInput
 
@@ -79,8 +79,9 @@ def arguments(flags: dict[str, Flag], asked: Asked) -> list[str]:
     text = said.pop("json", True) is False
     for name, (file, _) in asked.files.items():
         said[name] = f"{INPUTS}/{name}/{file}"
-    if (out := flags.get("out")) and (out.required or asked.command in RUNS):
-        said.setdefault("out", "run" if asked.command in RUNS else f"{asked.command}.json")
+    if asked.command in ALWAYS_WRITTEN and CONTINUED not in said:
+        flag, name = ALWAYS_WRITTEN[asked.command]
+        said.setdefault(flag, name)
     if not text:
         said["json"] = True
     return command_line(asked.command, flags, said)
