@@ -84,7 +84,7 @@ def test_both_spellings_of_a_flag_and_numbers_as_text_are_read():
 
 @pytest.mark.parametrize(
     "said",
-    [{"modle": "llama3-8b"}, {"gpus": 0}, {"tp": "two"}, {"seq_len": 1, "seq": 2}, {"out": "../x"}, {"out": "/x"}],
+    [{"models": "llama3-8b"}, {"gpus": 0}, {"tp": "two"}, {"seq_len": 1, "seq": 2}, {"out": "../x"}, {"out": "/x"}],
 )
 def test_what_no_flag_says_is_refused(said):
     with pytest.raises(ValidationError):
