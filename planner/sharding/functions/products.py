@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from planner.sharding.operators.annotation import Dim
-from planner.sharding.operators.axis_flow import NotUnderstood, Value, number_of
-from planner.sharding.operators.functions.matrices import product_of_matrices
-from planner.sharding.operators.functions.walker import Call
+from planner.sharding.formulas.annotation import Dim
+from planner.sharding.formulas.axis_flow import NotUnderstood, Value, number_of
+from planner.sharding.functions.matrices import product_of_matrices
+from planner.sharding.functions.walker import Call
 
 
 def matmul(call: Call) -> Value:
@@ -75,6 +75,17 @@ def grouped_mm(call: Call) -> Value:
     return flow.contract(
         [over], Value((x.dims[0], w.dims[2]), flow.pending_of_product([x, w], "grouped_mm")), "sum", "grouped_mm"
     )
+
+
+def grouped_mm_weight_gradient(call: Call) -> Value:
+    """`grouped_mm_weight_bwd(gradient, x, ends)`: `[m, n]` and `[m, k]` to `[g, k, n]`, a sum over the rows of a group."""
+    flow, gradient, x = call.flow, call.value(0), call.value(1)
+    rows = flow.unify(gradient.dims[0], x.dims[0], call.name)
+    flow.positional.update(flow.dim(rows))
+    (groups,) = call.value(2).dims
+    flow.keep_whole(groups, "rows of any group may be on any rank")
+    pending = flow.pending_of_product([gradient, x], call.name)
+    return flow.contract([rows], Value((groups, x.dims[1], gradient.dims[1]), pending), "sum", call.name)
 
 
 def convolved(call: Call) -> Value:

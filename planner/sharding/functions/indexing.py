@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Sequence
 
-from planner.sharding.operators.annotation import Dim
-from planner.sharding.operators.axis_flow import AxisFlow, NotUnderstood, Value, number_of
+from planner.sharding.formulas.annotation import Dim
+from planner.sharding.formulas.axis_flow import AxisFlow, NotUnderstood, Value, number_of
 
 
 def indexed(

@@ -6,10 +6,10 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.sharding.operators.axis_flow import SCALAR, AxisFlow, NotUnderstood, Value, number_of
-from planner.sharding.operators.formula import MODULES, called_name
-from planner.sharding.operators.functions.indexing import indexed
-from planner.sharding.operators.functions.matrices import product_of_matrices
+from planner.sharding.formulas.axis_flow import SCALAR, AxisFlow, NotUnderstood, Value, number_of
+from planner.sharding.formulas.formula import MODULES, called_name
+from planner.sharding.functions.indexing import indexed
+from planner.sharding.functions.matrices import product_of_matrices
 
 Made = Value | list[Value]
 Rule = Callable[["Call"], Made]

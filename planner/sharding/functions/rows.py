@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from planner.sharding.operators.axis_flow import NotUnderstood, Value
-from planner.sharding.operators.functions.walker import Call
+from planner.sharding.formulas.axis_flow import NotUnderstood, Value
+from planner.sharding.functions.walker import Call
 
 
 def embedding(call: Call) -> Value:

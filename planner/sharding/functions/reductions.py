@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from planner.sharding.operators.annotation import Dim
-from planner.sharding.operators.axis_flow import NotUnderstood, Value
-from planner.sharding.operators.functions.indexing import position
-from planner.sharding.operators.functions.walker import Call, Made
+from planner.sharding.formulas.annotation import Dim
+from planner.sharding.formulas.axis_flow import NotUnderstood, Value
+from planner.sharding.functions.indexing import position
+from planner.sharding.functions.walker import Call, Made
 
 _REDUCERS = {"sum": "sum", "mean": "avg", "amax": "max", "max": "max", "amin": "min", "min": "min", "prod": "product"}
 

@@ -1,7 +1,7 @@
 """What a formula does along every axis, found by walking it with axes in the place of numbers.
 
 A `Value` is what a part of a formula computes: the axes of each of its dims, and the sums (or maxima, ...) along axes
-that are gone, which could still be taken later if the axis were sharded. Functions (`functions/`) make values of
+that are gone, which could still be taken later if the axis were sharded. Functions (`planner.sharding.functions`) make values of
 values and tell the `AxisFlow` what they do to axes on the way:
 
     unsharded   the function needs all of the axis: a sort, a slice, a running sum, a convolution's window; the reason
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from planner.sharding.operators.annotation import Dim, axis_name
+from planner.sharding.formulas.annotation import Dim, axis_name
 
 Shape = tuple[int, ...]
 

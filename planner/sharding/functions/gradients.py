@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from planner.sharding.operators.axis_flow import NotUnderstood, Value
-from planner.sharding.operators.formula import ATTENTION, ELEMENTWISE, IDENTITIES
-from planner.sharding.operators.functions.attention import batch_of_attention
-from planner.sharding.operators.functions.reductions import merge_or_keep
-from planner.sharding.operators.functions.walker import Call, Made
+from planner.sharding.formulas.axis_flow import NotUnderstood, Value
+from planner.sharding.formulas.formula import ATTENTION, ELEMENTWISE, IDENTITIES
+from planner.sharding.functions.attention import batch_of_attention
+from planner.sharding.functions.reductions import merge_or_keep
+from planner.sharding.functions.walker import Call, Made
 
 
 def gradient_rule(name: str) -> Callable[[Call], Made] | None:

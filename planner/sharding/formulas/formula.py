@@ -69,6 +69,7 @@ _VIEWS = IDENTITIES - frozenset(["to", "float", "double", "half", "bfloat16", "t
         "select",
         "index_select",
         "flip",
+        "pad",
         "roll",
     ]
 )
@@ -175,7 +176,9 @@ ATTENTION = frozenset(
     ["attn", "attention", "sdpa", "sdpfa", "scaled_dot_product_attention", "flash_attention", "mha", "gqa"]
 )
 # kinds of formula that are computed from statistics of pieces
-MERGEABLE = frozenset(["softmax", "rmsnorm", "layernorm", "logsumexp", "cross_entropy", "attention", "topk", "arg"])
+MERGEABLE = frozenset(
+    ["softmax", "rmsnorm", "layernorm", "logsumexp", "cross_entropy", "attention", "topk", "arg", "attention_rows"]
+)
 MODULES = frozenset(["torch", "F", "nn", "np", "jnp", "functional", "numpy"])
 _ATTRIBUTES = frozenset(["T", "mT", "H", "values", "indices", "data"])
 
@@ -272,6 +275,8 @@ def _reduction_kind(tree: ast.expr, functions: frozenset[str]) -> str:
     for words, kind in (
         (("log_softmax", "softmax"), "softmax"),
         (("logsumexp",), "logsumexp"),
+        (("attention_rows",), "attention_rows"),
+        (("attention_bwd_q", "attention_bwd_k", "attention_bwd_v"), "attention_bwd"),
         (("cross_entropy", "nll"), "cross_entropy"),
         (("rmsnorm", "rms_norm"), "rmsnorm"),
         (("layernorm", "layer_norm"), "layernorm"),

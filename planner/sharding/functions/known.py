@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import ast
 
-from planner.sharding.operators.axis_flow import AxisFlow
-from planner.sharding.operators.formula import ATTENTION, ELEMENTWISE, IDENTITIES
-from planner.sharding.operators.functions.attention import attention
-from planner.sharding.operators.functions.gradients import gradient_rule
-from planner.sharding.operators.functions.products import (
+from planner.sharding.formulas.axis_flow import AxisFlow
+from planner.sharding.formulas.formula import ATTENTION, ELEMENTWISE, IDENTITIES
+from planner.sharding.functions.attention import attention, attention_gradient, attention_rows
+from planner.sharding.functions.gradients import gradient_rule
+from planner.sharding.functions.products import (
     addmm,
     convolved,
     einsum,
     grouped_mm,
+    grouped_mm_weight_gradient,
     linear,
     matmul,
     outer,
     pooled,
 )
-from planner.sharding.operators.functions.reductions import (
+from planner.sharding.functions.reductions import (
     arg,
     cross_entropy,
     group_norm,
@@ -37,8 +38,8 @@ from planner.sharding.operators.functions.reductions import (
     softmax,
     top_k,
 )
-from planner.sharding.operators.functions.rows import embedding, embedding_bwd, one_hot, rotary, scattered
-from planner.sharding.operators.functions.views import (
+from planner.sharding.functions.rows import embedding, embedding_bwd, one_hot, rotary, scattered
+from planner.sharding.functions.views import (
     chunked,
     elementwise,
     expanded,
@@ -61,7 +62,7 @@ from planner.sharding.operators.functions.views import (
     unflattened,
     unsqueezed,
 )
-from planner.sharding.operators.functions.walker import Made, Rule, Walker
+from planner.sharding.functions.walker import Made, Rule, Walker
 
 _BY_RULE: tuple[tuple[Rule, str], ...] = (
     (transposed, "transpose swapaxes t"),
@@ -88,6 +89,7 @@ _BY_RULE: tuple[tuple[Rule, str], ...] = (
     (addmm, "addmm baddbmm"),
     (einsum, "einsum"),
     (grouped_mm, "grouped_mm"),
+    (grouped_mm_weight_gradient, "grouped_mm_weight_bwd"),
     (convolved, "conv1d conv2d conv3d"),
     (pooled, "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d"),
     (reduced, "sum mean amax max amin min prod var std norm any all"),
@@ -99,11 +101,13 @@ _BY_RULE: tuple[tuple[Rule, str], ...] = (
     (group_norm, "group_norm batch_norm instance_norm"),
     (top_k, "topk"),
     (arg, "argmax argmin"),
+    (attention_rows, "attention_rows"),
+    (attention_gradient, "attention_bwd_q attention_bwd_k attention_bwd_v"),
     (embedding, "embedding"),
     (embedding_bwd, "embedding_bwd"),
     (scattered, "index_add scatter_add index_put"),
     (one_hot, "one_hot"),
-    (rotary, "rope rotary apply_rotary"),
+    (rotary, "rope rotary apply_rotary rope_bwd"),
     (rearranged, "rearrange"),
 )
 _RULES: dict[str, Rule] = {

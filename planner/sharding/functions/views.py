@@ -6,10 +6,10 @@ import ast
 from collections.abc import Sequence
 from math import prod
 
-from planner.sharding.operators.annotation import Dim
-from planner.sharding.operators.axis_flow import AxisFlow, NotUnderstood, Value, number_of
-from planner.sharding.operators.functions.indexing import part_of, position
-from planner.sharding.operators.functions.walker import Call, Made
+from planner.sharding.formulas.annotation import Dim
+from planner.sharding.formulas.axis_flow import AxisFlow, NotUnderstood, Value, number_of
+from planner.sharding.functions.indexing import part_of, position
+from planner.sharding.functions.walker import Call, Made
 
 
 def elementwise(call: Call) -> Value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planner.sharding.operators.axis_flow import AxisFlow, NotUnderstood, Value
+from planner.sharding.formulas.axis_flow import AxisFlow, NotUnderstood, Value
 
 
 def product_of_matrices(flow: AxisFlow, left: Value, right: Value) -> Value:
