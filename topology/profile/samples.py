@@ -55,16 +55,12 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What every sample carries: of how many repetitions its median is, what it ran under, and whether it counts.
-
-    `at_s` is when it was complete, in seconds from the beginning of its calibration; None where that was not noted.
-    """
+    """What every sample carries: of how many repetitions its median is, what it ran under, and whether it counts."""
 
     count: int = 1
     conditions: Conditions = Conditions()
     invalid: str = ""
     run: str = ""
-    at_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +107,6 @@ class HostSample:
     spread: float = 0.0
     count: int = 1
     run: str = ""
-    at_s: float | None = None
 
     @property
     def times(self) -> dict[str, float]:
