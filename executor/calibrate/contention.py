@@ -1,4 +1,4 @@
-"""Worker, one per GPU under torchrun: how much a collective and a concurrent kernel slow each other down.
+"""How much a collective and a concurrent kernel slow each other down; a collective call of all ranks.
 
 Each is timed alone and with the other running all the time on another stream: NCCL's kernels occupy SMs, both use
 memory bandwidth, and both draw power. Only calls that ran entirely during the other's calls count.
@@ -6,50 +6,24 @@ memory bandwidth, and both draw power. Only calls that ran entirely during the o
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from executor.calibrate.in_turn import sample_in_turn
 from executor.calibrate.kernels import operator_call
 from executor.gpu.monitor import ClockMonitor, invalid_reason
 from executor.gpu.timing import WARM_S, Timer
 from executor.launch.records import median_and_spread
-from executor.measure.measurement import piece_parser
-from executor.measure.rank_group import run_as_rank
-from topology.codec import read_json
 
 CALLS = 12  # of the shorter of the two; the other runs at least as long
-OPS = ("all_gather", "reduce_scatter", "all_reduce")
-PAIR_S = 3.0  # that a pair may take
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = piece_parser("executor.calibrate.contention")
-    parser.add_argument("--request", required=True, help="JSON: {contention: [{compute, shape, dtype, op, nbytes}]}")
-    parser.add_argument("--gpu", type=int, default=0)
-    return run_as_rank(run, parser.parse_args(argv))
-
-
-def run(options: argparse.Namespace) -> int:
-    sample_in_turn(
-        options,
-        "contention",
-        read_json(options.request).get("contention", []),
-        lambda device, item, watch: _measure_pair(device, item, watch, options.gpu),
-        least_s=PAIR_S,
-        name=lambda item: f"{item['op']} {item['nbytes']}",
-    )
-    dist.destroy_process_group()
-    return 0
-
-
-def _measure_pair(device: Any, item: dict[str, Any], watch: ClockMonitor | None, gpu: int) -> dict[str, Any] | str:
+def measure_pair(device: Any, item: dict[str, Any], watch: ClockMonitor | None, gpu: int) -> dict[str, Any] | str:
+    """Return the fields of a `topology.profile.samples.ContentionSample`, or why there is none."""
     began = time.monotonic()
     dtype = item.get("dtype", "bfloat16")
     kind = "matmul" if item["compute"] == "matmul" else "move"
@@ -159,7 +133,3 @@ def _time_concurrently(
         return median_and_spread(seconds)[0] if seconds else 0.0
 
     return within(compute_events, transfer_events), within(transfer_events, compute_events)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Worker, one per GPU under torchrun: training steps of one and of two layers of a real model under a real runtime.
+"""Training steps of one and of two layers of a real model under a real runtime.
 
 Their difference is the cost of a layer, host and device together; their common part is the rest of a step. Full models
 are never run here, so that predictions of whole steps stay out-of-sample.
@@ -9,25 +9,22 @@ executor.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib.metadata
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from executor.calibrate.operators import versions
 from executor.gpu.monitor import invalid_reason
 from executor.gpu.sm_clock import SmClock
 from executor.gpu.state import read_states
 from executor.launch.garbage_collection import PausedGarbageCollection
-from executor.launch.records import Deadline, Recorder, median_and_spread
-from executor.measure.measurement import piece_parser
-from executor.measure.rank_group import every_rank_agrees, join_ranks, rank_zero_decides, run_as_rank
+from executor.launch.records import Recorder, median_and_spread
+from executor.measure.rank_group import rank_zero_decides
 from executor.parallel.meshes import meshes_for
 from executor.parallel.parallelize import Setup
 from executor.parallel.train_step import Trainer
@@ -41,49 +38,9 @@ LAYERS = (1, 2)
 WARM_UP = 3
 STEPS = 40
 MIN_STEPS = 8
-MAX_TIMED_S = 1.6  # of the timed steps of one sample together
-TIMEOUT_S = 120.0
+MAX_TIMED_S = 1.0  # of the timed steps of one sample together
 
 Step = Callable[[], dict[str, float]]  # runs one step; returns measurements other than its time
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = piece_parser("executor.calibrate.layers")
-    parser.add_argument("--request", required=True, help="JSON: {layers: [{model, plan, workload, runtime}]}")
-    parser.add_argument("--runtime", choices=("torchtitan", "own"), required=True)
-    parser.add_argument("--text", default="", help="for torchtitan: a folder with tokenizer/ and c4_test/")
-    parser.add_argument("--gpu", type=int, default=0)
-    return run_as_rank(run, parser.parse_args(argv))
-
-
-def run(options: argparse.Namespace) -> int:
-    deadline = Deadline.since_launch(options.seconds)
-    if options.device == "cpu":
-        torch.set_num_threads(1)
-    device, recorder = join_ranks(options, timeout_s=TIMEOUT_S)
-    world = dist.get_world_size()
-    wanted = [
-        item
-        for item in codec.read_json(options.request).get("layers", [])
-        if item["ranks"] == world and (item["runtime"]["name"] == "torchtitan") == (options.runtime == "torchtitan")
-    ]
-    builder = _builder(options)
-    recorder.write("header", versions=versions(options.device))
-    if options.runtime == "torchtitan":
-        recorder.write("header", versions=_titan_versions())
-    longest = 20.0
-    for number, item in enumerate(wanted):
-        # Every rank must take the same way: rank 0's clock decides.
-        if not rank_zero_decides(deadline.allows(longest if item["runtime"].get("compile") else 0.4 * longest)):
-            recorder.missing(f"{len(wanted) - number} layers from {describe_item(item)} on: out of time")
-            break
-        began = time.monotonic()
-        _measure_layers(device, item, builder, recorder, options.gpu)
-        longest = max(5.0, 1.5 * (time.monotonic() - began))
-    recorder.close()
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
 
 
 def describe_item(item: dict[str, Any]) -> str:
@@ -91,49 +48,28 @@ def describe_item(item: dict[str, Any]) -> str:
     return f"{item['runtime']['name']} {item['model']['name']} seq {item['workload']['seq_len']} {plan}"
 
 
-def _titan_versions() -> dict[str, str]:
+def titan_versions() -> dict[str, str]:
     try:
         return {"torchtitan": importlib.metadata.version("torchtitan")}
     except importlib.metadata.PackageNotFoundError:
         return {}
 
 
-def _builder(options: argparse.Namespace) -> Callable[..., Step]:
-    if options.runtime == "torchtitan":
+def builder_of(runtime: str, text: str) -> Callable[..., Step]:
+    """Return what builds a step of a runtime. Raises ImportError where it is torchtitan's and that is not installed."""
+    if runtime == "torchtitan":
         from executor.calibrate.torchtitan import titan_step  # noqa: PLC0415 - only for runtime torchtitan
 
-        return lambda *parts, **more: titan_step(*parts, text=options.text, **more)
+        return lambda *parts, **more: titan_step(*parts, text=text, **more)
     return own_step
 
 
-def _measure_layers(
-    device: Any,
-    item: dict[str, Any],
-    builder: Callable[..., Step],
-    recorder: Recorder,
-    gpu: int,
-) -> None:
-    """Record one sample for each number of layers. A failure is recorded under `missing`, and the next item is tried."""
-    plan = codec.convert(item["plan"], Plan, where="request")
-    workload = codec.convert(item["workload"], Workload, where="request")
-    runtime = codec.convert(item["runtime"], Runtime, where="request")
-    for layers in item.get("counts", LAYERS):
-        model = replace(codec.convert(item["model"], Model, where="request"), layers=layers)
-        problem, seen = "", None
-        try:
-            step = builder(model, plan, workload, runtime, device)
-            with PausedGarbageCollection():
-                seen = _time_steps(device, step, recorder)
-        except Exception as error:  # noqa: BLE001 - another framework can raise anything
-            problem = f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
-        step = None  # type: ignore[assignment]  # frees the model before the next one is built
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        if not every_rank_agrees(not problem) or seen is None:
-            recorder.missing(f"{describe_item(item)} with {layers} layers: {problem or 'another rank failed'}")
-            return
-        times, extra, mean_hz = seen
+def record_layers(device: Any, item: dict[str, Any], recorder: Recorder, *, gpu: int, text: str = "") -> None:
+    """Record one sample for each number of layers; a collective call. Raises what building or running a step raises."""
+    build = builder_of(item["runtime"]["name"], text)
+    for parts in _in_turn(item):
+        with _Freed(device), PausedGarbageCollection():
+            times, extra, mean_hz = _time_steps(device, build(*parts, device), recorder)
         mid, spread = median_and_spread(times)
         conditions = _conditions(gpu) if device.type == "cuda" and dist.get_rank() == 0 else {}
         if mean_hz is not None:
@@ -141,7 +77,7 @@ def _measure_layers(
         recorder.write(
             "layer",
             sample={
-                "model": codec.to_builtins(model),
+                "model": codec.to_builtins(parts[0]),
                 "plan": item["plan"],
                 "workload": item["workload"],
                 "runtime": item["runtime"],
@@ -153,6 +89,44 @@ def _measure_layers(
                 "invalid": invalid_reason(conditions),
             },
         )
+
+
+def compile_layers(device: Any, item: dict[str, Any], *, text: str = "") -> None:
+    """Run the steps of an item a few times, so that its compiled code is there when it is timed."""
+    build = builder_of(item["runtime"]["name"], text)
+    for parts in _in_turn(item):
+        with _Freed(device):
+            step = build(*parts, device)
+            for _ in range(WARM_UP):
+                step()
+            del step
+
+
+def _in_turn(item: dict[str, Any]) -> Iterator[tuple[Model, Plan, Workload, Runtime]]:
+    """Yield the parts of a run for each number of layers asked for."""
+    model = codec.convert(item["model"], Model, where="request")
+    rest = (
+        codec.convert(item["plan"], Plan, where="request"),
+        codec.convert(item["workload"], Workload, where="request"),
+        codec.convert(item["runtime"], Runtime, where="request"),
+    )
+    for layers in item.get("counts", LAYERS):
+        yield replace(model, layers=layers), *rest
+
+
+class _Freed:
+    """Frees what a model held when its steps are over, before the next one is built."""
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _conditions(gpu: int) -> dict[str, Any]:
@@ -211,7 +185,3 @@ def own_step(model: Model, plan: Plan, workload: Workload, runtime: Runtime, dev
         return seen
 
     return step
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

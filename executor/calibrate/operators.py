@@ -1,4 +1,4 @@
-"""Worker: times the host cost of launches, then operators on one GPU in the requested order until its time is up.
+"""Times of operators on one GPU, in the requested order, and of what launches cost the host.
 
 The GPU is kept busy between samples, so that clocks are the sustained ones of training under the power limit. Operators
 for which no time is left are listed as missing and can be requested again.
@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -19,36 +18,14 @@ from executor.calibrate.kernels import Unsupported, operator_call
 from executor.gpu.monitor import ClockMonitor, invalid_reason
 from executor.gpu.timing import Timer
 from executor.launch.records import Deadline, Recorder, median_and_spread
-from executor.measure.measurement import piece_parser
-from topology.codec import read_json
 
-HEAT_S = 2.0  # of large matmuls before the first sample: power and temperature take a second to settle
+HEAT_S = 1.5  # of large matmuls before the first sample: power and temperature take a second to settle
+AGAIN_S = 0.3  # and before the first of a later job
 BURST_SIZE = 8192
 SAMPLE_S = 0.05
 BURST_REST_S = 0.5
 LAUNCHES = 400
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = piece_parser("executor.calibrate.operators")
-    parser.add_argument("--request", required=True, help="JSON: {operators: [{kind, name, shape, dtype, direction}]}")
-    parser.add_argument("--gpu", type=int, default=0, help="nvidia-smi's index, for the clocks")
-    options = parser.parse_args(argv)
-    deadline = Deadline.since_launch(options.seconds)
-
-    device = torch.device("cuda:0" if options.device == "cuda" else "cpu")
-    recorder = Recorder(options.out)
-    recorder.write("header", versions=versions(options.device))
-    watch = ClockMonitor() if options.device == "cuda" else None
-    try:
-        wanted = read_json(options.request).get("operators", [])
-        _time_host(device, recorder, deadline)
-        _time_operators(device, wanted, recorder, deadline, watch, options.gpu)
-    finally:
-        if watch is not None:
-            watch.close()
-    recorder.close()
-    return 0
+COMPILING_S = 20.0  # that a function of one kernel may take
 
 
 def versions(device: str) -> dict[str, str]:
@@ -62,35 +39,51 @@ def versions(device: str) -> dict[str, str]:
     return found
 
 
-def _time_operators(
-    device: Any,
-    wanted: Sequence[dict[str, Any]],
-    recorder: Recorder,
-    deadline: Deadline,
-    watch: ClockMonitor | None,
-    gpu: int,
-) -> None:
-    timer = Timer(device)
-    _burst(device, Timer(device, hot=False), recorder, watch, gpu)
-    timer.heat(min(HEAT_S, 0.1 * max(deadline.left_s, 0.0)))
-    timer.synchronize()
-    for number, item in enumerate(wanted):
-        what = f"{item['name']} {item['direction']} {item['shape']} {item['dtype']}"
-        if not deadline.allows(4 * SAMPLE_S + 0.2):
-            recorder.missing(f"{len(wanted) - number} operators from {what} on: out of time")
-            return
+class OperatorTimes:
+    """Times operators on one GPU that is kept busy between them, from the first job on."""
+
+    def __init__(self, device: Any, gpu: int) -> None:
+        self.device, self.gpu = device, gpu
+        self.timer = Timer(device)
+        self._hot = False
+
+    def record(self, wanted: Sequence[dict[str, Any]], recorder: Recorder, deadline: Deadline) -> None:
+        """Record a sample of each operator, in order, while there is time; what cannot be timed is recorded as missing."""
+        watch = ClockMonitor() if self.device.type == "cuda" else None
+        try:
+            self._heat(recorder, watch)
+            for number, item in enumerate(wanted):
+                if not deadline.allows(4 * SAMPLE_S):
+                    recorder.missing(
+                        f"{len(wanted) - number} operators from {_described(item)} on: out of time", late=True
+                    )
+                    return
+                self._record_one(item, recorder, watch)
+        finally:
+            _empty_cache(self.device)
+            if watch is not None:
+                watch.close()
+
+    def _heat(self, recorder: Recorder, watch: ClockMonitor | None) -> None:
+        """Bring the GPU to the clocks of work that lasts; the first time, note what it does after a rest."""
+        if not self._hot:
+            _burst(self.device, Timer(self.device, hot=False), recorder, watch, self.gpu)
+        self.timer.heat(AGAIN_S if self._hot else HEAT_S)
+        self.timer.synchronize()
+        self._hot = True
+
+    def _record_one(self, item: dict[str, Any], recorder: Recorder, watch: ClockMonitor | None) -> None:
         fields = {key: item[key] for key in ("kind", "name", "shape", "dtype", "direction")}
         try:
-            call = operator_call(device, **fields)
-            timing = timer.measure(call, seconds=SAMPLE_S)
+            timing = self.timer.measure(operator_call(self.device, **fields), seconds=SAMPLE_S)
         except Unsupported as error:
-            recorder.missing(f"{what}: {error}")
-            continue
+            recorder.missing(f"{_described(item)}: {error}")
+            return
         except (RuntimeError, ValueError, TypeError) as error:  # a kernel that does not exist, memory that is full
-            recorder.missing(f"{what}: {str(error).splitlines()[0][:200]}")
-            _empty_cache(device)
-            continue
-        conditions = watch.between(timing.began, timing.ended, gpu) if watch is not None else {}
+            recorder.missing(f"{_described(item)}: {str(error).splitlines()[0][:200]}")
+            _empty_cache(self.device)
+            return
+        conditions = watch.between(timing.began, timing.ended, self.gpu) if watch is not None else {}
         recorder.write(
             "operator",
             sample={
@@ -105,9 +98,10 @@ def _time_operators(
                 "invalid": invalid_reason(conditions),
             },
         )
-        del call
-        if number % 64 == 63:
-            _empty_cache(device)
+
+
+def _described(item: dict[str, Any]) -> str:
+    return f"{item['name']} {item['direction']} {item['shape']} {item['dtype']}"
 
 
 def _burst(device: Any, timer: Timer, recorder: Recorder, watch: ClockMonitor | None, gpu: int) -> None:
@@ -150,7 +144,7 @@ def _empty_cache(device: Any) -> None:
 # --- the host -------------------------------------------------------------------------------------------------------
 
 
-def _time_host(device: Any, recorder: Recorder, deadline: Deadline) -> None:
+def time_host(device: Any, recorder: Recorder, deadline: Deadline) -> None:
     """Record the host time of one call, by launch mode. Tensors are tiny, so that the device keeps up."""
     x = torch.randn(8, 8, device=device)
     y = torch.randn(8, 8, device=device, requires_grad=True)
@@ -162,9 +156,8 @@ def _time_host(device: Any, recorder: Recorder, deadline: Deadline) -> None:
     for name, call in ways:
         _record_host(device, recorder, name, call)
     _graph(device, recorder)
-    if deadline.allows(8.0):
-        _dtensor(device, recorder)
-    if device.type == "cuda" and deadline.allows(30.0):
+    _dtensor(device, recorder)
+    if device.type == "cuda" and deadline.allows(COMPILING_S):
         _compiled(device, recorder)
 
 
@@ -208,14 +201,11 @@ def _graph(device: Any, recorder: Recorder) -> None:
 
 
 def _dtensor(device: Any, recorder: Recorder) -> None:
-    """Record an operator on DTensors, on a mesh of this one process."""
+    """Record an operator on DTensors, on a mesh of this one process, which is its process group."""
     try:
-        store = dist.HashStore()
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         mesh = init_device_mesh(device.type, (1,))
         x = DTensor.from_local(torch.randn(8, 8, device=device), mesh, [Replicate()])
         _record_host(device, recorder, "dtensor", lambda: torch.add(x, x))
-        dist.destroy_process_group()
     except (RuntimeError, ValueError) as error:
         recorder.missing(f"host time of DTensor operators: {str(error).splitlines()[0][:200]}")
 
@@ -229,7 +219,3 @@ def _compiled(device: Any, recorder: Recorder) -> None:
         _record_host(device, recorder, "compiled", call)
     except Exception as error:  # noqa: BLE001 - a compiler can raise anything
         recorder.missing(f"host time of compiled calls: {str(error).splitlines()[0][:200]}")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

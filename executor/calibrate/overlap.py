@@ -1,4 +1,4 @@
-"""Worker, one per GPU under torchrun: a tensor-parallel matmul with its collective in every overlap mode, and its parts.
+"""A tensor-parallel matmul with its collective in every overlap mode, and its parts.
 
 All calls of a shape alternate for several rounds and the median counts, so that all run at the same clocks; each is
 issued several times in a row, as layers do, and the slowest rank counts. The host time to issue a call is measured
@@ -7,9 +7,8 @@ separately, since it bounds small shapes. `simulator.overlap.modes` predicts fro
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,47 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from executor import overlap
-from executor.calibrate.in_turn import sample_in_turn
 from executor.gpu import symmetric_memory as symmetric
 from executor.gpu.monitor import ClockMonitor, invalid_reason
 from executor.gpu.timing import WARM_S, Timer
 from executor.launch.records import median_and_spread
-from executor.measure.measurement import piece_parser
-from executor.measure.rank_group import run_as_rank
 from simulator.overlap.modes import GATHER, SLICES
-from topology.codec import read_json
 
 ROUNDS = 5
 CALL_S = 8e-3  # of calls in a row for one time
 MOST_CALLS = 100
 HOST_CALLS = 3
-SHAPE_S = 4.0  # that a shape may take, the compilation of its kernels included
 PARTS = ("product", "shard_product", "slice_product", "first", "collective", "slice_collective")
 
 Call = Callable[[], object]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = piece_parser("executor.calibrate.overlap")
-    parser.add_argument(
-        "--request", required=True, help="JSON: {overlap: [{operation, ranks, rows, columns, depth, dtype}]}"
-    )
-    parser.add_argument("--gpu", type=int, default=0)
-    return run_as_rank(run, parser.parse_args(argv))
-
-
-def run(options: argparse.Namespace) -> int:
-    sample_in_turn(
-        options,
-        "overlap",
-        read_json(options.request).get("overlap", []),
-        lambda device, item, watch: measure_shape(device, item, watch, options.gpu),
-        least_s=SHAPE_S,
-        name=lambda item: str(item["operation"]),
-    )
-    symmetric.release()
-    dist.destroy_process_group()
-    return 0
 
 
 def measure_shape(device: Any, item: dict[str, Any], watch: ClockMonitor | None, gpu: int) -> dict[str, Any]:
@@ -187,7 +158,3 @@ def _max_over_ranks(mine: list[float]) -> list[float]:
     box = torch.tensor(mine, dtype=torch.float64)
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return [float(value) for value in box]
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

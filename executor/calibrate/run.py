@@ -1,22 +1,30 @@
-"""Calibrate a machine in independent pieces: operators, contention, overlap, collectives, layers.
+"""Calibrate a machine: the jobs of a request, in order, on crews of ranks that are started once.
 
-Started by `planner calibrate` in its own process, with a request that lists the samples in order of importance. Each
-piece is another process with its share of the budget. Every sample is written to `--records` at once, so a run that is
-stopped, killed or out of time leaves a valid profile with fewer samples. Never imports torch.
+Started by `planner calibrate` in its own process, with a request that lists jobs, the most valuable first. Jobs for
+fewer GPUs than there are run at the same time on different ones, where both are of a kind that the other does not
+disturb: what shows the host is measured without anything reading clocks. Code is compiled beside measurements. Every
+sample is written to `--records` at once, so a run that is stopped, killed or out of time leaves a valid profile with
+fewer samples; a job that fails or does not end is recorded with its cause, and its crew is started anew. Never imports
+torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import getpass
+import os
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from executor.launch.local_ranks import launch
+from executor.calibrate.crew import Crew, process_context, wait_for_answers
 from executor.launch.process_exit import exit_code_of
 from executor.launch.records import Deadline, Recorder
 from executor.measure.measurement import (
@@ -24,31 +32,24 @@ from executor.measure.measurement import (
     driver_version,
     loopback_environment,
     measurement_parser,
-    record_problem,
 )
 from topology.codec import read_json
 
-ENDING_S = 3.0  # for a piece to leave its process group and exit
-GRACE_S = 3.0
-MIN_PIECE_S = 6.0  # a piece with less than this would only import torch
-CPU_LARGEST = 2**14
+POLL_S = 0.1
+LIMIT_FACTOR, LIMIT_S = 3.0, 10.0  # a job is given up after so many times its expected seconds, and so many more
+COMPILE_LIMIT_S = 120.0
+MOST_STARTS = 3  # of a crew on the same GPUs
+KEPT_S = 1.0  # of the budget, for ending
+LOOK_AHEAD = 8  # jobs whose crews are started before it is their turn
+
+Job = dict[str, Any]
+Place = tuple[str, tuple[int, ...]]  # what a crew is for, and on which GPUs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """One process, or one per rank: its module, number of ranks, weight in the budget, and arguments."""
-
-    name: str
-    module: str
-    ranks: int
-    weight: float
-    arguments: tuple[str, ...] = ()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure. Returns 0 when all pieces ran, 1 when there is nothing to measure with, 130 on Ctrl-C."""
+def main(argv: list[str] | None = None) -> int:
+    """Measure. Returns 0 when the jobs are done or time is over, 1 when there is nothing to measure with, 130 on Ctrl-C."""
     parser = measurement_parser("executor.calibrate.run")
-    parser.add_argument("--request", required=True)
+    parser.add_argument("--request", required=True, help="JSON: {jobs: [{kind, name, ranks, seconds, items}]}")
     parser.add_argument("--records", required=True, help="JSON lines; what is there already is kept")
     parser.add_argument("--gpu-name", default="", help="catalogue name of the GPU")
     parser.add_argument("--command", default="", help="what the user typed, for the record")
@@ -57,78 +58,221 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the pieces in turn. Raises ProbeError when there is no device, or other processes use the GPUs."""
+    """Do the jobs. Raises ProbeError when there is no device, or other processes use the GPUs."""
     deadline = Deadline(options.budget)
-    devices = devices_to_measure(options)
-    indices = [device["index"] for device in devices]
+    indices = [device["index"] for device in devices_to_measure(options)]
     recorder = Recorder(options.records)
     recorder.write("header", **header(options, len(indices)))
-    pieces = pieces_for(read_json(options.request), len(indices))
-    interrupted = False
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        for number, piece in enumerate(pieces):
-            left = sum(later.weight for later in pieces[number:])
-            share = deadline.left_s * piece.weight / left
-            if share < MIN_PIECE_S:
-                recorder.missing(f"{piece.name}: out of time")
-                continue
-            print(f"measuring {piece.name} (at most {share:.0f} s)", file=sys.stderr, flush=True)
-            done = launch(
-                piece.module,
-                [
-                    f"--out={options.records}",
-                    f"--seconds={share - min(ENDING_S, 0.2 * share):.3f}",
-                    f"--device={options.device}",
-                    *(_collective_arguments(options, indices) if piece.name == "collectives" else ()),
-                    *((f"--request={options.request}", f"--gpu={indices[0]}") if piece.name != "collectives" else ()),
-                    *piece.arguments,
-                    *((f"--text={options.text}",) if options.text and "torchtitan" in piece.name else ()),
-                ],
-                ranks=piece.ranks,
-                elastic=piece.module != "executor.calibrate.operators",
-                budget_s=share,
-                grace_s=GRACE_S,
-                environment=environment(options.device),
-                directory=Path(folder) / piece.name.replace(" ", "_"),
-            )
-            record_problem(piece.name, done, recorder)
-            if done.outcome == "interrupted":
-                interrupted = True
+    jobs = [Work(job) for job in read_json(options.request).get("jobs", []) if job["ranks"] <= len(indices)]
+    with tempfile.TemporaryDirectory(prefix="meshwright-", ignore_cleanup_errors=True) as folder:
+        shop = Shop(options, indices, Path(folder), recorder, deadline)
+        try:
+            shop.work(jobs)
+        except KeyboardInterrupt:
+            recorder.missing("interrupted", late=True)
+            return 130
+        finally:
+            shop.close()
+            recorder.write("header", seconds=options.budget - deadline.left_s)
+            recorder.close()
+    return 0
+
+
+@dataclass(slots=True)
+class Work:
+    """A job and how far it is. What runs compiled code waits until that was compiled, beside other jobs."""
+
+    job: Job
+    compiling: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.compiling = self.compiled
+
+    @property
+    def items(self) -> list[Any]:
+        return list(self.job.get("items", []))
+
+    @property
+    def name(self) -> str:
+        return str(self.job["name"])
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it shows the host, which reading clocks would disturb."""
+        return self.job["kind"] in {"host", "layers"}
+
+    @property
+    def use(self) -> str:
+        """What its crew is for: torchtitan changes its process, and what compiles does so while others measure."""
+        titan = any(item.get("runtime", {}).get("name") == "torchtitan" for item in self.layers)
+        return ("torchtitan" if titan else "own") + (" compiled" if self.compiled else "")
+
+    @property
+    def layers(self) -> list[Any]:
+        return self.items if self.job["kind"] == "layers" else []
+
+    @property
+    def compiled(self) -> bool:
+        return any(item["runtime"].get("compile") for item in self.layers)
+
+    def limited(self, left_s: float, *, kind: str | None = None) -> Job:
+        """Return what its ranks are told, with the seconds after which it is given up."""
+        most = COMPILE_LIMIT_S if kind == "compile" else LIMIT_FACTOR * float(self.job["seconds"]) + LIMIT_S
+        return {**self.job, "kind": kind or self.job["kind"], "limit_s": max(0.1, min(most, left_s))}
+
+
+class Shop:
+    """Gives jobs to crews, the first in the list first, and starts and ends crews."""
+
+    def __init__(
+        self, options: argparse.Namespace, indices: list[int], folder: Path, recorder: Recorder, deadline: Deadline
+    ) -> None:
+        self.options, self.indices, self.folder = options, indices, folder
+        self.recorder, self.deadline, self.began = recorder, deadline, time.monotonic()
+        self.context = process_context(environment(options.device))
+        self.crews: dict[Place, Crew] = {}
+        self.starts: dict[Place, int] = {}
+        self.running: dict[Place, Work] = {}
+        self.compiling: dict[Place, Work] = {}
+        self.done, self.total = 0, 0
+
+    def work(self, jobs: list[Work]) -> None:
+        """Do `jobs` until they are done or time is over."""
+        waiting, self.total = list(jobs), len(jobs)
+        while self.deadline.allows(KEPT_S):
+            self._start_crews(waiting)
+            self._hand_out(waiting)
+            if not (self.running or self.compiling or any(map(self._in_time, waiting))):
                 break
-    recorder.write("header", seconds=options.budget - deadline.left_s)
-    recorder.close()
-    return 130 if interrupted else 0
+            wait_for_answers(list(self.crews.values()), POLL_S)
+            self._collect(waiting)
+        for job in [*self.running.values(), *self.compiling.values(), *waiting]:
+            self.recorder.missing(f"{job.name}: out of time", late=True)
 
+    def close(self) -> None:
+        for crew in self.crews.values():
+            crew.end()
 
-def pieces_for(request: dict[str, Any], gpus: int) -> list[Piece]:
-    """Return the pieces to run for a request on `gpus` GPUs, the cheapest first."""
-    found: list[Piece] = []
-    if request.get("operators"):
-        found.append(Piece(name="operators", module="executor.calibrate.operators", ranks=1, weight=4.0))
-    if request.get("contention") and gpus > 1:
-        found.append(Piece(name="contention", module="executor.calibrate.contention", ranks=gpus, weight=3.0))
-    found += [
-        Piece(name=f"overlap on {ranks} GPUs", module="executor.calibrate.overlap", ranks=ranks, weight=3.0)
-        for ranks in sorted({one["ranks"] for one in request.get("overlap", ()) if one["ranks"] <= gpus})
-    ]
-    if request.get("collectives") and gpus > 1:
-        found.append(Piece(name="collectives", module="executor.measure.probe_collectives", ranks=gpus, weight=3.0))
-    layers = request.get("layers", [])
-    for runtime in ("torchtitan", "own"):
-        ours = [one for one in layers if (one["runtime"]["name"] == "torchtitan") == (runtime == "torchtitan")]
-        for ranks in sorted({one["ranks"] for one in ours if one["ranks"] <= gpus}):
-            mine = [one for one in ours if one["ranks"] == ranks]
-            heavy = sum(4.0 if one["runtime"].get("compile") else 1.0 for one in mine)
-            found.append(
-                Piece(
-                    name=f"layers of {runtime} on {ranks} GPUs",
-                    module="executor.calibrate.layers",
-                    ranks=ranks,
-                    weight=2.0 + heavy,
-                    arguments=(f"--runtime={runtime}",),
-                )
-            )
-    return found
+    # --- who works where --------------------------------------------------------------------------------------------
+
+    def _start_crews(self, waiting: Sequence[Work]) -> None:
+        """Start the crews of the next jobs and of what is to be compiled, which takes longest: joining takes seconds.
+
+        There are no more crews for some ranks than jobs.
+        """
+        compiling = [job for job in waiting if job.compiling]
+        counts = Counter((job.use, int(job.job["ranks"])) for job in waiting)
+        for job in [*compiling, *[job for job in waiting if not job.compiling][:LOOK_AHEAD]]:
+            for place in self._places(job)[: counts[job.use, int(job.job["ranks"])]]:
+                if place not in self.crews:
+                    self._crew(place)
+
+    def _places(self, job: Work) -> list[Place]:
+        """Return where a job could run: neighbouring GPUs, from the first on."""
+        ranks = int(job.job["ranks"])
+        starts = range(0, len(self.indices) - ranks + 1, ranks)
+        places = [(job.use, tuple(range(start, start + ranks))) for start in starts]
+        return places[:1] if job.compiled else places
+
+    def _crew(self, place: Place) -> Crew | None:
+        """Return the crew at a place, started if there is none; None where it has been started too often."""
+        crew = self.crews.get(place)
+        if crew is not None and crew.state != "dead":
+            return crew
+        if self.starts.get(place, 0) >= MOST_STARTS:
+            return None
+        self.starts[place] = self.starts.get(place, 0) + 1
+        folder = self.folder / f"{place[0].replace(' ', '_')}_{'_'.join(map(str, place[1]))}_{self.starts[place]}"
+        self.crews[place] = Crew(
+            self.context,
+            place[1],
+            folder,
+            {
+                "device": self.options.device,
+                "records": self.options.records,
+                "began": self.began,
+                "indices": self.indices,
+                "text": self.options.text,
+            },
+        )
+        return self.crews[place]
+
+    def _hand_out(self, waiting: list[Work]) -> None:
+        """Give jobs to idle crews: in order, and none past one that waits for GPUs; what compiles takes no GPU."""
+        for job in [one for one in waiting if one.compiling]:
+            place = self._places(job)[0]
+            if place not in self.compiling and self._ready(place):
+                waiting.remove(job)
+                self.compiling[place] = job
+                self.crews[place].give(job.limited(self.deadline.left_s, kind="compile"), COMPILE_LIMIT_S)
+        busy = {gpu for _, gpus in self.running for gpu in gpus}
+        quiet = {job.quiet for job in self.running.values()}
+        for job in [one for one in waiting if not one.compiling]:
+            if not self._in_time(job):
+                continue
+            if quiet and quiet != {job.quiet}:
+                break
+            here = [place for place in self._places(job) if place in self.crews]
+            alive = [place for place in here if self._crew(place) is not None]
+            if here and not alive:
+                waiting.remove(job)
+                self.recorder.missing(f"{job.name}: {self.crews[here[0]].cause}")
+                continue
+            place = next((place for place in alive if self._ready(place) and not busy & set(place[1])), None)
+            if place is None and all(self.crews[place].state == "starting" for place in alive):
+                continue
+            if place is None:
+                break
+            waiting.remove(job)
+            told = job.limited(self.deadline.left_s)
+            self.crews[place].give(told, told["limit_s"])
+            self.running[place] = job
+            busy |= set(place[1])
+            quiet |= {job.quiet}
+
+    def _in_time(self, job: Work) -> bool:
+        return float(job.job["seconds"]) <= self.deadline.left_s - KEPT_S
+
+    def _ready(self, place: Place) -> bool:
+        crew = self._crew(place)
+        return crew is not None and crew.state == "idle" and place not in self.running and place not in self.compiling
+
+    # --- what they say ----------------------------------------------------------------------------------------------
+
+    def _collect(self, waiting: list[Work]) -> None:
+        for place, crew in list(self.crews.items()):
+            if crew.state not in {"starting", "working"}:
+                continue
+            said = crew.poll()
+            failures = [answer for answer in said if answer.get("failed")]
+            if crew.state == "dead" and self.starts[place] == 1 and self._cannot_fork(crew):
+                self.context = process_context(environment(self.options.device), "spawn")
+            if crew.state == "dead" or (crew.state == "idle" and (place in self.running or place in self.compiling)):
+                self._ended(place, crew, failures, waiting)
+
+    def _ended(self, place: Place, crew: Crew, failures: list[Job], waiting: list[Work]) -> None:
+        """Note how a job ended; a crew that failed otherwise than by a refusal is started anew when it is needed."""
+        compiled = self.compiling.pop(place, None)
+        job = compiled or self.running.pop(place, None)
+        cause = crew.cause
+        if crew.state == "idle" and cause and not all(answer.get("refused") for answer in failures):
+            crew.end()
+        if job is None:
+            print(f"ranks on GPUs {place[1]} did not start: {cause}", file=sys.stderr, flush=True)
+            return
+        if compiled is not None and not cause:
+            compiled.compiling = False
+            waiting.insert(0, compiled)
+            return
+        self.done += 1
+        if cause:
+            self.recorder.missing(f"{job.name}: {cause}")
+        told = f"failed: {cause}" if cause else f"{time.monotonic() - crew.began:.1f} s"
+        print(f"{time.monotonic() - self.began:6.1f} s  {self.done}/{self.total}  {job.name}: {told}", file=sys.stderr, flush=True)  # fmt: skip
+
+    def _cannot_fork(self, crew: Crew) -> bool:
+        """Return whether a crew failed because its processes were forked: CUDA does not work in some of those."""
+        return self.options.device == "cuda" and "fork" in crew.cause.lower()
 
 
 def header(options: argparse.Namespace, gpus: int) -> dict[str, Any]:
@@ -153,17 +297,18 @@ def environment(device: str) -> dict[str, str]:
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_OFFLINE": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",  # of each rank, so that others can measure meanwhile
     }
+    # Compiled code is kept where torch keeps it by itself, though ranks have temporary folders of their own.
+    with suppress(KeyError, OSError):
+        added["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get(
+            "TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
+        )
     if device == "cpu":
         added |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     else:
         added |= {"OMP_NUM_THREADS": "4"}
     return added | loopback_environment()
-
-
-def _collective_arguments(options: argparse.Namespace, indices: Sequence[int]) -> tuple[str, ...]:
-    some = (f"--indices={','.join(map(str, indices))}",)
-    return (*some, f"--largest={CPU_LARGEST}") if options.device == "cpu" else some
 
 
 if __name__ == "__main__":

@@ -206,7 +206,7 @@ class _RandomTokens:
 
 def _reusing_meshes(trainer: type, plan: Plan) -> type:
     """Return a trainer class that reuses the meshes of an earlier one of the same degrees: they cost seconds."""
-    key = (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp)
+    key = (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp, plan.ep)
 
     class ReusedMeshes(trainer):  # type: ignore[misc]  # torchtitan is not there when types are checked
         def init_distributed(self) -> Any:

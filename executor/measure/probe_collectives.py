@@ -249,6 +249,29 @@ def _time_size(
     return max(table[::2])
 
 
+def record_sizes(device: Any, items: Sequence[dict[str, Any]], indices: Sequence[int], recorder: Recorder) -> None:
+    """Record each item's `op` at its `sizes` in bytes, on all ranks of the process group that has been joined.
+
+    Raises RuntimeError where an all-reduce of ones does not count the ranks.
+    """
+    import torch  # noqa: PLC0415 - tests drive this module with a stand-in for torch
+    import torch.distributed as dist  # noqa: PLC0415 - as above
+
+    cuda, world = device.type == "cuda", dist.get_world_size()
+    everyone = tuple(range(world))
+    dtype = torch.bfloat16 if cuda else torch.float32
+    count = max((int(size) for item in items for size in item["sizes"]), default=SMALLEST) // dtype.itemsize
+    source, sink = (torch.zeros(max(count, 256), dtype=dtype, device=device) for _ in range(2))
+    me = Rank(torch, dist, dist.get_rank(), world, cuda, source, sink, groups={everyone: dist.group.WORLD})
+    if not check_sum(me, everyone):
+        raise RuntimeError("an all-reduce of ones does not count the ranks")
+    for item in items:
+        for size in item["sizes"]:
+            for launch in ("eager", "graph") if size <= EAGER_LIMIT and cuda else ("queued",):
+                if launch != "graph" or item["op"] not in me.no_graph:
+                    _time_size(me, item["op"], (everyone,), int(size), launch, indices, recorder)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its name: never nothing."""
     return (str(error).splitlines() or [""])[0][:200] or type(error).__name__

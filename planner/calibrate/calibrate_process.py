@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from planner.calibrate.calibration_request import Request
 from planner.io import child
 from topology import codec
 from topology.errors import ProbeError
@@ -15,7 +15,7 @@ from topology.profile.profile import Profile
 
 
 def calibrate(
-    request: Request,
+    jobs: Sequence[Mapping[str, Any]],
     indices: Sequence[int],
     *,
     budget_s: float,
@@ -27,15 +27,15 @@ def calibrate(
     allow_busy: bool = False,
     text: str = "",
 ) -> Profile:
-    """Measure `request` on GPUs `indices` within `budget_s` seconds; samples are appended to `records` as they are
-    taken.
+    """Do `jobs` (`planner.calibrate.measurements.job_of`) on GPUs `indices` within `budget_s` seconds; samples are appended
+    to `records` as they are taken.
 
     Raises ProbeError when nothing could be measured, and KeyboardInterrupt after the executor has cleaned up; samples
     taken until then stay in `records`.
     """
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         path = Path(folder) / "request.json"
-        codec.write_text(path, codec.to_json(request) + "\n")
+        codec.write_text(path, codec.to_json({"jobs": list(jobs)}) + "\n")
         arguments = [
             f"--request={path}",
             f"--records={records}",

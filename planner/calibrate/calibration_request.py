@@ -1,5 +1,4 @@
-"""What to measure in a calibration: the operators of plans, by the runtime's operator list, and runs of one and two
-layers.
+"""What can be asked of a calibration, and what of it a profile lacks: the operators of plans, by the runtime's operator list.
 
 Without plans, the operators are those of typical layers: models from 1B to 70B, over tokens and tensor-parallel
 degrees, ordered so that the first ones already cover all kinds. With plans, they are what the plans run and the profile
@@ -9,17 +8,13 @@ lacks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.calibrate.overlap_request import plan_sites, site_key, typical_sites
 from planner.calibrate.planned_step import PlannedStep
 from simulator.calibration.kernel_samples import operators_of
 from simulator.config.model import Model
-from simulator.config.plan import Plan
-from simulator.config.runtime import Runtime
-from simulator.config.workload import Workload
-from simulator.runtimes.library import runtime_spec
 from topology import codec
 from topology.profile.profile import Profile
 
@@ -32,14 +27,15 @@ TYPICAL_LAYERS = (
     (3072, 24, 8, 128, 8192),
     (8192, 64, 8, 128, 28672),
 )
-TOKENS = ((8192, 1), (4096, 1), (16384, 4), (2048, 1), (32768, 1))  # (tokens of a micro batch, sequences)
-TENSOR = (1, 2, 4)
 VOCABULARY = 128256
 COPIES = tuple(2**power for power in (16, 18, 20, 22, 24, 26, 28, 30))
 MAX_TENSOR_BYTES = 24 * 2**30  # of the largest operand: logits of very large batches are left out
 
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send_recv")
+SIZES = tuple(2**power for power in (14, 17, 20, 22, 24, 26, 28, 29))  # bytes of messages when no plan is named
+
 # Compute and a collective at the same time. Sizes are those of layers that FSDP gathers: 100 MB to 1 GB.
-CONTENTION = tuple(
+CONTENTION: tuple[dict[str, Any], ...] = tuple(
     {"compute": compute, "shape": shape, "dtype": dtype, "op": op, "nbytes": nbytes}
     for op, nbytes in (("all_gather", 436 * 10**6), ("reduce_scatter", 872 * 10**6), ("all_reduce", 100 * 2**20))
     for compute, shape, dtype in (
@@ -51,87 +47,17 @@ CONTENTION = tuple(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerRun:
-    """One run of the runtime calibration; `layer` is as in SPREAD."""
-
-    layer: tuple[int, int, int, int, int]
-    seq_len: int
-    sequences: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    tp: int = 1
-    cp: int = 1
-    recompute: str = "none"
-    compile: bool = False
-    vocabulary: int = VOCABULARY
-
-
-_WIDE, _SMALL, _MIDDLE = TYPICAL_LAYERS[0], TYPICAL_LAYERS[1], TYPICAL_LAYERS[3]
-_HOST_BOUND = (
-    512,
-    8,
-    4,
-    64,
-    1024,
-)  # at 256 tokens its kernels take no longer on the device than their launch on the host
-
-
-def _host_bound_run(**more: Any) -> LayerRun:
-    return LayerRun(layer=_HOST_BOUND, seq_len=256, vocabulary=1024, **more)
-
-
-def _large_run(**more: Any) -> LayerRun:
-    """Return a run of a wide layer with a small vocabulary, so that little but the layer takes time."""
-    return LayerRun(layer=_WIDE, seq_len=8192, vocabulary=4096, **more)
-
-
-# A degree of 2 stands for all GPUs, up to MAX_RANKS, but for two GPUs along each of two axes.
-RUNTIME_RUNS = (
-    # Whatever is asked, layers of a kind that was not run are the description's guess: one narrow run of each comes first, which
-    # takes seconds, then wide ones, which show the device.
-    _large_run(dp_shard=2),
-    _host_bound_run(dp_shard=2),
-    _host_bound_run(),
-    _host_bound_run(tp=2),
-    _host_bound_run(dp_shard=2, tp=2),
-    _host_bound_run(dp_shard=2, recompute="full"),
-    _host_bound_run(dp_shard=2, recompute="selective-op"),
-    _host_bound_run(cp=2),
-    _large_run(tp=2),
-    LayerRun(layer=_SMALL, seq_len=4096, sequences=4),
-    LayerRun(layer=_WIDE, seq_len=8192, dp_shard=2),
-    _host_bound_run(dp_shard=2, compile=True),
-    _host_bound_run(tp=2, compile=True),
-    _host_bound_run(dp_replicate=2),
-    _large_run(dp_shard=2, recompute="selective-op"),
-    LayerRun(layer=_WIDE, seq_len=4096, dp_shard=2),
-    LayerRun(layer=_SMALL, seq_len=4096, sequences=4, dp_shard=2),
-    LayerRun(layer=_SMALL, seq_len=4096, sequences=4, dp_replicate=2),
-    LayerRun(layer=_WIDE, seq_len=16384, cp=2, recompute="full", vocabulary=4096),
-    _large_run(dp_shard=2, compile=True),
-    _large_run(dp_shard=2, recompute="full"),
-    LayerRun(layer=_WIDE, seq_len=8192, dp_shard=2, compile=True),
-    LayerRun(layer=_MIDDLE, seq_len=4096, sequences=2, dp_shard=2),
-    LayerRun(layer=_WIDE, seq_len=8192, tp=2),
-    LayerRun(layer=_WIDE, seq_len=8192),
-    _large_run(),
-    LayerRun(layer=_SMALL, seq_len=4096, sequences=4, compile=True),
-    _large_run(compile=True),
-    _host_bound_run(recompute="selective-op"),
-    _host_bound_run(compile=True),
-)
-MAX_RANKS = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the executor is to measure, the most valuable first in each list."""
+    """What the executor is to measure, the most valuable first in each list.
+
+    `layers` are runs of one and two layers (`planner.calibrate.layer_runs`), `collectives` have an `op`, `ranks` and `sizes`.
+    """
 
     operators: tuple[dict[str, Any], ...] = ()
     contention: tuple[dict[str, Any], ...] = ()
     layers: tuple[dict[str, Any], ...] = ()
     overlap: tuple[dict[str, Any], ...] = ()
-    collectives: bool = False
+    collectives: tuple[dict[str, Any], ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -140,69 +66,31 @@ class Request:
 
 def machine_request(*, gpus: int, collectives: bool = True) -> Request:
     """Return measurements that need several GPUs: collectives, their contention with kernels, and overlap modes."""
-    return Request(
-        contention=CONTENTION if gpus > 1 else (), overlap=typical_sites(gpus), collectives=collectives and gpus > 1
-    )
+    if gpus < 2:
+        return Request()
+    groups = sorted({2, 1 << (gpus.bit_length() - 1)}, reverse=True)
+    wanted = [collective_item(op, ranks, SIZES) for ranks in groups for op in OPS] if collectives else []
+    return Request(contention=CONTENTION, overlap=typical_sites(gpus), collectives=tuple(wanted))
 
 
-def typical_request() -> Request:
-    """Return the operators that a calibration without plans measures."""
-    operators = [*_interleaved(_typical_operators()), *_copies()]
-    # Copies and the optimizer come first, so that they are measured with any budget.
-    first = [one for one in operators if one["kind"] == "move" and one["name"] in {"copy", "adamw", "clip"}]
-    rest = [one for one in operators if one not in first]
-    return Request(operators=tuple(_unique([*first, *rest])))
+def collective_item(op: str, ranks: int, sizes: Iterable[int]) -> dict[str, Any]:
+    """Return a collective to measure at `sizes` in bytes, each rounded down so that all ranks have as many whole numbers."""
+    whole = ranks * 256
+    return {"op": op, "ranks": ranks, "sizes": sorted({max(whole, size // whole * whole) for size in sizes})}
 
 
-def exact_request(questions: Sequence[PlannedStep], *, gpus: int, layers: bool = True) -> Request:
-    """Return the operators and overlap sites of the plans, and runs of one and two layers of each that fits on `gpus`."""
+def copies() -> Request:
+    """Return plain copies of memory of all sizes, to which kernels that were not measured are compared."""
+    return Request(operators=tuple(_copies()))
+
+
+def exact_request(questions: Sequence[PlannedStep], *, gpus: int) -> Request:
+    """Return the operators and overlap sites of the plans."""
     operators = [one for question in questions for one in plan_operators(question)]
-    runs = [layer_request(question, gpus) for question in questions] if layers else []
-    return Request(
-        operators=tuple(_unique(operators)),
-        layers=tuple(_unique(run for run in runs if run is not None)),
-        overlap=plan_sites(questions, gpus),
-    )
+    return Request(operators=tuple(unique(operators)), overlap=plan_sites(questions, gpus))
 
 
-def runtime_request(name: str, *, gpus: int, version: str | None = None) -> Request:
-    """Return the runs of one and two layers from which a runtime's own costs follow.
-
-    They have several widths; the narrowest is so small that the time is the host's.
-    """
-    found = []
-    many = max(2, 1 << (min(gpus, MAX_RANKS).bit_length() - 1))
-    known = runtime_spec(name).recompute
-    for run in RUNTIME_RUNS:
-        if run.recompute not in known:
-            continue
-        axes = [axis for axis in ("dp_replicate", "dp_shard", "tp", "cp") if getattr(run, axis) > 1]
-        degrees: dict[str, Any] = dict.fromkeys(axes, many if len(axes) == 1 else 2)
-        plan = Plan(
-            **degrees,
-            sequence_parallel=run.tp > 1,
-            micro_batch_size=run.sequences,
-            recompute=run.recompute,
-        )
-        if plan.gpus > gpus:
-            continue
-        model = _one_layer(run.layer, run.vocabulary)
-        workload = Workload(seq_len=run.seq_len, global_batch_size=plan.data_parallel * run.sequences)
-        runtime = Runtime(
-            name=name,
-            version=version,
-            compile=run.compile,
-            param_dtype="bfloat16" if axes == ["tp"] else "float32",
-            reduce_dtype="float32",
-        )
-        question = PlannedStep(model=model, plan=plan, workload=workload, runtime=runtime)
-        request = layer_request(question, gpus)
-        if request is not None:
-            found.append(request)
-    return Request(layers=tuple(_unique(found)))
-
-
-def _one_layer(shape: tuple[int, int, int, int, int], vocabulary: int) -> Model:
+def one_layer(shape: tuple[int, int, int, int, int], vocabulary: int) -> Model:
     """Return a model of one layer; `shape` is (hidden, heads, key/value heads, head width, feed-forward width)."""
     hidden, heads, kv_heads, head_dim, ffn = shape
     return Model(
@@ -218,16 +106,6 @@ def _one_layer(shape: tuple[int, int, int, int, int], vocabulary: int) -> Model:
     )
 
 
-def merge_requests(*requests: Request) -> Request:
-    """Return the union of several requests, in order."""
-    lists: dict[str, Any] = {
-        field.name: tuple(_unique(one for request in requests for one in getattr(request, field.name)))
-        for field in fields(Request)
-        if field.name != "collectives"
-    }
-    return Request(**lists, collectives=any(request.collectives for request in requests))
-
-
 def missing_from(request: Request, profile: Profile | None) -> Request:
     """Return the part of `request` of which the profile has no valid sample."""
     if profile is None:
@@ -235,19 +113,11 @@ def missing_from(request: Request, profile: Profile | None) -> Request:
     known = {sample.key for sample in profile.operators if not sample.invalid and sample.regime == "sustained"}
     pairs = {sample.key for sample in profile.contention if not sample.invalid}
     sites = {sample.key for sample in profile.overlap if not sample.invalid}
-    ran = [
-        (sample.model, sample.plan, sample.workload, sample.runtime) for sample in profile.layers if not sample.invalid
-    ]
+    ran = {(_layer_key(s.model, s.plan, s.workload, s.runtime), s.layers) for s in profile.layers if not s.invalid}
 
     def have_layer(one: dict[str, Any]) -> bool:
-        same = [
-            model
-            for model, plan, workload, runtime in ran
-            if (plan, workload, runtime) == (one["plan"], one["workload"], one["runtime"])
-            and {k: v for k, v in model.items() if k != "layers"}
-            == {k: v for k, v in one["model"].items() if k != "layers"}
-        ]
-        return len(same) >= len(one.get("counts", (1, 2)))
+        key = _layer_key(one["model"], one["plan"], one["workload"], one["runtime"])
+        return all((key, count) in ran for count in one.get("counts", (1, 2)))
 
     return replace(
         request,
@@ -255,8 +125,16 @@ def missing_from(request: Request, profile: Profile | None) -> Request:
         contention=tuple(one for one in request.contention if not any(_same_pair(one, key) for key in pairs)),
         layers=tuple(one for one in request.layers if not have_layer(one)),
         overlap=tuple(one for one in request.overlap if site_key(one) not in sites),
-        collectives=request.collectives and not profile.collectives,
+        collectives=tuple(
+            {**one, "sizes": sizes} for one in request.collectives if (sizes := _sizes_missing(one, profile))
+        ),
     )
+
+
+def _sizes_missing(one: dict[str, Any], profile: Profile) -> list[int]:
+    """Return the sizes of a collective that were not measured. A size that is an even share of ranks is timed as it is."""
+    known = {s.nbytes for s in profile.collectives if (s.op, s.ranks, s.nodes) == (one["op"], one["ranks"], 1)}
+    return [size for size in one["sizes"] if size not in known]
 
 
 def plan_operators(question: PlannedStep) -> list[dict[str, Any]]:
@@ -264,73 +142,7 @@ def plan_operators(question: PlannedStep) -> list[dict[str, Any]]:
     return operators_of(question.model, question.plan, question.workload, question.runtime)
 
 
-def layer_request(question: PlannedStep, gpus: int) -> dict[str, Any] | None:
-    """Return the run of one and two layers that is closest to the plan on `gpus` GPUs; None if there is none.
-
-    Pipeline parallelism is dropped, as it does not change a layer; then data parallelism is reduced, and only then
-    context and tensor parallelism.
-    """
-    if question.model.moe is not None and question.runtime.name == "torchtitan":
-        return None
-    plan = single_layer_plan(question.plan, gpus)
-    if plan is None:
-        return None
-    workload = replace(question.workload, global_batch_size=plan.data_parallel * plan.micro_batch_size)
-    runtime = question.runtime
-    if plan.dp_shard * plan.cp == 1 and plan.tp > 1:
-        # Mixed precision comes with FSDP; without it a tensor-parallel model computes in its storage dtype.
-        runtime = replace(runtime, param_dtype=runtime.compute_dtype)
-    return {
-        "ranks": plan.gpus,
-        "model": codec.to_builtins(replace(question.model, layers=1)),
-        "plan": codec.to_builtins(plan),
-        "workload": codec.to_builtins(workload),
-        "runtime": codec.to_builtins(runtime),
-    }
-
-
-def single_layer_plan(plan: Plan, gpus: int) -> Plan | None:
-    """Return the plan without pipeline parallelism, reduced to `gpus` ranks; None if it cannot be."""
-    single = replace(
-        plan,
-        pp=1,
-        virtual_stages=1,
-        schedule=None,
-        layers_per_stage=(),
-        recompute_per_stage=(),
-        placement=(),
-        ep=1,
-        # A pipelined plan computes in the dtype of FSDP's mixed precision only if something is sharded.
-        dp_shard=max(plan.dp_shard, 2) if plan.pp > 1 and gpus > plan.tp * plan.cp else plan.dp_shard,
-    )
-    for axis in ("dp_replicate", "dp_shard", "cp", "tp"):
-        while single.gpus > gpus and getattr(single, axis) % 2 == 0:
-            single = replace(single, **{axis: getattr(single, axis) // 2})
-    return single if single.gpus <= gpus else None
-
-
 # --- typical layers -------------------------------------------------------------------------------------------------
-
-
-def _typical_operators() -> Iterator[list[dict[str, Any]]]:
-    """Yield the operators of one typical layer after another, the most common sizes first."""
-    for tensor in TENSOR:
-        for tokens, sequences in TOKENS:
-            for shape in TYPICAL_LAYERS:
-                model = _one_layer(shape, VOCABULARY)
-                question = PlannedStep(
-                    model=model,
-                    plan=Plan(tp=tensor, dp_shard=2, sequence_parallel=tensor > 1, micro_batch_size=sequences),
-                    workload=Workload(seq_len=tokens // sequences, global_batch_size=2 * sequences),
-                    # Without FSDP, as here with tensor parallelism, parameters are stored in the compute dtype.
-                    runtime=Runtime(name="torchtitan", param_dtype="bfloat16" if tensor > 1 else "float32"),
-                )
-                yield [one for one in plan_operators(question) if _largest_bytes(one) <= MAX_TENSOR_BYTES]
-
-
-def _interleaved(layers: Iterable[list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    for operators in layers:
-        yield from operators
 
 
 def _copies() -> Iterator[dict[str, Any]]:
@@ -345,22 +157,18 @@ def _copies() -> Iterator[dict[str, Any]]:
         }
 
 
-def _largest_bytes(one: dict[str, Any]) -> float:
-    shape = one["shape"]
-    if one["kind"] == "matmul":
-        return float(2 * max(shape["m"] * shape["n"], shape["n"] * shape["k"], shape["m"] * shape["k"]))
-    if one["name"] == "cross_entropy":
-        return float(16 * shape["t"] * shape["v"])  # it keeps four float32 copies
-    return 0.0
-
-
-def _unique(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def unique(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list({codec.fingerprint(one): one for one in found}.values())
 
 
 def _operator_key(one: dict[str, Any]) -> tuple[Any, ...]:
     shape = tuple(sorted(one["shape"].items()))
     return one["kind"], one["name"], shape, one["dtype"], one["direction"], one.get("runtime", ""), "sustained"
+
+
+def _layer_key(model: dict[str, Any], *rest: dict[str, Any]) -> str:
+    """Return the same for runs that differ in their number of layers alone, whether decoded or read."""
+    return codec.fingerprint(({name: value for name, value in model.items() if name != "layers"}, *rest))
 
 
 def _same_pair(one: dict[str, Any], key: tuple[Any, ...]) -> bool:
@@ -385,6 +193,13 @@ def shrink(request: Request) -> Request:
             shape = {"b": 1, "a": 4, "kv": 2, "s": 16, "S": 16, "d": 16}
         return {**one, "shape": shape}
 
+    def shrunk_layers(one: dict[str, Any]) -> dict[str, Any]:
+        """A layer of a few numbers, under the same parallelism."""
+        model = {**one["model"], "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 64, "vocab": 64}
+        if model.get("moe"):
+            model["moe"] = {**model["moe"], "experts": 4, "experts_per_token": 2, "ffn": 32}
+        return {**one, "model": model, "workload": {**one["workload"], "seq_len": 16 * one["plan"]["cp"]}}
+
     first = {(one["kind"], one["name"], one["direction"]): shrunk(one) for one in reversed(request.operators)}
     pairs = tuple({**shrunk(one), "dtype": "float32", "nbytes": 4096} for one in request.contention[:1])
     tiny = {"ranks": 2, "rows": 16, "depth": 8, "dtype": "float32"}
@@ -393,6 +208,7 @@ def shrink(request: Request) -> Request:
         request,
         operators=tuple(first.values()),
         contention=pairs,
-        layers=(),
+        layers=tuple(shrunk_layers(one) for one in request.layers[:1]),
         overlap=tuple(sites.values()),
+        collectives=tuple(collective_item(one["op"], 2, (2**10, 2**14)) for one in request.collectives[:2]),
     )

@@ -10,11 +10,12 @@ from typing import Annotated
 
 import typer
 
-from planner.calibrate import calibration_request as requests
+from planner.calibrate.agenda import Agenda, Wanted, agenda_for
+from planner.calibrate.agenda_report import agenda_document, announced, what_is_left
 from planner.calibrate.calibrate_process import calibrate as run
 from planner.calibrate.calibrate_process import read_records
 from planner.calibrate.calibration_report import document, lines
-from planner.calibrate.calibration_request import Request
+from planner.calibrate.layer_runs import typical_steps
 from planner.calibrate.planned_step import PlannedStep
 from planner.commands import options
 from planner.commands.doctor import budget_s
@@ -22,14 +23,25 @@ from planner.io import output
 from planner.io.inputs import read_cluster
 from planner.io.output import warn
 from planner.question.cases import case_of_plan_file, load_case, read_cases
+from planner.question.flags import Flags
 from planner.question.plan_file import require_folder
-from simulator.fitting.calibration_fit import with_rates
+from planner.search.answer import answer
+from planner.search.plan_space.candidates import Bounds
+from planner.search.plan_space.stated import read_spans
+from planner.search.search import SearchOptions
+from simulator.fitting.calibration_fit import calibrated, with_rates
 from topology import codec
+from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
 from topology.errors import BadCluster, BadInput, ProbeError, UserError
 from topology.probe.from_machine import probe_machine
 from topology.profile.profile import Profile, read_profile
 from topology.profile.store import add_to_store, merge, read_stored, store_folder, with_named_runs
+
+PLANS = 6  # that are taken to be able to win
+SEARCH_S = 20.0  # for finding them
+DEFAULT_RUNTIME = "meshwright"
+STAND_IN = "dgx-h100"  # whose predictions order the jobs of a dry run
 
 
 def calibrate(
@@ -37,21 +49,30 @@ def calibrate(
         str, typer.Option("--cluster", help="What this machine is: local, a catalogue name or a cluster file.")
     ] = "local",
     out: Annotated[Path | None, typer.Option("--out", help="Profile to write; one that exists is added to.")] = None,
-    budget: Annotated[str, typer.Option("--budget", help="Time for measuring, such as 60s or 10m.")] = "60s",
+    budget: Annotated[str, typer.Option("--budget", help="Time for measuring, such as 60s or 10m.")] = "120s",
+    model: Annotated[
+        str | None, typer.Option("--model", "--config", help="Measure what decides between this model's plans.")
+    ] = None,
+    seq_len: options.SeqLen = 8192,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step, with --model.")
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option("--micro-batch", min=1, max=1 << 20, help="Only plans with this micro batch.")
+    ] = None,
+    framework: Annotated[str, typer.Option("--framework", help="Whose plans, with --model.")] = "torchtitan",
+    compile_model: options.Compile = None,
+    param_dtype: options.ParamDtype = None,
     wanted: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--for", help="Plan or case file: measure exactly what it runs and the profile lacks; again for more."
-        ),
+        typer.Option("--for", help="Plan or case file: measure what its steps rest on; again for more."),
     ] = None,
     runtime: Annotated[
         list[str] | None,
-        typer.Option("--runtime", help="Measure this runtime's own costs on one and two layers; again for more."),
+        typer.Option("--runtime", help="Measure what typical plans of this runtime rest on; again for more."),
     ] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="How many GPUs to use; default all.")] = None,
-    operators: Annotated[
-        bool, typer.Option("--operators/--no-operators", help="Measure the spread of operators.")
-    ] = True,
+    operators: Annotated[bool, typer.Option("--operators/--no-operators", help="Measure operators.")] = True,
     collectives: Annotated[bool, typer.Option("--collectives/--no-collectives", help="Measure collectives.")] = True,
     text: Annotated[
         Path | None, typer.Option("--text", help="torchtitan's tokenizer/ and c4_test/, to load data as it does.")
@@ -63,8 +84,9 @@ def calibrate(
     device: Annotated[str, typer.Option("--device", hidden=True)] = "cuda",
     json: options.Json = False,
 ) -> None:
-    """Measure operators, launch overheads, collectives, contention, overlap and layers; fit; say how well that predicts.
+    """Measure layers, operators, collectives, contention and overlap, what decides a question first; fit; say what is left.
 
+    With --model the plans that could win are looked for, and measured is what narrows the choice between them most a second.
     What the profile has already is not measured again, so a run that was cut short is continued by the same command.
     Exit code 1 when there is no GPU to measure.
     """
@@ -73,20 +95,48 @@ def calibrate(
         require_folder(out)
     if device not in {"cuda", "cpu"}:
         raise UserError(f"--device is {device!r}", remedy="leave it out")
+    if model is not None and wanted:
+        raise UserError("--model and --for both say what to measure for", remedy="one of them")
     steps = _steps(wanted or [])
     machine, kind, indices, links = _machine(cluster, gpus, device)
     before = _known(out, kind, store=store)
-    request = _request(steps, runtime or [], len(indices), operators=operators, collectives=collectives)
-    needed = requests.missing_from(requests.shrink(request) if device == "cpu" else request, before)
-    if needed.empty and before is not None:
+    if model is not None:
+        flags = Flags(
+            model=model,
+            cluster=cluster if links is not None else STAND_IN,
+            gpus=(len(indices),),
+            seq_len=seq_len,
+            global_batch=global_batch,
+            runtime={"compile": compile_model, "param_dtype": param_dtype},
+        )
+        asked = Wanted(steps=_leading(flags, framework, micro_batch), choice=True)
+    else:
+        names = runtime or ([] if steps else [DEFAULT_RUNTIME])
+        typical = [step for name in names for step in typical_steps(name, len(indices))]
+        asked = Wanted(steps=(*steps, *typical), everything=bool(typical))
+    on = take_gpus(links or read_cluster(STAND_IN), len(indices))
+    agenda = agenda_for(
+        asked,
+        on,
+        before,
+        gpus=len(indices),
+        budget_s=seconds,
+        calibration=calibrated(before, on) if links is not None else None,
+        operators=operators,
+        collectives=collectives,
+        stand_in=device == "cpu",
+    )
+    if not agenda.chosen and before is not None:
         warn("the profile has all of it already: nothing was measured")
-        _answer(before, before, out, links, json=json)
+        _answer(before, before, agenda, out, links, json=json)
         return
+    for line in announced(agenda, seconds):
+        warn(line)
     records = (out.with_name(out.name + ".partial") if out is not None else _scratch()).absolute()
     records.parent.mkdir(parents=True, exist_ok=True)
     try:
         found = run(
-            needed,
+            agenda.jobs(),
             indices,
             budget_s=seconds,
             machine=machine,
@@ -104,22 +154,24 @@ def calibrate(
         raise
     whole = _whole(found, before, links)
     saved = _save(whole, found, out, records, store=store)
-    _answer(found, whole, out if saved else None, links, json=json)
+    _answer(found, whole, agenda, out if saved else None, links, json=json)
     if not saved:
         raise typer.Exit(1)
 
 
-def _request(
-    steps: list[PlannedStep], runtimes: list[str], gpus: int, *, operators: bool, collectives: bool
-) -> Request:
-    """Return what to measure: the operators and layers of plans, or without plans what any plan needs; and runtimes."""
-    parts = [requests.exact_request(steps, gpus=gpus)] if steps else []
-    parts += [requests.runtime_request(name, gpus=gpus) for name in runtimes]
-    if operators and not steps:
-        parts.append(requests.typical_request())
-    if not steps:
-        parts.append(requests.machine_request(gpus=gpus, collectives=collectives))
-    return requests.merge_requests(*parts)
+def _leading(flags: Flags, framework: str, micro_batch: int | None) -> tuple[PlannedStep, ...]:
+    """Return the steps of the plans that could win a question, as they are predicted without measurements."""
+    bounds = Bounds(micro_batch=read_spans(None if micro_batch is None else str(micro_batch), "--micro-batch"))
+    wanted = SearchOptions(top=PLANS, bounds=bounds, simulate=False, time_limit_s=SEARCH_S)
+    try:
+        result = answer(flags, framework, wanted, progress=output.progress)
+    finally:
+        output.end_progress()
+    question = result.question
+    return tuple(
+        PlannedStep(model=question.model, plan=one.plan, workload=question.workload, runtime=question.runtime)
+        for one in result.plans
+    )
 
 
 def _without_folder(word: str) -> str:
@@ -210,11 +262,13 @@ def _scratch() -> Path:
     return store_folder() / f"calibration.{uuid.uuid4().hex[:8]}.partial"
 
 
-def _answer(found: Profile, whole: Profile, out: Path | None, links: Cluster | None, *, json: bool) -> None:
+def _answer(
+    found: Profile, whole: Profile, agenda: Agenda, out: Path | None, links: Cluster | None, *, json: bool
+) -> None:
     if json:
-        output.emit_json(document(found, whole, links))
+        output.emit_json(document(found, whole, links) | agenda_document(agenda, whole, links))
         return
-    for line in lines(found, whole, links):
+    for line in [*lines(found, whole, links), *what_is_left(agenda, whole, links)]:
         print(output.printable(line))
     if out is not None:
         print(output.printable(f"saved {out}"))

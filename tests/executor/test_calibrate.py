@@ -1,11 +1,10 @@
 """Calibration's workers: what they time is the operator that was asked for, and what they cannot time is missing."""
 
 import importlib.util
-import json
 
 import pytest
 
-from executor.calibrate.run import Piece, header, pieces_for
+from executor.calibrate.run import header
 from executor.gpu.monitor import ClockMonitor, invalid_reason
 from executor.launch.records import read_records
 from topology.profile.calibration_records import profile_from_records
@@ -115,22 +114,21 @@ def test_a_timing_on_the_cpu_is_a_time() -> None:
 
 @needs_torch
 def test_what_cannot_be_measured_is_missing_and_the_rest_is_there(tmp_path) -> None:
-    from executor.calibrate.operators import main
+    import torch
+
+    from executor.calibrate.operators import OperatorTimes
+    from executor.launch.records import Deadline, Recorder
 
     wanted = [
         {"kind": "move", "name": "gossip", "shape": {"t": 1}, "dtype": "float32", "direction": "forward"},
         {"kind": "move", "name": "silu", "shape": {"t": 8, "f": 16}, "dtype": "float32", "direction": "forward"},
     ]
-    (tmp_path / "request.json").write_text(json.dumps({"operators": wanted}), encoding="utf-8")
 
-    code = main([f"--request={tmp_path / 'request.json'}", f"--out={tmp_path / 'r'}", "--seconds=60", "--device=cpu"])
+    OperatorTimes(torch.device("cpu"), 0).record(wanted, Recorder(tmp_path / "r"), Deadline(60))
 
     records = list(read_records(tmp_path / "r"))
-    assert code == 0
     assert [r["sample"]["name"] for r in records if r["kind"] == "operator"] == ["silu"]
     assert any("gossip" in r["what"] for r in records if r["kind"] == "missing")
-    assert {r["sample"]["name"] for r in records if r["kind"] == "host"} >= {"eager", "linear"}
-    assert not any(r["sample"]["name"].startswith("graph") for r in records if r["kind"] == "host")
 
 
 def test_a_throttled_sample_is_invalid_and_a_power_cap_is_not() -> None:
@@ -157,29 +155,6 @@ def test_clocks_are_those_of_the_sample() -> None:
     assert found["throttle"] == ["software power cap", "software thermal slowdown"]
     assert watch.between(3.0, 3.01, 0)["sm_clock_hz"] == 345e6, "a short sample gets the next reading"
     assert watch.between(10.0, 11.0, 0) == {}
-
-
-def test_pieces_need_as_many_gpus_as_they_have_ranks() -> None:
-    layer = {"ranks": 2, "runtime": {"name": "torchtitan"}}
-    request = {
-        "operators": [1],
-        "contention": [1],
-        "overlap": [{"ranks": 2}, {"ranks": 4}, {"ranks": 2}],
-        "collectives": True,
-        "layers": [layer, {**layer, "ranks": 4}],
-    }
-
-    names = [piece.name for piece in pieces_for(request, 2)]
-
-    assert names == [
-        "operators",
-        "contention",
-        "overlap on 2 GPUs",
-        "collectives",
-        "layers of torchtitan on 2 GPUs",
-    ]
-    assert [piece.name for piece in pieces_for(request, 1)] == ["operators"]
-    assert all(isinstance(piece, Piece) and piece.weight > 0 for piece in pieces_for(request, 4))
 
 
 def test_a_stand_in_never_claims_a_gpu() -> None:

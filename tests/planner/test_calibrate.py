@@ -6,20 +6,15 @@ import json
 
 import pytest
 
-from planner.calibrate.calibrate_process import read_records
+from planner.calibrate.calibrate_process import calibrate, read_records
 from planner.calibrate.calibration_report import overlap_rows
 from planner.calibrate.calibration_request import (
     Request,
     exact_request,
-    layer_request,
     machine_request,
-    merge_requests,
     missing_from,
-    runtime_request,
-    shrink,
-    single_layer_plan,
-    typical_request,
 )
+from planner.calibrate.layer_runs import layer_request, narrow_requests, single_layer_plan, typical_steps
 from planner.calibrate.planned_step import PlannedStep
 from planner.cli import main
 from planner.commands.calibrate import _without_folder
@@ -28,7 +23,8 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.overlap.modes import EXECUTED
-from topology.profile.profile import Profile, read_profile
+from topology import codec
+from topology.profile.profile import CollectiveSample, Profile, read_profile
 from topology.profile.samples import OperatorSample, OverlapSample
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -77,7 +73,7 @@ def test_the_exact_operators_of_a_plan_are_the_ranks_own() -> None:
 def test_the_sites_of_a_plan_are_measured_as_its_ranks_run_them() -> None:
     """8192 tokens on two ranks: gate and up share a gather, so do queries, keys and values; all modes of each."""
     plan = Plan(tp=2, dp_shard=2, sequence_parallel=True, tp_overlap="mlp_in=fused")
-    request = exact_request([question(plan)] * 2, gpus=2, layers=False)
+    request = exact_request([question(plan)] * 2, gpus=2)
 
     assert [(one["operation"], one["rows"], one["columns"], one["depth"]) for one in request.overlap] == [
         ("all_gather_matmul", 8192, [7168, 7168], 4096),
@@ -87,7 +83,7 @@ def test_the_sites_of_a_plan_are_measured_as_its_ranks_run_them() -> None:
     ]
     assert {one["ranks"] for one in request.overlap} == {2}
     for other in (Plan(tp=2), Plan(dp_shard=2), Plan(tp=8, sequence_parallel=True)):
-        assert not exact_request([question(other)], gpus=4, layers=False).overlap
+        assert not exact_request([question(other)], gpus=4).overlap
 
 
 def test_a_shape_in_every_mode_is_asked_for_once() -> None:
@@ -129,7 +125,6 @@ def test_compiled_fusions_are_left_to_layers() -> None:
 
     assert not shapes(request, "silu", "forward")
     assert shapes(request, "matmul", "forward")
-    assert len(request.layers) == 1
 
 
 def test_a_layer_keeps_its_tensor_parallel_group_and_loses_its_pipeline() -> None:
@@ -153,33 +148,29 @@ def test_a_layer_without_fsdp_computes_in_what_it_is_stored_in() -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
-def test_runtime_runs_fit_the_machine(gpus: int) -> None:
-    request = runtime_request("torchtitan", gpus=gpus)
+def test_typical_layers_fit_the_machine(gpus: int) -> None:
+    requests = [one for step in typical_steps("torchtitan", gpus) for one in narrow_requests(step, gpus)]
 
-    assert request.layers
-    assert {one["ranks"] for one in request.layers} <= {1, min(gpus, 4)}
-    assert all(one["model"]["layers"] == 1 for one in request.layers)
-
-
-def test_every_kind_of_parallelism_is_among_the_first_runs() -> None:
-    """Eight runs are what two minutes were enough for: after them no kind of four GPUs is a guess, both axes together included."""
-    first = [one["plan"] for one in runtime_request("torchtitan", gpus=4).layers[:8]]
-    kinds = {tuple(one[axis] for axis in ("dp_shard", "tp", "cp")) for one in first}
-
-    assert {(1, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 1), (1, 1, 4)} <= kinds
-    assert {one["recompute"] for one in first} == {"none", "full", "selective-op"}
+    assert requests
+    assert {one["ranks"] for one in requests} <= {1, 2, min(gpus, 4)}
+    assert all(one["model"]["layers"] == 1 for one in requests)
 
 
-def test_any_beginning_of_the_spread_covers_every_kind() -> None:
-    first = typical_request().operators[:120]
+def test_every_kind_of_parallelism_has_a_narrow_layer() -> None:
+    """On four GPUs none is a guess: FSDP, tensor, context and expert parallelism, both axes at once, pipelines, compiled."""
+    requests = [one for step in typical_steps("torchtitan", 4) for one in narrow_requests(step, 4)]
+    kinds = {tuple(one["plan"][axis] for axis in ("dp_shard", "tp", "cp", "ep", "pp")) for one in requests}
 
-    assert {one["kind"] for one in first} == {"matmul", "attention", "move"}
-    assert {"copy", "adamw", "clip", "rms_norm", "cross_entropy", "gather_pack"} <= {one["name"] for one in first}
-    assert {one["direction"] for one in first if one["kind"] == "matmul"} == {"forward", "dgrad", "wgrad"}
+    assert {(1, 1, 1, 1, 1), (4, 1, 1, 1, 1), (1, 4, 1, 1, 1), (2, 2, 1, 1, 1), (1, 1, 4, 1, 1)} <= kinds
+    assert {(4, 1, 1, 4, 1), (2, 1, 1, 1, 2)} <= kinds
+    assert {one["plan"]["recompute"] for one in requests} == {"none", "full", "selective-op"}
+    assert {one["runtime"]["compile"] for one in requests} == {False, True}
+    staged = [one for one in requests if one["plan"]["pp"] == 2]
+    assert {tuple(one["counts"]) for one in staged} == {(2,)}, "a layer for each stage"
 
 
 def test_what_the_profile_has_is_not_asked_for_again() -> None:
-    request = exact_request([question(Plan(dp_shard=2))], gpus=2, layers=False)
+    request = exact_request([question(Plan(dp_shard=2))], gpus=2)
     known = tuple(OperatorSample(**one, seconds=1e-5) for one in request.operators[:10])
     bad = tuple(OperatorSample(**one, seconds=1e-5, invalid="hot") for one in request.operators[10:20])
     profile = Profile(machine="m", gpu="h200-sxm", operators=known + bad)
@@ -187,7 +178,41 @@ def test_what_the_profile_has_is_not_asked_for_again() -> None:
     assert missing_from(request, profile).operators == request.operators[10:], "a throttled sample is no sample"
     assert missing_from(request, None) == request
     assert missing_from(machine_request(gpus=1), profile).empty
-    assert merge_requests(request, request) == request
+
+
+def test_layers_that_a_profile_file_has_are_not_asked_for_again(tmp_path) -> None:
+    """A profile that was read has lists where a request has tuples."""
+    (item,) = narrow_requests(question(Plan(dp_shard=2)), 2)
+    request = Request(layers=(item,))
+    samples = [
+        {
+            **{name: item[name] for name in ("plan", "workload", "runtime")},
+            "model": {**item["model"], "layers": n},
+            "step_s": 1e-2,
+        }
+        for n in (1, 2)
+    ]
+    path = tmp_path / "p.json"
+
+    def lacking(*layers: object) -> Request:
+        path.write_text(codec.to_json({"machine": "m", "gpu": "h200-sxm", "layers": layers}), encoding="utf-8")
+        return missing_from(request, read_profile(path))
+
+    assert lacking(*samples).empty
+    assert lacking(samples[0]) == request
+
+
+def test_sizes_of_a_collective_that_were_measured_are_left_out() -> None:
+    request = machine_request(gpus=2)
+    first = request.collectives[0]
+    samples = tuple(
+        CollectiveSample(op=first["op"], ranks=2, nodes=1, nbytes=nbytes, time_s=1e-3) for nbytes in first["sizes"][1:]
+    )
+
+    left = missing_from(request, Profile(machine="m", gpu="x", collectives=samples)).collectives
+
+    assert left[0] == {**first, "sizes": first["sizes"][:1]}
+    assert left[1:] == request.collectives[1:]
 
 
 def test_without_a_gpu_the_command_says_so(tmp_path, monkeypatch, capsys) -> None:
@@ -243,22 +268,38 @@ def test_records_of_a_killed_run_are_a_profile(tmp_path) -> None:
 
 @needs_torch
 @pytest.mark.slow
-def test_a_calibration_runs_and_is_continued(tmp_path, capsys, monkeypatch) -> None:
+def test_a_calibration_for_a_question_runs_and_is_continued(tmp_path, capsys, monkeypatch) -> None:
     path = tmp_path / "p.json"
     monkeypatch.setenv("MESHWRIGHT_DATA", str(tmp_path / "store"))
-    arguments = ["calibrate", "--device", "cpu", "--gpus", "1", "--out", str(path), "--budget", "90s", "--json"]
+    question = ["--model", "tiny-llama", "--framework", "meshwright", "--seq-len", "512", "--global-batch", "4"]
+    arguments = [
+        "calibrate",
+        "--device",
+        "cpu",
+        "--gpus",
+        "2",
+        *question,
+        "--out",
+        str(path),
+        "--budget",
+        "100s",
+        "--json",
+    ]
 
     assert main(arguments) == 0
-    answer = json.loads(capsys.readouterr().out)
-    first = read_profile(path)
+    captured = capsys.readouterr()
+    answer, first = json.loads(captured.out), read_profile(path)
 
-    assert answer["measured"]["operators"] == len(first.operators) > 15
+    assert "measurements, about" in captured.err, "it says beforehand what it measures, and for how long"
+    assert len(first.layers) >= 4
     assert first.gpu == "cpu", "a stand-in never claims to be a GPU"
-    assert {sample.run for sample in first.operators} <= set(first.runs)
+    assert {sample.run for sample in first.layers} <= set(first.runs)
+    times = [sample.at_s for sample in first.layers]
+    assert times == sorted(times)
+    assert answer["unsure_now"] < answer["unsure_before"]
+    assert answer["assumed"], "it says what is left"
     assert not (tmp_path / "store").exists(), "a stand-in is not kept among measurements"
     assert not list(tmp_path.glob("*.partial"))
-    fewer = dataclasses.replace(first, operators=first.operators[:-3])
-    assert len(missing_from(shrink(typical_request()), fewer).operators) == 3
 
     assert main(arguments) == 0
     assert "nothing was measured" in capsys.readouterr().err
@@ -266,17 +307,17 @@ def test_a_calibration_runs_and_is_continued(tmp_path, capsys, monkeypatch) -> N
 
 @needs_torch
 @pytest.mark.slow
-def test_overlap_modes_are_measured_on_a_stand_in(tmp_path, capsys) -> None:
+def test_overlap_modes_are_measured_on_a_stand_in(tmp_path) -> None:
     """Both operations, in every mode, with their parts; two processes with gloo."""
-    path = tmp_path / "p.json"
-    arguments = ["calibrate", "--device", "cpu", "--gpus", "2", "--out", str(path), "--budget", "300s", "--no-store"]
+    sites = [
+        {"operation": operation, "ranks": 2, "rows": 16, "columns": [8], "depth": 8, "dtype": "float32"}
+        for operation in ("all_gather_matmul", "matmul_reduce_scatter")
+    ]
+    job = {"kind": "overlap", "name": "both", "ranks": 2, "seconds": 20.0, "items": sites}
 
-    assert main([*arguments, "--no-operators", "--no-collectives", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    found = read_profile(path).overlap
+    found = calibrate([job], [0, 1], budget_s=200, machine="m", gpu="cpu", records=tmp_path / "r", device="cpu").overlap
 
     assert [sample.operation for sample in found] == ["all_gather_matmul", "matmul_reduce_scatter"]
     for sample in found:
         assert set(sample.seconds) == set(sample.host_s) == set(sample.spread) == set(EXECUTED)
         assert min(sample.product_s, sample.shard_product_s, sample.slice_product_s, sample.slice_collective_s) > 0
-    assert [row["ranks"] for row in answer["overlap"]] == [2, 2]

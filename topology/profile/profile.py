@@ -62,6 +62,7 @@ class CollectiveSample:
     time_s: float
     launch: str = "queued"
     run: str = ""  # of Profile.runs; empty: the profile's own head says it
+    at_s: float | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -55,12 +55,16 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """What every sample carries: of how many repetitions its median is, what it ran under, and whether it counts."""
+    """What every sample carries: of how many repetitions its median is, what it ran under, and whether it counts.
+
+    `at_s` is when it was complete, in seconds from the beginning of its calibration; None where that was not noted.
+    """
 
     count: int = 1
     conditions: Conditions = Conditions()
     invalid: str = ""
     run: str = ""
+    at_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +111,7 @@ class HostSample:
     spread: float = 0.0
     count: int = 1
     run: str = ""
+    at_s: float | None = None
 
     @property
     def times(self) -> dict[str, float]:

@@ -1,0 +1,179 @@
+"""One rank of a crew: joins the others, then does what it is given until its pipe is closed.
+
+Whatever goes wrong in a job is told and the rank takes the next one; a crew of which one rank failed alone is ended by
+whoever started it (`executor.calibrate.crew`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from executor.calibrate.contention import measure_pair
+from executor.calibrate.kernels import Unsupported
+from executor.calibrate.layers import compile_layers, describe_item, record_layers, titan_versions
+from executor.calibrate.operators import OperatorTimes, time_host, versions
+from executor.calibrate.overlap import measure_shape
+from executor.gpu.monitor import ClockMonitor
+from executor.launch.records import Deadline, Recorder
+from executor.measure.probe_collectives import record_sizes
+from topology.errors import PlannerError
+
+with suppress(ImportError):  # once, in the process that ranks are forked from: it takes seconds
+    import torchtitan.train  # noqa: F401
+
+PARENT_S = 1.0  # between two looks at whether the parent lives
+GROUP_S = 600.0  # that a collective may wait; jobs have limits of their own, which are shorter
+# Errors that say that something cannot be asked; after any other the state of a process is not known.
+REFUSALS = (PlannerError, Unsupported, ImportError)
+
+Job = dict[str, Any]
+
+
+class SampleRecorder(Recorder):
+    """Records samples with `at_s`, the seconds from the beginning of the calibration to the end of the sample."""
+
+    def __init__(self, path: str | None, began: float) -> None:
+        super().__init__(path)
+        self.began = began
+
+    def write(self, kind: str, **fields: Any) -> None:
+        sample = fields.get("sample")
+        if isinstance(sample, dict):
+            fields["sample"] = {**sample, "at_s": round(time.monotonic() - self.began, 2)}
+        super().write(kind, **fields)
+
+
+@dataclass(slots=True, kw_only=True)
+class Station:
+    """What a rank measures with. `indices` are nvidia-smi's of the crew's GPUs."""
+
+    device: torch.device
+    recorder: Recorder
+    indices: list[int]
+    text: str
+    operators: OperatorTimes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.operators = OperatorTimes(self.device, self.indices[0])
+
+    def do(self, job: Job) -> None:
+        """Measure what a job asks; a collective call of the crew's ranks."""
+        deadline = Deadline(float(job["limit_s"]))
+        {
+            "host": lambda: time_host(self.device, self.recorder, deadline),
+            "operators": lambda: self.operators.record(job["items"], self.recorder, deadline),
+            "collectives": lambda: record_sizes(self.device, job["items"], self.indices, self.recorder),
+            "contention": lambda: self._each(job["items"], measure_pair, "contention"),
+            "overlap": lambda: self._each(job["items"], measure_shape, "overlap"),
+            "compile": lambda: [compile_layers(self.device, item, text=self.text) for item in job["items"]],
+            "layers": lambda: [
+                record_layers(self.device, item, self.recorder, gpu=self.indices[0], text=self.text)
+                for item in job["items"]
+            ],
+        }[job["kind"]]()
+
+    def _each(self, items: list[Job], measure: Callable[..., dict[str, Any] | str], kind: str) -> None:
+        """Record a sample of every item, with the clocks that rank 0 read meanwhile."""
+        watch = ClockMonitor() if self.device.type == "cuda" and dist.get_rank() == 0 else None
+        with closing(watch) if watch is not None else nullcontext():
+            for item in items:
+                sample = measure(self.device, item, watch, self.indices[0])
+                if isinstance(sample, str):
+                    self.recorder.missing(f"{kind} of {sample}")
+                else:
+                    self.recorder.write(kind, sample=sample)
+
+
+def main(request: dict[str, Any], pipe: Connection) -> None:
+    """Be the rank that `request` describes until the pipe is closed; ends the process."""
+    os.setsid()  # so that whoever kills this rank reaches the compiler's processes, too
+    folder = Path(request["folder"])
+    log = os.open(folder / f"rank{request['rank']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    tempfile.tempdir = str(folder)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    try:
+        station = _join(request)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is told
+        _say(pipe, failed=describe_error(error), over=True)
+        os._exit(1)
+    _say(pipe, over=True)
+    while (job := _next_job(pipe)) is not None:
+        try:
+            station.do(job)
+            _say(pipe, over=True)
+        except Exception as error:  # noqa: BLE001 - another framework can raise anything
+            what = f"{describe_item(job['items'][0])}: " if job["kind"] in {"layers", "compile"} else ""
+            _say(pipe, failed=what + describe_error(error), refused=isinstance(error, REFUSALS), over=True)
+    os._exit(0)  # ranks of other crews may stand in a collective: no leaving in order
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an error's kind and its first line."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:300] if text else 'no message'}"
+
+
+def _join(request: dict[str, Any]) -> Station:
+    """Join the crew's process group and run one collective on the device, which sets up what later ones use."""
+    rank, gpus = int(request["rank"]), request["gpus"]
+    cuda, world = request["device"] == "cuda", len(gpus)
+    local = gpus[rank]
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(request["port"]),
+    }
+    device = torch.device("cuda", local) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=GROUP_S))
+    dist.all_reduce(torch.ones(8, device=device))
+    dist.barrier()
+    if cuda:
+        torch.cuda.synchronize(device)
+    recorder = SampleRecorder(request["records"] if rank == 0 else None, float(request["began"]))
+    recorder.write("header", versions=versions(request["device"]) | titan_versions())
+    indices = [int(request["indices"][position]) for position in gpus]
+    return Station(device=device, recorder=recorder, indices=indices, text=request["text"])
+
+
+def _next_job(pipe: Connection) -> Job | None:
+    try:
+        return dict(json.loads(pipe.recv_bytes()))
+    except (EOFError, OSError):
+        return None
+
+
+def _say(pipe: Connection, **answer: Any) -> None:
+    with suppress(OSError):
+        pipe.send_bytes(json.dumps(answer).encode())
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this rank, in a collective or not, when the process that forked it is gone."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_S)
+    os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,181 @@
+"""What a calibration is for, what it will measure in which order, and what stays assumed when it is over.
+
+The question names plans: those that could win it, those of files, or typical ones of a runtime. Their steps are what is
+to become sure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner.calibrate.calibration_request import shrink
+from planner.calibrate.choose import (
+    NORMAL_80,
+    Chosen,
+    Floats,
+    Knowledge,
+    Measurement,
+    Targets,
+    expected_seconds,
+    in_order,
+    targets_between,
+    targets_themselves,
+)
+from planner.calibrate.measurements import Possible, described, job_of, ops_of, own_effects, without_known
+from planner.calibrate.planned_step import PlannedStep
+from planner.calibrate.terms import Term, terms_of
+from simulator.calibration.calibration import Calibration
+from topology.cluster import Cluster
+from topology.profile.profile import Profile
+
+STARTING_S = 12.0  # of a budget, for processes to start: torch imported from a cold disk, groups joined
+MEASURED_BELOW = 0.8  # of a term's spread: one that is left with more was hardly measured
+LEAST_CHANGE = 0.01  # of a step: what an assumption must be able to change to be told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The steps that are to become sure, the likeliest first. `choice`: they are plans of one question, of which one is
+    chosen; else each counts by itself.
+    """
+
+    steps: tuple[PlannedStep, ...]
+    choice: bool = False
+    everything: bool = False  # go on with what is worth little while there is time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumption:
+    """A term that stays as it was before: by how much it may be off (80 %), the plan whose step that changes most, by how
+    much, and whether it could change which plan is first.
+    """
+
+    name: str
+    spread: float
+    plan: str
+    change: float
+    decides: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Agenda:
+    """`chosen` are the measurements to make, in order; `known` what the profile has already."""
+
+    wanted: Wanted
+    terms: list[Term]
+    effects: Floats
+    steps_s: Floats
+    targets: Targets
+    known: list[Measurement]
+    chosen: list[Chosen]
+    gpus: int
+
+    @property
+    def seconds(self) -> float:
+        """About how long it takes, processes started."""
+        return STARTING_S + expected_seconds(self.chosen, self.gpus)
+
+    def jobs(self) -> list[dict[str, object]]:
+        """Return what the executor is told, in order."""
+        return [job_of(one.measurement) for one in self.chosen]
+
+    def knowledge(self, made: Sequence[Measurement]) -> Knowledge:
+        """Return what is known once `made` were measured."""
+        found = Knowledge.of_nothing(len(self.terms))
+        for one in made:
+            found.measure(one)
+        return found
+
+    def spread_after(self, made: Sequence[Measurement]) -> float:
+        """Return by how much (80 %) what is to become sure is off once `made` were measured."""
+        return math.expm1(NORMAL_80 * self.targets.spread(self.knowledge(made).covariance))
+
+    def assumed(self, made: Sequence[Measurement]) -> list[Assumption]:
+        """Return what stays assumed once `made` were measured and could change a step, the most telling first."""
+        spreads = np.sqrt(np.maximum(np.diag(self.knowledge(made).covariance), 0.0))
+        found = []
+        for place, term in enumerate(self.terms):
+            if spreads[place] < MEASURED_BELOW:
+                continue
+            changes = NORMAL_80 * spreads[place] * self.effects[:, place]
+            most = int(np.argmax(np.abs(changes)))
+            if abs(changes[most]) < LEAST_CHANGE:
+                continue
+            found.append(
+                Assumption(
+                    name=term.name,
+                    spread=math.expm1(NORMAL_80 * spreads[place] * term.spread),
+                    plan=described(self.wanted.steps[most].plan),
+                    change=math.expm1(changes[most]),
+                    decides=self.wanted.choice and self._decides(changes),
+                )
+            )
+        return sorted(found, key=lambda one: (not one.decides, -abs(one.change)))
+
+    def _decides(self, changes: Floats) -> bool:
+        """Return whether steps that are off by `changes`, either way, have another first plan."""
+        logs = np.log(self.steps_s)
+        return any(int(np.argmin(logs + sign * changes)) != int(np.argmin(logs)) for sign in (1.0, -1.0))
+
+
+def agenda_for(
+    wanted: Wanted,
+    cluster: Cluster,
+    profile: Profile | None,
+    *,
+    gpus: int,
+    budget_s: float,
+    calibration: Calibration | None = None,
+    collectives: bool = True,
+    operators: bool = True,
+    stand_in: bool = False,
+) -> Agenda:
+    """Return what to measure on `gpus` GPUs of `cluster` within `budget_s` seconds; for a `stand_in` tiny ones of the same kinds.
+
+    Raises what predicting the steps raises.
+    """
+    steps = list(wanted.steps)
+    terms = terms_of([step.plan for step in steps], [step.runtime for step in steps], ops_of(steps, cluster))
+    rows, seconds = own_effects(steps, cluster, terms, calibration)
+    order = np.argsort(seconds, kind="stable") if wanted.choice else np.arange(len(steps))
+    wanted = replace(wanted, steps=tuple(steps[place] for place in order))
+    rows, seconds = rows[order], seconds[order]
+    targets = targets_between(rows, seconds) if wanted.choice and len(steps) > 1 else targets_themselves(rows)
+    possible = Possible(cluster, gpus, terms, calibration).of(wanted.steps)
+    possible = [
+        one
+        for one in possible
+        if (operators or not one.request.operators) and (collectives or not one.request.collectives)
+    ]
+    if stand_in:
+        possible = [one for some in possible if not (one := replace(some, request=shrink(some.request))).request.empty]
+    lacking, known = without_known(possible, profile)
+    agenda = Agenda(
+        wanted=wanted,
+        terms=terms,
+        effects=rows,
+        steps_s=seconds,
+        targets=targets,
+        known=known,
+        chosen=[],
+        gpus=gpus,
+    )
+    agenda.chosen = in_order(
+        lacking,
+        targets,
+        agenda.knowledge(known),
+        gpus=gpus,
+        budget_s=max(budget_s - STARTING_S, 0.5 * budget_s),
+        everything=wanted.everything,
+    )
+    return agenda
+
+
+def made_of(agenda: Agenda, profile: Profile) -> list[Measurement]:
+    """Return which of the agenda's measurements a profile has, those known before included."""
+    _, made = without_known([*agenda.known, *(one.measurement for one in agenda.chosen)], profile)
+    return made

@@ -1,0 +1,91 @@
+"""What a calibration says before it measures, and of what stays assumed after it, as text and JSON."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from planner.calibrate.agenda import Agenda, made_of
+from planner.calibrate.choose import NORMAL_80
+from planner.calibrate.measurements import described, own_effects
+from simulator.fitting.calibration_fit import calibrated
+from topology import codec
+from topology.catalog.platform import grow
+from topology.cluster import Cluster
+from topology.profile.profile import Profile
+
+MOST_ASSUMED = 8
+
+
+def announced(agenda: Agenda, budget_s: float) -> list[str]:
+    """Return what will be measured, in order, how long each takes, and how sure the steps are before and after it."""
+    count = len(agenda.wanted.steps)
+    what = f"which of {count} plans is quickest" if agenda.wanted.choice else f"{count} steps"
+    made = [*agenda.known, *(one.measurement for one in agenda.chosen)]
+    before, after = agenda.spread_after(agenda.known), agenda.spread_after(made)
+    lines = [
+        f"to be made sure: {what}, off by ±{before:.1%} (80 %), ±{after:.1%} afterwards",
+        f"{len(agenda.chosen)} measurements, about {agenda.seconds:.0f} s of {budget_s:.0f} on {agenda.gpus} GPUs:",
+    ]
+    lines += [
+        f"  {one.measurement.seconds:5.1f} s  {one.measurement.name:<84} ±{_wide(one.before)} to ±{_wide(one.after)}"
+        for one in agenda.chosen
+    ]
+    return lines
+
+
+def what_is_left(agenda: Agenda, whole: Profile, links: Cluster | None) -> list[str]:
+    """Return how sure the steps are, what they are predicted to be, and what is still assumed."""
+    made = made_of(agenda, whole)
+    before, now, of = agenda.spread_after(agenda.known), agenda.spread_after(made), "of a step"
+    if agenda.wanted.choice:
+        of = "between plans"
+    lines = [f"sure to   ±{before:.1%} before, ±{now:.1%} now (80 %), {of}"]
+    lines += [
+        f"plan      {name}: {then_s:.4g} s predicted before, {now_s:.4g} s now"
+        for name, then_s, now_s in (_steps(agenda, whole, links) if agenda.wanted.choice else ())
+    ]
+    for one in agenda.assumed(made)[:MOST_ASSUMED]:
+        could = ", which could change the choice" if one.decides else ""
+        lines.append(
+            f"assumed   {one.name}, off by ±{one.spread:.0%}: a step of {one.plan} by {one.change:+.1%}{could}"
+        )
+    return lines
+
+
+def agenda_document(agenda: Agenda, whole: Profile, links: Cluster | None) -> dict[str, Any]:
+    """Return the same as a part of the answer of `planner calibrate --json`; widths are 80 % ranges, relative."""
+    made = made_of(agenda, whole)
+    return {
+        "agenda": [
+            {
+                "name": one.measurement.name,
+                "expected_s": round(one.measurement.seconds, 2),
+                "ranks": one.measurement.ranks,
+                "unsure_before": math.expm1(NORMAL_80 * one.before),
+                "unsure_after": math.expm1(NORMAL_80 * one.after),
+            }
+            for one in agenda.chosen
+        ],
+        "expected_s": round(agenda.seconds, 1),
+        "unsure_before": agenda.spread_after(agenda.known),
+        "unsure_now": agenda.spread_after(made),
+        "steps": [
+            {"plan": name, "before_s": before, "now_s": now} for name, before, now in _steps(agenda, whole, links)
+        ],
+        "assumed": codec.to_builtins(agenda.assumed(made)),
+    }
+
+
+def _steps(agenda: Agenda, whole: Profile, links: Cluster | None) -> list[tuple[str, float, float]]:
+    """Return each step in words, as it was predicted before and as it is with what was measured, quickest first."""
+    if links is None:
+        return []
+    machine = grow(links, max(step.plan.gpus for step in agenda.wanted.steps))
+    _, now = own_effects(agenda.wanted.steps, machine, [], calibrated(whole, machine))
+    rows = zip(agenda.wanted.steps, agenda.steps_s, now, strict=True)
+    return sorted(((described(step.plan), float(a), float(b)) for step, a, b in rows), key=lambda row: row[2])
+
+
+def _wide(spread: float) -> str:
+    return f"{math.expm1(NORMAL_80 * spread):.1%}"

@@ -1,0 +1,155 @@
+"""In which order to measure: what narrows the choice most a second comes first.
+
+Errors of terms are independent standard normal numbers before anything is measured (`planner.calibrate.terms`). A
+measurement shows some of them together, with noise, and leaves a smaller covariance. What is to become sure are targets:
+the difference of two plans' steps, or one step by itself. So greedy Bayesian experimental design (Chaloner and Verdinelli,
+Bayesian experimental design: a review, Statistical Science, 1995): take the measurement that lowers the weighted variance
+of the targets most for each second, condition on it, and go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.calibrate.calibration_request import Request
+
+Floats = NDArray[np.float64]
+
+LEAST_GAIN = 0.003  # of the variance that is left: a measurement that lowers it by less is not worth its seconds
+OWN_WEIGHT = 0.1  # of the first plan's step beside what tells it from others
+NORMAL_80 = 1.2816  # spreads on either side that hold 80 % of a normal distribution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What could be measured: `request` asks it, in about `seconds` on `ranks` GPUs. `seen` (observations, terms) is how
+    the logarithms of what is timed change with each term, `noise` (observations) how far a time may be off by itself.
+    """
+
+    name: str
+    request: Request
+    ranks: int
+    seconds: float
+    seen: Floats
+    noise: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """What is to become sure: `rows` (targets, terms), each counted `weights` times."""
+
+    rows: Floats
+    weights: Floats
+
+    def spread(self, covariance: Floats) -> float:
+        """Return how far off the targets are, the root of their weighted mean variance."""
+        return math.sqrt(max(self.variance(covariance), 0.0) / max(float(self.weights.sum()), 1e-12))
+
+    def variance(self, covariance: Floats) -> float:
+        return float(np.einsum("i,ij,jk,ik->", self.weights, self.rows, covariance, self.rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """A measurement in its place: how far off the targets are before it and after it, both as spreads of logarithms."""
+
+    measurement: Measurement
+    before: float
+    after: float
+
+
+@dataclass(slots=True)
+class Knowledge:
+    """The covariance of the terms' errors, given what was measured."""
+
+    covariance: Floats
+
+    @classmethod
+    def of_nothing(cls, terms: int) -> Knowledge:
+        return cls(np.eye(terms))
+
+    def after(self, measurement: Measurement) -> Floats:
+        """Return the covariance that a measurement would leave."""
+        across = self.covariance @ measurement.seen.T
+        inner = measurement.seen @ across + np.diag(np.square(measurement.noise))
+        return np.asarray(self.covariance - across @ np.linalg.solve(inner, across.T), dtype=np.float64)
+
+    def measure(self, measurement: Measurement) -> None:
+        self.covariance = self.after(measurement)
+
+
+def targets_between(effects: Floats, steps: Floats) -> Targets:
+    """Return what decides between plans, given their effects (plans, terms) and predicted steps, the quickest first.
+
+    The difference of each to the first counts the more the likelier the two change places; the first step itself counts
+    a little.
+    """
+    apart = effects[1:] - effects[0]
+    unsure = np.maximum(np.linalg.norm(apart, axis=1), 1e-9)
+    gaps = np.log(steps[1:] / steps[0])
+    weights = np.exp(-0.5 * np.square(gaps / unsure))
+    return Targets(rows=np.vstack([apart, effects[:1]]), weights=np.append(weights, OWN_WEIGHT))
+
+
+def targets_themselves(effects: Floats) -> Targets:
+    """Return the plans' own steps as what is to become sure."""
+    return Targets(rows=effects, weights=np.ones(len(effects)))
+
+
+def together(targets: Sequence[Targets]) -> Targets:
+    return Targets(
+        rows=np.vstack([one.rows for one in targets]), weights=np.concatenate([one.weights for one in targets])
+    )
+
+
+def in_order(
+    measurements: Sequence[Measurement],
+    targets: Targets,
+    knowledge: Knowledge,
+    *,
+    gpus: int,
+    budget_s: float,
+    everything: bool = False,
+) -> list[Chosen]:
+    """Return the measurements that are worth their seconds within `budget_s` on `gpus` GPUs, in order; `knowledge` is
+    conditioned on them. With `everything`, the others follow in the order in which they came.
+
+    What needs few GPUs runs on others at the same time, so a second of it costs its share of the GPUs.
+    """
+    left, found, time_left = list(measurements), [], budget_s
+    while left:
+        now = targets.variance(knowledge.covariance)
+        gains = [now - targets.variance(knowledge.after(one)) for one in left]
+        rates = [
+            gain / cost if (cost := _cost(one, gpus)) <= time_left and gain >= LEAST_GAIN * now else -1.0
+            for gain, one in zip(gains, left, strict=True)
+        ]
+        best = int(np.argmax(rates))
+        if rates[best] <= 0:
+            break
+        one = left.pop(best)
+        before = targets.spread(knowledge.covariance)
+        knowledge.measure(one)
+        found.append(Chosen(measurement=one, before=before, after=targets.spread(knowledge.covariance)))
+        time_left -= _cost(one, gpus)
+    for one in left if everything else ():
+        if (cost := _cost(one, gpus)) <= time_left:
+            before = targets.spread(knowledge.covariance)
+            knowledge.measure(one)
+            found.append(Chosen(measurement=one, before=before, after=targets.spread(knowledge.covariance)))
+            time_left -= cost
+    return found
+
+
+def expected_seconds(chosen: Sequence[Chosen], gpus: int) -> float:
+    """Return about how long measurements take together."""
+    return sum(_cost(one.measurement, gpus) for one in chosen)
+
+
+def _cost(one: Measurement, gpus: int) -> float:
+    return max(one.seconds * min(one.ranks, gpus) / max(gpus, 1), 1e-3)

@@ -1,0 +1,304 @@
+"""What could be measured for given steps: layers, operators, collectives, contention and overlap, each with what it shows.
+
+A measurement is one job of the executor. What it costs is a guess from runs on four H200 (seconds a sample, processes
+running); the order among measurements follows from it, and what is announced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from planner.calibrate.calibration_request import (
+    CONTENTION,
+    COPIES,
+    Request,
+    collective_item,
+    copies,
+    missing_from,
+    plan_operators,
+    unique,
+)
+from planner.calibrate.choose import Floats, Measurement
+from planner.calibrate.layer_runs import layer_request, narrow_requests
+from planner.calibrate.overlap_request import plan_sites
+from planner.calibrate.planned_step import PlannedStep
+from planner.calibrate.terms import Term, collective_term, effects
+from simulator.calibration.calibration import Calibration
+from simulator.calibration.kernel_samples import PACKING, UPDATES
+from simulator.closed_form.scenario import Scenario
+from simulator.config.model import Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.lowering.training import lower_training
+from simulator.program.program import Collective, Send
+from topology import codec
+from topology.catalog.platform import grow
+from topology.cluster import Cluster
+from topology.errors import PlannerError
+from topology.profile.profile import Profile
+
+# Noise of logarithms: of a wide layer and of a narrow one (simulator.fitting.host_fit), of what kernels and collectives take.
+WIDE_NOISE, NARROW_NOISE, KERNEL_NOISE, COLLECTIVE_NOISE, PAIR_NOISE = 0.03, 0.07, 0.02, 0.03, 0.1
+# Seconds: of building a model, by whether torchtitan's trainer does; of compiling it where it is cached; of an operator, of
+# a size of a collective, of a pair, of a site in all modes.
+BUILD_S = {True: 1.3, False: 0.5}
+COMPILED_S, OPERATOR_S, SIZE_S, PAIR_S, SITE_S, JOB_S = 4.0, 0.12, 0.12, 2.0, 4.0, 0.3
+WARM_UP, STEPS, TIMED_S = 3, 24, 1.0
+OPERATORS_AT_ONCE = 24
+SIZES_AT_MOST = 8
+LONGEST_WIDE_S = 4.0  # of a predicted step of a wide layer: longer ones are left out
+KERNEL_TERMS = {"matmul": "matrix products", "attention": "attention", "move": "kernels that move memory"}
+
+
+@dataclass(slots=True)
+class Possible:
+    """The measurements that `steps` call for on `gpus` GPUs of `cluster`, each of something else."""
+
+    cluster: Cluster
+    gpus: int
+    terms: Sequence[Term]
+    calibration: Calibration | None = None
+    _place: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._place = {term.name: index for index, term in enumerate(self.terms)}
+
+    def of(self, steps: Sequence[PlannedStep]) -> list[Measurement]:
+        """Return the measurements, none twice."""
+        found = [*self._layers(steps), *self._operators(steps)]
+        found.append(
+            self._direct(
+                "copies of memory",
+                copies(),
+                {"kernels that move memory": len(COPIES)},
+                KERNEL_NOISE,
+                ranks=1,
+                seconds=JOB_S + OPERATOR_S * len(COPIES),
+            )
+        )
+        if self.gpus > 1:
+            found += [*self._collectives(steps), *self._contention(), *self._overlap(steps)]
+        return found
+
+    # --- layers -----------------------------------------------------------------------------------------------------
+
+    def _layers(self, steps: Sequence[PlannedStep]) -> Iterator[Measurement]:
+        narrow = unique(item for step in steps for item in narrow_requests(step, self.gpus))
+        wide = unique(item for step in steps if (item := layer_request(step, self.gpus)) is not None)
+        for items, thin in ((narrow, True), (wide, False)):
+            alike: dict[str, list[dict[str, Any]]] = {}
+            for item in items:
+                parts = (item["model"], item["workload"], item["runtime"], item.get("counts"))
+                alike.setdefault(codec.fingerprint(parts), []).append(item)
+            for some in alike.values():
+                yield from self._layers_alike(some, narrow=thin)
+
+    def _layers_alike(self, items: Sequence[dict[str, Any]], *, narrow: bool) -> Iterator[Measurement]:
+        """Yield runs of one model under several plans, without such as cannot be predicted, or take long."""
+        model = codec.convert(items[0]["model"], Model, where="layer")
+        runtime = codec.convert(items[0]["runtime"], Runtime, where="layer")
+        plans = [codec.convert(item["plan"], Plan, where="layer") for item in items]
+        counts = items[0].get("counts", (1, 2))
+        scenario = Scenario(
+            model=replace(model, layers=max(counts)),
+            cluster=grow(self.cluster, max(2, *(plan.gpus for plan in plans))),
+            workload=codec.convert(items[0]["workload"], Workload, where="layer"),
+            runtime=runtime,
+            calibration=self.calibration,
+        )
+        try:
+            seen, table = effects(scenario, plans, self.terms, hosts_alone=narrow)
+        except PlannerError:
+            return
+        for row, (item, plan) in enumerate(zip(items, plans, strict=True)):
+            step_s = float(table.step_s[row])
+            if step_s > LONGEST_WIDE_S or not table.fits[row]:
+                continue
+            timed = WARM_UP * step_s + min(max(8 * step_s, TIMED_S), STEPS * step_s)
+            each = BUILD_S[runtime.name == "torchtitan"] + timed + (COMPILED_S if runtime.compile else 0.0)
+            what = f"layers of {runtime.name}{', compiled' if runtime.compile else ''}, {described(plan)}"
+            shape = f", width {model.hidden}, {scenario.workload.seq_len} tokens"
+            yield Measurement(
+                name=f"narrow {what}" if narrow else what + shape,
+                request=Request(layers=(item,)),
+                ranks=plan.gpus,
+                seconds=JOB_S + len(counts) * each,
+                seen=seen[row : row + 1],
+                noise=np.array([NARROW_NOISE if narrow else WIDE_NOISE]),
+            )
+
+    # --- parts of steps ---------------------------------------------------------------------------------------------
+
+    def _operators(self, steps: Sequence[PlannedStep]) -> Iterator[Measurement]:
+        """Yield a job for the operators of a step that none before it has; in parts, so that several GPUs share them."""
+        known: set[str] = set()
+        for step in steps:
+            items = [one for one in unique(plan_operators(step)) if codec.fingerprint(one) not in known]
+            known |= {codec.fingerprint(one) for one in items}
+            for start in range(0, len(items), OPERATORS_AT_ONCE):
+                some = items[start : start + OPERATORS_AT_ONCE]
+                shown = Counter(_term_of(one) for one in some)
+                yield self._direct(
+                    f"{len(some)} operators of {described(step.plan)}, {step.runtime.compute_dtype}",
+                    Request(operators=tuple(some)),
+                    shown,
+                    KERNEL_NOISE,
+                    ranks=1,
+                    seconds=JOB_S + OPERATOR_S * len(some),
+                )
+
+    def _collectives(self, steps: Sequence[PlannedStep]) -> Iterator[Measurement]:
+        sizes: dict[tuple[str, int], set[int]] = {}
+        for step in steps:
+            for op, ranks, nbytes in messages(step, self.cluster):
+                if 1 < ranks <= self.gpus:
+                    sizes.setdefault((op, ranks), set()).add(nbytes)
+        for (op, ranks), found in sizes.items():
+            item = collective_item(op, ranks, _spread_out(sorted(found)))
+            yield self._direct(
+                f"{collective_term(op)} of {ranks} GPUs, {len(item['sizes'])} sizes",
+                Request(collectives=(item,)),
+                {collective_term(op): len(item["sizes"])},
+                COLLECTIVE_NOISE,
+                ranks=ranks,
+                seconds=JOB_S + SIZE_S * len(item["sizes"]),
+            )
+
+    def _contention(self) -> Iterator[Measurement]:
+        for item in CONTENTION:
+            yield self._direct(
+                f"{item['compute']} beside {collective_term(item['op'])[:-1]}",
+                Request(contention=(item,)),
+                {"kernels beside collectives": 1},
+                PAIR_NOISE,
+                ranks=self.gpus,
+                seconds=JOB_S + PAIR_S,
+            )
+
+    def _overlap(self, steps: Sequence[PlannedStep]) -> Iterator[Measurement]:
+        for item in plan_sites([step for step in steps if step.plan.tp_overlap != "none"], self.gpus):
+            yield self._direct(
+                f"{item['operation'].replace('_', ' ')} of {item['ranks']} GPUs in every mode",
+                Request(overlap=(item,)),
+                {"overlap of tensor parallelism": 1},
+                PAIR_NOISE,
+                ranks=item["ranks"],
+                seconds=JOB_S + SITE_S,
+            )
+
+    def _direct(
+        self, name: str, request: Request, shown: Mapping[str, int], noise: float, *, ranks: int, seconds: float
+    ) -> Measurement:
+        """Return what shows some terms by themselves, each by so many samples: few say little of others of their kind."""
+        places = {self._place[term]: count for term, count in shown.items() if term in self._place}
+        seen = np.zeros((len(places), len(self.terms)))
+        for row, place in enumerate(places):
+            seen[row, place] = self.terms[place].spread
+        scatter = [math.hypot(noise, self.terms[place].spread / math.sqrt(count)) for place, count in places.items()]
+        return Measurement(name=name, request=request, ranks=ranks, seconds=seconds, seen=seen, noise=np.array(scatter))
+
+
+def _term_of(operator: dict[str, Any]) -> str:
+    """Return the term that a measured operator is part of."""
+    if operator["name"] in UPDATES:
+        return "clipping and updating"
+    return "packing of FSDP" if operator["name"] in PACKING else KERNEL_TERMS[operator["kind"]]
+
+
+def messages(step: PlannedStep, cluster: Cluster) -> set[tuple[str, int, int]]:
+    """Return the collectives of a step as (op, ranks, bytes in nccl-tests' size column), each once."""
+    rounds = replace(
+        step.workload, global_batch_size=step.plan.data_parallel * step.plan.micro_batch_size * step.plan.pp
+    )
+    scenario = Scenario(model=step.model, cluster=grow(cluster, step.plan.gpus), workload=rounds, runtime=step.runtime)
+    try:
+        lowered = lower_training(scenario, step.plan)
+    except PlannerError:
+        return set()
+    found = set()
+    for code in lowered.program.codes:
+        for one in code.instructions:
+            if isinstance(one, Collective) and one.group in lowered.costs.families:
+                found.add((one.op, lowered.costs.families[one.group].ranks, int(one.nbytes)))
+            elif isinstance(one, Send):
+                found.add(("send_recv", 2, int(one.nbytes)))
+    return found
+
+
+def without_known(
+    measurements: Sequence[Measurement], profile: Profile | None
+) -> tuple[list[Measurement], list[Measurement]]:
+    """Return (measurements of which the profile lacks something, asking for that alone; those of which it has all)."""
+    lacking, known = [], []
+    for one in measurements:
+        left = missing_from(one.request, profile)
+        if left.empty:
+            known.append(one)
+        else:
+            lacking.append(replace(one, request=left))
+    return lacking, known
+
+
+def job_of(one: Measurement, seconds: float | None = None) -> dict[str, Any]:
+    """Return a measurement as the executor takes it (`executor.calibrate.run`)."""
+    (kind, items), *more = (
+        (name, list(getattr(one.request, name)))
+        for name in ("operators", "layers", "collectives", "contention", "overlap")
+        if getattr(one.request, name)
+    )
+    if more:
+        raise ValueError(f"{one.name} asks for {kind} and more: a job is of one kind")
+    return {"kind": kind, "name": one.name, "ranks": one.ranks, "seconds": seconds or one.seconds, "items": items}
+
+
+def described(plan: Plan) -> str:
+    """Return what is special of a plan, in a few words."""
+    words = {"dp_replicate": "DDP", "dp_shard": "FSDP", "tp": "TP", "cp": "CP", "pp": "PP", "ep": "EP"}
+    parts = [f"{word} {degree}" for axis, word in words.items() if (degree := getattr(plan, axis)) > 1]
+    recompute = [] if plan.recompute == "none" else [f"recompute {plan.recompute}"]
+    return " x ".join(parts or ["one GPU"]) + "".join(f", {word}" for word in recompute)
+
+
+def _spread_out(sizes: Sequence[int]) -> list[int]:
+    """Return at most SIZES_AT_MOST of ascending sizes, the ends among them."""
+    if len(sizes) <= SIZES_AT_MOST:
+        return list(sizes)
+    return [sizes[round(place)] for place in np.linspace(0, len(sizes) - 1, SIZES_AT_MOST)]
+
+
+def ops_of(steps: Sequence[PlannedStep], cluster: Cluster) -> list[str]:
+    """Return which collectives the steps run."""
+    return sorted({op for step in steps for op, ranks, _ in messages(step, cluster) if ranks > 1})
+
+
+def own_effects(
+    steps: Sequence[PlannedStep], cluster: Cluster, terms: Sequence[Term], known: Calibration | None
+) -> tuple[Floats, Floats]:
+    """Return (effects of the terms on each step, the steps in seconds); steps of one question are predicted together.
+
+    Raises what predicting them raises.
+    """
+    rows, seconds = np.zeros((len(steps), len(terms))), np.zeros(len(steps))
+    groups: dict[str, list[int]] = {}
+    for place, step in enumerate(steps):
+        groups.setdefault(codec.fingerprint((step.model, step.workload, step.runtime)), []).append(place)
+    for places in groups.values():
+        first = steps[places[0]]
+        scenario = Scenario(
+            model=first.model,
+            cluster=grow(cluster, max(steps[place].plan.gpus for place in places)),
+            workload=first.workload,
+            runtime=first.runtime,
+            calibration=known,
+        )
+        plans = [steps[place].plan for place in places]
+        rows[places], table = effects(scenario, plans, terms)
+        seconds[places] = table.step_s
+    return rows, seconds

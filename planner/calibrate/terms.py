@@ -1,0 +1,271 @@
+"""What a predicted step may be wrong by: terms that plans share, how far each may be off, and what that changes.
+
+A term's error is a standard normal number; one unit of it multiplies a cost by the exponential of the term's spread. So a
+row of effects says how much the logarithm of a step changes by one unit of each term, at costs as they are predicted
+before anything is measured. Effects are found by predicting again with the term one spread higher, so that a cost that
+decides nothing yet, but would if it were a spread higher, counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.calibration.calibration import Calibration, calibrated_host
+from simulator.calibration.measured_operators import MeasuredOperators
+from simulator.closed_form.estimates import EstimateTable, estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.collectives.measured import MeasuredCollectives, Model, Ratios
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.fitting.host_fit import COST_SPREAD, HOST_SPREAD, LAUNCH_SPREAD, LAUNCHES, LEAST_S, costs_in, usual_costs
+from simulator.kernels.operators import Work, WorkKind
+from simulator.runtimes.library import runtime_spec
+from topology.rates.groups import GroupShape
+
+Floats = NDArray[np.float64]
+
+# Spreads of logarithms before anything is measured on a machine: kernels as datasheets and published efficiencies have them
+# against those that were measured (examples/validation/calibration_4xH200.md, What each effect is worth, and fresh.md);
+# collectives as the model of NCCL has them against tables; contention and overlap as one machine showed them.
+KERNELS = {
+    "matrix products": WorkKind.MATMUL,
+    "attention": WorkKind.ATTENTION,
+    "kernels that move memory": WorkKind.MOVE,
+}
+KERNEL_SPREADS = {"matrix products": 0.06, "attention": 0.12, "kernels that move memory": 0.12}
+COLLECTIVE_SPREAD = 0.15
+PACKING_SPREAD, UPDATE_SPREAD, CONTENTION_SPREAD, OVERLAP_SPREAD = 0.3, 0.25, 0.4, 0.3
+INSIDE_SPREAD = 0.05  # of kernels inside a step over those alone
+UNKNOWN_S = 1.5e-3  # what a cost of the host is off by that is described as nothing
+HOST_WORDS = {
+    "launch_s": "launches",
+    "fsdp_layer_s": "a layer's FSDP",
+    "ddp_layer_s": "a layer's DDP",
+    "tp_layer_s": "a layer's tensor parallelism",
+    "cp_layer_s": "a layer's context parallelism",
+    "ep_layer_s": "a layer's expert parallelism",
+    "fsdp_tp_layer_s": "a layer's FSDP with tensor parallelism",
+    "checkpoint_s": "recomputing a layer",
+    "selective_s": "recomputing a layer operator by operator",
+    "rest_s": "a step outside layers",
+    "fsdp_rest_s": "a step outside layers, more under FSDP",
+    "tp_rest_s": "a step outside layers, more under tensor parallelism",
+    "cp_rest_s": "a step outside layers, more under context parallelism",
+}
+
+Change = Callable[[Scenario], Scenario]
+
+
+def _anywhere(_: Plan) -> bool:
+    return True
+
+
+def _among_gpus(plan: Plan) -> bool:
+    return plan.gpus > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """`name` says what may be off, by `spread` of its logarithm. `share` names the part of a step that it is, for costs that
+    no calibration can raise; else `change` raises it by one spread. `occurs` says in which plans it can be. `host`: it is
+    a cost of the host, which is all that narrow layers show.
+    """
+
+    name: str
+    spread: float
+    change: Change | None = field(default=None, compare=False)
+    share: str = ""
+    occurs: Callable[[Plan], bool] = field(default=_anywhere, compare=False)
+    host: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RaisedOperators(MeasuredOperators):
+    """Operators of one kind that take `factor` times as long; of none, FSDP's packing does."""
+
+    base: MeasuredOperators
+    kind: WorkKind | None
+    factor: float
+
+    def seconds(
+        self, work: Work, datasheet: Callable[[], Floats], *, dtype: str, runtime: str
+    ) -> tuple[Floats, Floats]:
+        seconds, source = self.base.seconds(work, datasheet, dtype=dtype, runtime=runtime)
+        return (seconds * self.factor if work.kind is self.kind else seconds), source
+
+    def packing_factor(self, nbytes: Floats | float) -> Floats:
+        found = self.base.packing_factor(nbytes)
+        return found if self.kind is not None else found * self.factor
+
+    def update_bytes_per_s(self, param_dtype: str) -> float | None:
+        return self.base.update_bytes_per_s(param_dtype)
+
+
+class _RaisedCollectives(MeasuredCollectives):
+    """Collectives of one kind that take `factor` times as long."""
+
+    def __init__(self, base: MeasuredCollectives | None, op: str, factor: float) -> None:
+        super().__init__(base.samples if base is not None else ())
+        self.op, self.factor = op, factor
+
+    def blend(
+        self, op: str, sizes: Floats, shape: GroupShape, model: Model, ratios: Ratios | None = None
+    ) -> tuple[Floats, NDArray[np.bool_]]:
+        seconds, known = super().blend(op, sizes, shape, model, ratios)
+        return (seconds * self.factor if op == self.op else seconds), known
+
+
+def terms_of(plans: Sequence[Plan], runtimes: Sequence[Runtime], ops: Sequence[str]) -> list[Term]:
+    """Return what may be off in steps of `plans` under `runtimes` whose collectives are `ops`."""
+    found = [
+        Term(name=name, spread=KERNEL_SPREADS[name], change=_raise_operators(kind, KERNEL_SPREADS[name]))
+        for name, kind in KERNELS.items()
+    ]
+    found += [
+        Term(
+            name="packing of FSDP",
+            spread=PACKING_SPREAD,
+            change=_raise_operators(None, PACKING_SPREAD),
+            occurs=lambda plan: plan.dp_shard * plan.cp > 1,
+        ),
+        Term(name="clipping and updating", spread=UPDATE_SPREAD, share="optimizer"),
+        Term(name="kernels beside collectives", spread=CONTENTION_SPREAD, share="contention"),
+    ]
+    found += [
+        Term(name=collective_term(op), spread=COLLECTIVE_SPREAD, change=_raise_collective(op), occurs=_among_gpus)
+        for op in sorted(set(ops))
+    ]
+    if any(plan.tp_overlap != "none" for plan in plans):
+        found.append(Term(name="overlap of tensor parallelism", spread=OVERLAP_SPREAD, share="tp"))
+    found.append(Term(name="this host's speed", spread=HOST_SPREAD, change=_raise_host(None, COST_SPREAD), host=True))
+    names = sorted({name for plan in plans for name in costs_in(plan)})
+    for runtime in dict.fromkeys((runtime_spec(one.name).names[0], one.compile) for one in runtimes):
+        found.append(
+            Term(name=f"kernels inside a step of {_called(*runtime)}", spread=INSIDE_SPREAD, change=_inside(runtime))
+        )
+        known = usual_costs(runtime_spec(runtime[0]).host)
+        found += [
+            Term(
+                name=f"host, {_called(*runtime)}: {HOST_WORDS.get(name, name)}",
+                spread=LAUNCH_SPREAD if name == "launch_s" else COST_SPREAD,
+                change=_raise_host((*runtime, name), LAUNCH_SPREAD if name == "launch_s" else COST_SPREAD),
+                occurs=partial(_costs, name),
+                host=True,
+            )
+            for name in names
+            if name in known
+        ]
+    return found
+
+
+def _costs(name: str, plan: Plan) -> bool:
+    return name in costs_in(plan)
+
+
+def collective_term(op: str) -> str:
+    """Return the name of the term of a collective."""
+    return f"{op.replace('_', '-')}s"
+
+
+def effects(
+    scenario: Scenario, plans: Sequence[Plan], terms: Sequence[Term], *, hosts_alone: bool = False
+) -> tuple[Floats, EstimateTable]:
+    """Return what one unit of each term changes in the logarithm of the plans' steps, (plans, terms), and the prediction.
+
+    With `hosts_alone` other terms than the host's are taken to change nothing. Raises what predicting the plans raises.
+    """
+    base = replace(scenario, calibration=_known(scenario))
+    table = estimate_plans(base, plans)
+    found = np.zeros((len(plans), len(terms)))
+    for place, term in enumerate(terms):
+        if term.host or not hosts_alone:
+            found[:, place] = _effect(base, table, plans, term)
+    return found, table
+
+
+def _effect(base: Scenario, table: EstimateTable, plans: Sequence[Plan], term: Term) -> Floats:
+    if not any(map(term.occurs, plans)):
+        return np.zeros(len(plans))
+    if term.change is None:
+        parts = {**table.exposed_by_axis_s, **table.breakdown_s}
+        return np.asarray(term.spread * parts[term.share] / table.step_s, dtype=np.float64)
+    changed = term.change(base)
+    if changed is base:
+        return np.zeros(len(plans))
+    return np.asarray(np.log(estimate_plans(changed, plans).step_s / table.step_s), dtype=np.float64)
+
+
+def _known(scenario: Scenario) -> Calibration:
+    return scenario.calibration or Calibration(gpu=scenario.cluster.slowest_kind)
+
+
+def _raise_operators(kind: WorkKind | None, spread: float) -> Change:
+    def change(scenario: Scenario) -> Scenario:
+        known = _known(scenario)
+        raised = _RaisedOperators(base=known.operators, kind=kind, factor=math.exp(spread))
+        return replace(scenario, calibration=replace(known, operators=raised))
+
+    return change
+
+
+def _raise_collective(op: str) -> Change:
+    def change(scenario: Scenario) -> Scenario:
+        known = _known(scenario)
+        raised = _RaisedCollectives(known.collectives, op, math.exp(COLLECTIVE_SPREAD))
+        return replace(scenario, calibration=replace(known, collectives=raised))
+
+    return change
+
+
+def _inside(runtime: tuple[str, bool]) -> Change:
+    def change(scenario: Scenario) -> Scenario:
+        if (runtime_spec(scenario.runtime.name).names[0], scenario.runtime.compile) != runtime:
+            return scenario
+        known = _known(scenario)
+        costs = known.runtime(runtime[0], compiled=runtime[1])
+        raised = replace(costs, kernel_factor=costs.kernel_factor * math.exp(INSIDE_SPREAD))
+        return replace(scenario, calibration=replace(known, runtimes={**known.runtimes, runtime: raised}))
+
+    return change
+
+
+def _raise_host(cost: tuple[str, bool, str] | None, spread: float) -> Change:
+    """Return what raises one cost of a runtime's host; without one, all costs of whatever runtime is asked about."""
+
+    def change(scenario: Scenario) -> Scenario:
+        name, compiled = runtime_spec(scenario.runtime.name).names[0], scenario.runtime.compile
+        if cost is not None and cost[:2] != (name, compiled):
+            return scenario
+        known = _known(scenario)
+        spec = runtime_spec(name)
+        host = calibrated_host(spec, known, compiled=compiled).host
+        if cost is None:
+            raised = {
+                one.name: value * math.exp(HOST_SPREAD)
+                for one in fields(host)
+                if isinstance(value := getattr(host, one.name), float) and one.name != "data_token_s"
+            }
+        else:
+            names = LAUNCHES if cost[2] == "launch_s" else (cost[2],)
+            raised = {one: _higher(getattr(host, one) or 0.0, spread, launch=cost[2] == "launch_s") for one in names}
+        costs = known.runtime(name, compiled=compiled)
+        changed = {**known.runtimes, (name, compiled): replace(costs, host={**costs.host, **raised})}
+        return replace(scenario, calibration=replace(known, runtimes=changed))
+
+    return change
+
+
+def _higher(seconds: float, spread: float, *, launch: bool) -> float:
+    if seconds <= LEAST_S and not launch:
+        return seconds + UNKNOWN_S
+    return seconds * math.exp(spread)
+
+
+def _called(name: str, compiled: bool) -> str:
+    return f"{name}, compiled" if compiled else name
