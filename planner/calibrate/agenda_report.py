@@ -67,6 +67,10 @@ def agenda_document(agenda: Agenda, whole: Profile, links: Cluster | None) -> di
             }
             for one in agenda.chosen
         ],
+        "questions": [
+            {name: codec.to_builtins(getattr(step, name)) for name in ("model", "plan", "workload", "runtime")}
+            for step in agenda.wanted.steps
+        ],
         "expected_s": round(agenda.seconds, 1),
         "unsure_before": agenda.spread_after(agenda.known),
         "unsure_now": agenda.spread_after(made),

@@ -87,7 +87,7 @@ def narrow_requests(step: PlannedStep, gpus: int) -> list[dict[str, Any]]:
 
 
 def _narrow(step: PlannedStep, plan: Plan, counts: tuple[int, ...]) -> dict[str, Any]:
-    plan = replace(plan, micro_batch_size=1, tp_overlap="none")
+    plan = replace(plan, micro_batch_size=1, tp_overlap="none", reshard_after_forward=None)
     moe = None if step.model.moe is None else NARROW_EXPERTS
     model = replace(
         step.model, **NARROW, name="narrow layer", layers=1, moe=moe, latent=None, sliding_window=0, sliding_layers=0

@@ -16,7 +16,6 @@ import numpy as np
 
 from planner.calibrate.calibration_request import (
     CONTENTION,
-    COPIES,
     Request,
     collective_item,
     copies,
@@ -72,36 +71,30 @@ class Possible:
 
     def of(self, steps: Sequence[PlannedStep]) -> list[Measurement]:
         """Return the measurements, none twice."""
-        found = [*self._layers(steps), *self._operators(steps)]
-        found.append(
-            self._direct(
-                "copies of memory",
-                copies(),
-                {"kernels that move memory": len(COPIES)},
-                KERNEL_NOISE,
-                ranks=1,
-                seconds=JOB_S + OPERATOR_S * len(COPIES),
-            )
-        )
+        narrow = unique(item for step in steps for item in narrow_requests(step, self.gpus))
+        wide = unique(item for step in steps if (item := layer_request(step, self.gpus)) is not None)
+        found = [*self.layers(narrow, narrow=True), *self.layers(wide, narrow=False), *self._operators(steps)]
+        found.append(self.operators("copies of memory", copies().operators))
         if self.gpus > 1:
-            found += [*self._collectives(steps), *self._contention(), *self._overlap(steps)]
+            found += [self.collective(item) for item in self._messages(steps)]
+            found += [self.pair(item) for item in CONTENTION]
+            overlapped = [step for step in steps if step.plan.tp_overlap != "none"]
+            found += [self.site(item) for item in plan_sites(overlapped, self.gpus)]
         return found
 
     # --- layers -----------------------------------------------------------------------------------------------------
 
-    def _layers(self, steps: Sequence[PlannedStep]) -> Iterator[Measurement]:
-        narrow = unique(item for step in steps for item in narrow_requests(step, self.gpus))
-        wide = unique(item for step in steps if (item := layer_request(step, self.gpus)) is not None)
-        for items, thin in ((narrow, True), (wide, False)):
-            alike: dict[str, list[dict[str, Any]]] = {}
-            for item in items:
-                parts = (item["model"], item["workload"], item["runtime"], item.get("counts"))
-                alike.setdefault(codec.fingerprint(parts), []).append(item)
-            for some in alike.values():
-                yield from self._layers_alike(some, narrow=thin)
+    def layers(self, items: Sequence[dict[str, Any]], *, narrow: bool) -> Iterator[Measurement]:
+        """Yield runs of one and two layers, without such as cannot be predicted, or take long."""
+        alike: dict[str, list[dict[str, Any]]] = {}
+        for item in items:
+            parts = (item["model"], item["workload"], item["runtime"], item.get("counts"))
+            alike.setdefault(codec.fingerprint(parts), []).append(item)
+        for some in alike.values():
+            yield from self._layers_alike(some, narrow=narrow)
 
     def _layers_alike(self, items: Sequence[dict[str, Any]], *, narrow: bool) -> Iterator[Measurement]:
-        """Yield runs of one model under several plans, without such as cannot be predicted, or take long."""
+        """Yield runs of one model under several plans."""
         model = codec.convert(items[0]["model"], Model, where="layer")
         runtime = codec.convert(items[0]["runtime"], Runtime, where="layer")
         plans = [codec.convert(item["plan"], Plan, where="layer") for item in items]
@@ -137,61 +130,67 @@ class Possible:
     # --- parts of steps ---------------------------------------------------------------------------------------------
 
     def _operators(self, steps: Sequence[PlannedStep]) -> Iterator[Measurement]:
-        """Yield a job for the operators of a step that none before it has; in parts, so that several GPUs share them."""
+        """Yield jobs for the operators of a step that none before it has; in parts, so that several GPUs share them."""
         known: set[str] = set()
         for step in steps:
             items = [one for one in unique(plan_operators(step)) if codec.fingerprint(one) not in known]
             known |= {codec.fingerprint(one) for one in items}
             for start in range(0, len(items), OPERATORS_AT_ONCE):
                 some = items[start : start + OPERATORS_AT_ONCE]
-                shown = Counter(_term_of(one) for one in some)
-                yield self._direct(
-                    f"{len(some)} operators of {described(step.plan)}, {step.runtime.compute_dtype}",
-                    Request(operators=tuple(some)),
-                    shown,
-                    KERNEL_NOISE,
-                    ranks=1,
-                    seconds=JOB_S + OPERATOR_S * len(some),
-                )
+                what = f"{len(some)} operators of {described(step.plan)}, {step.runtime.compute_dtype}"
+                yield self.operators(what, some)
 
-    def _collectives(self, steps: Sequence[PlannedStep]) -> Iterator[Measurement]:
+    def operators(self, name: str, items: Sequence[dict[str, Any]]) -> Measurement:
+        """Return operators on one GPU as one job."""
+        return self._direct(
+            name,
+            Request(operators=tuple(items)),
+            Counter(_term_of(one) for one in items),
+            KERNEL_NOISE,
+            ranks=1,
+            seconds=JOB_S + OPERATOR_S * len(items),
+        )
+
+    def _messages(self, steps: Sequence[PlannedStep]) -> list[dict[str, Any]]:
+        """Return the collectives of steps, as far as they are among no more GPUs than there are."""
         sizes: dict[tuple[str, int], set[int]] = {}
         for step in steps:
             for op, ranks, nbytes in messages(step, self.cluster):
                 if 1 < ranks <= self.gpus:
                     sizes.setdefault((op, ranks), set()).add(nbytes)
-        for (op, ranks), found in sizes.items():
-            item = collective_item(op, ranks, _spread_out(sorted(found)))
-            yield self._direct(
-                f"{collective_term(op)} of {ranks} GPUs, {len(item['sizes'])} sizes",
-                Request(collectives=(item,)),
-                {collective_term(op): len(item["sizes"])},
-                COLLECTIVE_NOISE,
-                ranks=ranks,
-                seconds=JOB_S + SIZE_S * len(item["sizes"]),
-            )
+        return [collective_item(op, ranks, _spread_out(sorted(found))) for (op, ranks), found in sizes.items()]
 
-    def _contention(self) -> Iterator[Measurement]:
-        for item in CONTENTION:
-            yield self._direct(
-                f"{item['compute']} beside {collective_term(item['op'])[:-1]}",
-                Request(contention=(item,)),
-                {"kernels beside collectives": 1},
-                PAIR_NOISE,
-                ranks=self.gpus,
-                seconds=JOB_S + PAIR_S,
-            )
+    def collective(self, item: dict[str, Any]) -> Measurement:
+        return self._direct(
+            f"{collective_term(item['op'])} of {item['ranks']} GPUs, {len(item['sizes'])} sizes",
+            Request(collectives=(item,)),
+            {collective_term(item["op"]): len(item["sizes"])},
+            COLLECTIVE_NOISE,
+            ranks=item["ranks"],
+            seconds=JOB_S + SIZE_S * len(item["sizes"]),
+        )
 
-    def _overlap(self, steps: Sequence[PlannedStep]) -> Iterator[Measurement]:
-        for item in plan_sites([step for step in steps if step.plan.tp_overlap != "none"], self.gpus):
-            yield self._direct(
-                f"{item['operation'].replace('_', ' ')} of {item['ranks']} GPUs in every mode",
-                Request(overlap=(item,)),
-                {"overlap of tensor parallelism": 1},
-                PAIR_NOISE,
-                ranks=item["ranks"],
-                seconds=JOB_S + SITE_S,
-            )
+    def pair(self, item: dict[str, Any]) -> Measurement:
+        """Return a kernel beside a collective of all GPUs."""
+        return self._direct(
+            f"{item['compute']} beside {collective_term(item['op'])[:-1]}",
+            Request(contention=(item,)),
+            {"kernels beside collectives": 1},
+            PAIR_NOISE,
+            ranks=self.gpus,
+            seconds=JOB_S + PAIR_S,
+        )
+
+    def site(self, item: dict[str, Any]) -> Measurement:
+        """Return a tensor-parallel product with its collective in every overlap mode."""
+        return self._direct(
+            f"{item['operation'].replace('_', ' ')} of {item['ranks']} GPUs in every mode",
+            Request(overlap=(item,)),
+            {"overlap of tensor parallelism": 1},
+            PAIR_NOISE,
+            ranks=item["ranks"],
+            seconds=JOB_S + SITE_S,
+        )
 
     def _direct(
         self, name: str, request: Request, shown: Mapping[str, int], noise: float, *, ranks: int, seconds: float
