@@ -13,6 +13,8 @@ from planner.commands import options
 from planner.io import output
 from planner.io.inputs import measurements, read_cluster
 from planner.io.output import console, printable
+from planner.sharding.answer import captured_row
+from planner.sharding.frontends.request import is_request
 from planner.sharding.problem import split_cases
 from planner.sharding.report import report_case
 from topology import codec
@@ -27,10 +29,15 @@ def shard(
     ] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=1 << 20, help="GPUs of the cluster to have.")] = None,
     profile: options.Profile = None,
+    program: Annotated[
+        str | None, typer.Option("--program", help="Write the program of a captured graph there, for the executor.")
+    ] = None,
     strict: options.Strict = False,
     json: options.Json = False,
 ) -> None:
     """Choose placements for what is not pinned, and plan the collectives between them.
+
+    A case is text, or a graph that the executor captured from a module (`executor.sharding`).
 
     A case that has no answer says why. Exit code 3 when that is so of every case.
     """
@@ -43,11 +50,19 @@ def shard(
     for doubt in (*doubts_about(machine), *known.doubts(machine)) if machine is not None else ():
         output.warn(f"warning: {doubt}")
     cases = split_cases(codec.parse_json(text, where=where), where=where)
+    if program is not None and (len(cases) != 1 or not is_request(cases[0])):
+        raise UserError("--program is about one captured graph", remedy="a file with a graph, from executor.sharding")
     rows = []
     try:
         for number, case in enumerate(cases):
             output.progress(f"case {number + 1} of {len(cases)}")
-            rows.append(report_case(case, number, machine, measured))
+            if is_request(case):
+                row, answer = captured_row(case, number, machine, measured)
+                if program is not None and answer is not None:
+                    codec.write_text(program, codec.to_json(answer.written.program, indent=None))
+            else:
+                row = report_case(case, number, machine, measured)
+            rows.append(row)
     finally:
         output.end_progress()
     if json:
@@ -71,8 +86,12 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
             placed.add_row(printable(name), " ".join(tokens), printable(_axes(row["named"][name])))
         screen.print(placed)
         if time := row.get("time_s"):
-            parts = f"{1e6 * time['compute']:,.1f} compute, {1e6 * time['exposed_communication']:,.1f} communication not hidden"
-            screen.print(f"{1e6 * time['value']:,.1f} us simulated ({time['source']}): {parts}")
+            parts = (
+                f": {1e6 * time['compute']:,.1f} compute, {1e6 * time['exposed_communication']:,.1f} communication not hidden"
+                if "compute" in time
+                else ", forward and backward as the program has them"
+            )
+            screen.print(f"{1e6 * time['value']:,.1f} us simulated ({time['source']}){parts}")
         if row["collectives"]:
             table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2))
             for heading, justify in (("collective", "left"), ("over", "left"), ("in B", "right"), ("ring B", "right")):

@@ -32,7 +32,12 @@ def report_case(
             else {"time_s": _simulated_time(problem, plan, cluster, calibration)}
         )
     except (UserError, Infeasible) as error:
-        return _rejection(name, error)
+        return rejection(name, error)
+    return {**plan_row(name, problem, plan), **time}
+
+
+def plan_row(name: str, problem: ShardingProblem, plan: ShardingPlan) -> dict[str, Any]:
+    """Return the row of a plan, without its time."""
     return {
         "id": name,
         "mesh_axes": _mesh_axes(problem),
@@ -44,7 +49,6 @@ def report_case(
         "ring_send_bytes_per_rank": _number(plan.ring_send_bytes),
         "rejected": None,
         "warnings": list(problem.graph.warnings),
-        **time,
     }
 
 
@@ -60,7 +64,8 @@ def _simulated_time(
     }
 
 
-def _rejection(name: str, error: PlannerError) -> dict[str, Any]:
+def rejection(name: str, error: PlannerError) -> dict[str, Any]:
+    """Return the row of a case that has no answer."""
     return {
         "id": name,
         "mesh_axes": [],

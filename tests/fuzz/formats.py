@@ -27,6 +27,7 @@ from planner.question.question import question_of
 from planner.runs import runs_store
 from planner.runs.run_report import load_run
 from planner.search.plan_space.stated import read_spans, read_words
+from planner.sharding.answer import captured_row
 from planner.sharding.problem import split_cases
 from planner.sharding.report import report_case
 from planner.tune.document import tune_document
@@ -41,6 +42,7 @@ from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import Calibrations
 from simulator.program.chrome_trace import from_kineto
+from simulator.sharded.program import read_program
 from tests.fuzz.mutations import JUNK, damaged_json, damaged_text
 from topology import codec
 from topology.catalog.cluster_file import parse_cluster
@@ -290,6 +292,14 @@ def _read_config(text: str, _path: Path) -> list[Any]:
     return [codec.to_builtins(model), describe(model), codec.to_builtins(question.estimate([plan]).estimate(0))]
 
 
+def _read_captured(text: str, _path: Path) -> list[Any]:
+    (case, *_) = split_cases(codec.parse_json(text, where="cases"), where="cases")
+    row, answer = captured_row(case, 0)
+    if answer is not None:
+        read_program(codec.to_builtins(answer.written.program), where="the program")
+    return [row]
+
+
 def _read_sharding(text: str, _path: Path) -> list[Any]:
     found = split_cases(codec.parse_json(text, where="cases"), where="cases")
     return [report_case(case, number) for number, case in enumerate(found[:3])]
@@ -315,6 +325,9 @@ FORMATS = {
     "profile": Format(inputs=_json_inputs(profiles), read=_read_profile),
     "measurement": Format(inputs=_json_inputs(measurements), read=_read_measurement),
     "config.json": Format(inputs=_json_inputs(_configs), read=_read_config),
+    "captured": Format(
+        inputs=_json_inputs(lambda: [_json(EXAMPLES / "sharding" / "captured.json")]), read=_read_captured
+    ),
     "sharding": Format(inputs=_json_inputs(lambda: [_json(EXAMPLES / "sharding" / "layer.json")]), read=_read_sharding),
     "trace": Format(inputs=_json_inputs(traces), read=_read_trace),
     "topo -m": Format(

@@ -1,0 +1,16 @@
+"""A module for one GPU on many: its graph captured, placements asked of the planner, the program run and checked.
+
+capture.py      torch.export: a module as a graph of named operators
+api.py          `shard(module, ...)`: captured, planned, run
+run_program.py  a program on the streams of one rank, forward and backward
+operations.py   what an operator of the program computes on a rank's own pieces
+merged.py       operators that exchange statistics: softmax, norms, attention over a sharded axis
+exchanges.py    what a collective of the program does to a rank's piece
+places.py       where a rank is in the mesh, and which elements its piece has
+placements.py   layouts as placements of DTensors
+"""
+
+from executor.sharding.api import ShardedModule, shard
+from executor.sharding.capture import capture
+
+__all__ = ["ShardedModule", "capture", "shard"]

@@ -1,0 +1,247 @@
+"""`shard`: a module as for one GPU, run on many. Every rank calls it with the same arguments, as it would make a mesh.
+
+    model = shard(module, (x,), mesh={"data": 2, "model": 4},
+                  axes={"x": "batch seq embed", "*.q_proj.weight": "heads embed"},
+                  parameters={"heads": "model"}, compute={"batch": "data", "heads": "model"})
+    y = model(x)
+    y.sum().backward()
+
+The module is captured, rank 0 asks the planner (as a process of its own) for placements and a program, and every rank keeps
+its pieces of the parameters. Inputs are whole tensors that all ranks have, or DTensors in the placements that the plan has;
+outputs are DTensors.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from executor.launch.local_ranks import child_environment
+from executor.sharding.capture import Captured, capture
+from executor.sharding.placements import placements_of, tokens_of
+from executor.sharding.run_program import RankProgram, State
+from simulator.sharded.graph import BUFFER, CONSTANT, INPUT, PARAMETER
+from simulator.sharded.program import RunnableProgram, read_program
+from topology.errors import BadInput, PlannerError, UserError
+
+PLANNER_BUDGET_S = 600.0
+AxisMap = Mapping[str, str | Sequence[str]]
+
+
+def request(
+    captured: Captured,
+    mesh: Mapping[str, int],
+    *,
+    placements: Mapping[str, Sequence[str]] | None = None,
+    axes: Mapping[str, str] | None = None,
+    parameters: AxisMap | None = None,
+    compute: AxisMap | None = None,
+    choose: Sequence[str] = (),
+    policy: str | None = None,
+    backward: bool = True,
+    gradients: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the document that `planner shard` reads: the graph, and what is said of its sharding."""
+    return {
+        "graph": msgspec.to_builtins(captured.graph),
+        "mesh": {"names": list(mesh), "shape": list(mesh.values())},
+        "placements": {name: list(tokens) for name, tokens in (placements or {}).items()},
+        "axes": dict(axes or {}),
+        "parameters": dict(parameters or {}),
+        "compute": dict(compute or {}),
+        "choose": list(choose),
+        "policy": policy,
+        "backward": backward,
+        "gradients": list(gradients),
+    }
+
+
+def plan(document: Mapping[str, Any], *, budget_s: float = PLANNER_BUDGET_S) -> RunnableProgram:
+    """Ask `planner shard` for the program of a request. Raises UserError where it has none."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        asked, answered = Path(folder, "request.json"), Path(folder, "program.json")
+        asked.write_text(json.dumps(document), encoding="utf-8")
+        command = [sys.executable, "-m", "planner", "shard", str(asked), "--program", str(answered), "--json"]
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=budget_s,
+                check=False,
+                env=child_environment(None, run_id="shard"),
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UserError(
+                f"the planner found no program in {budget_s:.0f} s", remedy="fewer open placements"
+            ) from error
+        if not answered.exists():
+            rows = msgspec.json.decode(done.stdout)["cases"] if done.stdout.startswith("{") else []
+            why = rows[0]["rejected"] if rows else done.stderr.strip()[-500:]
+            raise UserError("the planner has no program for this", why=why)
+        return read_program(msgspec.json.decode(answered.read_bytes()), where="the planner's program")
+
+
+def shard(
+    module: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: DeviceMesh | Mapping[str, int],
+    **wishes: Any,
+) -> ShardedModule:
+    """Return `module`, called with `args` and `kwargs` of these shapes, on the ranks of `mesh`.
+
+    `wishes` are those of `request`: `placements` by tensor (`["S(0)", "R"]`, one a mesh axis), or `axes` with the maps
+    `parameters` and `compute`. DTensors among `args` say their own placements. Collective: every rank calls it. Raises
+    UserError where the module cannot be captured or the planner has no program.
+    """
+    leaves = pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, list(args))
+    captured = capture(module, leaves, kwargs)
+    sizes = _mesh_sizes(mesh)
+    given = dict(wishes.pop("placements", None) or {})
+    names = [one.name for one in captured.graph.inputs if one.kind == INPUT]
+    for name, leaf in zip(names, pytree.tree_leaves((list(args), dict(kwargs or {}))), strict=False):
+        if isinstance(leaf, DTensor):
+            given.setdefault(name, tokens_of(leaf.placements))
+    document = request(captured, sizes, placements=given, **wishes)
+    program = _planned_once(document)
+    return ShardedModule(module, captured, program, mesh if isinstance(mesh, DeviceMesh) else None)
+
+
+def _mesh_sizes(mesh: DeviceMesh | Mapping[str, int]) -> dict[str, int]:
+    if not isinstance(mesh, DeviceMesh):
+        return dict(mesh)
+    if mesh.mesh_dim_names is None:
+        raise BadInput("the device mesh has no names", remedy="init_device_mesh(..., mesh_dim_names=...)")
+    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+
+
+def _planned_once(document: Mapping[str, Any]) -> RunnableProgram:
+    """Return the program that rank 0 was given by the planner, on every rank. Raises UserError on all where there is none."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return plan(document)
+    device = _device()
+    answer = b""
+    if dist.get_rank() == 0:
+        try:
+            answer = b"+" + msgspec.json.encode(plan(document))
+        except PlannerError as error:
+            answer = b"-" + str(error).encode()
+    size = torch.tensor([len(answer)], device=device)
+    dist.broadcast(size, 0)
+    text = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    if dist.get_rank() == 0:
+        text.copy_(torch.frombuffer(bytearray(answer), dtype=torch.uint8))
+    dist.broadcast(text, 0)
+    answer = bytes(text.cpu().numpy())
+    if not answer.startswith(b"+"):
+        raise UserError("the module is not sharded", why=answer[1:].decode())
+    return read_program(msgspec.json.decode(answer[1:]), where="the planner's program")
+
+
+def _device() -> torch.device:
+    """Return the device of this rank: CUDA where the default process group talks between GPUs."""
+    on_gpu = dist.is_initialized() and "nccl" in str(dist.get_backend())
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+class ShardedModule(nn.Module):
+    """A module as a program on this rank. `parameters()` are this rank's pieces, by the names that the module has."""
+
+    def __init__(
+        self, module: nn.Module, captured: Captured, program: RunnableProgram, mesh: DeviceMesh | None = None
+    ) -> None:
+        super().__init__()
+        device = _device()
+        self.program = program
+        self.captured = captured
+        self.ranks = RankProgram(program, dist.get_rank() if dist.is_initialized() else 0, device)
+        self.mesh = mesh or init_device_mesh(device.type, program.mesh_shape, mesh_dim_names=program.mesh_names)
+        values = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        self.fixed: dict[str, torch.Tensor] = {}
+        self.pieces = nn.ParameterDict()
+        self._keys: dict[str, str] = {}
+        for one in captured.graph.inputs:
+            buffer = program.inputs.get(one.name)
+            if buffer is None or one.kind == INPUT:
+                continue
+            whole = captured.constants[one.name] if one.kind == CONSTANT else values[one.target]
+            with torch.no_grad():
+                piece = self.ranks.place.piece(whole.to(device), program.buffers[buffer])
+            if one.kind == PARAMETER:
+                self._keys[buffer] = one.name
+                self.pieces[one.name] = nn.Parameter(piece, requires_grad=one.name in program.gradients)
+            elif one.kind in {BUFFER, CONSTANT}:
+                self.fixed[buffer] = piece
+
+    def placements(self, tensor: str) -> tuple[Any, ...]:
+        """Return the DTensor placements of a tensor of the graph: an input's, or an output's."""
+        buffer = self.program.inputs.get(tensor) or next(
+            b for name, b in zip(self.captured.graph.outputs, self.program.outputs, strict=True) if name == tensor
+        )
+        return placements_of(self.program.buffers[buffer], self.program)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's results as DTensors. Inputs are whole tensors, or DTensors placed as the plan has them."""
+        graph_inputs = [one for one in self.captured.graph.inputs if one.kind == INPUT]
+        leaves = [leaf for leaf in pytree.tree_leaves((list(args), kwargs)) if isinstance(leaf, torch.Tensor)]
+        values: dict[str, torch.Tensor] = {}
+        for one, leaf in zip(graph_inputs, leaves, strict=True):
+            buffer = self.program.inputs.get(one.name)
+            if buffer is not None:
+                values[buffer] = self._local(one.name, leaf, buffer)
+        values |= {buffer: self.pieces[name] for buffer, name in self._keys.items()}
+        outputs = _Run.apply(self, tuple(values), *values.values())
+        found = []
+        for name, value in zip(self.captured.graph.outputs, outputs, strict=True):
+            found.append(DTensor.from_local(value, self.mesh, self.placements(name), run_check=False))
+        tree = self.captured.result_tree
+        return pytree.tree_unflatten(found, tree) if tree is not None else tuple(found)
+
+    def _local(self, name: str, value: torch.Tensor, buffer: str) -> torch.Tensor:
+        if isinstance(value, DTensor):
+            if tuple(value.placements) != self.placements(name):
+                raise BadInput(
+                    f"{name} comes as {value.placements}, and the program takes {self.placements(name)}",
+                    remedy="redistribute it, or shard the module with these placements",
+                )
+            return value.to_local()
+        return self.ranks.place.piece(value.to(self.ranks.device), self.program.buffers[buffer])
+
+
+class _Run(torch.autograd.Function):
+    """The program's forward and backward pass as one function of pieces."""
+
+    @staticmethod
+    def forward(ctx: Any, sharded: ShardedModule, names: tuple[str, ...], *pieces: torch.Tensor) -> Any:
+        values = dict(zip(names, (piece.detach() for piece in pieces), strict=True)) | sharded.fixed
+        state = sharded.ranks.forward(values)
+        ctx.sharded, ctx.state, ctx.names = sharded, state, names
+        return tuple(state.at[name] for name in sharded.program.outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: torch.Tensor) -> Any:
+        sharded, state, program = ctx.sharded, ctx.state, ctx.sharded.program
+        seeds = {}
+        for name, gradient in zip(program.seeds, incoming, strict=True):
+            # a gradient that copies of an output share is counted once
+            first = all(sharded.ranks.place.at[axis] == 0 for axis in program.buffers[name].pending)
+            seeds[name] = gradient if first else torch.zeros_like(gradient)
+        sharded.ranks.backward(state, seeds)
+        of_input = {program.inputs[tensor]: state.at[buffer] for tensor, buffer in program.gradients.items()}
+        ctx.state = State(at={})
+        return (None, None, *(of_input.get(name) for name in ctx.names))

@@ -1,0 +1,228 @@
+"""Capture a module as a graph of ATen operators, with the names of its parameters and modules.
+
+`torch.export` runs the module's own Python once with tensors that have shapes and no values. What does not depend on the
+module's inputs or parameters (masks, rotary angles) is computed here and becomes a constant of the graph. Regions that
+switch autograd or autocast off are looked into.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
+
+from executor.sharding.places import DTYPES
+from simulator.sharded.graph import BUFFER, CONSTANT, INPUT, PARAMETER, CapturedGraph, GraphInput, GraphNode
+from topology.errors import UserError
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_KINDS = {InputKind.PARAMETER: PARAMETER, InputKind.BUFFER: BUFFER, InputKind.CONSTANT_TENSOR: CONSTANT}
+_IN_PLACE_OF = {"aten.dropout.default": 0, "aten.feature_dropout.default": 0, "aten.alias.default": 0}
+_SKIPPED = ("aten._assert", "aten.sym_constrain", "aten._assert_tensor_metadata")
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The graph, the values of its constants by name, and how the module's results are arranged."""
+
+    graph: CapturedGraph
+    constants: Mapping[str, torch.Tensor]
+    result_tree: Any = None
+
+
+def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Captured:
+    """Return the graph of `module` called with `args` and `kwargs`, whose shapes it is then made for.
+
+    The module is not changed. Raises UserError where torch.export cannot capture it or it draws random numbers.
+    """
+    try:
+        exported = torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False)
+    except Exception as error:  # torch.export raises many kinds
+        raise UserError(
+            f"torch.export cannot capture {type(module).__name__}",
+            why=str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__,
+            remedy="a module whose control flow does not depend on values of tensors",
+        ) from error
+    reader = _Reader()
+    values = {**dict(exported.named_parameters()), **dict(exported.named_buffers()), **exported.constants}
+    specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    environment: dict[str, Any] = {}
+    for node in exported.graph.nodes:
+        if node.op == "placeholder":
+            environment[node.name] = reader.input(node, specs[node.name], values)
+    outputs = reader.walk(exported.graph_module, environment)
+    kinds = [spec.kind.name for spec in exported.graph_signature.output_specs]
+    named = [
+        value.name
+        for value, kind in zip(outputs, kinds, strict=True)
+        if kind in {"USER_OUTPUT", "LOSS_OUTPUT"} and isinstance(value, _Tensor)
+    ]
+    graph = CapturedGraph(inputs=tuple(reader.inputs), nodes=tuple(reader.nodes), outputs=tuple(named))
+    return Captured(graph=graph, constants=reader.constants, result_tree=exported.call_spec.out_spec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of the graph. `fake` has its shape and dtype."""
+
+    name: str
+    fake: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Reader:
+    inputs: list[GraphInput] = field(default_factory=list)
+    nodes: list[GraphNode] = field(default_factory=list)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    _constant_names: dict[int, str] = field(default_factory=dict)
+    _alive: list[torch.Tensor] = field(default_factory=list)  # so that ids stay those of one tensor
+
+    def input(self, node: torch.fx.Node, spec: Any, values: Mapping[str, Any]) -> Any:
+        """Return what stands for a placeholder: a named tensor, or the value of a constant."""
+        kind = _KINDS.get(spec.kind, INPUT)
+        value = node.meta.get("val")
+        if kind == CONSTANT and isinstance(values.get(spec.target), torch.Tensor):
+            return values[spec.target]
+        if not isinstance(value, torch.Tensor):
+            return value
+        target = spec.target or ""
+        name = self._new_name(target or node.name)
+        self.inputs.append(
+            GraphInput(name=name, shape=tuple(value.shape), dtype=DTYPE_NAMES[value.dtype], kind=kind, target=target)
+        )
+        return _Tensor(name, value)
+
+    def walk(self, module: torch.fx.GraphModule, environment: dict[str, Any]) -> list[Any]:
+        """Read the nodes of a graph; return its results."""
+        for node in module.graph.nodes:
+            if node.op == "get_attr":
+                environment[node.name] = _attribute(module, node.target)
+            elif node.op == "call_function":
+                environment[node.name] = self._call(node, environment)
+            elif node.op == "output":
+                return list(_mapped(node.args[0], environment))
+        return []
+
+    def _call(self, node: torch.fx.Node, environment: dict[str, Any]) -> Any:
+        args, kwargs = _mapped(node.args, environment), _mapped(node.kwargs, environment)
+        op = str(node.target)
+        if op in {"wrap_with_set_grad_enabled", "wrap_with_autocast"}:
+            skipped = 2 if op.endswith("enabled") else 5
+            inner = args[skipped - 1]
+            names = [n.name for n in inner.graph.nodes if n.op == "placeholder"]
+            return self.walk(inner, dict(zip(names, args[skipped:], strict=True)))
+        if getattr(node.target, "__name__", "") == "getitem":
+            return args[0][args[1]]
+        if op.startswith(_SKIPPED):
+            return None
+        if not any(isinstance(leaf, _Tensor) for leaf in pytree.tree_leaves((args, kwargs))):
+            return _constant(node.target, args, kwargs)
+        value = node.meta.get("val")
+        if op.endswith("_like.default") and isinstance(value, torch.Tensor):  # of a tensor's shape alone
+            return _constant(
+                node.target, [torch.empty(args[0].fake.shape, dtype=args[0].fake.dtype), *args[1:]], kwargs
+            )
+        if op in _IN_PLACE_OF and (op != "aten.dropout.default" or not args[2] or not args[1]):
+            return args[_IN_PLACE_OF[op]]
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and not _attention(op, args):
+            raise UserError(
+                f"{node.name} draws random numbers ({op})",
+                why="ranks would have to draw the same for what they hold copies of",
+                remedy="call module.eval(), or set its dropout to 0",
+            )
+        module = next(reversed(list(node.meta.get("nn_module_stack", {}).values())), ("",))[0]
+        if isinstance(value, torch.Tensor):
+            return self._add(node.name, op, args, kwargs, value, module, None)
+        if isinstance(value, list | tuple):
+            return [
+                self._add(f"{node.name}_{i}", op, args, kwargs, one, module, i)
+                if isinstance(one, torch.Tensor)
+                else one
+                for i, one in enumerate(value)
+            ]
+        raise UserError(f"{node.name} makes a number of a tensor's values ({op})", remedy="a module without it")
+
+    def _add(
+        self, name: str, op: str, args: Any, kwargs: Any, value: torch.Tensor, module: str, index: int | None
+    ) -> _Tensor:
+        name = self._new_name(name if name[-1].isdigit() else f"{name}_0")
+        self.nodes.append(
+            GraphNode(
+                name=name,
+                op=op,
+                args=tuple(self._plain(a) for a in args),
+                kwargs={k: self._plain(v) for k, v in kwargs.items() if k not in {"device", "layout", "pin_memory"}},
+                shape=tuple(int(n) for n in value.shape),
+                dtype=DTYPE_NAMES[value.dtype],
+                index=index,
+                module=module,
+            )
+        )
+        return _Tensor(name, value)
+
+    def _plain(self, value: Any) -> Any:
+        """Return an argument as JSON data; tensors known only by value become constants of the graph."""
+        match value:
+            case _Tensor():
+                return {"tensor": value.name}
+            case torch.Tensor():
+                return {"tensor": self._constant(value)}
+            case torch.dtype():
+                return {"dtype": DTYPE_NAMES[value]}
+            case list() | tuple():
+                return [self._plain(one) for one in value]
+            case torch.device() | torch.layout() | torch.memory_format():
+                return None
+        return value
+
+    def _constant(self, value: torch.Tensor) -> str:
+        if id(value) not in self._constant_names:
+            name = self._new_name(f"constant_{len(self.constants)}")
+            shape, dtype = tuple(value.shape), DTYPE_NAMES[value.dtype]
+            self.inputs.append(GraphInput(name=name, shape=shape, dtype=dtype, kind=CONSTANT, target=name))
+            self.constants[name] = value.detach()
+            self._constant_names[id(value)] = name
+            self._alive.append(value)
+        return self._constant_names[id(value)]
+
+    def _new_name(self, name: str) -> str:
+        """Return a name that no tensor has. Those of results end with a digit, which no function's name does."""
+        name = re.sub(r"\W", "_", name)[-56:].lstrip("_0123456789") or "tensor"
+        if hasattr(torch.ops.aten, name):
+            name = f"{name}_0"
+        unique, number = name, 1
+        while unique in self.names:
+            unique, number = f"{name}_{number}", number + 1
+        self.names.add(unique)
+        return unique
+
+
+def _attention(op: str, args: Sequence[Any]) -> bool:
+    """Return whether an operator is attention without dropout."""
+    return op.startswith("aten.scaled_dot_product_attention") and (len(args) < 5 or not args[4])
+
+
+def _attribute(module: torch.fx.GraphModule, path: str) -> Any:
+    value: Any = module
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _mapped(arguments: Any, environment: Mapping[str, Any]) -> Any:
+    return torch.fx.node.map_aggregate(
+        arguments, lambda leaf: environment[leaf.name] if isinstance(leaf, torch.fx.Node) else leaf
+    )
+
+
+def _constant(target: Any, args: Any, kwargs: Any) -> Any:
+    """Return the value of an operator whose arguments are all known."""
+    with torch.no_grad():
+        return target(*args, **kwargs)

@@ -1,0 +1,271 @@
+"""What an operator of a program computes on a rank's own pieces.
+
+Kernels are looked up by name in the table at the end, or are ATen operators that torch tags as elementwise or core: both
+compute a value from values and nothing else. Shapes that an operator is told are those of its piece: a kernel knows the
+buffer it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from executor.sharding import merged
+from executor.sharding.places import DTYPES, Context
+from simulator.sharded.program import Kernel
+from topology.errors import BadInput
+
+
+def run_kernel(kernel: Kernel, values: Mapping[str, torch.Tensor], context: Context) -> torch.Tensor:
+    """Return the piece that `kernel` computes from `values` by buffer. Raises BadInput for an operator not in the table."""
+    args = _given(kernel.args, values)
+    if kernel.op in _PLAIN:
+        return _PLAIN[kernel.op](*args)
+    if kernel.op in _PLACED:
+        return _PLACED[kernel.op](context, *args)
+    found = _aten(kernel.op)(*args, **_given(kernel.kwargs, values))
+    return found if kernel.index is None else found[kernel.index]
+
+
+def _given(value: Any, values: Mapping[str, torch.Tensor]) -> Any:
+    """Return arguments with buffers' values and dtypes in their places."""
+    if isinstance(value, dict):
+        if "tensor" in value:
+            return values[value["tensor"]]
+        if "dtype" in value:
+            return DTYPES[value["dtype"]]
+        return {key: _given(one, values) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_given(one, values) for one in value]
+    return value
+
+
+def _aten(name: str) -> Callable[..., torch.Tensor]:
+    """Return an ATen operator that only computes a value. Raises BadInput for any other name."""
+    parts = name.split(".")
+    packet = getattr(torch.ops.aten, parts[1], None) if len(parts) == 3 and parts[0] == "aten" else None
+    overload = getattr(packet, parts[2], None) if packet is not None and parts[1].isidentifier() else None
+    if overload is None:
+        raise BadInput(f"{name[:60]!r} is no operator of ATen", remedy="one of the captured module's")
+    tags = getattr(overload, "tags", ())
+    pure = torch.Tag.pointwise in tags or torch.Tag.core in tags or parts[1] in _PURE
+    if not pure or overload._schema.is_mutable:  # noqa: SLF001 - torch has no public way to ask
+        raise BadInput(f"{name[:60]!r} is no operator that is run here", remedy="one of the captured module's")
+    found: Callable[..., torch.Tensor] = overload
+    return found
+
+
+_PURE = frozenset(
+    (
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "einsum",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "cat",
+        "stack",
+        "cumsum",
+        "cumprod",
+        "flip",
+        "one_hot",
+        "type_as",
+        "to",
+        "float",
+        "pad",
+        "max_pool2d",
+        "avg_pool2d",
+        "adaptive_avg_pool2d",
+        "upsample_nearest2d",
+        "upsample_bilinear2d",
+        "scatter",
+        "gather",
+        "index",
+        "index_select",
+        "baddbmm",
+        "tril",
+        "triu",
+        "masked_fill",
+        "batch_norm",
+        "instance_norm",
+        "sort",
+        "argmax",
+        "argmin",
+        "max",
+        "min",
+        "diff",
+        "roll",
+        "outer",
+        "nll_loss",
+        "mse_loss",
+        "rms_norm",
+        "layer_norm",
+        "group_norm",
+        "cross_entropy_loss",
+        "scaled_dot_product_attention",
+        "softmax",
+        "log_softmax",
+        "var",
+        "std",
+        "norm",
+        "unfold",
+        "masked_scatter",
+        "select_scatter",
+        "slice_scatter",
+        "index_add",
+        "scatter_add",
+        "index_put",
+        "histc",
+        "bincount",
+        "searchsorted",
+    )
+)
+
+
+def _reshape(context: Context, x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(context.out.local)
+
+
+def _expand(context: Context, x: torch.Tensor) -> torch.Tensor:
+    return x.expand(context.out.local)
+
+
+def _range(x: torch.Tensor, dim: int, start: int, length: int, step: int) -> torch.Tensor:
+    if step == 1:
+        return x.narrow(dim, start, length)
+    return x.index_select(dim, torch.arange(start, start + length * step, step, device=x.device))
+
+
+def _piece(x: torch.Tensor, dim: int, index: int, pieces: int) -> torch.Tensor:
+    width = x.shape[dim] // pieces
+    return x.narrow(dim, index * width, width)
+
+
+def _bias(x: torch.Tensor, bias: torch.Tensor, dim: int) -> torch.Tensor:
+    return x + bias.view([-1 if d == dim else 1 for d in range(x.ndim)])
+
+
+def _embedding(context: Context, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of this rank's part of the table; ids of other ranks' parts give zeros, so that the sum has all rows."""
+    buffer = next(b for b in context.reads.values() if b.local == tuple(weight.shape) and b.dtype not in _INTEGERS)
+    if not buffer.dims[0]:
+        return F.embedding(ids, weight)
+    here = context.place.indices(buffer, 0).to(ids.device)
+    where = torch.full((buffer.shape[0],), -1, dtype=torch.long, device=ids.device)
+    where[here] = torch.arange(len(here), device=ids.device)
+    rows = where[ids]
+    found = F.embedding(rows.clamp_min(0), weight)
+    return found * (rows >= 0).unsqueeze(-1).to(found.dtype)
+
+
+_INTEGERS = frozenset(("i64", "i32", "i16", "i8", "u8", "bool"))
+
+
+def _reduce(how: str) -> Callable[..., torch.Tensor]:
+    def reduce(context: Context, x: torch.Tensor, dims: list[int], keep: bool) -> torch.Tensor:
+        value = getattr(torch, how)(x, dim=tuple(dims), keepdim=keep) if dims else x
+        return value.to(context.dtype)
+
+    return reduce
+
+
+def _norm(how: str) -> Callable[..., torch.Tensor]:
+    def norm(tensors: list[torch.Tensor], over: int, eps: float | None) -> torch.Tensor:
+        x, *affine = tensors
+        shape = tuple(x.shape[x.ndim - over :])
+        if how == "layernorm":
+            return F.layer_norm(x, shape, *affine, **({} if eps is None else {"eps": eps}))
+        return F.rms_norm(x, shape, *affine, eps=eps)
+
+    return norm
+
+
+def _group_norm(tensors: list[torch.Tensor], width: int, eps: float) -> torch.Tensor:
+    x, *affine = tensors
+    return F.group_norm(x, x.shape[1] // width, *affine, eps=eps)
+
+
+def _attention(context: Context, tensors: list[torch.Tensor], causal: bool, scale: float | None) -> torch.Tensor:
+    """Attention of a rank's queries to all keys; a causal mask follows from where its queries are in the sequence."""
+    q, k, v, *mask = tensors
+    queries = context.out.dims[-2]
+    if causal and queries:
+        q_at = context.place.indices(context.out, len(context.out.shape) - 2).to(q.device)
+        keys = torch.arange(k.shape[-2], device=q.device)
+        mask = [q_at[:, None] >= keys[None, :], *mask]
+        causal = False
+    grouped = q.ndim > 2 and q.shape[-3] != k.shape[-3]
+    return F.scaled_dot_product_attention(
+        q, k, v, mask[0] if mask else None, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, ignored: int) -> torch.Tensor:
+    return F.cross_entropy(logits, targets, reduction="none", ignore_index=ignored)
+
+
+def _not_equal(context: Context, x: torch.Tensor, value: int) -> torch.Tensor:
+    return (x != value).to(context.dtype)
+
+
+def _topk(x: torch.Tensor, k: int, dim: int, index: int) -> torch.Tensor:
+    return torch.topk(x, k, dim=dim)[index]
+
+
+def _shard(context: Context, x: torch.Tensor, *parts: list[Any]) -> torch.Tensor:
+    """Return this rank's part of what it has a copy of. A part is (dim, blocks, mesh axes)."""
+    for dim, blocks, axes in parts:
+        index, pieces = context.place.position(axes)
+        shape = x.shape
+        seen = x.reshape(*shape[:dim], blocks, pieces, shape[dim] // blocks // pieces, *shape[dim + 1 :])
+        part = seen.select(dim + 1, index)
+        x = part.reshape(*shape[:dim], shape[dim] // pieces, *shape[dim + 1 :])
+    return x
+
+
+def _unshard(context: Context, x: torch.Tensor, *parts: list[Any]) -> torch.Tensor:
+    """The gradient of `_shard`: this rank's part in its place, zeros around it."""
+    for dim, blocks, axes in reversed(parts):
+        index, pieces = context.place.position(axes)
+        shape = x.shape
+        out = x.new_zeros(*shape[:dim], blocks, pieces, shape[dim] // blocks, *shape[dim + 1 :])
+        out.select(dim + 1, index).copy_(x.reshape(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :]))
+        x = out.reshape(*shape[:dim], shape[dim] * pieces, *shape[dim + 1 :])
+    return x
+
+
+# Kernels of values alone, and those that know the buffer they write and where the rank is.
+_PLAIN: dict[str, Callable[..., torch.Tensor]] = {
+    "same": lambda x: x,
+    "permute": lambda x, order: x.permute(order),
+    "repeat_interleave": lambda x, times, dim: x.repeat_interleave(times, dim),
+    "range": _range,
+    "select": lambda x, dim, index: x.select(dim, index),
+    "piece": _piece,
+    "bias": _bias,
+    "softmax": torch.softmax,
+    "log_softmax": torch.log_softmax,
+    "rmsnorm": _norm("rmsnorm"),
+    "layernorm": _norm("layernorm"),
+    "groupnorm": _group_norm,
+    "cross_entropy": _cross_entropy,
+    "topk": _topk,
+    **merged.PLAIN,
+}
+_PLACED: dict[str, Callable[..., torch.Tensor]] = {
+    "reshape": _reshape,
+    "expand": _expand,
+    "embedding": _embedding,
+    "attention": _attention,
+    "not_equal": _not_equal,
+    "shard": _shard,
+    "unshard": _unshard,
+    **{f"reduce.{how}": _reduce(how) for how in ("sum", "mean", "amax", "amin")},
+    **merged.PLACED,
+}

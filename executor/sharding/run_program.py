@@ -1,0 +1,186 @@
+"""Run a program on one rank: its instructions in issue order, each on its stream, with its events.
+
+On CUDA every stream of the program is a CUDA stream, and events order them as the program says. On the CPU instructions run
+one after another. A kernel that has a backward keeps the graph that autograd made of it alone: between kernels there is no
+graph, and gradients move as the program says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from executor.sharding.exchanges import Group, exchange, make_groups
+from executor.sharding.operations import run_kernel
+from executor.sharding.places import Context, Place
+from simulator.program.program import COMPUTE, Collective, Free, Launch, RecordEvent, WaitEvent
+from simulator.sharded.program import Exchange, Kernel, RunnableProgram
+
+
+@dataclass(slots=True)
+class _Tape:
+    """One kernel of the forward pass: its operands, cut off from what made them, and its result."""
+
+    operands: dict[str, torch.Tensor]
+    result: torch.Tensor
+
+
+@dataclass(slots=True)
+class State:
+    """A run between its forward and its backward pass: values by buffer, tapes by the buffer a kernel wrote, events."""
+
+    at: dict[str, torch.Tensor]
+    tapes: dict[str, _Tape] = field(default_factory=dict)
+    events: dict[str, torch.cuda.Event] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RankProgram:
+    """A program on this rank of the default process group, on `device`. Making one is collective: all ranks do it."""
+
+    program: RunnableProgram
+    rank: int
+    device: torch.device
+    place: Place = field(init=False)
+    groups: dict[tuple[str, ...], Group] = field(init=False)
+    _code: tuple[Any, ...] = field(init=False)
+    _streams: dict[str, Any] = field(init=False)
+    _last_use: dict[int, list[str]] = field(init=False)
+    _differentiated: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.place = Place.of(self.program, self.rank)
+        self.groups = make_groups(self.program, self.rank)
+        self._code = self.program.code()
+        names = {one.stream for one in self._code if isinstance(one, Launch | Collective)}
+        on_gpu = self.device.type == "cuda"
+        self._streams = {
+            name: torch.cuda.current_stream(self.device) if name == COMPUTE else torch.cuda.Stream(self.device)
+            for name in (names if on_gpu else ())
+        }
+        works = self.program.work.values()
+        self._differentiated = frozenset(w.args[0] for w in works if isinstance(w, Kernel) and w.op == "backward")
+        self._last_use = _last_uses(self._code, self.program)
+
+    def pieces(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this rank's pieces of whole tensors of the graph, by buffer."""
+        inputs, buffers = self.program.inputs, self.program.buffers
+        return {
+            inputs[n]: self.place.piece(t, buffers[inputs[n]]).to(self.device)
+            for n, t in tensors.items()
+            if n in inputs
+        }
+
+    def seeds(self, gradients: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this rank's pieces of whole gradients of the outputs, by buffer."""
+        buffers = self.program.buffers
+        both = zip(self.program.seeds, gradients, strict=True)
+        return {name: self.place.piece(whole.to(self.device), buffers[name]) for name, whole in both}
+
+    def run(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run the program on pieces by buffer; return the pieces of outputs and gradients by buffer."""
+        state = self.forward(values)
+        if self.program.seeds:
+            self.backward(state, values)
+        kept = {*self.program.outputs, *self.program.gradients.values()}
+        return {name: value for name, value in state.at.items() if name in kept}
+
+    def forward(self, values: Mapping[str, torch.Tensor]) -> State:
+        """Run the forward pass on pieces of the inputs by buffer. The state has the outputs and what backward needs."""
+        state = State(at=dict(values))
+        self._run(0, self.program.backward_start or len(self._code), state)
+        return state
+
+    def backward(self, state: State, seeds: Mapping[str, torch.Tensor]) -> None:
+        """Run the backward pass from pieces of the outputs' gradients; the state has the inputs' gradients then."""
+        state.at.update({name: seeds[name] for name in self.program.seeds})
+        self._run(self.program.backward_start, len(self._code), state)
+
+    def _run(self, start: int, stop: int, state: State) -> None:
+        events: dict[str, torch.cuda.Event] = state.events
+        current = torch.cuda.current_stream(self.device) if self._streams else None
+        for stream in self._streams.values():  # what callers did before comes first
+            stream.wait_stream(current)
+        for number in range(start, stop):
+            instruction = self._code[number]
+            match instruction:
+                case RecordEvent() if self._streams:
+                    events[instruction.event] = self._streams[instruction.stream].record_event()
+                case WaitEvent() if self._streams:
+                    self._streams[instruction.stream].wait_event(events[instruction.event])
+                case Launch() | Collective():
+                    with torch.cuda.stream(self._streams.get(instruction.stream)):
+                        self._do(instruction, state.at, state.tapes)
+                case Free():
+                    self._drop(instruction.buffer, state)
+            for name in self._last_use.get(number, ()):
+                self._drop(name, state)
+        if current is not None:
+            for stream in self._streams.values():
+                current.wait_stream(stream)
+
+    def _drop(self, name: str, state: State) -> None:
+        """Let go of a buffer. The allocator may reuse its memory when every stream of the program is past this point."""
+        value = state.at.pop(name, None)
+        state.tapes.pop(name, None)
+        if value is not None:
+            for stream in self._streams.values():
+                value.record_stream(stream)
+
+    def _do(self, instruction: Launch | Collective, at: dict[str, torch.Tensor], tapes: dict[str, _Tape]) -> None:
+        work = self.program.work[instruction.writes[0]]
+        if isinstance(work, Exchange):
+            out = exchange(work, at[instruction.reads[0]], self.groups[work.axes], self.rank)
+            at[instruction.writes[0]] = out
+        elif work.op == "backward":
+            self._backward(instruction, work, at, tapes)
+        else:
+            self._forward(instruction, work, at, tapes)
+
+    def _forward(
+        self, instruction: Launch | Collective, work: Kernel, at: dict[str, torch.Tensor], tapes: dict[str, _Tape]
+    ) -> None:
+        name = instruction.writes[0]
+        buffers = self.program.buffers
+        context = Context(buffers[name], {read: buffers[read] for read in instruction.reads}, self.place)
+        operands = {read: at[read] for read in instruction.reads}
+        if name not in self._differentiated:
+            with torch.no_grad():
+                at[name] = run_kernel(work, operands, context)
+            return
+        operands = {read: value.detach().requires_grad_(value.is_floating_point()) for read, value in operands.items()}
+        with torch.enable_grad():
+            result = run_kernel(work, operands, context)
+        tapes[name] = _Tape(operands, result)
+        at[name] = result.detach()
+
+    def _backward(
+        self, instruction: Launch | Collective, work: Kernel, at: dict[str, torch.Tensor], tapes: dict[str, _Tape]
+    ) -> None:
+        forward, wanted = work.args
+        tape = tapes.pop(forward)
+        incoming = at[instruction.reads[0]].to(tape.result.dtype)
+        operands = [tape.operands[name] for name in wanted]
+        found = torch.autograd.grad(tape.result, operands, incoming, allow_unused=True)
+        for name, operand, gradient in zip(instruction.writes, operands, found, strict=True):
+            at[name] = torch.zeros_like(operand) if gradient is None else gradient
+
+
+def _last_uses(code: tuple[Any, ...], program: RunnableProgram) -> dict[int, list[str]]:
+    """Return by instruction the buffers that nothing after it reads and no caller is given."""
+    last: dict[str, int] = {}
+    for number, one in enumerate(code):
+        if isinstance(one, Launch | Collective):
+            work = program.work[one.writes[0]]
+            taped = [work.args[0]] if isinstance(work, Kernel) and work.op == "backward" else []
+            last |= dict.fromkeys((*one.reads, *one.writes), number)
+            last |= {name: number for name in taped if name in last}
+    kept = {*program.outputs, *program.gradients.values(), *program.inputs.values()}
+    found: dict[int, list[str]] = {}
+    for name, number in last.items():
+        if name not in kept:
+            found.setdefault(number, []).append(name)
+    return found

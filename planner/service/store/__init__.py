@@ -1,1 +1,0 @@
-"""What the service keeps: jobs in a database, files on disk by digest."""

@@ -1,1 +1,0 @@
-"""Steps between schemas of the service's database, by Alembic."""

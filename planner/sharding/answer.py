@@ -1,0 +1,65 @@
+"""The answer to a captured graph: its plan, its row for the report, and what back ends write of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from planner.sharding.backends.runnable import Written, simulate_program, write_program
+from planner.sharding.frontends.captured import CapturedProblem, captured_problem
+from planner.sharding.frontends.request import Request, read_request
+from planner.sharding.plan import ShardingPlan, plan_sharding
+from planner.sharding.report import plan_row, rejection
+from simulator.calibration.calibration import Calibration
+from simulator.sharded.program import Exchange
+from topology.cluster import Cluster
+from topology.errors import Infeasible, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A request with its plan and program."""
+
+    request: Request
+    captured: CapturedProblem
+    plan: ShardingPlan
+    written: Written
+
+
+def answer_request(data: Mapping[str, Any], *, where: str) -> Answer:
+    """Return the answer to a request. Raises BadInput and Infeasible."""
+    request = read_request(data, where=where)
+    captured = captured_problem(request.graph, request.mesh, request.wish)
+    plan = plan_sharding(captured.problem)
+    written = write_program(captured, request.graph, plan, gradients=request.gradients, backward=request.backward)
+    return Answer(request, captured, plan, written)
+
+
+def answer_row(
+    answer: Answer, cluster: Cluster | None = None, calibration: Calibration | None = None
+) -> dict[str, Any]:
+    """Return the row of the report; with `cluster` the time of the program simulated there."""
+    row = plan_row(answer.request.id, answer.captured.problem, answer.plan)
+    program = answer.written.program
+    kinds = Counter(one.kind for one in program.work.values() if isinstance(one, Exchange))
+    row["program"] = {"instructions": len(program.instructions), "exchanges": dict(kinds)}
+    row["opaque"] = list(answer.captured.opaque)
+    if cluster is not None:
+        run = simulate_program(answer.written, answer.captured.problem, cluster, calibration)
+        row["time_s"] = {"value": run.step_s, "source": "datasheet" if calibration is None else "fitted"}
+    return row
+
+
+def captured_row(
+    data: Mapping[str, Any], number: int, cluster: Cluster | None = None, calibration: Calibration | None = None
+) -> tuple[dict[str, Any], Answer | None]:
+    """Return the row of one captured case and its answer, or a row that says why there is none."""
+    name = data.get("id")
+    name = name[:200] if isinstance(name, str) else f"case {number}"
+    try:
+        answer = answer_request(data, where=name)
+        return answer_row(answer, cluster, calibration), answer
+    except (UserError, Infeasible) as error:
+        return rejection(name, error), None

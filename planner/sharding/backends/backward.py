@@ -1,0 +1,203 @@
+"""The backward pass of a forward pass that is written: every instruction in reverse, and its dual between ranks.
+
+The gradient of a buffer has a layout that follows from the buffer's own: sharded dims are sharded alike; over a mesh axis
+on which the buffer has copies, every rank has the gradient of its own copy, and their sum is pending; over a mesh axis on
+which the buffer itself is a pending sum, all ranks have the same gradient. Every exchange has one dual then, and pending
+gradients are right whatever the placements are:
+
+    forward                              backward
+    slice       copies to shards         shards to a pending sum: zeros elsewhere
+    all-gather  shards to copies         reduce-scatter
+    all-reduce  pending to copies        all-reduce
+    reduce-scatter  pending to shards    all-gather
+    all-to-all, permute                  the same back
+
+(Xu et al., GSPMD, arXiv 2105.04663, section 3.6, has the duals; JAX states the rule for types of cotangents.) A kernel's
+backward is that of its operator on the rank's own pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from planner.sharding.backends.forward import Work, Writer, primitive
+from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
+from planner.sharding.layouts.layout import Layout, local_shape
+from planner.sharding.layouts.redistribution import Redistributor
+from simulator.sharded.program import Buffer, Exchange, Kernel
+from topology.errors import Infeasible
+
+FLOATS = frozenset(("f64", "f32", "bf16", "f16"))
+# What no gradient passes: comparisons, and maxima that only keep exponentials in range.
+_NOT_DIFFERENTIATED = ("row_max", "attention.max", "not_equal", "topk_indices")
+
+
+@dataclass(slots=True)
+class BackwardWriter:
+    """Writes the backward pass of the works that `out` has so far. `gradients` are the finished ones, by buffer."""
+
+    out: Writer
+    wanted: Mapping[str, Layout]  # buffers of inputs whose gradients are asked for, and the layout each ends in
+    gradients: dict[str, str] = field(default_factory=dict)  # the latest sum, by buffer
+    finished: dict[str, str] = field(default_factory=dict)  # by buffer in `wanted`
+    _needed: set[str] = field(default_factory=set)
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    def write(self, outputs: Sequence[str]) -> tuple[str, ...]:
+        """Write the backward pass from gradients of `outputs`, which it returns the buffers of.
+
+        Raises Infeasible where something on the way has no gradient.
+        """
+        works = list(self.out.works)
+        self._find_needed(works)
+        seeds = []
+        for name in outputs:
+            if name not in self._needed:
+                raise Infeasible(
+                    f"{name} does not depend on anything that a gradient is asked of", remedy="a parameter among inputs"
+                )
+            seeds.append(self._contribution(name))
+        first_use: dict[str, int] = {}
+        for number, work in enumerate(works):
+            for name in work.reads:
+                first_use.setdefault(name, number)
+        for number, work in reversed(list(enumerate(works))):
+            if any(name in self.gradients for name in work.writes) and any(r in self._needed for r in work.reads):
+                if isinstance(work.do, Exchange):
+                    self._exchange(work, work.do)
+                elif work.do.op == "shard":
+                    self._unshard(work)
+                else:
+                    self._kernel(work)
+            for name in work.reads:  # as early as it is complete, so that its reduction runs beside what follows
+                if name in self.wanted and first_use[name] == number and name not in self.finished:
+                    self.finished[name] = self._finish(name, self.wanted[name])
+        return tuple(seeds)
+
+    def _find_needed(self, works: Sequence[Work]) -> None:
+        """Find the buffers on a path from wanted inputs."""
+        self._needed = set(self.wanted)
+        for work in works:
+            passes = not (isinstance(work.do, Kernel) and work.do.op.startswith(_NOT_DIFFERENTIATED))
+            maximum = isinstance(work.do, Exchange) and work.do.reducer in {"max", "min", "product"}
+            if passes and not maximum and any(name in self._needed for name in work.reads):
+                self._needed |= {n for n in work.writes if self.out.buffers[n].dtype in FLOATS}
+
+    def _contribution(self, name: str) -> str:
+        """Return a new buffer for a part of the gradient of buffer `name`."""
+        number = self._counts.get(name, 0)
+        self._counts[name] = number + 1
+        gradient = f"{name}.grad{number or ''}"
+        about = self.out.buffers[name]
+        pending = {
+            axis: "sum" for axis in self.out.mesh.names if axis not in _axes(about) and axis not in about.pending
+        }
+        self.out.add_buffer(gradient, replace_buffer(about, pending))
+        if name not in self.gradients:
+            self.gradients[name] = gradient
+        return gradient
+
+    def _add_up(self, name: str, part: str) -> None:
+        """Add `part` to the gradient of buffer `name`, if there is one already."""
+        if self.gradients[name] == part:
+            return
+        total = f"{part}.sum"
+        self.out.add_buffer(total, self.out.buffers[part])
+        before = self.gradients[name]
+        kernel = Kernel(op="aten.add.Tensor", args=({"tensor": before}, {"tensor": part}))
+        self.out.add(Work(do=kernel, reads=(before, part), writes=(total,)))
+        self.gradients[name] = total
+
+    def _exchange(self, work: Work, exchange: Exchange) -> None:
+        (source,), (target,) = work.reads, work.writes
+        duals = {ALL_GATHER: REDUCE_SCATTER, REDUCE_SCATTER: ALL_GATHER}
+        sums = "sum" if exchange.kind in {ALL_GATHER, ALL_REDUCE} else ""
+        dual = Exchange(
+            kind=duals.get(exchange.kind, exchange.kind),
+            axes=exchange.axes,
+            dim=exchange.to_dim if exchange.kind == ALL_TO_ALL else exchange.dim,
+            blocks=exchange.to_blocks if exchange.kind == ALL_TO_ALL else exchange.blocks,
+            to_dim=exchange.dim if exchange.kind == ALL_TO_ALL else 0,
+            to_blocks=exchange.blocks if exchange.kind == ALL_TO_ALL else 1,
+            reducer="avg" if exchange.reducer == "avg" else sums,
+            source=_inverse(exchange.source) if exchange.kind == PERMUTE else (),
+        )
+        incoming = self.gradients[target]
+        part = self._contribution(source)
+        self.out.add(Work(do=dual, reads=(incoming,), writes=(part,)))
+        self._add_up(source, part)
+
+    def _unshard(self, work: Work) -> None:
+        (source,), (target,) = work.reads, work.writes
+        assert isinstance(work.do, Kernel)  # noqa: S101 - by the caller
+        incoming = self.gradients[target]
+        part = self._contribution(source)
+        self.out.add(
+            Work(
+                do=Kernel(op="unshard", args=({"tensor": incoming}, *work.do.args[1:])),
+                reads=(incoming,),
+                writes=(part,),
+            )
+        )
+        self._add_up(source, part)
+
+    def _kernel(self, work: Work) -> None:
+        (target,) = work.writes
+        wanted = [name for name in dict.fromkeys(work.reads) if name in self._needed]
+        incoming = self.gradients[target]
+        parts = [self._contribution(name) for name in wanted]
+        do = Kernel(op="backward", args=(target, list(wanted)))
+        self.out.add(Work(do=do, reads=(incoming,), writes=tuple(parts), step=work.step, share=work.share))
+        for name, part in zip(wanted, parts, strict=True):
+            self._add_up(name, part)
+
+    def _finish(self, name: str, target: Layout) -> str:
+        """Bring the gradient of the input buffer `name` into `target`, reducing what is pending; return its buffer."""
+        if name not in self.gradients:
+            raise Infeasible(f"no output depends on {name}", remedy="ask for no gradient of it")
+        gradient = self.gradients[name]
+        about = self.out.buffers[gradient]
+        here = Layout(about.dims, tuple((a, about.pending[a]) for a in self.out.mesh.names if a in about.pending))
+        moves = Redistributor(about.shape, about.dtype, self.out.mesh)
+        moves.allow_irregular_specs([here, target])
+        for number, step in enumerate(moves.path(here, target)):
+            after = f"{name}.gradient{number}"
+            local = local_shape(about.shape, step.after, self.out.mesh)
+            described = replace_buffer(about, dict(step.after.pending))
+            self.out.add_buffer(
+                after,
+                Buffer(
+                    tensor=described.tensor,
+                    shape=described.shape,
+                    dtype=described.dtype,
+                    dims=step.after.dims,
+                    local=local,
+                    pending=described.pending,
+                    gradient=True,
+                ),
+            )
+            self.out.add(Work(do=primitive(step, here, gradient, self.out.mesh), reads=(gradient,), writes=(after,)))
+            gradient, here = after, step.after
+        return gradient
+
+
+def _axes(buffer: Buffer) -> set[str]:
+    return {item for spec in buffer.dims for item in spec if isinstance(item, str)}
+
+
+def replace_buffer(buffer: Buffer, pending: dict[str, str]) -> Buffer:
+    """Return the description of a gradient of `buffer`."""
+    return Buffer(
+        tensor=buffer.tensor,
+        shape=buffer.shape,
+        dtype=buffer.dtype,
+        dims=buffer.dims,
+        local=buffer.local,
+        pending=pending,
+        gradient=True,
+    )
+
+
+def _inverse(source: Sequence[int]) -> tuple[int, ...]:
+    return tuple(source.index(rank) for rank in range(len(source)))

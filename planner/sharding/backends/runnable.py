@@ -1,0 +1,152 @@
+"""A plan as a program that the executor runs and the simulator times: the same instructions, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planner.sharding.backends.backward import FLOATS, BackwardWriter
+from planner.sharding.backends.forward import ForwardWriter, Work, Writer
+from planner.sharding.frontends.captured import CapturedProblem
+from planner.sharding.layouts.layout import Layout
+from planner.sharding.lowering import ATTENTION_KERNEL, operator_work
+from planner.sharding.plan import ShardingPlan
+from planner.sharding.problem import ShardingProblem
+from simulator.calibration.calibration import Calibration, collectives_on
+from simulator.config.runtime import ELEMENT_BYTES
+from simulator.engine.simulate import Run, simulate
+from simulator.kernels.operators import Work as KernelWork
+from simulator.kernels.operators import WorkKind
+from simulator.kernels.roofline import Roofline
+from simulator.lowering.machine_costs import MachineCosts
+from simulator.lowering.steps import KernelKey
+from simulator.program.cost_model import Cost
+from simulator.program.program import RecordEvent, WaitEvent
+from simulator.sharded.graph import CapturedGraph
+from simulator.sharded.program import Kernel, RunnableProgram, written
+from topology.cluster import Cluster
+from topology.errors import Infeasible
+
+# Backward over forward: a product has two of its size; attention is computed again and has four of five products.
+_ATTENTION_BACKWARD = 2.5
+_VIEWS = frozenset(("reshape", "permute", "expand", "same", "select", "range", "piece"))
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The program, and its instructions' works in order, which costs are made of."""
+
+    program: RunnableProgram
+    works: tuple[Work, ...]
+
+
+def write_program(
+    captured: CapturedProblem,
+    graph: CapturedGraph,
+    plan: ShardingPlan,
+    *,
+    gradients: Sequence[str] = (),
+    backward: bool = False,
+) -> Written:
+    """Return the program of `plan`; with `backward`, gradients of all parameters and of the inputs named in `gradients`.
+
+    A gradient ends in the layout of its tensor. Raises Infeasible where the program cannot be run.
+    """
+    problem = captured.problem
+    out = Writer(problem.mesh)
+    forward = ForwardWriter(problem=problem, plan=plan, statements=captured.statements, out=out)
+    forward.write()
+    layouts = plan.choice.layouts
+    inputs = {name: forward.versions[name, layouts[name]] for name in problem.inputs}
+    outputs = tuple(forward.versions[name, layouts[name]] for name in graph.outputs)
+    seeds: tuple[str, ...] = ()
+    finished: dict[str, str] = {}
+    in_forward = len(out.code.code("forward", ()).instructions)
+    if backward:
+        parameters = problem.graph.parameters
+        asked = [n for n in problem.inputs if n in parameters or n in gradients]
+        asked = [n for n in asked if problem.tensors[n].dtype in FLOATS]
+        writer = BackwardWriter(out, {inputs[name]: Layout(layouts[name].dims) for name in asked})
+        seeds = writer.write(outputs)
+        finished = {name: writer.finished[inputs[name]] for name in asked}
+    code = out.code.code("all", range(problem.mesh.ranks))
+    waited = {one.event for one in code.instructions if isinstance(one, WaitEvent)}
+    numbered = list(enumerate(code.instructions))
+    kept = [(n, one) for n, one in numbered if not isinstance(one, RecordEvent) or one.event in waited]
+    program = RunnableProgram(
+        mesh_names=problem.mesh.names,
+        mesh_shape=problem.mesh.shape,
+        buffers=out.buffers,
+        instructions=tuple(written(one) for _, one in kept),
+        work={work.writes[0]: work.do for work in out.works},
+        inputs=inputs,
+        outputs=outputs,
+        seeds=seeds,
+        backward_start=sum(n < in_forward for n, _ in kept),
+        gradients=finished,
+    )
+    return Written(program, tuple(out.works))
+
+
+def simulate_program(
+    written_program: Written,
+    problem: ShardingProblem,
+    cluster: Cluster,
+    calibration: Calibration | None = None,
+    *,
+    spans: bool = False,
+) -> Run:
+    """Run the program on SimPy on the first GPUs of `cluster`; kernels by roofline. Raises Infeasible for too few GPUs."""
+    if problem.mesh.ranks > cluster.gpu_count:
+        raise Infeasible(
+            f"{cluster.name} has {cluster.gpu_count} GPU(s), the mesh {problem.mesh.ranks} ranks",
+            remedy="a larger --cluster, or more nodes of it with --gpus",
+        )
+    kernels: dict[KernelKey, tuple[Cost, float]] = {}
+    for work in written_program.works:
+        if isinstance(work.do, Kernel):
+            first = written_program.program.buffers[work.writes[0]]
+            seconds = kernel_seconds(work, written_program.program, problem, cluster)
+            cost = Cost(seconds=seconds, sms=float(cluster.slowest_kind.sm_count))
+            kernels[work.writes[0], first.local, first.dtype] = (cost, 0.0)
+    costs = MachineCosts(
+        cluster=cluster,
+        collectives=collectives_on(cluster, calibration),
+        kernels=kernels,
+        collective_host_s=0.0,
+    )
+    return simulate(written_program.program.program(), costs, spans=spans)
+
+
+def kernel_seconds(work: Work, program: RunnableProgram, problem: ShardingProblem, cluster: Cluster) -> float:
+    """Return the time of one kernel on the GPUs of `cluster`: by its operator's work, else by the bytes it moves."""
+    assert isinstance(work.do, Kernel)  # noqa: S101 - by the caller
+    moved = sum(_bytes(program, name) for name in (*work.reads, *work.writes))
+    dtype = program.buffers[work.writes[0]].dtype
+    dtypes = {"bf16": "bfloat16", "f16": "float16", "f32": "tfloat32"}
+    roofline = Roofline(
+        gpu=cluster.slowest_kind, dtype=dtypes.get(dtype, "tfloat32"), attention_kernel=ATTENTION_KERNEL
+    )
+    backward = work.do.op == "backward"
+    forward_do = program.work[work.do.args[0]] if backward else work.do
+    if isinstance(forward_do, Kernel) and forward_do.op in _VIEWS and (not backward or forward_do.op != "expand"):
+        return 0.0
+    if work.step is None:
+        return float(roofline.seconds(KernelWork(kind=WorkKind.MOVE, name="elementwise", bytes=moved)).item())
+    operator = problem.operators[work.step.operator]
+    described = operator_work(operator, work.step.option, problem)
+    if described.kind == WorkKind.MOVE:
+        moved += sum(_bytes(program, name) for name in work.do.args[1]) if backward else 0
+        return float(roofline.seconds(KernelWork(kind=WorkKind.MOVE, name="elementwise", bytes=moved)).item())
+    factor = 1.0
+    if backward:
+        factor = _ATTENTION_BACKWARD if described.kind == WorkKind.ATTENTION else float(len(work.writes))
+    return work.share * factor * float(roofline.seconds(described).item())
+
+
+def _bytes(program: RunnableProgram, name: str) -> int:
+    buffer = program.buffers[name]
+    size = ELEMENT_BYTES[buffer.dtype]
+    for n in buffer.local:
+        size *= n
+    return size

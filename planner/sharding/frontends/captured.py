@@ -1,0 +1,204 @@
+"""A captured graph as a question to the compiler: its operators by rule, the placements of its inputs, pins of outputs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from planner.sharding.frontends.axis_maps import (
+    UNNAMED,
+    AxisMap,
+    check_maps,
+    layout_by_names,
+    named_inputs,
+    result_names,
+)
+from planner.sharding.frontends.rules import LETTERS, OWN_FUNCTIONS, OWN_PREFIXES, Statement, statements
+from planner.sharding.graph import GraphBuilder
+from planner.sharding.layouts.layout import Layout, parse_placements
+from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.problem import ShardingProblem
+from simulator.sharded.graph import PARAMETER, CapturedGraph, GraphInput
+from topology.errors import BadInput
+
+USED = "_used"  # after a parameter's name: the same in the layout that the computation uses
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedProblem:
+    """The question, and the statement that each operator came from by the name of its result."""
+
+    problem: ShardingProblem
+    statements: Mapping[str, Statement]
+
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        """The results of operators that no rule knows: they are computed whole on every rank."""
+        return tuple(one.result for one in self.statements.values() if not one.known)
+
+
+def graph_statements(graph: CapturedGraph) -> tuple[Statement, ...]:
+    """Return the statements of all operators that a result of the graph depends on, in order."""
+    shapes = {one.name: one.shape for one in graph.inputs} | {one.name: one.shape for one in graph.nodes}
+    needed = set(graph.outputs)
+    kept = []
+    for node in reversed(graph.nodes):
+        if node.name in needed:
+            needed |= set(node.operands())
+            kept.append(node)
+    return tuple(line for node in reversed(kept) for line in statements(node, shapes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a user says of a graph's sharding.
+
+    `placements` are of inputs and results, one token a mesh axis or a layout. `axes` names dims of inputs; `parameters`
+    and `compute` map names to mesh axes. Inputs in `choose` are placed by the solver. What nothing is said of is replicated.
+    """
+
+    placements: Mapping[str, Sequence[str] | Layout] = field(default_factory=dict)
+    axes: Mapping[str, str] = field(default_factory=dict)
+    parameters: AxisMap = field(default_factory=dict)
+    compute: AxisMap = field(default_factory=dict)
+    choose: Sequence[str] = ()
+    policy: str | None = None
+
+
+def captured_problem(graph: CapturedGraph, mesh: Mesh, wish: Wish) -> CapturedProblem:
+    """Return the question how `graph` is sharded over `mesh`. Raises BadInput where the wish does not fit the graph."""
+    names = named_inputs(graph, wish.axes)
+    check_maps(names, wish.parameters, wish.compute)
+    resting, used_as = _layouts_of_inputs(graph, mesh, wish, names)
+    lines = graph_statements(graph)
+    uses = {name for line in lines for name in line.operands} | set(graph.outputs)
+    gathered = [one for one in graph.inputs if one.name in uses and used_as[one.name] != resting[one.name]]
+    lines = _with_uses(lines, gathered)
+    builder = GraphBuilder({axis: size for line in lines for axis, size in line.sizes.items()}, _own_functions(lines))
+    for one in graph.inputs:
+        if one.name in uses:
+            builder.add_input(one.name, one.shape, one.dtype, parameter=one.kind == PARAMETER, origin=one.target)
+    for line in lines:
+        _apply(builder, line)
+    asked = (*wish.placements, *wish.choose)
+    unknown = [n for n in asked if n not in builder.tensors and all(n != one.name for one in graph.inputs)]
+    if unknown:
+        raise BadInput(f"{unknown[0][:60]!r} is placed, and the graph has no such tensor", remedy="a name of the graph")
+    all_names = result_names(builder.operators, names)
+    pins = _pins(graph, mesh, wish, all_names, builder)
+    for name, tensor in builder.tensors.items():
+        builder.tensors[name] = replace(tensor, axes=_distinct(all_names.get(name, ())))
+    built = builder.build(outputs=graph.outputs)
+    pins |= {f"{one.name}{USED}": used_as[one.name] for one in gathered}
+    problem = ShardingProblem(
+        mesh=mesh,
+        graph=built,
+        input_layouts={name: resting[name] for name in builder.inputs if name not in wish.choose},
+        pins=pins,
+        policy=wish.policy,
+    )
+    return CapturedProblem(problem=problem, statements={line.result: line for line in lines})
+
+
+def _own_functions(lines: Sequence[Statement]) -> set[str]:
+    """Return the functions of formulas that only the rules here know, whose annotations therefore are to be believed."""
+    called = {line.formula.partition("(")[0] for line in lines}
+    return {name for name in called if name in OWN_FUNCTIONS or name.startswith(OWN_PREFIXES)}
+
+
+def _layouts_of_inputs(
+    graph: CapturedGraph, mesh: Mesh, wish: Wish, names: Mapping[str, tuple[str, ...]]
+) -> tuple[dict[str, Layout], dict[str, Layout]]:
+    """Return the layouts in which inputs rest, and those in which the computation uses them."""
+    resting: dict[str, Layout] = {}
+    used: dict[str, Layout] = {}
+    for one in graph.inputs:
+        given = wish.placements.get(one.name)
+        if given is not None:
+            resting[one.name] = (
+                given if isinstance(given, Layout) else parse_placements(given, one.shape, mesh, of=one.name)
+            )
+            used[one.name] = resting[one.name]
+            continue
+        own = names.get(one.name, (UNNAMED,) * len(one.shape))
+        used[one.name] = layout_by_names(own, one.shape, wish.compute, mesh, of=one.name)
+        resting[one.name] = used[one.name]
+        if one.kind == PARAMETER:
+            resting[one.name] = layout_by_names(own, one.shape, wish.parameters, mesh, of=one.name)
+    return resting, used
+
+
+def _with_uses(lines: Sequence[Statement], gathered: Sequence[GraphInput]) -> tuple[Statement, ...]:
+    """Return the statements with inputs that rest in another layout redistributed before their first use."""
+    waiting = {one.name: one for one in gathered}
+    renamed = {name: f"{name}{USED}" for name in waiting}
+    out: list[Statement] = []
+    for line in lines:
+        for name in line.operands:
+            one = waiting.pop(name, None)
+            if one is not None:
+                dims = " ".join(LETTERS[d] if n > 1 else "1" for d, n in enumerate(one.shape))
+                out.append(
+                    Statement(
+                        result=renamed[name],
+                        formula=f"set({name})",
+                        annotation=f"{dims} -> {dims}",
+                        op="same",
+                        args=({"tensor": name},),
+                        shape=one.shape,
+                        dtype=one.dtype,
+                    )
+                )
+        formula = line.formula
+        for name in line.operands:
+            if name in renamed:
+                formula = re.sub(rf"\b{name}\b", renamed[name], formula)
+        args, kwargs = _renamed(line.args, renamed), _renamed(line.kwargs, renamed)
+        out.append(replace(line, formula=formula, args=args, kwargs=kwargs))
+    return tuple(out)
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        if "tensor" in value:
+            return {"tensor": names.get(value["tensor"], value["tensor"])}
+        return {key: _renamed(one, names) for key, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_renamed(one, names) for one in value)
+    return [_renamed(one, names) for one in value] if isinstance(value, list) else value
+
+
+def _distinct(names: Sequence[str]) -> tuple[str, ...]:
+    """Return names as a tensor declares them, or none where two dims share one or one is not a word."""
+    return tuple(names) if len(set(names)) == len(names) and all(n.isidentifier() for n in names) else ()
+
+
+def _apply(builder: GraphBuilder, line: Statement) -> None:
+    """Add a statement; its result has the dtype that was captured. Raises BadInput where the shapes differ.
+
+    Its dims have no names yet: operands are matched to annotations in the order of the formula.
+    """
+    builder.apply(line.text)
+    made = builder.operators[-1]
+    if made.result.shape != line.shape:
+        raise BadInput(f"{line.text[:80]} makes {list(made.result.shape)}, and was captured as {list(line.shape)}")
+    result = replace(made.result, dtype=line.dtype, axes=())
+    builder.operators[-1] = replace(made, result=result)
+    builder.tensors[line.result] = result
+
+
+def _pins(
+    graph: CapturedGraph, mesh: Mesh, wish: Wish, names: Mapping[str, tuple[str, ...]], builder: GraphBuilder
+) -> dict[str, Layout]:
+    """Return the layouts of results that are prescribed: those placed, and outputs by the compute map."""
+    pins: dict[str, Layout] = {}
+    made = [name for name in builder.tensors if name not in builder.inputs]
+    for name in made:
+        shape, given = builder.tensors[name].shape, wish.placements.get(name)
+        if given is not None:
+            pins[name] = given if isinstance(given, Layout) else parse_placements(given, shape, mesh, of=name)
+        elif name in graph.outputs:
+            pins[name] = layout_by_names(names[name], shape, wish.compute, mesh, of=name)
+    return pins

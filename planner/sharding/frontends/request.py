@@ -1,0 +1,96 @@
+"""A captured graph and what a user wants of its sharding, as one JSON document: what the Python function sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import msgspec
+
+from planner.sharding.frontends.captured import Wish
+from planner.sharding.layouts.mesh import Mesh, make_mesh
+from simulator.sharded.graph import CapturedGraph, read_graph
+from topology.errors import BadInput
+
+POLICIES = ("min_ring_bytes", "follow_weights")
+
+
+class _MeshText(msgspec.Struct, forbid_unknown_fields=True):
+    names: list[str]
+    shape: list[int]
+
+
+class RequestText(msgspec.Struct, forbid_unknown_fields=True):
+    """The document. Tensors are named as in the graph or as in the module, or by a pattern of either."""
+
+    graph: dict[str, Any]
+    mesh: _MeshText
+    id: str = "captured graph"
+    placements: dict[str, list[str]] = {}
+    axes: dict[str, str] = {}
+    parameters: dict[str, str | list[str]] = {}
+    compute: dict[str, str | list[str]] = {}
+    choose: list[str] = []
+    policy: str | None = None
+    backward: bool = False
+    gradients: list[str] = []
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A decoded request: names are those of the graph."""
+
+    id: str
+    graph: CapturedGraph
+    mesh: Mesh
+    wish: Wish
+    backward: bool
+    gradients: tuple[str, ...]
+
+
+def is_request(data: Mapping[str, Any]) -> bool:
+    return "graph" in data
+
+
+def read_request(data: Mapping[str, Any], *, where: str) -> Request:
+    """Return decoded JSON as a request. Raises BadInput."""
+    try:
+        text = msgspec.convert(data, RequestText, strict=True)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise BadInput(f"{where} is no request to shard a graph", why=str(error)) from error
+    graph = read_graph(text.graph, where=where)
+    policy = None if text.policy == "none" else text.policy
+    if policy is not None and policy not in POLICIES:
+        raise BadInput(f"unknown policy {policy[:40]!r}", remedy=f"one of {', '.join(POLICIES)}, or none")
+    placements = {name: tokens for pattern, tokens in text.placements.items() for name in matching(graph, pattern)}
+    wish = Wish(
+        placements=placements,
+        axes=text.axes,
+        parameters=text.parameters,
+        compute=text.compute,
+        choose=tuple(name for pattern in text.choose for name in matching(graph, pattern)),
+        policy=policy,
+    )
+    return Request(
+        id=text.id[:200],
+        graph=graph,
+        mesh=make_mesh(text.mesh.names, text.mesh.shape),
+        wish=wish,
+        backward=text.backward,
+        gradients=tuple(name for pattern in text.gradients for name in matching(graph, pattern)),
+    )
+
+
+def matching(graph: CapturedGraph, pattern: str) -> list[str]:
+    """Return the tensors that a name or a pattern means; `output0` is the first result. Raises BadInput for none."""
+    if pattern.startswith("output") and pattern[6:].isdigit() and int(pattern[6:]) < len(graph.outputs):
+        return [graph.outputs[int(pattern[6:])]]
+    names = [(one.name, one.target) for one in graph.inputs] + [(node.name, "") for node in graph.nodes]
+    found = [name for name, target in names if pattern in {name, target}]
+    found = found or [n for n, target in names if fnmatchcase(n, pattern) or (target and fnmatchcase(target, pattern))]
+    if not found:
+        raise BadInput(
+            f"{pattern[:60]!r} is no tensor of the graph",
+            remedy=f"a name or pattern of {', '.join(target or name for name, target in names[:6])}, ...; or output0",
+        )
+    return found

@@ -1,0 +1,184 @@
+"""A program that can be run and simulated: the Program's instructions, and what each of them computes or exchanges.
+
+`RunnableProgram.program` is an ordinary `simulator.program.program.Program`. Every buffer that an instruction writes has
+its work under `work`: a `Kernel` (an operator on the rank's own pieces) or an `Exchange` (a collective). All ranks run the
+same code. The file is JSON data: operators are looked up by name in the executor's table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import product
+from math import prod
+from typing import Any
+
+import msgspec
+
+from simulator.program.program import (
+    Collective,
+    Free,
+    Groups,
+    Instruction,
+    Launch,
+    Program,
+    RankCode,
+    RecordEvent,
+    WaitEvent,
+)
+from topology.errors import BadInput
+
+FORMAT = "meshwright runnable program"
+MAX_INSTRUCTIONS = 200_000
+MAX_RANKS = 1 << 20
+_INSTRUCTIONS: dict[str, Any] = {
+    "launch": Launch,
+    "collective": Collective,
+    "record": RecordEvent,
+    "wait": WaitEvent,
+    "free": Free,
+}
+
+
+class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor in one layout. `dims` has for each dim its mesh axes and block counts, major first; `local` is a rank's shape.
+
+    `pending` says by mesh axis which reduction is yet to be performed. `gradient` buffers belong to `tensor`'s gradient.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    dims: tuple[tuple[str | int, ...], ...]
+    local: tuple[int, ...]
+    pending: dict[str, str] = {}
+    gradient: bool = False
+
+
+class Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="kernel"):
+    """An operator: `args` as plain data, tensors as `{"tensor": BUFFER}`; `index` picks one of several results."""
+
+    op: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    index: int | None = None
+
+
+class Exchange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exchange"):
+    """A collective over `axes` (major first) of the mesh, on a piece seen as [blocks, pieces, rest] along a dim.
+
+    `dim` is gathered or, in a reduce-scatter, scattered; an all-to-all gathers `dim` and scatters `to_dim`. `source` has by
+    rank the one whose piece it takes, in a permute.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dim: int = 0
+    blocks: int = 1
+    to_dim: int = 0
+    to_blocks: int = 1
+    reducer: str = ""
+    source: tuple[int, ...] = ()
+
+
+class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`inputs` and `gradients` map tensors of the graph to buffers; `outputs` and `seeds` are in the graph's order.
+
+    `seeds` are the gradients of the outputs, which a run is given; there are none where a program has no backward, which
+    starts at instruction `backward_start`.
+    """
+
+    mesh_names: tuple[str, ...]
+    mesh_shape: tuple[int, ...]
+    buffers: dict[str, Buffer]
+    instructions: tuple[dict[str, Any], ...]
+    work: dict[str, Kernel | Exchange]
+    inputs: dict[str, str]
+    outputs: tuple[str, ...]
+    seeds: tuple[str, ...] = ()
+    backward_start: int = 0
+    gradients: dict[str, str] = {}
+    format: str = FORMAT
+    schema_version: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return prod(self.mesh_shape)
+
+    def code(self) -> tuple[Instruction, ...]:
+        """Return the instructions in issue order."""
+        return tuple(_instruction(data) for data in self.instructions)
+
+    def groups(self) -> dict[str, Groups]:
+        """Return the families of groups that collectives name."""
+        names = {data["group"] for data in self.instructions if data["do"] == "collective"}
+        return {name: rank_groups(self.mesh_names, self.mesh_shape, axes_of(name, self.mesh_names)) for name in names}
+
+    def program(self) -> Program:
+        """Return the Program that the simulator times."""
+        code = RankCode(name="all", ranks=tuple(range(self.ranks)), instructions=self.code())
+        return Program(codes=(code,), groups=self.groups())
+
+
+def axes_of(group: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the mesh axes of a family of groups: `dp+tp`, or `world` for all."""
+    return names if group == "world" else tuple(group.split("+"))
+
+
+def rank_groups(names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[str, ...]) -> Groups:
+    """Return the groups of ranks that differ in `axes` only, each in the order of ranks."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, at in enumerate(product(*(range(size) for size in shape))):
+        key = tuple(c for c, name in zip(at, names, strict=True) if name not in axes)
+        groups.setdefault(key, []).append(rank)
+    return tuple(tuple(group) for group in groups.values())
+
+
+def coordinates(names: tuple[str, ...], shape: tuple[int, ...], rank: int) -> dict[str, int]:
+    """Return the coordinates of `rank` by mesh axis; the first axis is major."""
+    at = {}
+    for name, size in zip(reversed(names), reversed(shape), strict=True):
+        rank, at[name] = divmod(rank, size)
+    return at
+
+
+def written(instruction: Instruction) -> dict[str, Any]:
+    """Return an instruction as JSON data."""
+    kind = next(name for name, one in _INSTRUCTIONS.items() if isinstance(instruction, one))
+    fields = msgspec.to_builtins(instruction)
+    return {"do": kind, **{key: value for key, value in fields.items() if value not in ("", (), [])}}
+
+
+def _instruction(data: Mapping[str, Any]) -> Instruction:
+    rest = {key: value for key, value in data.items() if key != "do"}
+    found: Instruction = msgspec.convert(rest, _INSTRUCTIONS[data["do"]], strict=True)
+    return found
+
+
+def read_program(data: Any, *, where: str) -> RunnableProgram:
+    """Return decoded JSON as a program whose buffers, work and groups are all there. Raises BadInput."""
+    try:
+        program = msgspec.convert(data, RunnableProgram, strict=True)
+        code = program.code()
+    except (msgspec.ValidationError, RecursionError, KeyError, TypeError) as error:
+        raise BadInput(
+            f"{where} is no runnable program", why=str(error), remedy="write one with planner shard"
+        ) from error
+    if program.format != FORMAT or program.schema_version != 1:
+        raise BadInput(f"{where} is {program.format[:40]!r}", remedy=f"{FORMAT}, version 1")
+    if len(code) > MAX_INSTRUCTIONS or not 1 <= program.ranks <= MAX_RANKS:
+        raise BadInput(f"{where} has {len(code):,} instructions for {program.ranks:,} ranks", why="more than are read")
+    if len(program.mesh_names) != len(program.mesh_shape):
+        raise BadInput(f"{where} names {len(program.mesh_names)} mesh axes and sizes {len(program.mesh_shape)}")
+    ready = {*program.inputs.values(), *program.seeds}
+    for instruction in code:
+        if isinstance(instruction, Launch | Collective):
+            missing = [name for name in instruction.reads if name not in ready]
+            unknown = [name for name in instruction.writes if name not in program.buffers]
+            if missing or unknown or not instruction.writes or instruction.writes[0] not in program.work:
+                name = (missing or unknown or ["an instruction without work"])[0]
+                raise BadInput(f"{where}: {name[:60]!r} is used and not there", remedy="write it again")
+            ready |= set(instruction.writes)
+    named = {axis for one in program.work.values() if isinstance(one, Exchange) for axis in one.axes}
+    if not named <= set(program.mesh_names) or not {*program.outputs, *program.gradients.values()} <= ready:
+        raise BadInput(f"{where} names mesh axes or results that it does not have", remedy="write it again")
+    return program

@@ -1,0 +1,74 @@
+"""Runs modules on ranks of gloo and holds outputs and gradients against the module itself on one process."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+from torch import distributed as dist
+from torch import multiprocessing as mp
+
+from executor.sharding import api, shard
+from planner.sharding.answer import answer_request
+from simulator.sharded.program import read_program
+
+
+@dataclass
+class Case:
+    name: str
+    module: torch.nn.Module
+    args: tuple
+    mesh: dict
+    wishes: dict = field(default_factory=dict)
+
+
+def planned_here(document):
+    """What the planner's process answers, without starting one for every case."""
+    program = answer_request(document, where="the test").written.program
+    return read_program(msgspec.json.decode(msgspec.json.encode(program)), where="the test")
+
+
+def run(cases: list[Case], ranks: int, *, quick: bool = True) -> None:
+    """Every case on `ranks` processes; the first difference to one process is raised."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_worker, (ranks, port, cases, quick), nprocs=ranks)
+
+
+def _worker(rank, ranks, port, cases, quick):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    if quick:
+        api.plan = planned_here
+    try:
+        for case in cases:
+            check(case)
+    finally:
+        dist.destroy_process_group()
+
+
+def check(case: Case) -> None:
+    """Outputs and all gradients of a case are those of one process, in float64."""
+    torch.manual_seed(3)
+    expected = case.module(*case.args)
+    weight = torch.randn(expected.shape, dtype=expected.dtype)
+    wanted = dict(case.module.named_parameters())
+    gradients = torch.autograd.grad((expected * weight).sum(), list(wanted.values()))
+
+    sharded = shard(case.module, case.args, mesh=case.mesh, **case.wishes)
+    found = sharded(*case.args)
+    (found.full_tensor() * weight).sum().backward()
+
+    torch.testing.assert_close(found.full_tensor(), expected.detach(), rtol=1e-9, atol=1e-9, msg=case.name)
+    targets = {one.target: one.name for one in sharded.captured.graph.inputs}
+    for name, gradient in zip(wanted, gradients, strict=True):
+        tensor = targets[name]
+        piece = sharded.ranks.place.piece(gradient, sharded.program.buffers[sharded.program.gradients[tensor]])
+        torch.testing.assert_close(
+            sharded.pieces[tensor].grad, piece, rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{case.name} {n}: {m}"
+        )

@@ -1,0 +1,88 @@
+"""Modules written for one GPU, captured, placed and run on gloo: equal to one process, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.executor.sharding import modules
+from tests.executor.sharding.ranks import Case, run
+
+torch.manual_seed(0)
+X = torch.randn(4, 8, 16, dtype=torch.float64)
+LLAMA = {"x": "batch seq embed", "*norm.weight": "embed", "wo.weight": "embed heads", "w2.weight": "embed mlp"} | {
+    **dict.fromkeys(("wq.weight", "wk.weight", "wv.weight"), "heads embed"),
+    **dict.fromkeys(("w1.weight", "w3.weight"), "mlp embed"),
+}
+TP = {"heads": "model", "mlp": "model"}
+FSDP = {"axes": LLAMA, "parameters": {"embed": "data"}, "compute": {"batch": "data"}}
+
+
+def block(name, mesh, **wishes):
+    return Case(f"llama block, {name}", modules.LlamaBlock().double(), (X,), mesh, {"axes": LLAMA, **wishes})
+
+
+def on(name, module, args, mesh, **placements):
+    return Case(name, module.double(), args, mesh, {"placements": placements})
+
+
+IMAGE = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+IDS = torch.arange(16).reshape(2, 8) % 12
+FFN = {"up_weight": ["S(0)"], "up_bias": ["S(0)"], "down_weight": ["S(1)"]}
+EXPERTS = {"up": ["S(0)"], "down": ["S(0)"]}
+VIT = {"layer.linear1.weight": ["S(0)"], "layer.linear1.bias": ["S(0)"], "layer.linear2.weight": ["S(1)"]}
+TWO = [
+    on("feed-forward, tensor parallel", modules.FeedForward(), (X,), {"d": 2}, **FFN),
+    on("feed-forward, sequence parallel", modules.FeedForward(), (X,), {"d": 2}, **FFN, x=["S(1)"], output0=["S(1)"]),
+    block("tensor parallel", {"model": 2}, parameters=TP, compute=TP),
+    block(
+        "sequence parallel", {"model": 2}, parameters=TP, compute=TP, placements={"x": ["S(1)"], "output0": ["S(1)"]}
+    ),
+    block("data parallel", {"data": 2}, compute={"batch": "data"}),
+    Case("llama block, FSDP", modules.LlamaBlock().double(), (X,), {"data": 2}, FSDP),
+    block("context parallel", {"seq": 2}, compute={"seq": "seq"}),
+    on("experts, expert parallel", modules.Experts(), (X,), {"ep": 2}, **EXPERTS),
+    on("vision transformer, tensor parallel", modules.VisionTransformer(), (IMAGE,), {"d": 2}, **VIT),
+    on("vision transformer, data parallel", modules.VisionTransformer(), (IMAGE,), {"d": 2}, image=["S(0)"]),
+    on("u-net, data parallel", modules.UNet(), (IMAGE, IMAGE[:, 0, 0, :4]), {"d": 2}, image=["S(0)"], time=["S(0)"]),
+    on("u-net, channels", modules.UNet(), (IMAGE, IMAGE[:, 0, 0, :4]), {"d": 2}, **{"conv*.weight": ["S(0)"]}),
+    on(
+        "classifier, vocabulary sharded",
+        modules.Classifier(),
+        (IDS, (IDS + 3) % 12),
+        {"d": 2},
+        **{"embed.weight": ["S(0)"], "head.weight": ["S(0)"]},
+    ),
+]
+FOUR = [
+    block(
+        "FSDP and tensor parallel",
+        {"data": 2, "model": 2},
+        parameters={"embed": "data", **TP},
+        compute={"batch": "data", **TP},
+    ),
+    block(
+        "HSDP",
+        {"replica": 2, "data": 2},
+        parameters={"embed": "data"},
+        compute={"batch": ["replica", "data"]},
+    ),
+    on("experts over four ranks", modules.Experts(), (X,), {"ep": 4}, **EXPERTS, x=["S(0)"], output0=["S(0)"]),
+    on(
+        "vision transformer in two dims",
+        modules.VisionTransformer(),
+        (IMAGE,),
+        {"data": 2, "model": 2},
+        **{name: ["R", *tokens] for name, tokens in VIT.items()},
+        image=["S(0)", "R"],
+    ),
+]
+
+
+def test_the_planner_is_asked_as_a_process() -> None:
+    run(TWO[:1], 2, quick=False)
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
+def test_ranks_compute_what_one_process_does(ranks, cases) -> None:
+    run(cases, ranks)
