@@ -68,6 +68,7 @@ COMMANDS = {
     "shard": "Choose shardings of a graph's tensors.",
     "calibrate": "Measure operators, collectives and layers of this machine.",
     "ui": "Look at clusters, plans and runs in a browser.",
+    "service": "Answer questions and make runs for others over HTTP.",
 }
 
 
@@ -77,14 +78,16 @@ class _OnDemand(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - typer's signature
         return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 - as above
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        if cmd_name not in self.commands:
+        if cmd_name not in self.commands or ctx.params.get("server"):
             function = getattr(import_module(f"planner.commands.{cmd_name}"), cmd_name)
-            single = typer.Typer(**SETTINGS, context_settings=CONTEXT)
-            single.command(cmd_name)(function)
-            self.commands[cmd_name] = typer.main.get_command(single)
+            if server := ctx.params.get("server"):
+                from planner.remote.command import asks  # noqa: PLC0415 - only where a service is asked
+
+                return _single(cmd_name, asks(server, cmd_name, function))
+            self.commands[cmd_name] = _single(cmd_name, function)
         raise_again()
         return self.commands[cmd_name]
 
@@ -97,6 +100,13 @@ class _OnDemand(TyperGroup):
         if args and args[0] not in COMMANDS and (near := get_close_matches(args[0], COMMANDS)):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {', '.join(map(repr, near))}?")
         return super().resolve_command(ctx, args)
+
+
+def _single(name: str, function: Any) -> Any:
+    """Return a command as typer runs it."""
+    single = typer.Typer(**SETTINGS, context_settings=CONTEXT)
+    single.command(name)(function)
+    return typer.main.get_command(single)
 
 
 app = typer.Typer(
@@ -121,6 +131,10 @@ def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    server: Annotated[
+        str | None,
+        typer.Option("--server", metavar="URL", help="Let a service answer (planner service)."),
+    ] = None,
 ) -> None:
     """Hold the options of the program itself; the help text is the module's HELP."""
 

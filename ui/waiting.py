@@ -1,4 +1,4 @@
-"""What a page shows while a job runs (`ui.jobs`): progress and a stop button, and the last answer below, dimmed.
+"""What a page shows while a job runs (`planner.jobs`): progress and a stop button, and the last answer below, dimmed.
 
 Results are kept for all sessions, so that a link that was computed once opens at once.
 """
@@ -10,8 +10,8 @@ from typing import Any
 
 import streamlit as st
 
+from planner.jobs.processes import Job, Stopped, Workers
 from ui import state
-from ui.jobs import Job, Stopped, Workers
 
 MAX_RESULTS = {
     "search": 64,
@@ -24,7 +24,7 @@ PATIENCE_S = 0.8  # before the panel appears, so that fast results come without 
 @st.cache_resource(show_spinner=False)
 def workers() -> Workers:
     """Return the processes that all sessions share."""
-    return Workers()
+    return Workers("ui.worker")
 
 
 @st.cache_resource(show_spinner=False)

@@ -23,7 +23,7 @@ from simulator.config.estimate import SURE, Estimate
 from simulator.config.hf_config import load_model
 from simulator.config.model import Model
 from simulator.config.plan import Plan
-from simulator.config.runtime import NOT_MODELLED, Runtime
+from simulator.config.runtime import Runtime
 from simulator.config.verify import verify_lists, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
@@ -180,11 +180,6 @@ def _case(
         assumed.append(f"global batch {facts['global_batch_size']} in micro batches of 1 (the file does not say it)")
     workload = Workload(seq_len=facts["seq_len"], global_batch_size=facts["global_batch_size"])
     stated = {name: facts[name] for name in RUNTIME_FACTS if name in facts}
-    if stated.get("compute_dtype") in NOT_MODELLED:
-        assumed.append(
-            f"predicted as if computed in bfloat16: {stated['compute_dtype']} is not modelled, and is faster"
-        )
-        stated["compute_dtype"] = "bfloat16"
     name = {"pytorch": "pytorch"}.get(rules.name, rules.name)
     runtime, from_runtime = resolve_runtime({"name": name, "version": configuration.version, **stated})
     if configuration.framework in {"accelerate", "transformers", "megatron-bridge"}:

@@ -18,6 +18,8 @@ from topology.redact import redact
 
 SCHEMA_VERSION = 1
 
+_listener: Callable[[str], None] | None = None
+
 
 def printable(text: str) -> str:
     """Return `text` with control characters escaped: names come from files, and could contain terminal commands."""
@@ -60,9 +62,22 @@ def attempt(write: Callable[[], object]) -> PlannerError | None:
     return None
 
 
+@contextmanager
+def progress_to(listener: Callable[[str], None]) -> Iterator[None]:
+    """Hand progress lines to `listener` meanwhile, for a process that has no terminal."""
+    global _listener  # noqa: PLW0603 - like standard error, there is one for the process
+    before, _listener = _listener, listener
+    try:
+        yield
+    finally:
+        _listener = before
+
+
 def progress(text: str) -> None:
-    """Show a progress line on standard error, if that is a terminal."""
-    if sys.stderr.isatty():
+    """Show a progress line on standard error, if that is a terminal, or hand it to who listens."""
+    if _listener is not None:
+        _listener(printable(text))
+    elif sys.stderr.isatty():
         print(f"\r\033[K{printable(text)}", end="", file=sys.stderr, flush=True)
 
 

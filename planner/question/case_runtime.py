@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from planner.question.case_fields import flag, refuse_unknown, section_of, unsaid, word_of
-from simulator.config.runtime import NOT_MODELLED, Runtime
+from simulator.config.runtime import LOW_PRECISION, Runtime
 from simulator.legality.frameworks import Framework
-from simulator.runtimes.library import resolve
+from simulator.runtimes.stated import resolve
 
 _RUNTIME_KEYS = (
     "name",
@@ -43,21 +43,20 @@ def runtime_section(data: Mapping[str, Any], name: str, assumed: list[str]) -> d
     stated = section_of(data, "runtime", name)
     refuse_unknown(stated, _RUNTIME_KEYS, f"case {name}: runtime")
     graphs = stated.pop("cuda_graph", None)
-    if not (unsaid(graphs) or graphs is False or str(graphs).lower().startswith(_NO_GRAPHS)):
-        assumed.append("launches cost the host what they do without CUDA graphs, which the source states")
+    stated["cuda_graph"] = not (unsaid(graphs) or graphs is False or str(graphs).lower().startswith(_NO_GRAPHS))
     for key, value in stated.items():
         if unsaid(value):
             continue
-        if key == "compile":
-            flag(value, f"case {name}: runtime.compile")
+        if key in {"compile", "cuda_graph"}:
+            flag(value, f"case {name}: runtime.{key}")
         else:
             word_of(value, f"case {name}: runtime.{key}")
-    recipe = stated.pop("low_precision_recipe", None)
+    recipe = stated.get("low_precision_recipe")
     if not unsaid(recipe):
         if unsaid(stated.get("compute_dtype")) and recipe in _RECIPES:
             stated["compute_dtype"] = _RECIPES[recipe]
             assumed.append(f"compute in {_RECIPES[recipe]} (low_precision_recipe {recipe})")
-        elif stated.get("compute_dtype") not in NOT_MODELLED:
+        elif stated.get("compute_dtype") not in LOW_PRECISION:
             assumed.append(f"low_precision_recipe {recipe} changes nothing: no low precision was stated beside it")
     if unsaid(stated.get("name")):
         stated["name"] = "torchtitan"

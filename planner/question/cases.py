@@ -33,7 +33,7 @@ from planner.question.recipes import default_batch
 from simulator.calibration.calibration import overlap_assumed
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model import Model
-from simulator.config.overlap_sites import canonical
+from simulator.config.overlap_sites import NONE, USERBUFFERS, canonical
 from simulator.config.plan import Plan
 from simulator.config.verify import verify_lists, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
@@ -327,8 +327,7 @@ def complete_plan(
         listed = stated_value(stated, key)
         if listed:
             values[key] = whole_numbers(listed, f"{where}: plan.{key}")
-    modes = stated_value(stated, "recompute_per_stage")
-    if modes:
+    if modes := stated_value(stated, "recompute_per_stage"):
         values["recompute_per_stage"] = words_of(modes, f"{where}: plan.recompute_per_stage")
     for key in ("cp_method", "offload"):
         word = stated_value(stated, key)
@@ -341,7 +340,6 @@ def complete_plan(
     if moved is not None and flag(moved, f"{where}: plan.ep_overlap"):
         raise Infeasible(
             f"{where}: plan.ep_overlap: expert-parallel traffic beside compute is not modelled",
-            why="what it hides depends on how a framework splits and interleaves batches",
             remedy="leave it out to have the traffic costed where nothing hides it",
         )
     values["schedule"] = _schedule(stated, values, assumed, where)
@@ -349,6 +347,8 @@ def complete_plan(
     overlap = stated_value(stated, "tp_overlap")
     if overlap is not None:
         values["tp_overlap"] = canonical(word_of(overlap, f"{where}: plan.tp_overlap", longest=128))
+    if values.get("tp_overlap") == USERBUFFERS and values["tp"] == 1:
+        values["tp_overlap"] = NONE  # there is nothing to overlap
     values["micro_batch_size"] = _micro_batch(stated, values, workload, assumed, where)
     plan = Plan(**values)
     verify_plan(plan, where=where)

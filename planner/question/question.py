@@ -17,12 +17,13 @@ from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.kernels.low_precision import why_not
 from simulator.legality.frameworks import Framework, framework_named
 from simulator.legality.rule import Problem, RuleFacts
 from simulator.legality.rules import is_legal, problems
 from simulator.lowering.block_code import Detail
 from simulator.lowering.simulation import Simulated, simulate_plan
-from simulator.runtimes.library import resolve
+from simulator.runtimes.stated import resolve
 from topology.cluster import Cluster, LinkKind
 from topology.errors import BadCluster, Infeasible
 from topology.rates.reach import reach
@@ -54,6 +55,7 @@ class Question(Scenario):
             nvlink=all(any(link.kind in {LinkKind.NVLINK, LinkKind.NVSWITCH} for link in n.links) for n in nodes),
             reach=joined.gpus,
             apart=joined.why,
+            no_low_precision=why_not(self.runtime, self.cluster.slowest_kind),
         )
 
     def problems(self, plan: Plan) -> tuple[Problem, ...]:

@@ -13,15 +13,18 @@ Reading order, which is also the order of the work:
       layout.py           a spec per tensor dim (mesh axes and blocks), pending reductions; placements per mesh axis
       collectives.py      the primitives and their bytes
       redistribution.py   shortest path from one layout to another
-    operators/            how one operator may be sharded
+    formulas/             what operators are, as text
       annotation.py       `t h+, f h+ -> t f`: the named axes of an operator, and what it does along each
       formula.py          in which operands a formula is linear, and what it reduces with
       axis_flow.py        what a formula does along every axis, found by walking it
-      functions/          the functions that are known, a rule each (`known.py` lists them)
+    functions/            the functions that are known, a rule each (`known.py` lists them)
+    operators/            how one operator may be sharded
       roles.py            the annotation held against what the formula does, or derived from it
       operator.py         annotation and formula bound to tensors
       options.py          all ways to shard an operator, with the layouts of operands and result that follow
       internal_collectives.py  what softmax, norms, attention and top-k exchange over a sharded axis
+      local_formula.py    the formula as one rank runs it
+    backward/             the backward pass of a graph, derived from its formulas
     schedule.py           whole, ring or chunked: how a planned collective is executed
     pipeline_stages.py    tensors sent between parts of the mesh
     token_routing.py      tokens routed to experts, by counts

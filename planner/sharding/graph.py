@@ -16,7 +16,7 @@ sharded; `planner.sharding.problem.ShardingProblem` adds a mesh, the layouts tha
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from planner.sharding.operators.operator import PRODUCT, Operator, Tensor, parse_operators
@@ -115,13 +115,16 @@ class GraphBuilder:
             self.parameters.add(name)
         return tensor
 
-    def apply(self, text: str) -> tuple[Tensor, ...]:
+    def apply(self, text: str, *, dtype: str | None = None) -> tuple[Tensor, ...]:
         """Add the operator `name, ... = formula :: annotation` and return its results. Raises BadInput.
 
-        The annotation may be left out where all functions of the formula are known (`operators.functions`).
+        The annotation may be left out where all functions of the formula are known (`planner.sharding.functions`). `dtype` is of the
+        results, where it is not that of the operands.
         """
         results = []
-        for operator in parse_operators(text, self.tensors, self.sizes, self.declared):
+        for parsed in parse_operators(text, self.tensors, self.sizes, self.declared):
+            result = parsed.result if dtype is None else replace(parsed.result, dtype=dtype)
+            operator = replace(parsed, result=result)
             _check_size(operator.result)
             if len(self.operators) >= MAX_OPERATORS:
                 raise BadInput(f"more than {MAX_OPERATORS:,} operators", remedy="split the graph")

@@ -18,6 +18,7 @@ from simulator.collectives.cost import CollectiveModel
 from simulator.collectives.measured import MeasuredCollectives
 from simulator.config.overlap_sites import modes_in
 from simulator.config.runtime import Runtime
+from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import Work
 from simulator.kernels.roofline import DATASHEET, Roofline
 from simulator.overlap.site_costs import SITE_MODES, SiteRates
@@ -216,7 +217,8 @@ def roofline_of(
         costs = calibration.runtime(spec.names[0], compiled=runtime.compile)
     return Roofline(
         gpu=cluster.slowest_kind,
-        dtype=runtime.compute_dtype,
+        dtype=runtime.activation_dtype,
+        low=recipe_of(runtime),
         attention_kernel=attention_kernel(runtime, cluster.slowest_kind.architecture),
         window_kernel=spec.window_kernel,
         windowed=windowed,

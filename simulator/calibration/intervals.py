@@ -52,9 +52,9 @@ def interval_table() -> IntervalTable:
     return convert(json.loads(text), IntervalTable, where="intervals.json")
 
 
-def basis_of(*, compute_bytes: float, several_nodes: bool) -> str:
+def basis_of(*, low: bool, several_nodes: bool) -> str:
     """Return what an uncalibrated step rests on: a key of `IntervalTable.factors`."""
-    if compute_bytes < 2:
+    if low:
         return "low_precision"
     return "nodes" if several_nodes else "node"
 

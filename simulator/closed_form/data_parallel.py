@@ -56,7 +56,7 @@ def data_parallel(
     shared, experts = shared[rows, slowest], experts[rows, slowest]
     count = np.maximum((dense + moe)[rows, slowest], 1.0)
 
-    compute_bytes, reduce_bytes = context.dtype_bytes("compute"), context.dtype_bytes("reduce")
+    compute_bytes, reduce_bytes = context.dtype_bytes("gathered"), context.dtype_bytes("reduce")
     full = table.fully_sharded
     optimizer_only = ~full & (table.state_shard["optimizer"] > 1)
     gathers = np.where(table.keeps_gathered, 1.0, 2.0 * m)

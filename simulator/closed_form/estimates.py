@@ -32,12 +32,13 @@ from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats, PlanTable, axis_sizes, plan_table, windowed_share
 from simulator.config.estimate import Estimate, Interval, MemoryEstimate
 from simulator.config.plan import Plan
-from simulator.config.runtime import DTYPE_BYTES, Runtime
+from simulator.config.runtime import Runtime
 from simulator.overlap.site_costs import SiteRates
 from simulator.pipeline.stages import stage_layout
 from simulator.runtimes.library import ModelOperators, canonical_recompute, operators_for, wraps_one
 from simulator.step.context import CostContext
 from simulator.step.held import local_parameters
+from simulator.step.host import graphed
 from topology.cluster import Cluster, Source
 from topology.errors import BadPlan
 
@@ -163,11 +164,8 @@ def estimate_plans(
         memory=memory,
         tokens_per_step=float(workload.tokens_per_step),
         model_flops=flops,
-        peak_flops=context.roofline.peak_flops,
-        basis=tuple(
-            basis_of(compute_bytes=DTYPE_BYTES[runtime.compute_dtype], several_nodes=plan.gpus > cluster.gpus_per_node)
-            for plan in plans
-        ),
+        peak_flops=context.roofline.products_peak_flops,
+        basis=tuple(basis_of(low=runtime.low, several_nodes=plan.gpus > cluster.gpus_per_node) for plan in plans),
         shares=step.shares.more(Source.ASSUMED, flushing),
         runtime=runtime,
         clocks=step.clocks,
@@ -189,8 +187,10 @@ def require_gpus(plans: Sequence[Plan], cluster: Cluster) -> None:
 def calibrated_operators(scenario: Scenario) -> ModelOperators:
     """Return the operators of a model under a runtime, with the host costs that were measured of that runtime."""
     operators = operators_for(scenario.model, scenario.runtime)
-    host = calibrated_host(operators.spec, scenario.gpu_calibration, compiled=scenario.runtime.compile)
-    return replace(operators, spec=host)
+    spec = calibrated_host(operators.spec, scenario.gpu_calibration, compiled=scenario.runtime.compile)
+    if scenario.runtime.cuda_graph:
+        spec = replace(spec, host=graphed(spec.host))
+    return replace(operators, spec=spec)
 
 
 def _known_costs(scenario: Scenario) -> RuntimeCosts:

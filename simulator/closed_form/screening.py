@@ -28,6 +28,7 @@ from simulator.closed_form.scenario import Scenario
 from simulator.closed_form.step_cost import MicroBatches, micro_batches, step_cost
 from simulator.columns.plan_columns import PlanColumns, distinct, words
 from simulator.columns.plan_table import Floats, PlanTable, table_of_columns
+from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.roofline import Roofline
 from simulator.pipeline.stages import StageLayout, stage_layout
 from simulator.runtimes.library import ModelOperators, canonical_recompute, wraps_one
@@ -78,7 +79,9 @@ class Screening:
     @property
     def peak_flops(self) -> float:
         """Dense datasheet rate of the compute type on one GPU."""
-        return Roofline(gpu=self.scenario.cluster.slowest_kind, dtype=self.scenario.runtime.compute_dtype).peak_flops
+        gpu, runtime = self.scenario.cluster.slowest_kind, self.scenario.runtime
+        low = recipe_of(runtime)
+        return Roofline(gpu=gpu, dtype=runtime.activation_dtype, low=low).products_peak_flops
 
     @cached_property
     def operators(self) -> ModelOperators:

@@ -219,7 +219,7 @@ def micro_batches(
 
     bubble = bubble_s(table, elsewhere(forward_s), elsewhere(behind_s - weight_s), elsewhere(weight_s))
     late = m * (on_host - on_device) + rest_host_s(spec.host, table) - bubble
-    boundary = context.sizes["u"] * model.hidden * DTYPE_BYTES[context.runtime.compute_dtype]
+    boundary = context.sizes["u"] * model.hidden * DTYPE_BYTES[context.runtime.activation_dtype]
     if spec.pipeline.scatter_p2p:
         boundary = np.where(table.sequence_parallel, boundary, boundary / table["tp"])
     hop = groups.time_s("send_recv", "pp", boundary)

@@ -18,8 +18,8 @@ DTYPE_BYTES = {
 # Moments that an optimizer keeps of every parameter; others are not modelled. SGD is that without momentum, as torch's is
 # unless told otherwise; Lion keeps one moment (Chen et al., arXiv 2302.06675).
 MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0}
-# Types that a source may state and nothing here models: their kernels, casts and scaling are not costed.
-NOT_MODELLED = ("float8", "float4")
+# Types that products may compute in while all else stays in 16 bits; nothing is stored or reduced in them by itself.
+LOW_PRECISION = ("float8", "float4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,8 @@ class Runtime:
     """`name` selects a description of operator sequences (`runtimes/*.toml`); the rest is how it was configured.
 
     `param_dtype` is what parameters are stored in, `compute_dtype` what matmuls run in, `reduce_dtype` what gradients
-    are reduced in.
+    are reduced in. Where matmuls run in float8 or float4, `low_precision_recipe` says how (`simulator.kernels.low_precision`).
+    With `cuda_graph` kernels are launched by replaying graphs.
     """
 
     name: str = "torchtitan"
@@ -37,21 +38,29 @@ class Runtime:
     compute_dtype: str = "bfloat16"
     reduce_dtype: str = "float32"
     optimizer: str = "adamw"
+    low_precision_recipe: str = ""
+    cuda_graph: bool = False
+
+    @property
+    def low(self) -> bool:
+        """Whether products run in fewer than 16 bits."""
+        return self.compute_dtype in LOW_PRECISION
+
+    @property
+    def activation_dtype(self) -> str:
+        """What everything but products computes in: the type of tokens between layers."""
+        return "bfloat16" if self.low else self.compute_dtype
 
     @property
     def not_modelled(self) -> str:
         """Why nothing can be predicted of this runtime, or nothing: a type or an optimizer that is not modelled."""
         stated = {
             "parameters": self.param_dtype,
-            "compute": self.compute_dtype,
             "gradient reduction": self.reduce_dtype,
         }
-        low = [f"{role} in {dtype}" for role, dtype in stated.items() if dtype in NOT_MODELLED]
+        low = [f"{role} in {dtype}" for role, dtype in stated.items() if dtype in LOW_PRECISION]
         if low:
-            return (
-                f"{', '.join(low)}: low precision is not modelled yet (casts, scaling factors and the products left in 16 "
-                "bits decide what it gains), so it is not predicted"
-            )
+            return f"{', '.join(low)} is not modelled: only products (compute_dtype) may be in low precision"
         if self.optimizer not in MOMENTS:
             return (
                 f"optimizer {self.optimizer!r} is not modelled: its states and its update are not known; known: "

@@ -14,7 +14,7 @@ from simulator.config.estimate import Estimate, Interval
 from simulator.config.model import Model
 from simulator.config.overlap_sites import modes_by_site
 from simulator.config.plan import OFFLOADS, Plan
-from simulator.config.runtime import DTYPE_BYTES, NOT_MODELLED, Runtime
+from simulator.config.runtime import DTYPE_BYTES, LOW_PRECISION, Runtime
 from simulator.config.workload import Workload
 from topology.errors import BadModel, BadPlan
 from topology.ranges import Range, out_of_range
@@ -149,14 +149,14 @@ def verify_workload(workload: Workload, *, where: str) -> None:
 
 def verify_runtime(runtime: Runtime, *, where: str) -> None:
     """Raise BadPlan, with the field and what is allowed, unless the number formats of `runtime` are known."""
-    for name in ("name", "version", "optimizer"):
+    for name in ("name", "version", "optimizer", "low_precision_recipe"):
         _word(getattr(runtime, name), f"{where}: runtime.{name}")
     for name in ("param_dtype", "compute_dtype", "reduce_dtype"):
         value = getattr(runtime, name)
-        if value not in {*DTYPE_BYTES, *NOT_MODELLED}:  # the latter are refused later, with their reason
+        if value not in {*DTYPE_BYTES, *LOW_PRECISION}:
             raise BadPlan(
                 f"{where}: runtime.{name} is {_shown(value)}",
-                why=f"known: {', '.join(name for name in DTYPE_BYTES if name not in NOT_MODELLED)}",
+                why=f"known: {', '.join(dict.fromkeys((*DTYPE_BYTES, *LOW_PRECISION)))}",
             )
 
 

@@ -39,7 +39,7 @@ class OperatorSpec:
     """One operator of a runtime description, forward, with what it saves and how its backward differs.
 
     `when` lists features of the model, plan or runtime that must hold (`gated`, `!sp`). `saves` are tensors autograd
-    keeps for the backward pass. `scattered` operators move rows to where an index says. A matmul's backward is its two
+    keeps for the backward pass. A `low` product has operands in the type `low`, a `low` collective gathers in it. `scattered` operators move rows to where an index says. A matmul's backward is its two
     products; other operators give `backward_reads` and `backward_writes`. `hidden_by` names the operator, earlier in the
     block, whose kernels a collective runs beside; `site` is what a plan calls a tensor-parallel collective
     (`simulator.config.overlap_sites`). `launches` are kernels (and host dispatches) forward,
@@ -62,6 +62,7 @@ class OperatorSpec:
     saves: tuple[str, ...] = ()
     weight_gradient: bool = True
     weight_gradient_dtype: str = "compute"
+    low: bool = False
     scattered: bool = False
     launches: float = 1.0
     backward_launches: float = 1.0
@@ -94,6 +95,7 @@ class Work:
     backward: bool = False
     scattered: bool = False  # moves rows to where an index says
     accumulates: bool = False  # adds its result to what is there, in a wider type
+    low: bool = False  # operands are in a low type, the result is in 16 bits
     grouped_rows: Floats | float = 0.0  # in products of experts in one kernel, the rows of each; 0: it is no such one
 
 
@@ -132,7 +134,7 @@ def forward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: D
     """Return the kernels of one operator's forward pass."""
     if spec.matmul:
         left, right, out = parse_matmul(spec.matmul)
-        return [_matmul(spec.name, left, right, out, sizes, dtype_bytes, launches=spec.launches)]
+        return [_matmul(spec.name, left, right, out, sizes, dtype_bytes, launches=spec.launches, low=spec.low)]
     if spec.attention:
         return [_attention(spec, sizes, dtype_bytes, backward=False)]
     if spec.collective:
@@ -147,10 +149,13 @@ def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: 
     """Return the kernels of one operator's backward pass."""
     if spec.matmul:
         left, right, out = parse_matmul(spec.matmul)
-        work = [_matmul(f"{spec.name}.dgrad", out, right, left, sizes, dtype_bytes, backward=True)]
+        low = spec.low
+        work = [_matmul(f"{spec.name}.dgrad", out, right, left, sizes, dtype_bytes, backward=True, low=low)]
         if spec.weight_gradient:
             extra = product(right, sizes) * (dtype_bytes(spec.weight_gradient_dtype) - dtype_bytes("compute"))
-            wgrad = _matmul(f"{spec.name}.wgrad", left, out, right, sizes, dtype_bytes, backward=True, extra=extra)
+            wgrad = _matmul(
+                f"{spec.name}.wgrad", left, out, right, sizes, dtype_bytes, backward=True, extra=extra, low=low
+            )
             work.append(replace(wgrad, accumulates=spec.weight_gradient_dtype != "compute"))
         return work
     if spec.attention:
@@ -195,6 +200,7 @@ def _matmul(
     backward: bool = False,
     launches: float = 1.0,
     extra: Floats | float = 0.0,
+    low: bool = False,
 ) -> Work:
     """Sort the axes into batch, m, n and k by where they occur, and count FLOPs and bytes."""
     batch = [x for x in left if x in right and x in out]
@@ -202,7 +208,8 @@ def _matmul(
     n = product([x for x in right if x in out and x not in batch], sizes)
     k = product([x for x in left if x in right and x not in batch], sizes)
     count = product(batch, sizes)
-    moved = count * (m * k + k * n + m * n) * dtype_bytes("compute") + extra
+    operand = dtype_bytes("low" if low else "compute")
+    moved = count * ((m * k + k * n) * operand + m * n * dtype_bytes("compute")) + extra
     return Work(
         kind=WorkKind.MATMUL,
         name=name,
@@ -214,6 +221,7 @@ def _matmul(
         k=k,
         launches=launches,
         backward=backward,
+        low=low,
         grouped_rows=sizes["x"] if batch == ["e"] else 0.0,
     )
 
@@ -250,10 +258,11 @@ def _collective(
     *,
     backward: bool = False,
 ) -> Work:
+    tensor = f"{spec.tensor}:low" if spec.low and op == "all_gather" else spec.tensor
     return Work(
         kind=WorkKind.COLLECTIVE,
         name=f"{spec.name}.backward" if backward else spec.name,
-        bytes=tensor_bytes(spec.tensor, sizes, dtype_bytes) * (2.0 if op == "ring" and backward else 1.0),
+        bytes=tensor_bytes(tensor, sizes, dtype_bytes) * (2.0 if op == "ring" and backward else 1.0),
         collective=op,
         over=spec.over,
         launches=spec.backward_launches if backward else spec.launches,

@@ -18,6 +18,7 @@ import numpy as np
 
 from simulator.columns.plan_table import Floats
 from simulator.config.runtime import DTYPE_BYTES
+from simulator.kernels.low_precision import Recipe, low_peak_flops
 from simulator.kernels.operators import Work, WorkKind
 from topology.cluster import GpuKind
 from topology.codec import convert
@@ -47,6 +48,8 @@ class Efficiency:
     kernel_s: float
     nccl_sms: float
     simt: float
+    float8: float = 0.0
+    float4: float = 0.0
     tiles: tuple[tuple[float, float, float], ...] = ()
     scattered: float = 1.0
     accumulated: float = 1.0
@@ -128,7 +131,7 @@ def efficiency(architecture: str) -> Efficiency:
     text = (resources.files("simulator") / "kernels" / "efficiency.toml").read_text("utf-8")
     known = tomllib.loads(text)
     tables = {k: v for k, v in known.items() if isinstance(v, dict) and k != "source"}
-    relative = {"volta": "ampere", "pascal": "ampere", "rubin": "blackwell"}
+    relative = {"volta": "ampere", "pascal": "ampere", "blackwell ultra": "blackwell", "rubin": "blackwell"}
     name = architecture.lower()
     name = name if name in tables else relative.get(name, "ampere")
     return convert({**tables[name], "sustained": known["sustained"]}, Efficiency, where=f"efficiency.toml [{name}]")
@@ -170,6 +173,7 @@ class Roofline:
     windowed: float = 0.0  # share of attention's arithmetic that is theirs
     measured: MeasuredKernels | None = None
     runtime: str = ""  # first name of the description whose operators are costed
+    low: Recipe | None = None  # of products in a low type
     kernel_factor: float = 1.0  # how much longer kernels take inside a step, as runs of single layers say
     layer_factor: float = 1.0  # and those of layers over the others: second layers say so apart from heads and losses
 
@@ -180,6 +184,21 @@ class Roofline:
             if self.gpu.peak_flops.get(dtype):
                 return self.gpu.peak_flops[dtype]
         return max(self.gpu.peak_flops.values())
+
+    @property
+    def products_peak_flops(self) -> float:
+        """Dense datasheet rate of the type that products compute in."""
+        return low_peak_flops(self.gpu, self.low.dtype) if self.low is not None else self.peak_flops
+
+    @property
+    def low_rate(self) -> float:
+        """The arithmetic rate of large products in the low type over that of 16 bits."""
+        if self.low is None:
+            return 1.0
+        known = efficiency(self.gpu.architecture)
+        burst = known.float4 if self.low.dtype == "float4" else known.float8
+        rate = burst * self.low.relative_rate(self.gpu.architecture) * self.products_peak_flops
+        return max(rate / (known.burst * self.peak_flops), 1.0)
 
     @property
     def sustained_flops(self) -> float:
@@ -225,7 +244,7 @@ class Roofline:
 
     def seconds_and_source(self, work: Work) -> tuple[Floats, Floats]:
         """Return (seconds, source) of a compute kernel; sources are MEASURED, FITTED, DATASHEET."""
-        if self.measured is None:
+        if self.measured is None or work.low:
             datasheet = np.atleast_1d(self._datasheet(work))
             return datasheet * self._window_factor(work) * grouped_tile_factor(work), np.full(
                 datasheet.shape, DATASHEET
@@ -266,9 +285,12 @@ class Roofline:
     def _matmul(self, work: Work) -> Floats:
         known = efficiency(self.gpu.architecture)
         tiles, ramp_k = (SIMT_TILES, SIMT_RAMP_K) if self.simt else ((*TILES, *known.tiles), known.ramp_k)
+        faster = self.low_rate if work.low else 1.0
+        # Filling the pipeline takes as long as ever, in which more of k goes by.
+        ramp_k = ramp_k * faster
         best = matmul_utilization(tiles, work.m, work.n, work.k, work.batch, sms=self.gpu.sm_count, ramp_k=ramp_k)
         best = best * (known.accumulated if work.accumulates else 1.0)
-        arithmetic = work.flops / (self.sustained_flops * best)
+        arithmetic = work.flops / (self.sustained_flops * faster * best)
         return np.maximum(arithmetic, work.bytes / self.memory_bytes_per_s) + known.kernel_s
 
     def _window_factor(self, work: Work) -> Floats | float:

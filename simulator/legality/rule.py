@@ -54,6 +54,7 @@ class RuleFacts:
     nvlink: bool = True
     reach: int = 0  # how many GPUs can exchange data at all, where `apart` says why not more
     apart: str = ""
+    no_low_precision: str = ""  # why the GPUs cannot multiply in the low type that the runtime states
 
     @property
     def compile(self) -> bool:
@@ -67,6 +68,19 @@ class RuleFacts:
     @property
     def version(self) -> str | None:
         return self.runtime.version if self.runtime else None
+
+    @property
+    def activation_dtype(self) -> str:
+        """The type of attention, "" without a runtime."""
+        return self.runtime.activation_dtype if self.runtime else ""
+
+    @property
+    def undescribed_low_precision(self) -> str:
+        """Why nothing is known of the runtime's products in low types, or nothing."""
+        stated = self.runtime
+        if stated is None or not stated.low or runtime_spec(stated.name).low_precision is not None:
+            return ""
+        return f"products of {self.framework.title} in {stated.compute_dtype} are not modelled"
 
     @property
     def dtypes(self) -> tuple[str, ...]:

@@ -108,10 +108,10 @@ SHAPE_RULES: list[Rule] = [
     ),
     rule(
         "types",
-        lambda c, q: (c.cp > 1) & np.full(len(c), not set(q.dtypes[1:2]) <= set(q.framework.cp_dtypes)),
+        lambda c, q: (c.cp > 1) & np.full(len(c), q.activation_dtype not in {"", *q.framework.cp_dtypes}),
         lambda p, q: (
             f"context parallelism of {q.framework.title} shards fused attention in {' and '.join(q.framework.cp_dtypes)} "
-            f"only, and {q.dtypes[1]} has another kernel: cp 1, or mixed precision"
+            f"only, and {q.activation_dtype} has another kernel: cp 1, or mixed precision"
         ),
         applies=lambda q: bool(q.framework.cp_dtypes),
     ),
@@ -123,6 +123,12 @@ SHAPE_RULES: list[Rule] = [
             f"{', '.join(q.framework.optimizers)}"
         ),
         applies=lambda q: bool(q.framework.optimizers),
+    ),
+    rule(
+        "low-precision",
+        lambda c, q: np.full(len(c), True),
+        lambda p, q: q.undescribed_low_precision or q.no_low_precision,
+        applies=lambda q: bool(q.undescribed_low_precision or q.no_low_precision),
     ),
     rule(
         "not-modelled",

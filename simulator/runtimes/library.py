@@ -17,8 +17,10 @@ from typing import Any, Literal
 
 from simulator.config.model import Model
 from simulator.config.model_families import FAMILIES
-from simulator.config.runtime import DTYPE_BYTES, NOT_MODELLED, Runtime
+from simulator.config.runtime import DTYPE_BYTES, Runtime
+from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import OperatorSpec
+from simulator.runtimes.quantized import LowPrecisionSpec, quantized
 from topology.codec import convert
 from topology.errors import BadPlan
 
@@ -202,6 +204,7 @@ class RuntimeSpec:
     host: HostSpec
     layer: LayerSpec
     recompute: dict[str, RecomputeSpec]
+    low_precision: LowPrecisionSpec | None = None  # None: products run in 16 bits or more
     dropout: bool = False
     context_parallel: str = "all_gather"
     recompute_stops: str = "never"
@@ -286,40 +289,6 @@ def _replace_operators(
     return found
 
 
-def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
-    """Return the runtime a case states, what it left open filled with that runtime's defaults, and what was assumed."""
-    name = str(stated.get("name") or "pytorch")
-    spec = runtime_spec(name)
-    chosen: dict[str, Any] = {}
-    assumed = []
-    for key in ("param_dtype", "compute_dtype", "reduce_dtype", "optimizer", "compile"):
-        value = stated.get(key)
-        if value is None or value == "unknown":
-            value = getattr(spec.defaults, key)
-            if key == "param_dtype" and spec.state.master_weights and stated.get("compute_dtype") in DTYPE_BYTES:
-                value = stated["compute_dtype"]
-            assumed.append(f"runtime.{key} = {value} ({spec.names[0]} default)")
-        if key == "optimizer":
-            value = canonical_optimizer(str(value))
-        if key.endswith("dtype") and value not in DTYPE_BYTES and value not in NOT_MODELLED:
-            raise BadPlan(
-                f"runtime.{key} {value!r} is unknown",
-                why=f"known: {', '.join(name for name in DTYPE_BYTES if name not in NOT_MODELLED)}",
-            )
-        chosen[key] = value
-    version, release = stated.get("version"), stated.get("release")
-    if release and not version and spec.earlier is not None:
-        version = release if DATED.match(str(release)) else None
-        if version is None:
-            assumed.append(f"runtime.version not stated, and release {release!r} is no month: {spec.names[0]} of today")
-    return Runtime(name=name, version=str(version) if version else None, **chosen), tuple(assumed)
-
-
-def canonical_optimizer(word: str) -> str:
-    """Return an optimizer's name without how it is implemented: `FusedAdam`, `distributed_adam` and `adam` are one."""
-    return re.sub(r"fused|foreach|distributed|apex|torch|optimizer|[^a-z0-9]", "", word.lower()) or word
-
-
 def is_earlier_version(runtime: Runtime) -> bool:
     """Whether `runtime` states a version of the older generation that its description tells apart."""
     earlier = runtime_spec(runtime.name).earlier
@@ -335,7 +304,7 @@ def attention_kernel(runtime: Runtime, architecture: str) -> str:
     `unfused` where it multiplies matrices.
     """
     spec = spec_for(runtime)
-    if DTYPE_BYTES[runtime.compute_dtype] > 2:
+    if DTYPE_BYTES[runtime.activation_dtype] > 2:
         return spec.attention_kernel_wide
     return spec.attention_kernel_on.get(architecture.lower(), spec.attention_kernel)
 
@@ -366,12 +335,12 @@ def _release(version: str) -> tuple[int, ...]:
 
 def narrows(runtime: Runtime) -> bool:
     """Return whether products compute in a narrower type than parameters are stored in."""
-    return DTYPE_BYTES[runtime.compute_dtype] < DTYPE_BYTES[runtime.param_dtype]
+    return DTYPE_BYTES[runtime.activation_dtype] < DTYPE_BYTES[runtime.param_dtype]
 
 
 def wraps_one(spec: RuntimeSpec, runtime: Runtime) -> bool:
     """Return whether full sharding wraps a single rank's parameters, to compute in a narrower type than is stored."""
-    return spec.fsdp.wraps_one and runtime.param_dtype != runtime.compute_dtype
+    return spec.fsdp.wraps_one and runtime.param_dtype != runtime.activation_dtype
 
 
 def canonical_recompute(word: str, runtime: Runtime) -> str:
@@ -417,19 +386,22 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
     # Autocast has nothing to cast where parameters are stored in the type that products compute in.
     of_plans = PLAN_CONDITIONS if narrows(runtime) else PLAN_CONDITIONS - {"autocast", "!autocast"}
 
-    def active(operators: tuple[OperatorSpec, ...]) -> tuple[OperatorSpec, ...]:
+    def active(operators: tuple[OperatorSpec, ...], *, in_layer: bool = False) -> tuple[OperatorSpec, ...]:
         kept = []
         for operator in operators:
             plan_side = tuple(c for c in operator.when if c in of_plans)
             model_side = [c for c in operator.when if c not in of_plans]
             if all((c[1:] not in features) if c.startswith("!") else (c in features) for c in model_side):
                 kept.append(replace(operator, when=plan_side))
-        return tuple(kept)
+        recipe = recipe_of(runtime)
+        if recipe is None or spec.low_precision is None or not in_layer:
+            return tuple(kept)
+        return quantized(kept, spec.low_precision, recipe)
 
     return ModelOperators(
         spec=spec,
-        dense_layer=active(attention + mlp),
-        moe_layer=active(attention + spec.layer.moe),
+        dense_layer=active(attention + mlp, in_layer=True),
+        moe_layer=active(attention + spec.layer.moe, in_layer=True),
         embedding=active(spec.layer.embedding),
         head=active(spec.layer.head),
         features=features,

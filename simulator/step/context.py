@@ -12,6 +12,7 @@ from simulator.calibration.calibration import Calibration
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.runtime import DTYPE_BYTES, Runtime
+from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import FIXED_DTYPE_BYTES
 from simulator.kernels.roofline import Roofline
 from simulator.overlap.site_costs import SiteRates
@@ -50,11 +51,22 @@ class CostContext:
         )
 
     def dtype_bytes(self, name: str) -> float:
+        """Return the bytes of one number in a type of the description's. In a low type: as products read it (`low`), all
+        copies of it (`low_copies`), and as data-parallel ranks gather parameters (`gathered`).
+        """
+        if name in {"low", "low_copies", "gathered"}:
+            return self._low_bytes(name)
         named = {
-            "compute": self.runtime.compute_dtype,
+            "compute": self.runtime.activation_dtype,
             "param": self.runtime.param_dtype,
             "reduce": self.runtime.reduce_dtype,
         }
         if name in named:
             return float(DTYPE_BYTES[named[name]])
         return FIXED_DTYPE_BYTES[name]
+
+    def _low_bytes(self, name: str) -> float:
+        recipe, low = recipe_of(self.runtime), self.spec.low_precision
+        if recipe is None or (name == "gathered" and not (low and low.gathers_weights and recipe.dtype == "float8")):
+            return self.dtype_bytes("compute")
+        return recipe.written_bytes(self.roofline.gpu.architecture) if name == "low_copies" else recipe.element_bytes

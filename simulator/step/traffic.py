@@ -114,7 +114,7 @@ def data_traffic(context: CostContext) -> DataTraffic:
         expert_shard_ranks=context.groups.extent("expert_fsdp")[0],
         every_micro_batch=not piped and (full or spec.ddp.every_micro_batch),
         scatters_each=not piped,
-        compute_bytes=bytes_of("compute"),
+        compute_bytes=bytes_of("gathered"),
         reduce_bytes=bytes_of("reduce"),
         copies=spec.fsdp.copy_in_copy_out,
         gradient_bytes=bytes_of(spec.state.gradient_dtype),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from simulator.columns.plan_table import Floats
 from simulator.config.runtime import MOMENTS, Runtime
+from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.roofline import UPDATE_BYTES
 from simulator.runtimes.library import spec_for
 
@@ -29,7 +30,18 @@ def update_bytes(runtime: Runtime, owned: Floats | float, held: Floats | float) 
     state = spec_for(runtime).state
     per_owned = PLAIN_BYTES + MOMENTS[runtime.optimizer] * MOMENT_BYTES + CLIP_BYTES
     per_owned += COPY_BYTES if state.master_weights else 0.0
-    return owned * per_owned + held * state.gradient_passes_bytes
+    return owned * per_owned + held * (state.gradient_passes_bytes + weight_cast_bytes(runtime))
+
+
+def weight_cast_bytes(runtime: Runtime) -> float:
+    """Return bytes moved once a step to have a weight in the low type of products, in both directions: other micro batches
+    find it there. What is gathered in that type is there in one direction already, and turned round.
+    """
+    recipe, low = recipe_of(runtime), spec_for(runtime).low_precision
+    if recipe is None or low is None:
+        return 0.0
+    read = recipe.element_bytes if low.gathers_weights else 2.0 * recipe.reads
+    return read + recipe.element_bytes * (1.0 if low.gathers_weights else 2.0)
 
 
 def updated_dtype(runtime: Runtime) -> str:

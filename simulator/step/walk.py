@@ -54,7 +54,7 @@ def held_by(schedule: Schedule, rank: int, flying: Floats | float) -> Held:
 def message_bytes(context: CostContext, hidden: int) -> Floats:
     """Return the bytes that a rank sends to the next stage for one micro batch."""
     table, runtime = context.table, context.runtime
-    nbytes = context.sizes["u"] * hidden * DTYPE_BYTES[runtime.compute_dtype]
+    nbytes = context.sizes["u"] * hidden * DTYPE_BYTES[runtime.activation_dtype]
     if context.spec.pipeline.scatter_p2p:
         nbytes = np.where(table.sequence_parallel, nbytes, nbytes / table["tp"])
     return np.asarray(nbytes)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from planner.export.targets.registry import export, find_target
+from simulator.config.plan import Plan
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import runtime_spec
 from tests.planner.test_export import FSDP, HYBRID, JOBS, TP, job
@@ -31,6 +32,16 @@ TITAN = {
     "experts": job(FSDP.with_(ep=8), model="mixtral-8x7b"),
 }
 ZERO = {"zero2": JOBS["zero2"], "tp": JOBS["tp"], "cp": JOBS["cp"], "moe": JOBS["moe"]}
+MEGATRON = {
+    "zero": JOBS["zero"],
+    "experts": JOBS["moe"],
+    "latent": job(Plan(dp_replicate=8, zero_stage=1, ep=8), model="deepseek-v3", framework="megatron-lm"),
+    "cp": job(Plan(dp_replicate=4, cp=2, zero_stage=1, recompute="full"), framework="megatron-lm"),
+    "pp": job(Plan(dp_replicate=2, pp=4, zero_stage=1, schedule="1F1B", micro_batch_size=2), framework="megatron-lm"),
+    "interleaved": job(
+        Plan(dp_replicate=2, pp=4, zero_stage=1, schedule="Interleaved1F1B", virtual_stages=2), framework="megatron-lm"
+    ),
+}
 MESH = {
     "fsdp": JOBS["fsdp"],
     "tp": job(TP.with_(reshard_after_forward=False)),
@@ -107,6 +118,29 @@ def test_deepspeed_initializes_the_plan() -> None:
         assert found["param_dtype"] == ["bfloat16"]
         assert found["reduce_dtype"] == one.question.runtime.reduce_dtype
         assert (found["local_parameters"] < found["parameters"]) is (stage == 3 or plan.tp > 1)
+
+
+def test_megatron_builds_the_plan() -> None:
+    for name, found in built("megatron", MEGATRON).items():
+        one = MEGATRON[name]
+        plan, model, workload = one.plan, one.question.model, one.question.workload
+
+        assert {axis: found[axis] for axis in ("tp", "pp", "cp", "ep")} == {
+            axis: getattr(plan, axis) for axis in ("tp", "pp", "cp", "ep")
+        }, name
+        assert found["dp"] == plan.data_parallel
+        assert found["micro_batch"] == plan.micro_batch_size
+        assert found["micro_batches"] == one.micro_batches
+        assert found["seq_len"] == workload.seq_len
+        assert found["distributed_optimizer"] is (plan.zero_stage != 0)
+        assert found["sequence_parallel"] is plan.sequence_parallel
+        assert found["recompute"] == (None if plan.recompute == "none" else plan.recompute)
+        stages = stage_layers(model.layers, plan, runtime_spec("megatron-lm").pipeline)
+        chunks = [stages[chunk * plan.pp] for chunk in range(plan.virtual_stages)]  # of the first pipeline rank
+        assert found["layers"] == chunks, name
+        assert found["param_dtype"] == ["bfloat16"]
+        if plan.pp == plan.tp == plan.ep == 1:
+            assert found["parameters"] == model.parameters, name
 
 
 def test_accelerate_hands_its_ranks_the_plan() -> None:

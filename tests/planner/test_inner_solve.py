@@ -22,7 +22,7 @@ from simulator.config.workload import Workload
 from simulator.legality.frameworks import framework_named
 from simulator.pipeline.schedules import SCHEDULES
 from simulator.pipeline.stages import rank_of_stage
-from simulator.runtimes.library import resolve
+from simulator.runtimes.stated import resolve
 from tests.planner.conftest import TINY, make_cluster
 from topology.catalog.cluster_file import parse_cluster
 from topology.rates.orders import node_orders

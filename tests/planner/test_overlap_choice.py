@@ -18,7 +18,7 @@ from simulator.config.overlap_sites import MODES, NONE, SITES, modes_by_site, wr
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.legality.rule import Grade
-from simulator.runtimes.library import resolve
+from simulator.runtimes.stated import resolve
 from tests.planner.conftest import make_cluster
 
 EVERY = sorted({written(dict(zip(SITES, modes, strict=True))) for modes in itertools.product(MODES, repeat=4)})

@@ -8,7 +8,7 @@ from simulator.config.hf_config import load_model
 from simulator.config.plan import Plan
 from simulator.config.workload import Workload
 from simulator.lowering.simulation import simulate_plan
-from simulator.runtimes.library import resolve
+from simulator.runtimes.stated import resolve
 from simulator.step.symmetric_memory import buffer_bytes
 from topology.catalog.clusters import cluster
 

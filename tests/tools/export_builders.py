@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -214,6 +215,95 @@ def deepspeed(file: dict[str, Any]) -> Built:
     }
 
 
+def megatron(file: dict[str, Any]) -> Built:
+    """What Megatron-LM's own argument checks, process groups and `GPTModel` make of the script, on one rank.
+
+    Transformer Engine needs a GPU, so layers are Megatron-Core's local ones: other kernels over the same weights.
+    """
+    import argparse
+    from unittest import mock
+
+    import torch
+
+    torch.cuda.current_device = lambda: "meta"
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.Stream = mock.Mock()
+    os.environ |= dict(re.findall(r"^export (CUDA_DEVICE_MAX_CONNECTIONS)=(\S+)$", file["text"], re.MULTILINE))
+    from export_readers import words_after  # beside this script
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.num_microbatches_calculator import get_num_microbatches, init_num_microbatches_calculator
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.training import arguments
+
+    def norm(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: object) -> torch.nn.Module:
+        """Their own refuses sequence parallelism, which changes no weight."""
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        return kind(hidden_size, eps=eps, dtype=config.params_dtype, device="meta")
+
+    # Theirs on the CPU knows neither latent attention nor contexts; attention itself has no weights.
+    DotProductAttention.__init__ = lambda self, *_, **__: torch.nn.Module.__init__(self)  # type: ignore[method-assign]
+    WrappedTorchNorm.__new__ = norm  # type: ignore[method-assign, assignment]
+    arguments.get_device_arch_version = lambda: 9
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    own = ["--mock-data", "--tokenizer-type=NullTokenizer", "--lr=1e-4", "--train-iters=1", "--no-rope-fusion"]
+    given = parser.parse_args([*words_after(file["text"], "pretrain_gpt.py"), *own])
+    given._is_global_batch_size_explicitly_specified = True
+    given.rank, given.world_size, given.transformer_impl = file.get("rank", 0), file["world"], "local"
+    arguments.validate_args(given)
+    parallel_state.initialize_model_parallel(
+        given.tensor_model_parallel_size,
+        given.pipeline_model_parallel_size,
+        given.virtual_pipeline_model_parallel_size,
+        context_parallel_size=given.context_parallel_size,
+        expert_model_parallel_size=given.expert_model_parallel_size,
+        expert_tensor_parallel_size=given.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=given.num_distributed_optimizer_instances,
+        create_gloo_process_groups=False,
+    )
+    dp = parallel_state.get_data_parallel_world_size()
+    init_num_microbatches_calculator(given.rank, None, given.global_batch_size, given.micro_batch_size, dp)
+    config = arguments.core_transformer_config_from_args(given)
+    config.init_model_with_meta_device, config.perform_initialization = True, False
+    config.gradient_accumulation_fusion = False  # a kernel of Apex: which memory gradients are added in
+    chunks = given.virtual_pipeline_model_parallel_size
+    parts = []
+    for vp_stage in range(chunks) if chunks else (None,):
+        ends = {"ignore_virtual": False, "vp_stage": vp_stage}
+        with torch.device("meta"):
+            parts.append(
+                GPTModel(
+                    config,
+                    get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage),
+                    vocab_size=given.padded_vocab_size or given.vocab_size,
+                    max_sequence_length=given.max_position_embeddings,
+                    pre_process=parallel_state.is_pipeline_first_stage(**ends),
+                    post_process=parallel_state.is_pipeline_last_stage(**ends),
+                    share_embeddings_and_output_weights=not given.untie_embeddings_and_output_weights,
+                    position_embedding_type=given.position_embedding_type,
+                    vp_stage=vp_stage,
+                )
+            )
+    return {
+        "world": file["world"],
+        "dp": dp,
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "micro_batches": get_num_microbatches(),
+        "micro_batch": given.micro_batch_size,
+        "seq_len": given.seq_length,
+        "layers": [len(part.decoder.layers) for part in parts],
+        "recompute": config.recompute_granularity,
+        "sequence_parallel": config.sequence_parallel,
+        "distributed_optimizer": given.use_distributed_optimizer,
+        **weights_of(parts),
+    }
+
+
 def accelerate(file: dict[str, Any]) -> Built:
     """What `accelerate launch` hands to its ranks as their environment, and the objects that a program makes of it."""
     import argparse
@@ -252,6 +342,7 @@ BUILDERS: dict[str, Callable[[dict[str, Any]], Built]] = {
     "torchtitan@0.2.2": torchtitan_toml,
     "torchtitan@0.3.0": torchtitan_command,
     "deepspeed": deepspeed,
+    "megatron": megatron,
     "accelerate": accelerate,
 }
 
@@ -292,6 +383,14 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if target.startswith("torchtitan"):
         importlib.import_module("torchtitan.config")
+    elif target == "megatron":
+        import typing
+
+        import typing_extensions
+
+        typing.override = typing_extensions.override  # type: ignore[attr-defined]  # 0.19 asks Python 3.12 for it
+        for name in ("training.arguments", "core.models.gpt", "core.models.gpt.gpt_layer_specs"):
+            importlib.import_module(f"megatron.{name}")
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
         importlib.import_module(target)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 
+from planner.jobs import processes as jobs
 from planner.question.flags import Flags
 from planner.search.search import SearchOptions
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
-from topology.errors import Infeasible, PlannerError
-from ui import jobs
+from topology.errors import Infeasible
 
 SHORT = (Flags(model="tiny-llama", cluster="h200x4", gpus=(2,), global_batch=8), "torchtitan", SearchOptions())
 LONG = (Flags(model="deepseek-v3", gpus=(65536,)), "megatron-lm", SearchOptions())
@@ -21,10 +22,9 @@ PATIENT_S = 100.0
 
 @pytest.fixture
 def workers():
-    found = jobs.Workers()
+    found = jobs.Workers("ui.worker")
     yield found
-    for process in list(found._idle):
-        jobs._end(process)
+    found.close()
 
 
 def running(job):
@@ -72,12 +72,12 @@ def test_stop_kills_the_process_at_once(workers):
     assert psutil.wait_procs([process], timeout=10)[1] == []
 
 
-@pytest.mark.parametrize(("limit", "error"), [("LIMIT_S", "no answer within"), ("FORGOTTEN_S", "stopped")])
-def test_a_job_ends_at_its_time_limit_and_when_nobody_asks(workers, monkeypatch, limit, error):
+@pytest.mark.parametrize(("limit", "error"), [("limit_s", "no answer within"), ("forgotten_s", "stopped")])
+def test_a_job_ends_at_its_time_limit_and_when_nobody_asks(workers, limit, error):
     job = jobs.Job(workers, "search", *LONG)
     process = running(job)
 
-    monkeypatch.setattr(jobs, limit, 0.0)
+    job._bounds = replace(job._bounds, **{limit: 0.0})
 
     assert job.done.wait(PATIENT_S)
     assert error in job.error.what
@@ -102,7 +102,7 @@ def test_a_short_question_is_answered_while_long_ones_run(workers, monkeypatch):
 
 
 def test_more_questions_than_places_wait_their_turn(workers, monkeypatch):
-    monkeypatch.setattr(jobs, "SLOTS", 1)
+    workers._slots = 1
     monkeypatch.setattr(jobs, "LONG_S", PATIENT_S)  # a busy machine makes every question a long one, which steps aside
     first = jobs.Job(workers, "search", *LONG)
     running(first)
@@ -130,7 +130,7 @@ def test_a_process_that_dies_is_said_and_replaced(workers):
     running(job).kill()
 
     assert job.ask(PATIENT_S)
-    assert type(job.error) is PlannerError
+    assert isinstance(job.error, jobs.ProcessEnded)
     assert "ended" in job.error.what
     again = jobs.Job(workers, "search", *SHORT)
     assert again.ask(PATIENT_S)
@@ -139,11 +139,9 @@ def test_a_process_that_dies_is_said_and_replaced(workers):
 
 @pytest.mark.skipif(os.uname().sysname != "Linux", reason="the limit of private memory is Linux's")
 def test_the_memory_of_a_worker_is_bounded(workers):
-    from ui import worker
-
-    job = jobs.Job(workers, "search", *LONG)
+    job = jobs.Job(workers, "search", *LONG, bounds=jobs.Bounds(memory_bytes=3 << 30))
     process = running(job)
 
-    assert process.rlimit(psutil.RLIMIT_DATA) == (worker.MEMORY_BYTES, worker.MEMORY_BYTES)
+    assert process.rlimit(psutil.RLIMIT_DATA)[0] == 3 << 30
     job.stop()
     assert job.ask(PATIENT_S)

@@ -112,6 +112,10 @@ def cluster_from_case(
         raise BadCluster(
             f"interconnect is {interconnect!r}", remedy=f"use one of {', '.join(INTERCONNECTS)}, or null if not known"
         )
+    if interconnect == usual.interconnect and usual.trays > 1 and per_node * usual.trays == usual.gpus_per_node:
+        trays = max(n for n in range(1, usual.trays + 1) if nodes % n == 0)
+        per_node, nodes = per_node * trays, nodes // trays
+        assumed.append(f"hosts are trays of NVLink domains of {per_node} GPUs, as in {usual.name}")
     platform = adapt_platform(usual, kind, gpus_per_node=per_node, interconnect=interconnect)
     nic = number("nic_gbit_per_gpu", whole=False)
     if nic is not None:

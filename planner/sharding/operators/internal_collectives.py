@@ -67,6 +67,8 @@ def internal_collectives(operator: Operator, axis_specs: Mapping[str, DimSpec], 
         return tuple(
             collective(ALL_REDUCE, s, s, statistic, r) for s, r in ((rows, "max"), (rows, "sum"), (result, "sum"))
         )
+    if operator.kind == "attention_rows":
+        return tuple(collective(ALL_REDUCE, result, result, statistic, r) for r in ("max", "sum"))
     _, dims = operator.operands[0]
     rows = tuple(_local_dim(operator, dim, axis_specs, mesh, {}) for dim in dims if not set(dim) & set(merged))
     if operator.kind == "layernorm":

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from math import prod
 
-from planner.sharding.operators.annotation import Annotation, Dim, axis_name, parse_annotation
-from planner.sharding.operators.axis_flow import Shape, number_of
-from planner.sharding.operators.formula import Formula, Term, called_name, parse_formula
+from planner.sharding.formulas.annotation import Annotation, Dim, axis_name, parse_annotation
+from planner.sharding.formulas.axis_flow import Shape, number_of
+from planner.sharding.formulas.formula import Formula, Term, called_name, parse_formula
 from planner.sharding.operators.roles import AxisRoles, check_annotation, derive_annotation, shape_of
 from topology.errors import BadInput
 

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from itertools import permutations, product
 from math import prod
 
+from planner.sharding.formulas.annotation import Dim
 from planner.sharding.layouts.collectives import Collective
 from planner.sharding.layouts.layout import DimSpec, Layout, divides_evenly, normalize_spec
 from planner.sharding.layouts.mesh import Mesh
-from planner.sharding.operators.annotation import Dim
 from planner.sharding.operators.internal_collectives import internal_collectives
 from planner.sharding.operators.operator import Operator, Tensor
 from topology.errors import Infeasible

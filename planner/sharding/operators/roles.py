@@ -1,6 +1,6 @@
 """The annotation of an operator held against what its formula does, or derived from it.
 
-An annotation names axes; what the functions of the formula do along them is known (`functions/known.py`). The two are laid
+An annotation names axes; what the functions of the formula do along them is known (`planner.sharding.functions.known`). The two are laid
 side by side, and the function has the last word:
 
     the annotation restricts (`^`)              believed: the author may know more
@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from planner.sharding.operators.annotation import Annotation, Dim, axis_name
-from planner.sharding.operators.axis_flow import AxisFlow, NotUnderstood, Value
-from planner.sharding.operators.formula import MERGEABLE, Formula
-from planner.sharding.operators.functions.known import walk
+from planner.sharding.formulas.annotation import Annotation, Dim, axis_name
+from planner.sharding.formulas.axis_flow import AxisFlow, NotUnderstood, Value
+from planner.sharding.formulas.formula import MERGEABLE, Formula
+from planner.sharding.functions.known import walk
 from topology.errors import BadInput
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import numpy as np
@@ -33,6 +34,11 @@ def case(name, mesh, ops, inputs, sizes, pins=None, **more):
         "pins": {tensor: tokens.split() for tensor, tokens in (pins or {}).items()},
         **more,
     }
+
+
+def names_in(formula):
+    """The names that a formula reads."""
+    return [node.id for node in ast.walk(ast.parse(formula.strip())) if isinstance(node, ast.Name)]
 
 
 def values(problem, seed=0):

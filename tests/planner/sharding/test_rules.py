@@ -76,17 +76,11 @@ KNOWN = [
 
 def problem_of(text, mesh=None):
     formula, _, _ = text.partition("::")
-    names = [n for n in TENSORS if n in set(_names(formula))]
+    names = [n for n in TENSORS if n in set(cases.names_in(formula))]
     inputs = {n: TENSORS[n] for n in names}
     sizes = {**SIZES, **({"z": 6} if "conv" in text else {})}
     case = cases.case("one", mesh or {"i": 2}, [f"out = {text}"], inputs, sizes, policy="min_ring_bytes")
     return cases.problem(case)
-
-
-def _names(formula):
-    import ast
-
-    return [node.id for node in ast.walk(ast.parse(formula.strip())) if isinstance(node, ast.Name)]
 
 
 @pytest.mark.parametrize(("text", "cut"), KNOWN, ids=lambda value: value[:40])

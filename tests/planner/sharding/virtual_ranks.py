@@ -7,14 +7,15 @@ their own formula; those that merge statistics over pieces (softmax, attention, 
 
 from __future__ import annotations
 
-from functools import reduce
-from itertools import pairwise, permutations, product
-from types import SimpleNamespace
+from functools import partial, reduce
+from itertools import permutations, product
 
 import networkx as nx
 import numpy as np
 
+from planner.sharding.operators.local_formula import local_formula
 from planner.sharding.plan import TensorMove, plan_sharding
+from tests.planner.sharding.numeric import FUNCTIONS, evaluate, heads_like, scores_of
 
 MERGE = {
     "sum": np.add,
@@ -31,134 +32,8 @@ def merged(reducer, pieces):
     return reduce(MERGE[reducer], pieces)
 
 
-class Array(np.ndarray):
-    """An array with the few methods of torch that formulas use."""
-
-    def permute(self, *order):
-        return self.transpose(*order)
-
-    def amax(self, dim):
-        return self.max(axis=dim)
-
-    def topk(self, k, dim):
-        return SimpleNamespace(values=array(-np.sort(-np.asarray(self), axis=dim).take(range(k), axis=dim)))
-
-    def sort(self, dim):
-        return SimpleNamespace(values=np.sort(np.asarray(self), axis=dim).view(Array))
-
-    def chunk(self, count, dim):
-        return [array(part) for part in np.split(np.asarray(self), count, axis=dim)]
-
-    def view(self, *shape):
-        return super().view(*shape) if shape and isinstance(shape[0], type) else self.reshape(*shape)
-
-    def unsqueeze(self, dim):
-        return np.expand_dims(self, dim)
-
-    def expand(self, *shape):
-        return array(np.broadcast_to(self, [n if m == -1 else m for n, m in zip(self.shape, shape, strict=True)]))
-
-    def softmax(self, dim):
-        return softmax(self, dim)
-
-    def flip(self, dim):
-        return np.flip(self, dim)
-
-    def index_select(self, dim, index):
-        return self.take(np.asarray(index, int), axis=dim)
-
-    def var(self, *dims, unbiased=True, **options):
-        return super().var(*dims, ddof=int(unbiased) if dims else 0, **options)
-
-    def to(self, *_):
-        return self
-
-
 def array(value):
-    return np.asarray(value, dtype=np.float64).view(Array)
-
-
-def softmax(x, dim=-1):
-    e = np.exp(x - x.max(axis=dim, keepdims=True))
-    return e / e.sum(axis=dim, keepdims=True)
-
-
-def scores_of(q, k, rows=None, columns=None):
-    """Scores, and those of keys after their query hidden if positions of rows and columns are given."""
-    scores = q @ np.swapaxes(k, -1, -2) / np.sqrt(q.shape[-1])
-    return scores if rows is None else np.where(np.asarray(rows)[:, None] >= np.asarray(columns), scores, -1e30)
-
-
-def attn(q, k, v, causal=False):
-    rows, columns = (np.arange(x.shape[-2]) for x in (q, k))
-    return softmax(scores_of(q, k, rows, columns) if causal else scores_of(q, k)) @ v
-
-
-def logsumexp(x, dim=-1):
-    return np.log(np.exp(x).sum(dim))
-
-
-def cross_entropy(logits, targets):
-    rows = np.take_along_axis(np.asarray(logits), np.asarray(targets, int)[..., None], -1)[..., 0]
-    return logsumexp(np.asarray(logits)) - rows
-
-
-def conv1d(x, w):
-    windows = np.lib.stride_tricks.sliding_window_view(np.asarray(x), w.shape[-1], axis=-1)
-    return np.einsum("bclk,ock->bol", windows, np.asarray(w))
-
-
-def rmsnorm(x, w):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * w
-
-
-def layernorm(x, g, b):
-    return (x - x.mean(-1, keepdims=True)) / np.sqrt(np.asarray(x).var(-1, keepdims=True) + 1e-5) * g + b
-
-
-def gelu(x):
-    return 0.5 * x * (1 + np.tanh(0.8 * x))
-
-
-def grouped_mm(x, w, offsets):
-    starts = [0, *(min(int(o), len(x)) for o in np.sort(np.asarray(offsets))[:-1]), len(x)]
-    pieces = [x[a:b] @ w[g] for g, (a, b) in enumerate(pairwise(starts))]
-    return np.concatenate(pieces).view(Array)
-
-
-FUNCTIONS = {
-    "linear": lambda x, w, b=0.0: x @ w.T + b,
-    "gelu": gelu,
-    "relu": lambda x: np.maximum(x, 0),
-    "silu": lambda x: x / (1 + np.exp(-x)),
-    "gelu_bwd": lambda d, x: d * np.cos(x),
-    "einsum": lambda text, *xs: np.einsum(text, *xs).view(Array),
-    "set": lambda x: x,
-    "attn": attn,
-    "softmax": softmax,
-    "rmsnorm": rmsnorm,
-    "layernorm": layernorm,
-    "grouped_mm": grouped_mm,
-    "embedding": lambda ids, w: w[np.asarray(ids, int)],
-    "embedding_bwd": lambda d, ids, rows: _rows(d, ids, int(rows)),
-    "torch": SimpleNamespace(softmax=softmax, cat=np.concatenate, stack=np.stack, roll=np.roll),
-    "F": SimpleNamespace(conv1d=conv1d, layer_norm=lambda x, _, g, b: layernorm(x, g, b)),
-    "layer_norm": layernorm,
-    "logsumexp": logsumexp,
-    "cross_entropy": cross_entropy,
-    "exp": np.exp,
-    "cat": np.concatenate,
-}
-
-
-def _rows(d, ids, rows):
-    out = array(np.zeros((rows, d.shape[-1])))
-    np.add.at(out, np.asarray(ids, int).reshape(-1), np.asarray(d).reshape(-1, d.shape[-1]))
-    return out
-
-
-def evaluate(text, tensors):
-    return array(eval(text, {**FUNCTIONS, **tensors}))  # noqa: S307 - formulas of our own tests
+    return np.asarray(value, dtype=np.float64)
 
 
 class World:
@@ -232,7 +107,7 @@ class World:
             return [pieces[source[r]] for r in ranks]
         if step.kind in {"all_reduce", "reduce_scatter"}:
             reducer = step.collectives[0].reducer
-            total = [merged(reducer, [pieces[m] for m in self.group(r, axes)]).view(Array) for r in ranks]
+            total = [merged(reducer, [pieces[m] for m in self.group(r, axes)]) for r in ranks]
             if step.kind == "all_reduce":
                 return total
             return [self._from([r], r, before, step.after, total, shape) for r in ranks]
@@ -305,55 +180,55 @@ def run(problem, inputs, *, seed=0, found=None):
 
 def ran(operator, option, pieces, world, whole):
     """Every rank's piece of the result, from its own pieces of the operands (`pieces` by tensor and layout)."""
-    local = [
-        _local(operator, option, [pieces[n, at][r] for n, at in option.operands], world, r, whole)
-        for r in range(len(world.coordinates))
-    ]
-    return _merged(operator, option, pieces, world) if local[0] is None else local
-
-
-def _formula(operator):
-    """Two halves of a linear layer with bias are what their annotation says."""
-    name = operator.result.name
-    if name.endswith("__product"):
-        return lambda x, w: x @ w.T
-    if any(n == f"{name}__product" for n, _ in operator.operands):
-        return lambda x, b: x + b
-    return None
+    if option.collectives:
+        return _merged(operator, option, pieces, world)
+    ranks = range(len(world.coordinates))
+    return [_local(operator, option, [pieces[n, at][r] for n, at in option.operands], world, r) for r in ranks]
 
 
 def _computed(operator, tensors):
-    half = _formula(operator)
-    if half is not None:
-        return array(half(*(tensors[n] for n, _ in operator.operands)))
-    return _result(operator, evaluate(operator.text, {n: tensors[n] for n in tensors if not n.endswith("__product")}))
+    """The result on whole tensors."""
+    if "rearrange(" in operator.text:
+        ((name, _),) = operator.operands
+        return _viewed(operator, tensors[name], dict(operator.sizes))
+    return _result(operator, evaluate(operator.text, tensors))
 
 
-def _merged_axes(operator, option):
-    return [a for a, _ in option.axis_specs if a in operator.normalized or a in operator.reduced]
-
-
-def _local(operator, option, values, world, rank, whole):
-    """The operator on one rank's pieces; None if it merges statistics over ranks."""
+def _local(operator, option, values, world, rank):
+    """The operator on one rank's pieces."""
+    cuts = dict(option.axis_specs)
+    mine = {axis: world.indices(size, cuts.get(axis, ()), rank) for axis, size in operator.sizes.items()}
+    sizes = {axis: len(indices) for axis, indices in mine.items()}
+    if "rearrange(" in operator.text:
+        return _viewed(operator, values[0], sizes)
     named = dict(zip((n for n, _ in option.operands), values, strict=True))
-    half = _formula(operator)
-    if half is not None:
-        return array(half(*values))
-    if option.collectives:
-        return None
-    if operator.is_view and "reshape(" in operator.text:
-        return _viewed(operator, option, values[0], world, rank)
-    if "embedding_bwd(" in operator.text or "embedding(" in operator.text:
-        return _embedding(operator, option, named, world, rank, whole)
-    if operator.kind == "attention" and "True" in operator.text:
-        rows, columns = _positions(operator, option, world, rank)
-        return array(softmax(scores_of(*values[:2], rows, columns)) @ values[2])
-    return _result(operator, evaluate(operator.text, named))
+    return _result(operator, evaluate(local_formula(operator, sizes), named, _placed_functions(operator, mine)))
 
 
-def _result(operator, made):
-    """The one of several results of a formula that is the operator's."""
-    return array(made[operator.index]) if operator.text.endswith((".chunk(2, -1)", ".chunk(2, 0)")) else made
+def _placed_functions(operator, mine):
+    """Functions that depend on where a piece starts, told so."""
+    causal = operator.functions & {"attn", "scaled_dot_product_attention", "attention_rows"} or {
+        name for name in operator.functions if name.startswith("attention_bwd")
+    }
+    if causal:
+        names = [dims for _, dims in operator.operands]
+        q, k = names[0:2] if len(names) < 5 else names[1:3]
+        more = {"rows": mine[q[-2][0]], "columns": mine[k[-2][0]]}
+    elif operator.functions & {"embedding", "embedding_bwd", "one_hot"}:
+        positional = [axis for axis in operator.axes if axis in operator.roles.positional]
+        more = {"rows": mine[positional[0]]} if positional else {}
+    else:
+        return {}
+    whole = {
+        "embedding_bwd": lambda d, ids, _, rows: FUNCTIONS["embedding_bwd"](
+            d, ids, 1 + max(rows.max(), ids.max()), rows
+        )
+    }
+    return {
+        name: partial(whole.get(name, FUNCTIONS[name]), **more)
+        for name in operator.functions & set(FUNCTIONS)
+        if more and ((causal and name in causal) or name in {"embedding", "embedding_bwd", "one_hot"})
+    }
 
 
 def _positions(operator, option, world, rank):
@@ -363,32 +238,19 @@ def _positions(operator, option, world, rank):
     return [world.indices(operator.sizes[axis], cuts.get(axis, ()), rank) for axis in axes]
 
 
-def _viewed(operator, option, value, world, rank):
-    """A view by its annotation: the formula's numbers are those of the whole tensor."""
-    cuts = dict(option.axis_specs)
-    sizes = {axis: len(world.indices(operator.sizes[axis], cuts.get(axis, ()), rank)) for axis in operator.axes}
+def _result(operator, made):
+    """The one of several results of a formula that is the operator's."""
+    return array(made[operator.index] if isinstance(made, list) else made)
+
+
+def _viewed(operator, value, sizes):
+    """A view that only its annotation describes."""
     ((_, dims),) = operator.operands
     before = [axis for dim in dims for axis in dim]
     after = [axis for dim in operator.dims for axis in dim]
     apart = np.asarray(value).reshape([sizes[axis] for axis in before])
     moved = apart.transpose([before.index(axis) for axis in after])
     return array(moved.reshape([np.prod([sizes[a] for a in dim], dtype=int) for dim in operator.dims]))
-
-
-def _embedding(operator, option, named, world, rank, whole):
-    """A lookup in, or a gradient of, the rows that this rank owns."""
-    cuts = dict(option.axis_specs)
-    rows = next(axis for axis in operator.axes if axis.startswith("v"))
-    mine = world.indices(operator.sizes[rows], cuts.get(rows, ()), rank)
-    ids_name = next(n for n, _ in operator.operands if n.startswith("ids"))
-    ids = np.asarray(named[ids_name], int)
-    other = next(n for n, _ in operator.operands if n != ids_name)
-    if "embedding_bwd(" in operator.text:
-        return _rows(named[other], ids, operator.sizes[rows])[mine]
-    out = np.zeros((*ids.shape, named[other].shape[-1]))
-    for position, row in enumerate(mine):
-        out[ids == row] = named[other][position]
-    return array(out)
 
 
 def _merged(operator, option, pieces, world):
@@ -413,6 +275,7 @@ def _merged(operator, option, pieces, world):
         ]
     if operator.kind == "attention":
         q, k, v = operands
+        v = [heads_like(values, queries) for values, queries in zip(v, q, strict=True)]
         seen = [_positions(operator, option, world, r) if "True" in operator.text else (None, None) for r in ranks]
         scores = [scores_of(q[r], k[r], *seen[r]) for r in ranks]
         top = over([s.max(-1) for s in scores], np.maximum)
@@ -420,10 +283,14 @@ def _merged(operator, option, pieces, world):
         total = over([x.sum(-1) for x in e], np.add)
         weighted = over([x @ v[r] for r, x in zip(ranks, e, strict=True)], np.add)
         return [array(w / t[..., None]) for w, t in zip(weighted, total, strict=True)]
+    if operator.kind == "attention_rows":
+        seen = [_positions(operator, option, world, r) if "True" in operator.text else (None, None) for r in ranks]
+        e = [np.exp(scores_of(operands[0][r], operands[1][r], *seen[r])).sum(-1) for r in ranks]
+        return [array(np.log(t)) for t in over(e, np.add)]
     if operator.kind == "topk":
-        best = [x.topk(min(operator.top_k, x.shape[-1]), -1).values for x in operands[0]]
-        every = [np.concatenate([best[m] for m in world.group(r, axes)], -1).view(Array) for r in ranks]
-        return [array(x.topk(operator.top_k, -1).values) for x in every]
+        best = [FUNCTIONS["topk"](x, min(operator.top_k, x.shape[-1])).values for x in operands[0]]
+        every = [np.concatenate([best[m] for m in world.group(r, axes)], -1) for r in ranks]
+        return [array(FUNCTIONS["topk"](x, operator.top_k).values) for x in every]
     if operator.kind == "layernorm":
         size = operator.sizes[operator.dims[-1][0]]
         total = over([np.stack([x.sum(-1), (x * x).sum(-1)]) for x in operands[0]], np.add)

@@ -1,0 +1,236 @@
+"""Jobs in worker processes (`planner.jobs.worker`): few, bounded in time and memory, ended at once.
+
+A job waits for its turn, then has a process of its own until it is done. Stopping it kills that process with all that it
+started, and so does its time limit, and nobody asking for it any longer. A job that takes long steps aside: it gets a
+lower priority, and others may start beside it, so that a short question never waits for a long one to end.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from planner.io.explorer_server import environment
+from planner.jobs.messages import receive, send
+from topology.errors import PlannerError
+from topology.processes import descendants, kill
+
+SLOTS = max(2, os.cpu_count() or 2)  # jobs at a time, without those that take long
+LONG_S = 3.0
+TICK_S = 0.1
+NICE = 15
+# Numerical libraries start a thread per core otherwise, in every process.
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class Stopped(PlannerError):
+    """The user pressed stop, or left."""
+
+
+class ProcessEnded(PlannerError):
+    """The worker process died before it answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What a job may use. `forgotten_s` is for how long it runs without anybody asking for it.
+
+    `aside` says whether it may be slowed down for others, which a measurement may not.
+    """
+
+    limit_s: float = 600.0
+    forgotten_s: float = 120.0  # a page in the background asks once a minute
+    memory_bytes: int | None = 4 << 30  # searches on 16,384 GPUs take 0.2 GiB, traces of 200,000 spans 1 GiB
+    aside: bool = True
+
+
+class Workers:
+    """The processes, and whose turn it is. `module` is run as the process and calls `planner.jobs.worker.serve`."""
+
+    def __init__(self, module: str, slots: int | None = None) -> None:
+        self._module = module
+        self._slots = slots or SLOTS
+        self._changed = threading.Condition()
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._running: list[Job] = []
+
+    def warm(self) -> None:
+        """Start a process, so that the first question need not wait for its imports."""
+        with self._changed:
+            if not self._idle and not self._running:
+                self._idle.append(_start(self._module))
+
+    def free(self) -> int:
+        """Return how many jobs would start at once."""
+        with self._changed:
+            return max(0, self._free())
+
+    def _free(self) -> int:
+        long = sum(job.runs_s > LONG_S for job in self._running)
+        return self._slots - len(self._running) + min(long, self._slots)
+
+    def close(self) -> None:
+        """End the processes that wait for work."""
+        with self._changed:
+            for process in self._idle:
+                _end(process)
+            self._idle.clear()
+
+    def enter(self, job: Job) -> subprocess.Popen[bytes] | None:
+        """Wait for the turn of a job and return its process; None where it was stopped before."""
+        with self._changed:
+            while not job.ended:
+                if self._free() > 0:
+                    job.began = time.monotonic()
+                    self._running.append(job)
+                    alive = [one for one in self._idle if one.poll() is None]
+                    self._idle = alive[1:]
+                    return alive[0] if alive else _start(self._module)
+                job.line = f"waiting for {len(self._running)} other questions"
+                self._changed.wait(TICK_S)
+        return None
+
+    def leave(self, job: Job, process: subprocess.Popen[bytes], *, again: bool) -> None:
+        """End the turn of a job. Its process is kept for others where `again`, and killed otherwise."""
+        with self._changed:
+            self._running.remove(job)
+            if again and len(self._idle) < self._slots and not job.slowed:  # one of low priority stays so
+                self._idle.append(process)
+            else:
+                _end(process)
+            self._changed.notify_all()
+
+
+class Job:
+    """One request: `result` or `error` is set once `done` is. `ask` keeps it wanted; `told` is called at each change."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        kind: str,
+        *arguments: Any,
+        bounds: Bounds | None = None,
+        told: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.line = ""
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: PlannerError | None = None
+        self.asked = self.started = time.monotonic()
+        self.began: float | None = None
+        self.slowed = False
+        self._workers = workers
+        self._bounds = bounds or Bounds()
+        self._told = told
+        self._request = (kind, arguments, self._bounds.memory_bytes)
+        self._stopped: PlannerError | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        threading.Thread(target=self._run, daemon=True, name=kind).start()
+        threading.Thread(target=self._watch, daemon=True, name=f"{kind} watch").start()
+
+    @property
+    def ended(self) -> bool:
+        return self._stopped is not None or self.done.is_set()
+
+    @property
+    def runs_s(self) -> float:
+        """Return for how many seconds the job has had its process."""
+        return 0.0 if self.began is None else time.monotonic() - self.began
+
+    def ask(self, patience_s: float) -> bool:
+        """Return whether the job is done, after waiting for it for at most `patience_s`."""
+        self.asked = time.monotonic()
+        return self.done.wait(patience_s)
+
+    def stop(self, reason: PlannerError | None = None) -> None:
+        """Kill the process and all that it started. Whoever waits gets the reason as the error."""
+        self._stopped = self._stopped or reason or Stopped("stopped")
+        if (process := self._process) is not None and not self.done.is_set():
+            started = descendants(process.pid)
+            process.kill()
+            kill(started)
+
+    def _run(self) -> None:
+        process = self._workers.enter(self)
+        again = False
+        if process is not None:
+            self._process = process
+            try:
+                if self._stopped is None:
+                    again = self._converse(process)
+            except Exception as error:  # noqa: BLE001 - a job that never ended would be waited for
+                self.error = ProcessEnded(
+                    "the process that worked on this ended",
+                    why=f"{type(error).__name__}; the system may have run out of memory",
+                    remedy="ask again, or for fewer GPUs",
+                )
+            self._process = None
+            self._workers.leave(self, process, again=again and self._stopped is None)
+        if self._stopped is not None:
+            self.error, self.result = self._stopped, None
+        self.done.set()
+        self._told()
+
+    def _converse(self, process: subprocess.Popen[bytes]) -> bool:
+        """Send the request and follow the answer; return whether the process takes another."""
+        assert process.stdin is not None  # noqa: S101 - started with pipes
+        assert process.stdout is not None  # noqa: S101
+        send(process.stdin, self._request)
+        while True:
+            kind, value = receive(process.stdout)
+            if kind == "progress":
+                self.line = value
+                self._told()
+                continue
+            self.result, self.error = (value, None) if kind == "result" else (None, value)
+            return bool(receive(process.stdout))
+
+    def _watch(self) -> None:
+        """Step aside when it takes long; stop at the time limit, and when nobody asks any more."""
+        while not self.done.wait(TICK_S):
+            if self.runs_s > self._bounds.limit_s:
+                self.stop(
+                    PlannerError(
+                        f"no answer within {self._bounds.limit_s / 60:.0f} minutes",
+                        why="this machine is shared with others",
+                        remedy="ask in a terminal, which has no limit",
+                    )
+                )
+            elif time.monotonic() - self.asked > self._bounds.forgotten_s:
+                self.stop()
+            elif self._may_slow() and (process := self._process) is not None:
+                self.slowed = True
+                with suppress(psutil.Error):
+                    psutil.Process(process.pid).nice(NICE)
+
+    def _may_slow(self) -> bool:
+        return self._bounds.aside and not self.slowed and self.runs_s > LONG_S
+
+
+def _start(module: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-P", "-m", module]
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**environment(), **ONE_THREAD},
+        start_new_session=True,  # Ctrl-C is for the server, which ends its processes
+    )
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):
+            if pipe is not None:
+                pipe.close()

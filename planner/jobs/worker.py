@@ -1,0 +1,91 @@
+"""The worker process: answers requests one at a time with the functions it was given, until its standard input ends.
+
+Requests come on standard input, messages go to standard output (`planner.jobs.messages`). A request is (kind, arguments,
+bytes of memory or None). A message is ("progress", line), ("result", value) or ("error", PlannerError); after a result or
+an error follows whether the process takes another request.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import IO, Any
+
+from planner.jobs.messages import receive, send
+from topology.errors import PlannerError
+
+Progress = Callable[[str], None]
+Work = Mapping[str, Callable[..., Any]]  # each takes a Progress and the arguments of a request
+
+KEPT_BYTES = 1 << 30  # a process that has grown beyond this ends, since Python seldom gives memory back
+REPORT_S = 0.1  # between two lines of progress
+
+
+def serve(work: Work) -> None:
+    """Answer requests until standard input ends."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not be read as a message
+    waiting: queue.SimpleQueue[tuple[str, tuple[Any, ...], int | None]] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(waiting,), daemon=True, name="requests").start()
+    again = True
+    while again:
+        kind, arguments, memory_bytes = waiting.get()
+        _bound(memory_bytes)
+        message = _answer(work[kind], arguments, memory_bytes, out)
+        again = _memory_bytes() < KEPT_BYTES
+        send(out, message)
+        send(out, again)
+
+
+def _read(waiting: queue.SimpleQueue[Any]) -> None:
+    """Pass requests on; at the end of the input, when the server is gone, end this process in the middle of its work."""
+    requests = os.fdopen(os.dup(0), "rb")
+    with suppress(EOFError):
+        while True:
+            waiting.put(receive(requests))
+    os._exit(0)
+
+
+def _answer(
+    function: Callable[..., Any], arguments: tuple[Any, ...], memory_bytes: int | None, out: IO[bytes]
+) -> tuple[str, Any]:
+    said = 0.0
+
+    def progress(line: str) -> None:
+        nonlocal said
+        if time.monotonic() - said > REPORT_S:
+            said = time.monotonic()
+            send(out, ("progress", line))
+
+    try:
+        return "result", function(progress, *arguments)
+    except PlannerError as error:
+        return "error", error
+    except MemoryError:
+        limit = f"a question may use {(memory_bytes or 0) / 2**30:.0f} GiB of this machine's memory"
+        return "error", PlannerError("out of memory", why=limit, remedy="ask in a terminal, which has no limit")
+    except Exception as error:  # noqa: BLE001 - told to who asked: a process has nobody else to tell
+        return "error", PlannerError(
+            f"internal error: {type(error).__name__}: {error}",
+            why="this is a bug of the program, not of the question",
+            remedy="please report it with the question",
+        )
+
+
+def _bound(memory_bytes: int | None) -> None:
+    """Limit this process's memory, or lift the limit."""
+    with suppress(ImportError, OSError, ValueError):  # not on every system
+        import resource  # noqa: PLC0415 - as above
+
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (hard if memory_bytes is None else memory_bytes, hard))
+
+
+def _memory_bytes() -> int:
+    import psutil  # noqa: PLC0415 - after the first answer, not before it
+
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,122 @@
+"""`planner --server URL COMMAND ...`: the command answered by a service, printed here as if it had run here."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from collections.abc import Callable
+from functools import wraps
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from planner.io import output
+from planner.remote.flags import ALWAYS_WRITTEN, CONTINUED, RUNS, SERVED, Flag, flags_of_command
+from topology import codec
+from topology.errors import BadInput, UserError
+
+MODEL_FILE = "config.json"  # of a model that is given as its directory
+
+
+def asks(server: str, name: str, command: Callable[..., Any]) -> Callable[..., None]:
+    """Return `command` as typer sees it, answered by the service at `server`. Raises UserError where none answers it."""
+    if name not in SERVED:
+        raise UserError(
+            f"planner {name} is not answered by a service",
+            why=f"these are: {', '.join(SERVED)}",
+            remedy="leave --server out",
+        )
+    if find_spec("httpx") is None:
+        raise UserError("--server needs httpx", remedy="pip install 'meshwright[service]'")
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        code = _run(server, name, flags_of_command(command), given)
+        if code:
+            raise typer.Exit(code)
+
+    run.__signature__ = inspect.signature(command)  # type: ignore[attr-defined]  # what typer reads
+    return run
+
+
+def _run(server: str, name: str, flags: dict[str, Flag], given: dict[str, Any]) -> int:
+    """Ask the service, print its answer, fetch what the job wrote, and return the exit code."""
+    from planner.remote.client import Client, error_of  # noqa: PLC0415 - needs the extra `service`
+
+    said = {flag.name: given[flag.parameter] for flag in flags.values() if given[flag.parameter] != flag.default}
+    wanted = _wanted(name, flags, said)
+    for flag, path in wanted.items():
+        _refuse_overwrite(path, force=bool(said.get("force")))
+        said[flag] = path.name
+    said.pop("force", None)
+    request = {key: _sent(flags[key], value) for key, value in said.items()}
+    request["json"] = bool(said.get("json"))
+    with Client(server) as service:
+        job = service.submit(name, request)
+        try:
+            document = _follow(service, job)
+        except KeyboardInterrupt:
+            service.cancel(job)
+            raise
+        finally:
+            output.end_progress()
+        if document["state"] != "done" and document["result"] is None:
+            raise error_of(document)
+        sys.stderr.write(output.printable(document["warnings"]))
+        if request["json"]:
+            output.emit_json(document["result"])
+        else:
+            print(output.printable(document["result"]["text"]), end="")
+        for artifact in document["artifacts"]:
+            top, _, rest = artifact["name"].partition("/")
+            for path in (path for path in wanted.values() if path.name == top):
+                service.download(artifact, path / rest if rest else path)
+            if artifact["name"].startswith(f"inputs/{CONTINUED}/"):
+                service.download(artifact, Path(said[CONTINUED]))
+    return int(document["exit_code"])
+
+
+def _follow(service: Any, job: str) -> dict[str, Any]:
+    """Return a job's document once it has ended, showing its progress meanwhile."""
+    document: dict[str, Any]
+    while (document := service.job(job, wait_s=0.5))["state"] in {"queued", "running"}:
+        output.progress(document["progress"] or document["state"])
+    return document
+
+
+def _wanted(name: str, flags: dict[str, Flag], said: dict[str, Any]) -> dict[str, Path]:
+    """Return the paths that the command is to write here, by flag."""
+    wanted = {key: Path(said[key]) for key, flag in flags.items() if flag.writes and said.get(key) is not None}
+    if name in RUNS and CONTINUED not in said:
+        flag, plain = ALWAYS_WRITTEN[name]
+        wanted.setdefault(flag, Path(time.strftime(f"meshwright-{name}-%Y%m%d-%H%M%S")) / plain)
+    return wanted
+
+
+def _refuse_overwrite(path: Path, *, force: bool) -> None:
+    if not force and (path.is_file() or (path.is_dir() and any(path.iterdir()))):
+        raise BadInput(f"{path} exists", why="it would be overwritten", remedy="--force")
+
+
+def _sent(flag: Flag, value: Any) -> Any:
+    """Return a flag's value as it is sent: files with their content."""
+    if not flag.reads:
+        return getattr(value, "value", value)  # an enumeration's word
+    if str(value) == "-":
+        text, name = codec.read_path_or_stdin("-")[0], "stdin.json"
+        return {"name": name, "content": text}
+    path = Path(value)
+    if path.is_dir():
+        path /= MODEL_FILE
+    if path.is_file():
+        return {"name": _plain(path.name), "content": codec.read_text(path)}
+    return str(value)
+
+
+def _plain(name: str) -> str:
+    """Return a file's name with the characters that the service accepts."""
+    kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in name)[-100:]
+    return kept if kept[0].isalnum() or kept[0] == "_" else f"_{kept[1:]}"

@@ -1,0 +1,230 @@
+"""The service over HTTP: jobs are asked for, followed, read and cancelled."""
+
+import asyncio
+import hashlib
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, Header, HTTPException, Query, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+from pydantic import BaseModel
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.concurrency import run_in_threadpool
+
+from planner.io.version import version
+from planner.remote.flags import RUNS, Flag
+from planner.remote.settings import LOOPBACK, Settings
+from planner.service.dispatcher import Dispatcher
+from planner.service.documents import Accepted, JobDocument, JobList, document
+from planner.service.guard import Rates, SameSite, Tokens
+from planner.service.outcome import request_text
+from planner.service.requests import asked_of, request_type, served
+from planner.service.store.database import connect
+from planner.service.store.files import Files
+from planner.service.store.jobs import ENDED, Jobs, KeyTaken, TooMany
+from topology.errors import PlannerError, UserError
+
+LEAST_FREE_BYTES = 64 << 20
+MAX_BODY_BYTES = 40 << 20  # a file has at most 32 MiB, and JSON escapes some of it
+POLL_S = 0.1
+ELSEWHERE_S = 1.0  # between two looks at a job that another server works on
+MAX_WAIT_S = 30.0
+STARTS, RUN_STARTS = 2, 1  # a question whose process dies is asked once more; a run is never started twice
+
+
+class Service:
+    """What the routes share."""
+
+    def __init__(self, settings: Settings) -> None:
+        folder = Path(settings.folder)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.settings = settings
+        self.flags: dict[str, dict[str, Flag]] = served()
+        self.files = Files(folder / "objects")
+        self.jobs = Jobs(connect(settings.database_url, folder))
+        self.dispatcher = Dispatcher(self.jobs, self.files, self.flags, settings)
+        self.tokens = Tokens(settings.users)
+        self.rates = Rates(settings.rate_per_s)
+
+    def user(self, authorization: str | None) -> str:
+        """Return who asks. Raises HTTPException (401)."""
+        user = self.tokens.user(authorization)
+        if user is None:
+            raise HTTPException(401, "a token is needed: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
+        return user
+
+    def ready(self) -> str:
+        """Return why no work can be taken; nothing where it can."""
+        if not self.dispatcher.well:
+            return "the dispatcher does not turn"
+        if shutil.disk_usage(self.settings.folder).free < LEAST_FREE_BYTES:
+            return "the disk is full"
+        try:
+            self.jobs.answers()
+        except SQLAlchemyError:
+            return "the database does not answer"
+        return ""
+
+    def submit(self, user: str, command: str, request: BaseModel, key: str | None) -> tuple[str, bool]:
+        """Accept a request as a job; return its id and whether it is new. Raises HTTPException."""
+        if (wait := self.rates.wait_s(user)) > 0:
+            raise HTTPException(429, "too many requests", {"Retry-After": str(int(wait) + 1)})
+        try:
+            asked = asked_of(command, self.flags[command], request, may_read=self.settings.users is None)
+            text = request_text(asked, self.files)
+            found = self.jobs.submit(
+                owner=user,
+                command=command,
+                request=text,
+                digest=hashlib.sha256(f"{command} {text}".encode()).hexdigest(),
+                key=key,
+                starts=RUN_STARTS if command in RUNS else STARTS,
+                most_waiting=self.settings.most_waiting,
+            )
+        except UserError as error:
+            raise HTTPException(422, str(error)) from error
+        except KeyTaken as error:
+            raise HTTPException(409, str(error)) from error
+        except TooMany as error:
+            raise HTTPException(429, str(error), {"Retry-After": "10"}) from error
+        except PlannerError as error:
+            raise HTTPException(503, str(error), {"Retry-After": "30"}) from error
+        self.dispatcher.wake()
+        return found
+
+    def read(self, user: str, job: str) -> JobDocument:
+        """Return a job of a user. Raises HTTPException (404)."""
+        row = self.jobs.read(user, job)
+        if row is None:
+            raise HTTPException(404, "there is no such job")
+        return document(row)
+
+    async def changes(self, user: str, job: str) -> AsyncIterator[JobDocument]:
+        """Yield a job's document at each change, until it has ended."""
+        last: JobDocument | None = None
+        while last is None or last.state not in ENDED:
+            seen = self.dispatcher.versions.get(job)
+            found = await run_in_threadpool(self.read, user, job)
+            if found != last:
+                yield found
+            last = found
+            await self._changed(job, seen)
+
+    async def _changed(self, job: str, seen: int | None) -> None:
+        """Wait until this server has news of a job, or for a while."""
+        for _ in range(int(ELSEWHERE_S / POLL_S)):
+            await asyncio.sleep(POLL_S)
+            if self.dispatcher.versions.get(job) != seen:
+                return
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """Return the service as an ASGI application. Raises PlannerError when its database or folder cannot be used."""
+    service = Service(settings)
+
+    @asynccontextmanager
+    async def running(_app: FastAPI) -> AsyncIterator[None]:
+        service.dispatcher.start()
+        yield
+        await run_in_threadpool(service.dispatcher.stop)
+
+    about = "Plans multi-GPU training: the commands of `planner` as jobs. Flags are those of the command line."
+    app = FastAPI(
+        title="meshwright",
+        version=version(),
+        description=about,
+        lifespan=running,
+        docs_url=None,  # these pages would load scripts from elsewhere
+        redoc_url=None,
+        max_body_size=MAX_BODY_BYTES,
+    )
+    app.add_middleware(SameSite, hosts=LOOPBACK | {settings.host, *settings.allowed_hosts})
+    app.add_exception_handler(SQLAlchemyError, _database_away)
+    _add_health(app, service)
+    _add_commands(app, service)
+    _add_jobs(app, service)
+    return app
+
+
+async def _database_away(_request: Request, _error: Exception) -> Response:
+    about = {"detail": "the database does not answer; ask again, with an Idempotency-Key"}
+    return JSONResponse(about, status_code=503, headers={"Retry-After": "2"})
+
+
+def _add_health(app: FastAPI, service: Service) -> None:
+    @app.get("/healthz", summary="Whether the service can take work.")
+    def healthz() -> Response:
+        why = service.ready()
+        return JSONResponse({"status": why or "ok", "version": version()}, status_code=503 if why else 200)
+
+
+def _add_commands(app: FastAPI, service: Service) -> None:
+    for command, flags in service.flags.items():
+        _add_command(app, service, command, request_type(command, flags))
+
+
+def _add_command(app: FastAPI, service: Service, command: str, kind: type[BaseModel]) -> None:
+    def submit(
+        request: BaseModel,
+        response: Response,
+        authorization: Annotated[str | None, Header()] = None,
+        idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
+    ) -> Accepted:
+        user = service.user(authorization)
+        job, _ = service.submit(user, command, request, idempotency_key)
+        response.headers["Location"] = f"/v1/jobs/{job}"
+        return Accepted(job=job, url=f"/v1/jobs/{job}", events=f"/v1/jobs/{job}/events")
+
+    submit.__annotations__["request"] = kind
+    submit.__name__ = command
+    app.post(f"/v1/{command}", status_code=202, summary=str(kind.__doc__), tags=["commands"])(submit)
+
+
+def _add_jobs(app: FastAPI, service: Service) -> None:
+    def who(authorization: Annotated[str | None, Header()] = None) -> str:
+        return service.user(authorization)
+
+    User = Annotated[str, Depends(who)]  # noqa: N806 - a type
+
+    @app.get("/v1/jobs", summary="The newest jobs, without their results.", tags=["jobs"])
+    def jobs(user: User, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> JobList:
+        return JobList.of(service.jobs.newest(user, limit))
+
+    @app.get("/v1/jobs/{job}", summary="A job, with its result once it has ended.", tags=["jobs"])
+    async def job(job: str, user: User, wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0) -> JobDocument:
+        found = await run_in_threadpool(service.read, user, job)
+        if wait == 0 or found.state in ENDED:
+            return found
+        try:
+            async with asyncio.timeout(wait):
+                async for found in service.changes(user, job):  # noqa: B007 - the last one is the answer
+                    pass
+        except TimeoutError:
+            pass
+        return found
+
+    @app.delete("/v1/jobs/{job}", summary="Cancel a job; one that has ended stays as it is.", tags=["jobs"])
+    def cancel(job: str, user: User) -> JobDocument:
+        service.read(user, job)
+        service.jobs.cancel(user, job)
+        service.dispatcher.cancel(job)
+        return service.read(user, job)
+
+    @app.get("/v1/jobs/{job}/events", response_class=EventSourceResponse, tags=["jobs"])
+    async def events(job: str, user: User) -> AsyncIterator[ServerSentEvent]:
+        """A job's document at each change, as server-sent events named by its state; ends when the job has."""
+        async for found in service.changes(user, job):
+            yield ServerSentEvent(data=found, event=found.state)
+
+    @app.get("/v1/jobs/{job}/artifacts/{name:path}", summary="A file that a job wrote.", tags=["jobs"])
+    def artifact(job: str, name: str, user: User) -> FileResponse:
+        for one in service.read(user, job).artifacts:
+            if one.name == name and service.files.path(one.sha256).is_file():
+                path = service.files.path(one.sha256)
+                kind = "application/octet-stream"  # never shown as a page of ours
+                return FileResponse(path, media_type=kind, filename=Path(name).name)
+        raise HTTPException(404, "there is no such file")

@@ -1,0 +1,55 @@
+"""One command of `planner`, run in a worker process of the service (`planner.service.worker`).
+
+A command answers here as it does in a terminal, but its output is kept, its progress is told, and it works in the job's
+own folder.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+from planner.cli import main as run_planner
+from planner.io.output import progress_to
+from planner.jobs.processes import ONE_THREAD
+from planner.jobs.worker import Progress
+
+MAX_ANSWER = 64 << 20  # characters
+MAX_SAID = 64 << 10
+
+
+def run_command(progress: Progress, arguments: list[str], folder: str, data_folder: str | None) -> tuple[int, str, str]:
+    """Run `planner` with these arguments in a folder. `data_folder` is where runs are kept; None is the user's own.
+
+    Returns the exit code, what was printed as the answer, and what was said beside it.
+    """
+    answer, said = StringIO(), StringIO()
+    with _placed(Path(folder), data_folder), redirect_stdout(answer), redirect_stderr(said), progress_to(progress):
+        code = run_planner(arguments)
+    text = answer.getvalue()
+    if len(text) > MAX_ANSWER:
+        return 1, "", f"error: the answer has {len(text):,} characters, and {MAX_ANSWER:,} are kept"
+    return code, text, said.getvalue()[-MAX_SAID:]
+
+
+@contextmanager
+def _placed(folder: Path, data_folder: str | None) -> Iterator[None]:
+    """Work in `folder`, with nothing on standard input, meanwhile."""
+    before, stdin, environment = Path.cwd(), sys.stdin, dict(os.environ)
+    os.chdir(folder)
+    sys.stdin = StringIO()
+    for name in ONE_THREAD:
+        os.environ.pop(name, None)  # holds for this process already; what it starts has its own
+    if data_folder is not None:
+        os.environ["XDG_DATA_HOME"] = data_folder
+    try:
+        yield
+    finally:
+        sys.stdin = stdin
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(before)

@@ -1,0 +1,205 @@
+"""Takes waiting jobs from the database, has worker processes answer them, and writes down how they ended.
+
+One thread does all of it, again and again: renew leases, end what is done, start what waits. A database that does not
+answer is asked again; what was worked out meanwhile is kept until it does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import socket
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from planner.jobs.processes import Bounds, Job, ProcessEnded, Workers
+from planner.remote.flags import RUNS, Flag
+from planner.remote.settings import Settings
+from planner.service.outcome import ending, error_text, prepared
+from planner.service.store.files import Files
+from planner.service.store.jobs import FAILED, Claim, Ending, Jobs
+from topology.errors import PlannerError
+
+TELL_S = 0.3  # between two lines of progress of a job in the database
+BUSY_S, IDLE_S = 0.1, 0.5
+RUN_LIMIT_S = 24 * 3600.0  # a run keeps to a budget of its own
+FORGET_EVERY_S = 3600.0
+MAX_VERSIONS = 10_000
+LATE_S = 10.0  # without a turn of the loop for so long, the service is ill
+
+
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    claim: Claim
+    folder: Path
+    job: Job | None = None
+    ending: Ending | None = None
+    told: str = ""
+    told_at: float = field(default_factory=time.monotonic)
+
+
+class Dispatcher:
+    """The loop between the database and the worker processes."""
+
+    def __init__(self, jobs: Jobs, files: Files, flags: dict[str, dict[str, Flag]], settings: Settings) -> None:
+        self._jobs, self._files, self._flags, self._settings = jobs, files, flags, settings
+        self._server = f"{socket.gethostname()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._workers = Workers("planner.service.worker", settings.workers)
+        self._running: dict[str, _Running] = {}
+        self._wake = threading.Event()
+        self._over = threading.Event()
+        self._renew_at = self._forget_at = 0.0
+        self._turned_at = time.monotonic()
+        self.versions: dict[str, int] = {}  # by job that runs or ran here: grows when there is something to tell
+        self._thread = threading.Thread(target=self._loop, daemon=True, name="dispatcher")
+
+    def start(self) -> None:
+        self._workers.warm()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the loop and the processes; jobs that had not ended are given back."""
+        self._over.set()
+        self._wake.set()
+        self._thread.join()
+        for running in self._running.values():
+            if running.job is not None:
+                running.job.stop()
+                running.job.done.wait(BUSY_S * 50)
+            with suppress(SQLAlchemyError):
+                self._jobs.give_back(running.claim, started=running.claim.command in RUNS)
+        self._workers.close()
+
+    def wake(self) -> None:
+        """Look for work at once."""
+        self._wake.set()
+
+    def cancel(self, job: str) -> None:
+        """End a job's process at once, if it runs here; the database says already that it is cancelled."""
+        running = self._running.get(job)
+        if running is not None and running.job is not None:
+            running.job.stop()
+        self._wake.set()
+
+    @property
+    def well(self) -> bool:
+        """Return whether the loop turns."""
+        return self._thread.is_alive() and time.monotonic() - self._turned_at < LATE_S
+
+    def _loop(self) -> None:
+        while not self._over.is_set():
+            try:
+                self._turn()
+                self._turned_at = time.monotonic()
+            except SQLAlchemyError:
+                time.sleep(IDLE_S)  # the database is away: jobs that run go on
+            except Exception as error:  # noqa: BLE001 - the loop must not end before the service does
+                print(f"dispatcher: {type(error).__name__}: {error}", flush=True)
+                time.sleep(IDLE_S)
+            self._wake.wait(BUSY_S if self._running else IDLE_S)
+            self._wake.clear()
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        if now >= self._renew_at:
+            # Before the sweep: after an outage, the jobs of this server are held still.
+            for job in self._jobs.renew([running.claim for running in self._running.values()], self._settings.lease_s):
+                self._drop(job)
+            self._jobs.sweep()
+            self._renew_at = now + self._settings.lease_s / 4
+        if now >= self._forget_at:
+            self._forget(self._settings.keep_days * 86400)
+            self._forget_at = now + FORGET_EVERY_S
+        for running in list(self._running.values()):
+            self._follow(running)
+        while self._free() > 0:
+            claim = self._jobs.claim(self._server, self._settings.lease_s, without=self._left_out())
+            if claim is None:
+                break
+            self._begin(claim)
+
+    def _forget(self, older_s: float) -> None:
+        """Delete jobs that ended long ago, and files that only they can name."""
+        self._jobs.forget(older_s)
+        self._files.forget(older_s)
+        for folder in (Path(self._settings.folder) / "work").glob("*"):
+            if time.time() - folder.stat().st_mtime > older_s:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _free(self) -> int:
+        starting = sum(running.job is not None and running.job.began is None for running in self._running.values())
+        return self._workers.free() - starting
+
+    def _left_out(self) -> frozenset[str]:
+        """Return the commands that may not start: runs have the machine to themselves, one at a time."""
+        return RUNS if any(running.claim.command in RUNS for running in self._running.values()) else frozenset()
+
+    def _begin(self, claim: Claim) -> None:
+        folder = Path(self._settings.folder) / "work" / f"{claim.job}-{claim.fence}"
+        running = self._running[claim.job] = _Running(claim=claim, folder=folder)
+        self._news(claim.job)
+        try:
+            words = prepared(claim, self._flags[claim.command], self._files, folder)
+        except (PlannerError, OSError) as error:
+            running.ending = Ending(state=FAILED, exit_code=1, error=error_text(error))
+            self._follow(running)
+            return
+        runs = claim.command in RUNS
+        bounds = Bounds(
+            limit_s=RUN_LIMIT_S if runs else self._settings.limit_s,
+            forgotten_s=math.inf,
+            memory_bytes=None if runs else self._settings.memory_bytes,
+            aside=not runs,
+        )
+        running.job = Job(
+            self._workers,
+            "command",
+            words,
+            str(folder),
+            self._data_folder(claim.owner),
+            bounds=bounds,
+            told=self._wake.set,
+        )
+
+    def _data_folder(self, owner: str) -> str | None:
+        """Return where the runs of a user are kept: of the user of this machine, where all command lines keep them."""
+        return None if self._settings.users is None else str(Path(self._settings.folder) / "users" / owner)
+
+    def _follow(self, running: _Running) -> None:
+        """Tell a job's progress, or how it ended."""
+        job, claim = running.job, running.claim
+        if running.ending is None and job is not None:
+            if not job.done.is_set():
+                if job.line != running.told and time.monotonic() - running.told_at > TELL_S:
+                    running.told, running.told_at = job.line, time.monotonic()
+                    self._jobs.tell(claim, job.line)
+                    self._news(claim.job)
+                return
+            if isinstance(job.error, ProcessEnded):
+                self._jobs.give_back(claim, started=True)
+                self._drop(claim.job)
+                return
+            running.ending = ending(job, claim, running.folder, self._files)
+        if running.ending is not None:
+            self._jobs.end(claim, running.ending)
+            self._drop(claim.job)
+
+    def _drop(self, job: str) -> None:
+        running = self._running.pop(job)
+        if running.job is not None:
+            running.job.stop()
+        if running.claim.command not in RUNS:  # reports of runs name their folder
+            shutil.rmtree(running.folder, ignore_errors=True)
+        self._news(job)
+
+    def _news(self, job: str) -> None:
+        self.versions[job] = self.versions.pop(job, 0) + 1
+        while len(self.versions) > MAX_VERSIONS:
+            self.versions.pop(next(iter(self.versions)))

@@ -1,0 +1,149 @@
+"""Typed requests, made of the commands' own flags, and the command lines that they become.
+
+A flag that names a file takes the file itself: `{"name": "topo.txt", "content": "..."}`, or any other JSON object or list
+as the content of a JSON file. Names of known models and clusters stay strings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, create_model
+
+from planner.cli import COMMANDS
+from planner.remote.flags import ALWAYS_WRITTEN, CONTINUED, SERVED, Flag, command_line, flags_of_command
+from topology import codec
+from topology.errors import BadInput
+
+PLAIN_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
+INPUTS = "inputs"  # the folder of a job's inputs, in the folder that it works in
+MAX_STRING = 4096
+FIELD = "_flag"  # behind a flag's name in Python, where some names are taken
+
+
+class File(BaseModel):
+    """A file that a flag names. `content` is its text, or the JSON that it holds."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(pattern=f"^{PLAIN_NAME}$")
+    content: str | dict[str, Any] | list[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a request says: values by flag, and the texts of files by flag."""
+
+    command: str
+    values: dict[str, Any]
+    files: dict[str, tuple[str, str]]  # flag -> (name, text)
+
+
+def served() -> dict[str, dict[str, Flag]]:
+    """Return the flags of the commands that are served, by command and name."""
+    return {name: flags_of_command(_function(name)) for name in SERVED if name in COMMANDS}
+
+
+def request_type(command: str, flags: Mapping[str, Flag]) -> type[BaseModel]:
+    """Return the type of a command's request: one field a flag, none of them with a default but `null`."""
+    fields: dict[str, Any] = {f"{name}{FIELD}": _field(name, flag) for name, flag in flags.items()}
+    about = (_function(command).__doc__ or "").split("\n", 1)[0]
+    config = ConfigDict(extra="forbid", title=f"{command.title()}Request")
+    return create_model(f"{command.title()}Request", __config__=config, __doc__=about, **fields)
+
+
+def asked_of(command: str, flags: Mapping[str, Flag], request: BaseModel, *, may_read: bool) -> Asked:
+    """Return what a request says. `may_read` lets it name files of this machine by absolute paths. Raises BadInput."""
+    values: dict[str, Any] = {}
+    files: dict[str, tuple[str, str]] = {}
+    for field in request.model_fields_set:
+        name, value = field.removesuffix(FIELD), getattr(request, field)
+        if value is None:
+            continue
+        if flags[name].reads and not isinstance(value, str):
+            files[name] = _file(name, value)
+            continue
+        if flags[name].reads:
+            _refuse_path(name, value, may_read=may_read)
+        values[name] = value
+    return Asked(command=command, values=values, files=files)
+
+
+def arguments(flags: dict[str, Flag], asked: Asked) -> list[str]:
+    """Return the arguments of `planner` for what was asked; files are in the folder `INPUTS` where it runs."""
+    said = dict(asked.values)
+    text = said.pop("json", True) is False
+    for name, (file, _) in asked.files.items():
+        said[name] = f"{INPUTS}/{name}/{file}"
+    if asked.command in ALWAYS_WRITTEN and CONTINUED not in said:
+        flag, name = ALWAYS_WRITTEN[asked.command]
+        said.setdefault(flag, name)
+    if not text:
+        said["json"] = True
+    return command_line(asked.command, flags, said)
+
+
+def write_inputs(asked: Asked, folder: Path) -> None:
+    """Write the files that were sent into the folder that a job works in."""
+    for name, (file, text) in asked.files.items():
+        codec.write_text(folder / INPUTS / name / file, text)
+
+
+def _function(command: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(import_module(f"planner.commands.{command}"), command)
+    return function
+
+
+def _field(name: str, flag: Flag) -> tuple[Any, Any]:
+    spellings = dict.fromkeys([name, name.replace("_", "-"), *flag.others])
+    default: Any = ... if flag.required and not flag.writes else None
+    described = Field(
+        default,
+        validation_alias=AliasChoices(*spellings),
+        serialization_alias=name,
+        description=flag.help,
+    )
+    return _type(flag), described
+
+
+def _type(flag: Flag) -> Any:
+    if flag.choices:
+        return Literal[flag.choices] | None
+    if flag.writes:
+        return Annotated[str, Field(pattern=f"^{PLAIN_NAME}$")] | None
+    if flag.kind in {int, float}:
+        return Annotated[flag.kind, Field(ge=flag.least, le=flag.most)] | None
+    if flag.kind is bool:
+        return bool | None
+    text = Annotated[str, Field(max_length=MAX_STRING)]
+    if flag.reads:
+        return text | File | dict[str, Any] | list[Any] | None
+    return text | int | float | None  # a number is text on a command line
+
+
+def _file(flag: str, value: File | dict[str, Any] | list[Any]) -> tuple[str, str]:
+    """Return the name and the text of a file that was sent. Raises BadInput."""
+    if isinstance(value, dict) and set(value) == set(File.model_fields):
+        raise BadInput(
+            f"{flag}: {value['name']!r} cannot be a file's name", why="letters, digits, dots, dashes, no folder"
+        )
+    name, content = (value.name, value.content) if isinstance(value, File) else (f"{flag}.json", value)
+    return name, content if isinstance(content, str) else codec.to_json(content)
+
+
+def _refuse_path(flag: str, value: str, *, may_read: bool) -> None:
+    """Refuse what would make the service read a file that was not sent. Raises BadInput."""
+    if value == "-":
+        raise BadInput(f"{flag} is -", why="a service has no standard input", remedy="send the file itself")
+    path = Path(value)
+    outside = path.is_absolute() or ".." in path.parts or value.startswith("~") or re.search(r"[\x00-\x1f]", value)
+    if outside and not (may_read and path.is_absolute()):
+        raise BadInput(
+            f"{flag} names a file of the service's machine",
+            why="a service reads what it is sent, no other files",
+            remedy=f'send the file itself: "{flag}": {{"name": "file.json", "content": ...}}',
+        )

@@ -1,0 +1,1 @@
+"""What the service keeps: jobs in a database, files on disk by digest."""

@@ -1,0 +1,1 @@
+"""Steps between schemas of the service's database, by Alembic."""

@@ -1,0 +1,1 @@
+"""Annotations and formulas as text: parsed, never run. Imports topology.errors."""

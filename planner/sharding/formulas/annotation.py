@@ -1,0 +1,101 @@
+"""The annotation of an operator: `b s e+, n e+ -> b s n`.
+
+Every operand and result lists the named axes of its dims. `(h t)` is one dim made of two axes, h major. A mark after an
+axis says what the operator does along it, which decides what sharding the axis means:
+
+    (none)  passes through: if the axis is sharded, so is the result
+    +       reduced: if it is sharded, the result is pending a reduction
+    ^       must not be sharded
+    *       normalized over, as in softmax and norms: if it is sharded, the operator reduces statistics with collectives
+
+The marks are those of nnScaler's dimension annotations (docs/source/dimops.md: `+`, `^`), and `*`. An axis that no
+result has is reduced, marked or not. What a known function does along an axis is checked against this (`planner.sharding.operators.roles`). Where a name is reduced in one operand and appears in the result (`t h+, f h+, h f
+-> t h`), the two are different axes of one size.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from topology.errors import BadInput
+
+MAX_CHARACTERS = 1000
+Dim = tuple[str, ...]  # the axes of one dim, major first; () is a dim of size 1
+
+_TOKEN = re.compile(r"\s*(?:(\()|(\))([+^*]?)|([A-Za-z_]\w{0,31}|1)([+^*]?))", flags=re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotation:
+    """Axes by dim of every operand and result. A reduced axis whose name the result also has is called `name+`."""
+
+    operands: tuple[tuple[Dim, ...], ...]
+    results: tuple[tuple[Dim, ...], ...]
+    reduced: frozenset[str]
+    unsharded: frozenset[str]
+    normalized: frozenset[str]
+    explicit: frozenset[str] = frozenset()  # axes that carry a mark
+
+
+def parse_annotation(text: str) -> Annotation:
+    """Parse an annotation. Raises BadInput."""
+    if len(text) > MAX_CHARACTERS or text.count("->") != 1:
+        raise BadInput(f"{text[:60]!r} is no annotation", why="it has one arrow", remedy="such as `t h+, f h+ -> t f`")
+    left, right = ([_parse_tensor(part, text) for part in side.split(",")] for side in text.split("->"))
+    names_out = {name for tensor in right for dim in tensor for name, _ in dim}
+    marks: dict[str, set[str]] = {}
+    for tensor in (*left, *right):
+        for dim in tensor:
+            for name, mark in dim:
+                marks.setdefault(name, set()).add(mark)
+    reduced = {f"{name}+" if name in names_out else name for name in marks if "+" in marks[name]}
+    reduced |= {n for n in marks if n not in names_out and not marks[n] & {"^", "*"}}
+
+    def axis_keys(tensor: list[list[tuple[str, str]]]) -> tuple[Dim, ...]:
+        return tuple(
+            tuple(f"{name}+" if mark == "+" and name in names_out else name for name, mark in dim) for dim in tensor
+        )
+
+    return Annotation(
+        operands=tuple(axis_keys(tensor) for tensor in left),
+        results=tuple(axis_keys(tensor) for tensor in right),
+        reduced=frozenset(reduced),
+        unsharded=frozenset(name for name in marks if "^" in marks[name]),
+        normalized=frozenset(name for name in marks if "*" in marks[name]),
+        explicit=frozenset(f"{n}+" if "+" in marks[n] and n in names_out else n for n in marks if marks[n] != {""}),
+    )
+
+
+def axis_name(key: str) -> str:
+    """Return the name of an axis as written, without the `+` of reduced occurrences."""
+    return key.removesuffix("+")
+
+
+def _parse_tensor(text: str, annotation: str) -> list[list[tuple[str, str]]]:
+    """Return the dims of one tensor, each a list of (axis, mark)."""
+    dims: list[list[tuple[str, str]]] = []
+    group: list[tuple[str, str]] | None = None
+    position, text = 0, text.rstrip()
+    while position < len(text):
+        found = _TOKEN.match(text, position)
+        if found is None:
+            raise BadInput(f"cannot read {text[position : position + 20]!r} in the annotation {annotation[:80]!r}")
+        position = found.end()
+        opened, closed, mark_of_group, name, mark = found.groups()
+        if opened:
+            if group is not None:
+                raise BadInput(f"a group within a group in the annotation {annotation[:80]!r}")
+            group = []
+        elif closed:
+            if group is None:
+                raise BadInput(f"a group is closed and never opened in the annotation {annotation[:80]!r}")
+            dims.append([(axis, mark_of_group or own) for axis, own in group])
+            group = None
+        elif group is not None:
+            group.append((name, mark))
+        else:
+            dims.append([] if name == "1" else [(name, mark)])
+    if group is not None:
+        raise BadInput(f"a group is not closed in the annotation {annotation[:80]!r}")
+    return dims

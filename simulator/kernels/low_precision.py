@@ -1,0 +1,86 @@
+"""Recipes of low precision: what quantising an operand moves, what it is kept in, how fast its products are."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+
+from simulator.config.runtime import Runtime
+from topology.cluster import GpuKind
+from topology.codec import convert
+from topology.errors import BadPlan
+
+# Other words for recipes.
+SYNONYMS = {"tensorwise": "current"}
+# Where none is stated.
+USUAL = {"float8": "current", "float4": "nvfp4"}
+# Tensor cores multiply float4 at twice the rate of float8 at least (NVIDIA Blackwell architecture brief: 9 against 4.5 PFLOP/s).
+FLOAT4_OVER_FLOAT8 = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """One way to multiply in a low type; see low_precision.toml for the meaning and source of each field."""
+
+    dtype: str
+    element_bytes: float
+    reads: float
+    fused: bool = False
+    transposed_on: tuple[str, ...] = ()
+    only_on: tuple[str, ...] = ()  # empty: wherever tensor cores have the type
+    rate: Mapping[str, float] = field(default_factory=dict)
+
+    def written_bytes(self, architecture: str) -> float:
+        """Return the bytes of all copies of one number that quantising writes for forward and backward."""
+        return self.element_bytes * (2.0 if architecture.lower() in self.transposed_on else 1.0)
+
+    def relative_rate(self, architecture: str) -> float:
+        """Return the arithmetic rate over that of one scaling factor a tensor."""
+        return self.rate.get(architecture.lower(), 1.0)
+
+
+def recipe_of(runtime: Runtime) -> Recipe | None:
+    """Return the recipe that a runtime states, or the plain one of its type; None where it multiplies in 16 bits or more.
+
+    Raises BadPlan for a recipe that is not known.
+    """
+    if not runtime.low:
+        return None
+    name = runtime.low_precision_recipe or USUAL[runtime.compute_dtype]
+    recipe = recipes().get(SYNONYMS.get(name, name))
+    if recipe is None or recipe.dtype != runtime.compute_dtype:
+        known = ", ".join(name for name, recipe in recipes().items() if recipe.dtype == runtime.compute_dtype)
+        raise BadPlan(f"low_precision_recipe {name!r} is none of {runtime.compute_dtype}", why=f"known: {known}")
+    return recipe
+
+
+@cache
+def recipes() -> Mapping[str, Recipe]:
+    """Return every recipe by its name."""
+    text = (resources.files("simulator") / "kernels" / "low_precision.toml").read_text("utf-8")
+    known = {name: said for name, said in tomllib.loads(text).items() if name != "source"}
+    return {name: convert(said, Recipe, where=f"low_precision.toml [{name}]") for name, said in known.items()}
+
+
+def low_peak_flops(gpu: GpuKind, dtype: str) -> float:
+    """Return the dense datasheet rate of a low type on a GPU; 0 where its tensor cores do not have it."""
+    float8 = gpu.peak_flops.get("float8", 0.0)
+    if dtype == "float8":
+        return float8
+    blackwell = gpu.architecture.lower().startswith(("blackwell", "rubin"))
+    return gpu.peak_flops.get("float4", FLOAT4_OVER_FLOAT8 * float8 if blackwell else 0.0)
+
+
+def why_not(runtime: Runtime, gpu: GpuKind) -> str:
+    """Return why a GPU cannot multiply as a runtime states, or nothing."""
+    recipe = recipe_of(runtime)
+    if recipe is None:
+        return ""
+    if not low_peak_flops(gpu, recipe.dtype):
+        return f"{gpu.name} has no tensor cores for {recipe.dtype}"
+    if recipe.only_on and gpu.architecture.lower() not in recipe.only_on:
+        return f"{runtime.low_precision_recipe} needs tensor cores that scale blocks ({', '.join(recipe.only_on)}), not {gpu.name}"
+    return ""

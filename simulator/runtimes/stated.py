@@ -1,0 +1,69 @@
+"""The runtime that a source states: what it leaves open is at the runtime's defaults, and said to be assumed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from simulator.config.runtime import DTYPE_BYTES, LOW_PRECISION, Runtime
+from simulator.kernels.low_precision import USUAL, recipes
+from simulator.runtimes.library import DATED, RuntimeSpec, runtime_spec
+from topology.errors import BadPlan
+
+
+def resolve(stated: dict[str, Any]) -> tuple[Runtime, tuple[str, ...]]:
+    """Return the runtime a case states, what it left open filled with that runtime's defaults, and what was assumed."""
+    name = str(stated.get("name") or "pytorch")
+    spec = runtime_spec(name)
+    chosen: dict[str, Any] = {}
+    assumed = []
+    for key in ("param_dtype", "compute_dtype", "reduce_dtype", "optimizer", "compile"):
+        value = stated.get(key)
+        if value is None or value == "unknown":
+            value = getattr(spec.defaults, key)
+            stored = stated.get("compute_dtype")
+            if (
+                key == "param_dtype"
+                and spec.state.master_weights
+                and stored in DTYPE_BYTES
+                and stored not in LOW_PRECISION
+            ):
+                value = stored
+            assumed.append(f"runtime.{key} = {value} ({spec.names[0]} default)")
+        if key == "optimizer":
+            value = canonical_optimizer(str(value))
+        if key.endswith("dtype") and value not in DTYPE_BYTES and value not in LOW_PRECISION:
+            raise BadPlan(
+                f"runtime.{key} {value!r} is unknown", why=f"known: {', '.join({**DTYPE_BYTES, 'float4': 0})}"
+            )
+        chosen[key] = value
+    if chosen["compute_dtype"] in LOW_PRECISION:
+        recipe, why = _recipe(stated.get("low_precision_recipe"), chosen["compute_dtype"], spec)
+        chosen["low_precision_recipe"] = recipe
+        assumed += why
+    chosen["cuda_graph"] = bool(stated.get("cuda_graph"))
+    version, release = stated.get("version"), stated.get("release")
+    if release and not version and spec.earlier is not None:
+        version = release if DATED.match(str(release)) else None
+        if version is None:
+            assumed.append(f"runtime.version not stated, and release {release!r} is no month: {spec.names[0]} of today")
+    return Runtime(name=name, version=str(version) if version else None, **chosen), tuple(assumed)
+
+
+def _recipe(stated: Any, dtype: str, spec: RuntimeSpec) -> tuple[str, list[str]]:
+    """Return the recipe of products in a low type, and what was assumed of it. Raises BadPlan for one of another type."""
+    known = [
+        name for name, recipe in {**recipes(), "tensorwise": recipes()["current"]}.items() if recipe.dtype == dtype
+    ]
+    if stated in (None, "", "unknown"):
+        usual = spec.low_precision.recipe if spec.low_precision else ""
+        name = usual if usual in known else USUAL[dtype]
+        return name, [f"runtime.low_precision_recipe = {name}"]
+    if stated not in known:
+        raise BadPlan(f"runtime.low_precision_recipe {stated!r} is none of {dtype}", why=f"known: {', '.join(known)}")
+    return str(stated), []
+
+
+def canonical_optimizer(word: str) -> str:
+    """Return an optimizer's name without how it is implemented: `FusedAdam`, `distributed_adam` and `adam` are one."""
+    return re.sub(r"fused|foreach|distributed|apex|torch|optimizer|[^a-z0-9]", "", word.lower()) or word

@@ -1,0 +1,127 @@
+"""A request in JSON says what a command line says: every flag of every command that is served."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.service import needs  # noqa: F401 - skips where a package is missing
+from topology.errors import BadInput
+
+from planner.cli import app  # isort: skip
+from planner.service.requests import PLAIN_NAME, arguments, asked_of, request_type, served, write_inputs  # isort: skip
+
+import typer  # isort: skip
+from pydantic import ValidationError  # isort: skip
+
+FLAGS = served()
+TYPES = {command: request_type(command, flags) for command, flags in FLAGS.items()}
+
+
+def asked(command, said, *, may_read=False):
+    return asked_of(command, FLAGS[command], TYPES[command].model_validate_json(json.dumps(said)), may_read=may_read)
+
+
+def parsed(words):
+    """Return what the real command line reads from these words, by parameter."""
+    group = typer.main.get_command(app)
+    command = group.get_command(group.make_context("planner", [words[0]]), words[0])
+    return command.make_context(words[0], list(words[1:])).params
+
+
+def values(flag):
+    """Return values that a flag takes."""
+    if flag.choices:
+        return st.sampled_from(flag.choices)
+    if flag.kind is bool:
+        return st.booleans()
+    if flag.kind is int:
+        return st.integers(int(flag.least or 0), int(flag.most or 1 << 20))
+    if flag.kind is float:
+        return st.floats(flag.least or 0.0, 1e6)
+    if flag.writes or flag.reads:
+        return st.from_regex(PLAIN_NAME, fullmatch=True)
+    return st.text(st.characters(codec="utf-8", exclude_characters="\0\r\n"), min_size=1, max_size=20)
+
+
+@st.composite
+def requests(draw):
+    command = draw(st.sampled_from(sorted(FLAGS)))
+    flags = FLAGS[command]
+    names = set(draw(st.sets(st.sampled_from(sorted(flags)))))
+    names |= {name for name, flag in flags.items() if flag.required}
+    said = {name: draw(values(flags[name])) for name in sorted(names - {"json", "tolerance", "within"})}
+    return command, said
+
+
+@settings(max_examples=60)
+@given(requests())
+def test_the_command_line_reads_what_the_request_says(case):
+    command, said = case
+    read = parsed(arguments(FLAGS[command], asked(command, said)))
+
+    for name, value in said.items():
+        found = read[FLAGS[command][name].parameter]
+        found = found.value if isinstance(found, Enum) else str(found) if isinstance(found, Path) else found
+        plain = FLAGS[command][name]
+        if plain.kind is bool and not value and not plain.off:
+            assert found is False
+        else:
+            assert found == value
+    assert read["json"] is True
+
+
+def test_both_spellings_of_a_flag_and_numbers_as_text_are_read():
+    read = parsed(arguments(FLAGS["suggest"], asked("suggest", {"seq-len": 4096, "gpus": 16, "config": "llama3-8b"})))
+
+    assert (read["seq_len"], read["gpus"], read["model"]) == (4096, "16", "llama3-8b")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"models": "llama3-8b"}, {"gpus": 0}, {"tp": "two"}, {"seq_len": 1, "seq": 2}, {"out": "../x"}, {"out": "/x"}],
+)
+def test_what_no_flag_says_is_refused(said):
+    with pytest.raises(ValidationError):
+        asked("estimate", said)
+
+
+@pytest.mark.parametrize("value", ["/etc/passwd", "../secrets.json", "~/x", "-", "a/../../b", "a\nb"])
+def test_files_of_the_service_are_not_read(value):
+    with pytest.raises(BadInput):
+        asked("estimate", {"case": value})
+
+
+def test_a_service_of_this_user_alone_may_read_files_by_absolute_path():
+    assert asked("estimate", {"case": "/data/case.json"}, may_read=True).values == {"case": "/data/case.json"}
+    with pytest.raises(BadInput):
+        asked("estimate", {"case": "../case.json"}, may_read=True)
+
+
+@pytest.mark.parametrize(
+    ("sent", "name", "text"),
+    [
+        ({"name": "topo.txt", "content": "GPU0 GPU1"}, "topo.txt", "GPU0 GPU1"),
+        ({"gpu": "h100-sxm", "nodes": 2}, "cluster.json", {"gpu": "h100-sxm", "nodes": 2}),
+        ({"name": "mine", "gpu": "h100-sxm"}, "cluster.json", {"name": "mine", "gpu": "h100-sxm"}),
+        ([1, 2], "cluster.json", [1, 2]),
+    ],
+)
+def test_files_that_are_sent_lie_where_the_command_line_names_them(tmp_path, sent, name, text):
+    given_ = asked("estimate", {"cluster": sent})
+    write_inputs(given_, tmp_path)
+
+    path = tmp_path / parsed(arguments(FLAGS["estimate"], given_))["cluster"]
+    assert path.name == name
+    assert (path.read_text() if isinstance(text, str) else json.loads(path.read_text())) == text
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", ".hidden", "a/b", "", "x" * 101, "a b"])
+def test_names_of_files_lead_nowhere_else(name):
+    with pytest.raises(BadInput):
+        asked("estimate", {"cluster": {"name": name, "content": "text"}})
