@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,18 +23,22 @@ from planner.runs.apply_process import require_torch
 from planner.search.answer import search_question
 from planner.tune import text
 from planner.tune.candidates import Candidates, candidates_of
+from planner.tune.command_trials import command_metric, command_words
 from planner.tune.document import tune_document
 from planner.tune.loop import View
 from planner.tune.session import require_device, run_session
 from planner.tune.state import Asked, State, read_state, write_new
 from planner.tune.trials import Runner
 from planner.tune.twin import Twin, recorded_questions
+from simulator.fitting.calibration_fit import Calibrations
+from simulator.legality.frameworks import framework_named
 from topology.errors import BadInput, PlannerError, UserError
 
 DEVICES = ("cuda", "cpu")
 OBJECTIVES = ("time", "throughput", "cost")
 MOST_BUDGET_S = 7 * 86400.0
 WITHIN_PERCENT = 1.0
+RUN_HERE = ("meshwright", "pytorch")  # frameworks whose plans our executor runs
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -77,6 +81,16 @@ def tune(
     steps: Annotated[int, typer.Option("--steps", min=2, max=1000, help="Steps to measure in a trial.")] = 10,
     trial_limit: Annotated[str, typer.Option("--trial-limit", help="Time for one trial, its start included.")] = "2m",
     allow_busy: Annotated[bool, typer.Option("--allow-busy", help="Run though others use the GPUs.")] = False,
+    command: Annotated[
+        str | None,
+        typer.Option("--command", help="What runs a trial: 'torchrun ... {config}'; also {folder} and {gpus}."),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric", help="How its output tells steps: jsonl, or a regular expression with (?P<step_s>...)."
+        ),
+    ] = None,
     recorded: Annotated[
         Path | None, typer.Option("--recorded", help="Look trials up in these recorded runs (cases), run nothing.")
     ] = None,
@@ -127,21 +141,19 @@ def tune(
                 global_batch=global_batch,
                 runtime={"compile": compile_model, "param_dtype": param_dtype},
             )
-            asked, plans = _asked(
-                flags,
-                framework,
-                profile,
-                strict=strict,
-                budget=budget,
-                most=trials,
-                within=by,
-                device=device,
-                steps=steps,
-            )
+            wishes = {
+                "budget_s": seconds_of(budget or "10m", "--budget"),
+                "within": by / 100,
+                "most_trials": trials,
+                "device": device,
+                "steps": steps,
+                **_how(framework, command, metric),
+            }
+            asked, plans = _asked(flags, framework, measurements(profile, strict=strict), wishes)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_new(path, asked, plans, force=force)
         known = State(asked=asked, candidates=plans, trials=(), cut_short=())
-    if runner is None:
+    if runner is None and known.asked.how == "executor":
         require_torch()
         require_device(known.asked)
     if resume is not None and (trials is not None or within is not None):
@@ -167,25 +179,31 @@ def tune(
         raise typer.Exit(1)
 
 
-def _asked(
-    flags: Flags,
-    framework: str,
-    profile: Path | None,
-    *,
-    strict: bool,
-    budget: str | None,
-    most: int | None,
-    within: float,
-    device: str,
-    steps: int,
-) -> tuple[Asked, Candidates]:
+def _how(framework: str, command: str | None, metric: str | None) -> dict[str, Any]:
+    """Return what makes the trials, and its settings. Raises UserError where nothing here can."""
+    if command is not None:
+        command_words(command)
+        return {"how": "command", "settings": {"command": command} | ({} if metric is None else {"metric": metric})}
+    if metric is not None:
+        raise UserError("--metric reads what --command prints", remedy="--command 'torchrun ... {config}'")
+    if framework_named(framework).name not in RUN_HERE:
+        raise UserError(
+            f"trials of {framework} need a command",
+            why=f"plans of {', '.join(RUN_HERE)} are run without one",
+            remedy="--command 'sh {config}' --metric ..., with a word that says how it prints a step",
+        )
+    return {"how": "executor"}
+
+
+def _asked(flags: Flags, framework: str, measured: Calibrations, wishes: dict[str, Any]) -> tuple[Asked, Candidates]:
     """Return what is asked, and the plans that could be the best."""
     if flags.model is None:
         raise UserError("--model is missing", remedy="--model llama3-8b, or --resume a state file")
-    measured = measurements(profile, strict=strict)
     question, assumed = search_question(flags, framework, measured)
     for line in assumed:
         output.warn(f"assumed: {line}")
+    if wishes["how"] == "command":
+        command_metric(wishes["settings"].get("metric"), question.framework.name, question)
     try:
         plans = candidates_of(question, progress=output.progress)
     finally:
@@ -198,13 +216,9 @@ def _asked(
         runtime=question.runtime,
         framework=question.framework.name,
         gpus=question.count,
-        budget_s=seconds_of(budget or "10m", "--budget"),
-        within=within / 100,
-        most_trials=most,
-        device=device,
-        steps=steps,
         legal=plans.legal,
         profile=None if known is None else known.profile,
+        **wishes,
     )
     return asked, plans
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from planner.tune.command_trials import CommandTrials, command_metric, command_words, end_left_over
 from planner.tune.executor_trials import ExecutorTrials, read_report, trial_of_report
 from planner.tune.loop import Limits, Show, View, tune
 from planner.tune.state import Asked, Began, Journal, State, read_state, writing
@@ -15,6 +16,7 @@ from topology.errors import PlannerError
 from topology.health.diagnose import diagnose
 from topology.probe.from_machine import probe_machine
 
+TARGETS = {"meshwright": "torchrun", "pytorch": "torchrun"}  # whose words a framework's plans are exported in
 MOST_BEGUN = 2  # times that a plan may begin and never end before it is taken to be the reason
 
 Tell = Callable[[str], None]
@@ -68,6 +70,20 @@ def runner_for(
     asked: Asked, folder: Path, journal: Journal, *, tell: Tell, allow_busy: bool, trial_limit_s: float
 ) -> Runner:
     """Return what makes trials on this machine. Raises PlannerError where it cannot."""
+    if asked.how == "command":
+        end_left_over((folder / "trials").resolve())  # by a tuning of this state that was killed here
+        question = asked.question()
+        return CommandTrials(
+            question=question,
+            words=command_words(asked.settings.get("command", "")),
+            metric=command_metric(asked.settings.get("metric"), asked.framework, question),
+            target=TARGETS.get(asked.framework, asked.framework),
+            folder=folder / "trials",
+            limit_s=trial_limit_s,
+            timed_steps=asked.steps,
+            tell=tell,
+            began=journal.began,
+        )
     here = probe_machine() if asked.device == "cuda" else None
     return ExecutorTrials(
         question=asked.question(),

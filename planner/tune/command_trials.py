@@ -1,0 +1,260 @@
+"""Trials by any command that trains: the plan's export takes the place of `{config}`, and its output tells the steps.
+
+The command is a list of words, no shell. It is ended, with all that it started, when enough steps were seen or its time is
+over. What it printed says why it failed.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import IO
+
+import psutil
+
+from planner.export.job import ExportJob
+from planner.export.targets.registry import export, find_target
+from planner.io.child import ROOT
+from planner.question.question import Question
+from planner.tune.candidates import Candidate
+from planner.tune.metric import OUT_OF_MEMORY, Metric, Sample, metric_of
+from planner.tune.state import Began, began_now
+from planner.tune.trials import Chosen, Status, Trial
+from topology import codec
+from topology.errors import PlannerError, UserError
+from topology.processes import end_tree, kill
+
+START_S = 30.0  # until a trial has shown what a start takes here
+LEAST_S = 10.0  # with less left nothing is started
+WARM_UP = 2  # printed steps that do not count
+GRACE_S = 8.0
+POLL_S = 0.2
+MOST_LOG_BYTES = 8 * 2**20
+MARK = "MESHWRIGHT_TRIAL"  # in the environment of all that a trial starts: its folder
+PLACES = ("{config}", "{folder}", "{gpus}")
+
+
+@dataclass(slots=True, kw_only=True)
+class CommandTrials:
+    """Runs `words` for plans of `question`; other fields as of `ExecutorTrials`. `target` is whose words the export has."""
+
+    question: Question
+    words: tuple[str, ...]
+    metric: Metric
+    target: str
+    folder: Path
+    limit_s: float = 120.0
+    timed_steps: int = 10
+    tell: Callable[[str], None] = lambda _: None
+    began: Callable[[Began], None] = lambda _: None
+    first_number: int = 1
+    starts_s: list[float] = field(default_factory=list)
+
+    def start_s(self, candidate: Candidate) -> float:
+        del candidate
+        return median(self.starts_s) if self.starts_s else START_S
+
+    def steps(self) -> int:
+        return self.timed_steps + WARM_UP
+
+    def shares_start(self, one: Candidate, other: Candidate) -> bool:
+        del one, other
+        return False
+
+    def run(self, plans: Sequence[tuple[Candidate, Chosen]], left_s: float) -> Iterator[Trial]:
+        until = time.monotonic() + left_s
+        for candidate, chosen in plans:
+            left = until - time.monotonic()
+            if left < LEAST_S:
+                return
+            folder = self._new_folder()
+            trial = Trial(
+                key=candidate.key,
+                status=Status.FAILED,
+                predicted_s=chosen.predicted_s,
+                why=chosen.why,
+                directory=str(folder),
+                machine=platform.node(),
+            )
+            try:
+                words = self._command(candidate, folder)
+            except PlannerError as error:  # a plan that the framework has no words for is no reason to end
+                yield replace(trial, cause=" ".join(str(error).split())[:400])
+                continue
+            self.began(began_now(candidate.key, folder, chosen.predicted_s, chosen.why))
+            yield self._run(trial, words, min(left, self.limit_s), cut=left < self.limit_s)
+
+    def _new_folder(self) -> Path:
+        while True:
+            folder = self.folder / f"trial-{self.first_number:03d}"
+            self.first_number += 1
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return folder.resolve()
+
+    def _command(self, candidate: Candidate, folder: Path) -> list[str]:
+        """Write the export and return the command's words. Raises PlannerError where the target cannot express the plan."""
+        question = replace(self.question, runtime=candidate.runtime)
+        job = ExportJob(name=question.model.name, plan=candidate.plan, question=question)
+        done = export(job, find_target(self.target, candidate.runtime.version))
+        config = folder / done.file_name
+        codec.write_text(config, done.text)
+        for name, text in done.files.items():
+            codec.write_text(folder / name, text)
+        values = dict(zip(PLACES, (str(config), str(folder), str(candidate.plan.gpus)), strict=True))
+        words = []
+        for word in self.words:
+            for place, value in values.items():
+                word = word.replace(place, value)  # noqa: PLW2901 - one place after the other
+            words.append(word)
+        return words
+
+    def _run(self, trial: Trial, words: Sequence[str], limit_s: float, *, cut: bool) -> Trial:
+        log, began = Path(trial.directory) / "output.txt", time.monotonic()
+        with log.open("wb") as output:
+            process = _start(words, Path(trial.directory), output)
+            ended = False
+            try:
+                while process.poll() is None and time.monotonic() - began < limit_s:
+                    time.sleep(POLL_S)
+                    found = self.metric.samples(_lines(log))
+                    self.tell(f"{Path(trial.directory).name}: {len(found)} steps")
+                    if len(found) >= self.steps():
+                        ended = True
+                        break
+                over = process.poll() is None and not ended
+            finally:
+                _end(process, Path(trial.directory))
+        return self._outcome(trial, log, process.returncode, time.monotonic() - began, ended=ended, over=over, cut=cut)
+
+    def _outcome(
+        self, trial: Trial, log: Path, code: int | None, seconds: float, *, ended: bool, over: bool, cut: bool
+    ) -> Trial:
+        lines = _lines(log)
+        found = self.metric.samples(lines)
+        counted = found[WARM_UP:]
+        if (ended or code == 0 or (over and len(counted) >= max(2, self.timed_steps // 2))) and len(counted) >= 2:
+            self.starts_s.append(max(1.0, seconds - sum(one.step_s for one in found)))
+            return _measured(replace(trial, status=Status.FINISHED, seconds=seconds), counted)
+        text = "\n".join(lines)
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        if OUT_OF_MEMORY.search(text):
+            cause = next(line.strip() for line in lines if OUT_OF_MEMORY.search(line))
+            return replace(trial, status=Status.OUT_OF_MEMORY, cause=cause[:400], seconds=seconds)
+        if over:
+            status = Status.OUT_OF_TIME if cut else Status.TIMEOUT
+            return replace(
+                trial, status=status, cause=f"{len(found)} steps until its time was over; {last}"[:400], seconds=seconds
+            )
+        how = f"ended with code {code}" if code is None or code >= 0 else f"killed by {_signal_name(-code)}"
+        if code == 0:
+            how = f"ended after {len(found)} steps that --metric could read"
+        return replace(trial, cause=f"{how}: {_error_line(lines) or last}"[:400], seconds=seconds)
+
+
+def _measured(trial: Trial, counted: Sequence[Sample]) -> Trial:
+    steps = sorted(one.step_s for one in counted)
+    middle = median(steps)
+    tenth = len(steps) // 10
+    spread = (steps[-1 - tenth] - steps[tenth]) / middle
+    held = [one.memory_bytes for one in counted if one.memory_bytes]
+    return replace(
+        trial,
+        step_s=middle,
+        noise=spread / 2.56 / len(steps) ** 0.5,
+        reserved_bytes=max(held, default=None),
+    )
+
+
+def command_words(text: str) -> tuple[str, ...]:
+    """Return the words of `--command`. Raises UserError where they start nothing or name no configuration."""
+    try:
+        words = tuple(shlex.split(text[:8192]))
+    except ValueError as error:
+        raise UserError(f"--command {text[:60]!r} cannot be split into words", why=str(error)) from error
+    if not words or shutil.which(words[0]) is None:
+        raise UserError(f"--command starts {words[0] if words else 'nothing'}, which is no program here")
+    if not any("{config}" in word for word in words):
+        raise UserError(
+            "--command has no {config}",
+            why="the plan's export takes its place; without it every trial would run the same",
+            remedy="--command 'torchrun --nproc-per-node {gpus} -m torchtitan.train --job.config_file {config}'",
+        )
+    return words
+
+
+def command_metric(text: str | None, framework: str, question: Question) -> Metric:
+    """Return the metric, or what the framework is known to print. Raises UserError where neither is."""
+    if text is None and framework not in {"torchtitan", "megatron-lm"}:
+        raise UserError("--command needs --metric", remedy=r"--metric 'step time: (?P<step_ms>[\d.]+)', or jsonl")
+    return metric_of(text or framework, tokens_per_step=float(question.workload.tokens_per_step), gpus=question.count)
+
+
+def _start(words: Sequence[str], folder: Path, output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start the command in a session of its own, under a guard that ends it when this process dies."""
+    program = shutil.which(words[0]) or words[0]
+    inherited = os.environ.get("PYTHONPATH", "")
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "executor" / "launch" / "guard.py"), str(os.getpid()), program, *words[1:]],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        cwd=folder,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), inherited))),
+            "PYTHONUNBUFFERED": "1",
+            MARK: str(folder),
+        },
+        start_new_session=True,
+    )
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """End the command and all that it has started: torchrun's workers lead sessions of their own."""
+    if process.poll() is None:
+        end_tree(process, GRACE_S)
+    end_left_over(folder)
+    process.wait()
+
+
+def end_left_over(folder: Path) -> None:
+    """Kill what trials in `folder` have started here and left running, known by a variable of its environment."""
+    marked = str(folder)
+    for one in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if one.environ().get(MARK, "").startswith(marked):
+                kill([one])
+
+
+def _lines(log: Path) -> list[str]:
+    """Return what was printed; of very much the end."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - MOST_LOG_BYTES))
+        return file.read().decode("utf-8", errors="replace").splitlines()
+
+
+def _error_line(lines: Sequence[str]) -> str:
+    """Return the last line that names an exception or a signal."""
+    named = [line.strip() for line in lines if "Error" in line or "SIG" in line or "Exception" in line]
+    return named[-1] if named else ""
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
