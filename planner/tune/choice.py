@@ -1,10 +1,8 @@
 """Which plan to try next: the one expected to improve the final choice most per second that its trial costs.
 
 What a trial may improve is the best measured step. Its value is the expected improvement (Jones, Schonlau and Welch, J. Global
-Optimization 13, 1998) over that step, under the joint belief, times the probability that the plan runs at all. Two terms
-are added of what a trial teaches: by how much it is expected to raise the value of the plan that would be tried after it
-(a step of look-ahead, as the knowledge gradient takes: Frazier, Powell and Dayanik, INFORMS J. Computing 21, 2009), and, of
-plans that may not fit, the value of those that would be known to fit if it did.
+Optimization 13, 1998) over that step under the joint belief, which every trial has corrected, times the probability that the
+plan runs at all. To that of a plan that may not fit is added the value of those that would be known to fit if it did.
 
 Plans that surely fit go first. One that may not is tried where its value, counted against a failed trial's cost too, is
 greater all the same.
@@ -28,9 +26,6 @@ from simulator.config.estimate import SURE
 LEAST_FITS = 0.05  # plans less likely to fit are not tried
 MOST_TOGETHER = 4  # trials with one start of processes: more, and what they teach comes too late
 COMPANION = 0.25  # part of the most valuable trial's worth that one must have to be added to a start
-LOOKED_AHEAD = 24  # plans whose look-ahead is computed: the most valuable ones
-# Points and weights of an expectation over a Gaussian (Gauss and Hermite's).
-POINTS, WEIGHTS = (values.tolist() for values in np.polynomial.hermite_e.hermegauss(5))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +75,7 @@ def choose(
     gains = gain(beliefs.step, rows, best)
     costs = np.array([_cost_s(candidates, beliefs, row, runner) for row in rows])
     chances = beliefs.fits[rows] * beliefs.runs[rows]
-    values = chances * (gains + _ahead(beliefs.step, rows, gains, best))
+    values = chances * gains
     unsure = beliefs.fits[rows] < SURE
     values += np.where(unsure, beliefs.fits[rows] * _unlocked(beliefs, rows, gains, unsure), 0.0)
     place = int(np.argmax(values / costs))
@@ -99,12 +94,12 @@ def gain(step: Belief, rows: Sequence[int], best: Best) -> Floats:
 
 
 def _first(beliefs: Beliefs, rows: Sequence[int]) -> Chosen:
-    """Return the first trial: the quickest of the plans that surely fit, or of the likeliest where none surely does."""
-    sure = [row for row in rows if beliefs.fits[row] >= SURE]
-    likely = max(float(beliefs.fits[row] * beliefs.runs[row]) for row in rows)
-    among = sure or [row for row in rows if beliefs.fits[row] * beliefs.runs[row] >= 0.8 * likely]
-    row = min(among, key=lambda one: float(beliefs.step.mean[one]) - math.log(float(beliefs.runs[one])))
-    reason = "believed quickest" if sure else "believed quickest of the plans likeliest to fit"
+    """Return the first trial: the plan believed quickest, each taken as slower by how unlikely it is to run."""
+    chance = np.maximum(beliefs.fits * beliefs.runs, 1e-9)
+    row = min(rows, key=lambda one: float(beliefs.step.mean[one]) - math.log(float(chance[one])))
+    reason = "believed quickest"
+    if beliefs.fits[row] < SURE:
+        reason += f", and {float(beliefs.fits[row]):.0%} likely to fit"
     return Chosen(row=row, why=reason, predicted_s=beliefs.step.interval(row))
 
 
@@ -112,32 +107,6 @@ def _cost_s(candidates: Candidates, beliefs: Beliefs, row: int, runner: Runner) 
     """Return the seconds that a trial is expected to take; one that fails is over before its steps."""
     steps_s = runner.steps() * math.exp(float(beliefs.step.mean[row]))
     return max(0.1, runner.start_s(candidates.plans[row]) + float(beliefs.fits[row]) * steps_s)
-
-
-def _ahead(step: Belief, rows: Sequence[int], gains: Floats, best: Best) -> Floats:
-    """Return by how much each plan's measurement is expected to raise the largest value of a trial after it."""
-    found = np.zeros(len(rows))
-    if len(rows) < 2:
-        return found
-    at = np.asarray(rows)
-    across = step.covariance[np.ix_(at, at)]
-    spread = np.sqrt(np.maximum(np.diag(across), 1e-18))
-    log_best = math.log(best.step_s)
-    for place in np.argsort(-gains)[:LOOKED_AHEAD]:
-        noisy = math.sqrt(across[place, place] + NOISE**2)
-        along = across[:, place] / noisy
-        left = np.sqrt(np.maximum(np.square(spread) - np.square(along), 0.0) + NOISE**2)
-        others = np.arange(len(rows)) != place
-        now = np.max(gains[others])
-        expected = 0.0
-        for point, weight in zip(POINTS, WEIGHTS, strict=True):
-            mean = step.mean[at] + along * point
-            reached = min(log_best, float(step.mean[at][place]) + noisy * point)
-            z = (reached - mean[others]) / left[others]
-            later = (reached - mean[others]) * norm.cdf(z) + left[others] * norm.pdf(z)
-            expected += weight * float(np.max(later)) / math.sqrt(2 * math.pi)
-        found[place] = max(0.0, expected - float(now))
-    return found
 
 
 def _unlocked(beliefs: Beliefs, rows: Sequence[int], gains: Floats, unsure: NDArray[np.bool_]) -> float:
