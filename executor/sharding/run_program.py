@@ -47,6 +47,7 @@ class RankProgram:
     place: Place = field(init=False)
     groups: dict[tuple[str, ...], Group] = field(init=False)
     _code: tuple[Any, ...] = field(init=False)
+    _beside: dict[str, Any] = field(init=False)  # streams besides the caller's, on which kernels run
     _streams: dict[str, Any] = field(init=False)
     _last_use: dict[int, list[str]] = field(init=False)
     _differentiated: frozenset[str] = field(init=False)
@@ -57,10 +58,10 @@ class RankProgram:
         self._code = self.program.code()
         names = {one.stream for one in self._code if isinstance(one, Launch | Collective)}
         on_gpu = self.device.type == "cuda"
-        self._streams = {
-            name: torch.cuda.current_stream(self.device) if name == COMPUTE else torch.cuda.Stream(self.device)
-            for name in (names if on_gpu else ())
+        self._beside = {
+            name: torch.cuda.Stream(self.device) for name in (names | {COMPUTE} if on_gpu else ()) if name != COMPUTE
         }
+        self._streams = {}
         works = self.program.work.values()
         self._differentiated = frozenset(w.args[0] for w in works if isinstance(w, Kernel) and w.op == "backward")
         self._last_use = _last_uses(self._code, self.program)
@@ -101,9 +102,10 @@ class RankProgram:
 
     def _run(self, start: int, stop: int, state: State) -> None:
         events: dict[str, torch.cuda.Event] = state.events
-        current = torch.cuda.current_stream(self.device) if self._streams else None
-        for stream in self._streams.values():  # what callers did before comes first
-            stream.wait_stream(current)
+        if self.device.type == "cuda":
+            self._streams = {COMPUTE: torch.cuda.current_stream(self.device), **self._beside}
+        for stream in self._beside.values():  # what callers did before comes first
+            stream.wait_stream(self._streams[COMPUTE])
         for number in range(start, stop):
             instruction = self._code[number]
             match instruction:
@@ -118,9 +120,8 @@ class RankProgram:
                     self._drop(instruction.buffer, state)
             for name in self._last_use.get(number, ()):
                 self._drop(name, state)
-        if current is not None:
-            for stream in self._streams.values():
-                current.wait_stream(stream)
+        for stream in self._beside.values():
+            self._streams[COMPUTE].wait_stream(stream)
 
     def _drop(self, name: str, state: State) -> None:
         """Let go of a buffer. The allocator may reuse its memory when every stream of the program is past this point."""
