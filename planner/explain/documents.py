@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from planner.explain.explain import Explanation
+from planner.explain.traffic import traffic_of
 from planner.io.output import SCHEMA_VERSION
 from planner.question.question import Question
-from planner.search.result import SearchResult
+from planner.search.result import RankedPlan, SearchResult
 from topology import codec
 
 
@@ -19,11 +21,16 @@ def search_document(result: SearchResult) -> dict[str, Any]:
         "question": _question(result.question, result.plans[0].plan.gpus),
         "assumed": list(result.assumed),
         "search": codec.to_builtins(result.search),
-        "plans": codec.to_builtins(result.plans),
+        "plans": [{**codec.to_builtins(one), "traffic": _traffic(result.question, one)} for one in result.plans],
         "rejected": result.rejected,
         "may_fit": codec.to_builtins(result.may_fit),
         "by_gpus": codec.to_builtins(result.by_gpus),
     }
+
+
+def _traffic(question: Question, listed: RankedPlan) -> Any:
+    """Return the bytes of a listed plan by axis and by link."""
+    return codec.to_builtins(traffic_of(replace(question, gpus=listed.plan.gpus), listed.plan, listed.estimate))
 
 
 def explanation_document(found: Explanation, question: Question, changed: Sequence[str] = ()) -> dict[str, Any]:

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from planner.explain.traffic import traffic_of
 from planner.io.output import SCHEMA_VERSION
 from planner.question.cases import Case
 from planner.question.prediction import Method, predict
@@ -60,6 +61,9 @@ def plan_document(found: PlanAnswer) -> dict[str, Any]:
         "method": found.method,
         "fit_probability": None if found.estimate is None else found.estimate.memory.fit_probability,
         "fixes": codec.to_builtins(found.fixes),
+        "traffic": None
+        if found.estimate is None
+        else codec.to_builtins(traffic_of(replace(case.question, gpus=case.plan.gpus), case.plan, found.estimate)),
     }
 
 

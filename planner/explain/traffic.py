@@ -22,12 +22,14 @@ from simulator.config.plan import Plan
 from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.training import lower_training
 from simulator.pipeline.schedules import SCHEDULES, default_schedule
-from simulator.program.program import Collective, RankCode, Send
+from simulator.program.program import Collective, Copy, RankCode, Send
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape, group_rates
 
+HOST = "host"
 NVLINK, PCIE, NETWORK = "nvlink", "pcie", "network"
 LINKS = (NVLINK, PCIE, NETWORK)
+HOST_COPIES = ("h2d", "d2h")
 # A step is counted with so many micro batches and with one more: every further one adds the same bytes.
 FEW = 2
 
@@ -39,7 +41,8 @@ class AxisTraffic:
     """What the groups along one axis send in a step: bytes a GPU, on average over all GPUs of the plan.
 
     Axes: `tp`, `cp`, `ep`, `pp` (neighbouring stages), `fsdp` (shards of parameters), `replicate` (replicas of shards),
-    `dp` (ranks with whole parameters), and `expert_fsdp`, `expert_dp`, the same for routed experts.
+    `dp` (ranks with whole parameters), and `expert_fsdp`, `expert_dp`, the same for routed experts; `host` is what moves to and
+    from host memory where state is kept there.
     """
 
     axis: str
@@ -131,6 +134,7 @@ class _Counter:
         self.shapes: dict[str, GroupShape] = {
             **costs.families,
             "pp": costs.shape("pipeline", tuple(range(0, plan.gpus, self.stride))),
+            HOST: GroupShape(ranks=1, ranks_per_node=1),
         }
         self.nodes = np.array(plan.placement or range(plan.gpus)) // cluster.gpus_per_node
         self._known: dict[tuple[str, str, int], tuple[tuple[str, float], ...]] = {}
@@ -142,6 +146,9 @@ class _Counter:
                 parts: Iterable[tuple[str, float]] = self._collective(instruction)
             elif isinstance(instruction, Send):
                 parts = self._message(instruction, code)
+            elif isinstance(instruction, Copy) and instruction.kind in HOST_COPIES:
+                sent[HOST, PCIE] += instruction.nbytes
+                continue
             else:
                 continue
             for link, nbytes in parts:

@@ -23,7 +23,7 @@ from planner.search.fixes import find_fixes
 from planner.search.flips import FlipPoint, find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
 from planner.search.infeasible import no_fitting_plan, no_legal_plan
-from planner.search.plan_space.branch_and_bound import Explored, explore, pareto_rows
+from planner.search.plan_space.branch_and_bound import Explored, Screened, explore, pareto_rows
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
 from planner.search.reasons import why_it_lost
@@ -138,6 +138,11 @@ def _explore(
     cluster = screening.scenario.cluster
     nodes = with_overlap_by_site(screening, nodes, framework, recomputes)  # the account of nodes stays the same
 
+    lists = framework.lists_layers or framework.lists_recompute
+    screened = Screened(
+        screening, nodes, recomputes, nearly=NEAR_FIT if lists else 1.0, deadline=deadline, progress=progress
+    )
+
     def ask(screening: Screening, *, keep: int, stages: bool) -> tuple[Explored, AssignedPipelines]:
         explored = explore(
             screening,
@@ -148,7 +153,8 @@ def _explore(
             one_per_grid=not options.all_variants,
             deadline=deadline,
             progress=progress,
-            nearly=NEAR_FIT if stages and (framework.lists_layers or framework.lists_recompute) else 1.0,
+            nearly=NEAR_FIT if stages and lists else 1.0,
+            screened=screened,
         )
         if not stages or (objective in {"memory", "pareto"} and len(explored)):
             return explored, AssignedPipelines()

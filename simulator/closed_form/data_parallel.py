@@ -70,8 +70,9 @@ def data_parallel(
     )
     # Shards that are kept in host memory come from there before each gather.
     owned = owned_elements(context, shared, experts)
-    fetch = owned * context.dtype_bytes("param") / copy_bytes_per_s(context)
-    gather = gather + np.where(table.offloaded["parameters"], fetch, 0.0)
+    if table.offloaded["parameters"].any():
+        fetch = owned * context.dtype_bytes("param") / copy_bytes_per_s(context)
+        gather = gather + np.where(table.offloaded["parameters"], fetch, 0.0)
     # Hybrid sharding sums the shards over replicas, behind each reduce-scatter.
     shard = shared / table["sharded_over"] + experts / np.maximum(table.expert_shard["gradients"], 1.0)
     replicas = groups.time_s("all_reduce", "replicate", shard * reduce_bytes)
@@ -114,8 +115,9 @@ def data_parallel(
 
     # The CPU adds up gradients that are kept in host memory.
     sends = full & offloaded(context, "gradients") & (table["pp"] == 1)
-    on_host = ADD_PASSES * owned * context.dtype_bytes(spec.state.gradient_dtype) / update_bytes_per_s(context)
-    copies = copies + np.where(sends, (m - 1) * on_host, 0.0)
+    if sends.any():
+        on_host = ADD_PASSES * owned * context.dtype_bytes(spec.state.gradient_dtype) / update_bytes_per_s(context)
+        copies = copies + np.where(sends, (m - 1) * on_host, 0.0)
 
     # Replicated parameters: gradients are summed once a step, behind the last backward where the runtime overlaps;
     # a sharded optimizer scatters them and gathers parameters back.
@@ -200,7 +202,7 @@ def sm_share(context: CostContext, *ops: str) -> float:
 def owned_elements(context: CostContext, shared: Floats, experts: Floats) -> Floats:
     """Return the elements of parameters that a rank updates, of `shared` ones before sharding and routed experts apart.
 
-    One entry a plan, as the arguments.
+    Plans are the last dimension, of the arguments as well.
     """
     table = context.table
     return np.asarray(shared / table.state_shard["optimizer"] + experts / table.expert_shard["optimizer"])
@@ -209,12 +211,11 @@ def owned_elements(context: CostContext, shared: Floats, experts: Floats) -> Flo
 def optimizer_s(context: CostContext, layout: StageLayout, parameters: Parameters) -> Floats:
     """Return seconds of gradient clipping and the optimizer update on the rank that moves most."""
     shared, experts = parameters.of_stage(layout)
-    ranks = range(shared.shape[1])
-    owned = np.stack([owned_elements(context, shared[:, r], experts[:, r]) for r in ranks], axis=1)
-    on_gpu = np.where(context.table.offloaded["optimizer"][:, None], 0.0, owned)
-    moved = np.asarray(update_bytes(context.runtime, on_gpu, shared + experts))
+    away = context.table.offloaded["optimizer"]
+    owned = owned_elements(context, shared.T, experts.T).T
+    moved = np.asarray(update_bytes(context.runtime, np.where(away[:, None], 0.0, owned), shared + experts))
     seconds = moved.max(axis=1) / context.roofline.update_bytes_per_s(updated_dtype(context.runtime))
-    return np.asarray(seconds + _on_host_s(context, owned.max(axis=1)))
+    return np.asarray(seconds + (_on_host_s(context, owned.max(axis=1)) if away.any() else 0.0))
 
 
 def _on_host_s(context: CostContext, owned: Floats) -> Floats:

@@ -68,9 +68,7 @@ class DdpSpec:
     """`bucket_bytes` of gradients are reduced at once; 0 is a layer's. `every_micro_batch`: not only the last one's."""
 
     overlap: bool
-    sharded_overlap: bool = (
-        False  # a sharded optimizer's gradients go behind backward, its parameters come behind forward
-    )
+    sharded_overlap: bool = False  # a sharded optimizer's traffic runs behind backward and forward passes
     bucket_copy: bool
     bucket_bytes: float = 0.0
     every_micro_batch: bool = False

@@ -9,7 +9,7 @@ when it has been reduced. A gradient that is there already is added up by the CP
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,16 +63,16 @@ def offload_assumed(plans: Iterable[Plan], cluster: Cluster) -> tuple[str, ...]:
 
 def copy_bytes_per_s(context: CostContext) -> Floats:
     """Return the rate at which each GPU copies to and from the host, one value a plan."""
-    return np.array([rates.copy_bytes_per_s for rates in _rates(context)])
+    return _by_plan(context, lambda rates: rates.copy_bytes_per_s)
 
 
 def update_bytes_per_s(context: CostContext) -> Floats:
     """Return at what rate the CPU moves the bytes of each GPU's update, one value a plan."""
-    return np.array([HOST_SHARE * rates.memory_bytes_per_s for rates in _rates(context)])
+    return _by_plan(context, lambda rates: HOST_SHARE * rates.memory_bytes_per_s)
 
 
-def _rates(context: CostContext) -> list[HostRates]:
+def _by_plan(context: CostContext, of: Callable[[HostRates], float]) -> Floats:
     cluster = context.groups.cluster
-    used = np.minimum(context.table["gpus"], cluster.gpus_per_node).astype(np.int64)
-    known = {count: host_rates(cluster, count) for count in np.unique(used).tolist()}
-    return [known[count] for count in used.tolist()]
+    used = np.minimum(context.table["gpus"], cluster.gpus_per_node)
+    counts, which = np.unique(used, return_inverse=True)
+    return np.array([of(host_rates(cluster, int(count))) for count in counts])[which]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -134,3 +135,20 @@ def test_without_nvlink_bytes_cross_pcie():
 
     assert set(links) == {"pcie"}
     assert links["pcie"].busy_share > 0.1
+
+
+def test_documents_of_suggest_and_estimate_have_the_traffic_that_explain_has(planner, tmp_path):
+    flags = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", 16, "--seq-len", 4096, "--global-batch", 64)
+    found = json.loads(planner("suggest", *flags, "--tp", 2, "--json", "--out", tmp_path / "plan.json").stdout)
+    estimated = json.loads(planner("estimate", "--plan", tmp_path / "plan.json", "--json").stdout)
+    explained = json.loads(planner("explain", tmp_path / "plan.json", "--json").stdout)
+    away = json.loads(planner("estimate", *flags, "--offload", "parameters", "--micro-batch", 1, "--json").stdout)
+    links = {link["link"]: link for link in found["plans"][0]["traffic"]["links"]}
+
+    assert found["plans"][0]["traffic"]["axes"] == estimated["traffic"]["axes"] == explained["traffic"]["axes"]
+    assert links["network"]["busy_share"] > 0
+    assert {axis["axis"] for axis in away["traffic"]["axes"]} >= {"fsdp", "host"}
+    # In 4 micro batches a gradient goes to the host, and parameters come before both passes; but the head's only before one,
+    # as it is used again at once. All in float32, 1/16 of it each.
+    host = next(axis for axis in away["traffic"]["axes"] if axis["axis"] == "host")
+    assert host["pcie_bytes"] == pytest.approx(4 * 4 * (3 * 8.03e9 - 128256 * 4096) / 16, rel=1e-3)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +69,74 @@ class Explored:
         return len(self.step_s)
 
 
+class Screened:
+    """The leaves of a space that fit its memory, and their variants with lower bounds of the step: what searches for plans
+    that need no more than a part of the memory share.
+    """
+
+    def __init__(
+        self,
+        screening: Screening,
+        nodes: Nodes,
+        recomputes: tuple[str, ...],
+        *,
+        nearly: float = 1.0,
+        deadline: float | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Screen memory; with `nearly` above one, pipelines that need up to that many times as much are kept, too."""
+        self.screening, self.nodes, self.recomputes = screening, nodes, recomputes
+        self.expired, self.report = _clock(deadline), progress or _ignore
+        self.shared = screening.blocks(nodes.columns, recomputes)
+        fitting, near, seen = _screen_memory(screening, nodes, self.shared, nearly, self.expired, self.report)
+        self.all_nodes_seen = seen == len(nodes)
+        nothing = nodes.columns.take(slice(0)), np.empty(0, dtype=np.intp), np.empty(0)
+        self.leaves = fitting.joined() if len(fitting) else nothing
+        self.near = near.joined() if len(near) else nothing
+
+    @cached_property
+    def bounds(self) -> _Bounds:
+        """The variants of the leaves that fit."""
+        return _Bounds(self, *_fitting_variants(self.screening, self.nodes, self.shared, self.leaves))
+
+    def near_misses(self, limit_bytes: float, nearly: float) -> tuple[PlanColumns, Floats]:
+        """Return the pipelines that miss a limit by least, and their steps in seconds."""
+        parts = []
+        for columns, of_node, reserved in (self.leaves, self.near):
+            rows = np.nonzero((columns.pp > 1) & (reserved > limit_bytes) & (reserved <= limit_bytes * nearly))[0]
+            parts.append((columns.take(rows), of_node[rows], reserved[rows]))
+        columns = joined([part[0] for part in parts])
+        of_node, reserved = (np.concatenate([part[n] for part in parts]) for n in (1, 2))
+        if not len(columns):
+            return columns, np.empty(0)
+        rows = np.sort(np.argsort(reserved, kind="stable")[:MAX_NEAR_MISSES])
+        columns = columns.take(rows)
+        costed = self.screening.plans(columns, self.shared, of_node[rows])
+        return columns, costed.step_s() + costed.flush_s(reserved[rows])
+
+
+class _Bounds:
+    """Variants, the bytes they reserve, their grids, and lower bounds of their steps as far as there was time."""
+
+    def __init__(self, screened: Screened, variants: PlanColumns, reserved: Floats, of_node: Rows) -> None:
+        self.screening, self.variants, self.reserved = screened.screening, variants, reserved
+        self.grid = grids_of(screened.nodes.columns)[of_node]
+        self.table = self.screening.table(variants)
+        self.shared = self.screening.blocks(self.table, screened.recomputes)
+        self.step_bound = np.full(len(variants), floor_s(self.screening, variants))
+        self._parts = list(_batches(len(variants)))
+
+    def find(self, expired: Callable[[], bool], report: Progress) -> None:
+        """Bound what has not been bounded yet, until the time is over."""
+        while self._parts:
+            part = self._parts.pop(0)
+            some = self.screening.plans(self.table.take(part), self.shared, part)
+            self.step_bound[part] = np.maximum(some.at_least_s(), self.step_bound[part])
+            report(f"bounded {part[-1] + 1:,} of {len(self.variants):,} plans that fit")
+            if expired():
+                break
+
+
 def explore(
     screening: Screening,
     nodes: Nodes,
@@ -79,22 +148,20 @@ def explore(
     deadline: float | None = None,
     progress: Progress | None = None,
     nearly: float = 1.0,
+    screened: Screened | None = None,
 ) -> Explored:
     """Return every plan that could be among the `keep` best, costed in full.
 
     `objective` is time, memory or pareto (the plans that no other beats in both). With `one_per_grid` the `keep` best
     have different degrees. `deadline` is a reading of `time.monotonic`. With `nearly` above one, pipelines that come
-    near the list are returned as well, among them those that need up to that many times the memory there is.
+    near the list are returned as well, among them those that need up to that many times the memory there is. `screened` is
+    the space screened before, for as much memory or more.
     """
-    report = progress or _ignore
-    expired = _clock(deadline)
-    shared = screening.blocks(nodes.columns, recomputes)
-    fitting, near_misses, seen = _screen_memory(screening, nodes, shared, nearly, expired, report)
-    near = (nodes.columns.take(slice(0)), np.empty(0))
-    if len(near_misses):
-        near = _cost_near_misses(screening, shared, near_misses)
+    if screened is None:
+        screened = Screened(screening, nodes, recomputes, nearly=nearly, deadline=deadline, progress=progress)
     legal = int(nodes.leaf_counts.sum())
-    if not len(fitting):
+    near = screened.near_misses(screening.limit_bytes, nearly)
+    if not (screened.leaves[2] <= screening.limit_bytes).any():
         return Explored(
             columns=nodes.columns.take(slice(0)),
             step_s=np.empty(0),
@@ -107,21 +174,19 @@ def explore(
             near_pipelines=near[0],
             near_step_s=near[1],
         )
-    variants, reserved, of_node = _fitting_variants(screening, nodes, shared, fitting)
     search = _BestFirst(
         screening,
-        variants,
-        reserved,
-        grids_of(nodes.columns)[of_node],
-        recomputes,
+        screened.bounds,
         objective=objective,
         keep=keep,
         one_per_grid=one_per_grid,
-        expired=expired,
-        report=report,
+        expired=_clock(deadline),
+        report=progress or _ignore,
     )
     search.run()
-    return search.result(legal=legal, all_nodes_seen=seen == len(nodes), near_misses=near if nearly > 1.0 else None)
+    return search.result(
+        legal=legal, all_nodes_seen=screened.all_nodes_seen, near_misses=near if nearly > 1.0 else None
+    )
 
 
 def _screen_memory(
@@ -162,22 +227,11 @@ def _screen_memory(
     return fitting, near_misses, seen
 
 
-def _cost_near_misses(
-    screening: Screening, shared: SharedBlocks, near_misses: _Collected
-) -> tuple[PlanColumns, Floats]:
-    """Return the pipelines that miss the memory by least, and their steps in seconds."""
-    columns, of_node, reserved = near_misses.joined()
-    rows = np.sort(np.argsort(reserved, kind="stable")[:MAX_NEAR_MISSES])
-    columns = columns.take(rows)
-    costed = screening.plans(columns, shared, of_node[rows])
-    return columns, costed.step_s() + costed.flush_s(reserved[rows])
-
-
 def _fitting_variants(
-    screening: Screening, nodes: Nodes, shared: SharedBlocks, fitting: _Collected
+    screening: Screening, nodes: Nodes, shared: SharedBlocks, fitting: tuple[PlanColumns, Rows, Floats]
 ) -> tuple[PlanColumns, Floats, Rows]:
     """Return the variants of all leaves that fit, the bytes they reserve, and the node of each."""
-    leaves, of_node, reserved = fitting.joined()
+    leaves, of_node, reserved = fitting
     variants, of_leaf = nodes.variants(leaves, of_node)
     reserved, of_node = reserved[of_leaf], of_node[of_leaf]
     # Leaves do not overlap communication yet: variants that do need symmetric memory as well.
@@ -197,7 +251,7 @@ def grids_of(columns: PlanColumns) -> Rows:
 class _BestFirst:
     """Costs plans in full, in the order of their lower bounds, until the bound exceeds the last plan to list.
 
-    Arrays are by variant. `bound` is a lower bound of the objective, `seconds` the step, with `reserved` bytes, of a
+    Arrays are by variant; those `within` the memory are searched. `bound` is a lower bound of the objective, `seconds` the step, with `reserved` bytes, of a
     plan that was costed. `step` and `exact` are the step and the bytes once they are certain: for some schedules
     `reserved` is only a lower bound until the schedule table is counted. `step` is infinite before, and where the plan
     does not fit.
@@ -206,10 +260,7 @@ class _BestFirst:
     def __init__(
         self,
         screening: Screening,
-        variants: PlanColumns,
-        reserved: Floats,
-        grid: Rows,
-        recomputes: tuple[str, ...],
+        bounds: _Bounds,
         *,
         objective: str,
         keep: int,
@@ -217,23 +268,24 @@ class _BestFirst:
         expired: Callable[[], bool],
         report: Progress,
     ) -> None:
-        self.screening, self.variants, self.reserved, self.grid = screening, variants, reserved, grid
+        self.screening, self.bounds = screening, bounds
+        self.variants, self.reserved, self.grid = bounds.variants, bounds.reserved, bounds.grid
         self.objective, self.expired, self.report = objective, expired, report
-        self.table = screening.table(variants)
-        self.shared = screening.blocks(self.table, recomputes)
-        self.step_bound = np.full(len(variants), floor_s(screening, variants))
-        self.bound = reserved if objective == "memory" else self.step_bound
-        self.left = np.arange(len(variants))  # variants not costed yet, lowest bound first
-        self.costed = np.zeros(len(variants), dtype=np.bool_)
-        self.seconds, self.step = np.zeros(len(variants)), np.full(len(variants), np.inf)
-        self.exact = reserved.copy()
-        self.needs_counting = np.isin(variants.schedule, SPLIT_BACKWARD)
-        self.threshold = _Threshold(keep, one_per_grid=one_per_grid, grids=int(grid.max()) + 1)
+        self.table, self.shared, self.step_bound = bounds.table, bounds.shared, bounds.step_bound
+        self.bound = self.reserved if objective == "memory" else self.step_bound
+        self.within = np.nonzero(self.reserved <= screening.limit_bytes)[0]
+        self.left = self.within  # variants not costed yet, lowest bound first
+        count = len(self.variants)
+        self.costed = np.zeros(count, dtype=np.bool_)
+        self.seconds, self.step = np.zeros(count), np.full(count, np.inf)
+        self.exact = self.reserved.copy()
+        self.needs_counting = np.isin(self.variants.schedule, SPLIT_BACKWARD)
+        self.threshold = _Threshold(keep, one_per_grid=one_per_grid, grids=int(self.grid.max()) + 1)
 
     def run(self) -> None:
         """Bound all variants, then cost them in full until no other can be listed or the deadline has passed."""
-        self._bound_all()
-        self.left = np.argsort(self.bound, kind="stable")
+        self.bounds.find(self.expired, self.report)
+        self.left = self.within[np.argsort(self.bound[self.within], kind="stable")]
         size = FIRST_PLANS
         while len(self.left):
             rows = self.left[:size]
@@ -247,7 +299,7 @@ class _BestFirst:
             self._cost(rows)
             self.left = self.left[len(rows) :]
             size = min(2 * size, PLANS_AT_ONCE // 8)
-            self.report(f"costed {self.costed.sum():,} of {len(self.variants):,} plans that fit")
+            self.report(f"costed {self.costed.sum():,} of {len(self.within):,} plans that fit")
             if self.expired() and np.isfinite(self.step).any():
                 break
 
@@ -257,11 +309,11 @@ class _BestFirst:
         `near_misses` are pipelines that nearly fit; None where stages are not to be assigned.
         """
         # Plans costed in vain are left out: which those are depends on how many were costed at once.
-        needed = self.bound <= self.threshold.value
+        needed = np.zeros(len(self.variants), dtype=np.bool_)
+        needed[self.within] = self.bound[self.within] <= self.threshold.value
         if self.objective == "pareto":
             self.left = self._undominated(self.left)
-            every = np.arange(len(self.variants))
-            needed = np.isin(every, self._undominated(every))
+            needed = np.isin(np.arange(len(self.variants)), self._undominated(self.within))
         elif self.objective == "time":
             needed &= ~self.costed | (self.seconds <= self.threshold.value)
         found = np.nonzero(needed & np.isfinite(self.step))[0]
@@ -278,21 +330,15 @@ class _BestFirst:
             step_s=self.step[found],
             reserved_bytes=self.exact[found],
             legal=legal,
-            fitting=len(self.variants) - int(too_large.sum()),
+            fitting=len(self.within) - int(too_large.sum()),
             bound=bound,
-            floor_s=float(self.step_bound.min()) if all_nodes_seen else floor_s(self.screening, self.variants),
+            floor_s=float(self.step_bound[self.within].min())
+            if all_nodes_seen
+            else floor_s(self.screening, self.variants),
             complete=bool(complete),
             near_pipelines=near,
             near_step_s=near_s,
         )
-
-    def _bound_all(self) -> None:
-        for number, part in enumerate(_batches(len(self.variants))):
-            some = self.screening.plans(self.table.take(part), self.shared, part)
-            self.step_bound[part] = np.maximum(some.at_least_s(), self.step_bound[part])
-            self.report(f"bounded {part[-1] + 1:,} of {len(self.variants):,} plans that fit")
-            if self.expired() and number:
-                break
 
     def _cost(self, rows: Rows) -> None:
         by_memory = self.objective == "memory"
@@ -300,7 +346,9 @@ class _BestFirst:
         self.seconds[rows] = costed.step_s() + costed.flush_s(self.reserved[rows])
         certain = rows[~self.needs_counting[rows]]
         self.step[certain] = self.seconds[certain]
-        self.threshold.add(self.grid[certain], self.exact[certain] if by_memory else self.step[certain])
+        runs = np.isfinite(self.step[certain])  # a plan whose GPUs cannot reach each other has no place in a list
+        values = self.exact[certain] if by_memory else self.step[certain]
+        self.threshold.add(self.grid[certain], np.where(runs, values, np.inf))
         # Counting schedule tables is slow: quickest plans first, and none that have lost by then.
         uncertain = rows[self.needs_counting[rows]]
         uncertain = uncertain[np.argsort((self.reserved if by_memory else self.seconds)[uncertain], kind="stable")]
