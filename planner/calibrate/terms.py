@@ -23,7 +23,7 @@ from simulator.closed_form.scenario import Scenario
 from simulator.collectives.measured import MeasuredCollectives, Model, Ratios
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
-from simulator.fitting.host_fit import COST_SPREAD, HOST_SPREAD, LAUNCH_SPREAD, LAUNCHES, LEAST_S, costs_in, usual_costs
+from simulator.fitting.host_fit import COST_SPREAD, HOST_SPREAD, LAUNCHES, LEAST_S, costs_in, spread_of, usual_costs
 from simulator.kernels.operators import Work, WorkKind
 from simulator.runtimes.library import runtime_spec
 from topology.rates.groups import GroupShape
@@ -51,6 +51,7 @@ HOST_WORDS = {
     "cp_layer_s": "a layer's context parallelism",
     "ep_layer_s": "a layer's expert parallelism",
     "fsdp_tp_layer_s": "a layer's FSDP with tensor parallelism",
+    "pp_pass_s": "a stage's pass in a pipeline",
     "checkpoint_s": "recomputing a layer",
     "selective_s": "recomputing a layer operator by operator",
     "rest_s": "a step outside layers",
@@ -153,8 +154,8 @@ def terms_of(plans: Sequence[Plan], runtimes: Sequence[Runtime], ops: Sequence[s
         found += [
             Term(
                 name=f"host, {_called(*runtime)}: {HOST_WORDS.get(name, name)}",
-                spread=LAUNCH_SPREAD if name == "launch_s" else COST_SPREAD,
-                change=_raise_host((*runtime, name), LAUNCH_SPREAD if name == "launch_s" else COST_SPREAD),
+                spread=spread_of(name, known[name]),
+                change=_raise_host((*runtime, name), spread_of(name, known[name])),
                 occurs=partial(_costs, name),
                 host=True,
             )

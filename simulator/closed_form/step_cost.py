@@ -24,7 +24,14 @@ from simulator.pipeline.stages import StageLayout, bubble_s
 from simulator.runtimes.library import ModelOperators, RuntimeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
-from simulator.step.host import again_host_s, host_synchronizes, layer_host_s, rest_host_s, step_host_s
+from simulator.step.host import (
+    again_host_s,
+    host_synchronizes,
+    layer_host_s,
+    pass_host_s,
+    rest_host_s,
+    step_host_s,
+)
 from simulator.step.update import NORM_AXES, NORM_BYTES
 
 
@@ -161,8 +168,9 @@ def rank_seconds(rank_sum: RankSum, spec: RuntimeSpec) -> RankSeconds:
     dense, moe = rank_sum.layout.layers
     layers = dense + moe
     forward_s, backward_s = layer_host_s(spec.host, rank_sum.table)
-    host["forward"] = host["forward"] + layers * forward_s[:, None]
-    host["backward"] = host["backward"] + layers * backward_s[:, None]
+    stages_s = (rank_sum.table["virtual_stages"] * pass_host_s(spec.host, rank_sum.table))[:, None]
+    host["forward"] = host["forward"] + layers * forward_s[:, None] + stages_s
+    host["backward"] = host["backward"] + layers * backward_s[:, None] + stages_s
     again = _wrapped_layers(spec, rank_sum.layout)
     host["recompute"] = host["recompute"] + again * again_host_s(spec.host, rank_sum.table)[:, None]
     return RankSeconds(

@@ -33,6 +33,7 @@ SINGLE = (
     "cp_layer_s",
     "ep_layer_s",
     "fsdp_tp_layer_s",
+    "pp_pass_s",
     "checkpoint_s",
     "selective_s",
     "rest_s",
@@ -50,7 +51,8 @@ STEP_SHARE = 0.4
 HOST_SPREAD = 0.5
 LAUNCH_SPREAD = 0.15
 COST_SPREAD = 0.4
-LEAST_S = 0.1e-3  # of a cost that is described as nothing, so that it has a logarithm
+LEAST_S = 0.1e-3  # of a cost that is described as nothing, so that it has a logarithm,
+UNKNOWN_SPREAD = 1.5  # which says next to nothing of it: milliseconds are as likely
 LEVEL = 3.0  # multiples of the described costs at which runs are taken apart: there every narrow run waits for its host
 
 
@@ -105,6 +107,7 @@ def costs_in(plan: Plan) -> frozenset[str]:
         "cp_layer_s": plan.cp > 1,
         "cp_rest_s": plan.cp > 1,
         "ep_layer_s": plan.ep > 1,
+        "pp_pass_s": plan.pp > 1,
         "checkpoint_s": plan.recompute != "none",
         "selective_s": plan.recompute != "none",
     }
@@ -118,6 +121,13 @@ def usual_costs(described: HostSpec) -> Costs:
     if described.selective_s is None:
         del found["selective_s"]
     return {name: max(value, 0.0 if name == "launch_s" else LEAST_S) for name, value in found.items()}
+
+
+def spread_of(name: str, seconds: float) -> float:
+    """Return the spread of the logarithm of a cost that is described as `seconds`, beyond that of the host as a whole."""
+    if name == "launch_s":
+        return LAUNCH_SPREAD
+    return UNKNOWN_SPREAD if seconds <= LEAST_S else COST_SPREAD
 
 
 def as_host_fields(costs: Mapping[str, float]) -> Costs:
@@ -164,7 +174,7 @@ def _taken_apart(group: HostRuns) -> _Rows:
     fixed = np.maximum(at - matrix @ np.array(list(high.values())), 1e-6)
     return _Rows(
         names=tuple(usual),
-        spreads=np.array([LAUNCH_SPREAD if name == "launch_s" else COST_SPREAD for name in usual]),
+        spreads=np.array([spread_of(name, value) for name, value in usual.items()]),
         usual=np.array(list(usual.values())),
         fixed=fixed,
         counts=matrix,

@@ -54,6 +54,11 @@ def layer_host_s(host: HostSpec, table: PlanTable) -> tuple[Floats, Floats]:
     return forward, backward
 
 
+def pass_host_s(host: HostSpec, table: PlanTable) -> Floats:
+    """Return the host seconds of a pass of a pipeline's stage beside those of its layers, one value a plan."""
+    return np.where(table["pp"] > 1, host.pp_pass_s, 0.0)
+
+
 def step_host_s(host: HostSpec, context: CostContext) -> Floats:
     """Return the host seconds of a step in which the device has nothing to do, one value a plan: its own, and loading data."""
     table = context.table

@@ -18,7 +18,7 @@ from simulator.pipeline.schedules import Kind, Schedule
 from simulator.runtimes.library import ModelOperators
 from simulator.step.context import CostContext
 from simulator.step.held import State, between_stages_bytes, placeholder_bytes, state_bytes
-from simulator.step.host import host_synchronizes, rest_host_s, step_host_s
+from simulator.step.host import host_synchronizes, pass_host_s, rest_host_s, step_host_s
 from simulator.step.offload import held_bytes
 from simulator.step.rank import Pass, Rank
 from simulator.step.symmetric_memory import symmetric_bytes
@@ -100,6 +100,8 @@ class StepWalk:
 
     def action(self, rank: Rank, data: DataWriter, stage: int, kind: Kind, micro_batch: int, *, last: bool) -> None:
         """Run one action of a schedule; `last`: of the step's last micro batch."""
+        if kind is not Kind.WEIGHT_GRAD and self.spec.host.pp_pass_s:
+            rank.host_work("pass", pass_host_s(self.spec.host, self.context.table))
         if kind is Kind.FORWARD:
             self._forward(rank, data, self.stages[stage], micro_batch)
         else:

@@ -8,19 +8,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from simulator.calibration.calibration import Calibration, RuntimeCosts
 from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.scenario import Scenario
+from simulator.config.model import MixtureOfExperts, Model
+from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import calibrated
 from simulator.fitting.host_fit import HostRuns, fit_hosts, usual_costs
 from simulator.fitting.runtime_fit import run_of
+from simulator.lowering.simulation import simulate_plan
 from simulator.runtimes.library import runtime_spec
+from topology import codec
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.clusters import cluster
-from topology.profile.profile import read_profile
+from topology.profile.profile import Profile, read_profile
+from topology.profile.samples import LayerSample
 
 PROFILES = Path(__file__).parents[2] / "examples" / "profiles"
 TITAN = runtime_spec("torchtitan").host
+MACHINE = load_cluster("h200x4")
 
 
 @pytest.mark.parametrize(
@@ -109,3 +117,73 @@ def test_a_runtime_without_runs_is_as_slow_as_the_host_that_others_showed() -> N
     assert known.host_speed > 1.0
     faster = dataclasses.replace(known, runtimes={})
     assert host_s(known) > host_s(faster)
+
+
+def narrow_steps() -> list[tuple[Model, Plan, Workload, Runtime]]:
+    """One and two narrow layers on one GPU, under FSDP, with experts, and of two stages."""
+    dense = Model(
+        name="n", family="qwen3", layers=1, hidden=512, heads=8, kv_heads=8, head_dim=64, ffn=1024, vocab=1024, qk_norm=True
+    )  # fmt: skip
+    sparse = dataclasses.replace(dense, moe=MixtureOfExperts(experts=8, experts_per_token=2, ffn=256))
+    found = []
+    for model, plan, counts in (
+        (dense, Plan(), (1, 2)),
+        (dense, Plan(dp_shard=4), (1, 2)),
+        (sparse, Plan(dp_shard=4), (1, 2)),
+        (sparse, Plan(dp_shard=4, ep=4), (1, 2)),
+        (dense, Plan(dp_shard=2, pp=2, schedule="1F1B"), (2,)),
+    ):
+        workload = Workload(seq_len=256, global_batch_size=plan.data_parallel * (4 if plan.pp > 1 else 1))
+        found += [
+            (dataclasses.replace(model, layers=layers), plan, workload, Runtime(name="torchtitan")) for layers in counts
+        ]
+    return found
+
+
+def step_s(parts: tuple[Model, Plan, Workload, Runtime], known: Calibration) -> float:
+    model, plan, workload, runtime = parts
+    scenario = Scenario(model=model, cluster=MACHINE, workload=workload, runtime=runtime, calibration=known)
+    return float(estimate_plans(scenario, [plan]).step_s[0])
+
+
+def test_hosts_of_experts_and_pipelines_are_found_though_described_as_nothing() -> None:
+    """Steps of narrow layers as a host makes them that takes 4 ms for a layer's experts and 0.8 ms for a stage's pass."""
+    true = {"ep_layer_s": 4e-3, "pp_pass_s": 0.8e-3}
+    gpu = Calibration(gpu=MACHINE.slowest_kind)
+    host = dataclasses.replace(gpu, runtimes={("torchtitan", False): RuntimeCosts(host=true)})
+    samples = tuple(
+        LayerSample(
+            **{
+                name: codec.to_builtins(part)
+                for name, part in zip(("model", "plan", "workload", "runtime"), parts, strict=True)
+            },
+            step_s=step_s(parts, host),
+        )
+        for parts in narrow_steps()
+    )
+
+    found = calibrated(Profile(machine="m", gpu=MACHINE.slowest_kind.name, layers=samples), MACHINE)
+
+    costs = found.runtime("torchtitan", compiled=False).host
+    assert costs["ep_layer_s"] == pytest.approx(4e-3, rel=0.2)
+    assert costs["pp_pass_s"] == pytest.approx(0.8e-3, rel=0.25)
+    assert costs["launch_s"] == pytest.approx(TITAN.launch_s, rel=0.1)
+    for parts, sample in zip(narrow_steps(), samples, strict=True):
+        assert step_s(parts, found) == pytest.approx(sample.step_s, rel=0.06)
+
+
+def test_the_simulation_and_the_sums_have_the_same_pipeline_host() -> None:
+    """A stage whose passes are so short that its host decides: 8 micro batches, each with one forward and one backward."""
+    parts = (*narrow_steps()[-1][:2], Workload(seq_len=256, global_batch_size=16), Runtime(name="torchtitan"))
+    gpu = Calibration(gpu=MACHINE.slowest_kind)
+
+    def both(seconds: float) -> tuple[float, float]:
+        known = dataclasses.replace(gpu, runtimes={("torchtitan", False): RuntimeCosts(host={"pp_pass_s": seconds})})
+        model, plan, workload, runtime = parts
+        scenario = Scenario(model=model, cluster=MACHINE, workload=workload, runtime=runtime, calibration=known)
+        return step_s(parts, known), simulate_plan(scenario, plan).estimate.step_s.value
+
+    (sums, simulated), (more_sums, more_simulated) = both(0.0), both(2e-3)
+
+    assert more_simulated - simulated == pytest.approx(2 * 8 * 2e-3, rel=0.3)
+    assert more_sums - sums == pytest.approx(more_simulated - simulated, rel=0.3)
