@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "bench" / "deepspeed_program.py"
 MODELS = ROOT / "simulator" / "models"
-STEPS, WARM_UP = 9, 4
+STEPS, WARM_UP = 7, 3
 LIMIT_S = 80.0  # for one plan, start included
 LEAST_S = 30.0  # with less left nothing is started
 TITAN_LINE = re.compile(r"step:\s*(\d+)\s+loss:\s*([\d.-]+).*?memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)")
