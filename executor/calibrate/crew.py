@@ -64,10 +64,14 @@ class Crew:
             here, there = context.Pipe()
             request = {**options, "rank": rank, "gpus": list(self.gpus), "port": port, "folder": str(folder)}
             process = context.Process(target=_run_rank, args=(json.dumps(request), there))
-            process.start()
+            self._pipes.append(here)
+            try:
+                process.start()
+            except (OSError, EOFError) as error:
+                self._die(f"rank {rank} could not be started: {type(error).__name__} {error}")
+                return
             there.close()
             self._ranks.append(process)
-            self._pipes.append(here)
 
     @property
     def pipes(self) -> list[Connection]:

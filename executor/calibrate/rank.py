@@ -33,7 +33,9 @@ from executor.launch.records import Deadline, Recorder
 from executor.measure.probe_collectives import record_sizes
 from topology.errors import PlannerError
 
-with suppress(ImportError):  # once, in the process that ranks are forked from: it takes seconds
+with suppress(
+    Exception
+):  # once, in the process that ranks are forked from, which must not fail for it: it takes seconds
     import torchtitan.train  # noqa: F401
 
 PARENT_S = 1.0  # between two looks at whether the parent lives

@@ -37,6 +37,15 @@ MEASURED_BELOW = 0.8  # of a term's spread: one that is left with more was hardl
 LEAST_CHANGE = 0.01  # of a step: what an assumption must be able to change to be told
 
 
+LAUNCHES: dict[str, object] = {
+    "kind": "host",
+    "name": "launches of small kernels",
+    "ranks": 1,
+    "seconds": 2.0,
+    "items": [],
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
     """The steps that are to become sure, the likeliest first. `choice`: they are plans of one question, of which one is
@@ -80,8 +89,9 @@ class Agenda:
         return STARTING_S + expected_seconds(self.chosen, self.gpus)
 
     def jobs(self) -> list[dict[str, object]]:
-        """Return what the executor is told, in order."""
-        return [job_of(one.measurement) for one in self.chosen]
+        """Return what the executor is told, in order; last, where there is time, what launches cost, which is only told."""
+        last = [LAUNCHES] if self.wanted.everything else []
+        return [*(job_of(one.measurement) for one in self.chosen), *last]
 
     def knowledge(self, made: Sequence[Measurement]) -> Knowledge:
         """Return what is known once `made` were measured."""
