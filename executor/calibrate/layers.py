@@ -3,7 +3,7 @@
 Their difference is the cost of a layer, host and device together; their common part is the rest of a step. Full models
 are never run here, so that predictions of whole steps stay out-of-sample.
 
-Requests of the runtime `torchtitan` run in torchtitan itself (`executor.calibrate.torchtitan`), all others in the
+Requests of the runtime `torchtitan` run in torchtitan itself (`executor.measure.torchtitan`), all others in the
 executor.
 """
 
@@ -58,7 +58,7 @@ def titan_versions() -> dict[str, str]:
 def builder_of(runtime: str, text: str) -> Callable[..., Step]:
     """Return what builds a step of a runtime. Raises ImportError where it is torchtitan's and that is not installed."""
     if runtime == "torchtitan":
-        from executor.calibrate.torchtitan import titan_step  # noqa: PLC0415 - only for runtime torchtitan
+        from executor.measure.torchtitan import titan_step  # noqa: PLC0415 - only for runtime torchtitan
 
         return lambda *parts, **more: titan_step(*parts, text=text, **more)
     return own_step

@@ -19,7 +19,7 @@ class Request:
 
     `start_timeout_s` and `collective_timeout_s` bound how long a rank waits for another one. `own_table` runs our own
     schedule table even where torch has the schedule. `predicted`, `fingerprints` and `cluster` (that of the prediction)
-    are copied into the report.
+    are copied into the report. `trainer` is whose training step is run: `own`, or `torchtitan`, whose numbers are not checked.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -33,6 +33,7 @@ class Request:
     warm_up: int = 3
     seed: int = 0
     own_table: bool = False
+    trainer: str = "own"
     profile: bool = True  # take one more step under the profiler, after the timed steps
     peak_flops: float | None = None
     peak_flops_source: str = ""

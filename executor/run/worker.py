@@ -35,6 +35,7 @@ from executor.parallel.meshes import collectives_entered, describe_mesh, meshes_
 from executor.parallel.model_facts import read_model_facts
 from executor.parallel.parallelize import Setup
 from executor.parallel.train_step import Trainer
+from executor.run.titan_trainer import TitanTrainer
 from executor.verify.checks import check_numbers
 from topology import codec
 
@@ -92,7 +93,7 @@ def run(request: Request, deadline: Deadline, recorder: Recorder, beat: Heartbea
 def _run_in_group(
     request: Request, device: torch.device, deadline: Deadline, recorder: Recorder, beat: Heartbeat, out: Path
 ) -> None:
-    plan, began = request.plan, time.perf_counter()
+    began = time.perf_counter()
     dist.barrier()  # the first collective: a missing rank is found here, under the short timeout
     recorder.write("versions", torch=torch.__version__, backend=dist.get_backend(), device=_device_name(device))
     if not _all_have_time(deadline, 0.0, device):
@@ -100,33 +101,12 @@ def _run_in_group(
         recorder.write("timed")
         recorder.write("done", seconds=time.perf_counter() - began)
         return
-    beat.set_phase("building meshes")
-    meshes = meshes_for(plan, device.type)
-    mesh = describe_mesh(meshes, plan)
-    recorder.write("mesh", **mesh)
-    if not mesh["as_requested"]:
-        raise RuntimeError(f"torch's mesh is not the plan's: {mesh}")
-    set_timeout(meshes, request.collective_timeout_s)
-    beat.entered, beat.stack_tells_waiting = collectives_entered, device.type == "cpu"
-
-    if not check_numbers(request, meshes, device, recorder, beat):
-        recorder.close()
-        os._exit(WRONG_NUMBERS)  # a plan whose numbers are wrong is never timed
-
-    beat.set_phase("building the model")
-    trainer = Trainer(
-        Setup(
-            plan=plan,
-            model=request.model,
-            workload=request.workload,
-            runtime=request.runtime,
-            meshes=meshes,
-            device=device,
-            seed=request.seed,
-            own_table=request.own_table,
-        )
+    trainer = (
+        TitanTrainer(request, device)
+        if request.trainer == "torchtitan"
+        else _own_trainer(request, device, recorder, beat)
     )
-    held = sum(local_tensor(p).numel() for p in trainer.parameters())
+    held = sum(local_tensor(p).numel() for p in trainer.parameters()) if isinstance(trainer, Trainer) else None
     recorder.write("built", parameters_here=held, after_s=time.perf_counter() - began, **_memory(device.type))
     with PausedGarbageCollection() as collector:
         longest = _take_steps(request, trainer, device, deadline, recorder, beat, collector)
@@ -142,15 +122,47 @@ def _run_in_group(
             recorder.missing(f"profile: {why}")
         for sample in operators:
             recorder.write("operator", sample=sample)
-    recorder.write("effects", **read_model_facts(trainer))
+    if isinstance(trainer, Trainer):
+        recorder.write("effects", **read_model_facts(trainer))
     dist.barrier()
     recorder.write("done", seconds=time.perf_counter() - began)
     beat.set_phase("done")
 
 
+def _own_trainer(request: Request, device: torch.device, recorder: Recorder, beat: Heartbeat) -> Trainer:
+    """Build meshes, check the plan's numbers, and build the model. Exits with WRONG_NUMBERS where they are wrong."""
+    plan = request.plan
+    beat.set_phase("building meshes")
+    meshes = meshes_for(plan, device.type)
+    mesh = describe_mesh(meshes, plan)
+    recorder.write("mesh", **mesh)
+    if not mesh["as_requested"]:
+        raise RuntimeError(f"torch's mesh is not the plan's: {mesh}")
+    set_timeout(meshes, request.collective_timeout_s)
+    beat.entered, beat.stack_tells_waiting = collectives_entered, device.type == "cpu"
+
+    if not check_numbers(request, meshes, device, recorder, beat):
+        recorder.close()
+        os._exit(WRONG_NUMBERS)  # a plan whose numbers are wrong is never timed
+
+    beat.set_phase("building the model")
+    return Trainer(
+        Setup(
+            plan=plan,
+            model=request.model,
+            workload=request.workload,
+            runtime=request.runtime,
+            meshes=meshes,
+            device=device,
+            seed=request.seed,
+            own_table=request.own_table,
+        )
+    )
+
+
 def _take_steps(
     request: Request,
-    trainer: Trainer,
+    trainer: Trainer | TitanTrainer,
     device: torch.device,
     deadline: Deadline,
     recorder: Recorder,
@@ -203,7 +215,7 @@ def _take_steps(
             sm_clock_hz=next(iter(clock.hertz()), None),
             loss=result.loss,
             gradient_norm=result.gradient_norm,
-            **_memory(device.type),
+            **_peaks(trainer, device.type),
         )
         index += 1
         if index == warm_up and warm_up < request.warm_up + MAX_EXTRA_WARM_UP and device.type == "cuda":
@@ -214,6 +226,14 @@ def _take_steps(
     if clock.missing:
         recorder.missing(clock.missing)
     return longest
+
+
+def _peaks(trainer: Trainer | TitanTrainer, device_type: str) -> dict[str, Any]:
+    """Return the peaks of memory; torchtitan's step has reset what torch says of what it reserved."""
+    found = _memory(device_type)
+    if isinstance(trainer, TitanTrainer) and device_type == "cuda":
+        found["peak_reserved_bytes"] = max(found["peak_reserved_bytes"], trainer.peak_reserved_bytes)
+    return found
 
 
 def _on_any_rank(mine: bool, device: torch.device) -> bool:

@@ -38,7 +38,7 @@ DEVICES = ("cuda", "cpu")
 OBJECTIVES = ("time", "throughput", "cost")
 MOST_BUDGET_S = 7 * 86400.0
 WITHIN_PERCENT = 1.0
-RUN_HERE = ("meshwright", "pytorch")  # frameworks whose plans our executor runs
+RUN_HERE = ("meshwright", "pytorch", "torchtitan")  # frameworks whose plans our executor runs
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 

@@ -1,6 +1,6 @@
-"""Trials by our own executor: each plan is built, checked against one process, and run for a few steps.
+"""Trials by our executor: each plan is built and run for a few steps, by its own trainer or by torchtitan's.
 
-Plans of equal meshes share one start of processes. A run that fails ends its processes, the kernel takes their memory back,
+What its own trainer computes is compared with one process first. Plans of equal meshes share one start of processes. A run that fails ends its processes, the kernel takes their memory back,
 and the next one begins in new ones. Reports are kept where `planner runs` lists them.
 """
 
@@ -53,6 +53,7 @@ class ExecutorTrials:
     timed_steps: int = 10
     allow_busy: bool = False
     profiled: bool = False
+    trainer: str = "own"  # or torchtitan: whose training step is run
     tell: Callable[[str], None] = lambda _: None
     began: Callable[[Began], None] = lambda _: None
     first_number: int = 1
@@ -122,7 +123,7 @@ class ExecutorTrials:
         else:
             run = cuda_run(content, self.here, self.health, allow_busy=self.allow_busy)
         request = run.request(steps=self.timed_steps, budget_s=budget_s, own_table=False)
-        return request | {"profile": self.profiled}
+        return request | {"profile": self.profiled, "trainer": self.trainer}
 
     def _trial(
         self, candidate: Candidate, chosen: Chosen, folder: Path, *, code: int | None, cut: bool, log: Path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 from collections.abc import Callable
 from dataclasses import replace
@@ -94,6 +95,7 @@ def runner_for(
         limit_s=trial_limit_s,
         timed_steps=asked.steps,
         allow_busy=allow_busy,
+        trainer="torchtitan" if asked.framework == "torchtitan" else "own",
         tell=tell,
         began=journal.began,
     )
@@ -134,6 +136,11 @@ def cut_short(state: State) -> list[Trial]:
 
 def require_device(asked: Asked) -> None:
     """Raise PlannerError where a state's trials cannot be made on this machine at all."""
+    if asked.framework == "torchtitan" and importlib.util.find_spec("torchtitan") is None:
+        raise PlannerError(
+            "torchtitan is not installed, so its plans cannot be run",
+            remedy="pip install torchtitan==0.2.2; or --command, with a torchtitan of its own",
+        )
     if asked.device == "cuda" and asked.how == "executor" and not probe_machine().gpu_count:
         raise PlannerError(
             "this machine has no GPU to try plans on",

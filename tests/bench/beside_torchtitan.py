@@ -3,7 +3,7 @@
     python3 tests/bench/beside_torchtitan.py steps OUT.json --plans DIR --only 3b-fsdp2,... --budget 120
     python3 tests/bench/beside_torchtitan.py export OUT.json --toml FILE --text DIR --gpus 2 --budget 120
 
-`steps`: torchtitan's own Trainer and `train_step` (`executor.calibrate.torchtitan`) under plan files of
+`steps`: torchtitan's own Trainer and `train_step` (`executor.measure.torchtitan`) under plan files of
 `tests/bench/apply_plans.py predict`, with random tokens as our executor has them; a plan's time is that of a whole step
 on its slowest rank. `--ours` has our executor take steps of the same plan in the same processes, in turns with torchtitan,
 so that both see one clock; `--kernels` adds what the GPU spent in each kernel of one profiled step. `export`: `torchrun -m torchtitan.train --job.config_file FILE`, the file as `planner export` wrote
@@ -63,7 +63,7 @@ def worker(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from executor.calibrate.layers import own_step
-    from executor.calibrate.torchtitan import titan_step
+    from executor.measure.torchtitan import titan_step
     from planner.question.plan_file import load_plan
 
     until = time.monotonic() + options.budget

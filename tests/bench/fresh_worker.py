@@ -1,7 +1,7 @@
 """One rank of one fresh run: build, warm up, time steps, look at one of them, and say how it ended in a file.
 
 The steps are the executor's own (`executor.calibrate.layers.own_step`), or torchtitan's own trainer's
-(`executor.calibrate.torchtitan.titan_step`). A step's time is wall clock on the slowest rank, between device
+(`executor.measure.torchtitan.titan_step`). A step's time is wall clock on the slowest rank, between device
 synchronisations. What a file says last is how far the rank came, so that a rank that is killed is accounted for.
 """
 
@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from executor.calibrate.layers import own_step
-from executor.calibrate.torchtitan import titan_step
 from executor.gpu.sm_clock import SmClock
 from executor.launch.garbage_collection import PausedGarbageCollection
+from executor.measure.torchtitan import titan_step
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime

@@ -24,6 +24,7 @@ from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from topology.catalog.cluster_file import load_cluster
 from topology.catalog.platform import take_gpus
+from topology.errors import BadPlan
 
 pytest.importorskip("torch", reason="torch is not installed: plans cannot be run")
 pytestmark = pytest.mark.slow
@@ -141,3 +142,21 @@ def test_plans_of_one_mesh_share_a_start_and_a_tuning_ends_with_a_measured_plan(
     for trial in view.trials:
         report = json.loads((tmp_path / "trials" / trial.directory.rpartition("/")[2] / "run.json").read_text())
         assert report["verified"]["ok"]
+
+
+def test_torchtitan_is_not_asked_for_ranks_on_other_gpus_than_its_own(asked) -> None:
+    from executor.launch.request import Request
+    from executor.run.titan_trainer import TitanTrainer
+
+    question, plans = asked
+    request = Request(
+        plan=plans.plans[0].plan,
+        model=question.model,
+        workload=question.workload,
+        runtime=question.runtime,
+        gpus=(1, 0),
+        trainer="torchtitan",
+    )
+
+    with pytest.raises(BadPlan, match="rank r on GPU r"):
+        TitanTrainer(request, "cpu")

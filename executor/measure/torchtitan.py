@@ -54,6 +54,7 @@ def titan_step(
         """Record peak memory and data-loading time before torchtitan logs and resets them."""
         seen["reserved_bytes"] = float(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else 1.0
         seen["data_s"] = max(sum(processor.data_loading_times), 1e-9)
+        _, seen["loss"], _, seen["gradient_norm"] = (float(value) for value in arguments[:4])
         log(*arguments, **named)
 
     processor.log = log_and_keep
