@@ -20,7 +20,15 @@ from simulator.pipeline.schedules import SPLIT_BACKWARD
 from simulator.pipeline.stages import StageLayout, head_in_flight, in_flight
 from simulator.runtimes.library import ModelOperators
 from simulator.step.context import CostContext
-from simulator.step.held import Parameters, State, between_stages_bytes, head_peak_bytes, placeholder_bytes, state_bytes
+from simulator.step.held import (
+    Parameters,
+    State,
+    between_stages_bytes,
+    head_left_bytes,
+    head_peak_bytes,
+    placeholder_bytes,
+    state_bytes,
+)
 from simulator.step.offload import held_bytes, host_bytes, offloaded
 from simulator.step.symmetric_memory import symmetric_bytes
 
@@ -155,7 +163,7 @@ def memory_columns(
     peak = np.maximum(early, late)
     # One pool per stream: the compute stream's peak and the communication streams' peak add up.
     # Whole gradients come from the compute stream's own pool, where activations have made room for them.
-    reserved = np.where(whole, peak, everything)
+    reserved = np.where(whole, peak, everything) + last * head_left_bytes(context)[:, None]
     away: list[State] = [kind for kind in widths if offloaded(context, kind).any()]
     on_host = sum((sharded(kind) * host_bytes(context, kind)[:, None] for kind in away), np.zeros_like(shared))
     return MemoryColumns(

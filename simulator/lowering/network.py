@@ -90,6 +90,7 @@ class Network:
             experts=sum((u.experts for u in units), nothing),
             saved_bytes=sum((u.saved_bytes for u in units), nothing),
             again_bytes=np.asarray(max((u.again_bytes for u in units), default=nothing)),
+            passing_bytes=np.asarray(max((u.passing_bytes for u in units), default=nothing)),
             kept_cast=sum((u.kept_cast for u in units), nothing),
             recast=sum((u.recast for u in units), nothing),
             widest=np.asarray(max((u.elements for u in units), default=nothing)),

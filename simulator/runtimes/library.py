@@ -139,7 +139,11 @@ class HostSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """Operators by part of the network. `head_peak`: tensors alive together where backward of the loss begins, by moment."""
+    """Operators by part of the network. `head_peak`: tensors alive together where backward of the loss begins, by moment.
+
+    `head_left`: tensors of the loss's forward pass that are gone by then, and whose blocks in the allocator's pool are too
+    small for what backward asks for. Both are of a loss that is not compiled, unless `compiled_head_peak` is given.
+    """
 
     attention: tuple[OperatorSpec, ...]
     latent_attention: tuple[OperatorSpec, ...]
@@ -149,6 +153,7 @@ class LayerSpec:
     head: tuple[OperatorSpec, ...]
     head_peak: tuple[tuple[str, ...], ...]
     compiled_head_peak: tuple[tuple[str, ...], ...] = ()  # empty: the loss is not compiled
+    head_left: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,6 +322,12 @@ def head_peaks(runtime: Runtime) -> tuple[tuple[str, ...], ...]:
     """Return the tensors alive together where backward of the loss begins, one tuple a moment; the largest decides."""
     layer = spec_for(runtime).layer
     return (layer.compiled_head_peak if runtime.compile else ()) or layer.head_peak
+
+
+def head_left(runtime: Runtime) -> tuple[str, ...]:
+    """Return the tensors whose blocks the allocator is left with when the loss turns round."""
+    layer = spec_for(runtime).layer
+    return () if runtime.compile and layer.compiled_head_peak else layer.head_left
 
 
 def recompute_stops_early(runtime: Runtime) -> bool:

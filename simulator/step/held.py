@@ -14,7 +14,7 @@ from simulator.config.model import Model
 from simulator.config.runtime import MOMENTS
 from simulator.kernels.operators import OperatorSpec, active_rows, parse_matmul, tensor_bytes
 from simulator.pipeline.stages import StageLayout
-from simulator.runtimes.library import RecomputeSpec, head_peaks
+from simulator.runtimes.library import RecomputeSpec, head_left, head_peaks
 from simulator.step.context import CostContext
 
 
@@ -103,6 +103,16 @@ def head_peak_bytes(context: CostContext) -> Floats:
         tensors = (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in moment)
         peak = np.maximum(peak, sum(tensors, np.zeros(len(context.table))))
     return peak
+
+
+def head_left_bytes(context: CostContext) -> Floats:
+    """Return the bytes that the compute stream's pool holds for the loss's forward pass, and backward cannot use.
+
+    A pipeline that keeps what its last stage gives until the step ends has the logits in them for good, and counts them.
+    """
+    tensors = (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in head_left(context.runtime))
+    kept = (context.table["pp"] > 1) & context.spec.pipeline.keeps_outputs
+    return np.asarray(np.where(kept, 0.0, sum(tensors, np.zeros(len(context.table)))))
 
 
 def between_stages_bytes(

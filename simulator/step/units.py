@@ -15,7 +15,7 @@ from simulator.config.plan import Plan
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import RuntimeSpec
 from simulator.step.context import CostContext
-from simulator.step.held import Parameters, head_peak_bytes
+from simulator.step.held import Parameters, head_left_bytes, head_peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,7 +23,7 @@ class Unit:
     """One wrapped module: a block, and elements of its parameters on a rank before sharding, routed experts apart.
 
     `words` are the recompute modes it runs under, a column; `wrapped` is whether it runs again under one that recomputes.
-    `saved_bytes` live from forward to backward, `again_bytes` during backward. Elements that products use: `kept_cast` of
+    `saved_bytes` live from forward to backward, `again_bytes` during backward, `passing_bytes` during forward. Elements that products use: `kept_cast` of
     modules that run once, whose narrow copies backward keeps under autocast, `recast` of those that run again.
 
     `repeats` units in a row are like this one, where it is enough to be told of one.
@@ -43,6 +43,7 @@ class Unit:
     kept_cast: Floats
     recast: Floats
     widest: Floats | None = None
+    passing_bytes: Floats | float = 0.0
     repeats: int = 1
 
     @property
@@ -141,6 +142,8 @@ class UnitMaker:
         unit = self._unit(
             block, self._none, shared, np.zeros(self._rows), saved, again, np.zeros(self._rows, dtype=bool)
         )
+        if block == "head":
+            unit = replace(unit, passing_bytes=head_left_bytes(self.context))
         return unit if cast else replace(unit, kept_cast=np.zeros(self._rows))
 
     def _unit(

@@ -120,7 +120,12 @@ class StepWalk:
             data.before(unit, following)
             rank.alloc(f"saved {unit.name} {micro_batch}", unit.saved_bytes, "activations")
             rank.alloc(f"cast {unit.name} {micro_batch}", unit.recast * remembered, "loss_and_recompute")
-            rank.run(unit, Pass.FORWARD)
+            if np.any(unit.passing_bytes):
+                rank.alloc(f"passing {unit.name} {micro_batch}", unit.passing_bytes, "loss_and_recompute")
+                rank.run(unit, Pass.FORWARD)
+                rank.free(f"passing {unit.name} {micro_batch}")
+            else:
+                rank.run(unit, Pass.FORWARD)
             data.join()
             # The last unit is needed again at once; a whole stage in one is not, but for its last layer.
             if position + 1 < len(units) or unit.pieces > 1:

@@ -1,0 +1,74 @@
+"""What torch itself allocates while a loss turns round, replayed through our model of its caching allocator."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+
+from simulator.config.runtime import Runtime
+from simulator.engine.allocations import CachingPool
+from simulator.kernels.operators import FIXED_DTYPE_BYTES
+from simulator.runtimes.library import head_left, head_peaks
+
+torch = pytest.importorskip("torch")
+
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402 - after the skip
+from torch.utils._pytree import tree_flatten  # noqa: E402 - after the skip
+
+TOKENS, WIDTH, VOCABULARY = 2048, 32, 8192
+SCALE = 64  # bytes are counted so many times, so that no block is a small one
+
+
+class Allocated(TorchDispatchMode):
+    """Tells a pool of every storage that operators make, and of its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool, self.live, self.peak = CachingPool(), 0, 0
+        self.places: dict[int, tuple[int, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_flatten(out)[0]:
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage.nbytes() and storage._cdata not in self.places:
+                nbytes = storage.nbytes() * SCALE
+                self.places[storage._cdata] = nbytes, self.pool.allocate(nbytes)
+                self.live += nbytes
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self.gone, storage._cdata)
+        return out
+
+    def gone(self, key: int) -> None:
+        nbytes, place = self.places.pop(key)
+        self.pool.free(place)
+        self.live -= nbytes
+
+
+def per_logit(tensors) -> float:
+    """Return the bytes of tensors of a description for each number of the logits."""
+    total = 0.0
+    for text in tensors:
+        axes, _, dtype = text.partition(":")
+        factor, _, _ = axes.split()[0].rpartition("*")
+        total += float(factor or 1) * (FIXED_DTYPE_BYTES[dtype] if dtype else 2.0)
+    return total
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "pytorch"])
+def test_an_eager_loss_holds_what_its_description_says(name):
+    """Cross entropy in float32 of 16-bit logits that the trainer lets go of before backward."""
+    weight = torch.zeros(VOCABULARY, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    tokens = torch.zeros(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(TOKENS, dtype=torch.int64)
+    with Allocated() as found:
+        logits = torch.nn.functional.linear(tokens, weight)
+        loss = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+        del logits
+        loss.backward()
+
+    runtime, logits_bytes = Runtime(name=name), SCALE * TOKENS * VOCABULARY
+    peak = max(per_logit(moment) for moment in head_peaks(runtime))
+    assert found.peak / logits_bytes == pytest.approx(peak, rel=0.02)
+    assert found.pool.reserved_bytes / logits_bytes == pytest.approx(peak + per_logit(head_left(runtime)), rel=0.03)
