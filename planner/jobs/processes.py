@@ -63,10 +63,10 @@ class Workers:
         self._idle: list[subprocess.Popen[bytes]] = []
         self._running: list[Job] = []
 
-    def warm(self) -> None:
-        """Start a process, so that the first question need not wait for its imports."""
+    def warm(self, processes: int = 1) -> None:
+        """Start processes, so that the first questions need not wait for their imports."""
         with self._changed:
-            if not self._idle and not self._running:
+            while len(self._idle) + len(self._running) < min(processes, self._slots):
                 self._idle.append(_start(self._module))
 
     def free(self) -> int:
@@ -134,6 +134,7 @@ class Job:
         self._request = (kind, arguments, self._bounds.memory_bytes)
         self._stopped: PlannerError | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._worked_before_s = 0.0
         threading.Thread(target=self._run, daemon=True, name=kind).start()
         threading.Thread(target=self._watch, daemon=True, name=f"{kind} watch").start()
 
@@ -163,6 +164,7 @@ class Job:
         process = self._workers.enter(self)
         again = False
         if process is not None:
+            self._worked_before_s = _worked_s(process)
             self._process = process
             try:
                 if self._stopped is None:
@@ -208,12 +210,17 @@ class Job:
             elif time.monotonic() - self.asked > self._bounds.forgotten_s:
                 self.stop()
             elif self._may_slow() and (process := self._process) is not None:
-                self.slowed = True
-                with suppress(psutil.Error):
-                    psutil.Process(process.pid).nice(NICE)
+                self._slow(process)
 
     def _may_slow(self) -> bool:
         return self._bounds.aside and not self.slowed and self.runs_s > LONG_S
+
+    def _slow(self, process: subprocess.Popen[bytes]) -> None:
+        """Lower the priority of a process that has worked for long; one that waits for the processor has not."""
+        if _worked_s(process) - self._worked_before_s > LONG_S:
+            self.slowed = True
+            with suppress(psutil.Error):
+                psutil.Process(process.pid).nice(NICE)
 
 
 def _start(module: str) -> subprocess.Popen[bytes]:
@@ -225,6 +232,14 @@ def _start(module: str) -> subprocess.Popen[bytes]:
         env={**environment(), **ONE_THREAD},
         start_new_session=True,  # Ctrl-C is for the server, which ends its processes
     )
+
+
+def _worked_s(process: subprocess.Popen[bytes]) -> float:
+    """Return the processor time of a process, in seconds."""
+    try:
+        return float(sum(psutil.Process(process.pid).cpu_times()[:2]))
+    except psutil.Error:
+        return 0.0
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -61,7 +61,7 @@ class Dispatcher:
         self._thread = threading.Thread(target=self._loop, daemon=True, name="dispatcher")
 
     def start(self) -> None:
-        self._workers.warm()
+        self._workers.warm(self._settings.workers)
         self._thread.start()
 
     def stop(self) -> None:
