@@ -28,9 +28,11 @@ STYLE = """<style>
   }
   .st-key-last_answer { opacity: 0.45; pointer-events: none; }
 </style>"""
+HOME = "home"
 VIEWS = Path(__file__).parent / "views"
 # name, title, icon, whether it shows a search result
 PAGES = (
+    ("home", "Plan a training run", ":material/home:", True),
     ("cluster", "Cluster", ":material/hub:", False),
     ("model", "Model and workload", ":material/deployed_code:", False),
     ("plans", "Plans", ":material/leaderboard:", True),
@@ -48,7 +50,7 @@ st.set_page_config(
     menu_items={"about": "meshwright plans multi-GPU training. Everything runs on this machine; nothing is sent."},
 )
 pages = {
-    name: st.Page(VIEWS / f"{name}.py", title=title, icon=icon, url_path=name, default=name == "cluster")
+    name: st.Page(VIEWS / f"{name}.py", title=title, icon=icon, url_path=name, default=name == HOME)
     for name, title, icon, _ in PAGES
 }
 page = st.navigation(list(pages.values()), position="hidden")
@@ -59,12 +61,17 @@ if unknown:
     panels.not_here(unknown)
     st.stop()
 navigation = st.sidebar.container(gap="xxsmall")
-question = state.sidebar()
+at_home = page.url_path == pages[HOME].url_path
+if at_home:
+    panels.purpose()
+question = state.ask(row=at_home)
+if at_home:
+    panels.bring_files()
 for name, title, icon, _ in PAGES:
     navigation.page_link(pages[name], label=title, icon=icon, query_params=state.link(), width="stretch")
 searched = {pages[name].url_path for name, _, _, needs in PAGES if needs}
 try:
-    answered = page.url_path not in searched or data.frame(question)
+    answered = page.url_path not in searched or data.frame(question, choose=not at_home)
     state.results()["question"] = question if answered else state.results()["answer"].question
     with st.container(key="answer" if answered else "last_answer"):
         page.run()

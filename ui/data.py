@@ -149,6 +149,12 @@ def chosen(result: SearchResult, name: str) -> RankedPlan:
     return next((ranked for ranked in result.plans if plan_name(ranked.plan) == name), result.plans[0])
 
 
+def second(result: SearchResult, first: RankedPlan) -> RankedPlan | None:
+    """Return the plan that the chosen one is compared with, if one is ticked."""
+    wanted = st.session_state.get("second")
+    return next((r for r in result.plans if plan_name(r.plan) == wanted and r.rank != first.rank), None)
+
+
 # --- saved runs ------------------------------------------------------------------------------------------------------
 
 
@@ -195,8 +201,8 @@ class Answer:
     ranked: RankedPlan
 
 
-def frame(asked: Inputs) -> bool:
-    """Get the answer that a page is about to show, and let the user choose one of its plans.
+def frame(asked: Inputs, *, choose: bool) -> bool:
+    """Get the answer that a page is about to show, and let the user choose one of its plans where `choose`.
 
     Returns False while a search runs: the page shows the last answer meanwhile, and ends here where there is none.
     """
@@ -205,7 +211,11 @@ def frame(asked: Inputs) -> bool:
     if result is None and last is None:
         st.stop()
     shown, found = (asked, result) if result is not None else (last.question, last.result)
-    results()["answer"] = Answer(question=shown, result=found, ranked=_choose(found))
+    results()["answer"] = Answer(
+        question=shown,
+        result=found,
+        ranked=_choose(found) if choose else chosen(found, str(st.session_state.get("plan"))),
+    )
     return result is not None
 
 
@@ -273,3 +283,17 @@ def exported(result: SearchResult, ranked: RankedPlan, target: Any) -> Any:
         name=result.question.model.name, plan=ranked.plan, question=result.question
     )
     return import_module("planner.export.targets.registry").export(job, target)
+
+
+def report(asked: Inputs, result: SearchResult, ranked: RankedPlan) -> str:
+    """Return a self-contained HTML report of the answer."""
+    from ui.sharing import report as written  # noqa: PLC0415 - as above
+
+    return written(result, ranked, command=asked.command())
+
+
+def export_archive(result: SearchResult, ranked: RankedPlan) -> bytes:
+    """Return all exports of a plan as one zip."""
+    from ui.sharing import archive  # noqa: PLC0415 - as above
+
+    return archive(plan_file_text(result, ranked), export_targets(), lambda target: exported(result, ranked, target))

@@ -114,6 +114,65 @@ def finding(severity: str, what: str, rows: Sequence[tuple[str, str]]) -> None:
                 st.markdown(f":gray[{label}] &nbsp; {plain(text)}")
 
 
+PURPOSE = (
+    "**meshwright finds the fastest way to train a model on your GPUs, and says why.** Ask here; the answer follows."
+)
+SOURCES = {"measured": "green", "fitted": "blue", "datasheet": "gray", "assumed": "orange"}
+SOURCE_WORDS = {"fitted": "calibrated"}
+
+
+def purpose() -> None:
+    """Say what this program is for."""
+    st.markdown(PURPOSE)
+
+
+def badge(source: object) -> str:
+    """Return where a number comes from as a coloured word in Markdown: measured, calibrated, datasheet or assumed."""
+    word = str(source)
+    return f":{SOURCES.get(word, 'gray')}-badge[{SOURCE_WORDS.get(word, word)}]"
+
+
+def bring_files() -> None:
+    """Let a person paste or upload the machine or the model that the question is about."""
+    with st.popover("Paste or upload a machine or a model", icon=":material/upload_file:"):
+        st.caption("Nothing in a file is run, and it stays on this computer.")
+        st.text_area(
+            "The output of nvidia-smi topo -m, an NCCL topology file, a cluster file, or a model's config.json",
+            key="pasted",
+            height=160,
+        )
+        st.button("Use the text", key="use_pasted", on_click=_use_pasted)
+        st.file_uploader("The same as a file", key="brought", on_change=_use_brought, max_upload_size=4)
+        error = state.results().get("bring_error")
+        if error is not None:
+            failure(error)
+
+
+def _use_pasted() -> None:
+    text = str(st.session_state.get("pasted") or "")
+    if text.strip():
+        _use("pasted", text.encode())
+
+
+def _use_brought() -> None:
+    file = st.session_state.get("brought")
+    if file is not None:
+        _use(file.name, file.getvalue())
+
+
+def _use(name: str, content: bytes) -> None:
+    """Keep a file and make it the model or the cluster of the question, whichever it is."""
+    kind: uploads.Kind = "model" if uploads.is_model(content) else "cluster"
+    state.results().pop("bring_error", None)
+    try:
+        st.session_state[kind] = uploads.store(kind, name, content).choice
+    except PlannerError as error:
+        state.results()["bring_error"] = error
+        return
+    if kind == "cluster":
+        st.session_state["gpus"] = None  # all of them: the count asked for another machine may not exist here
+
+
 def not_here(unknown: Sequence[state.Unresolved]) -> None:
     """Say which words of a link stand for nothing here, and offer what would help; the link stays as it is."""
     for word in unknown:

@@ -1,4 +1,4 @@
-"""The question, as set in the sidebar and stored in the URL.
+"""The question, as set on the first page or in the sidebar, and stored in the URL.
 
 Every widget of the question is bound to a query parameter, so that a link reproduces the page. Default values do not
 appear in the URL, and values that are not among the choices are ignored. Uploaded files are named by their content
@@ -206,13 +206,19 @@ def choose_plan(name: str, *, best: bool) -> None:
     write_link(plan=None if best else name)
 
 
-# --- the sidebar -------------------------------------------------------------------------------------------------------
+# --- the question ------------------------------------------------------------------------------------------------------
 
 
-def sidebar() -> Inputs:
-    """Draw the question and return it."""
-    with st.sidebar:
-        st.caption("The question, for all pages")
+def ask(*, row: bool) -> Inputs:
+    """Draw the question and return it: what decides most in a row on the page where `row`, the rest in the sidebar."""
+    if row:
+        first, second, third, fourth = st.columns([3, 3, 2, 2], gap="small")
+    else:
+        st.sidebar.caption("The question, for all pages")
+        first = second = third = fourth = st.sidebar
+    with first:
+        model = _choice("Model", models(), "model", "A built-in model, or a config.json you upload.")
+    with second:
         cluster = _choice("Cluster", clusters(), "cluster", "A cluster of the catalogue, or a file you upload.")
         gpu = None
         if uploads.find(cluster):
@@ -222,17 +228,14 @@ def sidebar() -> Inputs:
                 "gpu",
                 "A topology matrix does not always name its GPUs, and predictions need their rates.",
             )
+    with third:
         gpus = _number(
             "GPUs", "gpus", MAX_GPUS, "the whole cluster", "A cluster of the catalogue gets as many nodes as needed."
         )
-        model = _choice("Model", models(), "model", "A built-in model, or a config.json you upload.")
-        left, right = st.columns(2)
-        with left:
-            seq_len = _number("Sequence", "seq", MAX_SEQ, "", "Tokens in a sequence.") or _DEFAULT.seq_len
-        with right:
-            batch = _number(
-                "Global batch", "batch", MAX_BATCH, "as a published recipe", "Sequences in an optimizer step."
-            )
+    with fourth:
+        batch = _number("Global batch", "batch", MAX_BATCH, "as a published recipe", "Sequences in an optimizer step.")
+    with st.sidebar:
+        seq_len = _number("Sequence", "seq", MAX_SEQ, "", "Tokens in a sequence.") or _DEFAULT.seq_len
         framework = _choice("Framework", list(FRAMEWORKS), "framework", "Its rules for legal plans, and its kernels.")
         objective = _choice(
             "Best by", list(OBJECTIVES), "objective", "Least step time, least memory, or the Pareto front of both."

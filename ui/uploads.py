@@ -96,6 +96,13 @@ def store(kind: Kind, name: str, content: bytes) -> Upload:
     return Upload(kind=kind, name=harmless, digest=digest, path=path)
 
 
+def is_model(content: bytes) -> bool:
+    """Return whether a file looks like a model's config.json rather than a machine."""
+    return content.lstrip()[:1] == b"{" and any(
+        key in content for key in (b'"num_hidden_layers"', b'"n_layer"', b'"model_type"')
+    )
+
+
 def _read(kind: Kind, path: Path) -> None:
     if kind == "model":
         load_model(str(path))

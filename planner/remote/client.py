@@ -22,7 +22,7 @@ from topology.errors import Infeasible, PlannerError, UserError
 
 TOKEN = "MESHWRIGHT_TOKEN"  # noqa: S105 - the name of the variable that holds it
 ENDED = frozenset({"done", "failed", "cancelled"})
-WAIT_S = 20.0  # a request that waits for a job
+WAIT_S = 5.0  # a request that waits for a job: short, as it is lost where the server dies meanwhile
 TIMEOUT_S = 60.0
 PATIENCE_S = 120.0  # for a service that is away: it may be started again meanwhile
 RETRY_S = 0.5

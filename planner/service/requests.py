@@ -60,14 +60,14 @@ def asked_of(command: str, flags: Mapping[str, Flag], request: BaseModel, *, may
     """Return what a request says. `may_read` lets it name files of this machine by absolute paths. Raises BadInput."""
     values: dict[str, Any] = {}
     files: dict[str, tuple[str, str]] = {}
-    for field in request.model_fields_set:
-        name, value = field.removesuffix(FIELD), getattr(request, field)
+    for name, flag in flags.items():  # in this order, so that equal requests are equal texts in every process
+        value = getattr(request, f"{name}{FIELD}") if f"{name}{FIELD}" in request.model_fields_set else None
         if value is None:
             continue
-        if flags[name].reads and not isinstance(value, str):
+        if flag.reads and not isinstance(value, str):
             files[name] = _file(name, value)
             continue
-        if flags[name].reads:
+        if flag.reads:
             _refuse_path(name, value, may_read=may_read)
         values[name] = value
     return Asked(command=command, values=values, files=files)

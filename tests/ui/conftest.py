@@ -25,12 +25,12 @@ def explorer():
     """Return a function that opens a page of the explorer with query parameters, and waits for its answer."""
     from streamlit.testing.v1 import AppTest
 
-    def opened(page: str = "cluster", **parameters: str) -> AppTest:
+    def opened(page: str = "home", **parameters: str) -> AppTest:
         test = AppTest.from_file(ROOT / "ui" / "app.py", default_timeout=120)
         test.session_state["_patience_s"] = 100.0
         test.query_params.update({"gpus": "4", "batch": "8", "seq": "4096", **parameters})
         test.run()
-        if page != "cluster":
+        if page != "home":
             test.switch_page(f"views/{page}.py").run()
         assert [error.message for error in test.exception] == []
         return test

@@ -11,7 +11,7 @@ import pytest
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT, metrics, said, table
 
-PAGES = ("cluster", "model", "plans", "detail", "compare", "measured", "exports")
+PAGES = ("home", "cluster", "model", "plans", "detail", "compare", "measured", "exports")
 TABS = ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Edit")
 TOPO = ROOT / "tests" / "data" / "topo" / "47_3x_a6000_one_pair.txt"
 
@@ -136,11 +136,47 @@ def test_least_memory_says_what_it_costs_in_time(explorer):
     assert "times the" in warned.value
 
 
-def test_the_first_page_says_what_this_is_and_how_to_ask(explorer):
-    text = said(explorer())
+def test_the_first_page_says_what_this_is_asks_and_answers(explorer):
+    test = explorer(model="llama3.2-1b")
+    text = said(test)
 
     assert "finds the fastest way to train a model on your GPUs" in text
-    assert "Choose a machine, a model" in text
+    assert "Use " in text
+    assert {"Step", "Memory"} <= set(metrics(test))
+    assert not any(box.key == "cluster" for box in test.sidebar.selectbox)
+    assert "-badge[" in text
+
+
+def test_two_ticked_plans_are_compared(explorer):
+    test = explorer(model="llama3.2-1b")
+    listed = table(test, "chips")
+    test.session_state["plan"], test.session_state["second"] = listed["plan"][1], listed["plan"][2]
+    test.run()
+
+    assert "#2 beside #3" in said(test)
+    compared = table(test, "what")
+    assert list(compared["first"][:1]) != []
+    test.button(key="no_second").click().run()
+    assert "#2 beside #3" not in said(test)
+
+
+def test_a_pasted_machine_and_a_pasted_model_are_asked_about(explorer):
+    test = explorer(model="tiny-llama")
+    test.text_area(key="pasted").set_value(TOPO.read_text())
+    test.button(key="use_pasted").click().run()
+    assert test.selectbox(key="cluster").value.startswith("pasted (")
+
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 512, "vocab_size": 1000}
+    config |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 1024}
+    test.text_area(key="pasted").set_value(json.dumps(config))
+    test.button(key="use_pasted").click().run()
+    assert test.selectbox(key="model").value.startswith("pasted (")
+
+    before = test.selectbox(key="cluster").value
+    test.text_area(key="pasted").set_value("neither of them")
+    test.button(key="use_pasted").click().run()
+    assert test.selectbox(key="cluster").value == before
+    assert "error" in said(test)
 
 
 def test_the_answer_is_a_sentence(explorer):
@@ -284,19 +320,19 @@ def test_without_exporters_the_plan_file_is_there(explorer, monkeypatch):
 
 
 def test_an_uploaded_matrix_becomes_the_cluster_and_can_be_linked_to(explorer):
-    test = explorer()
+    test = explorer("cluster")
     test.file_uploader(key="cluster_file").set_value(("rig.txt", TOPO.read_bytes(), "text/plain")).run()
     choice = test.sidebar.selectbox(key="cluster").value
 
     assert choice.startswith("rig.txt (")
     assert metrics(test)["GPUs"] == "3"
     again = explorer(cluster=choice, gpus="3")
-    assert again.sidebar.selectbox(key="cluster").value == choice
+    assert again.selectbox(key="cluster").value == choice
     assert metrics(again)["GPUs"] == "3"
 
 
 def test_plans_for_an_upload_that_does_not_name_its_gpus_ask_for_them(explorer):
-    test = explorer()
+    test = explorer("cluster")
     test.file_uploader(key="cluster_file").set_value(("rig.txt", TOPO.read_bytes(), "text/plain")).run()
     choice = test.sidebar.selectbox(key="cluster").value
 
@@ -319,7 +355,7 @@ def test_plans_for_an_upload_that_does_not_name_its_gpus_ask_for_them(explorer):
 def test_what_is_no_machine_is_refused_by_name_and_not_kept(explorer, name, content, reason):
     from ui import uploads
 
-    test = explorer()
+    test = explorer("cluster")
     test.file_uploader(key="cluster_file").set_value((name, content, "text/plain")).run()
 
     assert reason in said(test).replace("\\", "")

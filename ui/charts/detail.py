@@ -43,7 +43,11 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
             x=x,
             y=y,
             color=alt.Color(
-                "category:N", title=None, scale=scale("memory", names), sort=names, legend=alt.Legend(columns=0)
+                "category:N",
+                title=None,
+                scale=scale("memory", names),
+                sort=names,
+                legend=alt.Legend(columns=3, orient="bottom"),  # clear of the capacity's label, on a phone too
             ),
             order="order:Q",
             tooltip=["stage:N", "category:N", alt.Tooltip("text:N", title="size")],
@@ -55,7 +59,7 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
         x="gib:Q", y=alt.value(-14), text="text:N"
     )
     row = 34 if len(stages) <= 16 else 13
-    return finished(alt.layer(bars, rule, label).properties(height=row * len(stages) + 86), dark)
+    return finished(alt.layer(bars, rule, label).properties(height=row * len(stages) + 30), dark)
 
 
 def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -> alt.LayerChart:
@@ -80,13 +84,22 @@ def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -
         at += 0.0 if row.get("total") else row["seconds"]
     top = max((v["to"] for v in values), default=1.0)
     y = alt.Y("name:N", sort=None, title=None, axis=alt.Axis(labelLimit=240, domain=False, ticks=False, labelPadding=8))
-    x = alt.X("from:Q", title="seconds of a step", scale=alt.Scale(domain=[0, top * 1.16], nice=False))
+    x = alt.X("from:Q", title="seconds of a step", scale=alt.Scale(domain=[0, top * 1.04], nice=False))
     base = alt.Chart(alt.Data(values=values)).encode(
         y=y, tooltip=["name:N", alt.Tooltip("text:N", title="takes"), alt.Tooltip("meaning:N", title="what it is")]
     )
     bars = base.mark_bar(height=20, cornerRadius=2).encode(x=x, x2="to:Q", color=alt.Color("colour:N", scale=None))
-    text = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(x="to:Q", text="text:N")
-    return finished(alt.layer(bars, text).properties(height=30 * len(values) + 30), dark)
+    # Where there is room on a narrow page: behind short bars, before those that end far right, inside the longest.
+    behind = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(x="to:Q", text="text:N")
+    before = base.mark_text(align="right", dx=-6, fontSize=12, color=p.ink).encode(x="from:Q", text="text:N")
+    inside = base.mark_text(align="right", dx=-6, fontSize=12, color=p.page).encode(x="to:Q", text="text:N")
+    far = top / 2
+    texts = (
+        behind.transform_filter(alt.datum.to <= far),
+        before.transform_filter((alt.datum.to > far) & (alt.datum["from"] > far / 2)),
+        inside.transform_filter((alt.datum.to > far) & (alt.datum["from"] <= far / 2)),
+    )
+    return finished(alt.layer(bars, *texts).properties(height=30 * len(values) + 30), dark)
 
 
 def _term_text(value_s: float, share: float, last_s: float) -> str:

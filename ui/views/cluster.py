@@ -32,13 +32,6 @@ def upload() -> None:
 
 
 def show(question: state.Inputs) -> None:
-    st.markdown(
-        "**meshwright finds the fastest way to train a model on your GPUs, and says why.** Choose a machine, a model and a"
-        " batch in the sidebar (» on a phone), or add your machine below; the answer is under Plans."
-    )
-    st.page_link(
-        state.view("plans"), label="**Show the plans**", icon=":material/arrow_forward:", query_params=state.link()
-    )
     try:
         found = data.cluster(question.cluster, question.gpus, question.gpu)
     except PlannerError as error:

@@ -1,0 +1,173 @@
+"""Many clients ask a service for minutes, while its processes are killed: is each job answered, rightly, and once?
+
+    python tests/bench/service_load.py --clients 200 --seconds 600 > load.md
+    python tests/bench/service_load.py --clients 20 --kill server --times 50 --postgres
+
+Each client asks for estimates, one in ten for a search, waits for the answer, and asks again. An answer is right when it
+is about the batch that was asked for. Killed are worker processes, the server (which is then started again), or the
+database (stopped and started).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from planner.remote.client import Client
+from tests.service.postgres import Server, binaries
+from tests.service.running import Process, service
+from topology.errors import PlannerError
+
+# A small model, so that the service is measured and not the simulation.
+ESTIMATES = [{"model": "tiny-llama", "cluster": "h200x4", "gpus": gpus} for gpus in (1, 2, 4)]
+SEQ_LEN = 8192  # the default
+SEARCH = {"model": "tiny-llama", "cluster": "h200x4", "gpus": 2}
+
+
+@dataclass
+class Count:
+    """What the clients saw."""
+
+    states: Counter[str] = field(default_factory=Counter)
+    seconds: list[float] = field(default_factory=list)
+    jobs: list[str] = field(default_factory=list)
+    wrong: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+def client(url: str, until: float, seed: int, seen: Count) -> None:
+    """Ask until the time is over, and wait for every answer."""
+    draw = random.Random(seed)
+    time.sleep(draw.random() * 2)
+    with Client(url, patience_s=300) as asked:
+        while time.monotonic() < until:
+            batch = 4 * draw.randint(1, 16)
+            command, flags = ("suggest", SEARCH) if draw.random() < 0.1 else ("estimate", draw.choice(ESTIMATES))
+            began = time.monotonic()
+            try:
+                job = asked.submit(command, {**flags, "global_batch": batch})
+                document = asked.wait(job)
+            except PlannerError as error:
+                with seen.lock:
+                    seen.refused[error.what] += 1
+                continue
+            with seen.lock:
+                seen.jobs.append(job)
+                seen.states[document["state"]] += 1
+                seen.seconds.append(time.monotonic() - began)
+                seen.wrong += not right(document, flags["gpus"], batch)
+                if document["error"]:
+                    seen.errors[document["error"]["message"]] += 1
+
+
+def right(document: dict[str, Any], gpus: int, batch: int) -> bool:
+    """Return whether an answer is about the batch that was asked for; a stated failure is no wrong answer."""
+    if document["state"] != "done":
+        return document["error"] is not None
+    result = document["result"]
+    if document["command"] == "suggest":
+        return bool(result["question"]["workload"]["global_batch_size"] == batch)
+    tokens = result["estimate"]["tokens_per_s_per_gpu"] * result["estimate"]["step_s"]["value"]
+    return bool(abs(tokens * gpus / SEQ_LEN - batch) < 0.01 * batch)
+
+
+def disturb(what: str, times: int, running: Process, database: Server | None, until: float) -> int:
+    """Kill something again and again until the time is over; return how often."""
+    done = 0
+    draw = random.Random(0)
+    while done < times and time.monotonic() < until:
+        time.sleep(0.2 + draw.random())
+        if what == "worker":
+            workers = running.workers()
+            with suppress(psutil.Error, IndexError):
+                draw.choice(workers).kill()
+                done += 1
+        elif what == "server":
+            running.kill()
+            running.start()
+            done += 1
+        elif database is not None:
+            database.stop()
+            time.sleep(draw.random())
+            database.start()
+            done += 1
+    return done
+
+
+def main() -> None:
+    """Run the bench and print a table."""
+    told = argparse.ArgumentParser(description=__doc__)
+    told.add_argument("--clients", type=int, default=200)
+    told.add_argument("--seconds", type=float, default=600)
+    told.add_argument("--kill", choices=["worker", "server", "database"])
+    told.add_argument("--times", type=int, default=50)
+    told.add_argument("--postgres", action="store_true")
+    said = told.parse_args()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mw-load-")))
+        folder.chmod(0o755)
+        database = None
+        if said.postgres:
+            found = binaries()
+            assert found is not None, "no PostgreSQL server is installed"
+            database = Server(folder=folder / "pg", bin=found)
+            database.make()
+            database.start()
+            stack.callback(database.stop, "immediate")
+        url = database.url if database else None
+        running = stack.enter_context(service(folder / "service", database=url, workers=2, lease_s=5.0, rate_per_s=1e6))
+        seen, until = Count(), time.monotonic() + said.seconds
+        began = time.monotonic()
+        threads = [
+            threading.Thread(target=client, args=(running.url, until, seed, seen)) for seed in range(said.clients)
+        ]
+        for thread in threads:
+            thread.start()
+        killed = disturb(said.kill, said.times, running, database, until) if said.kill else 0
+        for thread in threads:
+            thread.join()
+        show(said, seen, killed, time.monotonic() - began, running)
+
+
+def show(said: argparse.Namespace, seen: Count, killed: int, seconds: float, running: Process) -> None:
+    """Print what was seen, and what the database says of the same jobs."""
+    from sqlalchemy import create_engine, func, select
+
+    from planner.service.store.tables import JOBS
+
+    url = running.settings.database_url.replace("postgresql:", "postgresql+psycopg:")
+    with create_engine(url).connect() as connection:
+        rows = dict(connection.execute(select(JOBS.c.state, func.count()).group_by(JOBS.c.state)).all())
+        most = connection.execute(select(func.max(JOBS.c.fence))).scalar_one()
+        keys = connection.execute(select(func.count(JOBS.c.idempotency_key.distinct()))).scalar_one()
+    at = sorted(seen.seconds)
+    ranks = {f"p{q}": at[min(len(at) - 1, len(at) * q // 100)] for q in (50, 95, 99)} if at else {}
+    accepted = sum(rows.values())
+    what = f"{said.kill} killed {killed} times" if said.kill else "nothing killed"
+    print(
+        f"| {said.clients} clients, {seconds:.0f} s, {'PostgreSQL' if said.postgres else 'SQLite'}, {what} | {accepted} "
+        f"| {rows.get('done', 0)} | {rows.get('failed', 0)} | {accepted - rows.get('done', 0) - rows.get('failed', 0)} "
+        f"| {accepted - keys + len(seen.jobs) - len(set(seen.jobs))} | {seen.wrong} | {most} "
+        f"| {', '.join(f'{name} {value:.2f} s' for name, value in ranks.items())} |"
+    )
+    print(
+        f"\nrefused {dict(seen.refused)}, failures {dict(seen.errors)}; load average {os.getloadavg()[0]:.1f}, {platform.node()}"
+    )
+
+
+if __name__ == "__main__":
+    main()
