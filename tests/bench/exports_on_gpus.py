@@ -1,7 +1,7 @@
 """Exports run as they stand: torchtitan and DeepSpeed, four plans each, beside the prediction.
 
     python3 tests/bench/exports_on_gpus.py prepare OUT                 anywhere: saves, exports and predicts
-    python3 tests/bench/exports_on_gpus.py run OUT --budget 220        on a machine with four GPUs
+    python3 tests/bench/exports_on_gpus.py run OUT --budget 220        on a machine with such GPUs
     python3 tests/bench/exports_on_gpus.py table OUT examples/validation/exports_4xH200.md     anywhere, afterwards
 
 Every plan is asked for, saved and exported with the commands a user types; what then runs is the command that the export
@@ -35,16 +35,28 @@ TITAN_LINE = re.compile(r"step:\s*(\d+)\s+loss:\s*([\d.-]+).*?memory:\s*([\d.]+)
 PREDICTED = "predicted.json"
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
-# id: (target, flags of `planner estimate`)
-PLANS = {
-    "titan-fsdp": ("torchtitan@0.2.2", "--model llama3-8b --seq-len 4096 --global-batch 8 --micro-batch 2 --dp-shard 4 --recompute full"),
-    "titan-fsdp-tp-compiled": ("torchtitan@0.2.2", "--model llama3-8b --seq-len 8192 --global-batch 8 --micro-batch 2 --dp-shard 2 --tp 2 --recompute full --compile"),
-    "titan-fsdp-pp": ("torchtitan@0.2.2", "--model llama3-8b --seq-len 4096 --global-batch 16 --micro-batch 1 --dp-shard 2 --pp 2 --schedule 1F1B --recompute full"),
-    "titan-fsdp-cp": ("torchtitan@0.2.2", "--model llama3-8b --seq-len 16384 --global-batch 4 --micro-batch 1 --dp-shard 2 --cp 2 --recompute full"),
-    "deepspeed-zero2": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 16 --micro-batch 2 --dp-replicate 4 --zero 2"),
-    "deepspeed-zero1-tp": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 16 --micro-batch 2 --dp-replicate 2 --zero 1 --tp 2"),
-    "deepspeed-zero3-full": ("deepspeed", "--model llama3-8b --seq-len 4096 --global-batch 8 --micro-batch 2 --dp-replicate 4 --zero 3 --recompute full"),
-    "deepspeed-zero3": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 16 --micro-batch 2 --dp-replicate 4 --zero 3"),
+# id: (target, flags of `planner estimate`), by how many GPUs there are
+PLANS_BY_GPUS: dict[int, dict[str, tuple[str, str]]] = {
+    4: {
+        "titan-fsdp": ("torchtitan@0.2.2", "--model llama3-8b --seq-len 4096 --global-batch 8 --micro-batch 2 --dp-shard 4 --recompute full"),
+        "titan-fsdp-tp-compiled": ("torchtitan@0.2.2", "--model llama3-8b --seq-len 8192 --global-batch 8 --micro-batch 2 --dp-shard 2 --tp 2 --recompute full --compile"),
+        "titan-fsdp-pp": ("torchtitan@0.2.2", "--model llama3-8b --seq-len 4096 --global-batch 16 --micro-batch 1 --dp-shard 2 --pp 2 --schedule 1F1B --recompute full"),
+        "titan-fsdp-cp": ("torchtitan@0.2.2", "--model llama3-8b --seq-len 16384 --global-batch 4 --micro-batch 1 --dp-shard 2 --cp 2 --recompute full"),
+        "deepspeed-zero2": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 16 --micro-batch 2 --dp-replicate 4 --zero 2"),
+        "deepspeed-zero1-tp": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 16 --micro-batch 2 --dp-replicate 2 --zero 1 --tp 2"),
+        "deepspeed-zero3-full": ("deepspeed", "--model llama3-8b --seq-len 4096 --global-batch 8 --micro-batch 2 --dp-replicate 4 --zero 3 --recompute full"),
+        "deepspeed-zero3": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 16 --micro-batch 2 --dp-replicate 4 --zero 3"),
+    },
+    2: {
+        "titan-fsdp-compiled": ("torchtitan@0.2.2", "--model llama3-8b --seq-len 4096 --global-batch 4 --micro-batch 2 --dp-shard 2 --recompute full --compile"),
+        "titan-tp": ("torchtitan@0.2.2", "--model llama3-8b --seq-len 4096 --global-batch 2 --micro-batch 2 --tp 2 --recompute full --param-dtype bfloat16"),
+        "titan-pp": ("torchtitan@0.2.2", "--model llama3-8b --seq-len 4096 --global-batch 8 --micro-batch 1 --pp 2 --schedule 1F1B --recompute full --param-dtype bfloat16"),
+        "titan-cp": ("torchtitan@0.2.2", "--model llama3-8b --seq-len 16384 --global-batch 1 --micro-batch 1 --cp 2 --recompute full"),
+        "deepspeed-zero2": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 8 --micro-batch 2 --dp-replicate 2 --zero 2"),
+        "deepspeed-tp": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 8 --micro-batch 2 --tp 2 --zero 0"),
+        "deepspeed-zero3-full": ("deepspeed", "--model llama3-8b --seq-len 4096 --global-batch 4 --micro-batch 2 --dp-replicate 2 --zero 3 --recompute full"),
+        "deepspeed-zero3": ("deepspeed", "--model llama3.2-1b --seq-len 4096 --global-batch 8 --micro-batch 2 --dp-replicate 2 --zero 3"),
+    },
 }  # fmt: skip
 
 
@@ -59,14 +71,14 @@ def planner(*words: str) -> str:
     return done.stdout
 
 
-def prepare(name: str, out: Path, profile: str) -> None:
+def prepare(name: str, gpus: int, out: Path, profile: str) -> None:
     """Save and export a plan, and write down what is predicted of it."""
-    target, flags = PLANS[name]
+    target, flags = PLANS_BY_GPUS[gpus][name]
     framework = target.partition("@")[0]
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
     plan = str(folder / "plan.json")
-    words = [*shlex.split(flags), "--cluster=h200x4", "--gpus=4", f"--framework={framework}"]
+    words = [*shlex.split(flags), "--cluster=h200x4", f"--gpus={gpus}", f"--framework={framework}"]
     predicted = {"datasheet": json.loads(planner("estimate", *words, "--json", f"--out={plan}", "--force"))}
     if profile:
         predicted["profile"] = json.loads(planner("estimate", *words, "--json", f"--profile={profile}"))
@@ -79,13 +91,13 @@ def prepare(name: str, out: Path, profile: str) -> None:
             "step_s": estimate["step_s"],
             "reserved_bytes": estimate["memory"]["reserved_bytes"],
         }
-    row = {"id": name, "target": target, "flags": flags, "predicted": shown}
+    row = {"id": name, "gpus": gpus, "target": target, "flags": flags, "predicted": shown}
     (folder / PREDICTED).write_text(json.dumps(row, indent=1) + "\n")
 
 
-def command_of(name: str, folder: Path, text: Path) -> tuple[list[str], dict[str, str]]:
+def command_of(row: dict[str, Any], folder: Path, text: Path) -> tuple[list[str], dict[str, str]]:
     """Return the command that the export names, with what no plan decides, and its environment."""
-    target, flags = PLANS[name]
+    target, flags = row["target"], row["flags"]
     exported = (folder / ("torchtitan.toml" if target.startswith("torchtitan") else "deepspeed.json")).read_text()
     line = next(part for part in re.split(r"\n|\",?\n", exported) if "to run: " in part).partition("to run: ")[2]
     words = shlex.split(line.rstrip('",'))
@@ -102,12 +114,12 @@ def command_of(name: str, folder: Path, text: Path) -> tuple[list[str], dict[str
     return [*command, *(["--checkpoint"] if asked.get("--recompute") == "full" else [])], environment
 
 
-def run(name: str, out: Path, text: Path, limit_s: float) -> dict[str, Any]:
+def run(row: dict[str, Any], out: Path, text: Path, limit_s: float) -> dict[str, Any]:
     """Run an export; return how it ended, the median step after warm-up in seconds, and the fullest rank's bytes."""
-    folder = out / name
-    command, environment = command_of(name, folder, text)
+    folder = out / row["id"]
+    command, environment = command_of(row, folder, text)
     began = time.monotonic()
-    log = out / f"{name}.log"
+    log = out / f"{row['id']}.log"
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
@@ -125,23 +137,23 @@ def run(name: str, out: Path, text: Path, limit_s: float) -> dict[str, Any]:
                 except (ProcessLookupError, subprocess.TimeoutExpired):
                     continue
     said = ESCAPES.sub("", log.read_text(errors="replace"))
-    found = titan_figures(said, PLANS[name][1]) if name.startswith("titan") else deepspeed_figures(said)
+    found = titan_figures(said, row) if row["target"].startswith("torchtitan") else deepspeed_figures(said)
     status = "ok" if code == 0 and found else "failed"
     tail = [] if status == "ok" else said.strip().splitlines()[-25:]
     return {"status": status, "code": code, "measured": found, "seconds": time.monotonic() - began, "tail": tail,
             "command": shlex.join(command).replace(str(ROOT) + "/", "").replace(str(text), "TEXT")}  # fmt: skip
 
 
-def titan_figures(said: str, flags: str) -> dict[str, Any] | None:
+def titan_figures(said: str, row: dict[str, Any]) -> dict[str, Any] | None:
     """Return the figures of torchtitan's own lines: tokens a second a GPU, and memory of the fullest rank that speaks."""
-    asked = dict(zip(*[iter(shlex.split(flags.replace("--compile", "")))] * 2, strict=True))
+    asked = dict(zip(*[iter(shlex.split(row["flags"].replace("--compile", "")))] * 2, strict=True))
     lines = [(int(step), loss, float(memory), float(tps.replace(",", ""))) for step, loss, memory, tps in TITAN_LINE.findall(said)]  # fmt: skip
     steady = [tps for step, _, _, tps in lines if step > WARM_UP]
     if not steady:
         return None
     tokens = int(asked["--seq-len"]) * int(asked["--global-batch"])
     return {
-        "step_s": tokens / 4 / statistics.median(steady),
+        "step_s": tokens / row["gpus"] / statistics.median(steady),
         "reserved_bytes": max(line[2] for line in lines) * 2**30,
         "losses": [float(line[1]) for line in lines if float(line[1]) > 0][:: max(1, len(lines) // STEPS)],
     }
@@ -159,18 +171,18 @@ def deepspeed_figures(said: str) -> dict[str, Any] | None:
 def run_all(options: argparse.Namespace) -> None:
     until = time.monotonic() + options.budget
     out: Path = options.out
-    chosen = [name for name in PLANS if not options.only or name in options.only.split(",")]
-    for name in sorted(chosen, key=lambda name: list(PLANS).index(name) % 4):  # in turns, should time run out
+    rows = [json.loads(path.read_text()) for path in sorted(out.glob(f"*/{PREDICTED}"))]
+    order = list(PLANS_BY_GPUS[rows[0]["gpus"]])
+    for row in sorted(rows, key=lambda row: order.index(row["id"]) % 4):  # in turns, should time run out
         left = until - time.monotonic()
-        row = json.loads((out / name / PREDICTED).read_text())
         if left < LEAST_S:
-            row |= {"status": "not run", "code": "out of time", "measured": None}
+            row.update(status="not run", code="out of time", measured=None)
         else:
-            row |= run(name, out, options.text.absolute(), min(LIMIT_S, left - 5))
+            row.update(run(row, out, options.text.absolute(), min(LIMIT_S, left - 5)))
         with (out / "rows.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         figures = row["measured"] or {}
-        print(name, row["status"], figures.get("step_s"), figures.get("reserved_bytes"), row["predicted"], *row.get("tail", ())[-8:], sep="\n  ", flush=True)  # fmt: skip
+        print(row["id"], row["status"], figures.get("step_s"), figures.get("reserved_bytes"), row["predicted"], *row.get("tail", ())[-8:], sep="\n  ", flush=True)  # fmt: skip
 
 
 def table(options: argparse.Namespace) -> None:
@@ -204,11 +216,11 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=220.0, help="seconds for everything")
     parser.add_argument("--profile", default="", help="a measured profile, to predict from as well")
     parser.add_argument("--text", type=Path, default=Path(), help="folder of tokenizer/ and c4_test/, for torchtitan")
-    parser.add_argument("--only", default="", help="names of plans, with commas")
+    parser.add_argument("--gpus", type=int, default=4, choices=tuple(PLANS_BY_GPUS), help="for prepare")
     options = parser.parse_args()
     if options.what == "prepare":
-        for name in PLANS:
-            prepare(name, options.out, options.profile)
+        for name in PLANS_BY_GPUS[options.gpus]:
+            prepare(name, options.gpus, options.out, options.profile)
     elif options.what == "run":
         run_all(options)
     else:
