@@ -37,7 +37,7 @@ from topology import codec
 LAYERS = (1, 2)
 WARM_UP = 3
 STEPS = 40
-MIN_STEPS = 8
+MIN_STEPS = 5
 MAX_TIMED_S = 1.0  # of the timed steps of one sample together
 
 Step = Callable[[], dict[str, float]]  # runs one step; returns measurements other than its time

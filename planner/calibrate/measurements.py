@@ -49,7 +49,7 @@ WIDE_NOISE, NARROW_NOISE, KERNEL_NOISE, COLLECTIVE_NOISE, PAIR_NOISE = 0.03, 0.0
 # a size of a collective, of a pair, of a site in all modes.
 BUILD_S = {True: 1.3, False: 0.5}
 COMPILED_S, OPERATOR_S, SIZE_S, PAIR_S, SITE_S, JOB_S = 4.0, 0.12, 0.12, 2.0, 4.0, 0.3
-WARM_UP, STEPS, TIMED_S = 3, 24, 1.0
+WARM_UP, STEPS, FEWEST_STEPS, TIMED_S = 3, 40, 5, 1.0
 OPERATORS_AT_ONCE = 24
 SIZES_AT_MOST = 8
 LONGEST_WIDE_S = 4.0  # of a predicted step of a wide layer: longer ones are left out
@@ -114,7 +114,7 @@ class Possible:
             step_s = float(table.step_s[row])
             if step_s > LONGEST_WIDE_S or not table.fits[row]:
                 continue
-            timed = WARM_UP * step_s + min(max(8 * step_s, TIMED_S), STEPS * step_s)
+            timed = WARM_UP * step_s + min(max(FEWEST_STEPS * step_s, TIMED_S), STEPS * step_s)
             each = BUILD_S[runtime.name == "torchtitan"] + timed + (COMPILED_S if runtime.compile else 0.0)
             what = f"layers of {runtime.name}{', compiled' if runtime.compile else ''}, {described(plan)}"
             shape = f", width {model.hidden}, {scenario.workload.seq_len} tokens"
@@ -212,13 +212,19 @@ def _term_of(operator: dict[str, Any]) -> str:
 
 
 def messages(step: PlannedStep, cluster: Cluster) -> set[tuple[str, int, int]]:
-    """Return the collectives of a step as (op, ranks, bytes in nccl-tests' size column), each once."""
-    rounds = replace(
-        step.workload, global_batch_size=step.plan.data_parallel * step.plan.micro_batch_size * step.plan.pp
+    """Return the collectives of a step as (op, ranks, bytes in nccl-tests' size column), each once.
+
+    Few layers a stage and a micro batch a rank have all of them.
+    """
+    plan = replace(step.plan, layers_per_stage=(), recompute_per_stage=())
+    scenario = Scenario(
+        model=_shallow(step.model, 2 * plan.pp * plan.virtual_stages + 2),
+        cluster=step.cluster or grow(cluster, plan.gpus),
+        workload=replace(step.workload, global_batch_size=plan.data_parallel * plan.micro_batch_size * plan.pp),
+        runtime=step.runtime,
     )
-    scenario = Scenario(model=step.model, cluster=grow(cluster, step.plan.gpus), workload=rounds, runtime=step.runtime)
     try:
-        lowered = lower_training(scenario, step.plan)
+        lowered = lower_training(scenario, plan)
     except PlannerError:
         return set()
     found = set()
@@ -229,6 +235,15 @@ def messages(step: PlannedStep, cluster: Cluster) -> set[tuple[str, int, int]]:
             elif isinstance(one, Send):
                 found.add(("send_recv", 2, int(one.nbytes)))
     return found
+
+
+def _shallow(model: Model, layers: int) -> Model:
+    """Return a network of the same layers, but few: with experts, one that is dense before one that has them."""
+    if model.moe is None:
+        return replace(model, layers=layers, sliding_layers=min(model.sliding_layers, layers))
+    dense = min(model.moe.dense_layers, 1)
+    moe = replace(model.moe, dense_layers=dense, dense_layer_ids=())
+    return replace(model, layers=layers + dense, moe=moe, sliding_layers=min(model.sliding_layers, layers))
 
 
 def without_known(
@@ -287,12 +302,12 @@ def own_effects(
     rows, seconds = np.zeros((len(steps), len(terms))), np.zeros(len(steps))
     groups: dict[str, list[int]] = {}
     for place, step in enumerate(steps):
-        groups.setdefault(codec.fingerprint((step.model, step.workload, step.runtime)), []).append(place)
+        groups.setdefault(codec.fingerprint((step.model, step.workload, step.runtime, step.cluster)), []).append(place)
     for places in groups.values():
         first = steps[places[0]]
         scenario = Scenario(
             model=first.model,
-            cluster=grow(cluster, max(steps[place].plan.gpus for place in places)),
+            cluster=first.cluster or grow(cluster, max(steps[place].plan.gpus for place in places)),
             workload=first.workload,
             runtime=first.runtime,
             calibration=known,

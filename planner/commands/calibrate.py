@@ -191,7 +191,11 @@ def _steps(files: list[Path]) -> list[PlannedStep]:
             cases += [load_case(raw) for raw in read_cases(path)[0]]
     return [
         PlannedStep(
-            model=case.question.model, plan=case.plan, workload=case.question.workload, runtime=case.question.runtime
+            model=case.question.model,
+            plan=case.plan,
+            workload=case.question.workload,
+            runtime=case.question.runtime,
+            cluster=case.question.cluster,
         )
         for case in cases
     ]
