@@ -39,6 +39,7 @@ PAGES = (
     ("detail", "Plan detail", ":material/troubleshoot:", True),
     ("compare", "Compare", ":material/compare_arrows:", True),
     ("measured", "Measured", ":material/straighten:", False),
+    ("tuning", "Tuning", ":material/tune:", False),
     ("exports", "Exports", ":material/ios_share:", True),
 )
 

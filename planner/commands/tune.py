@@ -23,15 +23,18 @@ from planner.runs.apply_process import require_torch
 from planner.search.answer import search_question
 from planner.tune import text
 from planner.tune.candidates import Candidates, candidates_of
-from planner.tune.command_trials import command_metric, command_words
 from planner.tune.document import tune_document
+from planner.tune.history import history
 from planner.tune.loop import View
-from planner.tune.session import require_device, run_session
+from planner.tune.report import to_html
+from planner.tune.runners.command_trials import command_metric, command_words
+from planner.tune.runners.twin import Twin, recorded_questions
+from planner.tune.session import require_device, run_session, shown
 from planner.tune.state import Asked, State, read_state, write_new
 from planner.tune.trials import Runner
-from planner.tune.twin import Twin, recorded_questions
 from simulator.fitting.calibration_fit import Calibrations
 from simulator.legality.frameworks import framework_named
+from topology import codec
 from topology.errors import BadInput, PlannerError, UserError
 
 DEVICES = ("cuda", "cpu")
@@ -99,6 +102,10 @@ def tune(
     ] = None,
     state: Annotated[Path | None, typer.Option("--state", help="State file; default: in a new folder here.")] = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Continue the tuning of this state file.")] = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="With --resume: answer from the state file, and try nothing.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a report with pictures to this file.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Save the best measured plan to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --out and --state replace a file.")] = False,
     json: options.Json = False,
@@ -108,8 +115,11 @@ def tune(
     Ends when no untried plan is likely (5 %) to be better by more than --within, or with the budget. A trial that fails,
     hangs or runs out of memory is recorded with its cause. --resume continues a state file, on any such machine.
     """
-    if out is not None:
-        refuse_overwrite(out, force=force)
+    for wanted in (out, html):
+        if wanted is not None:
+            refuse_overwrite(wanted, force=force)
+    if show and resume is None:
+        raise UserError("--show answers from a state file", remedy="--resume state.jsonl --show")
     if device not in DEVICES:
         raise UserError(f"--device is {device!r}", remedy=f"one of {', '.join(DEVICES)}")
     if objective not in OBJECTIVES:
@@ -153,7 +163,7 @@ def tune(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_new(path, asked, plans, force=force)
         known = State(asked=asked, candidates=plans, trials=(), cut_short=())
-    if runner is None and known.asked.how == "executor":
+    if runner is None and not show and known.asked.how == "executor":
         require_torch()
         require_device(known.asked)
     if resume is not None and (trials is not None or within is not None):
@@ -163,7 +173,11 @@ def tune(
             within=known.asked.within if within is None else by / 100,
         )
         known = replace(known, asked=asked)
-    view = _run(path, known, runner, budget, trial_limit, allow_busy=allow_busy)
+    view = shown(known) if show else _run(path, known, runner, budget, trial_limit, allow_busy=allow_busy)
+    if html is not None:
+        within_ = known.asked.within
+        found = history(view, within=within_, unknown_machine=known.asked.unknown_machine)
+        codec.write_text(html, to_html(view, found, within=within_))
     unsaved = (
         output.attempt(lambda: save_plan(_best_file(known, view), out, force=force)) if out and view.best else None
     )
@@ -247,7 +261,7 @@ def _recorded(
         within=within / 100,
         most_trials=most,
         how="recorded",
-        settings={"file": str(path.resolve()), "id": one.name},
+        settings={"file": str(path), "id": one.name},
         legal=one.candidates.legal,
     )
     return asked, one.candidates, Twin(recorded=one.recorded)

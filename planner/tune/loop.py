@@ -98,7 +98,7 @@ def _chosen(view: View, runner: Runner, limits: Limits) -> list[Chosen]:
 def _reason(view: View, limits: Limits) -> str:
     """Return why to stop, or nothing."""
     if view.best is not None and view.outlook.probability <= LIKELY:
-        return f"no untried plan is likely to be better by more than {limits.within:.2g}"
+        return f"no untried plan is likely to be better by more than {limits.within:.1%}"
     if view.left_s <= 0:
         return "the budget ended"
     if limits.trials is not None and len(view.trials) >= limits.trials:

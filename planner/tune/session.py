@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from planner.tune.command_trials import CommandTrials, command_metric, command_words, end_left_over
-from planner.tune.executor_trials import ExecutorTrials, read_report, trial_of_report
 from planner.tune.loop import Limits, Show, View, tune
+from planner.tune.runners.command_trials import CommandTrials, command_metric, command_words, end_left_over
+from planner.tune.runners.executor_trials import ExecutorTrials, read_report, trial_of_report
+from planner.tune.runners.twin import Twin
 from planner.tune.state import Asked, Began, Journal, State, read_state, writing
 from planner.tune.trials import Runner, Status, Trial
 from topology.errors import PlannerError
@@ -61,10 +62,22 @@ def run_session(
                 within=asked.within if within is None else within,
             ),
             trials=trials,
-            unknown_machine=asked.device == "cpu" and asked.how != "recorded",
+            unknown_machine=asked.unknown_machine,
             record=journal.ended,
             show=show,
         )
+
+
+def shown(state: State) -> View:
+    """Return where a tuning stands, without a trial more."""
+    view = tune(
+        state.candidates,
+        Twin(recorded={}),
+        Limits(budget_s=0.0, within=state.asked.within),
+        trials=[*state.trials, *cut_short(state)],
+        unknown_machine=state.asked.unknown_machine,
+    )
+    return replace(view, reason="not running" if view.reason == "the budget ended" else view.reason)
 
 
 def runner_for(

@@ -62,6 +62,11 @@ class Asked:
     legal: int = 0
     profile: str | None = None
 
+    @property
+    def unknown_machine(self) -> bool:
+        """Whether steps are measured on something else than what was predicted for: a processor."""
+        return self.device == "cpu" and self.how == "executor"
+
     def question(self) -> Question:
         """Return the question, without a calibration: predictions stand in the file."""
         return Question(
@@ -122,34 +127,38 @@ def _brief(one: Candidate) -> Candidate:
 
 def read_state(path: str | Path) -> State:
     """Return what a state file says. Raises BadInput (exit 2), with the line, where it cannot be one."""
-    text = codec.read_text(path)
+    return parse_state(codec.read_text(path), where=str(path))
+
+
+def parse_state(text: str, *, where: str) -> State:
+    """Return what the text of a state file says; `where` names it in errors. Raises as `read_state`."""
     complete = text[: text.rfind("\n") + 1].splitlines()[:MOST_LINES]
     if not complete:
-        raise BadInput(f"{path} is not the state of a tuning", remedy="planner tune --state FILE begins one")
-    lines = [codec.parse_json(line, where=f"{path}:{number}") for number, line in enumerate(complete, start=1)]
-    asked = _asked(lines[0], str(path))
+        raise BadInput(f"{where} is not the state of a tuning", remedy="planner tune --state FILE begins one")
+    lines = [codec.parse_json(line, where=f"{where}:{number}") for number, line in enumerate(complete, start=1)]
+    asked = _asked(lines[0], where)
     plans: list[Candidate] = []
     trials: list[Trial] = []
     began: list[Began] = []
     for number, line in enumerate(lines[1:], start=2):
-        where = f"{path}:{number}"
+        line_of = f"{where}:{number}"
         kind = line.pop("kind", None) if isinstance(line, dict) else None
         if kind == "candidate":
-            plans.append(_candidate(line, where))
+            plans.append(_candidate(line, line_of))
         elif kind == "began":
-            began.append(codec.convert(line, Began, where=where))
+            began.append(codec.convert(line, Began, where=line_of))
         elif kind == "trial":
-            trial = codec.convert(line, Trial, where=where)
+            trial = codec.convert(line, Trial, where=line_of)
             began = [one for one in began if one.key != trial.key]
             trials.append(trial)
         else:
-            raise BadInput(f"{where} is neither a candidate nor a trial")
+            raise BadInput(f"{line_of} is neither a candidate nor a trial")
     if not plans:
-        raise BadInput(f"{path} has no candidates", remedy="begin anew: planner tune --state another")
+        raise BadInput(f"{where} has no candidates", remedy="begin anew: planner tune --state another")
     known = Candidates(plans=tuple(plans), legal=asked.legal)
     strange = [trial.key for trial in trials if known.row(trial.key) is None]
     if strange:
-        raise BadInput(f"{path} has trials of plans that are no candidates", why=", ".join(strange[:4]))
+        raise BadInput(f"{where} has trials of plans that are no candidates", why=", ".join(strange[:4]))
     return State(asked=asked, candidates=known, trials=tuple(trials), cut_short=tuple(began))
 
 

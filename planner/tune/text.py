@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from rich.table import Table
 
 from planner.io.output import printable
-from planner.runs.runs_store import plan_words
+from planner.tune.history import candidate_words
 from planner.tune.loop import View
 from planner.tune.trials import Chosen, Trial
-from topology import codec
 
 GIB = 2**30
 SHOWN = 12  # trials in the table of a terminal
@@ -18,7 +17,7 @@ SHOWN = 12  # trials in the table of a terminal
 
 def words(view: View, row: int) -> str:
     """Return a candidate in words."""
-    return plan_words(codec.to_builtins(view.candidates.plans[row].plan))
+    return candidate_words(view.candidates.plans[row])
 
 
 def progress_table(view: View, phase: str = "") -> Table:

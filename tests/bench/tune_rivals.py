@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from statistics import mean
 
 from planner.tune.loop import Limits, tune
-from planner.tune.twin import START_S, STEPS, RecordedQuestion, Twin
+from planner.tune.runners.twin import START_S, STEPS, RecordedQuestion, Twin
 from simulator.config.plan import Plan
 
 COUNTS = (0, 1, 2, 4, 8)

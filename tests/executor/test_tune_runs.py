@@ -16,8 +16,8 @@ from executor.launch.local_ranks import TAG
 from planner.question.question import question_of
 from planner.runs import runs_store
 from planner.tune.candidates import candidates_of
-from planner.tune.executor_trials import ExecutorTrials
 from planner.tune.loop import Limits, tune
+from planner.tune.runners.executor_trials import ExecutorTrials
 from planner.tune.trials import Chosen, Status
 from simulator.config.hf_config import load_model
 from simulator.config.runtime import Runtime

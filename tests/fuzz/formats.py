@@ -32,10 +32,10 @@ from planner.sharding.problem import split_cases
 from planner.sharding.report import report_case
 from planner.tune.document import tune_document
 from planner.tune.loop import Limits, tune
+from planner.tune.runners.twin import Twin, recorded_questions
 from planner.tune.session import cut_short
 from planner.tune.state import read_state
 from planner.tune.text import lines as text_of_tuning
-from planner.tune.twin import Twin, recorded_questions
 from simulator.config.hf_config import load_model, model_from_config
 from simulator.config.model_summary import describe
 from simulator.config.plan import Plan

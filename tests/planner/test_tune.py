@@ -16,10 +16,10 @@ from planner.tune.beliefs import NOISE, Belief, believe
 from planner.tune.candidates import Candidates, candidates_of
 from planner.tune.choice import Best, choose, gain
 from planner.tune.loop import Limits, tune
+from planner.tune.runners.twin import Recorded, Twin, recorded_questions
 from planner.tune.state import Asked, read_state, write_new, writing
 from planner.tune.stop import outlook
 from planner.tune.trials import Status, Trial
-from planner.tune.twin import Recorded, Twin, recorded_questions
 from simulator.config.hf_config import load_model
 from simulator.config.workload import Workload
 from tests.planner.conftest import ROOT, make_cluster

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from planner.question.question import question_of
 from planner.tune.candidates import candidates_of
-from planner.tune.command_trials import CommandTrials, command_words
 from planner.tune.loop import Limits, tune
-from planner.tune.metric import metric_of
+from planner.tune.runners.command_trials import CommandTrials, command_words
+from planner.tune.runners.metric import metric_of
 from planner.tune.trials import Chosen, Status
 from simulator.config.hf_config import load_model
 from simulator.config.workload import Workload

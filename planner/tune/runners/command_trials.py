@@ -28,7 +28,7 @@ from planner.export.targets.registry import export, find_target
 from planner.io.child import ROOT
 from planner.question.question import Question
 from planner.tune.candidates import Candidate
-from planner.tune.metric import OUT_OF_MEMORY, Metric, Sample, metric_of
+from planner.tune.runners.metric import OUT_OF_MEMORY, Metric, Sample, metric_of
 from planner.tune.state import Began, began_now
 from planner.tune.trials import Chosen, Status, Trial
 from topology import codec

@@ -1,0 +1,89 @@
+"""What was believed of the finalists after each trial: the posterior as it shrinks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from planner.runs.runs_store import plan_words
+from planner.tune.beliefs import believe
+from planner.tune.candidates import Candidate, Candidates
+from planner.tune.loop import View
+from planner.tune.stop import outlook
+from planner.tune.trials import Trial
+from topology import codec
+
+SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Believed:
+    """What was believed of a plan after `trials` trials, seconds; `measured_s` once it was tried and took steps."""
+
+    plan: str
+    trials: int
+    value: float
+    low: float
+    high: float
+    measured_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """`finalists`, plan by plan and trial by trial; `better_left` is the probability that a better plan was left, by trials."""
+
+    finalists: tuple[Believed, ...]
+    better_left: tuple[float, ...]
+
+
+def history(view: View, *, within: float, unknown_machine: bool = False, count: int = SHOWN) -> History:
+    """Return the posterior of the plans that matter in the end: those measured quickest and those believed quickest."""
+    rows = _finalists(view, count)
+    found: list[Believed] = []
+    left = []
+    for made in range(len(view.trials) + 1):
+        seen = view.trials[:made]
+        beliefs = believe(view.candidates, seen, unknown_machine=unknown_machine)
+        left.append(outlook(view.candidates, beliefs, seen, within).probability)
+        for row in rows:
+            value, low, high = beliefs.step.interval(row)
+            one = view.candidates.plans[row]
+            found.append(
+                Believed(
+                    plan=candidate_words(one),
+                    trials=made,
+                    value=value,
+                    low=low,
+                    high=high,
+                    measured_s=_measured(one, seen),
+                )
+            )
+    return History(finalists=tuple(found), better_left=tuple(left))
+
+
+def candidate_words(one: Candidate) -> str:
+    """Return a candidate in words, with what tells it from others of the same degrees."""
+    plan = one.plan
+    words = [plan_words(codec.to_builtins(plan))]
+    if plan.reshard_after_forward is not None:
+        words.append("reshard" if plan.reshard_after_forward else "no reshard")
+    if plan.cp_method is not None and plan.cp > 1:
+        words.append(plan.cp_method)
+    return ", ".join([*words, *(["compiled"] if one.runtime.compile else [])])
+
+
+def _measured(one: Candidate, trials: tuple[Trial, ...]) -> float | None:
+    return next((trial.step_s for trial in trials if trial.key == one.key), None)
+
+
+def _finalists(view: View, count: int) -> list[int]:
+    candidates: Candidates = view.candidates
+    timed = sorted((trial.step_s, candidates.row(trial.key)) for trial in view.trials if trial.step_s)
+    tried = [row for _, row in timed if row is not None][: count // 2]
+    beliefs = view.beliefs
+    chance = [float(beliefs.fits[row] * beliefs.runs[row]) for row in range(len(candidates))]
+    ranked = sorted(
+        (row for row in range(len(candidates)) if chance[row] > 0.05),
+        key=lambda row: float(beliefs.step.mean[row]) - math.log(chance[row]),
+    )
+    return list(dict.fromkeys([*tried, *ranked]))[:count]

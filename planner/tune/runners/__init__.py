@@ -1,0 +1,1 @@
+"""What makes trials: our executor, any command that trains, or recorded runs."""

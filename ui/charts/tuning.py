@@ -1,0 +1,69 @@
+"""Charts of a tuning: what was believed of the finalists after each trial, and the chance that something better is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+
+from planner.pictures.palette import BLUE, GREEN
+from planner.tune.history import History
+from ui.charts.look import finished, paper
+
+
+def posterior(found: History, *, dark: bool) -> alt.FacetChart:
+    """Draw a panel a plan: the middle and the 80 % range of its step over the number of trials, a point once measured."""
+    plans = list(dict.fromkeys(one.plan for one in found.finalists))
+    values: list[dict[str, Any]] = [
+        {
+            "plan": f"{plans.index(one.plan) + 1}. {one.plan}",
+            "trials": one.trials,
+            "value": one.value,
+            "low": one.low,
+            "high": one.high,
+            "measured": one.measured_s,
+        }
+        for one in found.finalists
+    ]
+    y = alt.Scale(type="log", zero=False, nice=False)
+    base = alt.Chart().encode(x=alt.X("trials:Q", title="trials", axis=alt.Axis(tickMinStep=1, format="d")))
+    tooltip = [
+        alt.Tooltip("plan:N"),
+        alt.Tooltip("trials:Q"),
+        alt.Tooltip("value:Q", title="believed, s", format=".4~g"),
+        alt.Tooltip("low:Q", title="80% from, s", format=".4~g"),
+        alt.Tooltip("high:Q", title="80% to, s", format=".4~g"),
+    ]
+    band = base.mark_area(opacity=0.25, color=BLUE).encode(
+        y=alt.Y("low:Q", scale=y, title="s a step"), y2="high:Q", tooltip=tooltip
+    )
+    middle = base.mark_line(color=BLUE, strokeWidth=2).encode(y=alt.Y("value:Q", scale=y), tooltip=tooltip)
+    measured = (
+        base.transform_filter("datum.measured != null")
+        .mark_point(filled=True, size=42, color=GREEN, opacity=1)
+        .encode(y=alt.Y("measured:Q", scale=y), tooltip=[alt.Tooltip("measured:Q", title="measured, s", format=".4~g")])
+    )
+    panels = alt.layer(band, middle, measured, data=alt.Data(values=values)).properties(width=230, height=130)
+    head = alt.Header(title=None, labelLimit=230, labelColor=paper(dark).ink)
+    return finished(panels.facet(facet=alt.Facet("plan:N", header=head, sort=None), columns=4), dark)
+
+
+def better_left(chances: Sequence[float], *, dark: bool) -> alt.LayerChart:
+    """Draw the probability that a better plan is left over the number of trials, and where a tuning stops."""
+    values = [{"trials": trials, "chance": 100 * chance} for trials, chance in enumerate(chances)]
+    line = (
+        alt.Chart(alt.Data(values=values))
+        .mark_line(point=True, color=BLUE)
+        .encode(
+            x=alt.X("trials:Q", title="trials", axis=alt.Axis(tickMinStep=1, format="d")),
+            y=alt.Y("chance:Q", title="a better plan is left, %", scale=alt.Scale(domain=[0, 100])),
+            tooltip=[alt.Tooltip("trials:Q"), alt.Tooltip("chance:Q", format=".1f")],
+        )
+    )
+    stop = (
+        alt.Chart(alt.Data(values=[{"chance": 5}]))
+        .mark_rule(color=paper(dark).quiet, strokeDash=[4, 3])
+        .encode(y="chance:Q")
+    )
+    return finished(alt.layer(line, stop).properties(height=220), dark)
