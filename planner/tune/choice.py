@@ -157,5 +157,5 @@ def _companions(
 
 def _why(beliefs: Beliefs, row: int, expected: float, best: Best) -> str:
     quicker = float(norm.cdf((math.log(best.step_s) - beliefs.step.mean[row]) / beliefs.step.spread[row]))
-    words = f"{quicker:.0%} likely to beat the best measured, by {expected:.1%} in the mean"
+    words = f"{quicker:.0%} likely to beat the best measured; expected gain {expected:.1%}"
     return words if beliefs.fits[row] >= SURE else f"{words}; {float(beliefs.fits[row]):.0%} likely to fit"
