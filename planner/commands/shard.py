@@ -13,10 +13,13 @@ from planner.commands import options
 from planner.io import output
 from planner.io.inputs import measurements, read_cluster
 from planner.io.output import console, printable
-from planner.sharding.answer import captured_row
+from planner.pictures.sharding import sharding_picture
+from planner.sharding.answer import Answer, captured_row
+from planner.sharding.backends.dtensor_file import write_dtensor_file
+from planner.sharding.explanation import explain_plan
 from planner.sharding.frontends.request import is_request
 from planner.sharding.problem import split_cases
-from planner.sharding.report import report_case
+from planner.sharding.report import Planned, planned_case
 from topology import codec
 from topology.errors import UserError
 from topology.rates.reach import doubts_about
@@ -32,6 +35,16 @@ def shard(
     program: Annotated[
         str | None, typer.Option("--program", help="Write the program of a captured graph there, for the executor.")
     ] = None,
+    python: Annotated[
+        str | None, typer.Option("--python", help="Write a Python file of DTensor placements there, which torch runs.")
+    ] = None,
+    picture: Annotated[
+        str | None,
+        typer.Option("--picture", help="Write the plan as an SVG there: operators, placements, collectives."),
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say why each collective is there, and what the plan without it takes.")
+    ] = False,
     strict: options.Strict = False,
     json: options.Json = False,
 ) -> None:
@@ -50,18 +63,23 @@ def shard(
     for doubt in (*doubts_about(machine), *known.doubts(machine)) if machine is not None else ():
         output.warn(f"warning: {doubt}")
     cases = split_cases(codec.parse_json(text, where=where), where=where)
-    if program is not None and (len(cases) != 1 or not is_request(cases[0])):
-        raise UserError("--program is about one captured graph", remedy="a file with a graph, from executor.sharding")
+    _check_files(cases, program=program, python=python, picture=picture)
     rows = []
     try:
         for number, case in enumerate(cases):
             output.progress(f"case {number + 1} of {len(cases)}")
+            found: Answer | Planned | None
             if is_request(case):
-                row, answer = captured_row(case, number, machine, measured)
-                if program is not None and answer is not None:
-                    codec.write_text(program, codec.to_json(answer.written.program, indent=None))
+                row, found = captured_row(case, number, machine, measured)
+                if found is not None:
+                    _write_captured(found, program=program, python=python)
             else:
-                row = report_case(case, number, machine, measured)
+                row, found = planned_case(case, number, machine, measured)
+            if found is not None and explain:
+                explained = explain_plan(found.problem, found.plan, machine, measured)
+                row["explanations"] = [codec.to_builtins(one) for one in explained]
+            if found is not None and picture is not None:
+                codec.write_text(picture, sharding_picture(found.problem, found.plan, title=row["id"]).text())
             rows.append(row)
     finally:
         output.end_progress()
@@ -71,6 +89,42 @@ def shard(
         _print(rows)
     if all(row["rejected"] is not None for row in rows):
         raise typer.Exit(3)
+
+
+def _check_files(
+    cases: Sequence[Mapping[str, Any]], *, program: str | None, python: str | None, picture: str | None
+) -> None:
+    """Raise UserError where a file is asked for that these cases do not make."""
+    for flag, path in (("--program", program), ("--python", python)):
+        if path is not None and (len(cases) != 1 or not is_request(cases[0])):
+            raise UserError(f"{flag} is about one captured graph", remedy="a file with a graph, from executor.sharding")
+    if picture is not None and len(cases) != 1:
+        raise UserError(f"--picture is about one case, and there are {len(cases)}", remedy="a file with one case")
+
+
+def _write_captured(answer: Answer, *, program: str | None, python: str | None) -> None:
+    if program is not None:
+        codec.write_text(program, codec.to_json(answer.written.program, indent=None))
+    if python is not None:
+        graph = answer.request.graph
+        codec.write_text(python, write_dtensor_file(answer.captured, graph, answer.plan, title=answer.request.id))
+
+
+def _print_explanations(explanations: Sequence[Mapping[str, Any]]) -> None:
+    screen = console()
+    for one in explanations:
+        took = "" if one["seconds"] is None else f", {1e6 * one['seconds']:,.1f} us"
+        screen.print(
+            printable(f"{one['kind']} of {one['tensor']} over {one['over']}: {one['ring_bytes']:,.0f} ring B{took}")
+        )
+        screen.print(printable(f"  why      {one['why']}"))
+        if one["instead"]:
+            more = "" if one["more_bytes"] is None else f": {one['more_bytes']:+,.0f} ring B in all"
+            if one["more_seconds"] is not None:
+                more += f", {1e6 * one['more_seconds']:+,.1f} us of collectives"
+            screen.print(printable(f"  instead  {one['instead']}{more}"))
+        if one["wins"]:
+            screen.print(printable(f"  wins     {one['wins']}"))
 
 
 def _print(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -103,6 +157,9 @@ def _print(rows: Sequence[Mapping[str, Any]]) -> None:
                 sent = f"{one['ring_send_bytes_per_rank']:,}"
                 table.add_row(kind, printable(one["mesh_dim"]), f"{one['bytes_in']:,}", sent, printable(one["why"]))
             screen.print(table)
+        if row.get("explanations"):
+            screen.print()
+            _print_explanations(row["explanations"])
         screen.print()
 
 

@@ -11,6 +11,7 @@ from planner.sharding.backends.runnable import Written, simulate_program, write_
 from planner.sharding.frontends.captured import CapturedProblem, captured_problem
 from planner.sharding.frontends.request import Request, read_request
 from planner.sharding.plan import ShardingPlan, plan_sharding
+from planner.sharding.problem import ShardingProblem
 from planner.sharding.report import plan_row, rejection
 from simulator.calibration.calibration import Calibration
 from simulator.sharded.program import Exchange
@@ -26,6 +27,10 @@ class Answer:
     captured: CapturedProblem
     plan: ShardingPlan
     written: Written
+
+    @property
+    def problem(self) -> ShardingProblem:
+        return self.captured.problem
 
 
 def answer_request(data: Mapping[str, Any], *, where: str) -> Answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -21,6 +22,21 @@ def report_case(
     data: Mapping[str, Any], number: int, cluster: Cluster | None = None, calibration: Calibration | None = None
 ) -> dict[str, Any]:
     """Return the row of one case, with a simulated time if `cluster` is given. `rejected` is the reason, or None."""
+    return planned_case(data, number, cluster, calibration)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A problem and its plan."""
+
+    problem: ShardingProblem
+    plan: ShardingPlan
+
+
+def planned_case(
+    data: Mapping[str, Any], number: int, cluster: Cluster | None = None, calibration: Calibration | None = None
+) -> tuple[dict[str, Any], Planned | None]:
+    """Return the row of one case and its plan, or a row that says why there is none."""
     name = data.get("id")
     name = name[:200] if isinstance(name, str) else f"case {number}"
     try:
@@ -32,8 +48,8 @@ def report_case(
             else {"time_s": _simulated_time(problem, plan, cluster, calibration)}
         )
     except (UserError, Infeasible) as error:
-        return rejection(name, error)
-    return {**plan_row(name, problem, plan), **time}
+        return rejection(name, error), None
+    return {**plan_row(name, problem, plan), **time}, Planned(problem, plan)
 
 
 def plan_row(name: str, problem: ShardingProblem, plan: ShardingPlan) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from typing import Any
 
 import msgspec
 
+from simulator.config.runtime import ELEMENT_BYTES
 from simulator.program.program import (
+    Alloc,
     Collective,
     Free,
     Groups,
@@ -114,9 +116,23 @@ class RunnableProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return {name: rank_groups(self.mesh_names, self.mesh_shape, axes_of(name, self.mesh_names)) for name in names}
 
     def program(self) -> Program:
-        """Return the Program that the simulator times."""
-        code = RankCode(name="all", ranks=tuple(range(self.ranks)), instructions=self.code())
-        return Program(codes=(code,), groups=self.groups())
+        """Return the Program that the simulator times: inputs are there from the start, every result from its writing on."""
+        given = [
+            self._alloc(name, filled=True)
+            for name in {**dict.fromkeys(self.inputs.values()), **dict.fromkeys(self.seeds)}
+        ]
+        code: list[Instruction] = list(given)
+        for one in self.code():
+            if isinstance(one, Launch | Collective):
+                code += [self._alloc(name, filled=False) for name in one.writes]
+            code.append(one)
+        ranks = RankCode(name="all", ranks=tuple(range(self.ranks)), instructions=tuple(code))
+        return Program(codes=(ranks,), groups=self.groups())
+
+    def _alloc(self, name: str, *, filled: bool) -> Alloc:
+        buffer = self.buffers[name]
+        nbytes = prod(buffer.local) * ELEMENT_BYTES[buffer.dtype]
+        return Alloc(buffer=name, nbytes=nbytes, category="gradients" if buffer.gradient else "tensors", filled=filled)
 
 
 def axes_of(group: str, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 import os
 import socket
 from dataclasses import dataclass, field
@@ -10,9 +12,12 @@ import msgspec
 import torch
 from torch import distributed as dist
 from torch import multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from executor.sharding import api, shard
+from executor.sharding import api, capture, shard
 from planner.sharding.answer import answer_request
+from planner.sharding.backends.dtensor_file import write_dtensor_file
 from simulator.sharded.program import read_program
 
 
@@ -72,3 +77,48 @@ def check(case: Case) -> None:
         torch.testing.assert_close(
             sharded.pieces[tensor].grad, piece, rtol=1e-8, atol=1e-9, msg=lambda m, n=name: f"{case.name} {n}: {m}"
         )
+
+
+def run_files(cases: list[Case], ranks: int, folder) -> None:
+    """The Python file written for every case, imported and run by torch alone."""
+    files = []
+    for number, case in enumerate(cases):
+        captured = capture(case.module, case.args)
+        answer = answer_request(api.request(captured, case.mesh, **case.wishes), where=case.name)
+        text = write_dtensor_file(answer.captured, captured.graph, answer.plan, title=case.name)
+        files.append(folder / f"placed_{number}.py")
+        files[-1].write_text(text)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_file_worker, (ranks, port, cases, files), nprocs=ranks)
+
+
+def _file_worker(rank, ranks, port, cases, files):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    try:
+        for case, file in zip(cases, files, strict=True):
+            spec = importlib.util.spec_from_file_location(file.stem, file)
+            placed = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(placed)
+            expected = case.module(*case.args)
+            parameters = dict(case.module.named_parameters())
+            gradients = torch.autograd.grad(expected.square().sum(), list(parameters.values()))
+            mesh = init_device_mesh("cpu", placed.MESH_SHAPE, mesh_dim_names=placed.MESH_NAMES)
+            module = placed.parallelize(copy.deepcopy(case.module), mesh)
+            # DTensor has no rule for the CPU's flash attention
+            with placed.implicit_replication(), sdpa_kernel(SDPBackend.MATH):
+                found = module(*placed.placed_inputs(mesh, *case.args))
+                assert list(found.placements) == placed.OUTPUTS[0], case.name
+                found.square().sum().full_tensor().backward()
+            torch.testing.assert_close(found.full_tensor(), expected.detach(), msg=case.name)
+            grads = {
+                n.replace("parametrizations.", "").replace(".original", ""): p.grad
+                for n, p in module.named_parameters()
+            }
+            for name, gradient in zip(parameters, gradients, strict=True):
+                torch.testing.assert_close(grads[name].full_tensor(), gradient, msg=f"{case.name} {name}")
+    finally:
+        dist.destroy_process_group()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.executor.sharding import modules
-from tests.executor.sharding.ranks import Case, run
+from tests.executor.sharding.ranks import Case, run, run_files
 
 torch.manual_seed(0)
 X = torch.randn(4, 8, 16, dtype=torch.float64)
@@ -86,3 +86,13 @@ def test_the_planner_is_asked_as_a_process() -> None:
 @pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
 def test_ranks_compute_what_one_process_does(ranks, cases) -> None:
     run(cases, ranks)
+
+
+def test_torch_runs_the_python_file_as_it_stands(tmp_path) -> None:
+    cases = [TWO[0], TWO[1], TWO[2], TWO[4], TWO[5], TWO[7]]
+    run_files(cases, 2, tmp_path)
+
+    text = (tmp_path / "placed_0.py").read_text()
+    assert "'up': ColwiseParallel(" in text
+    assert "'down': RowwiseParallel(" in text
+    assert "used=" in (tmp_path / "placed_4.py").read_text()
