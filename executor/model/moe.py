@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from executor.model.attention import apply_linear, identity
 from executor.model.feed_forward import FeedForward
-from executor.model.permute import inverse_of, take
+from executor.model.permute import inverse_of, take, weighted_sum
 from executor.model.saved_results import as_autocast, product
 from simulator.config.model import MixtureOfExperts as Shapes
 
@@ -109,8 +109,7 @@ class MixtureOfExperts(nn.Module):
         done = self.experts(sent, counts) if self.exchange is None else self.exchange(self.experts, sent, counts)
         # Back in the original order: the k copies of a token are adjacent.
         done = take(done, back, order).unflatten(0, (-1, self.experts_per_token))
-        # A batched matmul, (1, k) with (k, h) for each token: no weighted copies are materialised.
-        return torch.bmm(weights[:, None].to(done.dtype), done).to(tokens.dtype).view_as(x)
+        return weighted_sum(weights.to(done.dtype), done).to(tokens.dtype).view_as(x)
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights (T, k), which add up to one, and expert numbers (T, k) (arXiv 2401.04088, section 2.1)."""

@@ -39,7 +39,7 @@ class OperatorSpec:
     """One operator of a runtime description, forward, with what it saves and how its backward differs.
 
     `when` lists features of the model, plan or runtime that must hold (`gated`, `!sp`). `saves` are tensors autograd
-    keeps for the backward pass. A `low` product has operands in the type `low`, a `low` collective gathers in it. `scattered` operators move rows to where an index says. A matmul's backward is its two
+    keeps for the backward pass. A `low` product has operands in the type `low`, a `low` collective gathers in it. Kernels with `rows` have a thread block for each row of these axes. `scattered` operators move rows to where an index says. A matmul's backward is its two
     products; other operators give `backward_reads` and `backward_writes`. `hidden_by` names the operator, earlier in the
     block, whose kernels a collective runs beside; `site` is what a plan calls a tensor-parallel collective
     (`simulator.config.overlap_sites`). `launches` are kernels (and host dispatches) forward,
@@ -64,6 +64,7 @@ class OperatorSpec:
     weight_gradient_dtype: str = "compute"
     low: bool = False
     scattered: bool = False
+    rows: tuple[str, ...] = ()
     launches: float = 1.0
     backward_launches: float = 1.0
 
@@ -95,6 +96,7 @@ class Work:
     backward: bool = False
     scattered: bool = False  # moves rows to where an index says
     accumulates: bool = False  # adds its result to what is there, in a wider type
+    rows: Floats | float = 0.0  # each of which has a thread block
     low: bool = False  # operands are in a low type, the result is in 16 bits
     grouped_rows: Floats | float = 0.0  # in products of experts in one kernel, the rows of each; 0: it is no such one
 
@@ -142,7 +144,16 @@ def forward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: D
     if not spec.reads and not spec.writes:
         return []  # it exists backward only
     moved = sum((tensor_bytes(x, sizes, dtype_bytes) for x in (*spec.reads, *spec.writes)), np.zeros(1))
-    return [Work(kind=WorkKind.MOVE, name=spec.name, bytes=moved, launches=spec.launches, scattered=spec.scattered)]
+    return [
+        Work(
+            kind=WorkKind.MOVE,
+            name=spec.name,
+            bytes=moved,
+            launches=spec.launches,
+            scattered=spec.scattered,
+            rows=_rows(spec, sizes),
+        )
+    ]
 
 
 def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: DtypeBytes) -> list[Work]:
@@ -176,8 +187,13 @@ def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: 
             launches=spec.backward_launches,
             backward=True,
             scattered=spec.scattered,
+            rows=_rows(spec, sizes),
         )
     ]
+
+
+def _rows(spec: OperatorSpec, sizes: Mapping[str, Floats]) -> Floats | float:
+    return sum((product(axes.split(), sizes) for axes in spec.rows), 0.0)
 
 
 def parse_matmul(annotation: str) -> tuple[list[str], list[str], list[str]]:

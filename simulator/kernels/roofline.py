@@ -48,6 +48,7 @@ class Efficiency:
     kernel_s: float
     nccl_sms: float
     simt: float
+    row_s: float = 0.0
     float8: float = 0.0
     float4: float = 0.0
     tiles: tuple[tuple[float, float, float], ...] = ()
@@ -280,7 +281,8 @@ class Roofline:
             return self._attention(work)
         known = efficiency(self.gpu.architecture)
         rate = self.memory_bytes_per_s * (known.scattered if work.scattered else 1.0)
-        return np.asarray(work.bytes / rate + known.kernel_s * work.launches)
+        rows = work.rows * known.row_s / self.gpu.sm_count
+        return np.asarray(np.maximum(work.bytes / rate, rows) + known.kernel_s * work.launches)
 
     def _matmul(self, work: Work) -> Floats:
         known = efficiency(self.gpu.architecture)

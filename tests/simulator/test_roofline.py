@@ -152,3 +152,21 @@ def test_few_heads_leave_sms_idle_at_the_end_of_the_forward_grid() -> None:
     assert rate(128) == pytest.approx(rate(64), rel=0.02)
     for heads, measured in ((32, 0.84), (16, 0.66), (8, 0.36)):
         assert rate(heads) / rate(64) == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rows", "forward_us", "backward_us"),
+    [
+        ("h100-sxm", 7168 * (36 + 18) / 2, 131.7, 140.8),  # one launch for queries, one for keys: 2/12
+        ("h200-sxm", 16384 * 40, 458.0, 471.0),  # 4/08, the norms of whole tokens taken out
+    ],
+)
+def test_norms_of_short_rows_take_their_time_a_row(gpu, rows, forward_us, backward_us) -> None:
+    """Runs of the ledger (draw/number): mean microseconds of a norm of heads of 64, far above what memory takes."""
+    moved = np.array([rows * 64 * 2.0])
+    roofline = Roofline(gpu=gpu_kind(gpu))
+
+    for parts, measured in ((2, forward_us), (4, backward_us)):
+        work = Work(kind=WorkKind.MOVE, name="qk_norm", bytes=parts * moved, rows=np.array([rows]))
+        assert roofline.seconds(work)[0] * 1e6 == pytest.approx(measured, rel=0.06)
+        assert roofline.seconds(work)[0] > 1.5 * roofline.seconds(dataclasses.replace(work, rows=0.0))[0]
