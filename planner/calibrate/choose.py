@@ -21,6 +21,7 @@ from planner.calibrate.calibration_request import Request
 Floats = NDArray[np.float64]
 
 LEAST_GAIN = 0.003  # of the variance that is left: a measurement that lowers it by less is not worth its seconds
+LEAST_SPREAD = 0.002  # nor one that makes targets surer by less than this, as a spread
 OWN_WEIGHT = 0.1  # of the first plan's step beside what tells it from others
 NORMAL_80 = 1.2816  # spreads on either side that hold 80 % of a normal distribution
 
@@ -124,9 +125,10 @@ def in_order(
     left, found, time_left = list(measurements), [], budget_s
     while left:
         now = targets.variance(knowledge.covariance)
+        least = max(LEAST_GAIN * now, LEAST_SPREAD**2 * float(targets.weights.sum()))
         gains = [now - targets.variance(knowledge.after(one)) for one in left]
         rates = [
-            gain / cost if (cost := _cost(one, gpus)) <= time_left and gain >= LEAST_GAIN * now else -1.0
+            gain / cost if (cost := _cost(one, gpus)) <= time_left and gain >= least else -1.0
             for gain, one in zip(gains, left, strict=True)
         ]
         best = int(np.argmax(rates))

@@ -33,7 +33,7 @@ from simulator.fitting.calibration_fit import calibrated, with_rates
 from topology import codec
 from topology.catalog.platform import take_gpus
 from topology.cluster import Cluster
-from topology.errors import BadCluster, BadInput, ProbeError, UserError
+from topology.errors import BadCluster, BadInput, PlannerError, ProbeError, UserError
 from topology.probe.from_machine import probe_machine
 from topology.profile.profile import Profile, read_profile
 from topology.profile.store import add_to_store, merge, read_stored, store_folder, with_named_runs
@@ -99,7 +99,9 @@ def calibrate(
         raise UserError("--model and --for both say what to measure for", remedy="one of them")
     steps = _steps(wanted or [])
     machine, kind, indices, links = _machine(cluster, gpus, device)
+    records = (out.with_name(out.name + ".partial") if out is not None else _scratch()).absolute()
     before = _known(out, kind, store=store)
+    cut_short = _cut_short(records, kind)
     if model is not None:
         flags = Flags(
             model=model,
@@ -118,7 +120,7 @@ def calibrate(
     agenda = agenda_for(
         asked,
         on,
-        before,
+        cut_short if before is None else before if cut_short is None else merge(before, cut_short),
         gpus=len(indices),
         budget_s=seconds,
         calibration=calibrated(before, on) if links is not None else None,
@@ -126,13 +128,12 @@ def calibrate(
         collectives=collectives,
         stand_in=device == "cpu",
     )
-    if not agenda.chosen and before is not None:
+    if not agenda.chosen and before is not None and cut_short is None:
         warn("the profile has all of it already: nothing was measured")
         _answer(before, before, agenda, out, links, json=json)
         return
     for line in announced(agenda, seconds):
         warn(line)
-    records = (out.with_name(out.name + ".partial") if out is not None else _scratch()).absolute()
     records.parent.mkdir(parents=True, exist_ok=True)
     try:
         found = run(
@@ -237,6 +238,21 @@ def _known(out: Path | None, kind: str, *, store: bool) -> Profile | None:
             )
         return found
     return read_stored(kind, tell=warn) if store and out is None else None
+
+
+def _cut_short(records: Path, kind: str) -> Profile | None:
+    """Return what a calibration measured that was killed before it wrote its profile; this one goes on with its records."""
+    try:
+        found = read_records(records)
+    except PlannerError as error:
+        aside = records.with_name(records.name + ".damaged")
+        records.replace(aside)
+        warn(f"warning: {error}\n  the records were set aside: {aside}")
+        return None
+    if found is None or found.gpu.casefold() != kind.casefold():
+        return None
+    warn("going on with what was measured before the last calibration was cut short")
+    return found
 
 
 def _whole(found: Profile, before: Profile | None, links: Cluster | None) -> Profile:

@@ -17,7 +17,7 @@ from planner.calibrate.calibration_request import (
 from planner.calibrate.layer_runs import layer_request, narrow_requests, single_layer_plan, typical_steps
 from planner.calibrate.planned_step import PlannedStep
 from planner.cli import main
-from planner.commands.calibrate import _without_folder
+from planner.commands.calibrate import _cut_short, _without_folder
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -264,6 +264,25 @@ def test_records_of_a_killed_run_are_a_profile(tmp_path) -> None:
     assert found is not None
     assert len(found.operators) == 1
     assert read_records(tmp_path / "absent") is None
+
+
+def test_a_calibration_that_was_killed_is_gone_on_with(tmp_path, capsys) -> None:
+    path = tmp_path / "p.json.partial"
+    head = {"kind": "header", "machine": "m", "gpu": "h200-sxm"}
+    sample = {"op": "all_gather", "ranks": 2, "nodes": 1, "nbytes": 1024, "time_s": 1e-5}
+    group = {"kind": "group", "sample": sample, "gpus": [0, 1], "iterations": 20}
+    path.write_text("\n".join(map(json.dumps, (head, group))) + '\n{"kind": "gro', encoding="utf-8")
+
+    found = _cut_short(path, "H200-SXM")
+
+    assert found is not None
+    assert [one.nbytes for one in found.collectives] == [1024]
+    assert _cut_short(path, "b200-sxm") is None, "of another GPU"
+    assert _cut_short(tmp_path / "absent", "h200-sxm") is None
+    path.write_text(json.dumps(head) + "\n" + json.dumps({"kind": "gossip"}) + "\n", encoding="utf-8")
+    assert _cut_short(path, "h200-sxm") is None
+    assert "set aside" in capsys.readouterr().err
+    assert [one.name for one in tmp_path.iterdir()] == ["p.json.partial.damaged"]
 
 
 @needs_torch
