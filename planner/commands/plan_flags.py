@@ -11,6 +11,7 @@ import typer
 
 from planner.commands import options
 from planner.question.flags import Flags
+from planner.question.learned_runtime import is_learned
 
 Model = Annotated[str | None, typer.Option("--model", "--config", help="Shipped model, config.json or its directory.")]
 Cluster = Annotated[str | None, typer.Option("--cluster", help="Catalogue name or cluster file.")]
@@ -46,7 +47,12 @@ Offload = Annotated[
     str | None,
     typer.Option("--offload", help="Kept in host memory: none, optimizer, or parameters as well; default none."),
 ]
-Runtime = Annotated[str | None, typer.Option("--runtime", "--framework", help="The software that runs it.")]
+Runtime = Annotated[
+    str | None,
+    typer.Option(
+        "--runtime", "--framework", help="The software that runs it, with a version or without: torchtitan@0.2.2."
+    ),
+]
 
 
 # By the parameter that carries them; all default to None, which is not said.
@@ -105,9 +111,11 @@ def flags_of(given: dict[str, Any]) -> Flags:
             "zero_stage": given["zero"],
             "micro_batch_size": given["micro_batch"],
         },
-        runtime={
-            "name": given["runtime"],
-            "compile": given["compile_model"],
-            "param_dtype": given["param_dtype"],
-        },
+        runtime={**_runtime(given["runtime"]), "compile": given["compile_model"], "param_dtype": given["param_dtype"]},
     )
+
+
+def _runtime(said: str | None) -> dict[str, str | None]:
+    """Return the name and the version of `torchtitan@0.2.2`; a learned runtime is a file, and so has no version."""
+    name, mark, version = (said or "").partition("@")
+    return {"name": name, "version": version} if mark and version and not is_learned(said) else {"name": said}

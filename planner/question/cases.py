@@ -230,6 +230,7 @@ def case_from_flags(flags: Flags, measured: Calibrations = UNMEASURED) -> Case:
         stated_plan[filled] = degree
         assumed.append(f"{filled} {degree} (fills {count} GPUs)")
     said = {**flags.runtime, "name": flags.runtime.get("name") or "torchtitan"}
+    said |= {"name": "pytorch"} if said["name"] == "any" else {}  # as a search under the rules that all share
     stated_runtime, implied = implied_runtime(said, stated_plan, framework)
     resolved, from_runtime = resolve_runtime(stated_runtime)
     chosen, from_plan = complete_plan(stated_plan, workload, framework, where="flags")

@@ -22,7 +22,7 @@ from planner.search.finalists import TIE, Finalist, in_order, mechanisms, predic
 from planner.search.fixes import find_fixes
 from planner.search.flips import FlipPoint, find_flips, memory_flip
 from planner.search.gpu_counts import cost_per_million_tokens
-from planner.search.infeasible import no_fitting_plan, no_legal_plan
+from planner.search.infeasible import no_fitting_plan, no_legal_plan, nothing_fits
 from planner.search.plan_space.branch_and_bound import Explored, Screened, explore, pareto_rows
 from planner.search.plan_space.candidates import Bounds, Nodes, enumerate_nodes
 from planner.search.plan_space.overlap_choice import with_overlap_by_site
@@ -52,7 +52,8 @@ class SearchOptions:
     `objective` is time (seconds per step), memory (bytes reserved on the worst rank) or pareto (the plans that no other
     beats in both, fastest first). On one GPU count, throughput (tokens/s/GPU) and cost (per token) order plans as time
     does; they differ where GPU counts are compared. The result lists `top` plans, one per set of parallel degrees
-    unless `all_variants`. After `time_limit_s` it has the best plans so far, and their gap.
+    unless `all_variants`. After `time_limit_s` it has the best plans so far, and their gap. Without `reasons` nothing is said
+    of why plans lost and what would change the answer, and little of why none fits: `explained` adds it.
     """
 
     objective: str = "time"
@@ -62,6 +63,7 @@ class SearchOptions:
     gpu_price_per_hour: float | None = None
     simulate: bool = True
     time_limit_s: float | None = None
+    reasons: bool = True
 
 
 OUT_OF_TIME = "the time limit ended before plans were simulated and flip points sought"
@@ -90,6 +92,8 @@ def suggest(
     screening = Screening(question)
     deadline = None if options.time_limit_s is None else started + options.time_limit_s
     found = _explore(screening, question.framework, nodes, options, deadline, progress)
+    if not found.plans and not options.reasons:
+        raise nothing_fits(question, nodes, options.bounds)
     if not found.plans:
         raise no_fitting_plan(question, nodes, options.bounds, grow=grow)
     table = question.estimate([*found.plans, *found.may_fit])
@@ -105,11 +109,17 @@ def suggest(
     return SearchResult(
         question=question,
         search=stats,
-        plans=_rank(question, listed, options, reasons=not late),
+        plans=_rank(question, listed, options, reasons=options.reasons and not late),
         rejected=dict(sorted(rejected.items(), key=lambda item: (-item[1], item[0]))),
         assumed=(OUT_OF_TIME,) if late else (),
         may_fit=_may_fit(listed, finalists) if options.objective not in {"memory", "pareto"} else None,
     )
+
+
+def explained(result: SearchResult, options: SearchOptions) -> SearchResult:
+    """Return what a search without reasons has found, with them."""
+    listed = [Finalist(plan=one.plan, estimate=one.estimate, method=one.method, tie=one.tie) for one in result.plans]
+    return replace(result, plans=_rank(result.question, listed, options, reasons=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,23 +7,23 @@ between the last two; the batch stays what it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
-from planner.io.inputs import read_cluster
 from planner.question.flags import Flags
 from planner.question.goal import Goal
 from planner.question.question import Question
 from planner.search.answer import answer, search_question
 from planner.search.gpu_counts import objective_value
-from planner.search.infeasible import ConstrainedQuestion, min_gpus_for_state
-from planner.search.plan_space.candidates import Bounds
+from planner.search.infeasible import min_gpus_for_state
 from planner.search.result import SearchResult
-from planner.search.search import SearchOptions
+from planner.search.search import SearchOptions, explained
 from simulator.closed_form.screening import Screening
 from simulator.config.plan import Plan
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
-from topology.cluster import Cluster, GpuKind
+from topology.cluster import GpuKind
 from topology.errors import Infeasible, UserError
 
 HOUR_S, DAY_S = 3600.0, 86400.0
@@ -86,16 +86,15 @@ def answer_run(
     # The batch is that of the question on all numbers of GPUs, or they would not train the same model.
     fixed = replace(flags, global_batch=question.workload.global_batch_size)
 
+    quick = replace(options, reasons=False)
+
     def search(gpus: int) -> SearchResult:
-        return answer(replace(fixed, gpus=(gpus,)), framework, options, measured=measured, progress=progress)
+        return answer(replace(fixed, gpus=(gpus,)), framework, quick, measured=measured, progress=progress)
 
-    def grow(gpus: int) -> Cluster:
-        return read_cluster(flags.cluster or "dgx-h100", gpus, gpu=flags.gpu)
-
-    counts = Counts(question=question, goal=goal, bounds=options.bounds, search=search, grow=grow)
+    counts = Counts(question=question, goal=goal, search=search)
     found = compare_counts(counts, numbers, options.objective) if numbers else seek_count(counts)
     said = tuple(dict.fromkeys([*found.result.assumed, *assumed]))
-    return replace(found, result=replace(found.result, assumed=said))
+    return replace(found, result=replace(explained(found.result, options), assumed=said))
 
 
 def whole_run(result: SearchResult, goal: Goal) -> WholeRun:
@@ -126,13 +125,11 @@ def _power_source(kind: GpuKind) -> str:
 
 @dataclass(slots=True)
 class Counts:
-    """Asks for the best plan on one number of GPUs after the other. `grow(n)` returns the cluster with n of them."""
+    """Asks for the best plan on one number of GPUs after the other."""
 
     question: Question
     goal: Goal
-    bounds: Bounds
     search: Callable[[int], SearchResult]
-    grow: Callable[[int], Cluster]
     results: dict[int, SearchResult] = field(default_factory=dict)
     runs: dict[int, WholeRun] = field(default_factory=dict)
 
@@ -144,13 +141,6 @@ class Counts:
 
     def _run(self, gpus: int) -> WholeRun:
         try:
-            asked = ConstrainedQuestion(
-                question=replace(self.question, cluster=self.grow(gpus), gpus=gpus), bounds=self.bounds
-            )
-            # Far quicker than a search that ends in advice.
-            if (gap := asked.gap()) > 0:
-                why = "no legal plan" if gap == float("inf") else f"{gap / 2**30:.1f} GiB missing on the worst rank"
-                return WholeRun(gpus=gpus, problem=why)
             self.results[gpus] = self.search(gpus)
         except (Infeasible, UserError) as error:
             return WholeRun(gpus=gpus, problem=error.what)
@@ -188,60 +178,69 @@ def seek_count(counts: Counts) -> RunAnswer:
 
     Raises Infeasible where no number tried does.
     """
-    if turn := _double(counts):
+    if before := _double(counts):
         size = counts.question.cluster.gpus_per_node
         for factor in BETWEEN:
-            between = round(turn[0].gpus * factor)
+            between = round(before * factor)
             if between < size or between % size == 0:
                 counts.run(between)
     return counts.answer(_choose(counts, list(counts.runs.values())).gpus)
 
 
-def _double(counts: Counts) -> tuple[WholeRun, WholeRun] | None:
-    """Try twice as many GPUs until a deadline is met, or a budget is no longer: the last two runs.
+def _double(counts: Counts) -> int | None:
+    """Try twice as many GPUs until a deadline is met, or a budget is no longer: return the number before the last.
 
     None where that does not happen before more GPUs stop to help.
     """
     until_met = counts.goal.deadline_s is not None
-    before: WholeRun | None = None
+    met_before: bool | None = None
     best, useless = float("inf"), 0
-    for number in _doubled(counts):
+    numbers, least = _numbers(counts)
+    for before, number in pairwise([0, *numbers]):
+        if number < least:
+            met_before = False  # too few at the peak of their arithmetic
+            continue
         run = counts.run(number)
         if run.problem:
             useless += bool(counts.results)  # too many for the batch, after some that worked
         else:
             met = _meets(counts.goal, run)
-            if before is not None and met == until_met and _meets(counts.goal, before) != until_met:
-                return before, run
+            if met == until_met and met_before is (not until_met):
+                return before
             if met and until_met:
                 return None  # the first number that works
             value = run.seconds if until_met or met else run.gpu_hours
             useless = 0 if value < best else useless + 1
-            before, best = run, min(best, value)
+            met_before, best = met, min(best, value)
         if useless >= USELESS:
             return None
     return None
 
 
-def _doubled(counts: Counts) -> Iterator[int]:
-    """Yield numbers of GPUs from the first that may do, each twice the one before."""
+def _numbers(counts: Counts) -> tuple[list[int], int]:
+    """Return numbers of GPUs, each twice the one before, from the first whose memory may do, and the least that a deadline
+    leaves: fewer are too slow at the peak of their arithmetic.
+
+    Raises Infeasible where that are more than are tried.
+    """
     question, goal = counts.question, counts.goal
-    least = min_gpus_for_state(Screening(question))
+    in_time = 1
     if goal.deadline_s is not None:
         flops = question.model.training_flops_per_token(question.workload.seq_len, causal=True) * goal.tokens
-        peak = max(question.cluster.slowest_kind.peak_flops.values())
-        least = max(least, int(flops / peak / goal.deadline_s))
-        if least > MOST_GPUS:
+        peak = Screening(question).peak_flops
+        in_time = math.ceil(flops / peak / goal.deadline_s)
+        if in_time > MOST_GPUS:
             raise Infeasible(
                 f"no number of GPUs tried ends {goal.tokens:.3g} tokens within {goal.deadline_s / DAY_S:.3g} days",
-                why=f"at the peak of their arithmetic that takes {least:,} GPUs; up to {MOST_GPUS:,} are tried",
+                why=f"at the peak of their arithmetic that takes {in_time:,} GPUs; up to {MOST_GPUS:,} are tried",
                 remedy="a later deadline, or fewer tokens",
             )
     size = question.cluster.gpus_per_node
     numbers = [1 << power for power in range(size.bit_length()) if 1 << power < size]
     numbers += [size << power for power in range(MOST_GPUS.bit_length()) if size << power <= MOST_GPUS]
-    first = max((at for at, number in enumerate(numbers) if number <= least), default=0)
-    yield from numbers[first:] if least <= MOST_GPUS else numbers[-1:]
+    holds = min_gpus_for_state(Screening(question))
+    first = max((at for at, number in enumerate(numbers) if number <= holds), default=0)
+    return numbers[first:] if holds <= MOST_GPUS else numbers[-1:], in_time
 
 
 def _meets(goal: Goal, run: WholeRun) -> bool:

@@ -45,7 +45,8 @@ def _needs_equal_widths(text: str) -> bool:
 
 def _overlap_fault(text: str, q: RuleFacts) -> str:
     """Return what is wrong with a tp_overlap, or nothing."""
-    known = f"sites are {', '.join(SITES)}, modes none, {', '.join(q.framework.overlaps)}"
+    sites = f"sites are {', '.join(SITES)}, " if q.framework.overlap_by_site else ""
+    known = f"{sites}modes {', '.join((NONE, *q.framework.overlaps))}"
     try:
         unknown = [mode for mode in modes_in(text) if mode not in q.framework.overlaps]
     except BadPlan as error:
@@ -146,7 +147,7 @@ POLICY_RULES: list[Rule] = [
         "tp_overlap",
         lambda c, q: _where_overlap(c, lambda text: bool(_overlap_fault(text, q))),
         lambda p, q: _overlap_fault(p.tp_overlap, q),
-        applies=lambda q: q.framework.overlap_by_site,
+        applies=lambda q: not q.framework.any_recompute,  # whose words for anything are a runtime's own
     ),
     policy_rule(
         "overlap-domain",

@@ -22,8 +22,8 @@ from simulator.program import trace as tr
 
 # Up to so many instructions the finer detail is used: a second or two of simulation. Beyond, stages are folded.
 FINE_INSTRUCTIONS = 60_000
-# Telling which ranks behave alike takes as long for so many of them as simulating one instruction.
-RANKS_PER_INSTRUCTION = 2
+# Telling which ranks behave alike takes as long for one of them as simulating so many instructions.
+INSTRUCTIONS_PER_RANK = 2
 # Instructions of a layer and pass, and of a stage and pass, as `layer` and `stage` code have them: rough
 # counts, for choosing only.
 PER_LAYER, PER_STAGE = 24, 14
@@ -48,7 +48,7 @@ def program_length(model: Model, workload: Workload, plan: Plan, detail: Detail)
     """Return roughly what simulating a plan in `detail`, layer or stage, costs, as a number of instructions: those of its
     program, and what folding its ranks takes.
     """
-    return _instructions(model, workload, plan, detail) + plan.gpus / RANKS_PER_INSTRUCTION
+    return _instructions(model, workload, plan, detail) + plan.gpus * INSTRUCTIONS_PER_RANK
 
 
 def _instructions(model: Model, workload: Workload, plan: Plan, detail: Detail) -> float:

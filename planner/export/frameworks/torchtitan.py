@@ -18,7 +18,8 @@ def prepared(job: ExportJob, title: str) -> tuple[ExportJob, tuple[str, ...], tu
     """
     fsdp, sharding_notes = to_fsdp_degrees(job.plan, title)
     job = job.with_plan(fsdp)
-    notes = require_legal(job, "torchtitan", title)
+    written = fsdp if not overlap_not_expressed(fsdp) else fsdp.with_(tp_overlap="none")
+    notes = require_legal(job.with_plan(written), "torchtitan", title)
     runtime = job.question.runtime
     if runtime.param_dtype not in {"float32", "bfloat16"}:
         raise Infeasible(f"{TITLE} stores parameters in float32 or bfloat16, the plan in {runtime.param_dtype}")
