@@ -6,7 +6,7 @@ import shlex
 import sys
 import uuid
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +25,7 @@ from planner.io.output import warn
 from planner.question.cases import case_of_plan_file, load_case, read_cases
 from planner.question.flags import Flags
 from planner.question.plan_file import require_folder
+from planner.question.question import require_plannable
 from planner.search.answer import answer
 from planner.search.plan_space.candidates import Bounds
 from planner.search.plan_space.stated import read_spans
@@ -41,6 +42,14 @@ from topology.profile.store import add_to_store, merge, read_stored, store_folde
 PLANS = 6  # that are taken to be able to win
 SEARCH_S = 20.0  # for finding them
 DEFAULT_RUNTIME = "meshwright"
+OF_A_QUESTION = {
+    "seq_len": "--seq-len",
+    "global_batch": "--global-batch",
+    "micro_batch": "--micro-batch",
+    "framework": "--framework",
+    "compile_model": "--compile",
+    "param_dtype": "--param-dtype",
+}
 STAND_IN = "dgx-h100"  # whose predictions order the jobs of a dry run
 
 
@@ -53,14 +62,18 @@ def calibrate(
     model: Annotated[
         str | None, typer.Option("--model", "--config", help="Measure what decides between this model's plans.")
     ] = None,
-    seq_len: options.SeqLen = 8192,
+    seq_len: Annotated[
+        int | None, typer.Option("--seq-len", "--seq", min=1, max=1 << 31, help="Tokens in a sequence, with --model.")
+    ] = None,
     global_batch: Annotated[
         int | None, typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step, with --model.")
     ] = None,
     micro_batch: Annotated[
         int | None, typer.Option("--micro-batch", min=1, max=1 << 20, help="Only plans with this micro batch.")
     ] = None,
-    framework: Annotated[str, typer.Option("--framework", help="Whose plans, with --model.")] = "torchtitan",
+    framework: Annotated[
+        str | None, typer.Option("--framework", help="Whose plans, with --model; default torchtitan.")
+    ] = None,
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
     wanted: Annotated[
@@ -90,35 +103,22 @@ def calibrate(
     What the profile has already is not measured again, so a run that was cut short is continued by the same command.
     Exit code 1 when there is no GPU to measure.
     """
+    given = locals()  # first of all, so that it holds the arguments and nothing else
     seconds = budget_s(budget)
     if out is not None:
         require_folder(out)
     if device not in {"cuda", "cpu"}:
         raise UserError(f"--device is {device!r}", remedy="leave it out")
-    if model is not None and wanted:
-        raise UserError("--model and --for both say what to measure for", remedy="one of them")
+    _refuse_unused(given)
     steps = _steps(wanted or [])
     machine, kind, indices, links = _machine(cluster, gpus, device)
     records = (out.with_name(out.name + ".partial") if out is not None else _scratch()).absolute()
     before = _known(out, kind, store=store)
     cut_short = _cut_short(records, kind)
-    if model is not None:
-        flags = Flags(
-            model=model,
-            cluster=cluster if links is not None else STAND_IN,
-            gpus=(len(indices),),
-            seq_len=seq_len,
-            global_batch=global_batch,
-            runtime={"compile": compile_model, "param_dtype": param_dtype},
-        )
-        asked = Wanted(steps=_leading(flags, framework, micro_batch), choice=True)
-    else:
-        names = runtime or ([] if steps else [DEFAULT_RUNTIME])
-        typical = [step for name in names for step in typical_steps(name, len(indices))]
-        asked = Wanted(steps=(*steps, *typical), everything=bool(typical))
     on = take_gpus(links or read_cluster(STAND_IN), len(indices))
+    require_plannable(on)
     agenda = agenda_for(
-        asked,
+        _question(given, cluster if links is not None else STAND_IN, steps, len(indices)),
         on,
         cut_short if before is None else before if cut_short is None else merge(before, cut_short),
         gpus=len(indices),
@@ -158,6 +158,34 @@ def calibrate(
     _answer(found, whole, agenda, out if saved else None, links, json=json)
     if not saved:
         raise typer.Exit(1)
+
+
+def _refuse_unused(given: dict[str, Any]) -> None:
+    """Raise UserError where an option is about a question that is not asked, or two ask different ones."""
+    if given["model"] is None:
+        for name, flag in OF_A_QUESTION.items():
+            if given[name] is not None:
+                raise UserError(f"{flag} is about a question, and none is asked", remedy="--model llama3-8b")
+    for name, flag in (("wanted", "--for"), ("runtime", "--runtime")):
+        if given["model"] is not None and given[name]:
+            raise UserError(f"--model and {flag} both say what to measure for", remedy="one after the other")
+
+
+def _question(given: dict[str, Any], cluster: str, steps: list[PlannedStep], gpus: int) -> Wanted:
+    """Return what is to become sure: the plans that could win, those of files, or typical ones of runtimes."""
+    if given["model"] is None:
+        names = given["runtime"] or ([] if steps else [DEFAULT_RUNTIME])
+        typical = [step for name in names for step in typical_steps(name, gpus)]
+        return Wanted(steps=(*steps, *typical), everything=bool(typical))
+    flags = Flags(
+        model=given["model"],
+        cluster=cluster,
+        gpus=(gpus,),
+        seq_len=given["seq_len"],
+        global_batch=given["global_batch"],
+        runtime={"compile": given["compile_model"], "param_dtype": given["param_dtype"]},
+    )
+    return Wanted(steps=_leading(flags, given["framework"] or "torchtitan", given["micro_batch"]), choice=True)
 
 
 def _leading(flags: Flags, framework: str, micro_batch: int | None) -> tuple[PlannedStep, ...]:

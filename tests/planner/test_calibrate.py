@@ -236,6 +236,20 @@ def test_budgets_are_checked(budget: str, tmp_path) -> None:
     assert main(["calibrate", "--budget", budget, "--no-store"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--global-batch", "8"], "--global-batch is about a question"),
+        (["--seq-len", "512"], "--seq-len is about a question"),
+        (["--model", "tiny-llama", "--runtime", "torchtitan"], "--model and --runtime both"),
+        (["--model", "tiny-llama", "--for", "p.json"], "--model and --for both"),
+    ],
+)
+def test_what_was_said_is_used_or_refused(words: list[str], said: str, capsys) -> None:
+    assert main(["calibrate", "--device", "cpu", "--no-store", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_file_of_another_gpu_is_not_added_to(tmp_path, capsys) -> None:
     path = tmp_path / "p.json"
     path.write_text(json.dumps({"machine": "m", "gpu": "h200-sxm", "schema_version": 1}), encoding="utf-8")
