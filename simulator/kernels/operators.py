@@ -12,7 +12,7 @@ numbers or columns of a plan table, so the same description costs one plan or te
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -39,7 +39,8 @@ class OperatorSpec:
     """One operator of a runtime description, forward, with what it saves and how its backward differs.
 
     `when` lists features of the model, plan or runtime that must hold (`gated`, `!sp`). `saves` are tensors autograd
-    keeps for the backward pass. A `low` product has operands in the type `low`, a `low` collective gathers in it. Kernels with `rows` have a thread block for each row of these axes. `scattered` operators move rows to where an index says. A matmul's backward is its two
+    keeps for the backward pass. A `low` product has operands in the type `low`, a `low` collective gathers in it. `units` are what a kernel's time counts where memory does not decide it: rows, or elements, of these axes by kind
+    (`unit_s` of efficiency.toml), in the forward pass and in backward. `scattered` operators move rows to where an index says. A matmul's backward is its two
     products; other operators give `backward_reads` and `backward_writes`. `hidden_by` names the operator, earlier in the
     block, whose kernels a collective runs beside; `site` is what a plan calls a tensor-parallel collective
     (`simulator.config.overlap_sites`). `launches` are kernels (and host dispatches) forward,
@@ -64,7 +65,8 @@ class OperatorSpec:
     weight_gradient_dtype: str = "compute"
     low: bool = False
     scattered: bool = False
-    rows: tuple[str, ...] = ()
+    units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    backward_units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     launches: float = 1.0
     backward_launches: float = 1.0
 
@@ -96,7 +98,7 @@ class Work:
     backward: bool = False
     scattered: bool = False  # moves rows to where an index says
     accumulates: bool = False  # adds its result to what is there, in a wider type
-    rows: Floats | float = 0.0  # each of which has a thread block
+    units: Mapping[str, Floats | float] = field(default_factory=dict)  # see `OperatorSpec`
     low: bool = False  # operands are in a low type, the result is in 16 bits
     grouped_rows: Floats | float = 0.0  # in products of experts in one kernel, the rows of each; 0: it is no such one
 
@@ -151,7 +153,7 @@ def forward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: D
             bytes=moved,
             launches=spec.launches,
             scattered=spec.scattered,
-            rows=_rows(spec, sizes),
+            units=_units(spec.units, sizes),
         )
     ]
 
@@ -187,13 +189,13 @@ def backward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: 
             launches=spec.backward_launches,
             backward=True,
             scattered=spec.scattered,
-            rows=_rows(spec, sizes),
+            units=_units(spec.backward_units, sizes),
         )
     ]
 
 
-def _rows(spec: OperatorSpec, sizes: Mapping[str, Floats]) -> Floats | float:
-    return sum((product(axes.split(), sizes) for axes in spec.rows), 0.0)
+def _units(units: Mapping[str, tuple[str, ...]], sizes: Mapping[str, Floats]) -> dict[str, Floats | float]:
+    return {kind: sum((product(axes.split(), sizes) for axes in tensors), 0.0) for kind, tensors in units.items()}
 
 
 def parse_matmul(annotation: str) -> tuple[list[str], list[str], list[str]]:

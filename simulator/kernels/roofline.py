@@ -48,7 +48,7 @@ class Efficiency:
     kernel_s: float
     nccl_sms: float
     simt: float
-    row_s: float = 0.0
+    unit_s: dict[str, float]
     float8: float = 0.0
     float4: float = 0.0
     tiles: tuple[tuple[float, float, float], ...] = ()
@@ -131,11 +131,15 @@ def efficiency(architecture: str) -> Efficiency:
     """Return the efficiency of an architecture; one we have no figures for borrows its nearest relative's."""
     text = (resources.files("simulator") / "kernels" / "efficiency.toml").read_text("utf-8")
     known = tomllib.loads(text)
-    tables = {k: v for k, v in known.items() if isinstance(v, dict) and k != "source"}
+    tables = {k: v for k, v in known.items() if isinstance(v, dict) and k not in {"source", "unit_s"}}
     relative = {"volta": "ampere", "pascal": "ampere", "blackwell ultra": "blackwell", "rubin": "blackwell"}
     name = architecture.lower()
     name = name if name in tables else relative.get(name, "ampere")
-    return convert({**tables[name], "sustained": known["sustained"]}, Efficiency, where=f"efficiency.toml [{name}]")
+    return convert(
+        {**tables[name], "sustained": known["sustained"], "unit_s": known["unit_s"]},
+        Efficiency,
+        where=f"efficiency.toml [{name}]",
+    )
 
 
 def grouped_tile_factor(work: Work) -> Floats | float:
@@ -281,8 +285,8 @@ class Roofline:
             return self._attention(work)
         known = efficiency(self.gpu.architecture)
         rate = self.memory_bytes_per_s * (known.scattered if work.scattered else 1.0)
-        rows = work.rows * known.row_s / self.gpu.sm_count
-        return np.asarray(np.maximum(work.bytes / rate, rows) + known.kernel_s * work.launches)
+        counted = sum((count * known.unit_s[kind] for kind, count in work.units.items()), 0.0) / self.gpu.sm_count
+        return np.asarray(np.maximum(work.bytes / rate, counted) + known.kernel_s * work.launches)
 
     def _matmul(self, work: Work) -> Floats:
         known = efficiency(self.gpu.architecture)

@@ -211,6 +211,7 @@ class RuntimeSpec:
     low_precision: LowPrecisionSpec | None = None  # None: products run in 16 bits or more
     dropout: bool = False
     context_parallel: str = "all_gather"
+    scores_after: tuple[str, ...] = ()  # families whose experts' results are weighed, where others' tokens are
     recompute_stops: str = "never"
     earlier: EarlierSpec | None = None
     like: str = ""
@@ -427,6 +428,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "dropout": spec.dropout and family is not None and family.dropout,
         "shared_expert": bool(model.moe and model.moe.shared_ffn),
         "compiled": runtime.compile,
+        "scores_after": model.family in spec.scores_after,
         "q_lora": bool(model.latent and model.latent.q_lora_rank),
         attention_implementation(runtime): True,
     }

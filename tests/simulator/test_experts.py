@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.scenario import Scenario
 from simulator.config.model import MixtureOfExperts, Model
@@ -33,19 +35,25 @@ def activations(chosen: int) -> float:
 
 
 def test_every_copy_of_a_token_is_kept_in_float32_once() -> None:
-    """models/moe/moe.py: `routed_input.to(float32) * top_scores`, whose product keeps the float32 copy for the scores' gradient.
+    """models/moe/moe.py with `score_before_experts=False`, as models/qwen3 has it: the float32 copy of every expert's result is kept
+    for the scores' gradient, the result itself is not.
 
-    Counted by hand, a copy keeps 4 bytes of each of its numbers there, and 2 each before the experts and after them, beside four
-    tensors of an expert's width in 16 bits and its score.
+    Counted by hand, a copy keeps 4 bytes of each of its numbers there and 2 before the experts, beside four tensors of an
+    expert's width in 16 bits and its score.
     """
     one_more = (activations(3) - activations(2)) / (4 * 4096)
 
-    assert one_more >= 4 * 2048 + 2 * 2 * 2048 + 4 * 2 * 1024
-    assert one_more < 4 * 2048 + 4 * 2 * 2048 + 6 * 2 * 1024
+    assert one_more >= 4 * 2048 + 2 * 2048 + 4 * 2 * 1024
+    assert one_more < 4 * 2048 + 3 * 2 * 2048 + 6 * 2 * 1024
 
 
-def test_rows_are_padded_and_written_back_around_the_products() -> None:
-    names = [operator.name for operator in operators_for(model(2), Runtime(name="torchtitan")).moe_layer]
-    order = ["expert_weigh", "dispatch", "expert_pad", "expert_w1", "expert_w2", "expert_unpad", "combine"]
+@pytest.mark.parametrize(("family", "first"), [("qwen3_moe", False), ("llama", True)])
+def test_rows_are_padded_and_written_back_around_the_products(family: str, first: bool) -> None:
+    """Scores weigh tokens before the experts, or their results afterwards."""
+    network = dataclasses.replace(model(2), family=family)
+    names = [operator.name for operator in operators_for(network, Runtime(name="torchtitan")).moe_layer]
+    order = ["dispatch", "expert_pad", "expert_w1", "expert_w2", "expert_unpad", "combine", "unpermute"]
 
     assert [name for name in names if name in order] == order
+    assert (names.index("expert_weigh") < names.index("dispatch")) == first
+    assert (names.index("expert_weigh") > names.index("unpermute")) == (not first)

@@ -167,6 +167,6 @@ def test_norms_of_short_rows_take_their_time_a_row(gpu, rows, forward_us, backwa
     roofline = Roofline(gpu=gpu_kind(gpu))
 
     for parts, measured in ((2, forward_us), (4, backward_us)):
-        work = Work(kind=WorkKind.MOVE, name="qk_norm", bytes=parts * moved, rows=np.array([rows]))
+        work = Work(kind=WorkKind.MOVE, name="qk_norm", bytes=parts * moved, units={"row": np.array([rows])})
         assert roofline.seconds(work)[0] * 1e6 == pytest.approx(measured, rel=0.06)
-        assert roofline.seconds(work)[0] > 1.5 * roofline.seconds(dataclasses.replace(work, rows=0.0))[0]
+        assert roofline.seconds(work)[0] > 1.5 * roofline.seconds(dataclasses.replace(work, units={}))[0]
