@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import replace
 from datetime import datetime
@@ -16,33 +15,26 @@ from rich.live import Live
 from planner.commands import options
 from planner.io import output
 from planner.io.inputs import measurements
-from planner.question.cases import read_cases
 from planner.question.flags import Flags
 from planner.question.plan_file import PlanFile, plan_file, refuse_overwrite, save_plan
 from planner.runs.apply_process import require_torch
-from planner.search.answer import search_question
+from planner.runs.launchers import submit as submit_job
 from planner.tune import text
-from planner.tune.candidates import Candidates, candidates_of
 from planner.tune.document import tune_document
 from planner.tune.history import history
+from planner.tune.job import TuneJob
 from planner.tune.loop import View
 from planner.tune.report import to_html
-from planner.tune.runners.command_trials import command_metric, command_words
-from planner.tune.runners.twin import Twin, recorded_questions
 from planner.tune.session import require_device, run_session, shown
-from planner.tune.state import Asked, State, read_state, write_new
+from planner.tune.start import BUDGET, asked_of, how_of, jobs_of, recorded_of, recorded_twin, seconds_of
+from planner.tune.state import State, read_state, write_new
 from planner.tune.trials import Runner
-from simulator.fitting.calibration_fit import Calibrations
-from simulator.legality.frameworks import framework_named
 from topology import codec
-from topology.errors import BadInput, PlannerError, UserError
+from topology.errors import PlannerError, UserError
 
 DEVICES = ("cuda", "cpu")
 OBJECTIVES = ("time", "throughput", "cost")
-MOST_BUDGET_S = 7 * 86400.0
 WITHIN_PERCENT = 1.0
-RUN_HERE = ("meshwright", "pytorch", "torchtitan")  # frameworks whose plans our executor runs
-UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def tune(
@@ -102,6 +94,15 @@ def tune(
     ] = None,
     state: Annotated[Path | None, typer.Option("--state", help="State file; default: in a new folder here.")] = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Continue the tuning of this state file.")] = None,
+    launcher: Annotated[
+        str, typer.Option("--launcher", help="local, or a job of slurm or trainjob for all trials.")
+    ] = "local",
+    each: Annotated[
+        bool, typer.Option("--each", help="With --launcher: a job for each trial, submitted from here.")
+    ] = False,
+    job_name: Annotated[str, typer.Option("--job-name", help="Name of a job.")] = "meshwright-tune",
+    image: Annotated[str | None, typer.Option("--image", help="Container image of a trainjob.")] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Hand the job to sbatch or kubectl.")] = False,
     show: Annotated[
         bool, typer.Option("--show", help="With --resume: answer from the state file, and try nothing.")
     ] = False,
@@ -115,19 +116,7 @@ def tune(
     Ends when no untried plan is likely (5 %) to be better by more than --within, or with the budget. A trial that fails,
     hangs or runs out of memory is recorded with its cause. --resume continues a state file, on any such machine.
     """
-    for wanted in (out, html):
-        if wanted is not None:
-            refuse_overwrite(wanted, force=force)
-    if show and resume is None:
-        raise UserError("--show answers from a state file", remedy="--resume state.jsonl --show")
-    if device not in DEVICES:
-        raise UserError(f"--device is {device!r}", remedy=f"one of {', '.join(DEVICES)}")
-    if objective not in OBJECTIVES:
-        raise UserError(
-            f"--objective {objective} cannot be tuned for",
-            why="trials measure steps; memory and Pareto fronts are for planner suggest",
-            remedy=f"one of {', '.join(OBJECTIVES)}",
-        )
+    _refuse(locals())
     runner: Runner | None = None
     by = WITHIN_PERCENT if within is None else within
     if resume is not None:
@@ -135,13 +124,13 @@ def tune(
             raise UserError("--resume continues what its file says", remedy="leave --model, --recorded and --state out")
         path, known = resume, read_state(resume)
         if known.asked.how == "recorded":
-            runner = _recorded_twin(known)
+            runner = recorded_twin(known)
     else:
         path = state or Path(f"meshwright-tune-{datetime.now().astimezone():%Y%m%d-%H%M%S}") / "state.jsonl"
         if state is not None:
             refuse_overwrite(state, force=force)
         if recorded is not None:
-            asked, plans, runner = _recorded(recorded, case_id, budget, trials, by)
+            asked, plans, runner = recorded_of(recorded, case_id, budget, trials, by)
         else:
             flags = Flags(
                 model=model,
@@ -152,17 +141,24 @@ def tune(
                 runtime={"compile": compile_model, "param_dtype": param_dtype},
             )
             wishes = {
-                "budget_s": seconds_of(budget or "10m", "--budget"),
+                "budget_s": seconds_of(budget or BUDGET, "--budget"),
                 "within": by / 100,
                 "most_trials": trials,
                 "device": device,
                 "steps": steps,
-                **_how(framework, command, metric),
+                **(jobs_of(launcher, job_name, image) if each else how_of(framework, command, metric)),
             }
-            asked, plans = _asked(flags, framework, measurements(profile, strict=strict), wishes)
+            asked, plans = asked_of(flags, framework, measurements(profile, strict=strict), wishes)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_new(path, asked, plans, force=force)
         known = State(asked=asked, candidates=plans, trials=(), cut_short=())
+    if launcher != "local" and not each:
+        _write_job(
+            TuneJob(asked=known.asked, state=path, launcher=launcher, name=job_name, image=image),
+            submit=submit,
+            json=json,
+        )
+        return
     if runner is None and not show and known.asked.how == "executor":
         require_torch()
         require_device(known.asked)
@@ -193,86 +189,51 @@ def tune(
         raise typer.Exit(1)
 
 
-def _how(framework: str, command: str | None, metric: str | None) -> dict[str, Any]:
-    """Return what makes the trials, and its settings. Raises UserError where nothing here can."""
-    if command is not None:
-        command_words(command)
-        return {"how": "command", "settings": {"command": command} | ({} if metric is None else {"metric": metric})}
-    if metric is not None:
-        raise UserError("--metric reads what --command prints", remedy="--command 'torchrun ... {config}'")
-    if framework_named(framework).name not in RUN_HERE:
+def _refuse(given: dict[str, Any]) -> None:
+    """Raise UserError for flags that are not known together, and BadInput where an output cannot be written."""
+    for wanted in ("out", "html"):
+        if given[wanted] is not None:
+            refuse_overwrite(given[wanted], force=given["force"])
+    launcher, device, objective = given["launcher"], given["device"], given["objective"]
+    if launcher == "local" and (given["each"] or given["submit"] or given["image"] is not None):
+        raise UserError("--each, --submit and --image are for jobs", remedy="--launcher slurm, say")
+    if launcher != "local" and (given["recorded"] is not None or (given["command"] is not None and given["each"])):
         raise UserError(
-            f"trials of {framework} need a command",
-            why=f"plans of {', '.join(RUN_HERE)} are run without one",
-            remedy="--command 'sh {config}' --metric ..., with a word that says how it prints a step",
+            "--launcher runs our executor's trials, or one job for a --command", remedy="leave --recorded out"
         )
-    return {"how": "executor"}
-
-
-def _asked(flags: Flags, framework: str, measured: Calibrations, wishes: dict[str, Any]) -> tuple[Asked, Candidates]:
-    """Return what is asked, and the plans that could be the best."""
-    if flags.model is None:
-        raise UserError("--model is missing", remedy="--model llama3-8b, or --resume a state file")
-    question, assumed = search_question(flags, framework, measured)
-    for line in assumed:
-        output.warn(f"assumed: {line}")
-    if wishes["how"] == "command":
-        command_metric(wishes["settings"].get("metric"), question.framework.name, question)
-    try:
-        plans = candidates_of(question, progress=output.progress)
-    finally:
-        output.end_progress()
-    known = question.calibration
-    asked = Asked(
-        model=question.model,
-        cluster=question.cluster,
-        workload=question.workload,
-        runtime=question.runtime,
-        framework=question.framework.name,
-        gpus=question.count,
-        legal=plans.legal,
-        profile=None if known is None else known.profile,
-        **wishes,
-    )
-    return asked, plans
-
-
-def _recorded(
-    path: Path, case_id: str | None, budget: str | None, most: int | None, within: float
-) -> tuple[Asked, Candidates, Twin]:
-    """Return the question of recorded runs, and the twin that looks its trials up."""
-    cases = read_cases(path)[0]
-    found = [one for one in recorded_questions(cases) if case_id is None or case_id in one.ids]
-    if not found:
-        raise BadInput(
-            f"{path} has no question of which two plans were measured"
-            + (f", with {case_id} among them" if case_id else ""),
-            remedy="runs of one question share model, cluster, workload and GPUs",
+    if given["show"] and given["resume"] is None:
+        raise UserError("--show answers from a state file", remedy="--resume state.jsonl --show")
+    if device not in DEVICES:
+        raise UserError(f"--device is {device!r}", remedy=f"one of {', '.join(DEVICES)}")
+    if objective not in OBJECTIVES:
+        raise UserError(
+            f"--objective {objective} cannot be tuned for",
+            why="trials measure steps; memory and Pareto fronts are for planner suggest",
+            remedy=f"one of {', '.join(OBJECTIVES)}",
         )
-    one = found[0]
-    asked = Asked(
-        model=one.question.model,
-        cluster=one.question.cluster,
-        workload=one.question.workload,
-        runtime=one.question.runtime,
-        framework=one.question.framework.name,
-        gpus=one.candidates.plans[0].plan.gpus,
-        budget_s=seconds_of(budget or "10m", "--budget"),
-        within=within / 100,
-        most_trials=most,
-        how="recorded",
-        settings={"file": str(path), "id": one.name},
-        legal=one.candidates.legal,
-    )
-    return asked, one.candidates, Twin(recorded=one.recorded)
 
 
-def _recorded_twin(known: State) -> Twin:
-    file, name = known.asked.settings.get("file", ""), known.asked.settings.get("id", "")
-    for one in recorded_questions(read_cases(file)[0]):
-        if name == one.name:
-            return Twin(recorded=one.recorded)
-    raise BadInput(f"{file} has no run {name}", why="the state looks its trials up there")
+def _write_job(job: TuneJob, *, submit: bool, json: bool) -> None:
+    """Write the job of a whole tuning, and hand it to the scheduler if asked."""
+    written = job.written()
+    codec.write_text(written.path, written.text)
+    said = submit_job(written.submit) if submit else None
+    if json:
+        output.emit_json(
+            {
+                "schema_version": output.SCHEMA_VERSION,
+                "launcher": job.launcher,
+                "state": str(job.state),
+                "file": str(written.path),
+                "text": written.text,
+                "submit": list(written.submit),
+                "submitted": said,
+                "advice": list(written.advice),
+            }
+        )
+        return
+    for line in (f"wrote {written.path}", *((said,) if said else ()), *written.advice):
+        print(output.printable(line))
 
 
 def _run(
@@ -325,12 +286,3 @@ def _best_file(known: State, view: View) -> PlanFile:
         raise PlannerError("no plan was measured")
     one = view.candidates.plans[view.best.row]
     return plan_file(known.asked.question(), one.plan, one.estimate)
-
-
-def seconds_of(given: str, flag: str) -> float:
-    """Return the seconds of `90`, `90s`, `10m`, `2h`. Raises UserError for anything else, or more than a week."""
-    match = re.fullmatch(r"\s*([0-9]{1,7}(?:\.[0-9]{1,3})?)\s*([smh]?)\s*", given[:40])
-    seconds = float(match[1]) * UNITS_S[match[2] or "s"] if match else 0.0
-    if not 1 <= seconds <= MOST_BUDGET_S:
-        raise UserError(f"{flag} is {given[:40]!r}", why="it is 1s to a week, in s, m or h", remedy=f"{flag} 10m")
-    return seconds

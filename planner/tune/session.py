@@ -11,6 +11,7 @@ from pathlib import Path
 from planner.tune.loop import Limits, Show, View, tune
 from planner.tune.runners.command_trials import CommandTrials, command_metric, command_words, end_left_over
 from planner.tune.runners.executor_trials import ExecutorTrials, read_report, trial_of_report
+from planner.tune.runners.job_trials import JobTrials
 from planner.tune.runners.twin import Twin
 from planner.tune.state import Asked, Began, Journal, State, read_state, writing
 from planner.tune.trials import Runner, Status, Trial
@@ -93,6 +94,18 @@ def runner_for(
             metric=command_metric(asked.settings.get("metric"), asked.framework, question),
             target=TARGETS.get(asked.framework, asked.framework),
             folder=folder / "trials",
+            limit_s=trial_limit_s,
+            timed_steps=asked.steps,
+            tell=tell,
+            began=journal.began,
+        )
+    if asked.how == "jobs":
+        return JobTrials(
+            question=asked.question(),
+            launcher=asked.settings.get("launcher", "slurm"),
+            folder=(folder / "trials").resolve(),
+            name=asked.settings.get("name", "meshwright"),
+            image=asked.settings.get("image"),
             limit_s=trial_limit_s,
             timed_steps=asked.steps,
             tell=tell,

@@ -42,7 +42,7 @@ MOST_LINES = 20_000
 class Asked:
     """What a tuning was asked, whole, so that it can be continued without its flags. Seconds and relative numbers.
 
-    `how` makes the trials: `executor`, `torchtitan`, `command` or `recorded`; `settings` are its own. `profile` is the
+    `how` makes the trials: `executor`, `command`, `jobs` or `recorded`; `settings` are its own. `profile` is the
     fingerprint of the profile that predictions rest on.
     """
 

@@ -28,6 +28,7 @@ from planner.export.targets.registry import export, find_target
 from planner.io.child import ROOT
 from planner.question.question import Question
 from planner.tune.candidates import Candidate
+from planner.tune.runners.executor_trials import new_folder
 from planner.tune.runners.metric import OUT_OF_MEMORY, Metric, Sample, metric_of
 from planner.tune.state import Began, began_now
 from planner.tune.trials import Chosen, Status, Trial
@@ -58,7 +59,6 @@ class CommandTrials:
     timed_steps: int = 10
     tell: Callable[[str], None] = lambda _: None
     began: Callable[[Began], None] = lambda _: None
-    first_number: int = 1
     starts_s: list[float] = field(default_factory=list)
 
     def start_s(self, candidate: Candidate) -> float:
@@ -78,7 +78,7 @@ class CommandTrials:
             left = until - time.monotonic()
             if left < LEAST_S:
                 return
-            folder = self._new_folder()
+            folder = new_folder(self.folder)
             trial = Trial(
                 key=candidate.key,
                 status=Status.FAILED,
@@ -94,16 +94,6 @@ class CommandTrials:
                 continue
             self.began(began_now(candidate.key, folder, chosen.predicted_s, chosen.why))
             yield self._run(trial, words, min(left, self.limit_s), cut=left < self.limit_s)
-
-    def _new_folder(self) -> Path:
-        while True:
-            folder = self.folder / f"trial-{self.first_number:03d}"
-            self.first_number += 1
-            try:
-                folder.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            return folder.resolve()
 
     def _command(self, candidate: Candidate, folder: Path) -> list[str]:
         """Write the export and return the command's words. Raises PlannerError where the target cannot express the plan."""

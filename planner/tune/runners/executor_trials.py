@@ -56,7 +56,6 @@ class ExecutorTrials:
     trainer: str = "own"  # or torchtitan: whose training step is run
     tell: Callable[[str], None] = lambda _: None
     began: Callable[[Began], None] = lambda _: None
-    first_number: int = 1
     store: Path | None = None
     starts_s: list[float] = field(default_factory=list)
 
@@ -77,7 +76,7 @@ class ExecutorTrials:
         budget_s = min(left_s, self.limit_s * len(plans))
         folders, arguments = [], []
         for candidate, chosen in plans:
-            folder = self._new_folder()
+            folder = new_folder(self.folder)
             try:
                 request = self._request(candidate, budget_s)
             except PlannerError as error:  # a plan that cannot be run here is no reason to end
@@ -102,17 +101,6 @@ class ExecutorTrials:
         took = time.monotonic() - began
         trials = [self._trial(*one, code=code, cut=budget_s >= left_s, log=log) for one in folders]
         yield from self._with_start(trials, took)
-
-    def _new_folder(self) -> Path:
-        """Make the folder of the next trial: the first number that is free, since others may continue a tuning too."""
-        while True:
-            folder = self.folder / f"trial-{self.first_number:03d}"
-            self.first_number += 1
-            try:
-                folder.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            return folder.resolve()
 
     def _request(self, candidate: Candidate, budget_s: float) -> dict[str, Any]:
         """Return the executor's request. Raises PlannerError where the plan cannot run here."""
@@ -165,6 +153,20 @@ class ExecutorTrials:
             steps_s = sum(self.steps() * float(trial.step_s or 0.0) for trial in timed)
             self.starts_s.append(max(1.0, (took_s - steps_s) / len(found)))
         return found
+
+
+def new_folder(parent: Path) -> Path:
+    """Make the folder of the next trial: the first number that is free, since other machines may continue a tuning too."""
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = parent / f"trial-{number:03d}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+            continue
+        return folder.resolve()
 
 
 def read_report(folder: str | Path) -> dict[str, Any] | None:

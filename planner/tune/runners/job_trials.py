@@ -1,0 +1,153 @@
+"""Trials as jobs of a scheduler, one job a trial: for plans on several nodes, where this process has no GPUs of its own.
+
+The job is that of `planner apply --launcher`: an agent on each node, and their records collected into one report. All nodes
+and this process must see the folder of the trials. A job that leaves no report in its time is cancelled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+from planner.io import child
+from planner.question.plan_file import plan_file
+from planner.question.question import Question
+from planner.runs import launchers, runs_store
+from planner.runs.launchers import LauncherJob
+from planner.runs.planned_run import job_run
+from planner.tune.candidates import Candidate
+from planner.tune.runners.executor_trials import new_folder, read_report, trial_of_report
+from planner.tune.state import Began, began_now
+from planner.tune.trials import Chosen, Status, Trial
+from topology import codec
+from topology.errors import PlannerError
+
+START_S = 60.0  # of a job in a queue that is empty, until a trial has shown what it takes here
+POLL_S = 1.0
+COLLECT_S = 60.0
+LEAST_S = 30.0
+
+
+@dataclass(slots=True, kw_only=True)
+class JobTrials:
+    """Submits a job for each plan of `question`. `queue_s` is how long a job may wait for its nodes; `launcher` is slurm or
+    trainjob, which needs an `image`. Other fields as of `ExecutorTrials`.
+    """
+
+    question: Question
+    launcher: str
+    folder: Path
+    name: str = "meshwright"
+    image: str | None = None
+    limit_s: float = 300.0
+    queue_s: float = 600.0
+    timed_steps: int = 10
+    tell: Callable[[str], None] = lambda _: None
+    began: Callable[[Began], None] = lambda _: None
+    store: Path | None = None
+    starts_s: list[float] = field(default_factory=list)
+
+    def start_s(self, candidate: Candidate) -> float:
+        del candidate
+        return median(self.starts_s) if self.starts_s else START_S
+
+    def steps(self) -> int:
+        return self.timed_steps + 3
+
+    def shares_start(self, one: Candidate, other: Candidate) -> bool:
+        del one, other
+        return False
+
+    def run(self, plans: Sequence[tuple[Candidate, Chosen]], left_s: float) -> Iterator[Trial]:
+        until = time.monotonic() + left_s
+        for candidate, chosen in plans:
+            if until - time.monotonic() < LEAST_S:
+                return
+            folder = new_folder(self.folder)
+            trial = Trial(
+                key=candidate.key,
+                status=Status.FAILED,
+                predicted_s=chosen.predicted_s,
+                why=chosen.why,
+                directory=str(folder),
+                machine=platform.node(),
+            )
+            yield self._run(candidate, trial, folder, until - time.monotonic())
+
+    def _run(self, candidate: Candidate, trial: Trial, folder: Path, left_s: float) -> Trial:
+        began = time.monotonic()
+        budget_s = min(self.limit_s, left_s)
+        try:
+            job = self._written(candidate, folder, budget_s)
+            file = launchers.write_job(self.launcher, job)
+            codec.write_text(file.path, file.text)
+            self.began(began_now(trial.key, folder, trial.predicted_s, trial.why))
+            said = launchers.submit(file.submit)
+        except PlannerError as error:
+            return replace(trial, cause=" ".join(str(error).split())[:400])
+        self.tell(f"{folder.name}: {said}")
+        cut = left_s < budget_s + self.queue_s
+        deadline = began + min(left_s, budget_s + self.queue_s)
+        try:
+            while not self._over(job, folder) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            _cancel(self.launcher, said, file.path)
+            raise
+        took = time.monotonic() - began
+        document = read_report(folder)
+        if document is None:
+            _cancel(self.launcher, said, file.path)
+            status = Status.OUT_OF_TIME if cut else Status.TIMEOUT
+            return replace(trial, status=status, cause=f"{said}: it left no report in {took:.0f} s", seconds=took)
+        with contextlib.suppress(PlannerError):
+            runs_store.save_run(document, folder, self.store, tell=self.tell)
+        found = trial_of_report(document, trial.key, trial.predicted_s, trial.why, folder)
+        if found.step_s:
+            self.starts_s.append(max(1.0, took - self.steps() * found.step_s))
+        return replace(found, seconds=took)
+
+    def _written(self, candidate: Candidate, folder: Path, budget_s: float) -> LauncherJob:
+        """Write the request and return the job."""
+        question = replace(self.question, runtime=candidate.runtime)
+        content = plan_file(question, candidate.plan, candidate.estimate)
+        request = job_run(content).request(steps=self.timed_steps, budget_s=budget_s, own_table=False)
+        codec.write_text(folder / "request.json", codec.to_json(request | {"profile": False}) + "\n")
+        return LauncherJob(
+            name=f"{self.name}-{folder.name}",
+            directory=folder,
+            ranks=candidate.plan.gpus,
+            nodes=-(-candidate.plan.gpus // self.question.cluster.gpus_per_node),
+            budget_s=budget_s,
+            image=self.image,
+        )
+
+    def _over(self, job: LauncherJob, folder: Path) -> bool:
+        """Return whether the job has left its report; where only its nodes' records are there, collect them."""
+        if (folder / "run.json").is_file():
+            return True
+        if self.launcher == "slurm" or job.nodes == 1 or len([*folder.glob("agents/*.json")]) < job.nodes:
+            return False
+        command = launchers.collect_command(job)
+        with (folder / "collect.txt").open("wb") as log:
+            child.run_module(command[2], command[3:], budget_s=COLLECT_S, output=log)
+        return True
+
+
+def _cancel(launcher: str, said: str, path: Path) -> None:
+    """Cancel a job; one that has ended is left alone, and so is one that cannot be cancelled."""
+    number = re.search(r"\b(\d+)\b", said)
+    command = ["kubectl", "delete", "--ignore-not-found", "--filename", str(path)]
+    if launcher == "slurm":
+        if number is None:
+            return
+        command = ["scancel", number[1]]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(command, capture_output=True, timeout=30, check=False)

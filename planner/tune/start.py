@@ -1,0 +1,132 @@
+"""What begins a tuning: the question of flags or of recorded runs, its candidates, and what makes the trials."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from planner.io import output
+from planner.question.cases import read_cases
+from planner.question.flags import Flags
+from planner.search.answer import search_question
+from planner.tune.candidates import Candidates, candidates_of
+from planner.tune.job import LAUNCHERS
+from planner.tune.runners.command_trials import command_metric, command_words
+from planner.tune.runners.twin import Twin, recorded_questions
+from planner.tune.state import Asked, State
+from simulator.fitting.calibration_fit import Calibrations
+from simulator.legality.frameworks import framework_named
+from topology.errors import BadInput, UserError
+
+RUN_HERE = ("meshwright", "pytorch", "torchtitan")  # frameworks whose plans our executor runs
+MOST_BUDGET_S = 7 * 86400.0
+UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
+BUDGET = "10m"
+
+
+def how_of(framework: str, command: str | None, metric: str | None) -> dict[str, Any]:
+    """Return what makes the trials, and its settings. Raises UserError where nothing here can."""
+    if command is not None:
+        command_words(command)
+        return {"how": "command", "settings": {"command": command} | ({} if metric is None else {"metric": metric})}
+    if metric is not None:
+        raise UserError("--metric reads what --command prints", remedy="--command 'torchrun ... {config}'")
+    if framework_named(framework).name not in RUN_HERE:
+        raise UserError(
+            f"trials of {framework} need a command",
+            why=f"plans of {', '.join(RUN_HERE)} are run without one",
+            remedy="--command 'sh {config}' --metric ..., with a word that says how it prints a step",
+        )
+    return {"how": "executor"}
+
+
+def jobs_of(launcher: str, name: str, image: str | None) -> dict[str, Any]:
+    """Return the settings of a tuning with a job for each trial. Raises UserError."""
+    if launcher not in LAUNCHERS:
+        raise UserError(f"--launcher is {launcher!r}", remedy=f"one of {', '.join(LAUNCHERS)}")
+    if launcher == "trainjob" and image is None:
+        raise UserError(
+            "--launcher trainjob needs --image", why="it runs in a container image with meshwright and torch"
+        )
+    settings = {"launcher": launcher, "name": name} | ({} if image is None else {"image": image})
+    return {"how": "jobs", "settings": settings}
+
+
+def asked_of(flags: Flags, framework: str, measured: Calibrations, wishes: dict[str, Any]) -> tuple[Asked, Candidates]:
+    """Return what is asked, and the plans that could be the best; `wishes` are other fields of `Asked`.
+
+    Raises Infeasible (exit 3) where there is none, and errors of the named inputs.
+    """
+    if flags.model is None:
+        raise UserError("--model is missing", remedy="--model llama3-8b, or --resume a state file")
+    question, assumed = search_question(flags, framework, measured)
+    for line in assumed:
+        output.warn(f"assumed: {line}")
+    if wishes["how"] == "command":
+        command_metric(wishes["settings"].get("metric"), question.framework.name, question)
+    try:
+        plans = candidates_of(question, progress=output.progress)
+    finally:
+        output.end_progress()
+    known = question.calibration
+    asked = Asked(
+        model=question.model,
+        cluster=question.cluster,
+        workload=question.workload,
+        runtime=question.runtime,
+        framework=question.framework.name,
+        gpus=question.count,
+        legal=plans.legal,
+        profile=None if known is None else known.profile,
+        **wishes,
+    )
+    return asked, plans
+
+
+def recorded_of(
+    path: Path, case_id: str | None, budget: str | None, most: int | None, within: float
+) -> tuple[Asked, Candidates, Twin]:
+    """Return the question of recorded runs, and the twin that looks its trials up."""
+    cases = read_cases(path)[0]
+    found = [one for one in recorded_questions(cases) if case_id is None or case_id in one.ids]
+    if not found:
+        raise BadInput(
+            f"{path} has no question of which two plans were measured"
+            + (f", with {case_id} among them" if case_id else ""),
+            remedy="runs of one question share model, cluster, workload and GPUs",
+        )
+    one = found[0]
+    asked = Asked(
+        model=one.question.model,
+        cluster=one.question.cluster,
+        workload=one.question.workload,
+        runtime=one.question.runtime,
+        framework=one.question.framework.name,
+        gpus=one.candidates.plans[0].plan.gpus,
+        budget_s=seconds_of(budget or BUDGET, "--budget"),
+        within=within / 100,
+        most_trials=most,
+        how="recorded",
+        settings={"file": str(path), "id": one.name},
+        legal=one.candidates.legal,
+    )
+    return asked, one.candidates, Twin(recorded=one.recorded)
+
+
+def recorded_twin(known: State) -> Twin:
+    """Return the twin of a state whose trials are looked up. Raises BadInput where the runs are not there."""
+    file, name = known.asked.settings.get("file", ""), known.asked.settings.get("id", "")
+    for one in recorded_questions(read_cases(file)[0]):
+        if name == one.name:
+            return Twin(recorded=one.recorded)
+    raise BadInput(f"{file} has no run {name}", why="the state looks its trials up there")
+
+
+def seconds_of(given: str, flag: str) -> float:
+    """Return the seconds of `90`, `90s`, `10m`, `2h`. Raises UserError for anything else, or more than a week."""
+    match = re.fullmatch(r"\s*([0-9]{1,7}(?:\.[0-9]{1,3})?)\s*([smh]?)\s*", given[:40])
+    seconds = float(match[1]) * UNITS_S[match[2] or "s"] if match else 0.0
+    if not 1 <= seconds <= MOST_BUDGET_S:
+        raise UserError(f"{flag} is {given[:40]!r}", why="it is 1s to a week, in s, m or h", remedy=f"{flag} 10m")
+    return seconds
