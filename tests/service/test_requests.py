@@ -76,6 +76,14 @@ def test_the_command_line_reads_what_the_request_says(case):
     assert read["json"] is True
 
 
+def test_equal_requests_are_equal_texts_in_every_order():
+    said = {"model": "llama3-8b", "gpus": 8, "tp": 2, "seq_len": 4096, "cluster": "dgx-h100"}
+    texts = [list(asked("estimate", dict(order)).values.items()) for order in (said.items(), reversed(said.items()))]
+
+    assert texts[0] == texts[1]
+    assert [name for name, _ in texts[0]] == [name for name in FLAGS["estimate"] if name in said]
+
+
 def test_both_spellings_of_a_flag_and_numbers_as_text_are_read():
     read = parsed(arguments(FLAGS["suggest"], asked("suggest", {"seq-len": 4096, "gpus": 16, "config": "llama3-8b"})))
 

@@ -326,8 +326,8 @@ def test_an_uploaded_matrix_becomes_the_cluster_and_can_be_linked_to(explorer):
 
     assert choice.startswith("rig.txt (")
     assert metrics(test)["GPUs"] == "3"
-    again = explorer(cluster=choice, gpus="3")
-    assert again.selectbox(key="cluster").value == choice
+    again = explorer("cluster", cluster=choice, gpus="3")
+    assert again.sidebar.selectbox(key="cluster").value == choice
     assert metrics(again)["GPUs"] == "3"
 
 

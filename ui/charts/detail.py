@@ -59,7 +59,7 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
         x="gib:Q", y=alt.value(-14), text="text:N"
     )
     row = 34 if len(stages) <= 16 else 13
-    return finished(alt.layer(bars, rule, label).properties(height=row * len(stages) + 30), dark)
+    return finished(alt.layer(bars, rule, label).properties(height=row * len(stages) + 150), dark)
 
 
 def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -> alt.LayerChart:
