@@ -37,6 +37,7 @@ PAGES = (
     ("model", "Model and workload", ":material/deployed_code:", False),
     ("plans", "Plans", ":material/leaderboard:", True),
     ("detail", "Plan detail", ":material/troubleshoot:", True),
+    ("curves", "What if", ":material/tune:", True),
     ("compare", "Compare", ":material/compare_arrows:", True),
     ("measured", "Measured", ":material/straighten:", False),
     ("tuning", "Tuning", ":material/tune:", False),

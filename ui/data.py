@@ -6,6 +6,7 @@ so they are shared between sessions (`cache_resource`) and not copied.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -101,6 +102,40 @@ def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) ->
     ]
 
 
+def changed_machine(result: SearchResult, factors: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return the listed plans on a machine whose rates and memory are `factors` times what they are.
+
+    By the closed form, in the proportion of its two steps; keys are those of `MACHINE`. Rows have rank, plan, before_s,
+    after_s, fits, reserved_gib. Raises PlannerError.
+    """
+    from planner.search import scaling  # noqa: PLC0415 - as above
+
+    scale = {
+        "network": scaling.scale_network,
+        "NVLink": scaling.scale_nvlink,
+        "memory": scaling.scale_memory,
+        "FLOP/s": scaling.scale_flops,
+    }
+    machine = result.question.cluster
+    for name, factor in factors.items():
+        if factor != 1:
+            machine = scale[name](machine, factor)
+    plans = [ranked.plan for ranked in result.plans]
+    now = result.question.estimate(plans)
+    then = replace(result.question, cluster=machine).estimate(plans)
+    return [
+        {
+            "rank": ranked.rank,
+            "plan": plan_chips(ranked.plan),
+            "before_s": ranked.estimate.step_s.value,
+            "after_s": ranked.estimate.step_s.value * float(then.step_s[i] / now.step_s[i]),
+            "reserved_gib": float(then.reserved_bytes[i]) / 2**30,
+            "fits": bool(then.fits[i]),
+        }
+        for i, ranked in enumerate(result.plans)
+    ]
+
+
 def knobs(result: SearchResult) -> list[tuple[str, float]]:
     """Return the link rates that can be varied on this cluster: (name, present value in bytes/s)."""
     from planner.search.flips import KNOBS  # noqa: PLC0415 - as above
@@ -134,6 +169,18 @@ def fastest(question: Inputs) -> Estimate | None:
     title = "Searching the fastest plan, to compare with"
     found: SearchResult | None = waiting.ask("fastest", question.key, *asked, title=title)
     return found.plans[0].estimate if found is not None else None
+
+
+def numbers(question: Inputs, counts: tuple[int, ...], gpu_price: float | None) -> SearchResult | None:
+    """Return the best plan on each of several numbers of GPUs, or None after showing progress. Raises PlannerError."""
+    from planner.search.search import SearchOptions  # noqa: PLC0415 - as above
+
+    flags = replace(question.flags(), gpus=counts)
+    options = SearchOptions(objective=question.objective, top=1, gpu_price_per_hour=gpu_price)
+    key = f"{question.key} {counts} {gpu_price}"
+    title = f"Searching plans on {', '.join(map(str, counts))} GPUs"
+    found: SearchResult | None = waiting.ask("numbers", key, flags, question.framework, options, title=title)
+    return found
 
 
 def simulated(question: Inputs, result: SearchResult, ranked: RankedPlan) -> SimulatedStep | None:

@@ -16,6 +16,7 @@ from ui import state
 MAX_RESULTS = {
     "search": 64,
     "fastest": 64,
+    "numbers": 16,
     "simulate": 4,
 }  # search results have kilobytes, a long trace tens of megabytes
 PATIENCE_S = 0.8  # before the panel appears, so that fast results come without a flicker

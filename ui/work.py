@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.question.flags import Flags
 from planner.question.question import Question
-from planner.search.answer import answer
+from planner.search.answer import answer, search_question
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions
 from simulator.config.plan import Plan
@@ -57,4 +57,12 @@ def simulate(progress: Progress, question: Question, plan: Plan) -> SimulatedSte
     )
 
 
-WORK: dict[str, Callable[..., Any]] = {"search": search, "fastest": search, "simulate": simulate}
+def numbers(progress: Progress, flags: Flags, framework: str, options: SearchOptions) -> SearchResult:
+    """Return what `planner suggest --gpus 8,16,32` answers, with the same batch on all numbers of GPUs."""
+    if flags.global_batch is None:
+        asked, _ = search_question(flags, framework)
+        flags = replace(flags, global_batch=asked.workload.global_batch_size)
+    return answer(flags, framework, options, progress=progress)
+
+
+WORK: dict[str, Callable[..., Any]] = {"search": search, "fastest": search, "numbers": numbers, "simulate": simulate}

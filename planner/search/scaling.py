@@ -63,6 +63,19 @@ def scale_nvlink(cluster: Cluster, factor: float) -> Cluster:
     return replace(_map_nodes(cluster, changed), gpu_kinds=kinds)
 
 
+def scale_flops(cluster: Cluster, factor: float) -> Cluster:
+    """Return the cluster with every GPU `factor` times as fast at arithmetic; its memory is as fast as before."""
+    kinds = tuple(
+        replace(
+            kind,
+            peak_flops={name: flops * factor for name, flops in kind.peak_flops.items()},
+            achieved_flops={name: flops * factor for name, flops in kind.achieved_flops.items()},
+        )
+        for kind in cluster.gpu_kinds
+    )
+    return replace(cluster, gpu_kinds=kinds)
+
+
 def scale_memory(cluster: Cluster, factor: float) -> Cluster:
     """Return the cluster with `factor` times the memory on every GPU."""
     kinds = tuple(replace(kind, memory_bytes=int(kind.memory_bytes * factor)) for kind in cluster.gpu_kinds)

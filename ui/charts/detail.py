@@ -9,19 +9,23 @@ import altair as alt
 
 from planner.io.figures import gib_text, seconds_text
 from planner.pictures.palette import BAD, GREY, MEMORY, SPANS, TIME
-from ui.charts.look import GIB, finished, paper, scale, seconds, words
+from ui.charts.look import GIB, finished, ink_on, paper, scale, seconds, words
 from ui.charts.timeline import LANES, Bar
 
 
-def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool) -> alt.LayerChart:
+def memory(
+    stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool, names: Sequence[str] = ()
+) -> alt.LayerChart:
     """Draw bytes by category, one bar per pipeline stage up to what the allocator reserves, and the capacity.
 
     `stages` has one entry per stage (`planner.pictures.memory.stage_parts`); `capacity` is that of one GPU, in bytes.
+    The bars of anything else than stages have `names`.
     """
+    labels = names or ([f"stage {i}" for i in range(len(stages))] if len(stages) > 1 else ["every rank"])
     p = paper(dark)
     values = [
         {
-            "stage": f"stage {stage}" if len(stages) > 1 else "every rank",
+            "stage": labels[stage],
             "number": stage,
             "category": words(name),
             "order": order,
@@ -32,10 +36,12 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
         for order, (name, nbytes) in enumerate(parts.items())
         if nbytes > 0.005 * GIB
     ]
-    names = _in_order(values, "category", [words(n) for n in MEMORY])
+    parts_shown = _in_order(values, "category", [words(n) for n in MEMORY])
     widest = max([capacity / GIB, *(sum(v["gib"] for v in values if v["number"] == s) for s in range(len(stages)))])
     x = alt.X("gib:Q", title="GiB on one GPU", scale=alt.Scale(domain=[0, widest * 1.04], nice=False), stack="zero")
-    y = alt.Y("stage:N", title=None, sort=alt.SortField("number"), axis=alt.Axis(domain=False, ticks=False))
+    y = alt.Y(
+        "stage:N", title=None, sort=alt.SortField("number"), axis=alt.Axis(domain=False, ticks=False, labelLimit=190)
+    )
     bars = (
         alt.Chart(alt.Data(values=values))
         .mark_bar(stroke=p.page, strokeWidth=1)
@@ -45,9 +51,9 @@ def memory(stages: Sequence[Mapping[str, float]], capacity: float, *, dark: bool
             color=alt.Color(
                 "category:N",
                 title=None,
-                scale=scale("memory", names),
-                sort=names,
-                legend=alt.Legend(columns=3, orient="bottom"),  # clear of the capacity's label, on a phone too
+                scale=scale("memory", parts_shown),
+                sort=parts_shown,
+                legend=alt.Legend(columns=2, orient="bottom"),  # clear of the capacity's label, on a phone too
             ),
             order="order:Q",
             tooltip=["stage:N", "category:N", alt.Tooltip("text:N", title="size")],
@@ -78,7 +84,8 @@ def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -
                 "to": at + row["seconds"] if not row.get("total") else row["seconds"],
                 "text": _term_text(row["seconds"], row["share"], last_s),
                 "meaning": row["meaning"],
-                "colour": p.quiet if row.get("total") else row["colour"],
+                "colour": (colour := str(p.quiet if row.get("total") else row["colour"])),
+                "on": ink_on(colour),
             }
         )
         at += 0.0 if row.get("total") else row["seconds"]
@@ -92,7 +99,9 @@ def waterfall(rows: Sequence[Mapping[str, Any]], *, last_s: float, dark: bool) -
     # Where there is room on a narrow page: behind short bars, before those that end far right, inside the longest.
     behind = base.mark_text(align="left", dx=6, fontSize=12, color=p.ink).encode(x="to:Q", text="text:N")
     before = base.mark_text(align="right", dx=-6, fontSize=12, color=p.ink).encode(x="from:Q", text="text:N")
-    inside = base.mark_text(align="right", dx=-6, fontSize=12, color=p.page).encode(x="to:Q", text="text:N")
+    inside = base.mark_text(align="right", dx=-6, fontSize=12).encode(
+        x="to:Q", text="text:N", color=alt.Color("on:N", scale=None)
+    )
     far = top / 2
     texts = (
         behind.transform_filter(alt.datum.to <= far),

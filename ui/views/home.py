@@ -144,7 +144,8 @@ def _next(question: state.Inputs, result: SearchResult, chosen: RankedPlan) -> N
     with st.container(horizontal=True, gap="small", key="next"):
         for name, label, icon in (
             ("exports", "Export", ":material/ios_share:"),
-            ("plans", "Curves and all plans", ":material/leaderboard:"),
+            ("curves", "What if", ":material/tune:"),
+            ("plans", "All plans", ":material/leaderboard:"),
         ):
             st.page_link(state.view(name), label=label, icon=icon, query_params=state.link())
         st.download_button(

@@ -1,0 +1,84 @@
+"""What if: the same numbers as the command line, and a machine that is changed in the direction that is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
+from tests.ui.conftest import metrics, said
+
+from planner.question.flags import Flags  # isort: skip
+from planner.search.answer import answer  # isort: skip
+from planner.search.scaling import scale_flops  # isort: skip
+from planner.search.search import SearchOptions  # isort: skip
+from ui import data, work  # isort: skip
+
+
+@pytest.fixture(scope="module")
+def result():
+    flags = Flags(model="llama3.2-1b", cluster="dgx-h100", gpus=(16,), global_batch=64)
+    return answer(flags, "torchtitan", SearchOptions())
+
+
+def steps(rows, name="after_s"):
+    return [row[name] for row in rows]
+
+
+def test_a_machine_that_is_not_changed_has_the_listed_steps(result):
+    rows = data.changed_machine(result, {"network": 1.0, "FLOP/s": 1.0})
+
+    assert steps(rows) == pytest.approx(steps(rows, "before_s"))
+    assert steps(rows) == pytest.approx([ranked.estimate.step_s.value for ranked in result.plans])
+
+
+@pytest.mark.parametrize("name", ["network", "NVLink", "FLOP/s"])
+def test_a_slower_machine_is_not_faster(result, name):
+    slow, now, fast = (steps(data.changed_machine(result, {name: factor})) for factor in (0.25, 1.0, 4.0))
+
+    for s, n, f in zip(slow, now, fast, strict=True):
+        assert s >= n * 0.999 >= f * 0.998
+    assert max(s / f for s, f in zip(slow, fast, strict=True)) > 1.01
+
+
+def test_less_memory_holds_fewer_plans(result):
+    kept = [sum(row["fits"] for row in data.changed_machine(result, {"memory": factor})) for factor in (0.25, 1.0, 4.0)]
+
+    assert kept == sorted(kept)
+    assert kept[0] < kept[-1]
+
+
+def test_arithmetic_is_scaled_and_nothing_else(result):
+    machine = result.question.cluster
+    changed = scale_flops(machine, 2.0)
+
+    assert changed.gpu_kinds[0].peak_flops["bfloat16"] == 2 * machine.gpu_kinds[0].peak_flops["bfloat16"]
+    assert scale_flops(changed, 0.5) == machine
+    assert replace(changed, gpu_kinds=machine.gpu_kinds) == machine
+
+
+def test_other_numbers_of_gpus_have_the_same_batch():
+    flags = Flags(model="tiny-llama", cluster="h200x4", gpus=(1, 2, 4))
+    found = work.numbers(lambda _: None, flags, "torchtitan", SearchOptions(top=1, gpu_price_per_hour=3.6))
+
+    assert [row.gpus for row in found.by_gpus] == [1, 2, 4]
+    for row in found.by_gpus:
+        alone = answer(
+            replace(flags, gpus=(row.gpus,), global_batch=found.question.workload.global_batch_size),
+            "torchtitan",
+            SearchOptions(top=1),
+        )
+        assert row.step_s == pytest.approx(alone.plans[0].estimate.step_s.value)
+        assert row.cost_per_million_tokens == pytest.approx(1000 / row.tokens_per_s_per_gpu)
+
+
+def test_a_whole_run_takes_its_tokens_at_the_rate_of_the_plan(explorer):
+    test = explorer("curves", model="llama3.2-1b", tokens="100", price="2")
+    found = metrics(test)
+
+    assert {"Days", "GPU hours", "Cost", "Energy"} <= set(found)
+    hours = float(found["GPU hours"].replace(",", ""))
+    assert float(found["Cost"].replace(",", "")) == pytest.approx(2 * hours, rel=0.06)  # both to two digits
+    assert float(found["Days"]) * 24 * 4 == pytest.approx(hours, rel=0.06)
+    assert "Memory side by side" in said(test)

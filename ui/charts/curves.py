@@ -1,0 +1,60 @@
+"""Charts of what would be: steps on a changed machine, and time and cost over the number of GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import altair as alt
+
+from planner.pictures.palette import BAD, GOOD, GREY
+from ui.charts.look import finished, paper
+
+
+def before_and_after(rows: Sequence[Mapping[str, Any]], *, dark: bool) -> alt.LayerChart:
+    """Draw each plan's step on the machine as it is (hollow) and as changed (filled, red where it does not fit).
+
+    Rows are those of `ui.data.changed_machine`, with `label`, `before` and `after` in words.
+    """
+    base = alt.Chart(alt.Data(values=[dict(row) for row in rows])).encode(
+        y=alt.Y("label:N", sort=None, title=None, axis=alt.Axis(domain=False, ticks=False, labelLimit=190)),
+        tooltip=[
+            alt.Tooltip("label:N", title="plan"),
+            alt.Tooltip("before:N", title="step as it is"),
+            alt.Tooltip("after:N", title="step then"),
+            alt.Tooltip("held:N", title="memory then"),
+        ],
+    )
+    x = alt.X("before_s:Q", title="step time, s", scale=alt.Scale(zero=False))
+    line = base.mark_rule(color=GREY, strokeWidth=2).encode(x=x, x2="after_s:Q")
+    now = base.mark_point(size=80, strokeWidth=2, color=GREY).encode(x=x)
+    then = base.mark_point(size=90, filled=True, opacity=1).encode(
+        x=alt.X("after_s:Q"),
+        color=alt.Color(
+            "state:N",
+            title=None,
+            scale=alt.Scale(domain=["as changed", "does not fit then"], range=[GOOD, BAD]),
+            legend=alt.Legend(orient="bottom"),
+        ),
+    )
+    return finished(alt.layer(line, now, then).properties(height=30 * len(rows) + 70), dark)
+
+
+def over_gpus(rows: Sequence[Mapping[str, Any]], value: str, title: str, *, dark: bool) -> alt.LayerChart:
+    """Draw a quantity of the best plan over the number of GPUs. Rows have gpus, the quantity, and its words as `text`."""
+    p = paper(dark)
+    numbers = [row["gpus"] for row in rows]
+    base = alt.Chart(alt.Data(values=[dict(row) for row in rows])).encode(
+        x=alt.X(
+            "gpus:Q",
+            title="GPUs",
+            scale=alt.Scale(type="log", base=2, nice=False, padding=24),
+            axis=alt.Axis(values=numbers, format="d"),
+        ),
+        y=alt.Y(f"{value}:Q", title=title, scale=alt.Scale(zero=True)),
+        tooltip=[alt.Tooltip("gpus:Q", title="GPUs"), alt.Tooltip("plan:N"), alt.Tooltip("text:N", title=title)],
+    )
+    line = base.mark_line(color=GOOD, strokeWidth=2)
+    points = base.mark_point(color=GOOD, filled=True, size=80, opacity=1)
+    text = base.mark_text(dy=-12, fontSize=11, color=p.ink).encode(text="text:N")
+    return finished(alt.layer(line, points, text).properties(height=230), dark)

@@ -1,0 +1,167 @@
+"""Page: what if: another machine, other numbers of GPUs, a whole run in days and money, the memory of all plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import streamlit as st
+
+from planner.io.figures import gib_text, last_digit_s, seconds_text
+from planner.pictures.memory import stage_parts
+from planner.question.goal import Goal
+from planner.search.whole_run import DAY_S, whole_run
+from ui import data, panels, rows, state
+from ui.charts import curves as charts
+from ui.charts import detail as detail_charts
+
+if TYPE_CHECKING:
+    from planner.search.result import GpuCountRow, RankedPlan, SearchResult
+
+LEAST, MOST = 0.25, 4.0  # times what it is: nobody plans for a machine further away
+FACTORS = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 2.8, 4.0)
+MAX_COUNTS = 5
+
+
+def show(question: state.Inputs) -> None:
+    result, chosen = data.answer()
+    _machine(result)
+    left, right = st.columns(2, gap="large")
+    with left:
+        _whole_run(result, chosen)
+    with right:
+        _memory(result)
+    _numbers(question, result)
+
+
+def _machine(result: SearchResult) -> None:
+    panels.section(
+        "Another machine",
+        "The listed plans if links, memory or arithmetic were so many times what they are: by the closed form, at once.",
+    )
+    multi = result.question.cluster.node_count > 1
+    names = [name for name, _ in data.knobs(result)]
+    shown = [
+        ("network", multi),
+        ("NVLink", any(n.startswith("NVLink") for n in names)),
+        ("memory", True),
+        ("FLOP/s", True),
+    ]
+    sliders = [name for name, there in shown if there]
+    factors = {
+        name: float(
+            column.select_slider(
+                f"{name}, times", FACTORS, 1.0, key=f"factor_{name}", format_func=lambda factor: f"{factor:g}"
+            )
+        )
+        for name, column in zip(sliders, st.columns(len(sliders)), strict=True)
+    }
+    found = data.changed_machine(result, factors)
+    last_s = rows.known_to_s(result)
+    drawn = [
+        {
+            **row,
+            "label": f"{row['rank']}  {row['plan']}",
+            "before": seconds_text(row["before_s"], last_s),
+            "after": seconds_text(row["after_s"], last_s),
+            "held": f"{row['reserved_gib']:.0f} GiB",
+            "state": "as changed" if row["fits"] else "does not fit then",
+        }
+        for row in found
+    ]
+    fitting = [row for row in drawn if row["fits"]]
+    if all(factor == 1 for factor in factors.values()):
+        words = "The machine as it is; move a slider to change it"
+    elif fitting:
+        first = min(fitting, key=lambda row: row["after_s"])
+        words = f"Fastest then: #{first['rank']} {first['plan']}, {first['after']} a step ({first['before']} as it is)"
+    else:
+        words = "None of the listed plans fits then"
+    st.markdown(f"**{panels.plain(words)}.**")
+    panels.chart(charts.before_and_after(drawn, dark=panels.dark()), key="machine", alt=words)
+
+
+def _whole_run(result: SearchResult, chosen: RankedPlan) -> None:
+    panels.section("A whole run", f"By plan #{chosen.rank}, if every step takes as long and nothing fails.")
+    left, right = st.columns(2)
+    billions = left.number_input("Tokens, billions", 0.1, 1e6, 1000.0, key="tokens", bind="query-params")
+    price = right.number_input("Price of a GPU hour", 0.0, 1000.0, 2.5, key="price", bind="query-params")
+    run = whole_run(replace(result, plans=(chosen,)), Goal(tokens=billions * 1e9, gpu_price_per_hour=price or None))
+    low, high = run.low_s / DAY_S, run.high_s / DAY_S
+    cells: list[panels.Figure] = [
+        ("Days", _two(run.seconds / DAY_S), "Below it is where 80 % are expected.", f"{_two(low)} to {_two(high)}"),
+        ("GPU hours", _two(run.gpu_hours), "", f"{run.steps:,.0f} steps"),
+    ]
+    if run.cost is not None:
+        cells.append(("Cost", _two(run.cost), "In the currency of the price.", f"at {price:g} an hour"))
+    if run.energy_j is not None:
+        megawatt_hours = _two(run.energy_j / 3.6e9)
+        cells.append(("Energy", f"{megawatt_hours} MWh", "Of the GPUs at the limit of their datasheet.", "at most"))
+    panels.figures(cells)
+
+
+def _two(value: float) -> str:
+    """Return a number with two significant digits: no more is known of a whole run."""
+    return f"{float(f'{value:.2g}'):,.10g}"
+
+
+def _memory(result: SearchResult) -> None:
+    panels.section("Memory side by side", "The stage that needs most, of each listed plan.")
+    worst = [max(stage_parts(r.estimate.memory), key=lambda parts: sum(parts.values())) for r in result.plans]
+    capacity = result.plans[0].estimate.memory.capacity_bytes
+    names = [f"{r.rank}  {state.plan_chips(r.plan)}" for r in result.plans]
+    least = min(result.plans, key=lambda r: r.estimate.memory.reserved_bytes)
+    about = f"Of {len(worst)} plans, #{least.rank} needs least: {gib_text(least.estimate.memory.reserved_bytes)} GiB"
+    drawn = detail_charts.memory(worst, capacity, dark=panels.dark(), names=names)
+    panels.chart(drawn, key="memories", alt=f"{about} of {gib_text(capacity)}")
+
+
+def _numbers(question: state.Inputs, result: SearchResult) -> None:
+    panels.section("Other numbers of GPUs", "The best plan on each, with the same batch.")
+    here = result.plans[0].plan.gpus
+    if not st.toggle("Search them", key="numbers", bind="query-params"):
+        st.caption("A search for each number takes as long as the one above.")
+        return
+    counts = tuple(n for n in (here // 4, here // 2, here, 2 * here, 4 * here) if 1 <= n <= state.MAX_GPUS)[:MAX_COUNTS]
+    price = float(st.session_state.get("price") or 0.0) or None
+    found = data.numbers(question, counts, price)
+    if found is None:
+        return
+    known = [row for row in found.by_gpus if row.step_s is not None]
+    last_s = last_digit_s(found.plans[0].estimate.step_s)
+    base = max((row.tokens_per_s_per_gpu or 0.0 for row in known), default=1.0)
+    drawn = [_count_row(row, last_s, base) for row in known]
+    if drawn:
+        columns = st.columns(3 if price else 2, gap="large")
+        quantities = [("step_s", "step time, s", "step"), ("share", "tokens/s a GPU, % of the best", "share_text")]
+        quantities += [("cost", "cost of a million tokens", "cost_text")] if price else []
+        for column, (name, title, text) in zip(columns, quantities, strict=True):
+            with column:
+                values = [{**row, "text": row[text]} for row in drawn]
+                about = ", ".join(f"{row['gpus']} GPUs {row['text']}" for row in values)
+                panels.chart(
+                    charts.over_gpus(values, name, title, dark=panels.dark()),
+                    key=f"over_{name}",
+                    alt=f"{title}: {about}",
+                )
+    for row in found.by_gpus:
+        if row.problem:
+            st.caption(f"{row.gpus} GPUs: {panels.plain(row.problem)}")
+
+
+def _count_row(row: GpuCountRow, last_s: float, best_rate: float) -> dict[str, Any]:
+    step_s, rate = row.step_s or 0.0, row.tokens_per_s_per_gpu or 0.0
+    cost = row.cost_per_million_tokens
+    return {
+        "gpus": row.gpus,
+        "plan": state.plan_chips(row.plan) if row.plan else "",
+        "step_s": step_s,
+        "step": seconds_text(step_s, last_s),
+        "share": 100 * rate / best_rate,
+        "share_text": f"{rate / best_rate:.0%}",
+        "cost": cost,
+        "cost_text": "" if cost is None else f"{cost:.2g}",
+    }
+
+
+show(data.question())
