@@ -59,14 +59,14 @@ LEVEL = 3.0  # multiples of the described costs at which runs are taken apart: t
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRuns:
     """Narrow runs of one runtime: what they took, how far their steps scatter, (90th - 10th percentile) / median, which costs
-    can occur in each, and `predict`, which gives the step of one of them for fields of HostSpec.
+    can occur in each, and `predict`, which gives the steps of some of them for fields of HostSpec.
     """
 
     described: HostSpec
     seconds: Floats
     spreads: Floats
     occurring: Sequence[frozenset[str]]
-    predict: Callable[[int, Mapping[str, float]], float]
+    predict: Callable[[Sequence[int], dict[str, float]], Floats]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,13 +164,13 @@ def _taken_apart(group: HostRuns) -> _Rows:
     usual = usual_costs(group.described)
     high = {name: LEVEL * value for name, value in usual.items()}
     runs = range(len(group.seconds))
-    at = np.array([group.predict(run, as_host_fields(high)) for run in runs])
+    at = group.predict(runs, as_host_fields(high))
     matrix = np.zeros((len(runs), len(usual)))
-    for run, occurring in enumerate(group.occurring):
-        for place, name in enumerate(usual):
-            if name in occurring:
-                raised = group.predict(run, as_host_fields(high | {name: high[name] + usual[name]}))
-                matrix[run, place] = (raised - at[run]) / usual[name]
+    for place, name in enumerate(usual):
+        where = [run for run in runs if name in group.occurring[run]]
+        if where:
+            raised = group.predict(where, as_host_fields(high | {name: high[name] + usual[name]}))
+            matrix[where, place] = (raised - at[where]) / usual[name]
     fixed = np.maximum(at - matrix @ np.array(list(high.values())), 1e-6)
     return _Rows(
         names=tuple(usual),

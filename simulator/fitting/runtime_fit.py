@@ -9,7 +9,7 @@ Full-depth runs are never looked at; profiles that hold one are refused (topolog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -222,8 +222,8 @@ class _Fit:
             seconds=np.array([run.seconds for run in self.host_bound]),
             spreads=np.array([run.sample.spread for run in self.host_bound]),
             occurring=[costs_in(run.plan) for run in self.host_bound],
-            predict=lambda place, host: float(
-                self._estimate(self.host_bound[place], {"step_s": 0.0, "cut_step_s": 0.0, **host}).step_s[0]
+            predict=lambda places, host: self._steps(
+                [self.host_bound[place] for place in places], {"step_s": 0.0, "cut_step_s": 0.0, **host}
             ),
         )
 
@@ -307,16 +307,31 @@ class _Fit:
         exponent = efficiency(self.cluster.slowest_kind.architecture).power_exponent
         return float(self.calibration.clocks(np.array([duty]), exponent)[0])
 
+    def _steps(self, runs: Sequence[Run], host: dict[str, float]) -> Floats:
+        """Return the steps of runs in seconds; those that differ in their plans alone are predicted at once."""
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for place, run in enumerate(runs):
+            alike.setdefault((run.model, run.workload, run.runtime), []).append(place)
+        found = np.zeros(len(runs))
+        for places in alike.values():
+            found[places] = self._estimates([runs[place] for place in places], host).step_s
+        return found
+
     def _estimate(self, run: Run, host: dict[str, float]) -> EstimateTable:
+        return self._estimates([run], host)
+
+    def _estimates(self, runs: Sequence[Run], host: dict[str, float]) -> EstimateTable:
+        """Return what runs of one model and workload take."""
+        first = runs[0]
         scenario = Scenario(
-            model=run.model,
+            model=first.model,
             # Layers were run on the machine of the profile, of which the plans in question may have a part.
-            cluster=grow(self.cluster, run.plan.gpus),
-            workload=run.workload,
-            runtime=run.runtime,
+            cluster=grow(self.cluster, max(run.plan.gpus for run in runs)),
+            workload=first.workload,
+            runtime=first.runtime,
             calibration=replace(self.calibration, runtimes={self.key: RuntimeCosts(host=host)}, burst=1.0),
         )
-        return estimate_plans(scenario, [run.plan])
+        return estimate_plans(scenario, [run.plan for run in runs])
 
 
 def _pairs(runs: Iterable[Run]) -> list[tuple[Run, Run]]:

@@ -67,7 +67,7 @@ def runs_of(costs: dict[str, float], kinds: list[dict[str, float]]) -> HostRuns:
         seconds=np.array([seconds(place, costs) for place in range(len(kinds))]),
         spreads=np.zeros(len(kinds)),
         occurring=[frozenset(kind) for kind in kinds],
-        predict=seconds,
+        predict=lambda places, host: np.array([seconds(place, host) for place in places]),
     )
 
 
