@@ -10,7 +10,7 @@ places.py       where a rank is in the mesh, and which elements its piece has
 placements.py   layouts as placements of DTensors
 """
 
-from executor.sharding.api import ShardedModule, shard
+from executor.sharding.api import ShardedFunction, ShardedModule, shard
 from executor.sharding.capture import capture
 
-__all__ = ["ShardedModule", "capture", "shard"]
+__all__ = ["ShardedFunction", "ShardedModule", "capture", "shard"]

@@ -17,7 +17,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ def request(
     compute: AxisMap | None = None,
     choose: Sequence[str] = (),
     policy: str | None = None,
+    domains: Mapping[str, str] | None = None,
+    open_outputs: bool = False,
     backward: bool = True,
     gradients: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -64,6 +66,8 @@ def request(
         "compute": dict(compute or {}),
         "choose": list(choose),
         "policy": policy,
+        "domains": dict(domains or {}),
+        "open_outputs": open_outputs,
         "backward": backward,
         "gradients": list(gradients),
     }
@@ -245,3 +249,42 @@ class _Run(torch.autograd.Function):
         of_input = {program.inputs[tensor]: state.at[buffer] for tensor, buffer in program.gradients.items()}
         ctx.state = State(at={})
         return (None, None, *(of_input.get(name) for name in ctx.names))
+
+
+class ShardedFunction:
+    """A function of tensors, as for one GPU, that takes DTensors and returns DTensors, as nvFuser's wrapped definitions do.
+
+        mlp = ShardedFunction(lambda x, up, down: F.linear(F.gelu(F.linear(x, up)), down))
+        y = mlp(x, up, down)         # DTensors in, the placements found for the result out
+
+    A program is made for every new set of shapes and placements. Weights stay: activations move to them.
+    """
+
+    def __init__(self, function: Callable[..., Any], **wishes: Any) -> None:
+        self.function, self.wishes = function, {"policy": "follow_weights", "open_outputs": True, **wishes}
+        self._made: dict[Any, ShardedModule] = {}
+
+    def __call__(self, *args: DTensor) -> Any:
+        key = tuple((one.shape, one.dtype, one.device_mesh, one.placements) for one in args)
+        if key not in self._made:
+            whole = [torch.empty(one.shape, dtype=one.dtype) for one in args]
+            placements = {f"args_{i}": tokens_of(one.placements) for i, one in enumerate(args)}
+            wishes = {
+                "gradients": [n for n, one in zip(placements, args, strict=True) if one.requires_grad],
+                **self.wishes,
+            }
+            module = _Function(self.function)
+            wishes["backward"] = bool(wishes["gradients"])
+            self._made[key] = shard(module, whole, mesh=args[0].device_mesh, placements=placements, **wishes)
+        return self._made[key](*args)
+
+
+class _Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.function(*args)

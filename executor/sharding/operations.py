@@ -261,6 +261,7 @@ _PLAIN: dict[str, Callable[..., torch.Tensor]] = {
 _PLACED: dict[str, Callable[..., torch.Tensor]] = {
     "reshape": _reshape,
     "expand": _expand,
+    "cast": lambda context, x: x.to(context.dtype),
     "embedding": _embedding,
     "attention": _attention,
     "not_equal": _not_equal,

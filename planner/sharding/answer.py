@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.sharding.backends.runnable import Written, simulate_program, write_program
 from planner.sharding.frontends.captured import CapturedProblem, captured_problem
 from planner.sharding.frontends.request import Request, read_request
+from planner.sharding.layouts.layout import Layout
 from planner.sharding.plan import ShardingPlan, plan_sharding
 from planner.sharding.problem import ShardingProblem
 from planner.sharding.report import plan_row, rejection
@@ -38,6 +39,12 @@ def answer_request(data: Mapping[str, Any], *, where: str) -> Answer:
     request = read_request(data, where=where)
     captured = captured_problem(request.graph, request.mesh, request.wish)
     plan = plan_sharding(captured.problem)
+    pending = {name: plan.choice.layouts[name] for name in request.graph.outputs if plan.choice.layouts[name].pending}
+    pending = {name: at for name, at in pending.items() if name not in request.wish.placements}
+    if pending:  # nobody outside could use them: they are summed where they are made
+        finished = {name: Layout(at.dims) for name, at in pending.items()}
+        captured = replace(captured, problem=replace(captured.problem, pins={**captured.problem.pins, **finished}))
+        plan = plan_sharding(captured.problem)
     written = write_program(captured, request.graph, plan, gradients=request.gradients, backward=request.backward)
     return Answer(request, captured, plan, written)
 

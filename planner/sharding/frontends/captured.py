@@ -65,6 +65,7 @@ class Wish:
     compute: AxisMap = field(default_factory=dict)
     choose: Sequence[str] = ()
     policy: str | None = None
+    open_outputs: bool = False
 
 
 def captured_problem(graph: CapturedGraph, mesh: Mesh, wish: Wish) -> CapturedProblem:
@@ -199,6 +200,6 @@ def _pins(
         shape, given = builder.tensors[name].shape, wish.placements.get(name)
         if given is not None:
             pins[name] = given if isinstance(given, Layout) else parse_placements(given, shape, mesh, of=name)
-        elif name in graph.outputs:
+        elif name in graph.outputs and not wish.open_outputs:
             pins[name] = layout_by_names(names[name], shape, wish.compute, mesh, of=name)
     return pins

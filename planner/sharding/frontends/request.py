@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 
 from planner.sharding.frontends.captured import Wish
+from planner.sharding.frontends.did import parse_schedule_of
+from planner.sharding.layouts.layout import Layout
 from planner.sharding.layouts.mesh import Mesh, make_mesh
 from simulator.sharded.graph import CapturedGraph, read_graph
 from topology.errors import BadInput
@@ -22,12 +24,17 @@ class _MeshText(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RequestText(msgspec.Struct, forbid_unknown_fields=True):
-    """The document. Tensors are named as in the graph or as in the module, or by a pattern of either."""
+    """The document. Tensors are named as in the graph or as in the module, or by a pattern of either.
+
+    `domains` places them in nvFuser's notation; with `open_outputs` an output that nothing is said of lies as it is made.
+    """
 
     graph: dict[str, Any]
     mesh: _MeshText
     id: str = "captured graph"
     placements: dict[str, list[str]] = {}
+    domains: dict[str, str] = {}
+    open_outputs: bool = False
     axes: dict[str, str] = {}
     parameters: dict[str, str | list[str]] = {}
     compute: dict[str, str | list[str]] = {}
@@ -62,7 +69,16 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
     policy = None if text.policy == "none" else text.policy
     if policy is not None and policy not in POLICIES:
         raise BadInput(f"unknown policy {policy[:40]!r}", remedy=f"one of {', '.join(POLICIES)}, or none")
-    placements = {name: tokens for pattern, tokens in text.placements.items() for name in matching(graph, pattern)}
+    mesh = make_mesh(text.mesh.names, text.mesh.shape)
+    shapes = {one.name: one.shape for one in graph.inputs} | {one.name: one.shape for one in graph.nodes}
+    placements: dict[str, list[str] | Layout] = {
+        name: tokens for pattern, tokens in text.placements.items() for name in matching(graph, pattern)
+    }
+    placements |= {
+        name: parse_schedule_of(calls, shapes[name], mesh, of=name)
+        for pattern, calls in text.domains.items()
+        for name in matching(graph, pattern)
+    }
     wish = Wish(
         placements=placements,
         axes=text.axes,
@@ -70,11 +86,12 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
         compute=text.compute,
         choose=tuple(name for pattern in text.choose for name in matching(graph, pattern)),
         policy=policy,
+        open_outputs=text.open_outputs,
     )
     return Request(
         id=text.id[:200],
         graph=graph,
-        mesh=make_mesh(text.mesh.names, text.mesh.shape),
+        mesh=mesh,
         wish=wish,
         backward=text.backward,
         gradients=tuple(name for pattern in text.gradients for name in matching(graph, pattern)),

@@ -114,6 +114,7 @@ _POINTWISE = frozenset(
         "bool",
     )
 )
+_CASTS = frozenset(("to", "_to_copy", "type_as", "float", "half", "bool"))
 _SAME_ELEMENTS = frozenset(("contiguous", "clone", "detach", "alias", "lift_fresh_copy", "dropout", "detach_"))
 _RESHAPES = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze", "view_copy"))
 _REDUCTIONS = {"sum": "sum", "mean": "mean", "amax": "amax", "amin": "amin"}
@@ -265,7 +266,12 @@ def _pointwise(call: _Call) -> list[Statement]:
         if lead < 0 or any(n not in {1, node.shape[lead + i]} for i, n in enumerate(shape)):
             raise _NotKnownError
         parts.append(" ".join(dims[lead + i] if n > 1 else "1" for i, n in enumerate(shape)))
-    return [call.statement(_formula(call, operands), f"{', '.join(parts)} -> {' '.join(dims)}")]
+    annotation = f"{', '.join(parts)} -> {' '.join(dims)}"
+    if call.name in _CASTS:
+        annotation = f"{parts[0]} -> {' '.join(dims)}"
+        formula, args = _formula(call, operands[:1]), (call.argument(0),)
+        return [call.statement(formula, annotation, op="cast", args=args, kwargs={})]
+    return [call.statement(_formula(call, operands), annotation)]
 
 
 def _formula(call: _Call, operands: Sequence[str]) -> str:

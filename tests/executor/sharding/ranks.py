@@ -13,9 +13,11 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from executor.sharding import api, capture, shard
+from executor.sharding import ShardedFunction, api, capture, shard
 from planner.sharding.answer import answer_request
 from planner.sharding.backends.dtensor_file import write_dtensor_file
 from simulator.sharded.program import read_program
@@ -122,3 +124,45 @@ def _file_worker(rank, ranks, port, cases, files):
                 torch.testing.assert_close(grads[name].full_tensor(), gradient, msg=f"{case.name} {name}")
     finally:
         dist.destroy_process_group()
+
+
+# nvFuser's calls: placements in, placements found for the result (doc/reading/multigpu.md)
+CALLS = {
+    "tensor parallel": ([Replicate(), Shard(0), Shard(1)], Replicate()),
+    "data parallel": ([Shard(0), Replicate(), Replicate()], Shard(0)),
+}
+
+
+def run_function(ranks: int) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_function_worker, (ranks, port), nprocs=ranks)
+
+
+def _function_worker(rank, ranks, port):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    api.plan = planned_here
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("DIDx",))
+    wholes = [torch.randn(shape, dtype=torch.float64) for shape in ((8, 16), (32, 16), (16, 32))]
+    mlp = ShardedFunction(feed_forward)
+    try:
+        for name, (placements, expected) in CALLS.items():
+            args = [distribute_tensor(w, mesh, [p]).requires_grad_() for w, p in zip(wholes, placements, strict=True)]
+            y = mlp(*args)
+            assert y.placements == (expected,), name
+            y.square().sum().backward()
+            own = [w.clone().requires_grad_() for w in wholes]
+            feed_forward(*own).square().sum().backward()
+            torch.testing.assert_close(y.full_tensor(), feed_forward(*wholes))
+            for one, alone in zip(args, own, strict=True):
+                torch.testing.assert_close(one.grad.full_tensor(), alone.grad, msg=name)
+    finally:
+        dist.destroy_process_group()
+
+
+def feed_forward(x, up, down):
+    return functional.linear(functional.gelu(functional.linear(x, up)), down)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.executor.sharding import modules
-from tests.executor.sharding.ranks import Case, run, run_files
+from tests.executor.sharding.ranks import Case, run, run_files, run_function
 
 torch.manual_seed(0)
 X = torch.randn(4, 8, 16, dtype=torch.float64)
@@ -96,3 +96,7 @@ def test_torch_runs_the_python_file_as_it_stands(tmp_path) -> None:
     assert "'up': ColwiseParallel(" in text
     assert "'down': RowwiseParallel(" in text
     assert "used=" in (tmp_path / "placed_4.py").read_text()
+
+
+def test_a_function_takes_dtensors_and_returns_dtensors() -> None:
+    run_function(2)

@@ -1,0 +1,165 @@
+"""nvFuser's notation: a tensor's loop domain, made of its logical axes by splits, some of them parallelized on devices.
+
+A tensor starts with one loop axis for each logical axis. `outer_split(axis, n)` makes of one n pieces, the pieces first;
+`inner_split(axis, n)` makes pieces of n elements, the pieces first as well; `parallelize(axis, "DIDx")` gives an axis to the
+devices of a mesh axis. As a text, one tensor is
+
+    outer_split(0, 4); parallelize(0, DIDx)                 dim 0 in four pieces, one a device
+    outer_split(0, 2); outer_split(1, 4); parallelize(1, DIDx)    a fused gate and up, each in four pieces
+
+Names of the mesh axes are those of the mesh: `DIDx` (in nvFuser's mesh the innermost), `DIDy`, `DIDz`, or any other.
+Positions count the loop axes at that moment. (NVIDIA/Fuser, doc/reading/multigpu.md and `TensorView.outer_split`.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from planner.sharding.layouts.layout import Layout, parse_placements, placements_of
+from planner.sharding.layouts.mesh import Mesh
+from topology.errors import BadInput
+
+MAX_CALLS = 64
+_CALL = re.compile(
+    r"\s*(outer_split|inner_split|parallelize)\(\s*(-?\d{1,4})\s*,\s*([A-Za-z_]\w{0,31}|\d{1,12})\s*\)\s*",
+    flags=re.ASCII,
+)
+
+
+@dataclass(slots=True)
+class _LoopAxis:
+    """An axis of the loop domain: the logical dim it comes from, its extent, and the mesh axis it is given to."""
+
+    dim: int
+    extent: int
+    device: str = ""
+
+
+@dataclass(slots=True)
+class LoopDomain:
+    """The loop domain of a tensor of `shape` on `mesh`."""
+
+    shape: tuple[int, ...]
+    mesh: Mesh
+    name: str = "a tensor"
+    axes: list[_LoopAxis] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.axes = [_LoopAxis(dim, size) for dim, size in enumerate(self.shape)]
+
+    def outer_split(self, axis: int, pieces: int) -> LoopDomain:
+        """Split a loop axis into `pieces` and what is in each. Raises BadInput where it does not divide."""
+        old = self._at(axis)
+        self._split(axis, pieces, old.extent // max(pieces, 1))
+        return self
+
+    def inner_split(self, axis: int, elements: int) -> LoopDomain:
+        """Split a loop axis into pieces of `elements`. Raises BadInput where it does not divide."""
+        old = self._at(axis)
+        self._split(axis, old.extent // max(elements, 1), elements)
+        return self
+
+    def parallelize(self, axis: int, device: str) -> LoopDomain:
+        """Give a loop axis to the devices of a mesh axis. Raises BadInput where their numbers differ."""
+        at = self._at(axis)
+        if device not in self.mesh.names:
+            raise BadInput(
+                f"{self.name}: {device[:40]!r} is no axis of the mesh",
+                why="streams and other parallel types are schedules, not placements" if device == "Stream" else "",
+                remedy=f"one of {', '.join(self.mesh.names)}",
+            )
+        if any(one.device == device for one in self.axes):
+            raise BadInput(f"{self.name}: two axes are given to {device}", remedy="each mesh axis once a tensor")
+        if at.extent != self.mesh.size(device):
+            raise BadInput(
+                f"{self.name}: an axis of {at.extent} is given to the {self.mesh.size(device)} devices of {device}",
+                remedy=f"outer_split({axis}, {self.mesh.size(device)}) first",
+            )
+        at.device = device
+        return self
+
+    def layout(self) -> Layout:
+        """Return the layout that the loop domain says. Raises BadInput where it is none."""
+        dims: list[list[str | int]] = [[] for _ in self.shape]
+        for one in self.axes:
+            dims[one.dim].append(one.device or one.extent)
+        layout = Layout(tuple(_trimmed(spec) for spec in dims))
+        return parse_placements(placements_of(layout, self.mesh), self.shape, self.mesh, of=self.name)
+
+    def _at(self, axis: int) -> _LoopAxis:
+        if not -len(self.axes) <= axis < len(self.axes):
+            raise BadInput(f"{self.name} has {len(self.axes)} loop axes, and no {axis}", remedy="positions from 0")
+        return self.axes[axis]
+
+    def _split(self, axis: int, outer: int, inner: int) -> None:
+        old = self._at(axis)
+        if old.device or outer < 1 or inner < 1 or outer * inner != old.extent:
+            raise BadInput(
+                f"{self.name}: an axis of {old.extent} is not split into {outer} x {inner}",
+                why=f"it is on {old.device} already" if old.device else "only equal pieces are",
+                remedy="a number that divides",
+            )
+        position = axis % len(self.axes)
+        self.axes[position : position + 1] = [_LoopAxis(old.dim, outer), _LoopAxis(old.dim, inner)]
+
+
+def _trimmed(spec: Sequence[str | int]) -> tuple[str | int, ...]:
+    """Return a spec without blocks at its end, and with blocks that follow each other as one."""
+    out: list[str | int] = []
+    for item in spec:
+        if isinstance(item, int) and out and isinstance(out[-1], int):
+            out[-1] *= item
+        elif item != 1:
+            out.append(item)
+    while out and isinstance(out[-1], int):
+        out.pop()
+    return tuple(out)
+
+
+def parse_schedule_of(text: str, shape: Sequence[int], mesh: Mesh, *, of: str) -> Layout:
+    """Return the layout that calls in nvFuser's notation make of a tensor. Raises BadInput."""
+    domain = LoopDomain(tuple(shape), mesh, of)
+    calls = [part for part in text.split(";") if part.strip()]
+    if len(calls) > MAX_CALLS:
+        raise BadInput(f"{of}: {len(calls)} calls", why=f"at most {MAX_CALLS} are read")
+    for part in calls:
+        found = _CALL.fullmatch(part)
+        if found is None:
+            raise BadInput(f"{of}: cannot read {part.strip()[:60]!r}", remedy="outer_split(0, 4); parallelize(0, DIDx)")
+        call, axis, value = found.groups()
+        if call == "parallelize":
+            domain.parallelize(int(axis), value)
+        elif value.isdigit():
+            getattr(domain, call)(int(axis), int(value))
+        else:
+            raise BadInput(f"{of}: {part.strip()[:60]!r} splits by no number", remedy=f"{call}({axis}, 4)")
+    return domain.layout()
+
+
+def schedule_of(layout: Layout, mesh: Mesh) -> str:
+    """Return the calls that make `layout`: the inverse of `parse_schedule_of`, without what is pending."""
+    calls: list[str] = []
+    position = 0
+    for spec in layout.dims:
+        for item in spec:
+            calls.append(f"outer_split({position}, {item if isinstance(item, int) else mesh.size(item)})")
+            if isinstance(item, str):
+                calls.append(f"parallelize({position}, {item})")
+            position += 1
+        position += 1
+    return "; ".join(calls)
+
+
+def loop_text(layout: Layout, shape: Sequence[int], mesh: Mesh, names: Sequence[str] = ()) -> str:
+    """Return a tensor as nvFuser prints its domain: `[DIDx{4}, f/4, h, r{DIDy}]`, reductions pending at the end."""
+    parts: list[str] = []
+    for dim, spec in enumerate(layout.dims):
+        name = names[dim] if dim < len(names) else str(shape[dim])
+        parts += [f"{item}{{{mesh.size(item)}}}" if isinstance(item, str) else str(item) for item in spec]
+        pieces = prod(item if isinstance(item, int) else mesh.size(item) for item in spec)
+        parts.append(f"{name}/{pieces}" if pieces > 1 else name)
+    parts += [f"r{{{axis}}}" for axis, _ in layout.pending]
+    return f"[{', '.join(parts)}]"
