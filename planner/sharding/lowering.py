@@ -13,19 +13,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import product
-from math import prod
+
+import numpy as np
 
 from planner.sharding.layouts.collectives import ALL_GATHER, ALL_TO_ALL_V, PERMUTE, Collective
 from planner.sharding.layouts.layout import Layout, local_shape, local_size
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.operator import Operator
 from planner.sharding.operators.options import ShardingOption
+from planner.sharding.operators.work import operator_work
 from planner.sharding.plan import OperatorStep, ShardingPlan, TensorMove
 from planner.sharding.problem import ShardingProblem
+from planner.sharding.solver.pricing import ATTENTION_KERNEL, ROOFLINE_DTYPES
 from simulator.calibration.calibration import Calibration, collectives_on
-from simulator.config.runtime import ELEMENT_BYTES
 from simulator.engine.simulate import simulate
-from simulator.kernels.operators import Work, WorkKind
+from simulator.kernels.operators import Work
 from simulator.kernels.roofline import Roofline
 from simulator.lowering.machine_costs import MachineCosts
 from simulator.lowering.steps import KernelKey
@@ -33,9 +35,6 @@ from simulator.program.cost_model import Cost
 from simulator.program.program import COMM, COMPUTE, CodeWriter, Program
 from topology.cluster import Cluster
 from topology.errors import Infeasible
-
-ATTENTION_KERNEL = "flash2"
-_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "tfloat32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,39 +183,16 @@ class _ProgramWriter:
         self.kernels[name, shape, operator.result.dtype] = (Cost(seconds=seconds, sms=float(kind.sm_count)), 0.0)
 
     def _kernel_seconds(self, operator: Operator, option: ShardingOption) -> float:
-        dtype = _DTYPES.get(operator.result.dtype, operator.result.dtype)
+        dtype = ROOFLINE_DTYPES.get(operator.result.dtype, operator.result.dtype)
         roofline = Roofline(gpu=self.cluster.slowest_kind, dtype=dtype, attention_kernel=ATTENTION_KERNEL)
-        return float(roofline.seconds(operator_work(operator, option, self.problem)).item())
+        return float(roofline.seconds(work_of(operator, option, self.problem)).item())
 
 
-def operator_work(operator: Operator, option: ShardingOption, problem: ShardingProblem) -> Work:
-    """Return the work of an operator on one rank: a matrix product, attention, or bytes read and written."""
-    mesh, tensors = problem.mesh, problem.tensors
-    axis_specs = dict(option.axis_specs)
-    moved = prod(local_shape(operator.result.shape, option.result, mesh)) * ELEMENT_BYTES[operator.result.dtype]
-    for name, layout in option.operands:
-        moved += prod(local_shape(tensors[name].shape, layout, mesh)) * ELEMENT_BYTES[tensors[name].dtype]
-
-    def size(axes: set[str]) -> int:
-        return prod(local_size(operator.sizes[axis], axis_specs.get(axis, ()), mesh) for axis in axes)
-
-    parts = [{axis for dim in dims for axis in dim} for _, dims in operator.operands]
-    result = {axis for dim in operator.dims for axis in dim}
-    if operator.kind == "attention" and len(parts) == 3:
-        query, key, _ = parts
-        rows, keys = query - key, key - query
-        width = (query & key) & operator.roles.unsharded  # the head dim
-        m, n, k, heads = size(rows), size(keys), size(width), size((query & key) - width)
-        return Work(
-            kind=WorkKind.ATTENTION, name="attn", flops=4.0 * m * n * k * heads, bytes=moved, batch=heads, m=m, n=n, k=k
-        )
-    contracted = {axis for part in parts for axis in part} & operator.reduced
-    if len(parts) >= 2 and contracted and operator.kind == "sum" and any(len(t.linear) > 1 for t in operator.terms):
-        m = size((parts[0] & result) - parts[1])
-        n = size((parts[1] & result) - parts[0])
-        batch = size(parts[0] & parts[1] & result)
-        k = size(contracted)
-        return Work(
-            kind=WorkKind.MATMUL, name="product", flops=2.0 * m * n * k * batch, bytes=moved, batch=batch, m=m, n=n, k=k
-        )
-    return Work(kind=WorkKind.MOVE, name="elementwise", bytes=moved)
+def work_of(operator: Operator, option: ShardingOption, problem: ShardingProblem) -> Work:
+    """Return the work of an operator on one rank."""
+    specs = dict(option.axis_specs)
+    sizes = {
+        axis: np.array([float(local_size(size, specs.get(axis, ()), problem.mesh))])
+        for axis, size in operator.sizes.items()
+    }
+    return operator_work(operator, problem.tensors, sizes)

@@ -81,6 +81,8 @@ def plan_sharding(problem: ShardingProblem) -> ShardingPlan:
     available: set[tuple[str, Layout, int]] = set()
     stage_of: dict[str, int] = {}
     for number, (operator, option) in enumerate(zip(problem.operators, choice.options, strict=True)):
+        if number == problem.graph.backward_start and choice.kept is not None:
+            available = {each for each in available if each[:2] in choice.kept}
         result, stage = (
             operator.result.name,
             problem.stages.operator_stages[number] if problem.stages is not None else 0,
@@ -114,7 +116,7 @@ def plan_sharding(problem: ShardingProblem) -> ShardingPlan:
         stage_of[result] = stage
         if option.result != choice.layouts[result]:
             result_schedule = schedule if schedule.kind != "ring" else Schedule()
-            move = _redistribute(result, candidates.redistributors[result], option.result, choice.layouts[result])
+            move = _redistribute(result, candidates.redistributor_for(result), option.result, choice.layouts[result])
             steps += _apply_to_moves([replace(move, stage=stage)], result_schedule)
     return ShardingPlan(choice=choice, steps=tuple(steps))
 

@@ -24,10 +24,12 @@ from planner.sharding.pipeline_stages import (
 )
 from planner.sharding.schedule import Schedule, parse_schedule
 from planner.sharding.token_routing import TokenRouting, parse_routings
+from simulator.calibration.calibration import Calibration
+from topology.cluster import Cluster
 from topology.errors import BadInput
 
 MAX_CASES = 2000
-POLICIES = ("min_ring_bytes", "follow_weights")
+POLICIES = ("min_ring_bytes", "min_time", "follow_weights")
 
 
 class _MeshText(msgspec.Struct, forbid_unknown_fields=True):
@@ -73,12 +75,33 @@ class CaseText(msgspec.Struct):
     routed: dict[str, Any] = {}
 
 
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The machine that a program runs on: rank r of the mesh on GPU r of the cluster, in order."""
+
+    cluster: Cluster
+    calibration: Calibration | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimit:
+    """What a rank may hold when the backward pass begins: parameters with their state, and what is saved.
+
+    `state_bytes_per_parameter` come with every parameter besides its own bytes: the gradient in bf16, and Adam's two
+    moments and master weight in float32, unless said otherwise.
+    """
+
+    limit_bytes: float
+    state_bytes_per_parameter: float = 14.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingProblem:
     """What is asked: the sharding of `graph` over `mesh`.
 
     `input_layouts` are of the inputs that have placements, `pins` of results whose layout is prescribed; the solver
-    places all other tensors. Where there are pipeline stages, `mesh` is the mesh of one stage.
+    places all other tensors. Where there are pipeline stages, `mesh` is the mesh of one stage. With a `machine`, cost is
+    time, else ring bytes; the best answer found within `time_limit_s` is returned with its gap.
     """
 
     mesh: Mesh
@@ -89,6 +112,9 @@ class ShardingProblem:
     schedule: Mapping[str, Schedule] = field(default_factory=dict)
     stages: PipelineStages | None = None
     routed: Mapping[str, TokenRouting] = field(default_factory=dict)
+    machine: Machine | None = None
+    memory: MemoryLimit | None = None
+    time_limit_s: float | None = None
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:

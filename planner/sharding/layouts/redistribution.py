@@ -16,7 +16,7 @@ by construction: no detour through a third layout is cheaper than the direct pat
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, permutations
 
@@ -54,7 +54,8 @@ class Redistributor:
     """Shortest paths between the layouts of tensors of one shape and dtype; every source is solved once.
 
     `irregular_specs` are (dim, spec) pairs with blocks or uneven shards, which paths use only if some layout asks for
-    them. `excluded_kinds` are primitives that must not be used.
+    them. `excluded_kinds` are primitives that must not be used. `price` gives the cost of a step to pieces of a shape;
+    without it, costs are ring bytes.
     """
 
     shape: tuple[int, ...]
@@ -62,6 +63,7 @@ class Redistributor:
     mesh: Mesh
     irregular_specs: frozenset[tuple[int, DimSpec]] = frozenset()
     excluded_kinds: frozenset[str] = frozenset()
+    price: Callable[[RedistributionStep, Sequence[int]], Cost] | None = None
     _numbers: dict[Layout, int] = field(default_factory=dict)  # layouts are numbered, as hashing them is slow
     _layouts: list[Layout] = field(default_factory=list)
     _edges: dict[int, list[tuple[Cost, int, RedistributionStep]]] = field(default_factory=dict)
@@ -169,10 +171,14 @@ class Redistributor:
     def _edges_from(self, number: int) -> list[tuple[Cost, int, RedistributionStep]]:
         if number not in self._edges:
             self._edges[number] = [
-                (cost_of(s.collectives, self.mesh.ranks, slices=int(s.kind == SLICE)), self._number(s.after), s)
-                for s in self.steps(self._layouts[number])
+                (self._cost(step), self._number(step.after), step) for step in self.steps(self._layouts[number])
             ]
         return self._edges[number]
+
+    def _cost(self, step: RedistributionStep) -> Cost:
+        if self.price is not None:
+            return self.price(step, local_shape(self.shape, step.after, self.mesh))
+        return cost_of(step.collectives, self.mesh.ranks, slices=int(step.kind == SLICE))
 
     def steps(self, layout: Layout) -> Iterator[RedistributionStep]:
         """Yield every primitive that applies to `layout`."""

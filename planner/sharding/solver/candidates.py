@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
+from planner.sharding.layouts.collectives import SLICE, Cost
 from planner.sharding.layouts.layout import DimSpec, Layout, divides_evenly
-from planner.sharding.layouts.redistribution import Redistributor
+from planner.sharding.layouts.redistribution import RedistributionStep, Redistributor
 from planner.sharding.operators.operator import Operator
 from planner.sharding.operators.options import (
     ShardingOption,
@@ -17,73 +19,101 @@ from planner.sharding.operators.options import (
 )
 from planner.sharding.problem import ShardingProblem
 from planner.sharding.schedule import Schedule
+from planner.sharding.solver.alike import Alike, find_alike
 from planner.sharding.solver.policies import follow_weights, keep_agreeing_operands
+from planner.sharding.solver.pricing import BytesPricing, Pricing
+from simulator.config.runtime import ELEMENT_BYTES
 
 
 @dataclass(slots=True)
 class LayoutCandidates:
-    """The sharding options of every operator, the layouts of every tensor, and the redistributions between them."""
+    """The sharding options of every class of operators, and the layouts of every class of tensors.
 
+    Both are those of the first member; with one member a class, classes are numbered as operators are.
+    """
+
+    problem: ShardingProblem
+    pricing: Pricing
+    alike: Alike
     options: list[list[ShardingOption]]
     layouts: dict[str, list[Layout]]
-    redistributors: dict[str, Redistributor]
-    # by (tensor, operator), where a schedule restricts how the operand may be moved
-    scheduled_redistributors: dict[tuple[str, int], Redistributor] = field(default_factory=dict)
-    # by tensor: (operator, position among its operands)
-    consumers: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-
-    def redistributor_for(self, name: str, operator: int) -> Redistributor:
-        """Return the redistributor that brings tensor `name` to `operator`."""
-        return self.scheduled_redistributors.get((name, operator), self.redistributors[name])
-
-
-def enumerate_candidates(problem: ShardingProblem) -> LayoutCandidates:
-    """Return all alternatives of `problem`. Raises Infeasible where an operator has too many sharding options."""
-    mesh, tensors = problem.mesh, problem.tensors
-    options = _operator_options(problem)
-    consumers: dict[str, list[tuple[int, int]]] = {}
-    needed: dict[str, set[Layout]] = {name: set() for name in tensors}
-    for number, (operator, operator_options) in enumerate(zip(problem.operators, options, strict=True)):
-        for operand, (name, _) in enumerate(operator_options[0].operands):
-            consumers.setdefault(name, []).append((number, operand))
-            needed[name] |= {option.operands[operand][1] for option in operator_options}
-        needed[operator.result.name] |= {option.result for option in operator_options}
-    fixed = {**problem.input_layouts, **problem.pins}
-    layouts = {
-        name: [fixed[name]] if name in fixed else sorted(needed[name], key=repr) or [Layout(((),) * len(t.shape))]
-        for name, t in tensors.items()
-    }
     # tensors of one shape and dtype share their shortest paths
-    shared: dict[tuple[tuple[int, ...], str, frozenset[str]], Redistributor] = {}
+    _shared: dict[tuple[tuple[int, ...], str, frozenset[str]], Redistributor] = field(default_factory=dict)
 
-    def redistributor(name: str, excluded_kinds: frozenset[str]) -> Redistributor:
-        tensor = tensors[name]
-        key = (tensor.shape, tensor.dtype, excluded_kinds)
-        if key not in shared:
-            shared[key] = Redistributor(tensor.shape, tensor.dtype, mesh, excluded_kinds=excluded_kinds)
-        shared[key].allow_irregular_specs([*layouts[name], *needed[name]])
-        return shared[key]
+    def redistributor_for(self, name: str, operator: int | None = None) -> Redistributor:
+        """Return the redistributor of tensor `name`, or the one that brings it to `operator` as a schedule says."""
+        excluded: frozenset[str] = frozenset()
+        if operator is not None and self.problem.schedule:
+            excluded = _excluded_kinds(self.problem, name, self.problem.operators[operator])
+        tensor = self.problem.tensors[name]
+        key = (tensor.shape, tensor.dtype, excluded)
+        if key not in self._shared:
+            self._shared[key] = Redistributor(
+                tensor.shape, tensor.dtype, self.problem.mesh, excluded_kinds=excluded, price=self._price(tensor.dtype)
+            )
+        return self._shared[key]
 
+    def _price(self, dtype: str) -> Callable[[RedistributionStep, Sequence[int]], Cost]:
+        def price(step: RedistributionStep, after: Sequence[int]) -> Cost:
+            slices = int(step.kind == SLICE)
+            return self.pricing.collectives(
+                step.collectives, slices=slices, sliced_bytes=prod(after) * ELEMENT_BYTES[dtype] if slices else 0
+            )
+
+        return price
+
+
+def enumerate_candidates(
+    problem: ShardingProblem, pricing: Pricing | None = None, alike: Alike | None = None
+) -> LayoutCandidates:
+    """Return all alternatives of `problem`. Raises Infeasible where an operator has too many sharding options."""
+    tensors, fixed = problem.tensors, {**problem.input_layouts, **problem.pins}
+    alike = alike or find_alike(problem.graph, fixed, fold=False)
+    first = [members[0] for members in alike.members()]
+    options = _operator_options(problem, first)
+    names = [members[0] for members in alike.tensor_members()]
+    needed: dict[int, dict[Layout, None]] = {number: {} for number in range(len(names))}
+    members = alike.members()
+    for found, same in zip(options, members, strict=True):
+        for number in same:
+            results = dict.fromkeys(option.result for option in found)
+            needed[alike.tensors[problem.operators[number].result.name]] |= results
+            for operand, name in enumerate(operand_names(problem, number)):
+                needed[alike.tensors[name]] |= dict.fromkeys(option.operands[operand][1] for option in found)
+    layouts = {}
+    for number, name in enumerate(names):
+        whole = Layout(((),) * len(tensors[name].shape))
+        layouts[name] = [fixed[name]] if name in fixed else sorted(needed[number], key=repr) or [whole]
     candidates = LayoutCandidates(
+        problem=problem,
+        pricing=pricing or BytesPricing(problem.mesh.ranks),
+        alike=alike,
         options=options,
         layouts=layouts,
-        redistributors={name: redistributor(name, frozenset()) for name in tensors},
-        consumers=consumers,
     )
-    for number, operator in enumerate(problem.operators):
-        for name, _ in operator.operands:
-            if excluded_kinds := _excluded_kinds(problem, name, operator):
-                candidates.scheduled_redistributors[name, number] = redistributor(name, excluded_kinds)
+    for number, name in enumerate(names):
+        candidates.redistributor_for(name).allow_irregular_specs([*layouts[name], *needed[number]])
+    if problem.schedule:
+        for number, operator in enumerate(problem.operators):
+            for name, _ in operator.operands:
+                wanted = needed[alike.tensors[name]]
+                candidates.redistributor_for(name, number).allow_irregular_specs([*layouts[name], *wanted])
     return candidates
 
 
-def _operator_options(problem: ShardingProblem) -> list[list[ShardingOption]]:
-    """Return the sharding options of every operator that the policy of `problem` leaves open."""
+def operand_names(problem: ShardingProblem, number: int) -> list[str]:
+    """Return the tensors that an operator reads, in the order of its options' operands."""
+    operator = problem.operators[number]
+    return [*(name for name, _ in operator.operands), *operator.unannotated]
+
+
+def _operator_options(problem: ShardingProblem, numbers: Sequence[int]) -> list[list[ShardingOption]]:
+    """Return the sharding options, of the operators with these numbers, that the policy of `problem` leaves open."""
     irregular_specs = _irregular_specs(problem)
     pending = possible_reductions(problem.operators, problem.input_layouts, problem.mesh)
     options = [
         sharding_options(operator, problem.tensors, problem.mesh, pending=pending, irregular_specs=irregular_specs)
-        for operator in problem.operators
+        for operator in (problem.operators[number] for number in numbers)
     ]
     if problem.policy == "follow_weights":
         return follow_weights(problem, options)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from planner.sharding.lowering import lower, operator_work, simulate_time
+from planner.sharding.lowering import lower, simulate_time, work_of
 from planner.sharding.plan import plan_sharding
 from simulator.collectives.cost import CollectiveModel
 from simulator.kernels.operators import WorkKind
@@ -40,9 +40,7 @@ def test_a_chain_without_anything_beside_it_takes_the_sum(machine) -> None:
 def test_products_are_counted_by_their_local_shape() -> None:
     problem = cases.problem(TP)
     found = plan_sharding(problem)
-    works = [
-        operator_work(o, option, problem) for o, option in zip(problem.operators, found.choice.options, strict=True)
-    ]
+    works = [work_of(o, option, problem) for o, option in zip(problem.operators, found.choice.options, strict=True)]
 
     assert [work.kind for work in works] == [WorkKind.MATMUL, WorkKind.MOVE, WorkKind.MATMUL]
     assert [work.flops for work in works[::2]] == [2 * 8192 * 4096 * 16384 / 4] * 2
@@ -53,7 +51,7 @@ def test_products_are_counted_by_their_local_shape() -> None:
 def test_attention_is_counted_by_rows_and_keys() -> None:
     problem = cases.problem(RING)
     (option,) = plan_sharding(problem).choice.options
-    work = operator_work(problem.operators[0], option, problem)
+    work = work_of(problem.operators[0], option, problem)
 
     assert work.kind is WorkKind.ATTENTION
     assert work.flops == 4 * (32768 / 4) * 32768 * 128 * 6

@@ -1,0 +1,619 @@
+"""The choice as an integer program: a variable per option of an operator, per layout of a tensor, and per redistribution.
+
+For every class of tensors there are two networks of redistributions: from the layouts that its operator produces to the
+layout that the tensor has, and from there to the layouts that its consumers need. What flows out of an option flows into
+one layout, and out of that to every consumer. A redistribution that several consumers need is paid once by those of the
+forward pass and once by those of the backward pass; or once by both, if the copy is kept, where memory allows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from math import gcd, prod
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.sat.python import cp_model
+from scipy.optimize import linprog
+from scipy.sparse import csr_matrix
+
+from planner.sharding.layouts.collectives import Cost
+from planner.sharding.layouts.layout import Layout, local_shape
+from planner.sharding.solver.candidates import LayoutCandidates, operand_names
+from planner.sharding.solver.move_times import MoveTimes
+from planner.sharding.solver.pricing import TimePricing
+from simulator.config.runtime import ELEMENT_BYTES
+from topology.errors import Infeasible
+
+MAX_VARIABLES = 2_000_000
+EXACT_BITS = 48  # costs beyond 2**48 units are rounded: solvers compute in doubles
+Numbers = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The option of every class of operators, by its number, and the layout of every class of tensors.
+
+    Without a limit of memory, all copies are kept.
+    """
+
+    options: tuple[int, ...]
+    layouts: tuple[Layout, ...]
+    kept: frozenset[tuple[int, Layout]] = frozenset()  # copies of tensors that stay until the backward pass
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A solution: its cost, and whether no other costs less."""
+
+    assignment: Assignment
+    cost: float
+    proved: bool
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Rows of a sparse matrix, and their right-hand sides."""
+
+    rows: list[Integers] = field(default_factory=list)
+    columns: list[Integers] = field(default_factory=list)
+    values: list[Numbers] = field(default_factory=list)
+    sides: list[float] = field(default_factory=list)
+
+    def add(self, columns: Sequence[Integers], factors: Sequence[float | Numbers], side: float) -> None:
+        """Add one row: groups of columns with their factors."""
+        for group, factor in zip(columns, factors, strict=True):
+            self.rows.append(np.full(len(group), len(self.sides), dtype=np.int64))
+            self.columns.append(np.asarray(group, dtype=np.int64))
+            self.values.append(np.broadcast_to(np.asarray(factor, dtype=np.float64), len(group)))
+        self.sides.append(side)
+
+    def add_pairs(self, first: Integers, second: Integers) -> None:
+        """Add a row `first - second` for every pair of columns, with 0 on its right."""
+        rows = np.arange(len(self.sides), len(self.sides) + len(first), dtype=np.int64)
+        self.rows += [rows, rows]
+        self.columns += [first, second]
+        self.values += [np.ones(len(first)), -np.ones(len(first))]
+        self.sides += [0.0] * len(first)
+
+    def matrix(self, width: int) -> csr_matrix | None:
+        if not self.sides:
+            return None
+        joined = (np.concatenate(self.values), (np.concatenate(self.rows), np.concatenate(self.columns)))
+        return csr_matrix(joined, shape=(len(self.sides), width))
+
+
+class IntegerProgram:
+    """The program of all candidates; costs in picoseconds on a machine, else in ring bytes with ties told apart."""
+
+    def __init__(self, candidates: LayoutCandidates) -> None:
+        self.candidates, self.problem = candidates, candidates.problem
+        self.mesh, self.timed = self.problem.mesh, isinstance(candidates.pricing, TimePricing)
+        self.move_times = (
+            MoveTimes(self.mesh, candidates.pricing) if isinstance(candidates.pricing, TimePricing) else None
+        )
+        self._costs: list[Integers] = []
+        self._ties: list[Integers] = []
+        self._count = 0
+        self.spare = np.inf
+        self.equal, self.most = _Rows(), _Rows()
+        self.kept: list[tuple[int, int, Layout, float]] = []  # variable, class, layout of the copy, its bytes
+        self.members = candidates.alike.members()
+        self.tensor_members = candidates.alike.tensor_members()
+        self._producers, self._consumers = self.problem.graph.producers, self.problem.graph.consumers
+        self._describe()
+
+    def build(self, spare: float = np.inf) -> None:
+        """Make the variables and rows. What costs over `spare` more than the cheapest of its kind is left out."""
+        self.spare = spare
+        self._build()
+        self.costs = np.concatenate([np.zeros(0, dtype=np.int64), *self._costs])
+        self.ties = np.concatenate([np.zeros(0, dtype=np.int64), *self._ties])
+        # Integer costs by their common divisor; rounded to coarser units where the solver would not be exact.
+        self.unit = reduce(gcd, (int(c) for c in np.unique(self.costs)), 0) or 1
+        self.unit *= max(1, int(np.abs(self.costs).sum()) // self.unit >> EXACT_BITS)
+        self.costs = np.rint(self.costs / self.unit)
+
+    # --- what is built
+
+    def _add(self, costs: Sequence[int] | Integers, ties: Sequence[int] | Integers | None = None) -> Integers:
+        """Add variables and return their numbers."""
+        new = np.arange(self._count, self._count + len(costs), dtype=np.int64)
+        self._count += len(costs)
+        if self._count > MAX_VARIABLES:
+            raise Infeasible(
+                "the graph is too large for an exact choice",
+                why=f"more than {MAX_VARIABLES:,} alternatives of layouts",
+                remedy="pin more tensors, or give a layer instead of the model",
+            )
+        self._costs.append(np.asarray(costs, dtype=np.int64))
+        self._ties.append(np.zeros(len(costs), dtype=np.int64) if ties is None else np.asarray(ties, dtype=np.int64))
+        return new
+
+    def _describe(self) -> None:
+        """Find what everything costs, before any variable is made."""
+        pricing, problem, alike = self.candidates.pricing, self.problem, self.candidates.alike
+        self.option_costs: list[Integers] = []
+        self.option_ties: list[list[int]] = []
+        tensors = dict(problem.tensors)
+        for found, same in zip(self.candidates.options, self.members, strict=True):
+            inside = [pricing.collectives(option.collectives) for option in found]
+            work = pricing.operators(problem.operators[same[0]], found, tensors)
+            costs = [cost[0] + own for cost, own in zip(inside, work, strict=True)]
+            self.option_costs.append(np.array(costs, dtype=np.int64) * len(same))
+            self.option_ties.append(
+                [_tie(cost, replicated=o.replicated_axes) for cost, o in zip(inside, found, strict=True)]
+            )
+        self.layout_lists: list[list[Layout]] = []
+        self.producer: list[int | None] = []
+        self.consumers: list[list[tuple[int, int]]] = []
+        for name, *_ in self.tensor_members:
+            self.layout_lists.append(self._possible_layouts(name))
+            self.producer.append(alike.operators[self._producers[name]] if name in self._producers else None)
+            self.consumers.append(sorted({(alike.operators[n], p) for n, p in self._consumers.get(name, ())}))
+        self._bound_options()
+
+    def _bound_options(self) -> None:
+        """Bound every option by its own cost and the cheapest way on for its results, such as a gradient's reduction."""
+        bounds = [costs.astype(np.float64) for costs in self.option_costs]
+        for each, made in enumerate(self.producer):
+            if made is not None and self.timed:
+                results, makers = self.results_of(made)
+                targets = self.layout_lists[each]
+                if self.passing(each):
+                    targets = self.needs_of(*self.consumers[each][0])[0]
+                least = self.move_costs(each, results, targets)[0].min(axis=1) * len(self.tensor_members[each])
+                for cost, numbers in zip(least, makers, strict=True):
+                    bounds[made][numbers] += cost
+        self.extras = [bound - bound.min() for bound in bounds]
+        self.least_options = float(sum(bound.min() for bound in bounds))
+
+    def prune(self, spare: float, best: Assignment) -> Assignment:
+        """Leave out the options that cost over `spare` more than the cheapest; return `best` in the numbers that are left."""
+        chosen = []
+        for each, option in enumerate(best.options):
+            costs = self.option_costs[each]
+            keep = np.flatnonzero(self.extras[each] <= spare)
+            self.candidates.options[each] = [self.candidates.options[each][n] for n in keep]
+            self.option_ties[each] = [self.option_ties[each][n] for n in keep]
+            self.option_costs[each] = costs[keep]
+            self.extras[each] = self.extras[each][keep]
+            chosen.append(int(np.searchsorted(keep, option)))
+        return Assignment(options=tuple(chosen), layouts=best.layouts, kept=best.kept)
+
+    def _build(self) -> None:
+        self.options: list[Integers] = []
+        for costs, ties in zip(self.option_costs, self.option_ties, strict=True):
+            self.options.append(self._add(costs, ties))
+            self.equal.add([self.options[-1]], [1], 1)
+        self.layouts: list[Integers] = []  # by class of tensors, one variable a layout; none where `passing`
+        for each, (made, uses) in enumerate(zip(self.producer, self.consumers, strict=True)):
+            if made is not None and self.passing(each):
+                self.layouts.append(np.zeros(0, dtype=np.int64))
+                self._add_direct_moves(each, made, uses[0])
+                continue
+            before, after = self._prune_layouts(each)
+            layouts = self.layout_lists[each]
+            variables = self._add(np.zeros(len(layouts), dtype=np.int64))
+            self.layouts.append(variables)
+            if made is None:
+                self.equal.add([variables], [1], 1)
+            else:
+                self._add_result_moves(each, made, layouts, variables, after)
+            self._add_stage_sends(self.tensor_members[each][0], layouts, variables)
+            self._add_operand_moves(each, uses, layouts, variables, before)
+        self._tie_gradients()
+        self._limit_memory()
+
+    def _prune_layouts(self, each: int) -> tuple[Numbers, Numbers]:
+        """Leave out the layouts that cost over what is to spare; return what the others cost at least to make and to use."""
+        layouts, made, count = self.layout_lists[each], self.producer[each], len(self.tensor_members[each])
+        before, after = np.zeros(len(layouts)), np.zeros(len(layouts))
+        if not self.timed or len(layouts) < 2:
+            return before, after
+        if made is not None:
+            results, makers = self.results_of(made)
+            costs = self.move_costs(each, results, layouts)[0] * count
+            before = (self._extra_of(made, makers)[:, None] + costs - costs.min(axis=1, keepdims=True)).min(axis=0)
+        for consumer, position in self.consumers[each]:
+            needed, users = self.needs_of(consumer, position)
+            costs = self.move_costs(each, layouts, needed, self.members[consumer][0])[0] * count
+            after = np.maximum(after, (costs + self._extra_of(consumer, users)[None, :]).min(axis=1))
+        kept = np.flatnonzero(before + after <= self.spare)
+        self.layout_lists[each] = [layouts[n] for n in kept]
+        return before[kept], after[kept]
+
+    def passing(self, each: int) -> bool:
+        """Return whether a class of tensors goes from its operator to one consumer, and may lie anywhere between."""
+        name, graph = self.tensor_members[each][0], self.problem.graph
+        fixed = name in self.problem.pins or name in graph.outputs or name in graph.gradients.values()
+        plain = self.timed and not fixed and self.problem.stages is None and len(self.consumers[each]) == 1
+        saved = self.problem.memory is not None and self._is_saved(name)
+        return plain and not saved and self.producer[each] is not None
+
+    def _add_direct_moves(self, each: int, made: int, use: tuple[int, int]) -> None:
+        results, makers = self.results_of(made)
+        needed, users = self.needs_of(*use)
+        costs, ties = self.move_costs(each, results, needed, self.members[use[0]][0])
+        count = len(self.tensor_members[each])
+        least = costs.min(axis=1, keepdims=True) * count
+        own = self._extra_of(made, makers)[:, None] + self._extra_of(use[0], users)[None, :]
+        numbers = self._add_network(costs * count, ties, own - np.where(np.isfinite(least), least, 0.0))
+        for row, made_by in zip(numbers, makers, strict=True):
+            self.equal.add([row[row >= 0], self.options[made][made_by]], [1, -1], 0)
+        for column, needed_by in zip(numbers.T, users, strict=True):
+            self.equal.add([column[column >= 0], self.options[use[0]][needed_by]], [1, -1], 0)
+
+    def _possible_layouts(self, name: str) -> list[Layout]:
+        """Return the layouts a tensor may have; on a machine, what the caller gets is not left pending."""
+        found, graph = self.candidates.layouts[name], self.problem.graph
+        fixed = name in self.problem.pins or name in self.problem.input_layouts
+        if self.timed and not fixed and (name in graph.outputs or name in graph.parameters):
+            whole = Layout(((),) * len(self.problem.tensors[name].shape))
+            return [layout for layout in found if not layout.pending] or [whole]
+        if name in graph.gradients.values() and not fixed:
+            return [layout for layout in found if not layout.pending] or found
+        return found
+
+    def move_costs(
+        self, each: int, sources: Sequence[Layout], targets: Sequence[Layout], operator: int | None = None
+    ) -> tuple[Numbers, Integers]:
+        """Return costs and ties of all pairs of layouts; infinite where there is no path."""
+        name = self.tensor_members[each][0]
+        redistributor = self.candidates.redistributor_for(name, operator)
+        if self.move_times is not None and not redistributor.irregular_specs and not redistributor.excluded_kinds:
+            times = self.move_times.between(self.problem.tensors[name], sources, targets)
+            return times, np.zeros(times.shape, dtype=np.int64)
+        found = redistributor.costs_between(dict.fromkeys(sources), dict.fromkeys(targets))
+        costs = np.full((len(sources), len(targets)), np.inf)
+        ties = np.zeros(costs.shape, dtype=np.int64)
+        for i, source in enumerate(sources):
+            for j, target in enumerate(targets):
+                cost = found.get((source, target))
+                if cost is not None:
+                    costs[i, j], ties[i, j] = cost[0], _tie(cost)
+        return costs, ties
+
+    def results_of(self, each: int) -> tuple[list[Layout], list[Integers]]:
+        """Return the layouts that a class of operators may produce, and the options that produce each."""
+        found: dict[Layout, list[int]] = {}
+        for number, option in enumerate(self.candidates.options[each]):
+            found.setdefault(option.result, []).append(number)
+        return list(found), [np.array(numbers, dtype=np.int64) for numbers in found.values()]
+
+    def needs_of(self, each: int, position: int) -> tuple[list[Layout], list[Integers]]:
+        """Return the layouts that a class of operators may need an operand in, and the options that need each."""
+        found: dict[Layout, list[int]] = {}
+        for number, option in enumerate(self.candidates.options[each]):
+            found.setdefault(option.operands[position][1], []).append(number)
+        return list(found), [np.array(numbers, dtype=np.int64) for numbers in found.values()]
+
+    def _add_result_moves(
+        self, each: int, made: int, layouts: Sequence[Layout], variables: Integers, after: Numbers
+    ) -> None:
+        """Add the redistributions from the layouts an operator may produce to the layouts its result may have.
+
+        At equal cost, a pending reduction is performed right after the operator, a `set` redistributes its own result,
+        and any other tensor keeps the layout it was produced in until a consumer needs another one.
+        """
+        count = len(self.tensor_members[each])
+        moves_itself = self.problem.operators[self.members[made][0]].text.startswith("set(")
+        results, options = self.results_of(made)
+        costs, ties = self.move_costs(each, results, layouts)
+        late = np.array([[int(r != t and not r.pending and not moves_itself) for t in layouts] for r in results])
+        own = self._extra_of(made, options)[:, None]
+        least = costs.min(axis=1, keepdims=True) * count
+        extra = np.where(np.isfinite(least), own - np.where(np.isfinite(least), least, 0.0), 0.0) if self.timed else 0.0
+        numbers = self._add_network(costs * count, ties + (late << 3 if late.size else 0), extra + after[None, :])
+        for row, made_by in zip(numbers, options, strict=True):
+            self.equal.add([row[row >= 0], self.options[made][made_by]], [1, -1], 0)
+        for column, variable in zip(numbers.T, variables, strict=True):
+            self.equal.add([column[column >= 0], np.array([variable])], [1, -1], 0)
+
+    def _extra_of(self, each: int, options: Sequence[Integers]) -> Numbers:
+        """Return, for groups of options, by how much the cheapest of each costs more than the cheapest of all."""
+        extra = self.extras[each]
+        return np.array([float(extra[numbers].min()) for numbers in options])
+
+    def _add_network(self, costs: Numbers, ties: Integers, extra: Numbers | float = 0.0) -> Integers:
+        """Add a variable for every pair that has a path; return their numbers, -1 for the others.
+
+        `extra` is what else a pair costs at least; pairs that cost over `spare` with it are left out.
+        """
+        numbers = np.full(costs.shape, -1, dtype=np.int64)
+        finite = np.isfinite(costs) & (np.where(np.isfinite(costs), costs, 0.0) + extra <= self.spare)
+        numbers[finite] = self._add(np.rint(costs[finite]).astype(np.int64), ties[finite])
+        return numbers
+
+    def _add_operand_moves(
+        self,
+        each: int,
+        uses: Sequence[tuple[int, int]],
+        layouts: Sequence[Layout],
+        variables: Integers,
+        before: Numbers,
+    ) -> None:
+        """Add the redistributions to the layouts that consumers need; one that several consumers need is paid once."""
+        count = len(self.tensor_members[each])
+        shared: dict[tuple[int, Layout, frozenset[str], bool], int] = {}
+        by_phase: dict[tuple[int, Layout], dict[bool, tuple[int, int]]] = {}
+        for consumer, position in uses:
+            number = self.members[consumer][0]
+            backward = self._is_backward(number)
+            needed, options = self.needs_of(consumer, position)
+            costs, ties = self.move_costs(each, layouts, needed, number)
+            late = np.array([[int(layout != need) for need in needed] for layout in layouts])
+            extra = self._extra_of(consumer, options)[None, :] + before[:, None]
+            if len(uses) == 1:
+                numbers = self._add_network(costs * count, ties + (late << 2), extra)
+            else:
+                allowed = np.where(costs * count + extra <= self.spare, 0.0, np.inf)
+                numbers = self._add_network(np.where(np.isfinite(costs), allowed, np.inf), np.zeros(costs.shape, int))
+                excluded = self.candidates.redistributor_for(self.tensor_members[each][0], number).excluded_kinds
+                movers, payers = [], []
+                for i, j in np.argwhere((numbers >= 0) & (late > 0)):
+                    key = (int(i), needed[j], excluded, backward)
+                    if key not in shared:
+                        tie = int(ties[i, j]) + (1 << 2)
+                        cost = round(float(costs[i, j]) * count)
+                        shared[key] = int(self._add([cost], [tie])[0])
+                        by_phase.setdefault((int(i), needed[j]), {})[backward] = (shared[key], cost)
+                    movers.append(numbers[i, j])
+                    payers.append(shared[key])
+                self.most.add_pairs(np.array(movers, dtype=np.int64), np.array(payers, dtype=np.int64))
+            for row, variable in zip(numbers, variables, strict=True):
+                self.equal.add([row[row >= 0], np.array([variable])], [1, -1], 0)
+            for column, needed_by in zip(numbers.T, options, strict=True):
+                self.equal.add([column[column >= 0], self.options[consumer][needed_by]], [1, -1], 0)
+        self._keep_copies(each, by_phase)
+
+    def _keep_copies(self, each: int, by_phase: dict[tuple[int, Layout], dict[bool, tuple[int, int]]]) -> None:
+        """Let the backward pass use the copy that the forward pass made, for the memory of keeping it."""
+        name, count = self.tensor_members[each][0], len(self.tensor_members[each])
+        for (_, need), phases in by_phase.items():
+            if len(phases) == 2:
+                (forward, _), (backward, cost) = phases[False], phases[True]
+                (kept,) = self._add([-cost], [0])  # what the backward pass would pay for the move is given back
+                for move in (forward, backward):
+                    self.most.add([np.array([kept]), np.array([move])], [1, -1], 0)
+                self.kept.append((int(kept), each, need, self._local_bytes(name, need) * count))
+
+    def _add_stage_sends(self, name: str, layouts: Sequence[Layout], variables: Integers) -> None:
+        """Add the sends to every other pipeline stage that uses a tensor."""
+        stages, producers = self.problem.stages, self._producers
+        if stages is None or name not in producers:
+            return
+        users = {stages.operator_stages[number] for number, _ in self._consumers.get(name, ())}
+        others = users - {stages.operator_stages[producers[name]]}
+        for layout, variable in zip(layouts, variables, strict=True):
+            found = stages.send_collectives(self.problem.tensors[name], layout, self.mesh)
+            cost = self.candidates.pricing.collectives(found)
+            for _ in others:
+                send = self._add([cost[0]], [_tie(cost)])
+                self.equal.add([send, np.array([variable])], [1, -1], 0)
+
+    def _tie_gradients(self) -> None:
+        """Let every gradient of a parameter have the layout of the parameter, which its update needs."""
+        graph, alike = self.problem.graph, self.candidates.alike
+        tied: set[tuple[int, int]] = set()
+        for name, gradient in graph.gradients.items():
+            pair = (alike.tensors[name], alike.tensors[gradient])
+            if name not in graph.parameters or pair in tied or gradient in self.problem.pins:
+                continue
+            tied.add(pair)
+            mine, other = (dict(zip(self.layout_lists[e], self.layouts[e], strict=True)) for e in pair)
+            for layout in {**mine, **other}:
+                sides = [np.array([side[layout]] if layout in side else [], dtype=np.int64) for side in (mine, other)]
+                self.equal.add(sides, [1, -1], 0)
+
+    def _local_bytes(self, name: str, layout: Layout) -> float:
+        tensor = self.problem.tensors[name]
+        return float(prod(local_shape(tensor.shape, layout, self.mesh)) * ELEMENT_BYTES[tensor.dtype])
+
+    def _limit_memory(self) -> None:
+        """Limit what is held when the backward pass begins: parameters with their state, saved results, kept copies."""
+        limit = self.problem.memory
+        if limit is None:
+            return
+        columns, factors = [], []
+        for each, names in enumerate(self.tensor_members):
+            held = [self.held_bytes(names[0], layout) * len(names) for layout in self.layout_lists[each]]
+            if any(held):
+                columns.append(self.layouts[each])
+                factors.append(np.array(held))
+        for kept, _, _, nbytes in self.kept:
+            columns.append(np.array([kept]))
+            factors.append(np.array([nbytes]))
+        scale = max(1.0, limit.limit_bytes)
+        self.most.add(columns, [f / scale for f in factors], limit.limit_bytes / scale)
+
+    def held_bytes(self, name: str, layout: Layout) -> float:
+        """Return what a rank holds of a tensor when the backward pass begins."""
+        limit, graph = self.problem.memory, self.problem.graph
+        if limit is None:
+            return 0.0
+        own = self._local_bytes(name, layout)
+        if name in graph.parameters:
+            elements = own / ELEMENT_BYTES[self.problem.tensors[name].dtype]
+            return own + elements * limit.state_bytes_per_parameter
+        return own if self._is_saved(name) else 0.0
+
+    def _is_saved(self, name: str) -> bool:
+        """Return whether the backward pass uses a tensor that is there when it begins."""
+        start, made = self.problem.graph.backward_start, self._producers.get(name)
+        if start is None or (made is not None and made >= start):
+            return False
+        return any(number >= start for number, _ in self._consumers.get(name, ()))
+
+    # --- how it is solved
+
+    def relax(self, seconds: float | None) -> tuple[float, Numbers, Numbers] | None:
+        """Return the optimum of the linear relaxation, reduced costs and values; None where time runs out.
+
+        Raises Infeasible where there is no solution.
+        """
+        width = self._count
+        if not width:
+            return 0.0, np.zeros(0), np.zeros(0)
+        scale = max(1.0, float(self.costs.max(initial=0)) / 1e5)
+        options = {} if seconds is None else {"time_limit": max(0.01, seconds)}
+        result = linprog(
+            self.costs / scale,
+            A_ub=self.most.matrix(width),
+            b_ub=self.most.sides or None,
+            A_eq=self.equal.matrix(width),
+            b_eq=self.equal.sides,
+            bounds=(0, None),
+            method="highs",
+            options=options,
+        )
+        if result.status == 1:
+            return None
+        if result.status != 0:
+            raise unsatisfiable()
+        scale *= self.unit
+        return float(result.fun) * scale, np.asarray(result.lower.marginals) * scale, np.asarray(result.x)
+
+    def is_integral(self, values: Numbers) -> bool:
+        return bool(np.all(np.abs(values - np.rint(values)) < 1e-6))
+
+    def choose(
+        self,
+        costs: Numbers | Integers,
+        keep: NDArray[np.bool_],
+        *,
+        limit: tuple[Numbers, float] | None,
+        seconds: float | None = None,
+    ) -> Found | None:
+        """Return the cheapest solution whose variables are all in `keep`, or None where there is none.
+
+        `limit` bounds a second cost: (cost by variable, its maximum).
+        """
+        model = cp_model.CpModel()
+        kept = np.flatnonzero(keep)
+        place = np.full(self._count, -1, dtype=np.int64)
+        place[kept] = np.arange(len(kept))
+        variables = [model.new_bool_var("") for _ in kept]
+        for rows, exact in ((self.equal, True), (self.most, False)):
+            matrix = rows.matrix(self._count)
+            if matrix is None:
+                continue
+            reduced = csr_matrix(matrix[:, kept])
+            for row, side in enumerate(rows.sides):
+                span = slice(reduced.indptr[row], reduced.indptr[row + 1])
+                factors, columns, most = reduced.data[span], reduced.indices[span], int(side)
+                if not np.all(factors == np.rint(factors)):  # shares of memory
+                    factors, most = np.ceil(factors * 1e9), int(side * 1e9)
+                total = sum(int(f) * variables[c] for f, c in zip(factors, columns, strict=True))
+                if exact and not len(columns):
+                    if side:
+                        return None
+                    continue
+                model.add(total == most if exact else total <= most)
+        if limit is not None:
+            model.add(
+                sum(int(limit[0][k]) * v for k, v in zip(kept, variables, strict=True) if limit[0][k])
+                <= round(limit[1] / self.unit)
+            )
+        model.minimize(sum(int(costs[k]) * v for k, v in zip(kept, variables, strict=True) if costs[k]))
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = 1
+        solver.parameters.max_deterministic_time = 20
+        if seconds is not None:
+            solver.parameters.max_time_in_seconds = max(0.01, seconds)
+        status = solver.solve(model)
+        if status not in {cp_model.OPTIMAL, cp_model.FEASIBLE}:
+            if status == cp_model.INFEASIBLE:
+                return None
+            if seconds is not None:
+                return None
+            raise Infeasible(
+                "no proof within the effort set for a choice",
+                why=f"{self._count:,} alternatives of layouts",
+                remedy="pin more tensors, or give a layer instead of the model",
+            )
+        values = np.zeros(self._count)
+        values[kept] = [float(solver.boolean_value(variable)) for variable in variables]
+        return Found(self.read(values), float(values @ costs) * self.unit, status == cp_model.OPTIMAL)
+
+    def read(self, values: Numbers) -> Assignment:
+        """Return the assignment that integral values mean."""
+        options = tuple(int(np.argmax(values[variables])) for variables in self.options)
+        return Assignment(
+            options=options,
+            layouts=tuple(
+                found[int(np.argmax(values[variables]))] if len(variables) else self.between(each, options)
+                for each, (found, variables) in enumerate(zip(self.layout_lists, self.layouts, strict=True))
+            ),
+            kept=frozenset((each, need) for variable, each, need, _ in self.kept if values[variable] > 0.5),
+        )
+
+    def between(self, each: int, options: Sequence[int]) -> Layout:
+        """Return where a tensor lies that passes from one operator to another: as made, but for what is pending."""
+        made, ((consumer, position),) = self.producer[each], self.consumers[each]
+        need = self.candidates.options[consumer][options[consumer]].operands[position][1]
+        result = need if made is None else self.candidates.options[made][options[made]].result
+        return need if result.pending else result
+
+    def cost_of(self, assignment: Assignment) -> int:
+        """Return what an assignment costs, in the unit of `Cost`, its redistributions paid as the program has it."""
+        total = sum(int(costs[o]) for costs, o in zip(self.option_costs, assignment.options, strict=True))
+        for each, (made, uses) in enumerate(zip(self.producer, self.consumers, strict=True)):
+            count, home = len(self.tensor_members[each]), assignment.layouts[each]
+            if made is not None:
+                result = self.candidates.options[made][assignment.options[made]].result
+                total += self._one_move(each, result, home, None) * count
+            paid: set[tuple[Layout, frozenset[str], bool]] = set()
+            for consumer, position in uses:
+                number = self.members[consumer][0]
+                need = self.candidates.options[consumer][assignment.options[consumer]].operands[position][1]
+                excluded = self.candidates.redistributor_for(self.tensor_members[each][0], number).excluded_kinds
+                backward = self._is_backward(number) and self.problem.memory is not None
+                if backward and (each, need) in assignment.kept and (need, excluded, False) in paid:
+                    continue
+                if need != home and (need, excluded, backward) not in paid:
+                    paid.add((need, excluded, backward))
+                    total += self._one_move(each, home, need, number) * count
+            name = self.tensor_members[each][0]
+            stages = self.problem.stages
+            if stages is not None and made is not None:
+                users = {stages.operator_stages[number] for number, _ in self._consumers.get(name, ())}
+                sends = stages.send_collectives(self.problem.tensors[name], home, self.mesh) if users else ()
+                others = users - {stages.operator_stages[self._producers[name]]}
+                total += self.candidates.pricing.collectives(sends)[0] * len(others)
+        return total
+
+    def _is_backward(self, number: int) -> bool:
+        start = self.problem.graph.backward_start
+        return start is not None and number >= start
+
+    def _one_move(self, each: int, source: Layout, target: Layout, operator: int | None) -> int:
+        if source == target:
+            return 0
+        cost = self.move_costs(each, [source], [target], operator)[0][0, 0]
+        if not np.isfinite(cost):
+            raise unsatisfiable()
+        return round(float(cost))
+
+    def operands(self, each: int) -> list[int]:
+        """Return the classes of the tensors that a class of operators reads, by position, for its first member."""
+        names = operand_names(self.problem, self.members[each][0])
+        return [self.candidates.alike.tensors[name] for name in names]
+
+
+def _tie(cost: Cost, *, replicated: int = 0) -> int:
+    """Return the order among equal costs: collectives, then ring steps, then slices, then late moves."""
+    _, count, hops, _, slices = cost
+    return (count << 34) + (min(hops, 1 << 20) << 12) + (slices << 5) + replicated
+
+
+def unsatisfiable() -> Infeasible:
+    return Infeasible(
+        "no choice of layouts satisfies what is pinned",
+        why="some pinned layout cannot be made, such as a pending sum that nothing leaves pending",
+        remedy="leave out a pin",
+    )

@@ -1,0 +1,166 @@
+"""What a choice costs: ring bytes, or time on a machine.
+
+Ring bytes are what the sharding oracles of papers and tools count; computing and memory are free in them. Time is that of
+the collectives on the machine's links (by mesh axis: a group inside a node or across nodes), of every operator on its
+local shards (so that replicated work is paid for), and of local copies. Times are integer picoseconds, so that sums are
+exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+from math import prod
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planner.sharding.layouts.collectives import ALL_GATHER, ALL_TO_ALL_V, PERMUTE, SEND_RECV, Collective, Cost, cost_of
+from planner.sharding.layouts.layout import local_size
+from planner.sharding.layouts.mesh import Mesh
+from planner.sharding.operators.operator import Operator, Tensor
+from planner.sharding.operators.options import ShardingOption
+from planner.sharding.operators.work import operator_work
+from planner.sharding.problem import Machine
+from simulator.calibration.calibration import collectives_on
+from simulator.collectives.cost import CollectiveModel
+from simulator.kernels.roofline import Roofline
+from topology.errors import Infeasible
+from topology.rates.groups import GroupShape
+
+PICOSECONDS = 1e12
+ATTENTION_KERNEL = "flash2"
+ROOFLINE_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "tfloat32"}
+Integers = NDArray[np.int64]
+
+
+class Pricing(Protocol):
+    """What collectives, slices and operators cost."""
+
+    def collectives(self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0) -> Cost:
+        """Return the cost of collectives, and of local slices that leave `sliced_bytes`."""
+
+    def operators(self, operator: Operator, options: Sequence[ShardingOption], tensors: dict[str, Tensor]) -> list[int]:
+        """Return the cost of an operator's own work under each option, in the unit of `Cost[0]`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BytesPricing:
+    """Ring bytes of a rank, times the ranks of the mesh."""
+
+    ranks: int
+
+    def collectives(self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0) -> Cost:
+        del sliced_bytes
+        return cost_of(found, self.ranks, slices=slices)
+
+    def operators(self, operator: Operator, options: Sequence[ShardingOption], tensors: dict[str, Tensor]) -> list[int]:
+        del operator, tensors
+        return [0] * len(options)
+
+
+@dataclass(slots=True)
+class TimePricing:
+    """Picoseconds on a machine. Raises Infeasible where the mesh has more ranks than the machine GPUs."""
+
+    machine: Machine
+    mesh: Mesh
+    _model: CollectiveModel = field(init=False)
+    _rooflines: dict[str, Roofline] = field(default_factory=dict)
+    _shapes: dict[tuple[str, ...], GroupShape] = field(default_factory=dict)
+    _known: dict[tuple[str, tuple[str, ...], int], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        cluster = self.machine.cluster
+        if self.mesh.ranks > cluster.gpu_count:
+            raise Infeasible(
+                f"{cluster.name} has {cluster.gpu_count} GPU(s), the mesh {self.mesh.ranks} ranks",
+                remedy="a larger --cluster, or more nodes of it with --gpus",
+            )
+        self._model = collectives_on(cluster, self.machine.calibration)
+
+    def collectives(self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0) -> Cost:
+        plain = cost_of(found, self.mesh.ranks, slices=slices)
+        total = sum(self._collective(each) for each in found)
+        if slices:
+            total += self.copy(np.array([float(sliced_bytes)]))[0]
+        return (int(total), *plain[1:])
+
+    def copy(self, nbytes: NDArray[np.float64]) -> Integers:
+        """Return the time of copies that leave `nbytes` each."""
+        rate = self.roofline("bf16").memory_bytes_per_s
+        return np.asarray(np.rint(2 * nbytes / rate * PICOSECONDS), dtype=np.int64)
+
+    def _collective(self, collective: Collective) -> int:
+        nbytes = collective.bytes_out if collective.kind == ALL_GATHER else collective.bytes_in
+        key = (collective.kind, collective.axes, nbytes)
+        if key not in self._known:
+            self._known[key] = int(self.times(collective.kind, collective.axes, np.array([float(nbytes)]))[0])
+        return self._known[key]
+
+    def times(self, kind: str, axes: tuple[str, ...], nbytes: NDArray[np.float64]) -> Integers:
+        """Return the times of a collective over `axes`; bytes are the input, or the output of an all-gather."""
+        op = {PERMUTE: "send_recv", SEND_RECV: "send_recv", ALL_TO_ALL_V: "all_to_all"}.get(kind, kind)
+        shape = self.group_shape(axes)
+        if op == "send_recv":
+            shape = GroupShape(
+                ranks=2,
+                ranks_per_node=2 if shape.nodes == 1 else 1,
+                siblings=max(1, shape.siblings * shape.ranks_per_node),
+            )
+        seconds = self._model.time_s(op, nbytes, shape)
+        if not np.all(np.isfinite(seconds)):
+            raise Infeasible(f"{op} over {'+'.join(axes)} cannot run", why="nothing joins the nodes of the cluster")
+        return np.asarray(np.rint(seconds * PICOSECONDS), dtype=np.int64)
+
+    def group_shape(self, axes: tuple[str, ...]) -> GroupShape:
+        """Return how the groups over `axes` lie on the machine."""
+        key = self.mesh.ordered(axes)
+        if key not in self._shapes:
+            mesh, per_node = self.mesh, self.machine.cluster.gpus_per_node
+            strides = {n: prod(mesh.shape[at + 1 :]) for at, n in enumerate(mesh.names)}
+            members = [
+                sum(c * strides[n] for c, n in zip(at, key, strict=True))
+                for at in product(*(range(mesh.size(n)) for n in key))
+            ]
+            here = sum(1 for rank in members if rank // per_node == members[0] // per_node)
+            gaps = [b - a for a, b in pairwise(members)]
+            on_node = min(per_node, mesh.ranks)
+            self._shapes[key] = GroupShape(
+                ranks=len(members),
+                ranks_per_node=here,
+                siblings=max(1, on_node // here),
+                stride=min(gaps, default=1) if here > 1 else 1,
+            )
+        return self._shapes[key]
+
+    def roofline(self, dtype: str) -> Roofline:
+        name = ROOFLINE_DTYPES.get(dtype, dtype)
+        if name not in self._rooflines:
+            self._rooflines[name] = Roofline(
+                gpu=self.machine.cluster.slowest_kind, dtype=name, attention_kernel=ATTENTION_KERNEL
+            )
+        return self._rooflines[name]
+
+    def operators(self, operator: Operator, options: Sequence[ShardingOption], tensors: dict[str, Tensor]) -> list[int]:
+        if operator.is_view or not options:
+            return [0] * len(options)
+        work = operator_work(operator, tensors, _sizes(operator, options, self.mesh))
+        seconds = np.broadcast_to(self.roofline(operator.result.dtype).seconds(work), len(options))
+        return [int(value) for value in np.rint(seconds * PICOSECONDS)]
+
+
+def _sizes(operator: Operator, options: Sequence[ShardingOption], mesh: Mesh) -> dict[str, NDArray[np.float64]]:
+    """Return the local size of every axis under every option."""
+    sizes = {axis: np.full(len(options), float(size)) for axis, size in operator.sizes.items()}
+    for number, option in enumerate(options):
+        for axis, spec in option.axis_specs:
+            sizes[axis][number] = local_size(operator.sizes[axis], spec, mesh)
+    return sizes
+
+
+def pricing_of(mesh: Mesh, machine: Machine | None) -> Pricing:
+    """Return time where the machine is known, else ring bytes."""
+    return BytesPricing(mesh.ranks) if machine is None else TimePricing(machine, mesh)
