@@ -19,7 +19,7 @@ from planner.sharding.backends.dtensor_file import write_dtensor_file
 from planner.sharding.explanation import explain_plan
 from planner.sharding.frontends.request import is_request
 from planner.sharding.problem import split_cases
-from planner.sharding.report import Planned, planned_case
+from planner.sharding.report import Limits, Planned, planned_case
 from topology import codec
 from topology.errors import UserError
 from topology.rates.reach import doubts_about
@@ -28,7 +28,7 @@ from topology.rates.reach import doubts_about
 def shard(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Cases: mesh, operators, placements; - for stdin.")],
     cluster: Annotated[
-        str | None, typer.Option("--cluster", help="Simulate the time there: catalogue name, cluster file or capture.")
+        str | None, typer.Option("--cluster", help="Choose by time there: catalogue name, cluster file or capture.")
     ] = None,
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=1 << 20, help="GPUs of the cluster to have.")] = None,
     profile: options.Profile = None,
@@ -45,6 +45,16 @@ def shard(
     explain: Annotated[
         bool, typer.Option("--explain", help="Say why each collective is there, and what the plan without it takes.")
     ] = False,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            "--time-limit", min=0.1, help="Seconds to look for the cheapest; then the best so far, and its gap."
+        ),
+    ] = None,
+    memory_limit: Annotated[
+        float | None,
+        typer.Option("--memory-limit", min=0.001, help="GiB of a rank for parameters, their state and what is saved."),
+    ] = None,
     strict: options.Strict = False,
     json: options.Json = False,
 ) -> None:
@@ -57,6 +67,9 @@ def shard(
     text, where = codec.read_path_or_stdin(file)
     if cluster is None and (gpus is not None or profile is not None):
         raise UserError("--gpus and --profile are about a machine", remedy="name it with --cluster")
+    if cluster is None and (time_limit is not None or memory_limit is not None):
+        raise UserError("--time-limit and --memory-limit are about time on a machine", remedy="name it with --cluster")
+    limits = Limits(time_limit, None if memory_limit is None else memory_limit * 2**30)
     machine = None if cluster is None else read_cluster(cluster, gpus)
     known = measurements(profile, strict=strict)
     measured = None if machine is None else known.on(machine)
@@ -74,7 +87,7 @@ def shard(
                 if found is not None:
                     _write_captured(found, program=program, python=python)
             else:
-                row, found = planned_case(case, number, machine, measured)
+                row, found = planned_case(case, number, machine, measured, limits=limits)
             if found is not None and explain:
                 explained = explain_plan(found.problem, found.plan, machine, measured)
                 row["explanations"] = [codec.to_builtins(one) for one in explained]

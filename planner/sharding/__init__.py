@@ -30,6 +30,11 @@ Reading order, which is also the order of the work:
     token_routing.py      tokens routed to experts, by counts
     solver/               which option every operator takes, and which layout every tensor has
       policies.py         which options are left to the cost
+      pricing.py          what a choice costs: ring bytes, or time on a machine
+      move_times.py       times of redistributions between all layouts of a tensor
+      alike.py            layers that stand for one another
+      first_answer.py     an answer, operator by operator
+      integer_program.py  the choice as an integer program
       candidates.py       options, layouts and redistributions of a whole graph
       choose.py           the cheapest consistent choice, proved (linear relaxation, then CP-SAT)
     plan.py               the result in program order

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from planner.sharding.backward.derive import add_backward
 from planner.sharding.graph import Graph, GraphBuilder
 from planner.sharding.layouts.layout import REDUCERS, Layout, normalize_spec, parse_placements, placements_of
 from planner.sharding.layouts.mesh import Mesh, SplitMesh, make_mesh, split_mesh
@@ -66,6 +67,8 @@ class CaseText(msgspec.Struct):
     inputs: dict[str, _TensorText] = {}
     parameters: list[str] = []
     functions: list[str] = []
+    backward: dict[str, str] = {}
+    with_respect_to: list[str] = []
     axes: dict[str, int] = {}
     axis_map: dict[str, str | list[str]] = {}
     pins: dict[str, list[str]] = {}
@@ -194,20 +197,22 @@ def parse_problem(data: Mapping[str, Any]) -> ShardingProblem:
     unknown = [name for name in case.parameters if name not in case.inputs]
     if unknown:
         raise BadInput(f"{unknown[0][:60]!r} is a parameter, and no input", remedy="name an input")
+    graph = builder.build()
+    if case.backward:
+        graph = add_backward(graph, case.backward, with_respect_to=case.with_respect_to)
+    tensors, operators = dict(graph.tensors), graph.operators
     pins = {}
     for name, tokens in case.pins.items():
         if name not in tensors:
             raise BadInput(f"{name[:60]!r} is pinned, and no operator makes it", remedy="pin a tensor of the graph")
         pins[name] = parse_layout(tokens, name)
-        if name in case.inputs and input_layouts.setdefault(name, pins[name]) != pins[name]:
+        if name in graph.inputs and input_layouts.setdefault(name, pins[name]) != pins[name]:
             raise BadInput(f"{name} is given as {input_layouts[name]} and pinned to {pins[name]}", remedy="say it once")
-    graph = builder.build()
-    operators = graph.operators
     return ShardingProblem(
         mesh=mesh,
         graph=graph,
         input_layouts=input_layouts,
-        pins={name: layout for name, layout in pins.items() if name not in case.inputs},
+        pins={name: layout for name, layout in pins.items() if name not in graph.inputs},
         policy=policy,
         schedule={name: parse_schedule(name, value, tensors) for name, value in case.schedule.items()},
         stages=None if stage_axis is None else parse_stages(case.stages, full_mesh, operators),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -12,10 +12,11 @@ from planner.sharding.layouts.layout import Layout, placements_of
 from planner.sharding.lowering import simulate_time
 from planner.sharding.operators.operator import PRODUCT
 from planner.sharding.plan import ShardingPlan, TensorMove, plan_sharding
-from planner.sharding.problem import ShardingProblem, parse_problem
+from planner.sharding.problem import Machine, MemoryLimit, ShardingProblem, parse_problem
+from planner.sharding.solver.pricing import PICOSECONDS
 from simulator.calibration.calibration import Calibration
 from topology.cluster import Cluster
-from topology.errors import Infeasible, PlannerError, UserError
+from topology.errors import BadInput, Infeasible, PlannerError, UserError
 
 
 def report_case(
@@ -34,13 +35,21 @@ class Planned:
 
 
 def planned_case(
-    data: Mapping[str, Any], number: int, cluster: Cluster | None = None, calibration: Calibration | None = None
+    data: Mapping[str, Any],
+    number: int,
+    cluster: Cluster | None = None,
+    calibration: Calibration | None = None,
+    *,
+    limits: Limits | None = None,
 ) -> tuple[dict[str, Any], Planned | None]:
-    """Return the row of one case and its plan, or a row that says why there is none."""
+    """Return the row of one case and its plan, or a row that says why there is none.
+
+    With a cluster, what a plan costs is its time there, unless the case asks for the fewest bytes.
+    """
     name = data.get("id")
     name = name[:200] if isinstance(name, str) else f"case {number}"
     try:
-        problem = parse_problem(data)
+        problem = _on_machine(parse_problem(data), cluster, calibration, limits or Limits())
         plan = plan_sharding(problem)
         time = (
             {}
@@ -50,6 +59,25 @@ def planned_case(
     except (UserError, Infeasible) as error:
         return rejection(name, error), None
     return {**plan_row(name, problem, plan), **time}, Planned(problem, plan)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds that the solver may take, and bytes that a rank may hold when the backward pass begins."""
+
+    time_s: float | None = None
+    memory_bytes: float | None = None
+
+
+def _on_machine(
+    problem: ShardingProblem, cluster: Cluster | None, calibration: Calibration | None, limits: Limits
+) -> ShardingProblem:
+    if cluster is None or problem.stages is not None or problem.policy == "min_ring_bytes":
+        if problem.policy == "min_time":
+            raise BadInput("the policy min_time without a machine", remedy="name it with --cluster")
+        return problem
+    memory = None if limits.memory_bytes is None else MemoryLimit(limit_bytes=limits.memory_bytes)
+    return replace(problem, machine=Machine(cluster, calibration), memory=memory, time_limit_s=limits.time_s)
 
 
 def plan_row(name: str, problem: ShardingProblem, plan: ShardingPlan) -> dict[str, Any]:
@@ -64,8 +92,18 @@ def plan_row(name: str, problem: ShardingProblem, plan: ShardingPlan) -> dict[st
         ],
         "ring_send_bytes_per_rank": _number(plan.ring_send_bytes),
         "rejected": None,
+        "cost": _cost(problem, plan),
         "warnings": list(problem.graph.warnings),
     }
+
+
+def _cost(problem: ShardingProblem, plan: ShardingPlan) -> dict[str, Any]:
+    """Return what the solver counted: seconds of work and communication one after another, or ring bytes of a rank."""
+    choice = plan.choice
+    if problem.machine is not None:
+        return {"unit": "s", "value": choice.cost / PICOSECONDS, "bound": choice.bound / PICOSECONDS, "gap": choice.gap}
+    ranks = problem.mesh.ranks
+    return {"unit": "ring bytes", "value": choice.cost / ranks, "bound": choice.bound / ranks, "gap": choice.gap}
 
 
 def _simulated_time(

@@ -9,9 +9,10 @@ from planner.sharding.backends.backward import FLOATS, BackwardWriter
 from planner.sharding.backends.forward import ForwardWriter, Work, Writer
 from planner.sharding.frontends.captured import CapturedProblem
 from planner.sharding.layouts.layout import Layout
-from planner.sharding.lowering import ATTENTION_KERNEL, operator_work
+from planner.sharding.lowering import work_of
 from planner.sharding.plan import ShardingPlan
 from planner.sharding.problem import ShardingProblem
+from planner.sharding.solver.pricing import ATTENTION_KERNEL
 from simulator.calibration.calibration import Calibration, collectives_on
 from simulator.config.runtime import ELEMENT_BYTES
 from simulator.engine.simulate import Run, simulate
@@ -134,7 +135,7 @@ def kernel_seconds(work: Work, program: RunnableProgram, problem: ShardingProble
     if work.step is None:
         return float(roofline.seconds(KernelWork(kind=WorkKind.MOVE, name="elementwise", bytes=moved)).item())
     operator = problem.operators[work.step.operator]
-    described = operator_work(operator, work.step.option, problem)
+    described = work_of(operator, work.step.option, problem)
     if described.kind == WorkKind.MOVE:
         moved += sum(_bytes(program, name) for name in work.do.args[1]) if backward else 0
         return float(roofline.seconds(KernelWork(kind=WorkKind.MOVE, name="elementwise", bytes=moved)).item())

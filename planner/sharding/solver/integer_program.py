@@ -21,6 +21,7 @@ from scipy.sparse import csr_matrix
 
 from planner.sharding.layouts.collectives import Cost
 from planner.sharding.layouts.layout import Layout, local_shape
+from planner.sharding.problem import MemoryLimit
 from planner.sharding.solver.candidates import LayoutCandidates, operand_names
 from planner.sharding.solver.move_times import MoveTimes
 from planner.sharding.solver.pricing import TimePricing
@@ -473,7 +474,7 @@ class IntegerProgram:
         if result.status == 1:
             return None
         if result.status != 0:
-            raise unsatisfiable()
+            raise unsatisfiable(self.problem.memory)
         scale *= self.unit
         return float(result.fun) * scale, np.asarray(result.lower.marginals) * scale, np.asarray(result.x)
 
@@ -611,7 +612,13 @@ def _tie(cost: Cost, *, replicated: int = 0) -> int:
     return (count << 34) + (min(hops, 1 << 20) << 12) + (slices << 5) + replicated
 
 
-def unsatisfiable() -> Infeasible:
+def unsatisfiable(memory: MemoryLimit | None = None) -> Infeasible:
+    if memory is not None:
+        return Infeasible(
+            f"no choice of layouts fits {memory.limit_bytes / 2**30:.3g} GiB of memory",
+            why="parameters with their state, and what the backward pass saves, are larger however they are sharded",
+            remedy="a larger limit, more ranks, or fewer tokens",
+        )
     return Infeasible(
         "no choice of layouts satisfies what is pinned",
         why="some pinned layout cannot be made, such as a pending sum that nothing leaves pending",

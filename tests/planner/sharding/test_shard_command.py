@@ -200,3 +200,19 @@ def test_any_operator_is_answered_or_rejected(text) -> None:
     row = report_case({**TP, "pins": {}, "ops": [text]}, 0)
 
     assert set(row) >= KEYS
+
+
+def test_a_backward_pass_and_a_machine_are_asked_for_in_a_case(capsys, tmp_path) -> None:
+    of = {**TP, "pins": {}, "policy": "min_time", "parameters": ["w1", "w2"], "backward": {"y": "dy"}}
+    of["inputs"] = {n: {**t, "placements": t["placements"] if n == "x" else None} for n, t in TP["inputs"].items()}
+    code, out, _ = ask(
+        capsys, tmp_path, [of], "--json", "--cluster", "h200x4", "--time-limit", "60", "--memory-limit", "1"
+    )
+    (row,) = json.loads(out)["cases"]
+
+    assert code == 0
+    assert row["placements"]["d_w1"] == row["placements"]["w1"]
+    assert row["cost"]["unit"] == "s"
+    assert row["cost"]["bound"] <= row["cost"]["value"]
+    assert "without a machine" in report_case(of, 0)["rejected"]
+    assert ask(capsys, tmp_path, [of], "--time-limit", "1")[0] == 2
