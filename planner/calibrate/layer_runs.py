@@ -102,9 +102,10 @@ def _narrow(step: PlannedStep, plan: Plan, counts: tuple[int, ...]) -> dict[str,
 
 
 def _request(model: Model, plan: Plan, workload: Workload, runtime: Runtime) -> dict[str, Any]:
+    """Return a run as a document. Tied embeddings change no layer, and not every runtime that trains a layer ties them."""
     return {
         "ranks": plan.gpus,
-        "model": codec.to_builtins(replace(model, layers=1)),
+        "model": codec.to_builtins(replace(model, layers=1, tied_embeddings=False)),
         "plan": codec.to_builtins(plan),
         "workload": codec.to_builtins(workload),
         "runtime": codec.to_builtins(runtime),
