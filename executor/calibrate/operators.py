@@ -22,7 +22,7 @@ from executor.launch.records import Deadline, Recorder, median_and_spread
 HEAT_S = 1.5  # of large matmuls before the first sample: power and temperature take a second to settle
 AGAIN_S = 0.3  # and before the first of a later job
 BURST_SIZE = 8192
-SAMPLE_S = 0.05
+SAMPLE_S, ROUNDS = 0.05, 3
 BURST_REST_S = 0.5
 LAUNCHES = 400
 COMPILING_S = 20.0  # that a function of one kernel may take
@@ -75,7 +75,7 @@ class OperatorTimes:
     def _record_one(self, item: dict[str, Any], recorder: Recorder, watch: ClockMonitor | None) -> None:
         fields = {key: item[key] for key in ("kind", "name", "shape", "dtype", "direction")}
         try:
-            timing = self.timer.measure(operator_call(self.device, **fields), seconds=SAMPLE_S)
+            timing = self.timer.measure(operator_call(self.device, **fields), seconds=SAMPLE_S, rounds=ROUNDS)
         except Unsupported as error:
             recorder.missing(f"{_described(item)}: {error}")
             return

@@ -32,7 +32,7 @@ from simulator.calibration.calibration import Calibration
 from topology.cluster import Cluster
 from topology.profile.profile import Profile
 
-STARTING_S = 12.0  # of a budget, for processes to start: torch imported from a cold disk, groups joined
+STARTING_S = 16.0  # of a budget, for processes to start: torch imported from a cold disk, groups joined
 MEASURED_BELOW = 0.8  # of a term's spread: one that is left with more was hardly measured
 LEAST_CHANGE = 0.01  # of a step: what an assumption must be able to change to be told
 

@@ -22,6 +22,17 @@ from topology import codec
 MAX_RANKS = 4
 # At 256 tokens the kernels of such a layer take no longer on the device than their launch on the host.
 NARROW: dict[str, Any] = {"hidden": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "ffn": 1024, "vocab": 1024}
+# What a layer of Llama or Qwen 3 does not have.
+PLAIN: dict[str, Any] = {
+    "gated_mlp": True,
+    "norm": "rmsnorm",
+    "sliding_window": 0,
+    "sliding_layers": 0,
+    "learned_positions": 0,
+    "rotary": True,
+    "parallel_residual": False,
+    **dict.fromkeys(("norm_bias", "qkv_bias", "attention_out_bias", "mlp_bias", "head_bias", "qk_norm_wide"), False),
+}
 NARROW_TOKENS = 256  # of a rank's micro batch
 NARROW_EXPERTS = MixtureOfExperts(experts=8, experts_per_token=2, ffn=256)
 LOSS_BYTES = 16  # a token and a word: the loss keeps four copies in float32
@@ -103,6 +114,8 @@ def _narrow(step: PlannedStep, plan: Plan, counts: tuple[int, ...]) -> dict[str,
 
 def _request(model: Model, plan: Plan, workload: Workload, runtime: Runtime) -> dict[str, Any]:
     """Return a run as a document. Tied embeddings change no layer, and not every runtime that trains a layer ties them."""
+    if runtime.name == "torchtitan":
+        model = torchtitan_network(model)
     return {
         "ranks": plan.gpus,
         "model": codec.to_builtins(replace(model, layers=1, tied_embeddings=False)),
@@ -110,6 +123,17 @@ def _request(model: Model, plan: Plan, workload: Workload, runtime: Runtime) -> 
         "workload": codec.to_builtins(workload),
         "runtime": codec.to_builtins(runtime),
     }
+
+
+def torchtitan_network(model: Model) -> Model:
+    """Return the network closest to `model` among those of torchtitan that calibration runs: its Llama and its Qwen 3."""
+    plain = replace(model, **PLAIN, latent=None)
+    if model.moe is not None:
+        moe = replace(model.moe, shared_ffn=0, shared_gate=False, dense_layers=0, dense_layer_ids=())
+        return replace(plain, qk_norm=True, moe=moe)
+    if model.qk_norm or model.head_dim * model.heads != model.hidden:
+        return replace(plain, qk_norm=True)
+    return replace(plain, tied_embeddings=False)
 
 
 def layer_request(question: PlannedStep, gpus: int) -> dict[str, Any] | None:

@@ -14,10 +14,17 @@ from planner.calibrate.calibration_request import (
     machine_request,
     missing_from,
 )
-from planner.calibrate.layer_runs import layer_request, narrow_requests, single_layer_plan, typical_steps
+from planner.calibrate.layer_runs import (
+    layer_request,
+    narrow_requests,
+    single_layer_plan,
+    torchtitan_network,
+    typical_steps,
+)
 from planner.calibrate.planned_step import PlannedStep
 from planner.cli import main
 from planner.commands.calibrate import _cut_short, _without_folder
+from simulator.config.hf_config import load_model
 from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -145,6 +152,19 @@ def test_a_layer_without_fsdp_computes_in_what_it_is_stored_in() -> None:
     assert request["ranks"] == 2
     assert request["model"]["layers"] == 1
     assert request["runtime"]["param_dtype"] == request["runtime"]["compute_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["llama3.2-1b", "qwen2.5-7b", "qwen3-8b", "mixtral-8x7b", "gemma2-9b", "deepseek-v3"])
+def test_layers_are_of_networks_that_torchtitan_has(name: str) -> None:
+    """Its Llama: no biases, no tied embeddings, heads as wide as the model. Its Qwen 3: norms of queries and keys."""
+    found = torchtitan_network(load_model(name))
+
+    assert found.gated_mlp
+    assert (found.qkv_bias, found.latent, found.sliding_layers) == (False, None, 0)
+    if found.qk_norm:
+        assert found.moe is None or (found.moe.shared_ffn, found.moe.dense_layers) == (0, 0)
+    else:
+        assert (found.moe, found.tied_embeddings, found.heads * found.head_dim) == (None, False, found.hidden)
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4, 8])
