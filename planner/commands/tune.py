@@ -23,6 +23,7 @@ from planner.tune import text
 from planner.tune.document import tune_document
 from planner.tune.history import history
 from planner.tune.job import TuneJob
+from planner.tune.learned import add_trials
 from planner.tune.loop import View
 from planner.tune.report import to_html
 from planner.tune.session import require_device, run_session, shown
@@ -31,6 +32,7 @@ from planner.tune.state import State, read_state, write_new
 from planner.tune.trials import Runner
 from topology import codec
 from topology.errors import PlannerError, UserError
+from topology.profile.profile import read_profile
 
 DEVICES = ("cuda", "cpu")
 OBJECTIVES = ("time", "throughput", "cost")
@@ -106,6 +108,9 @@ def tune(
     show: Annotated[
         bool, typer.Option("--show", help="With --resume: answer from the state file, and try nothing.")
     ] = False,
+    learn: Annotated[
+        Path | None, typer.Option("--learn", help="Add what the trials' operators took to this profile of such GPUs.")
+    ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a report with pictures to this file.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Save the best measured plan to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --out and --state replace a file.")] = False,
@@ -148,6 +153,9 @@ def tune(
                 "steps": steps,
                 **(jobs_of(launcher, job_name, image) if each else how_of(framework, command, metric)),
             }
+            if learn is not None:
+                read_profile(learn)  # before trials are made for it
+                wishes["settings"] = {**wishes.get("settings", {}), "learn": str(learn)}
             asked, plans = asked_of(flags, framework, measurements(profile, strict=strict), wishes)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_new(path, asked, plans, force=force)
@@ -170,6 +178,10 @@ def tune(
         )
         known = replace(known, asked=asked)
     view = shown(known) if show else _run(path, known, runner, budget, trial_limit, allow_busy=allow_busy)
+    to_learn = learn or (Path(known.asked.settings["learn"]) if "learn" in known.asked.settings else None)
+    if to_learn is not None and not show:
+        for line in add_trials(view.trials, to_learn):
+            output.warn(line)
     if html is not None:
         within_ = known.asked.within
         found = history(view, within=within_, unknown_machine=known.asked.unknown_machine)
@@ -178,7 +190,11 @@ def tune(
         output.attempt(lambda: save_plan(_best_file(known, view), out, force=force)) if out and view.best else None
     )
     if json:
-        output.emit_json(tune_document(view, within=known.asked.within, state=str(path), learned=None))
+        output.emit_json(
+            tune_document(
+                view, within=known.asked.within, state=str(path), learned=None if to_learn is None else str(to_learn)
+            )
+        )
     else:
         for line in text.lines(view, within=known.asked.within):
             print(output.printable(line))

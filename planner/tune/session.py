@@ -121,6 +121,7 @@ def runner_for(
         limit_s=trial_limit_s,
         timed_steps=asked.steps,
         allow_busy=allow_busy,
+        profiled="learn" in asked.settings,
         trainer="torchtitan" if asked.framework == "torchtitan" else "own",
         tell=tell,
         began=journal.began,

@@ -27,7 +27,7 @@ CAPTION = """Regret is how much longer a step of the best plan tried so far take
 any trial a plan is taken by prediction, or at random where a method has none. A trial that fails counts as one; while nothing
 was measured, the regret is that of the slowest recorded plan. TPE is Optuna's, with three random trials first, mean of 20
 seeds; random search and successive halving are means of 200 draws. Successive halving spends the GPU seconds of as many whole
-trials, of which most are the start of processes."""
+trials, of which most are the start of processes. Files hold more of the published runs than tests/data/cases does."""
 
 
 def questions(name: str) -> list[RecordedQuestion]:

@@ -144,6 +144,19 @@ def test_plans_of_one_mesh_share_a_start_and_a_tuning_ends_with_a_measured_plan(
         assert report["verified"]["ok"]
 
 
+def test_a_driver_that_still_counts_processes_is_waited_for(asked, tmp_path, monkeypatch) -> None:
+    """Processes of others, from before the first trial, are not waited for."""
+    from planner.tune.runners import executor_trials
+
+    monkeypatch.setattr(executor_trials, "RELEASE_POLL_S", 0.0)
+    seen = iter([{1, 2, 3}, {1, 2}, {1}])
+    fields = {"question": asked[0], "device": "cuda", "folder": tmp_path, "others": {1}}
+
+    assert ExecutorTrials(**fields, gpu_processes=lambda: next(seen))._released()
+    monkeypatch.setattr(executor_trials, "RELEASE_S", 0.01)
+    assert not ExecutorTrials(**fields, gpu_processes=lambda: {1, 9})._released()
+
+
 def test_torchtitan_is_not_asked_for_ranks_on_other_gpus_than_its_own(asked) -> None:
     from executor.launch.request import Request
     from executor.run.titan_trainer import TitanTrainer

@@ -15,6 +15,7 @@ from planner.question.question import question_of
 from planner.tune.beliefs import NOISE, Belief, believe
 from planner.tune.candidates import Candidates, candidates_of
 from planner.tune.choice import Best, choose, gain
+from planner.tune.learned import add_trials
 from planner.tune.loop import Limits, tune
 from planner.tune.runners.twin import Recorded, Twin, recorded_questions
 from planner.tune.state import Asked, read_state, write_new, writing
@@ -330,3 +331,12 @@ def test_a_state_is_shown_without_a_trial_more(tmp_path, planner) -> None:
     assert state.read_text() == before
     assert page.read_text().count("<tr>") > 3
     assert "<script" not in page.read_text()
+
+
+def test_a_trial_without_operators_is_said_to_be_left_out_of_the_profile(recorded, tmp_path) -> None:
+    found = add_trials(
+        [trial(recorded.candidates, 0, 0.5, directory=str(tmp_path / "trial-001"))], tmp_path / "profile.json"
+    )
+
+    assert len(found) == 1
+    assert "left out" in found[0]

@@ -29,12 +29,19 @@ from topology import codec
 from topology.cluster import Cluster
 from topology.errors import PlannerError
 from topology.health.diagnose import Health
+from topology.readers.nvml import read_nvml
 
 MODULE = "executor.run.apply_many"
 START_S = {"cuda": 20.0, "cpu": 12.0}  # until a trial has shown what a start takes here
 COMPILE_S = 30.0
 LEAST_S = 20.0  # below which no processes are started: as the executor has it
 LATE_S = 20.0
+RELEASE_S, RELEASE_POLL_S = 20.0, 0.3  # for a driver to take back the memory of processes that have ended
+
+
+def _gpu_processes() -> set[int]:
+    """Return the processes on this machine's GPUs, as the driver counts them."""
+    return {pid for gpu in read_nvml().gpus for pid, _ in gpu.processes or ()}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +64,8 @@ class ExecutorTrials:
     tell: Callable[[str], None] = lambda _: None
     began: Callable[[Began], None] = lambda _: None
     store: Path | None = None
+    gpu_processes: Callable[[], set[int]] = _gpu_processes
+    others: set[int] | None = None  # processes on the GPUs before the first trial
     starts_s: list[float] = field(default_factory=list)
 
     def start_s(self, candidate: Candidate) -> float:
@@ -73,6 +82,8 @@ class ExecutorTrials:
     def run(self, plans: Sequence[tuple[Candidate, Chosen]], left_s: float) -> Iterator[Trial]:
         if left_s < LEAST_S:
             return
+        if self.device == "cuda" and self.others is None:
+            self.others = self.gpu_processes()
         budget_s = min(left_s, self.limit_s * len(plans))
         folders, arguments = [], []
         for candidate, chosen in plans:
@@ -100,7 +111,20 @@ class ExecutorTrials:
             )
         took = time.monotonic() - began
         trials = [self._trial(*one, code=code, cut=budget_s >= left_s, log=log) for one in folders]
-        yield from self._with_start(trials, took)
+        trials = self._with_start(trials, took)
+        if self.device == "cuda" and not self._released():
+            held = f"its processes still held GPUs after {RELEASE_S:.0f} s"
+            trials[-1] = replace(trials[-1], cause="; ".join(filter(None, (trials[-1].cause, held))))
+        yield from trials
+
+    def _released(self) -> bool:
+        """Wait until no process that a trial had started is on a GPU; return whether it came to that."""
+        until = time.monotonic() + RELEASE_S
+        while self.gpu_processes() - (self.others or set()):
+            if time.monotonic() > until:
+                return False
+            time.sleep(RELEASE_POLL_S)
+        return True
 
     def _request(self, candidate: Candidate, budget_s: float) -> dict[str, Any]:
         """Return the executor's request. Raises PlannerError where the plan cannot run here."""
