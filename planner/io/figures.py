@@ -53,6 +53,11 @@ def two_digits(value: float) -> str:
     return f"{rounded:,.0f}" if abs(rounded) >= 10 else f"{rounded:#.2g}"
 
 
+def gpus_text(count: int) -> str:
+    """Return a number of GPUs in words."""
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
 def gib_text(nbytes: float) -> str:
     """Return bytes in GiB: whole ones from ten on, as predictions of memory are off by several per cent."""
     gib = nbytes / GIB

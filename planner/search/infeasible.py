@@ -13,12 +13,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from planner.io.figures import gpus_text, two_digits
 from planner.question.question import Question
-from planner.search.plan_space.branch_and_bound import NODES_AT_ONCE, PLANS_AT_ONCE, SCHEDULES_AT_ONCE, explore
-from planner.search.plan_space.candidates import STATED, Bounds, Nodes, enumerate_nodes
+from planner.search.plan_space.branch_and_bound import (
+    NODES_AT_ONCE,
+    PLANS_AT_ONCE,
+    SCHEDULES_AT_ONCE,
+    Screened,
+    explore,
+)
+from planner.search.plan_space.candidates import STATED, Bounds, Nodes, enumerate_nodes, plan_of
 from planner.search.scaling import scale_memory, with_gpus
+from simulator.calibration.intervals import memory_factors
 from simulator.closed_form.screening import Screening
 from simulator.columns.plan_columns import PlanColumns
+from simulator.config.estimate import sure_bytes
 from simulator.config.plan import Plan
 from simulator.config.runtime import MOMENTS
 from simulator.config.workload import Workload
@@ -59,12 +68,19 @@ class ConstrainedQuestion:
         return least_memory_plan(screening, nodes, self.recomputes)[0] - screening.capacity_bytes
 
     def best_rate(self) -> float:
-        """Return tokens a second and GPU of the fastest plan that fits, by the closed form; 0 where none does."""
-        nodes = enumerate_nodes(self.question, bounds=self.bounds)
-        found = explore(self.screening, nodes, self.recomputes) if len(nodes) else None
-        if found is None or not len(found):
+        """Return tokens a second and GPU of the fastest plan that surely fits, else of the fastest that may; 0 where none does."""
+        question, screening = self.question, self.screening
+        nodes = enumerate_nodes(question, bounds=self.bounds)
+        if not len(nodes):
             return 0.0
-        return self.question.workload.tokens_per_step / self.question.count / float(found.step_s.min())
+        screened = Screened(screening, nodes, self.recomputes)
+        for share in (sure_bytes(1.0, memory_factors()[1]), 1.0):
+            found = explore(replace(screening, share=share), nodes, self.recomputes, screened=screened)
+            if len(found):
+                best = plan_of(found.columns, int(np.argmin(found.step_s)), question.cluster)
+                step_s = float(question.estimate([best], counted=True).step_s[0])
+                return question.workload.tokens_per_step / question.count / step_s
+        return 0.0
 
     @property
     def recomputes(self) -> tuple[str, ...]:
@@ -127,7 +143,7 @@ def no_legal_plan(question: Question, found: Nodes) -> Infeasible:
     example = next(iter(question.problems(plainest)), None)
     counts = ", ".join(f"{name} {n}" for name, n in {**found.rejected, **found.pruned}.items())
     return Infeasible(
-        f"no legal plan for {question.model.name} on {count} GPUs in {framework.title}",
+        f"no legal plan for {question.model.name} on {gpus_text(count)} in {framework.title}",
         why=f"grids rejected by rule: {counts}" + (f". Data parallel alone: {example.message}" if example else ""),
         remedy=f"change --global-batch (now {question.workload.global_batch_size}), --gpus, or --framework",
     )
@@ -153,7 +169,7 @@ def no_fitting_plan(
     relaxations_found = relaxations(constrained, grow)
     conflicting = ", ".join(conflicting_constraints(constrained))
     return Infeasible(
-        f"{question.model.name} does not fit on {question.count} GPUs: the leanest of {int(nodes.leaf_counts.sum())} legal plans needs "
+        f"{question.model.name} does not fit on {gpus_text(question.count)}: the leanest of {int(nodes.leaf_counts.sum())} legal plans needs "
         f"{needed_bytes / GIB:.1f} GiB on its worst rank of {capacity_bytes / GIB:.1f} GiB",
         why=f"{(needed_bytes - capacity_bytes) / GIB:.1f} GiB missing, a factor of {needed_bytes / capacity_bytes:.2f}, with {plan_text(plan)}; largest: "
         + ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f} GiB" for name, size in largest)
@@ -184,7 +200,7 @@ def conflicting_constraints(constrained: ConstrainedQuestion) -> list[str]:
         else:
             conflicting.append(words)
     question = constrained.question
-    return [f"{question.count} GPUs", f"{question.cluster.gpu_memory_bytes / GIB:.1f} GiB on each", *conflicting]
+    return [gpus_text(question.count), f"{question.cluster.gpu_memory_bytes / GIB:.1f} GiB on each", *conflicting]
 
 
 def _without_each_constraint(constrained: ConstrainedQuestion) -> Iterator[tuple[str, ConstrainedQuestion]]:
@@ -220,7 +236,7 @@ def relaxations(constrained: ConstrainedQuestion, grow: Callable[[int], Cluster]
         (text, relaxed, relaxed.best_rate()) for text, relaxed in _relaxed(constrained, grow) if relaxed.gap() <= 0
     ]
     found.sort(key=lambda one: -one[2])
-    return [f"{text} (about {float(f'{rate:.2g}'):,.0f} tokens/s/GPU)" if rate else text for text, _, rate in found]
+    return [f"{text} (about {two_digits(rate)} tokens/s/GPU)" if rate else text for text, _, rate in found]
 
 
 def _relaxed(

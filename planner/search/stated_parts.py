@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from planner.io.figures import gpus_text
 from planner.question.question import Question
 from planner.search.plan_space.candidates import STATED, Bounds, Nodes, enumerate_nodes
 from planner.search.plan_space.stated import Spans, spans_text
@@ -35,7 +36,7 @@ def contradiction(question: Question, bounds: Bounds, found: Nodes) -> Infeasibl
     ways = [f"{_flag(name)} {values}" for name in stated if (values := _legal_values(question, bounds, name))]
     said = " ".join(f"{_flag(name)} {_text(value)}" for name, value in stated.items())
     return Infeasible(
-        f"no legal plan for {question.model.name} on {question.count} GPUs in {question.framework.title} has {said}",
+        f"no legal plan for {question.model.name} on {gpus_text(question.count)} in {question.framework.title} has {said}",
         why=why,
         remedy=f"with the rest as said: {', or '.join(ways)}"
         if ways
@@ -100,7 +101,10 @@ def _plainest(question: Question, said: dict[str, Any]) -> Plan:
     free = [axis for axis in (framework.fills, "dp_shard", "dp_replicate") if axis not in values]
     if free and question.count % plan.gpus == 0:
         plan = plan.with_(**{free[0]: question.count // plan.gpus})
-    return replace(plan, zero_stage=0) if framework.zero_stages and plan.dp_shard == 1 else plan
+    if not framework.zero_stages or plan.dp_shard > 1:
+        return plan
+    stages = {"parameters": (3,), "optimizer": framework.optimizer_offload_stages}.get(plan.offload, ())
+    return replace(plan, zero_stage=max(stages, default=0))
 
 
 def _schedule(offered: tuple[str, ...], stages: int) -> str | None:

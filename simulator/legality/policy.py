@@ -182,7 +182,7 @@ POLICY_RULES: list[Rule] = [
     policy_rule(
         "overlap-effective",
         "tp_overlap",
-        lambda c, q: c.tp_overlap != "none",
+        lambda c, q: c.tp_overlap == "async",
         lambda p, q: (
             "with torch 2.11 asynchronous tensor parallelism is silently off unless enable_symm_mem_for_group is "
             "called, which torchtitan 0.2.2 does not (pytorch#193027): count fused ops in the compiled graph"

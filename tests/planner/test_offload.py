@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -127,3 +128,28 @@ def test_exports_write_it(planner, tmp_path, framework, target, word, written):
     planner("estimate", *flags, "--micro-batch", 1, "--recompute", "full", "--offload", word, "--out", path)
 
     assert written in planner("export", path, "--to", target).stdout
+
+
+@pytest.mark.parametrize("framework", ["deepspeed", "pytorch"])
+def test_one_gpu_can_offload_what_it_has_nothing_to_share(planner, framework):
+    """8B on one card of 24 GiB; the advice without offloading says what a search with it finds."""
+    flags = (
+        "--model",
+        "llama3-8b",
+        "--cluster",
+        "rtx4090-x8",
+        "--gpus",
+        1,
+        "--seq-len",
+        2048,
+        "--framework",
+        framework,
+    )
+    found = json.loads(planner("suggest", *flags, "--offload", "parameters", "--top", 1, "--json").stdout)["plans"][0]
+    advice = " ".join(planner("suggest", *flags).stderr.split())
+    offered = re.search(r"--offload parameters \(about ([\d,]+) tokens", advice)
+
+    assert found["plan"]["zero_stage"] == (3 if framework == "deepspeed" else None)
+    assert found["fit_probability"] > 0.95
+    assert offered is not None
+    assert float(offered[1].replace(",", "")) == pytest.approx(found["estimate"]["tokens_per_s_per_gpu"], rel=0.1)

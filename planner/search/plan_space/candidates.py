@@ -196,11 +196,14 @@ def _grids(facts: RuleFacts, bounds: Bounds) -> Iterator[tuple[int, ...]]:
                 sharding = [(dp // s, s, -1) for s in divisors(dp)]
                 if framework.zero_stages:
                     stages = framework.searched_zero_stages or framework.zero_stages
-                    sharding = [(dp, 1, z) for z in stages if dp > 1 or z == 0]
+                    # A single rank has nothing to shard, but a stage to offload from.
+                    alone = dp == 1 and set(bounds.offloads or ("none",)) == {"none"}
+                    sharding = [(dp, 1, z) for z in stages if not alone or z == 0]
                 sequence = (0, 1) if tp > 1 and framework.sequence_parallel else (0,)
                 offloads = range(len(bounds.offloads or ("none",)))
                 for (replicate, shard, zero), ep, sp, away in product(sharding, expert_degrees, sequence, offloads):
-                    if within(replicate, bounds.dp_replicate) and within(shard, bounds.dp_shard):
+                    useless = dp == 1 and zero > 0 and (bounds.offloads or ("none",))[away] == "none"
+                    if not useless and within(replicate, bounds.dp_replicate) and within(shard, bounds.dp_shard):
                         yield replicate, shard, tp, cp, pp, ep, zero, sp, away
 
 
