@@ -149,8 +149,9 @@ def load_plan(path: str | Path) -> PlanFile:
         )
     content = codec.convert(data, PlanFile, where=str(path))
     _verify(content, str(path))
-    made_for, now = {**content.fingerprints}, fingerprints(content)
-    made_for.pop("profile", None)
+    # Of what stands in the file: a release with more fields reads it all the same.
+    made_for, now = {**content.fingerprints}, {name: codec.fingerprint(_part(data, name)) for name in FINGERPRINTED}
+    profile = made_for.pop("profile", None)
     if made_for != now:
         altered = [name for name in {**now, **made_for} if made_for.get(name) != now.get(name)]
         raise BadPlan(
@@ -158,7 +159,14 @@ def load_plan(path: str | Path) -> PlanFile:
             why=f"altered, or without a fingerprint: {', '.join(map(_text, altered[:8]))}",
             remedy="make it again with planner suggest --out",
         )
-    return replace(content, plan=content.plan.with_(tp_overlap=canonical(content.plan.tp_overlap)))
+    known = fingerprints(content) | ({} if profile is None else {"profile": profile})
+    return replace(content, fingerprints=known, plan=content.plan.with_(tp_overlap=canonical(content.plan.tp_overlap)))
+
+
+def _part(data: dict[str, Any], name: str) -> Any:
+    """Return a part of a file; what was found about a machine is not the machine."""
+    part = data.get(name)
+    return {**part, "findings": []} if name == "cluster" and isinstance(part, dict) else part
 
 
 def _verify(content: PlanFile, where: str) -> None:

@@ -150,3 +150,21 @@ def test_values_out_of_range_are_refused_by_field(content, tmp_path, part, field
 
     assert caught.value.exit_code == 2
     assert allowed in caught.value.why
+
+
+def test_a_file_of_a_release_with_fewer_fields_is_not_taken_for_an_edited_one(planner, tmp_path):
+    """As files were before plans could be offloaded: without the field, in their fingerprints too."""
+    path = tmp_path / "plan.json"
+    planner("estimate", "--model", "llama3.2-1b", "--gpus", 8, "--micro-batch", 1, "--out", path)
+    content = json.loads(path.read_text())
+    del content["plan"]["offload"], content["estimate"]["memory"]["host_bytes"]
+    content["fingerprints"] |= {name: codec.fingerprint(content[name]) for name in ("plan", "estimate")}
+    path.write_text(json.dumps(content))
+    read = planner("estimate", "--plan", path, "--json")
+    content["plan"]["micro_batch_size"] = 2
+    path.write_text(json.dumps(content))
+    edited = planner("estimate", "--plan", path)
+
+    assert json.loads(read.stdout)["plan"]["offload"] == "none"
+    assert edited.returncode == 2
+    assert "was edited" in edited.stderr
