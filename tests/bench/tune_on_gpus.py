@@ -2,6 +2,7 @@
 
     python3 tests/bench/tune_on_gpus.py whole OUT --budget 400                      on a machine with four GPUs
     python3 tests/bench/tune_on_gpus.py whole OUT --budget 300 --device cpu --tiny  a rehearsal on gloo, two ranks
+    python3 tests/bench/tune_on_gpus.py command OUT --budget 120                    planner tune itself, on a machine with GPUs
     python3 tests/bench/tune_on_gpus.py table OUT > examples/tune/gpus.md           anywhere, afterwards
 
 The shapes are of no shipped model and nothing was adjusted on them. Predictions come from a shipped profile of another host
@@ -17,6 +18,7 @@ import argparse
 import json
 import os
 import random
+import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -212,6 +214,31 @@ def append(out: Path, row: dict[str, Any]) -> None:
         file.flush()
 
 
+def command(options: argparse.Namespace) -> None:
+    """Run `planner tune` as a person would: our executor's trials with their numbers checked, on all GPUs of this machine."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    small = ["--model", "tiny-llama", "--cluster", "h200x4", "--gpus", "2", "--seq-len", "64", "--global-batch", "8"]
+    real = ["--model", "llama3.2-1b", "--cluster", "local", "--seq-len", "2048", "--global-batch", "32"]
+    words = [*(small if options.device == "cpu" else [*real, f"--profile={PROFILE}"]), f"--device={options.device}"]
+    words += [f"--budget={options.budget:g}s", "--trials=6", "--trial-limit=60s", "--allow-busy", "--json"]
+    words += [f"--state={options.out / 'state.jsonl'}", f"--html={options.out / 'report.html'}", "--force"]
+    with (options.out / "answer.json").open("wb") as answer_, (options.out / "log.txt").open("wb") as log:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "planner", "tune", *words],
+                stdout=answer_,
+                stderr=log,
+                timeout=options.budget + 90,
+                check=False,
+                cwd=options.out,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+            )
+            print(f"exit code {done.returncode}")
+        except subprocess.TimeoutExpired:
+            print("it did not end in time")
+    print((options.out / "log.txt").read_text(errors="replace")[-3000:])
+
+
 # --- afterwards -------------------------------------------------------------------------------------------------------
 
 
@@ -300,8 +327,8 @@ def table(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("whole", "table"))
-    parser.add_argument("out", type=Path)
+    parser.add_argument("what", choices=("whole", "command", "table"))
+    parser.add_argument("out", type=lambda text: Path(text).resolve())
     parser.add_argument("--budget", type=float, default=400.0)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--gpus", type=int, default=0)
@@ -309,7 +336,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--questions", action="append", choices=list(QUESTIONS))
     options = parser.parse_args()
-    {"whole": whole, "table": table}[options.what](options)
+    {"whole": whole, "command": command, "table": table}[options.what](options)
 
 
 if __name__ == "__main__":

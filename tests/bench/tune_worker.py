@@ -37,7 +37,7 @@ def main(rank: int, requests: list[dict[str, Any]], folder: str, port: int) -> N
     world = str(requests[0]["gpus"])
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **requests[0]["environment"]}
-    fresh_worker.STEPS_S, fresh_worker.MOST_STEPS = 1.2, 15
+    fresh_worker.STEPS_S, fresh_worker.MOST_STEPS, fresh_worker.MORE_WARM_UP = 1.2, 15, 3
     cuda = requests[0]["device"] == "cuda"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     report = Report(here / f"0.rank{rank}.json")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from planner.question.question import question_of
 from planner.tune.candidates import candidates_of
 from planner.tune.loop import Limits, tune
+from planner.tune.runners import executor_trials
 from planner.tune.runners.command_trials import CommandTrials, command_words
 from planner.tune.runners.metric import metric_of
 from planner.tune.trials import Chosen, Status
@@ -197,3 +198,17 @@ def test_no_output_breaks_the_reading(lines: list[str], text: str) -> None:
 def test_commands_that_could_run_no_plan_are_refused(text: str) -> None:
     with pytest.raises(UserError):
         command_words(text)
+
+
+def test_an_executor_that_cannot_begin_is_a_failure_with_its_words(monkeypatch, tmp_path) -> None:
+    workload = Workload(seq_len=64, global_batch_size=8)
+    question = question_of(load_model("tiny-llama"), make_cluster(gpus_per_node=2), workload, framework="meshwright")
+    plans = candidates_of(question, quickest=5)
+    monkeypatch.setattr(executor_trials, "MODULE", "executor.no_such_module")
+    runner = executor_trials.ExecutorTrials(question=question, device="cpu", folder=tmp_path)
+    chosen = Chosen(row=0, why="", predicted_s=(1.0, 1.0, 1.0))
+
+    found = list(runner.run([(plans.plans[0], chosen)], 60.0))
+
+    assert [one.status for one in found] == [Status.FAILED]
+    assert "no_such_module" in found[0].cause

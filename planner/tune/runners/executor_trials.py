@@ -110,7 +110,9 @@ class ExecutorTrials:
                 watch=lambda: self.tell(_phase([folder for *_, folder in folders])),
             )
         took = time.monotonic() - began
-        trials = [self._trial(*one, code=code, cut=budget_s >= left_s, log=log) for one in folders]
+        nothing = not any((folder / "run.json").is_file() for *_, folder in folders)
+        said = _last_line(log) if nothing and code is not None else ""
+        trials = [self._trial(*one, overran=code is None, cut=budget_s >= left_s, said=said) for one in folders]
         trials = self._with_start(trials, took)
         if self.device == "cuda" and not self._released():
             held = f"its processes still held GPUs after {RELEASE_S:.0f} s"
@@ -138,25 +140,19 @@ class ExecutorTrials:
         return request | {"profile": self.profiled, "trainer": self.trainer}
 
     def _trial(
-        self, candidate: Candidate, chosen: Chosen, folder: Path, *, code: int | None, cut: bool, log: Path
+        self, candidate: Candidate, chosen: Chosen, folder: Path, *, overran: bool, cut: bool, said: str
     ) -> Trial:
+        """Return what became of a run. `cut`: the tuning's budget ended it; `said`: why no run of its start has a report."""
         document = read_report(folder)
         if document is None:
-            # The executor wrote nothing of it: an earlier run of the batch used up the time, or it could not begin.
-            began = any((folder / "records").glob("rank*"))
-            status = Status.TIMEOUT if code is None and began and not cut else Status.OUT_OF_TIME
-            cause = "it did not end within its time" if status is Status.TIMEOUT else ""
-            if code not in {None, 0, 1}:
-                status, cause = Status.FAILED, _last_line(log)
-            return Trial(
-                key=candidate.key,
-                status=status,
-                cause=cause,
-                predicted_s=chosen.predicted_s,
-                why=chosen.why,
-                directory=str(folder),
-                machine=platform.node(),
-            )
+            trial = _failed(candidate, chosen, said, folder)
+            if said:
+                return trial
+            # An earlier run of the start used up the time, or this one did.
+            hung = overran and not cut and any((folder / "records").glob("rank*"))
+            if hung:
+                return replace(trial, status=Status.TIMEOUT, cause="it did not end within its time")
+            return replace(trial, status=Status.OUT_OF_TIME)
         try:
             document["id"] = runs_store.run_id(document)
             runs_store.save_run(document, folder, self.store, tell=self.tell)
@@ -270,4 +266,4 @@ def _phase(folders: Sequence[Path]) -> str:
 
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1].removeprefix("error: ")[:400] if lines else ""
+    return lines[-1].removeprefix("error: ")[:400] if lines else "the executor ended without a word"
