@@ -25,6 +25,7 @@ from planner.question.plan_file import refuse_overwrite
 from planner.question.prediction import predict
 from planner.search.answer import answer
 from planner.search.fixes import find_fixes, memory_text
+from planner.search.plan_space.candidates import Bounds
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions, suggest
 from simulator.config.estimate import Estimate
@@ -125,8 +126,9 @@ def _print(
 
 def _search(asked: Case, top: int) -> SearchResult:
     """Answer the question that a plan or a case is about, on as many GPUs as its plan uses. Raises Infeasible."""
-    question = replace(asked.question, gpus=asked.plan.gpus)
-    return suggest(question, SearchOptions(top=top), progress=output.progress)
+    question, offload = replace(asked.question, gpus=asked.plan.gpus), asked.plan.offload
+    bounds = Bounds() if offload == "none" else Bounds(offloads=("none", offload))
+    return suggest(question, SearchOptions(top=top, bounds=bounds), progress=output.progress)
 
 
 def _draw(title: str, estimate: Estimate, path: Path, *, memory: bool) -> None:

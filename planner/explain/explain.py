@@ -75,6 +75,7 @@ class MemoryAccount:
     reserved_bytes: float
     capacity_bytes: float
     observed_bytes: float | None = None
+    host_bytes: float = 0.0  # of state that is kept in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +115,7 @@ def memory_account(estimate: Estimate, observed_bytes: float | None = None) -> M
         reserved_bytes=memory.reserved_bytes,
         capacity_bytes=memory.capacity_bytes,
         observed_bytes=observed_bytes,
+        host_bytes=memory.host_bytes,
     )
 
 

@@ -138,6 +138,10 @@ def print_memory(account: MemoryAccount, verdict: str) -> None:
         f"state     {gib_text(account.state_bytes)} GiB of parameters, gradients and optimizer; an estimate of those "
         f"alone leaves out {omitted} GiB"
     )
+    if account.host_bytes:
+        state = (
+            f"host      {gib_text(account.host_bytes)} GiB of state in host memory for each GPU; on it {omitted} GiB"
+        )
     lines = [worst, f"memory    {verdict}", state]
     if account.observed_bytes is not None:
         error = account.reserved_bytes / account.observed_bytes - 1

@@ -51,8 +51,12 @@ def simulated_length(question: Question, plan: Plan) -> float:
 
 
 def detail_of(question: Question, plan: Plan) -> Detail | None:
-    """Return the finest detail in which the program of a step is short enough; None where none is."""
-    for detail, limit in ((Detail.LAYER, BY_LAYER), (Detail.STAGE, BY_STAGE)):
+    """Return the finest detail in which the program of a step is short enough; None where none is.
+
+    With state in host memory whole stages will not do: the host adds up gradients layer by layer, and waits for each.
+    """
+    details = ((Detail.LAYER, BY_LAYER), (Detail.STAGE, BY_STAGE))
+    for detail, limit in details if plan.offload == "none" else details[:1]:
         if program_length(question.model, question.workload, plan, detail) <= limit:
             return detail
     return None

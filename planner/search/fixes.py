@@ -178,8 +178,7 @@ def _offloads(question: Question, plan: Plan) -> Iterator[tuple[str, str, Plan]]
     """Yield (kind, change, plan) with more of a plan's state in host memory."""
     words = question.framework.offloads
     for word in words[words.index(plan.offload) + 1 :] if plan.offload in words else ():
-        what = "the optimizer's state" if word == "optimizer" else "parameters, gradients and optimizer"
-        yield "offload", f"{what} offloaded to the host", replace(plan, offload=word)
+        yield "offload", f"offload {word}", replace(plan, offload=word)
 
 
 def memory_text(estimate: Estimate, fixes: Sequence[Fix]) -> str:
