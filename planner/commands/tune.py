@@ -27,7 +27,7 @@ from planner.tune.learned import add_trials
 from planner.tune.loop import View
 from planner.tune.report import to_html
 from planner.tune.session import require_device, run_session, shown
-from planner.tune.start import BUDGET, asked_of, how_of, jobs_of, recorded_of, recorded_twin, seconds_of
+from planner.tune.start import BUDGET, asked_of, how_of, jobs_of, recorded_of, recorded_twin, require_agreed, seconds_of
 from planner.tune.state import State, read_state, write_new
 from planner.tune.trials import Runner
 from topology import codec
@@ -128,6 +128,8 @@ def tune(
         if model is not None or recorded is not None or state is not None:
             raise UserError("--resume continues what its file says", remedy="leave --model, --recorded and --state out")
         path, known = resume, read_state(resume)
+        if not show:
+            require_agreed(known, command)
         if known.asked.how == "recorded":
             runner = recorded_twin(known)
     else:

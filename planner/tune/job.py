@@ -42,7 +42,9 @@ class TuneJob:
         return self._slurm(directory) if self.launcher == "slurm" else self._trainjob(directory)
 
     def _command(self) -> list[str]:
-        answer = ["--out", str(self.state.resolve().with_name("best.plan.json")), "--force", "--json"]
+        command = self.asked.settings.get("command")
+        stated = [] if command is None else ["--command", command]
+        answer = [*stated, "--out", str(self.state.resolve().with_name("best.plan.json")), "--force", "--json"]
         return [self.python, "-m", "planner", "tune", "--resume", str(self.state.resolve()), *answer]
 
     def _slurm(self, directory: Path) -> JobFile:

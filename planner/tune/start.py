@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,20 @@ def recorded_twin(known: State) -> Twin:
         if name == one.name:
             return Twin(recorded=one.recorded)
     raise BadInput(f"{file} has no run {name}", why="the state looks its trials up there")
+
+
+def require_agreed(known: State, command: str | None) -> None:
+    """Raise UserError where a state would run a command that the person who resumes it has not stated: files are data."""
+    wanted = known.asked.settings.get("command") if known.asked.how == "command" else None
+    if wanted == command:
+        return
+    if wanted is None:
+        raise UserError("--command is not what makes this tuning's trials", remedy="leave it out, or begin another")
+    raise UserError(
+        "the state runs a command, which has to be stated again",
+        why="who wrote the file does not decide what runs here",
+        remedy=f"--command {shlex.quote(wanted)}, if that is what shall run",
+    )
 
 
 def seconds_of(given: str, flag: str) -> float:

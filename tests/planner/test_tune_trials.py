@@ -44,6 +44,9 @@ for step in range(1, 400):
         raise ValueError("mesh of 3")
     if what == "kill" and step == 3:
         os.kill(os.getpid(), 9)
+    if what == "mean":
+        print("tps: 3,000 memory: 1.00GiB tps: 3,000")
+        sys.exit(0)
     print(f"step: {step}  memory:  1.50GiB(2%)  tps: {1000 * number:,}  tflops: 1.00", flush=True)
     time.sleep(0.01)
 """
@@ -99,6 +102,14 @@ def test_every_way_of_ending_is_recorded_with_its_cause_and_the_next_trial_runs(
     assert nothing_is_left(tmp_path)
 
 
+def test_a_command_that_prints_a_mean_alone_is_measured_by_it(small, runner) -> None:
+    chosen = Chosen(row=0, why="", predicted_s=(1.0, 1.0, 1.0))
+
+    found = list(runner("mean", limit_s=20.0).run([(small[1].plans[0], chosen)], 60.0))
+
+    assert found[0].step_s == pytest.approx(16 * 512 / (8 * 3000))
+
+
 def test_a_tuning_goes_on_over_failures_to_an_answer(small, runner) -> None:
     _, plans = small
 
@@ -126,7 +137,10 @@ def test_a_tuning_that_is_killed_leaves_no_process_and_loses_no_trial(tmp_path) 
 
     kept = [json.loads(line) for line in state.read_text().splitlines()]
     assert [line["status"] for line in kept if line["kind"] == "trial"] == ["finished"]
-    second = start_planner("tune", "--resume", str(state), "--trials", "2", "--json")
+    refused = start_planner("tune", "--resume", str(state))
+    assert "has to be stated again" in refused.communicate(timeout=60)[1]
+    again = ("--command", trainer + "fine,hang,fine")
+    second = start_planner("tune", "--resume", str(state), *again, "--trials", "2", "--json")
     answer = json.loads(second.communicate(timeout=120)[0])
     assert second.returncode == 0
     assert [one["status"] for one in answer["trials"]] == ["finished", "finished"]
@@ -137,7 +151,7 @@ def start_planner(*arguments: str):
     return psutil.Popen(
         [sys.executable, "-m", "planner", *arguments],
         stdout=-1,
-        stderr=-3,
+        stderr=-1,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         text=True,
@@ -170,6 +184,7 @@ def wait_for(condition, seconds: float = 90.0) -> None:
         ("jsonl", '{"tokens_per_s": 4096}', 2.0),
         ("jsonl", '{"tokens_per_s_per_gpu": 1024}', 1.0),
         ("jsonl", "step_s 3", None),
+        ("jsonl:time_per_step", '{"loss": 2.0, "time_per_step": 0.5}', 0.5),
         (r"took ([\d.]+) s", "it took 1.5 s", 1.5),
         (r"(?P<step_ms>[\d.]+) ms", "12.5 ms", 0.0125),
         ("megatron-lm", " iteration 7/ 10 | elapsed time per iteration (ms): 812.3 | loss", 0.8123),

@@ -135,8 +135,9 @@ class CommandTrials:
     ) -> Trial:
         lines = _lines(log)
         found = self.metric.samples(lines)
-        counted = found[WARM_UP:]
-        if (ended or code == 0 or (over and len(counted) >= max(2, self.timed_steps // 2))) and len(counted) >= 2:
+        # A command that ends by itself may print fewer lines, or a mean alone.
+        counted = found[WARM_UP:] or (found[-1:] if code == 0 else [])
+        if counted and (ended or code == 0 or (over and len(counted) >= max(2, self.timed_steps // 2))):
             self.starts_s.append(max(1.0, seconds - sum(one.step_s for one in found)))
             return _measured(replace(trial, status=Status.FINISHED, seconds=seconds), counted)
         text = "\n".join(lines)

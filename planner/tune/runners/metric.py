@@ -1,7 +1,8 @@
 """What a training command prints of its steps: a regular expression, or JSON lines, and what the numbers mean.
 
 A regular expression names its groups after what they hold: `step_s`, `step_ms`, `tokens_per_s`, `tokens_per_s_per_gpu`, and
-`memory_gib` beside one of them; an unnamed group holds seconds. JSON lines have keys of the same names.
+`memory_gib` beside one of them; an unnamed group holds seconds. JSON lines have keys of the same names; `jsonl:KEY` says
+which other key holds the seconds of a step.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Metric:
     pattern: re.Pattern[str] | None
     tokens_per_step: float
     gpus: int
+    key: str = ""  # of JSON lines: what holds seconds beside the names that are known
 
     def samples(self, lines: Iterable[str]) -> list[Sample]:
         """Return the steps that the lines tell of, in order; other lines say nothing."""
@@ -61,8 +63,7 @@ class Metric:
             return value * (1.0 if name == "step_s" else 1e-3)
         return self.tokens_per_step / value / (self.gpus if name == "tokens_per_s_per_gpu" else 1)
 
-    @staticmethod
-    def _json(line: str) -> dict[str, float]:
+    def _json(self, line: str) -> dict[str, float]:
         try:
             found: Any = json.loads(line)
         except (ValueError, RecursionError):
@@ -70,7 +71,7 @@ class Metric:
         if not isinstance(found, dict):
             return {}
         return {
-            name: float(value)
+            "step_s" if name == self.key else name: float(value)
             for name, value in found.items()
             if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
         }
@@ -91,9 +92,9 @@ class Metric:
 
 
 def metric_of(text: str, *, tokens_per_step: float, gpus: int) -> Metric:
-    """Return the metric that `--metric` names: `jsonl`, a framework's name, or a regular expression. Raises UserError."""
-    if text == JSONL:
-        return Metric(pattern=None, tokens_per_step=tokens_per_step, gpus=gpus)
+    """Return the metric that `--metric` names: `jsonl`, `jsonl:KEY`, a framework's name, or a regular expression. Raises UserError."""
+    if text == JSONL or text.startswith(f"{JSONL}:"):
+        return Metric(pattern=None, tokens_per_step=tokens_per_step, gpus=gpus, key=text[len(JSONL) + 1 :])
     try:
         pattern = re.compile(KNOWN.get(text, text[:1000]))
     except re.error as error:
