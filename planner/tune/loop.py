@@ -10,7 +10,9 @@ from planner.tune.beliefs import Beliefs, believe
 from planner.tune.candidates import Candidates
 from planner.tune.choice import MOST_TOGETHER, Best, best_of, choose
 from planner.tune.stop import LIKELY, Outlook, outlook
-from planner.tune.trials import Chosen, Runner, Trial
+from planner.tune.trials import Chosen, Runner, Status, Trial
+
+MOST_FAILED = 6  # trials that fail before any is measured: then it is not the plans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +93,13 @@ def tune(
 
 def _chosen(view: View, runner: Runner, limits: Limits) -> list[Chosen]:
     counted = limits.trials is not None
-    together = limits.together if limits.trials is None else min(limits.together, limits.trials - len(view.trials))
+    together = limits.together if limits.trials is None else min(limits.together, limits.trials - _counted(view))
     return choose(view.candidates, view.beliefs, view.trials, runner, together=together, counted=counted)
+
+
+def _counted(view: View) -> int:
+    """Return how many trials were made; those that a person or the clock ended are none."""
+    return sum(trial.status.blames_plan for trial in view.trials)
 
 
 def _reason(view: View, limits: Limits) -> str:
@@ -101,8 +108,11 @@ def _reason(view: View, limits: Limits) -> str:
         return f"no untried plan is likely to be better by more than {limits.within:.1%}"
     if view.left_s <= 0:
         return "the budget ended"
-    if limits.trials is not None and len(view.trials) >= limits.trials:
+    if limits.trials is not None and _counted(view) >= limits.trials:
         return f"{limits.trials} trials were asked for"
+    failed = [trial for trial in view.trials if trial.status in {Status.FAILED, Status.TIMEOUT}]
+    if view.best is None and len(failed) >= MOST_FAILED:
+        return f"{len(failed)} trials failed and none was measured, the last with: {failed[-1].cause or 'no word'}"
     return ""
 
 

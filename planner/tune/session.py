@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from planner.runs.planned_run import require_healthy
 from planner.tune.loop import Limits, Show, View, tune
 from planner.tune.runners.command_trials import CommandTrials, command_metric, command_words, end_left_over
 from planner.tune.runners.executor_trials import ExecutorTrials, read_report, trial_of_report
@@ -15,8 +16,9 @@ from planner.tune.runners.job_trials import JobTrials
 from planner.tune.runners.twin import Twin
 from planner.tune.state import Asked, Began, Journal, State, read_state, writing
 from planner.tune.trials import Runner, Status, Trial
-from topology.errors import PlannerError
-from topology.health.diagnose import diagnose
+from topology.cluster import Cluster
+from topology.errors import PlannerError, Stale
+from topology.health.diagnose import Health, diagnose
 from topology.probe.from_machine import probe_machine
 
 TARGETS = {"meshwright": "torchrun", "pytorch": "torchrun"}  # whose words a framework's plans are exported in
@@ -112,12 +114,15 @@ def runner_for(
             began=journal.began,
         )
     here = probe_machine() if asked.device == "cuda" else None
+    health = None if here is None else diagnose(here)
+    if here is not None and health is not None:
+        require_here(asked, here, health, allow_busy=allow_busy)
     return ExecutorTrials(
         question=asked.question(),
         device=asked.device,
         folder=folder / "trials",
         here=here,
-        health=None if here is None else diagnose(here),
+        health=health,
         limit_s=trial_limit_s,
         timed_steps=asked.steps,
         allow_busy=allow_busy,
@@ -126,6 +131,18 @@ def runner_for(
         tell=tell,
         began=journal.began,
     )
+
+
+def require_here(asked: Asked, here: Cluster, health: Health, *, allow_busy: bool) -> None:
+    """Raise Stale where the machine is not as planned, and PlannerError where it is not healthy: no trial would say more."""
+    kinds = [sorted({gpu.kind for group in one.groups for gpu in group.node.gpus}) for one in (asked.cluster, here)]
+    if here.gpu_count < asked.gpus or kinds[0] != kinds[1]:
+        raise Stale(
+            "the tuning is for another machine",
+            why=f"{asked.gpus} GPUs of {', '.join(kinds[0])} are asked for, here are {here.gpu_count} of {', '.join(kinds[1])}",
+            remedy="resume it on such a machine, or begin anew with --cluster local",
+        )
+    require_healthy(health, allow_busy=allow_busy)
 
 
 def cut_short(state: State) -> list[Trial]:

@@ -16,15 +16,17 @@ from planner.tune.beliefs import NOISE, Belief, believe
 from planner.tune.candidates import Candidates, candidates_of
 from planner.tune.choice import Best, choose, gain
 from planner.tune.learned import add_trials
-from planner.tune.loop import Limits, tune
+from planner.tune.loop import MOST_FAILED, Limits, tune
 from planner.tune.runners.twin import Recorded, Twin, recorded_questions
+from planner.tune.session import require_here
 from planner.tune.state import Asked, read_state, write_new, writing
 from planner.tune.stop import outlook
 from planner.tune.trials import Status, Trial
 from simulator.config.hf_config import load_model
 from simulator.config.workload import Workload
 from tests.planner.conftest import ROOT, make_cluster
-from topology.errors import BadInput, PlannerError
+from topology.errors import BadInput, PlannerError, Stale
+from topology.health.diagnose import diagnose
 
 RECORDED = ROOT / "tests" / "data" / "tune" / "vtrain_two_questions.json"  # vTrain's measured runs on eight A100s
 
@@ -340,3 +342,30 @@ def test_a_trial_without_operators_is_said_to_be_left_out_of_the_profile(recorde
 
     assert len(found) == 1
     assert "left out" in found[0]
+
+
+def test_trials_that_all_fail_end_a_tuning_before_its_budget(small) -> None:
+    """Then it is not the plans: a library is missing, or the machine is broken."""
+    _, plans = small
+    broken = {one.key: Recorded(step_s=None, status=Status.FAILED) for one in plans.plans}
+
+    view = tune(plans, Twin(recorded=broken), Limits(budget_s=math.inf))
+
+    assert view.best is None
+    assert len(view.trials) == MOST_FAILED
+    assert "none was measured" in view.reason
+
+
+def test_a_tuning_for_another_machine_is_stale(small) -> None:
+    question, _ = small
+    asked = Asked(
+        **{name: getattr(question, name) for name in ("model", "cluster", "workload", "runtime")},
+        framework="meshwright",
+        gpus=8,
+        budget_s=60.0,
+        within=0.01,
+    )
+    four = make_cluster(gpus_per_node=4)
+
+    with pytest.raises(Stale, match="another machine"):
+        require_here(asked, four, diagnose(four), allow_busy=False)
