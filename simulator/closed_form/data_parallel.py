@@ -17,7 +17,7 @@ from simulator.runtimes.library import ModelOperators, RuntimeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
 from simulator.step.offload import ADD_PASSES, copy_bytes_per_s, offloaded, update_bytes_per_s
-from simulator.step.traffic import has_replicas
+from simulator.step.traffic import bucket_elements, has_replicas
 from simulator.step.update import update_bytes, updated_dtype
 
 
@@ -130,17 +130,17 @@ def data_parallel(
     hidden = np.minimum(reduce_all, backward) * (1 - last) if spec.ddp.overlap else np.zeros(len(table))
     # With sharded gradients (ZeRO-2) there is nowhere to add up whole ones: each micro batch's are scattered.
     scatters = np.where((table.state_shard["gradients"] > 1) & (table["pp"] == 1), m, 1.0)
-    scattered = (
-        scatters * groups.time_s("reduce_scatter", "dp", shared * reduce_bytes)
-        + groups.time_s("all_gather", "dp", shared * compute_bytes)
-        + scatters * groups.time_s("reduce_scatter", "expert_dp", experts * reduce_bytes)
-        + groups.time_s("all_gather", "expert_dp", experts * compute_bytes)
-    )
     # Scattered behind a backward, gathered behind the next step's first forward, all but a layer's share.
-    going = groups.time_s("reduce_scatter", "dp", shared * reduce_bytes)
-    going = going + groups.time_s("reduce_scatter", "expert_dp", experts * reduce_bytes)
-    coming = scattered - scatters * going
     zero_2 = table.state_shard["gradients"] > 1
+    # Overlapped, they go out in buckets that are no smaller than a layer.
+    behind = ~zero_2 & spec.ddp.sharded_overlap
+    sent = np.where(behind, np.maximum((shared + experts) / np.maximum(bucket_elements(context), 1.0), 1.0), 1.0)
+    sent = np.minimum(sent, count)
+    going, coming = (
+        sent * (groups.time_s(op, "dp", shared * width / sent) + groups.time_s(op, "expert_dp", experts * width / sent))
+        for op, width in (("reduce_scatter", reduce_bytes), ("all_gather", compute_bytes))
+    )
+    scattered = scatters * going + coming
     sends_behind = np.where(zero_2, spec.ddp.overlap, spec.ddp.sharded_overlap)
     fetches_behind = ~zero_2 & spec.ddp.sharded_overlap
     fetches_hidden = fetches_behind * (1 - 1 / count) * np.minimum(coming, forward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,6 +55,7 @@ class CodeRank:
     code: CodeWriter
     units: CodeOfUnits
     _live: set[str] = field(default_factory=set)
+    _owed: dict[tuple[str, str], float] = field(default_factory=dict)  # parts of collectives that were told
 
     def begin(self, unit: Unit) -> None:
         """Every unit is written down."""
@@ -94,7 +96,11 @@ class CodeRank:
     def collective(self, op: str, family: str, nbytes: Value, *, stream: str, times: Value = 1.0) -> None:
         size = _number(nbytes)
         if self.units.ranks_in(family) > 1 and size > 0:
-            for _ in range(round(_number(times))):
+            # Of a bucket that several units fill, the last of them sends it.
+            owed = self._owed.get((op, family), 0.0) + _number(times)
+            count = math.floor(owed + 0.5)
+            self._owed[op, family] = owed - count
+            for _ in range(count):
                 self.code.collective(op, family, max(1, round(size)), stream=stream)
 
     def blocking(self, op: str, family: str, nbytes: float, *, stream: str) -> None:

@@ -65,12 +65,17 @@ class FsdpSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpSpec:
-    """`bucket_bytes` of gradients are reduced at once; 0 is a layer's. `every_micro_batch`: not only the last one's."""
+    """`bucket_bytes` of gradients are reduced at once; 0 is a layer's. `every_micro_batch`: not only the last one's.
+
+    A sharded optimizer's traffic is a layer's at once, or `bucket_elements`, or so many for each data-parallel rank, whatever is most.
+    """
 
     overlap: bool
     sharded_overlap: bool = False  # a sharded optimizer's traffic runs behind backward and forward passes
     bucket_copy: bool
     bucket_bytes: float = 0.0
+    bucket_elements: float = 0.0
+    bucket_elements_per_rank: float = 0.0
     every_micro_batch: bool = False
 
 
@@ -424,6 +429,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
     named = {
         "gated": model.gated_mlp,
         "qk_norm": model.qk_norm,
+        "qk_norm_wide": model.qk_norm_wide,
         "rotary": model.rotary,
         "dropout": spec.dropout and family is not None and family.dropout,
         "shared_expert": bool(model.moe and model.moe.shared_ffn),

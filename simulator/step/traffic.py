@@ -59,6 +59,7 @@ class DataTraffic:
     gradients_appear: bool  # a shard of each unit's gradient is allocated when it is first reduced
     adds_up: bool  # gradients of further micro batches are added by kernels of their own
     bucket_bytes: float
+    bucket_elements: Floats  # that a sharded optimizer's ranks exchange at once, where a unit has fewer
     updates_on_host: bool
     from_host: bool  # shards of parameters come from the host before each gather
     sends: bool  # shards of gradients go to the host when they have been reduced
@@ -122,11 +123,18 @@ def data_traffic(context: CostContext) -> DataTraffic:
         gradients_appear=full and spec.state.gradient_dtype != "reduce",
         adds_up=spec.state.gradient_dtype != "reduce",
         bucket_bytes=spec.ddp.bucket_bytes,
+        bucket_elements=bucket_elements(context),
         updates_on_host=bool(table.offloaded["optimizer"][0]),
         from_host=bool(table.offloaded["parameters"][0]),
         sends=full and bool(offloaded(context, "gradients")[0]),
         param_bytes=bytes_of("param"),
     )
+
+
+def bucket_elements(context: CostContext) -> Floats:
+    """Return how many elements a sharded optimizer's ranks exchange at once, one value a plan, where a layer has fewer."""
+    ddp, ranks = context.spec.ddp, context.table["dp"] * context.table["cp"]
+    return np.asarray(np.maximum(ddp.bucket_elements, ddp.bucket_elements_per_rank * ranks))
 
 
 @dataclass(slots=True)
@@ -330,9 +338,11 @@ class DataWriter:
                     self.rank.after(REPLICAS, STREAM)
                 shard = shared / t.shard_ranks + experts / t.expert_shard_ranks
                 self.rank.collective("all_reduce", "replicate", shard, stream=REPLICAS)
-        elif t.gradients_sharded or t.optimizer_sharded:
+        elif t.gradients_sharded:
             self._send("reduce_scatter", "dp", shared)
             self._send("reduce_scatter", "expert_dp", experts)
+        elif t.optimizer_sharded:
+            self._send_buckets("reduce_scatter", unit, share, t.reduce_bytes)
         else:
             buckets = np.maximum(np.ceil((shared + experts) / t.bucket_bytes), 1.0) if t.bucket_bytes else 1.0
             self._send("all_reduce", "dp", shared / buckets, buckets)
@@ -369,8 +379,15 @@ class DataWriter:
             self._fetched[unit.name] = self.rank.record(STREAM)
 
     def _send_gathers(self, unit: Unit, share: float) -> None:
-        self._send("all_gather", "dp", share * unit.shared * self.traffic.compute_bytes)
-        self._send("all_gather", "expert_dp", share * unit.experts * self.traffic.compute_bytes)
+        self._send_buckets("all_gather", unit, share, self.traffic.compute_bytes)
+
+    def _send_buckets(self, op: str, unit: Unit, share: float, width: float) -> None:
+        """Exchange a share of a unit: all of it at once, or as a part of a bucket that is larger."""
+        shared, experts, size = share * unit.shared, share * unit.experts, self.traffic.bucket_elements
+        elements = np.where(shared + experts > 0, shared + experts, 1.0)
+        times = np.minimum(elements / np.maximum(size, 1.0), 1.0)
+        self._send(op, "dp", shared * width / times, times)
+        self._send(op, "expert_dp", experts * width / times, times)
 
     def _from_host(self, unit: Unit, share: float) -> None:
         """Bring a share of a unit's shards from the host: in line with the gathers, which wait for it."""
