@@ -13,7 +13,7 @@ import gc
 import importlib.metadata
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,9 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from topology import codec
+from topology.profile.samples import LayerSample
 
+SAMPLED = frozenset(field.name for field in fields(LayerSample))
 LAYERS = (1, 2)
 WARM_UP = 3
 STEPS = 40
@@ -161,8 +163,13 @@ def _time_steps(device: Any, step: Step, recorder: Recorder) -> tuple[list[float
     clock.stamp()
     if clock.missing:
         recorder.missing(clock.missing)
-    extra = {name: median_and_spread([item[name] for item in seen])[0] for name in (seen[0] if seen else {})}
-    return times, extra, next(iter(clock.hertz()), None)
+    return times, medians(seen), next(iter(clock.hertz()), None)
+
+
+def medians(seen: list[dict[str, float]]) -> dict[str, float]:
+    """Return the medians of what steps measured of themselves, as far as a `LayerSample` holds it."""
+    names = [name for name in (seen[0] if seen else {}) if name in SAMPLED]
+    return {name: median_and_spread([item[name] for item in seen])[0] for name in names}
 
 
 def own_step(model: Model, plan: Plan, workload: Workload, runtime: Runtime, device: Any) -> Step:
