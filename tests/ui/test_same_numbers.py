@@ -153,7 +153,7 @@ def test_the_plan_file_is_the_one_that_suggest_saves(explorer, capsys, tmp_path)
 
 def test_the_machine_is_that_of_probe(explorer, capsys):
     document = answer(capsys, "probe", "--from", "h200x4")
-    test = explorer(cluster="h200x4")
+    test = explorer("cluster", cluster="h200x4")
 
     assert metrics(test)["GPUs"] == str(len(document["gpus"]))
     assert sum(table(test, "count")["count"]) == len(document["links"])
