@@ -1,8 +1,6 @@
 """The service over HTTP: jobs are asked for, followed, read and cancelled."""
 
 import asyncio
-import hashlib
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,37 +14,27 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.concurrency import run_in_threadpool
 
 from planner.io.version import version
-from planner.remote.flags import RUNS, Flag
 from planner.remote.settings import LOOPBACK, Settings
-from planner.service.dispatcher import Dispatcher
-from planner.service.documents import Accepted, JobDocument, JobList, document
+from planner.service.documents import Accepted, JobDocument, JobList
 from planner.service.guard import Rates, SameSite, Tokens
-from planner.service.outcome import request_text
-from planner.service.requests import asked_of, request_type, served
-from planner.service.store.database import connect
-from planner.service.store.files import Files
-from planner.service.store.jobs import ENDED, Jobs, KeyTaken, TooMany
+from planner.service.queue import Queue
+from planner.service.requests import request_type
+from planner.service.store.jobs import ENDED, KeyTaken, TooMany
 from topology.errors import PlannerError, UserError
 
-LEAST_FREE_BYTES = 64 << 20
 MAX_BODY_BYTES = 40 << 20  # a file has at most 32 MiB, and JSON escapes some of it
 POLL_S = 0.1
 ELSEWHERE_S = 1.0  # between two looks at a job that another server works on
 MAX_WAIT_S = 30.0
-STARTS, RUN_STARTS = 2, 1  # a question whose process dies is asked once more; a run is never started twice
 
 
 class Service:
     """What the routes share."""
 
     def __init__(self, settings: Settings) -> None:
-        folder = Path(settings.folder)
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.settings = settings
-        self.flags: dict[str, dict[str, Flag]] = served()
-        self.files = Files(folder / "objects")
-        self.jobs = Jobs(connect(settings.database_url, folder))
-        self.dispatcher = Dispatcher(self.jobs, self.files, self.flags, settings)
+        self.queue = Queue(settings)
+        self.jobs, self.files, self.dispatcher = self.queue.jobs, self.queue.files, self.queue.dispatcher
         self.tokens = Tokens(settings.users)
         self.rates = Rates(settings.rate_per_s)
 
@@ -57,34 +45,12 @@ class Service:
             raise HTTPException(401, "a token is needed: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
         return user
 
-    def ready(self) -> str:
-        """Return why no work can be taken; nothing where it can."""
-        if not self.dispatcher.well:
-            return "the dispatcher does not turn"
-        if shutil.disk_usage(self.settings.folder).free < LEAST_FREE_BYTES:
-            return "the disk is full"
-        try:
-            self.jobs.answers()
-        except SQLAlchemyError:
-            return "the database does not answer"
-        return ""
-
-    def submit(self, user: str, command: str, request: BaseModel, key: str | None) -> tuple[str, bool]:
-        """Accept a request as a job; return its id and whether it is new. Raises HTTPException."""
+    def submit(self, user: str, command: str, request: BaseModel, key: str | None) -> str:
+        """Accept a request as a job and return its id. Raises HTTPException."""
         if (wait := self.rates.wait_s(user)) > 0:
             raise HTTPException(429, "too many requests", {"Retry-After": str(int(wait) + 1)})
         try:
-            asked = asked_of(command, self.flags[command], request, may_read=self.settings.users is None)
-            text = request_text(asked, self.files)
-            found = self.jobs.submit(
-                owner=user,
-                command=command,
-                request=text,
-                digest=hashlib.sha256(f"{command} {text}".encode()).hexdigest(),
-                key=key,
-                starts=RUN_STARTS if command in RUNS else STARTS,
-                most_waiting=self.settings.most_waiting,
-            )
+            return self.queue.submit(user, command, request, key=key)
         except UserError as error:
             raise HTTPException(422, str(error)) from error
         except KeyTaken as error:
@@ -93,15 +59,13 @@ class Service:
             raise HTTPException(429, str(error), {"Retry-After": "10"}) from error
         except PlannerError as error:
             raise HTTPException(503, str(error), {"Retry-After": "30"}) from error
-        self.dispatcher.wake()
-        return found
 
     def read(self, user: str, job: str) -> JobDocument:
         """Return a job of a user. Raises HTTPException (404)."""
-        row = self.jobs.read(user, job)
-        if row is None:
+        found = self.queue.read(user, job)
+        if found is None:
             raise HTTPException(404, "there is no such job")
-        return document(row)
+        return found
 
     async def changes(self, user: str, job: str) -> AsyncIterator[JobDocument]:
         """Yield a job's document at each change, until it has ended."""
@@ -158,12 +122,12 @@ async def _database_away(_request: Request, _error: Exception) -> Response:
 def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/healthz", summary="Whether the service can take work.")
     def healthz() -> Response:
-        why = service.ready()
+        why = service.queue.ready()
         return JSONResponse({"status": why or "ok", "version": version()}, status_code=503 if why else 200)
 
 
 def _add_commands(app: FastAPI, service: Service) -> None:
-    for command, flags in service.flags.items():
+    for command, flags in service.queue.flags.items():
         _add_command(app, service, command, request_type(command, flags))
 
 
@@ -175,7 +139,7 @@ def _add_command(app: FastAPI, service: Service, command: str, kind: type[BaseMo
         idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
     ) -> Accepted:
         user = service.user(authorization)
-        job, _ = service.submit(user, command, request, idempotency_key)
+        job = service.submit(user, command, request, idempotency_key)
         response.headers["Location"] = f"/v1/jobs/{job}"
         return Accepted(job=job, url=f"/v1/jobs/{job}", events=f"/v1/jobs/{job}/events")
 
@@ -210,8 +174,7 @@ def _add_jobs(app: FastAPI, service: Service) -> None:
     @app.delete("/v1/jobs/{job}", summary="Cancel a job; one that has ended stays as it is.", tags=["jobs"])
     def cancel(job: str, user: User) -> JobDocument:
         service.read(user, job)
-        service.jobs.cancel(user, job)
-        service.dispatcher.cancel(job)
+        service.queue.cancel(user, job)
         return service.read(user, job)
 
     @app.get("/v1/jobs/{job}/events", response_class=EventSourceResponse, tags=["jobs"])

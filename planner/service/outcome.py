@@ -74,7 +74,9 @@ def _result(answer: str, *, as_text: bool) -> str | None:
 
 def _error(said: str) -> dict[str, str]:
     """Return the error that a command printed last (`PlannerError.__str__`) in its parts."""
-    _, _, error = said.rpartition("error: ")
+    _, found, error = said.rpartition("error: ")
+    if not found:
+        return {}
     message, _, remedy = error.strip()[-4000:].partition("\n  do: ")
     message, _, why = message.partition("\n  why: ")
     parts = {"message": message, "why": why, "remedy": remedy}

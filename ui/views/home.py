@@ -143,6 +143,8 @@ def _next(question: state.Inputs, result: SearchResult, chosen: RankedPlan) -> N
     panels.section("Next")
     with st.container(horizontal=True, gap="small", key="next"):
         for name, label, icon in (
+            ("run", "Run", ":material/play_circle:"),
+            ("tuning", "Tune", ":material/science:"),
             ("exports", "Export", ":material/ios_share:"),
             ("curves", "What if", ":material/tune:"),
             ("plans", "All plans", ":material/leaderboard:"),

@@ -1,0 +1,88 @@
+"""The queue of jobs as other code of this process uses it: the HTTP routes, and the explorer when it is alone."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from sqlalchemy.exc import SQLAlchemyError
+
+from planner.remote.flags import RUNS, Flag
+from planner.remote.settings import Settings
+from planner.service.dispatcher import Dispatcher
+from planner.service.documents import JobDocument, document
+from planner.service.outcome import request_text
+from planner.service.requests import asked_of, request_type, served
+from planner.service.store.database import connect
+from planner.service.store.files import Files
+from planner.service.store.jobs import Jobs
+from topology.errors import UserError
+
+LEAST_FREE_BYTES = 64 << 20
+STARTS, RUN_STARTS = 2, 1  # a question whose process dies is asked once more; a run is never started twice
+
+
+class Queue:
+    """Jobs that are accepted here, and worked on once `dispatcher` is started."""
+
+    def __init__(self, settings: Settings) -> None:
+        folder = Path(settings.folder)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._settings = settings
+        self.flags: dict[str, dict[str, Flag]] = served()
+        self.files = Files(folder / "objects")
+        self.jobs = Jobs(connect(settings.database_url, folder))
+        self.dispatcher = Dispatcher(self.jobs, self.files, self.flags, settings)
+
+    def ready(self) -> str:
+        """Return why no work can be taken; nothing where it can."""
+        if not self.dispatcher.well:
+            return "the dispatcher does not turn"
+        if shutil.disk_usage(self._settings.folder).free < LEAST_FREE_BYTES:
+            return "the disk is full"
+        try:
+            self.jobs.answers()
+        except SQLAlchemyError:
+            return "the database does not answer"
+        return ""
+
+    def submit(self, user: str, command: str, request: BaseModel, *, key: str | None = None) -> str:
+        """Accept a request as a job and return its id; one with a known key is the job that it was.
+
+        Raises UserError where it cannot be asked, KeyTaken, TooMany, and PlannerError where there is no room.
+        """
+        asked = asked_of(command, self.flags[command], request, may_read=self._settings.users is None)
+        text = request_text(asked, self.files)
+        job, _ = self.jobs.submit(
+            owner=user,
+            command=command,
+            request=text,
+            digest=hashlib.sha256(f"{command} {text}".encode()).hexdigest(),
+            key=key,
+            starts=RUN_STARTS if command in RUNS else STARTS,
+            most_waiting=self._settings.most_waiting,
+        )
+        self.dispatcher.wake()
+        return job
+
+    def ask(self, user: str, command: str, said: dict[str, Any]) -> str:
+        """Accept what was said, by flag, as a job and return its id. Raises as `submit` does."""
+        try:
+            request = request_type(command, self.flags[command]).model_validate(said)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UserError(f"{command} cannot be asked so", why=f"{first['loc'][0]}: {first['msg']}") from error
+        return self.submit(user, command, request)
+
+    def read(self, user: str, job: str) -> JobDocument | None:
+        """Return a job of a user; None where there is none of this id."""
+        row = self.jobs.read(user, job)
+        return None if row is None else document(row)
+
+    def cancel(self, user: str, job: str) -> None:
+        """Cancel a job that has not ended; its process ends at once."""
+        self.jobs.cancel(user, job)
+        self.dispatcher.cancel(job)

@@ -1,0 +1,68 @@
+"""Runs from the page: started, stopped, and kept by the queue of the service in this process."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
+from tests.ui.conftest import metrics, said
+
+for _name in ("fastapi", "sqlalchemy", "alembic"):
+    pytest.importorskip(_name, reason=f"{_name} is not installed: pip install 'meshwright[service]'")
+
+from ui import service  # noqa: E402 - after the packages that it needs
+
+PATIENT_S = 120.0
+
+
+@pytest.fixture
+def queue():
+    service.queue.clear()
+    found = service.queue()
+    yield found
+    found.dispatcher.stop()
+    service.queue.clear()
+
+
+def begin(explorer):
+    test = explorer("run", model="tiny-llama", cluster="h200x4", gpus="2", seq="256", batch="4")
+    test.segmented_control[0].set_value("cpu")
+    test.button[0].click().run()
+    return test
+
+
+def settled(test, words):
+    ends = time.monotonic() + PATIENT_S
+    while not any(word in said(test) for word in words):
+        assert time.monotonic() < ends, said(test)
+        time.sleep(0.5)
+        test.run()
+
+
+def test_a_run_is_started_and_its_measurement_shown(explorer, queue):
+    pytest.importorskip("torch", reason="torch runs plans")
+    test = begin(explorer)
+    settled(test, ["The run:"])
+
+    assert "finished" in said(test)
+    assert "Measured step" in metrics(test)
+    (kept,) = queue.jobs.newest(service.USER, 10)
+    assert (kept["command"], kept["state"]) == ("apply", "done")
+
+
+def test_a_run_is_stopped_at_once(explorer, queue):
+    test = begin(explorer)
+    settled(test, ["Queued", "Running", "The run:"])
+    (kept,) = queue.jobs.newest(service.USER, 10)
+    if kept["state"] in {"queued", "running"}:
+        test.button(key="stop_run").click().run()
+        settled(test, ["stopped before it ended"])
+        assert queue.jobs.newest(service.USER, 10)[0]["state"] == "cancelled"
+
+
+def test_a_link_to_a_run_that_is_not_here_says_so(explorer, queue):
+    test = explorer("run", model="tiny-llama", cluster="h200x4", gpus="2", job="0" * 32)
+
+    assert "There is no such run" in said(test)
