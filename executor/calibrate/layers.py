@@ -42,6 +42,7 @@ STEPS = 40
 MIN_STEPS = 5
 MAX_TIMED_S = 1.0  # of the timed steps of one sample together
 
+KEPT = ("host_s", "data_s", "reserved_bytes")  # of what a step measures beside its time
 Step = Callable[[], dict[str, float]]  # runs one step; returns measurements other than its time
 
 
@@ -86,7 +87,7 @@ def record_layers(device: Any, item: dict[str, Any], recorder: Recorder, *, gpu:
                 "step_s": mid,
                 "spread": spread,
                 "count": len(times),
-                **extra,
+                **{name: value for name, value in extra.items() if name in KEPT},
                 "conditions": conditions,
                 "invalid": invalid_reason(conditions),
             },

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.calibrate.calibration_request import (
     CONTENTION,
@@ -35,6 +36,7 @@ from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from simulator.fitting.runtime_fit import DEVICE_BOUND, HOST_BOUND
 from simulator.lowering.training import lower_training
 from simulator.program.program import Collective, Send
 from topology import codec
@@ -118,14 +120,25 @@ class Possible:
             each = BUILD_S[runtime.name == "torchtitan"] + timed + (COMPILED_S if runtime.compile else 0.0)
             what = f"layers of {runtime.name}{', compiled' if runtime.compile else ''}, {described(plan)}"
             shape = f", width {model.hidden}, {scenario.workload.seq_len} tokens"
+            waiting = 1.0 if narrow else float(table.breakdown_s["host"][row]) / step_s
             yield Measurement(
                 name=f"narrow {what}" if narrow else what + shape,
                 request=Request(layers=(item,)),
                 ranks=plan.gpus,
                 seconds=JOB_S + len(counts) * each,
-                seen=seen[row : row + 1],
+                seen=np.where(self._told(waiting), seen[row : row + 1], 0.0),
                 noise=np.array([NARROW_NOISE if narrow else WIDE_NOISE]),
             )
+
+    def _told(self, waiting: float) -> NDArray[np.bool_]:
+        """Return which terms a run of layers tells of that waits for its host for this share of its time.
+
+        A fit takes hosts from runs that they decide, and the device from runs that it decides (`simulator.fitting.runtime_fit`).
+        """
+        hosts = np.array([term.host for term in self.terms], dtype=np.bool_)
+        if waiting > 1 - HOST_BOUND:
+            return hosts
+        return ~hosts if waiting < 1 - DEVICE_BOUND else np.zeros(len(hosts), dtype=np.bool_)
 
     # --- parts of steps ---------------------------------------------------------------------------------------------
 

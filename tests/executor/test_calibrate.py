@@ -21,6 +21,9 @@ MOVES = {
     "embedding": {"t": 8, "v": 32, "h": 16},
     "cross_entropy": {"t": 8, "v": 32},
 }
+MODEL = {
+    "name": "m", "family": "llama", "layers": 1, "hidden": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "ffn": 64, "vocab": 64,
+}  # fmt: skip
 ONCE = {
     "copy": {"bytes": 64},
     "cast": {"elements": 64},
@@ -129,6 +132,32 @@ def test_what_cannot_be_measured_is_missing_and_the_rest_is_there(tmp_path) -> N
     records = list(read_records(tmp_path / "r"))
     assert [r["sample"]["name"] for r in records if r["kind"] == "operator"] == ["silu"]
     assert any("gossip" in r["what"] for r in records if r["kind"] == "missing")
+
+
+@needs_torch
+def test_a_step_may_say_more_than_a_sample_holds(tmp_path, monkeypatch) -> None:
+    """Torchtitan's steps tell their loss as well, which is no part of a profile."""
+    import torch
+
+    from executor.calibrate import layers
+    from executor.launch.records import Recorder
+
+    said = {"data_s": 1e-3, "loss": 2.0, "gradient_norm": 1.0}
+    item = {
+        "model": MODEL,
+        "plan": {},
+        "workload": {"seq_len": 8, "global_batch_size": 1},
+        "runtime": {"name": "torchtitan"},
+    }
+    monkeypatch.setattr(layers, "builder_of", lambda *_: lambda *_: lambda: dict(said))
+    monkeypatch.setattr(layers, "rank_zero_decides", lambda value: value)
+    monkeypatch.setattr(layers.dist, "barrier", lambda: None)
+
+    layers.record_layers(torch.device("cpu"), item, Recorder(tmp_path / "r"), gpu=0)
+
+    head = {"kind": "header", "machine": "m", "gpu": "h200-sxm"}
+    found = profile_from_records([head, *read_records(tmp_path / "r")])
+    assert [(sample.layers, sample.data_s) for sample in found.layers] == [(1, 1e-3), (2, 1e-3)]
 
 
 def test_a_throttled_sample_is_invalid_and_a_power_cap_is_not() -> None:
