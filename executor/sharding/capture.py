@@ -43,6 +43,8 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     """
     try:
         exported = torch.export.export(module, tuple(args), dict(kwargs or {}), strict=False)
+        if any(_writes_in_place(node.target) for node in exported.graph.nodes):
+            exported = exported.run_decompositions({})
     except Exception as error:  # torch.export raises many kinds
         raise UserError(
             f"torch.export cannot capture {type(module).__name__}",
@@ -65,6 +67,10 @@ def capture(module: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, An
     ]
     graph = CapturedGraph(inputs=tuple(reader.inputs), nodes=tuple(reader.nodes), outputs=tuple(named))
     return Captured(graph=graph, constants=reader.constants, result_tree=exported.call_spec.out_spec)
+
+
+def _writes_in_place(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable  # noqa: SLF001
 
 
 @dataclass(frozen=True, slots=True)
