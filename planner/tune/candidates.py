@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.question.question import Question
-from planner.search.plan_space.branch_and_bound import explore
+from planner.search.plan_space.branch_and_bound import Explored, explore, grids_of
 from planner.search.plan_space.candidates import Bounds, enumerate_nodes, plan_of
 from simulator.calibration.intervals import memory_factors
 from simulator.closed_form.estimates import estimate_plans
@@ -78,22 +79,32 @@ def candidates_of(
     recomputes = (bounds.recomputes if bounds else None) or question.framework.recomputes
     # Memory may be over-predicted by as much as its range says.
     screening = replace(Screening(question), share=1 / memory_factors()[0])
-    every = [
-        explore(screening, nodes, recomputes, keep=keep, one_per_grid=grids, progress=progress)
-        for keep, grids in ((quickest, False), (GRIDS, True))
-    ]
-    if not len(every[0]):
+    best = explore(screening, nodes, recomputes, keep=quickest, one_per_grid=False, progress=progress)
+    apart = explore(screening, nodes, recomputes, keep=GRIDS, one_per_grid=True, progress=progress)
+    if not len(best):
         raise Infeasible(
             f"no plan of {question.model.name} fits {question.count} GPUs of {question.cluster.name}",
             remedy="planner suggest with the same flags says what is missing, and how many GPUs would do",
         )
-    columns = joined([found.columns.take(np.argsort(found.step_s, kind="stable")[:quickest]) for found in every])
+    columns = joined([best.columns.take(_quickest(best)[:quickest]), apart.columns.take(_quickest_of_grids(apart))])
     plans = list(dict.fromkeys(plan_of(columns, row, question.cluster) for row in range(len(columns))))
     table = estimate_plans(question, plans, counted=True)
     return in_order(
         [Candidate(plan=plan, runtime=question.runtime, estimate=table.estimate(i)) for i, plan in enumerate(plans)],
-        legal=every[0].legal,
+        legal=best.legal,
     )
+
+
+def _quickest(found: Explored) -> NDArray[np.intp]:
+    """Return rows, quickest first."""
+    return np.argsort(found.step_s, kind="stable")
+
+
+def _quickest_of_grids(found: Explored) -> NDArray[np.intp]:
+    """Return the quickest row of each set of degrees, quickest first."""
+    order = _quickest(found)
+    _, first = np.unique(grids_of(found.columns)[order], return_index=True)
+    return order[np.sort(first)][:GRIDS]
 
 
 def in_order(plans: Sequence[Candidate], *, legal: int) -> Candidates:

@@ -369,3 +369,18 @@ def test_a_tuning_for_another_machine_is_stale(small) -> None:
 
     with pytest.raises(Stale, match="another machine"):
         require_here(asked, four, diagnose(four), allow_busy=False)
+
+
+def test_candidates_are_the_quickest_plans_and_the_quickest_of_every_family(small) -> None:
+    """So that something is left to try where a whole family of plans fails."""
+    question, plans = small
+    found = candidates_of(question, quickest=5)
+    steps = [one.estimate.step_s.value for one in found.plans]
+
+    def degrees(one):
+        return tuple(getattr(one.plan, name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp"))
+
+    assert steps == sorted(steps)
+    assert {degrees(one) for one in plans.plans} <= {degrees(one) for one in found.plans}
+    assert len({degrees(one) for one in found.plans}) > 5
+    assert all(question.legal(one.plan) for one in found.plans)

@@ -129,7 +129,8 @@ def test_a_tuning_that_is_killed_leaves_no_process_and_loses_no_trial(tmp_path) 
     trainer = f"{sys.executable} {tmp_path / 'trainer.py'} {{config}} "
     first = start_planner("tune", *flags, "--command", trainer + "fine,hang,fine")
     wait_for(lambda: state.is_file() and state.read_text().count('"kind":"began"') == 2)
-    wait_for((tmp_path / "trials" / "trial-002" / "child").is_file)
+    child = tmp_path / "trials" / "trial-002" / "child"
+    wait_for(lambda: child.is_file() and child.read_text().isdigit())
 
     first.kill()
     first.wait(20)
