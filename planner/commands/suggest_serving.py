@@ -54,6 +54,7 @@ ONLY_TRAINING = (
     "profile",
     "strict",
     "pick",
+    "offload",
 )
 
 

@@ -44,6 +44,7 @@ from simulator.config.overlap_sites import NONE, tp_overlap_label
 from simulator.config.plan import Plan
 from simulator.pipeline.schedules import default_schedule
 
+NARROW, NARROWEST = 70, 54  # columns of a screen below which the table of plans says less
 LEAST_GAIN = 0.01  # of the step, below which a plan that may fit is not worth a word
 
 
@@ -225,13 +226,21 @@ def settings_text(plan: Plan) -> str:
 
 def print_plans(plans: Sequence[RankedPlan], question: Question) -> None:
     """Print the ranked plans in at most 80 columns; tied plans have the same number, marked."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("#", "plan", "micro", "recompute"):
-        table.add_column(heading, no_wrap=heading != "plan", overflow="fold")
+    # A narrow screen has room for what decides, and for the plans themselves.
+    width = console().width
+    left_out = {"tok/s/GPU", "MFU"} if width < NARROW else set()
+    left_out |= {"micro", "recompute"} if width < NARROWEST else set()
     last_s = min(last_digit_s(ranked.estimate.step_s) for ranked in plans)
     unit = seconds_text(0.0, last_s).split()[1]
-    for heading in (f"step {unit}", "tok/s/GPU", "MFU", "GiB", "fits"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = [
+        one
+        for one in ("#", "plan", "micro", "recompute", f"step {unit}", "tok/s/GPU", "MFU", "GiB", "fits")
+        if one not in left_out
+    ]
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings:
+        text = heading in {"#", "plan", "micro", "recompute"}
+        table.add_column(heading, justify="left" if text else "right", no_wrap=heading != "plan", overflow="fold")
     ties = {tie: len(list(same)) for tie, same in groupby(plans, key=lambda ranked: ranked.tie)}
     for ranked in plans:
         plan, estimate = ranked.plan, ranked.estimate
@@ -239,17 +248,18 @@ def print_plans(plans: Sequence[RankedPlan], question: Question) -> None:
         recompute = (
             f"{len(set(plan.recompute_per_stage))} kinds by stage" if plan.recompute_per_stage else plan.recompute
         )
-        table.add_row(
-            f"{ranked.rank}{' =' if ties[ranked.tie] > 1 else ''}",
-            short_degrees(plan) + (f"; {settings}" if settings else ""),
-            f"{plan.micro_batches(question.workload.global_batch_size)} x {plan.micro_batch_size}",
-            recompute,
-            seconds_text(estimate.step_s.value, last_s).split()[0],
-            rate_text(estimate),
-            f"{estimate.mfu:.0%}",
-            gib_text(estimate.memory.reserved_bytes),
-            fits_text(estimate),
-        )
+        cells = {
+            "#": f"{ranked.rank}{' =' if ties[ranked.tie] > 1 else ''}",
+            "plan": short_degrees(plan) + (f"; {settings}" if settings else ""),
+            "micro": f"{plan.micro_batches(question.workload.global_batch_size)} x {plan.micro_batch_size}",
+            "recompute": recompute,
+            f"step {unit}": seconds_text(estimate.step_s.value, last_s).split()[0],
+            "tok/s/GPU": rate_text(estimate),
+            "MFU": f"{estimate.mfu:.0%}",
+            "GiB": gib_text(estimate.memory.reserved_bytes),
+            "fits": fits_text(estimate),
+        }
+        table.add_row(*(cells[heading] for heading in headings))
     console().print(table)
     if any(count > 1 for count in ties.values()):
         print_lines(console(), ["= too close for the model to tell apart: the simplest comes first"])

@@ -167,3 +167,10 @@ def test_explain_and_trace_speak_of_the_same_step(planner, tmp_path):
     assert explained["estimate"]["step_s"]["value"] == pytest.approx(step_s, rel=0.03)
     assert explained["memory"]["host_bytes"] == pytest.approx(70.55e9 * 16 / 8, rel=0.02)
     assert explained["behind_s"] <= 0.2 * step_s
+
+
+def test_a_deployment_refuses_what_only_training_has(planner):
+    done = planner("suggest", "--task", "serve", "--isl", 512, "--osl", 64, "--offload", "parameters")
+
+    assert done.returncode == 2
+    assert "--offload" in done.stderr

@@ -103,3 +103,18 @@ def test_odd_names_are_printed_not_obeyed(result, capsys, monkeypatch):
 
 def test_printable_keeps_text_and_newlines():
     assert printable("a\nb\tc\x07\u202e") == "a\nb\\tc\\x07\\u202e"
+
+
+@pytest.mark.parametrize("columns", [50, 60, 80])
+def test_the_table_of_plans_says_its_plans_on_a_screen_of_any_width(result, monkeypatch, capsys, columns):
+    """Fewer columns on a narrow screen, and none of them folded letter by letter."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    print_search(result, out=None)
+    lines = capsys.readouterr().out.splitlines()
+    number = next(number for number, line in enumerate(lines) if line.startswith("#"))
+
+    assert max(map(len, lines)) <= columns
+    assert "plan" in lines[number]
+    assert "GiB" in lines[number]
+    assert ("MFU" in lines[number]) == (columns >= 80)
+    assert re.match(r"1 (= )?\s*(dp|tp|pp) \d", lines[number + 1])
