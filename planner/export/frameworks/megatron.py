@@ -89,6 +89,10 @@ def program(job: ExportJob) -> tuple[list[str], Draft]:
         runtime.param_dtype == "bfloat16" and job.question.framework.name != "megatron-lm"
     ):  # Megatron-LM's own meaning of it
         not_expressed.append("parameters stored in bfloat16 only: Megatron-LM keeps float32 copies in its optimizer")
+    if runtime.compute_dtype == "float4":
+        not_expressed.append("products in float4: written as bfloat16; add --fp4-format and --fp4-recipe")
+    elif runtime.low and runtime.low_precision_recipe not in {"", "delayed"}:
+        not_expressed.append(f"recipe {runtime.low_precision_recipe}: add --fp8-recipe, whose default is delayed")
     if runtime.compile:
         not_expressed.append("torch.compile of the model: Megatron-LM compiles single functions only")
     not_expressed += _model_not_expressed(model)

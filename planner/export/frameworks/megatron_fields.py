@@ -285,7 +285,7 @@ def _write_types(facts: Facts) -> Settings:
     compute = facts["compute_dtype"]
     return set_flags(
         {
-            "--bf16": compute in {"bfloat16", "float8"},
+            "--bf16": compute in {"bfloat16", "float8", "float4"},
             "--fp16": compute == "float16",
             "--fp8-format": "hybrid" if compute == "float8" else None,
             "--grad-reduce-in-bf16": facts["reduce_dtype"] == "bfloat16",
