@@ -34,6 +34,7 @@ from planner.sharding.solver.pricing import pricing_of
 from topology.errors import Infeasible
 
 _FIRST_ALLOWANCE = 0.002  # of the relaxation's value: variables whose reduced cost is above it are left out at first
+_SMALLEST_SHARE = 1 / 4096
 FOLDED_POLICIES = frozenset({"min_time", "min_ring_bytes"})  # those under which layers that are alike are placed alike
 
 
@@ -70,35 +71,78 @@ def choose(problem: ShardingProblem) -> tuple[Choice, LayoutCandidates]:
     return _flat(candidates, assignment, cost, cost if bound is None else min(bound, cost)), candidates
 
 
+@dataclass(frozen=True, slots=True)
+class _Best:
+    """The best assignment so far, if any, its cost, and whether none of the program that was built costs less."""
+
+    assignment: Assignment | None
+    cost: float
+    proved: bool = False
+
+
 def _solve_time(program: IntegerProgram, end: float | None) -> tuple[Assignment, float]:
-    """Return the best assignment found by `end`, and a lower bound of all."""
+    """Return the best assignment found by `end`, and a lower bound of all.
+
+    No better choice has an option or a redistribution that alone costs more than what lies between the bound and the best
+    cost: that is left out. Where too much is left, less is tried, which is a proof if the answer turns out close enough.
+    """
+    first = first_answer(program)
+    best = _Best(first, np.inf if first is None else float(program.cost_of(first)))
+    bound, share = program.least_options, 1.0
+    while share >= _SMALLEST_SHARE:
+        spare = best.cost - program.least_options
+        if best.assignment is not None and share == 1.0:
+            best = _Best(program.prune(spare, best.assignment), best.cost)
+        try:
+            program.build(spare * share, end)
+        except Infeasible:
+            if not np.isfinite(spare):
+                raise
+            if end is not None and monotonic() > end:
+                break
+            share /= 4
+            continue
+        found, relaxed = _solve_built(program, best, end, complete=share == 1.0)
+        if share == 1.0:
+            bound = max(bound, relaxed)
+        if found.proved and found.cost - program.least_options <= spare * share:
+            bound = found.cost
+        improved, best = found.cost < best.cost, found
+        over = end is not None and monotonic() > end
+        if share == 1.0 or bound == best.cost or over or not improved:
+            break
+        share = 1.0  # what is to spare is less than it was
+    if best.assignment is None:
+        raise Infeasible("no answer within the time limit", remedy="a longer limit, or more pinned tensors")
+    return best.assignment, min(bound, best.cost)
+
+
+def _solve_built(program: IntegerProgram, best: _Best, end: float | None, *, complete: bool) -> tuple[_Best, float]:
+    """Return the best of what was built or `best`, and the value of the relaxation. Raises Infeasible if `complete`."""
 
     def left() -> float | None:
         return None if end is None else end - monotonic()
 
-    best = first_answer(program)
-    best_cost = np.inf if best is None else float(program.cost_of(best))
-    spare = best_cost - program.least_options
-    if best is not None:  # no better choice has an option or a move that alone costs what is to spare
-        best = program.prune(spare, best)
-    program.build(spare)
-    relaxed = program.relax(left())
+    try:
+        relaxed = program.relax(left())
+    except Infeasible:
+        if complete:
+            raise
+        return best, 0.0
     if relaxed is None:
-        if best is None:
-            raise Infeasible("no answer within the time limit", remedy="a longer limit, or more pinned tensors")
-        return best, program.least_options
+        return best, 0.0
     bound, reduced, values = relaxed
     if program.is_integral(values):
-        return program.read(values), bound
+        return (_Best(program.read(values), bound, proved=True) if bound <= best.cost else best), bound
     allowance = max(1.0, _FIRST_ALLOWANCE * bound)
     while True:  # a variable whose reduced cost exceeds the gap to the bound cannot be in an optimal solution
-        allowance = min(allowance, best_cost - bound + 1.0)
+        allowance = min(allowance, best.cost - bound + 1.0)
         found = program.choose(program.costs, reduced <= allowance, limit=None, seconds=left())
-        if found is not None and found.cost < best_cost:
-            best, best_cost = found.assignment, found.cost
-        if best is not None:
-            if (found is None or found.proved) and best_cost - bound <= allowance:
-                return best, best_cost
+        if found is not None and found.cost < best.cost:
+            best = _Best(found.assignment, found.cost)
+        if best.assignment is not None:
+            if (found is None or found.proved) and best.cost - bound <= allowance:
+                return _Best(best.assignment, best.cost, proved=True), bound
             over = end is not None and monotonic() > end
             if over or (found is not None and not found.proved):
                 return best, bound

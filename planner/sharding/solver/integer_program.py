@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from math import gcd, prod
+from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ from planner.sharding.solver.pricing import TimePricing
 from simulator.config.runtime import ELEMENT_BYTES
 from topology.errors import Infeasible
 
-MAX_VARIABLES = 2_000_000
+MAX_VARIABLES = 400_000
 EXACT_BITS = 48  # costs beyond 2**48 units are rounded: solvers compute in doubles
 Numbers = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -96,20 +97,30 @@ class IntegerProgram:
         self.move_times = (
             MoveTimes(self.mesh, candidates.pricing) if isinstance(candidates.pricing, TimePricing) else None
         )
-        self._costs: list[Integers] = []
-        self._ties: list[Integers] = []
-        self._count = 0
-        self.spare = np.inf
-        self.equal, self.most = _Rows(), _Rows()
-        self.kept: list[tuple[int, int, Layout, float]] = []  # variable, class, layout of the copy, its bytes
+        self.spare: float = np.inf
+        self.end: float | None = None
+        self.layout_lists: list[list[Layout]] = []
+        self._clear()
         self.members = candidates.alike.members()
         self.tensor_members = candidates.alike.tensor_members()
         self._producers, self._consumers = self.problem.graph.producers, self.problem.graph.consumers
         self._describe()
 
-    def build(self, spare: float = np.inf) -> None:
-        """Make the variables and rows. What costs over `spare` more than the cheapest of its kind is left out."""
-        self.spare = spare
+    def _clear(self) -> None:
+        self._costs: list[Integers] = []
+        self._ties: list[Integers] = []
+        self._count = 0
+        self.equal, self.most = _Rows(), _Rows()
+        self.kept: list[tuple[int, int, Layout, float]] = []  # variable, class, layout of the copy, its bytes
+
+    def build(self, spare: float = np.inf, end: float | None = None) -> None:
+        """Make the variables and rows. What costs over `spare` more than the cheapest of its kind is left out.
+
+        Raises Infeasible where that leaves over MAX_VARIABLES, or it is not done at the time `end`.
+        """
+        self.spare, self.end = spare, end
+        self._clear()
+        self.layout_lists = list(self._all_layouts)
         self._build()
         self.costs = np.concatenate([np.zeros(0, dtype=np.int64), *self._costs])
         self.ties = np.concatenate([np.zeros(0, dtype=np.int64), *self._ties])
@@ -148,14 +159,30 @@ class IntegerProgram:
             self.option_ties.append(
                 [_tie(cost, replicated=o.replicated_axes) for cost, o in zip(inside, found, strict=True)]
             )
-        self.layout_lists: list[list[Layout]] = []
+        self.layout_lists = []
         self.producer: list[int | None] = []
         self.consumers: list[list[tuple[int, int]]] = []
         for name, *_ in self.tensor_members:
             self.layout_lists.append(self._possible_layouts(name))
             self.producer.append(alike.operators[self._producers[name]] if name in self._producers else None)
             self.consumers.append(sorted({(alike.operators[n], p) for n, p in self._consumers.get(name, ())}))
+        self._all_layouts = list(self.layout_lists)
+        self._prepare_moves()
         self._bound_options()
+
+    def _prepare_moves(self) -> None:
+        """Tell the times of redistributions which layouts there are."""
+        if self.move_times is None:
+            return
+        for each, (made, uses) in enumerate(zip(self.producer, self.consumers, strict=True)):
+            name = self.tensor_members[each][0]
+            if self.candidates.redistributor_for(name).irregular_specs:
+                continue
+            found = dict.fromkeys([*self.layout_lists[each], *self.candidates.layouts[name]])
+            found |= dict.fromkeys(self.results_of(made)[0] if made is not None else ())
+            for use in uses:
+                found |= dict.fromkeys(self.needs_of(*use)[0])
+            self.move_times.prepare(self.problem.tensors[name], found)
 
     def _bound_options(self) -> None:
         """Bound every option by its own cost and the cheapest way on for its results, such as a gradient's reduction."""
@@ -169,6 +196,8 @@ class IntegerProgram:
                 least = self.move_costs(each, results, targets)[0].min(axis=1) * len(self.tensor_members[each])
                 for cost, numbers in zip(least, makers, strict=True):
                     bounds[made][numbers] += cost
+        if not all(np.isfinite(bound.min()) for bound in bounds):
+            raise unsatisfiable()
         self.extras = [bound - bound.min() for bound in bounds]
         self.least_options = float(sum(bound.min() for bound in bounds))
 
@@ -192,6 +221,8 @@ class IntegerProgram:
             self.equal.add([self.options[-1]], [1], 1)
         self.layouts: list[Integers] = []  # by class of tensors, one variable a layout; none where `passing`
         for each, (made, uses) in enumerate(zip(self.producer, self.consumers, strict=True)):
+            if self.end is not None and monotonic() > self.end:
+                raise Infeasible("no answer within the time limit", remedy="a longer limit, or more pinned tensors")
             if made is not None and self.passing(each):
                 self.layouts.append(np.zeros(0, dtype=np.int64))
                 self._add_direct_moves(each, made, uses[0])
@@ -223,7 +254,8 @@ class IntegerProgram:
             needed, users = self.needs_of(consumer, position)
             costs = self.move_costs(each, layouts, needed, self.members[consumer][0])[0] * count
             after = np.maximum(after, (costs + self._extra_of(consumer, users)[None, :]).min(axis=1))
-        kept = np.flatnonzero(before + after <= self.spare)
+        least = float((before + after).min())
+        kept = np.flatnonzero(before + after <= max(self.spare, least))
         self.layout_lists[each] = [layouts[n] for n in kept]
         return before[kept], after[kept]
 

@@ -78,15 +78,22 @@ class MoveTimes:
     _graphs: dict[tuple[int, ...], _LayoutGraph] = field(default_factory=dict)
     _times: dict[tuple[tuple[int, ...], int, int], Times] = field(default_factory=dict)
 
+    def prepare(self, tensor: Tensor, layouts: Iterable[Layout]) -> None:
+        """Note layouts that will be asked about: all that are known before the first question are solved at once."""
+        self._graph(tensor).expand(layouts)
+
+    def _graph(self, tensor: Tensor) -> _LayoutGraph:
+        signature = tuple(gcd(size, self.mesh.ranks) for size in tensor.shape)
+        if signature not in self._graphs:
+            self._graphs[signature] = _LayoutGraph(Redistributor(signature, _DTYPE, self.mesh))
+        return self._graphs[signature]
+
     def between(self, tensor: Tensor, sources: Sequence[Layout], targets: Sequence[Layout]) -> Times:
         """Return the times of all pairs, infinite where there is no path."""
-        signature = tuple(gcd(size, self.mesh.ranks) for size in tensor.shape)
-        graph = self._graphs.get(signature)
-        if graph is None:
-            graph = self._graphs[signature] = _LayoutGraph(Redistributor(signature, _DTYPE, self.mesh))
+        graph = self._graph(tensor)
         graph.expand([*sources, *targets])
         nbytes = prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype]
-        key = (signature, nbytes, len(graph.layouts))
+        key = (graph.redistributor.shape, nbytes, len(graph.layouts))
         if key not in self._times:
             self._times[key] = self._shortest(graph, nbytes)
         rows = [graph.numbers[layout] for layout in sources]
