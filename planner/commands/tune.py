@@ -22,12 +22,21 @@ from planner.runs.launchers import submit as submit_job
 from planner.tune import text
 from planner.tune.document import tune_document
 from planner.tune.history import history
-from planner.tune.job import TuneJob
 from planner.tune.learned import add_trials
 from planner.tune.loop import View
 from planner.tune.report import to_html
-from planner.tune.session import require_device, run_session, shown
-from planner.tune.start import BUDGET, asked_of, how_of, jobs_of, recorded_of, recorded_twin, require_agreed, seconds_of
+from planner.tune.sessions.job import TuneJob
+from planner.tune.sessions.session import require_device, run_session, shown
+from planner.tune.sessions.start import (
+    BUDGET,
+    asked_of,
+    how_of,
+    jobs_of,
+    recorded_of,
+    recorded_twin,
+    require_agreed,
+    seconds_of,
+)
 from planner.tune.state import State, read_state, write_new
 from planner.tune.trials import Runner
 from topology import codec

@@ -33,7 +33,7 @@ from planner.sharding.report import report_case
 from planner.tune.document import tune_document
 from planner.tune.loop import Limits, tune
 from planner.tune.runners.twin import Twin, recorded_questions
-from planner.tune.session import cut_short
+from planner.tune.sessions.session import cut_short
 from planner.tune.state import read_state
 from planner.tune.text import lines as text_of_tuning
 from simulator.config.hf_config import load_model, model_from_config

@@ -18,7 +18,7 @@ from planner.tune.choice import Best, choose, gain
 from planner.tune.learned import add_trials
 from planner.tune.loop import MOST_FAILED, Limits, tune
 from planner.tune.runners.twin import Recorded, Twin, recorded_questions
-from planner.tune.session import require_here
+from planner.tune.sessions.session import require_here
 from planner.tune.state import Asked, read_state, write_new, writing
 from planner.tune.stop import outlook
 from planner.tune.trials import Status, Trial

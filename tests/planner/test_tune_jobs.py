@@ -13,8 +13,8 @@ import yaml
 
 from planner.question.question import question_of
 from planner.tune.candidates import candidates_of
-from planner.tune.job import TuneJob
 from planner.tune.runners.job_trials import JobTrials
+from planner.tune.sessions.job import TuneJob
 from planner.tune.state import Asked
 from planner.tune.trials import Chosen, Status
 from simulator.config.hf_config import load_model

@@ -35,7 +35,7 @@ def test_a_damaged_state_in_the_folder_is_said_to_be_one(explorer, monkeypatch, 
 
 def test_the_posterior_of_every_finalist_shrinks_to_its_measurement() -> None:
     from planner.tune.history import history
-    from planner.tune.session import shown
+    from planner.tune.sessions.session import shown
     from planner.tune.state import read_state
     from ui.charts.tuning import better_left, posterior
 

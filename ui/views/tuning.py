@@ -9,7 +9,7 @@ import streamlit as st
 
 from planner.tune.history import candidate_words, history
 from planner.tune.loop import View
-from planner.tune.session import shown
+from planner.tune.sessions.session import shown
 from planner.tune.state import State, parse_state, read_state
 from planner.tune.text import chance_text
 from topology.errors import PlannerError

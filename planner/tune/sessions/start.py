@@ -12,9 +12,9 @@ from planner.question.cases import read_cases
 from planner.question.flags import Flags
 from planner.search.answer import search_question
 from planner.tune.candidates import Candidates, candidates_of
-from planner.tune.job import LAUNCHERS
 from planner.tune.runners.command_trials import command_metric, command_words
 from planner.tune.runners.twin import Twin, recorded_questions
+from planner.tune.sessions.job import LAUNCHERS
 from planner.tune.state import Asked, State
 from simulator.fitting.calibration_fit import Calibrations
 from simulator.legality.frameworks import framework_named
