@@ -38,9 +38,9 @@ from topology.codec import read_json
 POLL_S = 0.1
 LIMIT_FACTOR, LIMIT_S = 3.0, 10.0  # a job is given up after so many times its expected seconds, and so many more
 COMPILE_LIMIT_S = 120.0
+RESTLESS_S = 45.0  # from the beginning, after which hosts are measured though something still starts or compiles
 MOST_STARTS = 3  # of a crew on the same GPUs
 KEPT_S = 1.0  # of the budget, for ending
-LOOK_AHEAD = 8  # jobs whose crews are started before it is their turn
 
 Job = dict[str, Any]
 Place = tuple[str, tuple[int, ...]]  # what a crew is for, and on which GPUs
@@ -156,13 +156,12 @@ class Shop:
     # --- who works where --------------------------------------------------------------------------------------------
 
     def _start_crews(self, waiting: Sequence[Work]) -> None:
-        """Start the crews of the next jobs and of what is to be compiled, which takes longest: joining takes seconds.
+        """Start the crews of all jobs at once, those that compile first: later it would disturb who measures hosts.
 
         There are no more crews for some ranks than jobs.
         """
-        compiling = [job for job in waiting if job.compiling]
         counts = Counter((job.use, int(job.job["ranks"])) for job in waiting)
-        for job in [*compiling, *[job for job in waiting if not job.compiling][:LOOK_AHEAD]]:
+        for job in sorted(waiting, key=lambda job: not job.compiling):
             for place in self._places(job)[: counts[job.use, int(job.job["ranks"])]]:
                 if place not in self.crews:
                     self._crew(place)
@@ -198,7 +197,10 @@ class Shop:
         return self.crews[place]
 
     def _hand_out(self, waiting: list[Work]) -> None:
-        """Give jobs to idle crews: in order, and none past one that waits for GPUs; what compiles takes no GPU."""
+        """Give jobs to idle crews: in order, and none past one that waits for GPUs; what compiles takes no GPU.
+
+        Hosts are not measured while others start or compile: on H200s that made steps of narrow layers scatter by their median.
+        """
         for job in [one for one in waiting if one.compiling]:
             place = self._places(job)[0]
             if place not in self.compiling and self._ready(place):
@@ -207,8 +209,12 @@ class Shop:
                 self.crews[place].give(job.limited(self.deadline.left_s, kind="compile"), COMPILE_LIMIT_S)
         busy = {gpu for _, gpus in self.running for gpu in gpus}
         quiet = {job.quiet for job in self.running.values()}
+        restless = bool(self.compiling) or any(crew.state == "starting" for crew in self.crews.values())
+        restless = (restless or any(job.compiling for job in waiting)) and time.monotonic() - self.began < RESTLESS_S
         for job in [one for one in waiting if not one.compiling]:
             if not self._in_time(job):
+                continue
+            if job.quiet and restless:
                 continue
             if quiet and quiet != {job.quiet}:
                 break

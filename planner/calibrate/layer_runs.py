@@ -90,7 +90,7 @@ def _types(runtime: Runtime, plan: Plan) -> Runtime:
 def narrow_requests(step: PlannedStep, gpus: int) -> list[dict[str, Any]]:
     """Return the narrow runs whose hosts do what the plan's do: of its layer and, under a pipeline, of two stages."""
     single = single_layer_plan(step.plan, gpus)
-    found = [] if single is None else [_narrow(step, single, (1, 2))]
+    found = [] if single is None else [_narrow(step, single, (1, 8))]
     if step.plan.pp > 1 and gpus > 1:
         shards = 2 if gpus > 3 and step.plan.dp_shard > 1 else 1
         found.append(_narrow(step, Plan(pp=2, dp_shard=shards, schedule="1F1B", recompute=step.plan.recompute), (2,)))

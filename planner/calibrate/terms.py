@@ -56,6 +56,7 @@ HOST_WORDS = {
     "selective_s": "recomputing a layer operator by operator",
     "rest_s": "a step outside layers",
     "fsdp_rest_s": "a step outside layers, more under FSDP",
+    "ddp_rest_s": "a step outside layers, more under DDP",
     "tp_rest_s": "a step outside layers, more under tensor parallelism",
     "cp_rest_s": "a step outside layers, more under context parallelism",
 }
@@ -150,12 +151,13 @@ def terms_of(plans: Sequence[Plan], runtimes: Sequence[Runtime], ops: Sequence[s
         found.append(
             Term(name=f"kernels inside a step of {_called(*runtime)}", spread=INSIDE_SPREAD, change=_inside(runtime))
         )
-        known = usual_costs(runtime_spec(runtime[0]).host)
+        described = runtime_spec(runtime[0]).host
+        known = usual_costs(described)
         found += [
             Term(
                 name=f"host, {_called(*runtime)}: {HOST_WORDS.get(name, name)}",
-                spread=spread_of(name, known[name]),
-                change=_raise_host((*runtime, name), spread_of(name, known[name])),
+                spread=spread_of(name, described),
+                change=_raise_host((*runtime, name), spread_of(name, described)),
                 occurs=partial(_costs, name),
                 host=True,
             )

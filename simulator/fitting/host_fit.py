@@ -38,6 +38,7 @@ SINGLE = (
     "selective_s",
     "rest_s",
     "fsdp_rest_s",
+    "ddp_rest_s",
     "tp_rest_s",
     "cp_rest_s",
 )
@@ -101,6 +102,7 @@ def costs_in(plan: Plan) -> frozenset[str]:
         "fsdp_layer_s": sharded,
         "fsdp_rest_s": sharded,
         "ddp_layer_s": plan.dp_replicate > 1,
+        "ddp_rest_s": plan.dp_replicate > 1,
         "tp_layer_s": plan.tp > 1,
         "tp_rest_s": plan.tp > 1,
         "fsdp_tp_layer_s": plan.tp > 1,  # which is wrapped where types differ, though nothing is sharded
@@ -123,11 +125,11 @@ def usual_costs(described: HostSpec) -> Costs:
     return {name: max(value, 0.0 if name == "launch_s" else LEAST_S) for name, value in found.items()}
 
 
-def spread_of(name: str, seconds: float) -> float:
-    """Return the spread of the logarithm of a cost that is described as `seconds`, beyond that of the host as a whole."""
+def spread_of(name: str, described: HostSpec) -> float:
+    """Return the spread of the logarithm of a described cost, beyond that of the host as a whole."""
     if name == "launch_s":
         return LAUNCH_SPREAD
-    return UNKNOWN_SPREAD if seconds <= LEAST_S else COST_SPREAD
+    return COST_SPREAD if getattr(described, name) else UNKNOWN_SPREAD
 
 
 def as_host_fields(costs: Mapping[str, float]) -> Costs:
@@ -174,7 +176,7 @@ def _taken_apart(group: HostRuns) -> _Rows:
     fixed = np.maximum(at - matrix @ np.array(list(high.values())), 1e-6)
     return _Rows(
         names=tuple(usual),
-        spreads=np.array([spread_of(name, value) for name, value in usual.items()]),
+        spreads=np.array([spread_of(name, group.described) for name in usual]),
         usual=np.array(list(usual.values())),
         fixed=fixed,
         counts=matrix,

@@ -42,6 +42,7 @@ ROUNDS = 3
 FACTORS = (0.5, 2.0)  # of kernel times inside a step over those alone; beyond, a fit has found noise
 KERNELS = ("compute", "recompute")  # parts of a step that the factors stretch
 MOST_STEP_S = 10e-3
+LEAST_LOADED = 4096  # tokens of a rank's step: of fewer, loading is what a batch costs, not a token
 # Costs of the host that a fit starts from: none, so that what is predicted is the device alone.
 NO_HOST_COST = as_host_fields(dict.fromkeys(("launch_s", *SINGLE), 0.0)) | {"step_s": 0.0, "cut_step_s": 0.0}
 FEWEST = 3  # device-bound runs below which nothing is said of the device
@@ -207,9 +208,9 @@ class _Fit:
     def _data(self) -> dict[str, float]:
         """Return host seconds per token loaded, as the runtime itself timed its loading."""
         rates = [
-            run.sample.data_s / (run.workload.seq_len * run.workload.global_batch_size / run.plan.data_parallel)
+            run.sample.data_s / _loaded_tokens(run)
             for run in self.runs
-            if run.sample.data_s is not None and run.workload.seq_len >= 2048
+            if run.sample.data_s is not None and _loaded_tokens(run) >= LEAST_LOADED
         ]
         return {"data_token_s": float(np.median(rates))} if rates else {}
 
@@ -343,5 +344,8 @@ def _pairs(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
 
 
 def _loading_s(run: Run, host: dict[str, float]) -> float:
-    tokens = run.workload.seq_len * run.workload.global_batch_size / run.plan.data_parallel
-    return host.get("data_token_s", 0.0) * tokens
+    return host.get("data_token_s", 0.0) * _loaded_tokens(run)
+
+
+def _loaded_tokens(run: Run) -> float:
+    return run.workload.seq_len * run.workload.global_batch_size / run.plan.data_parallel

@@ -118,7 +118,7 @@ class HostSpec:
     # tensor parallelism, sees a part of the sequence, exchanges tokens of experts, or is sharded and cut at once; what dispatching a layer
     # operator by operator costs under selective recomputation; and the host's work of a step outside its layers, which runs ahead of the
     # device where that is the slower one: of any step, and what it is more (embedding, head, norms, update) where parameters are
-    # sharded or cut, or sequences are; and what a pass of a pipeline's stage costs more: its action in the schedule, its messages.
+    # sharded, replicated or cut, or sequences are; and what a pass of a pipeline's stage costs more: its action in the schedule, its messages.
     fsdp_layer_s: float = 0.0
     ddp_layer_s: float = 0.0
     tp_layer_s: float = 0.0
@@ -129,6 +129,7 @@ class HostSpec:
     selective_s: float | None = None  # None: as any other recomputed region
     rest_s: float = 0.0
     fsdp_rest_s: float = 0.0
+    ddp_rest_s: float = 0.0
     tp_rest_s: float = 0.0
     cp_rest_s: float = 0.0
     cut_step_s: float = 0.0  # what `step_s` is more where parameters or sequences are sharded or cut

@@ -71,6 +71,7 @@ def rest_host_s(host: HostSpec, table: PlanTable) -> Floats:
     return np.asarray(
         host.rest_s
         + np.where(table.fully_sharded, host.fsdp_rest_s, 0.0)
+        + np.where(~table.fully_sharded & (table["dp_replicate"] > 1), host.ddp_rest_s, 0.0)
         + np.where(table["tp"] > 1, host.tp_rest_s, 0.0)
         + np.where(table["cp"] > 1, host.cp_rest_s, 0.0)
     )

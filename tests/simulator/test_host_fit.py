@@ -128,7 +128,8 @@ def narrow_steps() -> list[tuple[Model, Plan, Workload, Runtime]]:
     found = []
     for model, plan, counts in (
         (dense, Plan(), (1, 2)),
-        (dense, Plan(dp_shard=4), (1, 2)),
+        (dense, Plan(dp_shard=4), (1, 8)),
+        (dense, Plan(dp_replicate=4), (1, 8)),
         (sparse, Plan(dp_shard=4), (1, 2)),
         (sparse, Plan(dp_shard=4, ep=4), (1, 2)),
         (dense, Plan(dp_shard=2, pp=2, schedule="1F1B"), (2,)),
@@ -147,8 +148,10 @@ def step_s(parts: tuple[Model, Plan, Workload, Runtime], known: Calibration) -> 
 
 
 def test_hosts_of_experts_and_pipelines_are_found_though_described_as_nothing() -> None:
-    """Steps of narrow layers as a host makes them that takes 4 ms for a layer's experts and 0.8 ms for a stage's pass."""
-    true = {"ep_layer_s": 4e-3, "pp_pass_s": 0.8e-3}
+    """Steps of narrow layers as a host makes them that takes 4 ms for a layer's experts, 0.8 ms for a stage's pass, and 3 ms
+    more for a step under DDP.
+    """
+    true = {"ep_layer_s": 4e-3, "pp_pass_s": 0.8e-3, "ddp_rest_s": 3e-3}
     gpu = Calibration(gpu=MACHINE.slowest_kind)
     host = dataclasses.replace(gpu, runtimes={("torchtitan", False): RuntimeCosts(host=true)})
     samples = tuple(
@@ -167,6 +170,7 @@ def test_hosts_of_experts_and_pipelines_are_found_though_described_as_nothing() 
     costs = found.runtime("torchtitan", compiled=False).host
     assert costs["ep_layer_s"] == pytest.approx(4e-3, rel=0.2)
     assert costs["pp_pass_s"] == pytest.approx(0.8e-3, rel=0.25)
+    assert costs["ddp_rest_s"] == pytest.approx(3e-3, rel=0.25)
     assert costs["launch_s"] == pytest.approx(TITAN.launch_s, rel=0.1)
     for parts, sample in zip(narrow_steps(), samples, strict=True):
         assert step_s(parts, found) == pytest.approx(sample.step_s, rel=0.06)

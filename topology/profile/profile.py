@@ -38,6 +38,8 @@ FASTEST_OVER_DATASHEET = 1.1  # nominal link rates are rounded down by up to 6 %
 RANGES: dict[str, Range] = {"count": (1, 10**9), "ranks": (1, 1 << 20), "nodes": (1, 1 << 20), "gpus": (0, 1 << 20)}
 # A launch alone takes a microsecond, a call of the host a tenth of that.
 QUICKEST_S = 1e-8
+# Layers this narrow show the host, and nobody trains a model of so few: several tell what each of them costs.
+NARROW_WIDTH, NARROW_LAYERS = 512, 8
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 
@@ -162,7 +164,7 @@ def check_profile(profile: Profile, *, where: str = "profile", cluster: Cluster 
         if not math.isfinite(rate) or rate < 0:
             raise BadInput(f"{where}: $.overlap_rates.{name} is {rate}", why="a rate is finite and not negative")
     for index, layer in enumerate(profile.layers):
-        if layer.layers not in {1, 2}:
+        if not 1 <= layer.layers <= (NARROW_LAYERS if layer.model.get("hidden", 0) <= NARROW_WIDTH else 2):
             raise BadInput(
                 f"{where}: $.layers[{index}] has {layer.layers} layers",
                 why="a runtime is calibrated on one and two layers, never on the runs that are to be predicted",

@@ -193,7 +193,7 @@ class LayerSample(Sample):
     """A training step of one or two layers of a real model under a real runtime.
 
     `model`, `plan`, `workload` and `runtime` are the fields of the simulator's types as plain data; the model's number
-    of layers is 1 or 2. `step_s` is the median step, `host_s` the host time to issue forward and backward where it was
+    of layers is 1 or 2, of narrow layers that show the host up to 8. `step_s` is the median step, `host_s` the host time to issue forward and backward where it was
     measured, `reserved_bytes` the allocator's peak, `data_s` the part of the step spent on data loading.
     """
 
