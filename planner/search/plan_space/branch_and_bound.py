@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.plan_space.candidates import Nodes
+from planner.search.plan_space.kept import Collected, Threshold
 from simulator.closed_form.screening import Screening, SharedBlocks
 from simulator.columns.plan_columns import PlanColumns, distinct, joined
 from simulator.columns.plan_table import Floats
@@ -196,9 +197,9 @@ def _screen_memory(
     nearly: float,
     expired: Callable[[], bool],
     report: Progress,
-) -> tuple[_Collected, _Collected, int]:
+) -> tuple[Collected, Collected, int]:
     """Return the leaves that fit, the pipelines that need up to `nearly` times the memory, and the nodes looked at."""
-    fitting, near_misses = _Collected(), _Collected()
+    fitting, near_misses = Collected(), Collected()
     capacity = screening.limit_bytes
     least_recompute, least_saved = nodes.with_recompute("none"), shared.keeping_least()
     seen = 0
@@ -280,7 +281,7 @@ class _BestFirst:
         self.seconds, self.step = np.zeros(count), np.full(count, np.inf)
         self.exact = self.reserved.copy()
         self.needs_counting = np.isin(self.variants.schedule, SPLIT_BACKWARD)
-        self.threshold = _Threshold(keep, one_per_grid=one_per_grid, grids=int(self.grid.max()) + 1)
+        self.threshold = Threshold(keep, one_per_grid=one_per_grid, grids=int(self.grid.max()) + 1)
 
     def run(self) -> None:
         """Bound all variants, then cost them in full until no other can be listed or the deadline has passed."""
@@ -417,26 +418,6 @@ def floor_s(screening: Screening, plans: PlanColumns) -> float:
     return flops / (screening.peak_flops * float(plans.gpus.max()))
 
 
-class _Threshold:
-    """The value of the last plan to list so far; infinite until there are enough plans."""
-
-    def __init__(self, keep: int, *, one_per_grid: bool, grids: int) -> None:
-        self._keep, self._one_per_grid = keep, one_per_grid
-        self._best = np.full(grids if one_per_grid else 0, np.inf)
-
-    def add(self, grid: Rows, values: Floats) -> None:
-        if self._one_per_grid:
-            np.minimum.at(self._best, grid, values)
-        else:
-            self._best = np.sort(np.concatenate([self._best, values]))[: self._keep]
-
-    @property
-    def value(self) -> float:
-        if len(self._best) < self._keep:
-            return float("inf")
-        return float(np.partition(self._best, self._keep - 1)[self._keep - 1])
-
-
 def pareto_rows(step_s: Floats, reserved_bytes: Floats) -> list[int]:
     """Return the plans that no other beats in both, quickest first; of equal plans the first."""
     order = np.lexsort((np.arange(len(step_s)), reserved_bytes, step_s))
@@ -446,28 +427,6 @@ def pareto_rows(step_s: Floats, reserved_bytes: Floats) -> list[int]:
             rows.append(int(row))
             least = float(reserved_bytes[row])
     return rows
-
-
-class _Collected:
-    """Plans collected batch by batch, with their nodes and bytes; in the order of the nodes once joined."""
-
-    def __init__(self) -> None:
-        self._columns: list[PlanColumns] = []
-        self._nodes: list[Rows] = []
-        self._values: list[Floats] = []
-
-    def __len__(self) -> int:
-        return len(self._columns)
-
-    def add(self, columns: PlanColumns, nodes: Rows, values: Floats) -> None:
-        self._columns.append(columns)
-        self._nodes.append(nodes)
-        self._values.append(values)
-
-    def joined(self) -> tuple[PlanColumns, Rows, Floats]:
-        nodes = np.concatenate(self._nodes)
-        order = np.argsort(nodes, kind="stable")
-        return joined(self._columns).take(order), nodes[order], np.concatenate(self._values)[order]
 
 
 def _batches(count: int) -> Iterator[Rows]:
