@@ -56,7 +56,6 @@ class AxisFlow:
     positional: set[str] = field(default_factory=set)
     created: set[str] = field(default_factory=set)
     reduced: set[str] = field(default_factory=set)
-    opaque: set[str] = field(default_factory=set)  # functions that are not known
     same: dict[str, Dim] = field(default_factory=dict)  # axis made here -> what it turned out to be
     _made: int = 0
 

@@ -98,8 +98,7 @@ def convolved(call: Call) -> Value:
     for dim in (*x.dims[2:], *w.dims[2:]):
         flow.keep_whole(dim, f"{call.name} slides a window over it", contradicts=True)
     spatial = tuple(flow.dim(dim) for dim in x.dims[2:])
-    node = call.node(3, "stride")
-    sized = _spatial_sizes(call, [flow.size(d) for d in spatial], [flow.size(d) for d in w.dims[2:]], node)
+    sized = _spatial_sizes(call, [flow.size(d) for d in spatial], [flow.size(d) for d in w.dims[2:]])
     made = tuple(flow.new_dim(size) for size in sized)
     for dim in made:
         flow.keep_whole(dim, f"{call.name} makes it of windows")
@@ -137,7 +136,7 @@ def pooled(call: Call) -> Value:
     return Value((*x.dims[:-window], *made))
 
 
-def _spatial_sizes(call: Call, sizes: Sequence[int], windows: Sequence[int], _stride: ast.expr | None) -> list[int]:
+def _spatial_sizes(call: Call, sizes: Sequence[int], windows: Sequence[int]) -> list[int]:
     def each(at: int, keyword: str, default: int) -> list[int]:
         node = call.node(at, keyword)
         if isinstance(node, ast.Tuple | ast.List):

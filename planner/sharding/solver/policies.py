@@ -1,12 +1,13 @@
 """Policies: which sharding options of an operator remain, given the layouts of its operands.
 
 The fewest bytes are not always what the user means. With small activations it may be cheapest to gather the batch and
-compute every gradient on every rank, which nobody who sharded the batch wants. There are three policies:
+compute every gradient on every rank, which nobody who sharded the batch wants. There are four policies:
 
     (none)          if the operands of an operator agree, it runs without redistributing them, and pending reductions are
                     performed after it; only where they disagree does the cost decide which operand is redistributed
     follow_weights  an operator takes the sharding of its weight, as in nvFuser's propagation; activations move
-    min_ring_bytes  the cost decides everything
+    min_ring_bytes  the cost decides everything: ring bytes
+    min_time        the cost decides everything: time on a machine
 
 Operands agree if all that are sharded along an axis have the same spec for it, and no mesh axis is used for two axes; a
 replicated operand agrees with any, as slicing is free. A `set` marks where a tensor is redistributed, as in nvFuser's
