@@ -189,9 +189,24 @@ def tune(
         )
         known = replace(known, asked=asked)
     view = shown(known) if show else _run(path, known, runner, budget, trial_limit, allow_busy=allow_busy)
-    to_learn = learn or (Path(known.asked.settings["learn"]) if "learn" in known.asked.settings else None)
-    if to_learn is not None and not show:
-        for line in add_trials(view.trials, to_learn):
+    learn = learn or (Path(known.asked.settings["learn"]) if "learn" in known.asked.settings else None)
+    _answer(known, view, path, learn=None if show else learn, html=html, out=out, force=force, json=json)
+
+
+def _answer(
+    known: State,
+    view: View,
+    path: Path,
+    *,
+    learn: Path | None,
+    html: Path | None,
+    out: Path | None,
+    force: bool,
+    json: bool,
+) -> None:
+    """Write what was asked for beside the answer, and show it. Exit code 1 where no plan was measured."""
+    if learn is not None:
+        for line in add_trials(view.trials, learn):
             output.warn(line)
     if html is not None:
         within_ = known.asked.within
@@ -203,7 +218,7 @@ def tune(
     if json:
         output.emit_json(
             tune_document(
-                view, within=known.asked.within, state=str(path), learned=None if to_learn is None else str(to_learn)
+                view, within=known.asked.within, state=str(path), learned=None if learn is None else str(learn)
             )
         )
     else:
