@@ -22,11 +22,14 @@ PATIENT = 180_000  # milliseconds: a machine that does other things too
 SMALL = "model=llama3.2-1b&cluster=h200x4&batch=8"
 LONG = "model=deepseek-v3&gpus=65536&batch=65536&framework=megatron-lm"
 PAGES = (
-    "",
+    f"?{SMALL}",
+    "cluster",
     "model",
     f"plans?{SMALL}",
     *(f"detail?{SMALL}&tab={tab}" for tab in ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Edit")),
     f"compare?{SMALL}",
+    f"curves?{SMALL}",
+    f"run?{SMALL}",
     "measured",
     f"exports?{SMALL}",
 )
@@ -113,7 +116,7 @@ def stop(page):
 def test_the_main_path(page, address, tmp_path):
     """Upload a machine, ask for plans on it, change one, take it along, and follow the link to it."""
     began = time.monotonic()
-    page.goto(address)
+    page.goto(f"{address}/cluster")
     assert figure(page, "GPUs") == "8"
     page.locator("[data-testid='stVegaLiteChart'] canvas, [data-testid='stVegaLiteChart'] svg").first.wait_for()
     print(f"first page usable after {time.monotonic() - began:.1f} s")
@@ -212,7 +215,7 @@ def test_the_lanes_of_a_timeline_can_be_seen(page, address, question, lanes):
 
 
 def test_back_undoes_a_change(page, address):
-    page.goto(f"{address}/?gpus=4")
+    page.goto(f"{address}/cluster?gpus=4")
     assert figure(page, "GPUs") == "4"
     choose(page, "Cluster", "h200x4")
     page.wait_for_url(re.compile("cluster=h200x4"))
@@ -226,7 +229,7 @@ def test_back_undoes_a_change(page, address):
     assert "cluster=h200x4" in page.url
     page.go_back()
     page.wait_for_function("() => document.body.innerText.includes('dgx-h100')")
-    assert "cluster" not in page.url
+    assert "cluster=" not in page.url
     page.go_forward()
     page.wait_for_function("() => document.body.innerText.includes('h200x4: ')")
 
@@ -251,7 +254,7 @@ def test_a_link_to_what_is_not_here_says_so_and_stays(page, address, words, labe
 
 
 def test_a_measured_machine_shows_the_measured_range(page, address):
-    page.goto(address)
+    page.goto(f"{address}/cluster")
     page.locator("input[type='file']").set_input_files(MEASURED)
     page.wait_for_url(re.compile("cluster=cluster.json"))
     page.wait_for_function("() => document.body.innerText.includes('377 to 380 GB/s')")

@@ -57,7 +57,7 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
         )
         minutes = st.number_input("Minutes at most", 1, 60, 2)
         steps = st.number_input("Steps to measure", 1, 1000, 10)
-        if st.form_submit_button("Run", icon=":material/play_arrow:", type="primary"):
+        if st.form_submit_button("Run", icon=":material/play_arrow:"):
             said: dict[str, Any] = {"budget": f"{minutes}m", "steps": int(steps), "device": device}
             said["plan"] = {"name": "plan.json", "content": data.plan_file_text(result, ranked)}
             _start(said)
