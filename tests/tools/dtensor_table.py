@@ -82,9 +82,7 @@ class RingBytes(TorchDispatchMode):
             return NotImplemented
         name = func.name().split("::")[1].split(".")[0]
         if func.namespace.startswith("_c10d_functional") and "wait" not in name:
-            n = dist.distributed_c10d._resolve_process_group(
-                next(a for a in reversed(args) if isinstance(a, str))
-            ).size()
+            n = _group_size([*args, *(kwargs or {}).values()])
             size = args[0].numel() * args[0].element_size()
             share = {"all_gather_into_tensor": n - 1, "all_reduce": 2 * (n - 1) / n}.get(name, (n - 1) / n)
             self.calls.append(name.replace("_into_tensor", "").replace("_tensor", "").replace("_single", ""))

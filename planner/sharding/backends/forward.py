@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from planner.sharding.backends.phases import Phase, phases
-from planner.sharding.frontends.rules import Statement
+from planner.sharding.frontends.rules.statement import Statement
 from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 from planner.sharding.layouts.layout import DimSpec, Layout, divides_evenly, local_shape
 from planner.sharding.layouts.mesh import Mesh

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from planner.sharding.frontends.rules import Statement
+from planner.sharding.frontends.rules.statement import Statement
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.operators.operator import Operator
 from planner.sharding.plan import OperatorStep

@@ -15,7 +15,8 @@ from planner.sharding.frontends.axis_maps import (
     named_inputs,
     result_names,
 )
-from planner.sharding.frontends.rules import LETTERS, OWN_FUNCTIONS, OWN_PREFIXES, Statement, statements
+from planner.sharding.frontends.rules.statement import LETTERS, OWN_FUNCTIONS, OWN_PREFIXES, Statement
+from planner.sharding.frontends.rules.table import statements
 from planner.sharding.graph import GraphBuilder
 from planner.sharding.layouts.layout import Layout, parse_placements
 from planner.sharding.layouts.mesh import Mesh

@@ -1,0 +1,105 @@
+"""Which rule knows which ATen operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from planner.sharding.frontends.rules.elements import (
+    POINTWISE,
+    RESHAPES,
+    SAME_ELEMENTS,
+    expand,
+    permute,
+    pointwise,
+    repeat_interleave,
+    reshape,
+    same_elements,
+    transpose,
+)
+from planner.sharding.frontends.rules.parts import cat, pieces, select, sliced
+from planner.sharding.frontends.rules.products import addmm, convolution, einsum, embedding, linear, matmul
+from planner.sharding.frontends.rules.reductions import (
+    REDUCTIONS,
+    along_one_dim,
+    attention,
+    cross_entropy,
+    group_norm,
+    norm,
+    over_space,
+    reduction,
+    softmax,
+    topk,
+)
+from planner.sharding.frontends.rules.statement import LETTERS, Call, NotKnownError, Shape, Statement, result_axes
+from simulator.sharded.graph import GraphNode
+
+
+def statements(node: GraphNode, shapes: dict[str, Shape]) -> list[Statement]:
+    """Return the statements of one node of a graph; `shapes` are of all tensors before it."""
+    call = Call(node, shapes)
+    rule = _RULES.get(call.name)
+    if rule is None and call.name in POINTWISE:
+        rule = pointwise
+    if rule is not None and node.op.startswith("aten."):
+        try:
+            return rule(call)
+        except (NotKnownError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            pass  # arguments that the operator does not take, from a file: the annotation of an opaque one is always right
+    return [opaque(call)]
+
+
+def opaque(call: Call) -> Statement:
+    """Operands whole, result whole."""
+    operands = call.node.operands()
+    parts: list[str] = []
+    sizes: dict[str, int] = {}
+    for number, name in enumerate(operands):
+        parts.append(" ".join(f"u{number}{LETTERS[d]}^" if n > 1 else "1" for d, n in enumerate(call.shapes[name])))
+    dims, more = result_axes(call.node.shape)
+    sizes |= more
+    return call.statement(
+        f"opaque_{call.name}({', '.join(operands)})",
+        f"{', '.join(parts)} -> {' '.join(dims)}",
+        sizes=sizes,
+        known=False,
+    )
+
+
+_RULES: dict[str, Callable[[Call], list[Statement]]] = {
+    **dict.fromkeys(SAME_ELEMENTS, same_elements),
+    **dict.fromkeys(RESHAPES, reshape),
+    **dict.fromkeys(("transpose", "t", "mT", "swapaxes"), transpose),
+    **dict.fromkeys(REDUCTIONS, reduction),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind"), pieces),
+    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax"), softmax),
+    **dict.fromkeys(("layer_norm", "rms_norm"), norm),
+    **dict.fromkeys(("cumsum", "cumprod", "flip"), along_one_dim),
+    **dict.fromkeys(("matmul", "mm", "bmm"), matmul),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolution),
+    **dict.fromkeys(
+        (
+            "max_pool2d",
+            "avg_pool2d",
+            "adaptive_avg_pool2d",
+            "upsample_nearest2d",
+            "upsample_bilinear2d",
+            "pad",
+            "constant_pad_nd",
+        ),
+        over_space,
+    ),
+    "permute": permute,
+    "expand": expand,
+    "repeat_interleave": repeat_interleave,
+    "slice": sliced,
+    "select": select,
+    "cat": cat,
+    "linear": linear,
+    "addmm": addmm,
+    "einsum": einsum,
+    "embedding": embedding,
+    "group_norm": group_norm,
+    "scaled_dot_product_attention": attention,
+    "cross_entropy_loss": cross_entropy,
+    "topk": topk,
+}
