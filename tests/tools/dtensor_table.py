@@ -70,10 +70,11 @@ ROWS = [
 
 
 class RingBytes(TorchDispatchMode):
-    """Adds up what DTensor's collectives send."""
+    """Adds up what DTensor's collectives send, each in a group of `ranks`: all axes of a row's mesh have that size."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
         super().__init__()
+        self.ranks = ranks
         self.calls: list[str] = []
         self.sent = 0.0
 
@@ -81,23 +82,13 @@ class RingBytes(TorchDispatchMode):
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented
         name = func.name().split("::")[1].split(".")[0]
-        if func.namespace.startswith("_c10d_functional") and "wait" not in name:
-            n = _group_size([*args, *(kwargs or {}).values()])
+        if func.namespace.startswith("_c10d_functional") and not name.startswith(("_", "wait")):
+            n = self.ranks
             size = args[0].numel() * args[0].element_size()
             share = {"all_gather_into_tensor": n - 1, "all_reduce": 2 * (n - 1) / n}.get(name, (n - 1) / n)
             self.calls.append(name.replace("_into_tensor", "").replace("_tensor", "").replace("_single", ""))
             self.sent += share * size
         return func(*args, **(kwargs or {}))
-
-
-def _group_size(arguments) -> int:
-    """Return the size of the group that a functional collective is told, by name or, in newer torch, as itself."""
-    for one in reversed(arguments):
-        if isinstance(one, str) and one not in {"sum", "avg", "max", "min"}:
-            return dist.distributed_c10d._resolve_process_group(one).size()
-        if hasattr(one, "size") and not isinstance(one, torch.Tensor):
-            return one.size()
-    raise ValueError(f"a collective without a group: {arguments}")
 
 
 class Function(nn.Module):
@@ -132,7 +123,7 @@ def with_dtensors(row: Row, mesh) -> str:
             pieces.append(DTensor.from_local(whole if first else torch.zeros_like(whole), mesh, placements))
         else:
             pieces.append(distribute_tensor(whole, mesh, placements))
-    counted = RingBytes()
+    counted = RingBytes(row.mesh[0][0])
     try:
         with counted:
             found = row.function(*pieces)
