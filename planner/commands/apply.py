@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from planner.commands import options
 from planner.commands.apply_job import write
 from planner.commands.doctor import budget_s
+from planner.commands.flags import options
 from planner.explain.tables import degrees_text
 from planner.io import output
 from planner.io.output import SCHEMA_VERSION, printable

@@ -17,8 +17,8 @@ from planner.calibrate.calibrate_process import read_records
 from planner.calibrate.calibration_report import document, lines
 from planner.calibrate.layer_runs import typical_steps
 from planner.calibrate.planned_step import PlannedStep
-from planner.commands import options
 from planner.commands.doctor import budget_s
+from planner.commands.flags import options
 from planner.io import output
 from planner.io.inputs import read_cluster
 from planner.io.output import warn

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from planner.commands import options
+from planner.commands.flags import options
 from planner.configs.answer import Change, Checked, check_text
 from planner.configs.check_document import check_document
 from planner.configs.configuration import Told

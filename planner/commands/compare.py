@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from planner.commands import options
+from planner.commands.flags import options
 from planner.explain.compare_plans import compare_plans, comparison_document
 from planner.explain.explain_text import print_comparison
 from planner.io import output

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from planner.calibrate.measure_process import measure as run
-from planner.commands import options
+from planner.commands.flags import options
 from planner.commands.probe import probe_cluster
 from planner.io import output
 from planner.io.inputs import read_cluster

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from planner.commands import options
-from planner.commands.plan_flags import takes_plan_flags
+from planner.commands.flags import options
+from planner.commands.flags.plan_flags import takes_plan_flags
 from planner.explain.answer_text import print_estimate
 from planner.explain.plan_answer import answer_plan, plan_document, unreadable_document
 from planner.io import output

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from planner.commands import options, plan_flags
+from planner.commands.flags import options, plan_flags
 from planner.commands.suggest import gpu_counts
 from planner.explain import explain as reasons
 from planner.explain.documents import explanation_document

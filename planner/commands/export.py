@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from planner.commands import options
+from planner.commands.flags import options
 from planner.export.job import ExportJob, export_job
 from planner.export.targets.folder import README, export_all
 from planner.export.targets.registry import TARGETS, find_target

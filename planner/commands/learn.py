@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from planner.commands import options
+from planner.commands.flags import options
 from planner.io import output
 from planner.io.inputs import measurements
 from planner.learn.fit import FEWEST, Measured, fit, left_out_errors, measured_of

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from planner.commands import options
+from planner.commands.flags import options
 from planner.explain.tables import cluster_line
 from planner.io import output
 from planner.io.inputs import read_cluster

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from planner.commands import options
+from planner.commands.flags import options
 from planner.io import output
 from planner.io.inputs import measurements
 from planner.pictures.timelines import timelines

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from planner.commands import options
+from planner.commands.flags import options
 from planner.io import output
 from planner.runs import runs_store
 from planner.runs.report_text import quantity_text

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from planner.commands import options
+from planner.commands.flags import options
 from planner.commands.suggest_serving import refuse_serving_options, suggest_serving
 from planner.explain.answer_text import print_search
 from planner.explain.documents import search_document

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from planner.commands import options
-from planner.commands.plan_flags import takes_plan_flags
+from planner.commands.flags import options
+from planner.commands.flags.plan_flags import takes_plan_flags
 from planner.explain.traced import write_trace
 from planner.io import output
 from planner.io.inputs import measurements, warn_of_doubts

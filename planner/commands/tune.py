@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from planner.commands import options
+from planner.commands.flags import options
 from planner.io import output
 from planner.io.inputs import measurements
 from planner.question.flags import Flags

@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 import pytest
 
-from planner.commands import options
-from planner.commands.plan_flags import PLAN_FLAGS, flags_of
+from planner.commands.flags import options
+from planner.commands.flags.plan_flags import PLAN_FLAGS, flags_of
 from planner.commands.suggest import FrameworkOption
 from planner.question.cases import case_from_flags
 from simulator.config.overlap_sites import MODES

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from planner.commands import options
+from planner.commands.flags import options
 from planner.question.flags import Flags
 from planner.question.learned_runtime import is_learned
 
