@@ -284,6 +284,10 @@ class IntegerProgram:
         """Return the layouts a tensor may have; on a machine, what the caller gets is not left pending."""
         found, graph = self.candidates.layouts[name], self.problem.graph
         fixed = name in self.problem.pins or name in self.problem.input_layouts
+        parameter = next((p for p, gradient in graph.gradients.items() if gradient == name and not fixed), None)
+        if parameter is not None:  # it lies as its parameter does
+            first = self.tensor_members[self.candidates.alike.tensors[parameter]][0]
+            found = list(dict.fromkeys([*found, *self.candidates.layouts[first]]))
         if self.timed and not fixed and (name in graph.outputs or name in graph.parameters):
             whole = Layout(((),) * len(self.problem.tensors[name].shape))
             return [layout for layout in found if not layout.pending] or [whole]
@@ -434,7 +438,11 @@ class IntegerProgram:
         tied: set[tuple[int, int]] = set()
         for name, gradient in graph.gradients.items():
             pair = (alike.tensors[name], alike.tensors[gradient])
-            if name not in graph.parameters or pair in tied or gradient in self.problem.pins:
+            if (
+                name not in graph.parameters
+                or pair in tied
+                or gradient in {**self.problem.pins, **self.problem.input_layouts}
+            ):
                 continue
             tied.add(pair)
             mine, other = (dict(zip(self.layout_lists[e], self.layouts[e], strict=True)) for e in pair)
