@@ -16,10 +16,10 @@ from planner.io.output import console, printable
 from planner.pictures.sharding import sharding_picture
 from planner.sharding.answer import Answer, captured_row
 from planner.sharding.backends.dtensor_file import write_dtensor_file
-from planner.sharding.explanation import explain_plan
 from planner.sharding.frontends.request import is_request
-from planner.sharding.problem import split_cases
-from planner.sharding.report import Limits, Planned, planned_case
+from planner.sharding.plans.explanation import explain_plan
+from planner.sharding.plans.report import Limits, Planned, planned_case
+from planner.sharding.problem.problem import split_cases
 from topology import codec
 from topology.errors import UserError
 from topology.rates.reach import doubts_about

@@ -16,8 +16,8 @@ from planner.sharding.layouts.collectives import (
     SEND_RECV,
 )
 from planner.sharding.layouts.layout import Layout, placements_of
-from planner.sharding.plan import ShardingPlan, TensorMove
-from planner.sharding.problem import ShardingProblem
+from planner.sharding.plans.plan import ShardingPlan, TensorMove
+from planner.sharding.problem.problem import ShardingProblem
 from topology.errors import Infeasible
 
 ROW = 26.0

@@ -2,12 +2,10 @@
 placements.
 
 Answers: how is every tensor of this graph sharded over the mesh, and which collectives does that take? Imports
-`topology.errors` everywhere; `simulator` and the rest of `topology` in `lowering.py` only; nothing else of `planner`.
+`topology.errors` everywhere; `simulator` and the rest of `topology` where time is predicted; nothing else of `planner`.
 
 Reading order, which is also the order of the work:
 
-    graph.py              the computation as for one process: operators over tensors, in program order
-    problem.py            a graph on a mesh, with given and pinned layouts; parsed from files (untrusted, bounded)
     layouts/              how one tensor is sharded
       mesh.py             mesh axes, and axes split into finer ones
       layout.py           a spec per tensor dim (mesh axes and blocks), pending reductions; placements per mesh axis
@@ -24,20 +22,29 @@ Reading order, which is also the order of the work:
       options.py          all ways to shard an operator, with the layouts of operands and result that follow
       internal_collectives.py  what softmax, norms, attention and top-k exchange over a sharded axis
       local_formula.py    the formula as one rank runs it
+      graph.py            the computation as for one process: operators over tensors, in program order
     backward/             the backward pass of a graph, derived from its formulas
-    schedule.py           whole, ring or chunked: how a planned collective is executed
-    pipeline_stages.py    tensors sent between parts of the mesh
-    token_routing.py      tokens routed to experts, by counts
+    problem/              what is asked
+      problem.py          a graph on a mesh, with given and pinned layouts; parsed from files (untrusted, bounded)
+      schedule.py         whole, ring or chunked: how a planned collective is executed
+      pipeline_stages.py  tensors sent between parts of the mesh
+      token_routing.py    tokens routed to experts, by counts
     solver/               which option every operator takes, and which layout every tensor has
       policies.py         which options are left to the cost
       pricing.py          what a choice costs: ring bytes, or time on a machine
       move_times.py       times of redistributions between all layouts of a tensor
       alike.py            layers that stand for one another
       first_answer.py     an answer, operator by operator
-      integer_program.py  the choice as an integer program
+      integer_program.py  the choice as an integer program, built
+      solvable_program.py and solved: linear relaxation, then CP-SAT
       candidates.py       options, layouts and redistributions of a whole graph
       choose.py           the cheapest consistent choice, proved (linear relaxation, then CP-SAT)
-    plan.py               the result in program order
-    lowering.py           that as a program of the simulator, with its time on a cluster
-    report.py             and as JSON
+    plans/                the answer
+      plan.py             in program order
+      lowering.py         as a program of the simulator, with its time on a cluster
+      report.py           as JSON
+      explanation.py      why each exchange is there, and what would be next best
+    frontends/            captured modules, axis maps and nvFuser's notation as problems
+    backends/             plans as programs that ranks run, and as files for torch
+    answer.py             a file asked, answered
 """

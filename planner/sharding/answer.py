@@ -11,9 +11,9 @@ from planner.sharding.backends.runnable import Written, simulate_program, write_
 from planner.sharding.frontends.captured import CapturedProblem, captured_problem
 from planner.sharding.frontends.request import Request, read_request
 from planner.sharding.layouts.layout import Layout
-from planner.sharding.plan import ShardingPlan, plan_sharding
-from planner.sharding.problem import ShardingProblem
-from planner.sharding.report import plan_row, rejection
+from planner.sharding.plans.plan import ShardingPlan, plan_sharding
+from planner.sharding.plans.report import plan_row, rejection
+from planner.sharding.problem.problem import ShardingProblem
 from simulator.calibration.calibration import Calibration
 from simulator.sharded.program import Exchange
 from topology.cluster import Cluster

@@ -28,8 +28,8 @@ from planner.runs import runs_store
 from planner.runs.run_report import load_run
 from planner.search.plan_space.stated import read_spans, read_words
 from planner.sharding.answer import captured_row
-from planner.sharding.problem import split_cases
-from planner.sharding.report import report_case
+from planner.sharding.plans.report import report_case
+from planner.sharding.problem.problem import split_cases
 from planner.tune.document import tune_document
 from planner.tune.loop import Limits, tune
 from planner.tune.runners.twin import Twin, recorded_questions

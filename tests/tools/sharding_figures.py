@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 
 from planner.sharding.backends.program_text import program_text
-from planner.sharding.plan import plan_sharding
-from planner.sharding.problem import parse_problem
+from planner.sharding.plans.plan import plan_sharding
+from planner.sharding.problem.problem import parse_problem
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "sharding"
 HEAD = """# Parallelisms as programs

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from planner.sharding.frontends.captured import USED, CapturedProblem
 from planner.sharding.layouts.layout import Layout, placements_of
-from planner.sharding.plan import ShardingPlan
+from planner.sharding.plans.plan import ShardingPlan
 from simulator.sharded.graph import INPUT, PARAMETER, CapturedGraph
 from topology.errors import Infeasible
 

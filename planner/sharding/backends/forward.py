@@ -19,8 +19,8 @@ from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_
 from planner.sharding.layouts.layout import DimSpec, Layout, divides_evenly, local_shape
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.layouts.redistribution import RedistributionStep
-from planner.sharding.plan import OperatorStep, ShardingPlan, TensorMove
-from planner.sharding.problem import ShardingProblem
+from planner.sharding.plans.plan import OperatorStep, ShardingPlan, TensorMove
+from planner.sharding.problem.problem import ShardingProblem
 from simulator.config.runtime import ELEMENT_BYTES
 from simulator.program.program import COMM, COMPUTE, CodeWriter
 from simulator.sharded.program import Buffer, Exchange, Kernel

@@ -12,7 +12,7 @@ from typing import Any
 from planner.sharding.frontends.rules.statement import Statement
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.operators.operator import Operator
-from planner.sharding.plan import OperatorStep
+from planner.sharding.plans.plan import OperatorStep
 from topology.errors import Infeasible
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from planner.sharding.frontends.did import loop_text
 from planner.sharding.layouts.layout import Layout
-from planner.sharding.plan import ShardingPlan, TensorMove
-from planner.sharding.problem import ShardingProblem
+from planner.sharding.plans.plan import ShardingPlan, TensorMove
+from planner.sharding.problem.problem import ShardingProblem
 
 
 def program_text(problem: ShardingProblem, plan: ShardingPlan) -> str:

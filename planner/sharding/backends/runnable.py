@@ -9,9 +9,9 @@ from planner.sharding.backends.backward import FLOATS, BackwardWriter
 from planner.sharding.backends.forward import ForwardWriter, Work, Writer
 from planner.sharding.frontends.captured import CapturedProblem
 from planner.sharding.layouts.layout import Layout
-from planner.sharding.lowering import work_of
-from planner.sharding.plan import ShardingPlan
-from planner.sharding.problem import ShardingProblem
+from planner.sharding.plans.lowering import work_of
+from planner.sharding.plans.plan import ShardingPlan
+from planner.sharding.problem.problem import ShardingProblem
 from planner.sharding.solver.pricing import ATTENTION_KERNEL
 from simulator.calibration.calibration import Calibration, collectives_on
 from simulator.config.runtime import ELEMENT_BYTES

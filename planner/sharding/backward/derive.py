@@ -17,7 +17,7 @@ from planner.sharding.backward.formulas import is_elementwise, is_view, shape_of
 from planner.sharding.backward.rules import Step, gradient_texts
 from planner.sharding.formulas.axis_flow import NotUnderstood, number_of
 from planner.sharding.formulas.formula import called_name
-from planner.sharding.graph import Graph, GraphBuilder
+from planner.sharding.operators.graph import Graph, GraphBuilder
 from topology.errors import BadInput
 
 

@@ -17,10 +17,10 @@ from planner.sharding.frontends.axis_maps import (
 )
 from planner.sharding.frontends.rules.statement import LETTERS, OWN_FUNCTIONS, OWN_PREFIXES, Statement
 from planner.sharding.frontends.rules.table import statements
-from planner.sharding.graph import GraphBuilder
 from planner.sharding.layouts.layout import Layout, parse_placements
 from planner.sharding.layouts.mesh import Mesh
-from planner.sharding.problem import ShardingProblem
+from planner.sharding.operators.graph import GraphBuilder
+from planner.sharding.problem.problem import ShardingProblem
 from simulator.sharded.graph import PARAMETER, CapturedGraph, GraphInput
 from topology.errors import BadInput
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.sharding.graph import Graph
 from planner.sharding.layouts.layout import Layout
+from planner.sharding.operators.graph import Graph
 from planner.sharding.operators.operator import Operator
 
 _NAME = re.compile(r"\b[A-Za-z_]\w*")

@@ -17,8 +17,8 @@ from planner.sharding.operators.options import (
     sharding_options,
     split_dim_spec,
 )
-from planner.sharding.problem import ShardingProblem
-from planner.sharding.schedule import Schedule
+from planner.sharding.problem.problem import ShardingProblem
+from planner.sharding.problem.schedule import Schedule
 from planner.sharding.solver.alike import Alike, find_alike
 from planner.sharding.solver.policies import follow_weights, keep_agreeing_operands
 from planner.sharding.solver.pricing import BytesPricing, Pricing

@@ -25,12 +25,13 @@ import numpy as np
 
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.operators.options import ShardingOption
-from planner.sharding.problem import ShardingProblem
+from planner.sharding.problem.problem import ShardingProblem
 from planner.sharding.solver.alike import find_alike
+from planner.sharding.solver.assignment import Assignment, unsatisfiable
 from planner.sharding.solver.candidates import LayoutCandidates, enumerate_candidates, operand_names
 from planner.sharding.solver.first_answer import first_answer
-from planner.sharding.solver.integer_program import Assignment, IntegerProgram, unsatisfiable
 from planner.sharding.solver.pricing import pricing_of
+from planner.sharding.solver.solvable_program import SolvableProgram
 from topology.errors import Infeasible
 
 _FIRST_ALLOWANCE = 0.002  # of the relaxation's value: variables whose reduced cost is above it are left out at first
@@ -64,7 +65,7 @@ def choose(problem: ShardingProblem) -> tuple[Choice, LayoutCandidates]:
     fixed = {**problem.input_layouts, **problem.pins}
     fold = problem.policy in FOLDED_POLICIES and not problem.schedule and problem.stages is None
     candidates = enumerate_candidates(problem, pricing, find_alike(problem.graph, fixed, fold=fold))
-    program = IntegerProgram(candidates)
+    program = SolvableProgram(candidates)
     end = None if problem.time_limit_s is None else started + problem.time_limit_s
     assignment, bound = _solve_time(program, end) if problem.machine is not None else (_solve_bytes(program), None)
     cost = program.cost_of(assignment)
@@ -80,7 +81,7 @@ class _Best:
     proved: bool = False
 
 
-def _solve_time(program: IntegerProgram, end: float | None) -> tuple[Assignment, float]:
+def _solve_time(program: SolvableProgram, end: float | None) -> tuple[Assignment, float]:
     """Return the best assignment found by `end`, and a lower bound of all.
 
     No better choice has an option or a redistribution that alone costs more than what lies between the bound and the best
@@ -117,7 +118,7 @@ def _solve_time(program: IntegerProgram, end: float | None) -> tuple[Assignment,
     return best.assignment, min(bound, best.cost)
 
 
-def _solve_built(program: IntegerProgram, best: _Best, end: float | None, *, complete: bool) -> tuple[_Best, float]:
+def _solve_built(program: SolvableProgram, best: _Best, end: float | None, *, complete: bool) -> tuple[_Best, float]:
     """Return the best of what was built or `best`, and the value of the relaxation. Raises Infeasible if `complete`."""
 
     def left() -> float | None:
@@ -151,7 +152,7 @@ def _solve_built(program: IntegerProgram, best: _Best, end: float | None, *, com
         allowance *= 8
 
 
-def _solve_bytes(program: IntegerProgram) -> Assignment:
+def _solve_bytes(program: SolvableProgram) -> Assignment:
     """Return the assignment of fewest ring bytes and, among those, of fewest collectives, ring steps and slices."""
     program.build()
     relaxed = program.relax(None)

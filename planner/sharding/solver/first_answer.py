@@ -8,10 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from planner.sharding.layouts.layout import Layout
-from planner.sharding.solver.integer_program import Assignment, IntegerProgram
+from planner.sharding.solver.assignment import Assignment
+from planner.sharding.solver.solvable_program import SolvableProgram
 
 
-def first_answer(program: IntegerProgram) -> Assignment | None:
+def first_answer(program: SolvableProgram) -> Assignment | None:
     """Return an assignment, or None where going through once finds none (or none that memory allows)."""
     homes: dict[int, Layout] = {each: found[0] for each, found in enumerate(program.layout_lists) if len(found) == 1}
     alike, problem = program.candidates.alike, program.problem
@@ -62,7 +63,7 @@ def first_answer(program: IntegerProgram) -> Assignment | None:
 
 
 def _home_of_result(
-    program: IntegerProgram, result: int, homes: dict[int, Layout], gradient_of: dict[int, int]
+    program: SolvableProgram, result: int, homes: dict[int, Layout], gradient_of: dict[int, int]
 ) -> list[Layout]:
     if result in homes:
         return [homes[result]]

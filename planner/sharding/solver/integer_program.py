@@ -9,83 +9,24 @@ forward pass and once by those of the backward pass; or once by both, if the cop
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import reduce
 from math import gcd, prod
 from time import monotonic
 
 import numpy as np
-from numpy.typing import NDArray
-from ortools.sat.python import cp_model
-from scipy.optimize import linprog
-from scipy.sparse import csr_matrix
 
 from planner.sharding.layouts.collectives import Cost
 from planner.sharding.layouts.layout import Layout, local_shape
-from planner.sharding.problem import MemoryLimit
-from planner.sharding.solver.candidates import LayoutCandidates, operand_names
+from planner.sharding.solver.assignment import Assignment, unsatisfiable
+from planner.sharding.solver.candidates import LayoutCandidates
 from planner.sharding.solver.move_times import MoveTimes
 from planner.sharding.solver.pricing import TimePricing
+from planner.sharding.solver.sparse_rows import Integers, Numbers, SparseRows
 from simulator.config.runtime import ELEMENT_BYTES
 from topology.errors import Infeasible
 
 MAX_VARIABLES = 400_000
 EXACT_BITS = 48  # costs beyond 2**48 units are rounded: solvers compute in doubles
-Numbers = NDArray[np.float64]
-Integers = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """The option of every class of operators, by its number, and the layout of every class of tensors.
-
-    Without a limit of memory, all copies are kept.
-    """
-
-    options: tuple[int, ...]
-    layouts: tuple[Layout, ...]
-    kept: frozenset[tuple[int, Layout]] = frozenset()  # copies of tensors that stay until the backward pass
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A solution: its cost, and whether no other costs less."""
-
-    assignment: Assignment
-    cost: float
-    proved: bool
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Rows of a sparse matrix, and their right-hand sides."""
-
-    rows: list[Integers] = field(default_factory=list)
-    columns: list[Integers] = field(default_factory=list)
-    values: list[Numbers] = field(default_factory=list)
-    sides: list[float] = field(default_factory=list)
-
-    def add(self, columns: Sequence[Integers], factors: Sequence[float | Numbers], side: float) -> None:
-        """Add one row: groups of columns with their factors."""
-        for group, factor in zip(columns, factors, strict=True):
-            self.rows.append(np.full(len(group), len(self.sides), dtype=np.int64))
-            self.columns.append(np.asarray(group, dtype=np.int64))
-            self.values.append(np.broadcast_to(np.asarray(factor, dtype=np.float64), len(group)))
-        self.sides.append(side)
-
-    def add_pairs(self, first: Integers, second: Integers) -> None:
-        """Add a row `first - second` for every pair of columns, with 0 on its right."""
-        rows = np.arange(len(self.sides), len(self.sides) + len(first), dtype=np.int64)
-        self.rows += [rows, rows]
-        self.columns += [first, second]
-        self.values += [np.ones(len(first)), -np.ones(len(first))]
-        self.sides += [0.0] * len(first)
-
-    def matrix(self, width: int) -> csr_matrix | None:
-        if not self.sides:
-            return None
-        joined = (np.concatenate(self.values), (np.concatenate(self.rows), np.concatenate(self.columns)))
-        return csr_matrix(joined, shape=(len(self.sides), width))
 
 
 class IntegerProgram:
@@ -110,7 +51,7 @@ class IntegerProgram:
         self._costs: list[Integers] = []
         self._ties: list[Integers] = []
         self._count = 0
-        self.equal, self.most = _Rows(), _Rows()
+        self.equal, self.most = SparseRows(), SparseRows()
         self.kept: list[tuple[int, int, Layout, float]] = []  # variable, class, layout of the copy, its bytes
 
     def build(self, spare: float = np.inf, end: float | None = None) -> None:
@@ -489,178 +430,12 @@ class IntegerProgram:
             return False
         return any(number >= start for number, _ in self._consumers.get(name, ()))
 
-    # --- how it is solved
-
-    def relax(self, seconds: float | None) -> tuple[float, Numbers, Numbers] | None:
-        """Return the optimum of the linear relaxation, reduced costs and values; None where time runs out.
-
-        Raises Infeasible where there is no solution.
-        """
-        width = self._count
-        if not width:
-            return 0.0, np.zeros(0), np.zeros(0)
-        scale = max(1.0, float(self.costs.max(initial=0)) / 1e5)
-        options = {} if seconds is None else {"time_limit": max(0.01, seconds)}
-        result = linprog(
-            self.costs / scale,
-            A_ub=self.most.matrix(width),
-            b_ub=self.most.sides or None,
-            A_eq=self.equal.matrix(width),
-            b_eq=self.equal.sides,
-            bounds=(0, None),
-            method="highs",
-            options=options,
-        )
-        if result.status == 1:
-            return None
-        if result.status != 0:
-            raise unsatisfiable(self.problem.memory)
-        scale *= self.unit
-        return float(result.fun) * scale, np.asarray(result.lower.marginals) * scale, np.asarray(result.x)
-
-    def is_integral(self, values: Numbers) -> bool:
-        return bool(np.all(np.abs(values - np.rint(values)) < 1e-6))
-
-    def choose(
-        self,
-        costs: Numbers | Integers,
-        keep: NDArray[np.bool_],
-        *,
-        limit: tuple[Numbers, float] | None,
-        seconds: float | None = None,
-    ) -> Found | None:
-        """Return the cheapest solution whose variables are all in `keep`, or None where there is none.
-
-        `limit` bounds a second cost: (cost by variable, its maximum).
-        """
-        model = cp_model.CpModel()
-        kept = np.flatnonzero(keep)
-        place = np.full(self._count, -1, dtype=np.int64)
-        place[kept] = np.arange(len(kept))
-        variables = [model.new_bool_var("") for _ in kept]
-        for rows, exact in ((self.equal, True), (self.most, False)):
-            matrix = rows.matrix(self._count)
-            if matrix is None:
-                continue
-            reduced = csr_matrix(matrix[:, kept])
-            for row, side in enumerate(rows.sides):
-                span = slice(reduced.indptr[row], reduced.indptr[row + 1])
-                factors, columns, most = reduced.data[span], reduced.indices[span], int(side)
-                if not np.all(factors == np.rint(factors)):  # shares of memory
-                    factors, most = np.ceil(factors * 1e9), int(side * 1e9)
-                total = sum(int(f) * variables[c] for f, c in zip(factors, columns, strict=True))
-                if exact and not len(columns):
-                    if side:
-                        return None
-                    continue
-                model.add(total == most if exact else total <= most)
-        if limit is not None:
-            model.add(
-                sum(int(limit[0][k]) * v for k, v in zip(kept, variables, strict=True) if limit[0][k])
-                <= round(limit[1] / self.unit)
-            )
-        model.minimize(sum(int(costs[k]) * v for k, v in zip(kept, variables, strict=True) if costs[k]))
-        solver = cp_model.CpSolver()
-        solver.parameters.num_workers = 1
-        solver.parameters.random_seed = 1
-        solver.parameters.max_deterministic_time = 20
-        if seconds is not None:
-            solver.parameters.max_time_in_seconds = max(0.01, seconds)
-        status = solver.solve(model)
-        if status not in {cp_model.OPTIMAL, cp_model.FEASIBLE}:
-            if status == cp_model.INFEASIBLE:
-                return None
-            if seconds is not None:
-                return None
-            raise Infeasible(
-                "no proof within the effort set for a choice",
-                why=f"{self._count:,} alternatives of layouts",
-                remedy="pin more tensors, or give a layer instead of the model",
-            )
-        values = np.zeros(self._count)
-        values[kept] = [float(solver.boolean_value(variable)) for variable in variables]
-        return Found(self.read(values), float(values @ costs) * self.unit, status == cp_model.OPTIMAL)
-
-    def read(self, values: Numbers) -> Assignment:
-        """Return the assignment that integral values mean."""
-        options = tuple(int(np.argmax(values[variables])) for variables in self.options)
-        return Assignment(
-            options=options,
-            layouts=tuple(
-                found[int(np.argmax(values[variables]))] if len(variables) else self.between(each, options)
-                for each, (found, variables) in enumerate(zip(self.layout_lists, self.layouts, strict=True))
-            ),
-            kept=frozenset((each, need) for variable, each, need, _ in self.kept if values[variable] > 0.5),
-        )
-
-    def between(self, each: int, options: Sequence[int]) -> Layout:
-        """Return where a tensor lies that passes from one operator to another: as made, but for what is pending."""
-        made, ((consumer, position),) = self.producer[each], self.consumers[each]
-        need = self.candidates.options[consumer][options[consumer]].operands[position][1]
-        result = need if made is None else self.candidates.options[made][options[made]].result
-        return need if result.pending else result
-
-    def cost_of(self, assignment: Assignment) -> int:
-        """Return what an assignment costs, in the unit of `Cost`, its redistributions paid as the program has it."""
-        total = sum(int(costs[o]) for costs, o in zip(self.option_costs, assignment.options, strict=True))
-        for each, (made, uses) in enumerate(zip(self.producer, self.consumers, strict=True)):
-            count, home = len(self.tensor_members[each]), assignment.layouts[each]
-            if made is not None:
-                result = self.candidates.options[made][assignment.options[made]].result
-                total += self._one_move(each, result, home, None) * count
-            paid: set[tuple[Layout, frozenset[str], bool]] = set()
-            for consumer, position in uses:
-                number = self.members[consumer][0]
-                need = self.candidates.options[consumer][assignment.options[consumer]].operands[position][1]
-                excluded = self.candidates.redistributor_for(self.tensor_members[each][0], number).excluded_kinds
-                backward = self._is_backward(number) and self.problem.memory is not None
-                if backward and (each, need) in assignment.kept and (need, excluded, False) in paid:
-                    continue
-                if need != home and (need, excluded, backward) not in paid:
-                    paid.add((need, excluded, backward))
-                    total += self._one_move(each, home, need, number) * count
-            name = self.tensor_members[each][0]
-            stages = self.problem.stages
-            if stages is not None and made is not None:
-                users = {stages.operator_stages[number] for number, _ in self._consumers.get(name, ())}
-                sends = stages.send_collectives(self.problem.tensors[name], home, self.mesh) if users else ()
-                others = users - {stages.operator_stages[self._producers[name]]}
-                total += self.candidates.pricing.collectives(sends)[0] * len(others)
-        return total
-
     def _is_backward(self, number: int) -> bool:
         start = self.problem.graph.backward_start
         return start is not None and number >= start
-
-    def _one_move(self, each: int, source: Layout, target: Layout, operator: int | None) -> int:
-        if source == target:
-            return 0
-        cost = self.move_costs(each, [source], [target], operator)[0][0, 0]
-        if not np.isfinite(cost):
-            raise unsatisfiable()
-        return round(float(cost))
-
-    def operands(self, each: int) -> list[int]:
-        """Return the classes of the tensors that a class of operators reads, by position, for its first member."""
-        names = operand_names(self.problem, self.members[each][0])
-        return [self.candidates.alike.tensors[name] for name in names]
 
 
 def _tie(cost: Cost, *, replicated: int = 0) -> int:
     """Return the order among equal costs: collectives, then ring steps, then slices, then late moves."""
     _, count, hops, _, slices = cost
     return (count << 34) + (min(hops, 1 << 20) << 12) + (slices << 5) + replicated
-
-
-def unsatisfiable(memory: MemoryLimit | None = None) -> Infeasible:
-    if memory is not None:
-        return Infeasible(
-            f"no choice of layouts fits {memory.limit_bytes / 2**30:.3g} GiB of memory",
-            why="parameters with their state, and what the backward pass saves, are larger however they are sharded",
-            remedy="a larger limit, more ranks, or fewer tokens",
-        )
-    return Infeasible(
-        "no choice of layouts satisfies what is pinned",
-        why="some pinned layout cannot be made, such as a pending sum that nothing leaves pending",
-        remedy="leave out a pin",
-    )

@@ -23,7 +23,7 @@ from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.operator import Operator, Tensor
 from planner.sharding.operators.options import ShardingOption
 from planner.sharding.operators.work import operator_work
-from planner.sharding.problem import Machine
+from planner.sharding.problem.problem import Machine
 from simulator.calibration.calibration import collectives_on
 from simulator.collectives.cost import CollectiveModel
 from simulator.kernels.roofline import Roofline

@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 
-from planner.sharding.problem import parse_problem
+from planner.sharding.problem.problem import parse_problem
 
 INTEGERS = ("ids", "targets")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from planner.sharding.backward.derive import add_backward
-from planner.sharding.graph import GraphBuilder
 from planner.sharding.layouts.layout import parse_placements
 from planner.sharding.layouts.mesh import make_mesh
-from planner.sharding.problem import ShardingProblem
+from planner.sharding.operators.graph import GraphBuilder
+from planner.sharding.problem.problem import ShardingProblem
 from topology.errors import BadInput
 
 B, S, E = 4, 4, 8

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.sharding.backward.derive import add_backward
-from planner.sharding.graph import GraphBuilder
 from planner.sharding.layouts.layout import parse_placements
 from planner.sharding.layouts.mesh import make_mesh
-from planner.sharding.plan import TensorMove, plan_sharding
-from planner.sharding.problem import ShardingProblem
+from planner.sharding.operators.graph import GraphBuilder
+from planner.sharding.plans.plan import TensorMove, plan_sharding
+from planner.sharding.problem.problem import ShardingProblem
 from tests.planner.sharding import cases, virtual_ranks
 from tests.planner.sharding.random_graphs import graphs, placed
 from topology.errors import BadInput

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.sharding.layouts.collectives import cost_of
-from planner.sharding.plan import plan_sharding
+from planner.sharding.plans.plan import plan_sharding
 from planner.sharding.solver.choose import choose, enumerate_candidates
 from tests.planner.sharding import cases, virtual_ranks
 from topology.errors import Infeasible

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from planner.sharding.frontends.did import LoopDomain, parse_schedule_of, schedule_of
 from planner.sharding.layouts.layout import Layout, placements_of
 from planner.sharding.layouts.mesh import make_mesh
-from planner.sharding.plan import plan_sharding
-from planner.sharding.problem import parse_problem
+from planner.sharding.plans.plan import plan_sharding
+from planner.sharding.problem.problem import parse_problem
 from tests.tools.sharding_figures import FOLDER, figures
 
 CASES = {case["id"]: case for case in json.loads(Path(FOLDER, "figures.json").read_text())["cases"]}

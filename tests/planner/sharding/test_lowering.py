@@ -2,8 +2,8 @@
 
 import pytest
 
-from planner.sharding.lowering import lower, simulate_time, work_of
-from planner.sharding.plan import plan_sharding
+from planner.sharding.plans.lowering import lower, simulate_time, work_of
+from planner.sharding.plans.plan import plan_sharding
 from simulator.collectives.cost import CollectiveModel
 from simulator.kernels.operators import WorkKind
 from simulator.program.check import check

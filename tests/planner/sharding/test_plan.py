@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.sharding.layouts.layout import placements_of
-from planner.sharding.plan import plan_sharding
+from planner.sharding.plans.plan import plan_sharding
 from tests.planner.sharding import cases, virtual_ranks
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from planner.sharding.graph import GraphBuilder
-from planner.sharding.report import report_case
+from planner.sharding.operators.graph import GraphBuilder
+from planner.sharding.plans.report import report_case
 from planner.sharding.solver.candidates import enumerate_candidates
 from tests.planner.sharding import cases, virtual_ranks
 from topology.errors import BadInput

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cli import main
-from planner.sharding.report import report_case
+from planner.sharding.plans.report import report_case
 from tests.planner.sharding import cases
 
 ROOT = Path(__file__).parents[3]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from planner.sharding.plan import plan_sharding
-from planner.sharding.report import report_case
+from planner.sharding.plans.plan import plan_sharding
+from planner.sharding.plans.report import report_case
 from tests.planner.sharding import cases, virtual_ranks
 
 SIZES = {"t": 24, "h": 8, "f": 16}

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.sharding.backward.derive import add_backward
-from planner.sharding.graph import GraphBuilder
 from planner.sharding.layouts.layout import Layout, local_shape, parse_placements
 from planner.sharding.layouts.mesh import make_mesh
-from planner.sharding.lowering import work_of
-from planner.sharding.plan import plan_sharding
-from planner.sharding.problem import Machine, MemoryLimit, ShardingProblem
-from planner.sharding.schedule import Schedule
+from planner.sharding.operators.graph import GraphBuilder
+from planner.sharding.plans.lowering import work_of
+from planner.sharding.plans.plan import plan_sharding
+from planner.sharding.problem.problem import Machine, MemoryLimit, ShardingProblem
+from planner.sharding.problem.schedule import Schedule
 from planner.sharding.solver.alike import find_alike
 from planner.sharding.solver.candidates import enumerate_candidates
 from planner.sharding.solver.choose import choose

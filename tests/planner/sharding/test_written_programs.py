@@ -13,8 +13,8 @@ import pytest
 from planner.cli import main
 from planner.sharding.answer import answer_request
 from planner.sharding.backends.runnable import simulate_program
-from planner.sharding.explanation import explain_plan
 from planner.sharding.frontends.rules.elements import reshape_axes
+from planner.sharding.plans.explanation import explain_plan
 from simulator.program.check import check
 from simulator.sharded.program import Exchange, read_program
 from topology.catalog.clusters import cluster

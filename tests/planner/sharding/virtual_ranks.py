@@ -14,7 +14,7 @@ import networkx as nx
 import numpy as np
 
 from planner.sharding.operators.local_formula import local_formula
-from planner.sharding.plan import TensorMove, plan_sharding
+from planner.sharding.plans.plan import TensorMove, plan_sharding
 from tests.planner.sharding.numeric import FUNCTIONS, evaluate, heads_like, scores_of
 
 MERGE = {

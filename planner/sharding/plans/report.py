@@ -9,10 +9,10 @@ from typing import Any
 
 from planner.sharding.layouts.collectives import Collective
 from planner.sharding.layouts.layout import Layout, placements_of
-from planner.sharding.lowering import simulate_time
 from planner.sharding.operators.operator import PRODUCT
-from planner.sharding.plan import ShardingPlan, TensorMove, plan_sharding
-from planner.sharding.problem import Machine, MemoryLimit, ShardingProblem, parse_problem
+from planner.sharding.plans.lowering import simulate_time
+from planner.sharding.plans.plan import ShardingPlan, TensorMove, plan_sharding
+from planner.sharding.problem.problem import Machine, MemoryLimit, ShardingProblem, parse_problem
 from planner.sharding.solver.pricing import PICOSECONDS
 from simulator.calibration.calibration import Calibration
 from topology.cluster import Cluster

@@ -22,8 +22,8 @@ from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.operator import Operator
 from planner.sharding.operators.options import ShardingOption
 from planner.sharding.operators.work import operator_work
-from planner.sharding.plan import OperatorStep, ShardingPlan, TensorMove
-from planner.sharding.problem import ShardingProblem
+from planner.sharding.plans.plan import OperatorStep, ShardingPlan, TensorMove
+from planner.sharding.problem.problem import ShardingProblem
 from planner.sharding.solver.pricing import ATTENTION_KERNEL, ROOFLINE_DTYPES
 from simulator.calibration.calibration import Calibration, collectives_on
 from simulator.engine.simulate import simulate

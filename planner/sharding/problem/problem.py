@@ -12,19 +12,19 @@ from typing import Any
 import msgspec
 
 from planner.sharding.backward.derive import add_backward
-from planner.sharding.graph import Graph, GraphBuilder
 from planner.sharding.layouts.layout import REDUCERS, Layout, normalize_spec, parse_placements, placements_of
 from planner.sharding.layouts.mesh import Mesh, SplitMesh, make_mesh, split_mesh
+from planner.sharding.operators.graph import Graph, GraphBuilder
 from planner.sharding.operators.operator import Operator, Tensor
-from planner.sharding.pipeline_stages import (
+from planner.sharding.problem.pipeline_stages import (
     PipelineStages,
     mesh_without_axis,
     parse_stage_axis,
     parse_stages,
     placements_without_stage_axis,
 )
-from planner.sharding.schedule import Schedule, parse_schedule
-from planner.sharding.token_routing import TokenRouting, parse_routings
+from planner.sharding.problem.schedule import Schedule, parse_schedule
+from planner.sharding.problem.token_routing import TokenRouting, parse_routings
 from simulator.calibration.calibration import Calibration
 from topology.cluster import Cluster
 from topology.errors import BadInput

@@ -19,8 +19,8 @@ from planner.sharding.layouts.collectives import Collective
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.layouts.redistribution import RedistributionStep, Redistributor
 from planner.sharding.operators.options import ShardingOption
-from planner.sharding.problem import ShardingProblem
-from planner.sharding.schedule import Schedule, apply_schedule
+from planner.sharding.problem.problem import ShardingProblem
+from planner.sharding.problem.schedule import Schedule, apply_schedule
 from planner.sharding.solver.choose import Choice, choose
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from planner.sharding.layouts.collectives import ALL_GATHER, ALL_TO_ALL_V, PERMUTE, Collective
 from planner.sharding.layouts.layout import Layout, placements_of
-from planner.sharding.plan import OperatorStep, ShardingPlan, TensorMove, plan_sharding
-from planner.sharding.problem import ShardingProblem
-from planner.sharding.schedule import Schedule
+from planner.sharding.plans.plan import OperatorStep, ShardingPlan, TensorMove, plan_sharding
+from planner.sharding.problem.problem import ShardingProblem
+from planner.sharding.problem.schedule import Schedule
 from simulator.calibration.calibration import Calibration, collectives_on
 from simulator.lowering.machine_costs import MachineCosts
 from simulator.program.program import Collective as Instruction

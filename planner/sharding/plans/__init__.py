@@ -1,0 +1,4 @@
+"""The answer in program order: as a value, as a program of the simulator, as JSON, and why each exchange is there.
+
+May import all folders of `planner.sharding` but `backends/` and `frontends/`.
+"""

@@ -1,0 +1,172 @@
+"""An integer program that is solved: its linear relaxation by HiGHS, what is left of it by CP-SAT, and what values mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.sat.python import cp_model
+from scipy.optimize import linprog
+from scipy.sparse import csr_matrix
+
+from planner.sharding.layouts.layout import Layout
+from planner.sharding.solver.assignment import Assignment, Found, unsatisfiable
+from planner.sharding.solver.candidates import operand_names
+from planner.sharding.solver.integer_program import IntegerProgram
+from planner.sharding.solver.sparse_rows import Integers, Numbers
+from topology.errors import Infeasible
+
+
+class SolvableProgram(IntegerProgram):
+    """Solves what `IntegerProgram` builds."""
+
+    def relax(self, seconds: float | None) -> tuple[float, Numbers, Numbers] | None:
+        """Return the optimum of the linear relaxation, reduced costs and values; None where time runs out.
+
+        Raises Infeasible where there is no solution.
+        """
+        width = self._count
+        if not width:
+            return 0.0, np.zeros(0), np.zeros(0)
+        scale = max(1.0, float(self.costs.max(initial=0)) / 1e5)
+        options = {} if seconds is None else {"time_limit": max(0.01, seconds)}
+        result = linprog(
+            self.costs / scale,
+            A_ub=self.most.matrix(width),
+            b_ub=self.most.sides or None,
+            A_eq=self.equal.matrix(width),
+            b_eq=self.equal.sides,
+            bounds=(0, None),
+            method="highs",
+            options=options,
+        )
+        if result.status == 1:
+            return None
+        if result.status != 0:
+            raise unsatisfiable(self.problem.memory)
+        scale *= self.unit
+        return float(result.fun) * scale, np.asarray(result.lower.marginals) * scale, np.asarray(result.x)
+
+    def is_integral(self, values: Numbers) -> bool:
+        return bool(np.all(np.abs(values - np.rint(values)) < 1e-6))
+
+    def choose(
+        self,
+        costs: Numbers | Integers,
+        keep: NDArray[np.bool_],
+        *,
+        limit: tuple[Numbers, float] | None,
+        seconds: float | None = None,
+    ) -> Found | None:
+        """Return the cheapest solution whose variables are all in `keep`, or None where there is none.
+
+        `limit` bounds a second cost: (cost by variable, its maximum).
+        """
+        model = cp_model.CpModel()
+        kept = np.flatnonzero(keep)
+        place = np.full(self._count, -1, dtype=np.int64)
+        place[kept] = np.arange(len(kept))
+        variables = [model.new_bool_var("") for _ in kept]
+        for rows, exact in ((self.equal, True), (self.most, False)):
+            matrix = rows.matrix(self._count)
+            if matrix is None:
+                continue
+            reduced = csr_matrix(matrix[:, kept])
+            for row, side in enumerate(rows.sides):
+                span = slice(reduced.indptr[row], reduced.indptr[row + 1])
+                factors, columns, most = reduced.data[span], reduced.indices[span], int(side)
+                if not np.all(factors == np.rint(factors)):  # shares of memory
+                    factors, most = np.ceil(factors * 1e9), int(side * 1e9)
+                total = sum(int(f) * variables[c] for f, c in zip(factors, columns, strict=True))
+                if exact and not len(columns):
+                    if side:
+                        return None
+                    continue
+                model.add(total == most if exact else total <= most)
+        if limit is not None:
+            model.add(
+                sum(int(limit[0][k]) * v for k, v in zip(kept, variables, strict=True) if limit[0][k])
+                <= round(limit[1] / self.unit)
+            )
+        model.minimize(sum(int(costs[k]) * v for k, v in zip(kept, variables, strict=True) if costs[k]))
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = 1
+        solver.parameters.max_deterministic_time = 20
+        if seconds is not None:
+            solver.parameters.max_time_in_seconds = max(0.01, seconds)
+        status = solver.solve(model)
+        if status not in {cp_model.OPTIMAL, cp_model.FEASIBLE}:
+            if status == cp_model.INFEASIBLE:
+                return None
+            if seconds is not None:
+                return None
+            raise Infeasible(
+                "no proof within the effort set for a choice",
+                why=f"{self._count:,} alternatives of layouts",
+                remedy="pin more tensors, or give a layer instead of the model",
+            )
+        values = np.zeros(self._count)
+        values[kept] = [float(solver.boolean_value(variable)) for variable in variables]
+        return Found(self.read(values), float(values @ costs) * self.unit, status == cp_model.OPTIMAL)
+
+    def read(self, values: Numbers) -> Assignment:
+        """Return the assignment that integral values mean."""
+        options = tuple(int(np.argmax(values[variables])) for variables in self.options)
+        return Assignment(
+            options=options,
+            layouts=tuple(
+                found[int(np.argmax(values[variables]))] if len(variables) else self.between(each, options)
+                for each, (found, variables) in enumerate(zip(self.layout_lists, self.layouts, strict=True))
+            ),
+            kept=frozenset((each, need) for variable, each, need, _ in self.kept if values[variable] > 0.5),
+        )
+
+    def between(self, each: int, options: Sequence[int]) -> Layout:
+        """Return where a tensor lies that passes from one operator to another: as made, but for what is pending."""
+        made, ((consumer, position),) = self.producer[each], self.consumers[each]
+        need = self.candidates.options[consumer][options[consumer]].operands[position][1]
+        result = need if made is None else self.candidates.options[made][options[made]].result
+        return need if result.pending else result
+
+    def cost_of(self, assignment: Assignment) -> int:
+        """Return what an assignment costs, in the unit of `Cost`, its redistributions paid as the program has it."""
+        total = sum(int(costs[o]) for costs, o in zip(self.option_costs, assignment.options, strict=True))
+        for each, (made, uses) in enumerate(zip(self.producer, self.consumers, strict=True)):
+            count, home = len(self.tensor_members[each]), assignment.layouts[each]
+            if made is not None:
+                result = self.candidates.options[made][assignment.options[made]].result
+                total += self._one_move(each, result, home, None) * count
+            paid: set[tuple[Layout, frozenset[str], bool]] = set()
+            for consumer, position in uses:
+                number = self.members[consumer][0]
+                need = self.candidates.options[consumer][assignment.options[consumer]].operands[position][1]
+                excluded = self.candidates.redistributor_for(self.tensor_members[each][0], number).excluded_kinds
+                backward = self._is_backward(number) and self.problem.memory is not None
+                if backward and (each, need) in assignment.kept and (need, excluded, False) in paid:
+                    continue
+                if need != home and (need, excluded, backward) not in paid:
+                    paid.add((need, excluded, backward))
+                    total += self._one_move(each, home, need, number) * count
+            name = self.tensor_members[each][0]
+            stages = self.problem.stages
+            if stages is not None and made is not None:
+                users = {stages.operator_stages[number] for number, _ in self._consumers.get(name, ())}
+                sends = stages.send_collectives(self.problem.tensors[name], home, self.mesh) if users else ()
+                others = users - {stages.operator_stages[self._producers[name]]}
+                total += self.candidates.pricing.collectives(sends)[0] * len(others)
+        return total
+
+    def _one_move(self, each: int, source: Layout, target: Layout, operator: int | None) -> int:
+        if source == target:
+            return 0
+        cost = self.move_costs(each, [source], [target], operator)[0][0, 0]
+        if not np.isfinite(cost):
+            raise unsatisfiable()
+        return round(float(cost))
+
+    def operands(self, each: int) -> list[int]:
+        """Return the classes of the tensors that a class of operators reads, by position, for its first member."""
+        names = operand_names(self.problem, self.members[each][0])
+        return [self.candidates.alike.tensors[name] for name in names]

@@ -1,0 +1,45 @@
+"""Rows of a linear program, collected one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+
+Numbers = NDArray[np.float64]
+Integers = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class SparseRows:
+    """Rows of a sparse matrix, and their right-hand sides."""
+
+    rows: list[Integers] = field(default_factory=list)
+    columns: list[Integers] = field(default_factory=list)
+    values: list[Numbers] = field(default_factory=list)
+    sides: list[float] = field(default_factory=list)
+
+    def add(self, columns: Sequence[Integers], factors: Sequence[float | Numbers], side: float) -> None:
+        """Add one row: groups of columns with their factors."""
+        for group, factor in zip(columns, factors, strict=True):
+            self.rows.append(np.full(len(group), len(self.sides), dtype=np.int64))
+            self.columns.append(np.asarray(group, dtype=np.int64))
+            self.values.append(np.broadcast_to(np.asarray(factor, dtype=np.float64), len(group)))
+        self.sides.append(side)
+
+    def add_pairs(self, first: Integers, second: Integers) -> None:
+        """Add a row `first - second` for every pair of columns, with 0 on its right."""
+        rows = np.arange(len(self.sides), len(self.sides) + len(first), dtype=np.int64)
+        self.rows += [rows, rows]
+        self.columns += [first, second]
+        self.values += [np.ones(len(first)), -np.ones(len(first))]
+        self.sides += [0.0] * len(first)
+
+    def matrix(self, width: int) -> csr_matrix | None:
+        if not self.sides:
+            return None
+        joined = (np.concatenate(self.values), (np.concatenate(self.rows), np.concatenate(self.columns)))
+        return csr_matrix(joined, shape=(len(self.sides), width))
