@@ -39,7 +39,7 @@ def predict(question: Question, plan: Plan, *, progress: Callable[[str], None] |
     """Return what a legal plan takes. Raises as `Question.estimate` and `Question.simulate` do."""
     detail = detail_of(question, plan)
     if detail is None:
-        return Prediction(estimate=question.estimate([plan]).estimate(0), method=Method.CLOSED_FORM)
+        return Prediction(estimate=question.estimate([plan], counted=True).estimate(0), method=Method.CLOSED_FORM)
     simulated = question.simulate(plan, detail=detail, progress=progress)
     return Prediction(estimate=simulated.estimate, method=Method.SIMULATION)
 

@@ -4,7 +4,7 @@ The search tree is that of `planner.search.plan_space.candidates`: a node is a (
 are the policies. Three lower bounds prune it, the cheapest first:
 
     memory       what the worst rank reserves: a leaf that does not fit is removed with all its variants
-    step         what no step can beat, as no clock is followed (`simulator.closed_form.lower_bound`)
+    step         micro batches on the slowest rank, bubble, host and optimizer: the step without data-parallel traffic
     best so far  plans are costed in full in the order of that bound, until it exceeds the last plan that will be listed
 
 Everything is vectorised over plans (`simulator.closed_form.screening`), so the order of the work depends neither on a
@@ -33,7 +33,7 @@ from simulator.pipeline.schedules import SPLIT_BACKWARD
 
 NODES_AT_ONCE = 4096  # nodes whose leaves are screened at once: limits memory, and lets a deadline take effect
 PLANS_AT_ONCE = 1 << 15  # plans bounded or costed at once
-FIRST_PLANS = 64  # plans costed in full at first; the best of them bounds the rest
+FIRST_PLANS = 256  # plans costed in full at first; the best of them bounds the rest
 SCHEDULES_AT_ONCE = 64  # plans whose schedule table is counted at once
 MAX_NEAR_MISSES = 2048  # pipelines that nearly fit, at most
 # How much slower than the last plan to list a pipeline may be, split evenly, for its stages to be assigned: better
@@ -52,7 +52,7 @@ class Explored:
     list. `bound` is a lower bound of the objective (seconds, or bytes for memory) over all legal plans that fit; unless
     a deadline passed it is the value of the best plan. `floor_s` is a lower bound of the step of all plans, whatever
     the objective. `near_pipelines` are pipelines that other stages than the runtime's may bring into the list (a little
-    too slow, or a little too large), with lower bounds of their steps in `near_bound_s`; only where they were asked for.
+    too slow, or a little too large), with `near_step_s`; only where they were asked for.
     """
 
     columns: PlanColumns
@@ -64,7 +64,7 @@ class Explored:
     floor_s: float
     complete: bool
     near_pipelines: PlanColumns
-    near_bound_s: Floats
+    near_step_s: Floats
 
     def __len__(self) -> int:
         return len(self.step_s)
@@ -101,7 +101,7 @@ class Screened:
         return _Bounds(self, *_fitting_variants(self.screening, self.nodes, self.shared, self.leaves))
 
     def near_misses(self, limit_bytes: float, nearly: float) -> tuple[PlanColumns, Floats]:
-        """Return the pipelines that miss a limit by least, and lower bounds of their steps in seconds."""
+        """Return the pipelines that miss a limit by least, and their steps in seconds."""
         parts = []
         for columns, of_node, reserved in (self.leaves, self.near):
             rows = np.nonzero((columns.pp > 1) & (reserved > limit_bytes) & (reserved <= limit_bytes * nearly))[0]
@@ -112,14 +112,12 @@ class Screened:
             return columns, np.empty(0)
         rows = np.sort(np.argsort(reserved, kind="stable")[:MAX_NEAR_MISSES])
         columns = columns.take(rows)
-        return columns, self.screening.plans(columns, self.shared, of_node[rows]).at_least_s()
+        costed = self.screening.plans(columns, self.shared, of_node[rows])
+        return columns, costed.step_s() + costed.flush_s(reserved[rows])
 
 
 class _Bounds:
-    """Variants, the bytes they reserve, their grids, and lower bounds of their steps as far as there was time.
-
-    Of those that were `accounted`, `step_s` is the step without flushes and `peak_bytes` what it holds at one moment.
-    """
+    """Variants, the bytes they reserve, their grids, and lower bounds of their steps as far as there was time."""
 
     def __init__(self, screened: Screened, variants: PlanColumns, reserved: Floats, of_node: Rows) -> None:
         self.screening, self.variants, self.reserved = screened.screening, variants, reserved
@@ -128,16 +126,6 @@ class _Bounds:
         self.shared = self.screening.blocks(self.table, screened.recomputes)
         self.step_bound = np.full(len(variants), floor_s(self.screening, variants))
         self._parts = list(_batches(len(variants)))
-        self.accounted = np.zeros(len(variants), dtype=np.bool_)
-        self.step_s, self.peak_bytes = np.zeros(len(variants)), np.zeros(len(variants))
-
-    def account(self, rows: Rows) -> None:
-        """Account for those of some variants that have not been."""
-        rows = rows[~self.accounted[rows]]
-        if len(rows):
-            some = self.screening.plans(self.table.take(rows), self.shared, rows)
-            self.step_s[rows], self.peak_bytes[rows] = some.step_s(), some.peak_bytes()
-            self.accounted[rows] = True
 
     def find(self, expired: Callable[[], bool], report: Progress) -> None:
         """Bound what has not been bounded yet, until the time is over."""
@@ -185,7 +173,7 @@ def explore(
             floor_s=floor_s(screening, nodes.columns),
             complete=True,
             near_pipelines=near[0],
-            near_bound_s=near[1],
+            near_step_s=near[1],
         )
     search = _BestFirst(
         screening,
@@ -350,36 +338,37 @@ class _BestFirst:
             else floor_s(self.screening, self.variants),
             complete=bool(complete),
             near_pipelines=near,
-            near_bound_s=near_s,
+            near_step_s=near_s,
         )
 
     def _cost(self, rows: Rows) -> None:
         by_memory = self.objective == "memory"
-        self.bounds.account(rows)
-        some = self.screening.plans(self.table.take(rows), self.shared, rows)
-        self.exact[rows] = np.maximum(self.reserved[rows], self.bounds.peak_bytes[rows])
-        self.seconds[rows] = self.bounds.step_s[rows] + some.flush_s(self.exact[rows])
-        self._settle(rows[~self.needs_counting[rows]])
+        costed = self.screening.plans(self.table.take(rows), self.shared, rows)
+        self.seconds[rows] = costed.step_s() + costed.flush_s(self.reserved[rows])
+        certain = rows[~self.needs_counting[rows]]
+        self.step[certain] = self.seconds[certain]
+        runs = np.isfinite(self.step[certain])  # a plan whose GPUs cannot reach each other has no place in a list
+        values = self.exact[certain] if by_memory else self.step[certain]
+        self.threshold.add(self.grid[certain], np.where(runs, values, np.inf))
         # Counting schedule tables is slow: quickest plans first, and none that have lost by then.
         uncertain = rows[self.needs_counting[rows]]
-        uncertain = uncertain[np.argsort((self.exact if by_memory else self.seconds)[uncertain], kind="stable")]
+        uncertain = uncertain[np.argsort((self.reserved if by_memory else self.seconds)[uncertain], kind="stable")]
         batches = np.array_split(uncertain, -(-len(uncertain) // SCHEDULES_AT_ONCE)) if len(uncertain) else ()
         for batch in batches:
             if self.objective == "time" and self.seconds[batch[0]] > self.threshold.value:
                 break
-            counted = self.screening.plans(self.table.take(batch), self.shared, batch)
-            self.exact[batch] = np.maximum(counted.reserved_bytes(), self.bounds.peak_bytes[batch])
-            self.seconds[batch] = self.bounds.step_s[batch] + counted.flush_s(self.exact[batch])
-            self._settle(batch)
+            self._count_schedules(batch)
         self.costed[rows] = True
 
-    def _settle(self, rows: Rows) -> None:
-        """Take note of plans whose memory is certain by now."""
+    def _count_schedules(self, rows: Rows) -> None:
+        """Find the exact memory of `rows`, and from it whether they fit and what the allocator costs them."""
+        counted = self.screening.plans(self.table.take(rows), self.shared, rows)
+        self.exact[rows] = counted.reserved_bytes()
+        more_s = counted.flush_s(self.exact[rows]) - counted.flush_s(self.reserved[rows])
         fits = self.exact[rows] <= self.screening.limit_bytes
-        self.step[rows] = np.where(fits, self.seconds[rows], np.inf)
-        runs = np.isfinite(self.step[rows])  # a plan whose GPUs cannot reach each other has no place in a list
+        self.step[rows] = np.where(fits, self.seconds[rows] + more_s, np.inf)
         values = self.exact[rows] if self.objective == "memory" else self.step[rows]
-        self.threshold.add(self.grid[rows], np.where(runs, values, np.inf))
+        self.threshold.add(self.grid[rows], np.where(np.isfinite(self.step[rows]), values, np.inf))
 
     def _bound_of_all(self, found: Rows, *, all_nodes_seen: bool) -> float:
         """Return a lower bound of the objective over all legal plans that fit."""
@@ -390,13 +379,21 @@ class _BestFirst:
         return float(min(least, unexplored))
 
     def _near_pipelines(self, near_misses: tuple[PlanColumns, Floats]) -> tuple[PlanColumns, Floats]:
-        """Return the pipelines whose step may come near the list, with lower bounds of their steps in seconds."""
+        """Return the pipelines whose step comes near the list, with their steps in seconds."""
         limit_s = self.threshold.value * (1 + NEAR_LIST) if self.objective == "time" else np.inf
-        fitting = self.within[(self.variants.pp[self.within] > 1) & (self.step_bound[self.within] <= limit_s)]
-        columns, bound_s = near_misses
-        missing = np.nonzero(bound_s <= limit_s)[0]
+        left = self.left[(self.variants.pp[self.left] > 1) & (self.bound[self.left] <= limit_s)]
+        for part in _batches(len(left)):
+            if self.expired():
+                break
+            rows = left[part]
+            costed = self.screening.plans(self.table.take(rows), self.shared, rows)
+            self.seconds[rows] = costed.step_s() + costed.flush_s(self.reserved[rows])
+            self.costed[rows] = True
+        fitting = np.nonzero(self.costed & (self.variants.pp > 1) & (self.seconds <= limit_s))[0]
+        columns, step_s = near_misses
+        missing = np.nonzero(step_s <= limit_s)[0]
         near = joined([self.variants.take(fitting), columns.take(missing)])
-        return near, np.concatenate([self.step_bound[fitting], bound_s[missing]])
+        return near, np.concatenate([self.seconds[fitting], step_s[missing]])
 
     def _undominated(self, rows: Rows) -> Rows:
         """Return those of `rows` that no costed plan beats in both time and memory, whatever their exact values."""
