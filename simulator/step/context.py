@@ -47,7 +47,7 @@ class CostContext:
             self,
             table=table,
             sizes={name: np.broadcast_to(size, (every,))[rows] for name, size in self.sizes.items()},
-            groups=GroupTimes(groups.cluster, table, groups.collectives, apart=apart),
+            groups=GroupTimes(groups.cluster, table, groups.collectives, apart=apart, factor=groups.factor),
         )
 
     def dtype_bytes(self, name: str) -> float:

@@ -173,12 +173,17 @@ class UnitMaker:
 
 
 def folded(units: Sequence[Unit]) -> list[Unit]:
-    """Return a stage's units with all but the first and the last of equal ones in a row as one."""
+    """Return a stage's units with equal ones in a row as one, but for the first two and the last two of them.
+
+    The one that stands for several comes third in either direction, where units go on as they will: those before it still
+    wait for what the ends of the network have sent.
+    """
     found: list[Unit] = []
     for unit in units:
-        run = found[-3:]
-        if len(run) == 3 and all(_equal(one, unit) for one in run):
-            found[-2] = replace(found[-2], repeats=found[-2].repeats + 1)
+        run = found[-5:]
+        if len(run) == 5 and all(_equal(one, unit) for one in run):
+            found[-3] = replace(found[-3], repeats=found[-3].repeats + 1)
+            found[-2], found[-1] = found[-1], unit
         else:
             found.append(unit)
     return found

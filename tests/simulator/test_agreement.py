@@ -5,6 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.lowering.simulation import simulate_plan
+from tests.planner.conftest import make_cluster
 from tests.simulator.agreement_plans import draw_plans, tell
 
 PLANS = draw_plans(40, seed=1, most_gpus=16)
@@ -27,3 +35,19 @@ def test_peaks_hold_as_much(told) -> None:
 
     assert np.mean(errors < 0.03) >= 0.95, sorted((abs(both.memory_error), kind) for kind, both in told)[-3:]
     assert errors.max() < 0.07
+
+
+@pytest.mark.parametrize("network", [5e9, 12e9, 25e9])
+def test_traffic_that_nothing_hides_takes_as_long(network) -> None:
+    """Sharding between nodes on a slow network: every unit waits for the wire."""
+    workload = Workload(seq_len=2048, global_batch_size=64)
+    asked = Scenario(
+        model=load_model("llama3-8b"),
+        cluster=make_cluster(2, 8, network=network),
+        workload=workload,
+        runtime=Runtime(name="torchtitan"),
+    )
+    plan = Plan(dp_shard=16, recompute="full")
+
+    step_s = estimate_plans(asked, [plan], counted=True).step_s[0]
+    assert step_s == pytest.approx(simulate_plan(asked, plan, spans=False).estimate.step_s.value, rel=0.01)
