@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SERVICE = ROOT / "planner" / "service"  # has an extra of its own
+WITH_EXTRAS = {ROOT / "planner" / "service", ROOT / "planner" / "remote"}  # need the extra `service`
 PACKAGES = ("topology", "simulator", "planner", "executor", "ui")
 
 
@@ -25,7 +25,7 @@ def test_a_laptop_needs_neither_torch_nor_streamlit() -> None:
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for package in ("topology", "simulator", "planner")
         for path in sorted((ROOT / package).rglob("*.py"))
-        if path.name not in {"__init__.py", "__main__.py"} and not path.is_relative_to(SERVICE)
+        if path.name not in {"__init__.py", "__main__.py"} and WITH_EXTRAS.isdisjoint(path.parents)
     ]
     code = f"""
 import importlib, sys
