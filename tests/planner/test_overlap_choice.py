@@ -25,7 +25,11 @@ EVERY = sorted({written(dict(zip(SITES, modes, strict=True))) for modes in itert
 
 
 @pytest.mark.parametrize(
-    ("name", "gpus", "length", "memory_gib"), [("llama3-8b", 4, 4096, 40.0), ("mixtral-8x7b", 8, 8192, 141.0)]
+    ("name", "gpus", "length", "memory_gib"),
+    [
+        ("llama3-8b", 4, 4096, 40.0),
+        pytest.param("mixtral-8x7b", 8, 8192, 141.0, marks=pytest.mark.long),
+    ],
 )
 def test_no_other_choice_of_modes_is_better(name, gpus, length, memory_gib):
     """Memory or length asks for tensor parallelism; its modes are those that costing every text says."""

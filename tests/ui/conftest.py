@@ -22,12 +22,12 @@ def own_folders(tmp_path, monkeypatch):
 
 @pytest.fixture
 def explorer():
-    """Return a function that opens a page of the explorer with query parameters, and waits for its answer."""
+    """Return a function that opens a page of the explorer with query parameters, and waits so long for its answer."""
     from streamlit.testing.v1 import AppTest
 
-    def opened(page: str = "home", **parameters: str) -> AppTest:
+    def opened(page: str = "home", patience_s: float = 100.0, **parameters: str) -> AppTest:
         test = AppTest.from_file(ROOT / "ui" / "app.py", default_timeout=120)
-        test.session_state["_patience_s"] = 100.0
+        test.session_state["_patience_s"] = patience_s
         test.query_params.update({"gpus": "4", "batch": "8", "seq": "4096", **parameters})
         test.run()
         if page != "home":

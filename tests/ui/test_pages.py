@@ -211,9 +211,7 @@ LONG = {"model": "deepseek-v3", "gpus": "65536", "batch": "65536", "framework": 
 
 
 def test_search_can_be_stopped_and_started_again(explorer):
-    test = explorer("cluster", **LONG)
-    test.session_state["_patience_s"] = 0.1
-    test.switch_page("views/plans.py").run()
+    test = explorer("plans", patience_s=0.1, **LONG)
     assert "Searching all legal plans" in said(test)
     (job,) = test.session_state["_results"]["search"].values()
 
@@ -228,9 +226,7 @@ def test_search_can_be_stopped_and_started_again(explorer):
 
 
 def test_another_question_ends_the_search_for_the_last_one(explorer):
-    test = explorer("cluster", **LONG)
-    test.session_state["_patience_s"] = 0.1
-    test.switch_page("views/plans.py").run()
+    test = explorer("plans", patience_s=0.1, **LONG)
     (job,) = test.session_state["_results"]["search"].values()
     test.session_state["_patience_s"] = 100.0
     test.sidebar.number_input(key="gpus").set_value(4)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tests.executor.sharding import modules
-from tests.executor.sharding.ranks import Case, run, run_files, run_function
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from tests.executor.sharding import modules  # noqa: E402 - after the check for torch
+from tests.executor.sharding.ranks import Case, run, run_files, run_function  # noqa: E402 - as above
 
 torch.manual_seed(0)
 X = torch.randn(4, 8, 16, dtype=torch.float64)
@@ -83,7 +84,7 @@ def test_the_planner_is_asked_as_a_process() -> None:
     run(TWO[:1], 2, quick=False)
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), (4, FOUR)])
+@pytest.mark.parametrize(("ranks", "cases"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.long)])
 def test_ranks_compute_what_one_process_does(ranks, cases) -> None:
     run(cases, ranks)
 
