@@ -194,14 +194,3 @@ def test_a_stand_in_never_claims_a_gpu() -> None:
 
     assert record["gpu"] == "cpu"
     assert profile_from_records([record]).gpu == "cpu"
-
-
-@needs_torch
-def test_a_layer_sample_holds_of_its_steps_what_a_profile_reads() -> None:
-    """Torchtitan's steps also tell their loss, which a strict reader of samples would refuse."""
-    from executor.calibrate.layers import medians
-
-    steps = [{"reserved_bytes": 4.0 + n, "data_s": 0.5, "loss": 7.0, "gradient_norm": 1.3} for n in range(3)]
-
-    assert medians(steps) == {"reserved_bytes": 5.0, "data_s": 0.5}
-    assert medians([]) == {}
