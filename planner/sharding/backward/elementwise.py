@@ -8,26 +8,7 @@ from __future__ import annotations
 import ast
 
 from planner.sharding.formulas.axis_flow import NotUnderstood
-from planner.sharding.formulas.formula import IDENTITIES, called_name
-
-_ZERO = frozenset(
-    [
-        "sign",
-        "floor",
-        "ceil",
-        "round",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "isnan",
-    ]
-)
+from planner.sharding.formulas.formula import IDENTITIES, WITHOUT_SLOPE, called_name
 
 
 def gradient_texts(node: ast.expr, gradient: str) -> dict[str, str]:
@@ -79,12 +60,12 @@ def _call(node: ast.Call, gradient: str) -> list[tuple[ast.expr, str]]:
     text = [ast.unparse(argument) for argument in arguments]
     if name in IDENTITIES or name == "dropout":
         return [(arguments[0], gradient if name != "dropout" else f"dropout_bwd({gradient}, {text[0]})")]
-    if name in _ZERO:
+    if name in WITHOUT_SLOPE:
         return []
     if name == "neg":
         return [(arguments[0], f"(-{gradient})")]
     if name in {"add", "sub", "mul", "multiply", "div", "true_divide"} and len(arguments) == 2:
-        op = {"add": ast.Add(), "sub": ast.Sub(), "mul": ast.Mult(), "multiply": ast.Mult()}.get(name, ast.Div())
+        op = {"add": ast.Add(), "sub": ast.Sub(), "div": ast.Div(), "true_divide": ast.Div()}.get(name, ast.Mult())
         return list(zip(arguments, _binary(op, arguments[0], arguments[1], gradient), strict=True))
     if name == "where":
         return [
@@ -103,6 +84,8 @@ def _call(node: ast.Call, gradient: str) -> list[tuple[ast.expr, str]]:
         raise NotUnderstood("a gradient of a gradient")
     if not arguments:
         raise NotUnderstood(f"{name} of nothing")
+    if any(isinstance(n, ast.Name) for argument in arguments[1:] for n in ast.walk(argument)):
+        raise NotUnderstood(f"the derivative of {name} in several tensors")
     more = "".join(f", {part}" for part in text[1:])
     return [(arguments[0], f"{name}_bwd({gradient}, {text[0]}{more})")]
 

@@ -10,33 +10,9 @@ import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from planner.sharding.formulas.axis_flow import AxisFlow, NotUnderstood, Value
-from planner.sharding.formulas.formula import ELEMENTWISE, IDENTITIES, MODULES, called_name
+from planner.sharding.formulas.formula import ELEMENTWISE, IDENTITIES, MODULES, VIEWS, called_name
 from planner.sharding.functions.known import walk
 from planner.sharding.operators.operator import Operator
-
-VIEWS = frozenset(
-    [
-        "reshape",
-        "view",
-        "permute",
-        "transpose",
-        "swapaxes",
-        "t",
-        "flatten",
-        "unflatten",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "expand_as",
-        "broadcast_to",
-        "movedim",
-        "narrow",
-        "select",
-        "flip",
-        "roll",
-        "repeat_interleave",
-    ]
-)
 
 
 def arguments_of(node: ast.Call) -> list[ast.expr]:

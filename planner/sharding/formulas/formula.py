@@ -2,8 +2,7 @@
 
 Two properties decide how an operator treats reductions:
 
-- *Linearity.* A pending sum may pass through an operator only if the result is linear in it (scaling, a matrix product,
-  a
+- *Linearity.* A pending sum may pass through an operator only if the result is linear in it (scaling, a matrix product, a
   view), and through an addition only if every term is pending: a finished tensor added on each of n ranks would count n
   times. A formula is therefore split into terms, each with the tensors it is linear in and the other ones it depends
   on.
@@ -23,25 +22,12 @@ from topology.errors import BadInput
 MAX_CHARACTERS = 2000
 MAX_TERMS = 64
 
-IDENTITIES = frozenset(
-    [
-        "set",
-        "contiguous",
-        "clone",
-        "detach",
-        "identity",
-        "to",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "type",
-        "type_as",
-        "requires_grad_",
-        "alias",
-    ]
-)
-_VIEWS = IDENTITIES - frozenset(["to", "float", "double", "half", "bfloat16", "type", "type_as"]) | frozenset(
+COPIES = frozenset(
+    ["set", "contiguous", "clone", "detach", "identity", "requires_grad_", "alias"]
+)  # same elements, same dtype
+CASTS = frozenset(["to", "float", "double", "half", "bfloat16", "type", "type_as"])
+IDENTITIES = COPIES | CASTS
+VIEWS = frozenset(  # functions that rearrange, repeat or take elements of one tensor
     [
         "reshape",
         "view",
@@ -57,25 +43,19 @@ _VIEWS = IDENTITIES - frozenset(["to", "float", "double", "half", "bfloat16", "t
         "expand_as",
         "broadcast_to",
         "movedim",
-        "chunk",
-        "split",
         "narrow",
-        "cat",
-        "concat",
-        "stack",
-        "repeat_interleave",
-        "repeat",
-        "rearrange",
         "select",
-        "index_select",
         "flip",
-        "pad",
         "roll",
+        "repeat_interleave",
     ]
 )
-_LINEAR_METHODS = frozenset(
-    ["to", "float", "double", "half", "bfloat16", "type", "neg", "sum", "mean", "cumsum", "type_as"]
+_REARRANGED = (  # all that is linear in the tensors whose elements it rearranges
+    VIEWS
+    | COPIES
+    | frozenset(["chunk", "split", "cat", "concat", "stack", "repeat", "rearrange", "index_select", "pad"])
 )
+_LINEAR_METHODS = CASTS | frozenset(["neg", "sum", "mean", "cumsum"])
 _PRODUCTS = frozenset(
     [
         "einsum",
@@ -101,7 +81,36 @@ _REDUCER_OF_FUNCTION = {
     "prod": "product",
     "mean": "avg",
 }
-ELEMENTWISE = frozenset(
+WITHOUT_SLOPE = frozenset(  # elementwise functions whose derivative is zero wherever they have one
+    [
+        "sign",
+        "floor",
+        "ceil",
+        "round",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "isnan",
+        "logical_xor",
+        "trunc",
+        "floor_divide",
+        "isfinite",
+        "isinf",
+        "bitwise_and",
+        "bitwise_not",
+        "bitwise_or",
+        "bitwise_xor",
+        "bool",
+        "long",
+    ]
+)
+ELEMENTWISE = WITHOUT_SLOPE | frozenset(
     [
         "gelu",
         "relu",
@@ -138,7 +147,6 @@ ELEMENTWISE = frozenset(
         "tan",
         "atan",
         "erf",
-        "sign",
         "neg",
         "clamp",
         "clip",
@@ -151,25 +159,24 @@ ELEMENTWISE = frozenset(
         "where",
         "maximum",
         "minimum",
-        "floor",
-        "ceil",
-        "round",
         "fmod",
         "remainder",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "logical_and",
-        "logical_or",
-        "logical_not",
         "masked_fill",
         "dropout",
         "lerp",
-        "isnan",
         "nan_to_num",
+        "acos",
+        "asin",
+        "atan2",
+        "sinh",
+        "cosh",
+        "addcmul",
+        "clamp_max",
+        "clamp_min",
+        "log_sigmoid",
+        "rsub",
+        "tanhshrink",
+        "threshold",
     ]
 )
 ATTENTION = frozenset(
@@ -256,7 +263,7 @@ def _outermost_call(tree: ast.expr) -> str:
         match tree:
             case ast.Attribute(value=inner) | ast.Subscript(value=inner):
                 tree = inner
-            case ast.Call() if called_name(tree) in _LINEAR_METHODS & {"to", "float", "double", "half", "bfloat16"}:
+            case ast.Call() if called_name(tree) in CASTS - {"type", "type_as"}:
                 if not isinstance(tree.func, ast.Attribute):
                     return called_name(tree)
                 tree = tree.func.value
@@ -337,9 +344,9 @@ class _LinearityReader:
             case ast.Subscript(value=inner, slice=index):
                 return not self._names_in(index) and self.is_view(inner)
             case ast.Call(func=ast.Attribute(value=inner)) if not self._is_module(inner):
-                return called_name(node) in _VIEWS and self.is_view(inner)
+                return called_name(node) in _REARRANGED and self.is_view(inner)
             case ast.Call(args=[inner, *_]):
-                return called_name(node) in _VIEWS and self.is_view(inner)
+                return called_name(node) in _REARRANGED and self.is_view(inner)
         return False
 
     def _call(self, node: ast.Call) -> list[Term]:
@@ -347,7 +354,7 @@ class _LinearityReader:
         if isinstance(node.func, ast.Attribute) and not self._is_module(node.func.value):
             arguments.insert(0, node.func.value)
         values = [a for a in arguments if self._names_in(a)]
-        if name in _VIEWS | _LINEAR_METHODS and values:
+        if name in _REARRANGED | _LINEAR_METHODS and values:
             listed = values[0].elts if isinstance(values[0], ast.List | ast.Tuple) else [values[0]]
             return self._check_count([term for value in listed for term in self.terms(value)])
         if name in _LINEAR_LAYERS and len(values) in {2, 3}:

@@ -15,7 +15,7 @@ from planner.sharding.frontends.axis_maps import (
     named_inputs,
     result_names,
 )
-from planner.sharding.frontends.rules.statement import LETTERS, OWN_FUNCTIONS, OWN_PREFIXES, Statement
+from planner.sharding.frontends.rules.statement import ANNOTATED, ANNOTATED_PREFIXES, Statement
 from planner.sharding.frontends.rules.table import statements
 from planner.sharding.layouts.layout import Layout, parse_placements
 from planner.sharding.layouts.mesh import Mesh
@@ -78,7 +78,9 @@ def captured_problem(graph: CapturedGraph, mesh: Mesh, wish: Wish) -> CapturedPr
     uses = {name for line in lines for name in line.operands} | set(graph.outputs)
     gathered = [one for one in graph.inputs if one.name in uses and used_as[one.name] != resting[one.name]]
     lines = _with_uses(lines, gathered)
-    builder = GraphBuilder({axis: size for line in lines for axis, size in line.sizes.items()}, _own_functions(lines))
+    builder = GraphBuilder(
+        {axis: size for line in lines for axis, size in line.sizes.items()}, _annotated_functions(lines)
+    )
     for one in graph.inputs:
         if one.name in uses:
             builder.add_input(one.name, one.shape, one.dtype, parameter=one.kind == PARAMETER, origin=one.target)
@@ -104,10 +106,10 @@ def captured_problem(graph: CapturedGraph, mesh: Mesh, wish: Wish) -> CapturedPr
     return CapturedProblem(problem=problem, statements={line.result: line for line in lines})
 
 
-def _own_functions(lines: Sequence[Statement]) -> set[str]:
-    """Return the functions of formulas that only the rules here know, whose annotations therefore are to be believed."""
+def _annotated_functions(lines: Sequence[Statement]) -> set[str]:
+    """Return the functions of formulas whose annotations are to be believed."""
     called = {line.formula.partition("(")[0] for line in lines}
-    return {name for name in called if name in OWN_FUNCTIONS or name.startswith(OWN_PREFIXES)}
+    return {name for name in called if name in ANNOTATED or name.startswith(ANNOTATED_PREFIXES)}
 
 
 def _layouts_of_inputs(
@@ -141,12 +143,10 @@ def _with_uses(lines: Sequence[Statement], gathered: Sequence[GraphInput]) -> tu
         for name in line.operands:
             one = waiting.pop(name, None)
             if one is not None:
-                dims = " ".join(LETTERS[d] if n > 1 else "1" for d, n in enumerate(one.shape))
                 out.append(
                     Statement(
                         result=renamed[name],
                         formula=f"set({name})",
-                        annotation=f"{dims} -> {dims}",
                         op="same",
                         args=({"tensor": name},),
                         shape=one.shape,

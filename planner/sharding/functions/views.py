@@ -106,6 +106,32 @@ def _regrouped(flow: AxisFlow, axes: Sequence[str], sizes: Sequence[int]) -> tup
     sizes = [total // known if size == -1 and known else size for size in sizes]
     if prod(sizes) != total:
         raise NotUnderstood(f"a view of {total} elements as {list(sizes)}")
+    out: list[Dim] = []
+    for group, wanted in _groups_of_equal_size(flow, axes, sizes):
+        out += _split_to_sizes(flow, group, wanted)
+    return tuple(out)
+
+
+def _groups_of_equal_size(
+    flow: AxisFlow, axes: Sequence[str], sizes: Sequence[int]
+) -> list[tuple[list[str], list[int]]]:
+    """Return the shortest runs of axes, each with the dims that a view makes of it and of no other axis."""
+    waiting, groups = list(axes), list[tuple[list[str], list[int]]]()
+    have = want = 1
+    for size in sizes:
+        if have == want:
+            groups.append(([], []))
+            have = want = 1
+        groups[-1][1].append(size)
+        want *= size
+        while have < want:
+            groups[-1][0].append(waiting[0])
+            have *= flow.sizes[waiting.pop(0)]
+    return groups
+
+
+def _split_to_sizes(flow: AxisFlow, axes: Sequence[str], sizes: Sequence[int]) -> list[Dim]:
+    """Return dims of `sizes` made of `axes`, or of a new axis each that is kept whole where a dim ends inside a factor."""
     waiting, out = list(axes), list[Dim]()
     for size in sizes:
         dim: list[str] = []
@@ -114,7 +140,12 @@ def _regrouped(flow: AxisFlow, axes: Sequence[str], sizes: Sequence[int]) -> tup
             axis = waiting.pop(0)
             have = flow.sizes[axis]
             if left % have and have % left:
-                raise NotUnderstood(f"a view that cuts a dim of {have} at {left}")
+                why = f"a view cuts a dim of {have} at {left}"
+                flow.keep_whole(tuple(axes), why, contradicts=True)
+                made = [flow.new_dim(each) for each in sizes]
+                for each in made:
+                    flow.keep_whole(each, why)
+                return made
             if have > left:
                 outer, inner = flow.new_axis(left), flow.new_axis(have // left)
                 _split(flow, axis, outer, inner)
@@ -123,7 +154,7 @@ def _regrouped(flow: AxisFlow, axes: Sequence[str], sizes: Sequence[int]) -> tup
             dim.append(axis)
             left //= have
         out.append(tuple(dim))
-    return tuple(out)
+    return out
 
 
 def _split(flow: AxisFlow, axis: str, outer: str, inner: str) -> None:

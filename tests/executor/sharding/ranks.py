@@ -38,25 +38,34 @@ def planned_here(document):
     return read_program(msgspec.json.decode(msgspec.json.encode(program)), where="the test")
 
 
-def run(cases: list[Case], ranks: int, *, quick: bool = True) -> None:
-    """Every case on `ranks` processes; the first difference to one process is raised."""
+def _spawn(work, ranks: int, *args) -> None:
+    """Call `work(*args)` on ranks of one gloo group, each a process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(_worker, (ranks, port, cases, quick), nprocs=ranks)
+    mp.spawn(_join, (ranks, port, work, args), nprocs=ranks)
 
 
-def _worker(rank, ranks, port, cases, quick):
+def _join(rank, ranks, port, work, args):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    if quick:
-        api.plan = planned_here
     try:
-        for case in cases:
-            check(case)
+        work(*args)
     finally:
         dist.destroy_process_group()
+
+
+def run(cases: list[Case], ranks: int, *, quick: bool = True) -> None:
+    """Every case on `ranks` processes; the first difference to one process is raised."""
+    _spawn(_worker, ranks, cases, quick)
+
+
+def _worker(cases, quick):
+    if quick:
+        api.plan = planned_here
+    for case in cases:
+        check(case)
 
 
 def check(case: Case) -> None:
@@ -90,40 +99,30 @@ def run_files(cases: list[Case], ranks: int, folder) -> None:
         text = write_dtensor_file(answer.captured, captured.graph, answer.plan, title=case.name)
         files.append(folder / f"placed_{number}.py")
         files[-1].write_text(text)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_file_worker, (ranks, port, cases, files), nprocs=ranks)
+    _spawn(_file_worker, ranks, cases, files)
 
 
-def _file_worker(rank, ranks, port, cases, files):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    try:
-        for case, file in zip(cases, files, strict=True):
-            spec = importlib.util.spec_from_file_location(file.stem, file)
-            placed = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(placed)
-            expected = case.module(*case.args)
-            parameters = dict(case.module.named_parameters())
-            gradients = torch.autograd.grad(expected.square().sum(), list(parameters.values()))
-            mesh = init_device_mesh("cpu", placed.MESH_SHAPE, mesh_dim_names=placed.MESH_NAMES)
-            module = placed.parallelize(copy.deepcopy(case.module), mesh)
-            # DTensor has no rule for the CPU's flash attention
-            with placed.implicit_replication(), sdpa_kernel(SDPBackend.MATH):
-                found = module(*placed.placed_inputs(mesh, *case.args))
-                assert list(found.placements) == placed.OUTPUTS[0], case.name
-                found.square().sum().full_tensor().backward()
-            torch.testing.assert_close(found.full_tensor(), expected.detach(), msg=case.name)
-            grads = {
-                n.replace("parametrizations.", "").replace(".original", ""): p.grad
-                for n, p in module.named_parameters()
-            }
-            for name, gradient in zip(parameters, gradients, strict=True):
-                torch.testing.assert_close(grads[name].full_tensor(), gradient, msg=f"{case.name} {name}")
-    finally:
-        dist.destroy_process_group()
+def _file_worker(cases, files):
+    for case, file in zip(cases, files, strict=True):
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        placed = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(placed)
+        expected = case.module(*case.args)
+        parameters = dict(case.module.named_parameters())
+        gradients = torch.autograd.grad(expected.square().sum(), list(parameters.values()))
+        mesh = init_device_mesh("cpu", placed.MESH_SHAPE, mesh_dim_names=placed.MESH_NAMES)
+        module = placed.parallelize(copy.deepcopy(case.module), mesh)
+        # DTensor has no rule for the CPU's flash attention
+        with placed.implicit_replication(), sdpa_kernel(SDPBackend.MATH):
+            found = module(*placed.placed_inputs(mesh, *case.args))
+            assert list(found.placements) == placed.OUTPUTS[0], case.name
+            found.square().sum().full_tensor().backward()
+        torch.testing.assert_close(found.full_tensor(), expected.detach(), msg=case.name)
+        grads = {
+            n.replace("parametrizations.", "").replace(".original", ""): p.grad for n, p in module.named_parameters()
+        }
+        for name, gradient in zip(parameters, gradients, strict=True):
+            torch.testing.assert_close(grads[name].full_tensor(), gradient, msg=f"{case.name} {name}")
 
 
 # nvFuser's calls: placements in, placements found for the result (doc/reading/multigpu.md)
@@ -134,34 +133,25 @@ CALLS = {
 
 
 def run_function(ranks: int) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_function_worker, (ranks, port), nprocs=ranks)
+    _spawn(_function_worker, ranks, ranks)
 
 
-def _function_worker(rank, ranks, port):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+def _function_worker(ranks):
     api.plan = planned_here
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("DIDx",))
     wholes = [torch.randn(shape, dtype=torch.float64) for shape in ((8, 16), (32, 16), (16, 32))]
     mlp = ShardedFunction(feed_forward)
-    try:
-        for name, (placements, expected) in CALLS.items():
-            args = [distribute_tensor(w, mesh, [p]).requires_grad_() for w, p in zip(wholes, placements, strict=True)]
-            y = mlp(*args)
-            assert y.placements == (expected,), name
-            y.square().sum().backward()
-            own = [w.clone().requires_grad_() for w in wholes]
-            feed_forward(*own).square().sum().backward()
-            torch.testing.assert_close(y.full_tensor(), feed_forward(*wholes))
-            for one, alone in zip(args, own, strict=True):
-                torch.testing.assert_close(one.grad.full_tensor(), alone.grad, msg=name)
-    finally:
-        dist.destroy_process_group()
+    for name, (placements, expected) in CALLS.items():
+        args = [distribute_tensor(w, mesh, [p]).requires_grad_() for w, p in zip(wholes, placements, strict=True)]
+        y = mlp(*args)
+        assert y.placements == (expected,), name
+        y.square().sum().backward()
+        own = [w.clone().requires_grad_() for w in wholes]
+        feed_forward(*own).square().sum().backward()
+        torch.testing.assert_close(y.full_tensor(), feed_forward(*wholes))
+        for one, alone in zip(args, own, strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), alone.grad, msg=name)
 
 
 def feed_forward(x, up, down):

@@ -93,6 +93,7 @@ def same(x, *_, **__):
 known("exp")(np.exp), known("sqrt")(np.sqrt), known("tanh")(np.tanh), known("cos")(np.cos), known("sin")(np.sin)
 known("maximum")(np.maximum), known("where")(np.where), known("outer")(np.multiply.outer), known("log")(np.log)
 known("rsqrt")(lambda x: 1 / np.sqrt(x)), known("relu")(lambda x: np.maximum(x, 0)), known("mul")(np.multiply)
+known("sub")(np.subtract)
 known("relu_bwd")(lambda d, x: d * (x > 0)), known("tanh_bwd")(lambda d, x: d * (1 - np.tanh(x) ** 2))
 known("exp_bwd")(lambda d, x: d * np.exp(x)), known("rsqrt_bwd")(lambda d, x: -0.5 * d * x**-1.5)
 known("sigmoid")(lambda x: 1 / (1 + np.exp(-x)))

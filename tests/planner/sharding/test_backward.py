@@ -45,6 +45,7 @@ FORMULAS = [
     "gelu(x) * z - x / (2.0 + z * z)",
     "silu(x) ** 2",
     "x * g + e",
+    "sub(x, mul(z, z))",
     "where(x >= z, x, z * z)",
     "softmax(x, -1)",
     "log_softmax(x, 1)",
@@ -132,6 +133,9 @@ def test_a_function_without_a_gradient_is_named() -> None:
         add_backward(builder.build(), {"y": "dy"})
     with pytest.raises(BadInput, match="no gradient of 'q'"):
         add_backward(builder.build(), {"q": "dq"})
+    for formula in ("lerp(x, z, g)", "addcmul(x, z, z)", "atan2(x, z)"):  # slopes in more than the first tensor
+        with pytest.raises(BadInput, match="several tensors"):
+            add_backward(graph_of(formula), {"y": "dy"})
 
 
 def test_the_gradient_of_shared_heads_is_pending_over_the_ranks_that_share_them() -> None:

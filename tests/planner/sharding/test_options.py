@@ -1,9 +1,12 @@
 """The one rule: whatever it allows computes the right thing, and what it refuses would not."""
 
 import re
+from math import prod
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from planner.sharding.layouts.mesh import make_mesh
 from planner.sharding.operators.operator import Tensor, parse_operators
@@ -27,6 +30,27 @@ def test_every_option_of_every_operator_computes_its_part(stated) -> None:
             local = virtual_ranks.ran(operator, option, pieces, world, whole)
             what = f"{operator.text} with {dict(option.axis_specs)}"
             world.check(local, option.result, whole[operator.result.name], what)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4), st.data())
+def test_every_way_to_shard_a_view_computes_its_part(before, data) -> None:
+    """Dims that share boundaries of elements keep their axes, others are needed whole: (4, 6) as (6, 4)."""
+    left, after = prod(before), []
+    while left > 1:
+        after.append(data.draw(st.sampled_from([n for n in range(2, left + 1) if left % n == 0])))
+        left //= after[-1]
+    sizes = {f"a{n}": size for n, size in enumerate(before)}
+    stated = cases.case(
+        "view",
+        {"x": 2, "y": 2},
+        [f"y = reshape(x, {after or [1]})"],
+        {"x": " ".join(sizes)},
+        sizes,
+        policy="min_ring_bytes",
+    )
+
+    test_every_option_of_every_operator_computes_its_part(stated)
 
 
 def placed_of(text, tensors, sizes, mesh=None):

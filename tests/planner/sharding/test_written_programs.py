@@ -13,7 +13,6 @@ import pytest
 from planner.cli import main
 from planner.sharding.answer import answer_request
 from planner.sharding.backends.runnable import simulate_program
-from planner.sharding.frontends.rules.elements import reshape_axes
 from planner.sharding.plans.explanation import explain_plan
 from simulator.program.check import check
 from simulator.sharded.program import Exchange, read_program
@@ -101,26 +100,3 @@ def test_what_does_not_fit_the_graph_is_refused(change, what) -> None:
     with pytest.raises(BadInput) as refused:
         answer_request({**json.loads(EXAMPLE.read_text()), **change}, where="the example")
     assert what in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "axes"),
-    [
-        ((4, 6), (24,), ("x1s4 x2s6", "(x1s4 x2s6)")),
-        ((24,), (4, 6), ("(x1s4 x2s6)", "x1s4 x2s6")),
-        ((2, 3, 4), (6, 4), ("x1s2 x2s3 x4s4", "(x1s2 x2s3) x4s4")),
-        ((4, 6), (6, 4), ("(x1s2 x2s2) (x3s3 x4s2)", "")),
-        ((5, 1, 2), (5, 2), ("x1s5 1 x3s2", "x1s5 x3s2")),
-    ],
-)
-def test_views_are_made_of_the_factors_of_both_shapes(before, after, axes) -> None:
-    left, right, sizes = reshape_axes(before, after)
-
-    if axes[1]:
-        assert (" ".join(left), " ".join(right)) == axes
-    for dims, shape in ((left, before), (right, after)):
-        for dim, size in zip(dims, shape, strict=True):
-            product = 1
-            for name in dim.strip("()").replace("^", "").split():
-                product *= sizes.get(name, size) if name != "1" else 1
-            assert product == size

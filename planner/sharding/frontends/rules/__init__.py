@@ -1,6 +1,6 @@
-"""ATen operators as the compiler's operators: a formula, an annotation of named axes, and the kernel a rank runs.
+"""ATen operators as formulas of the compiler's own functions, and the kernel that a rank runs for each.
 
-One function a family of operators; `table.py` says which. Operators that no rule knows are *opaque*: their operands are needed whole and their
-results are whole, which is right for any operator and shards none. Axis names are local to an annotation; the name of an
-axis that only the result has carries its size (`b64`), since nothing else gives it.
+One function a family of operators; `table.py` says which. What a formula does along axes is known to
+`planner.sharding.functions`; only functions that have no rule there (`statement.ANNOTATED`) carry an annotation. An operator
+that no rule knows is *opaque*: its operands and its result are needed whole, which is right for any operator and shards none.
 """

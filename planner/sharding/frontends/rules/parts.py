@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from planner.sharding.frontends.rules.elements import same_elements
-from planner.sharding.frontends.rules.statement import Call, NotKnownError, Statement, letters, result_axes, written
+from planner.sharding.frontends.rules.statement import Call, NotKnownError, Statement, letters
 from simulator.sharded.graph import GraphNode
 
 
 def _part(call: Call, dim: int, start: int, step: int = 1) -> list[Statement]:
-    """A range of a dim, which is needed whole; `narrow` of a rank's piece is that of the others' dims."""
     before, after = call.shape(0), call.node.shape
     if before == after:
         return same_elements(call)
-    dims = letters(before)
-    names, sizes = result_axes(after, [dim])
-    right = [names[0] if d == dim else n for d, n in enumerate(dims)]
     args = (call.argument(0), dim, start, after[dim], step)
-    annotation = f"{written(dims, {dim: '^'})} -> {' '.join(right)}"
     formula = f"narrow({call.tensor(0)}, {dim}, {start}, {after[dim]})"
-    return [call.statement(formula, annotation, sizes=sizes, op="range", args=args, kwargs={})]
+    return [call.statement(formula, op="range", args=args, kwargs={})]
 
 
 def sliced(call: Call) -> list[Statement]:
@@ -32,12 +27,9 @@ def sliced(call: Call) -> list[Statement]:
 def select(call: Call) -> list[Statement]:
     shape = call.shape(0)
     dim, index = call.dim(1, len(shape)), int(call.argument(2))
-    dims = letters(shape)
-    right = [n for d, n in enumerate(dims) if d != dim]
     args = (call.argument(0), dim, index % shape[dim])
-    annotation = f"{written(dims, {dim: '^'})} -> {' '.join(right)}"
     formula = f"select({call.tensor(0)}, {dim}, {index % shape[dim]})"
-    return [call.statement(formula, annotation, op="select", args=args, kwargs={})]
+    return [call.statement(formula, op="select", args=args, kwargs={})]
 
 
 def pieces(call: Call) -> list[Statement]:
@@ -88,22 +80,5 @@ def cat(call: Call) -> list[Statement]:
     if call.name == "stack" or len(set(names)) != len(names):
         raise NotKnownError
     dim = call.dim(1, len(call.node.shape), 0)
-    dims = letters(call.node.shape)
-    made, sizes = result_axes(call.node.shape, [dim])
-    parts = []
-    for number, name in enumerate(names):
-        own = [f"q{number}" if d == dim and call.shapes[name][dim] > 1 else n for d, n in enumerate(dims)]
-        if call.shapes[name][dim] == 1:
-            own[dim] = "1"
-        parts.append(written(own, {dim: "^"}))
-    right = [made[0] if d == dim else n for d, n in enumerate(dims)]
-    return [
-        call.statement(
-            f"cat([{', '.join(names)}], {dim})",
-            f"{', '.join(parts)} -> {' '.join(right)}",
-            sizes=sizes,
-            op="aten.cat.default",
-            args=(listed, dim),
-            kwargs={},
-        )
-    ]
+    formula = f"cat([{', '.join(names)}], {dim})"
+    return [call.statement(formula, op="aten.cat.default", args=(listed, dim), kwargs={})]

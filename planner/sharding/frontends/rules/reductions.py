@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from planner.sharding.frontends.rules.statement import (
-    LETTERS,
     Call,
     NotKnownError,
     Shape,
@@ -15,7 +14,7 @@ from planner.sharding.frontends.rules.statement import (
     written,
 )
 
-REDUCTIONS = {"sum": "sum", "mean": "mean", "amax": "amax", "amin": "amin"}
+REDUCTIONS = frozenset(("sum", "mean", "amax", "amin"))
 
 
 def reduction(call: Call) -> list[Statement]:
@@ -24,42 +23,33 @@ def reduction(call: Call) -> list[Statement]:
     listed = [given] if isinstance(given, int) else (given or list(range(len(shape))))
     reduced = {int(d) % max(len(shape), 1) for d in listed} if isinstance(listed, list) else set()
     keep = bool(call.argument(2, default=False)) or bool(call.node.kwargs.get("keepdim"))
-    dims = letters(shape)
-    right = [("1" if d in reduced else n) for d, n in enumerate(dims) if keep or d not in reduced]
-    left = written(dims, dict.fromkeys(reduced, "+"))
-    if all(shape[d] == 1 for d in reduced):
-        left = " ".join(dims)
     args = (call.argument(0), sorted(reduced), keep)
-    over = ", ".join(map(str, sorted(reduced)))
-    formula = f"{REDUCTIONS[call.name]}({call.tensor(0)}, ({over},), keepdim={keep})" if shape else call.tensor(0)
+    formula = f"{call.name}({call.tensor(0)}, {sorted(reduced)}, keepdim={keep})" if shape else call.tensor(0)
     more: dict[str, Any] = {"args": args, "kwargs": call.node.kwargs if call.name in {"sum", "mean"} else {}}
-    return [call.statement(formula, f"{left} -> {' '.join(right)}", op=f"reduce.{call.name}", **more)]
+    return [call.statement(formula, op=f"reduce.{call.name}", **more)]
 
 
 def softmax(call: Call) -> list[Statement]:
-    shape = call.shape(0)
-    dim = call.dim(1, len(shape))
-    dims = letters(shape)
+    dim = call.dim(1, len(call.shape(0)))
     word = "log_softmax" if "log" in call.name else "softmax"
-    annotation = f"{written(dims, {dim: '*'})} -> {' '.join(dims)}"
-    args = (call.argument(0), dim)
-    return [call.statement(f"{word}({call.tensor(0)}, {dim})", annotation, op=word, args=args, kwargs={})]
+    return [call.statement(f"{word}({call.tensor(0)}, {dim})", op=word, args=(call.argument(0), dim), kwargs={})]
 
 
 def norm(call: Call) -> list[Statement]:
     """Layer norm and RMS norm over the last dims; several of them are needed whole."""
     shape, over = call.shape(0), len(call.argument(1))
     word = "layernorm" if call.name == "layer_norm" else "rmsnorm"
-    dims = letters(shape)
-    last = range(len(shape) - over, len(shape))
-    mark = "*" if over == 1 else "^"
     affine = [name for name in (call.optional_tensor(2, "weight"), call.optional_tensor(3, "bias")) if name]
-    parts = [written(dims, dict.fromkeys(last, mark)), *(" ".join(dims[d] for d in last) for _ in affine)]
     eps = call.argument(4, 1e-5) if word == "layernorm" else call.argument(3)
     tensors = [{"tensor": name} for name in (call.tensor(0), *affine)]
     args = (tensors, over, call.node.kwargs.get("eps", eps))
     formula = f"{word}({', '.join([call.tensor(0), *affine])})"
-    annotation = f"{', '.join(parts)} -> {' '.join(dims)}"
+    annotation = ""
+    if over > 1:  # the formula does not say how many
+        dims = letters(shape)
+        last = range(len(shape) - over, len(shape))
+        parts = [written(dims, dict.fromkeys(last, "^")), *(" ".join(dims[d] for d in last) for _ in affine)]
+        annotation = f"{', '.join(parts)} -> {' '.join(dims)}"
     return [call.statement(formula, annotation, op=word, args=args, kwargs={})]
 
 
@@ -86,39 +76,14 @@ def group_norm(call: Call) -> list[Statement]:
 
 
 def attention(call: Call) -> list[Statement]:
-    q, k, v = (call.shape(p) for p in range(3))
+    q, k = call.shape(0), call.shape(1)
     mask = call.optional_tensor(3, "attn_mask")
     if call.argument(4, 0.0) or len(q) < 3 or len(k) != len(q) or q[:-3] != k[:-3] or call.node.kwargs.get("dropout_p"):
         raise NotKnownError
-    lead = [LETTERS[d] if n > 1 else "1" for d, n in enumerate(q[:-3])]
-    heads, key_heads = q[-3], k[-3]
-    sizes: dict[str, int] = {}
-    if heads == key_heads:
-        query_heads = kv_heads = "x" if heads > 1 else "1"
-    elif heads % key_heads == 0 and key_heads > 1:
-        query_heads, kv_heads = f"(x{key_heads} r{heads // key_heads})", f"x{key_heads}"
-        sizes = {f"x{key_heads}": key_heads, f"r{heads // key_heads}": heads // key_heads}
-    else:
-        query_heads, kv_heads = "x", "1"
-    s, z = ("s" if q[-2] > 1 else "1"), ("z+" if k[-2] > 1 else "1")
-    value = "e" if v[-1] != q[-1] else "d"
-    parts = [
-        " ".join([*lead, query_heads, s, "d^"]),
-        " ".join([*lead, kv_heads, z, "d^"]),
-        " ".join([*lead, kv_heads, z, f"{value}^"]),
-    ]
-    names = [call.tensor(p) for p in range(3)]
-    if mask:
-        full = [*lead, query_heads, s, z]
-        shape = call.shapes[mask]
-        own = full[len(full) - len(shape) :]
-        parts.append(" ".join("1" if n == 1 else axis for axis, n in zip(own, shape, strict=True)))
-        names.append(mask)
+    names = [call.tensor(p) for p in range(3)] + ([mask] if mask else [])
     causal = bool(call.argument(5, default=False) or call.node.kwargs.get("is_causal"))
     args = ([{"tensor": name} for name in names], causal, call.node.kwargs.get("scale"))
-    annotation = f"{', '.join(parts)} -> {' '.join([*lead, query_heads, s, value])}"
-    formula = f"attn({', '.join(names)})"
-    return [call.statement(formula, annotation, sizes=sizes, op="attention", args=args, kwargs={})]
+    return [call.statement(f"attn({', '.join(names)})", op="attention", args=args, kwargs={})]
 
 
 def cross_entropy(call: Call) -> list[Statement]:
@@ -127,42 +92,28 @@ def cross_entropy(call: Call) -> list[Statement]:
     if len(call.shape(0)) != 2 or call.argument(2) is not None or call.argument(5, 0.0):
         raise NotKnownError
     rows, reduction, ignored = call.shape(0)[0], call.argument(3, 1), call.argument(4, -100)
-    name, dtype = call.node.name, call.node.dtype
-
-    def made(suffix: str, formula: str, annotation: str, op: str, args: tuple[Any, ...], shape: Shape) -> Statement:
-        result = f"{name}_{suffix}"[-64:] if suffix else name
-        return Statement(
-            result=result, formula=formula, annotation=annotation, op=op, args=args, shape=shape, dtype=dtype
-        )
 
     def of(tensor: str) -> dict[str, str]:
         return {"tensor": tensor}
 
-    own = made(
-        "rows" if reduction else "",
-        f"cross_entropy({logits}, {targets})",
-        "x y*, x -> x",
-        "cross_entropy",
-        (of(logits), of(targets), ignored),
-        (rows,),
-    )
+    def made(suffix: str, formula: str, op: str, args: tuple[Any, ...], shape: Shape) -> Statement:
+        result = f"{call.node.name}_{suffix}"[-64:] if suffix else call.node.name
+        return call.statement(formula, result=result, op=op, args=args, kwargs={}, shape=shape)
+
+    def total_of(suffix: str, tensor: str) -> Statement:
+        return made(suffix, f"sum({tensor})", "reduce.sum", (of(tensor), [0], False), ())
+
+    loss = f"cross_entropy({logits}, {targets})"
+    own = made("rows" if reduction else "", loss, "cross_entropy", (of(logits), of(targets), ignored), (rows,))
     if reduction == 0:
         return [own]
-    total = made(
-        "total" if reduction == 1 else "",
-        f"sum({own.result})",
-        "x+ -> ",
-        "reduce.sum",
-        (of(own.result), [0], False),
-        (),
-    )
+    total = total_of("total" if reduction == 1 else "", own.result)
     if reduction == 2:
         return [own, total]
-    valid = made("valid", f"valid({targets})", "x -> x", "not_equal", (of(targets), ignored), (rows,))
-    count = made("count", f"sum({valid.result})", "x+ -> ", "reduce.sum", (of(valid.result), [0], False), ())
+    valid = made("valid", f"ne({targets}, {int(ignored)})", "not_equal", (of(targets), ignored), (rows,))
+    count = total_of("count", valid.result)
     args = (of(total.result), of(count.result))
-    mean = made("", f"{total.result} / {count.result}", " ,  -> ", "aten.div.Tensor", args, ())
-    return [own, total, valid, count, mean]
+    return [own, total, valid, count, made("", f"{total.result} / {count.result}", "aten.div.Tensor", args, ())]
 
 
 def topk(call: Call) -> list[Statement]:
@@ -182,8 +133,7 @@ def along_one_dim(call: Call) -> list[Statement]:
     dim = call.dim(1, len(shape), -1)
     if call.node.shape != shape:
         raise NotKnownError
-    dims = letters(shape)
-    return [call.statement(f"along_{call.name}({call.tensor(0)})", f"{written(dims, {dim: '^'})} -> {' '.join(dims)}")]
+    return [call.statement(f"{call.name}({call.tensor(0)}, {dim})")]
 
 
 def over_space(call: Call) -> list[Statement]:

@@ -10,25 +10,26 @@ from simulator.sharded.graph import GraphNode, tensors_in
 
 Shape = tuple[int, ...]
 LETTERS = "abcdefgijklmnopq"
-# Functions that formulas here use and whose arguments (strides, windows) stand in the kernel alone.
-OWN_FUNCTIONS = frozenset(("groupnorm", "topk_part", "valid"))
-OWN_PREFIXES = ("opaque_", "space_", "along_")
+# Functions of formulas here that have no rule in `planner.sharding.functions`: their arguments (windows, groups) stand in
+# the kernel alone, and their annotations are to be believed.
+ANNOTATED = frozenset(("groupnorm", "topk_part"))
+ANNOTATED_PREFIXES = ("opaque_", "space_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
     """One operator of the case: `result = formula :: annotation`, and the kernel `op(*args)` that computes it.
 
-    `sizes` are those of axes that no operand has by itself.
+    Without an annotation, the axes follow from the formula. `sizes` are those of axes that no operand has by itself.
     """
 
     result: str
     formula: str
-    annotation: str
     op: str
     args: tuple[Any, ...]
     shape: Shape
     dtype: str
+    annotation: str = ""
     kwargs: dict[str, Any] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     known: bool = True
@@ -36,7 +37,7 @@ class Statement:
 
     @property
     def text(self) -> str:
-        return f"{self.result} = {self.formula} :: {self.annotation}"
+        return f"{self.result} = {self.formula}" + (f" :: {self.annotation}" if self.annotation else "")
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -83,7 +84,7 @@ class Call:
             raise NotKnownError
         return value % max(rank, 1)
 
-    def statement(self, formula: str, annotation: str, **more: Any) -> Statement:
+    def statement(self, formula: str, annotation: str = "", **more: Any) -> Statement:
         """Return the statement of this node; by default its kernel is the operator itself."""
         given = {
             "op": self.node.op,

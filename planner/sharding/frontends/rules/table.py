@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from planner.sharding.formulas.formula import parse_formula
 from planner.sharding.frontends.rules.elements import (
     POINTWISE,
     RESHAPES,
@@ -31,6 +32,7 @@ from planner.sharding.frontends.rules.reductions import (
     topk,
 )
 from planner.sharding.frontends.rules.statement import LETTERS, Call, NotKnownError, Shape, Statement, result_axes
+from planner.sharding.operators.roles import shape_of
 from simulator.sharded.graph import GraphNode
 
 
@@ -42,10 +44,20 @@ def statements(node: GraphNode, shapes: dict[str, Shape]) -> list[Statement]:
         rule = pointwise
     if rule is not None and node.op.startswith("aten."):
         try:
-            return rule(call)
+            found = rule(call)
         except (NotKnownError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            pass  # arguments that the operator does not take, from a file: the annotation of an opaque one is always right
+            found = []  # arguments that the operator does not take, from a file
+        if found and _are_understood(found, shapes):
+            return found
     return [opaque(call)]
+
+
+def _are_understood(lines: list[Statement], shapes: dict[str, Shape]) -> bool:
+    """Return whether every formula without an annotation makes a result of the shape that was captured."""
+    known = shapes | {line.result: line.shape for line in lines}
+    return all(
+        line.annotation or shape_of(parse_formula(line.formula, line.operands), known) == line.shape for line in lines
+    )
 
 
 def opaque(call: Call) -> Statement:
