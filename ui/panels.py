@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import streamlit as st
 
@@ -68,6 +68,32 @@ def figures(cells: Sequence[Figure]) -> None:
 def chart(drawn: Any, *, key: str, alt: str) -> None:
     """Show a chart in its own colours; `alt` describes it in words."""
     st.altair_chart(drawn, theme=None, key=key, alt=alt, width="stretch")
+
+
+def plan_table(
+    rows: Sequence[dict[str, Any]],
+    columns: Mapping[str, Any],
+    *,
+    key: str,
+    on_pick: Callable[[list[dict[str, Any]]], None],
+    mode: Literal["single-row", "multi-row"],
+) -> None:
+    """Show the rows of plans in `columns`, in their order; `on_pick` gets the rows that are ticked."""
+
+    def pick() -> None:
+        on_pick([rows[i] for i in st.session_state[key]["selection"]["rows"]])
+
+    st.dataframe(
+        rows,
+        key=key,
+        placeholder="-",
+        hide_index=True,
+        on_select=pick,
+        selection_mode=mode,
+        width="stretch",
+        column_order=tuple(columns),
+        column_config=columns,
+    )
 
 
 def empty(title: str, about: str, *, icon: str = ":material/inbox:") -> None:

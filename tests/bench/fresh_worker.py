@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +44,47 @@ with suppress(ImportError):  # imported once by the server that ranks are forked
 
 def main(rank: int, request: dict[str, Any], folder: str, port: int) -> None:
     """Be rank `rank` of the run that `request` describes, and end the process."""
+    be_rank(rank, request, Path(folder), port, f"rank{rank}.json", partial(_measure, request))
+
+
+def be_rank(
+    rank: int,
+    request: dict[str, Any],
+    here: Path,
+    port: int,
+    report_name: str,
+    work: Callable[[Report, torch.device], None],
+) -> None:
+    """Join the group of all ranks, do `work`, and end the process with what its report says."""
     os.setsid()  # so that whoever kills this rank reaches the compiler's processes too
-    here = Path(folder)
     log = os.open(here / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     world = str(request["gpus"])
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **request["environment"]}
-    report = Report(here / f"rank{rank}.json")
+    cuda = request["device"] == "cuda"
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    report = Report(here / report_name)
     try:
-        _measure(request, report)
-        report.say("done", status="ok")
+        if cuda:
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(1)
+        report.say("joining")
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            timeout=timedelta(seconds=JOIN_S),
+            device_id=device if cuda else None,
+        )
+        work(report, device)
         code = 0
     except torch.OutOfMemoryError as error:
         report.say("ended", status="out of memory", cause=_first_line(error))
         code = OUT_OF_MEMORY
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the ledger says it
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the report says it
         report.say("ended", status="failed", cause=f"{type(error).__name__}: {_first_line(error)}")
-        print(f"{type(error).__name__}: {error}", flush=True)
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         code = FAILED
     os._exit(code)  # other ranks may stand in a collective: no leaving in order
 
@@ -68,6 +93,10 @@ class Report:
     """What a rank knows, written whenever it knows more."""
 
     def __init__(self, path: Path) -> None:
+        self.begin(path)
+
+    def begin(self, path: Path) -> None:
+        """Begin anew in another file."""
         self.path, self.known, self.began = path, {}, time.monotonic()
 
     def say(self, phase: str, **more: Any) -> None:
@@ -78,19 +107,8 @@ class Report:
         fresh.replace(self.path)
 
 
-def _measure(request: dict[str, Any], report: Report) -> None:
-    cuda = request["device"] == "cuda"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    report.say("joining")
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        timeout=timedelta(seconds=JOIN_S),
-        device_id=device if cuda else None,
-    )
+def _measure(request: dict[str, Any], report: Report, device: torch.device) -> None:
+    cuda = device.type == "cuda"
     shape = (
         codec.convert(request["model"], Model, where="request"),
         codec.convert(request["plan"], Plan, where="request"),
@@ -111,6 +129,7 @@ def _measure(request: dict[str, Any], report: Report) -> None:
     elif cuda:
         step()
     dist.barrier()
+    report.say("done", status="ok")
 
 
 def _warm_up(step: Any, device: torch.device) -> None:

@@ -52,21 +52,7 @@ def show(question: state.Inputs) -> None:
 def _table(result: SearchResult) -> None:
     table = rows.plan_rows(result)
     panels.section(f"{len(table)} plans, best first", "Tick one to see it, two to compare them.")
-
-    def pick() -> None:
-        tick([table[i] for i in st.session_state["home_plans"]["selection"]["rows"]])
-
-    st.dataframe(
-        table,
-        key="home_plans",
-        placeholder="-",
-        hide_index=True,
-        on_select=pick,
-        selection_mode="multi-row",
-        width="stretch",
-        column_order=tuple(_COLUMNS),
-        column_config=_COLUMNS,
-    )
+    panels.plan_table(table, _COLUMNS, key="home_plans", on_pick=tick, mode="multi-row")
 
 
 def tick(ticked: Sequence[dict[str, Any]]) -> None:

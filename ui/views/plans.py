@@ -176,23 +176,11 @@ def _table(shown: list[dict[str, Any]], table: list[dict[str, Any]]) -> None:
         "The best of each set of degrees. Select a row to choose that plan.",
     )
 
-    def pick() -> None:
-        selected = st.session_state["plans_table"]["selection"]["rows"]
-        if selected:
-            row = shown[selected[0]]
-            state.choose_plan(row["plan"], best=row["rank"] == 1)
+    def pick(picked: list[dict[str, Any]]) -> None:
+        if picked:
+            state.choose_plan(picked[0]["plan"], best=picked[0]["rank"] == 1)
 
-    st.dataframe(
-        shown,
-        key="plans_table",
-        placeholder="-",
-        hide_index=True,
-        on_select=pick,
-        selection_mode="single-row",
-        width="stretch",
-        column_order=tuple(_COLUMNS),
-        column_config=_COLUMNS,
-    )
+    panels.plan_table(shown, _COLUMNS, key="plans_table", on_pick=pick, mode="single-row")
     if any(row["place"] != str(row["rank"]) for row in shown):
         st.caption("= too close for the model to tell apart: the simplest comes first.")
     chosen = data.answer()[1]

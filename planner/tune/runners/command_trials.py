@@ -7,19 +7,18 @@ over. What it printed says why it failed.
 from __future__ import annotations
 
 import os
-import platform
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import IO
+from typing import IO, ClassVar
 
 import psutil
 
@@ -28,17 +27,13 @@ from planner.export.targets.registry import export, find_target
 from planner.io.child import ROOT
 from planner.question.question import Question
 from planner.tune.candidates import Candidate
-from planner.tune.runners.executor_trials import new_folder
 from planner.tune.runners.metric import OUT_OF_MEMORY, Metric, Sample, metric_of
-from planner.tune.state import Began, began_now
-from planner.tune.trials import Chosen, Status, Trial
+from planner.tune.runners.single_trials import SingleTrials
+from planner.tune.trials import Status, Trial
 from topology import codec
-from topology.errors import PlannerError, UserError
+from topology.errors import UserError
 from topology.processes import end_tree, kill
 
-START_S = 30.0  # until a trial has shown what a start takes here
-LEAST_S = 10.0  # with less left nothing is started
-WARM_UP = 2  # printed steps that do not count
 GRACE_S = 8.0
 POLL_S = 0.2
 MOST_LOG_BYTES = 8 * 2**20
@@ -47,53 +42,22 @@ PLACES = ("{config}", "{folder}", "{gpus}")
 
 
 @dataclass(slots=True, kw_only=True)
-class CommandTrials:
-    """Runs `words` for plans of `question`; other fields as of `ExecutorTrials`. `target` is whose words the export has."""
+class CommandTrials(SingleTrials):
+    """Runs `words` for each plan; `target` is whose words the export has."""
 
-    question: Question
+    FIRST_START_S: ClassVar[float] = 30.0
+    LEAST_S: ClassVar[float] = 10.0
+    WARM_UP: ClassVar[int] = 2
+
     words: tuple[str, ...]
     metric: Metric
     target: str
-    folder: Path
     limit_s: float = 120.0
-    timed_steps: int = 10
-    tell: Callable[[str], None] = lambda _: None
-    began: Callable[[Began], None] = lambda _: None
-    starts_s: list[float] = field(default_factory=list)
 
-    def start_s(self, candidate: Candidate) -> float:
-        del candidate
-        return median(self.starts_s) if self.starts_s else START_S
-
-    def steps(self) -> int:
-        return self.timed_steps + WARM_UP
-
-    def shares_start(self, one: Candidate, other: Candidate) -> bool:
-        del one, other
-        return False
-
-    def run(self, plans: Sequence[tuple[Candidate, Chosen]], left_s: float) -> Iterator[Trial]:
-        until = time.monotonic() + left_s
-        for candidate, chosen in plans:
-            left = until - time.monotonic()
-            if left < LEAST_S:
-                return
-            folder = new_folder(self.folder)
-            trial = Trial(
-                key=candidate.key,
-                status=Status.FAILED,
-                predicted_s=chosen.predicted_s,
-                why=chosen.why,
-                directory=str(folder),
-                machine=platform.node(),
-            )
-            try:
-                words = self._command(candidate, folder)
-            except PlannerError as error:  # a plan that the framework has no words for is no reason to end
-                yield replace(trial, cause=" ".join(str(error).split())[:400])
-                continue
-            self.began(began_now(candidate.key, folder, chosen.predicted_s, chosen.why))
-            yield self._run(trial, words, min(left, self.limit_s), cut=left < self.limit_s)
+    def run_one(self, candidate: Candidate, trial: Trial, folder: Path, left_s: float) -> Trial:
+        words = self._command(candidate, folder)
+        self.say_begun(trial, folder)
+        return self._run(trial, words, min(left_s, self.limit_s), cut=left_s < self.limit_s)
 
     def _command(self, candidate: Candidate, folder: Path) -> list[str]:
         """Write the export and return the command's words. Raises PlannerError where the target cannot express the plan."""
@@ -136,7 +100,7 @@ class CommandTrials:
         lines = _lines(log)
         found = self.metric.samples(lines)
         # A command that ends by itself may print fewer lines, or a mean alone.
-        counted = found[WARM_UP:] or (found[-1:] if code == 0 else [])
+        counted = found[self.WARM_UP :] or (found[-1:] if code == 0 else [])
         if counted and (ended or code == 0 or (over and len(counted) >= max(2, self.timed_steps // 2))):
             self.starts_s.append(max(1.0, seconds - sum(one.step_s for one in found)))
             return _measured(replace(trial, status=Status.FINISHED, seconds=seconds), counted)

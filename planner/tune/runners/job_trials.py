@@ -7,91 +7,54 @@ and this process must see the folder of the trials. A job that leaves no report 
 from __future__ import annotations
 
 import contextlib
-import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
+from typing import ClassVar
 
 from planner.io import child
 from planner.question.plan_file import plan_file
-from planner.question.question import Question
 from planner.runs import launchers, runs_store
 from planner.runs.launchers import LauncherJob
 from planner.runs.planned_run import job_run
 from planner.tune.candidates import Candidate
-from planner.tune.runners.executor_trials import new_folder, read_report, trial_of_report
-from planner.tune.state import Began, began_now
-from planner.tune.trials import Chosen, Status, Trial
+from planner.tune.runners.executor_trials import read_report, trial_of_report
+from planner.tune.runners.single_trials import SingleTrials
+from planner.tune.trials import Status, Trial
 from topology import codec
 from topology.errors import PlannerError
 
-START_S = 60.0  # of a job in a queue that is empty, until a trial has shown what it takes here
 POLL_S = 1.0
 COLLECT_S = 60.0
-LEAST_S = 30.0
 
 
 @dataclass(slots=True, kw_only=True)
-class JobTrials:
-    """Submits a job for each plan of `question`. `queue_s` is how long a job may wait for its nodes; `launcher` is slurm or
-    trainjob, which needs an `image`. Other fields as of `ExecutorTrials`.
+class JobTrials(SingleTrials):
+    """Submits a job for each plan. `queue_s` is how long a job may wait for its nodes; `launcher` is slurm or trainjob,
+    which needs an `image`.
     """
 
-    question: Question
+    FIRST_START_S: ClassVar[float] = 60.0  # of a job in a queue that is empty
+    LEAST_S: ClassVar[float] = 30.0
+    WARM_UP: ClassVar[int] = 3
+
     launcher: str
-    folder: Path
     name: str = "meshwright"
     image: str | None = None
     limit_s: float = 300.0
     queue_s: float = 600.0
-    timed_steps: int = 10
-    tell: Callable[[str], None] = lambda _: None
-    began: Callable[[Began], None] = lambda _: None
     store: Path | None = None
-    starts_s: list[float] = field(default_factory=list)
 
-    def start_s(self, candidate: Candidate) -> float:
-        del candidate
-        return median(self.starts_s) if self.starts_s else START_S
-
-    def steps(self) -> int:
-        return self.timed_steps + 3
-
-    def shares_start(self, one: Candidate, other: Candidate) -> bool:
-        del one, other
-        return False
-
-    def run(self, plans: Sequence[tuple[Candidate, Chosen]], left_s: float) -> Iterator[Trial]:
-        until = time.monotonic() + left_s
-        for candidate, chosen in plans:
-            if until - time.monotonic() < LEAST_S:
-                return
-            folder = new_folder(self.folder)
-            trial = Trial(
-                key=candidate.key,
-                status=Status.FAILED,
-                predicted_s=chosen.predicted_s,
-                why=chosen.why,
-                directory=str(folder),
-                machine=platform.node(),
-            )
-            yield self._run(candidate, trial, folder, until - time.monotonic())
-
-    def _run(self, candidate: Candidate, trial: Trial, folder: Path, left_s: float) -> Trial:
+    def run_one(self, candidate: Candidate, trial: Trial, folder: Path, left_s: float) -> Trial:
         began = time.monotonic()
         budget_s = min(self.limit_s, left_s)
-        try:
-            job = self._written(candidate, folder, budget_s)
-            file = launchers.write_job(self.launcher, job)
-            codec.write_text(file.path, file.text)
-            self.began(began_now(trial.key, folder, trial.predicted_s, trial.why))
-            said = launchers.submit(file.submit)
-        except PlannerError as error:
-            return replace(trial, cause=" ".join(str(error).split())[:400])
+        job = self._written(candidate, folder, budget_s)
+        file = launchers.write_job(self.launcher, job)
+        codec.write_text(file.path, file.text)
+        self.say_begun(trial, folder)
+        said = launchers.submit(file.submit)
         self.tell(f"{folder.name}: {said}")
         cut = left_s < budget_s + self.queue_s
         deadline = began + min(left_s, budget_s + self.queue_s)
