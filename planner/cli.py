@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import traceback
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -189,8 +190,6 @@ def _last_resort(error: Exception) -> int:
         show()
         return code
     if os.environ.get("MESHWRIGHT_DEBUG") == "1":
-        import traceback  # noqa: PLC0415 - only for debugging
-
         traceback.print_exc()
     _say(
         f"internal error: {type(error).__name__}: {error}; please report it with the command line"

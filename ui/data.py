@@ -8,18 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from ui import panels, waiting
+from planner.explain.plan_answer import answer_plan
+from planner.explain.tables import policy_text
+from planner.export.job import ExportJob
+from planner.export.targets.registry import TARGETS, export
+from planner.io.inputs import read_cluster
+from planner.question.cases import case_from_flags
+from planner.question.plan_file import plan_file
+from planner.runs import runs_store
+from planner.search import scaling
+from planner.search.flips import KNOBS
+from planner.search.search import SearchOptions
+from simulator.config.hf_config import load_model
+from topology import codec
+from topology.health.diagnose import diagnose
+from ui import panels, sharing, waiting
 from ui.state import LISTED, Inputs, choose_plan, plan_chips, plan_name, results, source_of
 
 if TYPE_CHECKING:
     from planner.explain.plan_answer import PlanAnswer
+    from planner.export.draft import Exported, Target
     from planner.search.result import RankedPlan, SearchResult
     from simulator.config.estimate import Estimate
     from simulator.config.model import Model
@@ -35,23 +48,17 @@ if TYPE_CHECKING:
 @st.cache_resource(max_entries=32, show_spinner=False)
 def cluster(choice: str, gpus: int | None = None, gpu: str | None = None) -> Cluster:
     """Return what `planner probe --from` and `planner suggest --cluster` read. Raises PlannerError."""
-    from planner.io.inputs import read_cluster  # noqa: PLC0415 - the first page loads only what it shows
-
     return read_cluster(source_of(choice), gpus, gpu=gpu)
 
 
 @st.cache_resource(max_entries=32, show_spinner=False)
 def model(choice: str) -> Model:
-    from simulator.config.hf_config import load_model  # noqa: PLC0415 - as above
-
     return load_model(source_of(choice))
 
 
 @st.cache_resource(max_entries=32, show_spinner=False)
 def health(_cluster: Cluster, key: str) -> Health:
     """Return what `planner doctor` says of a cluster without measuring it. `key` is its fingerprint."""
-    from topology.health.diagnose import diagnose  # noqa: PLC0415 - as above
-
     del key
     return diagnose(_cluster)
 
@@ -61,9 +68,6 @@ def what_if(inputs: Inputs, plan: dict[str, Any], *, gpus: int, like: Plan | Non
 
     As far as the flags are those of the plan `like`, its fields that have no flag (recompute mode by stage) are kept.
     """
-    from planner.explain.plan_answer import answer_plan  # noqa: PLC0415 - as above
-    from planner.question.cases import case_from_flags  # noqa: PLC0415 - as above
-
     name = "pytorch" if inputs.framework == "any" else inputs.framework
     flags = inputs.flags()
     case = case_from_flags(replace(flags, gpus=(gpus,), plan=plan, runtime={"name": name, **flags.runtime}))
@@ -88,8 +92,6 @@ def rate_curves(result: SearchResult, plans: tuple[Plan, ...], quantity: str) ->
 
     The clusters are scaled as for flip points (`planner.search.flips`).
     """
-    from planner.search.flips import KNOBS  # noqa: PLC0415 - as above
-
     knob = next(knob for knob in KNOBS if knob.quantity == quantity)
     now = knob.now(result.question.cluster)
     factors = [2.0 ** (exponent / 4) for exponent in range(-8, 9)]
@@ -108,8 +110,6 @@ def changed_machine(result: SearchResult, factors: Mapping[str, float]) -> list[
     By the closed form, in the proportion of its two steps; keys are those of `MACHINE`. Rows have rank, plan, before_s,
     after_s, fits, reserved_gib. Raises PlannerError.
     """
-    from planner.search import scaling  # noqa: PLC0415 - as above
-
     scale = {
         "network": scaling.scale_network,
         "NVLink": scaling.scale_nvlink,
@@ -138,8 +138,6 @@ def changed_machine(result: SearchResult, factors: Mapping[str, float]) -> list[
 
 def knobs(result: SearchResult) -> list[tuple[str, float]]:
     """Return the link rates that can be varied on this cluster: (name, present value in bytes/s)."""
-    from planner.search.flips import KNOBS  # noqa: PLC0415 - as above
-
     found = [(knob.quantity, knob.now(result.question.cluster)) for knob in KNOBS]
     return [
         (q, now)
@@ -153,8 +151,6 @@ def knobs(result: SearchResult) -> list[tuple[str, float]]:
 
 def search(question: Inputs) -> SearchResult | None:
     """Return what `planner suggest` answers, or None after showing progress. Raises PlannerError."""
-    from planner.search.search import SearchOptions  # noqa: PLC0415 - as above
-
     options = SearchOptions(objective=question.objective, top=LISTED)
     asked = (question.flags(), question.framework, options)
     found: SearchResult | None = waiting.ask("search", question.key, *asked, title="Searching all legal plans")
@@ -163,8 +159,6 @@ def search(question: Inputs) -> SearchResult | None:
 
 def fastest(question: Inputs) -> Estimate | None:
     """Return the estimate of the fastest plan for a question about memory, or None after showing progress."""
-    from planner.search.search import SearchOptions  # noqa: PLC0415 - as above
-
     asked = (question.flags(), question.framework, SearchOptions(top=1))
     title = "Searching the fastest plan, to compare with"
     found: SearchResult | None = waiting.ask("fastest", question.key, *asked, title=title)
@@ -173,8 +167,6 @@ def fastest(question: Inputs) -> Estimate | None:
 
 def numbers(question: Inputs, counts: tuple[int, ...], gpu_price: float | None) -> SearchResult | None:
     """Return the best plan on each of several numbers of GPUs, or None after showing progress. Raises PlannerError."""
-    from planner.search.search import SearchOptions  # noqa: PLC0415 - as above
-
     flags = replace(question.flags(), gpus=counts)
     options = SearchOptions(objective=question.objective, top=1, gpu_price_per_hour=gpu_price)
     key = f"{question.key} {counts} {gpu_price}"
@@ -207,23 +199,17 @@ def second(result: SearchResult, first: RankedPlan) -> RankedPlan | None:
 
 def runs() -> tuple[Any, ...]:
     """Return the runs that `planner apply` saved on this machine, newest first. Raises PlannerError."""
-    from planner.runs.runs_store import list_runs  # noqa: PLC0415 - as above
-
-    return list_runs(limit=500)
+    return runs_store.list_runs(limit=500)
 
 
 def damaged_runs() -> tuple[Any, ...]:
     """Return the kept runs that cannot be read. Raises PlannerError."""
-    from planner.runs.runs_store import damaged_runs as damaged  # noqa: PLC0415 - as above
-
-    return damaged()
+    return runs_store.damaged_runs()
 
 
 @st.cache_resource(max_entries=4, show_spinner=False)
 def validation_rows(path: str, changed: float) -> tuple[dict[str, Any], ...]:
     """Return the compared rows of a file that `planner validate --json` wrote. `changed` is its modification time."""
-    from topology import codec  # noqa: PLC0415 - as above
-
     del changed
     document = codec.read_json(Path(path))
     rows = document["rows"] if isinstance(document, dict) else []
@@ -232,9 +218,6 @@ def validation_rows(path: str, changed: float) -> tuple[dict[str, Any], ...]:
 
 def plan_file_text(result: SearchResult, ranked: RankedPlan) -> str:
     """Return the plan file that `planner suggest --out` would write for this plan."""
-    from planner.question.plan_file import plan_file  # noqa: PLC0415 - as above
-    from topology import codec  # noqa: PLC0415 - as above
-
     content = plan_file(result.question, ranked.plan, ranked.estimate)
     return codec.to_json(content) + "\n"
 
@@ -294,8 +277,6 @@ def _choose(result: SearchResult) -> RankedPlan:
 
 
 def _title(ranked: RankedPlan) -> str:
-    from planner.explain.tables import policy_text  # noqa: PLC0415 - as above
-
     return f"#{ranked.rank}  {plan_chips(ranked.plan)}  ({policy_text(ranked.plan)})"
 
 
@@ -314,33 +295,19 @@ def question() -> Inputs:
 # --- traces and files -------------------------------------------------------------------------------------------------
 
 
-def export_targets() -> tuple[Any, ...]:
-    """Return the export targets; none where this version has no exporters."""
-    if find_spec("planner.export") is None:
-        return ()
-    return tuple(import_module("planner.export.targets.registry").TARGETS)
-
-
-def exported(result: SearchResult, ranked: RankedPlan, target: Any) -> Any:
+def exported(result: SearchResult, ranked: RankedPlan, target: Target) -> Exported:
     """Return the file that `planner export --to` would write.
 
     Raises Infeasible where the target cannot run the plan.
     """
-    job = import_module("planner.export.job").ExportJob(
-        name=result.question.model.name, plan=ranked.plan, question=result.question
-    )
-    return import_module("planner.export.targets.registry").export(job, target)
+    return export(ExportJob(name=result.question.model.name, plan=ranked.plan, question=result.question), target)
 
 
 def report(asked: Inputs, result: SearchResult, ranked: RankedPlan) -> str:
     """Return a self-contained HTML report of the answer."""
-    from ui.sharing import report as written  # noqa: PLC0415 - as above
-
-    return written(result, ranked, command=asked.command())
+    return sharing.report(result, ranked, command=asked.command())
 
 
 def export_archive(result: SearchResult, ranked: RankedPlan) -> bytes:
     """Return all exports of a plan as one zip."""
-    from ui.sharing import archive  # noqa: PLC0415 - as above
-
-    return archive(plan_file_text(result, ranked), export_targets(), lambda target: exported(result, ranked, target))
+    return sharing.archive(plan_file_text(result, ranked), TARGETS, lambda target: exported(result, ranked, target))

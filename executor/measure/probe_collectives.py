@@ -255,8 +255,8 @@ def record_sizes(device: Any, items: Sequence[dict[str, Any]], indices: Sequence
     Raises RuntimeError where an all-reduce of ones does not count the ranks.
     """
     import torch  # noqa: PLC0415 - tests drive this module with a stand-in for torch
-    import torch.distributed as dist  # noqa: PLC0415 - as above
 
+    dist = torch.distributed
     cuda, world = device.type == "cuda", dist.get_world_size()
     everyone = tuple(range(world))
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -290,8 +290,8 @@ def check_sum(me: Rank, ranks: tuple[int, ...]) -> bool:
 def start_rank(options: argparse.Namespace) -> Rank:
     """Join the process group and allocate buffers as large as every GPU can spare."""
     import torch  # noqa: PLC0415 - tests drive this module with a stand-in for torch
-    import torch.distributed as dist  # noqa: PLC0415 - as above
 
+    dist = torch.distributed
     rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     cuda = options.device == "cuda"
     if cuda:

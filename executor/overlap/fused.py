@@ -93,14 +93,19 @@ def kernel_supports(x: Tensor, operand: Tensor) -> bool:
     )
 
 
-def _descriptors(a: Tensor, operand: Tensor, tile: Tile) -> tuple[object, object, bool]:
-    """Return TMA descriptors of the left and the right operand, and whether the right one lies as (N, K)."""
+def _descriptor(tensor: Tensor, block: list[int]) -> object:
+    """Return the TMA descriptor of a tensor that is read or written in blocks."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - Triton is not installed on CPU-only machines
 
-    left = TensorDescriptor.from_tensor(a, [tile.block_m, tile.block_k])
+    return TensorDescriptor.from_tensor(tensor, block)
+
+
+def _descriptors(a: Tensor, operand: Tensor, tile: Tile) -> tuple[object, object, bool]:
+    """Return TMA descriptors of the left and the right operand, and whether the right one lies as (N, K)."""
+    left = _descriptor(a, [tile.block_m, tile.block_k])
     if operand.is_contiguous():
-        return left, TensorDescriptor.from_tensor(operand, [tile.block_k, tile.block_n]), False
-    return left, TensorDescriptor.from_tensor(operand.t(), [tile.block_n, tile.block_k]), True
+        return left, _descriptor(operand, [tile.block_k, tile.block_n]), False
+    return left, _descriptor(operand.t(), [tile.block_n, tile.block_k]), True
 
 
 def _gather_matmul(
@@ -117,8 +122,6 @@ def _gather_matmul(
 
 
 def _prepare_gather(exchange: push.CopyGather, operand: Tensor, out: Tensor, tile: Tile | None) -> PreparedKernel:
-    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - Triton is not installed on CPU-only machines
-
     from executor.kernels.gather_matmul import gather_matmul  # noqa: PLC0415 - Triton is not installed on CPU-only machines
 
     x, plan, space = exchange.x, exchange.plan, exchange.space
@@ -128,9 +131,9 @@ def _prepare_gather(exchange: push.CopyGather, operand: Tensor, out: Tensor, til
     width = tile.block_n // 2 if tile.halves else tile.block_n
     args = (
         own,
-        TensorDescriptor.from_tensor(plan.gathered, [tile.block_m, tile.block_k]),
+        _descriptor(plan.gathered, [tile.block_m, tile.block_k]),
         right,
-        TensorDescriptor.from_tensor(out.view(space.world, rows, columns), [1, tile.block_m, width]),
+        _descriptor(out.view(space.world, rows, columns), [1, tile.block_m, width]),
         plan.flags,
         space.ticket,
         space.error,
@@ -194,8 +197,6 @@ class TileCounter:
 def _prepare_scatter(
     exchange: push.CopyScatter, x: Tensor, operand: Tensor, parts: Tensor, out: Tensor, tile: Tile
 ) -> TileCounter:
-    from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: PLC0415 - Triton is not installed on CPU-only machines
-
     from executor.kernels.matmul_scatter import matmul_scatter  # noqa: PLC0415 - Triton is not installed on CPU-only machines
 
     space, (rows, columns) = exchange.space, out.shape
@@ -204,9 +205,9 @@ def _prepare_scatter(
     args = (
         left,
         right,
-        TensorDescriptor.from_tensor(parts, [1, tile.block_m, tile.block_n // 2]),
+        _descriptor(parts, [1, tile.block_m, tile.block_n // 2]),
         exchange.slots,
-        TensorDescriptor.from_tensor(out, [tile.block_m, tile.block_n // 2]),
+        _descriptor(out, [tile.block_m, tile.block_n // 2]),
         done,
         exchange.flags,
         space.ticket,

@@ -306,15 +306,6 @@ def test_without_the_repository_the_published_runs_say_where_they_are(explorer, 
     assert "not part of the installed package" in said(explorer("measured"))
 
 
-def test_without_exporters_the_plan_file_is_there(explorer, monkeypatch):
-    from ui import data
-
-    monkeypatch.setattr(data, "export_targets", lambda: ())
-    test = explorer("exports", model="llama3.2-1b")
-
-    assert "writes no files for other tools" in said(test)
-
-
 def test_an_uploaded_matrix_becomes_the_cluster_and_can_be_linked_to(explorer):
     test = explorer("cluster")
     test.file_uploader(key="cluster_file").set_value(("rig.txt", TOPO.read_bytes(), "text/plain")).run()

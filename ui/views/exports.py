@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from planner.explain.tables import degrees_text, policy_text
+from planner.export.targets.registry import TARGETS
 from topology.errors import PlannerError
 from ui import data, panels, state
 
@@ -19,18 +20,10 @@ def show(question: state.Inputs) -> None:
     result, ranked = data.answer()
     st.caption(f"{panels.plain(degrees_text(ranked.plan))} · {panels.plain(policy_text(ranked.plan))}")
     _own(result, ranked)
-    targets = data.export_targets()
     panels.section("For other tools")
-    if not targets:
-        panels.empty(
-            "This version writes no files for other tools",
-            "The plan file above has everything they need: degrees, schedule, micro batch, placement.",
-            icon=":material/ios_share:",
-        )
-        return
-    names = [f"{target.title} {target.version}".strip() for target in targets]
+    names = [f"{target.title} {target.version}".strip() for target in TARGETS]
     tabs = st.tabs(names, key="target", bind="query-params", on_change="rerun")
-    for tab, target in zip(tabs, targets, strict=True):
+    for tab, target in zip(tabs, TARGETS, strict=True):
         if tab.open:
             with tab:
                 _target(result, ranked, target)
