@@ -39,6 +39,7 @@ PAGES = (
     ("detail", "Plan detail", ":material/troubleshoot:", True),
     ("curves", "What if", ":material/tune:", True),
     ("compare", "Compare", ":material/compare_arrows:", True),
+    ("serving", "Serve a model", ":material/forum:", False),
     ("run", "Run", ":material/play_circle:", True),
     ("measured", "Measured", ":material/straighten:", False),
     ("tuning", "Tuning", ":material/tune:", False),

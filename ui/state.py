@@ -20,6 +20,8 @@ from simulator.config.hf_config import shipped_models
 from simulator.config.overlap_sites import tp_overlap_slug
 from simulator.config.plan import Plan
 from simulator.legality.frameworks import FRAMEWORKS
+from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
+from simulator.serving.engine import engines
 from topology import codec
 from topology.catalog.clusters import catalog_names
 from topology.catalog.gpus import gpu_kinds
@@ -31,6 +33,9 @@ FROM_FILE = "as in the file"
 MAX_GPUS = 1 << 17  # more than the largest machines have
 MAX_SEQ = 1 << 22
 MAX_BATCH = 1 << 24
+MAX_CLIENTS = 4096
+MAX_TARGET_MS = 600_000
+SERVING_OBJECTIVES = ("throughput", "latency")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +80,7 @@ class Inputs:
 
     def command(self) -> str:
         """Return the command line that gives the same result in a terminal."""
-        words = ["planner", "suggest", "--model", _file_name(self.model), "--cluster", _file_name(self.cluster)]
+        words = ["planner", "suggest", "--model", file_name(self.model), "--cluster", file_name(self.cluster)]
         words += ["--gpu", self.gpu] if self.gpu else []
         words += ["--gpus", str(self.gpus)] if self.gpus else []
         words += ["--seq-len", str(self.seq_len)]
@@ -92,7 +97,8 @@ def source_of(choice: str) -> str:
     return str(upload.path) if upload else choice
 
 
-def _file_name(choice: str) -> str:
+def file_name(choice: str) -> str:
+    """Return the name of a choice as a file has it that was uploaded."""
     upload = uploads.find(choice)
     return upload.name if upload else choice
 
@@ -144,6 +150,16 @@ FIELDS = {
     "objective": Field(label="objective", default=_DEFAULT.objective, read=_among(lambda: list(OBJECTIVES))),
     "compile": Field(label="torch.compile", default=False, read=lambda word: True if word == "true" else None),
     "plan": Field(label="plan", default=None, read=str),
+    "isl": Field(label="prompt length", default=1024, read=_count(MAX_SEQ)),
+    "osl": Field(label="answer length", default=256, read=_count(MAX_SEQ)),
+    "clients": Field(label="number of clients", default=None, read=_count(MAX_CLIENTS)),
+    "rate": Field(label="rate of requests", default=None, read=_count(MAX_CLIENTS)),
+    "engine": Field(label="engine", default="vllm", read=_among(lambda: list(engines()))),
+    "weights": Field(label="format of weights", default="bfloat16", read=_among(lambda: list(WEIGHT_BYTES))),
+    "cache": Field(label="format of the cache", default="bfloat16", read=_among(lambda: list(CACHE_BYTES))),
+    "aim": Field(label="serving objective", default="throughput", read=_among(lambda: list(SERVING_OBJECTIVES))),
+    "ttft": Field(label="target of the first token", default=None, read=_count(MAX_TARGET_MS)),
+    "tpot": Field(label="target of a token", default=None, read=_count(MAX_TARGET_MS)),
 }
 
 
@@ -217,27 +233,27 @@ def ask(*, row: bool) -> Inputs:
         st.sidebar.caption("The question, for all pages")
         first = second = third = fourth = st.sidebar
     with first:
-        model = _choice("Model", models(), "model", "A built-in model, or a config.json you upload.")
+        model = choice("Model", models(), "model", "A built-in model, or a config.json you upload.")
     with second:
-        cluster = _choice("Cluster", clusters(), "cluster", "A cluster of the catalogue, or a file you upload.")
+        cluster = choice("Cluster", clusters(), "cluster", "A cluster of the catalogue, or a file you upload.")
         gpu = None
         if uploads.find(cluster):
-            gpu = _choice(
+            gpu = choice(
                 "GPU model",
                 _gpu_models(),
                 "gpu",
                 "A topology matrix does not always name its GPUs, and predictions need their rates.",
             )
     with third:
-        gpus = _number(
+        gpus = number(
             "GPUs", "gpus", MAX_GPUS, "the whole cluster", "A cluster of the catalogue gets as many nodes as needed."
         )
     with fourth:
-        batch = _number("Global batch", "batch", MAX_BATCH, "as a published recipe", "Sequences in an optimizer step.")
+        batch = number("Global batch", "batch", MAX_BATCH, "as a published recipe", "Sequences in an optimizer step.")
     with st.sidebar:
-        seq_len = _number("Sequence", "seq", MAX_SEQ, "", "Tokens in a sequence.") or _DEFAULT.seq_len
-        framework = _choice("Framework", list(FRAMEWORKS), "framework", "Its rules for legal plans, and its kernels.")
-        objective = _choice(
+        seq_len = number("Sequence", "seq", MAX_SEQ, "", "Tokens in a sequence.") or _DEFAULT.seq_len
+        framework = choice("Framework", list(FRAMEWORKS), "framework", "Its rules for legal plans, and its kernels.")
+        objective = choice(
             "Best by", list(OBJECTIVES), "objective", "Least step time, least memory, or the Pareto front of both."
         )
         compiled = st.toggle("torch.compile", key="compile", persist_state="session")
@@ -265,7 +281,8 @@ def ask(*, row: bool) -> Inputs:
     )
 
 
-def _choice(label: str, options: list[str], key: str, text: str) -> str:
+def choice(label: str, options: list[str], key: str, text: str) -> str:
+    """Draw a choice that the link holds, and return it."""
     default = FIELDS[key].default
     if st.session_state.get(key, default) not in options:  # an upload that was deleted
         st.session_state.pop(key)
@@ -273,7 +290,8 @@ def _choice(label: str, options: list[str], key: str, text: str) -> str:
     return str(st.selectbox(label, options, index=position, key=key, help=text, persist_state="session"))
 
 
-def _number(label: str, key: str, most: int, empty: str, text: str) -> int | None:
+def number(label: str, key: str, most: int, empty: str, text: str) -> int | None:
+    """Draw a number that the link holds, and return it; None where it is left open."""
     value = st.number_input(
         label,
         min_value=1,

@@ -18,6 +18,7 @@ MAX_RESULTS = {
     "fastest": 64,
     "numbers": 16,
     "simulate": 4,
+    "serve": 32,
 }  # search results have kilobytes, a long trace tens of megabytes
 PATIENCE_S = 0.8  # before the panel appears, so that fast results come without a flicker
 

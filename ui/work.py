@@ -12,12 +12,17 @@ from planner.question.question import Question
 from planner.search.answer import answer, search_question
 from planner.search.result import SearchResult
 from planner.search.search import SearchOptions
+from planner.serving.account import Account, account
+from planner.serving.asked import ServingFlags, serving_question
+from planner.serving.crossings import Sweep, over_clients
+from planner.serving.search import ServingResult, search_serving
 from simulator.config.plan import Plan
 from simulator.program.chrome_trace import to_chrome
 from topology import codec
 from ui.charts.timeline import Timeline, samples, timeline
 
 Progress = Callable[[str], None]
+SERVING_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +39,15 @@ class SimulatedStep:
     def trace_text(self) -> str:
         """Return the trace file that `planner trace --out` would write."""
         return zlib.decompress(self.trace).decode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingAnswers:
+    """A serving search; `accounts` are of its first SERVING_LISTED plans, `load` follows the best over clients."""
+
+    result: ServingResult
+    accounts: tuple[Account, ...]
+    load: Sweep
 
 
 def search(progress: Progress, flags: Flags, framework: str, options: SearchOptions) -> SearchResult:
@@ -65,4 +79,19 @@ def numbers(progress: Progress, flags: Flags, framework: str, options: SearchOpt
     return answer(flags, framework, options, progress=progress)
 
 
-WORK: dict[str, Callable[..., Any]] = {"search": search, "fastest": search, "numbers": numbers, "simulate": simulate}
+def serve(progress: Progress, flags: ServingFlags) -> ServingAnswers:
+    """Return what `planner suggest --task serve` answers, with where each listed deployment's time goes."""
+    result = search_serving(serving_question(flags), progress=progress)
+    progress("the best over numbers of clients")
+    listed = result.plans[:SERVING_LISTED]
+    accounts = tuple(account(result.question, plan.deployment, plan.estimate) for plan in listed)
+    return ServingAnswers(result=result, accounts=accounts, load=over_clients(result))
+
+
+WORK: dict[str, Callable[..., Any]] = {
+    "search": search,
+    "fastest": search,
+    "numbers": numbers,
+    "simulate": simulate,
+    "serve": serve,
+}

@@ -10,6 +10,16 @@ import typer
 
 from planner.commands.flags import options
 from planner.commands.flags.plan_flags import takes_plan_flags
+from planner.commands.flags.serving_flags import (
+    DEPLOYMENT_FLAGS,
+    QUESTION_FLAGS,
+    Task,
+    TaskOption,
+    refuse,
+    stated,
+    takes_serving_flags,
+)
+from planner.commands.serve.estimate import estimate_serving_plan, is_serving_plan, serving_flags
 from planner.explain.answer_text import print_estimate
 from planner.explain.plan_answer import answer_plan, plan_document, unreadable_document
 from planner.io import output
@@ -23,9 +33,11 @@ from simulator.fitting.calibration_fit import Calibrations
 from topology.errors import Infeasible, UserError
 
 
+@takes_serving_flags(QUESTION_FLAGS, DEPLOYMENT_FLAGS)
 @takes_plan_flags
 def estimate(
     said: Flags,
+    task: TaskOption = Task.TRAIN,
     case: Annotated[str | None, typer.Option("--case", help="Case file: one case or a list; - reads stdin.")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Plan file saved by planner suggest --out.")] = None,
     profile: options.Profile = None,
@@ -33,13 +45,21 @@ def estimate(
     out: Annotated[Path | None, typer.Option("--out", help="Save the plan to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
     json: options.Json = False,
+    *,
+    serving: dict[str, Any],
 ) -> None:
-    """Predict step time and memory of one plan, and say whether it is legal.
+    """Predict step time and memory of one plan, or what clients of a deployment see; and say whether it is legal.
 
     The data-parallel degree left unsaid fills the GPUs. Flags beside --plan or --case change what the file says, and the
     answer lists what they changed. Exit code 3 when no plan given is legal; a plan that is legal
     but does not fit is an answer, and ends with 0.
     """
+    if task is Task.SERVE or is_serving_plan(plan):
+        others = {"case": case, "profile": profile, "strict": strict}
+        flags = serving_flags(said, serving, others)
+        estimate_serving_plan(flags, plan=plan, out=out, force=force, json=json)
+        return
+    refuse(stated(serving), Task.TRAIN)
     measured = measurements(profile, strict=strict)
     named = said.runtime.get("name")
     learned = read_learned(named) if named is not None and is_learned(named) else None

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from planner.commands.flags import options, plan_flags
+from planner.commands.flags.serving_flags import (
+    QUESTION_FLAGS,
+    Task,
+    TaskOption,
+    refuse,
+    stated,
+    takes_serving_flags,
+)
+from planner.commands.serve.estimate import is_serving_plan, serving_flags
+from planner.commands.serve.explain import explain_serving_plan
 from planner.commands.suggest import gpu_counts
 from planner.explain import explain as reasons
 from planner.explain.documents import explanation_document
@@ -32,11 +42,13 @@ from simulator.config.estimate import Estimate
 from topology import codec
 
 
+@takes_serving_flags(QUESTION_FLAGS)
 def explain(
     file: Annotated[
         str | None,
         typer.Argument(help="Plan file of suggest --out, or a case; without one the best plan is explained."),
     ] = None,
+    task: TaskOption = Task.TRAIN,
     case_id: Annotated[str | None, typer.Option("--id", help="Which case of a list.")] = None,
     model: plan_flags.Model = None,
     cluster: plan_flags.Cluster = None,
@@ -65,16 +77,14 @@ def explain(
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw step and memory to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --svg replace a file.")] = False,
     json: options.Json = False,
+    *,
+    serving: dict[str, Any],
 ) -> None:
     """Explain a plan: from the peak of the GPU to the achieved step, memory by stage, runners-up, flip points.
 
     Without a file, the best plan of the question that the flags ask, as planner suggest would answer it. Beside a file,
     flags change what it says, and the answer lists what they changed.
     """
-    if svg is not None:
-        refuse_overwrite(svg, force=force)
-    observed = None if observed_peak is None else parse_bytes(observed_peak)
-    measured = measurements(profile, strict=strict)
     flags = Flags(
         model=model,
         cluster=cluster,
@@ -84,6 +94,16 @@ def explain(
         global_batch=global_batch,
         runtime={"compile": compile_model, "param_dtype": param_dtype} | ({"name": framework} if file else {}),
     )
+    if task is Task.SERVE or is_serving_plan(file):
+        others = {"framework": framework, "id": case_id, "memory": memory, "observed_peak": observed_peak, "svg": svg}
+        asked_of = serving_flags(flags, serving, {**others, "profile": profile, "strict": strict})
+        explain_serving_plan(asked_of, plan=file, top=top, sweep=flips, json=json)
+        return
+    refuse(stated(serving), Task.TRAIN)
+    if svg is not None:
+        refuse_overwrite(svg, force=force)
+    observed = None if observed_peak is None else parse_bytes(observed_peak)
+    measured = measurements(profile, strict=strict)
     changed: tuple[str, ...] = ()
     try:
         if file is not None:

@@ -9,7 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from planner.commands.flags import options
-from planner.commands.suggest_serving import refuse_serving_options, suggest_serving
+from planner.commands.flags.serving_flags import (
+    QUESTION_FLAGS,
+    SEPARATE,
+    Task,
+    TaskOption,
+    refuse,
+    stated,
+    takes_serving_flags,
+)
+from planner.commands.serve.suggest import suggest_serving
 from planner.explain.answer_text import print_search
 from planner.explain.documents import search_document
 from planner.explain.run_text import print_run, run_document
@@ -29,11 +38,6 @@ from simulator.runtimes.library import RECOMPUTE_SYNONYMS
 from topology.errors import UserError
 
 
-class Task(StrEnum):
-    TRAIN = "train"
-    SERVE = "serve"
-
-
 class Objective(StrEnum):
     TIME = "time"
     THROUGHPUT = "throughput"
@@ -46,8 +50,6 @@ class Objective(StrEnum):
 Gpus = Annotated[
     str | None, typer.Option("--gpus", help="Number of GPUs, several (8,16,32) to compare, or min for the fewest.")
 ]
-TaskOption = Annotated[Task, typer.Option("--task", help="train: a step; serve: answers to requests.")]
-SERVING = "Serving"  # the panel of --help
 FrameworkOption = Annotated[
     str,
     typer.Option(
@@ -89,11 +91,7 @@ def _part(flag: str, what: str) -> Any:
     return typer.Option(flag, help=f"Only plans with this {what}.", metavar="VALUES")
 
 
-def _serving(flag: str, what: str, *, least: float | None = None) -> Any:
-    """Return an option that only serving has."""
-    return typer.Option(flag, help=what, rich_help_panel=SERVING, min=least)
-
-
+@takes_serving_flags(QUESTION_FLAGS, {"separate": SEPARATE})
 def suggest(
     model: options.Model = "llama3-8b",
     cluster: options.Cluster = "dgx-h100",
@@ -141,24 +139,14 @@ def suggest(
     profile: options.Profile = None,
     runtime: options.LearnedRuntime = None,
     strict: options.Strict = False,
-    isl: Annotated[int | None, _serving("--isl", "Tokens of a prompt.", least=1)] = None,
-    osl: Annotated[int | None, _serving("--osl", "Tokens of an answer.", least=1)] = None,
-    concurrency: Annotated[int | None, _serving("--concurrency", "Clients that ask again at once.", least=1)] = None,
-    request_rate: Annotated[float | None, _serving("--request-rate", "Requests a second, Poisson.", least=1e-6)] = None,
-    ttft: Annotated[float | None, _serving("--ttft", "Target: seconds to the first token.", least=0)] = None,
-    tpot: Annotated[float | None, _serving("--tpot", "Target: seconds a token after it.", least=0)] = None,
-    engine: Annotated[str | None, _serving("--engine", "vllm, sglang or trtllm.")] = None,
-    weights: Annotated[str | None, _serving("--weights", "bfloat16, float8, float4 or int4.")] = None,
-    kv_cache: Annotated[str | None, _serving("--kv-cache", "bfloat16 or float8.")] = None,
-    separate: Annotated[
-        bool, _serving("--separate", "Read prompts and write answers on GPUs of their own, too.")
-    ] = False,
     out: Annotated[Path | None, typer.Option("--out", help="Save the best plan to this file.")] = None,
     pick: Annotated[
         int | None, typer.Option("--pick", min=1, max=100, help="Which listed plan --out saves; default the first.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
     json: options.Json = False,
+    *,
+    serving: dict[str, Any],
 ) -> None:
     """Rank the legal plans for one training step by predicted time, memory or cost.
 
@@ -170,7 +158,7 @@ def suggest(
     if task is Task.SERVE:
         suggest_serving(given)
         return
-    refuse_serving_options(given)
+    refuse(stated(serving), Task.TRAIN)
     if out is not None:
         refuse_overwrite(out, force=force)
     elif pick is not None:

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from planner.commands.flags import options
-from planner.commands.validate_serving import validate_serving
+from planner.commands.serve.validate import validate_serving
 from planner.io import output
 from planner.io.inputs import measurements, warn_of_doubts
 from planner.io.output import console, printable

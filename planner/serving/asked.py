@@ -1,101 +1,187 @@
-"""From the options of `suggest --task serve` to a question, with what was left unsaid."""
+"""From the flags of `--task serve` to a question, with what was left unsaid."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from planner.io.inputs import read_cluster
 from planner.serving.question import OBJECTIVES, ServingQuestion
+from planner.serving.trace_file import read_trace
 from simulator.config.hf_config import load_model
 from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
 from simulator.serving.engine import engine_of
-from simulator.serving.traffic import Lengths, Traffic
-from topology.catalog.cluster_file import load_cluster
+from simulator.serving.traffic import Lengths, Request, Traffic
+from topology.catalog.platform import take_gpus
 from topology.errors import BadInput, UserError
 
+MODEL, CLUSTER = "llama3-8b", "dgx-h100"
 PROMPT, ANSWER, CLIENTS_PER_GPU = 1024, 256, 8
 VARY = 0.2  # requests of one length would begin and end together, as no real ones do
+ARRIVALS = {"constant": 0.0, "poisson": 1.0}
 
 
-def serving_question(
-    *,
-    model: str,
-    cluster: str,
-    gpus: int | None,
-    engine: str,
-    objective: str,
-    isl: int | None,
-    osl: int | None,
-    concurrency: int | None,
-    request_rate: float | None,
-    ttft: float | None,
-    tpot: float | None,
-    weights: str | None,
-    kv_cache: str | None,
-    gpu_price: float | None,
-    separate: bool,
-) -> ServingQuestion:
-    """Return the question of a command's options. Raises UserError for what cannot be, naming the option."""
-    machine = load_cluster(cluster, gpus)
-    assumed: list[str] = []
-    if concurrency is not None and request_rate is not None:
-        raise UserError(
-            "--concurrency and --request-rate exclude each other",
-            why="one is a closed loop of clients, the other an open one of arrivals",
-            remedy="give one of them",
-        )
-    if concurrency is None and request_rate is None:
-        concurrency = CLIENTS_PER_GPU * machine.gpu_count
-        assumed.append(f"{concurrency} clients that ask again at once ({CLIENTS_PER_GPU} a GPU)")
-    prompt, answer = _length(isl, PROMPT, "a prompt", assumed), _length(osl, ANSWER, "an answer", assumed)
-    assumed.append(f"lengths vary by {VARY:.0%} around those")
-    if request_rate:
-        assumed.append("arrivals: Poisson")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingFlags:
+    """What a command states of a serving question and of one deployment; None is what nobody stated.
+
+    Lengths are in tokens, targets in seconds, `request_rate` in requests a second. `replicas` to `prefill` are parts of a
+    deployment; commands that choose one take none of them.
+    """
+
+    model: str | None = None
+    cluster: str | None = None
+    gpu: str | None = None
+    gpus: int | None = None
+    engine: str | None = None
+    objective: str | None = None
+    isl: int | None = None
+    osl: int | None = None
+    vary: float | None = None
+    concurrency: int | None = None
+    request_rate: float | None = None
+    arrivals: str | None = None
+    requests: str | None = None
+    cached_prompt: float | None = None
+    ttft: float | None = None
+    tpot: float | None = None
+    weights: str | None = None
+    kv_cache: str | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    gpu_memory_utilization: float | None = None
+    gpu_price: float | None = None
+    separate: bool = False
+    replicas: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
+    dp_attention: int | None = None
+    prefill: str | None = None
+
+
+def serving_question(flags: ServingFlags) -> ServingQuestion:
+    """Return the question of a command's flags. Raises UserError for what cannot be, naming the flag."""
+    machine = read_cluster(flags.cluster or CLUSTER, flags.gpus, gpu=flags.gpu)
+    defaults = (("model", flags.model, MODEL), ("cluster", flags.cluster, CLUSTER))
+    assumed = [f"{name} {default}" for name, said, default in defaults if said is None]
+    if flags.gpus is not None and flags.gpus < machine.gpu_count:  # a node with irregular links comes whole
+        machine = take_gpus(machine, flags.gpus)
+        assumed.append(f"the first {flags.gpus} GPUs of the node")
+    traffic = _traffic(flags, machine.gpu_count, assumed)
+    formats = (("weights", flags.weights), ("KV cache", flags.kv_cache))
+    assumed += [f"{name} in bfloat16" for name, said in formats if said is None]
     return ServingQuestion(
-        model=load_model(model),
+        model=load_model(flags.model or MODEL),
         cluster=machine,
-        traffic=Traffic(
-            prompt=prompt,
-            output=answer,
-            concurrency=concurrency or 0,
-            request_rate=request_rate or 0.0,
-            requests=_enough(concurrency),
-        ),
-        engine=engine_of(engine).name,
-        weights=_format(weights, "--weights", tuple(WEIGHT_BYTES), assumed),
-        kv_cache=_format(kv_cache, "--kv-cache", tuple(CACHE_BYTES), assumed),
-        objective=_objective(objective, gpu_price, assumed),
-        ttft_s=ttft or 0.0,
-        tpot_s=tpot or 0.0,
-        gpu_price_per_hour=gpu_price or 0.0,
-        separate=separate,
+        traffic=traffic,
+        engine=engine_of(flags.engine or "vllm").name,
+        weights=number_format(flags.weights, "--weights", tuple(WEIGHT_BYTES), "bfloat16"),
+        kv_cache=number_format(flags.kv_cache, "--kv-cache", tuple(CACHE_BYTES), "bfloat16"),
+        max_num_seqs=flags.max_num_seqs or 0,
+        max_num_batched_tokens=flags.max_num_batched_tokens or 0,
+        memory_fraction=flags.gpu_memory_utilization or 0.0,
+        objective=_objective(flags, assumed),
+        ttft_s=flags.ttft or 0.0,
+        tpot_s=flags.tpot or 0.0,
+        gpu_price_per_hour=flags.gpu_price or 0.0,
+        separate=flags.separate,
         assumed=tuple(assumed),
     )
 
 
-def _enough(concurrency: int | None) -> int:
-    """Return how many requests give steady figures: several rounds of all clients."""
-    return max(200, 4 * (concurrency or 0))
+def _traffic(flags: ServingFlags, gpus: int, assumed: list[str]) -> Traffic:
+    """Return what clients send. Raises UserError for flags that exclude each other, BadInput for a file of requests."""
+    cached = flags.cached_prompt or 0.0
+    if flags.requests is not None:
+        _refuse_beside(flags, "--requests", ("isl", "osl", "vary", "request_rate", "arrivals", "concurrency"))
+        return _traced(read_trace(flags.requests), cached)
+    if flags.concurrency is not None:
+        _refuse_beside(flags, "--concurrency", ("request_rate", "arrivals"))
+    if flags.arrivals is not None and flags.request_rate is None:
+        raise UserError("--arrivals needs a rate", remedy="give --request-rate")
+    concurrency = flags.concurrency
+    if concurrency is None and flags.request_rate is None:
+        concurrency = CLIENTS_PER_GPU * gpus
+        assumed.append(f"{concurrency} clients that ask again at once ({CLIENTS_PER_GPU} a GPU)")
+    vary = VARY if flags.vary is None else flags.vary
+    prompt, answer = (
+        Lengths(mean=_said(given, default, what, assumed), low=1 - vary, high=1 + vary)
+        for given, default, what in ((flags.isl, PROMPT, "a prompt"), (flags.osl, ANSWER, "an answer"))
+    )
+    if flags.vary is None:
+        assumed.append(f"lengths vary by {VARY:.0%} around those")
+    if flags.request_rate and flags.arrivals is None:
+        assumed.append("arrivals: Poisson")
+    return Traffic(
+        prompt=prompt,
+        output=answer,
+        concurrency=concurrency or 0,
+        request_rate=flags.request_rate or 0.0,
+        shape=arrival_shape(flags.arrivals),
+        requests=max(200, 4 * (concurrency or 0)),  # several rounds of all clients
+        cached_prompt=cached,
+    )
 
 
-def _length(given: int | None, default: int, what: str, assumed: list[str]) -> Lengths:
+def _refuse_beside(flags: ServingFlags, flag: str, others: tuple[str, ...]) -> None:
+    """Raise UserError where a flag that says the same in another way was given too."""
+    stated = [name for name in others if getattr(flags, name) is not None]
+    if stated:
+        names = ", ".join("--" + name.replace("_", "-") for name in stated)
+        raise UserError(
+            f"{flag} and {names} exclude each other",
+            why="requests come from a closed loop of clients, at a rate, or from a file",
+            remedy=f"leave out {names}, or {flag}",
+        )
+
+
+def _traced(requests: tuple[Request, ...], cached: float) -> Traffic:
+    """Return the traffic of a file; its means stand where one length is asked for."""
+    prompt = round(sum(request.prompt for request in requests) / len(requests))
+    output = round(sum(request.output for request in requests) / len(requests))
+    return Traffic(
+        prompt=Lengths(mean=max(1, prompt)), output=Lengths(mean=max(1, output)), trace=requests, cached_prompt=cached
+    )
+
+
+def arrival_shape(arrivals: str | None) -> float:
+    """Return the coefficient of variation of the time between arrivals. Raises BadInput."""
+    word = (arrivals or "poisson").lower()
+    if word in ARRIVALS:
+        return ARRIVALS[word]
+    kind, _, number = word.partition(":")
+    try:
+        value = float(number) if kind == "gamma" else -1.0
+    except ValueError:
+        value = -1.0
+    if 0 < value <= 100:
+        return value
+    raise BadInput(
+        f"--arrivals {arrivals!r} is not a way of arriving",
+        remedy="use constant, poisson, or gamma:CV with a coefficient of variation up to 100, such as gamma:2",
+    )
+
+
+def _said(given: int | None, default: int, what: str, assumed: list[str]) -> int:
     if given is None:
         assumed.append(f"{default} tokens {what}")
-    return Lengths(mean=given or default, low=1 - VARY, high=1 + VARY)
+    return given or default
 
 
-def _format(given: str | None, flag: str, known: tuple[str, ...], assumed: list[str]) -> str:
-    if given is None:
-        assumed.append(f"{flag.strip('-').replace('-', ' ')} in bfloat16")
-        return "bfloat16"
-    if given not in known:
+def number_format(given: str | None, flag: str, known: tuple[str, ...], default: str) -> str:
+    """Return the format that a flag names, or `default`. Raises BadInput for one that is not covered."""
+    if given is not None and given not in known:
         raise BadInput(f"{flag} {given!r} is not a format that is covered", remedy=f"use one of: {', '.join(known)}")
-    return given
+    return given or default
 
 
-def _objective(given: str, gpu_price: float | None, assumed: list[str]) -> str:
-    if given in OBJECTIVES:
-        if given == "cost" and not gpu_price:
-            raise UserError("--objective cost needs a price", remedy="give --gpu-price, for a GPU and hour")
-        return given
-    if given == "time":  # the default of training
+def _objective(flags: ServingFlags, assumed: list[str]) -> str:
+    given = flags.objective
+    if given is None or given == "time":  # the default of training
         assumed.append("objective: output tokens a second and GPU")
         return "throughput"
-    raise UserError(f"--objective {given} is not one of serving's", remedy=f"use one of: {', '.join(OBJECTIVES)}")
+    if given not in OBJECTIVES:
+        raise UserError(f"--objective {given} is not one of serving's", remedy=f"use one of: {', '.join(OBJECTIVES)}")
+    if given == "cost" and not flags.gpu_price:
+        raise UserError("--objective cost needs a price", remedy="give --gpu-price, for a GPU and hour")
+    return given

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from planner.serving.question import ServingQuestion
-from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.deployment import Pool
 from simulator.serving.forward_pass import ForwardPass
 
 
@@ -37,8 +37,7 @@ def break_even(
 
     def costs(degree: int) -> ForwardPass:
         pool = Pool(tp=degree)
-        deployment = Deployment(engine=question.engine, pool=pool, weights=question.weights, kv_cache=question.kv_cache)
-        return ForwardPass(question.model, question.cluster, deployment, pool)
+        return ForwardPass(question.model, question.cluster, question.deployment(pool), pool)
 
     def token_s(costs: ForwardPass) -> float:
         return costs.seconds(prompt_tokens=0, pairs=0.0, sequences=1, keys=keys)

@@ -23,14 +23,14 @@ def deployments(question: ServingQuestion) -> tuple[list[Deployment], Counter[st
     rejected: Counter[str] = Counter()
     fitting: list[Pool] = []
     for pool in _engines(question, gpus):
-        reason = refusal(question.model, pool) or _no_room(question, pool)
+        reason = refusal(question.model, pool) or no_room(question, pool)
         if reason:
             rejected[reason] += 1
             continue
         fitting.append(pool)
-        found.append(_deployment(question, _times(pool, gpus // pool.gpus)))
+        found.append(question.deployment(_times(pool, gpus // pool.gpus)))
     if question.separate:
-        found += [_deployment(question, decode, prefill) for prefill, decode in _separated(fitting, gpus)]
+        found += [question.deployment(decode, prefill) for prefill, decode in _separated(fitting, gpus)]
     return found, rejected
 
 
@@ -65,8 +65,9 @@ def _engines(question: ServingQuestion, gpus: int) -> Iterator[Pool]:
                 yield Pool(tp=1, pp=stages, ep=ranks, dp_attention=ranks)
 
 
-def _no_room(question: ServingQuestion, pool: Pool) -> str:
-    room = cache_room(question.model, question.cluster, _deployment(question, pool), pool)
+def no_room(question: ServingQuestion, pool: Pool) -> str:
+    """Return why an engine has no room for the longest request, or nothing."""
+    room = cache_room(question.model, question.cluster, question.deployment(pool), pool)
     longest = question.longest
     if not room.tokens:
         return f"weights leave no room for a KV cache on {pool.gpus} GPUs"
@@ -90,13 +91,3 @@ def _separated(pools: list[Pool], gpus: int) -> Iterator[tuple[Pool, Pool]]:
                 if not reading or reading % prefill.gpus or writing % decode.gpus:
                     continue
                 yield _times(prefill, reading // prefill.gpus), _times(decode, writing // decode.gpus)
-
-
-def _deployment(question: ServingQuestion, pool: Pool, prefill: Pool | None = None) -> Deployment:
-    return Deployment(
-        engine=question.engine,
-        pool=pool,
-        prefill=prefill,
-        weights=question.weights,
-        kv_cache=question.kv_cache,
-    )

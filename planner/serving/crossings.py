@@ -1,48 +1,133 @@
-"""At which number of clients another deployment is the better one."""
+"""At which number of clients, length of context or rate of links another deployment is the better one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import sqrt
 
+from planner.serving.answer import estimate_of
 from planner.serving.question import ServingQuestion
-from planner.serving.search import ServingPlan, ServingResult, value_of
+from planner.serving.search import TIE, ServingPlan, ServingResult, value_of
 from simulator.serving.deployment import Deployment
-from simulator.serving.estimate import ServingEstimate, estimate_serving
+from simulator.serving.estimate import ServingEstimate
+from simulator.serving.traffic import Lengths
+from topology.cluster import Cluster
 from topology.errors import Infeasible
 
-# Deployments that are followed over the load: the best few at the load asked about, by each objective.
+# Deployments that are followed: the best few at what was asked about, by each objective.
 FOLLOWED = 3
 MOST_CLIENTS = 1024
+CLOSE = 1.15  # a crossing is known when its two sides are this near to each other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRow:
-    """The best of the deployments followed, with so many clients in a closed loop."""
+class Row:
+    """The best of the deployments followed at one value of a quantity."""
 
-    clients: int
+    value: float
     deployment: Deployment
     estimate: ServingEstimate
 
 
-def over_load(result: ServingResult) -> tuple[LoadRow, ...]:
-    """Return the best deployment at numbers of clients from 1 on, four times as many in each row; none for open loops.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """About where the best of the deployments followed changes from `below` to `above`."""
+
+    at: float
+    below: Deployment
+    above: Deployment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """One quantity varied: `quantity` and `unit` name it, `now` is what was asked about."""
+
+    quantity: str
+    unit: str
+    now: float
+    rows: tuple[Row, ...]
+    crossings: tuple[Crossing, ...]
+
+
+def over_clients(result: ServingResult, *, cross: bool = False) -> Sweep:
+    """Follow the best deployments over clients in a closed loop, from 1 on; no rows for open loops.
 
     Only the objective decides, not the targets. Deployments are those that were best for latency or for throughput at
-    the load asked about, so a row is the best of few, not of all.
+    what was asked about, so a row is the best of few, not of all. `cross` looks for the crossings between rows too.
     """
     question = result.question
-    if not question.traffic.concurrency or question.traffic.trace:
-        return ()
+    asked = question.traffic.concurrency
+    values = [float(4**power) for power in range(6) if asked and 4**power <= min(MOST_CLIENTS, 16 * asked)]
+
+    def at(clients: float) -> ServingQuestion:
+        count = round(clients)
+        return replace(question, traffic=replace(question.traffic, concurrency=count, requests=max(100, 3 * count)))
+
+    values = [] if question.traffic.trace else values
+    return _sweep(result, "clients", "clients", float(asked), values, at, cross=cross)
+
+
+def over_context(result: ServingResult, *, cross: bool = True) -> Sweep:
+    """Follow the best deployments over the length of prompts, from a quarter of those asked about to 16 times."""
+    question = result.question
+    now = question.traffic.prompt
+
+    def at(tokens: float) -> ServingQuestion:
+        prompt = Lengths(mean=max(1, round(tokens)), low=now.low, high=now.high)
+        return replace(question, traffic=replace(question.traffic, prompt=prompt))
+
+    values = [now.mean * 4.0**power for power in range(-1, 3)]
+    values = [] if question.traffic.trace else values
+    return _sweep(result, "prompt", "tokens", float(now.mean), values, at, cross=cross)
+
+
+def over_links(
+    result: ServingResult, name: str, now: float, scale: Callable[[Cluster, float], Cluster], *, cross: bool = True
+) -> Sweep:
+    """Follow the best deployments over the rate of links of one kind, in bytes/s; `scale` makes the cluster of a factor."""
+    question = result.question
+
+    def at(rate: float) -> ServingQuestion:
+        return replace(question, cluster=scale(question.cluster, rate / now))
+
+    return _sweep(result, name, "bytes/s", now, [now * 4.0**power for power in range(-3, 2)], at, cross=cross)
+
+
+def _sweep(
+    result: ServingResult,
+    quantity: str,
+    unit: str,
+    now: float,
+    values: Sequence[float],
+    ask: Callable[[float], ServingQuestion],
+    *,
+    cross: bool,
+) -> Sweep:
     followed = _followed(result)
-    rows = []
-    clients = 1
-    while clients <= min(MOST_CLIENTS, 16 * question.traffic.concurrency):
-        best = _best_at(question, followed, clients)
-        if best is not None:
-            rows.append(best)
-        clients *= 4
-    return tuple(rows)
+    rows: list[Row] = []
+    crossings: list[Crossing] = []
+    for value in values:
+        row = _best_at(ask(value), followed, value, rows[-1].deployment if rows else None)
+        if row is None:
+            continue
+        if cross and rows and row.deployment != rows[-1].deployment:
+            crossings.append(_between(rows[-1], row, ask, followed))
+        rows.append(row)
+    return Sweep(quantity=quantity, unit=unit, now=now, rows=tuple(rows), crossings=tuple(crossings))
+
+
+def _between(low: Row, high: Row, ask: Callable[[float], ServingQuestion], followed: list[Deployment]) -> Crossing:
+    """Halve the interval in which the best changes until its ends are close."""
+    while high.value / low.value > CLOSE:
+        value = sqrt(low.value * high.value)
+        row = _best_at(ask(value), followed, value, low.deployment)
+        if row is None or row.deployment != low.deployment:
+            high = replace(row or high, value=value)
+        else:
+            low = row
+    return Crossing(at=sqrt(low.value * high.value), below=low.deployment, above=high.deployment)
 
 
 def _followed(result: ServingResult) -> list[Deployment]:
@@ -61,20 +146,22 @@ def _is_plain(plan: ServingPlan) -> bool:
     return plan.deployment.prefill is None and pool.pp == 1 and (pool.tp == 1 or pool.engines == 1)
 
 
-def _best_at(question: ServingQuestion, followed: list[Deployment], clients: int) -> LoadRow | None:
-    traffic = replace(question.traffic, concurrency=clients, requests=max(100, 3 * clients))
-    at = replace(question, traffic=traffic)
-    best: LoadRow | None = None
+def _best_at(
+    question: ServingQuestion, followed: list[Deployment], value: float, incumbent: Deployment | None
+) -> Row | None:
+    """Return the best at one value; one that is better by less than a tie does not replace the one before."""
+    found: dict[Deployment, tuple[float, Row]] = {}
     for deployment in followed:
         try:
-            estimate = estimate_serving(question.model, question.cluster, deployment, traffic)
+            estimate = estimate_of(question, deployment)
         except Infeasible:
             continue
-        row = LoadRow(clients=clients, deployment=deployment, estimate=estimate)
-        if best is None or _value(at, row) < _value(at, best):
-            best = row
+        plan = ServingPlan(deployment=deployment, estimate=estimate, meets=True)
+        row = Row(value=value, deployment=deployment, estimate=estimate)
+        found[deployment] = (value_of(question, plan), row)
+    if not found:
+        return None
+    least, best = min(found.values(), key=lambda one: one[0])
+    if incumbent in found and found[incumbent][0] <= least * (1 + TIE):
+        return found[incumbent][1]
     return best
-
-
-def _value(question: ServingQuestion, row: LoadRow) -> float:
-    return value_of(question, ServingPlan(deployment=row.deployment, estimate=row.estimate, meets=True))

@@ -1,4 +1,4 @@
-"""A serving search as JSON: the keys that other programs read."""
+"""Serving answers as JSON: the keys that other programs read."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from planner.io.output import SCHEMA_VERSION
-from planner.serving.crossings import LoadRow
+from planner.serving.account import Account
+from planner.serving.answer import ServingAnswer
+from planner.serving.compare import ServingComparison
+from planner.serving.crossings import Row, Sweep
+from planner.serving.explain import ServingExplanation
+from planner.serving.plan_file import TASK
+from planner.serving.question import ServingQuestion
 from planner.serving.search import ServingPlan, ServingResult
 from simulator.config.estimate import Interval
 from simulator.serving.deployment import Deployment, Pool
+from simulator.serving.estimate import ServingEstimate
 from simulator.serving.latency import Distribution
+from topology import codec
 
 
-def serving_document(result: ServingResult, load: Sequence[LoadRow], *, top: int) -> dict[str, Any]:
+def serving_document(result: ServingResult, load: Sequence[Row], *, top: int) -> dict[str, Any]:
     """Return the document of `suggest --task serve --json`."""
     question = result.question
     return {
         "schema_version": SCHEMA_VERSION,
-        "task": "serve",
+        "task": TASK,
         "search": {
             "candidates": len(result.plans) + sum(result.rejected.values()),
             "legal": len(result.plans),
@@ -31,43 +39,126 @@ def serving_document(result: ServingResult, load: Sequence[LoadRow], *, top: int
         "objective": question.objective,
         "assumed": list(question.assumed),
         "plans": [_plan(rank, plan) for rank, plan in enumerate(result.plans[:top], 1)],
-        "by_clients": [
-            {
-                "clients": row.clients,
-                "plan": plan_document(row.deployment),
-                "ttft_s": interval(row.estimate.ttft_s),
-                "tpot_s": interval(row.estimate.tpot_s),
-                "output_tokens_per_s_per_gpu": interval(row.estimate.output_tokens_per_s_per_gpu),
-            }
-            for row in load
-        ],
+        "by_clients": [{"clients": round(row.value), **_row(row)} for row in load],
         "rejected": dict(result.rejected),
     }
 
 
+def estimate_document(name: str, found: ServingAnswer) -> dict[str, Any]:
+    """Return the document of `estimate --task serve --json`; `name` is the file's or an empty text."""
+    estimate = None
+    if found.estimate is not None and found.account is not None:
+        estimate = _estimate(found.estimate) | {"breakdown_s": _account(found.account)}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "task": TASK,
+        "id": name,
+        "legal": not found.problems,
+        "problems": [{"grade": "illegal", "message": message} for message in found.problems],
+        "assumed": list(found.assumed),
+        "plan": plan_document(found.deployment),
+        "meets_targets": found.meets,
+        "estimate": estimate,
+    }
+
+
+def explanation_document(name: str, found: ServingExplanation) -> dict[str, Any]:
+    """Return the document of `explain --task serve --json`."""
+    return estimate_document(name, found.answer) | {
+        "break_even": [codec.to_builtins(one) for one in found.break_even],
+        "runners_up": [_plan(rank, plan) for rank, plan in enumerate(found.runners_up, 2)],
+        "sweeps": [_sweep(sweep) for sweep in found.sweeps],
+        "rejected": dict(found.result.rejected),
+    }
+
+
+def comparison_document(found: ServingComparison, files: Sequence[str]) -> dict[str, Any]:
+    """Return the document of `compare` of two serving plans."""
+    first, second = (
+        {"file": file, **estimate_document(file, answer)} for file, answer in zip(files, found.answers, strict=True)
+    )
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "task": TASK,
+        "first": first,
+        "second": second,
+        "token_s": found.token_s,
+        "first_token_s": found.first_token_s,
+        "terms": [{**codec.to_builtins(term), "delta": term.delta} for term in found.terms],
+        "settings": list(found.settings),
+        "question": list(found.question),
+    }
+
+
 def _plan(rank: int, plan: ServingPlan) -> dict[str, Any]:
-    estimate = plan.estimate
-    seen = estimate.latency
     return {
         "rank": rank,
         "plan": plan_document(plan.deployment),
-        "estimate": {
-            "ttft_s": interval(estimate.ttft_s) | _percentiles(seen.ttft_s),
-            "tpot_s": interval(estimate.tpot_s) | _percentiles(seen.tpot_s),
-            "e2e_s": interval(estimate.e2e_s) | _percentiles(seen.e2e_s),
-            "output_tokens_per_s_per_gpu": interval(estimate.output_tokens_per_s_per_gpu),
-            "output_tokens_per_s": seen.output_tokens_per_s,
-            "requests_per_s": seen.requests_per_s,
-            "goodput": seen.goodput,
-            "kv_blocks": estimate.room.blocks,
-            "kv_tokens": estimate.room.tokens,
-            "preempted": seen.preempted,
-            "memory": {"capacity_bytes": estimate.room.capacity_bytes, "by_category": estimate.room.by_category},
-        },
+        "estimate": _estimate(plan.estimate),
         "meets_targets": plan.meets,
         "tied": plan.tied,
         "lost_because": plan.lost_because or None,
     }
+
+
+def _estimate(estimate: ServingEstimate) -> dict[str, Any]:
+    seen = estimate.latency
+    return {
+        "ttft_s": interval(estimate.ttft_s) | _percentiles(seen.ttft_s),
+        "tpot_s": interval(estimate.tpot_s) | _percentiles(seen.tpot_s),
+        "e2e_s": interval(estimate.e2e_s) | _percentiles(seen.e2e_s),
+        "output_tokens_per_s_per_gpu": interval(estimate.output_tokens_per_s_per_gpu),
+        "output_tokens_per_s": seen.output_tokens_per_s,
+        "requests_per_s": seen.requests_per_s,
+        "goodput": seen.goodput,
+        "kv_blocks": estimate.room.blocks,
+        "kv_tokens": estimate.room.tokens,
+        "preempted": seen.preempted,
+        "memory": {
+            "capacity_bytes": estimate.room.capacity_bytes,
+            "fits": estimate.room.fits,
+            "by_category": estimate.room.by_category,
+        },
+    }
+
+
+def _account(account: Account) -> dict[str, Any]:
+    return {
+        "sequences": account.sequences,
+        "context_tokens": account.context,
+        "token": account.token_s,
+        "first_token": account.first_s,
+        "reading": account.reading_s,
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {
+        "plan": plan_document(row.deployment),
+        "ttft_s": interval(row.estimate.ttft_s),
+        "tpot_s": interval(row.estimate.tpot_s),
+        "output_tokens_per_s_per_gpu": interval(row.estimate.output_tokens_per_s_per_gpu),
+    }
+
+
+def _sweep(sweep: Sweep) -> dict[str, Any]:
+    return {
+        "quantity": sweep.quantity,
+        "unit": sweep.unit,
+        "now": sweep.now,
+        "rows": [{"value": row.value, **_row(row)} for row in sweep.rows],
+        "crossings": [
+            {"at": one.at, "below": plan_document(one.below), "above": plan_document(one.above)}
+            for one in sweep.crossings
+        ],
+    }
+
+
+def price_per_million(question: ServingQuestion, estimate: ServingEstimate) -> float | None:
+    """Return the price of a million output tokens, or None where no price of a GPU was told."""
+    if not question.gpu_price_per_hour:
+        return None
+    return question.gpu_price_per_hour / 3600 / estimate.output_tokens_per_s_per_gpu.value * 1e6
 
 
 def plan_document(deployment: Deployment) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""What is asked of a serving plan: the model, the machine, the requests, and what counts."""
+"""What is asked of a serving plan: the model, the machine, the requests, the engine, and what counts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from simulator.config.model import Model
+from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.traffic import Traffic
 from topology.cluster import Cluster
 
@@ -16,7 +17,7 @@ class ServingQuestion:
     """One question. Targets in seconds, 0 where there is none; `gpu_price_per_hour` in any currency, 0 if not told.
 
     `objective` is one of OBJECTIVES: the mean time to a whole answer, output tokens a second and GPU, or the price of
-    a million output tokens.
+    a million output tokens. Limits of the scheduler and `memory_fraction` of 0 are the engine's defaults.
     """
 
     model: Model
@@ -25,6 +26,9 @@ class ServingQuestion:
     engine: str = "vllm"
     weights: str = "bfloat16"
     kv_cache: str = "bfloat16"
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    memory_fraction: float = 0.0
     objective: str = "throughput"
     ttft_s: float = 0.0
     tpot_s: float = 0.0
@@ -36,3 +40,16 @@ class ServingQuestion:
     def longest(self) -> int:
         """Tokens of the longest request, prompt and answer."""
         return max(request.prompt + request.output for request in self.traffic.draw())
+
+    def deployment(self, pool: Pool, prefill: Pool | None = None) -> Deployment:
+        """Return a deployment under the question's engine, formats and limits."""
+        return Deployment(
+            engine=self.engine,
+            pool=pool,
+            prefill=prefill,
+            weights=self.weights,
+            kv_cache=self.kv_cache,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            memory_fraction=self.memory_fraction,
+        )

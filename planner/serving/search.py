@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from planner.serving.answer import estimate_of, meets
 from planner.serving.candidates import deployments
 from planner.serving.question import ServingQuestion
 from simulator.serving.deployment import Deployment
-from simulator.serving.estimate import ServingEstimate, estimate_serving
+from simulator.serving.estimate import ServingEstimate
 from topology.errors import Infeasible
 
 # Deployments closer than this are a tie: predictions of one model on one machine are off by about as much from one deployment
@@ -55,18 +56,11 @@ def search_serving(
             break
         progress(f"deployment {number + 1} of {len(found)}")
         try:
-            estimate = estimate_serving(
-                question.model,
-                question.cluster,
-                deployment,
-                question.traffic,
-                ttft_s=question.ttft_s,
-                tpot_s=question.tpot_s,
-            )
+            estimate = estimate_of(question, deployment)
         except Infeasible as problem:
             rejected[str(problem).splitlines()[0]] += 1
             continue
-        plans.append(ServingPlan(deployment=deployment, estimate=estimate, meets=_meets(question, estimate)))
+        plans.append(ServingPlan(deployment=deployment, estimate=estimate, meets=meets(question, estimate)))
     if not plans:
         raise Infeasible(
             f"{question.model.name} cannot be served on {question.cluster.gpu_count} x {question.cluster.slowest_kind.title}",
@@ -87,11 +81,6 @@ def value_of(question: ServingQuestion, plan: ServingPlan) -> float:
     if question.objective == "latency":
         return plan.estimate.e2e_s.value
     return 1.0 / plan.estimate.output_tokens_per_s_per_gpu.value
-
-
-def _meets(question: ServingQuestion, estimate: ServingEstimate) -> bool:
-    first = not question.ttft_s or estimate.ttft_s.value <= question.ttft_s
-    return first and (not question.tpot_s or estimate.tpot_s.value <= question.tpot_s)
 
 
 def _mechanisms(deployment: Deployment) -> int:

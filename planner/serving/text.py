@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.table import Table
 
 from planner.io.output import console, printable
-from planner.serving.break_even import break_even
-from planner.serving.crossings import LoadRow
+from planner.serving.break_even import BreakEven, break_even
+from planner.serving.crossings import Row
+from planner.serving.documents import price_per_million
 from planner.serving.question import ServingQuestion
 from planner.serving.search import ServingPlan, ServingResult
 from simulator.config.estimate import Interval
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
+from simulator.serving.estimate import ServingEstimate
+from simulator.serving.traffic import Traffic
 
 GIB = float(2**30)
 
 
-def print_serving(result: ServingResult, load: Sequence[LoadRow], *, top: int, start: str) -> None:
+def print_serving(result: ServingResult, load: Sequence[Row], *, top: int, start: str) -> None:
     """Print the answer; times have as many digits as their range leaves. `start` starts one engine."""
     screen = console()
     question, best = result.question, result.plans[0]
-    screen.print(printable(_sentence(question, best)))
+    sentence = answer_sentence(question, best.deployment, best.estimate, meets=True)
+    short = "" if best.meets else " No deployment meets the targets; this one comes nearest."
+    screen.print(printable(sentence + short))
     screen.print()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("deployment", overflow="fold")
@@ -38,7 +44,7 @@ def print_serving(result: ServingResult, load: Sequence[LoadRow], *, top: int, s
     for plan in result.plans[1:top]:
         if plan.lost_because:
             screen.print(printable(f"{deployment_text(plan.deployment)}: {plan.lost_because}"))
-    _print_memory(result, best)
+    print_memory(question, best.estimate)
     _print_break_even(question, best)
     _print_load(load)
     screen.print(printable(f"Start each engine by: {start}"))
@@ -62,37 +68,45 @@ def pool_text(pool: Pool) -> str:
     return f"{pool.engines} x {' '.join(parts) or '1 GPU'}"
 
 
-def _sentence(question: ServingQuestion, best: ServingPlan) -> str:
-    estimate, traffic = best.estimate, question.traffic
-    load = f"{traffic.concurrency} clients" if traffic.concurrency else f"{traffic.request_rate:g} requests/s"
+def answer_sentence(
+    question: ServingQuestion, deployment: Deployment, estimate: ServingEstimate, *, meets: bool
+) -> str:
+    """Return a deployment and what clients see of it in one or two sentences."""
     seen = (
-        f"first token after {_ms(estimate.ttft_s)} ms, then one every {_ms(estimate.tpot_s)} ms, "
+        f"first token after {ms_text(estimate.ttft_s)} ms, then one every {ms_text(estimate.tpot_s)} ms, "
         f"{_number(estimate.output_tokens_per_s_per_gpu)} output tokens/s a GPU"
     )
-    price = ""
-    if question.gpu_price_per_hour:
-        per_million = question.gpu_price_per_hour / 3600 / estimate.output_tokens_per_s_per_gpu.value * 1e6
-        price = f", {per_million:.2g} a million output tokens"
-    short = "" if best.meets else " No deployment meets the targets; this one comes nearest."
+    per_million = price_per_million(question, estimate)
+    price = "" if per_million is None else f", {per_million:.2g} a million output tokens"
     engine = engine_of(question.engine).title
-    words = (
-        f"Serve {question.model.name} as {deployment_text(best.deployment)} with {engine}: at {load}, {seen}{price}."
+    within = "" if meets else " The targets do not hold."
+    name = question.model.name
+    return (
+        f"Serve {name} as {deployment_text(deployment)} with {engine}: at {load_text(question.traffic)}, {seen}{price}."
+        + within
     )
-    return words + short
+
+
+def load_text(traffic: Traffic) -> str:
+    """Return what clients send in a few words."""
+    if traffic.trace:
+        return f"{len(traffic.trace)} requests of a file"
+    return f"{traffic.concurrency} clients" if traffic.concurrency else f"{traffic.request_rate:g} requests/s"
 
 
 def _cells(plan: ServingPlan) -> list[str]:
     estimate = plan.estimate
     return [
-        _ms(estimate.ttft_s),
-        _ms(estimate.tpot_s),
+        ms_text(estimate.ttft_s),
+        ms_text(estimate.tpot_s),
         _number(estimate.output_tokens_per_s_per_gpu),
         f"{estimate.room.tokens:,}",
     ]
 
 
-def _print_memory(result: ServingResult, best: ServingPlan) -> None:
-    room, traffic = best.estimate.room, result.question.traffic
+def print_memory(question: ServingQuestion, estimate: ServingEstimate) -> None:
+    """Print what a GPU's memory holds, and the cache in vLLM's own words, to lay beside its log."""
+    room, traffic = estimate.room, question.traffic
     longest = traffic.prompt.mean + traffic.output.mean
     parts = ", ".join(f"{name.replace('_', ' ')} {nbytes / GIB:.1f}" for name, nbytes in room.by_category.items())
     console().print(f"\nMemory of a GPU, GiB of {room.capacity_bytes / GIB:.1f}: {parts}.")
@@ -104,17 +118,20 @@ def _print_memory(result: ServingResult, best: ServingPlan) -> None:
 
 def _print_break_even(question: ServingQuestion, best: ServingPlan) -> None:
     tp = best.deployment.pool.tp
-    if tp == 1 or best.deployment.pool.dp_attention > 1:
-        return
-    found = break_even(question, tp, tp // 2)
-    console().print(
-        f"For one answer alone, TP {tp} is {'faster' if found.pays else 'no faster'} than TP {tp // 2}: "
-        f"{_digits(found.token_s * 1e3)} and {_digits(found.fewer_token_s * 1e3)} ms a token. It is while an all-reduce takes "
-        f"under {_digits(max(found.limit_s, 0.0) * 1e6)} us; {_digits(found.all_reduce_s * 1e6)} us are predicted."
+    if tp > 1 and best.deployment.pool.dp_attention == 1:
+        console().print(break_even_text(break_even(question, tp, tp // 2)))
+
+
+def break_even_text(found: BreakEven) -> str:
+    """Return whether tensor parallelism pays for one answer alone, and up to which all-reduce."""
+    return (
+        f"For one answer alone, TP {found.tp} is {'faster' if found.pays else 'no faster'} than TP {found.fewer}: "
+        f"{digits(found.token_s * 1e3)} and {digits(found.fewer_token_s * 1e3)} ms a token. It is while an all-reduce takes "
+        f"under {digits(max(found.limit_s, 0.0) * 1e6)} us; {digits(found.all_reduce_s * 1e6)} us are predicted."
     )
 
 
-def _print_load(load: Sequence[LoadRow]) -> None:
+def _print_load(load: Sequence[Row]) -> None:
     if not load:
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -126,7 +143,7 @@ def _print_load(load: Sequence[LoadRow]) -> None:
         estimate = row.estimate
         cells = [_number(estimate.ttft_s, 1e3), _number(estimate.tpot_s, 1e3)]
         cells.append(_number(estimate.output_tokens_per_s_per_gpu))
-        table.add_row(str(row.clients), deployment_text(row.deployment), *cells)
+        table.add_row(str(round(row.value)), deployment_text(row.deployment), *cells)
     console().print()
     console().print(table)
     console().print()
@@ -136,23 +153,28 @@ def _notes(result: ServingResult) -> list[str]:
     """Return what the answer rests on, each once."""
     lines = [f"{len(result.plans)} deployments simulated, all that are legal; {result.seconds:.1f} s."]
     if result.rejected:
-        reasons = "; ".join(f"{reason} ({count})" for reason, count in result.rejected.most_common(4))
-        lines.append(f"Not possible: {reasons}.")
+        lines.append(f"Not possible: {reasons_text(result.rejected)}.")
     if result.question.assumed:
         lines.append(f"Assumed: {'; '.join(result.question.assumed)}.")
     lines.append("Times are from datasheets and published kernel rates; ranges hold four of five published points.")
     return lines
 
 
-def _ms(value: Interval) -> str:
-    return f"{_number(value, 1e3)} ({_digits(value.low * 1e3)}-{_digits(value.high * 1e3)})"
+def reasons_text(rejected: Counter[str]) -> str:
+    """Return why deployments are not possible, the commonest reasons first."""
+    return "; ".join(f"{reason} ({count})" for reason, count in rejected.most_common(4))
+
+
+def ms_text(value: Interval) -> str:
+    """Return milliseconds with the range they are expected in."""
+    return f"{_number(value, 1e3)} ({digits(value.low * 1e3)}-{digits(value.high * 1e3)})"
 
 
 def _number(value: Interval, scale: float = 1.0) -> str:
-    return _digits(value.value * scale)
+    return digits(value.value * scale)
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
     """Return two digits: predictions of serving are not better than that."""
     rounded = float(f"{value:.2g}")
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"

@@ -47,6 +47,7 @@ class ForwardPass:
     kernels: Kernels = field(init=False)
     _collectives: CollectiveModel = field(init=False)
     _tokens: Floats = field(init=False)
+    _parts: dict[str, Floats] = field(init=False)  # seconds of everything that grows with tokens, by what takes them
     _seconds: Floats = field(init=False)
     _key_s: float = field(init=False)
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, those with a window, its width
@@ -59,7 +60,8 @@ class ForwardPass:
         self._collectives = CollectiveModel(self.cluster)
         most = (self.max_batched_tokens + self.max_sequences) * self.pool.dp_attention
         self._tokens = token_grid(most)
-        self._seconds = self._by_tokens(self._tokens)
+        self._parts = self._by_tokens(self._tokens)
+        self._seconds = np.sum(list(self._parts.values()), axis=0)
         self._key_s = self._one_key_s()
         windowed = self.model.windowed_layers
         self._layers_met = (self.model.layers - windowed, windowed, self.model.sliding_window)
@@ -90,6 +92,21 @@ class ForwardPass:
         if prompt_tokens or sequences > self.engine.graph_batch:
             time = max(time, self._launch_s)
         return time + self.engine.host_step_s + self.engine.host_sequence_s * sequences
+
+    def parts(
+        self, *, prompt_tokens: int, pairs: float, sequences: float, keys: float, readers: int = 1
+    ) -> dict[str, float]:
+        """Return what a step's seconds are made of: the same step as `seconds`, to which the parts add up."""
+        tokens = prompt_tokens + sequences
+        found = {name: float(np.interp(tokens, self._tokens, values)) for name, values in self._parts.items()}
+        ranks = self.pool.dp_attention
+        met = self._prompt_s(pairs / min(readers, ranks)) if pairs else 0.0
+        met += self._cache_s(keys / min(sequences, ranks), keys / sequences) if sequences else 0.0
+        found["attention"] = met
+        if prompt_tokens or sequences > self.engine.graph_batch:
+            found["launches"] = max(0.0, self._launch_s - sum(found.values()))
+        found["host"] = self.engine.host_step_s + self.engine.host_sequence_s * sequences
+        return {name: value for name, value in found.items() if value}
 
     def _unreplayed_s(self) -> float:
         """Return what the host takes to launch a step that no CUDA graph replays."""
@@ -134,30 +151,32 @@ class ForwardPass:
 
     # --- what grows with tokens ---------------------------------------------------------------------------------
 
-    def _by_tokens(self, tokens: Floats) -> Floats:
-        """Return seconds of everything but attention over keys, for `tokens` of a whole engine."""
-        pool = self.pool
-        local = np.ceil(tokens / pool.dp_attention)
-        kinds: dict[bool, int] = {}
-        for kind in self.model.layer_kinds:
-            kinds[kind.sparse] = kinds.get(kind.sparse, 0) + 1
-        total = np.zeros_like(tokens)
-        for sparse, count in kinds.items():
-            total = total + count * self._layer(LayerKind(sparse=sparse, window=0), tokens, local)
-        total = total + self._ends(local)
-        if pool.pp > 1:
-            total = total + (pool.pp - 1) * self._between_stages(local)
+    def _by_tokens(self, tokens: Floats) -> dict[str, Floats]:
+        """Return seconds of everything but attention over keys, for `tokens` of a whole engine, by what takes them."""
+        local = np.ceil(tokens / self.pool.dp_attention)
+        total: dict[str, Floats] = {}
+        for sparse in (False, True):
+            layers = sum(kind.sparse == sparse for kind in self.model.layer_kinds)
+            if layers:
+                for name, seconds in self._layer(LayerKind(sparse=sparse, window=0), tokens, local).items():
+                    total[name] = total.get(name, np.zeros_like(tokens)) + layers * seconds
+        total["head"] = self._ends(local)
+        if self.pool.pp > 1:
+            total["between_stages"] = (self.pool.pp - 1) * self._between_stages(local)
         return total
 
-    def _layer(self, kind: LayerKind, tokens: Floats, local: Floats) -> Floats:
-        block = (
-            self._attention_products(local) + 2 * self.kernels.start_s
-        )  # two kernels of attention: parts, then their sum
-        h = self.model.hidden
-        small = 2.0 * local * h * 10  # two norms with residuals, rotations, the activation, casts
-        block = block + self.kernels.moved(small, self._small_kernels(kind))
-        block = block + (self._experts(tokens, local) if kind.sparse else self._mlp(local, self.model.ffn))
-        return block + self._joined(tokens, local, sparse=kind.sparse)
+    def _layer(self, kind: LayerKind, tokens: Floats, local: Floats) -> dict[str, Floats]:
+        # Norms with residuals, rotations, the activation, casts; and two kernels of attention: its parts, then their sum.
+        small = 2.0 * local * self.model.hidden * 10
+        block = {
+            "attention_products": self._attention_products(local),
+            "small_kernels": self.kernels.moved(small, self._small_kernels(kind)) + 2 * self.kernels.start_s,
+        }
+        if kind.sparse:
+            block["experts"] = self._experts(tokens, local)
+        else:
+            block["feed_forward"] = self._mlp(local, self.model.ffn)
+        return block | self._joined(tokens, local, sparse=kind.sparse)
 
     def _attention_products(self, rows: Floats) -> Floats:
         model, product, tp = self.model, self.kernels.product, self.pool.tp
@@ -196,17 +215,16 @@ class ForwardPass:
             time = time + self._mlp(local, moe.shared_ffn)
         return time
 
-    def _joined(self, tokens: Floats, local: Floats, *, sparse: bool) -> Floats:
+    def _joined(self, tokens: Floats, local: Floats, *, sparse: bool) -> dict[str, Floats]:
         """Return seconds of a layer's collectives: an all-reduce after each half, or tokens sent to experts and back."""
         pool, h = self.pool, self.model.hidden
         reduced = self._all_reduce(2.0 * local * h, pool.tp)
-        if pool.dp_attention == 1:
-            return 2 * reduced
-        if not sparse:
-            return 2 * reduced
+        if pool.dp_attention == 1 or not sparse:
+            return {"all_reduce": 2 * reduced}
         everywhere = 2.0 * tokens * h
         gather = self._collective("all_gather", everywhere, pool.ranks)
-        return reduced + gather + self._collective("reduce_scatter", everywhere, pool.ranks)
+        sent = gather + self._collective("reduce_scatter", everywhere, pool.ranks)
+        return {"all_reduce": reduced, "expert_exchange": sent}
 
     def _ends(self, local: Floats) -> Floats:
         """Return seconds of the embedding, the head for one token a sequence, and sampling from its scores."""

@@ -128,7 +128,7 @@ def serve(model: Model, cluster: Cluster, deployment: Deployment, traffic: Traff
     last = _schedulers(env, model, cluster, deployment, deployment.pool, finished)
     first = last
     if deployment.prefill is not None:
-        move = _move_s(model, cluster, deployment)
+        move = move_seconds(model, cluster, deployment)
         first = _schedulers(
             env,
             model,
@@ -217,7 +217,7 @@ def _hand_over(
             env.process(moved(answer))
 
 
-def _move_s(model: Model, cluster: Cluster, deployment: Deployment) -> Callable[[int], float]:
+def move_seconds(model: Model, cluster: Cluster, deployment: Deployment) -> Callable[[int], float]:
     """Return how long the cache of so many tokens takes to another pool: from all GPUs of an engine at once."""
     pool = deployment.prefill or deployment.pool
     per_token = cache_bytes_per_token(model, pool, deployment.kv_cache)

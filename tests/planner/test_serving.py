@@ -17,7 +17,7 @@ import yaml
 
 from planner.cli import main
 from planner.export.serving.commands import command
-from planner.serving.asked import serving_question
+from planner.serving.asked import ServingFlags, serving_question
 from planner.serving.break_even import break_even
 from planner.serving.candidates import refusal
 from planner.serving.question import ServingQuestion
@@ -32,12 +32,8 @@ QUICK = ("--isl", "256", "--osl", "32", "--concurrency", "8")
 
 
 def asked(**changed: Any) -> ServingQuestion:
-    options: dict[str, Any] = dict.fromkeys(
-        ("isl", "osl", "concurrency", "request_rate", "ttft", "tpot", "weights", "kv_cache", "gpu_price", "gpus")
-    )
-    options |= {"model": "llama3-8b", "cluster": "dgx-h100", "engine": "vllm", "objective": "throughput"}
-    options |= {"separate": False, "isl": 256, "osl": 32, "concurrency": 8}
-    return serving_question(**(options | changed))
+    options: dict[str, Any] = {"model": "llama3-8b", "cluster": "dgx-h100", "isl": 256, "osl": 32, "concurrency": 8}
+    return serving_question(ServingFlags(**(options | changed)))
 
 
 @dataclass(frozen=True)
@@ -101,6 +97,10 @@ def test_the_answer_is_a_sentence_a_table_and_memory_in_80_columns(planner: Call
         (("--engine", "triton"), "no serving engine"),
         (("--objective", "memory"), "latency, throughput, cost"),
         (("--objective", "cost"), "needs a price"),
+        (("--seq-len", "4096"), "--seq-len: an option of training"),
+        (("--runtime", "mine.toml"), "--runtime: an option of training"),
+        (("--arrivals", "constant"), "needs a rate"),
+        (("--request-rate", "2", "--arrivals", "gamma:-1"), "not a way of arriving"),
     ],
 )
 def test_what_serving_does_not_know_is_refused(

@@ -11,7 +11,7 @@ import pytest
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT, metrics, said, table
 
-PAGES = ("home", "cluster", "model", "plans", "curves", "run", "detail", "compare", "measured", "exports")
+PAGES = ("home", "cluster", "model", "plans", "curves", "serving", "run", "detail", "compare", "measured", "exports")
 TABS = ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Edit")
 TOPO = ROOT / "tests" / "data" / "topo" / "47_3x_a6000_one_pair.txt"
 

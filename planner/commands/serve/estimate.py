@@ -1,0 +1,75 @@
+"""`planner estimate --task serve`: what clients of one deployment would see, and whether it is legal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from planner.commands.flags.serving_flags import DEGREES, Task, refuse, stated
+from planner.io import output
+from planner.question.flags import Flags
+from planner.question.plan_file import refuse_overwrite
+from planner.serving.answer import ServingAnswer, answer_deployment
+from planner.serving.asked import ServingFlags, serving_question
+from planner.serving.documents import estimate_document
+from planner.serving.overrides import with_serving_flags
+from planner.serving.plan_file import is_serving_file, load_serving, serving_file
+from planner.serving.plan_text import print_answer
+from planner.serving.stated import stated_deployment
+from topology import codec
+
+SPELLED = {"zero_stage": "--zero", "micro_batch_size": "--micro-batch", "name": "--runtime", "version": "--runtime"}
+
+
+def is_serving_plan(path: str | Path | None) -> bool:
+    """Return whether a file is a saved serving plan; one that cannot be read is left to who reads it."""
+    if path is None or str(path) == "-" or not Path(path).is_file():
+        return False
+    try:
+        return is_serving_file(codec.read_json(path))
+    except Exception:  # noqa: BLE001 - whatever is wrong with it is said by the reader of its own kind
+        return False
+
+
+def serving_flags(said: Flags, serving: Mapping[str, Any], others: Mapping[str, Any] | None = None) -> ServingFlags:
+    """Return what a command states of serving. Raises UserError for options that only training has."""
+    only = {"seq_len": said.seq_len, "global_batch": said.global_batch, **said.plan, **said.runtime}
+    names = [name for name, value in only.items() if name not in DEGREES and value is not None]
+    refuse([*names, *stated(others or {})], Task.SERVE, SPELLED)
+    return ServingFlags(
+        model=said.model,
+        cluster=said.cluster,
+        gpu=said.gpu,
+        gpus=None if said.gpus is None else said.gpus[0],
+        tp=said.plan.get("tp"),
+        pp=said.plan.get("pp"),
+        ep=said.plan.get("ep"),
+        **serving,
+    )
+
+
+def answer_of(flags: ServingFlags, plan: str | Path | None) -> ServingAnswer:
+    """Return the answer to flags, or to a saved plan as flags change it."""
+    if plan is None:
+        question = serving_question(flags)
+        return answer_deployment(question, *stated_deployment(question, flags))
+    question, deployment, changed = with_serving_flags(load_serving(plan), flags)
+    return answer_deployment(question, deployment, tuple(f"changed {line}" for line in changed))
+
+
+def estimate_serving_plan(flags: ServingFlags, *, plan: Path | None, out: Path | None, force: bool, json: bool) -> None:
+    """Print the answer; raise Exit(3) where the deployment is not legal."""
+    if out is not None:
+        refuse_overwrite(out, force=force)
+    found = answer_of(flags, plan)
+    if json:
+        output.emit_json(estimate_document("" if plan is None else str(plan), found))
+    else:
+        print_answer(found)
+    if found.problems:
+        raise typer.Exit(3)
+    if out is not None:
+        codec.write_text(out, codec.to_json(serving_file(found.question, found.deployment)) + "\n")

@@ -1,0 +1,68 @@
+"""One deployment answered: whether it is legal, what clients would see, and where the time goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from planner.serving.account import Account, account
+from planner.serving.question import ServingQuestion
+from planner.serving.stated import problems_of
+from simulator.serving.deployment import Deployment
+from simulator.serving.estimate import ServingEstimate, estimate_serving
+from topology.errors import Infeasible
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingAnswer:
+    """`problems` say why it is not legal; then there is neither an estimate nor an account."""
+
+    question: ServingQuestion
+    deployment: Deployment
+    problems: tuple[str, ...]
+    assumed: tuple[str, ...]
+    estimate: ServingEstimate | None
+    account: Account | None
+
+    @property
+    def meets(self) -> bool:
+        """Whether the targets hold in the mean."""
+        return self.estimate is not None and meets(self.question, self.estimate)
+
+
+def meets(question: ServingQuestion, estimate: ServingEstimate) -> bool:
+    """Return whether the question's targets hold in the mean."""
+    first = not question.ttft_s or estimate.ttft_s.value <= question.ttft_s
+    return first and (not question.tpot_s or estimate.tpot_s.value <= question.tpot_s)
+
+
+def estimate_of(question: ServingQuestion, deployment: Deployment) -> ServingEstimate:
+    """Return what clients of a deployment would see. Raises Infeasible where a request finds no room."""
+    return estimate_serving(
+        question.model,
+        question.cluster,
+        deployment,
+        question.traffic,
+        ttft_s=question.ttft_s,
+        tpot_s=question.tpot_s,
+    )
+
+
+def answer_deployment(
+    question: ServingQuestion, deployment: Deployment, assumed: tuple[str, ...] = ()
+) -> ServingAnswer:
+    """Return what is predicted of one deployment, legal or not."""
+    problems = problems_of(question, deployment)
+    estimate = None
+    if not problems:
+        try:
+            estimate = estimate_of(question, deployment)
+        except Infeasible as problem:
+            problems = (str(problem).splitlines()[0],)
+    return ServingAnswer(
+        question=question,
+        deployment=deployment,
+        problems=problems,
+        assumed=(*question.assumed, *assumed),
+        estimate=estimate,
+        account=None if estimate is None else account(question, deployment, estimate),
+    )

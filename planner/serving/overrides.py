@@ -1,0 +1,86 @@
+"""Flags beside a saved serving plan: what they say goes before what the file says, and every change is listed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from planner.serving.asked import ServingFlags, arrival_shape, number_format
+from planner.serving.compare import differences
+from planner.serving.plan_file import ServingFile
+from planner.serving.question import ServingQuestion
+from planner.serving.stated import read_pool, require_pool
+from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment
+from simulator.serving.engine import engine_of
+from simulator.serving.traffic import Lengths, Traffic
+from topology.errors import UserError
+
+_MADE_FOR = ("model", "cluster", "gpu", "gpus", "requests")
+
+
+def with_serving_flags(
+    content: ServingFile, flags: ServingFlags
+) -> tuple[ServingQuestion, Deployment, tuple[str, ...]]:
+    """Return the question and the deployment of a file as `flags` change them, and what they changed.
+
+    Raises UserError for what a saved plan was made for: its model, its machine, its file of requests.
+    """
+    stated = [name for name in _MADE_FOR if getattr(flags, name) is not None]
+    if stated:
+        names = ", ".join("--" + name for name in stated)
+        raise UserError(
+            f"{names} beside a saved plan",
+            why="the plan was made for the model, the machine and the requests that it holds",
+            remedy="plan again with planner suggest --task serve",
+        )
+    question = replace(
+        content.question,
+        traffic=_traffic(content.question.traffic, flags),
+        engine=engine_of(flags.engine or content.question.engine).name,
+        weights=number_format(flags.weights, "--weights", tuple(WEIGHT_BYTES), content.question.weights),
+        kv_cache=number_format(flags.kv_cache, "--kv-cache", tuple(CACHE_BYTES), content.question.kv_cache),
+        max_num_seqs=flags.max_num_seqs or content.question.max_num_seqs,
+        max_num_batched_tokens=flags.max_num_batched_tokens or content.question.max_num_batched_tokens,
+        memory_fraction=flags.gpu_memory_utilization or content.question.memory_fraction,
+        ttft_s=content.question.ttft_s if flags.ttft is None else flags.ttft,
+        tpot_s=content.question.tpot_s if flags.tpot is None else flags.tpot,
+    )
+    before = content.deployment
+    pool = replace(
+        before.pool,
+        engines=flags.replicas or before.pool.engines,
+        tp=flags.tp or before.pool.tp,
+        pp=flags.pp or before.pool.pp,
+        ep=flags.ep or before.pool.ep,
+        dp_attention=flags.dp_attention or before.pool.dp_attention,
+    )
+    require_pool(pool, "the plan with its flags")
+    prefill = before.prefill if flags.prefill is None else read_pool(flags.prefill, "--prefill")
+    deployment = question.deployment(pool, prefill)
+    changed = [*differences(content.question, question), *differences(before, deployment)]
+    return question, deployment, tuple(dict.fromkeys(changed))
+
+
+def _traffic(before: Traffic, flags: ServingFlags) -> Traffic:
+    if before.trace and any((flags.isl, flags.osl, flags.vary, flags.concurrency, flags.request_rate)):
+        raise UserError("the plan was made for a file of requests", remedy="plan again with planner suggest")
+    if flags.concurrency is not None and flags.request_rate is not None:
+        raise UserError("--concurrency and --request-rate exclude each other", remedy="give one of them")
+    traffic = replace(
+        before,
+        prompt=_lengths(before.prompt, flags.isl, flags.vary),
+        output=_lengths(before.output, flags.osl, flags.vary),
+        shape=before.shape if flags.arrivals is None else arrival_shape(flags.arrivals),
+        cached_prompt=before.cached_prompt if flags.cached_prompt is None else flags.cached_prompt,
+    )
+    if flags.concurrency is not None:
+        return replace(
+            traffic, concurrency=flags.concurrency, request_rate=0.0, requests=max(200, 4 * flags.concurrency)
+        )
+    if flags.request_rate is not None:
+        return replace(traffic, concurrency=0, request_rate=flags.request_rate, requests=200)
+    return traffic
+
+
+def _lengths(before: Lengths, mean: int | None, vary: float | None) -> Lengths:
+    low, high = (before.low, before.high) if vary is None else (1 - vary, 1 + vary)
+    return Lengths(mean=mean or before.mean, low=low, high=high)

@@ -1,0 +1,97 @@
+"""Saved serving plans: the question whole, the deployment chosen, and fingerprints of both.
+
+The same question writes the same bytes. A file that was edited is refused: its answer would not be that of its question.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from planner.io.version import version
+from planner.serving.question import OBJECTIVES, ServingQuestion
+from planner.serving.stated import require_pool
+from simulator.config.verify import verify_model
+from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES, Deployment
+from simulator.serving.engine import engine_of
+from topology import codec
+from topology.catalog.verify import require_possible
+from topology.errors import BadPlan
+from topology.ranges import Range, out_of_range
+
+SCHEMA_VERSION = 1
+TASK = "serve"
+_COUNTS = ("mean", "concurrency", "requests", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "seed")
+_RANGES: dict[str, Range] = {
+    **dict.fromkeys(_COUNTS, (0, 1 << 31)),
+    **dict.fromkeys(("low", "high", "shape"), (0, 100)),
+    **dict.fromkeys(("request_rate", "gpu_price_per_hour"), (0, 1e9)),
+    **dict.fromkeys(("cached_prompt", "memory_fraction"), (0, 1)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingFile:
+    """The content of a file."""
+
+    schema_version: int
+    task: str
+    tool_version: str
+    fingerprints: dict[str, str]
+    question: ServingQuestion
+    deployment: Deployment
+
+
+def serving_file(question: ServingQuestion, deployment: Deployment) -> ServingFile:
+    """Return the content for a chosen deployment."""
+    return ServingFile(
+        schema_version=SCHEMA_VERSION,
+        task=TASK,
+        tool_version=version(),
+        fingerprints={"question": codec.fingerprint(question), "deployment": codec.fingerprint(deployment)},
+        question=question,
+        deployment=deployment,
+    )
+
+
+def is_serving_file(data: Any) -> bool:
+    """Return whether a file's JSON says that it is a serving plan."""
+    return isinstance(data, dict) and data.get("task") == TASK and "deployment" in data
+
+
+def load_serving(path: str | Path) -> ServingFile:
+    """Return a file's content, verified. Raises BadInput or BadPlan."""
+    data = codec.read_json(path)
+    if not is_serving_file(data):
+        raise BadPlan(
+            f"{path} is not a serving plan", remedy="make one with planner suggest --task serve --out plan.json"
+        )
+    content = codec.convert(data, ServingFile, where=str(path))
+    if content.schema_version != SCHEMA_VERSION:
+        raise BadPlan(f"{path} has schema {content.schema_version}", why=f"this is {version()}, which reads 1")
+    question, deployment = content.question, content.deployment
+    now = {"question": codec.fingerprint(question), "deployment": codec.fingerprint(deployment)}
+    if now != content.fingerprints:
+        raise BadPlan(
+            f"{path} was edited: its contents do not match their fingerprints",
+            remedy="make it again with planner suggest --task serve --out",
+        )
+    verify_model(question.model, where=str(path))
+    require_possible(question.cluster, where=str(path))
+    require_pool(deployment.pool, str(path))
+    if deployment.prefill is not None:
+        require_pool(deployment.prefill, str(path))
+    for part in (question.traffic, deployment):
+        for problem in out_of_range(part, _RANGES, path="plan"):
+            raise BadPlan(f"{path}: {problem}")
+    _require_known(question, str(path))
+    return content
+
+
+def _require_known(question: ServingQuestion, where: str) -> None:
+    engine_of(question.engine)
+    words = ((question.weights, WEIGHT_BYTES), (question.kv_cache, CACHE_BYTES), (question.objective, OBJECTIVES))
+    for word, known in words:
+        if word not in known:
+            raise BadPlan(f"{where}: {word[:40]!r} is not known", remedy=f"one of: {', '.join(known)}")

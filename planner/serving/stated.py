@@ -1,0 +1,91 @@
+"""A deployment in words: what flags say of one, and how a pool of engines is written (`2xtp4`, `1xdp8-ep8`)."""
+
+from __future__ import annotations
+
+import re
+
+from planner.serving.asked import ServingFlags
+from planner.serving.candidates import no_room, refusal
+from planner.serving.question import ServingQuestion
+from simulator.serving.deployment import Deployment, Pool
+from topology.errors import BadPlan
+
+MOST = 1 << 20
+_DEGREES = {"tp": "tp", "pp": "pp", "ep": "ep", "dp": "dp_attention"}
+_POOL = re.compile(r"(?:([0-9]{1,7})x)?((?:tp|pp|ep|dp)[0-9]{1,7}(?:-(?:tp|pp|ep|dp)[0-9]{1,7})*)?")
+
+
+def read_pool(text: str, flag: str) -> Pool:
+    """Return the engines that a word describes: `2xtp4` are two of tensor parallel 4. Raises BadPlan."""
+    found = _POOL.fullmatch(text.strip().lower()) if text.strip() else None
+    names = [] if found is None else [part[:2] for part in (found[2] or "").split("-") if part]
+    if found is None or len(set(names)) != len(names):
+        raise BadPlan(
+            f"{flag} {text[:40]!r} does not describe engines",
+            remedy="write how many and their degrees: 2xtp4, 1xtp4-pp2, 1xdp8-ep8",
+        )
+    degrees = {_DEGREES[part[:2]]: int(part[2:]) for part in (found[2] or "").split("-") if part}
+    pool = Pool(engines=int(found[1] or 1), **degrees)
+    require_pool(pool, flag)
+    return pool
+
+
+def pool_word(pool: Pool) -> str:
+    """Return a pool as `read_pool` reads it."""
+    named = (("tp", pool.tp), ("pp", pool.pp), ("ep", pool.ep), ("dp", pool.dp_attention))
+    degrees = "-".join(f"{name}{degree}" for name, degree in named if degree > 1)
+    return f"{pool.engines}x{degrees or 'tp1'}"
+
+
+def require_pool(pool: Pool, where: str) -> None:
+    """Raise BadPlan for degrees that no engines can have."""
+    sizes = {"engines": pool.engines, "tp": pool.tp, "pp": pool.pp, "ep": pool.ep, "dp_attention": pool.dp_attention}
+    for name, value in sizes.items():
+        if not 1 <= value <= MOST:
+            raise BadPlan(f"{where}: {name} is {value}", remedy=f"a number from 1 to {MOST}")
+    if pool.engines * pool.gpus > MOST:
+        raise BadPlan(f"{where}: the degrees take {pool.engines * pool.gpus} GPUs", remedy=f"at most {MOST}")
+    if pool.ranks % pool.ep:
+        raise BadPlan(
+            f"{where}: ep {pool.ep} does not divide the {pool.ranks} GPUs of a stage",
+            why="experts are spread over the ranks of tensor parallelism and of attention with requests of its own",
+            remedy="choose ep among the divisors",
+        )
+
+
+def stated_deployment(question: ServingQuestion, flags: ServingFlags) -> tuple[Deployment, tuple[str, ...]]:
+    """Return the deployment of a command's flags, and what was assumed: replicas left unsaid fill the GPUs.
+
+    Raises BadPlan for degrees that contradict each other.
+    """
+    assumed: list[str] = []
+    prefill = None if flags.prefill is None else read_pool(flags.prefill, "--prefill")
+    dp, tp = flags.dp_attention or 1, flags.tp or 1
+    ep = flags.ep or 1
+    if flags.ep is None and dp > 1 and question.model.moe:
+        ep = tp * dp
+        assumed.append(f"ep {ep}: experts are spread over all ranks where attention has its own requests")
+    one = Pool(tp=tp, pp=flags.pp or 1, ep=ep, dp_attention=dp)
+    require_pool(one, "--tp, --ep, --dp-attention")
+    left = question.cluster.gpu_count - (prefill.engines * prefill.gpus if prefill else 0)
+    engines = flags.replicas or max(1, left // one.gpus)
+    pool = Pool(engines=engines, tp=one.tp, pp=one.pp, ep=one.ep, dp_attention=one.dp_attention)
+    if flags.replicas is None:
+        assumed.append(f"{engines} replica{'s' if engines > 1 else ''}: as many as the GPUs hold")
+    deployment = question.deployment(pool, prefill)
+    idle = question.cluster.gpu_count - deployment.gpus
+    if idle > 0:
+        assumed.append(f"{idle} of {question.cluster.gpu_count} GPUs are idle")
+    return deployment, tuple(assumed)
+
+
+def problems_of(question: ServingQuestion, deployment: Deployment) -> tuple[str, ...]:
+    """Return why an engine does not run a deployment on the question's GPUs, or nothing."""
+    cluster = question.cluster
+    found = []
+    if deployment.gpus > cluster.gpu_count:
+        found.append(f"the degrees take {deployment.gpus} GPUs, {cluster.name} has {cluster.gpu_count}")
+    for pool in (deployment.pool, *([deployment.prefill] if deployment.prefill else [])):
+        reason = refusal(question.model, pool) or no_room(question, pool)
+        found += [reason] if reason else []
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,73 @@
+"""A file of requests: when each arrives, how long its prompt and its answer are."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from simulator.serving.traffic import Request
+from topology.codec import read_text
+from topology.errors import BadInput
+
+MAX_REQUESTS = 100_000
+MAX_TOKENS = 1 << 24
+MAX_SECONDS = 1e7
+FIELDS = ("arrival_s", "prompt", "output")
+
+
+def read_trace(path: str) -> tuple[Request, ...]:
+    """Return the requests of a file in order of arrival: JSON lines, or CSV with a heading, each with FIELDS.
+
+    Raises BadInput, naming the line, for what is none.
+    """
+    text = read_text(path)
+    rows = _csv_rows(text) if Path(path).suffix.lower() == ".csv" else _json_rows(path, text)
+    found: list[Request] = []
+    for number, row in rows:
+        if len(found) >= MAX_REQUESTS:
+            raise BadInput(f"{path} has more than {MAX_REQUESTS} requests", remedy="take a part of it")
+        found.append(_request(f"{path}: line {number}", row))
+    if not found:
+        raise BadInput(f"{path} has no requests", remedy=f"write a line for each, with {', '.join(FIELDS)}")
+    return tuple(sorted(found))
+
+
+def _csv_rows(text: str) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    for number, row in enumerate(csv.DictReader(StringIO(text)), 2):
+        yield number, {name: _number(value) for name, value in row.items() if name is not None}
+
+
+def _number(text: Any) -> Any:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return text
+
+
+def _json_rows(path: str, text: str) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{path}: line {number} is not JSON", why=str(error)) from error
+        if not isinstance(row, dict):
+            raise BadInput(
+                f"{path}: line {number} is not an object", remedy='{"arrival_s": 0, "prompt": 9, "output": 9}'
+            )
+        yield number, row
+
+
+def _request(where: str, row: Mapping[str, Any]) -> Request:
+    values = [row.get(name) for name in FIELDS]
+    most = (MAX_SECONDS, MAX_TOKENS, MAX_TOKENS)
+    for name, value, limit in zip(FIELDS, values, most, strict=True):
+        least = 0 if name == "arrival_s" else 1
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= limit:
+            raise BadInput(f"{where}: {name} is {value!r}"[:200], remedy=f"a number from {least} to {limit:g}")
+    return Request(float(values[0] or 0), int(values[1] or 1), int(values[2] or 1))

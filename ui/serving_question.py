@@ -1,0 +1,124 @@
+"""The question of the serving page, stored in the link as the question of training is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from shlex import quote
+
+import streamlit as st
+
+from planner.serving.asked import ServingFlags
+from simulator.serving.deployment import CACHE_BYTES, WEIGHT_BYTES
+from simulator.serving.engine import engines
+from topology import codec
+from ui import state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingInputs:
+    """The flags of `planner suggest --task serve`; model, cluster and GPUs are those of the sidebar. Targets in ms."""
+
+    about: state.Inputs
+    isl: int
+    osl: int
+    clients: int | None
+    rate: int | None
+    engine: str
+    weights: str
+    cache: str
+    aim: str
+    ttft: int | None
+    tpot: int | None
+
+    @property
+    def key(self) -> str:
+        """Return a fingerprint of the question."""
+        return codec.fingerprint(asdict(self))
+
+    def flags(self) -> ServingFlags:
+        """Return them as the command states them."""
+        about = self.about
+        return ServingFlags(
+            model=about.model_source,
+            cluster=about.cluster_source,
+            gpu=about.gpu,
+            gpus=about.gpus,
+            isl=self.isl,
+            osl=self.osl,
+            concurrency=self.clients,
+            request_rate=self.rate,
+            engine=self.engine,
+            weights=self.weights,
+            kv_cache=self.cache,
+            objective=self.aim,
+            ttft=None if self.ttft is None else self.ttft / 1e3,
+            tpot=None if self.tpot is None else self.tpot / 1e3,
+        )
+
+    def command(self) -> str:
+        """Return the command line that gives the same answer in a terminal."""
+        flags = self.flags()
+        words = ["planner", "suggest", "--task", "serve"]
+        about = self.about
+        named = {
+            "--model": state.file_name(about.model),
+            "--cluster": state.file_name(about.cluster),
+            "--gpu": about.gpu,
+            "--gpus": about.gpus,
+            "--isl": self.isl,
+            "--osl": self.osl,
+            "--concurrency": self.clients,
+            "--request-rate": self.rate,
+            "--engine": self.engine,
+            "--weights": self.weights,
+            "--kv-cache": self.cache,
+            "--objective": self.aim,
+            "--ttft": flags.ttft,
+            "--tpot": flags.tpot,
+        }
+        for flag, value in named.items():
+            words += [] if value is None else [flag, f"{value:g}" if isinstance(value, float) else str(value)]
+        return " ".join(map(quote, words))
+
+
+def ask(about: state.Inputs) -> ServingInputs:
+    """Draw the question of the page and return it."""
+    first = st.columns(4, gap="small")
+    with first[0]:
+        isl = state.number("Prompt", "isl", state.MAX_SEQ, "", "Tokens of a prompt, in the mean.") or 1024
+    with first[1]:
+        osl = state.number("Answer", "osl", state.MAX_SEQ, "", "Tokens of an answer, in the mean.") or 256
+    with first[2]:
+        clients = state.number(
+            "Clients", "clients", state.MAX_CLIENTS, "8 a GPU", "A closed loop: each asks again when answered."
+        )
+    with first[3]:
+        rate = state.number("Requests/s", "rate", state.MAX_CLIENTS, "none", "Poisson arrivals, instead of clients.")
+    second = st.columns(6, gap="small")
+    with second[0]:
+        engine = state.choice("Engine", list(engines()), "engine", "Its scheduler, its limits, its host time.")
+    with second[1]:
+        weights = state.choice("Weights", list(WEIGHT_BYTES), "weights", "The format they are stored in.")
+    with second[2]:
+        cache = state.choice("KV cache", list(CACHE_BYTES), "cache", "The format of keys and values.")
+    with second[3]:
+        aim = state.choice("Best by", list(state.SERVING_OBJECTIVES), "aim", "Output tokens a GPU, or whole answers.")
+    with second[4]:
+        ttft = state.number("First token, ms", "ttft", state.MAX_TARGET_MS, "no target", "At most, in the mean.")
+    with second[5]:
+        tpot = state.number("A token, ms", "tpot", state.MAX_TARGET_MS, "no target", "At most, in the mean.")
+    found = {"isl": isl, "osl": osl, "clients": clients, "rate": rate, "engine": engine, "weights": weights}
+    state.write_link(**found, cache=cache, aim=aim, ttft=ttft, tpot=tpot)
+    return ServingInputs(
+        about=about,
+        isl=isl,
+        osl=osl,
+        clients=clients,
+        rate=rate,
+        engine=engine,
+        weights=weights,
+        cache=cache,
+        aim=aim,
+        ttft=ttft,
+        tpot=tpot,
+    )

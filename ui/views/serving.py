@@ -1,0 +1,159 @@
+"""Page: which deployment serves a model best, what clients would see, and where the time goes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import streamlit as st
+
+from topology.errors import Infeasible
+from ui import panels, serving_question, state, waiting
+
+if TYPE_CHECKING:
+    from planner.serving.search import ServingPlan
+    from ui.work import ServingAnswers
+
+_COLUMNS = {
+    "place": st.column_config.TextColumn("#", width=40, help="= : too close for the model to tell apart."),
+    "deployment": st.column_config.TextColumn("deployment", width=220),
+    "first": st.column_config.TextColumn("first token, ms", width=120),
+    "token": st.column_config.TextColumn("a token, ms", width=110),
+    "rate": st.column_config.TextColumn("tokens/s a GPU", width=110),
+    "cache": st.column_config.NumberColumn("tokens in the cache", format="localized", width=110),
+    "why": st.column_config.TextColumn("why not first", width=260),
+}
+
+
+def show(about: state.Inputs) -> None:
+    question = serving_question.ask(about)
+    found: ServingAnswers | None = waiting.ask(
+        "serve", question.key, question.flags(), title="Simulating all legal deployments"
+    )
+    if found is None:
+        return
+    from planner.serving.text import answer_sentence  # noqa: PLC0415 - the first page loads only what it shows
+
+    best = found.result.plans[0]
+    asked = found.result.question
+    st.markdown(f"#### {panels.plain(answer_sentence(asked, best.deployment, best.estimate, meets=best.meets))}")
+    left, right = st.columns(2, gap="large")
+    with left:
+        chosen = _table(found)
+        _load(found)
+    with right:
+        _detail(found, chosen)
+    _next(question, found, found.result.plans[chosen])
+
+
+def _table(found: ServingAnswers) -> int:
+    """Show the deployments; return the place of the ticked one, from 0."""
+    from planner.serving.text import deployment_text, digits, ms_text  # noqa: PLC0415 - as above
+
+    plans = found.result.plans[: len(found.accounts)]
+    panels.section(
+        f"{panels.counted(len(found.result.plans), 'deployment')} simulated, all that are legal",
+        "Tick one to see where its time goes.",
+    )
+    rows: list[dict[str, Any]] = [
+        {
+            "place": f"{rank}{' =' if plan.tied else ''}",
+            "deployment": deployment_text(plan.deployment),
+            "first": ms_text(plan.estimate.ttft_s),
+            "token": ms_text(plan.estimate.tpot_s),
+            "rate": digits(plan.estimate.output_tokens_per_s_per_gpu.value),
+            "cache": plan.estimate.room.tokens,
+            "why": plan.lost_because,
+        }
+        for rank, plan in enumerate(plans, 1)
+    ]
+    seen = st.dataframe(
+        rows,
+        key="serving_plans",
+        hide_index=True,
+        on_select="rerun",
+        selection_mode="single-row",
+        width="stretch",
+        column_config=_COLUMNS,
+    )
+    ticked = seen["selection"]["rows"]
+    return int(ticked[0]) if ticked and ticked[0] < len(plans) else 0
+
+
+def _load(found: ServingAnswers) -> None:
+    from planner.serving.text import deployment_text, digits  # noqa: PLC0415 - as above
+
+    if not found.load.rows:
+        return
+    panels.section("With other numbers of clients", "The best of the deployments above that were followed.")
+    rows = [
+        {
+            "clients": f"{row.value:,.0f}",
+            "deployment": deployment_text(row.deployment),
+            "first token, ms": digits(1e3 * row.estimate.ttft_s.value),
+            "a token, ms": digits(1e3 * row.estimate.tpot_s.value),
+            "tokens/s a GPU": digits(row.estimate.output_tokens_per_s_per_gpu.value),
+        }
+        for row in found.load.rows
+    ]
+    st.dataframe(rows, hide_index=True, width="stretch", key="serving_load")
+
+
+def _detail(found: ServingAnswers, place: int) -> None:
+    from planner.serving.text import deployment_text, digits, ms_text  # noqa: PLC0415 - as above
+    from ui.charts import serving as charts  # noqa: PLC0415 - as above
+
+    plan, account = found.result.plans[place], found.accounts[place]
+    estimate = plan.estimate
+    room = estimate.room
+    panels.section(f"#{place + 1}  {panels.plain(deployment_text(plan.deployment))}")
+    taken = sum(room.by_category.values()) / 2**30
+    first, _, first_range = ms_text(estimate.ttft_s).partition(" ")
+    token, _, token_range = ms_text(estimate.tpot_s).partition(" ")
+    panels.figures(
+        [
+            ("First token", f"{first} ms", "Mean; below it is where 80 % of such figures were.", first_range),
+            ("A token", f"{token} ms", "Mean time between tokens after the first.", token_range),
+            ("Slow requests", f"{digits(1e3 * estimate.latency.ttft_s.p95)} ms", "95 of 100 first tokens are sooner."),
+            ("Memory of a GPU", f"{taken:.0f} GiB", f"Of {room.capacity_bytes / 2**30:.1f} GiB, with the KV cache."),
+        ]
+    )
+    st.markdown(f"Times {panels.badge(estimate.tpot_s.source)}")
+    sequences, context = digits(account.sequences), digits(account.context)
+    panels.section("A token", f"{sequences} answers go on in a step, with {context} tokens each.")
+    drawn = charts.parts(account.token_s, dark=panels.dark())
+    panels.chart(drawn, key="serving_token", alt=f"The {token} ms of a token by what takes them")
+    panels.section("The first token")
+    drawn = charts.parts(account.first_s, dark=panels.dark())
+    panels.chart(drawn, key="serving_first", alt=f"The {first} ms of the first token by what takes them")
+
+
+def _next(question: serving_question.ServingInputs, found: ServingAnswers, plan: ServingPlan) -> None:
+    """Offer the files that start a deployment."""
+    from planner.export.serving.files import serving_files  # noqa: PLC0415 - as above
+    from planner.serving.plan_file import serving_file  # noqa: PLC0415 - as above
+    from simulator.config.hf_config import hub_name  # noqa: PLC0415 - as above
+    from topology import codec  # noqa: PLC0415 - as above
+
+    panels.section("Start it")
+    asked = found.result.question
+    files = {"plan.json": codec.to_json(serving_file(asked, plan.deployment)) + "\n"}
+    try:
+        files |= serving_files(
+            plan.deployment,
+            hub_name(asked.model.name),
+            longest=asked.longest,
+            gpus_per_node=asked.cluster.gpus_per_node,
+        )
+    except Infeasible as problem:
+        st.caption(panels.plain(problem.what))
+    with st.container(horizontal=True, gap="small", key="serving_files"):
+        for name, text in files.items():
+            st.download_button(name, data=text, file_name=name, key=f"serving_{name}", on_click="ignore")
+    if "serve.sh" in files:
+        st.code(files["serve.sh"], language="bash", wrap_lines=True)
+    panels.assumed(asked.assumed)
+    with st.expander("The same question in a terminal", icon=":material/terminal:"):
+        st.code(question.command(), language="bash", wrap_lines=True)
+
+
+show(state.results()["question"])
