@@ -18,7 +18,7 @@ from typer.models import ArgumentInfo, OptionInfo
 SERVED = ("suggest", "estimate", "explain", "compare", "check", "trace", "apply", "tune")
 RUNS = frozenset({"apply", "tune"})  # commands that use the machine itself: one at a time, never started twice
 # Flags that name something known or a file.
-NAMES_OR_FILES = frozenset({"model", "cluster", "case", "file", "first", "second", "runtime"})
+NAMES_OR_FILES = frozenset({"model", "cluster", "case", "file", "first", "second", "runtime", "requests"})
 WRITTEN = frozenset({"out", "state", "svg"})  # flags that name what is written
 # What commands write in any case: the flag that names it, and a name.
 ALWAYS_WRITTEN = {"apply": ("out", "run"), "trace": ("out", "trace.json"), "tune": ("state", "state.jsonl")}

@@ -43,7 +43,7 @@ def values(flag):
     if flag.kind is int:
         return st.integers(int(flag.least or 0), int(flag.most or 1 << 20))
     if flag.kind is float:
-        return st.floats(flag.least or 0.0, 1e6)
+        return st.floats(flag.least or 0.0, flag.most or 1e6)
     if flag.writes or flag.reads:
         return st.from_regex(PLAIN_NAME, fullmatch=True)
     return st.text(st.characters(codec="utf-8", exclude_characters="\0\r\n"), min_size=1, max_size=20)

@@ -366,3 +366,27 @@ def test_a_config_of_an_unknown_family_is_refused(explorer):
 
     assert test.sidebar.selectbox(key="model").value == "llama3-8b"
     assert "unheard" in said(test)
+
+
+def test_the_serving_page_answers_as_the_command_does(explorer):
+    from planner.serving.asked import ServingFlags, serving_question
+    from planner.serving.search import search_serving
+    from planner.serving.text import deployment_text, digits
+
+    test = explorer("serving", model="llama3-8b", cluster="dgx-h100", isl="256", osl="32", clients="8", aim="latency")
+
+    asked = ServingFlags(
+        model="llama3-8b", cluster="dgx-h100", gpus=4, isl=256, osl=32, concurrency=8, objective="latency"
+    )
+    best = search_serving(serving_question(asked)).plans[0]
+    assert table(test, "deployment")["deployment"][0] == deployment_text(best.deployment)
+    assert f"{digits(1e3 * best.estimate.tpot_s.value)} ms" == metrics(test)["A token"]
+    assert "CUDA_VISIBLE_DEVICES" in said(test)
+    assert "--concurrency 8" in said(test)
+
+
+def test_a_serving_question_without_an_answer_says_why(explorer):
+    test = explorer("serving", model="llama3-405b")
+
+    assert "cannot be served" in said(test)
+    assert "no room for a KV cache" in said(test)
