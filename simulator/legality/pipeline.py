@@ -78,7 +78,7 @@ def _wrong_stage_count(c: PlanColumns, _q: RuleFacts) -> Mask:
 
 
 def _rounds_broken(c: PlanColumns, q: RuleFacts) -> Mask:
-    """In torch, interleaved schedules run in rounds of about pp micro batches, all of one size."""
+    """Interleaved schedules run in rounds of about pp micro batches, all of one size."""
     m = c.micro_batches(q.workload.global_batch_size)
     rounds = np.maximum(1, m // c.pp)
     return np.asarray(_is(c, _named("rounds")) & (m % rounds != 0))
@@ -265,9 +265,9 @@ PIPELINE_RULES: list[Rule] = [
         _rounds_broken,
         lambda p, q: (
             f"{_m(p, q)} micro batches do not split into {max(1, _m(p, q) // p.pp)} equal rounds of about pp {p.pp}, "
-            "as torch's interleaved schedules need"
+            f"as {'torch' if q.framework.torch_pipelining else _name(p)}'s interleaved rounds need"
         ),
         level=Level.BATCH,
-        applies=lambda q: q.framework.torch_pipelining,
+        applies=lambda q: not q.framework.interleaves_by_rank,
     ),
 ]

@@ -10,6 +10,7 @@ import pytest
 
 from planner.question.cases import load_case
 from planner.question.question import question_of
+from planner.search.plan_space.candidates import enumerate_nodes
 from simulator.config.hf_config import load_model
 from simulator.config.model import Model
 from simulator.config.plan import Plan
@@ -17,9 +18,12 @@ from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
 from simulator.legality.rule import Grade
 from simulator.legality.rules import is_legal
+from simulator.pipeline.schedule_tables import build_schedule
+from simulator.pipeline.schedules import Kind
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import runtime_spec
 from tests.planner.conftest import CASES, LLAMA8B, MIXTRAL, TINY, make_cluster
+from tests.planner.every_plan import UNBOUNDED
 from topology.catalog.clusters import cluster
 from topology.errors import UserError
 
@@ -425,3 +429,25 @@ def test_megatron_counts_its_ends_only_where_layers_do_not_divide():
     assert stage_layers(126, Plan(pp=16), spec) == (7, *[8] * 14, 7)
     assert stage_layers(31, Plan(pp=4), spec) == (8, 8, 8, 7)
     assert stage_layers(126, Plan(pp=14), spec) == (9,) * 14
+
+
+@pytest.mark.parametrize("framework", ["any", "torchtitan", "megatron-lm", "meshwright"])
+def test_every_legal_pipeline_can_be_laid_out(framework):
+    """Batches that divide into rounds and such that do not; the tables raise where a schedule has none."""
+    laid_out = set()
+    for gpus, batch in itertools.product((4, 8, 12), (6, 10, 12, 24)):
+        asked = question_of(
+            TINY, make_cluster(gpus // 4, 4), Workload(seq_len=288, global_batch_size=batch), framework=framework
+        )
+        columns = enumerate_nodes(asked, bounds=UNBOUNDED).columns
+        columns = columns.take(columns.pp > 1)
+        counts = columns.micro_batches(batch)
+        for name, pp, m, v in zip(columns.schedule, columns.pp, counts, columns.virtual_stages, strict=True):
+            laid_out.add((str(name), int(pp), int(m), int(v)))
+
+    for name, pp, m, v in laid_out:
+        table = build_schedule(name, ranks=pp, micro_batches=m, stages_per_rank=v)
+        forwards = sum(leaf.kind is Kind.FORWARD for row in table.table for action in row for leaf in action.leaves)
+
+        assert forwards == pp * m * v
+    assert len(laid_out) > 20
