@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from planner.explain.traffic import Traffic, traffic_of
 from planner.question.flags import Flags
 from planner.question.question import Question
 from planner.search.answer import answer, search_question
@@ -17,23 +18,36 @@ from planner.serving.asked import ServingFlags, serving_question
 from planner.serving.crossings import Sweep, over_clients
 from planner.serving.search import ServingResult, search_serving
 from simulator.config.plan import Plan
+from simulator.engine.simulate import Run
 from simulator.program.chrome_trace import to_chrome
+from simulator.program.critical_path import critical_path, path_parts_s
 from topology import codec
+from topology.cluster import Cluster
 from ui.charts.timeline import Timeline, samples, timeline
 
 Progress = Callable[[str], None]
 SERVING_LISTED = 10
+Samples = tuple[tuple[float, float], ...]
+MOST_SAMPLES = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """A simulated step, reduced to what its page shows: `memory` is (seconds, bytes) on `memory_rank`."""
+    """A simulated step, reduced to what its page shows: `memory` is (seconds, bytes) on `memory_rank`.
+
+    `path` has the positions in `line` of the spans that the step waits for, `path_s` how long they last by category.
+    `links` are the busiest link of each kind over time, in bytes/s of one direction, by its name.
+    """
 
     line: Timeline
     step_s: float
     detail: str
-    memory: tuple[tuple[float, float], ...]
+    path: tuple[int, ...]
+    path_s: dict[str, float]
+    memory: Samples
     memory_rank: int | None
+    links: dict[str, Samples]
+    traffic: Traffic | None
     trace: bytes  # the file for Perfetto, compressed by zlib
 
     def trace_text(self) -> str:
@@ -58,17 +72,39 @@ def search(progress: Progress, flags: Flags, framework: str, options: SearchOpti
 def simulate(progress: Progress, question: Question, plan: Plan) -> SimulatedStep:
     """Return the simulated step of a plan, as `planner trace` writes it."""
     found = question.simulate(plan, progress=progress)
-    counters = [c for c in found.run.trace.counters if c.name == "memory"]
+    run, trace = found.run, found.run.trace
+    progress("following what the step waits for")
+    counters = [c for c in trace.counters if c.name == "memory"]
     worst = found.estimate.memory.worst_rank
     counter = next((c for c in counters if c.rank == worst), counters[0] if counters else None)
+    path = critical_path(trace)
     return SimulatedStep(
-        line=timeline(found.run.trace),
-        step_s=found.run.step_s,
+        line=timeline(trace),
+        step_s=run.step_s,
         detail=str(found.detail),
-        memory=tuple(samples(counter, end_s=found.run.step_s)) if counter else (),
+        path=path,
+        path_s=path_parts_s([trace.spans[i] for i in path], run.step_s),
+        memory=tuple(samples(counter, end_s=run.step_s, most=MOST_SAMPLES)) if counter else (),
         memory_rank=counter.rank if counter else None,
-        trace=zlib.compress(codec.to_json(to_chrome(found.run.trace), indent=None).encode(), level=1),
+        links=_busiest_links(run, question.cluster),
+        traffic=traffic_of(question, plan, found.estimate),
+        trace=zlib.compress(codec.to_json(to_chrome(trace), indent=None).encode(), level=1),
     )
+
+
+def _busiest_links(run: Run, cluster: Cluster) -> dict[str, Samples]:
+    """Return what the busiest GPU port and the busiest share of the NICs send over time, where they send anything."""
+    names = {"port": "NVLink, out" if cluster.slowest_kind.nvlink_links else "PCIe, out", "nic": "network, out"}
+    best: dict[str, tuple[float, Samples]] = {}
+    for counter in run.trace.counters:
+        medium = next((word for word in names if counter.name.startswith(f"link ('{word}', 'out'")), None)
+        if medium is None:
+            continue
+        ends = [*(time for time, _ in counter.samples[1:]), run.step_s]
+        carried = sum(rate * (end - at) for (at, rate), end in zip(counter.samples, ends, strict=True))
+        if carried > best.get(medium, (0.0, ()))[0]:
+            best[medium] = carried, counter.samples
+    return {names[medium]: kept for medium, (_, kept) in sorted(best.items(), reverse=True)}
 
 
 def numbers(progress: Progress, flags: Flags, framework: str, options: SearchOptions) -> SearchResult:

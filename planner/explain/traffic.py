@@ -75,9 +75,18 @@ class LinkTraffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankTraffic:
+    """What each of `ranks` sends in a step, by kind of link: the ranks of one pipeline stage send alike."""
+
+    ranks: tuple[int, ...]
+    sent_bytes: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     axes: tuple[AxisTraffic, ...]
     links: tuple[LinkTraffic, ...]
+    by_rank: tuple[RankTraffic, ...]
 
 
 def traffic_of(question: Question, plan: Plan, estimate: Estimate) -> Traffic | None:
@@ -98,7 +107,12 @@ def traffic_of(question: Question, plan: Plan, estimate: Estimate) -> Traffic | 
         by_rank = [
             (ranks, _further(one, two, count - FEW)) for (ranks, one), (_, two) in zip(by_rank, more, strict=True)
         ]
-    return Traffic(axes=_axes(by_rank, shapes), links=_links(by_rank, question.cluster, estimate.step_s.value))
+    counted = [(len(ranks), sent) for ranks, sent in by_rank]
+    return Traffic(
+        axes=_axes(counted, shapes),
+        links=_links(counted, question.cluster, estimate.step_s.value),
+        by_rank=tuple(RankTraffic(ranks=ranks, sent_bytes=_by_link(sent)) for ranks, sent in by_rank),
+    )
 
 
 def _schedule(plan: Plan, count: int) -> str | None:
@@ -115,15 +129,24 @@ def _further(one: Sent, two: Sent, times: int) -> Sent:
     return {key: one.get(key, 0.0) + times * (two[key] - one.get(key, 0.0)) for key in two}
 
 
-def _sent(question: Question, plan: Plan, count: int) -> tuple[list[tuple[int, Sent]], Mapping[str, GroupShape]]:
-    """Return for each pipeline rank how many GPUs it has and what each of them sends with `count` micro batches, and how
+def _by_link(sent: Sent) -> dict[str, float]:
+    total: dict[str, float] = dict.fromkeys(LINKS, 0.0)
+    for (_, link), nbytes in sent.items():
+        total[link] += nbytes
+    return total
+
+
+def _sent(
+    question: Question, plan: Plan, count: int
+) -> tuple[list[tuple[tuple[int, ...], Sent]], Mapping[str, GroupShape]]:
+    """Return for each pipeline rank its GPUs' ranks and what each of them sends with `count` micro batches, and how
     the groups of each axis lie.
     """
     batch = plan.data_parallel * plan.micro_batch_size * count
     scenario = replace(question, workload=replace(question.workload, global_batch_size=batch))
     lowered = lower_training(scenario, plan)
     counter = _Counter(question.cluster, plan, lowered.costs)
-    return [(len(code.ranks), counter.count(code)) for code in lowered.program.codes], counter.shapes
+    return [(tuple(code.ranks), counter.count(code)) for code in lowered.program.codes], counter.shapes
 
 
 class _Counter:

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import time
-from itertools import pairwise
 
 import pytest
 
@@ -175,43 +174,88 @@ def test_the_trace_is_a_file_that_perfetto_reads(page, address, tmp_path):
     assert {"X", "M"} <= {event["ph"] for event in events}
 
 
-def drawn(page):
-    """Return the rows and labels of the first chart of a page in pixels, as the browser drew it."""
-    return page.evaluate(
-        """() => {
-            const box = node => { const b = node.getBoundingClientRect(); return {top: b.top, bottom: b.bottom, width: b.width}; };
-            const chart = document.querySelector("[data-testid='stVegaLiteChart'] svg");
-            const labels = chart.querySelectorAll(".role-axis[aria-label^='Y-axis'] .role-axis-label text");
-            const bars = chart.querySelectorAll(".mark-rect.role-mark path");
-            return {labels: [...labels].map(box), bars: [...bars].map(box)};
-        }"""
-    )
+# For each lane of a timeline its height on the screen, and in how many columns and rows of pixels something is painted.
+PAINTED = """canvas => {
+    const pen = canvas.getContext("2d");
+    const ratio = canvas.width / canvas.clientWidth;
+    const gutter = Math.ceil(140 * ratio);
+    return JSON.parse(canvas.dataset.lanes).map(lane => {
+        const [top, high] = [Math.round(lane.top * ratio), Math.round(lane.height * ratio)];
+        const { data, width } = pen.getImageData(gutter, top, canvas.width - gutter, high);
+        const [columns, rows] = [new Set(), new Set()];
+        for (let i = 3; i < data.length; i += 4) if (data[i] > 60) { columns.add((i >> 2) % width); rows.add(Math.floor((i >> 2) / width)); }
+        return { label: lane.label, height: lane.height, columns: columns.size / width, rows: rows.size / high };
+    });
+}"""
+
+
+def timeline(page, address, question):
+    """Open the timeline of a question, and return its canvas once it is drawn."""
+    page.goto(f"{address}/detail?{question}&tab=Timeline")
+    page.get_by_text("One simulated step").wait_for()
+    canvas = page.locator("canvas.lanes")
+    canvas.wait_for()
+    settled(page)
+    return canvas
+
+
+def window(canvas):
+    begin, finish = json.loads(canvas.get_attribute("data-window"))
+    return finish - begin
 
 
 @pytest.mark.parametrize(
-    ("question", "lanes"),
+    ("question", "busy"),
     [
-        (SMALL, 2),
-        ("model=llama3-8b", 2),
-        ("model=llama3-70b&gpus=64&framework=megatron-lm", None),
+        (SMALL, ["critical path", "rank 0 compute"]),
+        ("model=llama3-8b", ["critical path", "rank 0 compute"]),
+        ("model=llama3-70b&gpus=64&framework=megatron-lm", ["critical path", "rank 0 compute", "rank 48 compute"]),
     ],
 )
-def test_the_lanes_of_a_timeline_can_be_seen(page, address, question, lanes):
-    """What is measured is the plotted area: the height of the bars, and that labels stand clear of each other."""
-    page.goto(f"{address}/detail?{question}&tab=Timeline")
-    page.get_by_text("One simulated step").wait_for()
-    page.locator("[data-testid='stVegaLiteChart'] svg .mark-rect.role-mark path").first.wait_for()
-    settled(page)
-    found = drawn(page)
+def test_the_lanes_of_a_timeline_can_be_seen(page, address, question, busy):
+    """What is measured is what is painted: the height of a lane, and how much of it has spans."""
+    lanes = {lane["label"]: lane for lane in timeline(page, address, question).evaluate(PAINTED)}
 
-    rows = sorted({round(bar["top"]) for bar in found["bars"]})
-    heights = [bar["bottom"] - bar["top"] for bar in found["bars"]]
-    assert lanes is None or len(rows) == lanes
-    assert min(heights) >= (20 if lanes else 6)
-    assert max(bar["width"] for bar in found["bars"]) > 1
-    labels = sorted(found["labels"], key=lambda label: label["top"])
-    assert labels
-    assert all(above["bottom"] <= below["top"] + 1 for above, below in pairwise(labels))
+    assert set(busy) <= set(lanes)
+    assert all(lane["height"] >= 8 for lane in lanes.values())
+    for name in busy:
+        assert lanes[name]["height"] >= 20
+        assert lanes[name]["columns"] > 0.8
+        assert lanes[name]["rows"] > 0.9
+    strips = page.locator("canvas.strips").bounding_box()
+    assert strips["height"] >= 100
+
+
+def test_a_timeline_is_zoomed_by_dragging_and_says_what_a_span_is(page, address):
+    canvas = timeline(page, address, SMALL)
+    box = canvas.bounding_box()
+    whole = window(canvas)
+    page.mouse.move(box["x"] + 400, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 440, box["y"] + 40)
+    page.mouse.up()
+    near = window(canvas)
+    assert near == pytest.approx(whole * 40 / (box["width"] - 136), rel=0.1)
+
+    page.mouse.click(box["x"] + 500, box["y"] + 42)
+    detail = page.locator(".detail")
+    assert re.search(r"rank 0 compute · \w+ · [\d.]+ (s|ms|µs)", detail.inner_text())
+    canvas.press("Shift+ArrowRight")
+    assert "of the step" in detail.inner_text()
+    canvas.press("0")
+    assert window(canvas) == pytest.approx(whole)
+    page.get_by_role("button", name="Zoom in").click()
+    assert window(canvas) == pytest.approx(whole / 2)
+
+
+def test_several_nodes_are_drawn_as_a_fabric(page, address):
+    timeline(page, address, "model=llama3-70b&gpus=64&framework=megatron-lm")
+    fabric = page.locator("[data-testid='stVegaLiteChart']").filter(has_text="nodes").last
+    marks = fabric.locator("svg .mark-symbol.role-mark path")
+    boxes = [marks.nth(i).bounding_box() for i in range(marks.count())]
+
+    assert boxes
+    assert all(box["width"] >= 8 and box["height"] >= 8 for box in boxes)
 
 
 def test_back_undoes_a_change(page, address):

@@ -16,9 +16,9 @@ from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from tests.ui.conftest import ROOT
 from topology.catalog.clusters import catalog_names
 from topology.cluster import LinkState, Source
-from ui.charts import compare, detail, look, measured, model, plans, topology
+from ui.canvas.payload import COLOURS
+from ui.charts import compare, detail, loads, look, measured, model, plans, topology
 from ui.charts.placement_layout import placement_rows
-from ui.charts.timeline import KINDS, Bar
 
 GIB = 2**30
 TOPO = ROOT / "tests" / "data" / "topo"
@@ -32,10 +32,6 @@ def row(plan, rank, step_s, peak_gib):
 
 
 ROWS = [row("a", 1, 1.0, 60.0), row("b", 2, 1.1, 40.0), row("c", 3, 1.2, 50.0)]
-BARS = [
-    Bar(rank=0, lane="compute", kind=kind, name=kind, start_s=i, end_s=i + 1, busy_s=1.0, spans=1)
-    for i, kind in enumerate(KINDS)
-]
 
 
 def charts(dark):
@@ -55,8 +51,8 @@ def charts(dark):
         ),
         "memory": detail.memory([{"parameters": GIB, "activations": 2 * GIB, "reserved": GIB}], 80 * GIB, dark=dark),
         "waterfall": detail.waterfall(fall, last_s=0.1, dark=dark),
-        "timeline": detail.timeline(BARS, window=(0.0, 8.0), dark=dark),
-        "memory_time": detail.memory_over_time([(0.0, GIB), (1.0, 2 * GIB)], 80 * GIB, dark=dark),
+        "loads": topology.node(view, dark=dark, shares={cable.id: 0.2 for cable in view.cables[:4]}),
+        "fabric": loads.fabric([loads.NodeLoad(first=0, last=3, inside=(0.1, 0.7), network=0.2)], dark=dark),
         "against": measured.against([run], unit="s", dark=dark),
         "errors": measured.errors([run], dark=dark),
         "parameters": model.parameters([{"part": "attention", "parameters": 1e9}], dark=dark),
@@ -138,9 +134,7 @@ def test_pcie_is_not_painted_like_nvlink():
 
 def test_one_colour_for_one_idea_on_all_pages():
     """Communication is one colour in the waterfall and the timeline; so are the optimizer's state and its time."""
-    spec = detail.timeline(BARS, window=(0.0, 8.0), dark=False).to_dict()
-    scale = spec["encoding"]["color"]["scale"]
-    drawn = dict(zip(scale["domain"], scale["range"], strict=True))
+    drawn = COLOURS
 
     assert drawn["communication"] == palette.TIME["exposed_communication"]
     assert drawn["optimizer"] == palette.TIME["optimizer"] == palette.MEMORY["optimizer"]

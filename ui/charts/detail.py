@@ -1,4 +1,4 @@
-"""Charts of one plan: memory by stage and category, the waterfall of the step, timelines, memory over time."""
+"""Charts of one plan: memory by stage and category, the waterfall of the step."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 import altair as alt
 
 from planner.io.figures import gib_text, seconds_text
-from planner.pictures.palette import BAD, GREY, MEMORY, SPANS, TIME
-from ui.charts.look import GIB, finished, ink_on, paper, scale, seconds, words
-from ui.charts.timeline import LANES, Bar
+from planner.pictures.palette import BAD, MEMORY
+from ui.charts.look import GIB, finished, ink_on, paper, scale, words
 
 
 def memory(
@@ -115,107 +114,6 @@ def _term_text(value_s: float, share: float, last_s: float) -> str:
     if abs(value_s) < last_s / 2:
         return f"under {seconds_text(last_s, last_s)}"
     return f"{seconds_text(value_s, last_s)}  {share:.0%}"
-
-
-def _lighter(colour: str) -> str:
-    """Return a colour halfway to white, which tells the forward from the backward pass."""
-    return "#" + "".join(f"{(int(colour[i : i + 2], 16) + 255) // 2:02X}" for i in (1, 3, 5))
-
-
-_COLOURS = {
-    "forward": _lighter(SPANS["compute"]),
-    "backward": SPANS["compute"],
-    "recompute": TIME["recompute"],
-    "copies": SPANS["copy"],
-    "optimizer": TIME["optimizer"],
-    "communication": SPANS["communication"],
-    "wait": GREY,
-    "host": SPANS["host"],
-}
-_STRENGTH = {"wait": 0.5}
-FEW_BARS = 400  # with more, an edge would cover them
-
-
-def lane_px(lanes: int) -> int:
-    """Return the height of one lane in pixels: a label fits beside each of up to 60, and all fit about two screens."""
-    return max(8, min(34, 1080 // max(1, lanes)))
-
-
-def timeline(bars: Sequence[Bar], *, window: tuple[float, float], dark: bool) -> alt.Chart:
-    """Draw bars on one row per lane and rank, over a window in seconds; scrolling zooms and dragging moves."""
-    p = paper(dark)
-    lanes = sorted({(bar.rank, bar.lane) for bar in bars}, key=lambda lane: (lane[0], LANES.index(lane[1])))
-    one_lane = len({lane for _, lane in lanes}) == 1
-    label = {(r, lane): f"rank {r}" if one_lane else f"rank {r} {lane}" for r, lane in lanes}
-    unit, size = ("ms", 1e-3) if window[1] - window[0] < 2 else ("s", 1.0)
-    values = [
-        {
-            "row": label[bar.rank, bar.lane],
-            "from": bar.start_s / size,
-            "to": bar.end_s / size,
-            "kind": bar.kind,
-            "colour": _COLOURS[bar.kind],
-            "strength": _STRENGTH.get(bar.kind, 1.0) * (0.45 + 0.55 * bar.busy_s / max(bar.end_s - bar.start_s, 1e-12)),
-            "name": bar.name,
-            "busy": seconds(bar.busy_s),
-        }
-        for bar in bars
-    ]
-    kinds = [kind for kind in _COLOURS if any(bar.kind == kind for bar in bars)]
-    chart = (
-        alt.Chart(alt.Data(values=values))
-        .mark_bar(stroke=p.page, strokeWidth=0.4 if len(bars) <= FEW_BARS else 0.0)
-        .encode(
-            x=alt.X(
-                "from:Q",
-                title=f"{unit} from the start of the step",
-                scale=alt.Scale(domain=[window[0] / size, window[1] / size], nice=False),
-            ),
-            x2="to:Q",
-            y=alt.Y(
-                "row:N",
-                sort=[label[lane] for lane in lanes],
-                title=None,
-                axis=alt.Axis(domain=False, ticks=False, labelOverlap=True, labelLimit=180),
-                scale=alt.Scale(paddingInner=0.18),
-            ),
-            color=alt.Color(
-                "kind:N",
-                title=None,
-                scale=alt.Scale(domain=kinds, range=[_COLOURS[kind] for kind in kinds]),
-                legend=alt.Legend(columns=0),
-            ),
-            opacity=alt.Opacity("strength:Q", scale=None, legend=None),
-            tooltip=[
-                alt.Tooltip("name:N"),
-                alt.Tooltip("kind:N"),
-                alt.Tooltip("busy:N"),
-                alt.Tooltip("from:Q", format=".4~f", title=f"from, {unit}"),
-                alt.Tooltip("row:N", title="where"),
-            ],
-        )
-        .properties(height=alt.Step(lane_px(len(lanes))))
-    )
-    return finished(chart.interactive(bind_y=False), dark)
-
-
-def memory_over_time(points: Sequence[tuple[float, float]], capacity: float, *, dark: bool) -> alt.LayerChart:
-    """Draw the allocated bytes of one rank over the step, and the capacity."""
-    unit, size = ("ms", 1e-3) if points and points[-1][0] < 2 else ("s", 1.0)
-    values = [{"at": time / size, "gib": nbytes / GIB} for time, nbytes in points]
-    top = max([capacity / GIB, *(v["gib"] for v in values)]) * 1.05
-    y = alt.Y("gib:Q", title="allocated, GiB", scale=alt.Scale(domain=[0, top], nice=False))
-    area = (
-        alt.Chart(alt.Data(values=values))
-        .mark_area(interpolate="step-after", color=SPANS["compute"], opacity=0.25, line={"color": SPANS["compute"]})
-        .encode(x=alt.X("at:Q", title=f"{unit} from the start of the step", scale=alt.Scale(nice=False)), y=y)
-    )
-    limit = (
-        alt.Chart(alt.Data(values=[{"gib": capacity / GIB}]))
-        .mark_rule(color=BAD, strokeDash=[5, 4], strokeWidth=1.4)
-        .encode(y="gib:Q")
-    )
-    return finished(alt.layer(area, limit).properties(height=190), dark)
 
 
 def _in_order(values: Sequence[Mapping[str, Any]], key: str, order: Sequence[str]) -> list[str]:

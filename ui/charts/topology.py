@@ -8,6 +8,7 @@ import altair as alt
 
 from planner.pictures.node_layout import LINK_WORDS, NodeView, degraded
 from planner.pictures.palette import BAD, LINKS, colour
+from ui.charts.loads import LEVELS, UNKNOWN, level, percent
 from ui.charts.look import finished, ink_on, paper, rate
 
 ROW = 92  # pixels between rows of the picture
@@ -15,8 +16,17 @@ ROW = 92  # pixels between rows of the picture
 GROUPS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#882255", "#BEBEC4")
 
 
-def node(view: NodeView, *, dark: bool, ranks: dict[int, tuple[str, int]] | None = None) -> alt.LayerChart:
-    """Draw a node. `ranks` has, by GPU index, its label and the number of the group that decides its colour."""
+def node(
+    view: NodeView,
+    *,
+    dark: bool,
+    ranks: dict[int, tuple[str, int]] | None = None,
+    shares: dict[int, float] | None = None,
+) -> alt.LayerChart:
+    """Draw a node. `ranks` has, by GPU index, its label and the number of the group that decides its colour.
+
+    With `shares`, links are coloured by their mean load, by the cable's id, and not by their kind.
+    """
     p = paper(dark)
     x = alt.X("x:Q", axis=None, scale=alt.Scale(domain=[-0.7, view.width - 0.3], nice=False, zero=False))
     y = alt.Y("y:Q", axis=None, scale=alt.Scale(domain=[view.height - 0.5, -0.5], nice=False, zero=False))
@@ -39,6 +49,7 @@ def node(view: NodeView, *, dark: bool, ranks: dict[int, tuple[str, int]] | None
             "source": cable.source,
             "wide": _width(cable.planned),
             "bad": degraded(cable),
+            **({} if shares is None else _loaded(shares.get(cable.id))),
         }
         for cable in view.cables
         for step, (px, py) in enumerate(cable.points)
@@ -48,6 +59,11 @@ def node(view: NodeView, *, dark: bool, ranks: dict[int, tuple[str, int]] | None
     ]
     if lines:
         colours = alt.Scale(domain=[LINK_WORDS[k] for k in kinds], range=[colour("links", k) for k in kinds])
+        if shares is not None:
+            tooltip = [alt.Tooltip("load:N", title="mean load"), *tooltip]
+            levels = [(words, hue) for _, words, hue in LEVELS if any(line["level"] == words for line in lines)]
+            levels += [(UNKNOWN, p.rule)] if any(line["level"] == UNKNOWN for line in lines) else []
+            colours = alt.Scale(domain=[words for words, _ in levels], range=[hue for _, hue in levels])
         base = alt.Chart(alt.Data(values=lines)).encode(x=x, y=y, detail="link:N", order="step:Q", tooltip=tooltip)
         layers.append(
             base.mark_line(strokeCap="round", opacity=0.85).encode(
@@ -55,7 +71,7 @@ def node(view: NodeView, *, dark: bool, ranks: dict[int, tuple[str, int]] | None
                     "datum.bad",
                     alt.value(BAD),
                     alt.Color(
-                        "kind:N",
+                        "kind:N" if shares is None else "level:N",
                         scale=colours,
                         legend=alt.Legend(title=None, columns=2, symbolType="stroke", symbolStrokeWidth=4),
                     ),
@@ -67,6 +83,13 @@ def node(view: NodeView, *, dark: bool, ranks: dict[int, tuple[str, int]] | None
     layers += _parts(view, x, y, p.page, p.ink, p.quiet, ranks)
     chart = alt.layer(*layers).properties(height=int(ROW * view.height) + 20)
     return finished(chart, dark)
+
+
+def _loaded(share: float | None) -> dict[str, Any]:
+    """Return what a line shows of a link's mean load; None where it is not counted."""
+    if share is None:
+        return {"load": UNKNOWN, "level": UNKNOWN, "wide": 1.0}
+    return {"load": percent(share), "level": level(share)[0], "wide": 1.5 + 8 * min(1.0, share)}
 
 
 def _width(bytes_per_s: float) -> float:

@@ -17,17 +17,16 @@ from planner.pictures.waterfall import waterfall_rows
 from planner.search.finalists import TIE
 from topology.errors import PlannerError
 from ui import data, panels, rows, state
+from ui.canvas.step import show_step
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
 from ui.charts import topology as topology_charts
 from ui.charts.look import GIB, words
 from ui.charts.placement_layout import SHOWN_NODES, axes_used, placement_rows
-from ui.charts.timeline import LANES, bars
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
     from simulator.config.estimate import Estimate
-    from ui.work import SimulatedStep
 
 AXIS_NAMES = {
     "pp": "pipeline stage",
@@ -37,7 +36,6 @@ AXIS_NAMES = {
     "tp": "tensor",
 }
 TABS = ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Edit")
-MANY_RANKS = 8  # with more, only the compute lane of each is shown at first
 
 
 def show(question: state.Inputs) -> None:
@@ -49,7 +47,7 @@ def show(question: state.Inputs) -> None:
     for problem in ranked.problems:
         st.markdown(f":orange[{panels.ICONS['warning']}] {panels.plain(problem.message)}")
     tabs = st.tabs(list(TABS), key="tab", bind="query-params", on_change="rerun")
-    pages = (_memory, _step, _placement, _timeline, _sensitivity, _change)
+    pages = (_memory, _step, _placement, show_step, _sensitivity, _change)
     for tab, page in zip(tabs, pages, strict=True):
         if tab.open:  # only the open tab is computed
             with tab:
@@ -162,67 +160,6 @@ def _placement(question: state.Inputs, result: SearchResult, ranked: RankedPlan)
             key="wires",
             alt="Ranks on the node's topology",
         )
-
-
-def _timeline(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:
-    found = data.simulated(question, result, ranked)
-    if found is None:
-        return
-    line = found.line
-    ranks = line.ranks
-    panels.section(
-        "One simulated step",
-        f"{len(line):,} spans on {panels.counted(len(ranks), 'distinct rank')}, {found.detail} by {found.detail}:"
-        f" {seconds_text(found.step_s, last_digit_s(ranked.estimate.step_s))}. Lighter compute is the forward pass.",
-    )
-    left, right = st.columns([3, 2], gap="large")
-    many = len(ranks) > MANY_RANKS
-    lanes = right.segmented_control(
-        "Lanes",
-        LANES,
-        default=["compute"] if many else ["compute", "communication"],
-        selection_mode="multi",
-        key="lanes",
-        bind="query-params",
-    )
-    unit, size = ("ms", 1e-3) if line.length_s < 2 else ("s", 1.0)
-    end = line.length_s / size
-    window = left.slider(f"Window, {unit}", 0.0, end, (0.0, end), key="window", bind="query-params", format="%.2f")
-    begin, finish = (value * size for value in window)
-    if not lanes or finish <= begin:
-        panels.empty(
-            "Nothing is selected",
-            "Choose at least one lane, and a window longer than zero.",
-            icon=":material/timeline:",
-        )
-        return
-    drawn = bars(line, window=(begin, finish), lanes=set(lanes), ranks=set(ranks))
-    panels.chart(
-        charts.timeline(drawn, window=(begin, finish), dark=panels.dark()),
-        key="timeline",
-        alt=f"{len(drawn)} bars for the streams of {len(ranks)} ranks",
-    )
-    merged = sum(bar.spans for bar in drawn if bar.spans > 1)
-    if merged:
-        st.caption(f"{merged:,} very short spans are merged into bars; narrow the window to see them one by one.")
-    _memory_over_time(found, ranked.estimate.memory.capacity_bytes)
-    st.download_button(
-        "Trace for Perfetto",
-        data=found.trace_text,
-        file_name=f"{state.plan_name(ranked.plan).replace(' ', '-')}.trace.json",
-        mime="application/json",
-        icon=":material/download:",
-        help="Every span, with messages and memory. Open it at ui.perfetto.dev, which reads it in the browser and does not upload it.",
-        on_click="ignore",
-    )
-
-
-def _memory_over_time(found: SimulatedStep, capacity: float) -> None:
-    if not found.memory:
-        return
-    panels.section("Memory over the step", f"Allocated on rank {found.memory_rank}; the dashed line is the capacity.")
-    drawn = charts.memory_over_time(found.memory, capacity, dark=panels.dark())
-    panels.chart(drawn, key="memory_time", alt="Allocated memory over the step")
 
 
 def _sensitivity(question: state.Inputs, result: SearchResult, ranked: RankedPlan) -> None:
