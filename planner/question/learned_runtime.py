@@ -13,7 +13,8 @@ from typing import Any
 
 from simulator.calibration.calibration import Calibration, RuntimeCosts
 from simulator.fitting.calibration_fit import Calibrations
-from simulator.runtimes.library import HostSpec, runtime_spec
+from simulator.runtimes.library import runtime_spec
+from simulator.runtimes.parts import HostSpec
 from topology import codec
 from topology.cluster import Cluster
 from topology.errors import BadInput

@@ -22,7 +22,8 @@ from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import Work
 from simulator.kernels.roofline import DATASHEET, Roofline
 from simulator.overlap.site_costs import SITE_MODES, SiteRates
-from simulator.runtimes.library import HostSpec, RuntimeSpec, attention_kernel, runtime_spec
+from simulator.runtimes.library import RuntimeSpec, attention_kernel, runtime_spec
+from simulator.runtimes.parts import HostSpec
 from topology.cluster import Cluster, GpuKind
 
 # Host costs that only runtimes have whose operators go through Python one by one.

@@ -16,9 +16,10 @@ from simulator.pipeline.stages import StageLayout
 from simulator.runtimes.library import ModelOperators, RuntimeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import Parameters
-from simulator.step.offload import ADD_PASSES, copy_bytes_per_s, offloaded, update_bytes_per_s
+from simulator.step.offload import ADD_PASSES, copy_bytes_per_s, host_gradient_bytes, offloaded, update_bytes_per_s
 from simulator.step.traffic import bucket_elements, has_replicas
 from simulator.step.update import update_bytes, updated_dtype
+from simulator.step.zero import bucket_copies_bytes
 
 
 def buckets_of(spec: RuntimeSpec, nbytes: Floats) -> Floats:
@@ -84,6 +85,9 @@ def data_parallel(
     packs = full & spec.fsdp.copy_in_copy_out
     copy_out = np.where(packs, 2 * (shared + experts) * compute_bytes / packing, 0.0)
     copy_in = np.where(packs, (shared + experts) * (compute_bytes + reduce_bytes) / packing, 0.0)
+    through_buckets = (shared + experts) * bucket_copies_bytes(context) / hbm
+    if spec.zero is not None:
+        copy_in = np.where(full, through_buckets, 0.0)
     copies = gathers * copy_out + reductions * copy_in
     # Beside compute a collective takes longer than alone, so it hides less.
     calibration = context.calibration
@@ -116,7 +120,7 @@ def data_parallel(
     # The CPU adds up gradients that are kept in host memory.
     sends = full & offloaded(context, "gradients") & (table["pp"] == 1)
     if sends.any():
-        on_host = ADD_PASSES * owned * context.dtype_bytes(spec.state.gradient_dtype) / update_bytes_per_s(context)
+        on_host = ADD_PASSES * owned * host_gradient_bytes(context) / update_bytes_per_s(context)
         copies = copies + np.where(sends, (m - 1) * on_host, 0.0)
 
     # Replicated parameters: gradients are summed once a step, behind the last backward where the runtime overlaps;
@@ -138,11 +142,15 @@ def data_parallel(
     sent = np.minimum(sent, count)
     going, coming = (
         sent * (groups.time_s(op, "dp", shared * width / sent) + groups.time_s(op, "expert_dp", experts * width / sent))
-        for op, width in (("reduce_scatter", reduce_bytes), ("all_gather", compute_bytes))
+        for op, width in (
+            ("all_reduce" if spec.ddp.sums_whole else "reduce_scatter", reduce_bytes),
+            ("all_gather", compute_bytes),
+        )
     )
     scattered = scatters * going + coming
-    sends_behind = np.where(zero_2, spec.ddp.overlap, spec.ddp.sharded_overlap)
-    fetches_behind = ~zero_2 & spec.ddp.sharded_overlap
+    copies = copies + np.where(optimizer_only, scatters * through_buckets, 0.0)
+    sends_behind = np.where(zero_2, spec.ddp.overlap or spec.ddp.sharded_overlap, spec.ddp.sharded_overlap)
+    fetches_behind = ~zero_2 & spec.ddp.sharded_overlap & spec.ddp.gathers_overlap
     fetches_hidden = fetches_behind * (1 - 1 / count) * np.minimum(coming, forward)
     sharded_hidden = sends_behind * (1 - 1 / count) * scatters * np.minimum(going, backward) + fetches_hidden
     times = np.where((table["pp"] == 1) & spec.ddp.every_micro_batch, m, 1.0)
@@ -221,9 +229,8 @@ def optimizer_s(context: CostContext, layout: StageLayout, parameters: Parameter
 def _on_host_s(context: CostContext, owned: Floats) -> Floats:
     """Return seconds of an update by the CPU, with what moves there and back around it; 0 where the GPU updates."""
     table, link = context.table, copy_bytes_per_s(context)
-    state = context.spec.state
     seconds = np.asarray(update_bytes(context.runtime, owned, 0.0)) / update_bytes_per_s(context)
     late = ~(table.fully_sharded & offloaded(context, "gradients"))
-    seconds = seconds + np.where(late, owned * context.dtype_bytes(state.gradient_dtype) / link, 0.0)
+    seconds = seconds + np.where(late, owned * host_gradient_bytes(context) / link, 0.0)
     back = np.where(table.offloaded["parameters"], 0.0, owned * context.dtype_bytes("param") / link)
     return np.where(table.offloaded["optimizer"], seconds + back, 0.0)

@@ -31,6 +31,7 @@ from simulator.step.held import (
 )
 from simulator.step.offload import held_bytes, host_bytes, offloaded
 from simulator.step.symmetric_memory import symmetric_bytes
+from simulator.step.zero import zero_buffers
 
 # Bytes beside the allocator's: CUDA context, kernels and NCCL buffers of a few communicators. Source: assumed; a bare
 # torch process with NCCL shows 1 to 2 GiB in nvidia-smi on Hopper.
@@ -108,8 +109,10 @@ def memory_columns(
         again = again + _of_layers(parameters, layout.by_mode.get("none"))
     looked_up = np.where(model.tied_embeddings, 0.0, first * parameters.embedding[:, None])
     gathered = np.where(cast[:, None], (shared + experts - again - looked_up) * cast_bytes, gathered)
+    zero = zero_buffers(context, shared + experts, sharded("optimizer"))
+    sent_bytes = 0.0 if spec.zero else context.dtype_bytes("reduce")  # of a module at once
     unsharded_gradients = np.maximum(per_layer[:, None], ends) * (
-        context.dtype_bytes(spec.state.unsharded_gradient_dtype) + context.dtype_bytes("reduce")
+        context.dtype_bytes(spec.state.unsharded_gradient_dtype) + sent_bytes
     )
     # A data-parallel reduction through buckets may hold them beside the gradients.
     copied = spec.ddp.bucket_copy & (table["dp_replicate"] > 1)
@@ -117,8 +120,8 @@ def memory_columns(
     buckets = buckets + _placeholders(operators, context, *layout.layers)
     # Micro batches of a pipeline add up whole gradients, in the type they are reduced in, until the last one.
     adding = (table["pp"] > 1)[:, None] * (shared + experts) * context.dtype_bytes("reduce")
-    reduction = np.where(fully_sharded, unsharded_gradients + adding, buckets)
-    passing = np.where(fully_sharded, unsharded_gradients, 0.0)
+    reduction = np.where(fully_sharded, unsharded_gradients + adding, buckets) + zero.standing + zero.reducing
+    passing = np.where(fully_sharded, unsharded_gradients, 0.0) + zero.reducing
 
     flying = in_flight(table, layout.rank, at_least=at_least)
     saved = first * blocks["embedding"].saved_bytes["none"][:, None]
@@ -139,6 +142,8 @@ def memory_columns(
     loss = last * np.maximum(head_peak_bytes(context) - head_saved, 0.0)[:, None]
     remembered = np.zeros_like(again) if context.runtime.compile else again * cast_bytes
     turning = np.maximum(np.maximum(loss, recomputed * exists), remembered * exists)
+    # Buckets are there from the first gradient, when the loss has turned round.
+    reduction = reduction + np.maximum(recomputed + zero.buckets - turning, 0.0)
 
     categories: dict[str, Floats] = {
         **{str(kind): sharded(kind) * held_bytes(context, kind)[:, None] for kind in widths},
@@ -152,18 +157,19 @@ def memory_columns(
     everything = sum(categories.values(), np.zeros_like(shared))
     # The loss and a unit's whole gradient do not coincide: under full sharding gradients appear as activations go, and
     # shards of them are there before only if an earlier micro batch has left them.
-    appear = spec.state.gradient_dtype != "reduce"  # else main gradients are there from the beginning
+    # Main gradients, and a flat partition of them, are there from the beginning.
+    appear = (spec.state.gradient_dtype != "reduce") & ~(fully_sharded & (spec.zero is not None))
     alone = (table.micro_batches <= 1)[:, None]
     fresh = fully_sharded & appear & ((table["pp"] > 1)[:, None] | alone)
     whole = ~fully_sharded & appear & alone & spec.state.gradients_freed
     early = everything - np.where(exists, passing, 0.0) - np.where(fresh | whole, categories["gradients"], 0.0)
     # At the end each unit's whole gradient turns into its shard: what is left of the ones makes room for the others.
     turned = np.where(fully_sharded & exists, np.minimum(adding, categories["gradients"]), 0.0)
-    late = everything - categories["activations"] - categories["loss_and_recompute"] - turned
+    late = everything - categories["activations"] - categories["loss_and_recompute"] - turned + exists * zero.update
     peak = np.maximum(early, late)
     # One pool per stream: the compute stream's peak and the communication streams' peak add up.
     # Whole gradients come from the compute stream's own pool, where activations have made room for them.
-    reserved = np.where(whole, peak, everything) + last * head_left_bytes(context)[:, None]
+    reserved = np.where(whole, peak, np.maximum(everything, late)) + last * head_left_bytes(context)[:, None]
     away: list[State] = [kind for kind in widths if offloaded(context, kind).any()]
     on_host = sum((sharded(kind) * host_bytes(context, kind)[:, None] for kind in away), np.zeros_like(shared))
     return MemoryColumns(

@@ -19,7 +19,7 @@ import scipy  # its parts are loaded when first used
 from numpy.typing import NDArray
 
 from simulator.config.plan import Plan
-from simulator.runtimes.library import HostSpec
+from simulator.runtimes.parts import HostSpec
 
 Floats = NDArray[np.float64]
 Costs = dict[str, float]

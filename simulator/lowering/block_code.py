@@ -20,7 +20,7 @@ from simulator.lowering.steps import AsyncStep, KernelStep, RingStep, SiteStep, 
 from simulator.overlap.site_costs import SITE_MODES, product_of
 from simulator.overlap.torch_async import ASYNC, partials_bytes
 from simulator.program.cost_model import Cost
-from simulator.runtimes.library import RecomputeSpec
+from simulator.runtimes.parts import RecomputeSpec
 from simulator.runtimes.recomputation import run_again
 from simulator.step.context import CostContext
 from simulator.step.host import again_host_s

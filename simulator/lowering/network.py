@@ -10,7 +10,8 @@ import numpy as np
 from simulator.config.model import Model
 from simulator.kernels.operators import OperatorSpec
 from simulator.lowering.block_code import BlockCode, block_code
-from simulator.runtimes.library import ModelOperators, RecomputeSpec
+from simulator.runtimes.library import ModelOperators
+from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 from simulator.step.held import local_parameters, saved_bytes, tensors_bytes
 from simulator.step.host import layer_host_s

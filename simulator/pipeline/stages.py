@@ -21,7 +21,7 @@ from simulator.config.plan import Plan
 from simulator.pipeline.schedule_program import peak_in_flight, peak_on_stage
 from simulator.pipeline.schedule_tables import build_schedule
 from simulator.pipeline.schedules import SPLIT_BACKWARD, V_SHAPED, stage_rank
-from simulator.runtimes.library import PipelineSpec
+from simulator.runtimes.parts import PipelineSpec
 from topology.errors import BadPlan
 
 

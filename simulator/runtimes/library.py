@@ -6,189 +6,34 @@ against the types here, and turned into the operators of one model (`operators_f
 
 from __future__ import annotations
 
-import fnmatch
 import re
 import tomllib
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 from simulator.config.model import Model
 from simulator.config.model_families import FAMILIES
 from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.kernels.low_precision import recipe_of
 from simulator.kernels.operators import OperatorSpec
+from simulator.runtimes.parts import (
+    DdpSpec,
+    EarlierSpec,
+    FsdpSpec,
+    HostSpec,
+    LayerSpec,
+    PipelineSpec,
+    RecomputeSpec,
+    RuntimeDefaults,
+    StateSpec,
+    ZeroSpec,
+)
 from simulator.runtimes.quantized import LowPrecisionSpec, quantized
 from topology.codec import convert
 from topology.errors import BadPlan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeDefaults:
-    param_dtype: str
-    compute_dtype: str
-    reduce_dtype: str
-    optimizer: str
-    compile: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateSpec:
-    """`master_weights`: a float32 copy beside 16-bit parameters. Gradient dtypes are `param`, `compute`, `reduce`.
-
-    `placeholder_gradients`: where products add weight gradients up themselves, autograd is handed a tensor that nobody
-    fills, one for every distinct shape of weight, kept for good. `gradient_passes_bytes` are moved once a step for every
-    element of a rank's gradients before they are sharded. `gradients_freed`: no gradient is there when a step begins
-    (`zero_grad(set_to_none=True)`), so the loss begins its backward pass before there are any.
-    """
-
-    master_weights: bool
-    gradient_dtype: str
-    unsharded_gradient_dtype: str
-    placeholder_gradients: bool = False
-    gradient_passes_bytes: float = 0.0
-    gradients_freed: bool = False
-    offloads_gradients: bool = True  # sharded gradients go where an offloaded optimizer is
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FsdpSpec:
-    """`wraps_one`: where types differ, tensor- and pipeline-parallel plans are wrapped though nothing is sharded."""
-
-    copy_in_copy_out: bool
-    prefetch: int
-    overlap: bool
-    wraps_one: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DdpSpec:
-    """`bucket_bytes` of gradients are reduced at once; 0 is a layer's. `every_micro_batch`: not only the last one's.
-
-    A sharded optimizer's traffic is a layer's at once, or `bucket_elements`, or so many for each data-parallel rank, whatever is most.
-    """
-
-    overlap: bool
-    sharded_overlap: bool = False  # a sharded optimizer's traffic runs behind backward and forward passes
-    bucket_copy: bool
-    bucket_bytes: float = 0.0
-    bucket_elements: float = 0.0
-    bucket_elements_per_rank: float = 0.0
-    every_micro_batch: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSpec:
-    """`embedding_weight` and `head_weight`: how many layers the splitter counts them as. `receive_buffers`: a stage has one
-    for every micro batch and direction, for good. `keeps_outputs`: what stages give lives until the step ends.
-    `ends_fill_stages`: layers that do not divide by the stages are made to by counting the head, or embedding and head, as
-    one layer each.
-    """
-
-    embedding_weight: float
-    head_weight: float
-    p2p_overlap: bool
-    scatter_p2p: bool
-    receive_buffers: bool = False
-    keeps_outputs: bool = False
-    ends_fill_stages: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostSpec:
-    """Host seconds: per kernel launch, per operator on DTensors, per collective, per layer and pass, per recomputed
-    layer, per step, per token loaded (a step waits for its data). `synchronizes`: when the host waits for the device after every pass of a
-    micro batch instead of running ahead: `never`, in a `pipeline` without virtual stages, or `always`. With `plain_tensors` neither tensor parallelism nor selective recomputation goes through Python for every operator.
-    """
-
-    launch_s: float
-    backward_launch_s: float
-    dtensor_launch_s: float
-    collective_s: float
-    forward_layer_s: float
-    backward_layer_s: float
-    checkpoint_s: float
-    step_s: float
-    synchronizes: Literal["never", "pipeline", "always"] = "never"
-    plain_tensors: bool = False
-    data_token_s: float = 0.0
-    # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, cut by
-    # tensor parallelism, sees a part of the sequence, exchanges tokens of experts, or is sharded and cut at once; what dispatching a layer
-    # operator by operator costs under selective recomputation; and the host's work of a step outside its layers, which runs ahead of the
-    # device where that is the slower one: of any step, and what it is more (embedding, head, norms, update) where parameters are
-    # sharded, replicated or cut, or sequences are; and what a pass of a pipeline's stage costs more: its action in the schedule, its messages.
-    fsdp_layer_s: float = 0.0
-    ddp_layer_s: float = 0.0
-    tp_layer_s: float = 0.0
-    cp_layer_s: float = 0.0
-    ep_layer_s: float = 0.0
-    fsdp_tp_layer_s: float = 0.0
-    pp_pass_s: float = 0.0
-    selective_s: float | None = None  # None: as any other recomputed region
-    rest_s: float = 0.0
-    fsdp_rest_s: float = 0.0
-    ddp_rest_s: float = 0.0
-    tp_rest_s: float = 0.0
-    cp_rest_s: float = 0.0
-    cut_step_s: float = 0.0  # what `step_s` is more where parameters or sequences are sharded or cut
-
-    def dispatches(self, recompute: str) -> bool:
-        """Return whether layers are recomputed operator by operator, each of them seen by a dispatch mode."""
-        return recompute == "selective-op" and self.selective_s is not None
-
-    def wrapping_s(self, recompute: str) -> float:
-        """Return the host seconds that wrapping one layer for recomputation adds."""
-        return self.checkpoint_s if self.selective_s is None or not self.dispatches(recompute) else self.selective_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSpec:
-    """Operators by part of the network. `head_peak`: tensors alive together where backward of the loss begins, by moment.
-
-    `head_left`: tensors of the loss's forward pass that are gone by then, and whose blocks in the allocator's pool are too
-    small for what backward asks for. Both are of a loss that is not compiled, unless `compiled_head_peak` is given.
-    """
-
-    attention: tuple[OperatorSpec, ...]
-    latent_attention: tuple[OperatorSpec, ...]
-    mlp: tuple[OperatorSpec, ...]
-    moe: tuple[OperatorSpec, ...]
-    embedding: tuple[OperatorSpec, ...]
-    head: tuple[OperatorSpec, ...]
-    head_peak: tuple[tuple[str, ...], ...]
-    compiled_head_peak: tuple[tuple[str, ...], ...] = ()  # empty: the loss is not compiled
-    head_left: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecomputeSpec:
-    """One recompute mode. `recomputes` are operator name patterns run again in the backward pass.
-
-    With `keeps` the layer stores just those tensors; with `drops` it stores everything except what those operators
-    save. `layers` is the share of layers the mode applies to.
-    """
-
-    recomputes: tuple[str, ...] = ()
-    keeps: tuple[str, ...] = ()
-    drops: tuple[str, ...] = ()
-    layers: float = 1.0
-
-    def runs_again(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.recomputes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EarlierSpec:
-    """An older generation of the software: stated versions lower than `before`, or of a month earlier than `before_date`.
-
-    `overrides` replaces parts of the description, in the same form.
-    """
-
-    before: str = ""
-    before_date: str = ""
-    overrides: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +59,7 @@ class RuntimeSpec:
     host: HostSpec
     layer: LayerSpec
     recompute: dict[str, RecomputeSpec]
+    zero: ZeroSpec | None = None
     low_precision: LowPrecisionSpec | None = None  # None: products run in 16 bits or more
     dropout: bool = False
     context_parallel: str = "all_gather"

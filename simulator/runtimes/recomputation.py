@@ -15,7 +15,8 @@ import numpy as np
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.runtime import Runtime
 from simulator.kernels.operators import OperatorSpec, active_rows
-from simulator.runtimes.library import RecomputeSpec, recompute_stops_early
+from simulator.runtimes.library import recompute_stops_early
+from simulator.runtimes.parts import RecomputeSpec
 
 
 def wraps(index: int, mode: RecomputeSpec) -> bool:

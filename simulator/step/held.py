@@ -14,7 +14,8 @@ from simulator.config.model import Model
 from simulator.config.runtime import MOMENTS
 from simulator.kernels.operators import OperatorSpec, active_rows, parse_matmul, tensor_bytes
 from simulator.pipeline.stages import StageLayout
-from simulator.runtimes.library import RecomputeSpec, head_left, head_peaks
+from simulator.runtimes.library import head_left, head_peaks
+from simulator.runtimes.parts import RecomputeSpec
 from simulator.step.context import CostContext
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats, PlanTable
-from simulator.runtimes.library import HostSpec
+from simulator.runtimes.parts import HostSpec
 from simulator.step.context import CostContext
 
 # How much of what parallelism adds to a layer's host time belongs to its forward pass. FSDP gathers there, and gathers and

@@ -44,7 +44,16 @@ def held_bytes(context: CostContext, kind: State) -> Floats:
 
 def host_bytes(context: CostContext, kind: State) -> Floats:
     """Return bytes of host memory likewise."""
-    return np.where(offloaded(context, kind), state_bytes(context)[kind], 0.0)
+    width = host_gradient_bytes(context) if kind == "gradients" else state_bytes(context)[kind]
+    return np.where(offloaded(context, kind), width, 0.0)
+
+
+def host_gradient_bytes(context: CostContext) -> float:
+    """Return the bytes of a gradient on the host: the CPU updates float32 copies with gradients of that type, which the GPU
+    makes before they move (deepspeed/runtime/zero/stage_1_and_2.py: async_inplace_copy_grad_to_fp32_buffer_from_gpu).
+    """
+    state = state_bytes(context)
+    return max(state["gradients"], 4.0) if context.spec.state.master_weights else state["gradients"]
 
 
 def offload_assumed(plans: Iterable[Plan], cluster: Cluster) -> tuple[str, ...]:

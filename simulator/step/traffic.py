@@ -21,14 +21,16 @@ from numpy.typing import NDArray
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.program.program import COMPUTE
 from simulator.step.context import CostContext
-from simulator.step.offload import ADD_PASSES, OFFLOAD, offloaded
+from simulator.step.offload import ADD_PASSES, OFFLOAD, host_gradient_bytes, offloaded
 from simulator.step.rank import Rank, Value
 from simulator.step.units import Unit
+from simulator.step.zero import ZeroBuffers, bucket_copies_bytes
 
 STREAM = "fsdp comm"
 REPLICAS = "replicate comm"
 WIRES = (STREAM, REPLICAS, OFFLOAD)  # all streams of data-parallel traffic
 GATHER_POOL, REDUCE_POOL = "gather", "reduce"  # the allocator keeps memory of these streams apart
+BUCKETS, REDUCTION = "buckets", "bucket reduced"  # ZeRO's
 
 
 def has_replicas(table: PlanTable) -> NDArray[np.bool_]:
@@ -43,7 +45,9 @@ class DataTraffic:
     fully_sharded: bool
     keeps_gathered: bool
     optimizer_sharded: bool
-    sharded_overlap: bool  # whose gradients go out behind backward, and whose parameters come in behind forward
+    sharded_overlap: bool  # whose gradients go out behind backward
+    gathers_overlap: bool  # whose parameters come in behind forward
+    scattered_by: str  # the collective that brings a sharded optimizer its gradients
     gradients_sharded: bool
     overlap: bool
     replicated_sharding: bool  # shards are summed over replicas too (HSDP)
@@ -55,6 +59,7 @@ class DataTraffic:
     reduce_bytes: float
     copies: bool
     gradient_bytes: float
+    host_gradient_bytes: float
     unsharded_gradient_bytes: float
     gradients_appear: bool  # a shard of each unit's gradient is allocated when it is first reduced
     adds_up: bool  # gradients of further micro batches are added by kernels of their own
@@ -64,6 +69,7 @@ class DataTraffic:
     from_host: bool  # shards of parameters come from the host before each gather
     sends: bool  # shards of gradients go to the host when they have been reduced
     param_bytes: float
+    bucket_bytes_moved: Floats  # within the GPU, for each gradient that goes through ZeRO's buckets
 
     @property
     def reduces_behind_compute(self) -> bool:
@@ -72,7 +78,7 @@ class DataTraffic:
     @property
     def fetches(self) -> bool:
         """Whether parameters that a sharded optimizer has updated are gathered behind the first forward pass."""
-        return self.optimizer_sharded and self.sharded_overlap
+        return self.optimizer_sharded and self.gathers_overlap
 
     @property
     def gathers_before_use(self) -> bool:
@@ -103,13 +109,17 @@ def data_traffic(context: CostContext) -> DataTraffic:
     """Return the traffic of the plans of a table, which are of one of `traffic_kinds`."""
     table, spec, bytes_of = context.table, context.spec, context.dtype_bytes
     full, piped = bool(table.fully_sharded[0]), bool(table["pp"][0] > 1)
+    scattered, in_shards = (bool(table.state_shard[kind][0] > 1) for kind in ("gradients", "optimizer"))
+    behind = spec.ddp.sharded_overlap and not scattered
     return DataTraffic(
         fully_sharded=full,
         keeps_gathered=bool(table.keeps_gathered[0]),
-        optimizer_sharded=not full and bool(table.state_shard["optimizer"][0] > 1),
-        sharded_overlap=spec.ddp.sharded_overlap and not bool(table.state_shard["gradients"][0] > 1),
-        gradients_sharded=not full and bool(table.state_shard["gradients"][0] > 1),
-        overlap=spec.fsdp.overlap if full else spec.ddp.overlap,
+        optimizer_sharded=not full and in_shards,
+        sharded_overlap=behind,
+        gathers_overlap=behind and spec.ddp.gathers_overlap,
+        scattered_by="all_reduce" if spec.ddp.sums_whole else "reduce_scatter",
+        gradients_sharded=not full and scattered,
+        overlap=spec.fsdp.overlap if full else spec.ddp.overlap or (in_shards and spec.ddp.sharded_overlap),
         replicated_sharding=full and bool(has_replicas(table).any()),
         shard_ranks=context.groups.extent("fsdp")[0],
         expert_shard_ranks=context.groups.extent("expert_fsdp")[0],
@@ -119,8 +129,9 @@ def data_traffic(context: CostContext) -> DataTraffic:
         reduce_bytes=bytes_of("reduce"),
         copies=spec.fsdp.copy_in_copy_out,
         gradient_bytes=bytes_of(spec.state.gradient_dtype),
+        host_gradient_bytes=host_gradient_bytes(context),
         unsharded_gradient_bytes=bytes_of(spec.state.unsharded_gradient_dtype),
-        gradients_appear=full and spec.state.gradient_dtype != "reduce",
+        gradients_appear=full and spec.state.gradient_dtype != "reduce" and spec.zero is None,
         adds_up=spec.state.gradient_dtype != "reduce",
         bucket_bytes=spec.ddp.bucket_bytes,
         bucket_elements=bucket_elements(context),
@@ -128,6 +139,7 @@ def data_traffic(context: CostContext) -> DataTraffic:
         from_host=bool(table.offloaded["parameters"][0]),
         sends=full and bool(offloaded(context, "gradients")[0]),
         param_bytes=bytes_of("param"),
+        bucket_bytes_moved=bucket_copies_bytes(context),
     )
 
 
@@ -143,6 +155,7 @@ class DataWriter:
 
     rank: Rank
     traffic: DataTraffic
+    zero: ZeroBuffers | None = None
     _gathered: dict[str, str] = field(default_factory=dict)  # unit -> event of its gather
     _fetched: dict[str, str] = field(
         default_factory=dict
@@ -153,6 +166,7 @@ class DataWriter:
     _reducing: str = ""  # the buffer of a reduction that may still be under way
     _inner: str = ""  # event of the gathers beside a collapsed unit
     _turn: int = 0
+    _in_buckets: bool = False
 
     def before(self, unit: Unit, following: Unit | None, *, reducing: bool = False) -> None:
         """Have `unit` gathered, and the gather of `following` under way, before `unit` computes.
@@ -237,9 +251,9 @@ class DataWriter:
 
     def settle(self) -> None:
         """End a backward pass: FSDP2 waits there for all reductions (`_root_post_backward_final_callback`), and so does
-        DDP (`Reducer::finalize_backward`).
+        DDP (`Reducer::finalize_backward`) and ZeRO (`independent_gradient_partition_epilogue`).
         """
-        if self.traffic.reduces_behind_compute:
+        if self.traffic.reduces_behind_compute or self._in_buckets:
             self.rank.after(COMPUTE, STREAM)
             if self.traffic.replicated_sharding:
                 self.rank.after(COMPUTE, REPLICAS)
@@ -252,7 +266,7 @@ class DataWriter:
         t = self.traffic
         if not t.fully_sharded and not t.reduces_behind_compute and not t.gradients_sharded:
             self.rank.after(STREAM, COMPUTE)
-            op = "reduce_scatter" if t.optimizer_sharded else "all_reduce"
+            op = t.scattered_by if t.optimizer_sharded else "all_reduce"
             self._send(op, "dp", _sum(u.repeats * u.shared for u in units) * t.reduce_bytes)
             self._send(op, "expert_dp", _sum(u.repeats * u.experts for u in units) * t.reduce_bytes)
         self.rank.after(COMPUTE, STREAM)
@@ -274,7 +288,7 @@ class DataWriter:
         t = self.traffic
         self.rank.after(OFFLOAD, COMPUTE)
         if not t.sends:
-            self.rank.host_copy("d2h gradients", owned * t.gradient_bytes, stream=OFFLOAD)
+            self.rank.host_copy("d2h gradients", owned * t.host_gradient_bytes, stream=OFFLOAD)
         self.rank.on_host("optimizer", moved_bytes, after=OFFLOAD)
         if not t.from_host:
             self.rank.host_copy("h2d parameters", owned * t.param_bytes, stream=OFFLOAD)
@@ -284,17 +298,21 @@ class DataWriter:
 
     def _send_off(self, unit: Unit) -> None:
         t = self.traffic
+        if self.zero is not None:
+            self._fill_buckets(self.zero)
+            self.rank.copy(f"copy_in {unit.name}", unit.elements * t.bucket_bytes_moved)
         if t.fully_sharded:
             width = t.reduce_bytes if not t.every_micro_batch else t.unsharded_gradient_bytes
-            if t.copies:
+            if t.copies and self.zero is None:
                 moved = unit.elements * (width + t.reduce_bytes)
                 self.rank.copy(f"copy_in {unit.name}", moved, module_bytes=unit.elements * t.compute_bytes)
             # The buffer of the reduction before is let go when the next one has one of its own.
-            self._turn += 1
-            name = f"reduction {unit.name} {self._turn}"
-            self.rank.alloc(name, unit.in_use * t.reduce_bytes, "gradient_buffers", pool=REDUCE_POOL)
-            self.release()
-            self._reducing = name
+            if self.zero is None:
+                self._turn += 1
+                name = f"reduction {unit.name} {self._turn}"
+                self.rank.alloc(name, unit.in_use * t.reduce_bytes, "gradient_buffers", pool=REDUCE_POOL)
+                self.release()
+                self._reducing = name
             if not t.every_micro_batch:
                 self.rank.free(f"accumulated {unit.name}")
                 self._accumulated.discard(unit.name)
@@ -311,19 +329,31 @@ class DataWriter:
         if t.sends:
             last = REPLICAS if t.replicated_sharding else STREAM
             self.rank.after(OFFLOAD, last)
-            self.rank.host_copy(f"d2h {unit.name}", nbytes, stream=OFFLOAD)
+            moved = self._shard(unit) * t.host_gradient_bytes
+            self.rank.host_copy(f"d2h {unit.name}", moved, stream=OFFLOAD)
             if not fresh and t.every_micro_batch:
-                self.rank.on_host("accumulate", ADD_PASSES * nbytes, after=OFFLOAD)
+                self.rank.on_host("accumulate", ADD_PASSES * moved, after=OFFLOAD)
 
     def _shard(self, unit: Unit) -> Floats:
         """Return the elements of a unit that a rank has of its own."""
         return np.asarray(unit.shared / self.traffic.shard_ranks + unit.experts / self.traffic.expert_shard_ranks)
 
     def release(self) -> None:
-        """Let go of the buffer of a reduction that has ended."""
+        """Let go of the buffers of a reduction that has ended."""
         if self._reducing:
             self.rank.free(self._reducing)
             self._reducing = ""
+        if self._in_buckets:
+            self._in_buckets = False
+            for name in (BUCKETS, REDUCTION):
+                self.rank.free(name)
+
+    def _fill_buckets(self, zero: ZeroBuffers) -> None:
+        """Have the buckets that gradients go through from the first of a backward pass to its end."""
+        if not self._in_buckets:
+            self._in_buckets = True
+            self.rank.alloc(BUCKETS, zero.buckets, "gradient_buffers")
+            self.rank.alloc(REDUCTION, zero.reducing, "gradient_buffers", pool=REDUCE_POOL)
 
     def _reduce(self, unit: Unit, share: float) -> None:
         t = self.traffic
@@ -339,10 +369,10 @@ class DataWriter:
                 shard = shared / t.shard_ranks + experts / t.expert_shard_ranks
                 self.rank.collective("all_reduce", "replicate", shard, stream=REPLICAS)
         elif t.gradients_sharded:
-            self._send("reduce_scatter", "dp", shared)
-            self._send("reduce_scatter", "expert_dp", experts)
+            self._send(t.scattered_by, "dp", shared)
+            self._send(t.scattered_by, "expert_dp", experts)
         elif t.optimizer_sharded:
-            self._send_buckets("reduce_scatter", unit, share, t.reduce_bytes)
+            self._send_buckets(t.scattered_by, unit, share, t.reduce_bytes)
         else:
             buckets = np.maximum(np.ceil((shared + experts) / t.bucket_bytes), 1.0) if t.bucket_bytes else 1.0
             self._send("all_reduce", "dp", shared / buckets, buckets)

@@ -29,7 +29,7 @@ def update_bytes(runtime: Runtime, owned: Floats | float, held: Floats | float) 
     """
     state = spec_for(runtime).state
     per_owned = PLAIN_BYTES + MOMENTS[runtime.optimizer] * MOMENT_BYTES + CLIP_BYTES
-    per_owned += COPY_BYTES if state.master_weights else 0.0
+    per_owned += state.owned_gradient_passes_bytes + (COPY_BYTES if state.master_weights else 0.0)
     return owned * per_owned + held * (state.gradient_passes_bytes + weight_cast_bytes(runtime))
 
 

@@ -25,6 +25,7 @@ from simulator.step.symmetric_memory import symmetric_bytes
 from simulator.step.traffic import DataTraffic, DataWriter, data_traffic
 from simulator.step.units import Unit, held_kinds
 from simulator.step.update import NORM_BYTES, update_bytes
+from simulator.step.zero import ZeroBuffers, zero_buffers
 
 # Whose shares of the gradient norm are summed, and on which streams.
 NORM_STREAMS = (("dp", "dp norm"), ("tp", "tp comm"), ("pp", "pp norm"))
@@ -96,7 +97,10 @@ class StepWalk:
         rank.alloc("symmetric", symmetric_bytes(self.context, dense, moe)[:, 0], "symmetric_buffers", filled=True)
         kept = sum(u.repeats * u.kept_cast for u in units) * self.cast_bytes
         rank.alloc("cast weights", kept, "gathered_parameters", filled=True)
-        return DataWriter(rank=rank, traffic=self.traffic)
+        zero = self._zero_buffers(units)
+        if zero is not None:
+            rank.alloc("bucket", zero.standing, "gradient_buffers", filled=True)
+        return DataWriter(rank=rank, traffic=self.traffic, zero=zero)
 
     def action(self, rank: Rank, data: DataWriter, stage: int, kind: Kind, micro_batch: int, *, last: bool) -> None:
         """Run one action of a schedule; `last`: of the step's last micro batch."""
@@ -172,11 +176,16 @@ class StepWalk:
             rank.blocking("all_reduce", family, NORM_BYTES, stream=stream)
         owned = self._sharded(units, "optimizer")
         runtime, whole = self.context.runtime, sum(u.repeats * u.elements for u in units)
+        wide = 0.0 if data.zero is None else data.zero.update / whole
+        for unit in units:  # module by module: they fit where activations have been
+            rank.alloc(f"wide gradient of {unit.name}", unit.repeats * unit.elements * wide, "gradients")
         if self.traffic.updates_on_host:
             rank.update(update_bytes(runtime, 0.0, whole), owned)
             data.update_on_host(owned, update_bytes(runtime, owned, 0.0))
         else:
             rank.update(update_bytes(runtime, owned, whole), owned)
+        for unit in units:
+            rank.free(f"wide gradient of {unit.name}")
         data.redistribute(units)
 
     # --- amounts ------------------------------------------------------------------------------------------------
@@ -207,6 +216,14 @@ class StepWalk:
         rows = (len(self.context.table), 1)
         first, last = np.full(rows, held.first), np.full(rows, held.last)
         return between_stages_bytes(self.context, first, last, held.flying[:, None])[:, 0]
+
+    def _zero_buffers(self, units: Sequence[Unit]) -> ZeroBuffers | None:
+        """Return the buffers of a runtime that has ZeRO's."""
+        if self.spec.zero is None:
+            return None
+        return zero_buffers(
+            self.context, np.asarray(sum(u.repeats * u.elements for u in units)), self._sharded(units, "optimizer")
+        )
 
     def _placeholder_bytes(self, units: Sequence[Unit]) -> Floats:
         dense, moe = held_kinds(units)

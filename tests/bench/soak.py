@@ -1,11 +1,13 @@
-"""Apply, calibrate and probe in turns, kill some of them at random, and count what is left: `soak.py MINUTES OUT.md`.
+"""Commands and servers in turns, some of them killed at random, and what is left of them: `soak.py MINUTES OUT.md`.
 
 Without GPUs: runs are on gloo, calibrations on a stand-in. After every turn all processes, listening ports, shared memory
-and temporary files that this program's children made must be gone; stores must still be readable.
+and temporary files that this program's children made must be gone; stores must still be readable. Beside the turns one
+explorer is visited all the time (`visitor.py`), and its memory recorded.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -14,18 +16,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
 
 from planner.runs.runs_store import damaged_runs, list_runs
+from tests.ui.server import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGHUP)
 TAG = "MESHWRIGHT_SOAK"
 SHARED = Path("/dev/shm")  # noqa: S108 - looked at, never written
+SERVERS = ("explorer", "service")
+VISITED_PORT = 8699
 SETTLE_S = 30.0  # for children to notice that their parent is gone, and to end in order
 
 
@@ -44,7 +50,17 @@ def commands(folder: Path, turn: int) -> dict[str, list[str]]:
             "--out",
             str(folder / f"{turn}.json"),
         ],
-        "explorer": [*planner, "ui", "--port", str(8700 + turn % 200)],
+        "explorer": [*planner, "ui", "--port", str(8700 + turn % 100)],
+        "service": [
+            *planner,
+            "service",
+            "--port",
+            str(8800 + turn % 100),
+            "--folder",
+            str(folder / "service"),
+            "--workers",
+            "1",
+        ],
         "suggest": [
             *planner,
             "suggest",
@@ -69,7 +85,12 @@ def ours(tag: str) -> list[psutil.Process]:
 
 
 def shared() -> set[str]:
-    return {path.name for path in SHARED.iterdir()} if SHARED.is_dir() else set()
+    """Return the files of shared memory that no living process has open or mapped: those of others are theirs."""
+    used = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            used |= {Path(one.path).name for one in (*process.open_files(), *process.memory_maps())}
+    return {path.name for path in SHARED.iterdir() if path.name not in used} if SHARED.is_dir() else set()
 
 
 def left(tag: str, scratch: Path, before: set[str]) -> Counter[str]:
@@ -96,7 +117,7 @@ def turn_of(name: str, command: list[str], tag: str, scratch: Path, dice: random
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    wait = dice.uniform(0.5, 25.0) if name == "explorer" or dice.random() < 0.6 else 150.0
+    wait = dice.uniform(0.5, 25.0) if name in SERVERS or dice.random() < 0.6 else 150.0
     try:
         return f"ended with {process.wait(wait)}"
     except subprocess.TimeoutExpired:
@@ -113,16 +134,71 @@ def turn_of(name: str, command: list[str], tag: str, scratch: Path, dice: random
         return f"{signal.Signals(number).name} to {'it' if target is process else 'a child'}"
 
 
+@contextmanager
+def visited(minutes: float, scratch: Path) -> Iterator[Path]:
+    """Have an explorer visited beside what follows; yield the file that the visits are counted in."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_DATA_HOME": str(scratch / "visited")}
+    counts = scratch / "visits.json"
+    explorer = subprocess.Popen(
+        [sys.executable, "-m", "planner", "ui", "--port", str(VISITED_PORT)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    address = f"http://127.0.0.1:{VISITED_PORT}"
+    try:
+        wait_for(address, explorer)
+        visitor = [
+            sys.executable,
+            str(ROOT / "tests" / "bench" / "visitor.py"),
+            address,
+            str(60 * minutes),
+            str(counts),
+        ]
+        with (scratch / "visitor.log").open("w") as log:
+            guest = subprocess.Popen(visitor, env=environment, stdout=log, stderr=log)
+        yield counts
+        with suppress(subprocess.TimeoutExpired):
+            guest.wait(90)
+        guest.kill()
+    finally:
+        explorer.send_signal(signal.SIGINT)
+        explorer.wait(30)
+
+
+def memory_line(counts: Path) -> str:
+    """Return what the visits found, as a sentence."""
+    if not counts.is_file():
+        return "The explorer was not visited."
+    found = json.loads(counts.read_text())
+    memory = found["resident_mib"]
+    tenth = max(1, len(memory) // 10)
+    parts = [max(memory[start : start + tenth]) for start in range(0, len(memory) - tenth + 1, tenth)]
+    return (
+        f"Beside it one explorer was asked {found['asked']} questions, each in a session of its own; {found['finished']} pages "
+        f"ended within a minute. Server and workers held at most, in MiB, tenth by tenth: {', '.join(map(str, parts))}."
+    )
+
+
 def main(minutes: float, out: Path) -> None:
     dice, tag = random.Random(0), f"soak-{os.getpid()}"
     scratch = Path(tempfile.mkdtemp(prefix="soak-"))
     for name in ("tmp", "data"):
         (scratch / name).mkdir()
+    with visited(minutes, scratch) as counts:
+        turn, endings, remains = turns(minutes, scratch, tag, dice)
+    write(minutes, out, scratch, turn, endings, remains, memory_line(counts))
+
+
+def turns(
+    minutes: float, scratch: Path, tag: str, dice: random.Random
+) -> tuple[int, Counter[tuple[str, str]], Counter[str]]:
+    """Take turns until the time is over; return how many, how they ended and the most that was left of any."""
     endings: Counter[tuple[str, str]] = Counter()
     remains: Counter[str] = Counter()
     deadline, turn, before = time.monotonic() + 60 * minutes, 0, shared()
     while time.monotonic() < deadline:
-        name = dice.choice(["apply", "calibrate", "explorer", "suggest"])
+        name = dice.choice(["apply", "calibrate", *SERVERS, "suggest"])
         ending = turn_of(name, commands(scratch, turn)[name], tag, scratch, dice)
         endings[name, ending] += 1
         settled = time.monotonic() + SETTLE_S
@@ -135,6 +211,18 @@ def main(minutes: float, out: Path) -> None:
             with suppress(psutil.Error):
                 process.kill()
         turn += 1
+    return turn, endings, remains
+
+
+def write(
+    minutes: float,
+    out: Path,
+    scratch: Path,
+    turn: int,
+    endings: Counter[tuple[str, str]],
+    remains: Counter[str],
+    memory: str,
+) -> None:
     os.environ["XDG_DATA_HOME"] = str(scratch / "data")
     kept, damaged = len(list_runs()), len(damaged_runs())
     how = (
@@ -153,6 +241,8 @@ def main(minutes: float, out: Path) -> None:
             f"| {what} | {remains[what]} |"
             for what in ("processes", "ports", "shared memory", "hidden files", "temporary folders")
         ),
+        "",
+        memory,
         "",
         "| command | ending | times |",
         "|---|---|---:|",

@@ -21,7 +21,7 @@ from tests.planner.every_plan import UNBOUNDED, enumerate_candidates, grids
 from tests.planner.test_legality import reference
 
 # Beside the method of the runtime that runs the framework's plans.
-OTHER_METHODS = {"torchtitan": ("ring",), "megatron-lm": ("all_gather", "all_to_all"), "deepspeed": ("all_to_all",)}
+OTHER_METHODS = {"torchtitan": ("ring",), "megatron-lm": ("all_gather", "all_to_all"), "deepspeed": ()}
 RUNTIMES = {name: resolve({"name": name})[0] for name in ("torchtitan", "megatron-lm", "pytorch")}
 
 

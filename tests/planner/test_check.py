@@ -39,7 +39,7 @@ ANSWERS = {
     "megatron_llama3_8b_fp8.sh": (Told(), True, None, "low_precision_recipe = delayed"),
     "bridge_llama32_1b.yaml": (Told(gpus=8), True, True, ""),
     "deepspeed_zero3_auto.json": (Told(model="qwen2.5-7b", seq_len=2048, launch=LAUNCH), True, True, ""),
-    "deepspeed_zero2_autotp.json": (Told(launch=LAUNCH), True, False, ""),
+    "deepspeed_zero2_autotp.json": (Told(launch=LAUNCH), True, True, ""),
     "accelerate_fsdp1.yaml": (Told(model="llama3-8b", seq_len=2048), True, True, "global batch 64"),
     "accelerate_zero3.yaml": (Told(model="llama3-8b", seq_len=2048), True, True, ""),
     "accelerate_tp_hsdp.yaml": (Told(model="llama3-8b", seq_len=4096), True, True, ""),

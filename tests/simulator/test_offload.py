@@ -54,7 +54,7 @@ def test_gpus_share_the_memory_of_their_host_and_the_slot_of_their_switch():
     [
         # Parameters, gradients and two moments of 1/8 of the network, all in float32.
         ("torchtitan", Plan(dp_shard=8, recompute="full", offload="parameters"), 4 + 4 + 8),
-        # Two moments and the float32 copy; gradients, in float32, with them.
+        # Two moments and the float32 copy; gradients with them, of 16 bits on the GPU and of 32 where the CPU uses them.
         ("deepspeed", Plan(dp_replicate=8, zero_stage=2, recompute="full", offload="optimizer"), 12 + 4),
         ("megatron-lm", Plan(dp_replicate=8, zero_stage=1, recompute="full", offload="optimizer"), 12),
     ],
@@ -67,7 +67,8 @@ def test_what_leaves_the_gpu_is_what_the_host_holds(runtime, plan, gone):
     assert away.host_bytes == pytest.approx(gone * asked.model.parameters / 8, rel=1e-3)
     assert here.host_bytes == 0
     state = [sum(one.by_category[name] for name in ("parameters", "gradients", "optimizer")) for one in (here, away)]
-    assert state[0] - state[1] == pytest.approx(away.host_bytes)
+    narrower = 2 if runtime == "deepspeed" else 0
+    assert state[0] - state[1] == pytest.approx(away.host_bytes * (gone - narrower) / gone)
 
 
 def test_one_step_pays_for_the_update_and_for_what_moves():

@@ -1,0 +1,76 @@
+"""What DeepSpeed's ZeRO holds beside parameters, gradients and optimizer: the buckets that gradients go through.
+
+A gradient is copied to a contiguous bucket as it is made. A full bucket is flattened and cast to the type it travels in, on
+a stream of its own, whose blocks the compute stream does not get back; what a rank owns of it is kept there. The optimizer
+updates float32 copies, and has gradients of that type made for it (deepspeed/runtime/zero/stage_1_and_2.py, stage3.py;
+runtime/fp16/unfused_optimizer.py without ZeRO).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulator.columns.plan_table import Floats
+from simulator.step.context import CostContext
+from simulator.step.held import state_bytes
+
+
+def bucket_copies_bytes(context: CostContext) -> Floats:
+    """Return the bytes moved within the GPU for every gradient that is reduced, one value a plan: into the bucket, its mean,
+    flattened, cast, and what a rank owns back out to where it stays. ZeRO-3 casts first and takes the mean while it sums.
+    """
+    table = context.table
+    if context.spec.zero is None:
+        return np.zeros(len(table))
+    param, reduce = context.dtype_bytes("param"), context.dtype_bytes("reduce")
+    cast = param + reduce if reduce != param else 0.0
+    kept = (reduce + 3 * param) / np.maximum(table["sharded_over"], 1.0)
+    flattened = np.where(table.fully_sharded, 2 * reduce, 4 * param)
+    return np.where(table.state_shard["optimizer"] > 1, 2 * param + flattened + cast + kept, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroBuffers:
+    """Bytes of a rank: all the time, while gradients are made, of the stream that reduces them, and of an update."""
+
+    standing: Floats
+    buckets: Floats
+    reducing: Floats
+    update: Floats
+
+
+def zero_buffers(context: CostContext, elements: Floats, owned: Floats) -> ZeroBuffers:
+    """Return those of ranks with so many `elements` of parameters before data-parallel sharding, and `owned` ones to
+    update. Plans are the first dimension of both, and of the results. Nothing for runtimes without such buckets.
+    """
+    zero, table = context.spec.zero, context.table
+    nothing = np.zeros(np.shape(elements))
+    if zero is None:
+        return ZeroBuffers(standing=nothing, buckets=nothing, reducing=nothing, update=nothing)
+
+    def column(of: NDArray[Any]) -> NDArray[Any]:
+        return np.asarray(of).reshape((-1,) + (1,) * (np.ndim(elements) - 1))
+
+    param, reduce = context.dtype_bytes("param"), context.dtype_bytes("reduce")
+    full = column(table.fully_sharded)
+    scattered = column(~table.fully_sharded & (table.state_shard["gradients"] > 1))
+    sharded = column(~table.fully_sharded & (table.state_shard["optimizer"] > 1))
+    cast = reduce if reduce != param else 0.0
+    bucket = np.minimum(zero.bucket_elements, elements)
+    # What a rank owns is copied out of the bucket, beside what earlier micro batches left.
+    kept = np.where(scattered & (column(table.micro_batches) <= 1), 0.0, owned * context.dtype_bytes("param"))
+    out = reduce / column(np.maximum(table["sharded_over"], 1.0))
+    copies = np.where(full, bucket * (cast + reduce + out), np.where(sharded, bucket * (param + cast) + kept, 0.0))
+    at_once = np.where(full, np.minimum(owned, zero.update_elements), owned)
+    widened = state_bytes(context)["optimizer"] > 0 and param < 4
+    away = column(table.offloaded["optimizer"])
+    return ZeroBuffers(
+        standing=np.where(full, zero.bucket_elements * reduce, nothing),
+        buckets=np.where(sharded, zero.buckets * zero.bucket_elements * param, nothing),
+        reducing=np.asarray(copies + nothing),
+        update=np.where(away, 0.0, at_once * (4.0 if widened else 0.0)) + nothing,
+    )
