@@ -23,6 +23,7 @@ from simulator.closed_form.pipeline_account import (
     RankCounts,
     Table,
     finish,
+    issued,
     peak_of,
     rounds_of,
     table_of,
@@ -42,6 +43,7 @@ from simulator.step.traffic import traffic_kinds
 from simulator.step.units import SavedBytes, Unit, UnitMaker, folded, wrapping_period
 from simulator.step.walk import Held, StepWalk, held_by, message_bytes
 
+BUBBLE, HOST = PARTS.index("bubble"), PARTS.index("host")
 # Of several micro batches so many are walked; further ones repeat the second.
 WALKED = 3
 
@@ -206,7 +208,7 @@ def account_alone(inputs: AccountInputs) -> Account:
         if number == 1:
             rank.repeat(since, m - WALKED)
     walk.end(rank, data, held)
-    parts = dict(rank.parts)
+    parts = rank.spent_s()
     # The step ends with whatever is last: the host may still be at work.
     end = np.maximum(np.max(list(rank.clocks.values()), axis=0), rank.host)
     parts["host"] = parts["host"] + (end - rank.compute)
@@ -224,18 +226,11 @@ def account_pipeline(inputs: AccountInputs) -> Account:
     tables = [table_of(name, plan.pp, count, plan.virtual_stages, lets_go=lets_go) for count in counts]
     walk = StepWalk(inputs.context, inputs.operators, _stages(inputs), single=most <= 1)
     blocks, traffic = _times(inputs)
-    counter = Counter(walk, tables, lambda counts_bytes: Tally(blocks, traffic, counts_bytes=counts_bytes))
+    counter = Counter(walk, tables, lambda several: Tally(blocks, traffic, several=several))
     hops = hops_of(inputs.context, message_bytes(inputs.context, inputs.scenario.model.hidden), traffic.sms)
-    accounts = [_through(inputs, walk, counter, table, hops) for table in tables]
-    if len(accounts) == 1:
-        return accounts[0]
-    there, before = accounts
-    rounds = (m - most) / period
-    return Account(
-        parts_s={part: there.parts_s[part] + rounds * (there.parts_s[part] - before.parts_s[part]) for part in PARTS},
-        held_bytes=there.held_bytes + rounds[:, None] * (there.held_bytes - before.held_bytes),
-        clocks=inputs.clocks,
-    )
+    walks = [_through(inputs, walk, counter, table, hops, longer=len(tables) > 1) for table in tables]
+    end = walks[0] if len(walks) == 1 else walks[0].longer_by((m - most) / period, walks[1])
+    return Account(parts_s=end.parts_s(), held_bytes=end.held_bytes, clocks=inputs.clocks)
 
 
 def _stages(inputs: AccountInputs) -> list[list[Unit]]:
@@ -248,8 +243,51 @@ def _times(inputs: AccountInputs) -> tuple[BlockTimes, TrafficTimes]:
     return blocks, TrafficTimes(inputs.context)
 
 
-def _through(inputs: AccountInputs, walk: StepWalk, counter: Counter, table: Table, hops: Hops) -> Account:
-    """Return the account of a step that is as long as a table."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineEnd:
+    """What a step through a pipeline has come to. Of each rank, shape (ranks, plans): the `parts` of its step (an axis of
+    them in between), how long it waits at least however long the step is (`idle_s`), and when it would end if only its host
+    took time (`host_s`, of steps from which longer ones follow).
+    """
+
+    parts: Floats
+    idle_s: Floats
+    host_s: Floats
+    held_bytes: Floats
+
+    @property
+    def done_s(self) -> Floats:
+        return np.asarray(self.parts[0].sum(axis=0))
+
+    def longer_by(self, rounds: Floats, before: PipelineEnd) -> PipelineEnd:
+        """Return the end of a step of so many `rounds` more; `before` is that of one round less.
+
+        A rank with more to do than others waits less with every round, until it sets the pace; so does a host.
+        """
+
+        def further(quantity: str) -> Floats:
+            there, earlier = getattr(self, quantity), getattr(before, quantity)
+            return np.asarray(there + rounds * (there - earlier))
+
+        parts, host_s = further("parts"), further("host_s")
+        busy_s = parts.sum(axis=1) - parts[:, BUBBLE] - parts[:, HOST]
+        done_s = np.max([further("done_s"), (busy_s + self.idle_s).max(axis=0), host_s.max(axis=0)], axis=0)
+        parts[:, HOST] = np.minimum(parts[:, HOST], done_s - busy_s)
+        parts[:, BUBBLE] = done_s - busy_s - parts[:, HOST]
+        held_bytes = self.held_bytes + rounds[:, None] * (self.held_bytes - before.held_bytes)
+        return PipelineEnd(parts=parts, idle_s=self.idle_s, host_s=host_s, held_bytes=held_bytes)
+
+    def parts_s(self) -> dict[str, Floats]:
+        """Return the parts of the step as the rank has them that computes longest."""
+        computing = self.parts[:, PARTS.index("compute")] + self.parts[:, PARTS.index("recompute")]
+        slowest, every = np.argmax(computing, axis=0), np.arange(computing.shape[1])
+        return {part: self.parts[slowest, number, every] for number, part in enumerate(PARTS)}
+
+
+def _through(
+    inputs: AccountInputs, walk: StepWalk, counter: Counter, table: Table, hops: Hops, *, longer: bool
+) -> PipelineEnd:
+    """Return the end of a step that is as long as a table; `longer`: of one from which longer ones follow."""
     rows, schedule = len(inputs.context.table), table.schedule
     flying = [np.full(rows, float(count)) for count in table.in_flight]
     ranks = [counter.rank(held_by(schedule, rank, flying[rank])) for rank in range(schedule.ranks)]
@@ -257,13 +295,11 @@ def _through(inputs: AccountInputs, walk: StepWalk, counter: Counter, table: Tab
     clocks, _ = walk_table(table, ranks, hops, lags, synchronizes=walk.synchronizes)
     ends = finish(walk, ranks, clocks)
     done = np.max([end.done for end in ends], axis=0)
-    parts = np.stack([_parts(table, rank, ranks[rank], clocks[rank], ends[rank], done) for rank in range(len(ranks))])
-    slowest = np.argmax(parts[:, PARTS.index("compute")] + parts[:, PARTS.index("recompute")], axis=0)
-    every = np.arange(rows)
-    return Account(
-        parts_s={part: parts[slowest, number, every] for number, part in enumerate(PARTS)},
+    return PipelineEnd(
+        parts=np.stack([_parts(table, r, ranks[r], clocks[r], ends[r], done) for r in range(len(ranks))]),
+        idle_s=np.stack([at.filling + e.parts[BUBBLE] + done - e.compute for at, e in zip(clocks, ends, strict=True)]),
+        host_s=issued(walk, table, ranks, hops) if longer else np.zeros((len(ranks), rows)),
         held_bytes=np.stack([peak_of(table, rank, counts) for rank, counts in enumerate(ranks)], axis=2),
-        clocks=inputs.clocks,
     )
 
 
@@ -288,5 +324,5 @@ def _parts(table: Table, rank: int, counts: RankCounts, clocks: Clocks, end: End
     parts = np.asarray(sum(passes, end.parts))
     for number, part in enumerate(PARTS):
         parts[number] += clocks.waits.get(part, 0.0)
-    parts[PARTS.index("bubble")] += done - end.compute
+    parts[BUBBLE] += done - end.compute
     return parts

@@ -24,7 +24,9 @@ TINY = 1e-12  # seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTimes:
-    """One pass of a unit: `kernels_s` and `exposed_s` communication on the device, `host_s`; see `PassCost.behind_s`."""
+    """One pass of a unit: `kernels_s` and `exposed_s` communication on the device, both `device_s`, and `host_s`. It ends
+    `alone_s` after the host has begun, where it waits for nothing else; see `PassCost.behind_s`.
+    """
 
     kernels_s: Floats
     exposed_s: Floats
@@ -33,9 +35,11 @@ class PassTimes:
     bytes_per_s: Floats
     parts: dict[str, Floats]
     device_s: Floats = field(init=False)
+    alone_s: Floats = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device_s", self.kernels_s + self.exposed_s)
+        object.__setattr__(self, "alone_s", np.maximum(self.behind_s, self.device_s))
 
 
 class BlockTimes:
@@ -238,6 +242,8 @@ class TrafficTimes:
             there = (groups.extent(axis)[0] > 1) & (size > 0)
             seconds = np.where(there, groups.time_s(op, axis, np.maximum(size, 1.0)), 0.0)
             sms, sent = groups.load(op, axis, size)
+            measured = self.context.held_sms(op)
+            sms = sms if measured is None else np.where(there, measured, 0.0)
             self._known[key] = Background(
                 seconds=seconds,
                 host_s=np.where(there, self.context.spec.host.collective_s, 0.0),

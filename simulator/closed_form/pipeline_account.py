@@ -20,11 +20,14 @@ from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedule_program import TURNS, last_backwards, needs, peak_in_flight, sent_to
 from simulator.pipeline.schedule_tables import build_schedule
 from simulator.pipeline.schedules import SCHEDULES, Kind, Schedule
+from simulator.step.rank import Value
 from simulator.step.traffic import WIRES, DataWriter
 from simulator.step.units import Unit
 from simulator.step.walk import Held, StepWalk
 
 LONG_AGO = -1e6  # seconds: a clock that holds nothing up
+# (compute, wire, host) clocks with which passes begin: nothing in the way of the device, the host, or the wire.
+BEGINS = np.array([(0.0, LONG_AGO, LONG_AGO), (LONG_AGO, LONG_AGO, 0.0), (0.0, 0.0, LONG_AGO)])
 
 
 def rounds_of(name: str, ranks: int, micro_batches: int) -> tuple[int, int]:
@@ -185,11 +188,11 @@ Local = tuple[Kind, bool, bool, Gathered, bool]  # a kind of pass, wherever its 
 class Counter:
     """Counts the passes of stages that a plan's tables have, those of stages with the same units only once.
 
-    Walks tell what a pass takes: one with nothing in the way of the device, one with nothing but the host in the way, and,
-    where parameters are gathered, one with a wire that is free only when the pass begins.
+    Three walks at once tell what a pass takes: with nothing in the way of the device, with nothing but the host in the way,
+    and with a wire that is free only when the pass begins (`BEGINS`).
     """
 
-    def __init__(self, walk: StepWalk, tables: Sequence[Table], new_tally: Callable[[bool], Tally]) -> None:
+    def __init__(self, walk: StepWalk, tables: Sequence[Table], new_tally: Callable[[int], Tally]) -> None:
         self.walk, self.new_tally = walk, new_tally
         follow = {kind.stage for table in tables for kind in table.kinds if kind.follows}
         self._shapes = [(_shape(units), stage in follow) for stage, units in enumerate(walk.stages)]
@@ -200,7 +203,7 @@ class Counter:
 
     def rank(self, held: Held) -> RankCounts:
         """Return the counts of a rank."""
-        tally = self.new_tally(True)
+        tally = self.new_tally(0)
         data = self.walk.begin(tally, held)
         passes = {stage: self.stage(stage) for stage in held.stages}
         return RankCounts(held, tally.bytes.now.copy(), tally.host, passes, (tally, data))
@@ -214,23 +217,22 @@ class Counter:
 
     def _passes(self, kinds: set[Local], stage: int) -> dict[Local, PassCounts]:
         walk, units = self.walk, self.walk.stages[stage]
-        tallies = [self.new_tally(number == 0) for number in range(3 if walk.traffic.gathers_before_use else 2)]
-        told = [(tally, DataWriter(rank=tally, traffic=walk.traffic)) for tally in tallies]
+        tally = self.new_tally(len(BEGINS))
+        data = DataWriter(rank=tally, traffic=walk.traffic)
         wanted = {Gathered.NONE: [], Gathered.LAST: units[-1:], Gathered.ALL: units}
-        clocks = ((0.0, LONG_AGO, LONG_AGO), (LONG_AGO, LONG_AGO, 0.0), (0.0, 0.0, LONG_AGO))
         passes: dict[Local, PassCounts] = {}
         for local, micro_batch in _each_kind(kinds):
             action, _, last, gathered, follows = local
             before = units[min(stage == 0, len(units) - 1)] if follows else None  # one of a size with it
-            for (tally, data), (compute_s, wire_s, host_s) in zip(told, clocks, strict=False):
-                tally.runs_ahead = True
-                if gathered is not Gathered.AS_LEFT:
-                    data.have_gathered(units, wanted[gathered])
-                data.have_sent(before)
-                tally.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
-                walk.action(tally, data, stage, action, micro_batch, last=last)
+            tally.runs_ahead = True
+            if gathered is not Gathered.AS_LEFT:
+                data.have_gathered(units, wanted[gathered])
+            data.have_sent(before)
+            compute_s, wire_s, host_s = BEGINS.T[:, :, None]
+            tally.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
+            walk.action(tally, data, stage, action, micro_batch, last=last)
             if local not in passes:
-                passes[local] = _counted(tallies, settles=last and stage == 0)
+                passes[local] = _counted(tally, settles=last and stage == 0, gathers=walk.traffic.gathers_before_use)
         return passes
 
 
@@ -280,25 +282,26 @@ def _backwards(kinds: set[Local]) -> list[list[Local]]:
     return sorted(runs, key=lambda run: (not run[-1][1], run[-1][2]))
 
 
-def _counted(tallies: Sequence[Tally], *, settles: bool) -> PassCounts:
+def _counted(tally: Tally, *, settles: bool, gathers: bool) -> PassCounts:
     """Return what a pass took, from the walks of it."""
-    free, hosted = tallies[:2]
-    lead_s = tallies[2].compute - free.compute if len(tallies) > 2 else np.zeros(free.rows)
-    before_bytes, before_parts = free.at_pass
-    ends = [free.clocks[name] for name in WIRES if name in free.clocks]
-    tail_s = np.max([*ends, np.full(free.rows, LONG_AGO)], axis=0) - free.compute
-    parts = np.stack([free.parts[name] - before_parts[name] for name in PARTS])
+    free, hosted, wired = tally.compute
+    before_bytes, before_parts = tally.at_pass
+    ends = [tally.clocks[name][0] for name in WIRES if name in tally.clocks]
+    tail_s = np.max([*ends, np.full(tally.rows, LONG_AGO)], axis=0) - free
+    spent_s = tally.spent_s()
+    parts = np.stack([(spent_s[name] - before_parts[name])[0] for name in PARTS])
+    lead_s = wired - free if gathers else np.zeros(tally.rows)
     return PassCounts(
-        device_s=free.compute,
+        device_s=free,
         parts=parts,
-        host_s=hosted.host,
+        host_s=tally.host[1],
         lead_s=lead_s,
         tail_s=tail_s,
-        kept=free.bytes.now - before_bytes,
-        most=free.bytes.most - before_bytes,
+        kept=tally.bytes.now - before_bytes,
+        most=tally.bytes.most - before_bytes,
         settles=settles,
         leads=bool((lead_s > 0).any()),
-        slack_s=np.maximum(hosted.compute - free.compute, 0.0),
+        slack_s=np.maximum(hosted - free, 0.0),
         kernels_s=parts[PARTS.index("compute")] + parts[PARTS.index("recompute")],
     )
 
@@ -321,6 +324,7 @@ class Clocks:
     wire: Floats
     waits: dict[str, Floats]
     sending: dict[int, Floats] = field(default_factory=dict)  # until when messages to a rank are on their way
+    filling: Floats | None = None  # how long it has waited before its first pass
 
     def wait(self, until: Floats, part: str) -> None:
         later = np.maximum(self.compute, until)
@@ -371,6 +375,8 @@ def walk_table(
             took[turn.needs] = at.compute - ready
         if did.leads:
             at.wait(np.where(did.lead_s > 0, np.maximum(at.wire, at.host) + did.lead_s, 0.0), "dp")
+        if at.filling is None:
+            at.filling = at.waits["bubble"] + at.waits["host"]
         at.wait(at.host + did.slack_s, "host")
         at.run(did, turn.rank, hops)
         if synchronizes:
@@ -396,18 +402,34 @@ class End:
 
 def finish(walk: StepWalk, ranks: Sequence[RankCounts], clocks: Sequence[Clocks]) -> list[End]:
     """Tell every rank the end of the step. Ranks meet where the norm of gradients is summed."""
-
-    def told(rank: RankCounts, at: Clocks, meeting: Floats | None) -> End:
-        tally, data = rank.told
-        tally.begin_pass(compute_s=at.compute, wire_s=at.wire, host_s=at.host)
-        tally.meeting = meeting
-        walk.end(tally, data, rank.held)
-        _, before = tally.at_pass
-        return End(tally.met, tally.compute, tally.done, np.stack([tally.parts[p] - before[p] for p in PARTS]))
-
-    alone = [told(rank, at, None) for rank, at in zip(ranks, clocks, strict=True)]
+    alone = [_told(walk, rank, at.compute, at.wire, at.host) for rank, at in zip(ranks, clocks, strict=True)]
     meeting = np.max([end.met for end in alone], axis=0)
-    return [told(rank, at, meeting) for rank, at in zip(ranks, clocks, strict=True)]
+    return [_told(walk, rank, at.compute, at.wire, at.host, meeting) for rank, at in zip(ranks, clocks, strict=True)]
+
+
+def issued(walk: StepWalk, table: Table, ranks: Sequence[RankCounts], hops: Hops) -> Floats:
+    """Return when ranks would be done that waited for nothing but their hosts, which wait for nothing."""
+    ends = []
+    for number, rank in enumerate(ranks):
+        kinds, times = np.unique(table.rows[number], return_counts=True)
+        passes = sum(count * rank.of(table.kinds[kind]).host_s for kind, count in zip(kinds, times, strict=True))
+        messages = sum(
+            (turn.needs is not None) + (turn.sends is not None) for turn in table.turns if turn.rank == number
+        )
+        ends.append(_told(walk, rank, LONG_AGO, LONG_AGO, rank.host_s + passes + messages * hops.host_s).done)
+    return np.stack(ends)
+
+
+def _told(
+    walk: StepWalk, rank: RankCounts, compute_s: Value, wire_s: Value, host_s: Value, meeting: Floats | None = None
+) -> End:
+    tally, data = rank.told
+    tally.begin_pass(compute_s=compute_s, wire_s=wire_s, host_s=host_s)
+    tally.meeting = meeting
+    walk.end(tally, data, rank.held)
+    _, before = tally.at_pass
+    spent_s = tally.spent_s()
+    return End(tally.met, tally.compute, tally.done, np.stack([spent_s[name] - before[name] for name in PARTS]))
 
 
 def peak_of(table: Table, rank: int, counts: RankCounts) -> Floats:

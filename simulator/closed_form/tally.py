@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.closed_form.block_times import Background, BlockTimes, TrafficTimes
+from simulator.closed_form.block_times import Background, BlockTimes, PassTimes, TrafficTimes
 from simulator.columns.plan_table import Floats
 from simulator.program.program import COMPUTE
 from simulator.step.rank import Pass, Value
@@ -37,12 +37,24 @@ class Bytes:
 
     def __init__(self, rows: int) -> None:
         self.now: Floats = np.zeros((len(CATEGORIES), rows))
-        self.most: Floats = self.now.copy()
-        self._total, self._peak = np.zeros(rows), np.zeros(rows)
+        self._total = np.zeros(rows)
+        self._most, self._peak = self.now.copy(), np.zeros(rows)
+        self._grown = False  # since the most was looked at: it can only have come just before something is let go
         self._live: dict[str, tuple[int, Value]] = {}
         self._times: dict[str, float] = {}  # of buffers that stand for so many
         self._body: dict[str, None] | None = None  # what was allocated since a unit began that stands for several
         self._before = self.now
+
+    @property
+    def most(self) -> Floats:
+        """What was allocated when it was most."""
+        if self._grown:
+            self._grown = False
+            more = self._total > self._peak
+            if more.any():
+                self._most[:, more] = self.now[:, more]
+                self._peak = np.maximum(self._peak, self._total)
+        return self._most
 
     def begin_unit(self) -> None:
         """A unit begins that stands for several."""
@@ -50,6 +62,7 @@ class Bytes:
 
     def end_unit(self, times: float) -> None:
         """It has ended: what it has taken and let go is `times` as much."""
+        _ = self.most
         change = (times - 1.0) * (self.now - self._before)
         change[GATHERED] = 0.0  # told of all of them together, as they are gathered ahead
         self.now += change
@@ -61,11 +74,11 @@ class Bytes:
 
     def begin(self) -> None:
         """Look for the most from here on."""
-        self.most, self._peak = self.now.copy(), self._total.copy()
+        self._most, self._peak, self._grown = self.now.copy(), self._total.copy(), False
 
     def alloc(self, buffer: str, nbytes: Value, category: str, *, handed_on: bool = False) -> None:
         """Take memory; what is `handed_on` is let go of by the next unit, however many of them there are."""
-        if not np.any(nbytes):
+        if not (nbytes.any() if isinstance(nbytes, np.ndarray) else nbytes):
             return
         row = ROW_OF[category]
         self._live[buffer] = row, nbytes
@@ -73,35 +86,39 @@ class Bytes:
             self._body[buffer] = None
         self.now[row] += nbytes
         self._total += nbytes
-        more = self._total > self._peak
-        if more.any():
-            self.most[:, more] = self.now[:, more]
-            self._peak = np.maximum(self._peak, self._total)
+        self._grown = True
 
     def free(self, buffer: str) -> None:
-        row, nbytes = self._live.pop(buffer, (0, 0.0))
+        if buffer not in self._live:
+            return
+        _ = self.most
+        row, nbytes = self._live.pop(buffer)
         times = self._times.pop(buffer, 1.0)
-        if self._body is None:
+        if self._body is None and times != 1.0:
             nbytes = times * nbytes
         self.now[row] -= nbytes
         self._total -= nbytes
 
 
-Mark = tuple[Floats, dict[str, Floats], dict[str, Floats]]
+Ran = dict[int, tuple[PassTimes, Value]]
+Mark = tuple[Floats, dict[str, Floats], dict[str, Floats], Ran]
 
 
 class Tally:
-    """Counts one pipeline rank of the plans of a table; its memory only if `counts_bytes`."""
+    """Counts one pipeline rank of the plans of a table, or several of them that begin their passes at other times.
 
-    def __init__(self, blocks: BlockTimes, traffic: TrafficTimes, *, counts_bytes: bool = True) -> None:
-        self.counts_bytes = counts_bytes
+    Clocks and parts have shape (plans,), or (ranks, plans) of `several` ranks, which hold the same memory.
+    """
+
+    def __init__(self, blocks: BlockTimes, traffic: TrafficTimes, *, several: int = 0) -> None:
         self.blocks, self.traffic = blocks, traffic
         self.rows = blocks.rows
-        self._zero = np.zeros(self.rows)
+        self._zero = np.zeros((several, self.rows) if several else self.rows)
         self.host: Floats = self._zero
-        self.clocks: dict[str, Floats] = {COMPUTE: np.zeros(self.rows)}
-        self.parts: dict[str, Floats] = {name: np.zeros(self.rows) for name in PARTS}
+        self.clocks: dict[str, Floats] = {COMPUTE: self._zero}
+        self.parts: dict[str, Floats] = dict.fromkeys(PARTS, self._zero)
         self.bytes = Bytes(self.rows)
+        self._ran: Ran = {}  # which passes, and how often
         self._beside: dict[str, Background] = {}
         self._events: dict[str, tuple[str, Floats]] = {}
         self._recorded = 0
@@ -109,7 +126,7 @@ class Tally:
         self.runs_ahead = False  # the host never waits for the device, whatever the runtime says
         self.at_pass: tuple[Floats, dict[str, Floats]] = (self.bytes.now, self.parts)
         self.meeting: Floats | None = None  # when the other ranks of the pipeline are ready to meet
-        self.met: Floats = np.zeros(self.rows)  # when this one was
+        self.met: Floats = self._zero  # when this one was
 
     def start(self) -> None:
         """The device begins when the host has got so far."""
@@ -123,11 +140,11 @@ class Tally:
     def begin_pass(self, *, compute_s: Value, wire_s: Value, host_s: Value) -> None:
         """Set all clocks: a pass to come is counted from there."""
         for stream in (*self.clocks, *WIRES):
-            self.clocks[stream] = np.zeros(self.rows) + (compute_s if stream == COMPUTE else wire_s)
-        self.host = np.zeros(self.rows) + host_s
-        self._events = {name: (stream, np.zeros(self.rows) + wire_s) for name, (stream, _) in self._events.items()}
+            self.clocks[stream] = self._zero + (compute_s if stream == COMPUTE else wire_s)
+        self.host = self._zero + host_s
+        self._events = {name: (stream, self._zero + wire_s) for name, (stream, _) in self._events.items()}
         self.bytes.begin()
-        self.at_pass = self.bytes.now.copy(), dict(self.parts)
+        self.at_pass = self.bytes.now.copy(), self.spent_s()
 
     @property
     def compute(self) -> Floats:
@@ -136,11 +153,11 @@ class Tally:
 
     def mark(self) -> Mark:
         """Return where the rank is."""
-        return self.host, dict(self.clocks), dict(self.parts)
+        return self.host, dict(self.clocks), dict(self.parts), dict(self._ran)
 
     def repeat(self, since: Mark, times: Value) -> None:
         """Let what has happened since a mark happen so many `times` more."""
-        host, clocks, parts = since
+        host, clocks, parts, ran = since
         ahead = {name: times * (clock - clocks.get(name, self._zero)) for name, clock in self.clocks.items()}
         self.host = self.host + times * (self.host - host)
         self.clocks = {name: clock + ahead[name] for name, clock in self.clocks.items()}
@@ -148,6 +165,18 @@ class Tally:
         for name, part in self.parts.items():
             if part is not parts[name]:
                 self.parts[name] = part + times * (part - parts[name])
+        for key, (what, count) in self._ran.items():
+            before = ran[key][1] if key in ran else 0.0
+            if count is not before:
+                self._ran[key] = what, count + times * (count - before)
+
+    def spent_s(self) -> dict[str, Floats]:
+        """Return the parts of all that has happened so far."""
+        parts = dict(self.parts)
+        for times, count in self._ran.values():
+            for part, seconds in times.parts.items():
+                parts[part] = parts[part] + count * seconds
+        return parts
 
     # --- what a rank is told ------------------------------------------------------------------------------------
 
@@ -168,14 +197,15 @@ class Tally:
         times = self.blocks.of(unit, which)
         start = np.maximum(self.compute, self.host)
         stretched = self._beside_traffic(start, times.kernels_s, times.exposed_s, times.bytes_per_s)
-        for part, seconds in times.parts.items():
-            self.parts[part] = self.parts[part] + seconds
-        device_s = times.device_s
+        self._ran[id(times)] = times, self._ran.get(id(times), (times, 0.0))[1] + 1.0
+        device_s, alone_s = times.device_s, times.alone_s
         if stretched is not None:
             self.parts["contention"] = self.parts["contention"] + stretched
             device_s = device_s + stretched
-        end = np.maximum(self.compute + device_s, self.host + np.maximum(times.behind_s, device_s))
-        self.parts["host"] = self.parts["host"] + (end - self.compute - device_s)
+            alone_s = np.maximum(alone_s, device_s)
+        done = self.compute + device_s
+        end = np.maximum(done, self.host + alone_s)
+        self.parts["host"] = self.parts["host"] + (end - done)
         self.clocks[COMPUTE] = end
         self.host = self.host + times.host_s
 
@@ -214,9 +244,11 @@ class Tally:
         cost = self.traffic.cost(op, family, nbytes)
         if not cost.runs:
             return
-        self.host = self.host + times * cost.host_s
-        start = np.maximum(self._clock(stream), self.host)
-        self.clocks[stream] = np.where(cost.seconds > 0, start + times * cost.seconds, self._clock(stream))
+        once = isinstance(times, float) and times == 1.0
+        self.host = self.host + (cost.host_s if once else times * cost.host_s)
+        now = self._clock(stream)
+        end = np.maximum(now, self.host) + (cost.seconds if once else times * cost.seconds)
+        self.clocks[stream] = end if cost.everywhere else np.where(cost.seconds > 0, end, now)
         before = self._beside.get(stream)
         if before is not cost:
             self._beside[stream] = cost if before is None or cost.everywhere else cost.over(before)
@@ -256,13 +288,11 @@ class Tally:
         pool: str = "",
         filled: bool = False,  # noqa: ARG002 - held all the same
     ) -> None:
-        if self.counts_bytes:
-            reduction = pool == REDUCE_POOL and category == "gradient_buffers"
-            self.bytes.alloc(buffer, nbytes, category, handed_on=reduction)
+        reduction = pool == REDUCE_POOL and category == "gradient_buffers"
+        self.bytes.alloc(buffer, nbytes, category, handed_on=reduction)
 
     def free(self, buffer: str) -> None:
-        if self.counts_bytes:
-            self.bytes.free(buffer)
+        self.bytes.free(buffer)
 
     # --- clocks -------------------------------------------------------------------------------------------------
 

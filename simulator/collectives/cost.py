@@ -168,9 +168,19 @@ class CollectiveModel:
             interval = Interval(
                 value=float(value), low=float(value / (1 + width)), high=float(value * (1 + width)), source=origin
             )
-            sms = 0 if name == "copy_engine" else channels
+            sms = _sms(comm, op, name, protocol, float(size))
             costs.append(CollectiveCost(algorithm=name, protocol=protocol, channels=channels, sms=sms, time_s=interval))
         return tuple(costs)
+
+    def algorithms(self, op: str, nbytes: ArrayLike, shape: GroupShape) -> list[tuple[str, int]]:
+        """Return (algorithm, SMs that it holds) for every size, as `choose_many` does."""
+        sizes = np.atleast_1d(np.asarray(nbytes, dtype=np.float64)).ravel()
+        options, comm = self._options(op, sizes, shape, int8=False, algorithm=None), self.communicator(shape)
+        chosen = [options.names[pick] for pick in options.pick]
+        return [
+            (name, _sms(comm, op, name, protocol, float(size)))
+            for size, (name, protocol) in zip(sizes, chosen, strict=True)
+        ]
 
     def _launched(self, op: str, device_s: Floats, launch: LaunchMode) -> Floats:
         issue_s = self.measured.issue_s(op) if self.measured is not None else EAGER_ISSUE_S
@@ -190,6 +200,10 @@ class CollectiveModel:
         if algorithm is not None and algorithm not in ALGORITHMS:
             raise BadInput(f"unknown algorithm {algorithm!r}", remedy=f"use one of {', '.join(ALGORITHMS)}")
         return _evaluate(self.communicator(shape), op, sizes, int8=int8, algorithm=algorithm)
+
+
+def _sms(comm: Communicator, op: str, algorithm: str, protocol: str, nbytes: float) -> int:
+    return 0 if algorithm == "copy_engine" else channel_count(comm, op, algorithm, protocol, nbytes)
 
 
 def interval_width(comm: Communicator, *, custom: bool = False) -> tuple[float, Source]:

@@ -16,6 +16,8 @@ from topology.rates.groups import GroupShape, group_shape
 from topology.rates.node_rates import node_rates
 from topology.rates.orders import Order, Pattern, groups_on, irregular, node_orders, order_of
 
+REMEMBERED = 256  # plans of one group whose times are remembered by what was asked
+
 
 @dataclass(slots=True)
 class GroupTimes:
@@ -36,14 +38,29 @@ class GroupTimes:
     _shapes: dict[str, tuple[tuple[GroupShape, ...], NDArray[np.int64]]] = field(default_factory=dict)
     _of_row: tuple[tuple[Order, ...], NDArray[np.int64]] | None = None
     _alike: dict[str, list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]] = field(default_factory=dict)
+    # What has been asked of a few plans: those that are taken from others ask the same.
+    _times: dict[object, Floats] = field(default_factory=dict)
+    _loads: dict[object, tuple[Floats, Floats]] = field(default_factory=dict)
 
     def time_s(self, op: str, axis: str, nbytes: Floats | float, *, algorithm: str | None = None) -> Floats:
         """Return the seconds of `op` with `nbytes` (nccl-tests' size column) along `axis`, one value per plan."""
         size = np.broadcast_to(np.asarray(nbytes, dtype=np.float64), (len(self.table),))
         out = np.zeros(len(self.table))
         for model, shape, rows in self._groups(axis):
-            out[rows] = self.factor * model.time_s(op, size[rows], shape, algorithm=algorithm)
+            sizes = size[rows]
+            if len(sizes) > REMEMBERED:
+                out[rows] = self.factor * model.time_s(op, sizes, shape, algorithm=algorithm)
+                continue
+            key = (id(model), op, shape, algorithm, sizes.tobytes())
+            if key not in self._times:
+                self._times[key] = self.factor * model.time_s(op, sizes, shape, algorithm=algorithm)
+            out[rows] = self._times[key]
         return out
+
+    def take(self, rows: NDArray[np.intp], table: PlanTable) -> GroupTimes:
+        """Return the times of some of the plans, those of `table`."""
+        apart = tuple(self.apart[row] for row in rows) if self.apart else ()
+        return replace(self, table=table, apart=apart, _shapes={}, _of_row=None, _alike={})
 
     def load(self, op: str, axis: str, nbytes: Floats) -> tuple[Floats, Floats]:
         """Return (SMs that `op` holds, bytes that it sends through the port of a rank), one value per plan."""
@@ -53,9 +70,12 @@ class GroupTimes:
             if rows.any() and not np.isfinite(model.time_s(op, float(nbytes[rows][0]), shape)):
                 continue  # nothing joins these ranks
             sizes, which = np.unique(nbytes[rows], return_inverse=True)
-            chosen = model.choose_many(op, sizes, shape) if len(sizes) else ()
-            sms[rows] = np.array([float(one.sms) for one in chosen])[which]
-            sent[rows] = (sizes * np.array([port_share(op, one.algorithm, shape) for one in chosen]))[which]
+            key = (id(model), op, shape, sizes.tobytes())
+            if key not in self._loads:
+                chosen = model.algorithms(op, sizes, shape) if len(sizes) else ()
+                held = np.array([float(channels) for _, channels in chosen])
+                self._loads[key] = held, sizes * np.array([port_share(op, name, shape) for name, _ in chosen])
+            sms[rows], sent[rows] = (each[which] for each in self._loads[key])
         return sms, sent
 
     def _groups(self, axis: str) -> list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]:

@@ -13,6 +13,7 @@ from simulator.lowering.steps import KernelKey
 from simulator.lowering.writing import PEER_COPY, launch_key
 from simulator.program.cost_model import Cost, GpuLimits, LinkUse, Ranks
 from simulator.program.program import Collective, Copy, Instruction, Kernel, Launch, Recv, Send
+from simulator.step.traffic import DATA_FAMILIES
 from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
 
@@ -40,6 +41,8 @@ class MachineCosts:
     families: Mapping[str, GroupShape] = field(default_factory=dict)
     peer_copies: Mapping[int, float] = field(default_factory=dict)  # bytes -> seconds
     host_copy_bytes_per_s: float = 0.0  # between host and GPU
+    held_sms: Mapping[str, float] = field(default_factory=dict)  # by op of data-parallel traffic, where measured
+    factor: float = 1.0  # how many times as long collectives take in a runtime's steps as by themselves
     _known: dict[tuple[str, int, GroupShape], CollectiveCost] = field(default_factory=dict)
     _uses: dict[tuple[str, float], tuple[_LinkUses, _LinkUses]] = field(default_factory=dict)
     _gpus_per_node: int = field(init=False)
@@ -71,12 +74,15 @@ class MachineCosts:
         op = instruction.op if isinstance(instruction, Collective) else "send_recv"
         shape = self.shape(instruction.group, ranks)
         chosen = self._chosen(op, instruction.nbytes, shape)
-        seconds = chosen.time_s.value
+        seconds = self.factor * chosen.time_s.value
+        sms = float(chosen.sms)
+        if isinstance(instruction, Collective) and instruction.group in DATA_FAMILIES:
+            sms = self.held_sms.get(op, sms)
         sent = instruction.nbytes * port_share(op, chosen.algorithm, shape)
         # By itself a transfer gets what its time says, whatever the time was measured or modelled from.
         medium, share = ("port", 1.0) if shape.nodes == 1 else ("nic", 1.0 / shape.ranks_per_node)
         rate = min(sent / seconds, self._link_rates[medium] / share) if seconds else 0.0
-        return Cost(seconds=seconds, sms=float(chosen.sms), hbm_bytes_per_s=2 * rate, link_bytes_per_s=rate)
+        return Cost(seconds=seconds, sms=sms, hbm_bytes_per_s=2 * rate, link_bytes_per_s=rate)
 
     def host_s(self, instruction: Instruction) -> float:
         if isinstance(instruction, Launch):

@@ -20,7 +20,7 @@ from simulator.program.program import CodeWriter, Groups, Program
 from simulator.runtimes.library import operators_for, wraps_one
 from simulator.step.context import CostContext
 from simulator.step.offload import copy_bytes_per_s
-from simulator.step.traffic import DataWriter
+from simulator.step.traffic import DATA_OPS, DataWriter
 from simulator.step.walk import Held, StepWalk, held_by, message_bytes
 
 
@@ -110,6 +110,8 @@ class _Lowering:
             families={name: self.context.groups.shape(name) for name in FAMILIES},
             peer_copies=self.steps.peer_copies,
             host_copy_bytes_per_s=float(copy_bytes_per_s(self.context)[0]),
+            held_sms={op: sms for op in DATA_OPS if (sms := self.context.held_sms(op)) is not None},
+            factor=self.context.groups.factor,
         )
         return Lowered(program=program, costs=costs, schedule=self.schedule)
 

@@ -40,15 +40,18 @@ class CostContext:
 
     def take(self, rows: NDArray[np.intp]) -> CostContext:
         """Return the context of some of the plans."""
-        table, groups = self.table.take(rows), self.groups
-        every = len(self.table)
-        apart = tuple(groups.apart[row] for row in rows) if groups.apart else ()
+        table, every = self.table.take(rows), len(self.table)
         return replace(
             self,
             table=table,
             sizes={name: np.broadcast_to(size, (every,))[rows] for name, size in self.sizes.items()},
-            groups=GroupTimes(groups.cluster, table, groups.collectives, apart=apart, factor=groups.factor),
+            groups=self.groups.take(rows, table),
         )
+
+    def held_sms(self, op: str) -> float | None:
+        """Return the SMs that data-parallel traffic takes from kernels beside it, None where that was not measured."""
+        beside = self.calibration.contention_of(op) if self.calibration is not None else None
+        return None if beside is None else beside.lost * self.roofline.gpu.sm_count
 
     def dtype_bytes(self, name: str) -> float:
         """Return the bytes of one number in a type of the description's. In a low type: as products read it (`low`), all

@@ -28,6 +28,8 @@ from simulator.step.zero import ZeroBuffers, bucket_copies_bytes
 
 STREAM = "fsdp comm"
 REPLICAS = "replicate comm"
+DATA_FAMILIES = ("fsdp", "expert_fsdp", "replicate", "dp", "expert_dp")  # groups that carry it
+DATA_OPS = ("all_gather", "reduce_scatter", "all_reduce")
 WIRES = (STREAM, REPLICAS, OFFLOAD)  # all streams of data-parallel traffic
 GATHER_POOL, REDUCE_POOL = "gather", "reduce"  # the allocator keeps memory of these streams apart
 BUCKETS, REDUCTION = "buckets", "bucket reduced"  # ZeRO's
