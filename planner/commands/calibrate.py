@@ -6,7 +6,7 @@ import shlex
 import sys
 import uuid
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, NamedTuple
 
 import typer
 
@@ -18,7 +18,7 @@ from planner.calibrate.calibration_report import document, lines
 from planner.calibrate.layer_runs import typical_steps
 from planner.calibrate.planned_step import PlannedStep
 from planner.commands.doctor import budget_s
-from planner.commands.flags import options
+from planner.commands.flags import calibrate_flags, options
 from planner.io import output
 from planner.io.inputs import read_cluster
 from planner.io.output import warn
@@ -54,47 +54,25 @@ STAND_IN = "dgx-h100"  # whose predictions order the jobs of a dry run
 
 
 def calibrate(
-    cluster: Annotated[
-        str, typer.Option("--cluster", help="What this machine is: local, a catalogue name or a cluster file.")
-    ] = "local",
-    out: Annotated[Path | None, typer.Option("--out", help="Profile to write; one that exists is added to.")] = None,
-    budget: Annotated[str, typer.Option("--budget", help="Time for measuring, such as 60s or 10m.")] = "120s",
-    model: Annotated[
-        str | None, typer.Option("--model", "--config", help="Measure what decides between this model's plans.")
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option("--seq-len", "--seq", min=1, max=1 << 31, help="Tokens in a sequence, with --model.")
-    ] = None,
-    global_batch: Annotated[
-        int | None, typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step, with --model.")
-    ] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option("--micro-batch", min=1, max=1 << 20, help="Only plans with this micro batch.")
-    ] = None,
-    framework: Annotated[
-        str | None, typer.Option("--framework", help="Whose plans, with --model; default torchtitan.")
-    ] = None,
+    cluster: calibrate_flags.Cluster = "local",
+    out: calibrate_flags.Out = None,
+    budget: calibrate_flags.Budget = "120s",
+    model: calibrate_flags.Model = None,
+    seq_len: calibrate_flags.SeqLen = None,
+    global_batch: calibrate_flags.GlobalBatch = None,
+    micro_batch: calibrate_flags.MicroBatch = None,
+    framework: calibrate_flags.Framework = None,
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
-    wanted: Annotated[
-        list[Path] | None,
-        typer.Option("--for", help="Plan or case file: measure what its steps rest on; again for more."),
-    ] = None,
-    runtime: Annotated[
-        list[str] | None,
-        typer.Option("--runtime", help="Measure what typical plans of this runtime rest on; again for more."),
-    ] = None,
-    gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="How many GPUs to use; default all.")] = None,
-    operators: Annotated[bool, typer.Option("--operators/--no-operators", help="Measure operators.")] = True,
-    collectives: Annotated[bool, typer.Option("--collectives/--no-collectives", help="Measure collectives.")] = True,
-    text: Annotated[
-        Path | None, typer.Option("--text", help="torchtitan's tokenizer/ and c4_test/, to load data as it does.")
-    ] = None,
-    store: Annotated[
-        bool, typer.Option("--store/--no-store", help="Also keep the samples among this user's data.")
-    ] = True,
-    allow_busy: Annotated[bool, typer.Option("--allow-busy", help="Measure though others use the GPUs.")] = False,
-    device: Annotated[str, typer.Option("--device", hidden=True)] = "cuda",
+    wanted: calibrate_flags.Wanted = None,
+    runtime: calibrate_flags.Runtime = None,
+    gpus: calibrate_flags.Gpus = None,
+    operators: calibrate_flags.Operators = True,
+    collectives: calibrate_flags.Collectives = True,
+    text: calibrate_flags.Text = None,
+    store: calibrate_flags.Store = True,
+    allow_busy: calibrate_flags.AllowBusy = False,
+    device: calibrate_flags.Device = "cuda",
     json: options.Json = False,
 ) -> None:
     """Measure layers, operators, collectives, contention and overlap, what decides a question first; fit; say what is left.
@@ -111,17 +89,18 @@ def calibrate(
         raise UserError(f"--device is {device!r}", remedy="leave it out")
     _refuse_unused(given)
     steps = _steps(wanted or [])
-    machine, kind, indices, links = _machine(cluster, gpus, device)
+    machine = _machine(cluster, gpus, device)
+    links, kind, count = machine.links, machine.gpu, len(machine.indices)
     records = (out.with_name(out.name + ".partial") if out is not None else _scratch()).absolute()
     before = _known(out, kind, store=store)
     cut_short = _cut_short(records, kind)
-    on = take_gpus(links or read_cluster(STAND_IN), len(indices))
+    on = take_gpus(links or read_cluster(STAND_IN), count)
     require_plannable(on)
     agenda = agenda_for(
-        _question(given, cluster if links is not None else STAND_IN, steps, len(indices)),
+        _question(given, cluster if links is not None else STAND_IN, steps, count),
         on,
         cut_short if before is None else before if cut_short is None else merge(before, cut_short),
-        gpus=len(indices),
+        gpus=count,
         budget_s=seconds,
         calibration=calibrated(before, on) if links is not None else None,
         operators=operators,
@@ -134,20 +113,8 @@ def calibrate(
         return
     for line in announced(agenda, seconds):
         warn(line)
-    records.parent.mkdir(parents=True, exist_ok=True)
     try:
-        found = run(
-            agenda.jobs(),
-            indices,
-            budget_s=seconds,
-            machine=machine,
-            gpu=kind,
-            records=records,
-            command=shlex.join(["planner", "calibrate", *map(_without_folder, sys.argv[2:])]),
-            device=device,
-            allow_busy=allow_busy,
-            text=str(text.absolute()) if text is not None else "",
-        )
+        found = _measure(given, agenda, machine, records, seconds)
     except (KeyboardInterrupt, ProbeError):
         part = read_records(records)
         if part is not None and part.calibrated and _save(_whole(part, before, links), part, out, records, store=store):
@@ -158,6 +125,23 @@ def calibrate(
     _answer(found, whole, agenda, out if saved else None, links, json=json)
     if not saved:
         raise typer.Exit(1)
+
+
+def _measure(given: dict[str, Any], agenda: Agenda, machine: Machine, records: Path, seconds: float) -> Profile:
+    """Do the jobs of the agenda. Raises as `calibrate_process.calibrate`."""
+    records.parent.mkdir(parents=True, exist_ok=True)
+    return run(
+        agenda.jobs(),
+        machine.indices,
+        budget_s=seconds,
+        machine=machine.name,
+        gpu=machine.gpu,
+        records=records,
+        command=shlex.join(["planner", "calibrate", *map(_without_folder, sys.argv[2:])]),
+        device=given["device"],
+        allow_busy=given["allow_busy"],
+        text="" if given["text"] is None else str(given["text"].absolute()),
+    )
 
 
 def _refuse_unused(given: dict[str, Any]) -> None:
@@ -230,13 +214,19 @@ def _steps(files: list[Path]) -> list[PlannedStep]:
     ]
 
 
-def _machine(name: str, gpus: int | None, device: str) -> tuple[str, str, list[int], Cluster | None]:
-    """Return the machine's name, the catalogue name of its GPU, which of its GPUs to use, and its links.
+class Machine(NamedTuple):
+    """The machine that is measured: the catalogue name of its GPU, which of its GPUs, and its links, unless it is a CPU."""
 
-    What is measured is always this machine; `name` says what it is. Raises ProbeError without a GPU.
-    """
+    name: str
+    gpu: str
+    indices: list[int]
+    links: Cluster | None
+
+
+def _machine(name: str, gpus: int | None, device: str) -> Machine:
+    """Return this machine, which `name` says what it is. Raises ProbeError without a GPU."""
     if device == "cpu":
-        return "stand-in", "cpu", list(range(gpus or 2)), None
+        return Machine("stand-in", "cpu", list(range(gpus or 2)), None)
     here = probe_machine()
     if not here.gpu_count:
         raise ProbeError(
@@ -252,7 +242,7 @@ def _machine(name: str, gpus: int | None, device: str) -> tuple[str, str, list[i
             remedy="--cluster local",
         )
     indices = [gpu.index for gpu in here.groups[0].node.gpus if gpu.healthy]
-    return found.name, found.slowest_kind.name, indices[:gpus], found
+    return Machine(found.name, found.slowest_kind.name, indices[:gpus], found)
 
 
 def _known(out: Path | None, kind: str, *, store: bool) -> Profile | None:

@@ -55,7 +55,7 @@ def explain(
     gpu: options.Gpu = None,
     gpus: Annotated[str | None, typer.Option("--gpus", help="Number of GPUs to use.")] = None,
     seq_len: plan_flags.SeqLen = None,
-    global_batch: plan_flags.GlobalBatch = None,
+    global_batch: options.GlobalBatch = None,
     framework: Annotated[
         str | None, typer.Option("--framework", help="Whose rules and kernels; default torchtitan.")
     ] = None,

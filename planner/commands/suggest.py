@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from planner.commands.flags import options
+from planner.commands.flags import options, suggest_flags
 from planner.commands.flags.serving_flags import (
     QUESTION_FLAGS,
     SEPARATE,
@@ -27,68 +24,16 @@ from planner.io.inputs import measurements
 from planner.question.cases import schedule_named
 from planner.question.flags import Flags
 from planner.question.goal import goal_of
-from planner.question.learned_runtime import LearnedCalibrations, read_learned
+from planner.question.learned_runtime import LearnedCalibrations, LearnedRuntime, read_learned
 from planner.question.plan_file import plan_file, refuse_overwrite, save_plan
 from planner.search.answer import answer
 from planner.search.plan_space.candidates import Bounds
 from planner.search.plan_space.stated import known_offloads, read_spans, read_words
+from planner.search.result import SearchResult
 from planner.search.search import SearchOptions
-from planner.search.whole_run import answer_run
+from planner.search.whole_run import RunAnswer, answer_run
 from simulator.runtimes.library import RECOMPUTE_SYNONYMS
-from topology.errors import UserError
-
-
-class Objective(StrEnum):
-    TIME = "time"
-    THROUGHPUT = "throughput"
-    LATENCY = "latency"
-    MEMORY = "memory"
-    COST = "cost"
-    PARETO = "pareto"
-
-
-Gpus = Annotated[
-    str | None, typer.Option("--gpus", help="Number of GPUs, several (8,16,32) to compare, or min for the fewest.")
-]
-FrameworkOption = Annotated[
-    str,
-    typer.Option(
-        "--framework", help="torchtitan, megatron-lm, deepspeed, megatron-deepspeed, llm-foundry, pytorch, any."
-    ),
-]
-ObjectiveOption = Annotated[
-    Objective,
-    typer.Option(
-        "--objective",
-        help="time, memory, or pareto of both; throughput (a GPU) and cost (a token) differ where --gpus compares. "
-        "Serving: latency, throughput, cost.",
-    ),
-]
-GpuPrice = Annotated[
-    float | None, typer.Option("--gpu-price", min=0.0, help="Price of a GPU for an hour, to cost tokens.")
-]
-Tokens = Annotated[
-    str | None, typer.Option("--tokens", help="Tokens of the whole run (2T, 300B): its days, energy and cost.")
-]
-Deadline = Annotated[
-    str | None,
-    typer.Option("--deadline", help="Time for the whole run (30d, 12h, 6w): the cheapest number of GPUs within it."),
-]
-Budget = Annotated[
-    str | None,
-    typer.Option("--budget", help="Money for the whole run (1M): the soonest number of GPUs that it pays for."),
-]
-TimeLimit = Annotated[
-    float | None, typer.Option("--time-limit", min=0.0, help="Seconds after which the best so far is the answer.")
-]
-MaxTp = Annotated[
-    int | None, typer.Option("--max-tp", min=1, help="Largest tensor-parallel degree tried; default a node.")
-]
-
-
-def _part(flag: str, what: str) -> Any:
-    """Return the option of a part of the plan that may be fixed."""
-    return typer.Option(flag, help=f"Only plans with this {what}.", metavar="VALUES")
+from topology.errors import PlannerError, UserError
 
 
 @takes_serving_flags(QUESTION_FLAGS, {"separate": SEPARATE})
@@ -96,54 +41,40 @@ def suggest(
     model: options.Model = "llama3-8b",
     cluster: options.Cluster = "dgx-h100",
     gpu: options.Gpu = None,
-    gpus: Gpus = None,
+    gpus: suggest_flags.Gpus = None,
     task: TaskOption = Task.TRAIN,
     seq_len: options.SeqLen = 8192,
-    global_batch: Annotated[
-        int | None,
-        typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step; default: a published recipe's."),
-    ] = None,
-    framework: FrameworkOption = "torchtitan",
-    objective: ObjectiveOption = Objective.TIME,
-    gpu_price: GpuPrice = None,
-    tokens: Tokens = None,
-    deadline: Deadline = None,
-    budget: Budget = None,
-    top: Annotated[int, typer.Option("--top", min=1, max=100, help="How many plans to list.")] = 5,
-    all_variants: Annotated[
-        bool, typer.Option("--all", help="List variants of one grid too, not only the best of each.")
-    ] = False,
+    global_batch: options.GlobalBatch = None,
+    framework: suggest_flags.FrameworkOption = "torchtitan",
+    objective: suggest_flags.ObjectiveOption = suggest_flags.Objective.TIME,
+    gpu_price: suggest_flags.GpuPrice = None,
+    tokens: suggest_flags.Tokens = None,
+    deadline: suggest_flags.Deadline = None,
+    budget: suggest_flags.Budget = None,
+    top: suggest_flags.Top = 5,
+    all_variants: suggest_flags.AllVariants = False,
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
-    max_tp: MaxTp = None,
-    tp: Annotated[str | None, _part("--tp", "tensor-parallel degree: 8, 1,2,4 or 2-8, as all that follow")] = None,
-    pp: Annotated[str | None, _part("--pp", "number of pipeline stages")] = None,
-    cp: Annotated[str | None, _part("--cp", "context-parallel degree")] = None,
-    ep: Annotated[str | None, _part("--ep", "expert-parallel degree")] = None,
-    dp_shard: Annotated[str | None, _part("--dp-shard", "number of FSDP shards")] = None,
-    dp_replicate: Annotated[str | None, _part("--dp-replicate", "number of replicas")] = None,
-    schedule: Annotated[str | None, _part("--schedule", "pipeline schedule (words, with commas)")] = None,
-    virtual_stages: Annotated[str | None, _part("--virtual-stages", "number of stages on a pipeline rank")] = None,
-    micro_batch: Annotated[str | None, _part("--micro-batch", "micro batch, in sequences")] = None,
-    recompute: Annotated[str | None, _part("--recompute", "recomputation (words, with commas)")] = None,
-    offload: Annotated[
-        str | None,
-        typer.Option(
-            "--offload", help="Kept in host memory: none, optimizer, or parameters as well (words, with commas)."
-        ),
-    ] = None,
-    time_limit: TimeLimit = None,
-    simulate: Annotated[
-        bool, typer.Option("--simulate/--no-simulate", help="Let the simulation order plans that are close.")
-    ] = True,
+    max_tp: suggest_flags.MaxTp = None,
+    tp: suggest_flags.Tp = None,
+    pp: suggest_flags.Pp = None,
+    cp: suggest_flags.Cp = None,
+    ep: suggest_flags.Ep = None,
+    dp_shard: suggest_flags.DpShard = None,
+    dp_replicate: suggest_flags.DpReplicate = None,
+    schedule: suggest_flags.Schedule = None,
+    virtual_stages: suggest_flags.VirtualStages = None,
+    micro_batch: suggest_flags.MicroBatch = None,
+    recompute: suggest_flags.Recompute = None,
+    offload: suggest_flags.Offload = None,
+    time_limit: suggest_flags.TimeLimit = None,
+    simulate: suggest_flags.Simulate = True,
     profile: options.Profile = None,
     runtime: options.LearnedRuntime = None,
     strict: options.Strict = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Save the best plan to this file.")] = None,
-    pick: Annotated[
-        int | None, typer.Option("--pick", min=1, max=100, help="Which listed plan --out saves; default the first.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --out replace a file.")] = False,
+    out: suggest_flags.Out = None,
+    pick: suggest_flags.Pick = None,
+    force: suggest_flags.Force = False,
     json: options.Json = False,
     *,
     serving: dict[str, Any],
@@ -165,42 +96,53 @@ def suggest(
         raise UserError("--pick says which plan --out saves", remedy="--out plan.json")
     goal = goal_of(tokens, gpu_price, deadline, budget)
     learned = None if runtime is None else read_learned(runtime)
-    if learned is not None:
-        framework = learned.like
-        compile_model = learned.compile if compile_model is None else compile_model
-    flags = Flags(
-        model=model,
-        cluster=cluster,
-        gpu=gpu,
-        gpus=gpu_counts(gpus),
-        seq_len=seq_len,
-        global_batch=global_batch,
-        runtime={"compile": compile_model, "param_dtype": param_dtype},
-    )
-    wanted = SearchOptions(
-        objective=objective.value,
-        top=max(top, pick or 1),
-        bounds=_bounds(given),
-        all_variants=all_variants,
-        gpu_price_per_hour=gpu_price,
-        simulate=simulate,
-        time_limit_s=time_limit,
-    )
+    flags, framework = _flags(given, learned)
     try:
         measured = measurements(profile, strict=strict)
         if learned is not None:
             measured = LearnedCalibrations(measured, learned)
-        run = goal and answer_run(flags, framework, wanted, goal, measured=measured, progress=output.progress)
-        result = run.result if run else answer(flags, framework, wanted, measured=measured, progress=output.progress)
+        asked = (flags, framework, _search_options(given))
+        run = answer_run(*asked, goal, measured=measured, progress=output.progress) if goal else None
+        result = run.result if run else answer(*asked, measured=measured, progress=output.progress)
     finally:
         output.end_progress()
-    unsaved = None
-    if out is not None:
-        if pick and pick > len(result.plans):
-            raise UserError(f"--pick {pick}: {len(result.plans)} plans are listed", remedy="--all lists variants too")
-        chosen = result.plans[(pick or 1) - 1]
-        content = plan_file(result.question, chosen.plan, chosen.estimate)
-        unsaved = output.attempt(lambda: save_plan(content, out, force=force))
+    _show(result, run, pick, out, force=force, json=json)
+
+
+def _flags(given: dict[str, Any], learned: LearnedRuntime | None) -> tuple[Flags, str]:
+    """Return the question that the flags ask, and the framework, which a learned runtime knows."""
+    compiled = given["compile_model"]
+    if learned is not None and compiled is None:
+        compiled = learned.compile
+    flags = Flags(
+        model=given["model"],
+        cluster=given["cluster"],
+        gpu=given["gpu"],
+        gpus=gpu_counts(given["gpus"]),
+        seq_len=given["seq_len"],
+        global_batch=given["global_batch"],
+        runtime={"compile": compiled, "param_dtype": given["param_dtype"]},
+    )
+    return flags, given["framework"] if learned is None else learned.like
+
+
+def _search_options(given: dict[str, Any]) -> SearchOptions:
+    return SearchOptions(
+        objective=given["objective"].value,
+        top=max(given["top"], given["pick"] or 1),
+        bounds=_bounds(given),
+        all_variants=given["all_variants"],
+        gpu_price_per_hour=given["gpu_price"],
+        simulate=given["simulate"],
+        time_limit_s=given["time_limit"],
+    )
+
+
+def _show(
+    result: SearchResult, run: RunAnswer | None, pick: int | None, out: Path | None, *, force: bool, json: bool
+) -> None:
+    """Save a plan where `--out` asks for it, and show the answer, whatever came of saving."""
+    unsaved = None if out is None else _save(result, pick, out, force=force)
     if json:
         output.emit_json(search_document(result) | (run_document(run) if run else {}))
     else:
@@ -209,6 +151,15 @@ def suggest(
             print_run(run)
     if unsaved is not None:
         raise unsaved
+
+
+def _save(result: SearchResult, pick: int | None, out: Path, *, force: bool) -> PlannerError | None:
+    """Write one of the listed plans to `out`; return what went wrong, to be raised after the answer is shown."""
+    if pick and pick > len(result.plans):
+        raise UserError(f"--pick {pick}: {len(result.plans)} plans are listed", remedy="--all lists variants too")
+    chosen = result.plans[(pick or 1) - 1]
+    content = plan_file(result.question, chosen.plan, chosen.estimate)
+    return output.attempt(lambda: save_plan(content, out, force=force))
 
 
 def _bounds(given: dict[str, Any]) -> Bounds:

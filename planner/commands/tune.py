@@ -6,13 +6,13 @@ import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.live import Live
 
-from planner.commands.flags import options
+from planner.commands.flags import options, tune_flags
 from planner.io import output
 from planner.io.inputs import measurements
 from planner.question.flags import Flags
@@ -20,6 +20,7 @@ from planner.question.plan_file import PlanFile, plan_file, refuse_overwrite, sa
 from planner.runs.apply_process import require_torch
 from planner.runs.launchers import submit as submit_job
 from planner.tune import text
+from planner.tune.candidates import Candidates
 from planner.tune.document import tune_document
 from planner.tune.history import history
 from planner.tune.learned import add_trials
@@ -37,7 +38,7 @@ from planner.tune.sessions.start import (
     require_agreed,
     seconds_of,
 )
-from planner.tune.state import State, read_state, write_new
+from planner.tune.state import Asked, State, read_state, write_new
 from planner.tune.trials import Runner
 from topology import codec
 from topology.errors import PlannerError, UserError
@@ -49,80 +50,40 @@ WITHIN_PERCENT = 1.0
 
 
 def tune(
-    model: Annotated[
-        str | None, typer.Option("--model", "--config", help="Shipped model, config.json or its directory.")
-    ] = None,
-    cluster: Annotated[
-        str, typer.Option("--cluster", help="local, or what this machine is: a name or file.")
-    ] = "local",
-    gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=1 << 20, help="How many GPUs of it.")] = None,
+    model: tune_flags.Model = None,
+    cluster: tune_flags.Cluster = "local",
+    gpus: tune_flags.Gpus = None,
     seq_len: options.SeqLen = 8192,
-    global_batch: Annotated[
-        int | None,
-        typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step; default: a published recipe's."),
-    ] = None,
-    framework: Annotated[
-        str, typer.Option("--framework", help="Whose plans: meshwright (our executor), torchtitan, megatron-lm.")
-    ] = "meshwright",
-    objective: Annotated[str, typer.Option("--objective", help="time, throughput or cost: one order here.")] = "time",
+    global_batch: options.GlobalBatch = None,
+    framework: tune_flags.Framework = "meshwright",
+    objective: tune_flags.Objective = "time",
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
-    budget: Annotated[
-        str | None, typer.Option("--budget", help="Time for all trials: 90s, 10m, 2h; default 10m.")
-    ] = None,
-    trials: Annotated[
-        int | None, typer.Option("--trials", min=1, max=1000, help="No more than so many trials.")
-    ] = None,
-    within: Annotated[
-        float | None,
-        typer.Option(
-            "--within", parser=options.percent, metavar="PERCENT", help="By how much to be better; default 1%."
-        ),
-    ] = None,
+    budget: tune_flags.Budget = None,
+    trials: tune_flags.Trials = None,
+    within: tune_flags.Within = None,
     profile: options.Profile = None,
     strict: options.Strict = False,
-    device: Annotated[
-        str, typer.Option("--device", help="cuda, or cpu to try plans where times mean little.")
-    ] = "cuda",
-    steps: Annotated[int, typer.Option("--steps", min=2, max=1000, help="Steps to measure in a trial.")] = 10,
-    trial_limit: Annotated[str, typer.Option("--trial-limit", help="Time for one trial, its start included.")] = "2m",
-    allow_busy: Annotated[bool, typer.Option("--allow-busy", help="Run though others use the GPUs.")] = False,
-    command: Annotated[
-        str | None,
-        typer.Option("--command", help="What runs a trial: 'torchrun ... {config}'; also {folder} and {gpus}."),
-    ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            "--metric", help="How its output tells steps: jsonl, or a regular expression with (?P<step_s>...)."
-        ),
-    ] = None,
-    recorded: Annotated[
-        Path | None, typer.Option("--recorded", help="Look trials up in these recorded runs (cases), run nothing.")
-    ] = None,
-    case_id: Annotated[
-        str | None, typer.Option("--id", help="A recorded run of the question, where there are several.")
-    ] = None,
-    state: Annotated[Path | None, typer.Option("--state", help="State file; default: in a new folder here.")] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", help="Continue the tuning of this state file.")] = None,
-    launcher: Annotated[
-        str, typer.Option("--launcher", help="local, or a job of slurm or trainjob for all trials.")
-    ] = "local",
-    each: Annotated[
-        bool, typer.Option("--each", help="With --launcher: a job for each trial, submitted from here.")
-    ] = False,
-    job_name: Annotated[str, typer.Option("--job-name", help="Name of a job.")] = "meshwright-tune",
-    image: Annotated[str | None, typer.Option("--image", help="Container image of a trainjob.")] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="Hand the job to sbatch or kubectl.")] = False,
-    show: Annotated[
-        bool, typer.Option("--show", help="With --resume: answer from the state file, and try nothing.")
-    ] = False,
-    learn: Annotated[
-        Path | None, typer.Option("--learn", help="Add what the trials' operators took to this profile of such GPUs.")
-    ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a report with pictures to this file.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Save the best measured plan to this file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --out and --state replace a file.")] = False,
+    device: tune_flags.Device = "cuda",
+    steps: tune_flags.Steps = 10,
+    trial_limit: tune_flags.TrialLimit = "2m",
+    allow_busy: tune_flags.AllowBusy = False,
+    command: tune_flags.Command = None,
+    metric: tune_flags.Metric = None,
+    recorded: tune_flags.Recorded = None,
+    case_id: tune_flags.CaseId = None,
+    state: tune_flags.State = None,
+    resume: tune_flags.Resume = None,
+    launcher: tune_flags.Launcher = "local",
+    each: tune_flags.Each = False,
+    job_name: tune_flags.JobName = "meshwright-tune",
+    image: tune_flags.Image = None,
+    submit: tune_flags.Submit = False,
+    show: tune_flags.Show = False,
+    learn: tune_flags.Learn = None,
+    html: tune_flags.Html = None,
+    out: tune_flags.Out = None,
+    force: tune_flags.Force = False,
     json: options.Json = False,
 ) -> None:
     """Try plans for real, the most promising per second first, and let each trial correct what is predicted of all others.
@@ -130,47 +91,9 @@ def tune(
     Ends when no untried plan is likely (5 %) to be better by more than --within, or with the budget. A trial that fails,
     hangs or runs out of memory is recorded with its cause. --resume continues a state file, on any such machine.
     """
-    _refuse(locals())
-    runner: Runner | None = None
-    by = WITHIN_PERCENT if within is None else within
-    if resume is not None:
-        if model is not None or recorded is not None or state is not None:
-            raise UserError("--resume continues what its file says", remedy="leave --model, --recorded and --state out")
-        path, known = resume, read_state(resume)
-        if not show:
-            require_agreed(known, command)
-        if known.asked.how == "recorded":
-            runner = recorded_twin(known)
-    else:
-        path = state or Path(f"meshwright-tune-{datetime.now().astimezone():%Y%m%d-%H%M%S}") / "state.jsonl"
-        if state is not None:
-            refuse_overwrite(state, force=force)
-        if recorded is not None:
-            asked, plans, runner = recorded_of(recorded, case_id, budget, trials, by)
-        else:
-            flags = Flags(
-                model=model,
-                cluster=cluster,
-                gpus=None if gpus is None else (gpus,),
-                seq_len=seq_len,
-                global_batch=global_batch,
-                runtime={"compile": compile_model, "param_dtype": param_dtype},
-            )
-            wishes = {
-                "budget_s": seconds_of(budget or BUDGET, "--budget"),
-                "within": by / 100,
-                "most_trials": trials,
-                "device": device,
-                "steps": steps,
-                **(jobs_of(launcher, job_name, image) if each else how_of(framework, command, metric)),
-            }
-            if learn is not None:
-                read_profile(learn)  # before trials are made for it
-                wishes["settings"] = {**wishes.get("settings", {}), "learn": str(learn)}
-            asked, plans = asked_of(flags, framework, measurements(profile, strict=strict), wishes)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_new(path, asked, plans, force=force)
-        known = State(asked=asked, candidates=plans, trials=(), cut_short=())
+    given = locals()  # first of all, so that it holds the arguments and nothing else
+    _refuse(given)
+    path, known, runner = _new_session(given) if resume is None else _continued(given)
     if launcher != "local" and not each:
         _write_job(
             TuneJob(asked=known.asked, state=path, launcher=launcher, name=job_name, image=image),
@@ -181,16 +104,70 @@ def tune(
     if runner is None and not show and known.asked.how == "executor":
         require_torch()
         require_device(known.asked)
-    if resume is not None and (trials is not None or within is not None):
-        asked = replace(
-            known.asked,
-            most_trials=trials or known.asked.most_trials,
-            within=known.asked.within if within is None else by / 100,
-        )
-        known = replace(known, asked=asked)
     view = shown(known) if show else _run(path, known, runner, budget, trial_limit, allow_busy=allow_busy)
     learn = learn or (Path(known.asked.settings["learn"]) if "learn" in known.asked.settings else None)
     _answer(known, view, path, learn=None if show else learn, html=html, out=out, force=force, json=json)
+
+
+def _continued(given: dict[str, Any]) -> tuple[Path, State, Runner | None]:
+    """Return the tuning that `--resume` continues, with the limits that are given anew."""
+    if any(given[name] is not None for name in ("model", "recorded", "state")):
+        raise UserError("--resume continues what its file says", remedy="leave --model, --recorded and --state out")
+    known, trials, within = read_state(given["resume"]), given["trials"], given["within"]
+    if not given["show"]:
+        require_agreed(known, given["command"])
+    runner = recorded_twin(known) if known.asked.how == "recorded" else None
+    asked = replace(
+        known.asked,
+        most_trials=trials or known.asked.most_trials,
+        within=known.asked.within if within is None else within / 100,
+    )
+    return given["resume"], replace(known, asked=asked), runner
+
+
+def _new_session(given: dict[str, Any]) -> tuple[Path, State, Runner | None]:
+    """Write the state file of a new tuning and return it."""
+    path = given["state"] or Path(f"meshwright-tune-{datetime.now().astimezone():%Y%m%d-%H%M%S}") / "state.jsonl"
+    if given["state"] is not None:
+        refuse_overwrite(path, force=given["force"])
+    runner: Runner | None = None
+    by = WITHIN_PERCENT if given["within"] is None else given["within"]
+    if given["recorded"] is not None:
+        asked, plans, runner = recorded_of(given["recorded"], given["case_id"], given["budget"], given["trials"], by)
+    else:
+        asked, plans = _asked(given, by)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_new(path, asked, plans, force=given["force"])
+    return path, State(asked=asked, candidates=plans, trials=(), cut_short=()), runner
+
+
+def _asked(given: dict[str, Any], within_percent: float) -> tuple[Asked, Candidates]:
+    """Return the question that the flags ask, and its candidates."""
+    flags = Flags(
+        model=given["model"],
+        cluster=given["cluster"],
+        gpus=None if given["gpus"] is None else (given["gpus"],),
+        seq_len=given["seq_len"],
+        global_batch=given["global_batch"],
+        runtime={"compile": given["compile_model"], "param_dtype": given["param_dtype"]},
+    )
+    framework, learn = given["framework"], given["learn"]
+    wishes = {
+        "budget_s": seconds_of(given["budget"] or BUDGET, "--budget"),
+        "within": within_percent / 100,
+        "most_trials": given["trials"],
+        "device": given["device"],
+        "steps": given["steps"],
+        **(
+            jobs_of(given["launcher"], given["job_name"], given["image"])
+            if given["each"]
+            else how_of(framework, given["command"], given["metric"])
+        ),
+    }
+    if learn is not None:
+        read_profile(learn)  # before trials are made for it
+        wishes["settings"] = {**wishes.get("settings", {}), "learn": str(learn)}
+    return asked_of(flags, framework, measurements(given["profile"], strict=given["strict"]), wishes)
 
 
 def _answer(

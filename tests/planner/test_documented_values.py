@@ -9,7 +9,7 @@ import pytest
 
 from planner.commands.flags import options
 from planner.commands.flags.plan_flags import PLAN_FLAGS, flags_of
-from planner.commands.suggest import FrameworkOption
+from planner.commands.flags.suggest_flags import FrameworkOption
 from planner.question.cases import case_from_flags
 from simulator.config.overlap_sites import MODES
 from simulator.config.plan import OFFLOADS

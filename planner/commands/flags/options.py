@@ -1,4 +1,4 @@
-"""Options that several commands share, spelled once."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ Cluster = Annotated[
 ]
 Gpu = Annotated[str | None, typer.Option("--gpu", help="GPU model where a captured text does not name it (h200-sxm).")]
 SeqLen = Annotated[int, typer.Option("--seq-len", "--seq", min=1, max=1 << 31, help="Tokens in a sequence.")]
+GlobalBatch = Annotated[
+    int | None,
+    typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step; default: a published recipe's."),
+]
 Profile = Annotated[Path | None, typer.Option("--profile", help="Measured profile of the cluster.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse a profile of other GPUs, another driver or long ago.")]
 Redact = Annotated[

@@ -1,4 +1,4 @@
-"""The flags that spell one plan, shared by the commands that can be asked about one without a file."""
+"""The flags of one plan, shared by the commands that can be asked about one without a file."""
 
 from __future__ import annotations
 
@@ -18,10 +18,6 @@ Cluster = Annotated[str | None, typer.Option("--cluster", help="Catalogue name o
 Gpus = Annotated[int | None, typer.Option("--gpus", min=1, max=1 << 20, help="How many GPUs of it.")]
 SeqLen = Annotated[
     int | None, typer.Option("--seq-len", "--seq", min=1, max=1 << 31, help="Tokens in a sequence; default 8192.")
-]
-GlobalBatch = Annotated[
-    int | None,
-    typer.Option("--global-batch", min=1, max=1 << 31, help="Sequences in a step; default: a published recipe's."),
 ]
 MicroBatch = Annotated[int | None, typer.Option("--micro-batch", min=1, help="Sequences in a micro batch.")]
 DpReplicate = Annotated[int | None, typer.Option("--dp-replicate", min=1, help="Replicas.")]
@@ -62,7 +58,7 @@ PLAN_FLAGS: dict[str, Any] = {
     "gpu": options.Gpu,
     "gpus": Gpus,
     "seq_len": SeqLen,
-    "global_batch": GlobalBatch,
+    "global_batch": options.GlobalBatch,
     "micro_batch": MicroBatch,
     "dp_replicate": DpReplicate,
     "dp_shard": DpShard,
