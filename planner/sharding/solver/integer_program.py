@@ -8,16 +8,15 @@ forward pass and once by those of the backward pass; or once by both, if the cop
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from math import gcd, prod
-from time import monotonic
 
 import numpy as np
+from numpy.typing import NDArray
 
 from planner.sharding.layouts.collectives import Cost
 from planner.sharding.layouts.layout import Layout, local_shape
-from planner.sharding.solver.assignment import Assignment, unsatisfiable
 from planner.sharding.solver.candidates import LayoutCandidates
 from planner.sharding.solver.move_times import MoveTimes
 from planner.sharding.solver.pricing import TimePricing
@@ -25,6 +24,7 @@ from planner.sharding.solver.sparse_rows import Integers, Numbers, SparseRows
 from simulator.config.runtime import ELEMENT_BYTES
 from topology.errors import Infeasible
 
+Pairs = tuple[str, int, int, int]  # the redistributions of a class of tensors: passing, result or use; the class; who
 MAX_VARIABLES = 400_000
 EXACT_BITS = 48  # costs beyond 2**48 units are rounded: solvers compute in doubles
 
@@ -38,8 +38,7 @@ class IntegerProgram:
         self.move_times = (
             MoveTimes(self.mesh, candidates.pricing) if isinstance(candidates.pricing, TimePricing) else None
         )
-        self.spare: float = np.inf
-        self.end: float | None = None
+        self.allowed: Mapping[Pairs, NDArray[np.bool_]] = {}
         self.layout_lists: list[list[Layout]] = []
         self._clear()
         self.members = candidates.alike.members()
@@ -54,14 +53,13 @@ class IntegerProgram:
         self.equal, self.most = SparseRows(), SparseRows()
         self.kept: list[tuple[int, int, Layout, float]] = []  # variable, class, layout of the copy, its bytes
 
-    def build(self, spare: float = np.inf, end: float | None = None) -> None:
-        """Make the variables and rows. What costs over `spare` more than the cheapest of its kind is left out.
+    def build(self, allowed: Mapping[Pairs, NDArray[np.bool_]] | None = None) -> None:
+        """Make the variables and rows; of redistributions in `allowed`, those for the pairs of layouts that it has.
 
-        Raises Infeasible where that leaves over MAX_VARIABLES, or it is not done at the time `end`.
+        Raises Infeasible where that leaves over MAX_VARIABLES.
         """
-        self.spare, self.end = spare, end
+        self.allowed = allowed or {}
         self._clear()
-        self.layout_lists = list(self._all_layouts)
         self._build()
         self.costs = np.concatenate([np.zeros(0, dtype=np.int64), *self._costs])
         self.ties = np.concatenate([np.zeros(0, dtype=np.int64), *self._ties])
@@ -107,9 +105,7 @@ class IntegerProgram:
             self.layout_lists.append(self._possible_layouts(name))
             self.producer.append(alike.operators[self._producers[name]] if name in self._producers else None)
             self.consumers.append(sorted({(alike.operators[n], p) for n, p in self._consumers.get(name, ())}))
-        self._all_layouts = list(self.layout_lists)
         self._prepare_moves()
-        self._bound_options()
 
     def _prepare_moves(self) -> None:
         """Tell the times of redistributions which layouts there are."""
@@ -117,43 +113,11 @@ class IntegerProgram:
             return
         for each, (made, uses) in enumerate(zip(self.producer, self.consumers, strict=True)):
             name = self.tensor_members[each][0]
-            if self.candidates.redistributor_for(name).irregular_specs:
-                continue
             found = dict.fromkeys([*self.layout_lists[each], *self.candidates.layouts[name]])
             found |= dict.fromkeys(self.results_of(made)[0] if made is not None else ())
             for use in uses:
                 found |= dict.fromkeys(self.needs_of(*use)[0])
-            self.move_times.prepare(self.problem.tensors[name], found)
-
-    def _bound_options(self) -> None:
-        """Bound every option by its own cost and the cheapest way on for its results, such as a gradient's reduction."""
-        bounds = [costs.astype(np.float64) for costs in self.option_costs]
-        for each, made in enumerate(self.producer):
-            if made is not None and self.timed:
-                results, makers = self.results_of(made)
-                targets = self.layout_lists[each]
-                if self.passing(each):
-                    targets = self.needs_of(*self.consumers[each][0])[0]
-                least = self.move_costs(each, results, targets)[0].min(axis=1) * len(self.tensor_members[each])
-                for cost, numbers in zip(least, makers, strict=True):
-                    bounds[made][numbers] += cost
-        if not all(np.isfinite(bound.min()) for bound in bounds):
-            raise unsatisfiable()
-        self.extras = [bound - bound.min() for bound in bounds]
-        self.least_options = float(sum(bound.min() for bound in bounds))
-
-    def prune(self, spare: float, best: Assignment) -> Assignment:
-        """Leave out the options that cost over `spare` more than the cheapest; return `best` in the numbers that are left."""
-        chosen = []
-        for each, option in enumerate(best.options):
-            costs = self.option_costs[each]
-            keep = np.flatnonzero(self.extras[each] <= spare)
-            self.candidates.options[each] = [self.candidates.options[each][n] for n in keep]
-            self.option_ties[each] = [self.option_ties[each][n] for n in keep]
-            self.option_costs[each] = costs[keep]
-            self.extras[each] = self.extras[each][keep]
-            chosen.append(int(np.searchsorted(keep, option)))
-        return Assignment(options=tuple(chosen), layouts=best.layouts, kept=best.kept)
+            self.move_times.prepare(self.problem.tensors[name], self.candidates.redistributor_for(name), found)
 
     def _build(self) -> None:
         self.options: list[Integers] = []
@@ -162,43 +126,21 @@ class IntegerProgram:
             self.equal.add([self.options[-1]], [1], 1)
         self.layouts: list[Integers] = []  # by class of tensors, one variable a layout; none where `passing`
         for each, (made, uses) in enumerate(zip(self.producer, self.consumers, strict=True)):
-            if self.end is not None and monotonic() > self.end:
-                raise Infeasible("no answer within the time limit", remedy="a longer limit, or more pinned tensors")
             if made is not None and self.passing(each):
                 self.layouts.append(np.zeros(0, dtype=np.int64))
                 self._add_direct_moves(each, made, uses[0])
                 continue
-            before, after = self._prune_layouts(each)
             layouts = self.layout_lists[each]
             variables = self._add(np.zeros(len(layouts), dtype=np.int64))
             self.layouts.append(variables)
             if made is None:
                 self.equal.add([variables], [1], 1)
             else:
-                self._add_result_moves(each, made, layouts, variables, after)
+                self._add_result_moves(each, made, layouts, variables)
             self._add_stage_sends(self.tensor_members[each][0], layouts, variables)
-            self._add_operand_moves(each, uses, layouts, variables, before)
+            self._add_operand_moves(each, uses, layouts, variables)
         self._tie_gradients()
         self._limit_memory()
-
-    def _prune_layouts(self, each: int) -> tuple[Numbers, Numbers]:
-        """Leave out the layouts that cost over what is to spare; return what the others cost at least to make and to use."""
-        layouts, made, count = self.layout_lists[each], self.producer[each], len(self.tensor_members[each])
-        before, after = np.zeros(len(layouts)), np.zeros(len(layouts))
-        if not self.timed or len(layouts) < 2:
-            return before, after
-        if made is not None:
-            results, makers = self.results_of(made)
-            costs = self.move_costs(each, results, layouts)[0] * count
-            before = (self._extra_of(made, makers)[:, None] + costs - costs.min(axis=1, keepdims=True)).min(axis=0)
-        for consumer, position in self.consumers[each]:
-            needed, users = self.needs_of(consumer, position)
-            costs = self.move_costs(each, layouts, needed, self.members[consumer][0])[0] * count
-            after = np.maximum(after, (costs + self._extra_of(consumer, users)[None, :]).min(axis=1))
-        least = float((before + after).min())
-        kept = np.flatnonzero(before + after <= max(self.spare, least))
-        self.layout_lists[each] = [layouts[n] for n in kept]
-        return before[kept], after[kept]
 
     def passing(self, each: int) -> bool:
         """Return whether a class of tensors goes from its operator to one consumer, and may lie anywhere between."""
@@ -213,13 +155,9 @@ class IntegerProgram:
         needed, users = self.needs_of(*use)
         costs, ties = self.move_costs(each, results, needed, self.members[use[0]][0])
         count = len(self.tensor_members[each])
-        least = costs.min(axis=1, keepdims=True) * count
-        own = self._extra_of(made, makers)[:, None] + self._extra_of(use[0], users)[None, :]
-        numbers = self._add_network(costs * count, ties, own - np.where(np.isfinite(least), least, 0.0))
-        for row, made_by in zip(numbers, makers, strict=True):
-            self.equal.add([row[row >= 0], self.options[made][made_by]], [1, -1], 0)
-        for column, needed_by in zip(numbers.T, users, strict=True):
-            self.equal.add([column[column >= 0], self.options[use[0]][needed_by]], [1, -1], 0)
+        numbers = self._add_network(costs * count, ties, ("passing", each, *use))
+        self.equal.add_flows(numbers, [self.options[made][made_by] for made_by in makers])
+        self.equal.add_flows(numbers.T, [self.options[use[0]][needed_by] for needed_by in users])
 
     def _possible_layouts(self, name: str) -> list[Layout]:
         """Return the layouts a tensor may have; on a machine, what the caller gets is not left pending."""
@@ -242,8 +180,8 @@ class IntegerProgram:
         """Return costs and ties of all pairs of layouts; infinite where there is no path."""
         name = self.tensor_members[each][0]
         redistributor = self.candidates.redistributor_for(name, operator)
-        if self.move_times is not None and not redistributor.irregular_specs and not redistributor.excluded_kinds:
-            times = self.move_times.between(self.problem.tensors[name], sources, targets)
+        if self.move_times is not None:
+            times = self.move_times.between(self.problem.tensors[name], redistributor, sources, targets)
             return times, np.zeros(times.shape, dtype=np.int64)
         found = redistributor.costs_between(dict.fromkeys(sources), dict.fromkeys(targets))
         costs = np.full((len(sources), len(targets)), np.inf)
@@ -270,7 +208,7 @@ class IntegerProgram:
         return list(found), [np.array(numbers, dtype=np.int64) for numbers in found.values()]
 
     def _add_result_moves(
-        self, each: int, made: int, layouts: Sequence[Layout], variables: Integers, after: Numbers
+        self, each: int, made: int, layouts: Sequence[Layout], variables: Integers
     ) -> None:
         """Add the redistributions from the layouts an operator may produce to the layouts its result may have.
 
@@ -282,28 +220,19 @@ class IntegerProgram:
         results, options = self.results_of(made)
         costs, ties = self.move_costs(each, results, layouts)
         late = np.array([[int(r != t and not r.pending and not moves_itself) for t in layouts] for r in results])
-        own = self._extra_of(made, options)[:, None]
-        least = costs.min(axis=1, keepdims=True) * count
-        extra = np.where(np.isfinite(least), own - np.where(np.isfinite(least), least, 0.0), 0.0) if self.timed else 0.0
-        numbers = self._add_network(costs * count, ties + (late << 3 if late.size else 0), extra + after[None, :])
-        for row, made_by in zip(numbers, options, strict=True):
-            self.equal.add([row[row >= 0], self.options[made][made_by]], [1, -1], 0)
-        for column, variable in zip(numbers.T, variables, strict=True):
-            self.equal.add([column[column >= 0], np.array([variable])], [1, -1], 0)
+        ties = ties + (late << 3 if late.size else 0)
+        numbers = self._add_network(costs * count, ties, ("result", each, made, 0))
+        self.equal.add_flows(numbers, [self.options[made][made_by] for made_by in options])
+        self.equal.add_flows(numbers.T, list(variables[:, None]))
 
-    def _extra_of(self, each: int, options: Sequence[Integers]) -> Numbers:
-        """Return, for groups of options, by how much the cheapest of each costs more than the cheapest of all."""
-        extra = self.extras[each]
-        return np.array([float(extra[numbers].min()) for numbers in options])
-
-    def _add_network(self, costs: Numbers, ties: Integers, extra: Numbers | float = 0.0) -> Integers:
-        """Add a variable for every pair that has a path; return their numbers, -1 for the others.
-
-        `extra` is what else a pair costs at least; pairs that cost over `spare` with it are left out.
-        """
+    def _add_network(self, costs: Numbers, ties: Integers, pairs: Pairs, *, priced: bool = True) -> Integers:
+        """Add a variable for every pair that has a path and is allowed; return their numbers, -1 for the others."""
         numbers = np.full(costs.shape, -1, dtype=np.int64)
-        finite = np.isfinite(costs) & (np.where(np.isfinite(costs), costs, 0.0) + extra <= self.spare)
-        numbers[finite] = self._add(np.rint(costs[finite]).astype(np.int64), ties[finite])
+        finite = np.isfinite(costs)
+        if pairs in self.allowed:
+            finite &= self.allowed[pairs]
+        own = np.rint(costs[finite]).astype(np.int64) if priced else np.zeros(int(finite.sum()), dtype=np.int64)
+        numbers[finite] = self._add(own, ties[finite])
         return numbers
 
     def _add_operand_moves(
@@ -312,7 +241,6 @@ class IntegerProgram:
         uses: Sequence[tuple[int, int]],
         layouts: Sequence[Layout],
         variables: Integers,
-        before: Numbers,
     ) -> None:
         """Add the redistributions to the layouts that consumers need; one that several consumers need is paid once."""
         count = len(self.tensor_members[each])
@@ -320,16 +248,15 @@ class IntegerProgram:
         by_phase: dict[tuple[int, Layout], dict[bool, tuple[int, int]]] = {}
         for consumer, position in uses:
             number = self.members[consumer][0]
-            backward = self._is_backward(number)
+            backward = self._is_backward(number) and self.problem.memory is not None  # else all copies are kept
             needed, options = self.needs_of(consumer, position)
             costs, ties = self.move_costs(each, layouts, needed, number)
             late = np.array([[int(layout != need) for need in needed] for layout in layouts])
-            extra = self._extra_of(consumer, options)[None, :] + before[:, None]
+            pairs = ("use", each, consumer, position)
             if len(uses) == 1:
-                numbers = self._add_network(costs * count, ties + (late << 2), extra)
+                numbers = self._add_network(costs * count, ties + (late << 2), pairs)
             else:
-                allowed = np.where(costs * count + extra <= self.spare, 0.0, np.inf)
-                numbers = self._add_network(np.where(np.isfinite(costs), allowed, np.inf), np.zeros(costs.shape, int))
+                numbers = self._add_network(costs, np.zeros(costs.shape, int), pairs, priced=False)
                 excluded = self.candidates.redistributor_for(self.tensor_members[each][0], number).excluded_kinds
                 movers, payers = [], []
                 for i, j in np.argwhere((numbers >= 0) & (late > 0)):
@@ -342,10 +269,8 @@ class IntegerProgram:
                     movers.append(numbers[i, j])
                     payers.append(shared[key])
                 self.most.add_pairs(np.array(movers, dtype=np.int64), np.array(payers, dtype=np.int64))
-            for row, variable in zip(numbers, variables, strict=True):
-                self.equal.add([row[row >= 0], np.array([variable])], [1, -1], 0)
-            for column, needed_by in zip(numbers.T, options, strict=True):
-                self.equal.add([column[column >= 0], self.options[consumer][needed_by]], [1, -1], 0)
+            self.equal.add_flows(numbers, list(variables[:, None]))
+            self.equal.add_flows(numbers.T, [self.options[consumer][needed_by] for needed_by in options])
         self._keep_copies(each, by_phase)
 
     def _keep_copies(self, each: int, by_phase: dict[tuple[int, Layout], dict[bool, tuple[int, int]]]) -> None:
@@ -373,19 +298,19 @@ class IntegerProgram:
                 send = self._add([cost[0]], [_tie(cost)])
                 self.equal.add([send, np.array([variable])], [1, -1], 0)
 
-    def _tie_gradients(self) -> None:
-        """Let every gradient of a parameter have the layout of the parameter, which its update needs."""
+    def tied_gradients(self) -> list[tuple[int, int]]:
+        """Return pairs of classes: parameters, and their gradients, which lie as they do since updates need it."""
         graph, alike = self.problem.graph, self.candidates.alike
-        tied: set[tuple[int, int]] = set()
-        for name, gradient in graph.gradients.items():
-            pair = (alike.tensors[name], alike.tensors[gradient])
-            if (
-                name not in graph.parameters
-                or pair in tied
-                or gradient in {**self.problem.pins, **self.problem.input_layouts}
-            ):
-                continue
-            tied.add(pair)
+        fixed = {**self.problem.pins, **self.problem.input_layouts}
+        found = {
+            (alike.tensors[name], alike.tensors[gradient]): None
+            for name, gradient in graph.gradients.items()
+            if name in graph.parameters and gradient not in fixed
+        }
+        return list(found)
+
+    def _tie_gradients(self) -> None:
+        for pair in self.tied_gradients():
             mine, other = (dict(zip(self.layout_lists[e], self.layouts[e], strict=True)) for e in pair)
             for layout in {**mine, **other}:
                 sides = [np.array([side[layout]] if layout in side else [], dtype=np.int64) for side in (mine, other)]

@@ -2,12 +2,12 @@
 
 Which primitives lead from which layout to which depends on a tensor's dims only through what divides them, so tensors of
 one divisibility share a graph of layouts; times are then those of its edges, and all shortest paths are found together.
-Layouts with blocks or uneven shards are not among them: `planner.sharding.layouts.redistribution` does those.
+Tensors that may have blocks or uneven shards have a graph of their own, as their sizes matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 
@@ -17,7 +17,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import dijkstra
 
 from planner.sharding.layouts.collectives import ALL_GATHER, SLICE
-from planner.sharding.layouts.layout import Layout
+from planner.sharding.layouts.layout import Layout, local_shape
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.layouts.redistribution import Redistributor
 from planner.sharding.operators.operator import Tensor
@@ -37,7 +37,8 @@ class _LayoutGraph:
     layouts: list[Layout] = field(default_factory=list)
     expanded: int = 0
     edges: list[tuple[int, int, int, float]] = field(default_factory=list)  # source, target, primitive, share of bytes
-    primitives: dict[tuple[str, tuple[str, ...]], int] = field(default_factory=dict)
+    primitives: dict[tuple[str, tuple[str, ...], int], int] = field(default_factory=dict)  # kind, mesh axes, how many
+    _sliced: dict[Layout, float] = field(default_factory=dict)
 
     def number(self, layout: Layout) -> int:
         if layout not in self.numbers:
@@ -49,24 +50,29 @@ class _LayoutGraph:
         """Add `layouts` and all that can be reached from them."""
         for layout in layouts:
             self.number(layout)
-        total = prod(self.redistributor.shape) * ELEMENT_BYTES[_DTYPE]
+        moves = self.redistributor
+        total = prod(moves.shape) * ELEMENT_BYTES[moves.dtype]
         while self.expanded < len(self.layouts):
             source = self.expanded
             self.expanded += 1
-            for step in self.redistributor.steps(self.layouts[source]):
+            for step in moves.steps(self.layouts[source]):
                 target = self.number(step.after)
                 if step.collectives:
-                    (one,) = step.collectives
-                    nbytes = one.bytes_out if one.kind == ALL_GATHER else one.bytes_in
-                    key = (one.kind, one.axes)
+                    one = step.collectives[0]
+                    share = (one.bytes_out if one.kind == ALL_GATHER else one.bytes_in) / total
+                    key = (one.kind, one.axes, len(step.collectives))
                 else:
-                    nbytes = total // max(1, self._shards(step.after))
-                    key = (SLICE, ())
+                    share = self._share(step.after)
+                    key = (SLICE, (), 1)
                 primitive = self.primitives.setdefault(key, len(self.primitives))
-                self.edges.append((source, target, primitive, nbytes / total))
+                self.edges.append((source, target, primitive, share))
 
-    def _shards(self, layout: Layout) -> int:
-        return self.redistributor.mesh.size(layout.axes())
+    def _share(self, layout: Layout) -> float:
+        """Return a rank's share of the tensor."""
+        if layout not in self._sliced:
+            moves = self.redistributor
+            self._sliced[layout] = prod(local_shape(moves.shape, layout, moves.mesh)) / prod(moves.shape)
+        return self._sliced[layout]
 
 
 @dataclass(slots=True)
@@ -75,25 +81,35 @@ class MoveTimes:
 
     mesh: Mesh
     pricing: TimePricing
-    _graphs: dict[tuple[int, ...], _LayoutGraph] = field(default_factory=dict)
-    _times: dict[tuple[tuple[int, ...], int, int], Times] = field(default_factory=dict)
+    _graphs: dict[Hashable, _LayoutGraph] = field(default_factory=dict)
+    _times: dict[tuple[int, int, int], Times] = field(default_factory=dict)
 
-    def prepare(self, tensor: Tensor, layouts: Iterable[Layout]) -> None:
+    def prepare(self, tensor: Tensor, own: Redistributor, layouts: Iterable[Layout]) -> None:
         """Note layouts that will be asked about: all that are known before the first question are solved at once."""
-        self._graph(tensor).expand(layouts)
+        self._graph(tensor, own).expand(layouts)
 
-    def _graph(self, tensor: Tensor) -> _LayoutGraph:
-        signature = tuple(gcd(size, self.mesh.ranks) for size in tensor.shape)
-        if signature not in self._graphs:
-            self._graphs[signature] = _LayoutGraph(Redistributor(signature, _DTYPE, self.mesh))
-        return self._graphs[signature]
+    def _graph(self, tensor: Tensor, own: Redistributor) -> _LayoutGraph:
+        """Return the graph of a tensor; `own` is its redistributor, whose irregular specs and excluded primitives are kept."""
+        if own.irregular_specs or own.excluded_kinds:
+            key: Hashable = (tensor.shape, tensor.dtype, own.irregular_specs, own.excluded_kinds)
+        else:
+            key = tuple(gcd(size, self.mesh.ranks) for size in tensor.shape)
+        if key not in self._graphs:
+            if own.irregular_specs or own.excluded_kinds:
+                moves = Redistributor(tensor.shape, tensor.dtype, self.mesh, own.irregular_specs, own.excluded_kinds)
+            else:
+                moves = Redistributor(tuple(gcd(size, self.mesh.ranks) for size in tensor.shape), _DTYPE, self.mesh)
+            self._graphs[key] = _LayoutGraph(moves)
+        return self._graphs[key]
 
-    def between(self, tensor: Tensor, sources: Sequence[Layout], targets: Sequence[Layout]) -> Times:
+    def between(
+        self, tensor: Tensor, own: Redistributor, sources: Sequence[Layout], targets: Sequence[Layout]
+    ) -> Times:
         """Return the times of all pairs, infinite where there is no path."""
-        graph = self._graph(tensor)
+        graph = self._graph(tensor, own)
         graph.expand([*sources, *targets])
         nbytes = prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype]
-        key = (graph.redistributor.shape, nbytes, len(graph.layouts))
+        key = (id(graph), nbytes, len(graph.layouts))
         if key not in self._times:
             self._times[key] = self._shortest(graph, nbytes)
         rows = [graph.numbers[layout] for layout in sources]
@@ -107,9 +123,10 @@ class MoveTimes:
         source, target, primitive, share = (np.array(column) for column in zip(*graph.edges, strict=True))
         sizes = share * nbytes
         times = np.empty(len(sizes))
-        for (kind, axes), number in graph.primitives.items():
+        for (kind, axes, number_of), number in graph.primitives.items():
             at = primitive == number
-            times[at] = self.pricing.copy(sizes[at]) if kind == SLICE else self.pricing.times(kind, axes, sizes[at])
+            one = self.pricing.copy(sizes[at]) if kind == SLICE else self.pricing.times(kind, axes, sizes[at])
+            times[at] = one * number_of
         order = np.lexsort((times, target, source))
         source, target, times = source[order], target[order], times[order]
         first = np.concatenate([[True], (np.diff(source) != 0) | (np.diff(target) != 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,6 +158,45 @@ class SolvableProgram(IntegerProgram):
                 others = users - {stages.operator_stages[self._producers[name]]}
                 total += self.candidates.pricing.collectives(sends)[0] * len(others)
         return total
+
+    def held(self, assignment: Assignment) -> float:
+        """Return the bytes that a rank holds when the backward pass begins, without copies that are kept for it."""
+        both = zip(self.tensor_members, assignment.layouts, strict=True)
+        return sum(self.held_bytes(names[0], layout) * len(names) for names, layout in both)
+
+    def least_held(self) -> float:
+        """Return the bytes that a rank holds at least."""
+        both = zip(self.tensor_members, self.layout_lists, strict=True)
+        return sum(min(self.held_bytes(names[0], at) for at in layouts) * len(names) for names, layouts in both)
+
+    def most_held(self) -> float:
+        return np.inf if self.problem.memory is None else self.problem.memory.limit_bytes
+
+    def fits(self, assignment: Assignment) -> bool:
+        return self.problem.memory is None or self.held(assignment) <= self.most_held()
+
+    def with_kept_copies(self, assignment: Assignment) -> Assignment:
+        """Return the assignment with those copies kept for the backward pass that save most time a byte, as far as they fit."""
+        if self.problem.memory is None or assignment.kept:
+            return assignment
+        found = []
+        for each, uses in enumerate(self.consumers):
+            home, name, count = assignment.layouts[each], self.tensor_members[each][0], len(self.tensor_members[each])
+            phases: dict[Layout, set[bool]] = {}
+            for consumer, position in uses:
+                need = self.candidates.options[consumer][assignment.options[consumer]].operands[position][1]
+                phases.setdefault(need, set()).add(self._is_backward(self.members[consumer][0]))
+            for need, where in phases.items():
+                saved = self.move_costs(each, [home], [need])[0][0, 0] * count
+                if len(where) == 2 and need != home and saved > 0:
+                    nbytes = self._local_bytes(name, need) * count
+                    found.append((saved / nbytes, nbytes, each, need))
+        left, kept = self.most_held() - self.held(assignment), []
+        for _, nbytes, each, need in sorted(found, key=lambda one: -one[0]):
+            if nbytes <= left:
+                left -= nbytes
+                kept.append((each, need))
+        return replace(assignment, kept=frozenset(kept))
 
     def _one_move(self, each: int, source: Layout, target: Layout, operator: int | None) -> int:
         if source == target:

@@ -30,6 +30,16 @@ class SparseRows:
             self.values.append(np.broadcast_to(np.asarray(factor, dtype=np.float64), len(group)))
         self.sides.append(side)
 
+    def add_flows(self, numbers: Integers, out: Sequence[Integers]) -> None:
+        """Add a row for every row of `numbers`: its variables (-1: none) flow out by one variable of the group in `out`."""
+        rows, columns = np.nonzero(numbers >= 0)
+        start = len(self.sides)
+        sizes = [len(group) for group in out]
+        self.rows += [rows + start, np.repeat(np.arange(start, start + len(out)), sizes)]
+        self.columns += [numbers[rows, columns], np.concatenate([np.zeros(0, dtype=np.int64), *out])]
+        self.values += [np.ones(len(rows)), -np.ones(sum(sizes))]
+        self.sides += [0.0] * len(out)
+
     def add_pairs(self, first: Integers, second: Integers) -> None:
         """Add a row `first - second` for every pair of columns, with 0 on its right."""
         rows = np.arange(len(self.sides), len(self.sides) + len(first), dtype=np.int64)
