@@ -34,11 +34,12 @@ Reading order, which is also the order of the work:
       pricing.py          what a choice costs: ring bytes, or time on a machine
       move_times.py       times of redistributions between all layouts of a tensor
       alike.py            layers that stand for one another
-      first_answer.py     an answer, operator by operator
+      message_passing.py  a lower bound of all choices, and what each alternative costs above it at least
+      by_messages.py      the choice of least time: that bound, and an exact solution of what it leaves
       integer_program.py  the choice as an integer program, built
       solvable_program.py and solved: linear relaxation, then CP-SAT
       candidates.py       options, layouts and redistributions of a whole graph
-      choose.py           the cheapest consistent choice, proved (linear relaxation, then CP-SAT)
+      choose.py           the cheapest consistent choice, proved
     plans/                the answer
       plan.py             in program order
       lowering.py         as a program of the simulator, with its time on a cluster

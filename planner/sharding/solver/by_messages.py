@@ -10,13 +10,12 @@ The best answer so far and its bound are there at any moment.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import monotonic
 
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.sharding.layouts.layout import Layout
 from planner.sharding.solver.assignment import Assignment, unsatisfiable
 from planner.sharding.solver.integer_program import Pairs
 from planner.sharding.solver.message_passing import NO_PATH, MessagePassing
@@ -145,7 +144,9 @@ class _Search:
         """Let CP-SAT choose among variables of ever larger reduced cost; return a bound of what was built."""
         program, allowance = self.program, max(1.0, _FIRST_ALLOWANCE * bound)
         most = 2 * float(np.abs(program.costs).sum()) * program.unit
-        while not self.over:  # a variable whose reduced cost exceeds the gap to the bound cannot be in an optimal solution
+        while (
+            not self.over
+        ):  # a variable whose reduced cost exceeds the gap to the bound cannot be in an optimal solution
             allowance = min(allowance, self.cost - bound + 1.0)
             found = program.choose(program.costs, reduced <= allowance, limit=None, seconds=self._left())
             if found is not None:
@@ -167,8 +168,7 @@ def solve_by_messages(program: SolvableProgram, end: float | None) -> tuple[Assi
     if program.least_held() > program.most_held():
         raise unsatisfiable(program.problem.memory)
     search.find_price()
-    looks = 0
-    for _ in range(_MAX_SWEEPS // _SWEEPS):
+    for looks in range(_MAX_SWEEPS // _SWEEPS):
         before = search.bound
         search.sweep(_SWEEPS)
         if search.proved or search.over or search.solve_rest(_FEW):
@@ -178,7 +178,6 @@ def solve_by_messages(program: SolvableProgram, end: float | None) -> tuple[Assi
         stale = search.bound - before < _SWEEPS * _STALE * search.bound
         if stale or looks % 4 == 3:
             search.solve_cheapest()
-        looks += 1
         if search.proved or search.over or search.solve_rest(_FEW):
             break
         if stale:

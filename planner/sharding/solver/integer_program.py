@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
-from math import gcd, prod
+from math import gcd, log2, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,7 @@ class IntegerProgram:
         self.move_times = (
             MoveTimes(self.mesh, candidates.pricing) if isinstance(candidates.pricing, TimePricing) else None
         )
+        self.memory_unit = 1.0
         self.allowed: Mapping[Pairs, NDArray[np.bool_]] = {}
         self.layout_lists: list[list[Layout]] = []
         self._clear()
@@ -207,9 +208,7 @@ class IntegerProgram:
             found.setdefault(option.operands[position][1], []).append(number)
         return list(found), [np.array(numbers, dtype=np.int64) for numbers in found.values()]
 
-    def _add_result_moves(
-        self, each: int, made: int, layouts: Sequence[Layout], variables: Integers
-    ) -> None:
+    def _add_result_moves(self, each: int, made: int, layouts: Sequence[Layout], variables: Integers) -> None:
         """Add the redistributions from the layouts an operator may produce to the layouts its result may have.
 
         At equal cost, a pending reduction is performed right after the operator, a `set` redistributes its own result,
@@ -334,8 +333,8 @@ class IntegerProgram:
         for kept, _, _, nbytes in self.kept:
             columns.append(np.array([kept]))
             factors.append(np.array([nbytes]))
-        scale = max(1.0, limit.limit_bytes)
-        self.most.add(columns, [f / scale for f in factors], limit.limit_bytes / scale)
+        self.memory_unit = 2.0 ** round(log2(max(1.0, limit.limit_bytes)))  # a power of two: bytes stay exact
+        self.most.add(columns, [f / self.memory_unit for f in factors], limit.limit_bytes / self.memory_unit)
 
     def held_bytes(self, name: str, layout: Layout) -> float:
         """Return what a rank holds of a tensor when the backward pass begins."""

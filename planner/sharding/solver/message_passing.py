@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from planner.sharding.layouts.layout import Layout
 from planner.sharding.solver.assignment import Assignment
 from planner.sharding.solver.integer_program import Pairs
 from planner.sharding.solver.solvable_program import SolvableProgram
@@ -104,7 +103,6 @@ class MessagePassing:
     _of_tensor: dict[int, int] = field(default_factory=dict)
     _ways: list[tuple[list[_Edge], list[_Edge]]] = field(default_factory=list)  # by node: edges to earlier, to later
     _shared: list[_Shared] = field(default_factory=list)
-    
 
     def __post_init__(self) -> None:
         self._add_nodes()

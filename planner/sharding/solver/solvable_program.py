@@ -77,8 +77,8 @@ class SolvableProgram(IntegerProgram):
             for row, side in enumerate(rows.sides):
                 span = slice(reduced.indptr[row], reduced.indptr[row + 1])
                 factors, columns, most = reduced.data[span], reduced.indices[span], int(side)
-                if not np.all(factors == np.rint(factors)):  # shares of memory
-                    factors, most = np.ceil(factors * 1e9), int(side * 1e9)
+                if not np.all(factors == np.rint(factors)):  # held bytes
+                    factors, most = factors * self.memory_unit, int(side * self.memory_unit)
                 total = sum(int(f) * variables[c] for f, c in zip(factors, columns, strict=True))
                 if exact and not len(columns):
                     if side:
