@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from simulator.closed_form.layer_cost import BlockCost, PassCost
 from simulator.collectives.group_times import GroupTimes
@@ -162,12 +163,17 @@ def _chosen(here: object, one: PassTimes, other: PassTimes) -> PassTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Background:
-    """A collective beside compute: its seconds alone, SMs it holds, and bytes of memory it moves a second."""
+    """A collective beside compute: its seconds alone, SMs it holds, and bytes of memory it moves a second.
+
+    It asks for a part `asks` of a GPU's way out: of its port, or of its NIC where it goes `across` nodes.
+    """
 
     seconds: Floats
     host_s: Floats
     sms: Floats
     bytes_per_s: Floats
+    across: NDArray[np.bool_]
+    asks: Floats
     runs: bool  # in any row
     everywhere: bool  # in every row
     slowed: float = 1.0  # beside kernels it takes so many times as long
@@ -182,8 +188,21 @@ class Background:
             everywhere=before.everywhere,
             sms=np.where(here, self.sms, before.sms),
             bytes_per_s=np.where(here, self.bytes_per_s, before.bytes_per_s),
+            across=np.where(here, self.across, before.across),
+            asks=np.where(here, self.asks, before.asks),
             slowed=self.slowed,
         )
+
+    def speeds_beside(self, other: Background) -> tuple[Floats, Floats]:
+        """Return at what parts of their speeds this collective and another run: each has half of a way out that does not do
+        for both, and what the other does not want of its half.
+        """
+        crowded = (self.across == other.across) & (self.asks + other.asks > 1.0)
+        mine, theirs = (
+            np.maximum(1.0 - two.asks, 0.5) / np.maximum(one.asks, 0.5) for one, two in ((self, other), (other, self))
+        )
+        mine, theirs = np.minimum(mine, 1.0), np.minimum(theirs, 1.0)
+        return np.where(crowded, mine, 1.0), np.where(crowded, theirs, 1.0)
 
     def stretch(
         self, kernels_s: Floats, exposed_s: Floats, bytes_per_s: Floats, traffic: TrafficTimes, *, copies: bool
@@ -244,6 +263,7 @@ class TrafficTimes:
             sms, sent = groups.load(op, axis, size)
             measured = self.context.held_sms(op)
             sms = sms if measured is None else np.where(there, measured, 0.0)
+            across, share, rate = groups.ways(axis)
             self._known[key] = Background(
                 seconds=seconds,
                 host_s=np.where(there, self.context.spec.host.collective_s, 0.0),
@@ -251,5 +271,7 @@ class TrafficTimes:
                 everywhere=bool(there.all()),
                 sms=sms,
                 bytes_per_s=2.0 * sent / np.maximum(seconds, TINY),
+                across=across,
+                asks=np.where(there, np.minimum(share * sent / np.maximum(seconds, TINY) / rate, 1.0), 0.0),
             )
         return self._known[key]

@@ -13,7 +13,7 @@ from simulator.closed_form.block_times import Background, BlockTimes, PassTimes,
 from simulator.columns.plan_table import Floats
 from simulator.program.program import COMPUTE
 from simulator.step.rank import Pass, Value
-from simulator.step.traffic import REDUCE_POOL, WIRES
+from simulator.step.traffic import REDUCE_POOL, REPLICAS, STREAM, WIRES
 from simulator.step.units import Unit
 
 CATEGORIES = (
@@ -30,6 +30,10 @@ ROW_OF = {name: row for row, name in enumerate(CATEGORIES)}
 GATHERED = ROW_OF["gathered_parameters"]
 # Parts of a step, as seconds of the compute stream; `dp` waits for data-parallel traffic.
 PARTS = ("compute", "recompute", "copies", "contention", "tp", "cp", "ep", "pp", "dp", "host", "bubble", "optimizer")
+
+
+# Streams whose collectives may run at once: of shards, and of replicas of them.
+BESIDE = {STREAM: REPLICAS, REPLICAS: STREAM}
 
 
 class Bytes:
@@ -247,7 +251,10 @@ class Tally:
         once = isinstance(times, float) and times == 1.0
         self.host = self.host + (cost.host_s if once else times * cost.host_s)
         now = self._clock(stream)
-        end = np.maximum(now, self.host) + (cost.seconds if once else times * cost.seconds)
+        start, seconds = np.maximum(now, self.host), cost.seconds if once else times * cost.seconds
+        end = start + seconds
+        if stream in BESIDE and (other := self._beside.get(BESIDE[stream])) is not None:
+            end = end + self._crowded(start, seconds, cost, BESIDE[stream], other)
         self.clocks[stream] = end if cost.everywhere else np.where(cost.seconds > 0, end, now)
         before = self._beside.get(stream)
         if before is not cost:
@@ -306,6 +313,22 @@ class Tally:
             self.parts[part] = self.parts[part] + (later - now)
         self.clocks[stream] = later
 
+    def _crowded(self, start: Floats, seconds: Value, cost: Background, stream: str, other: Background) -> Floats:
+        """Return how much longer a collective takes beside the one under way on `stream`, which it delays as well."""
+        left = np.maximum(self._clock(stream) - start, 0.0)
+        mine, theirs = cost.speeds_beside(other)
+        together = np.minimum(seconds / mine, left / theirs)
+        self._delay(stream, start, together * (1.0 - theirs))
+        return together * (1.0 - mine)
+
+    def _delay(self, stream: str, since: Floats, late: Floats) -> None:
+        """Let what is under way on a stream, and what waits for it, be later."""
+        self.clocks[stream] = self._clock(stream) + late
+        self._events = {
+            name: (of, at + np.where(at > since, late, 0.0) if of == stream else at)
+            for name, (of, at) in self._events.items()
+        }
+
     def _beside_traffic(
         self, start: Floats, kernels_s: Floats, exposed_s: Floats, bytes_per_s: Floats, *, copies: bool = False
     ) -> Floats | None:
@@ -322,10 +345,5 @@ class Tally:
             together = np.minimum(stretch * total, np.maximum(left, 0.0) / progress)
             lost = together * (1.0 - 1.0 / stretch)
             longer = lost if longer is None else longer + lost
-            late = together * (1.0 - progress)
-            self.clocks[stream] = self._clock(stream) + late
-            self._events = {
-                name: (of, at + np.where(at > start, late, 0.0) if of == stream else at)
-                for name, (of, at) in self._events.items()
-            }
+            self._delay(stream, start, together * (1.0 - progress))
         return longer

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.collectives.cost import CollectiveModel
-from simulator.collectives.traffic import port_share
+from simulator.collectives.traffic import port_share, way_of, way_rates
 from simulator.columns.plan_columns import distinct
 from simulator.columns.plan_table import Floats, PlanTable
 from topology.cluster import Cluster
@@ -77,6 +77,18 @@ class GroupTimes:
                 self._loads[key] = held, sizes * np.array([port_share(op, name, shape) for name, _ in chosen])
             sms[rows], sent[rows] = (each[which] for each in self._loads[key])
         return sms, sent
+
+    def ways(self, axis: str) -> tuple[NDArray[np.bool_], Floats, Floats]:
+        """Return (whether groups along an axis span nodes, how much of a rank's rate passes each GPU's way out, that way's
+        bytes/s), one value per plan; see `simulator.collectives.traffic.way_of`.
+        """
+        rates = way_rates(self.cluster)
+        across, share = np.zeros(len(self.table), dtype=np.bool_), np.ones(len(self.table))
+        rate = np.full(len(self.table), rates["port"])
+        for _, shape, rows in self._groups(axis):
+            way, part = way_of(nodes=shape.nodes, ranks_per_node=shape.ranks_per_node)
+            across[rows], share[rows], rate[rows] = way == "nic", part, rates[way]
+        return across, share, rate
 
     def _groups(self, axis: str) -> list[tuple[CollectiveModel, GroupShape, NDArray[np.bool_]]]:
         """Return the plans whose groups along an axis are the same on the same machine, groups of one left out."""

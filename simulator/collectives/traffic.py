@@ -1,9 +1,10 @@
-"""What a collective sends through the ports of its ranks."""
+"""What a collective sends through the ports of its ranks, and what these carry."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from topology.cluster import Cluster
 from topology.rates.groups import GroupShape
 
 # Which share of what a collective's ranks send through their ports each of them carries, per byte of the buffer.
@@ -25,3 +26,21 @@ def port_share(op: str, algorithm: str, shape: GroupShape) -> float:
     if op == "all_reduce" and shape.nodes > 1 and algorithm in REDUCES_INSIDE:
         return 2 * (shape.nodes - 1) / shape.nodes
     return TRAFFIC[op](shape.ranks)
+
+
+def way_of(*, nodes: int, ranks_per_node: int) -> tuple[str, float]:
+    """Return (what a group's traffic passes at every rank: "port" or "nic", how much of a rank's rate passes there).
+
+    A ring enters and leaves every node once, whatever it has ranks there, and its channels spread that over the ranks' NICs.
+    """
+    return ("port", 1.0) if nodes == 1 else ("nic", 1.0 / ranks_per_node)
+
+
+def way_rates(cluster: Cluster) -> dict[str, float]:
+    """Return bytes/s of each GPU's "port" (NVLink or PCIe) and "nic", its share of the node's network."""
+    node, kind = cluster.groups[0].node, cluster.slowest_kind
+    network = sum(nic.bytes_per_s or 0.0 for nic in node.nics if nic.up)
+    return {
+        "nic": max(network / max(len(node.gpus), 1), 1.0),
+        "port": kind.nvlink_links * kind.nvlink_bytes_per_s or kind.pcie_bytes_per_s,
+    }

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from simulator.collectives.cost import CollectiveCost, CollectiveModel
-from simulator.collectives.traffic import port_share
+from simulator.collectives.traffic import port_share, way_of, way_rates
 from simulator.kernels.roofline import efficiency
 from simulator.lowering.steps import KernelKey
 from simulator.lowering.writing import PEER_COPY, launch_key
@@ -51,15 +51,10 @@ class MachineCosts:
 
     def __post_init__(self) -> None:
         """Look up once what every group of ranks asks for."""
-        node, kind = self.cluster.groups[0].node, self.cluster.slowest_kind
         self._gpus_per_node = self.cluster.gpus_per_node
         kinds = {gpu.kind for group in self.cluster.groups for gpu in group.node.gpus}
-        self._one_kind = kind.name if len(kinds) == 1 else ""
-        network = sum(nic.bytes_per_s or 0.0 for nic in node.nics if nic.up)
-        self._link_rates = {
-            "nic": max(network / max(len(node.gpus), 1), 1.0),
-            "port": kind.nvlink_links * kind.nvlink_bytes_per_s or kind.pcie_bytes_per_s,
-        }
+        self._one_kind = self.cluster.slowest_kind.name if len(kinds) == 1 else ""
+        self._link_rates = way_rates(self.cluster)
 
     def cost(self, instruction: Kernel, ranks: Ranks) -> Cost:
         if isinstance(instruction, Launch):
@@ -80,7 +75,7 @@ class MachineCosts:
             sms = self.held_sms.get(op, sms)
         sent = instruction.nbytes * port_share(op, chosen.algorithm, shape)
         # By itself a transfer gets what its time says, whatever the time was measured or modelled from.
-        medium, share = ("port", 1.0) if shape.nodes == 1 else ("nic", 1.0 / shape.ranks_per_node)
+        medium, share = way_of(nodes=shape.nodes, ranks_per_node=shape.ranks_per_node)
         rate = min(sent / seconds, self._link_rates[medium] / share) if seconds else 0.0
         return Cost(seconds=seconds, sms=sms, hbm_bytes_per_s=2 * rate, link_bytes_per_s=rate)
 
@@ -97,13 +92,11 @@ class MachineCosts:
     def routes(self, ranks: Ranks) -> tuple[LinkUse, ...]:
         """Ports of the ranks, each direction apart: NVLink or PCIe inside a node, NICs between nodes.
 
-        A ring enters and leaves every node once, whatever it has ranks there, and its channels spread that over the
-        ranks' NICs; so each NIC carries that many times less than a port. Two ranks are taken for a message, which
-        loads one direction.
+        Two ranks are taken for a message, which loads one direction.
         """
         physical = [self.placement[rank] for rank in ranks] if self.placement else list(ranks)
         per_node, nodes = self._spread(physical)
-        medium, share = ("port", 1.0) if nodes == 1 else ("nic", 1.0 / per_node)
+        medium, share = way_of(nodes=nodes, ranks_per_node=per_node)
         if (medium, share) not in self._uses:
             self._uses[medium, share] = _LinkUses(medium, "out", share), _LinkUses(medium, "in", share)
         out, into = self._uses[medium, share]

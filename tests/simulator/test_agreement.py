@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -51,3 +53,18 @@ def test_traffic_that_nothing_hides_takes_as_long(network) -> None:
 
     step_s = estimate_plans(asked, [plan], counted=True).step_s[0]
     assert step_s == pytest.approx(simulate_plan(asked, plan, spans=False).estimate.step_s.value, rel=0.01)
+
+
+@pytest.mark.parametrize("network", [12e9, 100e9])
+def test_shards_and_replicas_share_the_way_out_of_a_node(network) -> None:
+    """Hybrid sharding over two nodes: replicas are summed while the next parameters are gathered, through the same NICs."""
+    asked = Scenario(
+        model=replace(load_model("llama3-8b"), layers=6),
+        cluster=make_cluster(4, 8, network=network),
+        workload=Workload(seq_len=2048, global_batch_size=64),
+        runtime=Runtime(name="torchtitan"),
+    )
+    plan = Plan(dp_replicate=2, dp_shard=16)
+
+    step_s = estimate_plans(asked, [plan], counted=True).step_s[0]
+    assert step_s == pytest.approx(simulate_plan(asked, plan, spans=False).estimate.step_s.value, rel=0.015)
