@@ -40,6 +40,7 @@ PAGES = (
     ("curves", "What if", ":material/tune:", True),
     ("compare", "Compare", ":material/compare_arrows:", True),
     ("serving", "Serve a model", ":material/forum:", False),
+    ("check", "Check a configuration", ":material/fact_check:", False),
     ("run", "Run", ":material/play_circle:", True),
     ("measured", "Measured", ":material/straighten:", False),
     ("tuning", "Tuning", ":material/tune:", False),

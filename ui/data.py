@@ -6,13 +6,14 @@ so they are shared between sessions (`cache_resource`) and not copied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
+from planner.configs.configuration import Told
 from planner.explain.plan_answer import answer_plan
 from planner.explain.tables import policy_text
 from planner.export.job import ExportJob
@@ -22,23 +23,26 @@ from planner.question.cases import case_from_flags
 from planner.question.plan_file import plan_file
 from planner.runs import runs_store
 from planner.search import scaling
+from planner.search.answer import search_question
 from planner.search.flips import KNOBS
 from planner.search.search import SearchOptions
 from simulator.config.hf_config import load_model
 from topology import codec
 from topology.health.diagnose import diagnose
-from ui import panels, sharing, waiting
+from ui import panels, service, sharing, uploads, waiting
 from ui.state import LISTED, Inputs, choose_plan, plan_chips, plan_name, results, source_of
 
 if TYPE_CHECKING:
     from planner.explain.plan_answer import PlanAnswer
     from planner.export.draft import Exported, Target
+    from planner.question.flags import Flags
     from planner.search.result import RankedPlan, SearchResult
     from simulator.config.estimate import Estimate
     from simulator.config.model import Model
     from simulator.config.plan import Plan
     from topology.cluster import Cluster
     from topology.health.diagnose import Health
+    from ui.waiting import Asked
     from ui.work import SimulatedStep
 
 
@@ -153,15 +157,20 @@ def search(question: Inputs) -> SearchResult | None:
     """Return what `planner suggest` answers, or None after showing progress. Raises PlannerError."""
     options = SearchOptions(objective=question.objective, top=LISTED)
     asked = (question.flags(), question.framework, options)
-    found: SearchResult | None = waiting.ask("search", question.key, *asked, title="Searching all legal plans")
+    title, start = "Searching all legal plans", _elsewhere(question, options)
+    found: SearchResult | None = waiting.ask("search", question.key, *asked, title=title, start=start)
     return found
 
 
 def fastest(question: Inputs) -> Estimate | None:
     """Return the estimate of the fastest plan for a question about memory, or None after showing progress."""
-    asked = (question.flags(), question.framework, SearchOptions(top=1))
-    title = "Searching the fastest plan, to compare with"
-    found: SearchResult | None = waiting.ask("fastest", question.key, *asked, title=title)
+    options = SearchOptions(top=1)
+    asked = (question.flags(), question.framework, options)
+    title, start = (
+        "Searching the fastest plan, to compare with",
+        _elsewhere(replace(question, objective="time"), options),
+    )
+    found: SearchResult | None = waiting.ask("fastest", question.key, *asked, title=title, start=start)
     return found.plans[0].estimate if found is not None else None
 
 
@@ -171,8 +180,63 @@ def numbers(question: Inputs, counts: tuple[int, ...], gpu_price: float | None) 
     options = SearchOptions(objective=question.objective, top=1, gpu_price_per_hour=gpu_price)
     key = f"{question.key} {counts} {gpu_price}"
     title = f"Searching plans on {', '.join(map(str, counts))} GPUs"
-    found: SearchResult | None = waiting.ask("numbers", key, flags, question.framework, options, title=title)
+    start = _elsewhere(question, options, flags)
+    found: SearchResult | None = waiting.ask(
+        "numbers", key, flags, question.framework, options, title=title, start=start
+    )
     return found
+
+
+def _elsewhere(question: Inputs, options: SearchOptions, flags: Flags | None = None) -> Callable[[], Asked] | None:
+    """Return what starts a search on the service of `planner ui --server`; None where this explorer works by itself."""
+    if service.server() is None:
+        return None
+    from ui import remote  # noqa: PLC0415 - needs the extra `service`
+
+    stated = flags or question.flags()
+    if flags is not None and stated.global_batch is None:  # the same batch on all numbers of GPUs
+        batch = search_question(flags, question.framework)[0].workload.global_batch_size
+        stated = replace(stated, global_batch=batch)
+    price = options.gpu_price_per_hour
+    said = remote.search_request(question, top=options.top, flags=stated, price=price)
+    return lambda: remote.RemoteJob(
+        service.client(), "suggest", said, lambda answer: remote.read_search(answer, stated, question.framework)
+    )
+
+
+def checked(question: Inputs, text: str, name: str, launch: str) -> dict[str, Any] | None:
+    """Return what `planner check --json` answers about a configuration, or None after showing progress.
+
+    Where it leaves model, machine and GPUs open, the question's count. Raises PlannerError.
+    """
+    told = Told(
+        model=question.model_source,
+        cluster=question.cluster_source,
+        gpu=question.gpu,
+        gpus=question.gpus,
+        launch=launch,
+    )
+    key = codec.fingerprint([text, name, launch, question.key])
+    title, start = "Checking the configuration", _checked_elsewhere(question, text, name, launch)
+    found: dict[str, Any] | None = waiting.ask("check", key, text, name, told, title=title, start=start)
+    return found
+
+
+def _checked_elsewhere(question: Inputs, text: str, name: str, launch: str) -> Callable[[], Asked] | None:
+    if service.server() is None:
+        return None
+    from ui import remote  # noqa: PLC0415 - needs the extra `service`
+
+    said = {
+        "file": {"name": name, "content": text},
+        "model": uploads.sent(question.model),
+        "cluster": uploads.sent(question.cluster),
+        "gpu": question.gpu,
+        "gpus": question.gpus,
+        "launch": launch or None,
+    }
+    stated = {key: value for key, value in said.items() if value is not None}
+    return lambda: remote.RemoteJob(service.client(), "check", stated, lambda answer: answer)
 
 
 def simulated(question: Inputs, result: SearchResult, ranked: RankedPlan) -> SimulatedStep | None:

@@ -1,33 +1,125 @@
-"""The service's queue in this process (`planner.service.queue`): runs and tunings that outlive a page.
+"""The service's jobs as pages use them: of a service elsewhere (`planner ui --server`), or of its queue in this process.
 
-It is the queue of `planner service` on this machine, in the same database, so that both show the same jobs.
+In this process it is the queue of `planner service` on this machine, in the same database, so that both show the same jobs.
 """
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import platformdirs
 import streamlit as st
 
-from planner.remote.settings import Settings
+from planner.remote.settings import SERVER, Settings
 
 if TYPE_CHECKING:
+    from planner.remote.client import Client
     from planner.service.queue import Queue
 
-NEEDS = ("fastapi", "pydantic", "sqlalchemy", "alembic")
+NEEDS = ("fastapi", "pydantic", "sqlalchemy", "alembic", "httpx")
 USER = "local"
+PATIENCE_S = 5.0  # for a service that does not answer, while a person waits
+Document = dict[str, Any]
+
+
+class Jobs(Protocol):
+    """Jobs by id. Documents are those of `GET /v1/jobs/{job}`. Methods raise PlannerError."""
+
+    def ask(self, command: str, said: Document) -> str: ...
+    def read(self, job: str) -> Document | None: ...
+    def newest(self, limit: int) -> list[Document]: ...
+    def cancel(self, job: str) -> None: ...
+    def so_far(self, job: str) -> bytes: ...
+    def content(self, artifact: Document) -> bytes: ...
+
+
+class Here:
+    """The queue in this process."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+
+    def ask(self, command: str, said: Document) -> str:
+        return self.queue.ask(USER, command, said)
+
+    def read(self, job: str) -> Document | None:
+        found = self.queue.read(USER, job)
+        return None if found is None else found.model_dump()
+
+    def newest(self, limit: int) -> list[Document]:
+        return [one.model_dump() for one in self.queue.newest(USER, limit)]
+
+    def cancel(self, job: str) -> None:
+        self.queue.cancel(USER, job)
+
+    def so_far(self, job: str) -> bytes:
+        return self.queue.state_so_far(USER, job)
+
+    def content(self, artifact: Document) -> bytes:
+        return self.queue.files.path(artifact["sha256"]).read_bytes()
+
+
+class There:
+    """A service elsewhere."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def ask(self, command: str, said: Document) -> str:
+        return self.client.submit(command, said)
+
+    def read(self, job: str) -> Document | None:
+        from planner.remote.client import ServiceError  # noqa: PLC0415 - needs the extra `service`
+
+        try:
+            return self.client.job(job)
+        except ServiceError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def newest(self, limit: int) -> list[Document]:
+        return self.client.jobs(limit=limit)
+
+    def cancel(self, job: str) -> None:
+        self.client.cancel(job)
+
+    def so_far(self, job: str) -> bytes:
+        return self.client.so_far(job)
+
+    def content(self, artifact: Document) -> bytes:
+        return self.client.content(artifact)
+
+
+def server() -> str | None:
+    """Return the address of the service that this explorer asks; None where it works by itself."""
+    return os.environ.get(SERVER) or None
 
 
 def missing() -> list[str]:
-    """Return the packages that the queue needs and that are not installed."""
+    """Return the packages that jobs need and that are not installed."""
     return [name for name in NEEDS if find_spec(name) is None]
 
 
 @st.cache_resource(show_spinner=False)
+def jobs() -> Jobs:
+    """Return the jobs that all sessions share. Raises PlannerError where the service or the database cannot be used."""
+    return There(client()) if server() else Here(queue())
+
+
+@st.cache_resource(show_spinner=False)
+def client() -> Client:
+    """Return the client of the service of `planner ui --server`."""
+    from planner.remote.client import Client as Asking  # noqa: PLC0415 - needs the extra `service`
+
+    return Asking(str(server()), patience_s=PATIENCE_S)
+
+
+@st.cache_resource(show_spinner=False)
 def queue() -> Queue:
-    """Return the queue that all sessions share, at work. Raises PlannerError where its database cannot be used."""
+    """Return the queue in this process, at work."""
     from planner.service.queue import Queue as Shared  # noqa: PLC0415 - needs the extra `service`
 
     folder = platformdirs.user_data_path("meshwright", appauthor=False) / "service"

@@ -65,6 +65,12 @@ def find(choice: str) -> Upload | None:
     return next((upload for kind in ("cluster", "model") for upload in stored(kind) if upload.choice == choice), None)
 
 
+def sent(choice: str) -> str | dict[str, str]:
+    """Return a choice as a request to the service says it: a name, or the uploaded file."""
+    upload = find(choice)
+    return choice if upload is None else {"name": upload.name, "content": codec.read_text(upload.path)}
+
+
 def store(kind: Kind, name: str, content: bytes) -> Upload:
     """Check and store an uploaded file. Raises PlannerError, which names the file, when it is not one of `kind`."""
     if len(content) > MAX_BYTES:
@@ -74,9 +80,9 @@ def store(kind: Kind, name: str, content: bytes) -> Upload:
             remedy="upload the output of nvidia-smi topo -m, an NCCL topology file, or a cluster file",
         )
     digest = hashlib.sha256(content).hexdigest()[:8]
-    harmless = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(name).name)[-48:].lstrip(".") or "file"
+    kept = harmless(name)
     place = folder()
-    path = place / f"{kind}-{digest}-{harmless}"
+    path = place / f"{kind}-{digest}-{kept}"
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -93,7 +99,12 @@ def store(kind: Kind, name: str, content: bytes) -> Upload:
         raise _renamed(error, str(path), name) from error
     for old in sorted(stored("cluster") + stored("model"), key=lambda u: -u.path.stat().st_mtime)[MAX_FILES:]:
         old.path.unlink(missing_ok=True)
-    return Upload(kind=kind, name=harmless, digest=digest, path=path)
+    return Upload(kind=kind, name=kept, digest=digest, path=path)
+
+
+def harmless(name: str) -> str:
+    """Return a file's name with nothing but letters, digits, dots, dashes and underscores, and without its folder."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", Path(name).name)[-48:].lstrip(".") or "file"
 
 
 def is_model(content: bytes) -> bool:

@@ -6,17 +6,20 @@ Results are kept for all sessions, so that a link that was computed once opens a
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import streamlit as st
 
 from planner.jobs.processes import Job, Stopped, Workers
+from topology.errors import PlannerError
 from ui import state
 
 MAX_RESULTS = {
     "search": 64,
     "fastest": 64,
     "numbers": 16,
+    "check": 16,
     "simulate": 4,
     "serve": 32,
 }  # search results have kilobytes, a long trace tens of megabytes
@@ -35,15 +38,27 @@ def _finished() -> dict[tuple[str, str], Any]:
     return {}
 
 
-def ask(kind: str, key: str, *arguments: Any, title: str) -> Any:
+class Asked(Protocol):
+    """A job, of a process here (`planner.jobs.processes.Job`) or of a service (`ui.remote.RemoteJob`)."""
+
+    started: float
+    line: str
+    result: Any
+    error: PlannerError | None
+
+    def ask(self, patience_s: float) -> bool: ...
+    def stop(self) -> None: ...
+
+
+def ask(kind: str, key: str, *arguments: Any, title: str, start: Callable[[], Asked] | None = None) -> Any:
     """Return the result of a job, or None after showing its progress. Raises what the job raises.
 
-    A session has one job of a kind: asking for another key stops it.
+    `start` starts it elsewhere than in a process here. A session has one job of a kind: asking for another key stops it.
     """
     finished = _finished()
     if (kind, key) in finished:
         return finished[kind, key]
-    kept: dict[str, Job] = state.results().setdefault(kind, {})
+    kept: dict[str, Asked] = state.results().setdefault(kind, {})
     if st.session_state.get(f"_stopped_{kind}") == key:
         _stopped(kind, title)
         return None
@@ -52,7 +67,7 @@ def ask(kind: str, key: str, *arguments: Any, title: str) -> Any:
         for other in kept.values():
             other.stop()
         kept.clear()
-        job = kept[key] = Job(workers(), kind, *arguments)
+        job = kept[key] = Job(workers(), kind, *arguments) if start is None else start()
     if not job.ask(st.session_state.get("_patience_s", PATIENCE_S)):
         _panel(kind, key, job, title)
         return None
@@ -71,7 +86,7 @@ def _share(finished: dict[tuple[str, str], Any], kind: str, key: str, result: An
 
 
 @st.fragment(run_every=0.4)
-def _panel(kind: str, key: str, job: Job, title: str) -> None:
+def _panel(kind: str, key: str, job: Asked, title: str) -> None:
     """Show the progress of a job. Only this fragment of the page runs again until the job is done."""
     if job.ask(0):
         st.rerun()

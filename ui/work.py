@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from planner.configs.answer import check_text
+from planner.configs.check_document import check_document
+from planner.configs.configuration import Told
 from planner.explain.traffic import Traffic, traffic_of
 from planner.question.flags import Flags
 from planner.question.question import Question
@@ -107,6 +110,12 @@ def _busiest_links(run: Run, cluster: Cluster) -> dict[str, Samples]:
     return {names[medium]: kept for medium, (_, kept) in sorted(best.items(), reverse=True)}
 
 
+def check(progress: Progress, text: str, name: str, told: Told) -> dict[str, Any]:
+    """Return what `planner check --json` answers."""
+    found: dict[str, Any] = check_document(check_text(text, name, told, progress=progress))
+    return found
+
+
 def numbers(progress: Progress, flags: Flags, framework: str, options: SearchOptions) -> SearchResult:
     """Return what `planner suggest --gpus 8,16,32` answers, with the same batch on all numbers of GPUs."""
     if flags.global_batch is None:
@@ -127,6 +136,7 @@ def serve(progress: Progress, flags: ServingFlags) -> ServingAnswers:
 WORK: dict[str, Callable[..., Any]] = {
     "search": search,
     "fastest": search,
+    "check": check,
     "numbers": numbers,
     "simulate": simulate,
     "serve": serve,

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -45,9 +46,11 @@ def folder() -> Path:
     return Path(__file__).resolve().parents[2] / "ui"
 
 
-def start(port: int) -> subprocess.Popen[bytes]:
-    """Start the server. It ends when its standard input does, so that it never outlives this process."""
-    return subprocess.Popen(command(port), env=environment(), stdin=subprocess.PIPE)
+def start(port: int, more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start the server, with `more` in its environment. It ends when its standard input does, so that it never outlives
+    this process.
+    """
+    return subprocess.Popen(command(port), env={**environment(), **(more or {})}, stdin=subprocess.PIPE)
 
 
 def command(port: int) -> list[str]:

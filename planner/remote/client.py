@@ -30,7 +30,9 @@ AWAY = frozenset({429, 502, 503, 504})
 
 
 class ServiceError(PlannerError):
-    """The service refused, or does not answer."""
+    """The service refused, or does not answer. `status` is that of its answer, 0 where there was none."""
+
+    status = 0
 
 
 class Client:
@@ -95,10 +97,23 @@ class Client:
         document: dict[str, Any] = self._ask("DELETE", f"/v1/jobs/{job}").json()
         return document
 
+    def jobs(self, *, limit: int = 100) -> list[dict[str, Any]]:
+        """Return the newest jobs, without their results."""
+        found: list[dict[str, Any]] = self._ask("GET", "/v1/jobs", params={"limit": limit}).json()["jobs"]
+        return found
+
+    def content(self, artifact: dict[str, Any]) -> bytes:
+        """Return a file that a job wrote (an entry of `artifacts`)."""
+        return self._ask("GET", artifact["url"]).content
+
+    def so_far(self, job: str) -> bytes:
+        """Return what a job that runs has written of its state; nothing where it has none."""
+        return self._ask("GET", f"/v1/jobs/{job}/state").content
+
     def download(self, artifact: dict[str, Any], path: Path) -> None:
-        """Write a file that a job wrote (an entry of `artifacts`) to `path`."""
+        """Write a file that a job wrote to `path`."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(self._ask("GET", artifact["url"]).content)
+        path.write_bytes(self.content(artifact))
 
     def _ask(self, method: str, url: str, **said: Any) -> httpx.Response:
         """Return the answer to a request; one that was not answered is sent again. Raises ServiceError."""
@@ -136,5 +151,6 @@ def _refusal(answer: httpx.Response) -> ServiceError:
     if isinstance(detail, list):  # of a request that does not fit the command's flags
         detail = "; ".join(f"{'.'.join(map(str, one['loc'][1:2]))}: {one['msg']}" for one in detail[:8])
     refused = ServiceError(f"the service refused ({answer.status_code})", why=str(detail))
+    refused.status = answer.status_code
     refused.exit_code = 2 if answer.status_code == 422 else 1
     return refused

@@ -9,6 +9,7 @@ from pathlib import Path
 from topology import codec
 
 VARIABLE = "MESHWRIGHT_SERVICE"
+SERVER = "MESHWRIGHT_SERVER"  # the service that an explorer asks; none where it works by itself
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 

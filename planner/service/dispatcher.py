@@ -20,7 +20,7 @@ from pathlib import Path
 from sqlalchemy.exc import SQLAlchemyError
 
 from planner.jobs.processes import Bounds, Job, ProcessEnded, Workers
-from planner.remote.flags import RUNS, Flag
+from planner.remote.flags import ALWAYS_WRITTEN, RUNS, Flag
 from planner.remote.settings import Settings
 from planner.service.outcome import ending, error_text, prepared
 from planner.service.store.files import Files
@@ -32,6 +32,7 @@ BUSY_S, IDLE_S = 0.1, 0.5
 RUN_LIMIT_S = 24 * 3600.0  # a run keeps to a budget of its own
 FORGET_EVERY_S = 3600.0
 MAX_VERSIONS = 10_000
+MOST_STATE_BYTES = 16 << 20
 LATE_S = 10.0  # without a turn of the loop for so long, the service is ill
 
 
@@ -87,6 +88,16 @@ class Dispatcher:
         if running is not None and running.job is not None:
             running.job.stop()
         self._wake.set()
+
+    def state_so_far(self, job: str) -> bytes:
+        """Return the state file of a tuning that runs here, as far as it is written; nothing where there is none."""
+        running = self._running.get(job)
+        flag, name = ALWAYS_WRITTEN.get("" if running is None else running.claim.command, ("", ""))
+        if running is None or flag != "state":
+            return b""
+        with suppress(OSError), (running.folder / name).open("rb") as file:
+            return file.read(MOST_STATE_BYTES)
+        return b""
 
     @property
     def well(self) -> bool:

@@ -13,7 +13,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from planner.remote.flags import RUNS, Flag
 from planner.remote.settings import Settings
 from planner.service.dispatcher import Dispatcher
-from planner.service.documents import JobDocument, document
+from planner.service.documents import JobDocument, JobList, JobSummary, document
 from planner.service.outcome import request_text
 from planner.service.requests import asked_of, request_type, served
 from planner.service.store.database import connect
@@ -81,6 +81,14 @@ class Queue:
         """Return a job of a user; None where there is none of this id."""
         row = self.jobs.read(user, job)
         return None if row is None else document(row)
+
+    def newest(self, user: str, limit: int) -> list[JobSummary]:
+        """Return the newest jobs of a user, without their results."""
+        return JobList.of(self.jobs.newest(user, limit)).jobs
+
+    def state_so_far(self, user: str, job: str) -> bytes:
+        """Return what a tuning of a user that runs here has written of its state; nothing where there is none."""
+        return self.dispatcher.state_so_far(job) if self.jobs.read(user, job) is not None else b""
 
     def cancel(self, user: str, job: str) -> None:
         """Cancel a job that has not ended; its process ends at once."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from io import BytesIO
 
 import pytest
 
 from tests.ui import needs  # noqa: F401 - skips where a package is missing
-from tests.ui.conftest import metrics, said
+from tests.ui.conftest import ROOT, metrics, said, table
 
 for _name in ("fastapi", "sqlalchemy", "alembic"):
     pytest.importorskip(_name, reason=f"{_name} is not installed: pip install 'meshwright[service]'")
 
-from ui import service  # noqa: E402 - after the packages that it needs
+from ui import jobs, service  # noqa: E402 - after the packages that it needs
+from ui.state import Inputs  # noqa: E402 - as above
 
 PATIENT_S = 120.0
 
@@ -20,10 +22,12 @@ PATIENT_S = 120.0
 @pytest.fixture
 def queue():
     service.queue.clear()
+    service.jobs.clear()
     found = service.queue()
     yield found
     found.dispatcher.stop()
     service.queue.clear()
+    service.jobs.clear()
 
 
 def begin(explorer):
@@ -47,7 +51,9 @@ def test_a_run_is_started_and_its_measurement_shown(explorer, queue):
     settled(test, ["The run:"])
 
     assert "finished" in said(test)
-    assert "Measured step" in metrics(test)
+    assert "those of one process" in said(test)
+    shown = table(test, "measured")
+    assert shown.set_index("quantity").loc["step", "measured"].endswith("s")
     (kept,) = queue.jobs.newest(service.USER, 10)
     assert (kept["command"], kept["state"]) == ("apply", "done")
 
@@ -66,3 +72,21 @@ def test_a_link_to_a_run_that_is_not_here_says_so(explorer, queue):
     test = explorer("run", model="tiny-llama", cluster="h200x4", gpus="2", job="0" * 32)
 
     assert "There is no such run" in said(test)
+
+
+def test_a_tuning_on_recorded_runs_is_followed_and_ends_with_its_best_plan(explorer, queue):
+    """What a trial would measure is looked up, so no GPU is needed; trials and beliefs are those of the state file."""
+    recorded = (ROOT / "tests" / "data" / "tune" / "vtrain_two_questions.json").read_bytes()
+    said_ = jobs.tune_request(Inputs(), "meshwright", "cuda", 5, 3, BytesIO(recorded))
+    job = service.jobs().ask("tune", said_)
+    seen = set()
+    ends = time.monotonic() + PATIENT_S
+    while (found := service.jobs().read(job))["state"] not in {"done", "failed"}:
+        assert time.monotonic() < ends
+        seen.add(service.jobs().so_far(job)[:20])
+        time.sleep(0.2)
+    assert found["state"] == "done", found["error"]
+
+    test = explorer("tuning", job=job)
+    assert metrics(test)["Best step"].endswith(" s")
+    assert len(table(test, "measured, s")) == len(found["result"]["trials"]) == 3

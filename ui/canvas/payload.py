@@ -55,6 +55,7 @@ COLOURS = {
     "backward": SPANS["compute"],
     "recompute": TIME["recompute"],
     "copies": SPANS["copy"],
+    "kernel": SPANS["compute"],
     "optimizer": TIME["optimizer"],
     "communication": SPANS["communication"],
     "wait": GREY,
@@ -76,7 +77,8 @@ def payload(
     """Return what `timeline.js` draws. `key` names the step: with another, the window starts again at the whole step."""
     lanes = sorted(
         {lane for lane in line.lanes if lane[1] in shown.lanes and lane[0] in shown.ranks},
-        key=lambda lane: (lane[0], LANES.index(lane[1])),
+        # Sides that are compared stand below each other.
+        key=lambda lane: (LANES.index(lane[1]), lane[0]) if shown.titles else (lane[0], LANES.index(lane[1])),
     )
     rows = {lane: i + bool(shown.path) for i, lane in enumerate(lanes)}
     labels = [{"label": _label(lane, shown), "strong": False} for lane in lanes]

@@ -18,7 +18,7 @@ from simulator.program import trace as tr
 LANES = ("compute", "communication", "host")
 MAX_BARS = 4000
 # Kinds of spans, named as the terms of a step in the palette, so that pages use the same colours.
-KINDS = ("forward", "backward", "recompute", "copies", "optimizer", "communication", "wait", "host")
+KINDS = ("forward", "backward", "recompute", "copies", "kernel", "optimizer", "communication", "wait", "host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,9 @@ def _kind(category: str, name: str) -> str:
         return "optimizer"
     if "recompute" in name:
         return "recompute"
-    return "backward" if "backward" in name else "forward"
+    if "backward" in name:
+        return "backward"
+    return "forward" if "forward" in name else "kernel"
 
 
 def bars(

@@ -1,9 +1,10 @@
-"""Page: a tuning, from its state file: the trials, and the posterior of the finalists shrinking trial by trial."""
+"""Page: a tuning, started here or read from its state file: trials, and the posterior of the finalists shrinking."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import streamlit as st
 
@@ -13,17 +14,90 @@ from planner.tune.sessions.session import shown
 from planner.tune.state import State, parse_state, read_state
 from planner.tune.text import chance_text
 from topology.errors import PlannerError
-from ui import panels, state
+from ui import data, jobs, panels, service, state
 from ui.charts import tuning as charts
 
 MOST_BYTES = 16 * 2**20
+COMMANDS = ("tune",)
+STATE = "state.jsonl"
+# Frameworks whose plans can be tried: by our executor, or by the framework's own trainer.
+TRIED = {"meshwright executor": "meshwright", "torchtitan": "torchtitan"}
 
 
 def show() -> None:
-    st.caption("Plans that planner tune has tried for real, and what each trial said of all others.")
-    found = _chosen()
+    st.caption("Plans tried for real, and what each trial says of all others. It ends when nothing better is likely.")
+    found = None
+    if jobs.ready("planner tune --model ... --budget 10m"):
+        _form()
+        found = jobs.chosen(COMMANDS)
+        if found is not None and found["state"] in jobs.WAITS:
+            jobs.follow(found["job"], _so_far)
+        elif found is not None:
+            jobs.ending(found)
+            _ended(found)
+        jobs.history("Tunings", COMMANDS)
     if found is None:
+        panels.section("A tuning from its state file")
+        read = _chosen()
+        if read is not None:
+            _show(read)
+
+
+def _form() -> None:
+    asked = data.question()
+    panels.section("Tune for this question", f"Trials run {panels.plain(jobs.where())}, one after the other.")
+    with st.form("tune"):
+        first, second, third, fourth = st.columns(4, vertical_alignment="bottom")
+        framework = first.selectbox("Plans of", list(TRIED))
+        device = second.segmented_control(
+            "On", ["cuda", "cpu"], default="cuda", required=True, help="On cpu, times mean little."
+        )
+        minutes = third.number_input("Minutes for all trials", 1, 24 * 60, 10)
+        trials = fourth.number_input("Trials at most", 1, 1000, 20)
+        recorded = st.file_uploader(
+            "Recorded runs instead of trials (cases as JSON): what was measured is looked up, nothing runs",
+            type=["json"],
+        )
+        if st.form_submit_button("Tune", icon=":material/science:"):
+            jobs.begin(
+                "tune", jobs.tune_request(asked, TRIED[framework], str(device), int(minutes), int(trials), recorded)
+            )
+
+
+def _so_far(job: str) -> None:
+    """Show the trials that a tuning has made so far."""
+    text = service.jobs().so_far(job).decode("utf-8", errors="replace")
+    # The last line may be half written.
+    whole = text[: text.rfind("\n") + 1]
+    if not whole:
+        st.caption("The plans that could be best are being found.")
         return
+    try:
+        _show(parse_state(whole, where=STATE))
+    except PlannerError as error:
+        st.caption(panels.plain(error.what))
+
+
+def _ended(found: dict[str, Any]) -> None:
+    wrote = next((one for one in found["artifacts"] if Path(one["name"]).name == STATE), None)
+    if wrote is None:
+        return
+    try:
+        kept = service.jobs().content(wrote)
+        _show(parse_state(kept.decode("utf-8", errors="replace"), where=STATE))
+    except PlannerError as error:
+        panels.failure(error)
+        return
+    st.download_button(
+        "State file, to go on with: planner tune --resume",
+        data=kept,
+        file_name=STATE,
+        icon=":material/download:",
+        on_click="ignore",
+    )
+
+
+def _show(found: State) -> None:
     if not found.trials:
         panels.empty("No trial yet", "The tuning has begun, and its first trial has not ended.")
         return
@@ -31,8 +105,12 @@ def show() -> None:
     _answer(view, asked.within)
     seen = history(view, within=asked.within, unknown_machine=asked.unknown_machine)
     panels.section("Finalists", "What is believed of a step after each trial: the middle, and a band that holds 80 %.")
+    best = view.best
+    finding = f"the best measured step is {best.step_s:.4g} s" if best is not None else "none could be measured"
     panels.chart(
-        charts.posterior(seen, dark=panels.dark()), key="posterior", alt="Believed steps of the finalists by trial"
+        charts.posterior(seen, dark=panels.dark()),
+        key="posterior",
+        alt=f"Believed steps of the finalists by trial; after {len(view.trials)} trials {finding}",
     )
     left, right = st.columns([5, 3], gap="large")
     with left:
@@ -43,7 +121,7 @@ def show() -> None:
         panels.chart(
             charts.better_left(seen.better_left, dark=panels.dark()),
             key="left",
-            alt="Chance that a better plan is left",
+            alt=f"Chance that a better plan is left, by trials; in the end {chance_text(view.outlook.probability)}",
         )
 
 

@@ -1,0 +1,65 @@
+"""A configuration dropped into the explorer: the answer and the diffs are those of planner check."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
+from tests.ui.conftest import ROOT, metrics, said
+
+CHECKED = ROOT / "examples" / "check"
+
+
+def checked(explorer, text, **parameters):
+    test = explorer("check", **parameters)
+    test.text_area(key="check_text").set_value(text).run()
+    test.button(key="check").click().run()
+    assert [error.message for error in test.exception] == []
+    return test
+
+
+def test_the_answer_is_that_of_the_command(explorer, tmp_path):
+    file = CHECKED / "torchtitan_llama3_8b.toml"
+    test = checked(explorer, file.read_text(), cluster="dgx-h100", gpus="8")
+    local = tmp_path / "pasted.toml"
+    local.write_text(file.read_text())
+    command = [
+        sys.executable,
+        "-m",
+        "planner",
+        "check",
+        "pasted.toml",
+        "--cluster",
+        "dgx-h100",
+        "--gpus",
+        "8",
+        "--json",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=True
+    )
+    document = json.loads(done.stdout)
+
+    assert "torchtitan" in said(test)
+    assert float(metrics(test)["Step as it is"].split()[0]) == pytest.approx(
+        document["estimate"]["step_s"]["value"], rel=0.01
+    )
+    shown = [block.value for block in test.code]
+    assert document["changes"][0]["diff"].strip() in [text.strip() for text in shown]
+    assert document["best"]["diff"].strip() in [text.strip() for text in shown]
+    assert document["changes"][0]["diff"].startswith("---")
+
+
+def test_fields_that_are_not_understood_are_listed(explorer):
+    text = (CHECKED / "torchtitan_llama3_8b.toml").read_text() + "\n[wormhole]\nwarp_factor = 9\n"
+
+    assert "wormhole.warp" in said(checked(explorer, text)).replace("\\", "")
+
+
+def test_what_is_no_configuration_says_so(explorer):
+    assert "configuration" in said(checked(explorer, "Dear diary,"))

@@ -1,0 +1,134 @@
+"""Page: a configuration of another tool, dropped here: legal or not, what it costs, and what to change, as diffs of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import streamlit as st
+
+from planner.io.figures import gib_text
+from simulator.config.estimate import MemoryEstimate
+from topology import codec
+from ui import data, panels, state, uploads
+from ui.charts.look import seconds
+
+READ = (
+    "torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON,"
+    " accelerate YAML, TrainingArguments JSON"
+)
+
+
+def show(question: state.Inputs) -> None:
+    st.caption(f"Bring the configuration that you have: {READ}. Nothing in it is run.")
+    text, name = _given()
+    left, right = st.columns([3, 1], vertical_alignment="bottom")
+    launch = left.text_input(
+        "The line that starts it, if there is one",
+        key="check_launch",
+        placeholder="torchrun --nproc-per-node 8 train.py ...",
+        help="Its GPUs and the program's arguments count, too.",
+    )
+    if right.button("Check", key="check", type="primary", width="stretch", disabled=not text):
+        st.session_state["checked"] = (text, name, launch)
+    asked = st.session_state.get("checked")
+    if asked is None:
+        panels.empty(
+            "Drop a file, or paste its text",
+            "The answer says whether it is legal, whether it fits, how fast it is, and what to change in the file itself."
+            f" Where it leaves model, machine or GPUs open, the question's count: {panels.plain(question.model)} on"
+            f" {panels.plain(question.cluster)}.",
+            icon=":material/fact_check:",
+        )
+        return
+    found = data.checked(question, *asked)
+    if found is not None:
+        _answer(found, asked[1])
+
+
+def _given() -> tuple[str, str]:
+    """Return the text and the name of the configuration that was dropped or pasted."""
+    file = st.file_uploader("A configuration", key="check_file", max_upload_size=uploads.MAX_BYTES // 2**20)
+    if file is not None:
+        return file.getvalue().decode("utf-8-sig", errors="replace"), uploads.harmless(file.name)
+    pasted = str(st.text_area("Or its text", key="check_text", height=140) or "")
+    return pasted, f"pasted{_suffix(pasted)}"
+
+
+def _suffix(text: str) -> str:
+    """Return the ending that a file with this text would have, by which configurations are told apart."""
+    if text.lstrip().startswith("{"):
+        return ".json"
+    if re.search(r"(?m)^\s*--|^#!", text):
+        return ".sh"
+    return ".toml" if re.search(r"(?m)^\s*\[[\w.]+\]\s*$", text) else ".yaml"
+
+
+def _answer(found: dict[str, Any], name: str) -> None:
+    version = f" {found['version']}" if found["version"] else ""
+    panels.section(f"{name}: {found['framework']}{version}")
+    estimate = found["estimate"]
+    if estimate is None:
+        st.markdown(":red[:material/error:] **Not legal:** it would not run.")
+    else:
+        _figures(estimate)
+    for problem in found["problems"]:
+        grade = {"illegal": "error", "legal-but-slow": "warning"}.get(str(problem["grade"]), "info")
+        panels.finding(grade, problem["message"], [("nearest", ", ".join(map(str, problem["nearest"])))])
+    if found["unknown"]:
+        st.markdown(f"**Not understood, and not counted:** {panels.plain(', '.join(found['unknown']))}")
+    changes, best = found["changes"], found["best"]
+    if changes:
+        panels.section("The one change that gains most", panels.plain(changes[0]["what"]))
+        st.markdown(f"{seconds(changes[0]['step_s'])} a step, {'fits' if changes[0]['fits'] else 'may not fit'}.")
+        _diff(changes[0]["diff"], name, "change")
+        if changes[1:]:
+            rows = [
+                {"or": one["what"], "step": seconds(one["step_s"]), "fits": "yes" if one["fits"] else "no"}
+                for one in changes[1:]
+            ]
+            st.dataframe(rows, hide_index=True, width="stretch")
+    if best is not None:
+        step = seconds(best["estimate"]["step_s"]["value"])
+        panels.section("The best plan", f"{step} a step, as a change of the same file.")
+        _diff(best["diff"], name, "best")
+    elif found.get("no_better"):
+        st.markdown(panels.plain(found["no_better"]))
+    panels.assumed(found.get("assumed") or [])
+
+
+def _figures(estimate: dict[str, Any]) -> None:
+    step, memory = estimate["step_s"], codec.convert(estimate["memory"], MemoryEstimate, where="memory", others=True)
+    panels.figures(
+        [
+            (
+                "Step as it is",
+                seconds(step["value"]),
+                f"{step['source']} numbers",
+                f"{seconds(step['low'])} to {seconds(step['high'])}",
+            ),
+            ("Tokens/s per GPU", f"{estimate['tokens_per_s_per_gpu']:,.3g}", "", f"MFU {estimate['mfu']:.0%}"),
+            (
+                "Memory",
+                f"{gib_text(memory.reserved_bytes)} of {gib_text(memory.capacity_bytes)} GiB",
+                "What the allocator reserves on the worst rank, of what a rank can use.",
+                memory.verdict,
+            ),
+        ]
+    )
+
+
+def _diff(text: str, name: str, key: str) -> None:
+    st.code(text, language="diff", wrap_lines=True)
+    st.download_button(
+        "Download as a patch",
+        data=text,
+        file_name=f"{Path(name).stem}-{key}.patch",
+        icon=":material/download:",
+        key=f"patch_{key}",
+        on_click="ignore",
+    )
+
+
+show(data.question())
