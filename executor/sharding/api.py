@@ -73,12 +73,15 @@ def request(
     }
 
 
-def plan(document: Mapping[str, Any], *, budget_s: float = PLANNER_BUDGET_S) -> RunnableProgram:
-    """Ask `planner shard` for the program of a request. Raises UserError where it has none."""
+def plan(
+    document: Mapping[str, Any], *, cluster: str | None = None, budget_s: float = PLANNER_BUDGET_S
+) -> RunnableProgram:
+    """Ask `planner shard` for the program of a request, of least time on `cluster`. Raises UserError where it has none."""
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         asked, answered = Path(folder, "request.json"), Path(folder, "program.json")
         asked.write_text(json.dumps(document), encoding="utf-8")
         command = [sys.executable, "-m", "planner", "shard", str(asked), "--program", str(answered), "--json"]
+        command += [] if cluster is None else ["--cluster", cluster]
         try:
             done = subprocess.run(
                 command,
@@ -105,12 +108,14 @@ def shard(
     kwargs: Mapping[str, Any] | None = None,
     *,
     mesh: DeviceMesh | Mapping[str, int],
+    cluster: str | None = None,
     **wishes: Any,
 ) -> ShardedModule:
     """Return `module`, called with `args` and `kwargs` of these shapes, on the ranks of `mesh`.
 
     `wishes` are those of `request`: `placements` by tensor (`["S(0)", "R"]`, one a mesh axis), or `axes` with the maps
-    `parameters` and `compute`. DTensors among `args` say their own placements. Collective: every rank calls it. Raises
+    `parameters` and `compute`. With `cluster` (a name or a file, as the planner's commands take it) what is left open is
+    chosen by time there, else by bytes; `policy="min_time"` leaves all open but placements. DTensors among `args` say their own placements. Collective: every rank calls it. Raises
     UserError where the module cannot be captured or the planner has no program.
     """
     leaves = pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, list(args))
@@ -122,7 +127,7 @@ def shard(
         if isinstance(leaf, DTensor):
             given.setdefault(name, tokens_of(leaf.placements))
     document = request(captured, sizes, placements=given, **wishes)
-    program = _planned_once(document)
+    program = _planned_once(document, cluster)
     return ShardedModule(module, captured, program, mesh if isinstance(mesh, DeviceMesh) else None)
 
 
@@ -134,15 +139,15 @@ def _mesh_sizes(mesh: DeviceMesh | Mapping[str, int]) -> dict[str, int]:
     return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
 
 
-def _planned_once(document: Mapping[str, Any]) -> RunnableProgram:
+def _planned_once(document: Mapping[str, Any], cluster: str | None) -> RunnableProgram:
     """Return the program that rank 0 was given by the planner, on every rank. Raises UserError on all where there is none."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return plan(document)
+        return plan(document, cluster=cluster)
     device = _device()
     answer = b""
     if dist.get_rank() == 0:
         try:
-            answer = b"+" + msgspec.json.encode(plan(document))
+            answer = b"+" + msgspec.json.encode(plan(document, cluster=cluster))
         except PlannerError as error:
             answer = b"-" + str(error).encode()
     size = torch.tensor([len(answer)], device=device)

@@ -16,17 +16,40 @@ from planner.io.output import console, printable
 from planner.pictures.sharding import sharding_picture
 from planner.sharding.answer import Answer, captured_row
 from planner.sharding.backends.dtensor_file import write_dtensor_file
+from planner.sharding.frontends.decoder import decoder_case
 from planner.sharding.frontends.request import is_request
+from planner.sharding.layouts.mesh import make_mesh
 from planner.sharding.plans.explanation import explain_plan
 from planner.sharding.plans.report import Limits, Planned, planned_case
 from planner.sharding.problem.problem import split_cases
+from simulator.config.hf_config import load_model
 from topology import codec
 from topology.errors import UserError
 from topology.rates.reach import doubts_about
 
 
 def shard(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Cases: mesh, operators, placements; - for stdin.")],
+    file: Annotated[
+        str | None, typer.Argument(metavar="FILE", help="Cases: mesh, operators, placements; - for stdin.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Instead of FILE: layers of a shipped model or config.json, none placed."),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option("--layers", min=1, help="How many of its layers; default: all, with embedding and loss."),
+    ] = None,
+    mesh: Annotated[str | None, typer.Option("--mesh", help="With --model: axes and sizes, data=8,model=8.")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option("--seq-len", "--seq", min=1, max=1 << 24, help="With --model: tokens; default 4096.")
+    ] = None,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--micro-batch", min=1, max=1 << 24, help="With --model: sequences in all; default: as many as ranks."
+        ),
+    ] = None,
     cluster: Annotated[
         str | None, typer.Option("--cluster", help="Choose by time there: catalogue name, cluster file or capture.")
     ] = None,
@@ -64,7 +87,13 @@ def shard(
 
     A case that has no answer says why. Exit code 3 when that is so of every case.
     """
-    text, where = codec.read_path_or_stdin(file)
+    asked = (layers, mesh, seq_len, micro_batch)
+    if model is None and any(one is not None for one in asked):
+        raise UserError(
+            "--layers, --mesh, --seq-len and --micro-batch are about a model", remedy="name it with --model"
+        )
+    if (file is None) == (model is None):
+        raise UserError("shard takes a FILE or --model", remedy="one of the two")
     if cluster is None and (gpus is not None or profile is not None):
         raise UserError("--gpus and --profile are about a machine", remedy="name it with --cluster")
     if cluster is None and (time_limit is not None or memory_limit is not None):
@@ -75,7 +104,13 @@ def shard(
     measured = None if machine is None else known.on(machine)
     for doubt in (*doubts_about(machine), *known.doubts(machine)) if machine is not None else ():
         output.warn(f"warning: {doubt}")
-    cases = split_cases(codec.parse_json(text, where=where), where=where)
+    if model is not None:
+        if cluster is None:
+            raise UserError("--model is placed by time", remedy="name a machine with --cluster")
+        cases = [_model_case(model, mesh, layers=layers, seq_len=seq_len, micro_batch=micro_batch)]
+    else:
+        text, where = codec.read_path_or_stdin(str(file))
+        cases = split_cases(codec.parse_json(text, where=where), where=where)
     _check_files(cases, program=program, python=python, picture=picture)
     rows = []
     try:
@@ -83,7 +118,7 @@ def shard(
             output.progress(f"case {number + 1} of {len(cases)}")
             found: Answer | Planned | None
             if is_request(case):
-                row, found = captured_row(case, number, machine, measured)
+                row, found = captured_row(case, number, machine, measured, limits=limits)
                 if found is not None:
                     _write_captured(found, program=program, python=python)
             else:
@@ -102,6 +137,20 @@ def shard(
         _print(rows)
     if all(row["rejected"] is not None for row in rows):
         raise typer.Exit(3)
+
+
+def _model_case(
+    model: str, mesh: str | None, *, layers: int | None, seq_len: int | None, micro_batch: int | None
+) -> dict[str, Any]:
+    """Return the case of a model's layers. Raises UserError and BadInput."""
+    sizes: dict[str, int] = {}
+    for part in (mesh or "").split(","):
+        name, _, size = part.partition("=")
+        if not (size.isascii() and size.isdigit() and len(size) < 8) or name in sizes:
+            raise UserError(f"--mesh {str(mesh)[:60]} is no mesh", remedy="axes with their sizes: data=8,model=8")
+        sizes[name] = int(size)
+    ranks = make_mesh(list(sizes), list(sizes.values())).ranks
+    return decoder_case(load_model(model), sizes, layers=layers, batch=micro_batch or ranks, seq_len=seq_len or 4096)
 
 
 def _check_files(

@@ -45,7 +45,7 @@ Reading order, which is also the order of the work:
       lowering.py         as a program of the simulator, with its time on a cluster
       report.py           as JSON
       explanation.py      why each exchange is there, and what would be next best
-    frontends/            captured modules, axis maps and nvFuser's notation as problems
+    frontends/            captured modules, shipped models, axis maps and nvFuser's notation as problems
     backends/             plans as programs that ranks run, and as files for torch
     answer.py             a file asked, answered
 """

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from planner.sharding.backends.backward import FLOATS
 from planner.sharding.backends.runnable import Written, simulate_program, write_program
 from planner.sharding.frontends.captured import CapturedProblem, captured_problem
 from planner.sharding.frontends.request import Request, read_request
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.plans.plan import ShardingPlan, plan_sharding
-from planner.sharding.plans.report import plan_row, rejection
+from planner.sharding.plans.report import Limits, on_machine, plan_row, rejection
 from planner.sharding.problem.problem import ShardingProblem
 from simulator.calibration.calibration import Calibration
 from simulator.sharded.program import Exchange
@@ -34,10 +35,21 @@ class Answer:
         return self.captured.problem
 
 
-def answer_request(data: Mapping[str, Any], *, where: str) -> Answer:
-    """Return the answer to a request. Raises BadInput and Infeasible."""
+def answer_request(
+    data: Mapping[str, Any],
+    *,
+    where: str,
+    cluster: Cluster | None = None,
+    calibration: Calibration | None = None,
+    limits: Limits | None = None,
+) -> Answer:
+    """Return the answer to a request: of least time on `cluster`, else of fewest bytes. Raises BadInput and Infeasible."""
     request = read_request(data, where=where)
     captured = captured_problem(request.graph, request.mesh, request.wish)
+    problem = on_machine(captured.problem, cluster, calibration, limits or Limits())
+    if request.backward:
+        problem = replace(problem, differentiated=_differentiated(problem, request.gradients))
+    captured = replace(captured, problem=problem)
     plan = plan_sharding(captured.problem)
     pending = {name: plan.choice.layouts[name] for name in request.graph.outputs if plan.choice.layouts[name].pending}
     pending = {name: at for name, at in pending.items() if name not in request.wish.placements}
@@ -47,6 +59,19 @@ def answer_request(data: Mapping[str, Any], *, where: str) -> Answer:
         plan = plan_sharding(captured.problem)
     written = write_program(captured, request.graph, plan, gradients=request.gradients, backward=request.backward)
     return Answer(request, captured, plan, written)
+
+
+def _differentiated(problem: ShardingProblem, asked: Sequence[str]) -> frozenset[str]:
+    """Return the tensors that have a gradient: what leads from a parameter, or an input in `asked`, to a result."""
+    found = {
+        name
+        for name in problem.inputs
+        if (name in problem.graph.parameters or name in asked) and problem.tensors[name].dtype in FLOATS
+    }
+    for operator in problem.operators:
+        if operator.result.dtype in FLOATS and any(name in found for name, _ in operator.operands):
+            found.add(operator.result.name)
+    return frozenset(found)
 
 
 def answer_row(
@@ -65,13 +90,18 @@ def answer_row(
 
 
 def captured_row(
-    data: Mapping[str, Any], number: int, cluster: Cluster | None = None, calibration: Calibration | None = None
+    data: Mapping[str, Any],
+    number: int,
+    cluster: Cluster | None = None,
+    calibration: Calibration | None = None,
+    *,
+    limits: Limits | None = None,
 ) -> tuple[dict[str, Any], Answer | None]:
     """Return the row of one captured case and its answer, or a row that says why there is none."""
     name = data.get("id")
     name = name[:200] if isinstance(name, str) else f"case {number}"
     try:
-        answer = answer_request(data, where=name)
+        answer = answer_request(data, where=name, cluster=cluster, calibration=calibration, limits=limits)
         return answer_row(answer, cluster, calibration), answer
     except (UserError, Infeasible) as error:
         return rejection(name, error), None

@@ -12,10 +12,9 @@ from planner.sharding.frontends.captured import Wish
 from planner.sharding.frontends.did import parse_schedule_of
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.layouts.mesh import Mesh, make_mesh
+from planner.sharding.problem.problem import POLICIES
 from simulator.sharded.graph import CapturedGraph, read_graph
 from topology.errors import BadInput
-
-POLICIES = ("min_ring_bytes", "follow_weights")
 
 
 class _MeshText(msgspec.Struct, forbid_unknown_fields=True):

@@ -49,7 +49,7 @@ def planned_case(
     name = data.get("id")
     name = name[:200] if isinstance(name, str) else f"case {number}"
     try:
-        problem = _on_machine(parse_problem(data), cluster, calibration, limits or Limits())
+        problem = on_machine(parse_problem(data), cluster, calibration, limits or Limits())
         plan = plan_sharding(problem)
         time = (
             {}
@@ -69,9 +69,10 @@ class Limits:
     memory_bytes: float | None = None
 
 
-def _on_machine(
+def on_machine(
     problem: ShardingProblem, cluster: Cluster | None, calibration: Calibration | None, limits: Limits
 ) -> ShardingProblem:
+    """Return the problem with time on `cluster` as its cost, unless it asks for the fewest bytes. Raises BadInput."""
     if cluster is None or problem.stages is not None or problem.policy == "min_ring_bytes":
         if problem.policy == "min_time":
             raise BadInput("the policy min_time without a machine", remedy="name it with --cluster")

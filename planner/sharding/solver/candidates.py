@@ -38,7 +38,7 @@ class LayoutCandidates:
     options: list[list[ShardingOption]]
     layouts: dict[str, list[Layout]]
     # tensors of one shape and dtype share their shortest paths
-    _shared: dict[tuple[tuple[int, ...], str, frozenset[str]], Redistributor] = field(default_factory=dict)
+    _shared: dict[tuple[tuple[int, ...], str, frozenset[str], bool], Redistributor] = field(default_factory=dict)
 
     def redistributor_for(self, name: str, operator: int | None = None) -> Redistributor:
         """Return the redistributor of tensor `name`, or the one that brings it to `operator` as a schedule says."""
@@ -46,18 +46,26 @@ class LayoutCandidates:
         if operator is not None and self.problem.schedule:
             excluded = _excluded_kinds(self.problem, name, self.problem.operators[operator])
         tensor = self.problem.tensors[name]
-        key = (tensor.shape, tensor.dtype, excluded)
+        duals = name in self.problem.differentiated
+        key = (tensor.shape, tensor.dtype, excluded, duals)
         if key not in self._shared:
             self._shared[key] = Redistributor(
-                tensor.shape, tensor.dtype, self.problem.mesh, excluded_kinds=excluded, price=self._price(tensor.dtype)
+                tensor.shape,
+                tensor.dtype,
+                self.problem.mesh,
+                excluded_kinds=excluded,
+                price=self._price(tensor.dtype, duals),
             )
         return self._shared[key]
 
-    def _price(self, dtype: str) -> Callable[[RedistributionStep, Sequence[int]], Cost]:
+    def _price(self, dtype: str, duals: bool) -> Callable[[RedistributionStep, Sequence[int]], Cost]:
         def price(step: RedistributionStep, after: Sequence[int]) -> Cost:
             slices = int(step.kind == SLICE)
             return self.pricing.collectives(
-                step.collectives, slices=slices, sliced_bytes=prod(after) * ELEMENT_BYTES[dtype] if slices else 0
+                step.collectives,
+                slices=slices,
+                sliced_bytes=prod(after) * ELEMENT_BYTES[dtype] if slices else 0,
+                duals=duals,
             )
 
         return price

@@ -15,7 +15,7 @@ from math import gcd, log2, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.sharding.layouts.collectives import Cost
+from planner.sharding.layouts.collectives import ALL_REDUCE, Collective, Cost
 from planner.sharding.layouts.layout import Layout, local_shape
 from planner.sharding.solver.candidates import LayoutCandidates
 from planner.sharding.solver.move_times import MoveTimes
@@ -92,21 +92,53 @@ class IntegerProgram:
         self.option_ties: list[list[int]] = []
         tensors = dict(problem.tensors)
         for found, same in zip(self.candidates.options, self.members, strict=True):
-            inside = [pricing.collectives(option.collectives) for option in found]
-            work = pricing.operators(problem.operators[same[0]], found, tensors)
+            operator = problem.operators[same[0]]
+            back = operator.result.name in problem.differentiated
+            inside = [pricing.collectives(option.collectives, duals=back) for option in found]
+            gradients = sum(name in problem.differentiated for name, _ in operator.operands) if back else 0
+            work = pricing.operators(operator, found, tensors, gradients=gradients)
             costs = [cost[0] + own for cost, own in zip(inside, work, strict=True)]
             self.option_costs.append(np.array(costs, dtype=np.int64) * len(same))
             self.option_ties.append(
                 [_tie(cost, replicated=o.replicated_axes) for cost, o in zip(inside, found, strict=True)]
             )
         self.layout_lists = []
+        self.layout_costs: list[Integers] = []  # of having a tensor in each of its layouts
         self.producer: list[int | None] = []
         self.consumers: list[list[tuple[int, int]]] = []
         for name, *_ in self.tensor_members:
             self.layout_lists.append(self._possible_layouts(name))
             self.producer.append(alike.operators[self._producers[name]] if name in self._producers else None)
             self.consumers.append(sorted({(alike.operators[n], p) for n, p in self._consumers.get(name, ())}))
+            self.layout_costs.append(self._gradient_costs(len(self.layout_costs)))
         self._prepare_moves()
+
+    def _gradient_costs(self, each: int) -> Integers:
+        """Return what reducing a parameter's gradient takes, by layout: every rank has that of its own copy."""
+        names, layouts, pricing = self.tensor_members[each], self.layout_lists[each], self.candidates.pricing
+        costs = np.zeros(len(layouts), dtype=np.int64)
+        name = names[0]
+        if name in self.problem.differentiated and name in self.problem.graph.parameters:
+            for number, layout in enumerate(layouts):
+                copies = tuple(axis for axis in self.mesh.names if axis not in layout.axes())
+                if self.mesh.size(copies) > 1:
+                    shape, dtype = (
+                        local_shape(self.problem.tensors[name].shape, layout, self.mesh),
+                        self.problem.tensors[name].dtype,
+                    )
+                    reduction = Collective(
+                        kind=ALL_REDUCE,
+                        mesh_dim=self.mesh.group_name(copies),
+                        axes=copies,
+                        group=self.mesh.size(copies),
+                        dtype=dtype,
+                        local_in=shape,
+                        local_out=shape,
+                        tensor=name,
+                        reducer="sum",
+                    )
+                    costs[number] = pricing.collectives((reduction,))[0] * len(names)
+        return costs
 
     def _prepare_moves(self) -> None:
         """Tell the times of redistributions which layouts there are."""
@@ -132,7 +164,7 @@ class IntegerProgram:
                 self._add_direct_moves(each, made, uses[0])
                 continue
             layouts = self.layout_lists[each]
-            variables = self._add(np.zeros(len(layouts), dtype=np.int64))
+            variables = self._add(self.layout_costs[each])
             self.layouts.append(variables)
             if made is None:
                 self.equal.add([variables], [1], 1)
@@ -182,7 +214,8 @@ class IntegerProgram:
         name = self.tensor_members[each][0]
         redistributor = self.candidates.redistributor_for(name, operator)
         if self.move_times is not None:
-            times = self.move_times.between(self.problem.tensors[name], redistributor, sources, targets)
+            duals = name in self.problem.differentiated
+            times = self.move_times.between(self.problem.tensors[name], redistributor, sources, targets, duals=duals)
             return times, np.zeros(times.shape, dtype=np.int64)
         found = redistributor.costs_between(dict.fromkeys(sources), dict.fromkeys(targets))
         costs = np.full((len(sources), len(targets)), np.inf)
@@ -349,6 +382,9 @@ class IntegerProgram:
 
     def _is_saved(self, name: str) -> bool:
         """Return whether the backward pass uses a tensor that is there when it begins."""
+        if name in self.problem.differentiated:  # an operator keeps its operands for its own backward pass
+            readers = (self.problem.operators[number] for number, _ in self._consumers.get(name, ()))
+            return any(not reader.is_view for reader in readers)
         start, made = self.problem.graph.backward_start, self._producers.get(name)
         if start is None or (made is not None and made >= start):
             return False

@@ -132,7 +132,7 @@ class MessagePassing:
             places.append((before, len(self.nodes)))
             name, count = program.tensor_members[each][0], len(program.tensor_members[each])
             held = np.array([program.held_bytes(name, layout) * count for layout in layouts])
-            self.nodes.append(np.zeros(len(layouts)))
+            self.nodes.append(program.layout_costs[each].astype(np.float64))
             self.held.append(held if held.any() else None)
         self._order = [node for _, node in sorted(places)]
 

@@ -21,7 +21,7 @@ from planner.sharding.layouts.layout import Layout, local_shape
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.layouts.redistribution import Redistributor
 from planner.sharding.operators.operator import Tensor
-from planner.sharding.solver.pricing import TimePricing
+from planner.sharding.solver.pricing import DUALS, TimePricing
 from simulator.config.runtime import ELEMENT_BYTES
 
 Times = NDArray[np.float64]
@@ -82,7 +82,7 @@ class MoveTimes:
     mesh: Mesh
     pricing: TimePricing
     _graphs: dict[Hashable, _LayoutGraph] = field(default_factory=dict)
-    _times: dict[tuple[int, int, int], Times] = field(default_factory=dict)
+    _times: dict[tuple[int, int, int, bool], Times] = field(default_factory=dict)
 
     def prepare(self, tensor: Tensor, own: Redistributor, layouts: Iterable[Layout]) -> None:
         """Note layouts that will be asked about: all that are known before the first question are solved at once."""
@@ -103,20 +103,20 @@ class MoveTimes:
         return self._graphs[key]
 
     def between(
-        self, tensor: Tensor, own: Redistributor, sources: Sequence[Layout], targets: Sequence[Layout]
+        self, tensor: Tensor, own: Redistributor, sources: Sequence[Layout], targets: Sequence[Layout], *, duals: bool
     ) -> Times:
-        """Return the times of all pairs, infinite where there is no path."""
+        """Return the times of all pairs, infinite where there is no path; with `duals` those of the gradient as well."""
         graph = self._graph(tensor, own)
         graph.expand([*sources, *targets])
         nbytes = prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype]
-        key = (id(graph), nbytes, len(graph.layouts))
+        key = (id(graph), nbytes, len(graph.layouts), duals)
         if key not in self._times:
-            self._times[key] = self._shortest(graph, nbytes)
+            self._times[key] = self._shortest(graph, nbytes, duals=duals)
         rows = [graph.numbers[layout] for layout in sources]
         columns = [graph.numbers[layout] for layout in targets]
         return self._times[key][np.ix_(rows, columns)]
 
-    def _shortest(self, graph: _LayoutGraph, nbytes: int) -> Times:
+    def _shortest(self, graph: _LayoutGraph, nbytes: int, *, duals: bool) -> Times:
         size = len(graph.layouts)
         if not graph.edges:
             return np.where(np.eye(size, dtype=bool), 0.0, np.inf)
@@ -126,6 +126,9 @@ class MoveTimes:
         for (kind, axes, number_of), number in graph.primitives.items():
             at = primitive == number
             one = self.pricing.copy(sizes[at]) if kind == SLICE else self.pricing.times(kind, axes, sizes[at])
+            if duals:
+                back = DUALS.get(kind, kind)
+                one = one + (one if back == kind else self.pricing.times(back, axes, sizes[at]))
             times[at] = one * number_of
         order = np.lexsort((times, target, source))
         source, target, times = source[order], target[order], times[order]

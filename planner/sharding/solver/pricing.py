@@ -9,7 +9,7 @@ exact.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from math import prod
 from typing import Protocol
@@ -17,7 +17,16 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.sharding.layouts.collectives import ALL_GATHER, ALL_TO_ALL_V, PERMUTE, SEND_RECV, Collective, Cost, cost_of
+from planner.sharding.layouts.collectives import (
+    ALL_GATHER,
+    ALL_TO_ALL_V,
+    PERMUTE,
+    REDUCE_SCATTER,
+    SEND_RECV,
+    Collective,
+    Cost,
+    cost_of,
+)
 from planner.sharding.layouts.layout import local_size
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.operators.operator import Operator, Tensor
@@ -26,6 +35,7 @@ from planner.sharding.operators.work import operator_work
 from planner.sharding.problem.problem import Machine
 from simulator.calibration.calibration import collectives_on
 from simulator.collectives.cost import CollectiveModel
+from simulator.kernels.operators import Work, WorkKind
 from simulator.kernels.roofline import Roofline
 from topology.errors import Infeasible
 from topology.rates.groups import GroupShape
@@ -39,11 +49,18 @@ Integers = NDArray[np.int64]
 class Pricing(Protocol):
     """What collectives, slices and operators cost."""
 
-    def collectives(self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0) -> Cost:
-        """Return the cost of collectives, and of local slices that leave `sliced_bytes`."""
+    def collectives(
+        self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0, duals: bool = False
+    ) -> Cost:
+        """Return the cost of collectives, and of local slices that leave `sliced_bytes`; with `duals` there and back."""
 
-    def operators(self, operator: Operator, options: Sequence[ShardingOption], tensors: dict[str, Tensor]) -> list[int]:
-        """Return the cost of an operator's own work under each option, in the unit of `Cost[0]`."""
+    def operators(
+        self, operator: Operator, options: Sequence[ShardingOption], tensors: dict[str, Tensor], *, gradients: int = 0
+    ) -> list[int]:
+        """Return the cost of an operator's own work under each option, in the unit of `Cost[0]`.
+
+        `gradients` is of how many operands its backward pass makes gradients.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +69,16 @@ class BytesPricing:
 
     ranks: int
 
-    def collectives(self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0) -> Cost:
-        del sliced_bytes
+    def collectives(
+        self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0, duals: bool = False
+    ) -> Cost:
+        del sliced_bytes, duals
         return cost_of(found, self.ranks, slices=slices)
 
-    def operators(self, operator: Operator, options: Sequence[ShardingOption], tensors: dict[str, Tensor]) -> list[int]:
-        del operator, tensors
+    def operators(
+        self, operator: Operator, options: Sequence[ShardingOption], tensors: dict[str, Tensor], *, gradients: int = 0
+    ) -> list[int]:
+        del operator, tensors, gradients
         return [0] * len(options)
 
 
@@ -81,11 +102,13 @@ class TimePricing:
             )
         self._model = collectives_on(cluster, self.machine.calibration)
 
-    def collectives(self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0) -> Cost:
+    def collectives(
+        self, found: Sequence[Collective], *, slices: int = 0, sliced_bytes: int = 0, duals: bool = False
+    ) -> Cost:
         plain = cost_of(found, self.mesh.ranks, slices=slices)
-        total = sum(self._collective(each) for each in found)
+        total = sum(self._collective(each) + (self._collective(_dual(each)) if duals else 0) for each in found)
         if slices:
-            total += self.copy(np.array([float(sliced_bytes)]))[0]
+            total += self.copy(np.array([float(sliced_bytes)]))[0] * (2 if duals else 1)
         return (int(total), *plain[1:])
 
     def copy(self, nbytes: NDArray[np.float64]) -> Integers:
@@ -144,12 +167,35 @@ class TimePricing:
             )
         return self._rooflines[name]
 
-    def operators(self, operator: Operator, options: Sequence[ShardingOption], tensors: dict[str, Tensor]) -> list[int]:
+    def operators(
+        self, operator: Operator, options: Sequence[ShardingOption], tensors: dict[str, Tensor], *, gradients: int = 0
+    ) -> list[int]:
         if operator.is_view or not options:
             return [0] * len(options)
         work = operator_work(operator, tensors, _sizes(operator, options, self.mesh))
-        seconds = np.broadcast_to(self.roofline(operator.result.dtype).seconds(work), len(options))
+        passes = 1.0 + backward_passes(work, gradients)
+        seconds = passes * np.broadcast_to(self.roofline(operator.result.dtype).seconds(work), len(options))
         return [int(value) for value in np.rint(seconds * PICOSECONDS)]
+
+
+# By what an exchange does to values, what its backward pass does to gradients; all others do the same.
+DUALS = {ALL_GATHER: REDUCE_SCATTER, REDUCE_SCATTER: ALL_GATHER}
+
+
+def _dual(collective: Collective) -> Collective:
+    """Return the exchange of the gradient: the same ranks, with buffers the other way round."""
+    kind = DUALS.get(collective.kind, collective.kind)
+    return replace(collective, kind=kind, local_in=collective.local_out, local_out=collective.local_in)
+
+
+def backward_passes(work: Work, gradients: int) -> float:
+    """Return how many times its forward pass an operator's backward pass takes, which makes so many `gradients`.
+
+    A product has one of its size for each; attention has five products of which the forward pass has two.
+    """
+    if not gradients:
+        return 0.0
+    return 2.5 if work.kind == WorkKind.ATTENTION else float(gradients)
 
 
 def _sizes(operator: Operator, options: Sequence[ShardingOption], mesh: Mesh) -> dict[str, NDArray[np.float64]]:

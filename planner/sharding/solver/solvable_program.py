@@ -136,6 +136,8 @@ class SolvableProgram(IntegerProgram):
         total = sum(int(costs[o]) for costs, o in zip(self.option_costs, assignment.options, strict=True))
         for each, (made, uses) in enumerate(zip(self.producer, self.consumers, strict=True)):
             count, home = len(self.tensor_members[each]), assignment.layouts[each]
+            if self.layout_costs[each].any():
+                total += int(self.layout_costs[each][self.layout_lists[each].index(home)])
             if made is not None:
                 result = self.candidates.options[made][assignment.options[made]].result
                 total += self._one_move(each, result, home, None) * count

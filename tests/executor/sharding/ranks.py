@@ -21,6 +21,7 @@ from executor.sharding import ShardedFunction, api, capture, shard
 from planner.sharding.answer import answer_request
 from planner.sharding.backends.dtensor_file import write_dtensor_file
 from simulator.sharded.program import read_program
+from topology.catalog.cluster_file import load_cluster
 
 
 @dataclass
@@ -32,9 +33,10 @@ class Case:
     wishes: dict = field(default_factory=dict)
 
 
-def planned_here(document):
+def planned_here(document, *, cluster=None):
     """What the planner's process answers, without starting one for every case."""
-    program = answer_request(document, where="the test").written.program
+    machine = None if cluster is None else load_cluster(cluster)
+    program = answer_request(document, where="the test", cluster=machine).written.program
     return read_program(msgspec.json.decode(msgspec.json.encode(program)), where="the test")
 
 

@@ -42,6 +42,7 @@ TWO = [
     block("data parallel", {"data": 2}, compute={"batch": "data"}),
     Case("llama block, FSDP", modules.LlamaBlock().double(), (X,), {"data": 2}, FSDP),
     block("context parallel", {"seq": 2}, compute={"seq": "seq"}),
+    block("weights placed by time", {"data": 2}, choose=["w*.weight"], cluster="h200x4", policy="min_time"),
     on("experts, expert parallel", modules.Experts(), (X,), {"ep": 2}, **EXPERTS),
     on("vision transformer, tensor parallel", modules.VisionTransformer(), (IMAGE,), {"d": 2}, **VIT),
     on("vision transformer, data parallel", modules.VisionTransformer(), (IMAGE,), {"d": 2}, image=["S(0)"]),

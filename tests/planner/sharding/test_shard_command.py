@@ -1,6 +1,8 @@
 """`planner shard`: what it prints, how it ends, and that no file makes it do anything else."""
 
 import json
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner.cli import main
+from planner.sharding.frontends.decoder import decoder_case
 from planner.sharding.plans.report import report_case
+from planner.sharding.problem.problem import parse_problem
+from simulator.config.hf_config import load_model
 from tests.planner.sharding import cases
 
 ROOT = Path(__file__).parents[3]
@@ -216,3 +221,40 @@ def test_a_backward_pass_and_a_machine_are_asked_for_in_a_case(capsys, tmp_path)
     assert row["cost"]["bound"] <= row["cost"]["value"]
     assert "without a machine" in report_case(of, 0)["rejected"]
     assert ask(capsys, tmp_path, [of], "--time-limit", "1")[0] == 2
+
+
+def test_layers_of_a_shipped_model_are_placed_by_name(capsys) -> None:
+    """On one node, 64 sequences over all ranks: the layer's own products are divided evenly, and it is proved."""
+    flags = ["--model", "llama3-8b", "--layers", "1", "--mesh", "data=2,model=4", "--cluster", "dgx-h100", "--json"]
+    assert main(["shard", *flags, "--micro-batch", "64"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["cases"]
+
+    assert row["rejected"] is None
+    assert row["cost"]["gap"] == pytest.approx(0, abs=1e-9)
+    weights = 2 * (4096 * 4096 + 1024 * 4096) + 3 * 14336 * 4096
+    flops = 6 * weights * 64 * 4096 / 8
+    assert row["cost"]["value"] > flops / 989e12  # at the datasheet's peak, without attention and communication
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--model", "mixtral-8x7b", "--mesh", "d=8", "--cluster", "dgx-h100"], "experts"),
+        (["--model", "llama3-8b", "--mesh", "d", "--cluster", "dgx-h100"], "no mesh"),
+        (["--model", "llama3-8b", "--mesh", "d=8"], "--cluster"),
+        (["--layers", "2", str(EXAMPLE)], "--model"),
+        ([], "FILE or --model"),
+    ],
+)
+def test_a_model_that_cannot_be_asked_about_says_why(capsys, flags, why) -> None:
+    assert main(["shard", *flags]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_whole_models_have_embedding_and_loss() -> None:
+    for name in ("llama2-7b", "gpt3-175b", "qwen3-8b"):
+        model = replace(load_model(name), layers=2, learned_positions=0)
+        problem = parse_problem(decoder_case(model, {"d": 2}, layers=None, batch=2, seq_len=64))
+        held = sum(prod(problem.tensors[one].shape) for one in problem.graph.parameters)
+        assert set(problem.graph.gradients) == set(problem.graph.parameters)
+        assert held == model.parameters

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import ast
 import json
+from math import prod
 from pathlib import Path
 
 import defusedxml.ElementTree as ET  # noqa: N817
 import msgspec
+import numpy as np
 import pytest
 
 from planner.cli import main
 from planner.sharding.answer import answer_request
-from planner.sharding.backends.runnable import simulate_program
+from planner.sharding.backends.runnable import kernel_seconds, simulate_program
+from planner.sharding.layouts.layout import local_shape
 from planner.sharding.plans.explanation import explain_plan
+from planner.sharding.plans.report import Limits
+from planner.sharding.problem.problem import Machine
+from planner.sharding.solver.pricing import PICOSECONDS, TimePricing
+from simulator.config.runtime import ELEMENT_BYTES
 from simulator.program.check import check
 from simulator.sharded.program import Exchange, read_program
 from topology.catalog.clusters import cluster
-from topology.errors import BadInput
+from topology.errors import BadInput, Infeasible
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "sharding" / "captured.json"
 
@@ -100,3 +107,46 @@ def test_what_does_not_fit_the_graph_is_refused(change, what) -> None:
     with pytest.raises(BadInput) as refused:
         answer_request({**json.loads(EXAMPLE.read_text()), **change}, where="the example")
     assert what in str(refused.value)
+
+
+@pytest.mark.parametrize("policy", ["none", "min_time"])
+def test_on_a_machine_what_the_solver_counts_is_what_the_program_does(policy) -> None:
+    """The sum over the written program, forward and backward, of what each instruction takes by itself."""
+    machine = cluster("dgx-h100")
+    asked = {**json.loads(EXAMPLE.read_text()), "policy": policy}
+    answer = answer_request(asked, where="the example", cluster=machine)
+    problem, program = answer.problem, answer.written.program
+    pricing = TimePricing(Machine(machine), problem.mesh)
+    seconds = 0.0
+    for work in answer.written.works:
+        if isinstance(work.do, Exchange):
+            buffer = program.buffers[work.writes[0] if work.do.kind == "all_gather" else work.reads[0]]
+            nbytes = prod(buffer.local) * ELEMENT_BYTES[buffer.dtype]
+            seconds += float(pricing.times(work.do.kind, work.do.axes, np.array([float(nbytes)]))[0]) / PICOSECONDS
+        else:
+            seconds += kernel_seconds(work, program, problem, machine)
+
+    assert answer.plan.choice.cost / PICOSECONDS == pytest.approx(seconds, rel=0.1)
+    assert answer.plan.choice.gap == 0
+
+
+def test_captured_weights_that_nobody_placed_fit_the_memory_and_cost_time_for_it() -> None:
+    machine = cluster("dgx-h100")
+    asked = json.loads(EXAMPLE.read_text())
+    asked |= {"parameters": {}, "compute": {"batch": ["data", "model"]}, "choose": ["*.weight"], "policy": "min_time"}
+
+    def held(answer):
+        """Bytes of parameters in float32, each with 14 more of gradient and optimizer state."""
+        both = (
+            (answer.problem.tensors[n].shape, answer.plan.choice.layouts[n]) for n in answer.problem.graph.parameters
+        )
+        return sum(prod(local_shape(shape, at, answer.problem.mesh)) * (4 + 14) for shape, at in both)
+
+    roomy = answer_request(asked, where="the example", cluster=machine)
+    limit = 300_000
+    little = answer_request(asked, where="the example", cluster=machine, limits=Limits(memory_bytes=limit))
+
+    assert held(little) <= limit
+    assert little.plan.choice.cost >= roomy.plan.choice.cost
+    with pytest.raises(Infeasible, match="memory"):
+        answer_request(asked, where="the example", cluster=machine, limits=Limits(memory_bytes=10_000))

@@ -212,7 +212,7 @@ def _placed_functions(operator, mine):
     }
     if causal:
         names = [dims for _, dims in operator.operands]
-        q, k = names[0:2] if len(names) < 5 else names[1:3]
+        q, k = (names * 2)[0:2] if len(names) < 5 else names[1:3]  # one tensor may be both
         more = {"rows": mine[q[-2][0]], "columns": mine[k[-2][0]]}
     elif operator.functions & {"embedding", "embedding_bwd", "one_hot"}:
         positional = [axis for axis in operator.axes if axis in operator.roles.positional]
