@@ -1,6 +1,6 @@
 """What a plan takes by the best that the program knows: simulated where its program is short, else by the closed form.
 
-Which of the two, and in what detail, follows from the plan and its question alone. So a plan has one step and one memory
+Memory is the caching allocator's, replayed. Which of the two, and in what detail, follows from the plan and its question alone. So a plan has one step and one memory
 wherever it is shown: in a list, by itself, beside another, or explained.
 """
 
@@ -15,6 +15,7 @@ from simulator.config.estimate import Estimate
 from simulator.config.plan import Plan
 from simulator.lowering.block_code import Detail
 from simulator.lowering.simulation import program_length
+from simulator.memory.estimate import with_replay
 
 # Instructions up to which a step is simulated: layer by layer a quarter of a second, by whole stages two (one core).
 BY_LAYER, BY_STAGE = 16_000, 60_000
@@ -39,9 +40,10 @@ def predict(question: Question, plan: Plan, *, progress: Callable[[str], None] |
     """Return what a legal plan takes. Raises as `Question.estimate` and `Question.simulate` do."""
     detail = detail_of(question, plan)
     if detail is None:
-        return Prediction(estimate=question.estimate([plan], counted=True).estimate(0), method=Method.CLOSED_FORM)
-    simulated = question.simulate(plan, detail=detail, progress=progress)
-    return Prediction(estimate=simulated.estimate, method=Method.SIMULATION)
+        estimate, method = question.estimate([plan], counted=True).estimate(0), Method.CLOSED_FORM
+    else:
+        estimate, method = question.simulate(plan, detail=detail, progress=progress).estimate, Method.SIMULATION
+    return Prediction(estimate=with_replay(question, plan, estimate), method=method)
 
 
 def simulated_length(question: Question, plan: Plan) -> float:

@@ -13,6 +13,7 @@ from planner.question.cases import Case, case_id, load_case
 from simulator.config.estimate import Estimate, MemoryEstimate
 from simulator.fitting.calibration_fit import UNMEASURED, Calibrations
 from simulator.legality.rules import is_legal
+from simulator.memory.estimate import with_replay
 from topology.errors import PlannerError
 
 GIB = 2.0**30
@@ -44,7 +45,7 @@ def validate_case(data: Mapping[str, Any], *, measured: Calibrations = UNMEASURE
         if not is_legal(problems):
             row["skipped"] = f"not legal in {case.question.framework.title}: {problems[0].message}"
             return row
-        estimate = case.question.estimate([case.plan]).estimate(0)
+        estimate = with_replay(case.question, case.plan, case.question.estimate([case.plan]).estimate(0))
     except PlannerError as error:
         row["skipped"] = str(error)
         return row

@@ -76,6 +76,12 @@ def step_factors(
 
 
 def memory_factors() -> tuple[float, float]:
-    """Return (low, high) over predicted memory, allocated or reserved."""
+    """Return (low, high) over memory, allocated or reserved, that was predicted by sums."""
     memory = interval_table().factors["memory"]
+    return memory.low, memory.high
+
+
+def replayed_memory_factors() -> tuple[float, float]:
+    """Return the same over memory that the allocator's replay found (`simulator.memory`)."""
+    memory = interval_table().factors["replayed memory"]
     return memory.low, memory.high

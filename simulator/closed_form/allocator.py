@@ -39,8 +39,14 @@ def flush_s(table: PlanTable, reserved_bytes: Floats, capacity_bytes: float) -> 
     communicators can use. What is reserved lies as far from that as memory did from predictions.
     """
     left = capacity_bytes - COMMUNICATOR_BYTES * communicators(table)
-    low, high = (math.log(factor) for factor in memory_factors())
+    return capacity_bytes * FLUSH_S_PER_BYTE * retry_probability(reserved_bytes, left, memory_factors())
+
+
+def retry_probability(reserved_bytes: Floats, left_bytes: Floats, factors: tuple[float, float]) -> Floats:
+    """Return how likely more than `left_bytes` are needed where `reserved_bytes` are predicted, `factors` being the range
+    over a prediction that holds four of five measurements.
+    """
+    low, high = (math.log(factor) for factor in factors)
     middle, spread = (low + high) / 2, (high - low) / 2 / NormalDist().inv_cdf(0.9)
-    over = (np.log(np.maximum(reserved_bytes, 1.0) / np.maximum(left, 1.0)) + middle) / spread
-    likely = 1.0 / (1.0 + np.exp(-1.702 * np.clip(over, -30.0, 30.0)))  # the normal distribution, within 0.01
-    return np.asarray(capacity_bytes * FLUSH_S_PER_BYTE * likely)
+    over = (np.log(np.maximum(reserved_bytes, 1.0) / np.maximum(left_bytes, 1.0)) + middle) / spread
+    return np.asarray(1.0 / (1.0 + np.exp(-1.702 * np.clip(over, -30.0, 30.0))))  # the normal distribution, within 0.01

@@ -137,7 +137,7 @@ def estimate_plans(
     layout = stage_layout(model, table, operators.spec.pipeline)
     parameters = local_parameters(model, context)
     memory = memory_columns(model, operators, context, layout, blocks, parameters)
-    memory = memory.scaled(_known_costs(scenario).reserved)
+    memory = memory.scaled(known_costs(scenario).reserved)
     micro = micro_batches(model, operators, context, layout, blocks, parameters)
     if counted:
         account = account_plans(account_inputs(scenario, context, operators, blocks, parameters))
@@ -193,7 +193,8 @@ def calibrated_operators(scenario: Scenario) -> ModelOperators:
     return replace(operators, spec=spec)
 
 
-def _known_costs(scenario: Scenario) -> RuntimeCosts:
+def known_costs(scenario: Scenario) -> RuntimeCosts:
+    """Return what layers or runs of the scenario's runtime showed of its costs."""
     known = scenario.gpu_calibration
     return RuntimeCosts() if known is None else known.runtime(scenario.runtime.name, compiled=scenario.runtime.compile)
 
@@ -215,7 +216,7 @@ def cost_context(
             table,
             collectives_on(cluster, calibration),
             apart=tuple(models[id(machine)] for machine in each_on),
-            factor=_known_costs(scenario).collective_factor,
+            factor=known_costs(scenario).collective_factor,
         ),
         runtime=scenario.runtime,
         spec=operators.spec,

@@ -24,6 +24,7 @@ from simulator.step.held import (
     Parameters,
     State,
     between_stages_bytes,
+    head_cached_bytes,
     head_left_bytes,
     head_peak_bytes,
     placeholder_bytes,
@@ -31,6 +32,7 @@ from simulator.step.held import (
 )
 from simulator.step.offload import held_bytes, host_bytes, offloaded
 from simulator.step.symmetric_memory import symmetric_bytes
+from simulator.step.traffic import has_replicas
 from simulator.step.zero import zero_buffers
 
 # Bytes beside the allocator's: CUDA context, kernels and NCCL buffers of a few communicators. Source: assumed; a bare
@@ -130,7 +132,8 @@ def memory_columns(
         if "moe" in blocks:
             saved = saved + in_moe * blocks["moe"].saved_bytes[mode][:, None]
     head_saved = blocks["head"].saved_bytes["none"]
-    activations = saved * flying + last * (head_saved * head_in_flight(table, at_least=at_least))[:, None]
+    head_kept = (head_saved + head_cached_bytes(context)) * head_in_flight(table, at_least=at_least)
+    activations = saved * flying + last * head_kept[:, None]
     # Micro batches in flight hold what a stage received: most of them is least beside.
     most = np.isin(table.schedule, SPLIT_BACKWARD)[:, None] & at_least
     received = np.where(most, np.maximum(table.micro_batches[:, None], flying), flying)
@@ -170,6 +173,10 @@ def memory_columns(
     # One pool per stream: the compute stream's peak and the communication streams' peak add up.
     # Whole gradients come from the compute stream's own pool, where activations have made room for them.
     reserved = np.where(whole, peak, np.maximum(everything, late)) + last * head_left_bytes(context)[:, None]
+    # Replicas keep what they sum to the end of a backward pass, beside the gradients of micro batches before.
+    beside = ~alone & (table["pp"] <= 1)[:, None] | (context.dtype_bytes("reduce") != gradient_bytes)
+    summed = fully_sharded & has_replicas(table)[:, None] & beside
+    reserved = reserved + np.where(summed, sharded("gradients") * context.dtype_bytes("reduce"), 0.0)
     away: list[State] = [kind for kind in widths if offloaded(context, kind).any()]
     on_host = sum((sharded(kind) * host_bytes(context, kind)[:, None] for kind in away), np.zeros_like(shared))
     return MemoryColumns(

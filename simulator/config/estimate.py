@@ -58,8 +58,10 @@ class MemoryEstimate:
     """Peak memory of the worst rank. `peak_bytes` is what is allocated; `reserved_bytes` what the allocator holds.
 
     `fits` compares values; `fit` takes into account the range that reserved memory is expected in (80% of cases), which
-    is as wide, relative, as that of the allocated peak. `headroom_bytes` are left of the capacity, negative where bytes
-    are missing. `host_bytes` is the host memory that offloaded state of a rank takes, at most.
+    is as wide, relative, as that of the allocated peak. `communicator_bytes` of the capacity are NCCL's once its groups talk, so what
+    the allocator wants beyond that makes it give memory back and ask again, `retries_per_step` times: such a plan may run, but never
+    surely fits. `headroom_bytes` are left beside both, negative where bytes are missing. `fragmentation` is the share of
+    reserved memory that was not allocated at the peak. `host_bytes` is the host memory that offloaded state of a rank takes, at most.
     """
 
     peak_bytes: Interval
@@ -71,6 +73,9 @@ class MemoryEstimate:
     by_stage: tuple[dict[str, float], ...] = ()  # bytes by category, one entry per pipeline rank
     host_bytes: float = 0.0
     reserved_by_stage: tuple[float, ...] = ()  # what the allocator holds, one entry per pipeline rank
+    communicator_bytes: float = 0.0
+    retries_per_step: int = 0
+    fragmentation: float = 0.0
     # Derived, with defaults only so that documents of before can be read.
     reserved_low_bytes: float = field(init=False, default=0.0)
     reserved_high_bytes: float = field(init=False, default=0.0)
@@ -80,26 +85,29 @@ class MemoryEstimate:
     def __post_init__(self) -> None:
         peak, reserved, capacity = self.peak_bytes, self.reserved_bytes, self.capacity_bytes
         low, high = (reserved * end / peak.value if peak.value else reserved for end in (peak.low, peak.high))
-        likely = fit_probability(reserved, low, high, capacity)
+        left = capacity - self.communicator_bytes
+        likely = fit_probability(reserved, low, high, left)
         fit = (
             (Fit.YES if likely >= SURE else Fit.LIKELY) if self.fits else Fit.UNLIKELY if likely > 1 - SURE else Fit.NO
         )
-        derived = {"reserved_low_bytes": low, "reserved_high_bytes": high, "headroom_bytes": capacity - reserved}
+        derived = {"reserved_low_bytes": low, "reserved_high_bytes": high, "headroom_bytes": left - reserved}
         for name, value in {**derived, "fit": fit}.items():
             object.__setattr__(self, name, value)
 
     @property
     def fit_probability(self) -> float:
-        """The probability that the plan fits."""
-        return fit_probability(
-            self.reserved_bytes, self.reserved_low_bytes, self.reserved_high_bytes, self.capacity_bytes
-        )
+        """The probability that the plan fits, without retries."""
+        left = self.capacity_bytes - self.communicator_bytes
+        return fit_probability(self.reserved_bytes, self.reserved_low_bytes, self.reserved_high_bytes, left)
 
     @property
     def verdict(self) -> str:
         if self.fit is Fit.YES:
             return "fits"
-        return "does not fit" if self.fit is Fit.NO else f"{chance(self.fit_probability)} likely to fit"
+        if self.fit is Fit.NO:
+            return "does not fit"
+        retries = f", allocations retried {self.retries_per_step} times a step" if self.retries_per_step else ""
+        return f"{chance(self.fit_probability)} likely to fit{retries}"
 
 
 def chance(probability: float) -> str:

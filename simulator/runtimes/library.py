@@ -171,10 +171,14 @@ def attention_implementation(runtime: Runtime) -> str:
     return "unfused" if attention_kernel(runtime, "") == "unfused" else "flash"
 
 
-def head_peaks(runtime: Runtime) -> tuple[tuple[str, ...], ...]:
-    """Return the tensors alive together where backward of the loss begins, one tuple a moment; the largest decides."""
+def head_peaks(runtime: Runtime, *, cut: bool = False) -> tuple[tuple[str, ...], ...]:
+    """Return the tensors alive together where backward of the loss begins, one tuple a moment; the largest decides.
+
+    `cut`: tensor-parallel ranks have cut the vocabulary.
+    """
     layer = spec_for(runtime).layer
-    return (layer.compiled_head_peak if runtime.compile else ()) or layer.head_peak
+    compiled = ((layer.compiled_cut_head_peak if cut else ()) or layer.compiled_head_peak) if runtime.compile else ()
+    return compiled or (layer.cut_head_peak if cut else ()) or layer.head_peak
 
 
 def head_left(runtime: Runtime) -> tuple[str, ...]:

@@ -82,7 +82,8 @@ class ZeroSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSpec:
     """`embedding_weight` and `head_weight`: how many layers the splitter counts them as. `receive_buffers`: a stage has one
-    for every micro batch and direction, for good. `keeps_outputs`: what stages give lives until the step ends.
+    for every micro batch and direction, for good. `keeps_outputs`: what stages give lives until the step ends. `caches_outputs`:
+    until its backward pass has run, logits of the last stage too.
     `ends_fill_stages`: layers that do not divide by the stages are made to by counting the head, or embedding and head, as
     one layer each.
     """
@@ -93,6 +94,7 @@ class PipelineSpec:
     scatter_p2p: bool
     receive_buffers: bool = False
     keeps_outputs: bool = False
+    caches_outputs: bool = False
     ends_fill_stages: bool = False
 
 
@@ -149,6 +151,7 @@ class LayerSpec:
 
     `head_left`: tensors of the loss's forward pass that are gone by then, and whose blocks in the allocator's pool are too
     small for what backward asks for. Both are of a loss that is not compiled, unless `compiled_head_peak` is given.
+    `cut_head_peak` and `compiled_cut_head_peak` go before them where tensor-parallel ranks have cut the vocabulary.
     """
 
     attention: tuple[OperatorSpec, ...]
@@ -158,7 +161,9 @@ class LayerSpec:
     embedding: tuple[OperatorSpec, ...]
     head: tuple[OperatorSpec, ...]
     head_peak: tuple[tuple[str, ...], ...]
+    cut_head_peak: tuple[tuple[str, ...], ...] = ()
     compiled_head_peak: tuple[tuple[str, ...], ...] = ()  # empty: the loss is not compiled
+    compiled_cut_head_peak: tuple[tuple[str, ...], ...] = ()
     head_left: tuple[str, ...] = ()
 
 

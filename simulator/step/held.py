@@ -99,21 +99,48 @@ def state_bytes(context: CostContext) -> dict[State, float]:
 
 def head_peak_bytes(context: CostContext) -> Floats:
     """Return the bytes of the tensors that are alive together when the loss turns round."""
-    peak = np.zeros(len(context.table))
-    for moment in head_peaks(context.runtime):
-        tensors = (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in moment)
-        peak = np.maximum(peak, sum(tensors, np.zeros(len(context.table))))
-    return peak
+
+    def largest(moments: Sequence[Sequence[str]]) -> Floats:
+        peak = np.zeros(len(context.table))
+        for moment in moments:
+            tensors = (head_tensor_bytes(x, context) for x in moment)
+            peak = np.maximum(peak, sum(tensors, np.zeros(len(context.table))))
+        return peak
+
+    whole, cut = (largest(head_peaks(context.runtime, cut=cut)) for cut in (False, True))
+    return np.where(context.table["tp"] > 1, cut, whole)
+
+
+def head_tensor_bytes(tensor: str, context: CostContext) -> Floats:
+    """Return the bytes of a tensor of the loss. Two pieces of the logits, `2N*one`, are no more than twice the logits."""
+    nbytes, (axes, _, dtype) = tensor_bytes(tensor, context.sizes, context.dtype_bytes), tensor.partition(":")
+    if not axes.endswith("*one"):
+        return nbytes
+    return np.minimum(nbytes, tensor_bytes(f"2*t v:{dtype}", context.sizes, context.dtype_bytes))
 
 
 def head_left_bytes(context: CostContext) -> Floats:
     """Return the bytes that the compute stream's pool holds for the loss's forward pass, and backward cannot use.
 
-    A pipeline that keeps what its last stage gives until the step ends has the logits in them for good, and counts them.
+    A pipeline that keeps what its last stage gives has the logits in them for longer, and counts them.
     """
+    pipeline = context.spec.pipeline
+    kept = (context.table["pp"] > 1) & (pipeline.keeps_outputs or pipeline.caches_outputs)
+    return np.where(kept, 0.0, _logits_bytes(context))
+
+
+def head_cached_bytes(context: CostContext) -> Floats:
+    """Return the bytes of logits that a pipeline's last stage keeps to the end of its backward pass, though the loss does
+    not need them; what it keeps until the step ends is counted by `between_stages_bytes`.
+    """
+    pipeline = context.spec.pipeline
+    kept = (context.table["pp"] > 1) & (pipeline.caches_outputs and not pipeline.keeps_outputs)
+    return np.where(kept, _logits_bytes(context), 0.0)
+
+
+def _logits_bytes(context: CostContext) -> Floats:
     tensors = (tensor_bytes(x, context.sizes, context.dtype_bytes) for x in head_left(context.runtime))
-    kept = (context.table["pp"] > 1) & context.spec.pipeline.keeps_outputs
-    return np.asarray(np.where(kept, 0.0, sum(tensors, np.zeros(len(context.table)))))
+    return np.asarray(sum(tensors, np.zeros(len(context.table))))
 
 
 def between_stages_bytes(

@@ -15,7 +15,7 @@ from simulator.config.plan import Plan
 from simulator.pipeline.stages import stage_layers
 from simulator.runtimes.library import RuntimeSpec
 from simulator.step.context import CostContext
-from simulator.step.held import Parameters, head_left_bytes, head_peak_bytes
+from simulator.step.held import Parameters, head_cached_bytes, head_left_bytes, head_peak_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -139,6 +139,7 @@ class UnitMaker:
         if block == "head":
             # The loss turning round: what is alive together then, beyond what the head saves.
             again = np.maximum(head_peak_bytes(self.context) - saved, 0.0)
+            saved = saved + head_cached_bytes(self.context)
         unit = self._unit(
             block, self._none, shared, np.zeros(self._rows), saved, again, np.zeros(self._rows, dtype=bool)
         )

@@ -5,6 +5,8 @@
 CASES are case files; a source is what a case's `source` names up to the first `@`, `:`, `,` or `(`. `--calibrated` files are
 predicted with a profile of the very host too, and so are the runs of examples/validation/apply_*.json whose hosts' layers
 were measured. `--held-out` files are judged and not learned from. What the factors mean: `simulator/calibration/intervals.py`.
+Memory is learned twice, from sums and from the allocator's replay, and of both from the draws of examples/validation/fresh.jsonl
+too, each a source. With `--only memory` the factors of steps stay as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 
 from planner.question.cases import Case, load_case  # noqa: E402 - the path comes first
-from planner.question.question import question_of  # noqa: E402
+from planner.question.question import Question, question_of  # noqa: E402
 from planner.validate.validation import GIB, compared_bytes, measured_step_s  # noqa: E402
 from simulator.calibration.intervals import Factors, IntervalTable, interval_table, step_factors  # noqa: E402
 from simulator.config.model import Model  # noqa: E402
@@ -39,6 +41,7 @@ from simulator.config.runtime import Runtime  # noqa: E402
 from simulator.config.workload import Workload  # noqa: E402
 from simulator.fitting.calibration_fit import Calibrations  # noqa: E402
 from simulator.legality.frameworks import framework_of_runtime  # noqa: E402
+from simulator.memory.estimate import with_replay  # noqa: E402
 from tests.bench.plan_sets import shortened  # noqa: E402
 from topology.catalog.cluster_file import load_cluster  # noqa: E402
 from topology.codec import convert  # noqa: E402
@@ -46,6 +49,7 @@ from topology.errors import PlannerError  # noqa: E402
 from topology.profile.profile import read_profile  # noqa: E402
 
 LEVEL = 0.8
+MEMORY = ("memory", "replayed memory")  # from sums, and from the allocator's replay
 WAITS = 0.1  # of a step: predicted waits below say little of hosts
 # Runs of our executor on hosts whose layers of it were in the profile they were predicted from; the second part of the last
 # ran on another host.
@@ -70,10 +74,15 @@ def main() -> None:
     parser.add_argument("cases", nargs="+", type=Path)
     parser.add_argument("--calibrated", action="append", default=[], help="PROFILE=CASES")
     parser.add_argument("--held-out", action="append", default=[], type=Path)
+    parser.add_argument("--only", choices=["memory"])
     parser.add_argument("--out", type=Path, default=ROOT / "simulator/calibration/intervals.json")
     asked = parser.parse_args()
 
     steps, memory = rows_of(cases(asked.cases), None)
+    memory += fresh_memory()
+    if asked.only:
+        write(asked, {**interval_table().factors, **learned_factors([], memory, [], [])}, interval_table().held_out)
+        return
     calibrated: list[Row] = []
     for pair in asked.calibrated:
         profile, file = pair.split("=", 1)
@@ -85,6 +94,10 @@ def main() -> None:
     factors = learned_factors(steps, memory, calibrated, host_waits())
     other_steps, other_memory = rows_of(cases(asked.held_out), None)
     held_out = {"step": held(other_steps, factors), "memory": held(other_memory, factors)} if asked.held_out else {}
+    write(asked, factors, held_out)
+
+
+def write(asked: argparse.Namespace, factors: dict[str, Factors], held_out: dict[str, float]) -> None:
     found = IntervalTable(
         made_on=datetime.now(UTC).date().isoformat(),
         command=f"python tests/bench/learn_intervals.py {' '.join(path.name for path in asked.cases)}",
@@ -159,17 +172,28 @@ def rows_of(found: Iterable[tuple[str, Case]], measured: Calibrations | None) ->
                 )
             )
         if peak:
-            predicted, _ = compared_bytes(case, estimate.memory)
-            memory.append(Row(source=source, basis="memory", ratio=peak * GIB / predicted, shares={}))
+            replayed = with_replay(asked, case.plan, estimate)
+            for kind, one in zip(MEMORY, (estimate, replayed), strict=True):
+                predicted, _ = compared_bytes(case, one.memory)
+                memory.append(Row(source=source, basis=kind, ratio=peak * GIB / predicted, shares={}))
     return steps, memory
 
 
-def host_waits() -> list[Row]:
-    """Return waits of fresh runs over the predicted ones, a draw as a source: what rank 0's GPU idled of the timed step.
-
-    Only runs that are predicted to wait for a tenth of the step: where next to nothing is, its ratio is noise.
-    """
+def fresh_memory() -> list[Row]:
+    """Return the reserved memory of fresh runs over the predicted one, a draw as a source."""
     found = []
+    for run, question, plan in fresh_runs():
+        reserved = run["measured"]["reserved_bytes"]
+        if reserved:
+            estimate = question.estimate([plan]).estimate(0)
+            for kind, one in zip(MEMORY, (estimate, with_replay(question, plan, estimate)), strict=True):
+                ratio = reserved / one.memory.reserved_bytes
+                found.append(Row(source=f"draw {run['draw']}", basis=kind, ratio=ratio, shares={}))
+    return found
+
+
+def fresh_runs() -> Iterator[tuple[dict[str, Any], Question, Plan]]:
+    """Yield the measured rows of the ledger, each with its question."""
     for line in (ROOT / "examples/validation/fresh.jsonl").read_text("utf-8").splitlines():
         run = json.loads(line)
         if run["status"] != "ok":
@@ -183,6 +207,16 @@ def host_waits() -> list[Row]:
             runtime=runtime,
             gpus=plan.gpus,
         )
+        yield run, question, plan
+
+
+def host_waits() -> list[Row]:
+    """Return waits of fresh runs over the predicted ones, a draw as a source: what rank 0's GPU idled of the timed step.
+
+    Only runs that are predicted to wait for a tenth of the step: where next to nothing is, its ratio is noise.
+    """
+    found = []
+    for run, question, plan in fresh_runs():
         answer = question.estimate([plan]).estimate(0)
         predicted_s, profiled = answer.breakdown_s["host"], run["measured"]["profiled"]
         waited_s = run["measured"]["step_s"] * profiled["idle_s"] / profiled["wall_s"]
@@ -196,7 +230,8 @@ def host_waits() -> list[Row]:
 
 def learned_factors(steps: list[Row], memory: list[Row], calibrated: list[Row], waits: list[Row]) -> dict[str, Factors]:
     groups = {basis: [row for row in steps if row.basis == basis] for basis in ("node", "nodes", "low_precision")}
-    groups |= {"calibrated": calibrated, "memory": memory, "host": waits}
+    groups |= {"calibrated": calibrated, "host": waits}
+    groups |= {kind: [row for row in memory if row.basis == kind] for kind in MEMORY}
     shipped = interval_table().factors  # of what is refused today, and so has no rows
     factors = {basis: together(rows) if rows else shipped[basis] for basis, rows in groups.items()}
     for basis, rows in groups.items():
@@ -241,7 +276,7 @@ def held(rows: list[Row], factors: dict[str, Factors]) -> float:
     """Return the share of rows inside the range that the product gives them."""
     inside = []
     for row in rows:
-        if row.basis in {"memory", "host"}:
+        if row.basis in {*MEMORY, "host"}:
             low, high = factors[row.basis].low, factors[row.basis].high
         else:
             low, high = step_factors(row.basis, row.shares, host=row.host, calibrated=row.calibrated, factors=factors)

@@ -1,0 +1,91 @@
+"""An estimate with the memory that the allocator holds in place of sums, and with what its retries cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from simulator.calibration.intervals import replayed_memory_factors
+from simulator.closed_form.allocator import COMMUNICATOR_BYTES, FLUSH_S_PER_BYTE, communicators, retry_probability
+from simulator.closed_form.estimates import known_costs
+from simulator.closed_form.scenario import Scenario
+from simulator.config.estimate import Estimate, MemoryEstimate
+from simulator.config.plan import Plan
+from simulator.memory.replay import Held, MemoryReplay
+from simulator.runtimes.library import spec_for
+
+# Blocks up to which a plan is replayed: about a second of one core.
+MOST_BLOCKS = 400_000
+
+
+def with_replay(scenario: Scenario, plan: Plan, estimate: Estimate) -> Estimate:
+    """Return the estimate of a plan with its memory as the caching allocator holds it; as it is where that takes too long,
+    and of runtimes that keep their own flat buffers (DeepSpeed's ZeRO), which are sums already.
+    """
+    if spec_for(scenario.runtime).zero is not None:
+        return estimate
+    replay = MemoryReplay(scenario, plan)
+    if replay.length > MOST_BLOCKS:
+        return estimate
+    told, factor = estimate.memory, known_costs(scenario).reserved
+    held = replay.ranks()
+    worst = max(range(len(held)), key=lambda rank: held[rank].reserved_bytes)
+    reserved = factor * held[worst].reserved_bytes
+    groups = COMMUNICATOR_BYTES * float(communicators(replay.context.table)[0])
+    left = told.capacity_bytes - groups
+    low, high = replayed_memory_factors()
+    # What may be too much is tried with what there is.
+    tried = replay.rank(worst, capacity_bytes=left / factor) if reserved > left else held[worst]
+    memory = _memory(told, held, worst, tried, factor, (low, high))
+    memory = replace(memory, communicator_bytes=groups, worst_rank=worst * (plan.gpus // plan.pp))
+    likely = float(retry_probability(np.array([reserved]), np.array([left]), (low, high))[0])
+    flushes = likely * max(1, tried.retries_per_step)
+    return _with_allocator(replace(estimate, memory=memory), flushes * told.capacity_bytes * FLUSH_S_PER_BYTE)
+
+
+def _memory(
+    told: MemoryEstimate,
+    held: tuple[Held, ...],
+    worst: int,
+    tried: Held,
+    factor: float,
+    factors: tuple[float, float],
+) -> MemoryEstimate:
+    """Return the memory of the worst rank; its categories, which are those of sums, cut to the peak that was found."""
+    peak, stages = factor * held[worst].allocated_bytes, len(held)
+    by_stage = tuple(
+        _scaled(one, factor * rank.allocated_bytes) for one, rank in zip(told.by_stage, held, strict=False)
+    )
+    return replace(
+        told,
+        peak_bytes=replace(told.peak_bytes, value=peak, low=peak * factors[0], high=peak * factors[1]),
+        reserved_bytes=factor * held[worst].reserved_bytes,
+        by_category=by_stage[worst] if len(by_stage) == stages else _scaled(told.by_category, peak),
+        by_stage=by_stage if len(by_stage) == stages else told.by_stage,
+        reserved_by_stage=tuple(factor * rank.reserved_bytes for rank in held),
+        fits=not tried.out_of_memory,
+        retries_per_step=tried.retries_per_step,
+        fragmentation=held[worst].fragmentation,
+    )
+
+
+def _scaled(categories: dict[str, float], whole: float) -> dict[str, float]:
+    total = sum(categories.values())
+    return {name: nbytes * whole / total for name, nbytes in categories.items()} if total else dict(categories)
+
+
+def _with_allocator(estimate: Estimate, expected: float) -> Estimate:
+    """Return the estimate with the seconds that retries are expected to cost in a step."""
+    before = estimate.breakdown_s.get("allocator", 0.0)
+    step = estimate.step_s.value - before + expected
+    scale = step / estimate.step_s.value
+    interval = estimate.step_s
+    return replace(
+        estimate,
+        step_s=replace(interval, value=step, low=interval.low * scale, high=interval.high * scale),
+        tokens_per_s_per_gpu=estimate.tokens_per_s_per_gpu / scale,
+        mfu=estimate.mfu / scale,
+        tflops_per_gpu=estimate.tflops_per_gpu / scale,
+        breakdown_s={**estimate.breakdown_s, "allocator": expected},
+    )

@@ -1,0 +1,418 @@
+"""One pipeline rank's step as its host runs it: what it asks of the caching allocator, in which order, on which stream.
+
+The host runs ahead of the device, so a tensor is there from when its operator is issued. Units are gathered and reduced as
+FSDP2 does it (torch/distributed/fsdp/_fully_shard: `_fsdp_param_group.py`, `_fsdp_collectives.py`): a gather fills a flat buffer
+on a stream of its own, which is copied to a tensor for each parameter on the compute stream; in forward the buffer is kept until
+the next one has been copied. Gradients are copied to a flat buffer on the compute stream, which the next reduction lets go;
+its result, of which gradients are views, lies on the stream of reductions. Without full sharding gradients come with backward
+and go with the next step's `zero_grad`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from simulator.config.runtime import MOMENTS
+from simulator.engine.allocator import Block, CachingAllocator
+from simulator.kernels.operators import tensor_bytes
+from simulator.memory.tensors import Act, BlockTensors, Passes
+from simulator.pipeline.schedule_program import last_backwards
+from simulator.pipeline.schedules import Kind, Schedule
+from simulator.runtimes.library import ModelOperators, head_peaks
+from simulator.runtimes.parts import RecomputeSpec
+from simulator.step.context import CostContext
+from simulator.step.held import State, placeholder_bytes, state_bytes
+from simulator.step.offload import held_bytes
+from simulator.step.symmetric_memory import symmetric_bytes
+from simulator.step.traffic import DataTraffic, data_traffic
+from simulator.step.units import Unit, held_kinds
+
+COMPUTE, GATHER, REDUCE, REPLICATE, PEERS = "compute", "gather", "reduce", "replicate", "peers"
+MIB = 1 << 20
+
+
+def workspace_bytes(architecture: str) -> int:
+    """Return the bytes of one cuBLAS handle's workspace on a stream.
+
+    Source: aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`: 32 MiB on Hopper and Blackwell, else 8 MiB and
+    128 KiB. Forward and backward run in threads of their own, each with its handle.
+    """
+    return 32 * MIB if architecture.lower().startswith(("hopper", "blackwell")) else 8 * MIB + 128 * 1024
+
+
+@dataclass(slots=True)
+class _Instance:
+    """A unit under one micro batch: its tensors by slot, and what a split backward leaves to its second half."""
+
+    slots: dict[int, Block] = field(default_factory=dict)
+    from_forward: set[int] = field(default_factory=set)
+    later: list[tuple[Act, int]] = field(default_factory=list)
+    casts: list[Block] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Wrapped:
+    """A unit's parameters: whole ones while they are gathered, gradients on their way, gradients that stay."""
+
+    elements: list[int]
+    gathered: list[Block] = field(default_factory=list)
+    flat: Block | None = None
+    whole_gradients: dict[int, Block] = field(default_factory=dict)
+    gradients: list[Block] = field(default_factory=list)
+
+
+class PlanTensors:
+    """What all ranks of a plan share: its units, the events of their passes, its traffic."""
+
+    def __init__(
+        self, context: CostContext, operators: ModelOperators, stages: Sequence[Sequence[Unit]], schedule: Schedule
+    ) -> None:
+        self.context, self.operators, self.stages, self.schedule = context, operators, stages, schedule
+        self.traffic: DataTraffic = data_traffic(context)
+        self.last_turned = last_backwards(schedule)
+        self.state = {kind: float(held_bytes(context, kind)[0]) for kind in state_bytes(context)}
+        self._tensors, self._inside = BlockTensors(context), BlockTensors(context.in_layers)
+        self._passes: dict[tuple[str, str], Passes] = {}
+        self._of_block = {
+            "dense": operators.dense_layer,
+            "moe": operators.moe_layer,
+            "embedding": operators.embedding,
+            "head": operators.head,
+        }
+
+    def passes(self, unit: Unit) -> Passes:
+        """Return the events of a unit's passes."""
+        word = str(unit.words[0]) if unit.wrapped else ""
+        key = (unit.block, word)
+        if key not in self._passes:
+            operators = self._of_block[unit.block]
+            if unit.block == "head":
+                peaks = head_peaks(self.context.runtime, cut=bool(self.context.table["tp"][0] > 1))
+                self._passes[key] = self._tensors.head_passes(operators, peaks)
+            else:
+                mode = self.context.spec.recompute[word] if word else RecomputeSpec()
+                tensors = self._inside if unit.block in {"dense", "moe"} else self._tensors
+                self._passes[key] = tensors.passes(operators, mode)
+        return self._passes[key]
+
+    def elements(self, unit: Unit) -> list[int]:
+        """Return the elements of a unit's parameters before sharding: its matrices, and all others together."""
+        whole = float(unit.elements[0])
+        weights = self.passes(unit).weights
+        scale = min(1.0, whole / sum(weights)) if weights else 0.0
+        found = [round(w * scale) for w in weights]
+        return [*found, max(0, round(whole) - sum(found))]
+
+    def share(self, unit: Unit, kind: State) -> float:
+        """Return the share of a unit's elements that a rank has of a kind of state."""
+        table, whole = self.context.table, float(unit.elements[0])
+        mine = unit.shared[0] / table.state_shard[kind][0] + unit.experts[0] / table.expert_shard[kind][0]
+        return float(mine) / whole if whole else 0.0
+
+
+class RankReplay:
+    """One rank of a plan with an allocator: `start()`, then `step()` again and again."""
+
+    def __init__(self, plan: PlanTensors, rank: int, allocator: CachingAllocator, *, micro_batches: float) -> None:
+        self.plan, self.rank, self.memory = plan, rank, allocator
+        self.micro_batches = micro_batches  # of the step itself: a schedule that is replayed may have fewer
+        self.context, self.spec, self.traffic = plan.context, plan.context.spec, plan.traffic
+        self.row = plan.schedule.table[rank]
+        self.units = [unit for stage in plan.schedule.stages_of(rank) for unit in plan.stages[stage]]
+        self.wrapped = {unit.name: _Wrapped(elements=plan.elements(unit)) for unit in self.units}
+        self.running: dict[tuple[str, int], _Instance] = {}
+        self.outputs: dict[tuple[int, int], Block] = {}
+        self.flat: Block | None = None  # the last gather's buffer, kept until the next one has been copied
+        self.reducing: list[Block] = []
+        self.summed: list[Block] = []  # what replicas sum, in the type of reductions
+        self.optimizer: list[Block] = []
+        bytes_of = self.context.dtype_bytes
+        table = self.context.table
+        self.compute_bytes, self.param_bytes = bytes_of("compute"), bytes_of("param")
+        self.casts = bool(table.conditions["autocast"][0]) and self.param_bytes > self.compute_bytes
+        self.piped = bool(table["pp"][0] > 1)
+
+    # --- the step -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Ask for what is there before the first step."""
+        for unit in self.units:
+            for elements in self.wrapped[unit.name].elements:
+                self._take(elements * self.plan.share(unit, "parameters") * self.plan.state["parameters"], COMPUTE)
+        workspace = workspace_bytes(self.context.roofline.gpu.architecture)
+        for _ in ("forward", "backward"):
+            self._take(workspace, COMPUTE)
+        whole = float(sum(u.elements[0] for u in self.units))
+        if not self.traffic.adds_up:  # gradients are added up in place, in buffers that stay
+            for unit in self.units:
+                nbytes = float(unit.elements[0]) * self.plan.share(unit, "gradients") * self.plan.state["gradients"]
+                self._take(nbytes, COMPUTE)
+        if self.spec.ddp.bucket_copy and not self.traffic.fully_sharded and self.context.table["dp_replicate"][0] > 1:
+            bucket = self.spec.ddp.bucket_bytes or whole
+            left = whole * state_bytes(self.context)["gradients"]
+            while left > 0:
+                self._take(min(left, bucket), COMPUTE)
+                left -= bucket
+        dense, moe = (np.full((1, 1), count) for count in held_kinds(self.units))
+        operators = self.plan.operators
+        kinds = [*(operators.dense_layer if dense[0, 0] else ()), *(operators.moe_layer if moe[0, 0] else ())]
+        if not self.traffic.fully_sharded:
+            self._take(float(placeholder_bytes(kinds, self.context)[0]), COMPUTE)
+        self._take(float(symmetric_bytes(self.context, dense, moe)[0, 0]), PEERS)
+        self._take_stage_buffers()
+
+    def step(self) -> None:
+        """Run one step."""
+        for wrapped in self.wrapped.values():  # zero_grad(set_to_none=True)
+            if wrapped.gradients and not self.traffic.fully_sharded:
+                wrapped.whole_gradients.clear()
+            self._give(wrapped.gradients)
+        for action in self.row:
+            for leaf in action.leaves:
+                last = leaf.micro_batch == self.plan.last_turned[leaf.stage]
+                if leaf.kind is Kind.FORWARD:
+                    self._forward(leaf.stage, leaf.micro_batch)
+                elif leaf.kind is Kind.WEIGHT_GRAD:
+                    self._weights_turn(leaf.stage, leaf.micro_batch, last=last)
+                else:
+                    split = leaf.kind is Kind.INPUT_GRAD
+                    self._backward(leaf.stage, leaf.micro_batch, last=last, split=split)
+        if not self.optimizer:
+            self._make_optimizer()
+
+    def _forward(self, stage: int, micro_batch: int) -> None:
+        units = self.plan.stages[stage]
+        given = None if stage == 0 or self.spec.pipeline.receive_buffers else self._received()
+        recast: list[Block] = []
+        for position, unit in enumerate(units):
+            passes = self.plan.passes(unit)
+            self._gather(unit, forward=True)
+            instance = self.running[unit.name, micro_batch] = _Instance()
+            if self.casts:
+                instance.casts = self._taken(unit.kept_cast[0] * self.compute_bytes)
+                again = self._taken(unit.recast[0] * self.compute_bytes)
+                if self.context.runtime.compile:
+                    self._give(again)
+                recast += again
+            if given is not None:
+                instance.slots[passes.inward] = given
+            self._play(unit, instance, ((act, slot, size) for act, slot, size in passes.forward), forward=True)
+            instance.from_forward = set(instance.slots)
+            given = instance.slots.pop(passes.outward, None)
+            if position + 1 < len(units):
+                self._reshard(unit, last_use=False)
+        self._give(recast)
+        if given is not None:
+            # A pipeline keeps what a stage gives until its backward pass (torch/distributed/pipelining/stage.py, fwd_cache).
+            if self.piped and self.spec.pipeline.caches_outputs:
+                self.outputs[stage, micro_batch] = given
+            else:
+                self.memory.free(given)
+
+    def _backward(self, stage: int, micro_batch: int, *, last: bool, split: bool) -> None:
+        units = self.plan.stages[stage]
+        output = self.outputs.pop((stage, micro_batch), None)
+        gradient: Block | None = None
+        for unit in reversed(units):
+            passes, instance = self.plan.passes(unit), self.running[unit.name, micro_batch]
+            self._gather(unit, forward=False)
+            if gradient is not None:
+                instance.slots[passes.incoming] = gradient
+            again = self._taken(unit.recast[0] * self.compute_bytes) if self.casts and unit.wrapped else []
+            self._play(unit, instance, passes.backward, forward=False, split=split)
+            self._give(again)
+            gradient = instance.slots.pop(passes.gradient, None)
+            if not split:
+                self._turned(unit, micro_batch, last=last)
+            self._reshard(unit, last_use=last)
+        for block in (gradient, output):
+            if block is not None:
+                self.memory.free(block)
+        if not split and self.traffic.reduces(last_micro_batch=last):
+            self._settle()
+
+    def _weights_turn(self, stage: int, micro_batch: int, *, last: bool) -> None:
+        """The second half of a split backward: gradients of weights, whose inputs it lets go."""
+        for unit in reversed(self.plan.stages[stage]):
+            instance = self.running[unit.name, micro_batch]
+            for act, slot in instance.later:
+                if act is Act.GRADIENT:
+                    self._weight_gradient(unit, slot)
+                elif slot in instance.slots:
+                    self.memory.free(instance.slots.pop(slot))
+            self._turned(unit, micro_batch, last=last)
+        if self.traffic.reduces(last_micro_batch=last):
+            self._settle()
+
+    def _play(
+        self,
+        unit: Unit,
+        instance: _Instance,
+        events: Iterable[tuple[Act, int, int]],
+        *,
+        forward: bool,
+        split: bool = False,
+    ) -> None:
+        allocate, free, slots = self.memory.allocate, self.memory.free, instance.slots
+        for act, slot, nbytes in events:
+            if act is Act.ALLOCATE:
+                slots[slot] = allocate(nbytes, COMPUTE)
+            elif split and (act is Act.GRADIENT or slot in instance.from_forward):
+                instance.later.append((act, slot))
+            elif act is Act.FREE:
+                if slot in slots:
+                    free(slots.pop(slot))
+            elif not forward:
+                self._weight_gradient(unit, slot)
+
+    def _turned(self, unit: Unit, micro_batch: int, *, last: bool) -> None:
+        """All gradients of a unit are there: let go of its tensors, and reduce."""
+        instance = self.running.pop((unit.name, micro_batch))
+        self._give([*instance.casts, *instance.slots.values()])
+        if self.spec.state.gradient_dtype != "reduce":
+            self._weight_gradient(unit, len(self.wrapped[unit.name].elements) - 1)
+        if self.traffic.reduces(last_micro_batch=last):
+            self._reduce(unit)
+
+    # --- parameters and gradients -------------------------------------------------------------------------------
+
+    def _gather(self, unit: Unit, *, forward: bool) -> None:
+        wrapped, t = self.wrapped[unit.name], self.traffic
+        if not t.fully_sharded or wrapped.gathered:
+            return
+        ranks = float(t.shard_ranks[0])
+        whole = float(unit.elements[0]) * t.compute_bytes
+        if ranks > 1:
+            # Shards are cast to a flat buffer of their own where they are stored in a wider type.
+            cast = self._taken(whole / ranks, GATHER) if self.param_bytes != t.compute_bytes else []
+            buffer = self._taken(whole, GATHER)
+            self._give(cast)
+            if forward and self.flat is not None:
+                self.memory.free(self.flat)
+                self.flat = None
+        else:
+            buffer = []
+        for elements in wrapped.elements:
+            wrapped.gathered += self._taken(elements * t.compute_bytes)
+        if forward and buffer:
+            self.flat = buffer[0]
+        else:
+            self._give(buffer)
+
+    def _reshard(self, unit: Unit, *, last_use: bool) -> None:
+        if self.traffic.fully_sharded and (last_use or not self.traffic.keeps_gathered):
+            self._give(self.wrapped[unit.name].gathered)
+
+    def _weight_gradient(self, unit: Unit, place: int) -> None:
+        """The gradient of one parameter: a tensor of its own, or added to what is there."""
+        wrapped, t = self.wrapped[unit.name], self.traffic
+        elements = wrapped.elements[place]
+        if not elements or not (t.adds_up or t.fully_sharded):
+            return
+        fresh = self._taken(elements * (t.unsharded_gradient_bytes if t.fully_sharded else self.compute_bytes))
+        if t.fully_sharded:
+            keep = t.reduce_bytes if not t.every_micro_batch else t.unsharded_gradient_bytes
+            width = t.unsharded_gradient_bytes
+        else:
+            keep, width = t.gradient_bytes, self.compute_bytes
+        if place in wrapped.whole_gradients:
+            self._give(fresh)  # added up in place
+            return
+        if keep != width:
+            wider = self._taken(elements * keep)
+            self._give(fresh)
+            fresh = wider
+        wrapped.whole_gradients[place] = fresh[0]
+        if not t.fully_sharded and not t.gradients_sharded:
+            wrapped.gradients.append(fresh[0])
+
+    def _reduce(self, unit: Unit) -> None:
+        wrapped, t = self.wrapped[unit.name], self.traffic
+        if not t.fully_sharded and not t.gradients_sharded:
+            return
+        whole, wrapped.whole_gradients = list(wrapped.whole_gradients.values()), {}
+        if not t.fully_sharded:
+            self._give(whole)
+            self._keep_shard(unit, COMPUTE)
+            return
+        self._give(self.reducing)
+        elements = float(unit.elements[0])
+        self.reducing = self._taken(elements * t.reduce_bytes)
+        self._give(whole)
+        shard = elements * self.plan.share(unit, "gradients")
+        result = self._taken(shard * t.reduce_bytes, REDUCE)
+        # What replicas sum on a stream of their own is kept to the end of the backward pass (`_all_reduce_state`).
+        kept = self.summed if t.replicated_sharding else []
+        if t.gradient_bytes != t.reduce_bytes and not t.sends:
+            self._keep_shard(unit, REPLICATE if t.replicated_sharding else REDUCE)
+        elif not wrapped.gradients and not t.sends:
+            kept = wrapped.gradients
+        if kept is self.summed or kept is wrapped.gradients:
+            kept += result
+        else:  # cast, added to what is there, or sent to the host
+            self._give(result)
+
+    def _keep_shard(self, unit: Unit, stream: str) -> None:
+        shard = float(unit.elements[0]) * self.plan.share(unit, "gradients") * self.plan.state["gradients"]
+        fresh = self._taken(shard, stream)
+        if self.wrapped[unit.name].gradients:
+            self._give(fresh)
+        else:
+            self.wrapped[unit.name].gradients += fresh
+
+    def _settle(self) -> None:
+        """End a backward pass that reduced: its last buffers go."""
+        self._give(self.reducing)
+        self._give(self.summed)
+        if self.flat is not None:
+            self.memory.free(self.flat)
+            self.flat = None
+
+    def _make_optimizer(self) -> None:
+        """Make the optimizer's state in the first step, a tensor a moment and parameter."""
+        runtime, spec = self.context.runtime, self.spec
+        kinds = MOMENTS[runtime.optimizer] + bool(spec.state.master_weights and self.param_bytes < 4)
+        for unit in self.units:
+            width = self.plan.share(unit, "optimizer") * self.plan.state["optimizer"]
+            for elements in self.wrapped[unit.name].elements:
+                for _ in range(kinds):
+                    self.optimizer += self._taken(elements * width / kinds)
+
+    # --- stages -------------------------------------------------------------------------------------------------
+
+    def _message_bytes(self) -> float:
+        return float(tensor_bytes("u h", self.context.sizes, self.context.dtype_bytes)[0])
+
+    def _received(self) -> Block:
+        return self.memory.allocate(round(self._message_bytes()), COMPUTE)
+
+    def _take_stage_buffers(self) -> None:
+        """Take buffers of messages that are there for good, and outputs that the version keeps to the end of the step."""
+        if not self.piped:
+            return
+        stages, count = self.plan.schedule.stages_of(self.rank), round(self.micro_batches)
+        after = sum(stage > 0 for stage in stages)
+        before = sum(stage < self.plan.schedule.stages - 1 for stage in stages)
+        if self.spec.pipeline.receive_buffers:
+            for _ in range(count * (after + before)):
+                self._take(self._message_bytes(), COMPUTE)
+        if self.spec.pipeline.keeps_outputs:
+            logits = float(tensor_bytes("t v", self.context.sizes, self.context.dtype_bytes)[0])
+            for _ in range(count):
+                self._take(before * self._message_bytes() + (len(stages) - before) * logits, COMPUTE)
+
+    # --- blocks -------------------------------------------------------------------------------------------------
+
+    def _take(self, nbytes: float, stream: str) -> None:
+        self._taken(nbytes, stream)
+
+    def _taken(self, nbytes: float, stream: str = COMPUTE) -> list[Block]:
+        return [self.memory.allocate(round(nbytes), stream)] if nbytes >= 1 else []
+
+    def _give(self, blocks: list[Block]) -> None:
+        for block in blocks:
+            self.memory.free(block)
+        blocks.clear()

@@ -1,0 +1,102 @@
+"""The memory of a plan as torch's caching allocator holds it: one step after the other until nothing changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from simulator.closed_form.scenario import Scenario
+from simulator.config.plan import Plan
+from simulator.engine.allocator import CachingAllocator, OutOfMemory
+from simulator.lowering.network import Network
+from simulator.lowering.training import plan_context
+from simulator.memory.rank import PlanTensors, RankReplay
+from simulator.pipeline.schedule_tables import build_schedule
+from simulator.pipeline.schedules import default_schedule
+from simulator.runtimes.library import operators_for
+
+# Optimizer state is made at the end of the first step, so the second places everything anew; a third shows what retries stay.
+STEPS, LIMITED_STEPS = 2, 3
+# Schedules that have all micro batches in flight; of others, a few rounds show the most that is ever there.
+WHOLE = frozenset({"GPipe", "LoopedBFS"})
+ROUNDS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What the allocator of one pipeline rank holds. `retries_per_step` are those of the last step; `out_of_memory` says
+    that giving memory back was not enough. `by_stream` are reserved bytes.
+    """
+
+    reserved_bytes: int
+    allocated_bytes: int  # the most at any moment
+    by_stream: dict[str, int]
+    retries_per_step: int = 0
+    out_of_memory: bool = False
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of reserved bytes that were not allocated at the fullest moment."""
+        return 1 - self.allocated_bytes / self.reserved_bytes if self.reserved_bytes else 0.0
+
+
+class MemoryReplay:
+    """A plan whose ranks are replayed, with as much memory as they ask for or with a limit."""
+
+    def __init__(self, scenario: Scenario, plan: Plan) -> None:
+        self.context = plan_context(scenario, plan)
+        self.plan = self.context.table.plans[0]
+        operators = operators_for(scenario.model, scenario.runtime)
+        self.micro_batches = self.plan.micro_batches(scenario.workload.global_batch_size)
+        name = self.plan.schedule or default_schedule(self.plan.virtual_stages)
+        self.schedule = build_schedule(
+            name, ranks=self.plan.pp, micro_batches=self._replayed(name), stages_per_rank=self.plan.virtual_stages
+        )
+        network = Network(scenario.model, operators, self.context, collapse=False)
+        self.tensors = PlanTensors(self.context, operators, network.stages, self.schedule)
+
+    def rank(self, rank: int, *, capacity_bytes: float | None = None, expandable: bool = True) -> Held:
+        """Return what the allocator of pipeline rank `rank` holds."""
+        memory = CachingAllocator(capacity_bytes=capacity_bytes, expandable=expandable)
+        replay = RankReplay(self.tensors, rank, memory, micro_batches=self.micro_batches)
+        before = retried = 0
+        full = False
+        try:
+            replay.start()
+            for _ in range(STEPS if capacity_bytes is None else LIMITED_STEPS):
+                before = memory.retries
+                replay.step()
+                retried = memory.retries - before
+        except OutOfMemory:
+            full, retried = True, memory.retries - before
+        return Held(
+            reserved_bytes=memory.peak_reserved_bytes,
+            allocated_bytes=memory.peak_allocated_bytes,
+            by_stream=dict(memory.streams()),
+            retries_per_step=retried,
+            out_of_memory=full,
+        )
+
+    def ranks(self, *, capacity_bytes: float | None = None) -> tuple[Held, ...]:
+        """Return what every pipeline rank holds."""
+        return tuple(self.rank(rank, capacity_bytes=capacity_bytes) for rank in range(self.plan.pp))
+
+    @property
+    def length(self) -> int:
+        """About how many blocks are asked for in all."""
+        passes = sum(len(leaf.leaves) for row in self.schedule.table for leaf in row)
+        stages = self.tensors.stages
+        each = sum(
+            len(self.tensors.passes(unit).forward) + len(self.tensors.passes(unit).backward)
+            for s in stages
+            for unit in s
+        )
+        return round(STEPS * passes * each / max(1, 2 * len(stages)))
+
+    def _replayed(self, name: str) -> int:
+        """Return how many micro batches are enough to see the most that is in flight."""
+        if self.plan.pp == 1:
+            return min(self.micro_batches, 2)
+        if name in WHOLE:
+            return self.micro_batches
+        few = ROUNDS * self.plan.pp
+        return few if few < self.micro_batches and self.micro_batches % self.plan.pp == 0 else self.micro_batches

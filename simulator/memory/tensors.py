@@ -1,0 +1,404 @@
+"""What the passes of a block allocate and free, tensor by tensor, as its operators run one after the other.
+
+A runtime's description says what every operator reads, writes and saves, by shape. So a tensor is known by its bytes: what an
+operator saves is a tensor of that size that is there, else a new one; what it reads is not needed afterwards unless it is
+saved or is the residual stream. Autograd lets go of what an operator saved when its backward pass has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+from simulator.kernels.operators import OperatorSpec, active_rows, parse_matmul, product
+from simulator.runtimes.parts import RecomputeSpec
+from simulator.runtimes.recomputation import run_again
+from simulator.step.context import CostContext
+from simulator.step.held import head_tensor_bytes
+
+# Axes along which tokens lie: a tensor without one is a weight.
+TOKEN_AXES = frozenset(["b", "s", "S", "j", "w", "t", "u", "x", "r"])
+RESIDUAL = "residual"
+NOTHING = 0  # the slot of no tensor
+
+
+class Act(IntEnum):
+    ALLOCATE = 0
+    FREE = 1
+    GRADIENT = 2  # the gradient of the weight `slot` has been computed
+
+
+Event = tuple[Act, int, int]  # what, the slot of a tensor or a weight, bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Events of a block's passes. `inward` is the slot of what it is given, in either direction, `outward` and `gradient`
+    of what it gives. `weights` are the elements of its matrices, in the order in which they are used.
+    """
+
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    inward: int
+    outward: int
+    incoming: int
+    gradient: int
+    weights: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class _Tape:
+    """Tensors of a block as they come and go. `held` are those that backward needs, by slot."""
+
+    events: list[Event] = field(default_factory=list)
+    live: dict[int, int] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)
+    saved_by: dict[int, list[int]] = field(default_factory=dict)  # place of an operator -> slots
+    slots: int = 0
+
+    def given(self, nbytes: int) -> int:
+        """Return the slot of a tensor that is there already."""
+        self.slots += 1
+        self.live[self.slots] = nbytes
+        return self.slots
+
+    def allocate(self, nbytes: int) -> int:
+        slot = self.given(nbytes)
+        self.events.append((Act.ALLOCATE, slot, nbytes))
+        return slot
+
+    def free(self, slot: int) -> None:
+        if slot in self.live:
+            self.events.append((Act.FREE, slot, self.live.pop(slot)))
+            self.held.discard(slot)
+
+    def claim(self, nbytes: int) -> int:
+        """Hold a tensor of so many bytes: the earliest that nobody holds, else a new one."""
+        found = next((s for s, size in self.live.items() if size == nbytes and s not in self.held), None)
+        slot = self.allocate(nbytes) if found is None else found
+        self.held.add(slot)
+        return slot
+
+    def free_read(self, sizes: Iterable[int], among: Sequence[int], keep: set[int]) -> None:
+        """Free tensors that were read: of `among`, those of these sizes that nobody holds."""
+        wanted = list(sizes)
+        for slot in among:
+            if slot in self.live and slot not in self.held and slot not in keep and self.live[slot] in wanted:
+                wanted.remove(self.live[slot])
+                self.free(slot)
+
+    def free_rest(self, keep: set[int]) -> None:
+        for slot in [s for s in self.live if s not in self.held and s not in keep]:
+            self.free(slot)
+
+    def take_events(self) -> tuple[Event, ...]:
+        events, self.events = tuple(self.events), []
+        return events
+
+
+class BlockTensors:
+    """The tensors of blocks under the single plan of `context`."""
+
+    def __init__(self, context: CostContext) -> None:
+        self.context = context
+
+    def passes(self, operators: Sequence[OperatorSpec], mode: RecomputeSpec) -> Passes:
+        """Return the passes of a block that runs again as `mode` says; an empty mode runs nothing again."""
+        active = [operator for operator in operators if active_rows(operator, self.context.table)[0]]
+        weights = [w for operator in active if (w := self._weight(operator))]
+        again = [bool(rows[0]) for rows in run_again(active, mode, self.context.runtime, self.context.table)]
+        tape = _Tape()
+        stream = self._size("u h")
+        inward = tape.given(stream)
+        if mode.recomputes:
+            outward = self._forward_wrapped(tape, active, mode, again, inward)
+        else:
+            outward = self._forward(tape, active, inward, lambda _: True)
+        forward = tape.take_events()
+        tape.live.pop(outward, None)
+        tape.held.discard(outward)
+        incoming = tape.given(stream)
+        tape.held.add(incoming)
+        if mode.recomputes:
+            self._again(tape, active, again, inward)
+        gradient = self._backward(tape, active, incoming)
+        return Passes(
+            forward=forward,
+            backward=tape.take_events(),
+            inward=inward,
+            outward=outward,
+            incoming=incoming,
+            gradient=gradient,
+            weights=tuple(weights),
+        )
+
+    def head_passes(self, operators: Sequence[OperatorSpec], peaks: Sequence[Sequence[str]]) -> Passes:
+        """Return the passes of the network's end: products as in any block, then the loss, whose backward begins with the
+        tensors of the largest of `peaks` alive together. What it gives are the logits; `incoming` is theirs as well.
+        """
+        active = [operator for operator in operators if active_rows(operator, self.context.table)[0]]
+        split = 1 + max(place for place, operator in enumerate(active) if operator.matmul)
+        body, loss = active[:split], active[split:]
+        peak = max(([*self._sizes(moment)] for moment in peaks), key=sum, default=[])
+        tape = _Tape()
+        inward = tape.given(self._size("u h"))
+        logits = self._forward(tape, body, inward, lambda _: True)
+        saved: list[int] = []
+        in_pieces = [nbytes for moment in peaks for x in moment if _axes(x) == ["one"] for nbytes in self._sizes([x])]
+        passing = [tape.allocate(nbytes) for nbytes in in_pieces]
+        for operator in loss:
+            before = list(tape.live)
+            outs = [] if in_pieces else [tape.allocate(nbytes) for nbytes in self._results(operator)]
+            saved += [tape.claim(nbytes) for nbytes in self._sizes(operator.saves)]
+            tape.free_read(self._operands(operator), before, {logits, *outs, *passing})
+        tape.free_rest({logits})
+        forward = tape.take_events()
+        alive = [tape.live[slot] for slot in saved]
+        # Logits that the loss saves are its own; others are let go by whoever called it.
+        given = NOTHING if logits in saved else logits
+        tape.live.pop(given, None)
+        for nbytes in alive:
+            if nbytes in peak:
+                peak.remove(nbytes)
+        turning = [tape.allocate(nbytes) for nbytes in peak]
+        width = self._size(" ".join(parse_matmul(body[-1].matmul)[2]))
+        slope = next((s for s in turning if tape.live[s] == width), None)
+        slope = tape.allocate(width) if slope is None else slope
+        for slot in (*saved, *(s for s in turning if s != slope)):
+            tape.free(slot)
+        tape.held.add(slope)
+        gradient = self._backward(tape, body, slope)
+        weights = [w for operator in body if (w := self._weight(operator))]
+        return Passes(
+            forward=forward,
+            backward=tape.take_events(),
+            inward=inward,
+            outward=given,
+            incoming=NOTHING,
+            gradient=gradient,
+            weights=tuple(weights),
+        )
+
+    # --- forward ------------------------------------------------------------------------------------------------
+
+    def _forward(self, tape: _Tape, active: Sequence[OperatorSpec], inward: int, saving: Callable[[int], bool]) -> int:
+        """Run operators; those at places that `saving` names hold what they save. Return the slot of the result."""
+        stream = last = inward
+        for place, operator in enumerate(active):
+            before = list(tape.live)
+            outs = [tape.allocate(nbytes) for nbytes in self._results(operator)]
+            if saving(place):
+                slots = [tape.claim(nbytes) for nbytes in self._sizes(operator.saves)]
+                tape.saved_by[place] = slots
+            last = outs[0] if outs else last
+            keep = {stream, last, *outs}
+            if operator.attention:
+                tape.free_rest(keep)
+            else:
+                tape.free_read(self._operands(operator), before, keep)
+            if operator.name == RESIDUAL:
+                passed, stream = stream, last
+                if passed not in tape.held:
+                    tape.free(passed)
+        tape.free_rest({last})
+        return last
+
+    def _forward_wrapped(
+        self, tape: _Tape, active: Sequence[OperatorSpec], mode: RecomputeSpec, again: Sequence[bool], inward: int
+    ) -> int:
+        """Run a block of which only what `mode` keeps is held."""
+        tape.held.add(inward)
+        if mode.drops:
+            return self._forward(tape, active, inward, lambda place: not again[place])
+        wanted = self._sizes(mode.keeps)
+        if tape.live[inward] in wanted:
+            wanted.remove(tape.live[inward])
+        # What is kept is a result of an operator that does not run again, so it is held from when it is made.
+        stream = last = inward
+        for place, operator in enumerate(active):
+            before = list(tape.live)
+            outs = [tape.allocate(nbytes) for nbytes in self._results(operator)]
+            for slot in outs:
+                if not again[place] and tape.live[slot] in wanted:
+                    wanted.remove(tape.live[slot])
+                    tape.held.add(slot)
+            last = outs[0] if outs else last
+            keep = {stream, last, *outs}
+            if operator.attention:
+                tape.free_rest(keep)
+            else:
+                tape.free_read(self._operands(operator), before, keep)
+            if operator.name == RESIDUAL:
+                passed, stream = stream, last
+                if passed not in tape.held:
+                    tape.free(passed)
+        for nbytes in wanted:
+            tape.held.add(tape.allocate(nbytes))
+        tape.free_rest({last})
+        return last
+
+    def _again(self, tape: _Tape, active: Sequence[OperatorSpec], again: Sequence[bool], inward: int) -> None:
+        """Run operators again so that all that backward needs is held, beside what was kept."""
+        kept = [slot for slot in tape.held if slot != inward]
+        # A kept tensor is what an operator saves, if it has the size; it goes when that operator's backward has run.
+        tape.held -= {inward, *kept}
+        protected = {inward, *kept}
+        stream = last = inward
+        for place, operator in enumerate(active):
+            before = list(tape.live)
+            outs = [tape.allocate(nbytes) for nbytes in self._results(operator)] if again[place] else []
+            if place not in tape.saved_by:
+                tape.saved_by[place] = [tape.claim(nbytes) for nbytes in self._sizes(operator.saves)]
+            if not again[place]:
+                continue
+            last = outs[0] if outs else last
+            keep = {stream, last, *outs, *protected}
+            if operator.attention:
+                tape.free_rest(keep | {s for s in tape.live if s in protected})
+            else:
+                tape.free_read(self._operands(operator), before, keep)
+            if operator.name == RESIDUAL:
+                stream = last
+        tape.free_rest({inward})
+
+    # --- backward -----------------------------------------------------------------------------------------------
+
+    def _backward(self, tape: _Tape, active: Sequence[OperatorSpec], incoming: int) -> int:
+        """Run the backward passes of operators; return the slot of the gradient of what the block was given."""
+        stream = last = incoming
+        weights = sum(1 for operator in active if self._weight(operator))
+        residuals = 0
+        for place in reversed(range(len(active))):
+            operator = active[place]
+            if operator.name == RESIDUAL:
+                residuals += 1
+                if residuals == 1:  # the gradient goes both ways as it is
+                    continue
+            before = list(tape.live)
+            outs = [tape.allocate(nbytes) for nbytes in self._gradients(operator)]
+            if operator.attention:  # its gradients of queries are added up in float32
+                tape.free(tape.allocate(round(2 * self._size("t q"))))
+            if self._weight(operator):
+                weights -= 1
+                if operator.weight_gradient and operator.weight_gradient_dtype == "compute":
+                    tape.events.append((Act.GRADIENT, weights, 0))
+            for slot in tape.saved_by.pop(place, ()):
+                tape.free(slot)
+            last = outs[0] if outs else last
+            keep = {stream, last, *outs}
+            if operator.attention:
+                tape.free_rest(keep)
+            else:
+                tape.free_read(self._gradient_operands(operator), before, keep)
+            if operator.name == RESIDUAL:
+                tape.held.discard(stream)
+                tape.free(stream)
+                stream = last
+        tape.held.clear()
+        tape.free_rest({last})
+        return last
+
+    # --- sizes --------------------------------------------------------------------------------------------------
+
+    def _size(self, tensor: str) -> int:
+        return sum(self._sizes([tensor]))
+
+    def _sizes(self, tensors: Iterable[str]) -> list[int]:
+        """Return the bytes of tensors, `3*t h` being three of them."""
+        found: list[int] = []
+        for tensor in tensors:
+            axes, _, dtype = tensor.partition(":")
+            count, _, rest = axes.rpartition("*") if "*" in axes.split(" ", maxsplit=1)[0] else ("", "", axes)
+            if rest == "one":  # a piece of the logits
+                found.append(round(float(head_tensor_bytes(tensor, self.context)[0])))
+                continue
+            one = self._elements(rest.split()) * self.context.dtype_bytes(dtype or "compute")
+            times = float(count) if count else 1.0
+            whole = times.is_integer() and times <= MOST_ALIKE
+            found += [round(one)] * int(times) if whole else [round(one * times)]
+        return [nbytes for nbytes in found if nbytes]
+
+    def _elements(self, axes: list[str]) -> float:
+        return float(np.asarray(product(axes, self.context.sizes)).flat[0])
+
+    def _weight(self, operator: OperatorSpec) -> float:
+        """Return the elements of the matrix that an operator multiplies with, or looks up; 0 without one."""
+        if operator.matmul:
+            right = parse_matmul(operator.matmul)[1]
+            return 0.0 if TOKEN_AXES & set(right) else self._elements(right)
+        if _casts_weights(operator):
+            return 0.0
+        weights = [axes for x in operator.backward_writes if not TOKEN_AXES & set(axes := _axes(x))]
+        return sum(self._elements(axes) for axes in weights) if operator.matmul == "" and weights else 0.0
+
+    def _ranks(self, operator: OperatorSpec) -> float:
+        return float(np.asarray(self.context.groups.extent(operator.over)[0]).flat[0])
+
+    def _results(self, operator: OperatorSpec) -> list[int]:
+        """Return the bytes of what an operator gives."""
+        if operator.matmul:
+            return self._sizes([" ".join(parse_matmul(operator.matmul)[2])])
+        if operator.attention:
+            return self._sizes(["t vv" if "vv" in self.context.sizes else "t q"])
+        if operator.collective:
+            return self._moved(operator, operator.collective)
+        return [] if _casts_weights(operator) else self._sizes(operator.writes)
+
+    def _operands(self, operator: OperatorSpec) -> list[int]:
+        """Return the bytes of what an operator reads."""
+        if operator.matmul:
+            return self._sizes([" ".join(parse_matmul(operator.matmul)[0])])
+        if operator.collective:
+            back = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+            return self._moved(operator, back.get(operator.collective, operator.collective))
+        return self._sizes(operator.reads)
+
+    def _moved(self, operator: OperatorSpec, kind: str) -> list[int]:
+        """Return the bytes of what a collective gives: nothing among one rank, or where it is the identity or in place."""
+        ranks = self._ranks(operator)
+        if ranks <= 1 or kind in {"copy", "ring"}:
+            return []
+        whole = self._sizes([operator.tensor])
+        return [round(nbytes / ranks) for nbytes in whole] if kind == "reduce_scatter" else whole
+
+    def _gradients(self, operator: OperatorSpec) -> list[int]:
+        """Return the bytes of gradients that an operator's backward pass gives, those of weights apart."""
+        if operator.matmul:
+            left, right, _ = parse_matmul(operator.matmul)
+            both = [" ".join(left)] + ([" ".join(right)] if TOKEN_AXES & set(right) else [])
+            return self._sizes(both)
+        if operator.attention:
+            latent = "vv" in self.context.sizes
+            return self._sizes(["2*t qk", "t vv"] if latent else ["t q", "2*t kv"])
+        if operator.collective:
+            back = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "copy": "all_reduce"}
+            kind = back.get(operator.collective, operator.collective)
+            return [] if operator.collective == "all_reduce" else self._moved(operator, kind)
+        if _casts_weights(operator):
+            return []
+        return self._sizes(x for x in operator.backward_writes if TOKEN_AXES & set(_axes(x)))
+
+    def _gradient_operands(self, operator: OperatorSpec) -> list[int]:
+        """Return the bytes of what an operator's backward pass reads of gradients."""
+        if operator.matmul or operator.attention:
+            return self._results(operator)
+        if operator.collective:
+            return [] if operator.collective == "all_reduce" else self._moved(operator, operator.collective)
+        return self._sizes(operator.backward_reads)
+
+
+# More of the same shape than so many are one large tensor, cut into pieces.
+MOST_ALIKE = 8
+
+
+def _axes(tensor: str) -> list[str]:
+    return [axis.rpartition("*")[2] for axis in tensor.partition(":")[0].split()]
+
+
+def _casts_weights(operator: OperatorSpec) -> bool:
+    """Whether an operator makes narrow copies of weights, which autocast keeps, and `rank` counts."""
+    moves = not (operator.matmul or operator.attention or operator.collective)
+    return moves and bool(operator.writes) and not any(TOKEN_AXES & set(_axes(x)) for x in operator.writes)
