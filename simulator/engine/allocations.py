@@ -30,7 +30,7 @@ class Allocations:
         self.live: dict[str, tuple[int, str, Block]] = {}
         self.total = 0
         self.by_category: dict[str, int] = {}
-        self.memory = CachingAllocator()
+        self.memory = CachingAllocator(expandable=False)
         self.samples: list[tuple[float, float]] = []
         self._peak = MemoryPeak(0, 0.0, {})
 

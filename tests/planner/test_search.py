@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from planner.question.case_runtime import resolve_runtime
-from planner.question.prediction import Method, detail_of
+from planner.question.prediction import Method, predict
 from planner.question.question import question_of
 from planner.search.finalists import TIE
 from planner.search.infeasible import minimal_gpus
@@ -133,7 +133,7 @@ def test_every_plan_listed_is_simulated_and_in_that_order(llama8b, cluster, work
     assert result.search.simulated == len(result.plans)
     assert sure == sorted(sure, reverse=True)
     for ranked in result.plans:
-        again = question.simulate(ranked.plan, detail=detail_of(question, ranked.plan)).estimate
+        again = predict(question, ranked.plan).estimate
         assert again == ranked.estimate
         assert sum(again.breakdown_s.values()) == pytest.approx(again.step_s.value)
         assert sum(again.exposed_by_axis_s.values()) == pytest.approx(again.breakdown_s["exposed_communication"])
