@@ -29,8 +29,8 @@ def check(
     """
     # What the answer needs is imported when it is asked for: `import planner` stays light.
     from planner.configs.answer import check_text  # noqa: PLC0415
-    from planner.configs.configuration import Told  # noqa: PLC0415
+    from planner.configs.configuration import CheckFlags  # noqa: PLC0415
     from topology.codec import read_text  # noqa: PLC0415
 
-    told = Told(model=model, cluster=cluster, gpus=gpus, seq_len=seq_len, launch=launch)
-    return check_text(read_text(path), str(path), told, search=search)
+    flags = CheckFlags(model=model, cluster=cluster, gpus=gpus, seq_len=seq_len, launch=launch)
+    return check_text(read_text(path), str(path), flags, search=search)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from planner.configs.configuration import Told
+from planner.configs.configuration import CheckFlags
 from planner.explain.plan_answer import answer_plan
 from planner.explain.tables import policy_text
 from planner.export.job import ExportJob
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from simulator.config.plan import Plan
     from topology.cluster import Cluster
     from topology.health.diagnose import Health
-    from ui.waiting import Asked
+    from ui.waiting import PendingAnswer
     from ui.work import SimulatedStep
 
 
@@ -187,7 +187,9 @@ def numbers(question: Inputs, counts: tuple[int, ...], gpu_price: float | None) 
     return found
 
 
-def _elsewhere(question: Inputs, options: SearchOptions, flags: Flags | None = None) -> Callable[[], Asked] | None:
+def _elsewhere(
+    question: Inputs, options: SearchOptions, flags: Flags | None = None
+) -> Callable[[], PendingAnswer] | None:
     """Return what starts a search on the service of `planner ui --server`; None where this explorer works by itself."""
     if service.server() is None:
         return None
@@ -209,7 +211,7 @@ def checked(question: Inputs, text: str, name: str, launch: str) -> dict[str, An
 
     Where it leaves model, machine and GPUs open, the question's count. Raises PlannerError.
     """
-    told = Told(
+    flags = CheckFlags(
         model=question.model_source,
         cluster=question.cluster_source,
         gpu=question.gpu,
@@ -218,11 +220,11 @@ def checked(question: Inputs, text: str, name: str, launch: str) -> dict[str, An
     )
     key = codec.fingerprint([text, name, launch, question.key])
     title, start = "Checking the configuration", _checked_elsewhere(question, text, name, launch)
-    found: dict[str, Any] | None = waiting.ask("check", key, text, name, told, title=title, start=start)
+    found: dict[str, Any] | None = waiting.ask("check", key, text, name, flags, title=title, start=start)
     return found
 
 
-def _checked_elsewhere(question: Inputs, text: str, name: str, launch: str) -> Callable[[], Asked] | None:
+def _checked_elsewhere(question: Inputs, text: str, name: str, launch: str) -> Callable[[], PendingAnswer] | None:
     if service.server() is None:
         return None
     from ui import remote  # noqa: PLC0415 - needs the extra `service`

@@ -38,7 +38,7 @@ def _finished() -> dict[tuple[str, str], Any]:
     return {}
 
 
-class Asked(Protocol):
+class PendingAnswer(Protocol):
     """A job, of a process here (`planner.jobs.processes.Job`) or of a service (`ui.remote.RemoteJob`)."""
 
     started: float
@@ -50,7 +50,7 @@ class Asked(Protocol):
     def stop(self) -> None: ...
 
 
-def ask(kind: str, key: str, *arguments: Any, title: str, start: Callable[[], Asked] | None = None) -> Any:
+def ask(kind: str, key: str, *arguments: Any, title: str, start: Callable[[], PendingAnswer] | None = None) -> Any:
     """Return the result of a job, or None after showing its progress. Raises what the job raises.
 
     `start` starts it elsewhere than in a process here. A session has one job of a kind: asking for another key stops it.
@@ -58,7 +58,7 @@ def ask(kind: str, key: str, *arguments: Any, title: str, start: Callable[[], As
     finished = _finished()
     if (kind, key) in finished:
         return finished[kind, key]
-    kept: dict[str, Asked] = state.results().setdefault(kind, {})
+    kept: dict[str, PendingAnswer] = state.results().setdefault(kind, {})
     if st.session_state.get(f"_stopped_{kind}") == key:
         _stopped(kind, title)
         return None
@@ -86,7 +86,7 @@ def _share(finished: dict[tuple[str, str], Any], kind: str, key: str, result: An
 
 
 @st.fragment(run_every=0.4)
-def _panel(kind: str, key: str, job: Asked, title: str) -> None:
+def _panel(kind: str, key: str, job: PendingAnswer, title: str) -> None:
     """Show the progress of a job. Only this fragment of the page runs again until the job is done."""
     if job.ask(0):
         st.rerun()

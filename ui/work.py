@@ -9,7 +9,7 @@ from typing import Any
 
 from planner.configs.answer import check_text
 from planner.configs.check_document import check_document
-from planner.configs.configuration import Told
+from planner.configs.configuration import CheckFlags
 from planner.explain.traffic import Traffic, traffic_of
 from planner.question.flags import Flags
 from planner.question.question import Question
@@ -110,9 +110,9 @@ def _busiest_links(run: Run, cluster: Cluster) -> dict[str, Samples]:
     return {names[medium]: kept for medium, (_, kept) in sorted(best.items(), reverse=True)}
 
 
-def check(progress: Progress, text: str, name: str, told: Told) -> dict[str, Any]:
+def check(progress: Progress, text: str, name: str, flags: CheckFlags) -> dict[str, Any]:
     """Return what `planner check --json` answers."""
-    found: dict[str, Any] = check_document(check_text(text, name, told, progress=progress))
+    found: dict[str, Any] = check_document(check_text(text, name, flags, progress=progress))
     return found
 
 

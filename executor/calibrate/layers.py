@@ -42,7 +42,7 @@ STEPS = 40
 MIN_STEPS = 5
 MAX_TIMED_S = 1.0  # of the timed steps of one sample together
 
-ROUNDS = 3  # of timed steps at most: another process may disturb a round, such as a crew that starts or compiles
+ROUNDS = 3  # of timed steps at most: another process may disturb a round, such as a pool that starts or compiles
 STEADY = (
     0.4  # spread of a round that is not timed again, (90th - 10th percentile) / median: twice what hosts scatter by
 )

@@ -1,7 +1,7 @@
-"""One rank of a crew: joins the others, then does what it is given until its pipe is closed.
+"""One rank of a pool: joins the others, then does what it is given until its pipe is closed.
 
-Whatever goes wrong in a job is told and the rank takes the next one; a crew of which one rank failed alone is ended by
-whoever started it (`executor.calibrate.crew`).
+Whatever goes wrong in a job is told and the rank takes the next one; a pool of which one rank failed alone is ended by
+whoever started it (`executor.calibrate.rank_pool`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SampleRecorder(Recorder):
 
 @dataclass(slots=True, kw_only=True)
 class Station:
-    """What a rank measures with. `indices` are nvidia-smi's of the crew's GPUs."""
+    """What a rank measures with. `indices` are nvidia-smi's of the pool's GPUs."""
 
     device: torch.device
     recorder: Recorder
@@ -74,7 +74,7 @@ class Station:
         self.operators = OperatorTimes(self.device, self.indices[0])
 
     def do(self, job: Job) -> None:
-        """Measure what a job asks; a collective call of the crew's ranks."""
+        """Measure what a job asks; a collective call of the pool's ranks."""
         deadline = Deadline(float(job["limit_s"]))
         {
             "host": lambda: time_host(self.device, self.recorder, deadline),
@@ -123,7 +123,7 @@ def main(request: dict[str, Any], pipe: Connection) -> None:
         except Exception as error:  # noqa: BLE001 - another framework can raise anything
             what = f"{describe_item(job['items'][0])}: " if job["kind"] in {"layers", "compile"} else ""
             _say(pipe, failed=what + describe_error(error), refused=isinstance(error, REFUSALS), over=True)
-    os._exit(0)  # ranks of other crews may stand in a collective: no leaving in order
+    os._exit(0)  # ranks of other pools may stand in a collective: no leaving in order
 
 
 def describe_error(error: BaseException) -> str:
@@ -133,7 +133,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _join(request: dict[str, Any]) -> Station:
-    """Join the crew's process group and run one collective on the device, which sets up what later ones use."""
+    """Join the pool's process group and run one collective on the device, which sets up what later ones use."""
     rank, gpus = int(request["rank"]), request["gpus"]
     cuda, world = request["device"] == "cuda", len(gpus)
     local = gpus[rank]

@@ -1,10 +1,10 @@
-"""Calibrate a machine: the jobs of a request, in order, on crews of ranks that are started once.
+"""Calibrate a machine: the jobs of a request, in order, on pools of ranks that are started once.
 
 Started by `planner calibrate` in its own process, with a request that lists jobs, the most valuable first. Jobs for
 fewer GPUs than there are run at the same time on different ones, where both are of a kind that the other does not
 disturb: what shows the host is measured without anything reading clocks. Code is compiled beside measurements. Every
 sample is written to `--records` at once, so a run that is stopped, killed or out of time leaves a valid profile with
-fewer samples; a job that fails or does not end is recorded with its cause, and its crew is started anew. Never imports
+fewer samples; a job that fails or does not end is recorded with its cause, and its pool is started anew. Never imports
 torch.
 """
 
@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from executor.calibrate.crew import Crew, process_context, wait_for_answers
+from executor.calibrate.rank_pool import RankPool, process_context, wait_for_answers
 from executor.launch.process_exit import exit_code_of
 from executor.launch.records import Deadline, Recorder
 from executor.measure.measurement import (
@@ -39,11 +39,11 @@ POLL_S = 0.1
 LIMIT_FACTOR, LIMIT_S = 3.0, 10.0  # a job is given up after so many times its expected seconds, and so many more
 COMPILE_LIMIT_S = 120.0
 RESTLESS_S = 45.0  # from the beginning, after which hosts are measured though something still starts or compiles
-MOST_STARTS = 3  # of a crew on the same GPUs
+MOST_STARTS = 3  # of a pool on the same GPUs
 KEPT_S = 1.0  # of the budget, for ending
 
 Job = dict[str, Any]
-Place = tuple[str, tuple[int, ...]]  # what a crew is for, and on which GPUs
+Place = tuple[str, tuple[int, ...]]  # what a pool is for, and on which GPUs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,7 +103,7 @@ class Work:
 
     @property
     def use(self) -> str:
-        """What its crew is for: torchtitan changes its process, and what compiles does so while others measure."""
+        """What its pool is for: torchtitan changes its process, and what compiles does so while others measure."""
         titan = any(item.get("runtime", {}).get("name") == "torchtitan" for item in self.layers)
         return ("torchtitan" if titan else "own") + (" compiled" if self.compiled else "")
 
@@ -122,7 +122,7 @@ class Work:
 
 
 class Shop:
-    """Gives jobs to crews, the first in the list first, and starts and ends crews."""
+    """Gives jobs to pools, the first in the list first, and starts and ends pools."""
 
     def __init__(
         self, options: argparse.Namespace, indices: list[int], folder: Path, recorder: Recorder, deadline: Deadline
@@ -130,7 +130,7 @@ class Shop:
         self.options, self.indices, self.folder = options, indices, folder
         self.recorder, self.deadline, self.began = recorder, deadline, time.monotonic()
         self.context = process_context(environment(options.device))
-        self.crews: dict[Place, Crew] = {}
+        self.pools: dict[Place, RankPool] = {}
         self.starts: dict[Place, int] = {}
         self.running: dict[Place, Work] = {}
         self.compiling: dict[Place, Work] = {}
@@ -140,31 +140,31 @@ class Shop:
         """Do `jobs` until they are done or time is over."""
         waiting, self.total = list(jobs), len(jobs)
         while self.deadline.allows(KEPT_S):
-            self._start_crews(waiting)
+            self._start_pools(waiting)
             self._hand_out(waiting)
             if not (self.running or self.compiling or any(map(self._in_time, waiting))):
                 break
-            wait_for_answers(list(self.crews.values()), POLL_S)
+            wait_for_answers(list(self.pools.values()), POLL_S)
             self._collect(waiting)
         for job in [*self.running.values(), *self.compiling.values(), *waiting]:
             self.recorder.missing(f"{job.name}: out of time", late=True)
 
     def close(self) -> None:
-        for crew in self.crews.values():
-            crew.end()
+        for pool in self.pools.values():
+            pool.end()
 
     # --- who works where --------------------------------------------------------------------------------------------
 
-    def _start_crews(self, waiting: Sequence[Work]) -> None:
-        """Start the crews of all jobs at once, those that compile first: later it would disturb who measures hosts.
+    def _start_pools(self, waiting: Sequence[Work]) -> None:
+        """Start the pools of all jobs at once, those that compile first: later it would disturb who measures hosts.
 
-        There are no more crews for some ranks than jobs.
+        There are no more pools for some ranks than jobs.
         """
         counts = Counter((job.use, int(job.job["ranks"])) for job in waiting)
         for job in sorted(waiting, key=lambda job: not job.compiling):
             for place in self._places(job)[: counts[job.use, int(job.job["ranks"])]]:
-                if place not in self.crews:
-                    self._crew(place)
+                if place not in self.pools:
+                    self._pool(place)
 
     def _places(self, job: Work) -> list[Place]:
         """Return where a job could run: neighbouring GPUs, from the first on."""
@@ -173,16 +173,16 @@ class Shop:
         places = [(job.use, tuple(range(start, start + ranks))) for start in starts]
         return places[:1] if job.compiled else places
 
-    def _crew(self, place: Place) -> Crew | None:
-        """Return the crew at a place, started if there is none; None where it has been started too often."""
-        crew = self.crews.get(place)
-        if crew is not None and crew.state != "dead":
-            return crew
+    def _pool(self, place: Place) -> RankPool | None:
+        """Return the pool at a place, started if there is none; None where it has been started too often."""
+        pool = self.pools.get(place)
+        if pool is not None and pool.state != "dead":
+            return pool
         if self.starts.get(place, 0) >= MOST_STARTS:
             return None
         self.starts[place] = self.starts.get(place, 0) + 1
         folder = self.folder / f"{place[0].replace(' ', '_')}_{'_'.join(map(str, place[1]))}_{self.starts[place]}"
-        self.crews[place] = Crew(
+        self.pools[place] = RankPool(
             self.context,
             place[1],
             folder,
@@ -194,10 +194,10 @@ class Shop:
                 "text": self.options.text,
             },
         )
-        return self.crews[place]
+        return self.pools[place]
 
     def _hand_out(self, waiting: list[Work]) -> None:
-        """Give jobs to idle crews: in order, and none past one that waits for GPUs; what compiles takes no GPU.
+        """Give jobs to idle pools: in order, and none past one that waits for GPUs; what compiles takes no GPU.
 
         Hosts are not measured while others start or compile: on H200s that made steps of narrow layers scatter by their median.
         """
@@ -206,10 +206,10 @@ class Shop:
             if place not in self.compiling and self._ready(place):
                 waiting.remove(job)
                 self.compiling[place] = job
-                self.crews[place].give(job.limited(self.deadline.left_s, kind="compile"), COMPILE_LIMIT_S)
+                self.pools[place].give(job.limited(self.deadline.left_s, kind="compile"), COMPILE_LIMIT_S)
         busy = {gpu for _, gpus in self.running for gpu in gpus}
         quiet = {job.quiet for job in self.running.values()}
-        restless = bool(self.compiling) or any(crew.state == "starting" for crew in self.crews.values())
+        restless = bool(self.compiling) or any(pool.state == "starting" for pool in self.pools.values())
         restless = (restless or any(job.compiling for job in waiting)) and time.monotonic() - self.began < RESTLESS_S
         for job in [one for one in waiting if not one.compiling]:
             if not self._in_time(job):
@@ -218,20 +218,20 @@ class Shop:
                 continue
             if quiet and quiet != {job.quiet}:
                 break
-            here = [place for place in self._places(job) if place in self.crews]
-            alive = [place for place in here if self._crew(place) is not None]
+            here = [place for place in self._places(job) if place in self.pools]
+            alive = [place for place in here if self._pool(place) is not None]
             if here and not alive:
                 waiting.remove(job)
-                self.recorder.missing(f"{job.name}: {self.crews[here[0]].cause}")
+                self.recorder.missing(f"{job.name}: {self.pools[here[0]].cause}")
                 continue
             place = next((place for place in alive if self._ready(place) and not busy & set(place[1])), None)
-            if place is None and all(self.crews[place].state == "starting" for place in alive):
+            if place is None and all(self.pools[place].state == "starting" for place in alive):
                 continue
             if place is None:
                 break
             waiting.remove(job)
             told = job.limited(self.deadline.left_s)
-            self.crews[place].give(told, told["limit_s"])
+            self.pools[place].give(told, told["limit_s"])
             self.running[place] = job
             busy |= set(place[1])
             quiet |= {job.quiet}
@@ -240,29 +240,29 @@ class Shop:
         return float(job.job["seconds"]) <= self.deadline.left_s - KEPT_S
 
     def _ready(self, place: Place) -> bool:
-        crew = self._crew(place)
-        return crew is not None and crew.state == "idle" and place not in self.running and place not in self.compiling
+        pool = self._pool(place)
+        return pool is not None and pool.state == "idle" and place not in self.running and place not in self.compiling
 
     # --- what they say ----------------------------------------------------------------------------------------------
 
     def _collect(self, waiting: list[Work]) -> None:
-        for place, crew in list(self.crews.items()):
-            if crew.state not in {"starting", "working"}:
+        for place, pool in list(self.pools.items()):
+            if pool.state not in {"starting", "working"}:
                 continue
-            said = crew.poll()
+            said = pool.poll()
             failures = [answer for answer in said if answer.get("failed")]
-            if crew.state == "dead" and self.starts[place] == 1 and self._cannot_fork(crew):
+            if pool.state == "dead" and self.starts[place] == 1 and self._cannot_fork(pool):
                 self.context = process_context(environment(self.options.device), "spawn")
-            if crew.state == "dead" or (crew.state == "idle" and (place in self.running or place in self.compiling)):
-                self._ended(place, crew, failures, waiting)
+            if pool.state == "dead" or (pool.state == "idle" and (place in self.running or place in self.compiling)):
+                self._ended(place, pool, failures, waiting)
 
-    def _ended(self, place: Place, crew: Crew, failures: list[Job], waiting: list[Work]) -> None:
-        """Note how a job ended; a crew that failed otherwise than by a refusal is started anew when it is needed."""
+    def _ended(self, place: Place, pool: RankPool, failures: list[Job], waiting: list[Work]) -> None:
+        """Note how a job ended; a pool that failed otherwise than by a refusal is started anew when it is needed."""
         compiled = self.compiling.pop(place, None)
         job = compiled or self.running.pop(place, None)
-        cause = crew.cause
-        if crew.state == "idle" and cause and not all(answer.get("refused") for answer in failures):
-            crew.end()
+        cause = pool.cause
+        if pool.state == "idle" and cause and not all(answer.get("refused") for answer in failures):
+            pool.end()
         if job is None:
             print(f"ranks on GPUs {place[1]} did not start: {cause}", file=sys.stderr, flush=True)
             return
@@ -273,12 +273,12 @@ class Shop:
         self.done += 1
         if cause:
             self.recorder.missing(f"{job.name}: {cause}")
-        told = f"failed: {cause}" if cause else f"{time.monotonic() - crew.began:.1f} s"
+        told = f"failed: {cause}" if cause else f"{time.monotonic() - pool.began:.1f} s"
         print(f"{time.monotonic() - self.began:6.1f} s  {self.done}/{self.total}  {job.name}: {told}", file=sys.stderr, flush=True)  # fmt: skip
 
-    def _cannot_fork(self, crew: Crew) -> bool:
-        """Return whether a crew failed because its processes were forked: CUDA does not work in some of those."""
-        return self.options.device == "cuda" and "fork" in crew.cause.lower()
+    def _cannot_fork(self, pool: RankPool) -> bool:
+        """Return whether a pool failed because its processes were forked: CUDA does not work in some of those."""
+        return self.options.device == "cuda" and "fork" in pool.cause.lower()
 
 
 def header(options: argparse.Namespace, gpus: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from planner.calibrate.choose import (
     targets_between,
     targets_themselves,
 )
-from planner.calibrate.measurements import Possible, described, job_of, ops_of, own_effects, without_known
+from planner.calibrate.measurements import PossibleMeasurements, described, job_of, ops_of, own_effects, without_known
 from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import Term, terms_of
 from simulator.calibration.calibration import Calibration
@@ -155,7 +155,7 @@ def agenda_for(
     wanted = replace(wanted, steps=tuple(steps[place] for place in order))
     rows, seconds = rows[order], seconds[order]
     targets = targets_between(rows, seconds) if wanted.choice and len(steps) > 1 else targets_themselves(rows)
-    possible = Possible(cluster, gpus, terms, calibration).of(wanted.steps)
+    possible = PossibleMeasurements(cluster, gpus, terms, calibration).of(wanted.steps)
     possible = [
         one
         for one in possible

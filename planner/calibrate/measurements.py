@@ -59,7 +59,7 @@ KERNEL_TERMS = {"matmul": "matrix products", "attention": "attention", "move": "
 
 
 @dataclass(slots=True)
-class Possible:
+class PossibleMeasurements:
     """The measurements that `steps` call for on `gpus` GPUs of `cluster`, each of something else."""
 
     cluster: Cluster
@@ -126,11 +126,11 @@ class Possible:
                 request=Request(layers=(item,)),
                 ranks=plan.gpus,
                 seconds=JOB_S + len(counts) * each,
-                seen=np.where(self._told(waiting), seen[row : row + 1], 0.0),
+                seen=np.where(self._terms_shown(waiting), seen[row : row + 1], 0.0),
                 noise=np.array([NARROW_NOISE if narrow else WIDE_NOISE]),
             )
 
-    def _told(self, waiting: float) -> NDArray[np.bool_]:
+    def _terms_shown(self, waiting: float) -> NDArray[np.bool_]:
         """Return which terms a run of layers tells of that waits for its host for this share of its time.
 
         A fit takes hosts from runs that they decide, and the device from runs that it decides (`simulator.fitting.runtime_fit`).

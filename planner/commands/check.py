@@ -10,7 +10,7 @@ import typer
 from planner.commands.flags import options
 from planner.configs.answer import Change, Checked, check_text
 from planner.configs.check_document import check_document
-from planner.configs.configuration import Told
+from planner.configs.configuration import CheckFlags
 from planner.explain.answer_text import print_estimate
 from planner.io import output
 from planner.io.inputs import measurements
@@ -52,10 +52,10 @@ def check(
     not legal; one that does not fit is an answer, and ends with 0.
     """
     text, where = codec.read_path_or_stdin(file)
-    told = Told(model=model, cluster=cluster, gpu=gpu, gpus=gpus, seq_len=seq_len, launch=launch)
+    flags = CheckFlags(model=model, cluster=cluster, gpu=gpu, gpus=gpus, seq_len=seq_len, launch=launch)
     try:
         checked = check_text(
-            text, where, told, measured=measurements(profile, strict=strict), search=search, progress=output.progress
+            text, where, flags, measured=measurements(profile, strict=strict), search=search, progress=output.progress
         )
     finally:
         output.end_progress()

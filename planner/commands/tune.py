@@ -34,11 +34,11 @@ from planner.tune.sessions.start import (
     how_of,
     jobs_of,
     recorded_of,
-    recorded_twin,
     require_agreed,
     seconds_of,
+    trials_recorded_for,
 )
-from planner.tune.state import Asked, State, read_state, write_new
+from planner.tune.state import State, TuningRequest, read_state, write_new
 from planner.tune.trials import Runner
 from topology import codec
 from topology.errors import PlannerError, UserError
@@ -116,7 +116,7 @@ def _continued(given: dict[str, Any]) -> tuple[Path, State, Runner | None]:
     known, trials, within = read_state(given["resume"]), given["trials"], given["within"]
     if not given["show"]:
         require_agreed(known, given["command"])
-    runner = recorded_twin(known) if known.asked.how == "recorded" else None
+    runner = trials_recorded_for(known) if known.asked.how == "recorded" else None
     asked = replace(
         known.asked,
         most_trials=trials or known.asked.most_trials,
@@ -141,7 +141,7 @@ def _new_session(given: dict[str, Any]) -> tuple[Path, State, Runner | None]:
     return path, State(asked=asked, candidates=plans, trials=(), cut_short=()), runner
 
 
-def _asked(given: dict[str, Any], within_percent: float) -> tuple[Asked, Candidates]:
+def _asked(given: dict[str, Any], within_percent: float) -> tuple[TuningRequest, Candidates]:
     """Return the question that the flags ask, and its candidates."""
     flags = Flags(
         model=given["model"],

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planner.configs.configuration import Configuration, Told
+from planner.configs.configuration import CheckFlags, Configuration
 from planner.configs.kinds import read_configuration
 from planner.configs.variants import variants_of
 from planner.configs.written_back import Writer
@@ -94,7 +94,7 @@ class Checked:
 def check_text(
     text: str,
     where: str,
-    told: Told | None = None,
+    flags: CheckFlags | None = None,
     *,
     measured: Calibrations = UNMEASURED,
     changes: bool = True,
@@ -103,15 +103,15 @@ def check_text(
 ) -> Checked:
     """Judge the configuration `text`; `where` is its file's name, in messages and diffs.
 
-    `told` is what is known beside the file. Without `changes` only the plan is judged, and without `search` only plans one
+    `flags` is what is known beside the file. Without `changes` only the plan is judged, and without `search` only plans one
     change away are tried. Raises BadInput (exit 2) for a
     text that cannot be read or whose model or cluster is not known.
     """
-    told = told or Told()
-    configuration = read_configuration(text, where, told)
-    model, cluster, gpus, assumed = _inputs(configuration, told)
+    flags = flags or CheckFlags()
+    configuration = read_configuration(text, where, flags)
+    model, cluster, gpus, assumed = _inputs(configuration, flags)
     try:
-        given = _given(configuration, told, model, cluster, gpus)
+        given = _given(configuration, flags, model, cluster, gpus)
         facts = read(configuration.table, configuration.settings, given)
         asked = _case(configuration, facts, model, cluster, measured, where, assumed)
     except PlannerError as error:
@@ -119,7 +119,7 @@ def check_text(
         return Checked(configuration=configuration, problems=(problem,), assumed=tuple(assumed))
     found = answer_plan(asked)
     base = Checked(configuration=configuration, problems=found.problems, assumed=asked.assumed, found=found)
-    written = Writer(configuration=configuration, asked=asked, facts=facts, given=given, where=where, told=told)
+    written = Writer(configuration=configuration, asked=asked, facts=facts, given=given, where=where, flags=flags)
     single = _changes(found, written) if changes else ()
     return replace(base, changes=single, **(_best(found, written, single, progress) if search and changes else {}))
 
@@ -127,27 +127,27 @@ def check_text(
 # What the file is about.
 
 
-def _inputs(configuration: Configuration, told: Told) -> tuple[Model, Cluster, int, list[str]]:
+def _inputs(configuration: Configuration, flags: CheckFlags) -> tuple[Model, Cluster, int, list[str]]:
     """Return the model, the cluster and the number of GPUs; what nobody stated is assumed, and listed."""
     assumed = list(configuration.assumed)
-    model = load_model(told.model) if told.model else configuration.model
+    model = load_model(flags.model) if flags.model else configuration.model
     if isinstance(model, str):
         model = load_model(model)
     if model is None:
         model = load_model("llama3-8b")
         assumed.append("model llama3-8b (the file names none that is known: say it with --model)")
-    name = told.cluster or configuration.cluster or "dgx-h100"
-    if not told.cluster:
+    name = flags.cluster or configuration.cluster or "dgx-h100"
+    if not flags.cluster:
         assumed.append(f"cluster {name}" + (" (the file's own comment)" if configuration.cluster else ""))
-    whole = read_cluster(name, gpu=told.gpu)
-    gpus = told.gpus or configuration.gpus
+    whole = read_cluster(name, gpu=flags.gpu)
+    gpus = flags.gpus or configuration.gpus
     if not gpus:
         gpus = whole.gpu_count
         assumed.append(f"{gpus} GPUs (the cluster's; say another number with --gpus)")
-    return model, read_cluster(name, gpus, gpu=told.gpu), gpus, [*model.assumed, *assumed]
+    return model, read_cluster(name, gpus, gpu=flags.gpu), gpus, [*model.assumed, *assumed]
 
 
-def _given(configuration: Configuration, told: Told, model: Model, cluster: Cluster, gpus: int) -> Facts:
+def _given(configuration: Configuration, flags: CheckFlags, model: Model, cluster: Cluster, gpus: int) -> Facts:
     facts: Facts = {
         **configuration.given,
         "gpus": gpus,
@@ -156,7 +156,7 @@ def _given(configuration: Configuration, told: Told, model: Model, cluster: Clus
         "moe": model.moe is not None,
         "max_positions": model.max_positions,
     }
-    return facts | ({"seq_len": told.seq_len} if told.seq_len else {})
+    return facts | ({"seq_len": flags.seq_len} if flags.seq_len else {})
 
 
 def _case(

@@ -17,7 +17,7 @@ Limits = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class CheckFlags:
     """What the command line says beside the file."""
 
     model: str | None = None

@@ -130,7 +130,7 @@ class YamlDocument(Document):
             return
         name, node = self.nodes[key]
         if value is not None:
-            yield node.start_mark.index, node.end_mark.index, self._spelled(value)
+            yield node.start_mark.index, node.end_mark.index, self._formatted(value)
             return
         yield self._removed(key, name.start_mark.index, node.end_mark.index)
 
@@ -171,7 +171,7 @@ class YamlDocument(Document):
     def _insertion(self, within: yaml.MappingNode, values: dict[str, Any]) -> tuple[int, int, str]:
         """Return the edit that adds keys after the last of a mapping, laid out as that one is."""
         if not within.value:  # {}
-            inner = ", ".join(f"{self._spelled(name)}: {self._spelled(value)}" for name, value in values.items())
+            inner = ", ".join(f"{self._formatted(name)}: {self._formatted(value)}" for name, value in values.items())
             return within.start_mark.index + 1, within.start_mark.index + 1, inner
         key, last = within.value[-1]
         indent = " " * key.start_mark.column
@@ -184,7 +184,7 @@ class YamlDocument(Document):
             return (
                 end,
                 end,
-                "".join(f"{glue}{self._spelled(name)}: {self._spelled(value)}" for name, value in values.items()),
+                "".join(f"{glue}{self._formatted(name)}: {self._formatted(value)}" for name, value in values.items()),
             )
         while end and self.text[end - 1] in " \n\t\r":  # a block ends where the next one begins
             end -= 1
@@ -195,10 +195,10 @@ class YamlDocument(Document):
 
     def _block(self, name: str, value: Any, indent: str) -> str:
         if isinstance(value, dict):
-            return f"{name}:" + "".join(f"\n{indent}  {key}: {self._spelled(one)}" for key, one in value.items())
-        return f"{name}: {self._spelled(value)}"
+            return f"{name}:" + "".join(f"\n{indent}  {key}: {self._formatted(one)}" for key, one in value.items())
+        return f"{name}: {self._formatted(value)}"
 
-    def _spelled(self, value: Any) -> str:
+    def _formatted(self, value: Any) -> str:
         if self.is_json or isinstance(value, (dict, list, bool)):
             return json.dumps(value)
         word = str(value)

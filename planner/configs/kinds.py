@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.configs import bridge, torchtitan
 from planner.configs.command_line import CommandLine, option_kinds
-from planner.configs.configuration import Configuration, Told, not_understood, unknown_kind
+from planner.configs.configuration import CheckFlags, Configuration, not_understood, unknown_kind
 from planner.configs.documents import YamlDocument
 from planner.configs.launch import launch_facts, launch_of
 from planner.configs.transformers_fields import MICRO, PROGRAM, STEPS
@@ -23,7 +23,7 @@ from topology.errors import BadInput
 WHOLE = {"pp": ((1, 1),), "ep": ((1, 1),)}  # limits of files that hold neither pipelines nor experts
 
 
-def read_configuration(text: str, where: str, told: Told) -> Configuration:
+def read_configuration(text: str, where: str, flags: CheckFlags) -> Configuration:
     """Return what a configuration says. Raises BadInput (exit 2) where it cannot be read or is of no known kind."""
     name = Path(where).name.lower()
     if name.endswith(".toml"):
@@ -31,7 +31,7 @@ def read_configuration(text: str, where: str, told: Told) -> Configuration:
     if name.endswith((".yaml", ".yml")):
         return _yaml(text, where)
     if name.endswith(".json") or text.lstrip().startswith("{"):
-        return _json(text, where, told)
+        return _json(text, where, flags)
     return _script(text, where)
 
 
@@ -126,20 +126,20 @@ def _megatron_given(model: Model | None) -> Facts:
     return {} if model is None else {"moe": model.moe is not None, "max_positions": model.max_positions}
 
 
-def _json(text: str, where: str, told: Told) -> Configuration:
+def _json(text: str, where: str, flags: CheckFlags) -> Configuration:
     document = YamlDocument(text, where, is_json=True)
     settings = document.settings
     if MICRO in settings or "output_dir" in settings:
-        return _transformers(document, settings, told.launch)
+        return _transformers(document, settings, flags.launch)
     if any(key.startswith(("zero_optimization", "train_")) for key in settings):
-        return _deepspeed(document, settings, told)
+        return _deepspeed(document, settings, flags)
     if "tensor_model_parallel_size" in settings or bridge.is_bridge(settings):
         return _bridge(document, where)
     raise unknown_kind(where, "its keys are neither DeepSpeed's nor those of TrainingArguments")
 
 
-def _deepspeed(document: YamlDocument, settings: Settings, told: Told) -> Configuration:
-    launch = launch_facts(told.launch)
+def _deepspeed(document: YamlDocument, settings: Settings, flags: CheckFlags) -> Configuration:
+    launch = launch_facts(flags.launch)
     harmless = (
         r"meshwright.*|optimizer\..*|scheduler\..*|steps_per_print|wall_clock_breakdown|gradient_clipping|fp16\..*|bf16\..*"
         r"|zero_optimization\.offload_(optimizer|param)\.(buffer_.*|fast_init|max_in_cpu|pipeline_.*)"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from planner.configs.configuration import Configuration, Told
+from planner.configs.configuration import CheckFlags, Configuration
 from planner.configs.kinds import read_configuration
 from planner.export.mapping import PLAN_FACTS, Facts, Settings, facts_of, read, write
 from planner.question.cases import Case
@@ -25,7 +25,7 @@ OF_THE_SHARDING = ("hpz", "instances")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
     """Writes plans into a configuration. `asked` is the plan that the file says, `facts` how it says it, and `given` what
-    its reader was told.
+    its reader was given.
     """
 
     configuration: Configuration
@@ -33,7 +33,7 @@ class Writer:
     facts: Facts
     given: Facts
     where: str
-    told: Told
+    flags: CheckFlags
 
     def diff(self, plan: Plan, runtime: Runtime | None = None) -> str:
         """Return the unified diff that makes the file say `plan`; empty where its keys cannot."""
@@ -41,7 +41,7 @@ class Writer:
         for attempt in self._attempts(plan, runtime):
             try:
                 edited = self.configuration.edit(attempt) if attempt else self.configuration.document.text
-                again = read_configuration(edited, self.where, self.told)
+                again = read_configuration(edited, self.where, self.flags)
                 back = read(again.table, again.settings, {**self.given, **again.given, "gpus": self.facts["gpus"]})
             except PlannerError:
                 continue

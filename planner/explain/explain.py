@@ -183,7 +183,7 @@ def best_plan(question: Question, bounds: Bounds | None = None) -> Plan | None:
     return None
 
 
-def holds(question: Question, now: Plan, becomes: Plan) -> bool:
+def flip_is_confirmed(question: Question, now: Plan, becomes: Plan) -> bool:
     """Return whether `becomes` is listed before `now` when both are predicted for `question`; those that do not run are not."""
     try:
         found = [
@@ -262,7 +262,7 @@ def _flip_in_direction(
             else:
                 factor, found = middle, middle_plan  # noqa: PLW2901 - the bracket closes
         there = replace(question, cluster=knob.scale(question.cluster, factor))
-        if found is not None and (now is None or holds(there, now, found)):
+        if found is not None and (now is None or flip_is_confirmed(there, now, found)):
             yield _flip(knob.quantity, value, value * factor, knob.unit, found)
         return
 

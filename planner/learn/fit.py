@@ -108,7 +108,7 @@ def usual_values(like: str) -> Answer:
     return dict.fromkeys(FACTORS, 1.0) | costs | {"rest_s": host.rest_s + host.step_s, "step_s": 0.0}
 
 
-class Asked:
+class PredictedCases:
     """Cases whose plans are predicted again and again: those that ask the same question, at once."""
 
     def __init__(self, cases: Sequence[Case]) -> None:
@@ -139,7 +139,7 @@ class Runs:
 
     def __init__(self, runs: Sequence[Measured]) -> None:
         self.runs = runs
-        self.asked = Asked([run.case for run in runs])
+        self.asked = PredictedCases([run.case for run in runs])
 
     def logs(self, values: Mapping[str, float], *, compiled: bool) -> Floats:
         """Return log(predicted / measured) of step and memory, shape (runs, 2); 0 for what was not measured."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.learn.fit import RUN_SPREAD, Asked, Fit, Floats, Measured
+from planner.learn.fit import RUN_SPREAD, Fit, Floats, Measured, PredictedCases
 from planner.question.cases import Case
 from simulator.legality.rules import is_legal
 from topology import codec
@@ -62,7 +62,7 @@ def _described(case: Case, unsure: float) -> dict[str, Any]:
 
 def _predictable(case: Case, found: Fit, *, compiled: bool) -> bool:
     try:
-        Asked([case]).predicted({"step_s": 0.0, **found.values}, compiled=compiled)
+        PredictedCases([case]).predicted({"step_s": 0.0, **found.values}, compiled=compiled)
     except PlannerError:
         return False
     return True
@@ -70,7 +70,7 @@ def _predictable(case: Case, found: Fit, *, compiled: bool) -> bool:
 
 def _gradients(cases: Sequence[Case], found: Fit, *, compiled: bool) -> Floats:
     """Return d log(step) / d log(cost), shape (cases, costs)."""
-    at, asked = {"step_s": 0.0, **found.values}, Asked(cases)
+    at, asked = {"step_s": 0.0, **found.values}, PredictedCases(cases)
 
     def logs(values: dict[str, float]) -> Floats:
         return np.log([one.step_s.value for one in asked.predicted(values, compiled=compiled)])

@@ -34,7 +34,7 @@ class Flag:
 
     name: str
     parameter: str
-    spelled: str  # "" for what stands without a flag
+    option: str  # "" for what stands without a flag
     off: str | None
     others: tuple[str, ...]
     kind: type
@@ -50,8 +50,8 @@ class Flag:
     def words(self, value: Any) -> list[str]:
         """Return the words of a command line that say `value`. What stands without a flag comes after `--`."""
         if self.kind is bool:
-            return [self.spelled] if value else [self.off] if self.off else []
-        return [f"{self.spelled}={value}"] if self.spelled else [str(value)]
+            return [self.option] if value else [self.off] if self.off else []
+        return [f"{self.option}={value}"] if self.option else [str(value)]
 
 
 def flags_of_command(command: Callable[..., Any]) -> dict[str, Flag]:
@@ -66,10 +66,8 @@ def flags_of_command(command: Callable[..., Any]) -> dict[str, Flag]:
 def command_line(command: str, flags: dict[str, Flag], said: dict[str, Any]) -> list[str]:
     """Return the arguments of `planner` for what was said, by name."""
     stated = [(flags[name], value) for name, value in said.items()]
-    options = [word for flag, value in stated if flag.spelled for word in flag.words(value)]
-    bare = [
-        word for name, flag in flags.items() if not flag.spelled and name in said for word in flag.words(said[name])
-    ]
+    options = [word for flag, value in stated if flag.option for word in flag.words(value)]
+    bare = [word for name, flag in flags.items() if not flag.option and name in said for word in flag.words(said[name])]
     return [command, *options, *(["--", *bare] if bare else [])]
 
 
@@ -78,9 +76,9 @@ def _flag(parameter: inspect.Parameter) -> Flag:
     kinds: list[Any] = [one for one in _members(kind) if one is not NoneType]
     # Inside Annotated, typer takes the first spelling where a default would stand.
     words = [] if isinstance(info, ArgumentInfo) else [str(info.default), *(info.param_decls or ())]
-    spelled, off = _spelled(words[0]) if words else ("", None)
-    others = tuple(_spelled(word)[0] for word in words[1:])
-    name = _name(spelled) if spelled else parameter.name
+    option, off = _on_and_off(words[0]) if words else ("", None)
+    others = tuple(_on_and_off(word)[0] for word in words[1:])
+    name = _name(option) if option else parameter.name
     only = kinds[0]
     words_of: Any = only if isinstance(only, EnumType) else ()
     choices = tuple(str(word.value) for word in words_of)
@@ -89,7 +87,7 @@ def _flag(parameter: inspect.Parameter) -> Flag:
     return Flag(
         name=name,
         parameter=parameter.name,
-        spelled=spelled,
+        option=option,
         off=off,
         others=tuple(map(_name, others)),
         kind=plain,
@@ -104,13 +102,13 @@ def _flag(parameter: inspect.Parameter) -> Flag:
     )
 
 
-def _spelled(declaration: str) -> tuple[str, str | None]:
+def _on_and_off(declaration: str) -> tuple[str, str | None]:
     on, _, off = declaration.partition("/")
     return on, off or None
 
 
-def _name(spelled: str) -> str:
-    return spelled.lstrip("-").replace("-", "_")
+def _name(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
 
 
 def _unwrapped(annotation: Any) -> tuple[Any, OptionInfo | ArgumentInfo]:

@@ -24,7 +24,7 @@ from planner.remote.flags import ALWAYS_WRITTEN, RUNS, Flag
 from planner.remote.settings import Settings
 from planner.service.outcome import ending, error_text, prepared
 from planner.service.store.files import Files
-from planner.service.store.jobs import FAILED, Claim, Ending, Jobs
+from planner.service.store.jobs import FAILED, Claim, JobEnd, Jobs
 from topology.errors import PlannerError
 
 TELL_S = 0.3  # between two lines of progress of a job in the database
@@ -41,7 +41,7 @@ class _Running:
     claim: Claim
     folder: Path
     job: Job | None = None
-    ending: Ending | None = None
+    ending: JobEnd | None = None
     told: str = ""
     told_at: float = field(default_factory=time.monotonic)
 
@@ -159,7 +159,7 @@ class Dispatcher:
         try:
             words = prepared(claim, self._flags[claim.command], self._files, folder)
         except (PlannerError, OSError) as error:
-            running.ending = Ending(state=FAILED, exit_code=1, error=error_text(error))
+            running.ending = JobEnd(state=FAILED, exit_code=1, error=error_text(error))
             self._follow(running)
             return
         runs = claim.command in RUNS

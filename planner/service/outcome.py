@@ -8,9 +8,9 @@ from typing import Any
 
 from planner.jobs.processes import Job
 from planner.remote.flags import Flag
-from planner.service.requests import INPUTS, Asked, arguments, write_inputs
+from planner.service.requests import INPUTS, JobRequest, arguments, write_inputs
 from planner.service.store.files import Files
-from planner.service.store.jobs import DONE, FAILED, Artifact, Claim, Ending
+from planner.service.store.jobs import DONE, FAILED, Artifact, Claim, JobEnd
 from topology import codec
 from topology.errors import BadInput, PlannerError
 
@@ -18,7 +18,7 @@ MAX_ARTIFACTS = 2000
 ANSWERED = frozenset({0, 3, 4})  # exit codes with which a command has answered, if it printed a document
 
 
-def request_text(asked: Asked, files: Files) -> str:
+def request_text(asked: JobRequest, files: Files) -> str:
     """Return a request as it is kept, with its files by digest. Raises PlannerError."""
     kept = {name: {"name": file, "sha256": files.add_text(text)} for name, (file, text) in asked.files.items()}
     return codec.to_json({"values": asked.values, "files": kept}, indent=None)
@@ -28,27 +28,27 @@ def prepared(claim: Claim, flags: dict[str, Flag], files: Files, folder: Path) -
     """Make the folder of a job with its inputs, and return the arguments of its command. Raises PlannerError, OSError."""
     request = codec.parse_json(claim.request, where="request")
     sent = {name: (one["name"], files.read_text(one["sha256"])) for name, one in request["files"].items()}
-    asked = Asked(command=claim.command, values=request["values"], files=sent)
+    asked = JobRequest(command=claim.command, values=request["values"], files=sent)
     folder.mkdir(parents=True, exist_ok=True)
     write_inputs(asked, folder)
     return arguments(flags, asked)
 
 
-def ending(job: Job, claim: Claim, folder: Path, files: Files) -> Ending:
+def ending(job: Job, claim: Claim, folder: Path, files: Files) -> JobEnd:
     """Return how a job ended, and keep what it wrote."""
     if job.error is not None:
-        return Ending(state=FAILED, exit_code=job.error.exit_code, error=error_text(job.error))
+        return JobEnd(state=FAILED, exit_code=job.error.exit_code, error=error_text(job.error))
     code, answer, said = job.result
     request = codec.parse_json(claim.request, where="request")
     try:
         wrote = _artifacts(folder, files, {one["sha256"] for one in request["files"].values()})
     except (PlannerError, OSError) as error:
-        return Ending(state=FAILED, exit_code=1, error=error_text(error), said=said)
+        return JobEnd(state=FAILED, exit_code=1, error=error_text(error), said=said)
     result = _result(answer, as_text=request["values"].get("json") is False)
     if result is not None and code in ANSWERED:
-        return Ending(state=DONE, exit_code=code, result=result, said=said, artifacts=wrote)
+        return JobEnd(state=DONE, exit_code=code, result=result, said=said, artifacts=wrote)
     why = codec.to_json(_error(said) or {"message": f"the command ended with code {code}"}, indent=None)
-    return Ending(state=FAILED, exit_code=code, result=result, error=why, said=said, artifacts=wrote)
+    return JobEnd(state=FAILED, exit_code=code, result=result, error=why, said=said, artifacts=wrote)
 
 
 def error_text(error: Exception) -> str:

@@ -15,7 +15,7 @@ from planner.remote.settings import Settings
 from planner.service.dispatcher import Dispatcher
 from planner.service.documents import JobDocument, JobList, JobSummary, document
 from planner.service.outcome import request_text
-from planner.service.requests import asked_of, request_type, served
+from planner.service.requests import job_request, request_type, served
 from planner.service.store.database import connect
 from planner.service.store.files import Files
 from planner.service.store.jobs import Jobs
@@ -54,7 +54,7 @@ class Queue:
 
         Raises UserError where it cannot be asked, KeyTaken, TooMany, and PlannerError where there is no room.
         """
-        asked = asked_of(command, self.flags[command], request, may_read=self._settings.users is None)
+        asked = job_request(command, self.flags[command], request, may_read=self._settings.users is None)
         text = request_text(asked, self.files)
         job, _ = self.jobs.submit(
             owner=user,

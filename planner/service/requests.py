@@ -35,7 +35,7 @@ class File(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class JobRequest:
     """What a request says: values by flag, and the texts of files by flag."""
 
     command: str
@@ -56,7 +56,7 @@ def request_type(command: str, flags: Mapping[str, Flag]) -> type[BaseModel]:
     return create_model(f"{command.title()}Request", __config__=config, __doc__=about, **fields)
 
 
-def asked_of(command: str, flags: Mapping[str, Flag], request: BaseModel, *, may_read: bool) -> Asked:
+def job_request(command: str, flags: Mapping[str, Flag], request: BaseModel, *, may_read: bool) -> JobRequest:
     """Return what a request says. `may_read` lets it name files of this machine by absolute paths. Raises BadInput."""
     values: dict[str, Any] = {}
     files: dict[str, tuple[str, str]] = {}
@@ -70,10 +70,10 @@ def asked_of(command: str, flags: Mapping[str, Flag], request: BaseModel, *, may
         if flag.reads:
             _refuse_path(name, value, may_read=may_read)
         values[name] = value
-    return Asked(command=command, values=values, files=files)
+    return JobRequest(command=command, values=values, files=files)
 
 
-def arguments(flags: dict[str, Flag], asked: Asked) -> list[str]:
+def arguments(flags: dict[str, Flag], asked: JobRequest) -> list[str]:
     """Return the arguments of `planner` for what was asked; files are in the folder `INPUTS` where it runs."""
     said = dict(asked.values)
     text = said.pop("json", True) is False
@@ -87,7 +87,7 @@ def arguments(flags: dict[str, Flag], asked: Asked) -> list[str]:
     return command_line(asked.command, flags, said)
 
 
-def write_inputs(asked: Asked, folder: Path) -> None:
+def write_inputs(asked: JobRequest, folder: Path) -> None:
     """Write the files that were sent into the folder that a job works in."""
     for name, (file, text) in asked.files.items():
         codec.write_text(folder / INPUTS / name / file, text)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from planner.serving.question import ServingQuestion
 from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool
-from simulator.serving.kv_cache import cache_room
+from simulator.serving.kv_cache import cache_capacity
 
 
 def deployments(question: ServingQuestion) -> tuple[list[Deployment], Counter[str]]:
@@ -23,7 +23,7 @@ def deployments(question: ServingQuestion) -> tuple[list[Deployment], Counter[st
     rejected: Counter[str] = Counter()
     fitting: list[Pool] = []
     for pool in _engines(question, gpus):
-        reason = refusal(question.model, pool) or no_room(question, pool)
+        reason = refusal(question.model, pool) or exceeds_memory(question, pool)
         if reason:
             rejected[reason] += 1
             continue
@@ -65,9 +65,9 @@ def _engines(question: ServingQuestion, gpus: int) -> Iterator[Pool]:
                 yield Pool(tp=1, pp=stages, ep=ranks, dp_attention=ranks)
 
 
-def no_room(question: ServingQuestion, pool: Pool) -> str:
+def exceeds_memory(question: ServingQuestion, pool: Pool) -> str:
     """Return why an engine has no room for the longest request, or nothing."""
-    room = cache_room(question.model, question.cluster, question.deployment(pool), pool)
+    room = cache_capacity(question.model, question.cluster, question.deployment(pool), pool)
     longest = question.longest
     if not room.tokens:
         return f"weights leave no room for a KV cache on {pool.gpus} GPUs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from planner.serving.asked import ServingFlags
-from planner.serving.candidates import no_room, refusal
+from planner.serving.candidates import exceeds_memory, refusal
 from planner.serving.question import ServingQuestion
 from simulator.serving.deployment import Deployment, Pool
 from topology.errors import BadPlan
@@ -86,6 +86,6 @@ def problems_of(question: ServingQuestion, deployment: Deployment) -> tuple[str,
     if deployment.gpus > cluster.gpu_count:
         found.append(f"the degrees take {deployment.gpus} GPUs, {cluster.name} has {cluster.gpu_count}")
     for pool in (deployment.pool, *([deployment.prefill] if deployment.prefill else [])):
-        reason = refusal(question.model, pool) or no_room(question, pool)
+        reason = refusal(question.model, pool) or exceeds_memory(question, pool)
         found += [reason] if reason else []
     return tuple(dict.fromkeys(found))

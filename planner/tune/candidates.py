@@ -20,7 +20,7 @@ from planner.search.plan_space.candidates import Bounds, enumerate_nodes, plan_o
 from simulator.calibration.intervals import memory_factors
 from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.screening import Screening
-from simulator.columns.plan_columns import joined
+from simulator.columns.plan_columns import concatenate
 from simulator.config.estimate import Estimate
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
@@ -86,7 +86,9 @@ def candidates_of(
             f"no plan of {question.model.name} fits {question.count} GPUs of {question.cluster.name}",
             remedy="planner suggest with the same flags says what is missing, and how many GPUs would do",
         )
-    columns = joined([best.columns.take(_quickest(best)[:quickest]), apart.columns.take(_quickest_of_grids(apart))])
+    columns = concatenate(
+        [best.columns.take(_quickest(best)[:quickest]), apart.columns.take(_quickest_of_grids(apart))]
+    )
     plans = list(dict.fromkeys(plan_of(columns, row, question.cluster) for row in range(len(columns))))
     table = estimate_plans(question, plans, counted=True)
     return in_order(

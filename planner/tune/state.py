@@ -39,7 +39,7 @@ MOST_LINES = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TuningRequest:
     """What a tuning was asked, whole, so that it can be continued without its flags. Seconds and relative numbers.
 
     `how` makes the trials: `executor`, `command`, `jobs` or `recorded`; `settings` are its own. `profile` is the
@@ -80,7 +80,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Began:
+class TrialStart:
     """A trial that began: on which machine, and where its report will be."""
 
     key: str
@@ -95,17 +95,17 @@ class Began:
 class State:
     """What a state file says. `cut_short` are trials that began and of which no end is written."""
 
-    asked: Asked
+    asked: TuningRequest
     candidates: Candidates
     trials: tuple[Trial, ...]
-    cut_short: tuple[Began, ...]
+    cut_short: tuple[TrialStart, ...]
 
     @property
     def spent_s(self) -> float:
         return sum(trial.seconds for trial in self.trials)
 
 
-def write_new(path: Path, asked: Asked, candidates: Candidates, *, force: bool = False) -> None:
+def write_new(path: Path, asked: TuningRequest, candidates: Candidates, *, force: bool = False) -> None:
     """Begin a state file. Raises BadInput where there is one already and `force` is not given."""
     refuse_overwrite(path, force=force)
     head: dict[str, Any] = {
@@ -139,14 +139,14 @@ def parse_state(text: str, *, where: str) -> State:
     asked = _asked(lines[0], where)
     plans: list[Candidate] = []
     trials: list[Trial] = []
-    began: list[Began] = []
+    began: list[TrialStart] = []
     for number, line in enumerate(lines[1:], start=2):
         line_of = f"{where}:{number}"
         kind = line.pop("kind", None) if isinstance(line, dict) else None
         if kind == "candidate":
             plans.append(_candidate(line, line_of))
         elif kind == "began":
-            began.append(codec.convert(line, Began, where=line_of))
+            began.append(codec.convert(line, TrialStart, where=line_of))
         elif kind == "trial":
             trial = codec.convert(line, Trial, where=line_of)
             began = [one for one in began if one.key != trial.key]
@@ -162,7 +162,7 @@ def parse_state(text: str, *, where: str) -> State:
     return State(asked=asked, candidates=known, trials=tuple(trials), cut_short=tuple(began))
 
 
-def _asked(head: Any, where: str) -> Asked:
+def _asked(head: Any, where: str) -> TuningRequest:
     if not isinstance(head, dict) or head.get("kind") != "tuning":
         raise BadInput(f"{where} is not the state of a tuning", remedy="planner tune --state FILE begins one")
     found = head.get("schema_version")
@@ -170,7 +170,7 @@ def _asked(head: Any, where: str) -> Asked:
         raise BadInput(f"{where} has no readable schema_version")
     if found > SCHEMA_VERSION:
         raise NewerSchema(f"{where} is in schema {found}", why=f"this release reads {SCHEMA_VERSION}")
-    asked = codec.convert(head.get("asked"), Asked, where=f"{where}: asked")
+    asked = codec.convert(head.get("asked"), TuningRequest, where=f"{where}: asked")
     require_possible(asked.cluster, where=where)
     verify_model(asked.model, where=where)
     verify_workload(asked.workload, where=where)
@@ -196,7 +196,7 @@ class Journal:
         self.path = path
         _remove_torn_line(path)
 
-    def began(self, one: Began) -> None:
+    def began(self, one: TrialStart) -> None:
         self._append({"kind": "began", **codec.to_builtins(one)})
 
     def ended(self, trial: Trial) -> None:
@@ -241,9 +241,9 @@ def _remove_torn_line(path: Path) -> None:
             os.fsync(file.fileno())
 
 
-def began_now(key: str, directory: Path, predicted_s: tuple[float, float, float], why: str) -> Began:
+def started_now(key: str, directory: Path, predicted_s: tuple[float, float, float], why: str) -> TrialStart:
     """Return the line of a trial that begins now, here."""
-    return Began(
+    return TrialStart(
         key=key,
         directory=str(directory),
         machine=platform.node(),

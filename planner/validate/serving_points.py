@@ -17,7 +17,7 @@ from simulator.config.model import Model
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
 from simulator.serving.estimate import ServingEstimate, estimate_serving
-from simulator.serving.kv_cache import cache_room
+from simulator.serving.kv_cache import cache_capacity
 from simulator.serving.traffic import Lengths, Traffic
 from topology.cluster import Cluster
 from topology.errors import Infeasible, UserError
@@ -217,7 +217,7 @@ def _traffic(
     if row.concurrency:
         return replace(base, concurrency=row.concurrency)
     if kind.startswith("max throughput"):
-        room = cache_room(model, cluster, deployment, deployment.pool).tokens * deployment.pool.engines
+        room = cache_capacity(model, cluster, deployment, deployment.pool).tokens * deployment.pool.engines
         most = engine_of(deployment.engine).max_num_seqs * deployment.pool.engines
         running = max(1, min(most, room // (prompt.mean + output.mean)))
         return replace(base, concurrency=4 * running, requests=4 * running)

@@ -131,7 +131,7 @@ def words(column: NDArray[np.str_]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def joined(parts: Sequence[PlanColumns]) -> PlanColumns:
+def concatenate(parts: Sequence[PlanColumns]) -> PlanColumns:
     """Return the rows of several columns, one after the other."""
     return PlanColumns(
         **{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(PlanColumns)}

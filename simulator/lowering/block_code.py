@@ -69,8 +69,8 @@ def block_code(
     _add_host(backward, f"{name} backward", host_backward_s + extra)
     return BlockCode(
         name=name,
-        forward=tuple(_joined(forward, context)),
-        backward=(*_joined(again, context), *_joined(backward, context)),
+        forward=tuple(_overlapped(forward, context)),
+        backward=(*_overlapped(again, context), *_overlapped(backward, context)),
     )
 
 
@@ -117,7 +117,7 @@ def _folded(step: TransferStep | AsyncStep | SiteStep | RingStep) -> KernelStep:
     return KernelStep(key=kernel.key, cost=cost, host_s=host)
 
 
-def _joined(steps: list[Step], context: CostContext) -> list[Step]:
+def _overlapped(steps: list[Step], context: CostContext) -> list[Step]:
     """Return a pass with its kernels and collectives joined where they run beside each other."""
     return site_pairs(_rings(steps), context)
 

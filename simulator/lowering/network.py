@@ -37,7 +37,7 @@ class Network:
         saved = {name: self._saved(held) for name, held in self.operators.items()}
         plan = context.table.plans[0]
         self.units = UnitMaker(model, context, local_parameters(model, context), saved).stages(plan)
-        self.stages = [[self._joined(units, s)] for s, units in enumerate(self.units)] if collapse else self.units
+        self.stages = [[self._as_one_unit(units, s)] for s, units in enumerate(self.units)] if collapse else self.units
 
     def code_of(self, unit: Unit) -> BlockCode:
         """Return the code of a unit's passes."""
@@ -70,7 +70,7 @@ class Network:
             host_backward_s=backward_s if layer else 0.0,
         )
 
-    def _joined(self, units: Sequence[Unit], stage: int) -> Unit:
+    def _as_one_unit(self, units: Sequence[Unit], stage: int) -> Unit:
         """Return a stage as one unit; stages made of equal blocks share one code."""
         codes = [self.code_of(unit) for unit in units]
         key = tuple(id(code) for code in codes)

@@ -200,7 +200,7 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
-def narrows(runtime: Runtime) -> bool:
+def is_mixed_precision(runtime: Runtime) -> bool:
     """Return whether products compute in a narrower type than parameters are stored in."""
     return DTYPE_BYTES[runtime.activation_dtype] < DTYPE_BYTES[runtime.param_dtype]
 
@@ -251,7 +251,7 @@ def operators_for(model: Model, runtime: Runtime) -> ModelOperators:
     attention, mlp = with_sites(attention, "attention"), with_sites(spec.layer.mlp, "mlp")
 
     # Autocast has nothing to cast where parameters are stored in the type that products compute in.
-    of_plans = PLAN_CONDITIONS if narrows(runtime) else PLAN_CONDITIONS - {"autocast", "!autocast"}
+    of_plans = PLAN_CONDITIONS if is_mixed_precision(runtime) else PLAN_CONDITIONS - {"autocast", "!autocast"}
 
     def active(operators: tuple[OperatorSpec, ...], *, in_layer: bool = False) -> tuple[OperatorSpec, ...]:
         kept = []

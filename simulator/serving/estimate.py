@@ -8,7 +8,7 @@ from simulator.config.estimate import Interval
 from simulator.config.model import Model
 from simulator.serving.deployment import Deployment
 from simulator.serving.engine import engine_of
-from simulator.serving.kv_cache import CacheRoom, cache_room
+from simulator.serving.kv_cache import CacheCapacity, cache_capacity
 from simulator.serving.latency import Latency, latency
 from simulator.serving.server import serve
 from simulator.serving.traffic import Traffic
@@ -24,7 +24,7 @@ class ServingEstimate:
     e2e_s: Interval
     output_tokens_per_s_per_gpu: Interval
     latency: Latency
-    room: CacheRoom
+    room: CacheCapacity
 
 
 def estimate_serving(
@@ -46,7 +46,7 @@ def estimate_serving(
         e2e_s=_interval(seen.e2e_s.mean, engine.spread_tpot),
         output_tokens_per_s_per_gpu=_interval(seen.output_tokens_per_s / deployment.gpus, engine.spread_throughput),
         latency=seen,
-        room=cache_room(model, cluster, deployment, deployment.pool),
+        room=cache_capacity(model, cluster, deployment, deployment.pool),
     )
 
 

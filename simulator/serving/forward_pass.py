@@ -176,7 +176,7 @@ class ForwardPass:
             block["experts"] = self._experts(tokens, local)
         else:
             block["feed_forward"] = self._mlp(local, self.model.ffn)
-        return block | self._joined(tokens, local, sparse=kind.sparse)
+        return block | self._block_collectives(tokens, local, sparse=kind.sparse)
 
     def _attention_products(self, rows: Floats) -> Floats:
         model, product, tp = self.model, self.kernels.product, self.pool.tp
@@ -215,7 +215,7 @@ class ForwardPass:
             time = time + self._mlp(local, moe.shared_ffn)
         return time
 
-    def _joined(self, tokens: Floats, local: Floats, *, sparse: bool) -> dict[str, Floats]:
+    def _block_collectives(self, tokens: Floats, local: Floats, *, sparse: bool) -> dict[str, Floats]:
         """Return seconds of a layer's collectives: an all-reduce after each half, or tokens sent to experts and back."""
         pool, h = self.pool, self.model.hidden
         reduced = self._all_reduce(2.0 * local * h, pool.tp)

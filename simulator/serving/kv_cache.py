@@ -17,7 +17,7 @@ GRAPHS_BYTES = 1.0 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheRoom:
+class CacheCapacity:
     """Memory of one GPU of an engine, in bytes by category, and how many tokens its cache holds for the whole engine."""
 
     capacity_bytes: float
@@ -69,7 +69,7 @@ def activation_bytes(model: Model, deployment: Deployment, pool: Pool) -> float:
     return max(inside, sequences * model.vocab * 4.0 * 2)
 
 
-def cache_room(model: Model, cluster: Cluster, deployment: Deployment, pool: Pool) -> CacheRoom:
+def cache_capacity(model: Model, cluster: Cluster, deployment: Deployment, pool: Pool) -> CacheCapacity:
     """Return what memory holds on one GPU of `pool`, and the tokens that its engine's cache has room for."""
     engine = engine_of(deployment.engine)
     fraction = deployment.memory_fraction or engine.memory_fraction
@@ -88,7 +88,7 @@ def cache_room(model: Model, cluster: Cluster, deployment: Deployment, pool: Poo
     blocks = max(0, int(room / (per_token * engine.block_tokens)))
     tokens = blocks * engine.block_tokens * pool.dp_attention
     parts["kv_cache"] = blocks * engine.block_tokens * per_token
-    return CacheRoom(
+    return CacheCapacity(
         capacity_bytes=total,
         by_category=parts,
         bytes_per_token=per_token,

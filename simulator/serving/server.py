@@ -18,7 +18,7 @@ from simulator.serving.batch import Answer, Batch, Step
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of
 from simulator.serving.forward_pass import ForwardPass, cache_bytes_per_token
-from simulator.serving.kv_cache import cache_room
+from simulator.serving.kv_cache import cache_capacity
 from simulator.serving.traffic import Traffic
 from topology.cluster import Cluster
 from topology.errors import Infeasible
@@ -167,7 +167,7 @@ def _schedulers(
 ) -> list[Scheduler]:
     """Return the engines of a pool; the stages of a pipeline work on so many batches at once, one each."""
     costs = ForwardPass(model, cluster, deployment, pool)
-    room = cache_room(model, cluster, deployment, pool)
+    room = cache_capacity(model, cluster, deployment, pool)
     lanes = pool.pp
     return [
         Scheduler(

@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 from planner.calibrate.agenda import STARTING_S  # noqa: E402 - the path comes first
 from planner.calibrate.choose import Knowledge, Measurement, in_order, targets_themselves  # noqa: E402
 from planner.calibrate.layer_runs import NARROW  # noqa: E402
-from planner.calibrate.measurements import OPERATORS_AT_ONCE, Possible, described, ops_of, own_effects  # noqa: E402
+from planner.calibrate.measurements import OPERATORS_AT_ONCE, PossibleMeasurements, described, ops_of, own_effects  # noqa: E402
 from planner.calibrate.planned_step import PlannedStep  # noqa: E402
 from planner.calibrate.terms import terms_of  # noqa: E402
 from planner.question.cases import load_case, read_cases  # noqa: E402
@@ -97,7 +97,7 @@ class Recorded:
     samples: dict[str, tuple[Any, ...]]
 
 
-def recorded(profile: Profile, possible: Possible) -> Iterator[Recorded]:
+def recorded(profile: Profile, possible: PossibleMeasurements) -> Iterator[Recorded]:
     """Yield the samples of a profile as the measurements that gave them."""
     pairs: dict[str, list[Any]] = {}
     for sample in profile.layers:
@@ -142,7 +142,7 @@ def in_chosen_order(profile: Profile, runs: Runs, cluster: Cluster) -> list[tupl
     steps = [step for step, _ in runs]
     terms = terms_of([step.plan for step in steps], [step.runtime for step in steps], ops_of(steps, cluster))
     rows, _ = own_effects(steps, cluster, terms, None)
-    parts = list(recorded(profile, Possible(cluster, GPUS, terms)))
+    parts = list(recorded(profile, PossibleMeasurements(cluster, GPUS, terms)))
     by_id = {id(part.measurement): part for part in parts}
     chosen = in_order(
         [part.measurement for part in parts],

@@ -34,7 +34,7 @@ from planner.runs.runs_store import plan_words  # noqa: E402
 from planner.tune.candidates import Candidate, Candidates, candidates_of, in_order  # noqa: E402
 from planner.tune.choice import best_of  # noqa: E402
 from planner.tune.loop import Limits, tune  # noqa: E402
-from planner.tune.runners.twin import Recorded, RecordedQuestion  # noqa: E402
+from planner.tune.runners.recorded_trials import Recorded, RecordedQuestion  # noqa: E402
 from planner.tune.trials import Chosen, Status, Trial  # noqa: E402
 from simulator.config.estimate import SURE  # noqa: E402
 from simulator.config.model import MixtureOfExperts, Model  # noqa: E402

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from planner.question.cases import read_cases  # noqa: E402 - the path comes first
-from planner.tune.runners.twin import RecordedQuestion, recorded_questions  # noqa: E402
+from planner.tune.runners.recorded_trials import RecordedQuestion, recorded_questions  # noqa: E402
 from tests.bench.tune_rivals import COUNTS, METHODS, Curve, curves  # noqa: E402
 
 LEAST_PLANS, LEAST_MEASURED = 8, 4

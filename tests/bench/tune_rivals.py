@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from statistics import mean
 
 from planner.tune.loop import Limits, tune
-from planner.tune.runners.twin import START_S, STEPS, RecordedQuestion, Twin
+from planner.tune.runners.recorded_trials import START_S, STEPS, RecordedQuestion, RecordedTrials
 from simulator.config.plan import Plan
 
 COUNTS = (0, 1, 2, 4, 8)
@@ -55,7 +55,7 @@ def by_tune(question: RecordedQuestion) -> Curve:
     """Run the loop itself, without its stop."""
     view = tune(
         question.candidates,
-        Twin(recorded=question.recorded),
+        RecordedTrials(recorded=question.recorded),
         Limits(budget_s=float("inf"), trials=max(COUNTS), within=-1e9),
     )
     return _curve(question, [trial.step_s for trial in view.trials], _regret(question, _steps(question), 1))

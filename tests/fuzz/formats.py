@@ -32,7 +32,7 @@ from planner.sharding.plans.report import report_case
 from planner.sharding.problem.problem import split_cases
 from planner.tune.document import tune_document
 from planner.tune.loop import Limits, tune
-from planner.tune.runners.twin import Twin, recorded_questions
+from planner.tune.runners.recorded_trials import RecordedTrials, recorded_questions
 from planner.tune.sessions.session import cut_short
 from planner.tune.state import read_state
 from planner.tune.text import lines as text_of_tuning
@@ -244,7 +244,7 @@ def _read_tuning(text: str, path: Path) -> list[Any]:
     path.write_text(text, "utf-8")
     found = read_state(path)
     limits = Limits(budget_s=0.0)
-    view = tune(found.candidates, Twin(recorded={}), limits, trials=[*found.trials, *cut_short(found)])
+    view = tune(found.candidates, RecordedTrials(recorded={}), limits, trials=[*found.trials, *cut_short(found)])
     return [tune_document(view, within=0.01, state=None, learned=None), text_of_tuning(view, within=0.01)]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from planner.calibrate.agenda import Wanted, agenda_for, made_of
 from planner.calibrate.calibration_request import Request
 from planner.calibrate.choose import Knowledge, Measurement, Targets, in_order, targets_between
-from planner.calibrate.measurements import Possible, job_of, messages, ops_of
+from planner.calibrate.measurements import PossibleMeasurements, job_of, messages, ops_of
 from planner.calibrate.planned_step import PlannedStep
 from planner.calibrate.terms import effects, terms_of
 from simulator.calibration.calibration import Calibration
@@ -174,7 +174,7 @@ def test_what_was_not_measured_is_told_with_what_it_could_change() -> None:
 
 
 def test_a_job_is_what_the_executor_takes() -> None:
-    possible = Possible(
+    possible = PossibleMeasurements(
         MACHINE, 4, terms_of([Plan(dp_shard=4)], [Runtime()], ["all_gather"]), Calibration(gpu=MACHINE.slowest_kind)
     )
 

@@ -18,7 +18,7 @@ import planner as package
 from planner.configs.answer import Checked, check_text
 from planner.configs.check_document import check_document
 from planner.configs.command_line import CommandLine, option_kinds
-from planner.configs.configuration import NotAConfiguration, Told
+from planner.configs.configuration import CheckFlags, NotAConfiguration
 from planner.configs.documents import TomlDocument, YamlDocument
 from planner.configs.kinds import read_configuration
 from planner.export.schema import schema
@@ -26,25 +26,25 @@ from topology.errors import BadInput, PlannerError
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "examples" / "check"
-# What each answer has to say, by the sums of the README there: (told, legal, does it fit, something that is said).
+# What each answer has to say, by the sums of the README there: (flags, legal, does it fit, something that is said).
 LAUNCH = "torchrun --nproc_per_node 8 train.py --per_device_train_batch_size 1 --gradient_accumulation_steps 8 --bf16"
 ANSWERS = {
-    "torchtitan_llama3_8b.toml": (Told(), True, True, "64 GPUs (the file's own comment)"),
-    "torchtitan_llama3_70b.toml": (Told(), True, True, "cluster dgx-a100"),
-    "torchtitan_llama3_405b.toml": (Told(), True, None, "low_precision_recipe = tensorwise"),
-    "torchtitan_deepseek_v3.toml": (Told(gpus=256), True, False, ""),
-    "torchtitan_llama3_70b_8xb200.toml": (Told(cluster="dgx-b200"), False, None, "known: float32"),
-    "torchtitan_llama3_70b_command.sh": (Told(), True, True, "in chunks"),
-    "megatron_gpt3_175b.sh": (Told(), False, None, "8 GPUs are not a multiple of tp 8 x cp 1 x pp 16"),
-    "megatron_llama3_8b_fp8.sh": (Told(), True, None, "low_precision_recipe = delayed"),
-    "bridge_llama32_1b.yaml": (Told(gpus=8), True, True, ""),
-    "deepspeed_zero3_auto.json": (Told(model="qwen2.5-7b", seq_len=2048, launch=LAUNCH), True, True, ""),
-    "deepspeed_zero2_autotp.json": (Told(launch=LAUNCH), True, True, ""),
-    "accelerate_fsdp1.yaml": (Told(model="llama3-8b", seq_len=2048), True, True, "global batch 64"),
-    "accelerate_zero3.yaml": (Told(model="llama3-8b", seq_len=2048), True, True, ""),
-    "accelerate_tp_hsdp.yaml": (Told(model="llama3-8b", seq_len=4096), True, True, ""),
-    "accelerate_cp.yaml": (Told(model="llama3-8b", seq_len=65536), True, False, ""),
-    "arguments_zephyr_7b.yaml": (Told(model="mistral-7b"), True, False, "8 GPUs (the cluster's"),
+    "torchtitan_llama3_8b.toml": (CheckFlags(), True, True, "64 GPUs (the file's own comment)"),
+    "torchtitan_llama3_70b.toml": (CheckFlags(), True, True, "cluster dgx-a100"),
+    "torchtitan_llama3_405b.toml": (CheckFlags(), True, None, "low_precision_recipe = tensorwise"),
+    "torchtitan_deepseek_v3.toml": (CheckFlags(gpus=256), True, False, ""),
+    "torchtitan_llama3_70b_8xb200.toml": (CheckFlags(cluster="dgx-b200"), False, None, "known: float32"),
+    "torchtitan_llama3_70b_command.sh": (CheckFlags(), True, True, "in chunks"),
+    "megatron_gpt3_175b.sh": (CheckFlags(), False, None, "8 GPUs are not a multiple of tp 8 x cp 1 x pp 16"),
+    "megatron_llama3_8b_fp8.sh": (CheckFlags(), True, None, "low_precision_recipe = delayed"),
+    "bridge_llama32_1b.yaml": (CheckFlags(gpus=8), True, True, ""),
+    "deepspeed_zero3_auto.json": (CheckFlags(model="qwen2.5-7b", seq_len=2048, launch=LAUNCH), True, True, ""),
+    "deepspeed_zero2_autotp.json": (CheckFlags(launch=LAUNCH), True, True, ""),
+    "accelerate_fsdp1.yaml": (CheckFlags(model="llama3-8b", seq_len=2048), True, True, "global batch 64"),
+    "accelerate_zero3.yaml": (CheckFlags(model="llama3-8b", seq_len=2048), True, True, ""),
+    "accelerate_tp_hsdp.yaml": (CheckFlags(model="llama3-8b", seq_len=4096), True, True, ""),
+    "accelerate_cp.yaml": (CheckFlags(model="llama3-8b", seq_len=65536), True, False, ""),
+    "arguments_zephyr_7b.yaml": (CheckFlags(model="mistral-7b"), True, False, "8 GPUs (the cluster's"),
 }
 FILES = sorted(path.name for path in KEPT.iterdir() if path.suffix != ".md")
 
@@ -199,7 +199,7 @@ def test_nothing_in_a_script_is_run(text: str, tmp_path: Path, monkeypatch) -> N
 )
 def test_what_is_no_configuration_is_refused(text: str, name: str) -> None:
     with pytest.raises((BadInput, NotAConfiguration)):
-        read_configuration(text, name, Told())
+        read_configuration(text, name, CheckFlags())
 
 
 scalars = st.one_of(
@@ -264,6 +264,6 @@ def test_a_key_that_is_new_is_added_where_it_belongs(values, data) -> None:
 @settings(max_examples=200, deadline=None)
 def test_any_text_is_read_or_refused(text: str, name: str) -> None:
     try:
-        read_configuration(text, name, Told())
+        read_configuration(text, name, CheckFlags())
     except PlannerError:
         return

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from planner.configs.configuration import Told
+from planner.configs.configuration import CheckFlags
 from planner.configs.kinds import read_configuration
 from planner.export.frameworks import accelerate_fields, deepspeed_fields, megatron_fields, torchtitan_fields
 from planner.export.frameworks.megatron_model import model_flags, model_of_flags
@@ -161,7 +161,7 @@ def test_exported_files_say_their_plan_to_the_readers() -> None:
                 done = export(job, target)
             except Infeasible:
                 continue
-            found = read_configuration(done.text, target.file_name, Told())
+            found = read_configuration(done.text, target.file_name, CheckFlags())
             given = {"gpus": job.plan.gpus, "layers": job.question.model.layers, "moe": False, "max_positions": 0}
             back = read(found.table, found.settings, given)
             for key in ("tp", "cp", "pp", "ep", "micro_batch_size"):
@@ -220,16 +220,16 @@ def test_deepspeed_without_a_data_parallel_size_ignores_the_context_degree() -> 
 def test_the_readers_formats_are_those_of_standard_libraries() -> None:
     """A file that a library writes is read as the library reads it."""
     document = {"parallelism": {"tensor_parallel_degree": 2}, "training": {"seq_len": 1024}}
-    found = read_configuration(tomli_w.dumps(document), "a.toml", Told())
+    found = read_configuration(tomli_w.dumps(document), "a.toml", CheckFlags())
     assert found.settings == {"parallelism.tensor_parallel_degree": 2, "training.seq_len": 1024}
     assert tomllib.loads(found.document.text) == document
     zero = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 4}
     for text in (json.dumps(zero), json.dumps(zero, indent="\t"), json.dumps(zero, indent=2)):
-        assert read_configuration(text, "a.json", Told()).settings["zero_optimization.stage"] == 3
+        assert read_configuration(text, "a.json", CheckFlags()).settings["zero_optimization.stage"] == 3
     launch = {
         "distributed_type": "FSDP",
         "mixed_precision": "no",
         "num_processes": 8,
         "fsdp_config": {"fsdp_version": 2},
     }
-    assert read_configuration(yaml.safe_dump(launch), "a.yaml", Told()).settings["fsdp_config.fsdp_version"] == 2
+    assert read_configuration(yaml.safe_dump(launch), "a.yaml", CheckFlags()).settings["fsdp_config.fsdp_version"] == 2

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from planner.learn.fit import Asked, Runs, fit, left_out_errors, measured_of
+from planner.learn.fit import PredictedCases, Runs, fit, left_out_errors, measured_of
 from planner.learn.next_runs import ask_next
 from planner.learn.runs_file import read_runs
 from planner.question.cases import load_case
@@ -48,7 +48,7 @@ def measured(data: dict) -> dict:
     loaded = load_case(data)
     described = loaded.question.runtime.name
     assert described == "megatron-lm"
-    found = Asked([loaded]).predicted({"step_s": 1e-3, "rest_s": 3e-3, **TRUTH}, compiled=False)[0]
+    found = PredictedCases([loaded]).predicted({"step_s": 1e-3, "rest_s": 3e-3, **TRUTH}, compiled=False)[0]
     memory = {"peak_memory_gib": found.memory.peak_bytes.value / GIB, "memory_is": "allocated"}
     return {**data, "measured": {"step_s": found.step_s.value, **memory}}
 

@@ -17,9 +17,9 @@ from planner.tune.candidates import Candidates, candidates_of
 from planner.tune.choice import Best, choose, gain
 from planner.tune.learned import add_trials
 from planner.tune.loop import MOST_FAILED, Limits, tune
-from planner.tune.runners.twin import Recorded, Twin, recorded_questions
+from planner.tune.runners.recorded_trials import Recorded, RecordedTrials, recorded_questions
 from planner.tune.sessions.session import require_here
-from planner.tune.state import Asked, read_state, write_new, writing
+from planner.tune.state import TuningRequest, read_state, write_new, writing
 from planner.tune.stop import outlook
 from planner.tune.trials import Status, Trial
 from simulator.config.hf_config import load_model
@@ -160,7 +160,7 @@ def test_plans_that_may_not_fit_wait_for_those_that_do(small) -> None:
     doubtful = replace(memory, capacity_bytes=memory.reserved_bytes * 1.01)
     two = Candidates(plans=(replace(quick, estimate=replace(quick.estimate, memory=doubtful)), slow), legal=2)
 
-    first = choose(two, believe(two, []), [], Twin(recorded={}))
+    first = choose(two, believe(two, []), [], RecordedTrials(recorded={}))
 
     assert [one.row for one in first] == [1]
 
@@ -172,7 +172,7 @@ def test_what_fails_is_not_tried_again_and_casts_doubt_on_its_likes(small) -> No
     after = believe(plans, [failed])
 
     assert after.runs[0] == min(after.runs)
-    assert all(one.row != 0 for one in choose(plans, after, [failed], Twin(recorded={})))
+    assert all(one.row != 0 for one in choose(plans, after, [failed], RecordedTrials(recorded={})))
 
 
 def drawn_truth(plans: Candidates, seed: int) -> dict[str, Recorded]:
@@ -188,7 +188,7 @@ def test_where_beliefs_are_right_the_stop_is_right_as_often_as_it_says(small) ->
     wrong, used = 0, []
     for seed in range(24):
         truth = drawn_truth(plans, seed)
-        view = tune(plans, Twin(recorded=truth), Limits(budget_s=math.inf))
+        view = tune(plans, RecordedTrials(recorded=truth), Limits(budget_s=math.inf))
         least = min(one.step_s for one in truth.values())
         wrong += least < view.best.step_s * 0.99
         used.append(len(view.trials))
@@ -198,7 +198,7 @@ def test_where_beliefs_are_right_the_stop_is_right_as_often_as_it_says(small) ->
 
 
 def test_recorded_runs_are_searched_in_fewer_trials_than_by_chance(recorded) -> None:
-    view = tune(recorded.candidates, Twin(recorded=recorded.recorded), Limits(budget_s=math.inf, trials=6))
+    view = tune(recorded.candidates, RecordedTrials(recorded=recorded.recorded), Limits(budget_s=math.inf, trials=6))
 
     steps = np.array([one.step_s for one in recorded.recorded.values() if one.step_s])
     draw = np.random.default_rng(0)
@@ -211,7 +211,7 @@ def test_a_budget_ends_a_tuning(recorded) -> None:
 
     view = tune(
         recorded.candidates,
-        Twin(recorded=recorded.recorded),
+        RecordedTrials(recorded=recorded.recorded),
         Limits(budget_s=100.0, within=0.0),
         clock=lambda: next(clock),
     )
@@ -225,7 +225,7 @@ def test_a_budget_ends_a_tuning(recorded) -> None:
 
 def begun(path, small) -> Candidates:
     question, plans = small
-    asked = Asked(
+    asked = TuningRequest(
         model=question.model,
         cluster=question.cluster,
         workload=question.workload,
@@ -349,7 +349,7 @@ def test_trials_that_all_fail_end_a_tuning_before_its_budget(small) -> None:
     _, plans = small
     broken = {one.key: Recorded(step_s=None, status=Status.FAILED) for one in plans.plans}
 
-    view = tune(plans, Twin(recorded=broken), Limits(budget_s=math.inf))
+    view = tune(plans, RecordedTrials(recorded=broken), Limits(budget_s=math.inf))
 
     assert view.best is None
     assert len(view.trials) == MOST_FAILED
@@ -358,7 +358,7 @@ def test_trials_that_all_fail_end_a_tuning_before_its_budget(small) -> None:
 
 def test_a_tuning_for_another_machine_is_stale(small) -> None:
     question, _ = small
-    asked = Asked(
+    asked = TuningRequest(
         **{name: getattr(question, name) for name in ("model", "cluster", "workload", "runtime")},
         framework="meshwright",
         gpus=8,

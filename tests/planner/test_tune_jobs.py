@@ -15,7 +15,7 @@ from planner.question.question import question_of
 from planner.tune.candidates import candidates_of
 from planner.tune.runners.job_trials import JobTrials
 from planner.tune.sessions.job import TuneJob
-from planner.tune.state import Asked
+from planner.tune.state import TuningRequest
 from planner.tune.trials import Chosen, Status
 from simulator.config.hf_config import load_model
 from simulator.config.workload import Workload
@@ -101,9 +101,9 @@ def test_each_trial_is_a_job_of_two_nodes(two_nodes, scheduler, tmp_path, what, 
     assert (cancelled.read_text().split() if cancelled.is_file() else []) == (["4711"] if what == "hang" else [])
 
 
-def asked(question, **changes) -> Asked:
+def asked(question, **changes) -> TuningRequest:
     fields = {name: getattr(question, name) for name in ("model", "cluster", "workload", "runtime")}
-    return Asked(**fields, framework="meshwright", gpus=8, budget_s=600.0, within=0.01, **changes)
+    return TuningRequest(**fields, framework="meshwright", gpus=8, budget_s=600.0, within=0.01, **changes)
 
 
 def test_one_job_for_all_trials_is_refused_where_plans_need_several_nodes(two_nodes, tmp_path) -> None:

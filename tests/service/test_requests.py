@@ -14,7 +14,7 @@ from tests.service import needs  # noqa: F401 - skips where a package is missing
 from topology.errors import BadInput
 
 from planner.cli import app  # isort: skip
-from planner.service.requests import PLAIN_NAME, arguments, asked_of, request_type, served, write_inputs  # isort: skip
+from planner.service.requests import PLAIN_NAME, arguments, job_request, request_type, served, write_inputs  # isort: skip
 
 import typer  # isort: skip
 from pydantic import ValidationError  # isort: skip
@@ -24,7 +24,7 @@ TYPES = {command: request_type(command, flags) for command, flags in FLAGS.items
 
 
 def asked(command, said, *, may_read=False):
-    return asked_of(command, FLAGS[command], TYPES[command].model_validate_json(json.dumps(said)), may_read=may_read)
+    return job_request(command, FLAGS[command], TYPES[command].model_validate_json(json.dumps(said)), may_read=may_read)
 
 
 def parsed(words):

@@ -12,7 +12,7 @@ import pytest
 from tests.service import needs  # noqa: F401 - skips where a package is missing
 
 from planner.service.store.database import connect  # isort: skip
-from planner.service.store.jobs import DONE, Artifact, Ending, Jobs, KeyTaken, TooMany  # isort: skip
+from planner.service.store.jobs import DONE, Artifact, JobEnd, Jobs, KeyTaken, TooMany  # isort: skip
 
 LEASE_S = 30.0
 
@@ -91,11 +91,11 @@ def test_only_the_holder_ends_a_job(jobs):
     assert (late.job, holder.job) == (job, job)
     assert holder.fence > late.fence
 
-    assert jobs.end(late, Ending(state=DONE, exit_code=0, result='"late"')) is False
+    assert jobs.end(late, JobEnd(state=DONE, exit_code=0, result='"late"')) is False
     assert jobs.renew([late, holder], LEASE_S) == {job}
     wrote = Artifact(name="run/trace.json", sha256="0" * 64, bytes=3)
-    assert jobs.end(holder, Ending(state=DONE, exit_code=0, result='"held"', artifacts=(wrote,))) is True
-    assert jobs.end(holder, Ending(state=DONE, exit_code=0, result='"again"')) is False
+    assert jobs.end(holder, JobEnd(state=DONE, exit_code=0, result='"held"', artifacts=(wrote,))) is True
+    assert jobs.end(holder, JobEnd(state=DONE, exit_code=0, result='"again"')) is False
     row = jobs.read("ada", job)
     assert (row["state"], row["result"], row["artifacts"]) == (DONE, '"held"', [wrote])
 
@@ -140,7 +140,7 @@ def test_a_cancelled_job_is_neither_started_nor_ended(jobs):
         jobs.cancel("ada", job)
 
     assert jobs.claim("next", LEASE_S, without=()) is None
-    assert jobs.end(claim, Ending(state=DONE, exit_code=0, result="1")) is False
+    assert jobs.end(claim, JobEnd(state=DONE, exit_code=0, result="1")) is False
     assert jobs.renew([claim], LEASE_S) == {running}
     assert {jobs.read("ada", job)["state"] for job in (waiting, running)} == {"cancelled"}
 
@@ -167,7 +167,7 @@ def test_runs_wait_for_each_other(jobs):
 def test_ended_jobs_are_forgotten(jobs):
     ended, waiting = submit(jobs), submit(jobs)
     claim = jobs.claim("busy", LEASE_S, without=())
-    jobs.end(claim, Ending(state=DONE, artifacts=(Artifact(name="a", sha256="0" * 64, bytes=1),)))
+    jobs.end(claim, JobEnd(state=DONE, artifacts=(Artifact(name="a", sha256="0" * 64, bytes=1),)))
     ended, waiting = claim.job, ({ended, waiting} - {claim.job}).pop()
 
     assert jobs.forget(3600.0) == 0

@@ -50,7 +50,7 @@ def _pcie(machine: Machine) -> list[Finding]:
             share=(gpu.pcie_width or 0) / (gpu.pcie_width_max or 1),
         )
         for index, gpu in sorted(machine.gpus.items())
-        if gpu.narrowed
+        if gpu.downgraded
     ]
 
 

@@ -155,7 +155,7 @@ def host_fabric(machine: Machine, *, confidence: float) -> tuple[list[Vertex], l
     rate |= {nic.label: nic.pcie_bytes_per_s for nic in machine.nics}
     tray = {f"gpu{index}": gpu.tray for index, gpu in machine.gpus.items()}
     tray |= {nic.label: nic.tray for nic in machine.nics}
-    degraded = {f"gpu{gpu.index}" for gpu in machine.gpus.values() if gpu.narrowed}
+    degraded = {f"gpu{gpu.index}" for gpu in machine.gpus.values() if gpu.downgraded}
     vertices: list[Vertex] = []
     links: list[Link] = []
 

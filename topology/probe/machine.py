@@ -68,7 +68,7 @@ class GpuFacts:
     nvml: NvmlGpu | None = None
 
     @property
-    def narrowed(self) -> bool:
+    def downgraded(self) -> bool:
         """Whether the PCIe link runs with fewer lanes than it could."""
         return bool(self.pcie_width and self.pcie_width_max and self.pcie_width < self.pcie_width_max)
 

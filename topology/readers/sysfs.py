@@ -33,7 +33,7 @@ class PcieLink:
         return pcie_bytes_per_s(speed, self.width) if speed and self.width else None
 
     @property
-    def narrowed(self) -> bool:
+    def downgraded(self) -> bool:
         return self.width is not None and self.width_max is not None and 0 < self.width < self.width_max
 
 

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.search.plan_space.candidates import Nodes
-from planner.search.plan_space.kept import Collected, Threshold
+from planner.search.plan_space.collected import Collected, Threshold
 from simulator.closed_form.screening import Screening, SharedBlocks
-from simulator.columns.plan_columns import PlanColumns, distinct, joined
+from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.columns.plan_table import Floats
 from simulator.pipeline.schedules import SPLIT_BACKWARD
 
@@ -92,8 +92,8 @@ class Screened:
         fitting, near, seen = _screen_memory(screening, nodes, self.shared, nearly, self.expired, self.report)
         self.all_nodes_seen = seen == len(nodes)
         nothing = nodes.columns.take(slice(0)), np.empty(0, dtype=np.intp), np.empty(0)
-        self.leaves = fitting.joined() if len(fitting) else nothing
-        self.near = near.joined() if len(near) else nothing
+        self.leaves = fitting.concatenated() if len(fitting) else nothing
+        self.near = near.concatenated() if len(near) else nothing
 
     @cached_property
     def bounds(self) -> _Bounds:
@@ -106,7 +106,7 @@ class Screened:
         for columns, of_node, reserved in (self.leaves, self.near):
             rows = np.nonzero((columns.pp > 1) & (reserved > limit_bytes) & (reserved <= limit_bytes * nearly))[0]
             parts.append((columns.take(rows), of_node[rows], reserved[rows]))
-        columns = joined([part[0] for part in parts])
+        columns = concatenate([part[0] for part in parts])
         of_node, reserved = (np.concatenate([part[n] for part in parts]) for n in (1, 2))
         if not len(columns):
             return columns, np.empty(0)
@@ -392,7 +392,7 @@ class _BestFirst:
         fitting = np.nonzero(self.costed & (self.variants.pp > 1) & (self.seconds <= limit_s))[0]
         columns, step_s = near_misses
         missing = np.nonzero(step_s <= limit_s)[0]
-        near = joined([self.variants.take(fitting), columns.take(missing)])
+        near = concatenate([self.variants.take(fitting), columns.take(missing)])
         return near, np.concatenate([self.seconds[fitting], step_s[missing]])
 
     def _undominated(self, rows: Rows) -> Rows:

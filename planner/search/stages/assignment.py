@@ -22,7 +22,7 @@ from planner.search.stages.options import cost_blocks
 from planner.search.stages.solver import solve_stages
 from simulator.closed_form.estimates import estimate_plans
 from simulator.closed_form.screening import Screening
-from simulator.columns.plan_columns import PlanColumns, distinct, joined
+from simulator.columns.plan_columns import PlanColumns, concatenate, distinct
 from simulator.config.plan import MESH_AXES, Plan
 from simulator.legality.frameworks import Framework
 from topology.cluster import Cluster
@@ -77,7 +77,7 @@ def assign_stages(
     setting_columns, starts = _best_settings(screening, nodes, columns, recomputes)
     plans = [plan_of_row(setting_columns, row, screening.scenario.cluster) for row in range(len(setting_columns))]
     costs = cost_blocks(screening, plans, setting_columns, recomputes)
-    grid = grids_of(joined([explored.columns, columns]))
+    grid = grids_of(concatenate([explored.columns, columns]))
     best = np.full(int(grid.max()) + 1, np.inf)
     np.minimum.at(best, grid[: len(explored)], explored.step_s)
     better, gap, solved = [], 0.0, 0
@@ -155,7 +155,7 @@ def _best_settings(
     is the end of the last plan's settings.
     """
     by_pipeline = [nodes.settings(plans.take(np.array([row]))) for row in range(len(plans))]
-    columns = joined(by_pipeline)
+    columns = concatenate(by_pipeline)
     starts = [0, *np.cumsum([len(some) for some in by_pipeline]).tolist()]
     if len(columns) == len(plans):
         return columns, starts

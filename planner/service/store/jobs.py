@@ -62,7 +62,7 @@ class Artifact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class JobEnd:
     """How a job ended. `result` and `error` are JSON."""
 
     state: str
@@ -184,7 +184,7 @@ class Jobs:
         with self._engine.begin() as connection:
             connection.execute(_held(claim).values(progress=line[:MAX_LINE]))
 
-    def end(self, claim: Claim, ending: Ending) -> bool:
+    def end(self, claim: Claim, ending: JobEnd) -> bool:
         """End a job; return False, and change nothing, where another server or a cancellation came first."""
         values = {"state": ending.state, "exit_code": ending.exit_code, "result": ending.result, "error": ending.error}
         with self._engine.begin() as connection:

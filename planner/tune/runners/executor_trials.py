@@ -22,7 +22,7 @@ from planner.runs import runs_store
 from planner.runs.planned_run import PlannedRun, cpu_run, cuda_run
 from planner.runs.run_document import verify_run
 from planner.tune.candidates import Candidate
-from planner.tune.state import Began, began_now
+from planner.tune.state import TrialStart, started_now
 from planner.tune.trials import Chosen, Status, Trial
 from simulator.config.plan import MESH_AXES
 from topology import codec
@@ -62,7 +62,7 @@ class ExecutorTrials:
     profiled: bool = False
     trainer: str = "own"  # or torchtitan: whose training step is run
     tell: Callable[[str], None] = lambda _: None
-    began: Callable[[Began], None] = lambda _: None
+    began: Callable[[TrialStart], None] = lambda _: None
     store: Path | None = None
     gpu_processes: Callable[[], set[int]] = _gpu_processes
     others: set[int] | None = None  # processes on the GPUs before the first trial
@@ -94,7 +94,7 @@ class ExecutorTrials:
                 yield _failed(candidate, chosen, str(error), folder)
                 continue
             codec.write_text(folder / "request.json", codec.to_json(request) + "\n")
-            self.began(began_now(candidate.key, folder, chosen.predicted_s, chosen.why))
+            self.began(started_now(candidate.key, folder, chosen.predicted_s, chosen.why))
             arguments += ["--run", str(folder / "request.json"), str(folder)]
             folders.append((candidate, chosen, folder))
         if not folders:

@@ -13,7 +13,7 @@ from typing import ClassVar
 from planner.question.question import Question
 from planner.tune.candidates import Candidate
 from planner.tune.runners.executor_trials import new_folder
-from planner.tune.state import Began, began_now
+from planner.tune.state import TrialStart, started_now
 from planner.tune.trials import Chosen, Status, Trial
 from topology.errors import PlannerError
 
@@ -31,7 +31,7 @@ class SingleTrials:
     limit_s: float
     timed_steps: int = 10
     tell: Callable[[str], None] = lambda _: None
-    began: Callable[[Began], None] = lambda _: None
+    began: Callable[[TrialStart], None] = lambda _: None
     starts_s: list[float] = field(default_factory=list)
 
     def start_s(self, candidate: Candidate) -> float:
@@ -70,4 +70,4 @@ class SingleTrials:
         raise NotImplementedError
 
     def say_begun(self, trial: Trial, folder: Path) -> None:
-        self.began(began_now(trial.key, folder, trial.predicted_s, trial.why))
+        self.began(started_now(trial.key, folder, trial.predicted_s, trial.why))

@@ -10,7 +10,7 @@ from pathlib import Path
 from planner.export.job_files import BASH, directives, slurm_options, train_job
 from planner.export.yaml_text import yaml_text
 from planner.runs.launchers import PLAIN_PATH, STARTING_S, JobFile, LauncherJob
-from planner.tune.state import Asked
+from planner.tune.state import TuningRequest
 from topology.errors import BadInput, UserError
 
 LAUNCHERS = ("slurm", "trainjob")
@@ -20,7 +20,7 @@ LAUNCHERS = ("slurm", "trainjob")
 class TuneJob:
     """The job of the tuning in `state`."""
 
-    asked: Asked
+    asked: TuningRequest
     state: Path
     launcher: str
     name: str = "meshwright-tune"

@@ -13,8 +13,8 @@ from planner.tune.loop import Limits, Show, View, tune
 from planner.tune.runners.command_trials import CommandTrials, command_metric, command_words, end_left_over
 from planner.tune.runners.executor_trials import ExecutorTrials, read_report, trial_of_report
 from planner.tune.runners.job_trials import JobTrials
-from planner.tune.runners.twin import Twin
-from planner.tune.state import Asked, Began, Journal, State, read_state, writing
+from planner.tune.runners.recorded_trials import RecordedTrials
+from planner.tune.state import Journal, State, TrialStart, TuningRequest, read_state, writing
 from planner.tune.trials import Runner, Status, Trial
 from topology.cluster import Cluster
 from topology.errors import PlannerError, Stale
@@ -75,7 +75,7 @@ def shown(state: State) -> View:
     """Return where a tuning stands, without a trial more."""
     view = tune(
         state.candidates,
-        Twin(recorded={}),
+        RecordedTrials(recorded={}),
         Limits(budget_s=0.0, within=state.asked.within),
         trials=[*state.trials, *cut_short(state)],
         unknown_machine=state.asked.unknown_machine,
@@ -84,7 +84,7 @@ def shown(state: State) -> View:
 
 
 def runner_for(
-    asked: Asked, folder: Path, journal: Journal, *, tell: Tell, allow_busy: bool, trial_limit_s: float
+    asked: TuningRequest, folder: Path, journal: Journal, *, tell: Tell, allow_busy: bool, trial_limit_s: float
 ) -> Runner:
     """Return what makes trials on this machine. Raises PlannerError where it cannot."""
     if asked.how == "command":
@@ -133,7 +133,7 @@ def runner_for(
     )
 
 
-def require_here(asked: Asked, here: Cluster, health: Health, *, allow_busy: bool) -> None:
+def require_here(asked: TuningRequest, here: Cluster, health: Health, *, allow_busy: bool) -> None:
     """Raise Stale where the machine is not as planned, and PlannerError where it is not healthy: no trial would say more."""
     kinds = [sorted({gpu.kind for group in one.groups for gpu in group.node.gpus}) for one in (asked.cluster, here)]
     if here.gpu_count < asked.gpus or kinds[0] != kinds[1]:
@@ -152,7 +152,7 @@ def cut_short(state: State) -> list[Trial]:
     times and never ended.
     """
     found = []
-    by_plan: dict[str, list[Began]] = {}
+    by_plan: dict[str, list[TrialStart]] = {}
     for one in state.cut_short:
         by_plan.setdefault(one.key, []).append(one)
     for key, times in by_plan.items():
@@ -178,7 +178,7 @@ def cut_short(state: State) -> list[Trial]:
     return found
 
 
-def require_device(asked: Asked) -> None:
+def require_device(asked: TuningRequest) -> None:
     """Raise PlannerError where a state's trials cannot be made on this machine at all."""
     if asked.framework == "torchtitan" and importlib.util.find_spec("torchtitan") is None:
         raise PlannerError(

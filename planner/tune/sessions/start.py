@@ -13,9 +13,9 @@ from planner.question.flags import Flags
 from planner.search.answer import search_question
 from planner.tune.candidates import Candidates, candidates_of
 from planner.tune.runners.command_trials import command_metric, command_words
-from planner.tune.runners.twin import Twin, recorded_questions
+from planner.tune.runners.recorded_trials import RecordedTrials, recorded_questions
 from planner.tune.sessions.job import LAUNCHERS
-from planner.tune.state import Asked, State
+from planner.tune.state import State, TuningRequest
 from simulator.fitting.calibration_fit import Calibrations
 from simulator.legality.frameworks import framework_named
 from topology.errors import BadInput, UserError
@@ -54,8 +54,10 @@ def jobs_of(launcher: str, name: str, image: str | None) -> dict[str, Any]:
     return {"how": "jobs", "settings": settings}
 
 
-def asked_of(flags: Flags, framework: str, measured: Calibrations, wishes: dict[str, Any]) -> tuple[Asked, Candidates]:
-    """Return what is asked, and the plans that could be the best; `wishes` are other fields of `Asked`.
+def asked_of(
+    flags: Flags, framework: str, measured: Calibrations, wishes: dict[str, Any]
+) -> tuple[TuningRequest, Candidates]:
+    """Return what is asked, and the plans that could be the best; `wishes` are other fields of `TuningRequest`.
 
     Raises Infeasible (exit 3) where there is none, and errors of the named inputs.
     """
@@ -71,7 +73,7 @@ def asked_of(flags: Flags, framework: str, measured: Calibrations, wishes: dict[
     finally:
         output.end_progress()
     known = question.calibration
-    asked = Asked(
+    asked = TuningRequest(
         model=question.model,
         cluster=question.cluster,
         workload=question.workload,
@@ -87,7 +89,7 @@ def asked_of(flags: Flags, framework: str, measured: Calibrations, wishes: dict[
 
 def recorded_of(
     path: Path, case_id: str | None, budget: str | None, most: int | None, within: float
-) -> tuple[Asked, Candidates, Twin]:
+) -> tuple[TuningRequest, Candidates, RecordedTrials]:
     """Return the question of recorded runs, and the twin that looks its trials up."""
     cases = read_cases(path)[0]
     found = [one for one in recorded_questions(cases) if case_id is None or case_id in one.ids]
@@ -98,7 +100,7 @@ def recorded_of(
             remedy="runs of one question share model, cluster, workload and GPUs",
         )
     one = found[0]
-    asked = Asked(
+    asked = TuningRequest(
         model=one.question.model,
         cluster=one.question.cluster,
         workload=one.question.workload,
@@ -112,15 +114,15 @@ def recorded_of(
         settings={"file": str(path), "id": one.name},
         legal=one.candidates.legal,
     )
-    return asked, one.candidates, Twin(recorded=one.recorded)
+    return asked, one.candidates, RecordedTrials(recorded=one.recorded)
 
 
-def recorded_twin(known: State) -> Twin:
+def trials_recorded_for(known: State) -> RecordedTrials:
     """Return the twin of a state whose trials are looked up. Raises BadInput where the runs are not there."""
     file, name = known.asked.settings.get("file", ""), known.asked.settings.get("id", "")
     for one in recorded_questions(read_cases(file)[0]):
         if name == one.name:
-            return Twin(recorded=one.recorded)
+            return RecordedTrials(recorded=one.recorded)
     raise BadInput(f"{file} has no run {name}", why="the state looks its trials up there")
 
 

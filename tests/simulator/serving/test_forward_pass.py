@@ -7,7 +7,7 @@ import pytest
 from simulator.config.hf_config import load_model
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.forward_pass import ForwardPass, cache_bytes_per_token
-from simulator.serving.kv_cache import cache_room, weight_bytes
+from simulator.serving.kv_cache import cache_capacity, weight_bytes
 from topology.catalog.clusters import cluster, cluster_from_case
 from topology.cluster import Cluster
 
@@ -41,7 +41,7 @@ def test_weights_add_up_to_the_model() -> None:
 def test_llama2_70b_on_four_a6000() -> None:
     """A quarter of 68.98 B weights and 80 KiB of cache a token on each GPU: what 0.92 of its memory leaves, activations off."""
     a6000 = cluster_from_case({"gpu": "rtx-a6000", "gpus_per_node": 4, "nodes": 1})[0]
-    room = cache_room(LLAMA70, a6000, Deployment(), Pool(tp=4))
+    room = cache_capacity(LLAMA70, a6000, Deployment(), Pool(tp=4))
     assert room.by_category["weights"] == pytest.approx(2 * 68.98e9 / 4, rel=0.001)
     assert room.bytes_per_token == 80 * 2**10
     left = 0.92 * room.capacity_bytes - 2 * 68.98e9 / 4

@@ -11,7 +11,7 @@ from simulator.serving.batch import Answer, Batch
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of, engines
 from simulator.serving.forward_pass import ForwardPass
-from simulator.serving.kv_cache import cache_room
+from simulator.serving.kv_cache import cache_capacity
 from simulator.serving.server import serve
 from simulator.serving.traffic import Lengths, Request, Traffic
 from topology.catalog.clusters import cluster
@@ -24,7 +24,7 @@ H100 = cluster("dgx-h100", 1)
 def one_by_one(requests: list[Request], deployment: Deployment) -> dict[int, tuple[float, float]]:
     """Return (first token, last token) of each request by taking every step for itself: no stretch is summed up."""
     costs = ForwardPass(LLAMA, H100, deployment, deployment.pool)
-    room = cache_room(LLAMA, H100, deployment, deployment.pool)
+    room = cache_capacity(LLAMA, H100, deployment, deployment.pool)
     batch = Batch(
         engine=costs.engine,
         capacity=room.tokens,

@@ -35,7 +35,7 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Twin:
+class RecordedTrials:
     """Looks trials up; `recorded` is by the key of a candidate. Seconds are what such a trial would take."""
 
     recorded: Mapping[str, Recorded]

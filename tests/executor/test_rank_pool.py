@@ -1,4 +1,4 @@
-"""Crews of ranks: what becomes of a rank that fails, hangs or ends, and who works when on which GPUs.
+"""Pools of ranks: what becomes of a rank that fails, hangs or ends, and who works when on which GPUs.
 
 Ranks here are processes that do as their job says; a real one is in tests/planner/test_calibrate.py.
 """
@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from executor.calibrate import crew as crews
+from executor.calibrate import rank_pool as pools
 from executor.calibrate import run as shop
-from executor.calibrate.crew import Crew
+from executor.calibrate.rank_pool import RankPool
 from executor.calibrate.run import Shop, Work
 from executor.launch.records import Deadline, Recorder, read_records
 from tests.waiting import wait_until
@@ -63,26 +63,26 @@ class Scripted:
 
 @pytest.fixture
 def pair(tmp_path, monkeypatch):
-    monkeypatch.setattr(crews, "FAILED_S", 0.3)
-    monkeypatch.setattr(crews.os, "killpg", os.kill)  # scripted ranks lead no group
-    found = Crew(Scripted(), (0, 1), tmp_path / "crew", {})
+    monkeypatch.setattr(pools, "FAILED_S", 0.3)
+    monkeypatch.setattr(pools.os, "killpg", os.kill)  # scripted ranks lead no group
+    found = RankPool(Scripted(), (0, 1), tmp_path / "pool", {})
     wait_until(lambda: found.poll() is not None and found.state == "idle")
     yield found
     found.end()
 
 
-def outcome(crew: Crew, limit_s: float = 5.0, **does: str) -> str:
-    crew.give({"name": "n", "kind": "k", "does": {name[1:]: what for name, what in does.items()}}, limit_s)
-    wait_until(lambda: crew.poll() is not None and crew.state != "working")
-    return crew.state
+def outcome(pool: RankPool, limit_s: float = 5.0, **does: str) -> str:
+    pool.give({"name": "n", "kind": "k", "does": {name[1:]: what for name, what in does.items()}}, limit_s)
+    wait_until(lambda: pool.poll() is not None and pool.state != "working")
+    return pool.state
 
 
-def test_a_crew_does_one_job_after_another(pair: Crew) -> None:
+def test_a_pool_does_one_job_after_another(pair: RankPool) -> None:
     assert outcome(pair) == outcome(pair) == "idle"
     assert pair.cause == ""
 
 
-def test_ranks_that_all_fail_stay(pair: Crew) -> None:
+def test_ranks_that_all_fail_stay(pair: RankPool) -> None:
     assert outcome(pair, _0="fails", _1="fails") == "idle"
     assert "RuntimeError" in pair.cause
     assert outcome(pair) == "idle"
@@ -97,7 +97,7 @@ def test_ranks_that_all_fail_stay(pair: Crew) -> None:
         ({"_0": "ends"}, "rank 0 ended"),
     ],
 )
-def test_a_crew_that_is_stuck_is_ended_with_its_cause(pair: Crew, does: dict[str, str], cause: str) -> None:
+def test_a_pool_that_is_stuck_is_ended_with_its_cause(pair: RankPool, does: dict[str, str], cause: str) -> None:
     assert outcome(pair, 1.0, **does) == "dead"
     assert cause in pair.cause
     assert not any(process.is_alive() for process in pair._ranks)
@@ -111,13 +111,13 @@ def work(name: str, ranks: int = 1, kind: str = "operators", seconds: float = 0.
 def done(tmp_path, monkeypatch):
     """Return what does jobs on four GPUs, and tells of each (kind, GPUs, begin, end), and what is missing."""
     monkeypatch.setattr(shop, "process_context", lambda *_: Scripted())
-    monkeypatch.setattr(crews, "FAILED_S", 0.3)
-    monkeypatch.setattr(crews.os, "killpg", os.kill)
+    monkeypatch.setattr(pools, "FAILED_S", 0.3)
+    monkeypatch.setattr(pools.os, "killpg", os.kill)
 
     def do(jobs: list[Work], budget_s: float = 20.0) -> tuple[dict[str, Any], list[str]]:
         records = tmp_path / "records"
         options = Namespace(device="cpu", records=str(records), text="")
-        here = Shop(options, [0, 1, 2, 3], tmp_path / "crews", Recorder(records), Deadline(budget_s))
+        here = Shop(options, [0, 1, 2, 3], tmp_path / "pools", Recorder(records), Deadline(budget_s))
         here.work(jobs)
         here.close()
         said = [record["what"] for record in read_records(records) if record["kind"] == "missing"]

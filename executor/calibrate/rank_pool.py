@@ -24,7 +24,7 @@ from executor.launch.local_ranks import FORCED_VARIABLES, REMOVED_VARIABLES, ROO
 
 PRELOAD = ("executor.calibrate.rank",)
 FAILED_S = 6.0  # after one rank failed, for the others to say so themselves
-START_S = 90.0  # for a crew to join its process group, importing torch from a cold disk included
+START_S = 90.0  # for a pool to join its process group, importing torch from a cold disk included
 
 Answer = dict[str, Any]
 
@@ -43,7 +43,7 @@ def process_context(added: Mapping[str, str], start: str = "forkserver") -> Any:
     return context
 
 
-class Crew:
+class RankPool:
     """The ranks on `gpus` (positions among the measured ones), one process each.
 
     It is `starting` until all ranks have joined, then `idle`, `working` on a job, or `dead` with a `cause`.
@@ -92,7 +92,7 @@ class Crew:
             self._die("a rank had ended")
 
     def poll(self) -> list[Answer]:
-        """Return what ranks have said since; ends the crew where one failed alone, or time is over."""
+        """Return what ranks have said since; ends the pool where one failed alone, or time is over."""
         said: list[Answer] = []
         for rank in sorted(self._waiting):
             pipe = self._pipes[rank]
@@ -140,9 +140,9 @@ class Crew:
         self.end()
 
 
-def wait_for_answers(crews: Sequence[Crew], seconds: float) -> None:
+def wait_for_answers(pools: Sequence[RankPool], seconds: float) -> None:
     """Return when a rank has said something, or after `seconds`."""
-    pipes = [pipe for crew in crews for pipe in crew.pipes]
+    pipes = [pipe for pool in pools for pipe in pool.pipes]
     if pipes:
         multiprocessing.connection.wait(pipes, timeout=seconds)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from simulator.columns.plan_columns import PlanColumns, joined
+from simulator.columns.plan_columns import PlanColumns, concatenate
 from simulator.columns.plan_table import Floats
 
 Rows = NDArray[np.intp]
@@ -32,7 +32,7 @@ class Threshold:
 
 
 class Collected:
-    """Plans collected batch by batch, with their nodes and bytes; in the order of the nodes once joined."""
+    """Plans collected batch by batch, with their nodes and bytes; in the order of the nodes once concatenated."""
 
     def __init__(self) -> None:
         self._columns: list[PlanColumns] = []
@@ -47,7 +47,7 @@ class Collected:
         self._nodes.append(nodes)
         self._values.append(values)
 
-    def joined(self) -> tuple[PlanColumns, Rows, Floats]:
+    def concatenated(self) -> tuple[PlanColumns, Rows, Floats]:
         nodes = np.concatenate(self._nodes)
         order = np.argsort(nodes, kind="stable")
-        return joined(self._columns).take(order), nodes[order], np.concatenate(self._values)[order]
+        return concatenate(self._columns).take(order), nodes[order], np.concatenate(self._values)[order]
