@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,14 @@ class PassCost:
 
     def expose(self, axis: str, seconds: Floats) -> None:
         self.communication_s[axis] = self.communication_s.get(axis, np.zeros_like(self.compute_s)) + seconds
+
+    def of_share(self, layers: float) -> PassCost:
+        """Return the average over layers of which a share runs this pass."""
+        if layers == 1.0:
+            return self
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "communication_s"}
+        communication_s = {axis: layers * seconds for axis, seconds in self.communication_s.items()}
+        return PassCost(**{name: layers * value for name, value in values.items()}, communication_s=communication_s)
 
     def take(self, which: NDArray[np.intp]) -> PassCost:
         """Return the rows that `which` selects."""
@@ -112,7 +120,7 @@ def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recomput
         forward.add(works, active_rows(operator, context.table), operator)
         for name, writer in again.items():
             if twice[name][i].any():
-                writer.add(works, twice[name][i] * modes[name].layers, operator)
+                writer.add(works, 1.0 * twice[name][i], operator)
     for operator in reversed(operators):
         works = backward_work(operator, context.sizes, context.dtype_bytes)
         backward.add(works, active_rows(operator, context.table), operator)
@@ -120,7 +128,7 @@ def block_cost(operators: Sequence[OperatorSpec], context: CostContext, recomput
     return BlockCost(
         forward=forward.done(),
         backward=backward.done(),
-        recompute={name: writer.done() for name, writer in again.items()},
+        recompute={name: writer.done().of_share(modes[name].layers) for name, writer in again.items()},
         saved_bytes={
             name: mode.layers * saved_bytes(operators, mode, context) + (1 - mode.layers) * everything
             for name, mode in modes.items()

@@ -68,3 +68,15 @@ def test_shards_and_replicas_share_the_way_out_of_a_node(network) -> None:
 
     step_s = estimate_plans(asked, [plan], counted=True).step_s[0]
     assert step_s == pytest.approx(simulate_plan(asked, plan, spans=False).estimate.step_s.value, rel=0.015)
+
+
+@pytest.mark.parametrize("mode", ["ring", "async"])
+def test_products_that_run_again_hide_as_much_as_those_before(mode) -> None:
+    """Recomputation of every other layer, its products beside tensor-parallel collectives."""
+    model, machine = replace(load_model("llama3-8b"), layers=4), make_cluster(1, 4)
+    workload, runtime = Workload(seq_len=2048, global_batch_size=1), Runtime(name="torchtitan")
+    asked = Scenario(model=model, cluster=machine, workload=workload, runtime=runtime)
+    plan = Plan(tp=4, sequence_parallel=True, tp_overlap=mode, recompute="selective")
+
+    step_s = estimate_plans(asked, [plan], counted=True).step_s[0]
+    assert step_s == pytest.approx(simulate_plan(asked, plan, spans=False).estimate.step_s.value, rel=0.015)
