@@ -24,7 +24,7 @@ from topology.errors import Infeasible, UserError
 
 def learn(
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help="Cases with measurements: .json, .jsonl, or a table, .csv.")
+        str, typer.Argument(metavar="FILE", help="Cases: .json, .jsonl or .csv; measured.log names a log.")
     ],
     runtime: Annotated[str, typer.Option("--runtime", help="What the runtime is called, known here or not.")],
     out: Annotated[Path, typer.Option("--out", help="Write the learned runtime to this file.")],
@@ -39,7 +39,8 @@ def learn(
     """Fit what a runtime's description leaves open to runs, and say which runs would teach most.
 
     The file can then be given as --runtime to validate, estimate and suggest. Cases without a measured time or memory are
-    candidates for the next runs.
+    candidates for the next runs. What was measured may be left to the log of a run (torchtitan, Megatron-LM or DeepSpeed),
+    which `measured.log` of its case names.
     """
     refuse_overwrite(out, force=force)
     rows = read_runs(file)

@@ -1,4 +1,7 @@
-"""Runs in files: a list of cases (JSON), a case a line (JSON Lines), or a table (CSV) whose columns are paths into a case."""
+"""Runs in files: a list of cases (JSON), a case a line (JSON Lines), or a table (CSV) whose columns are paths into a case.
+
+What was measured may stand in the log of a run, which `measured.log` names, relative to the file (`planner.learn.logs`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from planner.learn.logs import with_log
 from planner.question.cases import read_cases
 from topology import codec
 from topology.errors import BadInput
@@ -18,9 +22,13 @@ MOST_ROWS = 100_000
 def read_runs(path: str | Path) -> list[dict[str, Any]]:
     """Return the cases of a file. Raises BadInput, naming the line, where one is no case.
 
-    A column of a table is called as the field it fills, `plan.tp` or `measured.step_s`; an empty cell was not stated.
+    A column of a table is called as the field it fills, `plan.tp` or `measured.log`; an empty cell was not stated.
     """
-    name = str(path)
+    found, folder = _read(str(path)), Path(path).parent
+    return [with_log(case, folder, f"{path}: {case.get('id', f'case {n}')}") for n, case in enumerate(found, start=1)]
+
+
+def _read(name: str) -> list[dict[str, Any]]:
     if name.endswith(".csv"):
         rows = list(csv.DictReader(io.StringIO(codec.read_text(name))))[:MOST_ROWS]
         return [_case_of_row(row, f"{name}:{line}") for line, row in enumerate(rows, start=2)]
@@ -33,7 +41,7 @@ def read_runs(path: str | Path) -> list[dict[str, Any]]:
                     f"{name}:{number} is no case", why="a line is one object with model, cluster, workload, plan"
                 )
         return found
-    return read_cases(name)[0]
+    return list(read_cases(name)[0])
 
 
 def _case_of_row(row: dict[str, Any], where: str) -> dict[str, Any]:

@@ -1,0 +1,158 @@
+"""What a training log measured: the lines that torchtitan, Megatron-LM and DeepSpeed write about their steps, and nothing else.
+
+A log says how long steps took and what memory was held; which plan ran is said by the case that names it (`measured.log`).
+torchtitan's line is written by components/metrics.py (`tps` tokens a second and GPU, `memory` what its allocator reserved at
+most), Megatron-LM's by megatron/training/training.py (`training_log`, `report_memory`: MB are MiB), DeepSpeed's by
+utils/timer.py (`ThroughputTimer`: samples a second of the whole batch, GB are GiB).
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from topology import codec
+from topology.errors import BadInput
+
+MOST_LINE = 4096  # characters of a line that are looked at
+SKIPPED = 2  # steps that compile, allocate and choose algorithms, where more follow
+MIB, GIB = 1 / 1024, 1.0  # in GiB
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
+NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?)"
+
+
+@dataclass(slots=True)
+class _Read:
+    """What lines said so far: by step or report, so that the lines of several ranks about one count once."""
+
+    by_step: dict[int, list[float]] = field(default_factory=dict)
+    memory: dict[int, float] = field(default_factory=dict)  # rank, -1 where it is not said -> GiB
+
+    def said(self, step: str, value: str) -> None:
+        self.by_step.setdefault(int(step), []).append(_number(value))
+
+    def held(self, rank: str | None, value: str, unit: float) -> None:
+        which = int(rank) if rank is not None else -1
+        self.memory[which] = max(self.memory.get(which, 0.0), _number(value) * unit)
+
+    def steady(self) -> float:
+        """Return the median over steps, those that a run begins with left out where there are more."""
+        values = [statistics.median(said) for _, said in sorted(self.by_step.items())]
+        return statistics.median(values[SKIPPED:] if len(values) > SKIPPED else values)
+
+
+Line = Callable[[str, _Read], None]
+TITAN = re.compile(rf"step:\s*(\d+)\s.*?memory:\s*{NUMBER}GiB.*?tps:\s*{NUMBER}")
+MEGATRON = re.compile(rf"iteration\s+(\d+)/\s*\d+ \|.*?elapsed time per iteration \(ms\): {NUMBER}")
+MEGATRON_MEMORY = re.compile(
+    rf"(?:\[Rank (\d+)\] \()?after \d+ iterations\)? memory \(MB\) \|.*?max reserved: {NUMBER}"
+)
+DEEPSPEED = re.compile(
+    rf"(?:global_step=|\d+/)(\d+), .*?(?:Curr|\b)SamplesPerSec={NUMBER}, .*?MaxMemAllocated={NUMBER}GB"
+)
+
+
+def _titan(line: str, read: _Read) -> None:
+    if found := TITAN.search(line):
+        step, memory, rate = found.groups()
+        read.said(step, rate)
+        read.held(None, memory, GIB)
+
+
+def _megatron(line: str, read: _Read) -> None:
+    if found := MEGATRON.search(line):
+        read.said(*found.groups())
+    elif found := MEGATRON_MEMORY.search(line):
+        rank, reserved = found.groups()
+        read.held(rank, reserved, MIB)
+
+
+def _deepspeed(line: str, read: _Read) -> None:
+    if found := DEEPSPEED.search(line):
+        step, rate, memory = found.groups()
+        read.said(step, rate)
+        read.held(None, memory, GIB)
+
+
+KINDS: dict[str, Line] = {"torchtitan": _titan, "megatron-lm": _megatron, "deepspeed": _deepspeed}
+RESERVED, ALLOCATED = "torch max reserved", "torch max allocated"
+
+
+def measured_in(text: str, *, where: str, global_batch: float | None) -> dict[str, Any]:
+    """Return the `measured` of a case: what the log of its run says.
+
+    `global_batch` is the case's, which turns DeepSpeed's samples a second into steps. Raises BadInput for a text without a step
+    of any of the three, or with steps of more than one.
+    """
+    reads = {kind: _Read() for kind in KINDS}
+    for line in text.splitlines():
+        plain = COLOR.sub("", line[:MOST_LINE])
+        for kind, of_line in KINDS.items():
+            of_line(plain, reads[kind])
+    kinds = [kind for kind, read in reads.items() if read.by_step]
+    # DeepSpeed under Megatron's trainer writes both; the iteration is what the trainer timed.
+    if kinds == ["megatron-lm", "deepspeed"]:
+        kinds = ["megatron-lm"]
+    if len(kinds) != 1:
+        raise BadInput(
+            f"{where} has steps of {' and '.join(kinds)}" if kinds else f"{where} has no step of a known log",
+            why="a log is one run of torchtitan, Megatron-LM or DeepSpeed",
+            remedy="give the trainer's own output, from a rank that logs",
+        )
+    return _measured(kinds[0], reads, where, global_batch)
+
+
+def _measured(kind: str, reads: dict[str, _Read], where: str, global_batch: float | None) -> dict[str, Any]:
+    read = reads[kind]
+    steady = read.steady()
+    if not steady > 0:
+        raise BadInput(f"{where} has steps that took no time")
+    if kind == "torchtitan":
+        found: dict[str, Any] = {"tokens_per_s_per_gpu": steady}
+    elif kind == "megatron-lm":
+        found = {"step_s": steady / 1000}
+    elif global_batch:
+        found = {"step_s": global_batch / steady}
+    else:
+        raise BadInput(f"{where} has samples a second", why="a step follows from workload.global_batch_size")
+    memory, description = read.memory, RESERVED if kind != "deepspeed" else ALLOCATED
+    if not memory and kind == "megatron-lm":
+        memory, description = reads["deepspeed"].memory, ALLOCATED
+    held = {rank: nbytes for rank, nbytes in memory.items() if nbytes > 0}
+    if held:
+        rank = max(held, key=lambda one: held[one])
+        found |= {"peak_memory_gib": held[rank], "memory_is": description}
+        if rank >= 0:
+            found["memory_rank"] = rank
+    return found
+
+
+def with_log(case: dict[str, Any], folder: Path, where: str) -> dict[str, Any]:
+    """Return a case whose `measured.log` names a file with what that file measured; others as they are.
+
+    The file lies in `folder` or below it. Raises BadInput for others, and where the case says itself what was measured.
+    """
+    measured = case.get("measured")
+    name = measured.get("log") if isinstance(measured, dict) else None
+    if name is None:
+        return case
+    if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise BadInput(f"{where}: measured.log is {name!r}", why="it names a file beside the table or below it")
+    said = sorted(key for key, value in measured.items() if key != "log" and value is not None)
+    if said:
+        raise BadInput(f"{where}: measured has a log and {', '.join(said)}", remedy="leave one of them out")
+    workload = case.get("workload")
+    batch = workload.get("global_batch_size") if isinstance(workload, dict) else None
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise BadInput(f"{where}: measured.log is {name!r}", why="it leads out of the folder of the table")
+    number = float(batch) if isinstance(batch, int | float) and not isinstance(batch, bool) else None
+    return {**case, "measured": measured_in(codec.read_text(path), where=str(path), global_batch=number)}
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
