@@ -137,9 +137,9 @@ def with_log(case: dict[str, Any], folder: Path, where: str) -> dict[str, Any]:
     The file lies in `folder` or below it. Raises BadInput for others, and where the case says itself what was measured.
     """
     measured = case.get("measured")
-    name = measured.get("log") if isinstance(measured, dict) else None
-    if name is None:
+    if not isinstance(measured, dict) or measured.get("log") is None:
         return case
+    name = measured["log"]
     if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise BadInput(f"{where}: measured.log is {name!r}", why="it names a file beside the table or below it")
     said = sorted(key for key, value in measured.items() if key != "log" and value is not None)
