@@ -42,7 +42,7 @@ KERNEL_SPREADS = {"matrix products": 0.06, "attention": 0.12, "kernels that move
 COLLECTIVE_SPREAD = 0.15
 PACKING_SPREAD, UPDATE_SPREAD, CONTENTION_SPREAD, OVERLAP_SPREAD = 0.3, 0.25, 0.4, 0.3
 INSIDE_SPREAD = 0.05  # of kernels inside a step over those alone
-UNKNOWN_S = 1.5e-3  # what a cost of the host is off by that is described as nothing
+UNKNOWN_S = 1.5e-3  # what a cost of the host is off by that is described as nothing; assumed
 HOST_WORDS = {
     "launch_s": "launches",
     "fsdp_layer_s": "a layer's FSDP",

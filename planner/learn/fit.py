@@ -28,7 +28,7 @@ Floats = NDArray[np.float64]
 Answer = dict[str, float]
 
 # Spreads of logarithms: of a run around a right description; of what multiplies kernels and collectives between runtimes;
-# of a host's costs, which differ by 2 to 5 between hosts and runtimes (examples/profiles/hosts.md).
+# of a host's costs, which differ by 2 to 5 between hosts and runtimes (examples/profiles/hosts.md). The others are assumed.
 RUN_SPREAD = 0.05
 FACTOR_SPREAD = {"kernel_factor": 0.25, "collective_factor": 0.7}
 HOST_SPREAD = 1.0

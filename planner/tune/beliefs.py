@@ -32,8 +32,9 @@ NORMAL_80 = 1.2816  # standard deviations on either side that hold 80 % of a nor
 # Standard deviations of logarithms, relative to each other: kernels, collectives and hosts differ between machines as
 # `planner.learn.fit` has them; a right description is still off by 5 % in a single run.
 COMPUTE, COLLECTIVES, HOST, BUBBLE = 0.25, 0.5, 1.0, 0.3
-WHOLE = 0.1  # of the whole step: clocks, what no term has
-ALIKE, OWN = 0.1, 0.05  # shared by similar plans, and a plan's own
+# Source: assumed. Of the whole step: clocks, what no term has; shared by similar plans; a plan's own.
+WHOLE = 0.1
+ALIKE, OWN = 0.1, 0.05
 UNKNOWN_MACHINE = 25.0  # variance of a factor on all steps that may be anything: a processor in place of a GPU
 SCALES = (0.35, 0.6, 1.0, 1.7, 3.0)
 NEGLIGIBLE = 0.005  # probability of a pair of scales that is left out

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from rich.table import Table
 
 from planner.io.output import printable
 from planner.tune.history import candidate_words
 from planner.tune.loop import View
-from planner.tune.trials import Chosen, Trial
+from planner.tune.trials import Trial
 
 GIB = 2**30
 SHOWN = 12  # trials in the table of a terminal
@@ -53,11 +51,6 @@ def trial_line(view: View, trial: Trial, number: int) -> str:
     plan = words(view, row) if row is not None else trial.key
     came = f"{trial.step_s:.4g} s" if trial.step_s is not None else f"{trial.status.value}: {trial.cause}".rstrip(": ")
     return f"trial {number}: {plan}: {came} (believed {_range(trial.predicted_s)} s, took {trial.seconds:.0f} s)"
-
-
-def running_line(view: View, chosen: Iterable[Chosen]) -> str:
-    """Return what is tried next as a line, for logs."""
-    return "trying " + "; ".join(f"{words(view, one.row)} ({one.why})" for one in chosen)
 
 
 def lines(view: View, *, within: float) -> list[str]:

@@ -35,7 +35,8 @@ Floats = NDArray[np.float64]
 # A ring reaches 367 of 450 GB/s on H200 (16 GiB, stas00), 235 of 300 on A100: protocol headers and credits keep
 # NVLink below about 82 % of nominal (NVIDIA/nccl-tests#212 says the same of H100: 370 of 450 is expected).
 LINK_CEILING = 0.82
-SECOND_CTA_BYTES = 4096.0  # per rank
+# Bytes a rank at which half of what a second thread block adds to the latency has come. Source: assumed.
+SECOND_CTA_BYTES = 4096.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,9 +26,11 @@ Model = Callable[[str, Floats, GroupShape], Floats]
 Ratios = dict[tuple[str, GroupShape], Floats]  # log(measured / model) by op and group
 
 NOISE = 0.033  # two runs of one point differ by 3.3 % in the median (public tables)
-FADE = 64.0  # beyond the measured range, half of a correction is left after this factor in size
+# Beyond the measured range half of a correction is left after this factor in size. Source: assumed.
+FADE = 64.0
 DEVICE_ALONE = (LaunchMode.GRAPH, LaunchMode.QUEUED)
-REACH_BYTES = 4.0  # a size counts as known when a sample lies within this factor on either side
+# A size counts as known when a sample lies within this factor on either side. Source: assumed.
+REACH_BYTES = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class _Series:
     times: Floats
 
 
-SPREAD = 0.08  # relative half-width of an interpolated value's 80 % interval
+# Relative half-width of the 80 % interval of an interpolated value. Source: assumed, a few times the noise of one point.
+SPREAD = 0.08
 
 
 @dataclass(slots=True)

@@ -53,7 +53,7 @@ HOST_SPREAD = 0.5
 LAUNCH_SPREAD = 0.15
 COST_SPREAD = 0.4
 LEAST_S = 0.1e-3  # of a cost that is described as nothing, so that it has a logarithm,
-UNKNOWN_SPREAD = 1.5  # which says next to nothing of it: milliseconds are as likely
+UNKNOWN_SPREAD = 1.5  # which says next to nothing of it: milliseconds are as likely (assumed)
 LEVEL = 3.0  # multiples of the described costs at which runs are taken apart: there every narrow run waits for its host
 
 

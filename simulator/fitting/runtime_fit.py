@@ -36,6 +36,7 @@ from topology.profile.samples import LayerSample
 
 Floats = NDArray[np.float64]
 
+# Thresholds between runs that the device decided and runs that the host did. Source: assumed.
 DEVICE_BOUND = 0.7  # predicted device time over measured, above which the device decided the run
 HOST_BOUND = 0.35  # and below which the host did
 ROUNDS = 3

@@ -74,7 +74,7 @@ TILES = tuple(
         (64.0, 64.0),
     )
 )
-# Without tensor cores operands are reloaded less often for what they are used.
+# Without tensor cores operands are reloaded less often for what they are used. Source: assumed.
 SIMT_TILES = ((256.0, 128.0, 1.0), (128.0, 256.0, 1.0), (128.0, 128.0, 1.0), (64.0, 256.0, 0.95), (64.0, 64.0, 0.85))
 SIMT_RAMP_K = 32.0  # four loads of eight in flight before the first product
 # A product with few tiles can cut k into pieces and add the partial results, which costs 7 % each time that it is cut in two.

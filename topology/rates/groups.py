@@ -54,7 +54,6 @@ class GroupRates:
     """
 
     intra_bytes_per_s: float  # between neighbours in a node; infinite for a single rank per node
-    intra_latency_s: float
     inter_bytes_per_s: float  # NIC bandwidth this group gets on each node, all its ranks there together
     inter_latency_s: float
     nvswitch: bool = False  # the ranks of a node are connected to one NVSwitch hub
@@ -143,7 +142,6 @@ def _rates_on_node(cluster: Cluster, rates: NodeRates, shape: GroupShape, gpus: 
     return GroupRates(
         intra_bytes_per_s=slowest.bytes_per_s,
         intra_nccl_bytes_per_s=slowest.nccl_bytes_per_s,
-        intra_latency_s=slowest.latency_s,
         inter_bytes_per_s=inter * _spine_share(cluster, shape),
         inter_all_to_all_bytes_per_s=inter * _spine_share_all_to_all(cluster, shape),
         inter_latency_s=cluster.fabric.latency_s if cluster.fabric is not None else 0.0,
