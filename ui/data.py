@@ -29,7 +29,7 @@ from planner.search.search import SearchOptions
 from simulator.config.hf_config import load_model
 from topology import codec
 from topology.health.diagnose import diagnose
-from ui import panels, service, sharing, uploads, waiting
+from ui import kept, panels, service, sharing, uploads, waiting
 from ui.state import LISTED, Inputs, choose_plan, plan_chips, plan_name, results, source_of
 
 if TYPE_CHECKING:
@@ -159,6 +159,15 @@ def search(question: Inputs) -> SearchResult | None:
     asked = (question.flags(), question.framework, options)
     title, start = "Searching all legal plans", _elsewhere(question, options)
     found: SearchResult | None = waiting.ask("search", question.key, *asked, title=title, start=start)
+    return found
+
+
+def other_search(question: Inputs) -> SearchResult | None:
+    """Return the best plan of a second question, or None after showing progress. Raises PlannerError."""
+    options = SearchOptions(objective=question.objective, top=1)
+    asked = (question.flags(), question.framework, options)
+    title, start = "Searching for the other question", _elsewhere(question, options)
+    found: SearchResult | None = waiting.ask("other", question.key, *asked, title=title, start=start)
     return found
 
 
@@ -306,7 +315,7 @@ def frame(asked: Inputs, *, choose: bool) -> bool:
     result = search(asked)
     if result is None and last is None:
         st.stop()
-    shown, found = (asked, result) if result is not None else (last.question, last.result)
+    shown, found = (asked, kept.with_kept(asked, result)) if result is not None else (last.question, last.result)
     results()["answer"] = Answer(
         question=shown,
         result=found,

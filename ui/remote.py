@@ -74,6 +74,7 @@ def search_request(
         "objective": question.objective,
         "gpu_price": price,
         "compile": question.compile or None,
+        "param_dtype": question.param_dtype,
         "top": top,
     }
     return {key: value for key, value in said.items() if value is not None}

@@ -51,6 +51,7 @@ class Inputs:
     framework: str = "torchtitan"
     objective: str = "time"
     compile: bool = False
+    param_dtype: str | None = None
 
     @property
     def key(self) -> str:
@@ -75,7 +76,7 @@ class Inputs:
             gpus=None if self.gpus is None else (self.gpus,),
             seq_len=self.seq_len,
             global_batch=self.global_batch,
-            runtime={"compile": self.compile or None, "param_dtype": None},
+            runtime={"compile": self.compile or None, "param_dtype": self.param_dtype},
         )
 
     def command(self) -> str:
@@ -88,6 +89,7 @@ class Inputs:
         words += ["--framework", self.framework]
         words += ["--objective", self.objective] if self.objective != "time" else []
         words += ["--compile"] if self.compile else []
+        words += ["--param-dtype", self.param_dtype] if self.param_dtype else []
         return " ".join(quote(word) for word in [*words, "--top", str(LISTED)])
 
 

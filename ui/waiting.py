@@ -20,6 +20,7 @@ MAX_RESULTS = {
     "fastest": 64,
     "numbers": 16,
     "check": 16,
+    "other": 16,
     "simulate": 4,
     "serve": 32,
 }  # search results have kilobytes, a long trace tens of megabytes

@@ -136,6 +136,7 @@ def serve(progress: Progress, flags: ServingFlags) -> ServingAnswers:
 WORK: dict[str, Callable[..., Any]] = {
     "search": search,
     "fastest": search,
+    "other": search,
     "check": check,
     "numbers": numbers,
     "simulate": simulate,

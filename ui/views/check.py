@@ -8,10 +8,10 @@ from typing import Any
 
 import streamlit as st
 
-from planner.io.figures import gib_text
-from simulator.config.estimate import MemoryEstimate
+from planner.io.figures import rate_text
+from simulator.config.estimate import Estimate
 from topology import codec
-from ui import data, panels, state, uploads
+from ui import data, panels, rows, state, uploads
 from ui.charts.look import seconds
 
 READ = (
@@ -98,23 +98,20 @@ def _answer(found: dict[str, Any], name: str) -> None:
     panels.assumed(found.get("assumed") or [])
 
 
-def _figures(estimate: dict[str, Any]) -> None:
-    step, memory = estimate["step_s"], codec.convert(estimate["memory"], MemoryEstimate, where="memory", others=True)
+def _figures(told: dict[str, Any]) -> None:
+    estimate = codec.convert(told, Estimate, where="estimate", others=True)
+    step, within = rows.step_figure(estimate)
+    held, verdict = rows.memory_figure(estimate.memory)
     panels.figures(
         [
             (
                 "Step as it is",
-                seconds(step["value"]),
-                f"{step['source']} numbers",
-                f"{seconds(step['low'])} to {seconds(step['high'])}",
+                step,
+                f"Below it is where 80 % of steps are expected; {estimate.step_s.source} numbers.",
+                within,
             ),
-            ("Tokens/s per GPU", f"{estimate['tokens_per_s_per_gpu']:,.3g}", "", f"MFU {estimate['mfu']:.0%}"),
-            (
-                "Memory",
-                f"{gib_text(memory.reserved_bytes)} of {gib_text(memory.capacity_bytes)} GiB",
-                "What the allocator reserves on the worst rank, of what a rank can use.",
-                memory.verdict,
-            ),
+            ("Tokens/s per GPU", rate_text(estimate), "", f"MFU {estimate.mfu:.0%}"),
+            ("Memory", held, "What the allocator reserves on the worst rank, of what a rank can use.", verdict),
         ]
     )
 

@@ -1,8 +1,8 @@
-"""Page: two plans side by side, with their differences only."""
+"""Page: two plans side by side, with their differences only, or two questions."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
@@ -12,11 +12,25 @@ from planner.io.figures import last_digit_s, seconds_text
 from ui import data, panels, rows, state
 from ui.charts import compare as charts
 from ui.charts.look import GIB, words
+from ui.question_pair import show_questions
+
+if TYPE_CHECKING:
+    from planner.search.result import RankedPlan, SearchResult
+
+
+WHAT = ("plans", "questions")
 
 
 def show(question: state.Inputs) -> None:
-    del question
     result, first = data.answer()
+    what = st.segmented_control("Compare", WHAT, default=WHAT[0], required=True, key="what", bind="query-params")
+    if what == "questions":
+        show_questions(question, result)
+        return
+    _plans(result, first)
+
+
+def _plans(result: SearchResult, first: RankedPlan) -> None:
     st.caption("This plan compared with another: only the differences.")
     others = [state.plan_name(r.plan) for r in result.plans if r.rank != first.rank]
     if not others:

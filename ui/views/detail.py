@@ -16,7 +16,7 @@ from planner.pictures.node_layout import node_view
 from planner.pictures.waterfall import waterfall_rows
 from planner.search.finalists import TIE
 from topology.errors import PlannerError
-from ui import data, panels, rows, state
+from ui import data, kept, panels, rows, state
 from ui.canvas.step import show_step
 from ui.charts import detail as charts
 from ui.charts import plans as plan_charts
@@ -27,6 +27,7 @@ from ui.charts.placement_layout import SHOWN_NODES, axes_used, placement_rows
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
     from simulator.config.estimate import Estimate
+    from simulator.config.plan import Plan
 
 AXIS_NAMES = {
     "pp": "pipeline stage",
@@ -44,6 +45,8 @@ def show(question: state.Inputs) -> None:
         f"#{ranked.rank} · **{panels.plain(state.plan_chips(ranked.plan))}** · {panels.plain(policy_text(ranked.plan))}"
     )
     _figures(ranked.estimate)
+    if ranked.lost_because == kept.OWN:
+        st.button("Keep it no longer", key="leave_out", on_click=_leave_out, args=(question, ranked.plan))
     for problem in ranked.problems:
         st.markdown(f":orange[{panels.ICONS['warning']}] {panels.plain(problem.message)}")
     tabs = st.tabs(list(TABS), key="tab", bind="query-params", on_change="rerun")
@@ -250,6 +253,29 @@ def _change(question: state.Inputs, result: SearchResult, ranked: RankedPlan) ->
         return
     st.markdown(f"**{panels.plain(state.plan_chips(found.case.plan))}** · {panels.plain(policy_text(found.case.plan))}")
     _difference(ranked.estimate, found.estimate)
+    st.button(
+        "Keep this plan",
+        icon=":material/bookmark_add:",
+        key="keep_plan",
+        on_click=_keep,
+        args=(question, found.case.plan),
+        help="It is listed below the answer's plans: simulated, compared, run and exported like them.",
+    )
+
+
+def _keep(question: state.Inputs, plan: Plan) -> None:
+    try:
+        kept.keep(question, plan)
+    except (PlannerError, OSError) as error:
+        st.toast(panels.plain(error), icon=":material/error:")
+        return
+    state.choose_plan(state.plan_name(plan), best=False)
+
+
+def _leave_out(question: state.Inputs, plan: Plan) -> None:
+    kept.leave_out(question, plan)
+    st.session_state["plan"] = None
+    state.write_link(plan=None)
 
 
 def _difference(before: Estimate, after: Estimate) -> None:

@@ -30,17 +30,19 @@ def show() -> None:
     if jobs.ready("planner tune --model ... --budget 10m"):
         _form()
         found = jobs.chosen(COMMANDS)
-        if found is not None and found["state"] in jobs.WAITS:
-            jobs.follow(found["job"], _so_far)
-        elif found is not None:
-            jobs.ending(found)
-            _ended(found)
+        with st.container(key="tuning_of_job"):
+            if found is not None and found["state"] in jobs.WAITS:
+                jobs.follow(found["job"], _so_far)
+            elif found is not None:
+                jobs.ending(found)
+                _ended(found)
         jobs.history("Tunings", COMMANDS)
     if found is None:
-        panels.section("A tuning from its state file")
-        read = _chosen()
-        if read is not None:
-            _show(read)
+        with st.container(key="tuning_of_file"):
+            panels.section("A tuning from its state file")
+            read = _chosen()
+            if read is not None:
+                _show(read)
 
 
 def _form() -> None:

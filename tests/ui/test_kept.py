@@ -1,0 +1,72 @@
+"""Plans that a person keeps are used like those that were found; two questions are compared by their answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
+from tests.ui.conftest import metrics, said, table
+from topology import codec
+from topology.errors import BadInput
+from ui import kept
+from ui.state import Inputs
+
+ASKED = {"model": "llama3.2-1b", "cluster": "h200x4"}
+
+
+def test_an_edited_plan_is_kept_listed_simulated_and_left_out_again(explorer):
+    test = explorer("detail", **ASKED, tab="Edit")
+    listed = test.selectbox(key="plan").options
+    tensor = next(field for field in test.number_input if field.label == "Tensor")
+    wanted = 2 if tensor.value != 2 else 4
+    tensor.set_value(wanted).run()
+    changed = metrics(test)["Changed step"]
+    test.button(key="keep_plan").click().run()
+
+    options = test.selectbox(key="plan").options
+    assert len(options) == len(listed) + 1
+    assert f"TP {wanted}" in options[-1]
+    assert metrics(test)["Step"] == changed
+    test.switch_page("views/plans.py").run()
+    assert len(table(test, "chips")) == len(listed) + 1
+
+    test.switch_page("views/detail.py").run()
+    test.button(key="leave_out").click().run()
+    assert test.selectbox(key="plan").options == listed
+
+
+def test_kept_plans_are_those_of_their_question_and_damaged_files_are_passed_over():
+    from simulator.config.plan import Plan
+
+    first, second = Inputs(), Inputs(seq_len=4096)
+    kept.keep(first, Plan(dp_shard=4, tp=2))
+    (kept.folder(first) / "broken.json").write_text('{"tp": "many"}')
+
+    assert kept.plans(first) == (Plan(dp_shard=4, tp=2),)
+    assert kept.plans(second) == ()
+    for size in range(kept.MOST):
+        if len(kept.plans(first)) < kept.MOST:
+            kept.keep(first, Plan(dp_shard=size + 1, cp=1, pp=2))
+    with pytest.raises(BadInput, match="kept for this question"):
+        kept.keep(first, Plan(tp=8))
+
+
+def test_two_questions_are_compared_for_the_same_batch(explorer):
+    test = explorer("compare", **ASKED, what="questions")
+    assert "Change something" in said(test)
+    test.selectbox(key="b_cluster").set_value("l40s-x8").run()
+    shown = table(test, "second").set_index("what")
+
+    assert shown.loc["GPUs", "first"] == "4"
+    assert "the GPU time there" in said(test)
+    alone = explorer("plans", model="llama3.2-1b", cluster="l40s-x8")
+    assert shown.loc["step", "second"] == metrics(alone)["Best step"]
+
+
+def test_a_second_question_in_another_precision_has_other_memory(explorer):
+    test = explorer("compare", **ASKED, what="questions")
+    test.selectbox(key="b_precision").set_value("parameters in bfloat16").run()
+    shown = table(test, "second").set_index("what")
+
+    assert shown.loc["memory", "first"] != shown.loc["memory", "second"]
+    assert codec.fingerprint(Inputs()) != codec.fingerprint(Inputs(param_dtype="bfloat16"))

@@ -1,0 +1,81 @@
+"""Plans that a person made and kept for a question: they stand below the answer's, and are used like any other.
+
+They are kept as files on this machine, below the question that they are for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import platformdirs
+import streamlit as st
+
+from planner.question.prediction import Prediction, predict
+from planner.search.result import RankedPlan, SearchResult
+from simulator.config.plan import Plan
+from topology import codec
+from topology.errors import BadInput, PlannerError
+from ui.state import Inputs
+
+MOST = 20  # for one question
+OWN = "kept by you"
+
+
+def folder(question: Inputs) -> Path:
+    """Return where the plans kept for a question are."""
+    return platformdirs.user_data_path("meshwright", appauthor=False) / "plans" / question.key
+
+
+def keep(question: Inputs, plan: Plan) -> None:
+    """Keep a plan. Raises BadInput where there are too many, OSError where it cannot be written."""
+    if len(plans(question)) >= MOST:
+        raise BadInput(f"{MOST} plans are kept for this question", remedy="leave one out first")
+    codec.write_text(folder(question) / f"{codec.fingerprint(plan)}.json", codec.to_json(plan) + "\n")
+
+
+def leave_out(question: Inputs, plan: Plan) -> None:
+    """Keep a plan no longer."""
+    (folder(question) / f"{codec.fingerprint(plan)}.json").unlink(missing_ok=True)
+
+
+def plans(question: Inputs) -> tuple[Plan, ...]:
+    """Return the plans kept for a question, oldest first; a file that is not a plan is passed over."""
+    found = []
+    for path in sorted(folder(question).glob("*.json"), key=lambda path: (path.stat().st_mtime_ns, path.name)):
+        try:
+            found.append(codec.convert(codec.read_json(path), Plan, where=path.name))
+        except PlannerError:
+            continue
+    return tuple(found[:MOST])
+
+
+def with_kept(question: Inputs, result: SearchResult) -> SearchResult:
+    """Return the result with the kept plans below those that were found, predicted like them."""
+    listed = {codec.fingerprint(ranked.plan) for ranked in result.plans}
+    own = []
+    for plan in plans(question):
+        key = codec.fingerprint(plan)
+        if key in listed or not result.question.legal(plan):
+            continue
+        found = _predicted(f"{question.key} {key}", result, plan)
+        rank = len(result.plans) + len(own) + 1
+        own.append(
+            RankedPlan(
+                rank=rank,
+                plan=plan,
+                estimate=found.estimate,
+                method=found.method,
+                tie=rank,
+                fit_probability=found.estimate.memory.fit_probability,
+                lost_because=OWN,
+                problems=result.question.problems(plan),
+            )
+        )
+    return replace(result, plans=(*result.plans, *own)) if own else result
+
+
+@st.cache_resource(max_entries=64, show_spinner="Predicting a kept plan")
+def _predicted(key: str, _result: SearchResult, _plan: Plan) -> Prediction:
+    del key
+    return predict(_result.question, _plan)

@@ -1,0 +1,142 @@
+"""Two questions compared: another machine, number of GPUs, framework or precision, for the same model and batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import streamlit as st
+
+from planner.explain.tables import policy_text
+from planner.explain.waterfall import difference
+from planner.io.figures import last_digit_s, rate_text, seconds_text
+from simulator.legality.frameworks import FRAMEWORKS
+from ui import data, panels, rows, state
+from ui.charts import compare as charts
+from ui.charts.look import words
+
+if TYPE_CHECKING:
+    from planner.search.result import RankedPlan, SearchResult
+
+PRECISIONS = {"as the framework does": None, "parameters in float32": "float32", "parameters in bfloat16": "bfloat16"}
+
+
+def show_questions(question: state.Inputs, result: SearchResult) -> None:
+    """Ask for what the second question has otherwise, and show both answers."""
+    panels.section("What the other question has", "Model, sequence and batch are the same.")
+    other = other_question(question, result)
+    if replace(other, global_batch=question.global_batch) == question:
+        st.caption("Change something to compare with.")
+        return
+    found = data.other_search(other)
+    if found is not None:
+        _beside(question, result, other, found)
+
+
+def other_question(question: state.Inputs, result: SearchResult) -> state.Inputs:
+    """Draw the second question and return it; it starts as the first."""
+    first, second, third, fourth, fifth = st.columns([3, 2, 3, 3, 2], vertical_alignment="bottom")
+    clusters, frameworks, precisions = state.clusters(), list(FRAMEWORKS), list(PRECISIONS)
+    cluster = first.selectbox(
+        "Machine", clusters, index=clusters.index(question.cluster), key="b_cluster", bind="query-params"
+    )
+    gpus = second.number_input(
+        "GPUs there",
+        1,
+        state.MAX_GPUS,
+        value=question.gpus,
+        placeholder="the whole cluster",
+        key="b_gpus",
+        bind="query-params",
+    )
+    framework = third.selectbox(
+        "Its framework", frameworks, index=frameworks.index(question.framework), key="b_framework", bind="query-params"
+    )
+    precision = fourth.selectbox("Precision", precisions, key="b_precision", bind="query-params")
+    compiled = fifth.toggle("Compiled", value=question.compile, key="b_compile", bind="query-params")
+    return replace(
+        question,
+        cluster=str(cluster),
+        gpu=question.gpu if cluster == question.cluster else None,
+        gpus=None if gpus is None else int(gpus),
+        framework=str(framework),
+        compile=bool(compiled),
+        param_dtype=PRECISIONS[str(precision)],
+        global_batch=result.question.workload.global_batch_size,
+    )
+
+
+def _beside(question: state.Inputs, result: SearchResult, other: state.Inputs, found: SearchResult) -> None:
+    first, second = result.plans[0], found.plans[0]
+    faster = first.estimate.step_s.value / second.estimate.step_s.value
+    st.markdown(f"**{panels.plain(sentence(faster, first, second))}**")
+    headings = {
+        "what": st.column_config.TextColumn(""),
+        "first": st.column_config.TextColumn(title(question), width="medium"),
+        "second": st.column_config.TextColumn(title(other), width="medium"),
+    }
+    st.dataframe(figure_rows(first, second), hide_index=True, width="stretch", column_config=headings)
+    last_s = min(last_digit_s(one.estimate.step_s) for one in (first, second)) / 10
+    terms = [t for t in difference(first.estimate, second.estimate) if t.unit == "s" and abs(t.delta) > 1e-6]
+    bars: list[dict[str, Any]] = [
+        {"name": words(t.name), "delta": t.delta * 1e3, "text": seconds_text(t.delta, last_s, signed=True)}
+        for t in terms
+    ]
+    if bars:
+        net = second.estimate.step_s.value - first.estimate.step_s.value
+        panels.section("Time, term by term", "The other question's best plan minus this one's.")
+        panels.chart(
+            charts.differences(bars, unit="ms per step", dark=panels.dark()),
+            key="questions_difference",
+            alt=f"The other question's step takes {seconds_text(net, last_s, signed=True)}, term by term",
+        )
+
+
+def title(question: state.Inputs) -> str:
+    """Return what tells a question from another: machine, GPUs, framework, precision."""
+    parts = [question.cluster, f"{question.gpus} GPUs" if question.gpus else "", question.framework]
+    parts += ["compiled" if question.compile else "", question.param_dtype or ""]
+    return " · ".join(part for part in parts if part)
+
+
+def sentence(faster: float, first: RankedPlan, second: RankedPlan) -> str:
+    """Return what the comparison says: who is faster and who needs fewer GPU hours, as far as ranges let one tell."""
+    a, b = first.estimate.step_s, second.estimate.step_s
+    if a.low <= b.high and b.low <= a.high:
+        time = f"The other takes {1 / faster:.2g} times as long, but the ranges overlap: no clear winner"
+    else:
+        time = (
+            f"The other is {faster:.2g} times as fast"
+            if faster > 1
+            else f"The other takes {1 / faster:.2g} times as long"
+        )
+    hours = gpu_hours(second) / gpu_hours(first)
+    return f"{time}; a token costs {hours:.2g} times the GPU time there."
+
+
+def gpu_hours(ranked: RankedPlan) -> float:
+    """Return the GPU hours of a billion tokens."""
+    return 1e9 / ranked.estimate.tokens_per_s_per_gpu / 3600
+
+
+def figure_rows(first: RankedPlan, second: RankedPlan) -> list[dict[str, str]]:
+    """Return the answers of two questions side by side."""
+
+    def cells(ranked: RankedPlan) -> dict[str, str]:
+        step, within = rows.step_figure(ranked.estimate)
+        held, verdict = rows.memory_figure(ranked.estimate.memory)
+        return {
+            "best plan": state.plan_chips(ranked.plan),
+            "settings": policy_text(ranked.plan),
+            "GPUs": f"{ranked.plan.gpus:,}",
+            "step": step,
+            "80 % range": within,
+            "tokens/s per GPU": rate_text(ranked.estimate),
+            "MFU": f"{ranked.estimate.mfu:.0%}",
+            "GPU hours a billion tokens": f"{gpu_hours(ranked):,.3g}",
+            "memory": f"{held}, {verdict}",
+            "numbers from": str(ranked.estimate.step_s.source),
+        }
+
+    one, two = cells(first), cells(second)
+    return [{"what": name, "first": one[name], "second": two[name]} for name in one]
