@@ -61,6 +61,7 @@ pages = {
 page = st.navigation(list(pages.values()), position="hidden")
 st.html(STYLE)
 st.title(page.title, anchor=False)
+panels.take_files_of_link()
 unknown = state.follow_link()
 if unknown:
     panels.not_here(unknown)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import streamlit as st
 
 from topology.errors import Infeasible, PlannerError
-from ui import state, uploads
+from ui import share_link, state, uploads
 
 ICONS = {"info": ":material/info:", "warning": ":material/warning:", "error": ":material/error:"}
 
@@ -197,6 +197,30 @@ def _use(name: str, content: bytes) -> None:
         return
     if kind == "cluster":
         st.session_state["gpus"] = None  # all of them: the count asked for another machine may not exist here
+
+
+def take_files_of_link() -> None:
+    """Keep the files that a link brings, and take them out of the address; say where they cannot be read."""
+    word = st.query_params.get(share_link.PARAMETER)
+    if not word:
+        return
+    del st.query_params[share_link.PARAMETER]
+    try:
+        share_link.unpack(word)
+    except PlannerError as error:
+        failure(error)
+
+
+def share(question: state.Inputs) -> None:
+    """Offer a link that holds the whole question."""
+    with st.popover("Share", icon=":material/link:"):
+        st.caption("The link holds the whole question, uploaded files included; it works in any explorer.")
+        try:
+            st.code(
+                share_link.address(state.link(), (question.cluster, question.model)), language=None, wrap_lines=True
+            )
+        except PlannerError as error:
+            failure(error)
 
 
 def not_here(unknown: Sequence[state.Unresolved]) -> None:

@@ -27,6 +27,9 @@ PAGES = (
     f"plans?{SMALL}",
     *(f"detail?{SMALL}&tab={tab}" for tab in ("Memory", "Step", "Placement", "Timeline", "Sensitivity", "Edit")),
     f"compare?{SMALL}",
+    f"compare?{SMALL}&what=questions",
+    "check",
+    "tuning",
     f"curves?{SMALL}",
     f"run?{SMALL}",
     "measured",
@@ -433,3 +436,46 @@ def test_both_themes_follow_the_browser(browser, address, scheme):
 
     wanted = (DARK if scheme == "dark" else LIGHT).page
     assert shown == f"rgb({', '.join(str(int(wanted[i : i + 2], 16)) for i in (1, 3, 5))})"
+
+
+def test_two_people_ask_at_once_and_each_gets_their_own_answer(opened, address):
+    pages = {model: opened() for model in ("llama3.2-1b", "llama3.2-3b")}
+    for model, page in pages.items():
+        page.goto(f"{address}/plans?model={model}&cluster=h200x4&batch=24")
+    steps = {model: figure(page, "Best step") for model, page in pages.items()}
+
+    assert steps["llama3.2-1b"] != steps["llama3.2-3b"]
+    for model, page in pages.items():
+        field = page.get_by_label("Global batch", exact=True)
+        field.fill("40")
+        field.press("Enter")
+        page.wait_for_url(re.compile("batch=40"))
+        assert f"model={model}" in page.url
+    settled(pages["llama3.2-1b"])
+    settled(pages["llama3.2-3b"])
+    after = {model: figure(page, "Best step") for model, page in pages.items()}
+    assert all(after[model] != steps[model] for model in steps)
+    assert after["llama3.2-1b"] != after["llama3.2-3b"]
+
+
+def test_charts_and_headings_tell_what_they_show(page, address):
+    """Every chart has a description, headings go down by one level at most, and the tabs are reached by the keyboard."""
+    for name in (f"?{SMALL}", f"plans?{SMALL}", f"detail?{SMALL}&tab=Timeline", f"curves?{SMALL}"):
+        page.goto(f"{address}/{name}")
+        settled(page)
+        page.locator("[data-testid='stVegaLiteChart'] svg").first.wait_for()
+        told = page.evaluate(
+            """() => [...document.querySelectorAll("[data-testid='stVegaLiteChart']")].map(node =>
+                [node.getAttribute("aria-label"), node.querySelector("[aria-label]")?.getAttribute("aria-label")].find(Boolean) || "")"""
+        )
+        assert told
+        assert all(len(text) > 10 for text in told), (name, told)
+        levels = page.evaluate(
+            "() => [...document.querySelectorAll('.stMain h1,.stMain h2,.stMain h3,.stMain h4,.stMain h5')].map(h => +h.tagName[1])"
+        )
+        assert levels[0] == 1
+    page.goto(f"{address}/detail?{SMALL}&tab=Step")
+    settled(page)
+    page.get_by_role("tab", name="Step").focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_url(re.compile("tab=Placement"))

@@ -156,6 +156,7 @@ def _next(question: state.Inputs, result: SearchResult, chosen: RankedPlan) -> N
             on_click="ignore",
             help="plan.json, and the file of every tool that can run the plan.",
         )
+        panels.share(question)
     panels.assumed(result.assumed)
     with st.expander("The same question in a terminal", icon=":material/terminal:"):
         st.code(question.command(), language="bash", wrap_lines=True)

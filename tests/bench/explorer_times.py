@@ -1,0 +1,161 @@
+"""How long a person waits for the explorer, in a headless Chromium, alone and beside a search on 16,384 GPUs.
+
+    python tests/bench/explorer_times.py --repeat 3 > examples/ui/times.md
+
+A page is there when the browser shows its answer: the first figure, the table, and nothing that is being worked out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from tests.ui.server import running
+
+PATIENT_MS = 300_000
+LONG = "plans?model=llama3-405b&gpus=16384&framework=megatron-lm&batch={batch}"
+DONE = """before => !/Searching all legal plans/.test(document.body.innerText)
+    && !document.querySelector(".st-key-last_answer")
+    && [...document.querySelectorAll("[data-testid='stMetricValue']")].some(one => one.innerText.trim() && one.innerText !== before)"""
+ROWS = ("first page", "a new question on 512 GPUs", "a slider of What if")
+
+
+class Explorer:
+    """The pages of one explorer, timed. Every question is a new one, so that nothing is answered from memory."""
+
+    def __init__(self, browser: Browser, address: str) -> None:
+        self.browser, self.address = browser, address
+        self.batch = 512
+
+    def fresh(self) -> Page:
+        page = self.browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
+        page.set_default_timeout(PATIENT_MS)
+        return page
+
+    def timed(self, does: Callable[[], Any]) -> float:
+        began = time.monotonic()
+        does()
+        return time.monotonic() - began
+
+    def first_page(self) -> float:
+        """Open the first page with the default question; it was answered before, as the server warms up with it."""
+        page = self.fresh()
+
+        def opened() -> None:
+            page.goto(self.address)
+            page.wait_for_function(DONE, arg="")
+
+        took = self.timed(opened)
+        page.context.close()
+        return took
+
+    def question(self) -> float:
+        """Change the batch of a question on 512 GPUs to one that was never asked."""
+        page = self.fresh()
+        page.goto(f"{self.address}/plans?model=llama3-8b&gpus=512&batch={self._another()}")
+        page.wait_for_function(DONE, arg="")
+        before = page.locator("[data-testid='stMetricValue']").first.inner_text()
+        field = page.get_by_label("Global batch", exact=True)
+        field.fill(str(self._another()))
+
+        def asked() -> None:
+            field.press("Enter")
+            page.wait_for_function(DONE, arg=before)
+
+        took = self.timed(asked)
+        page.context.close()
+        return took
+
+    def slider(self) -> float:
+        """Move the slider of the network's rate, and wait until the sentence about the changed machine is there."""
+        page = self.fresh()
+        page.goto(f"{self.address}/curves?model=llama3-8b&gpus=16")
+        said = page.get_by_text(re.compile("The machine as it is; move"))
+        said.wait_for()
+        page.wait_for_timeout(1500)
+        thumb = page.get_by_role("slider").first
+        thumb.focus()
+
+        def moved() -> None:
+            thumb.press("ArrowRight")
+            page.get_by_text(re.compile("Fastest then|None of the listed")).first.wait_for()
+
+        took = self.timed(moved)
+        page.context.close()
+        return took
+
+    def _another(self) -> int:
+        self.batch += 512
+        return self.batch
+
+
+def measured(explorer: Explorer, repeat: int) -> dict[str, list[float]]:
+    """Return the seconds of each row, as often as asked."""
+    does = dict(zip(ROWS, (explorer.first_page, explorer.question, explorer.slider), strict=True))
+    return {name: [do() for _ in range(repeat)] for name, do in does.items()}
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeat", type=int, default=3)
+    repeat = parser.parse_args().repeat
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    with tempfile.TemporaryDirectory() as home, sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        with running({"XDG_CACHE_HOME": f"{home}/cache", "XDG_DATA_HOME": f"{home}/data"}) as address:
+            explorer = Explorer(browser, address)
+            explorer.first_page()
+            load = os.getloadavg()[0]
+            alone = measured(explorer, repeat)
+            beside: dict[str, list[float]] = {name: [] for name in ROWS}
+            for turn in range(repeat):
+                page = explorer.fresh()
+                page.goto(f"{address}/{LONG.format(batch=2048 + 512 * turn)}")
+                page.get_by_text("Searching all legal plans").wait_for()
+                for name, took in measured(explorer, 1).items():
+                    running_still = page.get_by_text("Searching all legal plans").count() > 0
+                    beside[name] += took if running_still else []
+                page.context.close()
+        browser.close()
+    print(report(alone, beside, load))
+
+
+def report(alone: dict[str, list[float]], beside: dict[str, list[float]], load: float) -> str:
+    """Return the table in Markdown."""
+    machine = f"{psutil.cpu_count()} cores ({platform.machine()}), headless Chromium on the same machine"
+    meanwhile = f"other work on it meanwhile: a load of {load:.1f} at the start"
+    about = f"{time.strftime('%Y-%m-%d')}, {machine}; {meanwhile}. Seconds, median (longest)."
+    lines = [
+        "# How long a person waits for the explorer",
+        "",
+        about,
+        "`python tests/bench/explorer_times.py`",
+        "",
+        "| | alone | beside a search on 16,384 GPUs | times as long |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name in ROWS:
+        one, two = alone[name], beside[name]
+        ratio = f"{statistics.median(two) / statistics.median(one):.1f}" if two else "-"
+        lines.append(f"| {name} | {_words(one)} | {_words(two)} | {ratio} |")
+    return "\n".join(lines)
+
+
+def _words(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.2f} ({max(seconds):.2f})" if seconds else "the search had ended"
+
+
+if __name__ == "__main__":
+    main()
