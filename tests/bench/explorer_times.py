@@ -23,7 +23,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.ui.server import running
 
-PATIENT_MS = 300_000
+PATIENT_MS = 120_000
 LONG = "plans?model=llama3-405b&gpus=16384&framework=megatron-lm&batch={batch}"
 DONE = """before => !/Searching all legal plans/.test(document.body.innerText)
     && !document.querySelector(".st-key-last_answer")
@@ -54,7 +54,7 @@ class Explorer:
 
         def opened() -> None:
             page.goto(self.address)
-            page.wait_for_function(DONE, arg="")
+            page.wait_for_function(DONE, arg="", polling=20)
 
         took = self.timed(opened)
         page.context.close()
@@ -64,14 +64,14 @@ class Explorer:
         """Change the batch of a question on 512 GPUs to one that was never asked."""
         page = self.fresh()
         page.goto(f"{self.address}/plans?model=llama3-8b&gpus=512&batch={self._another()}")
-        page.wait_for_function(DONE, arg="")
+        page.wait_for_function(DONE, arg="", polling=20)
         before = page.locator("[data-testid='stMetricValue']").first.inner_text()
         field = page.get_by_label("Global batch", exact=True)
         field.fill(str(self._another()))
 
         def asked() -> None:
             field.press("Enter")
-            page.wait_for_function(DONE, arg=before)
+            page.wait_for_function(DONE, arg=before, polling=20)
 
         took = self.timed(asked)
         page.context.close()
