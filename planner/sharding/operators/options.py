@@ -11,7 +11,7 @@ the roles of axes (`planner.sharding.operators.roles`):
     a merged axis                      with collectives of statistics inside the operator
                                        (`planner.sharding.operators.internal_collectives`); nothing is pending
     a created axis                     every rank makes its own piece
-    an unsharded axis                  never
+    an unsharded axis                  never, nor one that a tensor has in two dims
     a pending sum                      if every term is linear in exactly one pending tensor
 """
 
@@ -99,13 +99,19 @@ def sharding_options(
 
 def _can_shard(operator: Operator, axis: str) -> bool:
     roles = operator.roles
-    if operator.sizes[axis] == 1 or axis in roles.unsharded:
+    if operator.sizes[axis] == 1 or axis in roles.unsharded or _is_twice(operator, axis):
         return False
     if axis in roles.merged or axis in roles.partial:
         return True
     if axis in operator.output_only:
         return axis in roles.created
     return axis not in operator.reduced
+
+
+def _is_twice(operator: Operator, axis: str) -> bool:
+    """Return whether two dims of one tensor are this axis, as in `x @ x.T`: ranks would have blocks of the diagonal alone."""
+    tensors = (operator.dims, *(dims for _, dims in operator.operands))
+    return any(sum(dim.count(axis) for dim in dims) > 1 for dims in tensors)
 
 
 def _pass_through_reductions(operator: Operator, pending: Mapping[str, frozenset[str]]) -> Iterator[_PassThrough]:

@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from planner.sharding.layouts.layout import parse_placements, replicated
 from planner.sharding.layouts.mesh import make_mesh
+from planner.sharding.operators.graph import GraphBuilder
 from planner.sharding.operators.operator import Tensor, parse_operators
 from planner.sharding.operators.options import combine_axis_specs, split_dim_spec
+from planner.sharding.problem.problem import ShardingProblem
 from planner.sharding.solver.choose import enumerate_candidates
 from tests.planner.sharding import cases, virtual_ranks
 
@@ -133,3 +136,20 @@ def test_operands_are_bound_by_what_fits() -> None:
 
     assert [name for name, _ in found.operands] == ["x", "p", "w"]
     assert found.result.shape == (6,)
+
+
+@pytest.mark.parametrize(
+    "formula", ["x @ x.transpose(1, 2)", "einsum('bse,bte->bst', x, x)", "x.unsqueeze(1) * x.unsqueeze(2)"]
+)
+def test_a_product_of_a_tensor_with_itself_is_whole_along_what_is_in_the_result_twice(formula) -> None:
+    """A rank with rows 0 and 1 cannot make what rows 0 have with rows 2 of another rank."""
+    builder = GraphBuilder()
+    builder.add_input("x", (4, 4, 8), "f64")
+    builder.apply(f"y = {formula}")
+    mesh = make_mesh(["a"], [2])
+    layout = parse_placements(["S(1)"], (4, 4, 8), mesh, of="x")
+    graph = builder.build()
+    whole = {"y": replicated(len(graph.tensors["y"].shape))}
+    problem = ShardingProblem(mesh=mesh, graph=graph, input_layouts={"x": layout}, pins=whole, policy="min_ring_bytes")
+
+    virtual_ranks.run(problem, cases.values(problem))
