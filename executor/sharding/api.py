@@ -55,6 +55,7 @@ def request(
     open_outputs: bool = False,
     backward: bool = True,
     gradients: Sequence[str] = (),
+    chunks: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Return the document that `planner shard` reads: the graph, and what is said of its sharding."""
     return {
@@ -70,6 +71,7 @@ def request(
         "open_outputs": open_outputs,
         "backward": backward,
         "gradients": list(gradients),
+        **({} if chunks is None else {"chunks": dict(chunks)}),
     }
 
 

@@ -240,6 +240,20 @@ def _unshard(context: Context, x: torch.Tensor, *parts: list[Any]) -> torch.Tens
     return x
 
 
+def _take_chunk(x: torch.Tensor, dim: int, blocks: int, parts: int, number: int) -> torch.Tensor:
+    """Part `number` of each of `blocks` blocks along a dim."""
+    shape = x.shape
+    seen = x.reshape(*shape[:dim], blocks, parts, shape[dim] // blocks // parts, *shape[dim + 1 :])
+    return seen.select(dim + 1, number).reshape(*shape[:dim], shape[dim] // parts, *shape[dim + 1 :])
+
+
+def _join_chunks(parts: list[torch.Tensor], dim: int, blocks: int) -> torch.Tensor:
+    """The whole of which `parts` are the chunks: the inverse of `_take_chunk`."""
+    shape = parts[0].shape
+    seen = [part.reshape(*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :]) for part in parts]
+    return torch.stack(seen, dim + 1).reshape(*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :])
+
+
 # Kernels of values alone, and those that know the buffer they write and where the rank is.
 _PLAIN: dict[str, Callable[..., torch.Tensor]] = {
     "same": lambda x: x,
@@ -248,6 +262,8 @@ _PLAIN: dict[str, Callable[..., torch.Tensor]] = {
     "range": _range,
     "select": lambda x, dim, index: x.select(dim, index),
     "piece": _piece,
+    "take_chunk": _take_chunk,
+    "join_chunks": _join_chunks,
     "bias": _bias,
     "softmax": torch.softmax,
     "log_softmax": torch.log_softmax,

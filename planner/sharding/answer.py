@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planner.sharding.backends.backward import FLOATS
-from planner.sharding.backends.runnable import Written, simulate_program, write_program
+from planner.sharding.backends.runnable import (
+    Written,
+    chunk_sites,
+    fastest_program,
+    simulate_program,
+    write_program,
+)
 from planner.sharding.frontends.captured import CapturedProblem, captured_problem
 from planner.sharding.frontends.request import Request, read_request
 from planner.sharding.layouts.layout import Layout
@@ -18,7 +24,7 @@ from planner.sharding.problem.problem import ShardingProblem
 from simulator.calibration.calibration import Calibration
 from simulator.sharded.program import Exchange
 from topology.cluster import Cluster
-from topology.errors import Infeasible, UserError
+from topology.errors import BadInput, Infeasible, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +63,29 @@ def answer_request(
         finished = {name: Layout(at.dims) for name, at in pending.items()}
         captured = replace(captured, problem=replace(captured.problem, pins={**captured.problem.pins, **finished}))
         plan = plan_sharding(captured.problem)
-    written = write_program(captured, request.graph, plan, gradients=request.gradients, backward=request.backward)
-    return Answer(request, captured, plan, written)
+    return Answer(request, captured, plan, _written(request, captured, plan))
+
+
+def _written(request: Request, captured: CapturedProblem, plan: ShardingPlan) -> Written:
+    """Return the program: chunks as the request says, else those that make it shorter on the machine."""
+    graph, gradients, backward = request.graph, request.gradients, request.backward
+    machine = captured.problem.machine
+    if machine is not None and request.chunks is None:
+        return fastest_program(captured, graph, plan, machine, gradients=gradients, backward=backward)
+    chunks: dict[str, int] = {}
+    sites = chunk_sites(captured, plan) if request.chunks else {}
+    for name, count in (request.chunks or {}).items():
+        site = sites.get(name) or sites.get(f"{name}_product")
+        if site is None or not site.divides(count):
+            raise BadInput(
+                f"{name[:60]!r} does not run in {count} chunks",
+                why="no exchange comes before or after it along an axis that it keeps, or its rows do not divide"
+                if site is None
+                else f"a rank has {site.rows} rows of it",
+                remedy=f"one of {', '.join(sites) or 'none'}",
+            )
+        chunks[site.result] = count
+    return write_program(captured, graph, plan, gradients=gradients, backward=backward, chunks=chunks)
 
 
 def _differentiated(problem: ShardingProblem, asked: Sequence[str]) -> frozenset[str]:
@@ -82,6 +109,7 @@ def answer_row(
     program = answer.written.program
     kinds = Counter(one.kind for one in program.work.values() if isinstance(one, Exchange))
     row["program"] = {"instructions": len(program.instructions), "exchanges": dict(kinds)}
+    row["program"]["chunks"] = dict(answer.written.chunks)
     row["opaque"] = list(answer.captured.opaque)
     if cluster is not None:
         run = simulate_program(answer.written, answer.captured.problem, cluster, calibration)

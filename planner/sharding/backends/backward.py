@@ -19,7 +19,7 @@ backward is that of its operator on the rank's own pieces.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from planner.sharding.backends.forward import Work, Writer, primitive
 from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
@@ -148,7 +148,7 @@ class BackwardWriter:
         incoming = self.gradients[target]
         parts = [self._contribution(name) for name in wanted]
         do = Kernel(op="backward", args=(target, list(wanted)))
-        self.out.add(Work(do=do, reads=(incoming,), writes=tuple(parts), step=work.step, share=work.share))
+        self.out.add(replace(work, do=do, reads=(incoming,), writes=tuple(parts)))
         for name, part in zip(wanted, parts, strict=True):
             self._add_up(name, part)
 

@@ -13,6 +13,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from planner.sharding.backends.chunks import Site
 from planner.sharding.backends.phases import Phase, phases
 from planner.sharding.frontends.rules.statement import Statement
 from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
@@ -31,7 +32,8 @@ from topology.errors import Infeasible
 class Work:
     """What one instruction does: reads and writes buffers, by a kernel or an exchange.
 
-    `step` is the operator's step that a kernel belongs to; `share` is its part of that operator's time.
+    `step` is the operator's step that a kernel belongs to; `share` is its part of that operator's time, and `chunk` the axis
+    of which it has one in so many parts.
     """
 
     do: Kernel | Exchange
@@ -39,6 +41,7 @@ class Work:
     writes: tuple[str, ...]
     step: OperatorStep | None = None
     share: float = 1.0
+    chunk: tuple[str, int] = ("", 1)
 
 
 @dataclass(slots=True)
@@ -87,6 +90,9 @@ class ForwardWriter:
     plan: ShardingPlan
     statements: Mapping[str, Statement]
     out: Writer
+    chunks: Mapping[str, tuple[Site, int]] = field(
+        default_factory=dict
+    )  # by result: products that run in so many chunks
     versions: dict[tuple[str, Layout], str] = field(default_factory=dict)
 
     def write(self) -> None:
@@ -114,8 +120,11 @@ class ForwardWriter:
         return self.versions[key]
 
     def _move(self, move: TensorMove) -> None:
-        here = move.source
-        for step in move.steps:
+        here, steps = move.source, move.steps
+        site, _ = self.chunks.get(move.consumer, (None, 1))
+        if site is not None and site.exchange == ALL_GATHER and site.move is move:
+            steps = steps[:-1]  # the last one runs in chunks, with the product
+        for step in steps:
             if (move.tensor, step.after) not in self.versions:
                 source = self._version(move.tensor, here)
                 target = self._version(move.tensor, step.after)
@@ -125,6 +134,9 @@ class ForwardWriter:
     def _operator(self, step: OperatorStep) -> None:
         operator = self.problem.operators[step.operator]
         statement = self.statements[operator.result.name]
+        if operator.result.name in self.chunks:
+            self._chunked(step, statement, *self.chunks[operator.result.name])
+            return
         operands = {name: self.versions[name, layout] for name, layout in step.option.operands}
         result = self._version(operator.result.name, step.option.result)
         if not step.collectives:
@@ -138,6 +150,77 @@ class ForwardWriter:
             return
         for phase in phases(statement, operator, step):
             self._phase(phase, step, operands, result)
+
+    def _chunked(self, step: OperatorStep, statement: Statement, site: Site, count: int) -> None:
+        """Write a product in chunks: every chunk is gathered before it, or reduced after it, beside the others' products."""
+        gathers = site.exchange == ALL_GATHER
+        moves, name = site.move.steps, step.option.result
+        needed = dict(step.option.operands)
+        start = needed[site.operand]
+        if gathers:
+            start = moves[-2].after if len(moves) > 1 else site.move.source
+        source = self.versions[site.operand, start]
+        taken = [
+            self._part(
+                source,
+                f"{source}.{site.result}.{n}",
+                start,
+                site.operand_dim,
+                count,
+                (1 if gathers else site.blocks, n),
+            )
+            for n in range(count)
+        ]
+        ready = taken
+        if gathers:
+            ready = [self._exchanged(part, moves[-1], start, site.operand_dim, count) for part in taken]
+        others = {n: self.versions[n, at] for n, at in needed.items() if n != site.operand}
+        made = []
+        for number, part in enumerate(ready):
+            operands = {**others, site.operand: part}
+            kernel = Kernel(
+                op=statement.op, args=_bound(statement.args, operands), kwargs=_bound(statement.kwargs, operands)
+            )
+            target = self._part_buffer(site.result, f"{site.result}.{number}", name, site.result_dim, count)
+            reads = tuple(operands[n] for n, _ in step.option.operands)
+            self.out.add(Work(do=kernel, reads=reads, writes=(target,), step=step, chunk=(site.axis, count)))
+            made.append(target if gathers else self._exchanged(target, moves[0], name, site.result_dim, count))
+        if gathers and self._is_used_again(site, needed[site.operand], step):
+            self._join(ready, site.operand, needed[site.operand], site.operand_dim, site.blocks)
+        self._join(
+            made, site.result, name if gathers else moves[0].after, site.result_dim, site.blocks if gathers else 1
+        )
+
+    def _is_used_again(self, site: Site, layout: Layout, step: OperatorStep) -> bool:
+        others = (s for s in self.plan.steps if isinstance(s, OperatorStep) and s is not step)
+        moves = (m for m in self.plan.steps if isinstance(m, TensorMove) and m is not site.move)
+        return any((site.operand, layout) in s.option.operands for s in others) or any(
+            m.tensor == site.operand and m.source == layout for m in moves
+        )
+
+    def _part_buffer(self, tensor: str, name: str, layout: Layout, dim: int, count: int) -> str:
+        about = self.problem.tensors[tensor]
+        shape = tuple(size // count if d == dim else size for d, size in enumerate(about.shape))
+        return self.out.add_buffer(name, describe(tensor, shape, about.dtype, layout, self.out.mesh))
+
+    def _part(self, source: str, name: str, layout: Layout, dim: int, count: int, which: tuple[int, int]) -> str:
+        """Write the kernel that takes one chunk: of every one of `which[0]` blocks, part `which[1]` of `count`."""
+        part = self._part_buffer(self.out.buffers[source].tensor, name, layout, dim, count)
+        blocks, number = which
+        kernel = Kernel(op="take_chunk", args=({"tensor": source}, dim, blocks, count, number))
+        self.out.add(Work(do=kernel, reads=(source,), writes=(part,)))
+        return part
+
+    def _exchanged(self, part: str, step: RedistributionStep, before: Layout, dim: int, count: int) -> str:
+        after = self._part_buffer(self.out.buffers[part].tensor, f"{part}.moved", step.after, dim, count)
+        self.out.add(Work(do=primitive(step, before, part, self.out.mesh), reads=(part,), writes=(after,)))
+        return after
+
+    def _join(self, parts: Sequence[str], tensor: str, layout: Layout, dim: int, blocks: int) -> None:
+        """Write the kernel that puts chunks together, each of which has rows of `blocks` blocks."""
+        target = self._version(tensor, layout)
+        kernel = Kernel(op="join_chunks", args=([{"tensor": part} for part in parts], dim, blocks))
+        self.out.add(Work(do=kernel, reads=tuple(parts), writes=(target,)))
 
     def _phase(self, phase: Phase, step: OperatorStep, operands: dict[str, str], result: str) -> None:
         """Write one part of an operator that exchanges statistics: a kernel, or the reduction of its result."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from planner.sharding.backends.backward import FLOATS, BackwardWriter
+from planner.sharding.backends.chunks import Site, choose_chunks, find_sites
 from planner.sharding.backends.forward import ForwardWriter, Work, Writer
 from planner.sharding.frontends.captured import CapturedProblem
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.plans.lowering import work_of
 from planner.sharding.plans.plan import ShardingPlan
-from planner.sharding.problem.problem import ShardingProblem
+from planner.sharding.problem.problem import Machine, ShardingProblem
+from planner.sharding.solver.alike import find_alike
 from planner.sharding.solver.pricing import ATTENTION_KERNEL
 from simulator.calibration.calibration import Calibration, collectives_on
 from simulator.config.runtime import ELEMENT_BYTES
@@ -30,6 +32,8 @@ from topology.errors import Infeasible
 
 # Backward over forward: a product has two of its size; attention is computed again and has four of five products.
 _ATTENTION_BACKWARD = 2.5
+_PRODUCTS = frozenset(("aten.linear.default", "aten.matmul.default", "aten.mm.default", "aten.bmm.default"))
+_LONGEST = 2_000  # steps of a plan whose program is simulated again and again
 _VIEWS = frozenset(("reshape", "permute", "expand", "same", "select", "range", "piece"))
 
 
@@ -39,6 +43,7 @@ class Written:
 
     program: RunnableProgram
     works: tuple[Work, ...]
+    chunks: Mapping[str, int] = field(default_factory=dict)  # by result: products that run in so many chunks
 
 
 def write_program(
@@ -48,14 +53,17 @@ def write_program(
     *,
     gradients: Sequence[str] = (),
     backward: bool = False,
+    chunks: Mapping[str, int] | None = None,
 ) -> Written:
     """Return the program of `plan`; with `backward`, gradients of all parameters and of the inputs named in `gradients`.
 
-    A gradient ends in the layout of its tensor. Raises Infeasible where the program cannot be run.
+    `chunks` says by result which products run in how many chunks (`chunks.py`). A gradient ends in the layout of its tensor. Raises Infeasible where the program cannot be run.
     """
     problem = captured.problem
     out = Writer(problem.mesh)
-    forward = ForwardWriter(problem=problem, plan=plan, statements=captured.statements, out=out)
+    sites = chunk_sites(captured, plan) if chunks else {}
+    in_chunks = {name: (sites[name], count) for name, count in (chunks or {}).items()}
+    forward = ForwardWriter(problem=problem, plan=plan, statements=captured.statements, out=out, chunks=in_chunks)
     forward.write()
     layouts = plan.choice.layouts
     inputs = {name: forward.versions[name, layouts[name]] for name in problem.inputs}
@@ -86,7 +94,39 @@ def write_program(
         backward_start=sum(n < in_forward for n, _ in kept),
         gradients=finished,
     )
-    return Written(program, tuple(out.works))
+    return Written(program, tuple(out.works), dict(chunks or {}))
+
+
+def chunk_sites(captured: CapturedProblem, plan: ShardingPlan) -> dict[str, Site]:
+    """Return by result the products of a plan that can run in chunks."""
+    products = frozenset(n for n, one in captured.statements.items() if one.op in _PRODUCTS and one.index is None)
+    return find_sites(captured.problem, plan, products)
+
+
+def fastest_program(
+    captured: CapturedProblem,
+    graph: CapturedGraph,
+    plan: ShardingPlan,
+    machine: Machine,
+    *,
+    gradients: Sequence[str] = (),
+    backward: bool = False,
+) -> Written:
+    """Return the program of `plan` with those products in chunks that make it shorter as it is simulated on `machine`."""
+
+    def written_with(chunks: Mapping[str, int]) -> Written:
+        return write_program(captured, graph, plan, gradients=gradients, backward=backward, chunks=chunks)
+
+    def seconds(chunks: Mapping[str, int]) -> float:
+        return simulate_program(written_with(chunks), captured.problem, machine.cluster, machine.calibration).step_s
+
+    sites = chunk_sites(captured, plan)
+    if not sites or len(plan.steps) > _LONGEST:
+        return written_with({})
+    problem = captured.problem
+    alike = find_alike(problem.graph, {**problem.input_layouts, **problem.pins}, fold=True)
+    groups = [[problem.operators[number].result.name for number in members] for members in alike.members()]
+    return written_with(choose_chunks(sites, groups, seconds))
 
 
 def simulate_program(
@@ -135,7 +175,8 @@ def kernel_seconds(work: Work, program: RunnableProgram, problem: ShardingProble
     if work.step is None:
         return float(roofline.seconds(KernelWork(kind=WorkKind.MOVE, name="elementwise", bytes=moved)).item())
     operator = problem.operators[work.step.operator]
-    described = work_of(operator, work.step.option, problem)
+    axis, parts = work.chunk
+    described = work_of(operator, work.step.option, problem, {axis: parts})
     if described.kind == WorkKind.MOVE:
         moved += sum(_bytes(program, name) for name in work.do.args[1]) if backward else 0
         return float(roofline.seconds(KernelWork(kind=WorkKind.MOVE, name="elementwise", bytes=moved)).item())

@@ -41,6 +41,7 @@ class RequestText(msgspec.Struct, forbid_unknown_fields=True):
     policy: str | None = None
     backward: bool = False
     gradients: list[str] = []
+    chunks: dict[str, int] | None = None
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -52,6 +53,7 @@ class Request(msgspec.Struct, frozen=True):
     wish: Wish
     backward: bool
     gradients: tuple[str, ...]
+    chunks: dict[str, int] | None = None
 
 
 def is_request(data: Mapping[str, Any]) -> bool:
@@ -94,6 +96,9 @@ def read_request(data: Mapping[str, Any], *, where: str) -> Request:
         wish=wish,
         backward=text.backward,
         gradients=tuple(name for pattern in text.gradients for name in matching(graph, pattern)),
+        chunks=None
+        if text.chunks is None
+        else {name: count for pattern, count in text.chunks.items() for name in matching(graph, pattern)},
     )
 
 

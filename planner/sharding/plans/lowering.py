@@ -11,6 +11,7 @@ bytes). Host overhead is left out, as under a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -188,11 +189,13 @@ class _ProgramWriter:
         return float(roofline.seconds(work_of(operator, option, self.problem)).item())
 
 
-def work_of(operator: Operator, option: ShardingOption, problem: ShardingProblem) -> Work:
-    """Return the work of an operator on one rank."""
+def work_of(
+    operator: Operator, option: ShardingOption, problem: ShardingProblem, parts: Mapping[str, int] | None = None
+) -> Work:
+    """Return the work of an operator on one rank; of one part of it, where `parts` says in how many by axis."""
     specs = dict(option.axis_specs)
     sizes = {
-        axis: np.array([float(local_size(size, specs.get(axis, ()), problem.mesh))])
+        axis: np.array([local_size(size, specs.get(axis, ()), problem.mesh) / (parts or {}).get(axis, 1)])
         for axis, size in operator.sizes.items()
     }
     return operator_work(operator, problem.tensors, sizes)

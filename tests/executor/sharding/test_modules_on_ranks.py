@@ -81,6 +81,36 @@ FOUR = [
 ]
 
 
+CHUNKS = [
+    Case(
+        "feed-forward, sequence parallel, in chunks",
+        modules.FeedForward().double(),
+        (X,),
+        {"d": 2},
+        {"placements": {**FFN, "x": ["S(1)"], "output0": ["S(1)"]}, "chunks": {"linear_0": 2, "linear_1": 2}},
+    ),
+    Case(
+        "feed-forward, tensor parallel, in chunks",
+        modules.FeedForward().double(),
+        (X,),
+        {"d": 2},
+        {"placements": FFN, "chunks": {"linear_1": 4}},
+    ),
+    block(
+        "sequence parallel, in chunks",
+        {"model": 2},
+        parameters=TP,
+        compute=TP,
+        placements={"x": ["S(1)"], "output0": ["S(1)"]},
+        chunks={"linear_0": 2},
+    ),
+]
+
+
+def test_products_in_chunks_compute_the_same() -> None:
+    run(CHUNKS, 2)
+
+
 def test_the_planner_is_asked_as_a_process() -> None:
     run(TWO[:1], 2, quick=False)
 

@@ -1,0 +1,157 @@
+"""Products in chunks, beside the exchange before or after them: a chunk is computed while the next one is on its way.
+
+A product whose operand is gathered along an axis that its result keeps may take the gathered rows chunk by chunk; one whose
+result is summed over ranks may hand its rows over chunk by chunk. Which products are worth it is what the simulation of
+the program says; a chunked program computes the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from planner.sharding.layouts.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from planner.sharding.layouts.layout import Layout, local_shape
+from planner.sharding.operators.operator import Operator
+from planner.sharding.plans.plan import OperatorStep, ShardingPlan, TensorMove
+from planner.sharding.problem.problem import ShardingProblem
+
+COUNTS = (2, 4, 8)
+MAX_TRIALS = 48
+GAIN = 0.002  # of the time: less is no reason for more instructions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A product that can run in chunks of `axis`: dim `operand_dim` of `operand`, dim `result_dim` of its result.
+
+    `exchange` is the gather that ends `move`, or the reduction that begins it; `blocks` are the ranks whose rows a chunk has.
+    """
+
+    result: str
+    axis: str
+    operand: str
+    operand_dim: int
+    result_dim: int
+    exchange: str
+    move: TensorMove
+    blocks: int
+    rows: int  # of a rank's piece, that chunks divide
+
+    def divides(self, count: int) -> bool:
+        return self.rows % count == 0 and self.rows > count
+
+
+def find_sites(problem: ShardingProblem, plan: ShardingPlan, products: frozenset[str]) -> dict[str, Site]:
+    """Return by result the products, of those in `products`, that can run in chunks."""
+    before: dict[str, list[TensorMove]] = {}
+    after: dict[str, TensorMove] = {}
+    for step in plan.steps:
+        if isinstance(step, TensorMove) and step.steps:
+            if step.consumer:
+                before.setdefault(step.consumer, []).append(step)
+            else:
+                after[step.tensor] = step
+    found: dict[str, Site] = {}
+    for step in plan.steps:
+        if isinstance(step, OperatorStep) and not step.collectives:
+            operator = problem.operators[step.operator]
+            name = operator.result.name
+            if name in products:
+                sites = [_gathered(problem, operator, move) for move in before.get(name, ())]
+                sites.append(_reduced(problem, operator, step, after[name]) if name in after else None)
+                first = next((site for site in sites if site is not None), None)
+                if first is not None:
+                    found[name] = first
+    return found
+
+
+def _gathered(problem: ShardingProblem, operator: Operator, move: TensorMove) -> Site | None:
+    last = move.steps[-1]
+    start = move.steps[-2].after if len(move.steps) > 1 else move.source
+    changed = [d for d, (old, new) in enumerate(zip(start.dims, last.after.dims, strict=True)) if old != new]
+    if last.kind != ALL_GATHER or len(last.collectives) != 1 or len(changed) != 1:
+        return None
+    (dim,) = changed
+    if any(isinstance(item, int) for item in start.dims[dim]):
+        return None
+    dims = dict(operator.operands)[move.tensor]
+    return _site(problem, operator, move, dims[dim], ALL_GATHER, last.collectives[0].group, start, move.tensor, dim)
+
+
+def _reduced(problem: ShardingProblem, operator: Operator, step: OperatorStep, move: TensorMove) -> Site | None:
+    first, start = move.steps[0], step.option.result
+    if first.kind not in {ALL_REDUCE, REDUCE_SCATTER} or len(first.collectives) != 1 or move.source != start:
+        return None
+    changed = [d for d, (old, new) in enumerate(zip(start.dims, first.after.dims, strict=True)) if old != new]
+    if first.kind == REDUCE_SCATTER:
+        dim, blocks = changed[0], first.collectives[0].group
+        spec = first.after.dims[dim]
+    else:
+        whole = [d for d, size in enumerate(operator.result.shape) if len(operator.dims[d]) == 1 and size > 1]
+        if not whole:
+            return None
+        dim, blocks = whole[-2] if len(whole) > 1 else whole[-1], 1
+        spec = start.dims[dim]
+    if any(isinstance(item, int) for item in spec):
+        return None
+    return _site(
+        problem, operator, move, operator.dims[dim], first.kind, blocks, first.after, operator.result.name, dim
+    )
+
+
+def _site(
+    problem: ShardingProblem,
+    operator: Operator,
+    move: TensorMove,
+    axes: tuple[str, ...],
+    exchange: str,
+    blocks: int,
+    pieces: Layout,
+    tensor: str,
+    dim: int,
+) -> Site | None:
+    """Return the site where one operand and the result have the axis, each in a dim of its own; else None."""
+    if len(axes) != 1 or axes[0] in operator.reduced:
+        return None
+    (axis,) = axes
+    holders = [(name, dims.index(axes)) for name, dims in operator.operands if axes in dims]
+    mentions = sum(dim_axes.count(axis) for _, dims in operator.operands for dim_axes in dims)
+    if len(holders) != 1 or mentions != 1 or axes not in operator.dims:
+        return None
+    if exchange == ALL_GATHER and holders[0] != (tensor, dim):
+        return None
+    return Site(
+        result=operator.result.name,
+        axis=axis,
+        operand=holders[0][0],
+        operand_dim=holders[0][1],
+        result_dim=operator.dims.index(axes),
+        exchange=exchange,
+        move=move,
+        blocks=blocks,
+        rows=local_shape(problem.tensors[tensor].shape, pieces, problem.mesh)[dim],
+    )
+
+
+def choose_chunks(
+    sites: Mapping[str, Site], groups: Sequence[Sequence[str]], seconds: Callable[[Mapping[str, int]], float]
+) -> dict[str, int]:
+    """Return in how many chunks products run, by result: what makes the program shorter, one group of products after another.
+
+    `seconds` is the simulated time of the program with such chunks; products of a group have the same number.
+    """
+    chosen: dict[str, int] = {}
+    best, trials = seconds(chosen), 0
+    for group in groups:
+        names = [name for name in group if name in sites]
+        for count in COUNTS:
+            if trials >= MAX_TRIALS or not names or not all(sites[name].divides(count) for name in names):
+                break
+            trials += 1
+            tried = {**chosen, **dict.fromkeys(names, count)}
+            found = seconds(tried)
+            if found >= best * (1 - GAIN):
+                break
+            chosen, best = tried, found
+    return chosen
