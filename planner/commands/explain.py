@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from planner.commands.flags import options, plan_flags
+from planner.commands.flags import explain_flags, options, plan_flags
 from planner.commands.flags.serving_flags import (
     QUESTION_FLAGS,
     Task,
@@ -44,38 +42,26 @@ from topology import codec
 
 @takes_serving_flags(QUESTION_FLAGS)
 def explain(
-    file: Annotated[
-        str | None,
-        typer.Argument(help="Plan file of suggest --out, or a case; without one the best plan is explained."),
-    ] = None,
+    file: explain_flags.File = None,
     task: TaskOption = Task.TRAIN,
-    case_id: Annotated[str | None, typer.Option("--id", help="Which case of a list.")] = None,
+    case_id: explain_flags.CaseId = None,
     model: plan_flags.Model = None,
     cluster: plan_flags.Cluster = None,
     gpu: options.Gpu = None,
-    gpus: Annotated[str | None, typer.Option("--gpus", help="Number of GPUs to use.")] = None,
+    gpus: explain_flags.Gpus = None,
     seq_len: plan_flags.SeqLen = None,
     global_batch: options.GlobalBatch = None,
-    framework: Annotated[
-        str | None, typer.Option("--framework", help="Whose rules and kernels; default torchtitan.")
-    ] = None,
-    top: Annotated[int, typer.Option("--top", min=1, max=20, help="How many runners-up.")] = 4,
-    memory: Annotated[bool, typer.Option("--memory", help="Memory only, stage by stage.")] = False,
-    observed_peak: Annotated[
-        str | None, typer.Option("--observed-peak", help="A peak that was measured: 32GB, 29.8GiB.")
-    ] = None,
-    flips: Annotated[
-        bool,
-        typer.Option(
-            "--flips/--no-flips", help="Search again on changed machines: takes as long as dozens of answers."
-        ),
-    ] = False,
+    framework: explain_flags.Framework = None,
+    top: explain_flags.Top = 4,
+    memory: explain_flags.Memory = False,
+    observed_peak: explain_flags.ObservedPeak = None,
+    flips: explain_flags.Flips = False,
     compile_model: options.Compile = None,
     param_dtype: options.ParamDtype = None,
     profile: options.Profile = None,
     strict: options.Strict = False,
-    svg: Annotated[Path | None, typer.Option("--svg", help="Draw step and memory to this file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Let --svg replace a file.")] = False,
+    svg: explain_flags.Svg = None,
+    force: explain_flags.Force = False,
     json: options.Json = False,
     *,
     serving: dict[str, Any],

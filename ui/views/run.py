@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from planner.explain.tables import policy_text
-from ui import data, jobs, measured_run, panels, state
+from ui import data, jobs, panels, state
+from ui.canvas import measured_run
 
 if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult

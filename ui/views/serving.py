@@ -6,8 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
+from planner.export.serving.files import serving_files
+from planner.serving.plan_file import serving_file
+from planner.serving.text import answer_sentence, deployment_text, digits, ms_text
+from simulator.config.hf_config import hub_name
+from topology import codec
 from topology.errors import Infeasible
 from ui import panels, serving_question, state, waiting
+from ui.charts import serving as charts
 
 if TYPE_CHECKING:
     from planner.serving.search import ServingPlan
@@ -31,8 +37,6 @@ def show(about: state.Inputs) -> None:
     )
     if found is None:
         return
-    from planner.serving.text import answer_sentence  # noqa: PLC0415 - the first page loads only what it shows
-
     best = found.result.plans[0]
     asked = found.result.question
     st.markdown(f"#### {panels.plain(answer_sentence(asked, best.deployment, best.estimate, meets=best.meets))}")
@@ -47,8 +51,6 @@ def show(about: state.Inputs) -> None:
 
 def _table(found: ServingAnswers) -> int:
     """Show the deployments; return the place of the ticked one, from 0."""
-    from planner.serving.text import deployment_text, digits, ms_text  # noqa: PLC0415 - as above
-
     plans = found.result.plans[: len(found.accounts)]
     panels.section(
         f"{panels.counted(len(found.result.plans), 'deployment')} simulated, all that are legal",
@@ -80,8 +82,6 @@ def _table(found: ServingAnswers) -> int:
 
 
 def _load(found: ServingAnswers) -> None:
-    from planner.serving.text import deployment_text, digits  # noqa: PLC0415 - as above
-
     if not found.load.rows:
         return
     panels.section("With other numbers of clients", "The best of the deployments above that were followed.")
@@ -99,9 +99,6 @@ def _load(found: ServingAnswers) -> None:
 
 
 def _detail(found: ServingAnswers, place: int) -> None:
-    from planner.serving.text import deployment_text, digits, ms_text  # noqa: PLC0415 - as above
-    from ui.charts import serving as charts  # noqa: PLC0415 - as above
-
     plan, account = found.result.plans[place], found.accounts[place]
     estimate = plan.estimate
     room = estimate.room
@@ -129,11 +126,6 @@ def _detail(found: ServingAnswers, place: int) -> None:
 
 def _next(question: serving_question.ServingInputs, found: ServingAnswers, plan: ServingPlan) -> None:
     """Offer the files that start a deployment."""
-    from planner.export.serving.files import serving_files  # noqa: PLC0415 - as above
-    from planner.serving.plan_file import serving_file  # noqa: PLC0415 - as above
-    from simulator.config.hf_config import hub_name  # noqa: PLC0415 - as above
-    from topology import codec  # noqa: PLC0415 - as above
-
     panels.section("Start it")
     asked = found.result.question
     files = {"plan.json": codec.to_json(serving_file(asked, plan.deployment)) + "\n"}
