@@ -120,9 +120,12 @@ def read_point(row: ServingRow) -> Point:
 
 
 def engine_named(backend: str) -> str:
-    """Return the engine of a source's word for its software, or an empty string."""
-    word = next(iter(backend.lower().split()), "")
-    return next((_ENGINES[name] for name in sorted(_ENGINES, key=len, reverse=True) if word.startswith(name)), "")
+    """Return the engine of a source's words for its software and its release, or an empty string."""
+    word, *rest = [*backend.lower().split(), ""]
+    found = next((_ENGINES[name] for name in sorted(_ENGINES, key=len, reverse=True) if word.startswith(name)), "")
+    # Releases with .post are of NVIDIA Dynamo, which counts its own.
+    before = re.fullmatch(r"v?0[0-9.]*|\(2024\)", rest[0]) is not None and not word.startswith("dynamo")
+    return "tensorrt" if found == "trtllm" and before else found
 
 
 def _engine(row: ServingRow, assumed: list[str]) -> str:

@@ -39,7 +39,7 @@ def estimate_serving(
     """Simulate `traffic` on a deployment; targets of 0 are none. Raises Infeasible where nothing fits."""
     served = serve(model, cluster, deployment, traffic)
     engine = engine_of(deployment.engine)
-    seen = latency(served, request_s=engine.host_request_s, ttft_s=ttft_s, tpot_s=tpot_s)
+    seen = latency(served, ttft_s=ttft_s, tpot_s=tpot_s)
     return ServingEstimate(
         ttft_s=_interval(seen.ttft_s.mean, engine.spread_ttft),
         tpot_s=_interval(seen.tpot_s.mean, engine.spread_tpot),

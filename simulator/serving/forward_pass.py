@@ -49,6 +49,8 @@ class ForwardPass:
     _tokens: Floats = field(init=False)
     _parts: dict[str, Floats] = field(init=False)  # seconds of everything that grows with tokens, by what takes them
     _seconds: Floats = field(init=False)
+    _rows: Floats = field(init=False)
+    _head: Floats = field(init=False)  # seconds of the ends by sequences that get a token
     _key_s: float = field(init=False)
     _layers_met: tuple[int, int, int] = field(init=False)  # layers that see all keys, those with a window, its width
     _launch_s: float = field(init=False)
@@ -62,6 +64,8 @@ class ForwardPass:
         self._tokens = token_grid(most)
         self._parts = self._by_tokens(self._tokens)
         self._seconds = np.sum(list(self._parts.values()), axis=0)
+        self._rows = token_grid(self.max_sequences * self.pool.dp_attention)
+        self._head = self._ends(np.ceil(self._rows / self.pool.dp_attention))
         self._key_s = self._one_key_s()
         windowed = self.model.windowed_layers
         self._layers_met = (self.model.layers - windowed, windowed, self.model.sliding_window)
@@ -84,6 +88,7 @@ class ForwardPass:
         """
         tokens = prompt_tokens + sequences
         time = float(np.interp(tokens, self._tokens, self._seconds))
+        time += float(np.interp(sequences + (readers if prompt_tokens else 0), self._rows, self._head))
         ranks = self.pool.dp_attention
         if pairs:
             time += self._prompt_s(pairs / min(readers, ranks))
@@ -99,6 +104,8 @@ class ForwardPass:
         """Return what a step's seconds are made of: the same step as `seconds`, to which the parts add up."""
         tokens = prompt_tokens + sequences
         found = {name: float(np.interp(tokens, self._tokens, values)) for name, values in self._parts.items()}
+        written = sequences + (readers if prompt_tokens else 0)
+        found["head"] = float(np.interp(written, self._rows, self._head))
         ranks = self.pool.dp_attention
         met = self._prompt_s(pairs / min(readers, ranks)) if pairs else 0.0
         met += self._cache_s(keys / min(sequences, ranks), keys / sequences) if sequences else 0.0
@@ -160,7 +167,6 @@ class ForwardPass:
             if layers:
                 for name, seconds in self._layer(LayerKind(sparse=sparse, window=0), tokens, local).items():
                     total[name] = total.get(name, np.zeros_like(tokens)) + layers * seconds
-        total["head"] = self._ends(local)
         if self.pool.pp > 1:
             total["between_stages"] = (self.pool.pp - 1) * self._between_stages(local)
         return total
@@ -210,7 +216,7 @@ class ForwardPass:
             + self.kernels.expert_products(rows, visited, up, h)
             + self.kernels.expert_products(rows, visited, h, f)
         )
-        time = time + self.kernels.moved(2.0 * rows * h * 3, 0.0)  # sorted, cast, summed
+        time = time + self.kernels.moved(2.0 * rows * h * 2, 0.0)  # sorted and cast, summed
         if moe.shared_ffn:
             time = time + self._mlp(local, moe.shared_ffn)
         return time
@@ -226,9 +232,8 @@ class ForwardPass:
         sent = gather + self._collective("reduce_scatter", everywhere, pool.ranks)
         return {"all_reduce": reduced, "expert_exchange": sent}
 
-    def _ends(self, local: Floats) -> Floats:
-        """Return seconds of the embedding, the head for one token a sequence, and sampling from its scores."""
-        rows = np.minimum(local, float(self.max_sequences))
+    def _ends(self, rows: Floats) -> Floats:
+        """Return seconds of the head for one token a sequence, and of sampling from its scores."""
         columns = self.model.vocab / self.pool.tp
         head = self.kernels.product(rows, columns, self.model.hidden, stored="bfloat16")
         scores = self._collective("all_gather", 2.0 * rows * self.model.vocab, self.pool.tp)

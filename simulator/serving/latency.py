@@ -38,11 +38,11 @@ def distribution(values: np.ndarray) -> Distribution:
     return Distribution(mean=float(values.mean()), p50=p50, p95=p95, p99=p99)
 
 
-def latency(served: Served, *, request_s: float, ttft_s: float = 0.0, tpot_s: float = 0.0) -> Latency:
-    """Return the figures of a run; `request_s` passes outside the GPUs, targets of 0 are none."""
+def latency(served: Served, *, ttft_s: float = 0.0, tpot_s: float = 0.0) -> Latency:
+    """Return the figures of a run; targets of 0 are none."""
     answers = served.answers
-    first = np.array([answer.first_s - answer.arrival_s for answer in answers]) + request_s
-    whole = np.array([answer.done_s - answer.arrival_s for answer in answers]) + request_s
+    first = np.array([answer.first_s - answer.arrival_s for answer in answers])
+    whole = np.array([answer.done_s - answer.arrival_s for answer in answers])
     tokens = np.array([answer.tokens for answer in answers])
     between = (whole - first) / np.maximum(tokens - 1, 1)
     good = np.ones(len(answers), bool)

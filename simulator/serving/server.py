@@ -116,6 +116,10 @@ def serve(model: Model, cluster: Cluster, deployment: Deployment, traffic: Traff
     def begin(prompt: int, output: int) -> None:
         cached = int(prompt * traffic.cached_prompt)
         answer = Answer(arrival_s=env.now, prompt=max(1, prompt - cached), output=output, cached=cached)
+        env.process(reach(answer))
+
+    def reach(answer: Answer) -> Generator[simpy.Event, Any, None]:
+        yield env.timeout(engine.host_request_s)
         _least_loaded(first).add(answer)
 
     def finished(answers: Iterable[Answer]) -> None:
@@ -149,7 +153,7 @@ def serve(model: Model, cluster: Cluster, deployment: Deployment, traffic: Traff
     every = {id(scheduler): scheduler for scheduler in (*first, *last)}.values()
     return Served(
         answers=tuple(done),
-        seconds=env.now + engine.host_request_s,
+        seconds=env.now,
         busy=sum(scheduler.busy_s for scheduler in every) / (len(every) * env.now),
         preempted=sum(scheduler.batch.preempted for scheduler in every),
     )

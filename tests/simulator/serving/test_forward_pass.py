@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from simulator.config.hf_config import load_model
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.forward_pass import ForwardPass, cache_bytes_per_token
+from simulator.serving.kernels import Kernels
 from simulator.serving.kv_cache import cache_capacity, weight_bytes
 from topology.catalog.clusters import cluster, cluster_from_case
 from topology.cluster import Cluster
@@ -88,3 +90,39 @@ def test_a_cache_across_windows_is_read_only_inside_them() -> None:
     full = passes.model.layers - passes.model.windowed_layers
     assert (longest - longer) / (longer - short) == pytest.approx(2.0, rel=0.05)
     assert longer - short < 4 * window * passes.model.layers * passes._key_s * (full / passes.model.layers + 0.1)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "width", "experts", "measured_ms"),
+    [
+        (7168, 2048 // 16, 256, {1024: 0.486, 4096: 1.102, 16384: 3.578}),
+        (6144, 2048 // 8, 256, {64: 0.283, 256: 0.370, 1024: 0.559, 3072: 1.025}),
+        (7168, 2048, 384, {96: 3.06, 8192: 14.0, 16384: 23.3}),
+    ],
+)
+def test_products_of_experts_beside_kernels_by_themselves(
+    hidden: int, width: int, experts: int, measured_ms: dict[int, float]
+) -> None:
+    """Both products of 8 experts a token in float8 blocks on one H200 (vLLM 0.20, ai-dynamo/aiconfigurator moe_perf.txt)."""
+    kernels = Kernels(gpu=cluster("dgx-h200", 1).slowest_kind, weights="float8")
+    tokens = np.array([float(count) for count in measured_ms])
+    visited = experts * (1 - (1 - 8 / experts) ** tokens)
+    found = kernels.expert_products(8 * tokens, visited, 2 * width, hidden)
+    found = found + kernels.expert_products(8 * tokens, visited, hidden, width)
+    found = found + kernels.moved(2.0 * 8 * tokens * hidden * 2, 0.0)
+    assert 1e3 * found == pytest.approx(np.array(list(measured_ms.values())), rel=0.23)
+
+
+def test_parts_add_up_to_the_step() -> None:
+    steps = [{"prompt_tokens": 0, "pairs": 0.0, "sequences": 700, "keys": 7e5}]
+    steps += [{"prompt_tokens": 3000, "pairs": 4.5e6, "sequences": 40, "keys": 4e4, "readers": 3}]
+    for model, pool in (("llama3-8b", Pool(tp=2)), ("deepseek-v3", Pool(dp_attention=8, ep=8)), ("llama3-70b", Pool(tp=4, pp=2))):  # fmt: skip
+        passes = costs(model, cluster("dgx-h200", 8), pool=pool, weights="float8")
+        for step in steps:
+            assert sum(passes.parts(**step).values()) == pytest.approx(passes.seconds(**step))
+
+
+def test_a_prompt_is_scored_for_its_last_token_only() -> None:
+    passes = costs("llama3-8b", cluster("dgx-h100", 1))
+    short, long = (passes.parts(prompt_tokens=n, pairs=1.0, sequences=0, keys=0.0)["head"] for n in (16, 4096))
+    assert short == long

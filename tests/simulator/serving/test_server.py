@@ -31,7 +31,8 @@ def one_by_one(requests: list[Request], deployment: Deployment) -> dict[int, tup
         max_sequences=costs.max_sequences,
         max_tokens=costs.max_batched_tokens,
     )
-    coming = [Answer(arrival_s=r.arrival_s, prompt=r.prompt, output=r.output) for r in requests]
+    host_s = costs.engine.host_request_s  # before a scheduler sees a request
+    coming = [Answer(arrival_s=r.arrival_s + host_s, prompt=r.prompt, output=r.output) for r in requests]
     left, now, seen = list(coming), 0.0, {}
     while len(seen) < len(coming):
         if batch.idle:
