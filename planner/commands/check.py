@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from planner.commands.flags import options
+from planner.commands.flags.serving_flags import QUESTION_FLAGS, Task, refuse, stated, takes_serving_flags
+from planner.commands.serve.check import check_serving_command
 from planner.configs.answer import Change, Checked, check_text
 from planner.configs.check_document import check_document
 from planner.configs.configuration import CheckFlags
+from planner.configs.serving import serving_engine
 from planner.explain.answer_text import print_estimate
 from planner.io import output
 from planner.io.inputs import measurements
 from simulator.config.estimate import SURE, chance
 from topology import codec
 
-FILE = "torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON, accelerate YAML, TrainingArguments JSON; - reads stdin."
+FILE = "torchtitan TOML or command, Megatron-LM command line or script, Megatron-Bridge recipe dump, DeepSpeed JSON, accelerate YAML, TrainingArguments JSON, vllm serve or SGLang command; - reads stdin."
+
+IN_THE_COMMAND = {"engine", "weights", "kv_cache", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"}
+# The command says itself with what it serves.
+LOAD_FLAGS = {name: kind for name, kind in QUESTION_FLAGS.items() if name not in IN_THE_COMMAND}
 
 
+@takes_serving_flags(LOAD_FLAGS)
 def check(
     file: Annotated[str, typer.Argument(help=FILE)],
     model: Annotated[
@@ -45,6 +53,8 @@ def check(
     profile: options.Profile = None,
     strict: options.Strict = False,
     json: options.Json = False,
+    *,
+    serving: dict[str, Any],
 ) -> None:
     """Check a configuration of another tool: legal, does it fit, how fast, and what to change.
 
@@ -53,6 +63,12 @@ def check(
     """
     text, where = codec.read_path_or_stdin(file)
     flags = CheckFlags(model=model, cluster=cluster, gpu=gpu, gpus=gpus, seq_len=seq_len, launch=launch)
+    if serving_engine(text):
+        others = {"seq_len": seq_len, "launch": launch or None, "profile": profile, "strict": strict}
+        refuse(stated(others), Task.SERVE)
+        check_serving_command(text, where, flags, serving, search=search, json=json)
+        return
+    refuse(stated(serving), Task.TRAIN)
     try:
         checked = check_text(
             text, where, flags, measured=measurements(profile, strict=strict), search=search, progress=output.progress

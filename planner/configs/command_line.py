@@ -93,7 +93,8 @@ class CommandLine(Document):
         while index < len(self.words):
             word = self.words[index]
             index += 1
-            if not re.match(r"--[A-Za-z]", word.text):
+            short = word.text[:1] == "-" and takes_value(word.text) is not None
+            if not short and not re.match(r"--[A-Za-z]", word.text):
                 continue
             name, equals, value = word.text.partition("=")
             if equals:

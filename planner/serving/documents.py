@@ -38,7 +38,7 @@ def serving_document(result: ServingResult, load: Sequence[Row], *, top: int) ->
         },
         "objective": question.objective,
         "assumed": list(question.assumed),
-        "plans": [_plan(rank, plan) for rank, plan in enumerate(result.plans[:top], 1)],
+        "plans": [listed_document(rank, plan) for rank, plan in enumerate(result.plans[:top], 1)],
         "by_clients": [{"clients": round(row.value), **_row(row)} for row in load],
         "rejected": dict(result.rejected),
     }
@@ -66,7 +66,7 @@ def explanation_document(name: str, found: ServingExplanation) -> dict[str, Any]
     """Return the document of `explain --task serve --json`."""
     return estimate_document(name, found.answer) | {
         "break_even": [codec.to_builtins(one) for one in found.break_even],
-        "runners_up": [_plan(rank, plan) for rank, plan in enumerate(found.runners_up, 2)],
+        "runners_up": [listed_document(rank, plan) for rank, plan in enumerate(found.runners_up, 2)],
         "sweeps": [_sweep(sweep) for sweep in found.sweeps],
         "rejected": dict(found.result.rejected),
     }
@@ -90,7 +90,8 @@ def comparison_document(found: ServingComparison, files: Sequence[str]) -> dict[
     }
 
 
-def _plan(rank: int, plan: ServingPlan) -> dict[str, Any]:
+def listed_document(rank: int, plan: ServingPlan) -> dict[str, Any]:
+    """Return a deployment of a search by the keys of a listed plan."""
     return {
         "rank": rank,
         "plan": plan_document(plan.deployment),

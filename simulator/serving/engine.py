@@ -27,6 +27,7 @@ class Engine:
     block_tokens: int
     graph_batch: int
     all_reduce: tuple[str, ...]
+    experts_by_triton: bool
     host_step_s: float
     host_sequence_s: float
     host_request_s: float

@@ -58,7 +58,9 @@ class ForwardPass:
     def __post_init__(self) -> None:
         self.engine = engine_of(self.deployment.engine)
         gpu = self.cluster.slowest_kind
-        self.kernels = Kernels(gpu=gpu, weights=self.deployment.weights)
+        self.kernels = Kernels(
+            gpu=gpu, weights=self.deployment.weights, experts_by_triton=self.engine.experts_by_triton
+        )
         self._collectives = CollectiveModel(self.cluster)
         most = (self.max_batched_tokens + self.max_sequences) * self.pool.dp_attention
         self._tokens = token_grid(most)

@@ -36,6 +36,7 @@ class Kernels:
 
     gpu: GpuKind
     weights: str
+    experts_by_triton: bool = True
 
     @property
     def multiplied_in(self) -> str:
@@ -87,14 +88,17 @@ class Kernels:
     def expert_products(self, rows: Floats, experts: Floats, columns: float, depth: float) -> Floats:
         """Return seconds of `rows` in all through products of `experts` different matrices, those without rows left out.
 
-        Tiles of an expert wait for its weights, so that reading them and multiplying add up; see GROUPED.
+        In Triton's kernels tiles of an expert wait for its weights, so that reading them and multiplying add up; see GROUPED.
         """
         filling = 1 + efficiency(self.gpu.architecture).ramp_k / depth  # a tile starts slowly along its depth
-        share = GROUPED.get((self.gpu.architecture.split()[0].lower(), self.multiplied_in), 1.0)
+        known = GROUPED if self.experts_by_triton else {}
+        share = known.get((self.gpu.architecture.split()[0].lower(), self.multiplied_in), 1.0)
         arithmetic = 2 * rows * columns * depth * filling / (self.flops_per_s * share)
         touched = np.minimum(experts, rows)
         moved = touched * columns * depth * WEIGHT_BYTES[self.weights] + 2.0 * rows * (columns + depth)
-        return np.asarray(np.where(rows > 0, arithmetic + moved / self.bytes_per_s + self.start_s, 0.0))
+        reading = moved / self.bytes_per_s
+        time = arithmetic + reading if self.experts_by_triton else np.maximum(arithmetic, reading)
+        return np.asarray(np.where(rows > 0, time + self.start_s, 0.0))
 
     def moved(self, nbytes: Floats, launches: float) -> Floats:
         """Return seconds of `launches` kernels that read and write `nbytes` together."""

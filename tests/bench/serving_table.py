@@ -23,16 +23,19 @@ TEXT = """# Serving: predictions beside published points
 
 Points of public sources, each predicted from datasheets by simulating its requests: aiconfigurator's accuracy sample
 (ai-dynamo/aiconfigurator), InferenceX's DeepSeek-R1 runs (SemiAnalysisAI/InferenceX), TensorRT-LLM's performance tables,
-LLM-Inference-Bench (argonne-lcf, static batches of 2024). They were **in view** while the model was made: the times of hosts
-(`host_step_s` and `host_sequence_s` of `simulator/serving/engines.toml`) were fitted by hand to time per token of three of
-the groups (Llama 3.1 70B with vLLM and Llama 3.1 8B with TensorRT-LLM on H100, DeepSeek-R1 with SGLang on B200). The other
-groups are a test of the rest of the model, not a prediction made before the fact.
+LLM-Inference-Bench (argonne-lcf, static batches of 2024). They were **in view** while the model was made. Fitted to them are
+times of hosts (`simulator/serving/engines.toml`): `host_step_s` and `host_sequence_s` by hand to time per token of three groups
+(Llama 3.1 70B with vLLM and Llama 3.1 8B with TensorRT-LLM on H100, DeepSeek-R1 with SGLang on B200), what passes before the
+first token to two (TensorRT-LLM's `host_request_s` to Llama 3.1 8B on H100, SGLang's `host_launch_s` to DeepSeek-R1 on H200).
+Kernels are priced from datasheets and from kernels measured by themselves, not from these points. The other groups are a test
+of the rest of the model, not a prediction made before the fact.
 
 What sources leave open decides most of what is off:
 
-- **Time to the first token** depends on how often a scheduler looks for new requests, on the first burst of all clients, and
-  on compilation during the first requests; means are far above medians (InferenceX, DeepSeek-R1, four clients: mean 158 ms,
-  median 85, p99 811; predicted 63). Where arrivals are stated (TensorRT-LLM 0.14 online) it is within 19 %.
+- **Time to the first token** depends on the first burst of all clients, which cold kernels and connections slow, and which is
+  a tenth of the requests of InferenceX: DeepSeek-R1 with SGLang on H200, four clients, mean 158 ms, median 85, p99 811;
+  predicted 112. Exact lengths let all clients of a closed loop ask at once for ever, lengths that vary a little do not; most
+  sources do not say which. Where arrivals are stated (TensorRT-LLM 0.14 online) see below.
 - **Speculative decoding** is stated by InferenceX and skipped here. aiconfigurator's sample does not state it: the same
   configuration is listed with 6.8 and 11.1 ms a token, 8.6 and 12.8, 9.5 and 16.4.
 - **Prefix caches**: 8-bit Llama 3.1 8B with vLLM on H200 is listed with prompts read at more than what 80 % of the GPU's peak

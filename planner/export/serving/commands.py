@@ -49,7 +49,7 @@ def _sglang(deployment: Deployment, pool: Pool, model: str, longest: int, port: 
     words = ["python", "-m", "sglang.launch_server", "--model-path", model, "--host", "0.0.0.0", "--port", str(port)]  # noqa: S104
     words += ["--tp-size", str(pool.ranks), "--pp-size", str(pool.pp)]
     if pool.dp_attention > 1:  # attention with its own requests lives inside tensor parallelism there
-        words += ["--dp-size", str(pool.dp_attention), "--enable-dp-attention"]
+        words += ["--attn-dp-size", str(pool.dp_attention)]
     if pool.ep > 1:
         words += ["--ep-size", str(pool.ep)]
     words += ["--context-length", str(longest)]

@@ -1,0 +1,305 @@
+"""The command line that starts vLLM or SGLang: read, judged by the engine's own flags and rules, and improved as a diff.
+
+A script may have other lines; variables that it assigns are looked up (`planner.configs.command_line`). Of several commands
+in one text the flags of all count, the last of each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches, unified_diff
+from itertools import pairwise
+from typing import Any
+
+from planner.configs.command_line import CommandLine, option_kinds
+from planner.configs.configuration import CheckFlags
+from planner.export.schema import schema
+from planner.serving.answer import ServingAnswer, answer_deployment
+from planner.serving.asked import ServingFlags, serving_question
+from planner.serving.question import ServingQuestion
+from planner.serving.search import TIE, ServingPlan, search_serving, value_of
+from planner.serving.stated import MOST, require_pool
+from planner.validate.serving_names import model_of
+from simulator.config.hf_config import load_model
+from simulator.serving.deployment import Deployment, Pool
+from topology.errors import BadInput, BadModel, Infeasible, PlannerError
+
+VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
+_STARTS = {
+    "vllm": re.compile(r"\bvllm\s+serve\b|vllm\.entrypoints\.openai\.api_server"),
+    "sglang": re.compile(r"sglang\.launch_server|\bsglang\s+serve\b"),
+}
+# Formats of weights by the engines' words; a checkpoint that says its own format needs none.
+_WEIGHTS = {
+    "fp8": "float8", "modelopt": "float8", "fbgemm_fp8": "float8", "compressed-tensors": "float8", "w8a8_fp8": "float8",
+    "awq": "int4", "awq_marlin": "int4", "gptq": "int4", "gptq_marlin": "int4",
+    "modelopt_fp4": "float4", "nvfp4": "float4", "mxfp4": "float4",
+}  # fmt: skip
+LISTED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingChange:
+    """A better deployment, with the unified diff of the command that makes it."""
+
+    what: str
+    plan: ServingPlan
+    diff: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedServing:
+    """What there is to say about a command. `answer` is None where it contradicts itself: see `problems`."""
+
+    engine: str
+    problems: tuple[str, ...]
+    unknown: tuple[str, ...]
+    assumed: tuple[str, ...]
+    answer: ServingAnswer | None = None
+    changes: tuple[ServingChange, ...] = ()
+    no_better: str = ""
+
+    @property
+    def legal(self) -> bool:
+        return not self.problems and self.answer is not None and self.answer.estimate is not None
+
+
+def serving_engine(text: str) -> str:
+    """Return the engine that a text starts, or nothing."""
+    return next((name for name, pattern in _STARTS.items() if pattern.search(text)), "")
+
+
+def check_serving(
+    text: str,
+    where: str,
+    stated: CheckFlags,
+    flags: ServingFlags,
+    *,
+    search: bool = True,
+    progress: Callable[[str], None] = lambda _: None,
+) -> CheckedServing:
+    """Judge the command in `text`; `flags` say what clients send. Raises BadInput for a model that is not known."""
+    engine = serving_engine(text)
+    keys = schema(engine, VERSIONS[engine])["keys"]
+    document = CommandLine(text, where, option_kinds(keys))
+    unknown, problems = _refused(document.settings, keys, engine)
+    found_as = {name: flag_of(name, keys) for name in document.settings}
+    settings = {keys[flag]["dest"]: document.settings[name] for name, flag in found_as.items() if flag}
+    name = stated.model or _model_name(document, settings)
+    try:
+        model = load_model(name) if stated.model else model_of(name)
+    except BadModel as error:
+        raise BadInput(
+            f"{where}: the model {name[:60]!r} is not among the shipped ones",
+            remedy="say its shapes: --model config.json",
+        ) from error
+    try:
+        pool = _pool(engine, settings, experts=model.moe is not None)
+    except PlannerError as error:
+        return CheckedServing(engine=engine, problems=(*problems, error.what), unknown=unknown, assumed=())
+    limits = _limits(engine, settings)
+    asked = replace(
+        flags,
+        model=stated.model or model.name,
+        cluster=stated.cluster or flags.cluster,
+        gpu=stated.gpu,
+        gpus=stated.gpus or pool.engines * pool.gpus,
+        engine=engine,
+        **limits,
+    )
+    question = serving_question(asked)
+    deployment = question.deployment(pool)
+    found = answer_deployment(question, deployment)
+    problems = (*problems, *found.problems, *_too_long(settings, question, found))
+    assumed = tuple(line for line in found.assumed if not (line.startswith("weights") and "weights" in limits))
+    base = CheckedServing(engine=engine, problems=problems, unknown=unknown, assumed=assumed, answer=found)
+    if not search:
+        return base
+    try:
+        result = search_serving(question, progress=progress)
+    except Infeasible as error:
+        return replace(base, no_better=error.what)
+    better = [plan for plan in result.plans if _gains(question, plan, found)]
+    changes = [_change(plan, document, engine, settings, where) for plan in better[:LISTED]]
+    return replace(
+        base,
+        changes=tuple(one for one in changes if one.diff),
+        no_better="" if better else "no deployment on these GPUs is better by more than predictions are off",
+    )
+
+
+def flag_of(name: str, keys: Mapping[str, Any]) -> str:
+    """Return the flag that a word is, as argparse reads it: itself, or the only one that it begins; else nothing."""
+    plain = name.replace("_", "-")
+    if name in keys or plain in keys:
+        return name if name in keys else plain
+    begun = {keys[flag]["dest"]: flag for flag in keys if flag.startswith(plain)} if plain.startswith("--") else {}
+    return next(iter(begun.values())) if len(begun) == 1 else ""
+
+
+def _model_name(document: CommandLine, settings: Mapping[str, Any]) -> str:
+    """Return the model that a command names. Raises BadInput where it names none."""
+    for key in ("model_path", "model"):
+        if settings.get(key):
+            return str(settings[key])
+    words = [document.expanded(word.text) for word in document.words]
+    for before, word in pairwise(words):
+        if before == "serve" and not word.startswith("-"):
+            return word
+    raise BadInput("the command names no model", remedy="say it: --model llama3-8b")
+
+
+def _refused(
+    settings: Mapping[str, Any], keys: Mapping[str, Any], engine: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return flags that the engine does not have, and what its parser would refuse."""
+    unknown, problems = [], []
+    for name, value in settings.items():
+        entry = keys.get(flag_of(name, keys))
+        if entry is None and name.startswith("--no-") and "--" + name[5:] in keys:
+            continue
+        if entry is None:
+            unknown.append(name)
+            near = get_close_matches(name, keys, 1)
+            hint = f"; near it: {near[0]}" if near else ""
+            problems.append(f"{name} is not a flag of {engine} {VERSIONS[engine]}{hint}")
+        elif "$" in str(value):
+            problems.append(f"{name} is {value!r}: the text does not assign that variable")
+        elif entry.get("choices") and str(value) not in entry["choices"]:
+            problems.append(f"{name} {value}: {engine} {VERSIONS[engine]} takes {', '.join(entry['choices'])}")
+        elif entry["type"] in {"int", "float"} and not _is_number(value, entry["type"]):
+            problems.append(f"{name} {value}: not a number")
+    return tuple(unknown), tuple(problems)
+
+
+def _is_number(value: object, kind: str) -> bool:
+    pattern = r"-?\d+[kKmMgG]?" if kind == "int" else r"-?\d+(\.\d*)?([eE]-?\d+)?|-?\.\d+"
+    return not isinstance(value, bool) and re.fullmatch(pattern, str(value)) is not None
+
+
+def _whole(settings: Mapping[str, Any], key: str, default: int = 1) -> int:
+    value = settings.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+        raise BadInput(f"{key} is {str(value)[:40]!r}", remedy=f"a number from 1 to {MOST}")
+    return value
+
+
+def _pool(engine: str, settings: Mapping[str, Any], *, experts: bool) -> Pool:
+    """Return the engines of a command: what each engine multiplies. Raises BadInput and BadPlan."""
+    if engine == "vllm":
+        tp, pp, dp = (_whole(settings, f"{axis}_parallel_size") for axis in ("tensor", "pipeline", "data"))
+        spread = settings.get("enable_expert_parallel") is True
+        pool = (
+            Pool(tp=tp, pp=pp, dp_attention=dp, ep=tp * dp if spread else 1)
+            if experts
+            else Pool(engines=dp, tp=tp, pp=pp)
+        )
+    else:
+        ranks, pp, dp = (_whole(settings, key) for key in ("tp_size", "pp_size", "dp_size"))
+        inside = _whole(settings, "attn_dp_size")
+        if settings.get("enable_dp_attention") is True:
+            inside, dp = dp, 1
+        if ranks % inside:
+            raise BadInput(f"attention over {inside} groups does not divide --tp-size {ranks}")
+        pool = Pool(engines=dp, tp=ranks // inside, pp=pp, dp_attention=inside, ep=_whole(settings, "ep_size"))
+    require_pool(pool, "the command")
+    return pool
+
+
+def _limits(engine: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a command says of formats and limits, as fields of ServingFlags."""
+    names = {
+        "vllm": ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
+        "sglang": ("max_running_requests", "chunked_prefill_size", "mem_fraction_static"),
+    }[engine]
+    fields = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
+    found: dict[str, Any] = {}
+    for name, field in zip(names, fields, strict=True):
+        value = settings.get(name)
+        try:
+            number = float(str(value)) if value is not None else 0.0
+        except ValueError:
+            number = 0.0
+        if number > 0:
+            found[field] = min(number, 1.0) if field == "gpu_memory_utilization" else int(number)
+    weights = _WEIGHTS.get(str(settings.get("quantization", "")).lower())
+    if weights:
+        found["weights"] = weights
+    if str(settings.get("kv_cache_dtype", "")).startswith("fp8"):
+        found["kv_cache"] = "float8"
+    return found
+
+
+def _too_long(settings: Mapping[str, Any], question: ServingQuestion, found: ServingAnswer) -> tuple[str, ...]:
+    """Return what the engine refuses of lengths: at its start, or of each request."""
+    longest = settings.get("max_model_len", settings.get("context_length"))
+    if isinstance(longest, bool) or not isinstance(longest, int):
+        return ()
+    problems = []
+    if question.longest > longest:
+        problems.append(f"requests of {question.longest} tokens are refused: the limit is {longest}")
+    if found.estimate is not None and found.estimate.room.tokens < longest:
+        problems.append(
+            f"the KV cache holds {found.estimate.room.tokens} tokens, one request may have {longest}: it does not start"
+        )
+    return tuple(problems)
+
+
+def _gains(question: ServingQuestion, plan: ServingPlan, found: ServingAnswer) -> bool:
+    if plan.deployment.prefill is not None:
+        return False
+    if found.estimate is None or (plan.meets and not found.meets):
+        return True
+    mine = ServingPlan(deployment=found.deployment, estimate=found.estimate, meets=found.meets)
+    return plan.meets >= found.meets and value_of(question, plan) * (1 + TIE) < value_of(question, mine)
+
+
+def _change(
+    plan: ServingPlan, document: CommandLine, engine: str, settings: Mapping[str, Any], where: str
+) -> ServingChange:
+    wanted = parallel_flags(engine, plan.deployment, deprecated="enable_dp_attention" in settings)
+    spelled = {flag: _spelled(flag, document, engine) for flag in wanted}
+    defaults: dict[str, Any] = {flag: 1 for flag, value in wanted.items() if not isinstance(value, bool)}
+    changes = {
+        spelled[flag]: value
+        for flag, value in wanted.items()
+        if document.settings.get(spelled[flag], defaults.get(flag, False)) != value
+    }
+    edited = document.edited(changes)
+    diff = "".join(
+        unified_diff(document.text.splitlines(keepends=True), edited.splitlines(keepends=True), where, where)
+    )
+    what = ", ".join(f"{flag} {document.settings.get(flag, 'unset')} -> {value}" for flag, value in changes.items())
+    return ServingChange(what=what, plan=plan, diff=diff)
+
+
+def _spelled(flag: str, document: CommandLine, engine: str) -> str:
+    """Return the spelling of a flag that the text uses, or its first."""
+    keys = schema(engine, VERSIONS[engine])["keys"]
+    dest = keys[flag]["dest"]
+    used = ((name, flag_of(name, keys)) for name in document.settings)
+    return next((name for name, known in used if known and keys[known]["dest"] == dest), flag)
+
+
+def parallel_flags(engine: str, deployment: Deployment, *, deprecated: bool = False) -> dict[str, Any]:
+    """Return the flags that spread one command over GPUs, all of them, defaults too.
+
+    `deprecated` writes SGLang's attention groups as it did before 0.5.20: `--dp-size N --enable-dp-attention`.
+    """
+    pool = deployment.pool
+    if engine == "vllm":
+        return {
+            "--tensor-parallel-size": pool.tp,
+            "--pipeline-parallel-size": pool.pp,
+            "--data-parallel-size": pool.engines * pool.dp_attention,
+            "--enable-expert-parallel": pool.ep > 1,
+        }
+    found: dict[str, Any] = {"--tp-size": pool.ranks, "--pp-size": pool.pp, "--ep-size": pool.ep}
+    if deprecated:
+        return found | {
+            "--dp-size": max(pool.engines, pool.dp_attention),
+            "--enable-dp-attention": pool.dp_attention > 1,
+        }
+    return found | {"--dp-size": pool.engines, "--attn-dp-size": pool.dp_attention}

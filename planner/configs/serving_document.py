@@ -1,0 +1,39 @@
+"""The JSON document of a serving command that was checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from planner.configs.serving import VERSIONS, CheckedServing
+from planner.io.output import SCHEMA_VERSION
+from planner.serving.documents import estimate_document, listed_document
+
+
+def checked_serving_document(where: str, checked: CheckedServing) -> dict[str, Any]:
+    """Return the JSON document of `planner check` on a command that starts an engine."""
+    answer = None if checked.answer is None else estimate_document(where, checked.answer)
+    changes = [
+        {
+            "what": one.what,
+            "diff": one.diff,
+            "step_s": one.plan.estimate.tpot_s.value,
+            "fits": one.plan.estimate.room.fits,
+            **listed_document(rank, one.plan),
+        }
+        for rank, one in enumerate(checked.changes, 1)
+    ]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "task": "serve",
+        "framework": checked.engine,
+        "version": VERSIONS[checked.engine],
+        "legal": checked.legal,
+        "problems": [{"grade": "illegal", "message": message} for message in checked.problems],
+        "unknown": list(checked.unknown),
+        "assumed": list(checked.assumed),
+        "plan": None if answer is None else answer["plan"],
+        "estimate": None if answer is None else answer["estimate"],
+        "changes": changes,
+        "best": changes[0] if changes else None,
+        "no_better": checked.no_better,
+    }
