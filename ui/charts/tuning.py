@@ -8,45 +8,49 @@ from typing import Any
 import altair as alt
 
 from planner.pictures.palette import BLUE, GREEN
-from planner.tune.history import History
+from planner.tune.history import Believed, History
 from ui.charts.look import finished, paper
 
 
-def posterior(found: History, *, dark: bool) -> alt.FacetChart:
-    """Draw a panel a plan: the middle and the 80 % range of its step over the number of trials, a point once measured."""
-    plans = list(dict.fromkeys(one.plan for one in found.finalists))
+def posterior(found: History, *, dark: bool) -> dict[str, alt.LayerChart]:
+    """Draw a chart a plan, by its number and name: the middle and the 80 % range of its step over the number of trials, a
+    point once measured. All have the same scales.
+    """
+    ends = [end for one in found.finalists for end in (one.low, one.high, one.measured_s) if end]
+    scale = alt.Scale(type="log", zero=False, nice=False, domain=[min(ends), max(ends)] if ends else [0.1, 1])
+    plans = dict.fromkeys(one.plan for one in found.finalists)
+    return {
+        f"{number}. {plan}": _believed([one for one in found.finalists if one.plan == plan], scale, dark=dark)
+        for number, plan in enumerate(plans, start=1)
+    }
+
+
+def _believed(steps: Sequence[Believed], scale: alt.Scale, *, dark: bool) -> alt.LayerChart:
     values: list[dict[str, Any]] = [
-        {
-            "plan": f"{plans.index(one.plan) + 1}. {one.plan}",
-            "trials": one.trials,
-            "value": one.value,
-            "low": one.low,
-            "high": one.high,
-            "measured": one.measured_s,
-        }
-        for one in found.finalists
+        {"trials": one.trials, "value": one.value, "low": one.low, "high": one.high, "measured": one.measured_s}
+        for one in steps
     ]
-    y = alt.Scale(type="log", zero=False, nice=False)
-    base = alt.Chart().encode(x=alt.X("trials:Q", title="trials", axis=alt.Axis(tickMinStep=1, format="d")))
+    base = alt.Chart(alt.Data(values=values)).encode(
+        x=alt.X("trials:Q", title="trials", axis=alt.Axis(tickMinStep=1, format="d"))
+    )
     tooltip = [
-        alt.Tooltip("plan:N"),
         alt.Tooltip("trials:Q"),
         alt.Tooltip("value:Q", title="believed, s", format=".4~g"),
         alt.Tooltip("low:Q", title="80% from, s", format=".4~g"),
         alt.Tooltip("high:Q", title="80% to, s", format=".4~g"),
     ]
     band = base.mark_area(opacity=0.25, color=BLUE).encode(
-        y=alt.Y("low:Q", scale=y, title="s a step"), y2="high:Q", tooltip=tooltip
+        y=alt.Y("low:Q", scale=scale, title="s a step"), y2="high:Q", tooltip=tooltip
     )
-    middle = base.mark_line(color=BLUE, strokeWidth=2).encode(y=alt.Y("value:Q", scale=y), tooltip=tooltip)
+    middle = base.mark_line(color=BLUE, strokeWidth=2).encode(y=alt.Y("value:Q", scale=scale), tooltip=tooltip)
     measured = (
         base.transform_filter("datum.measured != null")
         .mark_point(filled=True, size=42, color=GREEN, opacity=1)
-        .encode(y=alt.Y("measured:Q", scale=y), tooltip=[alt.Tooltip("measured:Q", title="measured, s", format=".4~g")])
+        .encode(
+            y=alt.Y("measured:Q", scale=scale), tooltip=[alt.Tooltip("measured:Q", title="measured, s", format=".4~g")]
+        )
     )
-    panels = alt.layer(band, middle, measured, data=alt.Data(values=values)).properties(width=230, height=130)
-    head = alt.Header(title=None, labelLimit=230, labelColor=paper(dark).ink)
-    return finished(panels.facet(facet=alt.Facet("plan:N", header=head, sort=None), columns=4), dark)
+    return finished(alt.layer(band, middle, measured).properties(height=170), dark)
 
 
 def better_left(chances: Sequence[float], *, dark: bool) -> alt.LayerChart:

@@ -19,6 +19,7 @@ from ui.charts import tuning as charts
 
 MOST_BYTES = 16 * 2**20
 COMMANDS = ("tune",)
+WIDE = 280  # pixels of a finalist's chart: one fits a phone, four a screen
 STATE = "state.jsonl"
 # Frameworks whose plans can be tried: by our executor, or by the framework's own trainer.
 TRIED = {"meshwright executor": "meshwright", "torchtitan": "torchtitan"}
@@ -109,11 +110,12 @@ def _show(found: State) -> None:
     panels.section("Finalists", "What is believed of a step after each trial: the middle, and a band that holds 80 %.")
     best = view.best
     finding = f"the best measured step is {best.step_s:.4g} s" if best is not None else "none could be measured"
-    panels.chart(
-        charts.posterior(seen, dark=panels.dark()),
-        key="posterior",
-        alt=f"Believed steps of the finalists by trial; after {len(view.trials)} trials {finding}",
-    )
+    with st.container(horizontal=True, gap="small", key="finalists"):
+        for number, (plan, drawn) in enumerate(charts.posterior(seen, dark=panels.dark()).items()):
+            with st.container(key=f"finalist_{number}", width=WIDE):
+                st.caption(panels.plain(plan))
+                about = f"Believed step of plan {plan} by trials; after {len(view.trials)} trials {finding}"
+                panels.chart(drawn, key=f"posterior_{number}", alt=about)
     left, right = st.columns([5, 3], gap="large")
     with left:
         panels.section("Trials", "In the order in which they were made.")
