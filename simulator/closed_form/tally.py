@@ -124,6 +124,8 @@ class Tally:
         self.bytes = Bytes(self.rows)
         self._ran: Ran = {}  # which passes, and how often
         self._beside: dict[str, Background] = {}
+        # Since when, and until when, a stream has had collectives one behind the other.
+        self._busy: dict[str, tuple[Floats, Floats]] = {}
         self._events: dict[str, tuple[str, Floats]] = {}
         self._recorded = 0
         self._begun = self.mark()
@@ -147,6 +149,7 @@ class Tally:
             self.clocks[stream] = self._zero + (compute_s if stream == COMPUTE else wire_s)
         self.host = self._zero + host_s
         self._events = {name: (stream, self._zero + wire_s) for name, (stream, _) in self._events.items()}
+        self._busy = {}
         self.bytes.begin()
         self.at_pass = self.bytes.now.copy(), self.spent_s()
 
@@ -166,6 +169,7 @@ class Tally:
         self.host = self.host + times * (self.host - host)
         self.clocks = {name: clock + ahead[name] for name, clock in self.clocks.items()}
         self._events = {name: (stream, at + ahead[stream]) for name, (stream, at) in self._events.items()}
+        self._busy = {name: (since + ahead[name], to + ahead[name]) for name, (since, to) in self._busy.items()}
         for name, part in self.parts.items():
             if part is not parts[name]:
                 self.parts[name] = part + times * (part - parts[name])
@@ -256,6 +260,8 @@ class Tally:
         if stream in BESIDE and (other := self._beside.get(BESIDE[stream])) is not None:
             end = end + self._crowded(start, seconds, cost, BESIDE[stream], other)
         self.clocks[stream] = end if cost.everywhere else np.where(cost.seconds > 0, end, now)
+        since, until = self._busy.get(stream, (start, start))
+        self._busy[stream] = np.where(start > until, start, since), self.clocks[stream]
         before = self._beside.get(stream)
         if before is not cost:
             self._beside[stream] = cost if before is None or cost.everywhere else cost.over(before)
@@ -324,6 +330,8 @@ class Tally:
     def _delay(self, stream: str, since: Floats, late: Floats) -> None:
         """Let what is under way on a stream, and what waits for it, be later."""
         self.clocks[stream] = self._clock(stream) + late
+        if stream in self._busy:
+            self._busy[stream] = self._busy[stream][0], self._busy[stream][1] + late
         self._events = {
             name: (of, at + np.where(at > since, late, 0.0) if of == stream else at)
             for name, (of, at) in self._events.items()
@@ -341,8 +349,11 @@ class Tally:
             left = self._clock(stream) - start
             if not (left > 0).any():
                 continue
+            # It may have to wait for another stream itself.
+            alone = np.maximum(self._busy[stream][0] - start, 0.0) if stream in self._busy else self._zero
             stretch, progress = beside.stretch(kernels_s, exposed_s, bytes_per_s, self.traffic, copies=copies)
-            together = np.minimum(stretch * total, np.maximum(left, 0.0) / progress)
+            left, rest = np.maximum(left - alone, 0.0), np.maximum(total - alone, 0.0)
+            together = np.minimum(stretch * rest, left / progress)
             lost = together * (1.0 - 1.0 / stretch)
             longer = lost if longer is None else longer + lost
             self._delay(stream, start, together * (1.0 - progress))

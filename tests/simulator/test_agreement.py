@@ -55,9 +55,9 @@ def test_traffic_that_nothing_hides_takes_as_long(network) -> None:
     assert step_s == pytest.approx(simulate_plan(asked, plan, spans=False).estimate.step_s.value, rel=0.01)
 
 
-@pytest.mark.parametrize("network", [12e9, 100e9])
+@pytest.mark.parametrize("network", [12e9, 100e9, 400e9])
 def test_shards_and_replicas_share_the_way_out_of_a_node(network) -> None:
-    """Hybrid sharding over two nodes: replicas are summed while the next parameters are gathered, through the same NICs."""
+    """Hybrid sharding over nodes: replicas are summed while the next parameters are gathered, through the same NICs."""
     asked = Scenario(
         model=replace(load_model("llama3-8b"), layers=6),
         cluster=make_cluster(4, 8, network=network),

@@ -1,0 +1,51 @@
+"""The account of a step on better machines: a faster network slows no plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.scenario import Scenario
+from simulator.config.hf_config import load_model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from tests.planner.conftest import make_cluster
+
+DEGREES = (
+    {"dp_shard": 16},
+    {"dp_replicate": 2, "dp_shard": 8},
+    {"dp_replicate": 4, "dp_shard": 4, "reshard_after_forward": False},
+    {"dp_replicate": 16},
+    {"tp": 2, "dp_shard": 8},
+    {"cp": 4, "dp_shard": 4},
+    {"pp": 2, "dp_shard": 8, "schedule": "1F1B"},
+    {"pp": 4, "dp_shard": 4, "schedule": "Interleaved1F1B", "virtual_stages": 2},
+    {"pp": 2, "dp_shard": 8, "schedule": "ZBVZeroBubble", "virtual_stages": 2},
+    {"pp": 4, "tp": 2, "dp_shard": 2, "schedule": "LoopedBFS", "virtual_stages": 2},
+)
+PLANS = [
+    Plan(**degrees, micro_batch_size=size, recompute=recompute, sequence_parallel=degrees.get("tp", 1) > 1)
+    for degrees in DEGREES
+    for size, recompute in ((1, "full"), (2, "none"))
+]
+
+
+def steps(**machine) -> np.ndarray:
+    asked = Scenario(
+        model=replace(load_model("llama3-8b"), layers=8),
+        cluster=make_cluster(2, 8, **machine),
+        workload=Workload(seq_len=2048, global_batch_size=64),
+        runtime=Runtime(name="torchtitan"),
+    )
+    return np.asarray(estimate_plans(asked, PLANS, counted=True).step_s)
+
+
+def test_a_faster_network_slows_no_plan() -> None:
+    told = np.stack([steps(network=rate) for rate in (3e9, 6e9, 12e9, 25e9, 50e9, 100e9, 400e9)])
+
+    slower = np.nonzero((told[1:] > told[:-1] * (1 + 1e-9)).any(axis=0))[0]
+    assert [PLANS[row] for row in slower] == []
+    assert (told[-1] < told[0]).mean() > 0.8
