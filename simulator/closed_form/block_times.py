@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from simulator.closed_form.layer_cost import BlockCost, PassCost
+from simulator.closed_form.pace import Pace, launching
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_columns import words
 from simulator.columns.plan_table import Floats
@@ -25,22 +26,21 @@ TINY = 1e-12  # seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassTimes:
-    """One pass of a unit: `kernels_s` and `exposed_s` communication on the device, both `device_s`, and `host_s`. It ends
-    `alone_s` after the host has begun, where it waits for nothing else; see `PassCost.behind_s`.
+    """One pass of a unit: `kernels_s` and `exposed_s` communication, both `device_s`; how it moves the clocks of device and
+    host, which may be later than that where the host waits on its way: `waits`, in any row.
     """
 
     kernels_s: Floats
     exposed_s: Floats
-    behind_s: Floats
-    host_s: Floats
+    pace: Pace
     bytes_per_s: Floats
     parts: dict[str, Floats]
     device_s: Floats = field(init=False)
-    alone_s: Floats = field(init=False)
+    waits: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device_s", self.kernels_s + self.exposed_s)
-        object.__setattr__(self, "alone_s", np.maximum(self.behind_s, self.device_s))
+        object.__setattr__(self, "waits", bool(np.isfinite(self.pace.waits_s).any()))
 
 
 class BlockTimes:
@@ -63,7 +63,7 @@ class BlockTimes:
     def _times(self, unit: Unit, which: Pass) -> PassTimes:
         block = self.blocks[unit.block]
         forward_s, backward_s = (
-            layer_host_s(self.context.spec.host, self.context.table)
+            layer_host_s(self.context.spec.host, self.context.table, sparse=unit.block == "moe")
             if unit.block in {"dense", "moe"}
             else (np.zeros(self.rows), np.zeros(self.rows))
         )
@@ -74,20 +74,23 @@ class BlockTimes:
             return PassTimes(
                 kernels_s=weight,
                 exposed_s=np.zeros(self.rows),
-                behind_s=np.full(self.rows, -np.inf),
-                host_s=block.backward.weight_host_s,
+                pace=launching(weight, weight, block.backward.weight_host_s),
                 bytes_per_s=_rate(block.backward.moved_bytes, block.backward.compute_s),
                 parts={"compute": weight},
             )
         backward = self._backward(unit, block, backward_s)
         if which is Pass.BACKWARD:
             return backward
-        weight = self.clocks * block.backward.weight_s
+        weight, pace = self.clocks * block.backward.weight_s, backward.pace
         return PassTimes(
             kernels_s=backward.kernels_s - weight,
             exposed_s=backward.exposed_s,
-            behind_s=backward.behind_s - weight,
-            host_s=backward.host_s - block.backward.weight_host_s,
+            pace=Pace(
+                device_s=pace.device_s - weight,
+                late_s=pace.late_s - weight,
+                host_s=pace.host_s - block.backward.weight_host_s,
+                waits_s=pace.waits_s - block.backward.weight_host_s,
+            ),
             bytes_per_s=backward.bytes_per_s,
             parts=backward.parts | {"compute": backward.parts["compute"] - weight},
         )
@@ -111,12 +114,18 @@ class BlockTimes:
         hidden = self.hidden_share * cost.hidden_s / share
         kernels = self.clocks * cost.compute_s / share
         exposed = {axis: seconds / share for axis, seconds in cost.communication_s.items()}
-        saved = kernels - cost.compute_s / share  # what other clocks make of the kernels behind the host
+        saved = kernels - cost.compute_s / share  # what other clocks make of the kernels
+        pace = cost.pace(host_s=share * host_s).times(1.0 / share)
+        device_s = pace.device_s + saved + hidden
         return PassTimes(
             kernels_s=kernels + hidden,
             exposed_s=sum(exposed.values(), np.zeros(self.rows)),
-            behind_s=cost.behind_s / share + host_s + np.minimum(saved, 0.0),
-            host_s=cost.host_s / share + host_s,
+            pace=Pace(
+                device_s=device_s,
+                late_s=np.maximum(pace.late_s + np.minimum(saved, 0.0), device_s),
+                host_s=pace.host_s,
+                waits_s=pace.waits_s + saved + hidden,
+            ),
             bytes_per_s=_rate(cost.moved_bytes, cost.compute_s),
             parts={"compute": kernels, "contention": hidden, **exposed},
         )
@@ -128,7 +137,6 @@ def _rate(moved: Floats, seconds: Floats) -> Floats:
 
 def _one_after_other(again: PassTimes, then: PassTimes) -> PassTimes:
     """Return recomputation and the backward pass behind it as one pass."""
-    first_s = np.maximum(again.behind_s, again.device_s)
     kernels = again.kernels_s + then.kernels_s
     moved = again.bytes_per_s * again.kernels_s + then.bytes_per_s * then.kernels_s
     parts = {"recompute": again.parts["compute"]}
@@ -137,8 +145,7 @@ def _one_after_other(again: PassTimes, then: PassTimes) -> PassTimes:
     return PassTimes(
         kernels_s=kernels,
         exposed_s=again.exposed_s + then.exposed_s,
-        behind_s=np.maximum(first_s + then.device_s, again.host_s + np.maximum(then.behind_s, then.device_s)),
-        host_s=again.host_s + then.host_s,
+        pace=again.pace.then(then.pace),
         bytes_per_s=_rate(moved, kernels),
         parts=parts | {"compute": then.parts["compute"]},
     )
@@ -154,8 +161,7 @@ def _chosen(here: object, one: PassTimes, other: PassTimes) -> PassTimes:
     return PassTimes(
         kernels_s=either(one.kernels_s, other.kernels_s),
         exposed_s=either(one.exposed_s, other.exposed_s),
-        behind_s=either(one.behind_s, other.behind_s),
-        host_s=either(one.host_s, other.host_s),
+        pace=one.pace.where(np.asarray(here), other.pace),
         bytes_per_s=either(one.bytes_per_s, other.bytes_per_s),
         parts={name: either(one.parts.get(name, 0.0), other.parts.get(name, 0.0)) for name in sorted(names)},
     )

@@ -38,7 +38,7 @@ from simulator.pipeline.stages import stage_layout
 from simulator.runtimes.library import ModelOperators, canonical_recompute, operators_for, wraps_one
 from simulator.step.context import CostContext
 from simulator.step.held import local_parameters
-from simulator.step.host import graphed
+from simulator.step.host import compiled, graphed
 from topology.cluster import Cluster, Source
 from topology.errors import BadPlan
 
@@ -188,6 +188,8 @@ def calibrated_operators(scenario: Scenario) -> ModelOperators:
     """Return the operators of a model under a runtime, with the host costs that were measured of that runtime."""
     operators = operators_for(scenario.model, scenario.runtime)
     spec = calibrated_host(operators.spec, scenario.gpu_calibration, compiled=scenario.runtime.compile)
+    if scenario.runtime.compile:
+        spec = replace(spec, host=compiled(spec.host))
     if scenario.runtime.cuda_graph:
         spec = replace(spec, host=graphed(spec.host))
     return replace(operators, spec=spec)

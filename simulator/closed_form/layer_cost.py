@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from simulator.closed_form.pace import NEVER, Pace, Waits, launching
 from simulator.columns.plan_table import Floats
 from simulator.kernels.operators import (
     OperatorSpec,
@@ -33,7 +34,7 @@ class PassCost:
 
     `hidden_s` is communication that kernels hide while it takes SMs from them, `moved_bytes` what kernels read and write.
     `behind_s` is when the device ends what comes after the first collective, counted from the host's start, where it waits
-    for the host alone: minus infinity where nothing comes after it.
+    for the host alone: minus infinity where nothing comes after it. `waits`: where the host waits for the device on its way.
     """
 
     compute_s: Floats
@@ -46,6 +47,7 @@ class PassCost:
     measured_s: Floats | float = 0.0  # of compute_s, what rests on the very operator measured
     fitted_s: Floats | float = 0.0  # and what on a curve through others
     communication_s: dict[str, Floats] = field(default_factory=dict)
+    waits: Waits | None = None
 
     @property
     def exposed_s(self) -> Floats:
@@ -54,6 +56,18 @@ class PassCost:
     @property
     def device_s(self) -> Floats:
         return self.compute_s + self.exposed_s
+
+    def pace(self, *, host_s: Floats | float = 0.0) -> Pace:
+        """Return how the pass moves the clocks of device and host, with `host_s` of Python before it."""
+        plain = launching(self.device_s, self.behind_s + host_s, self.host_s + host_s)
+        return plain if self.waits is None else self.waits.pace(plain, host_s=host_s)
+
+    @property
+    def paced_s(self) -> Floats:
+        """Seconds of the host in a pass, its waits for the device among them."""
+        if self.waits is None:
+            return self.host_s
+        return np.where(self.waits.rows, self.pace().repeated_s, self.host_s)
 
     def expose(self, axis: str, seconds: Floats) -> None:
         self.communication_s[axis] = self.communication_s.get(axis, np.zeros_like(self.compute_s)) + seconds
@@ -79,6 +93,7 @@ class PassCost:
             measured_s=np.broadcast_to(self.measured_s, self.compute_s.shape)[which],
             fitted_s=np.broadcast_to(self.fitted_s, self.compute_s.shape)[which],
             communication_s={axis: seconds[which] for axis, seconds in self.communication_s.items()},
+            waits=None if self.waits is None else self.waits.take(which),
         )
 
 
@@ -158,7 +173,8 @@ class PassWriter:
             weight_host_s=np.zeros(rows),
             moved_bytes=np.zeros(rows),
         )
-        self._issued = np.full(rows, -np.inf)  # when the host issued the kernels since the last collective
+        self._issued = np.full(rows, NEVER)  # when the host issued the kernels since the last collective
+        self._waited = np.zeros((2, rows))  # seconds of device and host when the host last waited
         self._ranks = context.table["tp"]
         self._overlaps = bool(context.table.overlap_modes)
         self._matches = ASYNC in context.table.overlap_modes
@@ -176,6 +192,8 @@ class PassWriter:
         for work in works:
             if work.kind is WorkKind.COLLECTIVE:
                 self._collective(work, active, operator)
+            elif work.kind is WorkKind.WAIT:
+                self._wait(work, active)
             else:
                 self._kernel(work, active, operator)
                 self._results.append((ends_of(work, operator)[1], active > 0))
@@ -183,7 +201,34 @@ class PassWriter:
     def done(self) -> PassCost:
         self._close(self._open)
         self._account(self._sites.end_gather())
+        if (waits := self.cost.waits) is not None:
+            rest = launching(*self._since())
+            self.cost.waits = replace(waits, after=waits.after.then(rest))
         return self.cost
+
+    def _since(self) -> tuple[Floats, Floats, Floats]:
+        """Return seconds of the device, of the device behind the host and of the host since it last waited."""
+        device_s, host_s = self._waited
+        return self.cost.device_s - device_s, self.cost.behind_s, self.cost.host_s - host_s
+
+    def _wait(self, work: Work, active: Floats) -> None:
+        """Have the host wait for all that it has launched."""
+        cost, runs = self.cost, active > 0
+        cost.host_s = cost.host_s + active * work.launches * self.context.spec.host.launch_s
+        since, waits = self._since(), cost.waits
+        nothing = np.zeros(len(runs))
+        still = Pace(device_s=nothing, late_s=nothing + NEVER, host_s=nothing, waits_s=nothing + NEVER)
+        if waits is None:
+            cost.waits = Waits(rows=runs, before_s=since, after=still)
+        else:
+            device_s, behind_s, host_s = (
+                np.where(waits.rows, before, now) for before, now in zip(waits.before_s, since, strict=True)
+            )
+            after = waits.after.then(launching(*since)).waited().where(runs & waits.rows, waits.after)
+            cost.waits = Waits(rows=waits.rows | runs, before_s=(device_s, behind_s, host_s), after=after)
+        self._waited = np.where(runs, np.stack([cost.device_s, cost.host_s]), self._waited)
+        cost.behind_s = np.where(runs, NEVER, cost.behind_s)
+        self._issued = np.where(runs, NEVER, self._issued)
 
     def _kernel(self, work: Work, active: Floats, operator: OperatorSpec) -> None:
         cost, host = self.cost, self.context.spec.host
@@ -325,8 +370,9 @@ class PassWriter:
         cost = self.cost
         cost.expose(axis, seconds)
         after = seconds > 0
-        cost.behind_s = np.where(after, np.maximum(cost.behind_s, cost.host_s) + seconds, cost.behind_s)
-        self._issued = np.where(after, cost.host_s, self._issued)
+        issued_s = cost.host_s - self._waited[1]
+        cost.behind_s = np.where(after, np.maximum(cost.behind_s, issued_s) + seconds, cost.behind_s)
+        self._issued = np.where(after, issued_s, self._issued)
 
 
 def attention_work(name: str, context: CostContext, backward: bool) -> Work:

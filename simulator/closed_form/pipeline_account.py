@@ -172,6 +172,7 @@ class PassCounts:
     device_s: Floats
     parts: Floats  # one row a part
     host_s: Floats
+    waits_s: Floats  # until the host goes on from the device's start, where it waits for the device
     lead_s: Floats
     tail_s: Floats
     kept: Floats
@@ -295,6 +296,7 @@ def _counted(tally: Tally, *, settles: bool, gathers: bool) -> PassCounts:
         device_s=free,
         parts=parts,
         host_s=tally.host[1],
+        waits_s=np.where(tally.host[0] > 0.0, tally.host[0], LONG_AGO),
         lead_s=lead_s,
         tail_s=tail_s,
         kept=tally.bytes.now - before_bytes,
@@ -333,7 +335,8 @@ class Clocks:
 
     def run(self, did: PassCounts, rank: int, hops: Hops) -> None:
         """Run a pass, beside what is being sent."""
-        end = self.compute + did.device_s
+        begun = self.compute
+        end = begun + did.device_s
         for to, until in self.sending.items():
             share = hops.held[rank, to]
             beside = np.minimum(did.kernels_s / (1.0 - share), np.maximum(until - self.compute, 0.0))
@@ -341,7 +344,7 @@ class Clocks:
             self.waits["contention"] = self.waits["contention"] + longer
             end = end + longer
         self.compute = end
-        self.host = self.host + did.host_s
+        self.host = np.maximum(self.host + did.host_s, begun + did.waits_s)
         self.wire = np.maximum(self.wire, self.compute + did.tail_s)
         if did.settles:
             self.wait(self.wire, "dp")

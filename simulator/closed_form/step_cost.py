@@ -164,13 +164,13 @@ class RankSeconds:
 
 def rank_seconds(rank_sum: RankSum, spec: RuntimeSpec) -> RankSeconds:
     """Return how long pipeline ranks take for one micro batch, shape (plans, columns)."""
-    device, host = rank_sum.passes("device_s"), rank_sum.passes("host_s")
+    device, host = rank_sum.passes("device_s"), rank_sum.passes("paced_s")
     dense, moe = rank_sum.layout.layers
-    layers = dense + moe
-    forward_s, backward_s = layer_host_s(spec.host, rank_sum.table)
+    plain, sparse = (layer_host_s(spec.host, rank_sum.table, sparse=kind) for kind in (False, True))
+    forward_s, backward_s = (dense * a[:, None] + moe * b[:, None] for a, b in zip(plain, sparse, strict=True))
     stages_s = (rank_sum.table["virtual_stages"] * pass_host_s(spec.host, rank_sum.table))[:, None]
-    host["forward"] = host["forward"] + layers * forward_s[:, None] + stages_s
-    host["backward"] = host["backward"] + layers * backward_s[:, None] + stages_s
+    host["forward"] = host["forward"] + forward_s + stages_s
+    host["backward"] = host["backward"] + backward_s + stages_s
     again = _wrapped_layers(spec, rank_sum.layout)
     host["recompute"] = host["recompute"] + again * again_host_s(spec.host, rank_sum.table)[:, None]
     return RankSeconds(

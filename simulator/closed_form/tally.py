@@ -206,16 +206,19 @@ class Tally:
         start = np.maximum(self.compute, self.host)
         stretched = self._beside_traffic(start, times.kernels_s, times.exposed_s, times.bytes_per_s)
         self._ran[id(times)] = times, self._ran.get(id(times), (times, 0.0))[1] + 1.0
-        device_s, alone_s = times.device_s, times.alone_s
+        device_s, pace, begun = times.device_s, times.pace, self.compute
+        longer: Value = 0.0
+        done, late_s = begun + pace.device_s, pace.late_s
         if stretched is not None:
             self.parts["contention"] = self.parts["contention"] + stretched
-            device_s = device_s + stretched
-            alone_s = np.maximum(alone_s, device_s)
-        done = self.compute + device_s
-        end = np.maximum(done, self.host + alone_s)
-        self.parts["host"] = self.parts["host"] + (end - done)
+            longer = stretched
+            done, late_s = done + stretched, np.maximum(late_s, pace.device_s + stretched)
+        end = np.maximum(done, self.host + late_s)
+        self.parts["host"] = self.parts["host"] + (end - begun - device_s - longer)
         self.clocks[COMPUTE] = end
-        self.host = self.host + times.host_s
+        self.host = self.host + pace.host_s
+        if times.waits:
+            self.host = np.maximum(self.host, begun + pace.waits_s + longer)
 
     def copy(
         self,

@@ -4,6 +4,7 @@
     reads = ["u h"], writes = ["u h"]   a kernel that only moves memory
     attention = "flash"                 a fused attention kernel over the axes b s j a d
     collective = "all_gather", tensor = "t h", over = "tp"; "ring" passes a tensor's shards round its ranks
+    waits = true                        the host reads something off the device, and waits for it
 
 A tensor is its axes, optionally with a dtype: `"t v:f32"`; without one it is in the compute dtype. Axis sizes are
 numbers or columns of a plan table, so the same description costs one plan or ten thousand.
@@ -32,6 +33,7 @@ class WorkKind(StrEnum):
     ATTENTION = "attention"
     MOVE = "move"
     COLLECTIVE = "collective"
+    WAIT = "wait"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,8 @@ class OperatorSpec:
     (`unit_s` of efficiency.toml), in the forward pass and in backward. `scattered` operators move rows to where an index says. A matmul's backward is its two
     products; other operators give `backward_reads` and `backward_writes`. `hidden_by` names the operator, earlier in the
     block, whose kernels a collective runs beside; `site` is what a plan calls a tensor-parallel collective
-    (`simulator.config.overlap_sites`). `launches` are kernels (and host dispatches) forward,
+    (`simulator.config.overlap_sites`). An operator that `waits` has the host wait, in forward passes, for all that it has
+    launched. `launches` are kernels (and host dispatches) forward,
     `backward_launches` backward; an operator without reads and writes does nothing forward.
     """
 
@@ -65,6 +68,7 @@ class OperatorSpec:
     weight_gradient_dtype: str = "compute"
     low: bool = False
     scattered: bool = False
+    waits: bool = False
     units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     backward_units: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     launches: float = 1.0
@@ -143,6 +147,8 @@ def forward_work(spec: OperatorSpec, sizes: Mapping[str, Floats], dtype_bytes: D
         return [_attention(spec, sizes, dtype_bytes, backward=False)]
     if spec.collective:
         return [] if spec.collective == "copy" else [_collective(spec.collective, spec, sizes, dtype_bytes)]
+    if spec.waits:
+        return [Work(kind=WorkKind.WAIT, name=spec.name, launches=spec.launches)]
     if not spec.reads and not spec.writes:
         return []  # it exists backward only
     moved = sum((tensor_bytes(x, sizes, dtype_bytes) for x in (*spec.reads, *spec.writes)), np.zeros(1))

@@ -88,10 +88,10 @@ FULL_GRID = 262144.0
 # to 128 experts with 256 to 4096 rows each (examples/validation/grouped_products.md).
 GROUPED_TILE = 256.0
 # Clipping and updating one parameter: the bytes counted for it in float32, and how many float32 operations its arithmetic takes
-# as long as. Source: fused AdamW and clipping of 16-bit tensors on H200, 0.0067 ns on zeros and 0.0087 ns on random numbers
-# and 0.0026 ns an element, where their bytes alone would take 0.0046 (examples/profiles/h200x4.json, validation/apply_1xH200.md).
+# as long as. Source: both on 16-bit parameters in steps of three hosts, 0.0073 to 0.0082 ns an element on H200 and 0.0089 to 0.0091 on
+# H100, where their bytes alone would take 0.0046 and 0.0065 (draws 1 to 3 of examples/validation/fresh.jsonl: `multi_tensor_apply`).
 UPDATE_BYTES = 40.0
-UPDATE_FLOPS = 620.0
+UPDATE_FLOPS = 560.0
 # Where a kernel's time is from, best first.
 MEASURED, FITTED, DATASHEET = 0.0, 1.0, 2.0
 

@@ -2,7 +2,7 @@
 
 How fine the code is, is a choice. `kernel` keeps every launch; `layer` merges launches between two collectives into
 one; `stage` folds a pass of a whole stage, collectives included, into a single launch, for programs of thousands of
-GPUs. Merging adds times up, so on an otherwise idle machine it changes no end time.
+GPUs, but for launches between which the host waits. Merging adds times up, so on an otherwise idle machine it changes no end time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from simulator.closed_form.layer_cost import WEIGHT_GRADIENT, copy_hop_s, ends_of, pieces_s
 from simulator.kernels.operators import OperatorSpec, Work, WorkKind, active_rows, backward_work, forward_work
 from simulator.lowering.pairing import async_pairs, site_pairs
-from simulator.lowering.steps import AsyncStep, KernelStep, RingStep, SiteStep, Step, TransferStep, summed
+from simulator.lowering.steps import AsyncStep, KernelStep, RingStep, SiteStep, Step, TransferStep, WaitStep, summed
 from simulator.overlap.site_costs import SITE_MODES, product_of
 from simulator.overlap.torch_async import ASYNC, partials_bytes
 from simulator.program.cost_model import Cost
@@ -90,7 +90,7 @@ def merged(steps: Iterable[Step], name: str, detail: Detail) -> list[Step]:
     for step in steps:
         if isinstance(step, KernelStep):
             run.append(step)
-        elif detail is Detail.STAGE:
+        elif detail is Detail.STAGE and not isinstance(step, WaitStep):
             run.append(_folded(step))
         else:
             close()
@@ -152,6 +152,9 @@ def _extend(steps: list[Step], works: Sequence[Work], operator: OperatorSpec, co
     for work in works:
         if work.kind is WorkKind.MOVE and not work.launches and not np.any(work.bytes):
             continue  # nothing to do under this plan
+        if work.kind is WorkKind.WAIT:
+            steps.append(WaitStep(host_s=host.launch_s * work.launches))
+            continue
         if work.kind is not WorkKind.COLLECTIVE:
             steps.append(_kernel(work, operator, context))
             continue

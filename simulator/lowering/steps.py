@@ -131,7 +131,14 @@ class RingStep:
         return piece + (self.ranks - 1) * max(piece, self.hop_s)
 
 
-Step = KernelStep | TransferStep | AsyncStep | SiteStep | RingStep
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitStep:
+    """The host reads something off the device: `host_s` of its own, then it waits for all that it has launched."""
+
+    host_s: float
+
+
+Step = KernelStep | TransferStep | AsyncStep | SiteStep | RingStep | WaitStep
 
 
 def summed(run: Sequence[KernelStep], name: str) -> KernelStep:

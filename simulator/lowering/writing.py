@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from simulator.lowering.steps import AsyncStep, KernelKey, KernelStep, RingStep, SiteStep, Step, TransferStep
+from simulator.lowering.steps import AsyncStep, KernelKey, KernelStep, RingStep, SiteStep, Step, TransferStep, WaitStep
 from simulator.program.cost_model import Cost
 from simulator.program.program import COMPUTE, CodeWriter, Launch
 
@@ -41,6 +41,10 @@ class StepWriter:
                     self._async(code, step)
                 case SiteStep():
                     self._site(code, step)
+                case WaitStep():
+                    if step.host_s:
+                        code.host_work("read", step.host_s)
+                    code.synchronize(COMPUTE)
 
     def launch(self, code: CodeWriter, step: KernelStep) -> None:
         launch = self._launches.get(step.key)

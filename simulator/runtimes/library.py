@@ -206,8 +206,9 @@ def is_mixed_precision(runtime: Runtime) -> bool:
 
 
 def wraps_one(spec: RuntimeSpec, runtime: Runtime) -> bool:
-    """Return whether full sharding wraps a single rank's parameters, to compute in a narrower type than is stored."""
-    return spec.fsdp.wraps_one and runtime.param_dtype != runtime.activation_dtype
+    """Return whether full sharding wraps a single rank's parameters: to compute in a narrower type than is stored, or anyway."""
+    differ = runtime.param_dtype != runtime.activation_dtype
+    return spec.fsdp.wraps_one == "always" or (spec.fsdp.wraps_one == "differ" and differ)
 
 
 def canonical_recompute(word: str, runtime: Runtime) -> str:
@@ -285,6 +286,7 @@ def _features(model: Model, runtime: Runtime, spec: RuntimeSpec) -> frozenset[st
         "dropout": spec.dropout and family is not None and family.dropout,
         "shared_expert": bool(model.moe and model.moe.shared_ffn),
         "compiled": runtime.compile,
+        "wide": DTYPE_BYTES[runtime.activation_dtype] > 2,
         "scores_after": model.family in spec.scores_after,
         "q_lora": bool(model.latent and model.latent.q_lora_rank),
         attention_implementation(runtime): True,

@@ -40,12 +40,12 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpSpec:
-    """`wraps_one`: where types differ, tensor- and pipeline-parallel plans are wrapped though nothing is sharded."""
+    """`wraps_one`: tensor- and pipeline-parallel plans are wrapped though nothing is sharded, `always` or where types `differ`."""
 
     copy_in_copy_out: bool
     prefetch: int
     overlap: bool
-    wraps_one: bool = False
+    wraps_one: Literal["never", "differ", "always"] = "never"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class HostSpec:
     plain_tensors: bool = False
     data_token_s: float = 0.0
     # Known from measurements only: what a layer's forward and backward cost more where it is sharded, replicated, cut by
-    # tensor parallelism, sees a part of the sequence, exchanges tokens of experts, or is sharded and cut at once; what dispatching a layer
+    # tensor parallelism, sees a part of the sequence, has experts, exchanges their tokens, or is sharded and cut at once; what dispatching a layer
     # operator by operator costs under selective recomputation; and the host's work of a step outside its layers, which runs ahead of the
     # device where that is the slower one: of any step, and what it is more (embedding, head, norms, update) where parameters are
     # sharded, replicated or cut, or sequences are; and what a pass of a pipeline's stage costs more: its action in the schedule, its messages.
@@ -125,6 +125,7 @@ class HostSpec:
     ddp_layer_s: float = 0.0
     tp_layer_s: float = 0.0
     cp_layer_s: float = 0.0
+    moe_layer_s: float = 0.0
     ep_layer_s: float = 0.0
     fsdp_tp_layer_s: float = 0.0
     pp_pass_s: float = 0.0

@@ -1,0 +1,122 @@
+"""A host that reads something off the device waits for it; what it launches next comes that much later."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from simulator.closed_form.estimates import estimate_plans
+from simulator.closed_form.pace import NEVER, Pace, launching
+from simulator.closed_form.scenario import Scenario
+from simulator.config.model import MixtureOfExperts, Model
+from simulator.config.plan import Plan
+from simulator.config.runtime import Runtime
+from simulator.config.workload import Workload
+from simulator.lowering.block_code import Detail
+from simulator.lowering.simulation import simulate_plan
+from simulator.runtimes.library import runtime_spec, wraps_one
+from simulator.step.host import compiled
+from topology.catalog.cluster_file import load_cluster
+
+EXPERTS = MixtureOfExperts(experts=8, experts_per_token=2, ffn=1024)
+MODEL = Model(
+    name="experts", family="qwen3_moe", layers=6, hidden=2048, heads=16, kv_heads=4, head_dim=128, ffn=4096, vocab=32000,
+    moe=EXPERTS,
+)  # fmt: skip
+
+
+def run(launches: list[tuple[float, float] | None], device_s: float, host_s: float) -> tuple[float, float]:
+    """Return when device and host are done with (host, device) seconds of launches; None: the host waits."""
+    for launch in launches:
+        if launch is None:
+            host_s = device_s = max(host_s, device_s)
+        else:
+            host_s += launch[0]
+            device_s = max(device_s, host_s - launch[0]) + launch[1]
+    return device_s, host_s
+
+
+def pace_of(launches: list[tuple[float, float] | None]) -> Pace:
+    """Return the same as a matrix, put together launch by launch."""
+    zero = np.zeros(1)
+    total = Pace(device_s=zero, late_s=zero + NEVER, host_s=zero, waits_s=zero + NEVER)
+    for launch in launches:
+        if launch is None:
+            total = total.waited()
+        else:
+            host_s, device_s = launch
+            total = total.then(launching(zero + device_s, zero + NEVER, zero + host_s))
+    return total
+
+
+@pytest.mark.parametrize("begin", [(0.0, 0.0), (7.0, 0.0), (0.0, 7.0)])
+def test_a_pace_moves_clocks_as_the_launches_it_stands_for_do(begin: tuple[float, float]) -> None:
+    """Whatever the clocks were before: a device behind its host, or a host behind its device."""
+    launches = [(1.0, 3.0), None, (2.0, 0.5), (2.0, 0.5), None, (0.5, 4.0)]
+    pace, (device_s, host_s) = pace_of(launches), begin
+
+    assert run(launches, device_s, host_s) == (
+        max(device_s + pace.device_s[0], host_s + pace.late_s[0]),
+        max(host_s + pace.host_s[0], device_s + pace.waits_s[0]),
+    )
+
+
+def test_a_pass_that_follows_itself_takes_its_repeated_seconds() -> None:
+    launches = [(1.0, 3.0), None, (2.0, 0.5), (2.0, 0.5), None, (0.5, 4.0)]
+    pace, many = pace_of(launches), 500
+
+    device_s, host_s = run(launches * many, 0.0, 0.0)
+
+    assert max(device_s, host_s) / many == pytest.approx(pace.repeated_s[0], rel=0.01)
+
+
+def scenario(seq_len: int, runtime: str = "torchtitan") -> Scenario:
+    return Scenario(
+        model=MODEL,
+        cluster=load_cluster("h200x4"),
+        workload=Workload(seq_len=seq_len, global_batch_size=4),
+        runtime=Runtime(name=runtime, param_dtype="float32", compute_dtype="bfloat16", reduce_dtype="float32"),
+    )
+
+
+@pytest.mark.parametrize("seq_len", [512, 8192])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_account_waits_where_the_simulation_does(seq_len: int, recompute: str) -> None:
+    """Whether the host decides (few tokens) or the device (many)."""
+    plan = Plan(dp_shard=4, ep=4, recompute=recompute, micro_batch_size=1)
+    question = scenario(seq_len)
+
+    account = estimate_plans(question, [plan], counted=True).step_s[0]
+
+    assert account == pytest.approx(simulate_plan(question, plan, detail=Detail.LAYER).run.step_s, rel=0.04)
+
+
+def test_experts_on_other_ranks_have_the_host_wait_for_the_device() -> None:
+    """Without expert parallelism torchtitan's grouped products take their counts from the device's memory."""
+    question = scenario(4096)
+
+    def waits(plan: Plan) -> int:
+        spans = simulate_plan(question, plan, detail=Detail.LAYER).run.trace.spans
+        return sum(span.name.startswith("read") for span in spans)
+
+    assert waits(Plan(dp_shard=4)) == 0
+    assert waits(Plan(dp_shard=4, ep=2)) == MODEL.layers
+    assert waits(Plan(dp_shard=4, ep=2, recompute="full")) == 2 * MODEL.layers
+
+
+def test_compiled_layers_are_not_wrapped_to_recompute_them() -> None:
+    host = runtime_spec("torchtitan").host
+
+    assert host.wrapping_s("full") > 0
+    assert compiled(host).wrapping_s("full") == compiled(host).wrapping_s("selective-op") == 0.0
+    assert compiled(host).fsdp_layer_s == host.fsdp_layer_s  # its hooks stay around the compiled block
+
+
+def test_the_executor_shards_over_one_rank_whatever_the_types() -> None:
+    """Torchtitan does so where types differ."""
+    narrow = Runtime(name="meshwright", param_dtype="bfloat16", compute_dtype="bfloat16", reduce_dtype="float32")
+
+    assert wraps_one(runtime_spec("meshwright"), narrow)
+    assert not wraps_one(runtime_spec("torchtitan"), replace(narrow, name="torchtitan"))
