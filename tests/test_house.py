@@ -1,9 +1,11 @@
 """Rules of the house that no other tool checks."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +48,25 @@ def test_no_file_outgrows_its_idea() -> None:
     }
 
     assert {name: lines for name, lines in long.items() if lines > 450} == {}
+
+
+def test_no_folder_imports_one_that_imports_it() -> None:
+    """lint-imports finds circles of modules and of siblings; a folder and its parent are neither."""
+    folders = nx.DiGraph()
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+    }
+    for path in modules.values():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for name in node.names:
+                    found = modules.get(f"{node.module}.{name.name}", modules.get(node.module))
+                    if found is not None and found.parent != path.parent:
+                        folders.add_edge(str(path.parent.relative_to(ROOT)), str(found.parent.relative_to(ROOT)))
+
+    assert [circle for circle in nx.strongly_connected_components(folders) if len(circle) > 1] == []
 
 
 def test_nothing_is_unpickled() -> None:
