@@ -112,7 +112,7 @@ def basis_lines(estimate: Estimate, method: Method) -> list[str]:
     return [
         f"basis     {basis}; {how}; 80% of steps are expected between {low:+.0%} and {high:+.0%} of the value",
         f"MFU       counts model FLOPs (no recompute) against the dense peak of {estimate.peak_flops / 1e12:.0f} TFLOP/s",
-        f"fits      the chance that {memory.capacity_bytes / GIB:.1f} GiB are enough for the worst rank: yes from {SURE:.0%} on",
+        f"fits      the chance that {(memory.capacity_bytes - memory.communicator_bytes) / GIB:.1f} GiB are enough for the worst rank: yes from {SURE:.0%} on",
     ]
 
 

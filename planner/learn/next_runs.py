@@ -1,8 +1,9 @@
-"""Which runs would teach most: those whose steps the fit is least sure of, one after the other.
+"""Which runs would teach most: those that make the steps of all candidates surest, one after the other.
 
 A fit leaves its costs with a covariance. A run that is made narrows it by what its step says of the costs (its gradient), so
-the next run is chosen where the step is least sure, the covariance is narrowed as if it had been made, and so on: greedy
-D-optimal design (Fedorov, Theory of Optimal Experiments, 1972).
+the next run is the one after which the variances of all candidates' steps add up to least, the covariance is narrowed as if it
+had been made, and so on: greedy I-optimal design (Fedorov, Theory of Optimal Experiments, 1972). Asking where a single step is
+least sure would ask for the extremes of a grid, of which a description knows least and which say least of the others.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ def ask_next(
     covariance = found.covariance
     chosen: list[tuple[int, float]] = []
     for _ in range(min(MOST, len(kept))):
-        variances = [
-            -1.0 if place in [c[0] for c in chosen] else float(g @ covariance @ g) for place, g in enumerate(gradients)
-        ]
-        best = int(np.argmax(variances))
+        together = gradients @ covariance @ gradients.T
+        variances = np.diag(together)
+        narrowed = np.sum(together**2, axis=0) / (RUN_SPREAD**2 + variances)
+        narrowed[[place for place, _ in chosen]] = -1.0
+        best = int(np.argmax(narrowed))
         chosen.append((best, float(np.sqrt(variances[best]))))
         toward = covariance @ gradients[best]
         covariance = covariance - np.outer(toward, toward) / (RUN_SPREAD**2 + variances[best])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
-from planner.learn.fit import PredictedCases, Runs, fit, left_out_errors, measured_of
-from planner.learn.next_runs import ask_next
+from planner.learn.fit import RUN_SPREAD, PredictedCases, Runs, fit, left_out_errors, measured_of
+from planner.learn.next_runs import _gradients, ask_next
 from planner.learn.runs_file import read_runs
 from planner.question.cases import load_case
 from planner.question.learned_runtime import LearnedCalibrations, in_place, read_learned
@@ -95,7 +96,7 @@ def test_a_model_left_out_is_predicted_from_the_other(learned) -> None:
     assert errors["memory"] < 0.05
 
 
-def test_the_first_run_asked_for_is_the_one_that_is_least_sure(twins) -> None:
+def test_the_first_run_asked_for_is_of_the_kind_that_is_least_sure(twins) -> None:
     """From runs without tensor parallelism, a run with it teaches more than another without."""
     without = [measured_of(load_case(data)) for data in twins if data["plan"]["tp"] == 1]
     candidates = [load_case(case(MODELS[0], dp, tp, 4)) for dp, tp in ((8, 1), (1, 8))]
@@ -104,6 +105,20 @@ def test_the_first_run_asked_for_is_the_one_that_is_least_sure(twins) -> None:
 
     assert asked[0]["plan"]["tp"] == 8
     assert asked[0]["step_unsure"] > asked[1]["step_unsure"]
+
+
+def test_the_first_run_asked_for_leaves_the_steps_of_all_candidates_surest(twins) -> None:
+    """By brute force: what the variances of all steps add up to after each of the runs that could be made."""
+    runs = [measured_of(load_case(data)) for data in twins[:5]]
+    candidates = [load_case(case(model, dp, tp, 1)) for model in MODELS for dp, tp in DEGREES]
+    found = fit(runs, "megatron-lm")
+    g = _gradients(candidates, found, compiled=False)
+    information = np.linalg.pinv(found.covariance)
+    left = [np.trace(g @ np.linalg.pinv(information + np.outer(one, one) / RUN_SPREAD**2) @ g.T) for one in g]
+
+    asked = ask_next(runs, candidates, found, compiled=False)
+
+    assert asked[0]["id"] == candidates[int(np.argmin(left))].id
 
 
 def test_learn_writes_a_runtime_that_validate_estimate_and_suggest_take(planner, twins, tmp_path) -> None:
