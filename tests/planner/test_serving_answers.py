@@ -270,3 +270,28 @@ def test_prefill_engines_count_among_the_gpus() -> None:
     assert answer.account.token_s["moving"] > 0
     same = compare_answers(answer, answer)
     assert same.token_s == 0
+
+
+def test_llama2_70b_on_four_gpus_with_bridges_between_pairs(tmp_path: Path) -> None:
+    """vllm-project/vllm#2280: 16-bit weights need all four; the cache of TP 4 holds 148 thousand tokens less what runs."""
+    machine = tmp_path / "pairs.json"
+    machine.write_text('{"gpu": "a6000", "gpus_per_node": 4, "interconnect": "pcie", "bridges": [[0, 1], [2, 3]]}')
+    found = search_serving(serving_question(flags(model="llama2-70b", cluster=str(machine), concurrency=8)))
+    listed = {(plan.deployment.pool.tp, plan.deployment.pool.pp): plan for plan in found.plans}
+    assert set(listed) == {(4, 1), (2, 2), (1, 4)}
+    assert 0.85 * 148_000 < listed[4, 1].estimate.room.tokens < 148_000
+    assert listed[4, 1].estimate.room.by_category["weights"] == pytest.approx(32.9 * 2**30, rel=0.03)
+    sizes = {reason for reason in found.rejected if "KV cache" in reason}
+    assert sizes, "fewer GPUs are refused with the reason"
+
+
+def test_longer_prompts_want_more_engines_that_read() -> None:
+    """sgl-project/sglang#7865: the best ratio of reading to writing engines depends on the length of prompts."""
+
+    def reading_share(isl: int, osl: int) -> float:
+        asked = flags(gpus=8, engine="sglang", isl=isl, osl=osl, concurrency=64, separate=True, objective="throughput")
+        plans = [p.deployment for p in search_serving(serving_question(asked)).plans]
+        prefill = next(plan.prefill for plan in plans if plan.prefill is not None)
+        return prefill.engines * prefill.gpus / 8
+
+    assert reading_share(256, 512) < reading_share(4096, 64)
