@@ -133,7 +133,7 @@ def figure_rows(first: RankedPlan, second: RankedPlan) -> list[dict[str, str]]:
             "80 % range": within,
             "tokens/s per GPU": rate_text(ranked.estimate),
             "MFU": f"{ranked.estimate.mfu:.0%}",
-            "GPU hours a billion tokens": f"{gpu_hours(ranked):,.3g}",
+            "GPU hours a billion tokens": f"{float(f'{gpu_hours(ranked):.2g}'):,.0f}",
             "memory": f"{held}, {verdict}",
             "numbers from": str(ranked.estimate.step_s.source),
         }

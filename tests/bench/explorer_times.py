@@ -25,9 +25,11 @@ from tests.ui.server import running
 
 PATIENT_MS = 120_000
 LONG = "plans?model=llama3-405b&gpus=16384&framework=megatron-lm&batch={batch}"
-DONE = """before => !/Searching all legal plans/.test(document.body.innerText)
-    && !document.querySelector(".st-key-last_answer")
-    && [...document.querySelectorAll("[data-testid='stMetricValue']")].some(one => one.innerText.trim() && one.innerText !== before)"""
+DONE = """before => {
+    const first = document.querySelector("[data-testid='stMetricValue']");
+    return first && first.innerText.trim() && first.innerText !== before
+        && !document.querySelector(".st-key-last_answer") && !/Searching all legal plans/.test(document.body.innerText);
+}"""
 ROWS = ("first page", "a new question on 512 GPUs", "a slider of What if")
 
 

@@ -38,6 +38,8 @@ SHOTS = (
     ("detail_sensitivity", f"detail?{PIPELINE}&tab=Sensitivity", 1280),
     ("detail_change", f"detail?{PIPELINE}&tab=Edit", 1280),
     ("compare", f"compare?{Q}", 1280),
+    ("compare_questions", f"compare?{Q}&what=questions&b_cluster=dgx-a100", 1280),
+    ("tuning", "tuning", 1280),
     ("measured", "measured", 1280),
     ("exports", f"exports?{Q}", 1280),
 )
