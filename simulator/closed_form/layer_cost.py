@@ -76,9 +76,12 @@ class PassCost:
         """Return the average over layers of which a share runs this pass."""
         if layers == 1.0:
             return self
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "communication_s"}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in {"communication_s", "waits"}}
         communication_s = {axis: layers * seconds for axis, seconds in self.communication_s.items()}
-        return PassCost(**{name: layers * value for name, value in values.items()}, communication_s=communication_s)
+        waits = None if self.waits is None else self.waits.times(layers)
+        return PassCost(
+            **{name: layers * value for name, value in values.items()}, communication_s=communication_s, waits=waits
+        )
 
     def take(self, which: NDArray[np.intp]) -> PassCost:
         """Return the rows that `which` selects."""

@@ -81,6 +81,11 @@ class Waits:
         device_s, behind_s, host_s = (seconds[which] for seconds in self.before_s)
         return Waits(rows=self.rows[which], before_s=(device_s, behind_s, host_s), after=self.after.take(which))
 
+    def times(self, factor: float) -> Waits:
+        """Return the pass with everything in it so many times as long."""
+        device_s, behind_s, host_s = (factor * seconds for seconds in self.before_s)
+        return Waits(rows=self.rows, before_s=(device_s, behind_s, host_s), after=self.after.times(factor))
+
     def pace(self, plain: Pace, *, host_s: Floats | float = 0.0) -> Pace:
         """Return the pace with `host_s` of the host's before the pass; `plain` is that of rows in which it does not wait."""
         device, behind, host = self.before_s

@@ -82,7 +82,7 @@ def scenario(seq_len: int, runtime: str = "torchtitan") -> Scenario:
 
 
 @pytest.mark.parametrize("seq_len", [512, 8192])
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_the_account_waits_where_the_simulation_does(seq_len: int, recompute: str) -> None:
     """Whether the host decides (few tokens) or the device (many)."""
     plan = Plan(dp_shard=4, ep=4, recompute=recompute, micro_batch_size=1)
