@@ -71,8 +71,13 @@ def _memory(
 
 
 def _scaled(categories: dict[str, float], whole: float) -> dict[str, float]:
-    total = sum(categories.values())
-    return {name: nbytes * whole / total for name, nbytes in categories.items()} if total else dict(categories)
+    """Return categories that add up to `whole`: parameters and optimizer as they are, the others in proportion."""
+    known = {name: nbytes for name, nbytes in categories.items() if name in {"parameters", "optimizer"}}
+    fixed, total = sum(known.values()), sum(categories.values())
+    if not fixed < min(whole, total):
+        return {name: nbytes * whole / total for name, nbytes in categories.items()} if total else dict(categories)
+    factor = (whole - fixed) / (total - fixed)
+    return {name: known.get(name, nbytes * factor) for name, nbytes in categories.items()}
 
 
 def _with_allocator(estimate: Estimate, expected: float) -> Estimate:
