@@ -73,7 +73,7 @@ class PassCost:
         self.communication_s[axis] = self.communication_s.get(axis, np.zeros_like(self.compute_s)) + seconds
 
     def of_share(self, layers: float) -> PassCost:
-        """Return the average over layers of which a share runs this pass."""
+        """Return the average over layers of which a share runs this pass; where the host waits in it has no average."""
         if layers == 1.0:
             return self
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in {"communication_s", "waits"}}
