@@ -175,6 +175,7 @@ class PassCounts:
     waits_s: Floats  # until the host goes on from the device's start, where it waits for the device
     lead_s: Floats
     tail_s: Floats
+    sent_s: Floats  # what the wire carries for it
     kept: Floats
     most: Floats
     settles: bool
@@ -299,6 +300,7 @@ def _counted(tally: Tally, *, settles: bool, gathers: bool) -> PassCounts:
         waits_s=np.where(tally.host[0] > 0.0, tally.host[0], LONG_AGO),
         lead_s=lead_s,
         tail_s=tail_s,
+        sent_s=np.zeros(tally.rows) if tally.has_replicas else tally.sent_s[0],
         kept=tally.bytes.now - before_bytes,
         most=tally.bytes.most - before_bytes,
         settles=settles,
@@ -345,7 +347,7 @@ class Clocks:
             end = end + longer
         self.compute = end
         self.host = np.maximum(self.host + did.host_s, begun + did.waits_s)
-        self.wire = np.maximum(self.wire, self.compute + did.tail_s)
+        self.wire = np.maximum(self.wire + did.sent_s, self.compute + did.tail_s)
         if did.settles:
             self.wait(self.wire, "dp")
 

@@ -80,3 +80,23 @@ def test_products_that_run_again_hide_as_much_as_those_before(mode) -> None:
 
     step_s = estimate_plans(asked, [plan], counted=True).step_s[0]
     assert step_s == pytest.approx(simulate_plan(asked, plan, spans=False).estimate.step_s.value, rel=0.015)
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "InterleavedZeroBubble"])
+@pytest.mark.parametrize(
+    ("runtime", "sharding"),
+    [("megatron-lm", {"dp_replicate": 4, "zero_stage": 1}), ("torchtitan", {"dp_shard": 4})],
+    ids=["megatron-lm", "torchtitan"],
+)
+def test_gradients_of_two_stages_go_one_after_the_other(runtime, sharding, schedule) -> None:
+    """Over PCIe a stage's gradients are still on their way when the next stage's are ready."""
+    asked = Scenario(
+        model=replace(load_model("llama3-8b"), layers=8),
+        cluster=make_cluster(1, 8, nvlink=False),
+        workload=Workload(seq_len=2048, global_batch_size=4),
+        runtime=Runtime(name=runtime),
+    )
+    plan = Plan(**sharding, pp=2, virtual_stages=2, schedule=schedule)
+
+    step_s = estimate_plans(asked, [plan], counted=True).step_s[0]
+    assert step_s == pytest.approx(simulate_plan(asked, plan, spans=False).estimate.step_s.value, rel=0.02)
