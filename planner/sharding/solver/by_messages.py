@@ -24,7 +24,7 @@ from planner.sharding.solver.sparse_rows import Numbers
 from topology.errors import Infeasible
 
 _FEW = 8_000  # pairs: solved in less time than more sweeps take
-_CHEAPEST = 30_000  # pairs that are solved for an answer
+_CHEAPEST = (6_000, 30_000)  # pairs that are solved for an answer, one number after the other
 _CHEAPEST_S = 8.0  # seconds for that, where they do not solve at once
 _MANY = 250_000  # pairs, beyond which nothing is solved exactly
 _SWEEPS = 10  # between looks at what is left
@@ -95,19 +95,24 @@ class _Search:
                 high = self.graph.price
             else:
                 low = self.graph.price
-            if self.over or self.proved or high < 1.02 * low:
+            if self.over or self.proved:
                 return
+            if high < 1.02 * low:
+                break
             self.graph.price = (low + high) / 2 if np.isfinite(high) else 4 * low
+        self.graph.price = high if np.isfinite(high) else self.graph.price
 
     def solve_cheapest(self) -> None:
         """Solve exactly the pairs that cost least above the bound: an answer, and no proof."""
         every = np.concatenate([values.ravel() for values in self.above.values()])
-        if len(every) > _CHEAPEST:
-            every = np.partition(every, _CHEAPEST)[:_CHEAPEST]
         end = self.end
-        self.end = min(monotonic() + _CHEAPEST_S, np.inf if end is None else end)
-        self._solve(min(float(every.max()), self.cost - self.bound))
-        self.end = end
+        for most in _CHEAPEST:
+            least = np.partition(every, most)[:most] if len(every) > most else every
+            self.end = min(monotonic() + _CHEAPEST_S, np.inf if end is None else end)
+            done = self._solve(min(float(least.max()), self.cost - self.bound))
+            self.end = end
+            if done is None or len(every) <= most:
+                break
 
     def solve_rest(self, most: int) -> bool:
         """Solve exactly what may be in a better answer, if that is at most `most` pairs; return whether it was done."""
@@ -169,13 +174,13 @@ def solve_by_messages(program: SolvableProgram, end: float | None) -> tuple[Assi
         raise unsatisfiable(program.problem.memory)
     search.find_price()
     for looks in range(_MAX_SWEEPS // _SWEEPS):
-        before = search.bound
+        before = search.graph.bound  # at the price of memory that is asked now
         search.sweep(_SWEEPS)
         if search.proved or search.over or search.solve_rest(_FEW):
             break
         if search.bound > NO_PATH / 2:
             raise unsatisfiable(program.problem.memory)
-        stale = search.bound - before < _SWEEPS * _STALE * search.bound
+        stale = search.graph.bound - before < _SWEEPS * _STALE * search.bound
         if stale or looks % 4 == 3:
             search.solve_cheapest()
         if search.proved or search.over or search.solve_rest(_FEW):
