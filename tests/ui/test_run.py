@@ -90,3 +90,23 @@ def test_a_tuning_on_recorded_runs_is_followed_and_ends_with_its_best_plan(explo
     test = explorer("tuning", job=job)
     assert metrics(test)["Best step"].endswith(" s")
     assert len(table(test, "measured, s")) == len(found["result"]["trials"]) == 3
+
+
+def test_a_job_for_a_scheduler_is_written_and_what_does_not_go_together_is_refused(explorer, queue):
+    test = explorer("run", model="tiny-llama", cluster="h200x4", gpus="2", seq="256", batch="4")
+    test.checkbox[0].check()
+    test.button[0].click().run()
+    assert "choose one of them" in test.warning[0].value
+    assert queue.jobs.newest(service.USER, 10) == []
+
+    test.checkbox[0].uncheck()
+    next(box for box in test.selectbox if box.label == "By").set_value("slurm")
+    test.button[0].click().run()
+    (job,) = (row["id"] for row in queue.jobs.newest(service.USER, 10))
+    ends = time.monotonic() + PATIENT_S
+    while (found := service.jobs().read(job))["state"] not in {"done", "failed"}:
+        assert time.monotonic() < ends
+        time.sleep(0.2)
+    assert found["state"] == "done", found["error"]
+    texts = [service.jobs().content(one).decode() for one in found["artifacts"]]
+    assert any("#SBATCH" in text for text in texts)

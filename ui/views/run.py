@@ -54,9 +54,14 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
         )
         submit = st.checkbox("Hand the job to sbatch or kubectl", help="Without it, the job's file is only written.")
         if st.form_submit_button("Run", icon=":material/play_arrow:"):
-            said: dict[str, Any] = {"budget": f"{minutes}m", "steps": int(steps), "device": device}
-            if by != "here":
-                said |= {"launcher": by, "submit": submit}
+            if by == "here" and submit:
+                st.warning("sbatch and kubectl take jobs of slurm and trainjob: choose one of them under By.")
+                return
+            if by != "here" and device == "cpu":
+                st.warning("Jobs of slurm and trainjob run on GPUs: choose cuda, or run it here.")
+                return
+            said: dict[str, Any] = {"budget": f"{minutes}m", "steps": int(steps)}
+            said |= {"device": device} if by == "here" else {"launcher": by, "submit": submit}
             said["plan"] = {"name": "plan.json", "content": data.plan_file_text(result, ranked)}
             jobs.begin("apply", said)
 
