@@ -74,7 +74,8 @@ def brute_force(model, workload, gpus, name):
                     framework.recomputes, reshards, overlaps, methods
                 ):
                     ulysses = model.heads % (tp * cp) == 0 and model.kv_heads % (tp * cp) == 0
-                    if method == "all_to_all" and not ulysses:
+                    by_heads = method == "all_to_all" or (name == "deepspeed" and cp > 1)  # which has no other
+                    if by_heads and not ulysses:
                         continue
                     policies = {"recompute": recompute, "reshard_after_forward": reshard, "tp_overlap": overlap}
                     found.add(replace(plan, **policies, cp_method=method))
