@@ -103,8 +103,11 @@ def fingerprint(value: Any) -> str:
 
 
 def save_plan(content: PlanFile, path: str | Path, *, force: bool = False) -> None:
-    """Write a plan file atomically. Raises BadInput when the file exists and `force` is not given."""
+    """Write a plan file atomically. Raises BadInput when the file exists and `force` is not given, and for a plan that could
+    not be read again: a value is out of all bounds.
+    """
     refuse_overwrite(path, force=force)
+    _verify(content, "the plan")
     codec.write_text(path, codec.to_json(content) + "\n")
 
 

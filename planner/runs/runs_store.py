@@ -131,7 +131,7 @@ def damaged_runs(path: str | Path | None = None) -> tuple[DamagedRun, ...]:
 def _rows(path: str | Path | None) -> Iterator[RunSummary | DamagedRun]:
     """Yield what every row holds, newest first."""
     place = default_path() if path is None else Path(path)
-    if not place.is_file():
+    if not _has_been_written(place):
         return
     with _reading(place) as store:
         rows = store.execute(
@@ -152,7 +152,7 @@ def read_run(run_id: str, path: str | Path | None = None) -> dict[str, Any]:
     """
     store_path = default_path() if path is None else Path(path)
     rows = []
-    if store_path.is_file() and run_id.isalnum():
+    if _has_been_written(store_path) and run_id.isalnum():
         with _reading(store_path) as store:
             rows = store.execute(
                 "SELECT id, document FROM runs WHERE substr(id, 1, ?) = ? LIMIT 9", (len(run_id), run_id)
@@ -257,7 +257,7 @@ def remove(run_id: str, path: str | Path | None = None) -> str:
     `#` and a number names a damaged row without an id. Raises BadInput when there is no such run, or several.
     """
     place = default_path() if path is None else Path(path)
-    if place.is_file():
+    if _has_been_written(place):
         found = [run.id for run in _rows(place) if run_id and run.id.startswith(run_id)]
         found = [run_id] if run_id in found else found
         if len(found) == 1:
@@ -318,6 +318,11 @@ def plan_words(plan: Mapping[str, Any]) -> str:
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def _has_been_written(store_path: Path) -> bool:
+    """Whether there is a store: a full disk leaves an empty file, which is none."""
+    return store_path.is_file() and store_path.stat().st_size > 0
 
 
 @contextmanager

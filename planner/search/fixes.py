@@ -16,6 +16,7 @@ from planner.question.question import Question
 from planner.search.scaling import with_gpus
 from simulator.config.estimate import Estimate, Fit, chance, sure_bytes
 from simulator.config.plan import Plan
+from simulator.legality.rule import divisors
 from topology.errors import UserError
 
 MOST_FIXES = 4  # that are returned
@@ -148,7 +149,7 @@ def _recomputes(question: Question, plan: Plan) -> Sequence[str]:
 
 
 def _sizes(plan: Plan) -> Sequence[int]:
-    return [size for size in range(plan.micro_batch_size, 0, -1) if plan.micro_batch_size % size == 0]
+    return divisors(plan.micro_batch_size)[::-1]
 
 
 def _reshards(plan: Plan) -> Sequence[bool]:

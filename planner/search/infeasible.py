@@ -6,6 +6,7 @@ found with it. Memory decides, so questions are screened for memory only, over a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,6 +43,7 @@ MAX_GPUS = 1 << 16
 # Node counts tried one by one, for `--gpus min` and for advice; beyond, they double.
 MAX_NODES_TRIED, MAX_NODES_ADVISED = 512, 32
 SHORTEST_SEQUENCE = 512
+LEAST_ADVICE_S = 1.0  # for what would help, where the search has used up its time limit
 ONE_WORD = {"recomputes": "recompute", "schedules": "schedule", "offloads": "offload"}  # flags of stated parts
 
 
@@ -67,15 +69,19 @@ class ConstrainedQuestion:
         screening = self.screening
         return least_memory_plan(screening, nodes, self.recomputes)[0] - screening.capacity_bytes
 
-    def best_rate(self) -> float:
-        """Return tokens a second and GPU of the fastest plan that surely fits, else of the fastest that may; 0 where none does."""
+    def best_rate(self, deadline: float | None = None) -> float:
+        """Return tokens a second and GPU of the fastest plan that surely fits, else of the fastest that may, of those looked
+        at by the deadline; 0 where none does.
+        """
         question, screening = self.question, self.screening
         nodes = enumerate_nodes(question, bounds=self.bounds)
         if not len(nodes):
             return 0.0
-        screened = Screened(screening, nodes, self.recomputes)
+        screened = Screened(screening, nodes, self.recomputes, deadline=deadline)
         for share in (sure_bytes(1.0, memory_factors()[1]), 1.0):
-            found = explore(replace(screening, share=share), nodes, self.recomputes, screened=screened)
+            found = explore(
+                replace(screening, share=share), nodes, self.recomputes, screened=screened, deadline=deadline
+            )
             if len(found):
                 best = plan_of(found.columns, int(np.argmin(found.step_s)), question.cluster)
                 step_s = float(question.estimate([best], counted=True).step_s[0])
@@ -155,29 +161,42 @@ def no_fitting_plan(
     bounds: Bounds,
     *,
     grow: Callable[[int], Cluster] | None = None,
+    deadline: float | None = None,
 ) -> Infeasible:
     """Return the error for a question all of whose legal plans need too much memory.
 
     It says how many GiB are missing on the worst rank of the plan with least memory, which constraints are in conflict,
-    and which relaxations lead to a plan.
+    and which relaxations lead to a plan: those that were found by the deadline, a reading of `time.monotonic`.
     """
     constrained, screening = ConstrainedQuestion(question=question, bounds=bounds), Screening(question)
     needed_bytes, plan = least_memory_plan(screening, nodes, constrained.recomputes)
     estimate = question.estimate([plan]).estimate(0)
     memory, capacity_bytes = estimate.memory, screening.capacity_bytes
     largest = sorted(memory.by_category.items(), key=lambda item: (-item[1], item[0]))[:3]
-    relaxations_found = relaxations(constrained, grow)
-    conflicting = ", ".join(conflicting_constraints(constrained))
+    until = None if deadline is None else max(deadline, time.monotonic() + LEAST_ADVICE_S)
+    conflicting = ", ".join(conflicting_constraints(constrained, until))
+    relaxations_found = relaxations(constrained, grow, until)
+    late = over(until)
     return Infeasible(
         f"{question.model.name} does not fit on {gpus_text(question.count)}: the leanest of {int(nodes.leaf_counts.sum())} legal plans needs "
         f"{needed_bytes / GIB:.1f} GiB on its worst rank of {capacity_bytes / GIB:.1f} GiB",
         why=f"{(needed_bytes - capacity_bytes) / GIB:.1f} GiB missing, a factor of {needed_bytes / capacity_bytes:.2f}, with {plan_text(plan)}; largest: "
         + ", ".join(f"{name.replace('_', ' ')} {size / GIB:.1f} GiB" for name, size in largest)
         + f". In conflict: {conflicting}",
-        remedy="relax one of: " + "; ".join(relaxations_found)
-        if relaxations_found
-        else "more GPUs or memory: nothing else tried is enough",
+        remedy=("relax one of: " + "; ".join(relaxations_found) if relaxations_found else "more GPUs or memory")
+        + (
+            " (the time limit ended before more was tried)"
+            if late
+            else ""
+            if relaxations_found
+            else ": nothing else tried is enough"
+        ),
     )
+
+
+def over(deadline: float | None) -> bool:
+    """Return whether a reading of `time.monotonic` has passed."""
+    return deadline is not None and time.monotonic() >= deadline
 
 
 def nothing_fits(question: Question, nodes: Nodes, bounds: Bounds) -> Infeasible:
@@ -187,14 +206,16 @@ def nothing_fits(question: Question, nodes: Nodes, bounds: Bounds) -> Infeasible
     return Infeasible(f"{(needed - screening.capacity_bytes) / GIB:.1f} GiB missing on the worst rank")
 
 
-def conflicting_constraints(constrained: ConstrainedQuestion) -> list[str]:
+def conflicting_constraints(constrained: ConstrainedQuestion, deadline: float | None = None) -> list[str]:
     """Return a minimal set of conflicting constraints: without any one of them there is a plan.
 
     Constraints are dropped one after the other unless that makes the question feasible; those that cannot be dropped
-    are in conflict. The GPUs and their memory always are.
+    are in conflict, of those that were tried by the deadline. The GPUs and their memory always are.
     """
     conflicting = []
     for words, relaxed in _without_each_constraint(constrained):
+        if over(deadline):
+            break
         if relaxed.gap() > 0:
             constrained = relaxed
         else:
@@ -230,17 +251,22 @@ def _most_sharding(framework: Framework) -> Framework:
     return ANY if not framework.zero_stages and not framework.shard_degree else framework
 
 
-def relaxations(constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None) -> list[str]:
-    """Return the flags with which a plan was found to fit, highest throughput a GPU first, which each names."""
-    found = [
-        (text, relaxed, relaxed.best_rate()) for text, relaxed in _relaxed(constrained, grow) if relaxed.gap() <= 0
-    ]
+def relaxations(
+    constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None, deadline: float | None = None
+) -> list[str]:
+    """Return the flags with which a plan was found to fit by the deadline, highest throughput a GPU first, which each names."""
+    found = []
+    for text, relaxed in _relaxed(constrained, grow, deadline):
+        if relaxed.gap() <= 0:
+            found.append((text, relaxed, 0.0 if over(deadline) else relaxed.best_rate(deadline)))
+        if over(deadline):
+            break
     found.sort(key=lambda one: -one[2])
     return [f"{text} (about {two_digits(rate)} tokens/s/GPU)" if rate else text for text, _, rate in found]
 
 
 def _relaxed(
-    constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None
+    constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None, deadline: float | None
 ) -> Iterator[tuple[str, ConstrainedQuestion]]:
     """Yield (flags, the question with them) for all that may be relaxed; whether a plan fits then is not yet known."""
     s, bounds = constrained.question, constrained.bounds
@@ -263,7 +289,7 @@ def _relaxed(
     shorter = _shorter(lambda workload: constrained.ask(workload=workload).gap() <= 0, s.workload)
     if shorter:
         yield f"--seq-len {shorter}", constrained.ask(workload=_with_sequence(s.workload, shorter))
-    nearest = nearest_fitting_gpus(constrained, grow)
+    nearest = nearest_fitting_gpus(constrained, grow, deadline)
     if nearest:
         count, cluster = nearest
         yield f"--gpus {count}, the nearest count that fits", constrained.ask(cluster=cluster, gpus=count)
@@ -330,9 +356,10 @@ def gpu_counts(cluster: Cluster, least: int, limit: int, tried: int) -> Iterator
 
 
 def nearest_fitting_gpus(
-    constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None
+    constrained: ConstrainedQuestion, grow: Callable[[int], Cluster] | None, deadline: float | None = None
 ) -> tuple[int, Cluster] | None:
-    """Return a larger GPU count, in whole nodes, with a plan that fits, and its cluster; None up to MAX_GPUS.
+    """Return a larger GPU count, in whole nodes, with a plan that fits, and its cluster; None up to MAX_GPUS, or after the
+    deadline.
 
     It is the smallest, unless it takes over MAX_NODES_ADVISED nodes more than the model state.
     """
@@ -341,7 +368,7 @@ def nearest_fitting_gpus(
     if grow is None and cluster.fabric is None and constrained.question.count >= size:
         return None  # one machine without a network cannot be extended
     least = max(constrained.question.count + 1, min_gpus_for_state(constrained.screening))
-    found = _first_fit(constrained, grow, least=least, tried=MAX_NODES_ADVISED)
+    found = _first_fit(constrained, grow, least=least, tried=MAX_NODES_ADVISED, deadline=deadline)
     return found[:2] if found else None
 
 
@@ -352,6 +379,7 @@ def _first_fit(
     least: int,
     limit: int = MAX_GPUS,
     tried: int = MAX_NODES_TRIED,
+    deadline: float | None = None,
 ) -> tuple[int, Cluster, str] | None:
     """Return the first GPU count from `least` with a plan that fits, its cluster, and why the count before failed."""
     cluster = constrained.question.cluster
@@ -365,6 +393,8 @@ def _first_fit(
         return constrained.ask(cluster=on, gpus=n).gap(), on
 
     for n in gpu_counts(cluster, least, limit, tried):
+        if over(deadline):
+            return None
         missing, on = gap(n)
         if missing <= 0 and on is not None:
             return n, on, reason

@@ -95,7 +95,7 @@ def suggest(
     if not found.plans and not options.reasons:
         raise nothing_fits(question, nodes, options.bounds)
     if not found.plans:
-        raise no_fitting_plan(question, nodes, options.bounds, grow=grow)
+        raise no_fitting_plan(question, nodes, options.bounds, grow=grow, deadline=deadline)
     table = question.estimate([*found.plans, *found.may_fit])
     finalists = [Finalist(plan=plan, estimate=table.estimate(i)) for i, plan in enumerate(table.plans)]
     quickest = float(table.step_s[: len(found.plans)].min())

@@ -268,15 +268,22 @@ def _counted_out(table: PlanTable) -> Iterator[tuple[int, tuple[float, ...], flo
             yield int(row), *_held(str(table.schedule[row]), p, m, v)
 
 
+# Forward passes of a schedule that are laid out to be counted: half a second's worth.
+MAX_COUNTED = 1 << 17
+
+
 @lru_cache(maxsize=1024)
 def _held(name: str, p: int, m: int, v: int) -> tuple[tuple[float, ...], float]:
     """Return (micro batches in flight on each rank, on the last stage) of a schedule, in whole passes of a rank.
 
-    Beyond a few rounds of the pipeline the steady state repeats, so that a long step is counted on a shorter one.
+    Beyond a few rounds of the pipeline the steady state repeats, so that a long step is counted on a shorter one. A table
+    of over `MAX_COUNTED` passes is not laid out: no rank of such a schedule holds more than this.
     """
     rounds = 2 * p * max(v, 2)
     if m > 2 * rounds:
         m = rounds + m % rounds if name in {"ZBH1", "ZBVZeroBubble", "DualPipeV"} else rounds
+    if p * m * v > MAX_COUNTED:
+        return (float(min(p + (p - 1) if name == "InterleavedZeroBubble" else p + 1, m)),) * p, float(min(p, m))
     try:
         schedule = build_schedule(name, ranks=p, micro_batches=m, stages_per_rank=v)
     except BadPlan:

@@ -40,3 +40,16 @@ def test_the_answer_is_shown_and_the_exit_code_tells(
     assert "No space left on device" in done.stderr
     assert json.loads(done.stdout)[answer]
     assert planner(*arguments).stdout
+
+
+def test_what_could_not_be_read_again_is_shown_and_not_written(planner, tmp_path) -> None:
+    """A micro batch of 2^28 sequences needs more bytes than a plan file may say."""
+    out = tmp_path / "plan.json"
+    flags = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "8", "--dp-shard", "8", "--recompute", "full")
+
+    done = planner("estimate", *flags, "--global-batch", str(1 << 31), "--out", str(out), "--json")
+
+    assert done.returncode == 2
+    assert "estimate.memory" in done.stderr
+    assert json.loads(done.stdout)["legal"]
+    assert not out.exists()

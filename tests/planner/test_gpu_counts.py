@@ -9,6 +9,7 @@ import pytest
 
 from planner.question.case_runtime import resolve_runtime
 from planner.question.question import question_of
+from planner.search import infeasible
 from planner.search.gpu_counts import best_gpu_count, cost_per_million_tokens
 from planner.search.infeasible import (
     ConstrainedQuestion,
@@ -125,6 +126,20 @@ def test_a_constraint_is_in_conflict_if_there_is_a_plan_without_it():
     offers = list(relaxations(question, None))
     assert offers
     assert not any("--gpus" in offer for offer in offers if "nearest" not in offer)
+
+
+def test_advice_ends_with_the_time_limit(monkeypatch):
+    """What is missing is said all the same, and that no more was tried."""
+    monkeypatch.setattr(infeasible, "LEAST_ADVICE_S", 0.0)
+    question = asked(load_model("llama3-405b"), 80, Workload(seq_len=4096, global_batch_size=8))
+    nodes = question.nodes()
+    late, whole = (
+        infeasible.no_fitting_plan(question.question, nodes, Bounds(), deadline=deadline) for deadline in (0.0, None)
+    )
+
+    assert "the time limit ended before more was tried" in late.remedy
+    assert "time limit" not in whole.remedy
+    assert late.why.partition("In conflict")[0] == whole.why.partition("In conflict")[0]
 
 
 def test_state_too_large_leaves_gpus_and_memory_in_conflict():

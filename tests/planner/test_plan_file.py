@@ -78,7 +78,7 @@ def test_a_stale_workload_names_the_field(content):
 
 def edited(content, tmp_path, change):
     path = tmp_path / "plan.json"
-    save_plan(content, path)
+    codec.write_text(path, codec.to_json(content))
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
@@ -144,7 +144,7 @@ def test_hostile_bytes_are_refused(raw, tmp_path):
 def test_values_out_of_range_are_refused_by_field(content, tmp_path, part, field, value, allowed):
     """Also in a file whose fingerprints were made anew: every value has its range."""
     odd = replace(content, **{part: replace(getattr(content, part), **{field: value})})
-    save_plan(replace(odd, fingerprints=fingerprints(odd)), tmp_path / "plan.json")
+    codec.write_text(tmp_path / "plan.json", codec.to_json(replace(odd, fingerprints=fingerprints(odd))))
     with pytest.raises(BadPlan, match=f"{part}.{field}") as caught:
         load_plan(tmp_path / "plan.json")
 

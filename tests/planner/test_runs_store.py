@@ -56,6 +56,15 @@ def test_no_store_is_no_runs(store) -> None:
         read_run("abc", store)
 
 
+def test_the_empty_file_that_a_full_disk_leaves_is_no_store(store) -> None:
+    store.parent.mkdir()
+    store.touch()
+
+    assert list_runs(store) == ()
+    with pytest.raises(BadInput, match="no run"):
+        read_run("abc", store)
+
+
 def test_what_is_kept_comes_back(store, tmp_path) -> None:
     said = document()
 

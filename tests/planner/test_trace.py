@@ -75,3 +75,14 @@ def test_trace_prices_with_the_profile_given(tmp_path, capsys) -> None:
     datasheet, measured = (step_s("trace", *more, "--out", str(tmp_path / f"{len(more)}")) for more in ((), profile))
     assert measured / datasheet == pytest.approx(step_s("estimate", *profile) / step_s("estimate"), abs=0.02)
     assert measured != pytest.approx(datasheet, rel=1e-3)
+
+
+def test_a_timeline_that_is_too_long_is_refused_at_once(planner, tmp_path) -> None:
+    flags = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "8", "--dp-shard", "8", "--micro-batch", "1")
+    out = tmp_path / "trace.json"
+
+    done = planner("trace", *flags, "--recompute", "full", "--global-batch", str(1 << 31), "--out", str(out))
+
+    assert done.returncode == 2
+    assert "--global-batch" in done.stderr
+    assert not out.exists()

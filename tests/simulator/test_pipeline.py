@@ -1,13 +1,17 @@
 """Makespans against closed forms and against the simulated machine."""
 
+import itertools
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simulator.engine.simulate import simulate
+from simulator.pipeline import stages
 from simulator.pipeline.schedule_program import peak_in_flight, peak_on_stage, pipeline_program
 from simulator.pipeline.schedule_tables import build_schedule
-from simulator.pipeline.schedules import SCHEDULES
+from simulator.pipeline.schedules import SCHEDULES, SPLIT_BACKWARD
 from simulator.program.check import check
 from simulator.program.program import Launch
 from tests.simulator.engine_toys import SimpleCosts
@@ -178,3 +182,17 @@ def test_missing_times_are_named(name, keywords):
 
     with pytest.raises(ValueError, match="times of"):
         pipeline_makespan(schedule, [1.0, 1.0], **keywords)
+
+
+@pytest.mark.parametrize("name", SPLIT_BACKWARD)
+def test_a_schedule_too_long_to_count_is_taken_to_hold_no_less(name, monkeypatch):
+    """What stands for tables beyond `MAX_COUNTED` is an upper bound of those below it."""
+    virtual = {"ZBVZeroBubble": (2,), "DualPipeV": (2,), "ZBH1": (1,)}.get(name, (2, 3, 4))
+    for p, rounds, v in itertools.product((2, 3, 4, 8), (1, 2, 5), virtual):
+        counted, last = stages._held.__wrapped__(name, p, rounds * p, v)
+        monkeypatch.setattr(stages, "MAX_COUNTED", 0)
+        bound, bound_last = stages._held.__wrapped__(name, p, rounds * p, v)
+        monkeypatch.undo()
+
+        assert np.all(np.array(counted) <= np.array(bound))
+        assert last <= bound_last

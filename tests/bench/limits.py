@@ -1,0 +1,108 @@
+"""Questions that are too large, each with a time limit: seconds, memory and answer of every one: `limits.py OUT.md`.
+
+CPU seconds are what a loaded machine and an idle one have in common: a command with `--time-limit 5` should take no more than 7 of
+them, start included.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 5
+PATIENCE_S = 300.0
+
+
+def inputs(folder: Path) -> None:
+    """Write the large inputs."""
+    columns = [f"GPU{n}" for n in range(1000)]
+    rows = [f"{name}\t" + "\t".join("X" if name == other else "NV18" for other in columns) for name in columns]
+    (folder / "matrix.txt").write_text("\t" + "\t".join(columns) + "\n" + "\n".join(rows) + "\n")
+    gpus = "".join(f'<gpu dev="{n}" sm="90" rank="{n}" gdr="1"/>' for n in range(20_000))
+    (folder / "system.xml").write_text(
+        f'<system version="1"><cpu numaid="0"><pci busid="0">{gpus}</pci></cpu></system>'
+    )
+    deep = json.loads((ROOT / "simulator" / "models" / "llama3-8b.json").read_text()) | {"num_hidden_layers": 100_000}
+    (folder / "deep.json").write_text(json.dumps(deep))
+    (folder / "wide.json").write_text(json.dumps({"gpu": "h100-sxm", "gpus_per_node": 1024, "nodes": 4}))
+    brackets = "index, " + "[" * 400_000 + "name\n0, x\n"
+    (folder / "brackets.txt").write_text(brackets)
+
+
+def commands(folder: Path) -> dict[str, list[str]]:
+    suggest = ["suggest", "--time-limit", str(LIMIT_S), "--cluster", "dgx-h100"]
+    case = str(folder / "trace.json")
+    return {
+        "1,048,576 GPUs": [*suggest, "--model", "llama3-70b", "--gpus", str(1 << 20), "--global-batch", str(1 << 21)],
+        "131,072 GPUs": [*suggest, "--model", "llama3-405b", "--gpus", str(1 << 17), "--global-batch", str(1 << 18)],
+        "131,072 GPUs, experts": [*suggest, "--model", "deepseek-v3", "--gpus", str(1 << 17), "--global-batch", str(1 << 18)],
+        "16,384 GPUs": [*suggest, "--model", "llama3-405b", "--gpus", "16384", "--global-batch", "16384"],
+        "100,000 layers": [*suggest, "--model", str(folder / "deep.json"), "--gpus", "64"],
+        "1,024 GPUs a node": [*suggest[:3], "--cluster", str(folder / "wide.json"), "--model", "llama3-8b"],
+        "a plan of 8 with a batch of 2^31, saved": [
+            "estimate", "--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "8", "--dp-shard", "8",
+            "--global-batch", str(1 << 31), "--micro-batch", "1", "--recompute", "full", "--out", case,
+        ],
+        "its trace": ["trace", "--plan", case, "--out", str(folder / "out.json")],
+        "a matrix of 1,000 columns": ["probe", "--from", str(folder / "matrix.txt")],
+        "XML of 20,000 GPUs": ["probe", "--from", str(folder / "system.xml")],
+        "400,000 brackets": ["probe", "--from", str(folder / "brackets.txt")],
+        "a collective of 1,048,576 GPUs": ["collective", "--cluster", "dgx-h100", "--gpus", str(1 << 20), "--op", "all_reduce", "--bytes", str(1 << 30)],
+    }  # fmt: skip
+
+
+def run(words: list[str], folder: Path) -> tuple[int | str, float, float, float, str]:
+    """Return (exit code, wall seconds, CPU seconds, GiB at most, what it said last) of a command and its children."""
+    code = (
+        "import resource, subprocess, sys, json\n"
+        "done = subprocess.run(sys.argv[1:], capture_output=True, text=True)\n"
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
+        "print(json.dumps([done.returncode, used.ru_utime + used.ru_stime, used.ru_maxrss, (done.stdout + done.stderr)[-4000:]]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    began = time.monotonic()
+    try:
+        told = subprocess.run(
+            [sys.executable, "-c", code, sys.executable, "-m", "planner", *words],
+            capture_output=True, text=True, check=True, cwd=folder, env=environment, timeout=PATIENCE_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "no end", PATIENCE_S, float("nan"), float("nan"), ""
+    found, cpu_s, kib, said = json.loads(told.stdout)
+    return found, time.monotonic() - began, cpu_s, kib / 2**20, said
+
+
+def main(out: Path) -> None:
+    folder = Path(tempfile.mkdtemp(prefix="limits-"))
+    inputs(folder)
+    load = os.getloadavg()[0]
+    lines = [
+        "# Questions that are too large",
+        "",
+        (
+            f"`python tests/bench/limits.py FILE` on {datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores, {load:.1f} processes waiting for them"
+            f" when it began. `planner suggest` has `--time-limit {LIMIT_S}`. CPU seconds and the largest resident memory of a process are of the whole"
+            " command, start and children included."
+        ),
+        "",
+        "| what | exit code | CPU s | wall s | GiB |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name, words in commands(folder).items():
+        code, wall_s, cpu_s, gib, said = run(words, folder)
+        lines.append(f"| {name} | {code} | {cpu_s:.1f} | {wall_s:.1f} | {gib:.2f} |")
+        print(lines[-1], said.strip().splitlines()[-3:] if code != 0 else "", flush=True)
+    out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_AS, (16 * 2**30, 16 * 2**30))
+    main(Path(sys.argv[1]))
