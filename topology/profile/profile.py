@@ -164,6 +164,8 @@ def check_profile(profile: Profile, *, where: str = "profile", cluster: Cluster 
         if not math.isfinite(rate) or rate < 0:
             raise BadInput(f"{where}: $.overlap_rates.{name} is {rate}", why="a rate is finite and not negative")
     for index, layer in enumerate(profile.layers):
+        if any(type(layer.model.get(name, 0)) is not int for name in ("layers", "hidden")):
+            raise BadInput(f"{where}: $.layers[{index}].model: layers and hidden are whole numbers")
         if not 1 <= layer.layers <= (NARROW_LAYERS if layer.model.get("hidden", 0) <= NARROW_WIDTH else 2):
             raise BadInput(
                 f"{where}: $.layers[{index}] has {layer.layers} layers",
