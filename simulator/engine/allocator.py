@@ -128,7 +128,7 @@ class ExpandablePool(Pool):
     def __init__(self, *, small: bool) -> None:
         super().__init__(small=small)
         self._page = SMALL_SEGMENT if small else LARGE_SEGMENT
-        self._end = Block(self, 0, 1 << 60, mapped=False)
+        self._end = Block(self, 0, 1 << 80, mapped=False)
         self._end.free = True
         self._holes: list[Block] = []  # unmapped addresses, lowest first; `_end` is not among them
 
