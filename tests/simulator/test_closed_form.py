@@ -144,7 +144,7 @@ def test_a_profile_of_this_gpu_prices_collectives() -> None:
                 model=load_model("llama3-8b"),
                 cluster=machine,
                 workload=WORKLOAD,
-                runtime=Runtime(),
+                runtime=Runtime(name="megatron-lm"),  # whose host does not decide
                 calibration=calibrated(profile, machine),
             ),
             [plan],
