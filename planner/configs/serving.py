@@ -27,9 +27,10 @@ from simulator.serving.deployment import Deployment, Pool
 from topology.errors import BadInput, BadModel, Infeasible, PlannerError
 
 VERSIONS = {"vllm": "0.33.0", "sglang": "0.5.23"}
+# Where a command may stand on its line: prose names commands in backquotes, comments are not run.
 _STARTS = {
-    "vllm": re.compile(r"\bvllm\s+serve\b|vllm\.entrypoints\.openai\.api_server"),
-    "sglang": re.compile(r"sglang\.launch_server|\bsglang\s+serve\b"),
+    "vllm": re.compile(r"^[^#`\n]*(\bvllm\s+serve\b|vllm\.entrypoints\.openai\.api_server)", re.MULTILINE),
+    "sglang": re.compile(r"^[^#`\n]*(sglang\.launch_server|\bsglang\s+serve\b)", re.MULTILINE),
 }
 # Formats of weights by the engines' words; a checkpoint that says its own format needs none.
 _WEIGHTS = {

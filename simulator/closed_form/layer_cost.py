@@ -62,18 +62,11 @@ class PassCost:
         plain = launching(self.device_s, self.behind_s + host_s, self.host_s + host_s)
         return plain if self.waits is None else self.waits.pace(plain, host_s=host_s)
 
-    @property
-    def paced_s(self) -> Floats:
-        """Seconds of the host in a pass, its waits for the device among them."""
-        if self.waits is None:
-            return self.host_s
-        return np.where(self.waits.rows, self.pace().repeated_s, self.host_s)
-
     def expose(self, axis: str, seconds: Floats) -> None:
         self.communication_s[axis] = self.communication_s.get(axis, np.zeros_like(self.compute_s)) + seconds
 
     def of_share(self, layers: float) -> PassCost:
-        """Return the average over layers of which a share runs this pass; where the host waits in it has no average."""
+        """Return the average over layers of which a share runs this pass."""
         if layers == 1.0:
             return self
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in {"communication_s", "waits"}}

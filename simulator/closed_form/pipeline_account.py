@@ -26,7 +26,7 @@ from simulator.step.units import Unit
 from simulator.step.walk import Held, StepWalk
 
 LONG_AGO = -1e6  # seconds: a clock that holds nothing up
-# (compute, wire, host) clocks with which passes begin: nothing in the way of the device, the host, or the wire.
+# (compute, wire, host) clocks with which passes begin: nothing in the way of the device, host or wire.
 BEGINS = np.array([(0.0, LONG_AGO, LONG_AGO), (LONG_AGO, LONG_AGO, 0.0), (0.0, 0.0, LONG_AGO)])
 
 
@@ -79,9 +79,7 @@ LEAVES = {
 
 @dataclass(frozen=True, slots=True)
 class PassKind:
-    """A pass of one stage: `first` and `last` of its kind there, forward or backward, which of the stage's units are
-    gathered when it begins, and whether another stage of the rank has sent its gradients off before.
-    """
+    """A pass of a stage. `gathered`: before it; `follows`: another stage of its rank has sent its gradients off."""
 
     stage: int
     action: Kind

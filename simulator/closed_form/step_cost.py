@@ -16,6 +16,7 @@ from simulator.closed_form.account import AXES, Account
 from simulator.closed_form.clocks import working_clocks
 from simulator.closed_form.data_parallel import FSDP_OPS, data_parallel, optimizer_s, sm_share
 from simulator.closed_form.layer_cost import BlockCost
+from simulator.closed_form.pace import NEVER, Pace
 from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats, PlanTable
 from simulator.config.model import Model
@@ -40,7 +41,8 @@ class HostTime:
     """What the device waits for the host, seconds of a step.
 
     `late` is the host behind the device over the step, bubble and all; `first` is lateness in the first pass, which
-    nothing ran ahead of; `before` is the step's own host time. A host that `synchronizes` never runs ahead. One entry a plan.
+    nothing ran ahead of, or in all passes in which the host waits for the device; `before` is the step's own host time. A
+    host that `synchronizes` never runs ahead. One entry a plan.
     """
 
     late: Floats
@@ -153,18 +155,20 @@ class RankSum:
 class RankSeconds:
     """One micro batch on every pipeline rank: each pass takes as long as the device or the host, whichever is slower.
 
-    `device` and `host` are by pass (forward, backward, recompute); `backward` has the recomputation in it.
+    `device` is by pass (forward, backward, recompute); `backward` has the recomputation in it. `late` is the host behind
+    the device over both (negative: ahead), of which it is `pinned` in layers where it waits for the device.
     """
 
     device: dict[str, Floats]
-    host: dict[str, Floats]
     forward: Floats
     backward: Floats
+    late: Floats
+    pinned: Floats
 
 
 def rank_seconds(rank_sum: RankSum, spec: RuntimeSpec) -> RankSeconds:
     """Return how long pipeline ranks take for one micro batch, shape (plans, columns)."""
-    device, host = rank_sum.passes("device_s"), rank_sum.passes("paced_s")
+    device, host = rank_sum.passes("device_s"), rank_sum.passes("host_s")
     dense, moe = rank_sum.layout.layers
     plain, sparse = (layer_host_s(spec.host, rank_sum.table, sparse=kind) for kind in (False, True))
     forward_s, backward_s = (dense * a[:, None] + moe * b[:, None] for a, b in zip(plain, sparse, strict=True))
@@ -173,11 +177,22 @@ def rank_seconds(rank_sum: RankSum, spec: RuntimeSpec) -> RankSeconds:
     host["backward"] = host["backward"] + backward_s + stages_s
     again = _wrapped_layers(spec, rank_sum.layout)
     host["recompute"] = host["recompute"] + again * again_host_s(spec.host, rank_sum.table)[:, None]
+    late = {
+        "forward": host["forward"] - device["forward"],
+        "backward": host["backward"] + host["recompute"] - device["backward"] - device["recompute"],
+    }
+    pinned = np.zeros_like(late["forward"])
+    if rank_sum.has_moe:
+        for which, behind_s in _expert_waits(rank_sum, spec, sparse).items():
+            late[which] = np.maximum(late[which], behind_s)
+            pinned = pinned + np.maximum(behind_s, 0.0)
+    forward, backward = device["forward"], device["backward"] + device["recompute"]
     return RankSeconds(
         device=device,
-        host=host,
-        forward=np.maximum(device["forward"], host["forward"]),
-        backward=np.maximum(device["backward"] + device["recompute"], host["backward"] + host["recompute"]),
+        forward=forward + np.maximum(late["forward"], 0.0),
+        backward=backward + np.maximum(late["backward"], 0.0),
+        late=late["forward"] + late["backward"],
+        pinned=pinned,
     )
 
 
@@ -195,7 +210,7 @@ def micro_batches(
     m = table.micro_batches
 
     ranks = rank_seconds(rank_sum, spec)
-    device, host, forward_s, behind_s = ranks.device, ranks.host, ranks.forward, ranks.backward
+    device, forward_s, behind_s = ranks.device, ranks.forward, ranks.backward
     slowest = np.argmax(forward_s + behind_s, axis=1)
 
     def here(values: Floats) -> Floats:
@@ -212,7 +227,6 @@ def micro_batches(
     # A host that is slower in one pass and quicker in the other runs ahead where it can: what counts is the whole
     # step's issue time against the device's, and the first pass, which nothing ran ahead of.
     on_device = here(device["forward"] + device["backward"] + device["recompute"])
-    on_host = here(host["forward"] + host["backward"] + host["recompute"])
     first = forward - here(device["forward"])
 
     # The schedule: ranks wait for the pipe to fill and drain, and for what neighbours send.
@@ -226,7 +240,7 @@ def micro_batches(
         return np.asarray(np.where(table["virtual_stages"] > 1, np.maximum(mean, here(values)), mean))
 
     bubble = bubble_s(table, elsewhere(forward_s), elsewhere(behind_s - weight_s), elsewhere(weight_s))
-    late = m * (on_host - on_device) + rest_host_s(spec.host, table) - bubble
+    late = m * here(ranks.late) + rest_host_s(spec.host, table) - bubble
     boundary = context.sizes["u"] * model.hidden * DTYPE_BYTES[context.runtime.activation_dtype]
     if spec.pipeline.scatter_p2p:
         boundary = np.where(table.sequence_parallel, boundary, boundary / table["tp"])
@@ -254,7 +268,7 @@ def micro_batches(
         bubble=bubble,
         host=HostTime(
             late=np.where(waits, m * (forward + backward - on_device), late),
-            first=first,
+            first=np.maximum(first, m * here(ranks.pinned) - bubble),
             before=before_s,
             synchronizes=waits,
         ),
@@ -346,6 +360,36 @@ def _within_measured(table: PlanTable, groups: GroupTimes) -> NDArray[np.bool_]:
     measured = groups.collectives.measured
     most = max((sample.ranks for sample in measured.samples), default=0) if measured is not None else 0
     return np.asarray(table["gpus"] <= most)
+
+
+def _expert_waits(rank_sum: RankSum, spec: RuntimeSpec, python_s: tuple[Floats, Floats]) -> dict[str, Floats]:
+    """Return how far the host is behind in layers with experts where it waits for the device; shape (plans, ranks).
+
+    Minus infinity where it only launches. A layer that runs again is one pass with its backward pass: what the host waits
+    for in the one, the other launches late. `python_s` are the host's own seconds of a layer's forward and backward pass.
+    """
+    block, (_, layers) = rank_sum.blocks["moe"], rank_sum.layout.layers
+    forward = _behind_s(block.forward.pace(host_s=python_s[0]), block.forward.device_s)
+    backward_s = block.backward.device_s
+    alone = _behind_s(block.backward.pace(host_s=python_s[1]), backward_s)
+    found = {"forward": _of_layers(layers, forward), "backward": _of_layers(layers, alone)}
+    turned = block.backward.pace(host_s=python_s[1] + again_host_s(spec.host, rank_sum.table))
+    for mode, (_, wrapped) in rank_sum.layout.by_mode.items():
+        if mode in block.recompute:
+            share, again = spec.recompute[mode].layers, block.recompute[mode]
+            seconds = _behind_s(again.pace().times(1.0 / share).then(turned), again.device_s / share + backward_s)
+            found["backward"] = np.where(wrapped > 0, _of_layers(share * wrapped, seconds), found["backward"])
+    return found
+
+
+def _behind_s(pace: Pace, device_s: Floats) -> Floats:
+    """Return what a pass takes beyond the device's own seconds where the host waits in it; else minus infinity."""
+    return np.where(pace.waits_s > NEVER, np.maximum(pace.repeated_s - device_s, 0.0), NEVER)
+
+
+def _of_layers(layers: NDArray[np.floating] | NDArray[np.integer], seconds: Floats) -> Floats:
+    some = layers > 0
+    return np.where(some, np.where(some, layers, 1.0) * seconds[:, None], NEVER)
 
 
 def _wrapped_layers(spec: RuntimeSpec, layout: StageLayout) -> Floats:

@@ -52,7 +52,7 @@ def test_no_order_of_the_gpus_is_better_than_those_tried(framework):
 def test_a_plan_is_ranked_by_what_it_costs_where_it_is_placed():
     """Bridges join 0-2 and 1-3: with ranks in order tensor parallelism would cross sockets, and be slower."""
     model, machine = load_model("llama3-8b"), bridged(4)
-    workload = Workload(seq_len=2048, global_batch_size=32)
+    workload = Workload(seq_len=8192, global_batch_size=8)
     answer = suggest(question_of(model, machine, workload), SearchOptions(simulate=False, top=5))
     best = min(answer.plans, key=lambda ranked: ranked.estimate.step_s.value)
     table = estimate_plans(

@@ -77,11 +77,11 @@ def test_with_faster_links_tensor_parallel_never_gets_relatively_worse(factor):
     """Every legal plan with and without more bandwidth inside a node: those with tensor parallelism gain at least as much.
 
     But for steps that wait longer for their hosts once the links are faster: what is gained is not theirs to show. Compiled, and
-    of long sequences, those are few.
+    of large layers, those are few.
     """
     from planner.search.scaling import scale_nvlink
 
-    model, workload = load_model("llama3-8b"), Workload(seq_len=8192, global_batch_size=32)
+    model, workload = load_model("llama3-70b"), Workload(seq_len=8192, global_batch_size=32)
     slow, runtime = make_cluster(1, 8), replace(TITAN, compile=True)
     plans = enumerate_candidates(
         question_of(model, slow, workload, framework="torchtitan", runtime=runtime), bounds=Bounds(max_micro_batch=2)

@@ -12,6 +12,7 @@ from planner.io.inputs import read_cluster
 from planner.pictures.node_layout import node_view
 from simulator.config.plan import Plan
 from simulator.program.trace import COMMUNICATION, COMPUTE, HOST, Span, Trace
+from tests.ui import needs  # noqa: F401 - skips where a package is missing
 from ui.canvas import payload as payloads
 from ui.canvas.payload import PATH, Shown, Strip, payload
 from ui.charts.loads import Loads, cable_shares, level, loads, node_loads, percent

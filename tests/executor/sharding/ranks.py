@@ -97,7 +97,11 @@ def run_files(cases: list[Case], ranks: int, folder) -> None:
     files = []
     for number, case in enumerate(cases):
         captured = capture(case.module, case.args)
-        answer = answer_request(api.request(captured, case.mesh, **case.wishes), where=case.name)
+        wishes = dict(case.wishes)
+        cluster = wishes.pop("cluster", None)
+        answer = answer_request(
+            api.request(captured, case.mesh, **wishes), where=case.name, cluster=cluster and load_cluster(cluster)
+        )
         text = write_dtensor_file(answer.captured, captured.graph, answer.plan, title=case.name)
         files.append(folder / f"placed_{number}.py")
         files[-1].write_text(text)
