@@ -21,9 +21,10 @@ MOST_BLOCKS = 400_000
 
 def with_replay(scenario: Scenario, plan: Plan, estimate: Estimate) -> Estimate:
     """Return the estimate of a plan with its memory as the caching allocator holds it; as it is where that takes too long,
-    and of runtimes that keep their own flat buffers (DeepSpeed's ZeRO), which are sums already.
+    and of runtimes that keep their own flat buffers (DeepSpeed's ZeRO, FSDP1), whose order of requests is not replayed.
     """
-    if spec_for(scenario.runtime).zero is not None:
+    spec = spec_for(scenario.runtime)
+    if spec.zero is not None or spec.fsdp.flat_parameters:
         return estimate
     replay = MemoryReplay(scenario, plan)
     if replay.length > MOST_BLOCKS:
@@ -35,9 +36,10 @@ def with_replay(scenario: Scenario, plan: Plan, estimate: Estimate) -> Estimate:
     groups = COMMUNICATOR_BYTES * float(communicators(replay.context.table)[0])
     left = told.capacity_bytes - groups
     low, high = replayed_memory_factors()
-    # What may be too much is tried with what there is.
+    # What may be too much is tried with what there is; what fits but for its communicators may fit, since theirs is the least sure.
     tried = replay.rank(worst, capacity_bytes=left / factor) if reserved > left else held[worst]
-    memory = _memory(told, held, worst, tried, factor, (low, high))
+    alone = replay.rank(worst, capacity_bytes=told.capacity_bytes / factor) if tried.out_of_memory else tried
+    memory = replace(_memory(told, held, worst, tried, factor, (low, high)), fits=not alone.out_of_memory)
     memory = replace(memory, communicator_bytes=groups, worst_rank=worst * (plan.gpus // plan.pp))
     likely = float(retry_probability(np.array([reserved]), np.array([left]), (low, high))[0])
     flushes = likely * max(1, tried.retries_per_step)
@@ -64,7 +66,6 @@ def _memory(
         by_category=by_stage[worst] if len(by_stage) == stages else _scaled(told.by_category, peak),
         by_stage=by_stage if len(by_stage) == stages else told.by_stage,
         reserved_by_stage=tuple(factor * rank.reserved_bytes for rank in held),
-        fits=not tried.out_of_memory,
         retries_per_step=tried.retries_per_step,
         fragmentation=held[worst].fragmentation,
     )

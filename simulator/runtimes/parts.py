@@ -40,12 +40,16 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpSpec:
-    """`wraps_one`: tensor- and pipeline-parallel plans are wrapped though nothing is sharded, `always` or where types `differ`."""
+    """`wraps_one`: tensor- and pipeline-parallel plans are wrapped though nothing is sharded, `always` or where types `differ`.
+
+    `flat_parameters`: a unit's parameters and gradients are one flat tensor (FSDP1).
+    """
 
     copy_in_copy_out: bool
     prefetch: int
     overlap: bool
     wraps_one: Literal["never", "differ", "always"] = "never"
+    flat_parameters: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
