@@ -56,8 +56,6 @@ def _join(rank, ranks, port, work, args):
         work(*args)
     finally:
         dist.destroy_process_group()
-    # Threads of torch that still run when the interpreter ends abort it ("terminate called without an active exception").
-    os._exit(0)
 
 
 def run(cases: list[Case], ranks: int, *, quick: bool = True) -> None:
