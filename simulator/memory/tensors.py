@@ -193,18 +193,25 @@ class BlockTensors:
             if saving(place):
                 slots = [tape.claim(nbytes) for nbytes in self._sizes(operator.saves)]
                 tape.saved_by[place] = slots
-            last = outs[0] if outs else last
-            keep = {stream, last, *outs}
-            if operator.attention:
-                tape.free_rest(keep)
-            else:
-                tape.free_read(self._operands(operator), before, keep)
-            if operator.name == RESIDUAL:
-                passed, stream = stream, last
-                if passed not in tape.held:
-                    tape.free(passed)
+            stream, last = self._passed(tape, operator, before, outs, stream, last)
         tape.free_rest({last})
         return last
+
+    def _passed(
+        self, tape: _Tape, operator: OperatorSpec, before: list[int], outs: list[int], stream: int, last: int
+    ) -> tuple[int, int]:
+        """Free what nothing needs after an operator. Return the slots of the residual stream and of the last result."""
+        last = outs[0] if outs else last
+        keep = {stream, last, *outs}
+        if operator.attention:
+            tape.free_rest(keep)
+        else:
+            tape.free_read(self._operands(operator), before, keep)
+        if operator.name == RESIDUAL:
+            passed, stream = stream, last
+            if passed not in tape.held:
+                tape.free(passed)
+        return stream, last
 
     def _forward_wrapped(
         self, tape: _Tape, active: Sequence[OperatorSpec], mode: RecomputeSpec, again: Sequence[bool], inward: int
@@ -225,16 +232,7 @@ class BlockTensors:
                 if not again[place] and tape.live[slot] in wanted:
                     wanted.remove(tape.live[slot])
                     tape.held.add(slot)
-            last = outs[0] if outs else last
-            keep = {stream, last, *outs}
-            if operator.attention:
-                tape.free_rest(keep)
-            else:
-                tape.free_read(self._operands(operator), before, keep)
-            if operator.name == RESIDUAL:
-                passed, stream = stream, last
-                if passed not in tape.held:
-                    tape.free(passed)
+            stream, last = self._passed(tape, operator, before, outs, stream, last)
         for nbytes in wanted:
             tape.held.add(tape.allocate(nbytes))
         tape.free_rest({last})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from topology.errors import PlannerError
 
 
 @dataclass(slots=True, kw_only=True)
-class SingleTrials:
+class SingleTrials(ABC):
     """Runs plans of `question` one after the other; fields as of `ExecutorTrials`. A kind of trial says how in `run_one`."""
 
     FIRST_START_S: ClassVar[float]  # until a trial has shown what a start takes here
@@ -65,9 +66,9 @@ class SingleTrials:
             except PlannerError as error:  # a plan that cannot be written down or submitted is no reason to end
                 yield replace(trial, cause=" ".join(str(error).split())[:400])
 
+    @abstractmethod
     def run_one(self, candidate: Candidate, trial: Trial, folder: Path, left_s: float) -> Trial:
         """Return what became of `trial`, in `folder`, within `left_s`. Raises PlannerError where it cannot be started."""
-        raise NotImplementedError
 
     def say_begun(self, trial: Trial, folder: Path) -> None:
         self.began(started_now(trial.key, folder, trial.predicted_s, trial.why))
