@@ -56,6 +56,7 @@ def _join(rank, ranks, port, work, args):
         work(*args)
     finally:
         dist.destroy_process_group()
+    os._exit(0)  # torch's threads can outlive the interpreter, which then aborts
 
 
 def run(cases: list[Case], ranks: int, *, quick: bool = True) -> None:
