@@ -28,6 +28,8 @@ class Engine:
     graph_batch: int
     all_reduce: tuple[str, ...]
     experts_by_triton: bool
+    attention: str
+    norm_in_all_reduce: bool
     host_step_s: float
     host_sequence_s: float
     host_request_s: float

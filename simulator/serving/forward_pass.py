@@ -59,7 +59,10 @@ class ForwardPass:
         self.engine = engine_of(self.deployment.engine)
         gpu = self.cluster.slowest_kind
         self.kernels = Kernels(
-            gpu=gpu, weights=self.deployment.weights, experts_by_triton=self.engine.experts_by_triton
+            gpu=gpu,
+            weights=self.deployment.weights,
+            experts_by_triton=self.engine.experts_by_triton,
+            attention=self.engine.attention,
         )
         self._collectives = CollectiveModel(self.cluster)
         most = (self.max_batched_tokens + self.max_sequences) * self.pool.dp_attention
@@ -89,7 +92,7 @@ class ForwardPass:
         `pairs` are the queries of the prompts times the keys each meets, `keys` the cached ones of all answers.
         """
         tokens = prompt_tokens + sequences
-        time = float(np.interp(tokens, self._tokens, self._seconds))
+        time = self._at(tokens, self._seconds)
         time += float(np.interp(sequences + (readers if prompt_tokens else 0), self._rows, self._head))
         ranks = self.pool.dp_attention
         if pairs:
@@ -105,7 +108,7 @@ class ForwardPass:
     ) -> dict[str, float]:
         """Return what a step's seconds are made of: the same step as `seconds`, to which the parts add up."""
         tokens = prompt_tokens + sequences
-        found = {name: float(np.interp(tokens, self._tokens, values)) for name, values in self._parts.items()}
+        found = {name: self._at(tokens, values) for name, values in self._parts.items()}
         written = sequences + (readers if prompt_tokens else 0)
         found["head"] = float(np.interp(written, self._rows, self._head))
         ranks = self.pool.dp_attention
@@ -116,6 +119,10 @@ class ForwardPass:
             found["launches"] = max(0.0, self._launch_s - sum(found.values()))
         found["host"] = self.engine.host_step_s + self.engine.host_sequence_s * sequences
         return {name: value for name, value in found.items() if value}
+
+    def _at(self, tokens: float, seconds: Floats) -> float:
+        """Return tabulated seconds at `tokens`; one prompt longer than a full step goes in proportion."""
+        return float(np.interp(tokens, self._tokens, seconds)) * max(1.0, tokens / float(self._tokens[-1]))
 
     def _unreplayed_s(self) -> float:
         """Return what the host takes to launch a step that no CUDA graph replays."""
@@ -130,7 +137,8 @@ class ForwardPass:
         """
         narrow = self.deployment.weights in {"float8", "float4"}
         latent = 6.0 if self.model.latent else 0.0
-        return 4.0 + (4.0 if narrow else 0.0) + latent + (6.0 if kind.sparse else 0.0)
+        norms = 0.0 if self.engine.norm_in_all_reduce and self.pool.tp > 1 else 2.0
+        return 2.0 + norms + (4.0 if narrow else 0.0) + latent + (6.0 if kind.sparse else 0.0)
 
     def _prompt_s(self, pairs: float) -> float:
         model = self.model

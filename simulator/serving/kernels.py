@@ -37,6 +37,7 @@ class Kernels:
     gpu: GpuKind
     weights: str
     experts_by_triton: bool = True
+    attention: str = "cudnn"
 
     @property
     def multiplied_in(self) -> str:
@@ -62,7 +63,7 @@ class Kernels:
     def attention_flops_per_s(self) -> float:
         """Arithmetic rate of the fused 16-bit attention kernel on long sequences."""
         known = efficiency(self.gpu.architecture).attention
-        curve = known.get("cudnn") or known["flash2"]
+        curve = known.get(self.attention) or known["flash2"]
         roofline = Roofline(gpu=self.gpu)
         return roofline.peak_flops * roofline.power_limited * curve.forward
 

@@ -153,6 +153,23 @@ def _tile(*shape: int) -> str:
     return f"tensordesc<bf16[{', '.join(map(str, shape))}]>"
 
 
+def test_paged_attention_compiled() -> None:
+    """The shapes of Llama 3: pages are loaded ahead into shared memory that suffices, and nothing is spilled."""
+    from executor.kernels.paged_attention import attend_pages
+
+    floats = dict.fromkeys(("q", "keys", "values"), "*bf16") | dict.fromkeys(("parts", "maxima", "sums"), "*fp32")
+    compiled = _compile(
+        attend_pages,
+        {**floats, "tables": "*i32", "lengths": "*i32", "scale": "fp32"},
+        ("q_stride", "table_stride"),
+        {"HEADS": 32, "GROUP": 4, "ROWS": 16, "WIDTH": 128, "PAGE": 64, "SPLITS": 4, "PRECISION": "ieee", "warps": 4},
+        attrs={(place,): [["tt.divisibility", 16]] for place in (0, 1, 2, 5, 8)},
+    )
+
+    _fits(compiled)
+    assert "async_copy_global_to_local" in compiled.asm["ttgir"]
+
+
 def _compile(
     kernel: Any, arguments: dict[str, str], integers: tuple[str, ...], constants: dict[str, Any], attrs: Any = None
 ) -> Any:
@@ -161,7 +178,7 @@ def _compile(
     from triton.compiler import ASTSource
 
     constants = dict(constants)
-    options = {"num_warps": 8, "num_stages": constants.pop("stages", 3)}
+    options = {"num_warps": constants.pop("warps", 8), "num_stages": constants.pop("stages", 3)}
     given = {**arguments, **dict.fromkeys(integers, "i32"), **dict.fromkeys(constants, "constexpr")}
     signature = {name: given[name] for name in kernel.arg_names}
     assert set(signature) == set(given)

@@ -14,12 +14,14 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from executor.kernels import all_reduce, copies
+from executor.kernels import all_reduce, copies, decoder_rows, paged_attention
 from executor.kernels.gather_matmul import gather_matmul
 from executor.kernels.matmul_scatter import matmul_scatter
 from executor.kernels.rotary import rotate_pairs
 from executor.model import rotary
 from executor.overlap.fused import Tile, tiles_of
+from executor.serving import operators
+from executor.serving.operators import Heads, Pages
 
 LIMIT = 3  # a wait for what is not preset ends at once, and the error word tells
 
@@ -171,6 +173,53 @@ def rotate(shape: tuple[int, ...], *, first: bool, strided: bool, back: bool) ->
     return difference(out, slope)
 
 
+HEADS, PAGE = Heads(queries=8, kv=2, width=16), 16
+
+
+def cached(dtype: torch.dtype) -> tuple[torch.Tensor, Pages]:
+    """Rows of queries, keys and values of three tokens, and a cache of nine pages."""
+    keys, values = draw(2, 9, HEADS.kv, PAGE, HEADS.width, seed=11, dtype=dtype)
+    return draw(3, HEADS.row, seed=12, dtype=dtype), Pages(keys, values)
+
+
+def attend(splits: int, dtype: torch.dtype) -> float:
+    """Against attention over pages that are copied together, in float64; some shares have no page."""
+    qkv, pages = cached(dtype)
+    tables = torch.tensor([[1, 2, 3, 0], [4, 0, 0, 0], [5, 6, 7, 8]], dtype=torch.int32)
+    lengths = torch.tensor([33, 1, 64], dtype=torch.int32)
+    parts, out = torch.full((3, HEADS.queries, splits, HEADS.width), torch.nan), torch.full((3, 128), torch.nan, dtype=dtype)
+    maxima, sums = torch.full((2, 3, HEADS.queries, splits), torch.nan)
+    paged_attention.attend_pages[(3, HEADS.kv, splits)](
+        qkv, pages.keys, pages.values, tables, lengths, parts, maxima, sums, qkv.stride(0), tables.stride(0),
+        HEADS.width**-0.5, HEADS.queries, 4, 16, HEADS.width, PAGE, splits, "ieee",
+    )  # fmt: skip
+    paged_attention.merge_shares[(3 * HEADS.queries,)](parts, maxima, sums, out, HEADS.width, splits)
+    exact = Pages(pages.keys.double(), pages.values.double())
+    return difference(out, operators.attend_pages(qkv.double(), exact, tables, lengths, HEADS))
+
+
+def served_rows(dtype: torch.dtype) -> float:
+    """The kernels over rows against torch's operators."""
+    qkv, pages = cached(dtype)
+    angles = draw(2, 50, HEADS.width // 2, seed=13, dtype=torch.float32).unbind()
+    positions, slots = torch.tensor([3, 10, 40]), torch.tensor([17, 5, 100])
+    mine, own = qkv.clone(), Pages(pages.keys.clone(), pages.values.clone())
+    operators.rotate_and_store(qkv, angles, positions, slots, pages, HEADS)
+    decoder_rows.rotate_and_store[(3, 2)](
+        mine, *angles, positions, slots, own.keys, own.values, HEADS.queries, HEADS.kv, HEADS.width // 2, PAGE, 8
+    )
+    pairs = [(mine, qkv), (own.keys, pages.keys), (own.values, pages.values)]
+    x, residual, weight = draw(2, 3, 40, seed=14, dtype=dtype).unbind() + (draw(40, seed=15, dtype=dtype),)
+    out, total = torch.full((2, 3, 40), torch.nan, dtype=dtype).unbind()
+    decoder_rows.add_norm[(3,)](x, residual, weight, out, total, 40, 1e-5, 64)
+    pairs += zip((out, total), operators.add_norm(x, residual, weight, 1e-5), strict=True)
+    both = draw(3, 84, seed=16, dtype=dtype)
+    product = torch.full((3, 42), torch.nan, dtype=dtype)
+    decoder_rows.gated[(3, 2)](both, product, 42, 32)
+    pairs.append((product, operators.gated(both)))
+    return max(difference(found, expected.double()) for found, expected in pairs)
+
+
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     gap = (found.double() - expected).abs().max() / expected.abs().max()
     return float(gap.nan_to_num(torch.inf))
@@ -216,6 +265,10 @@ def main() -> None:
         for strided in (False, True):
             for back in (False, True):
                 say(f"rotary {shape} {first} {strided} {back}", rotate(shape, first=first, strided=strided, back=back))
+    for dtype in (torch.float32, torch.float16):
+        for splits in (1, 2, 8):
+            say(f"paged attention over {splits} shares {dtype}", attend(splits, dtype))
+        say(f"rows of a served decoder {dtype}", served_rows(dtype))
     parts = draw(3, 100, seed=8, dtype=torch.float32)
     own = parts[1].clone()
     copies.add_slots[(4,)](own, parts, 100, 1, 3, 32)

@@ -1,0 +1,104 @@
+"""Are the served numbers right? Two layers of the model, held against the training decoder on one process.
+
+Prompts of several lengths are read together, then go on token by token, step by step and from captured graphs; after
+every step the scores of all ranks are compared with those of `executor.model.decoder.Decoder` over the whole sequence,
+in float32 from the same weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from executor.model.decoder import Decoder
+from executor.model.init_weights import init_weights
+from executor.serving.cache import PAGE, PagedCache, pages_of
+from executor.serving.decoder import ServedDecoder, Spread
+from executor.serving.engine import Engine
+from simulator.config.model import Model
+
+PROMPTS = (5, PAGE, 2 * PAGE + 3)
+ANSWER = 4
+LAYERS = 2
+# Units in the last place of the served type: sums over up to thousands of numbers run in another order, twice a layer, and every
+# result is rounded.
+UNITS = 2.0**5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The largest difference of scores over ranks and steps, relative to the largest score."""
+
+    name: str
+    dtype: str
+    difference: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= self.tolerance
+
+
+def check(
+    model: Model, spread: Spread, *, all_reduce: str, device: torch.device, dtype: torch.dtype, seed: int
+) -> Verdict:
+    """Compare served scores with the training decoder's; a collective call."""
+    small = replace(model, layers=LAYERS)
+    room = max(PROMPTS) + ANSWER + 1
+    served = ServedDecoder(small, spread, device=device, dtype=dtype, positions=room, seed=seed)
+    served.all_reduce = all_reduce
+    pages = 1 + len(PROMPTS) * pages_of(room)
+    cache = PagedCache(LAYERS, pages, served.heads, device=device, dtype=dtype)
+    engine = Engine(served, cache, max_sequences=len(PROMPTS), max_tokens=room)
+    whole = _reference(small, device, dtype, seed)
+
+    worst = _compare(engine, whole, seed)
+    engine.capture()
+    worst = max(worst, _compare(engine, whole, seed + 1))
+    found = torch.tensor([worst], dtype=torch.float64, device=device)
+    if spread.group is not None:
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=spread.group)
+    return Verdict(
+        name=f"served scores, tp {spread.ranks}, {all_reduce}",
+        dtype=str(dtype).removeprefix("torch."),
+        difference=float(found.item()),
+        tolerance=UNITS * torch.finfo(dtype).eps,
+    )
+
+
+def _reference(model: Model, device: torch.device, dtype: torch.dtype, seed: int) -> Decoder:
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    decoder = decoder.to_empty(device=device).to(dtype)
+    decoder.tie()
+    init_weights(decoder, seed=seed)
+    return decoder.float()
+
+
+@torch.no_grad()
+def _compare(engine: Engine, whole: Decoder, seed: int) -> float:
+    """Serve every prompt and its answer; return the largest difference from the reference, fed with the served tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    device, vocab = engine.model.device, engine.model.model.vocab
+    texts = [torch.randint(vocab, (length,), generator=generator).to(device) for length in PROMPTS]
+    held = [engine.hold(length + ANSWER) for length in PROMPTS]
+    scores = engine.read(list(zip(held, texts, strict=True)))
+    worst = 0.0
+    for step in range(ANSWER):
+        worst = max(worst, *(_difference(engine.model, scores[row], whole, text) for row, text in enumerate(texts)))
+        if step + 1 < ANSWER:
+            texts = [torch.cat((text, engine.tokens[one.slot, None])) for text, one in zip(texts, held, strict=True)]
+            scores = engine.go_on(held)
+    for one in held:
+        engine.release(one)
+    return worst
+
+
+def _difference(model: ServedDecoder, scores: Tensor, whole: Decoder, text: Tensor) -> float:
+    whole.set_positions(torch.arange(text.numel(), device=text.device), torch.float32)
+    expected = whole(text[None])[0, -1]
+    here = expected.chunk(model.spread.ranks)[model.spread.rank]
+    return float((scores.float() - here).abs().max() / expected.abs().max())

@@ -1,0 +1,159 @@
+"""Sequences that go on together: their state on the device, and steps that are replayed from captured CUDA graphs.
+
+Every sequence has a slot with its last token, its position and the numbers of its pages. A step gathers the slots of
+those that go on, so that sequences come and go without moving: the host uploads which slots take part only when they
+change. Rows that fill a batch up to the size of a captured graph belong to a slot of nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from executor.serving.cache import PAGE, PagedCache, pages_of
+from executor.serving.decoder import ServedDecoder
+
+EVERY = 8
+
+
+@dataclass(slots=True)
+class Held:
+    """What a sequence has on the device."""
+
+    slot: int
+    pages: list[int]
+
+
+@dataclass(slots=True)
+class Captured:
+    """A decode step of one batch size: replaying it reads `rows` and leaves `scores`."""
+
+    rows: Tensor
+    scores: Tensor
+    graph: torch.cuda.CUDAGraph
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """One rank's model, cache and slots. All ranks make the same calls in the same order."""
+
+    model: ServedDecoder
+    cache: PagedCache
+    max_sequences: int
+    max_tokens: int  # of one sequence
+    tokens: Tensor = field(init=False)  # (slots,) the last one of each
+    positions: Tensor = field(init=False)  # (slots,) of that token
+    tables: Tensor = field(init=False)  # (slots, pages)
+    _graphs: dict[int, Captured] = field(default_factory=dict)
+    _free: list[int] = field(init=False)
+    _going: tuple[int, ...] = ()
+    _size: int = 0
+
+    def __post_init__(self) -> None:
+        slots, device = self.max_sequences + 1, self.model.device  # the last is nobody's
+        self._free = list(range(self.max_sequences - 1, -1, -1))
+        self.tokens = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.tables = torch.zeros((slots, pages_of(self.max_tokens)), dtype=torch.int32, device=device)
+
+    # --- sequences ----------------------------------------------------------------------------------------------
+
+    def hold(self, tokens: int) -> Held:
+        """Reserve a slot and pages for a sequence of up to `tokens`. Raises Infeasible without room."""
+        pages = self.cache.take(tokens)
+        held = Held(self._free.pop(), pages)
+        self.tables[held.slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32).to(self.model.device)
+        return held
+
+    def release(self, held: Held) -> None:
+        self.cache.give_back(held.pages)
+        self._free.append(held.slot)
+
+    def set_position(self, held: Sequence[Held], position: int) -> None:
+        """Say that `position` tokens of each are cached, without reading any: for timing."""
+        self.positions[self._rows(held)] = position
+
+    def read(self, prompts: Sequence[tuple[Held, Tensor]]) -> Tensor:
+        """Read whole prompts (tokens,) into the cache and write the first token of each answer; return its scores."""
+        lengths = [tokens.numel() for _, tokens in prompts]
+        slots = torch.cat([self._places(held, length) for (held, _), length in zip(prompts, lengths, strict=True)])
+        whole = torch.cat([tokens for _, tokens in prompts]).to(self.model.device)
+        scores = self.model.read(whole, lengths, slots.to(self.model.device), self.cache)
+        rows = self._rows([held for held, _ in prompts])
+        self.tokens[rows] = self.model.likeliest(scores)
+        self.positions[rows] = torch.tensor(lengths).to(self.model.device)
+        return scores
+
+    def go_on(self, held: Sequence[Held]) -> Tensor:
+        """Write one more token of every sequence; return the scores (sequences, V here) that chose it."""
+        going = tuple(one.slot for one in held)
+        size = self._graph_size(len(going))
+        captured = self._graphs.get(size)
+        if captured is None:
+            return self._step(self._padded(going, size))
+        if going != self._going or size != self._size:
+            captured.rows.copy_(self._padded(going, size))
+            self._going, self._size = going, size
+        captured.graph.replay()
+        return captured.scores[: len(going)]
+
+    def _step(self, rows: Tensor) -> Tensor:
+        """Let the sequences of `rows` (B,) of slots go on by a token."""
+        positions = self.positions[rows]
+        scores = self.model.go_on(self.tokens[rows], positions, self.tables[rows], self.cache)
+        self.tokens[rows] = self.model.likeliest(scores)
+        self.positions[rows] = positions + 1
+        self.positions[-1:] = 0  # nobody's slot stays in its only page
+        return scores
+
+    def _places(self, held: Held, tokens: int) -> Tensor:
+        """Return the cache's slots (tokens,) for the first tokens of a sequence, on the host."""
+        at = torch.arange(tokens)
+        return torch.tensor(held.pages)[at // PAGE] * PAGE + at % PAGE
+
+    def _rows(self, held: Sequence[Held]) -> Tensor:
+        return torch.tensor([one.slot for one in held]).to(self.model.device)
+
+    # --- captured steps -----------------------------------------------------------------------------------------
+
+    def capture(self) -> None:
+        """Capture a step of each batch size up to `max_sequences`; on a CPU steps stay as they are.
+
+        Largest first: memory that kernels of this repository share between ranks cannot grow while a graph is captured.
+        """
+        self._graphs, self._going, self._size = {}, (), 0
+        if self.model.device.type != "cuda":
+            return
+        sizes = graph_sizes(self.max_sequences)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for size in reversed(sizes):
+                self._step(self._padded((), size))  # compiles kernels, opens communicators
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        pool = None
+        for size in reversed(sizes):
+            rows, graph = self._padded((), size), torch.cuda.CUDAGraph()
+            # NCCL's watchdog asks for events from a thread of its own, which a global mode would forbid.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                scores = self._step(rows)
+            pool = pool or graph.pool()
+            self._graphs[size] = Captured(rows, scores, graph)
+
+    def _graph_size(self, sequences: int) -> int:
+        fitting = [size for size in self._graphs if size >= sequences]
+        return min(fitting, default=sequences)
+
+    def _padded(self, going: tuple[int, ...], size: int) -> Tensor:
+        nobody = [self.max_sequences] * (size - len(going))
+        return torch.tensor([*going, *nobody], dtype=torch.int64).to(self.model.device)
+
+
+def graph_sizes(most: int) -> tuple[int, ...]:
+    """Return the batch sizes to capture: 1, 2, 4, then every eighth up to `most`, and `most` itself."""
+    small = [size for size in (1, 2, 4) if size <= most]
+    return tuple(sorted({*small, *range(EVERY, most + 1, EVERY), most}))

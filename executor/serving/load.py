@@ -1,0 +1,170 @@
+"""Requests answered while they arrive: the load generator and the loop of one server.
+
+The scheduler is the simulation's own (`simulator.serving.batch`), with the engine `meshwright` of its table, so that
+what differs between prediction and measurement is time and not policy. All ranks run the same loop; of the wall clock
+only rank 0 reads, and tells the others how many requests have arrived.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from executor.launch.garbage_collection import PausedGarbageCollection
+from executor.launch.records import Deadline
+from executor.serving.cache import PAGE
+from executor.serving.engine import Engine, Held
+from executor.serving.steps import wait
+from simulator.serving.batch import Answer, Batch
+from simulator.serving.engine import engine_of
+from simulator.serving.traffic import Request, Traffic
+
+ENGINE = "meshwright"
+
+
+@dataclass(slots=True, eq=False)
+class Going:
+    """A request inside the server: its answer, what it holds on the device, and when each token was there."""
+
+    answer: Answer
+    held: Held | None = None
+    at_s: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Server:
+    """Answers the requests of `traffic` with an engine; `control` is a group of host processes, None for one rank."""
+
+    engine: Engine
+    traffic: Traffic
+    max_batched_tokens: int
+    control: dist.ProcessGroup | None
+    deadline: Deadline
+    batch: Batch = field(init=False)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        engine = self.engine
+        self.batch = Batch(
+            engine=engine_of(ENGINE),
+            # Each sequence may leave its last page open.
+            capacity=(engine.cache.free_pages - engine.max_sequences) * PAGE,
+            max_sequences=engine.max_sequences,
+            max_tokens=self.max_batched_tokens,
+        )
+
+    def run(self) -> dict[str, Any]:
+        """Answer all requests, or those for which there is time; return what clients saw."""
+        requests = self.traffic.draw()
+        closed = self.traffic.concurrency and not self.traffic.trace
+        todo = deque(requests[self.traffic.concurrency :] if closed else requests)
+        going: dict[int, Going] = {}
+        done: list[Going] = []
+        device = self.engine.model.device
+        wait(device)
+        if self.control is not None:
+            dist.barrier(group=self.control)
+        begin = time.perf_counter()
+        complete = True
+        with PausedGarbageCollection():
+            for request in requests[: self.traffic.concurrency] if closed else ():
+                self._add(request, 0.0, going)
+            while todo or not self.batch.idle:
+                if not closed:
+                    self._arrivals(todo, begin, going)
+                if self.steps % 16 == 0 and not self._time_left():
+                    complete = False
+                    break
+                if self.batch.idle:  # the next request is not quite there
+                    continue
+                left = self._step(going, begin)
+                for one in left:
+                    done.append(one)
+                    if closed and todo:
+                        self._add(todo.popleft(), time.perf_counter() - begin, going)
+        return _seen(done, time.perf_counter() - begin, self.steps, complete=complete, asked=len(requests))
+
+    def _add(self, request: Request, now_s: float, going: dict[int, Going]) -> None:
+        answer = Answer(arrival_s=now_s, prompt=request.prompt, output=request.output)
+        going[id(answer)] = Going(answer)
+        self.batch.add(answer)
+
+    def _arrivals(self, todo: deque[Request], begin: float, going: dict[int, Going]) -> None:
+        """Add the requests that have arrived; where there is nothing else to do, wait for the next."""
+        arrived = 0
+        if self.control is None or dist.get_rank(self.control) == 0:
+            if self.batch.idle and todo:
+                time.sleep(max(0.0, todo[0].arrival_s - (time.perf_counter() - begin)))
+            now = time.perf_counter() - begin
+            arrived = sum(1 for request in todo if request.arrival_s <= now)
+        for _ in range(self._agreed(arrived)):
+            request = todo.popleft()
+            self._add(request, request.arrival_s, going)
+
+    def _agreed(self, value: int) -> int:
+        """Return rank 0's value."""
+        if self.control is None:
+            return value
+        told = torch.tensor([value])
+        dist.broadcast(told, 0, group=self.control)
+        return int(told.item())
+
+    def _time_left(self) -> bool:
+        return bool(self._agreed(int(self.deadline.left_s > 0)))
+
+    def _step(self, going: dict[int, Going], begin: float) -> list[Going]:
+        """Take the scheduler's next step; return the requests that it ended."""
+        step = self.batch.next_step()
+        self.steps += 1
+        if step.readers:
+            prompts = []
+            for answer in step.readers:
+                one = going[id(answer)]
+                one.held = self.engine.hold(answer.prompt + answer.output)
+                prompts.append((one.held, self._text(answer)))
+            self.engine.read(prompts)
+            there = [going[id(answer)] for answer in step.readers]
+        else:
+            there = [one for one in going.values() if one.at_s]
+            self.engine.go_on([one.held for one in there if one.held is not None])
+        wait(self.engine.model.device)
+        now = time.perf_counter() - begin
+        for one in there:
+            one.at_s.append(now)
+        left = self.batch.finish_step(step, now)
+        found = [going.pop(id(answer)) for answer in left]
+        for one in found:
+            if one.held is not None:
+                self.engine.release(one.held)
+        return found
+
+    def _text(self, answer: Answer) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(answer.prompt)
+        return torch.randint(self.engine.model.model.vocab, (answer.prompt,), generator=generator)
+
+
+def _seen(done: list[Going], seconds: float, steps: int, *, complete: bool, asked: int) -> dict[str, Any]:
+    """Return what clients saw, in order of completion; times in seconds since the start."""
+    gaps = [after - before for one in done for before, after in zip(one.at_s, one.at_s[1:], strict=False)]
+    return {
+        "complete": complete,
+        "asked": asked,
+        "seconds": seconds,
+        "steps": steps,
+        "answers": [
+            {
+                "arrival_s": one.answer.arrival_s,
+                "first_s": one.at_s[0],
+                "done_s": one.at_s[-1],
+                "prompt": one.answer.prompt,
+                "tokens": len(one.at_s),
+            }
+            for one in done
+        ],
+        "itl_s": sorted(gaps)[:: max(1, len(gaps) // 1000)],
+    }

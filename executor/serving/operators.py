@@ -1,0 +1,154 @@
+"""The operators of a decoder that serves beside its products: Triton kernels on a GPU, torch's own elsewhere.
+
+Shapes in comments: T tokens, B sequences, h hidden, a query heads and k key/value heads of this rank, d head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+HEADS_AT_ONCE = 8
+GATED_AT_ONCE = 1024
+SMALLEST_DOT = 16  # rows of a tensor core's product
+MAX_SPLITS = 64
+PROGRAMS_PER_SM = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads of this rank and their width."""
+
+    queries: int
+    kv: int
+    width: int
+
+    @property
+    def row(self) -> int:
+        """Numbers of queries, keys and values of one token."""
+        return (self.queries + 2 * self.kv) * self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Keys and values of one layer, (pages, k, page, d) each."""
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one page."""
+        return self.keys.shape[2]
+
+
+def rotate_and_store(
+    qkv: Tensor, angles: tuple[Tensor, Tensor], positions: Tensor, slots: Tensor, pages: Pages, heads: Heads
+) -> None:
+    """Rotate queries and keys of qkv (T, (a + 2 k) d) in place; store keys and values at `slots` (T,) of the cache.
+
+    `angles` are cosines and sines (positions, d / 2) in float32; a slot is page x tokens of a page + place in it.
+    """
+    cos, sin = angles
+    if qkv.is_cuda:
+        from executor.kernels.decoder_rows import rotate_and_store as kernel  # noqa: PLC0415 - Triton is not installed on CPU-only machines
+
+        blocks = -(-(heads.queries + 2 * heads.kv) // HEADS_AT_ONCE)
+        kernel[(qkv.shape[0], blocks)](
+            qkv, cos, sin, positions, slots, pages.keys, pages.values,
+            heads.queries, heads.kv, heads.width // 2, pages.tokens, HEADS_AT_ONCE,
+        )  # fmt: skip
+        return
+    split = qkv.view(qkv.shape[0], -1, heads.width)
+    turned = split[:, : heads.queries + heads.kv]
+    a, b = turned.float().chunk(2, dim=-1)
+    c, s = cos[positions][:, None], sin[positions][:, None]
+    turned.copy_(torch.cat((a * c - b * s, b * c + a * s), dim=-1))
+    page, place = slots // pages.tokens, slots % pages.tokens
+    pages.keys[page, :, place] = split[:, heads.queries : heads.queries + heads.kv]
+    pages.values[page, :, place] = split[:, heads.queries + heads.kv :]
+
+
+def attend_pages(qkv: Tensor, pages: Pages, tables: Tensor, lengths: Tensor, heads: Heads) -> Tensor:
+    """Return attention (B, a d) of the queries in qkv (B, (a + 2 k) d), one a sequence, over its first `lengths` keys.
+
+    `tables` (B, ..) are the numbers of each sequence's pages, in order.
+    """
+    if not qkv.is_cuda:
+        return _attend_gathered(qkv, pages, tables, lengths, heads)
+    from executor.kernels.paged_attention import attend_pages as kernel  # noqa: PLC0415 - Triton is not installed on CPU-only machines
+    from executor.kernels.paged_attention import merge_shares  # noqa: PLC0415 - as above
+
+    batch, group = qkv.shape[0], heads.queries // heads.kv
+    splits = splits_for(batch * heads.kv, torch.cuda.get_device_properties(qkv.device).multi_processor_count)
+    parts = qkv.new_empty((batch, heads.queries, splits, heads.width), dtype=torch.float32)
+    maxima, sums = qkv.new_empty((2, batch, heads.queries, splits), dtype=torch.float32)
+    out = qkv.new_empty((batch, heads.queries * heads.width))
+    kernel[(batch, heads.kv, splits)](
+        qkv, pages.keys, pages.values, tables, lengths, parts, maxima, sums,
+        qkv.stride(0), tables.stride(0), heads.width**-0.5, heads.queries, group,
+        max(SMALLEST_DOT, 1 << (group - 1).bit_length()), heads.width, pages.tokens, splits, "ieee",
+        num_warps=4, num_stages=3,
+    )  # fmt: skip
+    merge_shares[(batch * heads.queries,)](parts, maxima, sums, out, heads.width, splits)
+    return out
+
+
+def splits_for(programs: int, processors: int) -> int:
+    """Return over how many programs the keys of a sequence are spread: a power of two that fills the GPU."""
+    wanted = -(-PROGRAMS_PER_SM * processors // programs)
+    return min(MAX_SPLITS, 1 << max(0, wanted - 1).bit_length())
+
+
+def _attend_gathered(qkv: Tensor, pages: Pages, tables: Tensor, lengths: Tensor, heads: Heads) -> Tensor:
+    """As `attend_pages`, over pages that are copied together first."""
+    longest = int(lengths.max())
+    keys, values = (
+        part[tables[:, : -(-longest // pages.tokens)].long()].transpose(1, 2).flatten(2, 3)[:, :, :longest]
+        for part in (pages.keys, pages.values)
+    )  # (B, k, longest, d)
+    q = qkv[:, : heads.queries * heads.width].view(-1, heads.queries, 1, heads.width)
+    seen = (torch.arange(longest, device=qkv.device)[None, :] < lengths[:, None])[:, None, None, :]
+    out = functional.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=True)
+    return out.flatten(1)
+
+
+def attend_prompts(qkv: Tensor, prompts: list[int], heads: Heads) -> Tensor:
+    """Return causal attention (T, a d) inside each prompt of qkv (T, (a + 2 k) d); `prompts` are their tokens, in order."""
+    out, begin = qkv.new_empty((qkv.shape[0], heads.queries, heads.width)), 0
+    for tokens in prompts:
+        rows = qkv[begin : begin + tokens].view(tokens, -1, heads.width).transpose(0, 1)[None]  # (1, a + 2 k, tokens, d)
+        q, k, v = rows.split((heads.queries, heads.kv, heads.kv), dim=1)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads.queries != heads.kv)
+        out[begin : begin + tokens] = attended[0].transpose(0, 1)
+        begin += tokens
+    return out.flatten(1)
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (normalized, sum) of x and residual (T, h), the normalized sum scaled by `weight` (h,)."""
+    if not x.is_cuda:
+        total = residual + x
+        return functional.rms_norm(total, weight.shape, weight, eps), total
+    from executor.kernels.decoder_rows import add_norm as kernel  # noqa: PLC0415 - Triton is not installed on CPU-only machines
+
+    rows, columns = x.shape
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    block = 1 << (columns - 1).bit_length()
+    kernel[(rows,)](x, residual, weight, out, total, columns, eps, block, num_warps=min(16, max(4, block // 512)))
+    return out, total
+
+
+def gated(both: Tensor) -> Tensor:
+    """Return silu(gate) x up (T, f) of both (T, 2 f), gates first."""
+    width = both.shape[1] // 2
+    if not both.is_cuda:
+        return functional.silu(both[:, :width]) * both[:, width:]
+    from executor.kernels.decoder_rows import gated as kernel  # noqa: PLC0415 - Triton is not installed on CPU-only machines
+
+    out = both.new_empty((both.shape[0], width))
+    kernel[(both.shape[0], -(-width // GATED_AT_ONCE))](both, out, width, GATED_AT_ONCE)
+    return out

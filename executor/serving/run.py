@@ -1,0 +1,87 @@
+"""Serve on real devices and write a report: `python -m executor.serving.run --request FILE --out DIR --budget S`.
+
+Starts one rank a GPU through `executor.launch.local_ranks` and writes `serve.json` from the records of rank 0, however the
+ranks ended. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from executor.launch.local_ranks import launch
+from executor.launch.process_exit import interrupt_on_sigterm
+from executor.launch.records import WRONG_NUMBERS, read_records
+from executor.serving.request import ServeRequest, require_served
+from topology import codec
+from topology.errors import PlannerError
+
+MODULE = "executor.serving.worker"
+ENDING_S = 8.0  # of the budget, for ending ranks and writing the report
+KINDS = {"checked": "checks", "step": "steps", "load": "loads", "missing": "missing"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve. Returns 0 when everything asked was measured, 1 when not, 2 for what cannot be served, 130 on Ctrl-C."""
+    parser = argparse.ArgumentParser(prog="executor.serving.run")
+    parser.add_argument("--request", required=True)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds for everything")
+    options = parser.parse_args(argv)
+    interrupt_on_sigterm()
+    try:
+        request = codec.convert(codec.read_json(options.request), ServeRequest, where=options.request)
+        require_served(request)
+        document = run(request, options.request, options.out, options.budget)
+    except KeyboardInterrupt:
+        return 130
+    except PlannerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0 if document["status"] == "finished" else 1
+
+
+def run(request: ServeRequest, path: str, out: Path, budget_s: float) -> dict[str, Any]:
+    """Launch the ranks, write `serve.json` into `out` and return it."""
+    records = out / "records"
+    records.mkdir(parents=True, exist_ok=True)
+    for stale in records.glob("rank*"):
+        stale.unlink()
+    ending = min(ENDING_S, 0.3 * budget_s)
+    done = launch(
+        MODULE,
+        [f"--request={path}", f"--out={records}", f"--until={time.time() + budget_s - 2 * ending:.3f}"],
+        ranks=request.tp,
+        budget_s=max(1.0, budget_s - ending),
+        grace_s=0.4 * ending,
+        directory=out / "logs",
+    )
+    found: dict[str, Any] = {name: [] for name in KINDS.values()}
+    complete = False
+    for line in read_records(records / "rank0.jsonl"):
+        kind = line.pop("kind")
+        complete |= kind == "done"
+        if kind in KINDS:
+            found[KINDS[kind]].append(line)
+        else:
+            found.setdefault("notes", []).append({"kind": kind, **line})
+    status = "wrong numbers" if done.failure and done.failure.exit_code == WRONG_NUMBERS else done.outcome
+    document = {
+        "schema_version": request.schema_version,
+        "status": status if complete or status != "finished" else "failed",
+        "seconds": done.seconds,
+        "failure": asdict(done.failure) if done.failure else None,
+        "request": codec.to_builtins(request),
+        **found,
+    }
+    codec.write_text(out / "serve.json", codec.to_json(document) + "\n")
+    return document
+
+
+if __name__ == "__main__":
+    sys.exit(main())

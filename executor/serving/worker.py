@@ -1,0 +1,151 @@
+"""One rank of a serving run: check the numbers, then time steps and answer requests. Started by `executor.serving.run`.
+
+Every record is written at once (`rank<r>.jsonl`), so that a run that ends early keeps what it measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from executor.gpu import symmetric_memory as symmetric
+from executor.launch.records import WRONG_NUMBERS, Deadline, Recorder
+from executor.serving.cache import PagedCache, page_bytes, pages_of
+from executor.serving.check import check
+from executor.serving.decoder import ServedDecoder, Spread
+from executor.serving.engine import Engine
+from executor.serving.load import Server
+from executor.serving.request import ServeRequest, require_served
+from executor.serving.steps import time_step
+from topology import codec
+
+CACHE_SHARE = 0.85  # of what weights leave of a GPU's memory; graphs and prompts take of the rest
+CPU_CACHE_TOKENS = 4096
+
+
+@record
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run this rank. Exits with WRONG_NUMBERS when served scores are not those of the training decoder."""
+    parser = argparse.ArgumentParser(prog="executor.serving.worker")
+    parser.add_argument("--request", required=True)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--until", type=float, default=float("inf"), help="begin nothing after this time (epoch seconds)")
+    options = parser.parse_args(argv)
+    request = codec.convert(codec.read_json(options.request), ServeRequest, where=options.request)
+    require_served(request)
+    rank = int(os.environ["RANK"])
+    recorder = Recorder(options.out / f"rank{rank}.jsonl")
+    device = _device(request)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=request.start_timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    with torch.inference_mode():
+        run(request, device, Deadline(options.until - time.time()), recorder)
+    recorder.close()
+    dist.destroy_process_group()
+
+
+def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorder: Recorder) -> None:
+    """Check, then measure everything that is asked and for which there is time, the loads last."""
+    began = time.perf_counter()
+    alone = request.tp == 1
+    spread = Spread() if alone else Spread(request.tp, dist.get_rank(), dist.group.WORLD)
+    control = None if alone else dist.new_group(backend="gloo")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    recorder.write("versions", torch=torch.__version__, device=_name(device))
+    ways = _ways(request, device)
+    for way in ways:
+        verdict = check(request.model, spread, all_reduce=way, device=device, dtype=dtype, seed=request.seed)
+        recorder.write("checked", **asdict(verdict), ok=verdict.ok, after_s=time.perf_counter() - began)
+        if not verdict.ok:
+            os._exit(WRONG_NUMBERS)  # unwinding would run collectives that other ranks may not join
+    engine = _engine(request, spread, device, dtype)
+    recorder.write("built", pages=engine.cache.pages, after_s=time.perf_counter() - began, **_memory(device))
+    for way in reversed(ways):  # the loads are answered with the first
+        engine.model.all_reduce = way
+        engine.capture()
+        recorder.write("captured", all_reduce=way, after_s=time.perf_counter() - began, **_memory(device))
+        for shape in request.steps:
+            if not _all_have_time(deadline, control):
+                recorder.missing(f"{shape}, {way}", late=True)
+                continue
+            found = time_step(engine, shape)
+            if isinstance(found, str):
+                recorder.missing(found)
+            else:
+                recorder.write("step", tp=request.tp, all_reduce=way, **found)
+        if device.type == "cuda" and not alone:
+            symmetric.check_delivered()
+    for load in request.loads:
+        if not _all_have_time(deadline, control):
+            recorder.missing(f"load {load.name}", late=True)
+            continue
+        server = Server(engine, load.traffic, request.max_num_batched_tokens, control, deadline)
+        recorder.write("load", tp=request.tp, name=load.name, all_reduce=ways[0], **server.run())
+        if not server.batch.idle:  # there was no time for the rest, whose pages are not free
+            break
+    recorder.write("done", after_s=time.perf_counter() - began)
+
+
+def _ways(request: ServeRequest, device: torch.device) -> tuple[str, ...]:
+    """Return the all-reduces to measure: our kernels need GPUs, one rank adds nothing."""
+    if request.tp == 1 or device.type != "cuda":
+        return ("nccl",)
+    return request.all_reduces
+
+
+def _engine(request: ServeRequest, spread: Spread, device: torch.device, dtype: torch.dtype) -> Engine:
+    model = ServedDecoder(
+        request.model, spread, device=device, dtype=dtype, positions=request.max_model_len, seed=request.seed
+    )
+    pages = pages_of(request.cache_tokens or CPU_CACHE_TOKENS)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        most = int(free * CACHE_SHARE) // page_bytes(request.model.layers, model.heads, dtype)
+        pages = min(pages, most) if request.cache_tokens else most
+    least = torch.tensor([pages], device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    cache = PagedCache(request.model.layers, int(least.item()), model.heads, device=device, dtype=dtype)
+    return Engine(model, cache, request.max_num_seqs, request.max_model_len)
+
+
+def _all_have_time(deadline: Deadline, control: dist.ProcessGroup | None) -> bool:
+    left = torch.tensor([deadline.left_s])
+    if control is not None:
+        dist.all_reduce(left, dist.ReduceOp.MIN, group=control)
+    return bool(left.item() > 0)
+
+
+def _device(request: ServeRequest) -> torch.device:
+    if request.device == "cpu":
+        torch.set_num_threads(1)
+        return torch.device("cpu")
+    local = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", request.gpus[local] if request.gpus else local)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _memory(device: torch.device) -> dict[str, Any]:
+    return {"reserved_bytes": torch.cuda.memory_reserved(device)} if device.type == "cuda" else {}
+
+
+if __name__ == "__main__":
+    main()
