@@ -69,7 +69,7 @@ def add_norm(x, residual, weight, out, residual_out, columns, eps, BLOCK: tl.con
 
 @triton.jit
 def gated(both, out, width, BLOCK: tl.constexpr):
-    """out (rows, width) = silu of the first half of both (rows, 2 width) times the second. Programs: (rows, blocks)."""
+    """Out (rows, width) = silu of the first half of both (rows, 2 width) times the second. Programs: (rows, blocks)."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

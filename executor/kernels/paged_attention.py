@@ -49,7 +49,9 @@ def attend_pages(
     row, at, lane = tl.arange(0, ROWS), tl.arange(0, PAGE), tl.arange(0, WIDTH)
     head = kv * GROUP + row
     query = tl.load(
-        q + sequence.to(tl.int64) * q_stride + head[:, None] * WIDTH + lane[None, :], mask=(row < GROUP)[:, None], other=0.0
+        q + sequence.to(tl.int64) * q_stride + head[:, None] * WIDTH + lane[None, :],
+        mask=(row < GROUP)[:, None],
+        other=0.0,
     )
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)

@@ -120,9 +120,13 @@ def attend_prompts(qkv: Tensor, prompts: list[int], heads: Heads) -> Tensor:
     """Return causal attention (T, a d) inside each prompt of qkv (T, (a + 2 k) d); `prompts` are their tokens, in order."""
     out, begin = qkv.new_empty((qkv.shape[0], heads.queries, heads.width)), 0
     for tokens in prompts:
-        rows = qkv[begin : begin + tokens].view(tokens, -1, heads.width).transpose(0, 1)[None]  # (1, a + 2 k, tokens, d)
+        rows = (
+            qkv[begin : begin + tokens].view(tokens, -1, heads.width).transpose(0, 1)[None]
+        )  # (1, a + 2 k, tokens, d)
         q, k, v = rows.split((heads.queries, heads.kv, heads.kv), dim=1)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads.queries != heads.kv)
+        attended = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=heads.queries != heads.kv
+        )
         out[begin : begin + tokens] = attended[0].transpose(0, 1)
         begin += tokens
     return out.flatten(1)

@@ -68,7 +68,8 @@ def require_served(request: ServeRequest) -> None:
         "a feed-forward without gate": not model.gated_mlp,
         "norms other than RMS": model.norm != "rmsnorm" or model.norms_per_layer != 2,
         "learned positions": bool(model.learned_positions) or not model.rotary,
-        "heads whose width is no power of two from 16 on": model.head_dim < 16 or model.head_dim & (model.head_dim - 1) != 0,
+        "heads whose width is no power of two from 16 on": model.head_dim < 16
+        or model.head_dim & (model.head_dim - 1) != 0,
     }
     missing = [name for name, needed in lacks.items() if needed]
     if missing:
@@ -80,7 +81,9 @@ def require_served(request: ServeRequest) -> None:
     cut = {"query heads": model.heads, "key/value heads": model.kv_heads, "ffn": model.ffn, "vocabulary": model.vocab}
     uneven = [f"{size} {name}" for name, size in cut.items() if size % tp]
     if tp < 1 or uneven:
-        raise BadPlan(f"tp {tp} does not divide {', '.join(uneven) or 'anything'}", remedy="choose tp among the divisors")
+        raise BadPlan(
+            f"tp {tp} does not divide {', '.join(uneven) or 'anything'}", remedy="choose tp among the divisors"
+        )
     unknown = sorted(set(request.all_reduces) - set(ALL_REDUCES))
     if unknown or not request.all_reduces:
         raise BadPlan(f"all-reduce {unknown or 'none'}", remedy=f"of {', '.join(ALL_REDUCES)}, at least one")

@@ -38,14 +38,18 @@ def time_step(engine: Engine, shape: StepShape) -> dict[str, Any] | str:
     if shape.batch > engine.max_sequences or room > engine.max_tokens:
         return f"{shape} is beyond the limits of the engine"
     if shape.batch * pages_of(room) > engine.cache.free_pages:
-        return f"{shape} needs {shape.batch * pages_of(room)} pages of {PAGE} tokens, {engine.cache.free_pages} are free"
+        return (
+            f"{shape} needs {shape.batch * pages_of(room)} pages of {PAGE} tokens, {engine.cache.free_pages} are free"
+        )
     held = [engine.hold(room) for _ in range(shape.batch)]
     try:
         took = _decode(engine, held, shape) if shape.phase == "decode" else _prefill(engine, held, shape)
     finally:
         for one in held:
             engine.release(one)
-    return asdict(StepTime(phase=shape.phase, batch=shape.batch, context=shape.context, queued_s=took[0], seconds=took[1]))
+    return asdict(
+        StepTime(phase=shape.phase, batch=shape.batch, context=shape.context, queued_s=took[0], seconds=took[1])
+    )
 
 
 def _decode(engine: Engine, held: list[Held], shape: StepShape) -> tuple[float, float]:

@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="executor.serving.worker")
     parser.add_argument("--request", required=True)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--until", type=float, default=float("inf"), help="begin nothing after this time (epoch seconds)")
+    parser.add_argument(
+        "--until", type=float, default=float("inf"), help="begin nothing after this time (epoch seconds)"
+    )
     options = parser.parse_args(argv)
     request = codec.convert(codec.read_json(options.request), ServeRequest, where=options.request)
     require_served(request)

@@ -72,10 +72,14 @@ def test_pages_are_given_back_and_never_promised_twice() -> None:
 
 
 TRAFFICS = {
-    "closed loop": Traffic(prompt=Lengths(mean=40, low=0.5, high=1.5), output=Lengths(mean=5), concurrency=2, requests=6),
+    "closed loop": Traffic(
+        prompt=Lengths(mean=40, low=0.5, high=1.5), output=Lengths(mean=5), concurrency=2, requests=6
+    ),
     "poisson": Traffic(prompt=Lengths(mean=30), output=Lengths(mean=4), request_rate=400.0, requests=6),
     "trace": Traffic(
-        prompt=Lengths(mean=20), output=Lengths(mean=3), trace=(Request(0.0, 20, 3), Request(0.01, 5, 1), Request(0.02, 90, 4))
+        prompt=Lengths(mean=20),
+        output=Lengths(mean=3),
+        trace=(Request(0.0, 20, 3), Request(0.01, 5, 1), Request(0.02, 90, 4)),
     ),
 }
 

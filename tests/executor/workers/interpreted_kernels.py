@@ -187,7 +187,10 @@ def attend(splits: int, dtype: torch.dtype) -> float:
     qkv, pages = cached(dtype)
     tables = torch.tensor([[1, 2, 3, 0], [4, 0, 0, 0], [5, 6, 7, 8]], dtype=torch.int32)
     lengths = torch.tensor([33, 1, 64], dtype=torch.int32)
-    parts, out = torch.full((3, HEADS.queries, splits, HEADS.width), torch.nan), torch.full((3, 128), torch.nan, dtype=dtype)
+    parts, out = (
+        torch.full((3, HEADS.queries, splits, HEADS.width), torch.nan),
+        torch.full((3, 128), torch.nan, dtype=dtype),
+    )
     maxima, sums = torch.full((2, 3, HEADS.queries, splits), torch.nan)
     paged_attention.attend_pages[(3, HEADS.kv, splits)](
         qkv, pages.keys, pages.values, tables, lengths, parts, maxima, sums, qkv.stride(0), tables.stride(0),
@@ -209,7 +212,7 @@ def served_rows(dtype: torch.dtype) -> float:
         mine, *angles, positions, slots, own.keys, own.values, HEADS.queries, HEADS.kv, HEADS.width // 2, PAGE, 8
     )
     pairs = [(mine, qkv), (own.keys, pages.keys), (own.values, pages.values)]
-    x, residual, weight = draw(2, 3, 40, seed=14, dtype=dtype).unbind() + (draw(40, seed=15, dtype=dtype),)
+    x, residual, weight = (*draw(2, 3, 40, seed=14, dtype=dtype).unbind(), draw(40, seed=15, dtype=dtype))
     out, total = torch.full((2, 3, 40), torch.nan, dtype=dtype).unbind()
     decoder_rows.add_norm[(3,)](x, residual, weight, out, total, 40, 1e-5, 64)
     pairs += zip((out, total), operators.add_norm(x, residual, weight, 1e-5), strict=True)
