@@ -12,14 +12,14 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from planner.commands.apply_job import write
+from planner.commands.apply_job import patience_s, write
 from planner.commands.doctor import budget_s
 from planner.commands.flags import options
 from planner.explain.tables import degrees_text
 from planner.io import output
 from planner.io.output import SCHEMA_VERSION, printable
 from planner.question.plan_file import load_plan
-from planner.runs import apply_process, apply_report, runs_store
+from planner.runs import apply_process, apply_report, runs_store, scheduled
 from planner.runs.comparison import compare
 from planner.runs.planned_run import PlannedRun, cpu_run, cuda_run, default_run
 from simulator.config.plan import MESH_AXES, rank_grid
@@ -53,6 +53,9 @@ def apply(
     job_name: Annotated[str, typer.Option("--job-name", help="Name of a job.")] = "meshwright",
     image: Annotated[str | None, typer.Option("--image", help="Container image of a trainjob.")] = None,
     submit: Annotated[bool, typer.Option("--submit", help="Hand the job to sbatch or kubectl.")] = False,
+    wait: Annotated[
+        str, typer.Option("--wait", help="Follow a submitted job for so long, such as 12h, and report its run.")
+    ] = "0h",
     json: options.Json = False,
 ) -> None:
     """Run a plan on this machine and report measured against predicted.
@@ -60,12 +63,18 @@ def apply(
     Machine and plan are compared before anything starts. Numbers are checked against one process before anything is
     timed. Every run is kept: planner runs lists them, planner report explains one. Exit code 1 when the plan is stale or
     the run failed, 4 when memory was full or the step is outside --tolerance, without it outside its predicted interval.
+
+    With --wait, the run of a scheduler is followed and reported like one here; Ctrl-C cancels it. Asked again with the
+    same --out, a job that was submitted is followed, and not submitted again.
     """
     seconds = budget_s(budget)
     if device is not None and device not in DEVICES:
         raise UserError(f"--device is {device!r}", remedy=f"one of {', '.join(DEVICES)}")
+    wait_s = patience_s(wait)
     if launcher != "local":
-        write(
+        again = wait_s > 0 and out is not None and scheduled.recorded(out) is not None
+        folder = _folder(out, force=force or again)
+        document = write(
             plan,
             launcher=launcher,
             nodes=nodes,
@@ -73,16 +82,21 @@ def apply(
             name=job_name,
             image=image,
             submit=submit,
-            folder=_folder(out, force=force),
+            wait_s=wait_s,
+            folder=folder,
             budget_s=seconds,
             steps=steps,
             own_table=own_table,
             dry_run=dry_run,
             json=json,
         )
+        if document is not None and (code := _concluded(document, folder, tolerance, json=json)):
+            raise typer.Exit(code)
         return
-    if nodes is not None or endpoint is not None or image is not None or submit:
-        raise UserError("--nodes, --endpoint, --image and --submit are for jobs", remedy="--launcher slurm, say")
+    if nodes is not None or endpoint is not None or image is not None or submit or wait_s:
+        raise UserError(
+            "--nodes, --endpoint, --image, --submit and --wait are for jobs", remedy="--launcher slurm, say"
+        )
     run = _planned(plan, device, allow_busy=allow_busy)
     if tolerance is not None and run.predicted is None:
         raise UserError(
@@ -115,11 +129,16 @@ def _run(
         _interrupted(folder, json=json)
         raise
     output.end_progress()
+    return _concluded(document, folder, tolerance, json=json)
+
+
+def _concluded(document: dict[str, Any], folder: Path, tolerance: float | None, *, json: bool) -> int:
+    """Keep and report a run that has been made, and return the exit code."""
     document["comparison"] = comparison = compare(document, tolerance)
     _keep(document, folder)
     _report(document, folder, json=json)
     code = int(document["exit_code"])
-    if code == 0 and run.predicted is not None and not (comparison and comparison["within"]):
+    if code == 0 and document.get("predicted") is not None and not (comparison and comparison["within"]):
         return 4
     return code
 

@@ -1,15 +1,20 @@
-"""`planner apply --launcher`: the run as a job of a scheduler, written and where possible submitted."""
+"""`planner apply --launcher`: the run as a job of a scheduler, written, submitted and followed."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 from planner.io import output
 from planner.question.plan_file import load_plan
-from planner.runs import launchers
+from planner.runs import launchers, scheduled
+from planner.runs.launchers import JobFile, LauncherJob
 from planner.runs.planned_run import job_run
 from topology import codec
-from topology.errors import UserError
+from topology.errors import BadInput, UserError
+
+MOST_HOURS = 24 * 14
 
 
 def write(
@@ -21,21 +26,25 @@ def write(
     name: str,
     image: str | None,
     submit: bool,
+    wait_s: float,
     folder: Path,
     budget_s: float,
     steps: int,
     own_table: bool,
     dry_run: bool,
     json: bool,
-) -> None:
-    """Write the request and the job's file into `folder`; with `dry_run` show them instead."""
+) -> dict[str, Any] | None:
+    """Write the request and the job's file into `folder`; with `dry_run` show them instead.
+
+    With `submit` and `wait_s`, return the run's report once it has ended.
+    """
     if launcher not in launchers.LAUNCHERS:
         raise UserError(f"--launcher is {launcher!r}", remedy=f"one of {', '.join(launchers.LAUNCHERS)}")
     if plan is None:
         raise UserError(f"--launcher {launcher} needs a plan", remedy="planner suggest ... --out plan.json")
     content = load_plan(plan)
     per_node = content.cluster.gpus_per_node
-    job = launchers.LauncherJob(
+    job = LauncherJob(
         name=name,
         directory=folder,
         ranks=content.plan.gpus,
@@ -47,11 +56,14 @@ def write(
     written = launchers.write_job(launcher, job)
     if submit and not written.submit:
         raise UserError(f"--launcher {launcher} has nobody to submit to", remedy="; ".join(written.advice))
+    if wait_s and (not submit or dry_run):
+        raise UserError("--wait is for a job that is submitted", remedy="--submit")
     request = job_run(content).request(steps=steps, budget_s=budget_s, own_table=own_table)
+    if wait_s:
+        return _followed(job, written, launcher, request, wait_s)
     if not dry_run:
-        codec.write_text(folder / "request.json", codec.to_json(request) + "\n")
-        codec.write_text(written.path, written.text)
-    said = launchers.submit(written.submit) if submit and not dry_run else None
+        _write(job, written, request)
+    said = scheduled.submit(written, launcher).said if submit and not dry_run else None
     if json:
         output.emit_json(
             {
@@ -68,10 +80,44 @@ def write(
                 "request": request,
             }
         )
-        return
+        return None
     if dry_run:
         print(output.printable(written.text))
     else:
         print(output.printable(f"wrote {written.path}"))
     for line in (said,) if said else written.advice:
         print(output.printable(line))
+    return None
+
+
+def patience_s(text: str) -> float:
+    """Return the seconds of `90s`, `30m`, `12h`. Raises UserError for anything else, or more than two weeks."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)([smh])", text.strip())
+    seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]] if match else -1.0
+    if not 0 <= seconds <= MOST_HOURS * 3600:
+        raise UserError(f"--wait is {text!r}", why=f"it is 0h to {MOST_HOURS}h", remedy="--wait 12h")
+    return seconds
+
+
+def _write(job: LauncherJob, written: JobFile, request: dict[str, Any]) -> None:
+    codec.write_text(job.directory / "request.json", codec.to_json(request) + "\n")
+    codec.write_text(written.path, written.text)
+
+
+def _followed(
+    job: LauncherJob, written: JobFile, launcher: str, request: dict[str, Any], wait_s: float
+) -> dict[str, Any]:
+    """Submit the job, unless it was before, and return the report of its run once there is one. Raises PlannerError."""
+    submission = scheduled.recorded(job.directory)
+    if submission is None:
+        _write(job, written, request)
+        submission = scheduled.submit(written, launcher)
+    elif codec.to_json(codec.read_json(job.directory / "request.json")) != codec.to_json(request):
+        raise BadInput(f"{job.directory} holds another run", why="it was submitted before", remedy="--out elsewhere")
+    try:
+        return scheduled.follow(job, submission, wait_s, tell=output.progress)
+    except KeyboardInterrupt:
+        scheduled.cancel(job.directory)
+        raise
+    finally:
+        output.end_progress()

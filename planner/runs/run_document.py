@@ -7,6 +7,7 @@ document, since it is kept and shown as it is, but nothing reads one that was no
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from simulator.config.model import Model
@@ -17,7 +18,7 @@ from simulator.config.workload import Workload
 from topology import codec
 from topology.catalog.verify import require_possible
 from topology.cluster import Cluster
-from topology.errors import BadInput, NewerSchema
+from topology.errors import BadInput, NewerSchema, PlannerError
 from topology.profile.samples import OperatorSample
 from topology.ranges import Range, out_of_range
 
@@ -143,3 +144,14 @@ def verify_run(document: Any, *, where: str) -> dict[str, Any]:
     if report.cluster is not None:
         require_possible(codec.convert(report.cluster, Cluster, where=f"{where}: cluster"), where=where)
     return document
+
+
+def read_report(folder: str | Path) -> dict[str, Any] | None:
+    """Return the report of a run's directory; None where there is none that can be read."""
+    path = Path(folder) / "run.json"
+    if not path.is_file():
+        return None
+    try:
+        return verify_run(codec.read_json(path), where=str(path))
+    except PlannerError:
+        return None

@@ -22,7 +22,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from planner.jobs.processes import Bounds, Job, ProcessEnded, Workers
 from planner.remote.flags import ALWAYS_WRITTEN, RUNS, Flag
 from planner.remote.settings import Settings
-from planner.service.outcome import ending, error_text, prepared
+from planner.runs.scheduled import cancel_below
+from planner.service.outcome import ending, error_text, prepared, scheduled
 from planner.service.store.files import Files
 from planner.service.store.jobs import FAILED, Claim, JobEnd, Jobs
 from topology.errors import PlannerError
@@ -40,6 +41,7 @@ LATE_S = 10.0  # without a turn of the loop for so long, the service is ill
 class _Running:
     claim: Claim
     folder: Path
+    alone: bool  # whether it has the machine to itself
     job: Job | None = None
     ending: JobEnd | None = None
     told: str = ""
@@ -54,6 +56,7 @@ class Dispatcher:
         self._server = f"{socket.gethostname()[:24]}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._workers = Workers("planner.service.worker", settings.workers)
         self._running: dict[str, _Running] = {}
+        self._work = Path(settings.folder) / "work"
         self._wake = threading.Event()
         self._over = threading.Event()
         self._renew_at = self._forget_at = 0.0
@@ -75,7 +78,7 @@ class Dispatcher:
                 running.job.stop()
                 running.job.done.wait(BUSY_S * 50)
             with suppress(SQLAlchemyError):
-                self._jobs.give_back(running.claim, started=running.claim.command in RUNS)
+                self._jobs.give_back(running.claim, started=running.alone)
         self._workers.close()
 
     def wake(self) -> None:
@@ -87,7 +90,13 @@ class Dispatcher:
         running = self._running.get(job)
         if running is not None and running.job is not None:
             running.job.stop()
+        self._cancel_scheduled(job)
         self._wake.set()
+
+    def _cancel_scheduled(self, job: str) -> None:
+        """Cancel what a job has submitted to a scheduler, whoever follows it."""
+        for folder in self._work.glob(f"{job}*"):
+            threading.Thread(target=cancel_below, args=(folder,), daemon=True, name="cancel").start()
 
     def state_so_far(self, job: str) -> bytes:
         """Return the state file of a tuning that runs here, as far as it is written; nothing where there is none."""
@@ -122,6 +131,8 @@ class Dispatcher:
         if now >= self._renew_at:
             # Before the sweep: after an outage, the jobs of this server are held still.
             for job in self._jobs.renew([running.claim for running in self._running.values()], self._settings.lease_s):
+                if self._jobs.is_cancelled(job):
+                    self._cancel_scheduled(job)
                 self._drop(job)
             self._jobs.sweep()
             self._renew_at = now + self._settings.lease_s / 4
@@ -140,7 +151,7 @@ class Dispatcher:
         """Delete jobs that ended long ago, and files that only they can name."""
         self._jobs.forget(older_s)
         self._files.forget(older_s)
-        for folder in (Path(self._settings.folder) / "work").glob("*"):
+        for folder in self._work.glob("*"):
             if time.time() - folder.stat().st_mtime > older_s:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -150,11 +161,14 @@ class Dispatcher:
 
     def _left_out(self) -> frozenset[str]:
         """Return the commands that may not start: runs have the machine to themselves, one at a time."""
-        return RUNS if any(running.claim.command in RUNS for running in self._running.values()) else frozenset()
+        return RUNS if any(running.alone for running in self._running.values()) else frozenset()
 
     def _begin(self, claim: Claim) -> None:
-        folder = Path(self._settings.folder) / "work" / f"{claim.job}-{claim.fence}"
-        running = self._running[claim.job] = _Running(claim=claim, folder=folder)
+        # What a scheduler was given is found again in the same folder, whoever follows it next.
+        elsewhere = scheduled(claim)
+        folder = self._work / (claim.job if elsewhere else f"{claim.job}-{claim.fence}")
+        runs = claim.command in RUNS
+        running = self._running[claim.job] = _Running(claim=claim, folder=folder, alone=runs and not elsewhere)
         self._news(claim.job)
         try:
             words = prepared(claim, self._flags[claim.command], self._files, folder)
@@ -162,9 +176,8 @@ class Dispatcher:
             running.ending = JobEnd(state=FAILED, exit_code=1, error=error_text(error))
             self._follow(running)
             return
-        runs = claim.command in RUNS
         bounds = Bounds(
-            limit_s=RUN_LIMIT_S if runs else self._settings.limit_s,
+            limit_s=math.inf if elsewhere else RUN_LIMIT_S if runs else self._settings.limit_s,
             forgotten_s=math.inf,
             memory_bytes=None if runs else self._settings.memory_bytes,
             aside=not runs,

@@ -8,7 +8,7 @@ from typing import Any
 
 from planner.jobs.processes import Job
 from planner.remote.flags import Flag
-from planner.service.requests import INPUTS, JobRequest, arguments, write_inputs
+from planner.service.requests import INPUTS, JobRequest, arguments, is_scheduled, write_inputs
 from planner.service.store.files import Files
 from planner.service.store.jobs import DONE, FAILED, Artifact, Claim, JobEnd
 from topology import codec
@@ -22,6 +22,11 @@ def request_text(asked: JobRequest, files: Files) -> str:
     """Return a request as it is kept, with its files by digest. Raises PlannerError."""
     kept = {name: {"name": file, "sha256": files.add_text(text)} for name, (file, text) in asked.files.items()}
     return codec.to_json({"values": asked.values, "files": kept}, indent=None)
+
+
+def scheduled(claim: Claim) -> bool:
+    """Return whether a claim is for a run that a scheduler makes."""
+    return is_scheduled(claim.command, codec.parse_json(claim.request, where="request")["values"])
 
 
 def prepared(claim: Claim, flags: dict[str, Flag], files: Files, folder: Path) -> list[str]:

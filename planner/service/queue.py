@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from planner.remote.settings import Settings
 from planner.service.dispatcher import Dispatcher
 from planner.service.documents import JobDocument, JobList, JobSummary, document
 from planner.service.outcome import request_text
-from planner.service.requests import job_request, request_type, served
+from planner.service.requests import is_scheduled, job_request, request_type, served
 from planner.service.store.database import connect
 from planner.service.store.files import Files
 from planner.service.store.jobs import Jobs
@@ -23,6 +24,7 @@ from topology.errors import UserError
 
 LEAST_FREE_BYTES = 64 << 20
 STARTS, RUN_STARTS = 2, 1  # a question whose process dies is asked once more; a run is never started twice
+FOLLOWERS = 100  # a run that a scheduler has is submitted once, and followed again as often as a service is restarted
 
 
 class Queue:
@@ -62,7 +64,7 @@ class Queue:
             request=text,
             digest=hashlib.sha256(f"{command} {text}".encode()).hexdigest(),
             key=key,
-            starts=RUN_STARTS if command in RUNS else STARTS,
+            starts=starts_of(command, asked.values),
             most_waiting=self._settings.most_waiting,
         )
         self.dispatcher.wake()
@@ -94,3 +96,10 @@ class Queue:
         """Cancel a job that has not ended; its process ends at once."""
         self.jobs.cancel(user, job)
         self.dispatcher.cancel(job)
+
+
+def starts_of(command: str, values: Mapping[str, Any]) -> int:
+    """Return how often a job may be started before it has failed."""
+    if is_scheduled(command, values):
+        return FOLLOWERS
+    return RUN_STARTS if command in RUNS else STARTS

@@ -24,6 +24,7 @@ PLAIN_NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}"
 INPUTS = "inputs"  # the folder of a job's inputs, in the folder that it works in
 MAX_STRING = 4096
 FIELD = "_flag"  # behind a flag's name in Python, where some names are taken
+FOLLOWED = "168h"  # a job of a scheduler, unless told otherwise
 
 
 class File(BaseModel):
@@ -82,9 +83,17 @@ def arguments(flags: dict[str, Flag], asked: JobRequest) -> list[str]:
     if asked.command in ALWAYS_WRITTEN and CONTINUED not in said:
         flag, name = ALWAYS_WRITTEN[asked.command]
         said.setdefault(flag, name)
+    if is_scheduled(asked.command, said):
+        said.setdefault("wait", FOLLOWED)
     if not text:
         said["json"] = True
     return command_line(asked.command, flags, said)
+
+
+def is_scheduled(command: str, values: Mapping[str, Any]) -> bool:
+    """Return whether a request is for a run that a scheduler makes elsewhere: here it is only followed."""
+    submits = values.get("submit") is True and not values.get("dry_run")
+    return command == "apply" and submits and values.get("launcher", "local") != "local"
 
 
 def write_inputs(asked: JobRequest, folder: Path) -> None:

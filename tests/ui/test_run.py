@@ -100,7 +100,7 @@ def test_a_job_for_a_scheduler_is_written_and_what_does_not_go_together_is_refus
     assert queue.jobs.newest(service.USER, 10) == []
 
     test.checkbox[0].uncheck()
-    next(box for box in test.selectbox if box.label == "By").set_value("slurm")
+    next(box for box in test.selectbox if box.label == "Through").set_value("slurm")
     test.button[0].click().run()
     (job,) = (row["id"] for row in queue.jobs.newest(service.USER, 10))
     ends = time.monotonic() + PATIENT_S
@@ -110,3 +110,6 @@ def test_a_job_for_a_scheduler_is_written_and_what_does_not_go_together_is_refus
     assert found["state"] == "done", found["error"]
     texts = [service.jobs().content(one).decode() for one in found["artifacts"]]
     assert any("#SBATCH" in text for text in texts)
+    test.run()
+    assert "sbatch" in said(test)
+    assert any("#SBATCH" in code.value for code in test.code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import streamlit as st
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from planner.search.result import RankedPlan, SearchResult
 
 COMMANDS = ("apply",)
+LAUNCHERS = {"local": "this machine", "slurm": "Slurm", "trainjob": "Kubernetes TrainJob"}
 
 
 def show() -> None:
@@ -25,7 +27,9 @@ def show() -> None:
     if found is not None and found["state"] in jobs.WAITS:
         jobs.follow(found["job"])
     elif found is not None:
-        jobs.ending(found)
+        answer = jobs.ending(found)
+        if answer is not None and "text" in answer:
+            _job_file(answer)
         measured_run.show_job(found)
         st.page_link(
             state.view("measured"),
@@ -50,20 +54,49 @@ def _form(result: SearchResult, ranked: RankedPlan) -> None:
         minutes = second.number_input("Minutes at most", 1, 60, 2)
         steps = third.number_input("Steps to measure", 1, 1000, 10)
         by = fourth.selectbox(
-            "By", ["here", "slurm", "trainjob"], help="slurm and trainjob write a job that runs the plan on a cluster."
+            "Through",
+            list(LAUNCHERS),
+            format_func=LAUNCHERS.__getitem__,
+            help="Slurm and Kubernetes run the plan on a cluster.",
         )
-        submit = st.checkbox("Hand the job to sbatch or kubectl", help="Without it, the job's file is only written.")
+        image = st.text_input(
+            "Container image, for Kubernetes", placeholder="registry/image:tag", help="It holds meshwright and torch."
+        )
+        submit = st.checkbox(
+            "Submit the job, follow it, and collect its run",
+            help="With sbatch or kubectl of the machine on which the service runs. Without it, the job's file is only written.",
+        )
         if st.form_submit_button("Run", icon=":material/play_arrow:"):
-            if by == "here" and submit:
-                st.warning("sbatch and kubectl take jobs of slurm and trainjob: choose one of them under By.")
-                return
-            if by != "here" and device == "cpu":
-                st.warning("Jobs of slurm and trainjob run on GPUs: choose cuda, or run it here.")
+            wrong = _contradiction(str(device), str(by), str(image or ""), submit=submit)
+            if wrong:
+                st.warning(wrong)
                 return
             said: dict[str, Any] = {"budget": f"{minutes}m", "steps": int(steps)}
-            said |= {"device": device} if by == "here" else {"launcher": by, "submit": submit}
+            said |= {"device": device} if by == "local" else {"launcher": by, "submit": submit}
+            said |= {"image": image} if by == "trainjob" else {}
             said["plan"] = {"name": "plan.json", "content": data.plan_file_text(result, ranked)}
             jobs.begin("apply", said)
+
+
+def _contradiction(device: str, by: str, image: str, *, submit: bool) -> str:
+    """Return what in the form does not go together, and what to change; nothing where all does."""
+    if by == "local":
+        return "A job is submitted to Slurm or Kubernetes: choose one of them under Through." if submit else ""
+    if device == "cpu":
+        return "Jobs of Slurm and Kubernetes run on GPUs: choose cuda, or run it on this machine."
+    if by == "trainjob" and not image.strip():
+        return "Kubernetes needs a container image."
+    return ""
+
+
+def _job_file(answer: dict[str, Any]) -> None:
+    """Show a job's file that was written for a scheduler, and how it is started."""
+    panels.section("The job", panels.plain("; ".join(answer["advice"])))
+    name = Path(answer["file"]).name
+    st.download_button(
+        f"Download {name}", data=answer["text"], file_name=name, icon=":material/download:", on_click="ignore"
+    )
+    st.code(answer["text"], language="bash" if answer["launcher"] == "slurm" else "yaml")
 
 
 show()

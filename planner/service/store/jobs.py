@@ -123,6 +123,11 @@ class Jobs:
             kept = [Artifact(name=one.name, sha256=one.sha256, bytes=one.bytes) for one in wrote]
         return {**row, "artifacts": kept}
 
+    def is_cancelled(self, job: str) -> bool:
+        """Return whether a job was cancelled."""
+        with self._reading.connect() as connection:
+            return connection.execute(select(JOBS.c.state).where(JOBS.c.id == job)).scalar() == CANCELLED
+
     def newest(self, owner: str, limit: int) -> list[dict[str, Any]]:
         """Return the rows of a user's newest jobs, without requests and results."""
         brief = [

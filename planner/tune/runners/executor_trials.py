@@ -20,7 +20,7 @@ from planner.question.plan_file import plan_file
 from planner.question.question import Question
 from planner.runs import runs_store
 from planner.runs.planned_run import PlannedRun, cpu_run, cuda_run
-from planner.runs.run_document import verify_run
+from planner.runs.run_document import read_report
 from planner.tune.candidates import Candidate
 from planner.tune.state import TrialStart, started_now
 from planner.tune.trials import Chosen, Status, Trial
@@ -187,17 +187,6 @@ def new_folder(parent: Path) -> Path:
             number += 1
             continue
         return folder.resolve()
-
-
-def read_report(folder: str | Path) -> dict[str, Any] | None:
-    """Return the report of a run's directory; None where there is none that can be read."""
-    path = Path(folder) / "run.json"
-    if not path.is_file():
-        return None
-    try:
-        return verify_run(codec.read_json(path), where=str(path))
-    except PlannerError:
-        return None
 
 
 def trial_of_report(

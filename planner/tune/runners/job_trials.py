@@ -7,27 +7,23 @@ and this process must see the folder of the trials. A job that leaves no report 
 from __future__ import annotations
 
 import contextlib
-import re
-import subprocess
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from planner.io import child
 from planner.question.plan_file import plan_file
-from planner.runs import launchers, runs_store
+from planner.runs import launchers, runs_store, scheduled
 from planner.runs.launchers import LauncherJob
 from planner.runs.planned_run import job_run
 from planner.tune.candidates import Candidate
-from planner.tune.runners.executor_trials import read_report, trial_of_report
+from planner.tune.runners.executor_trials import trial_of_report
 from planner.tune.runners.single_trials import SingleTrials
 from planner.tune.trials import Status, Trial
 from topology import codec
 from topology.errors import PlannerError
 
 POLL_S = 1.0
-COLLECT_S = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,20 +50,19 @@ class JobTrials(SingleTrials):
         file = launchers.write_job(self.launcher, job)
         codec.write_text(file.path, file.text)
         self.say_begun(trial, folder)
-        said = launchers.submit(file.submit)
+        said = scheduled.submit(file, self.launcher).said
         self.tell(f"{folder.name}: {said}")
         cut = left_s < budget_s + self.queue_s
         deadline = began + min(left_s, budget_s + self.queue_s)
         try:
-            while not self._over(job, folder) and time.monotonic() < deadline:
+            while (document := scheduled.collected(job, self.launcher)) is None and time.monotonic() < deadline:
                 time.sleep(POLL_S)
         except KeyboardInterrupt:
-            _cancel(self.launcher, said, file.path)
+            scheduled.cancel(folder)
             raise
         took = time.monotonic() - began
-        document = read_report(folder)
         if document is None:
-            _cancel(self.launcher, said, file.path)
+            scheduled.cancel(folder)
             status = Status.OUT_OF_TIME if cut else Status.TIMEOUT
             return replace(trial, status=status, cause=f"{said}: it left no report in {took:.0f} s", seconds=took)
         with contextlib.suppress(PlannerError):
@@ -91,26 +86,3 @@ class JobTrials(SingleTrials):
             budget_s=budget_s,
             image=self.image,
         )
-
-    def _over(self, job: LauncherJob, folder: Path) -> bool:
-        """Return whether the job has left its report; where only its nodes' records are there, collect them."""
-        if (folder / "run.json").is_file():
-            return True
-        if self.launcher == "slurm" or job.nodes == 1 or len([*folder.glob("agents/*.json")]) < job.nodes:
-            return False
-        command = launchers.collect_command(job)
-        with (folder / "collect.txt").open("wb") as log:
-            child.run_module(command[2], command[3:], budget_s=COLLECT_S, output=log)
-        return True
-
-
-def _cancel(launcher: str, said: str, path: Path) -> None:
-    """Cancel a job; one that has ended is left alone, and so is one that cannot be cancelled."""
-    number = re.search(r"\b(\d+)\b", said)
-    command = ["kubectl", "delete", "--ignore-not-found", "--filename", str(path)]
-    if launcher == "slurm":
-        if number is None:
-            return
-        command = ["scancel", number[1]]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(command, capture_output=True, timeout=30, check=False)

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from planner.runs.planned_run import require_healthy
+from planner.runs.run_document import read_report
 from planner.tune.loop import Limits, Show, View, tune
 from planner.tune.runners.command_trials import CommandTrials, command_metric, command_words, end_left_over
-from planner.tune.runners.executor_trials import ExecutorTrials, read_report, trial_of_report
+from planner.tune.runners.executor_trials import ExecutorTrials, trial_of_report
 from planner.tune.runners.job_trials import JobTrials
 from planner.tune.runners.recorded_trials import RecordedTrials
 from planner.tune.state import Journal, State, TrialStart, TuningRequest, read_state, writing
