@@ -47,7 +47,8 @@ class OperatorSpec:
     block, whose kernels a collective runs beside; `site` is what a plan calls a tensor-parallel collective
     (`simulator.config.overlap_sites`). An operator that `waits` has the host wait, in forward passes, for all that it has
     launched. `launches` are kernels (and host dispatches) forward,
-    `backward_launches` backward; an operator without reads and writes does nothing forward.
+    `backward_launches` backward; an operator without reads and writes does nothing forward. `allocates` are the tensors that its
+    forward pass asks memory for where they are not what it `writes`: some of its kernels work in place.
     """
 
     name: str
@@ -64,6 +65,7 @@ class OperatorSpec:
     site: str = ""
     hidden_by: str = ""
     saves: tuple[str, ...] = ()
+    allocates: tuple[str, ...] | None = None
     weight_gradient: bool = True
     weight_gradient_dtype: str = "compute"
     low: bool = False

@@ -21,10 +21,9 @@ MOST_BLOCKS = 400_000
 
 def with_replay(scenario: Scenario, plan: Plan, estimate: Estimate) -> Estimate:
     """Return the estimate of a plan with its memory as the caching allocator holds it; as it is where that takes too long,
-    and of runtimes that keep their own flat buffers (DeepSpeed's ZeRO, FSDP1), whose order of requests is not replayed.
+    and of runtimes that keep their own flat buffers (DeepSpeed's ZeRO), whose order of requests is not replayed.
     """
-    spec = spec_for(scenario.runtime)
-    if spec.zero is not None or spec.fsdp.flat_parameters:
+    if spec_for(scenario.runtime).zero is not None:
         return estimate
     replay = MemoryReplay(scenario, plan)
     if replay.length > MOST_BLOCKS:

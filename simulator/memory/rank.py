@@ -6,6 +6,10 @@ on a stream of its own, which is copied to a tensor for each parameter on the co
 the next one has been copied. Gradients are copied to a flat buffer on the compute stream, which the next reduction lets go;
 its result, of which gradients are views, lies on the stream of reductions. Without full sharding gradients come with backward
 and go with the next step's `zero_grad`.
+
+FSDP1 (torch/distributed/fsdp/_flat_param.py, _runtime_utils.py) gathers a unit to one flat tensor of which its parameters are
+views, so nothing is copied; what it lets go is there until the device has used it, and `prefetch` units may wait for that
+(`limit_all_gathers`). Gradients of views are put together to a flat one on the compute stream.
 """
 
 from __future__ import annotations
@@ -76,6 +80,7 @@ class PlanTensors:
         self.state = {kind: float(held_bytes(context, kind)[0]) for kind in state_bytes(context)}
         self._tensors, self._inside = BlockTensors(context), BlockTensors(context.in_layers)
         self._passes: dict[tuple[str, str], Passes] = {}
+        self.metrics = self._tensors.sizes(context.spec.layer.metrics_after)
         self._of_block = {
             "dense": operators.dense_layer,
             "moe": operators.moe_layer,
@@ -91,7 +96,8 @@ class PlanTensors:
             operators = self._of_block[unit.block]
             if unit.block == "head":
                 peaks = head_peaks(self.context.runtime, cut=bool(self.context.table["tp"][0] > 1))
-                self._passes[key] = self._tensors.head_passes(operators, peaks)
+                kept = bool(self.context.spec.layer.metrics_after)
+                self._passes[key] = self._tensors.head_passes(operators, peaks, kept=kept)
             else:
                 mode = self.context.spec.recompute[word] if word else RecomputeSpec()
                 tensors = self._inside if unit.block in {"dense", "moe"} else self._tensors
@@ -125,8 +131,10 @@ class RankReplay:
         self.wrapped = {unit.name: _Wrapped(elements=plan.elements(unit)) for unit in self.units}
         self.running: dict[tuple[str, int], _Instance] = {}
         self.outputs: dict[tuple[int, int], Block] = {}
+        self.logits: list[Block] = []  # what a trainer keeps for metrics until there are others
         self.flat: Block | None = None  # the last gather's buffer, kept until the next one has been copied
         self.reducing: list[Block] = []
+        self.passing: list[Block] = []  # freed by the host, and not yet used by the device
         self.summed: list[Block] = []  # what replicas sum, in the type of reductions
         self.optimizer: list[Block] = []
         bytes_of = self.context.dtype_bytes
@@ -207,7 +215,10 @@ class RankReplay:
         self._give(recast)
         if given is not None:
             # A pipeline keeps what a stage gives until its backward pass (torch/distributed/pipelining/stage.py, fwd_cache).
-            if self.piped and self.spec.pipeline.caches_outputs:
+            if self.spec.layer.metrics_after and units[-1].block == "head":
+                self._give(self.logits)
+                self.logits.append(given)
+            elif self.piped and self.spec.pipeline.caches_outputs:
                 self.outputs[stage, micro_batch] = given
             else:
                 self.memory.free(given)
@@ -231,6 +242,10 @@ class RankReplay:
         for block in (gradient, output):
             if block is not None:
                 self.memory.free(block)
+        if units[-1].block == "head":
+            for nbytes in self.plan.metrics:
+                self.passing += self._taken(nbytes)
+            self._give(self.passing)
         if not split and self.traffic.reduces(last_micro_batch=last):
             self._settle()
 
@@ -290,6 +305,11 @@ class RankReplay:
             cast = self._taken(whole / ranks, GATHER) if self.param_bytes != t.compute_bytes else []
             buffer = self._taken(whole, GATHER)
             self._give(cast)
+            if self.spec.fsdp.flat_parameters:
+                wrapped.gathered += buffer
+                while len(self.passing) > self.spec.fsdp.prefetch:
+                    self.memory.free(self.passing.pop(0))
+                return
             if forward and self.flat is not None:
                 self.memory.free(self.flat)
                 self.flat = None
@@ -304,6 +324,9 @@ class RankReplay:
 
     def _reshard(self, unit: Unit, *, last_use: bool) -> None:
         if self.traffic.fully_sharded and (last_use or not self.traffic.keeps_gathered):
+            if self.spec.fsdp.flat_parameters:
+                self.passing += self.wrapped[unit.name].gathered
+                self.wrapped[unit.name].gathered.clear()
             self._give(self.wrapped[unit.name].gathered)
 
     def _weight_gradient(self, unit: Unit, place: int) -> None:
@@ -338,9 +361,15 @@ class RankReplay:
             self._give(whole)
             self._keep_shard(unit, COMPUTE)
             return
-        self._give(self.reducing)
         elements = float(unit.elements[0])
-        self.reducing = self._taken(elements * t.reduce_bytes)
+        if self.spec.fsdp.flat_parameters:
+            flat = self._taken(elements * t.unsharded_gradient_bytes)
+            flat += self._taken(elements * t.reduce_bytes, REDUCE) if t.reduce_bytes != t.unsharded_gradient_bytes else []
+            self._give(self.reducing)
+        else:
+            self._give(self.reducing)
+            flat = self._taken(elements * t.reduce_bytes)
+        self.reducing = flat
         self._give(whole)
         shard = elements * self.plan.share(unit, "gradients")
         result = self._taken(shard * t.reduce_bytes, REDUCE)
@@ -366,6 +395,7 @@ class RankReplay:
     def _settle(self) -> None:
         """End a backward pass that reduced: its last buffers go."""
         self._give(self.reducing)
+        self._give(self.passing)
         self._give(self.summed)
         if self.flat is not None:
             self.memory.free(self.flat)

@@ -135,30 +135,33 @@ class BlockTensors:
             weights=tuple(weights),
         )
 
-    def head_passes(self, operators: Sequence[OperatorSpec], peaks: Sequence[Sequence[str]]) -> Passes:
+    def head_passes(
+        self, operators: Sequence[OperatorSpec], peaks: Sequence[Sequence[str]], *, kept: bool = False
+    ) -> Passes:
         """Return the passes of the network's end: products as in any block, then the loss, whose backward begins with the
         tensors of the largest of `peaks` alive together. What it gives are the logits; `incoming` is theirs as well.
+        Logits that are `kept` outlive the backward pass.
         """
         active = [operator for operator in operators if active_rows(operator, self.context.table)[0]]
         split = 1 + max(place for place, operator in enumerate(active) if operator.matmul)
         body, loss = active[:split], active[split:]
-        peak = max(([*self._sizes(moment)] for moment in peaks), key=sum, default=[])
+        peak = max(([*self.sizes(moment)] for moment in peaks), key=sum, default=[])
         tape = _Tape()
         inward = tape.given(self._size("u h"))
         logits = self._forward(tape, body, inward, lambda _: True)
         saved: list[int] = []
-        in_pieces = [nbytes for moment in peaks for x in moment if _axes(x) == ["one"] for nbytes in self._sizes([x])]
+        in_pieces = [nbytes for moment in peaks for x in moment if _axes(x) == ["one"] for nbytes in self.sizes([x])]
         passing = [tape.allocate(nbytes) for nbytes in in_pieces]
         for operator in loss:
             before = list(tape.live)
             outs = [] if in_pieces else [tape.allocate(nbytes) for nbytes in self._results(operator)]
-            saved += [tape.claim(nbytes) for nbytes in self._sizes(operator.saves)]
+            saved += [tape.claim(nbytes) for nbytes in self.sizes(operator.saves)]
             tape.free_read(self._operands(operator), before, {logits, *outs, *passing})
         tape.free_rest({logits})
         forward = tape.take_events()
         alive = [tape.live[slot] for slot in saved]
         # Logits that the loss saves are its own; others are let go by whoever called it.
-        given = NOTHING if logits in saved else logits
+        given = NOTHING if logits in saved and not kept else logits
         tape.live.pop(given, None)
         for nbytes in alive:
             if nbytes in peak:
@@ -166,9 +169,11 @@ class BlockTensors:
         turning = [tape.allocate(nbytes) for nbytes in peak]
         width = self._size(" ".join(parse_matmul(body[-1].matmul)[2]))
         slope = next((s for s in turning if tape.live[s] == width), None)
-        slope = tape.allocate(width) if slope is None else slope
-        for slot in (*saved, *(s for s in turning if s != slope)):
-            tape.free(slot)
+        if slope is None:  # a loss that saves the logits writes their gradient over them
+            slope = logits if logits in saved else tape.allocate(width)
+        for slot in (*saved, *turning):
+            if slot != slope:
+                tape.free(slot)
         tape.held.add(slope)
         gradient = self._backward(tape, body, slope)
         weights = [w for operator in body if (w := self._weight(operator))]
@@ -191,7 +196,7 @@ class BlockTensors:
             before = list(tape.live)
             outs = [tape.allocate(nbytes) for nbytes in self._results(operator)]
             if saving(place):
-                slots = [tape.claim(nbytes) for nbytes in self._sizes(operator.saves)]
+                slots = [tape.claim(nbytes) for nbytes in self.sizes(operator.saves)]
                 tape.saved_by[place] = slots
             stream, last = self._passed(tape, operator, before, outs, stream, last)
         tape.free_rest({last})
@@ -220,7 +225,7 @@ class BlockTensors:
         tape.held.add(inward)
         if mode.drops:
             return self._forward(tape, active, inward, lambda place: not again[place])
-        wanted = self._sizes(mode.keeps)
+        wanted = self.sizes(mode.keeps)
         if tape.live[inward] in wanted:
             wanted.remove(tape.live[inward])
         # What is kept is a result of an operator that does not run again, so it is held from when it is made.
@@ -249,7 +254,7 @@ class BlockTensors:
             before = list(tape.live)
             outs = [tape.allocate(nbytes) for nbytes in self._results(operator)] if again[place] else []
             if place not in tape.saved_by:
-                tape.saved_by[place] = [tape.claim(nbytes) for nbytes in self._sizes(operator.saves)]
+                tape.saved_by[place] = [tape.claim(nbytes) for nbytes in self.sizes(operator.saves)]
             if not again[place]:
                 continue
             last = outs[0] if outs else last
@@ -302,9 +307,9 @@ class BlockTensors:
     # --- sizes --------------------------------------------------------------------------------------------------
 
     def _size(self, tensor: str) -> int:
-        return sum(self._sizes([tensor]))
+        return sum(self.sizes([tensor]))
 
-    def _sizes(self, tensors: Iterable[str]) -> list[int]:
+    def sizes(self, tensors: Iterable[str]) -> list[int]:
         """Return the bytes of tensors, `3*t h` being three of them."""
         found: list[int] = []
         for tensor in tensors:
@@ -338,28 +343,30 @@ class BlockTensors:
     def _results(self, operator: OperatorSpec) -> list[int]:
         """Return the bytes of what an operator gives."""
         if operator.matmul:
-            return self._sizes([" ".join(parse_matmul(operator.matmul)[2])])
+            return self.sizes([" ".join(parse_matmul(operator.matmul)[2])])
         if operator.attention:
-            return self._sizes(["t vv" if "vv" in self.context.sizes else "t q"])
+            return self.sizes(["t vv" if "vv" in self.context.sizes else "t q"])
         if operator.collective:
             return self._moved(operator, operator.collective)
-        return [] if _casts_weights(operator) else self._sizes(operator.writes)
+        if operator.allocates is not None:
+            return self.sizes(operator.allocates)
+        return [] if _casts_weights(operator) else self.sizes(operator.writes)
 
     def _operands(self, operator: OperatorSpec) -> list[int]:
         """Return the bytes of what an operator reads."""
         if operator.matmul:
-            return self._sizes([" ".join(parse_matmul(operator.matmul)[0])])
+            return self.sizes([" ".join(parse_matmul(operator.matmul)[0])])
         if operator.collective:
             back = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
             return self._moved(operator, back.get(operator.collective, operator.collective))
-        return self._sizes(operator.reads)
+        return self.sizes(operator.reads)
 
     def _moved(self, operator: OperatorSpec, kind: str) -> list[int]:
         """Return the bytes of what a collective gives: nothing among one rank, or where it is the identity or in place."""
         ranks = self._ranks(operator)
         if ranks <= 1 or kind in {"copy", "ring"}:
             return []
-        whole = self._sizes([operator.tensor])
+        whole = self.sizes([operator.tensor])
         return [round(nbytes / ranks) for nbytes in whole] if kind == "reduce_scatter" else whole
 
     def _gradients(self, operator: OperatorSpec) -> list[int]:
@@ -367,17 +374,17 @@ class BlockTensors:
         if operator.matmul:
             left, right, _ = parse_matmul(operator.matmul)
             both = [" ".join(left)] + ([" ".join(right)] if TOKEN_AXES & set(right) else [])
-            return self._sizes(both)
+            return self.sizes(both)
         if operator.attention:
             latent = "vv" in self.context.sizes
-            return self._sizes(["2*t qk", "t vv"] if latent else ["t q", "2*t kv"])
+            return self.sizes(["2*t qk", "t vv"] if latent else ["t q", "2*t kv"])
         if operator.collective:
             back = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "copy": "all_reduce"}
             kind = back.get(operator.collective, operator.collective)
             return [] if operator.collective == "all_reduce" else self._moved(operator, kind)
         if _casts_weights(operator):
             return []
-        return self._sizes(x for x in operator.backward_writes if TOKEN_AXES & set(_axes(x)))
+        return self.sizes(x for x in operator.backward_writes if TOKEN_AXES & set(_axes(x)))
 
     def _gradient_operands(self, operator: OperatorSpec) -> list[int]:
         """Return the bytes of what an operator's backward pass reads of gradients."""
@@ -385,7 +392,7 @@ class BlockTensors:
             return self._results(operator)
         if operator.collective:
             return [] if operator.collective == "all_reduce" else self._moved(operator, operator.collective)
-        return self._sizes(operator.backward_reads)
+        return self.sizes(operator.backward_reads)
 
 
 # More of the same shape than so many are one large tensor, cut into pieces.

@@ -115,14 +115,12 @@ def spec_for(runtime: Runtime) -> RuntimeSpec:
 def _read(file: str, *, earlier: bool = False) -> RuntimeSpec:
     said = _load_toml(file)
     if said.get("like"):
-        overrides = said.get("layer", {}).pop("overrides", {})
         other = {
             key: value for key, value in _load_toml(said["like"]).items() if key != "earlier"
         }  # versions are its own
-        said = _merge(other, said)
-        said["layer"] |= {part: _replace_operators(said["layer"][part], some) for part, some in overrides.items()}
+        said = _replaced(other, said)
     if earlier:
-        said = _merge(said, said["earlier"]["overrides"])
+        said = _replaced(said, said["earlier"]["overrides"])
     return convert(said, RuntimeSpec, where=f"runtimes/{file}.toml")
 
 
@@ -134,6 +132,15 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Return `below` with what `above` says in its place, table by table."""
     both = {key: _merge(below[key], value) for key, value in above.items() if isinstance(value, dict) and key in below}
     return {**below, **above, **both}
+
+
+def _replaced(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return `below` with what `above` says in its place; operators under `layer.overrides` take those of their names."""
+    layer = dict(above.get("layer", {}))
+    overrides = layer.pop("overrides", {})
+    both = _merge(below, {**above, "layer": layer})
+    both["layer"] |= {part: _replace_operators(both["layer"][part], some) for part, some in overrides.items()}
+    return both
 
 
 def _replace_operators(

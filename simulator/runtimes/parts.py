@@ -157,6 +157,8 @@ class LayerSpec:
     `head_left`: tensors of the loss's forward pass that are gone by then, and whose blocks in the allocator's pool are too
     small for what backward asks for. Both are of a loss that is not compiled, unless `compiled_head_peak` is given.
     `cut_head_peak` and `compiled_cut_head_peak` go before them where tensor-parallel ranks have cut the vocabulary.
+    `metrics_after`: tensors of metrics after a micro batch's backward pass. For their sake the logits are kept until the
+    next forward pass has given its own.
     """
 
     attention: tuple[OperatorSpec, ...]
@@ -170,6 +172,7 @@ class LayerSpec:
     compiled_head_peak: tuple[tuple[str, ...], ...] = ()  # empty: the loss is not compiled
     compiled_cut_head_peak: tuple[tuple[str, ...], ...] = ()
     head_left: tuple[str, ...] = ()
+    metrics_after: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

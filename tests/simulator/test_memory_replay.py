@@ -22,6 +22,7 @@ from simulator.engine.allocator import CachingAllocator
 from simulator.memory.rank import RankReplay
 from simulator.memory.replay import MemoryReplay
 from simulator.memory.tensors import Act, Passes
+from simulator.runtimes.stated import resolve
 from topology.catalog.cluster_file import load_cluster
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
@@ -35,6 +36,29 @@ def test_reserved_memory_is_what_torch_reserved(case) -> None:
     row = validate_case(case)
 
     assert abs(row["error"]["memory"]) < 0.05
+
+
+SIMUMAX = json.loads((CASES / "simumax_b200.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("case", SIMUMAX, ids=lambda case: case["id"])
+def test_allocated_memory_is_what_megatron_core_allocated(case) -> None:
+    """Tensor, expert and context parallelism and pipelines of Megatron-Core on eight B200: within 3 %."""
+    row = validate_case(case)
+
+    assert abs(row["error"]["memory"]) < 0.03
+
+
+def test_metrics_after_backward_hold_two_float32_copies_beside_the_logits_that_the_trainer_keeps() -> None:
+    """One layer and a large vocabulary under FSDP1: state and one gathered unit are small beside 2 + 4 + 4 bytes a logit."""
+    model = replace(load_model("llama3.2-1b"), layers=1, hidden=256, ffn=512, vocab=128_256, name="")
+    workload = Workload(seq_len=2048, global_batch_size=64)
+    runtime = resolve({"name": "llm-foundry"})[0]
+    question = question_of(model, load_cluster("h200x4"), workload, runtime=runtime, framework="torchtitan", gpus=4)
+    held = MemoryReplay(question, Plan(dp_shard=4, zero_stage=3, micro_batch_size=16, recompute="full")).rank(0)
+    logits = 16 * 2048 * model.vocab
+
+    assert held.allocated_bytes == pytest.approx(10 * logits, rel=0.03)
 
 
 def replayed(plan: Plan, *, layers: int = 4, seq_len: int = 2048, batch: int = 8, framework: str = "torchtitan"):
