@@ -364,7 +364,9 @@ class RankReplay:
         elements = float(unit.elements[0])
         if self.spec.fsdp.flat_parameters:
             flat = self._taken(elements * t.unsharded_gradient_bytes)
-            flat += self._taken(elements * t.reduce_bytes, REDUCE) if t.reduce_bytes != t.unsharded_gradient_bytes else []
+            flat += (
+                self._taken(elements * t.reduce_bytes, REDUCE) if t.reduce_bytes != t.unsharded_gradient_bytes else []
+            )
             self._give(self.reducing)
         else:
             self._give(self.reducing)
