@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -23,6 +24,7 @@ from simulator.config.model import Model
 from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.workload import Workload
+from tests.waiting import wait_until
 from topology import codec
 
 pytest.importorskip("torch", reason="torch is not installed: plans cannot be run")
@@ -95,6 +97,18 @@ def pid_when(folder: Path, rank: int, phase: str) -> int:
     raise AssertionError(f"rank {rank} never came to {phase!r}")
 
 
+def pending(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process has been sent a signal that it has not taken yet, as a stopped one takes none."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(re.search(r"^ShdPnd:\s*(\w+)", status, re.MULTILINE)[1], 16) >> (number - 1) & 1)
+
+
+def let_go(pid: int) -> None:
+    """Continue a stopped rank as soon as it has been told to end: the agent waits for half a minute before it kills."""
+    wait_until(lambda: pending(pid, signal.SIGTERM), 150)
+    os.kill(pid, signal.SIGCONT)
+
+
 def finished(process: subprocess.Popen, folder: Path) -> dict:
     try:
         process.wait(200)
@@ -136,6 +150,7 @@ def test_a_stopped_rank_is_named_within_the_budget(tmp_path) -> None:
     pid = pid_when(tmp_path, 1, "step 5")
 
     os.kill(pid, signal.SIGSTOP)
+    let_go(pid)
     report = finished(process, tmp_path)
 
     assert report["status"] == "failed"
@@ -149,6 +164,7 @@ def test_a_rank_that_hangs_at_the_start_is_named(tmp_path) -> None:
     pid = pid_when(tmp_path, 1, "")
 
     os.kill(pid, signal.SIGSTOP)
+    let_go(pid)
     report = finished(process, tmp_path)
 
     assert report["status"] in {"failed", "timeout"}
@@ -158,10 +174,10 @@ def test_a_rank_that_hangs_at_the_start_is_named(tmp_path) -> None:
 
 
 def test_the_budget_ends_a_run_between_steps(tmp_path) -> None:
-    budget_s = 60.0
-    process = start(tmp_path, budget_s=budget_s)
-
-    report = finished(process, tmp_path)
+    for budget_s in (15.0, 60.0):  # the first is enough but on a loaded machine, where torch takes long to start
+        report = finished(start(tmp_path, budget_s=budget_s), tmp_path)
+        if report["measured"]["steps"]:
+            break
 
     assert (report["status"], report["complete"]) == ("out_of_time", False)
     assert 0 < report["measured"]["steps"] < 100_000

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.launch.local_ranks import launch
+from tests.executor.forked_ranks import run_module
 from topology.errors import BadPlan
 
 pytest.importorskip("torch", reason="torch is not installed: nothing can be multiplied")
@@ -16,9 +16,8 @@ pytest.importorskip("torch", reason="torch is not installed: nothing can be mult
 def test_every_mode_is_right(tmp_path: Path, ranks: int) -> None:
     """In float64, so that a mistake cannot hide in rounding; with one weight and with two in one gather."""
     out = tmp_path / "verdicts.jsonl"
-    run = launch("tests.executor.workers.overlap_worker", [str(out)], ranks=ranks, budget_s=180, directory=tmp_path)
+    run_module("tests.executor.workers.overlap_worker", [str(out)], ranks)
 
-    assert run.ok, run.stderr_tail
     verdicts = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(verdicts) == 3 * 6 * 2  # operations, modes, shapes
     assert [verdict for verdict in verdicts if not verdict["ok"]] == []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from executor.launch.local_ranks import launch
+from tests.executor.forked_ranks import run_module
 from tests.executor.launched_once import made_once
 
 pytest.importorskip("torch", reason="torch is not installed: plans cannot be run")
@@ -138,7 +138,7 @@ OVERLAP = {
 TWO |= OVERLAP
 COMPILED = {
     f"compiled-{name}": ({**TWO[name][0], "compile": True}, TWO[name][1])
-    for name in ("ddp", "fsdp-tied", "tp", "tp-sp", "latent-tp", "cp", "cp-heads", "ep", "pp-1f1b")
+    for name in ("ddp", "fsdp-tied", "tp", "tp-sp-selective-op", "latent-tp", "cp", "cp-heads", "ep", "pp-1f1b")
 }
 TWO |= COMPILED
 FOUR = {
@@ -215,8 +215,7 @@ FOUR = {
     "pp4-bare-ends": ({}, {"pp": 4, "micro_batch_size": 1}),
     "pp4": ({"model": "four"}, {"pp": 4, "micro_batch_size": 1}),
 }
-# One compiled plan on four ranks, with recomputation inside: each takes as long as all others together, and pipelines
-# and experts are compiled on two ranks.
+# Takes as long as all others on four ranks together; its parts are compiled on two.
 COMPILED_ON_FOUR = "fsdp-tp-selective-op"
 FOUR[f"compiled-{COMPILED_ON_FOUR}"] = ({**FOUR[COMPILED_ON_FOUR][0], "compile": True}, FOUR[COMPILED_ON_FOUR][1])
 EIGHT = {
@@ -272,14 +271,7 @@ def results(request, tmp_path_factory):
                 cases |= WRONG | WRONG_TYPES | NO_NUMBER
             listed = [{"id": name, **changes, "plan": plan} for name, (changes, plan) in cases.items()]
             (folder / "cases.json").write_text(json.dumps(listed))
-            launched = launch(
-                WORKER,
-                [str(folder / "cases.json"), str(folder)],
-                ranks=ranks,
-                budget_s=240,
-                environment={"OMP_NUM_THREADS": "1"},
-            )
-            assert launched.ok, launched.failure or launched.stderr_tail[-3000:]
+            run_module(WORKER, [str(folder / "cases.json"), str(folder)], ranks)
 
         # One that failed is not tried again: its folder is there, and says why.
         return made_once(tmp_path_factory, f"plans-{ranks}", make)
@@ -295,7 +287,9 @@ def _verdict(folder: Path, name: str) -> dict:
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    [(2, name) for name in TWO | TYPES] + [(4, name) for name in FOUR] + [(8, name) for name in EIGHT],
+    [(2, name) for name in TWO | TYPES]
+    + [pytest.param(4, name, marks=[pytest.mark.long] * name.startswith("compiled")) for name in FOUR]
+    + [(8, name) for name in EIGHT],
 )
 def test_a_plan_computes_what_one_process_computes(results, ranks: int, name: str) -> None:
     found = _verdict(results(ranks), name)
@@ -330,14 +324,7 @@ def precisions(tmp_path_factory) -> dict:
     """Losses of plans in two precisions, and differences of kernels, from one launch."""
 
     def make(folder: Path) -> None:
-        launched = launch(
-            "tests.executor.workers.precision_worker",
-            [str(folder / "losses.json")],
-            ranks=2,
-            budget_s=120,
-            environment={"OMP_NUM_THREADS": "1"},
-        )
-        assert launched.ok, launched.failure or launched.stderr_tail[-3000:]
+        run_module("tests.executor.workers.precision_worker", [str(folder / "losses.json")], 2)
 
     return json.loads((made_once(tmp_path_factory, "precision", make) / "losses.json").read_text())
 

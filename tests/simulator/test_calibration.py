@@ -1,13 +1,13 @@
 """What a profile changes in an estimate, and what it leaves alone."""
 
 import dataclasses
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from simulator.calibration.calibration import Effects, RuntimeCosts, without
+from simulator.calibration.calibration import Calibration, Effects, RuntimeCosts, without
 from simulator.calibration.intervals import interval_table
 from simulator.calibration.kernel_samples import operators_of
 from simulator.closed_form.estimates import estimate_plans
@@ -353,13 +353,17 @@ def test_layers_that_this_version_cannot_read_are_passed_over() -> None:
     assert fit_runtimes(profile(layers=invalid), cluster(), whole) == {}
 
 
+@cache
+def shipped(gpus: int) -> Calibration:
+    """Return what the shipped profile of four H200 says of so many of them."""
+    found = calibrated(read_profile(EXAMPLES / "profiles" / "h200x4.json"), take_gpus(cluster(), gpus))
+    assert found is not None
+    return found
+
+
 def test_a_part_of_the_measured_machine_is_calibrated_as_the_whole() -> None:
     """Layers that ran on four GPUs say the same of two of them: what they took does not depend on the question."""
-    profile = read_profile(EXAMPLES / "profiles" / "h200x4.json")
-    whole, part = (
-        calibrated(dataclasses.replace(profile), take_gpus(cluster(), gpus)).runtime("torchtitan", compiled=False)
-        for gpus in (4, 2)
-    )
+    whole, part = (shipped(gpus).runtime("torchtitan", compiled=False) for gpus in (4, 2))
 
     assert whole.host["fsdp_layer_s"] > 1e-3
     assert part == whole
@@ -367,8 +371,7 @@ def test_a_part_of_the_measured_machine_is_calibrated_as_the_whole() -> None:
 
 def test_a_runtime_that_is_like_another_borrows_what_was_measured_of_it() -> None:
     """The executor has torchtitan's costs but for Python between tensors, until layers of its own were run."""
-    borrowed = calibrated(read_profile(EXAMPLES / "profiles" / "h200x4.json"), cluster())
-    assert borrowed is not None
+    borrowed = shipped(4)
     titan, executor = (borrowed.runtime(name, compiled=False) for name in ("torchtitan", "meshwright"))
     own = dataclasses.replace(
         borrowed, runtimes={("meshwright", False): RuntimeCosts(kernel_factor=1.2, host=HOST, runs=4)}
@@ -387,7 +390,7 @@ def test_layers_of_a_runtime_like_another_say_the_same_as_of_that_other() -> Non
     own = [dataclasses.replace(sample, runtime={**sample.runtime, "name": "meshwright"}) for sample in titan]
 
     def second_layer(layers: list[LayerSample], name: str) -> float:
-        known = dataclasses.replace(measured, layers=tuple(layers))
+        calibration = calibrated(dataclasses.replace(measured, layers=tuple(layers)), cluster())
         one, two = (
             estimate_plans(
                 Scenario(
@@ -395,7 +398,7 @@ def test_layers_of_a_runtime_like_another_say_the_same_as_of_that_other() -> Non
                     cluster=cluster(),
                     workload=workload(Plan(dp_shard=2), 256),
                     runtime=Runtime(name=name),
-                    calibration=calibrated(known, cluster()),
+                    calibration=calibration,
                 ),
                 [Plan(dp_shard=2)],
             ).breakdown_s["host"][0]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import os
-import socket
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
 from torch import distributed as dist
-from torch import multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional
@@ -21,6 +18,7 @@ from executor.sharding import ShardedFunction, api, capture, shard
 from planner.sharding.answer import answer_request
 from planner.sharding.backends.dtensor_file import write_dtensor_file
 from simulator.sharded.program import read_program
+from tests.executor.forked_ranks import start
 from topology.catalog.cluster_file import load_cluster
 
 
@@ -40,28 +38,22 @@ def planned_here(document, *, cluster=None):
     return read_program(msgspec.json.decode(msgspec.json.encode(program)), where="the test")
 
 
-def _spawn(work, ranks: int, *args) -> None:
+def _on_ranks(work, ranks: int, *args) -> None:
     """Call `work(*args)` on ranks of one gloo group, each a process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(_join, (ranks, port, work, args), nprocs=ranks)
+    start(_join, ranks, work, args)
 
 
-def _join(rank, ranks, port, work, args):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+def _join(work, args):
+    dist.init_process_group("gloo")
     try:
         work(*args)
     finally:
         dist.destroy_process_group()
-    os._exit(0)  # torch's threads can outlive the interpreter, which then aborts
 
 
 def run(cases: list[Case], ranks: int, *, quick: bool = True) -> None:
     """Every case on `ranks` processes; the first difference to one process is raised."""
-    _spawn(_worker, ranks, cases, quick)
+    _on_ranks(_worker, ranks, cases, quick)
 
 
 def _worker(cases, quick):
@@ -106,7 +98,7 @@ def run_files(cases: list[Case], ranks: int, folder) -> None:
         text = write_dtensor_file(answer.captured, captured.graph, answer.plan, title=case.name)
         files.append(folder / f"placed_{number}.py")
         files[-1].write_text(text)
-    _spawn(_file_worker, ranks, cases, files)
+    _on_ranks(_file_worker, ranks, cases, files)
 
 
 def _file_worker(cases, files):
@@ -140,7 +132,7 @@ CALLS = {
 
 
 def run_function(ranks: int) -> None:
-    _spawn(_function_worker, ranks, ranks)
+    _on_ranks(_function_worker, ranks, ranks)
 
 
 def _function_worker(ranks):

@@ -1,0 +1,67 @@
+"""Ranks of one gloo group on this machine, forked from a process that has imported torch: four start in the time of one.
+
+For tests of what ranks compute. Those of how ranks are started, watched and ended use `executor.launch`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.pipelining",
+    "executor.parallel.parallelize",
+    "executor.verify.plans",
+    "executor.verify.overlap",
+]
+
+
+def start(work: Callable[..., None], ranks: int, *args: Any, budget_s: float = 240.0) -> None:
+    """Call `work(*args)` on every rank, with torchrun's variables set; raise what a rank raised, or TimeoutError."""
+    from torch import multiprocessing as torch_processes
+
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = torch_processes.start_processes(
+        _rank, (ranks, port, work, args), nprocs=ranks, join=False, start_method="forkserver"
+    )
+    end = time.monotonic() + budget_s
+    try:
+        while not running.join(timeout=max(0.0, end - time.monotonic())):
+            if time.monotonic() > end:
+                raise TimeoutError(f"{ranks} ranks have not ended within {budget_s:g} s")
+    finally:
+        for process in running.processes:
+            process.kill()
+
+
+def run_module(module: str, arguments: list[str], ranks: int, **limits: float) -> None:
+    """Run a module of workers on every rank as torchrun would."""
+    start(_run_module, ranks, module, arguments, **limits)
+
+
+def _run_module(module: str, arguments: list[str]) -> None:
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__")
+
+
+def _rank(rank: int, ranks: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    import torch
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    torch.set_num_threads(1)
+    work(*args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # torch's threads can outlive the interpreter, which then aborts
