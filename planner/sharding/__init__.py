@@ -36,8 +36,9 @@ Reading order, which is also the order of the work:
       alike.py            layers that stand for one another
       message_passing.py  a lower bound of all choices, and what each alternative costs above it at least
       by_messages.py      the choice of least time: that bound, and an exact solution of what it leaves
+      deadline.py         when there has to be an answer
       integer_program.py  the choice as an integer program, built
-      solvable_program.py and solved: linear relaxation, then CP-SAT
+      solvable_program.py and solved: linear relaxation, then branch and bound (HiGHS) or CP-SAT
       candidates.py       options, layouts and redistributions of a whole graph
       choose.py           the cheapest consistent choice, proved
     plans/                the answer

@@ -25,8 +25,9 @@ class Mesh:
 
     def size(self, axes: str | Iterable[str]) -> int:
         """Return the number of ranks in a group over `axes` (one name or several)."""
-        names = (axes,) if isinstance(axes, str) else axes
-        return prod(self.shape[self.names.index(name)] for name in names)
+        if isinstance(axes, str):
+            return self.shape[self.names.index(axes)]
+        return prod(self.shape[self.names.index(name)] for name in axes)
 
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Return `axes` in mesh order."""

@@ -20,6 +20,7 @@ from planner.sharding.operators.options import (
 from planner.sharding.problem.problem import ShardingProblem
 from planner.sharding.problem.schedule import Schedule
 from planner.sharding.solver.alike import Alike, find_alike
+from planner.sharding.solver.deadline import Deadline
 from planner.sharding.solver.policies import follow_weights, keep_agreeing_operands
 from planner.sharding.solver.pricing import BytesPricing, Pricing
 from simulator.config.runtime import ELEMENT_BYTES
@@ -37,6 +38,7 @@ class LayoutCandidates:
     alike: Alike
     options: list[list[ShardingOption]]
     layouts: dict[str, list[Layout]]
+    deadline: Deadline = field(default_factory=Deadline)
     # tensors of one shape and dtype share their shortest paths
     _shared: dict[tuple[tuple[int, ...], str, frozenset[str], bool], Redistributor] = field(default_factory=dict)
 
@@ -72,13 +74,20 @@ class LayoutCandidates:
 
 
 def enumerate_candidates(
-    problem: ShardingProblem, pricing: Pricing | None = None, alike: Alike | None = None
+    problem: ShardingProblem,
+    pricing: Pricing | None = None,
+    alike: Alike | None = None,
+    deadline: Deadline | None = None,
 ) -> LayoutCandidates:
-    """Return all alternatives of `problem`. Raises Infeasible where an operator has too many sharding options."""
+    """Return all alternatives of `problem`.
+
+    Raises Infeasible where an operator has too many sharding options, or `deadline` is over.
+    """
+    deadline = deadline or Deadline()
     tensors, fixed = problem.tensors, {**problem.input_layouts, **problem.pins}
     alike = alike or find_alike(problem.graph, fixed, fold=False)
     first = [members[0] for members in alike.members()]
-    options = _operator_options(problem, first)
+    options = _operator_options(problem, first, deadline)
     names = [members[0] for members in alike.tensor_members()]
     needed: dict[int, dict[Layout, None]] = {number: {} for number in range(len(names))}
     members = alike.members()
@@ -98,6 +107,7 @@ def enumerate_candidates(
         alike=alike,
         options=options,
         layouts=layouts,
+        deadline=deadline,
     )
     for number, name in enumerate(names):
         candidates.redistributor_for(name).allow_irregular_specs([*layouts[name], *needed[number]])
@@ -115,14 +125,18 @@ def operand_names(problem: ShardingProblem, number: int) -> list[str]:
     return [*(name for name, _ in operator.operands), *operator.unannotated]
 
 
-def _operator_options(problem: ShardingProblem, numbers: Sequence[int]) -> list[list[ShardingOption]]:
+def _operator_options(
+    problem: ShardingProblem, numbers: Sequence[int], deadline: Deadline
+) -> list[list[ShardingOption]]:
     """Return the sharding options, of the operators with these numbers, that the policy of `problem` leaves open."""
     irregular_specs = _irregular_specs(problem)
     pending = possible_reductions(problem.operators, problem.input_layouts, problem.mesh)
-    options = [
-        sharding_options(operator, problem.tensors, problem.mesh, pending=pending, irregular_specs=irregular_specs)
-        for operator in (problem.operators[number] for number in numbers)
-    ]
+    options = []
+    for operator in (problem.operators[number] for number in numbers):
+        deadline.check()
+        options.append(
+            sharding_options(operator, problem.tensors, problem.mesh, pending=pending, irregular_specs=irregular_specs)
+        )
     if problem.policy == "follow_weights":
         return follow_weights(problem, options)
     return keep_agreeing_operands(problem, options) if problem.policy is None else options

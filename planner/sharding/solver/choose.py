@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from time import monotonic
 
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.operators.options import ShardingOption
@@ -26,11 +25,15 @@ from planner.sharding.solver.alike import find_alike
 from planner.sharding.solver.assignment import Assignment, unsatisfiable
 from planner.sharding.solver.by_messages import solve_by_messages
 from planner.sharding.solver.candidates import LayoutCandidates, enumerate_candidates, operand_names
+from planner.sharding.solver.deadline import Deadline
 from planner.sharding.solver.pricing import pricing_of
 from planner.sharding.solver.solvable_program import SolvableProgram
 from topology.errors import Infeasible
 
 FOLDED_POLICIES = frozenset({"min_time", "min_ring_bytes"})  # those under which layers that are alike are placed alike
+
+
+LISTING_S = 1.5  # beyond a time limit, for the alternatives to be listed: there is no answer before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,15 +57,15 @@ class Choice:
 
 def choose(problem: ShardingProblem) -> tuple[Choice, LayoutCandidates]:
     """Return the cheapest choice and the candidates it was made from. Raises Infeasible where there is none."""
-    started = monotonic()
+    deadline = Deadline.after(problem.time_limit_s)
+    listed_by = Deadline(deadline.end + LISTING_S)
     pricing = pricing_of(problem.mesh, problem.machine)
     fixed = {**problem.input_layouts, **problem.pins}
     fold = problem.policy in FOLDED_POLICIES and not problem.schedule and problem.stages is None
-    candidates = enumerate_candidates(problem, pricing, find_alike(problem.graph, fixed, fold=fold))
+    candidates = enumerate_candidates(problem, pricing, find_alike(problem.graph, fixed, fold=fold), listed_by)
     program = SolvableProgram(candidates)
-    end = None if problem.time_limit_s is None else started + problem.time_limit_s
     timed = problem.machine is not None
-    assignment, bound = solve_by_messages(program, end) if timed else (_solve_bytes(program), None)
+    assignment, bound = solve_by_messages(program, deadline) if timed else (_solve_bytes(program), None)
     cost = program.cost_of(assignment)
     return _flat(candidates, assignment, cost, cost if bound is None else min(bound, cost)), candidates
 
@@ -70,7 +73,7 @@ def choose(problem: ShardingProblem) -> tuple[Choice, LayoutCandidates]:
 def _solve_bytes(program: SolvableProgram) -> Assignment:
     """Return the assignment of fewest ring bytes and, among those, of fewest collectives, ring steps and slices."""
     program.build()
-    relaxed = program.relax(None)
+    relaxed = program.relax()
     if relaxed is None:
         raise unsatisfiable()
     bound, reduced, _ = relaxed

@@ -36,7 +36,7 @@ class IntegerProgram:
         self.candidates, self.problem = candidates, candidates.problem
         self.mesh, self.timed = self.problem.mesh, isinstance(candidates.pricing, TimePricing)
         self.move_times = (
-            MoveTimes(self.mesh, candidates.pricing) if isinstance(candidates.pricing, TimePricing) else None
+            MoveTimes(self.mesh, candidates.pricing, candidates.deadline) if isinstance(candidates.pricing, TimePricing) else None
         )
         self.memory_unit = 1.0
         self.allowed: Mapping[Pairs, NDArray[np.bool_]] = {}
@@ -280,7 +280,7 @@ class IntegerProgram:
         by_phase: dict[tuple[int, Layout], dict[bool, tuple[int, int]]] = {}
         for consumer, position in uses:
             number = self.members[consumer][0]
-            backward = self._is_backward(number) and self.problem.memory is not None  # else all copies are kept
+            backward = self.is_backward(number)
             needed, options = self.needs_of(consumer, position)
             costs, ties = self.move_costs(each, layouts, needed, number)
             late = np.array([[int(layout != need) for need in needed] for layout in layouts])
@@ -314,7 +314,7 @@ class IntegerProgram:
                 (kept,) = self._add([-cost], [0])  # what the backward pass would pay for the move is given back
                 for move in (forward, backward):
                     self.most.add([np.array([kept]), np.array([move])], [1, -1], 0)
-                self.kept.append((int(kept), each, need, self._local_bytes(name, need) * count))
+                self.kept.append((int(kept), each, need, self.copy_bytes(name, need) * count))
 
     def _add_stage_sends(self, name: str, layouts: Sequence[Layout], variables: Integers) -> None:
         """Add the sends to every other pipeline stage that uses a tensor."""
@@ -348,7 +348,8 @@ class IntegerProgram:
                 sides = [np.array([side[layout]] if layout in side else [], dtype=np.int64) for side in (mine, other)]
                 self.equal.add(sides, [1, -1], 0)
 
-    def _local_bytes(self, name: str, layout: Layout) -> float:
+    def copy_bytes(self, name: str, layout: Layout) -> float:
+        """Return the bytes of a rank's piece."""
         tensor = self.problem.tensors[name]
         return float(prod(local_shape(tensor.shape, layout, self.mesh)) * ELEMENT_BYTES[tensor.dtype])
 
@@ -374,7 +375,7 @@ class IntegerProgram:
         limit, graph = self.problem.memory, self.problem.graph
         if limit is None:
             return 0.0
-        own = self._local_bytes(name, layout)
+        own = self.copy_bytes(name, layout)
         if name in graph.parameters:
             elements = own / ELEMENT_BYTES[self.problem.tensors[name].dtype]
             return own + elements * limit.state_bytes_per_parameter
@@ -390,9 +391,10 @@ class IntegerProgram:
             return False
         return any(number >= start for number, _ in self._consumers.get(name, ()))
 
-    def _is_backward(self, number: int) -> bool:
+    def is_backward(self, number: int) -> bool:
+        """Return whether an operator makes its copies again, unless they are kept; without a limit all are kept."""
         start = self.problem.graph.backward_start
-        return start is not None and number >= start
+        return start is not None and number >= start and self.problem.memory is not None
 
 
 def _tie(cost: Cost, *, replicated: int = 0) -> int:

@@ -7,7 +7,8 @@ after moving them along the messages is what a label or a pair costs above the b
 the best answer known are no part of a better one, and are left out before anything is solved exactly.
 
 A redistribution that several consumers share is paid once: each is told a share of it, so the sum over those who use it is
-never more than what they pay. A limit of memory is a price for held bytes (a Lagrange multiplier).
+never more than what they pay. A limit of memory is a price for held bytes (a Lagrange multiplier), also for those of copies
+that the forward pass makes and the backward pass uses again.
 """
 
 from __future__ import annotations
@@ -63,14 +64,45 @@ class _Edge:
     def message(self, sweep: int) -> Numbers:
         return self.down if sweep == 0 else self.up
 
+    @property
+    def shares(self) -> Numbers:
+        """The costs from layouts of the tensor to those that are needed."""
+        return self.costs.T if self.turned else self.costs
+
+    def add(self, change: Numbers) -> None:
+        self.costs = self.costs + (change.T if self.turned else change)
+
 
 @dataclass(slots=True)
 class _Shared:
-    """The edges of one tensor to its consumers; `columns` are their layouts among the `width` that any of them needs."""
+    """The edges of one tensor to its consumers, which share what a redistribution costs.
+
+    `columns` are their layouts among all that any of them needs. Where the forward and the backward pass need one layout, its
+    copy is made twice, or kept at the price of the memory that it takes: both passes together pay the lesser of the two.
+    """
 
     costs: Numbers  # from layouts of the tensor to all that are needed
+    nbytes: Numbers  # of a copy in each of these
     edges: list[_Edge] = field(default_factory=list)
     columns: list[Integers] = field(default_factory=list)
+    phases: list[int] = field(default_factory=list)  # by edge: 1 where its consumer is in the backward pass
+    _total: Numbers = field(init=False)  # what all consumers pay at most
+
+    def start(self, price: float) -> None:
+        """Share all costs equally."""
+        self.reprice(price)
+        for edge, columns in zip(self.edges, self.columns, strict=True):
+            shares = np.where(self.costs[:, columns] < NO_PATH, 1.0, NO_PATH)
+            edge.costs = shares.T if edge.turned else shares
+        self.fit_shares()
+
+    def reprice(self, price: float) -> None:
+        """Set the price of a byte that is kept."""
+        users = [np.zeros(self.costs.shape[1], dtype=bool) for _ in (0, 1)]
+        for columns, phase in zip(self.columns, self.phases, strict=True):
+            users[phase][columns] = True
+        both = users[0] & users[1]
+        self._total = self.costs + np.where(both, np.minimum(self.costs, price * self.nbytes), 0.0)
 
     def reshare(self, spare: Sequence[Numbers]) -> None:
         """Take from every share what it does not need (`spare`, by edge), and give all the same of it."""
@@ -79,14 +111,32 @@ class _Shared:
         taken = []
         possible = self.costs < NO_PATH
         for edge, columns, over in zip(self.edges, self.columns, spare, strict=True):
-            costs = edge.costs.T if edge.turned else edge.costs
-            taken.append(np.where(possible[:, columns], np.minimum(over, costs), 0.0))
+            taken.append(np.where(possible[:, columns], np.minimum(over, edge.shares), 0.0))
             pool[:, columns] += taken[-1]
             users[columns] += 1
         pool /= users
         for edge, columns, less in zip(self.edges, self.columns, taken, strict=True):
-            change = np.where(possible[:, columns], pool[:, columns] - less, 0.0)
-            edge.costs = edge.costs + (change.T if edge.turned else change)
+            edge.add(np.where(possible[:, columns], pool[:, columns] - less, 0.0))
+        self.fit_shares()
+
+    def fit_shares(self) -> None:
+        """Scale all shares to the total, those of one pass to no more than the redistribution costs."""
+        sums = np.zeros((2, *self.costs.shape))
+        count = np.zeros((2, self.costs.shape[1]))
+        for edge, columns, phase in zip(self.edges, self.columns, self.phases, strict=True):
+            sums[phase][:, columns] += edge.shares
+            count[phase][columns] += 1
+        every = np.maximum(sums.sum(0), 1e-300)
+        forward = np.minimum(sums[0] / every * self._total, self.costs)
+        backward = np.where(count[1] > 0, np.minimum(self._total - forward, self.costs), 0.0)
+        wanted = np.stack([np.where(count[0] > 0, self._total - backward, 0.0), backward])
+        possible = self.costs < NO_PATH
+        for edge, columns, phase in zip(self.edges, self.columns, self.phases, strict=True):
+            had, now = sums[phase][:, columns], wanted[phase][:, columns]
+            scaled = np.where(
+                had > 0, edge.shares * (now / np.maximum(had, 1e-300)), now / count[phase][columns]
+            )
+            edge.add(np.where(possible[:, columns], scaled - edge.shares, 0.0))
 
 
 @dataclass(slots=True)
@@ -98,7 +148,7 @@ class MessagePassing:
     held: list[Numbers | None] = field(default_factory=list)
     edges: list[_Edge] = field(default_factory=list)
     bound: float = -np.inf
-    price: float = 0.0  # of a held byte, in picoseconds
+    price: float = 0.0  # of a held byte, in picoseconds: set by `reprice`
     _order: list[int] = field(default_factory=list)
     _of_tensor: dict[int, int] = field(default_factory=dict)
     _ways: list[tuple[list[_Edge], list[_Edge]]] = field(default_factory=list)  # by node: edges to earlier, to later
@@ -107,6 +157,7 @@ class MessagePassing:
     def __post_init__(self) -> None:
         self._add_nodes()
         for each, (made, uses) in enumerate(zip(self.program.producer, self.program.consumers, strict=True)):
+            self.program.candidates.deadline.check()
             self._add_tensor(each, made, uses)
         self._add_ties()
         self._ways = [([], []) for _ in self.nodes]
@@ -157,16 +208,17 @@ class MessagePassing:
         if not uses:
             return
         whole = np.minimum(program.move_costs(each, layouts, list(numbers), users[0])[0] * count, NO_PATH)
-        shared = _Shared(whole)
+        name = program.tensor_members[each][0]
+        shared = _Shared(whole, np.array([program.copy_bytes(name, layout) * count for layout in numbers]))
         columns = [np.array([numbers[layout] for layout in found]) for found in needs]
-        sharing = np.bincount(np.concatenate(columns))
         for (consumer, position), at in zip(uses, columns, strict=True):
             key = ("use", each, consumer, position)
-            costs = np.where(whole[:, at] < NO_PATH, whole[:, at] / sharing[at], NO_PATH)
-            edge = self._add_edge(own, self._needs(consumer, position), costs, key)
+            edge = self._add_edge(own, self._needs(consumer, position), whole[:, at], key)
             shared.edges.append(edge)
             shared.columns.append(at)
+            shared.phases.append(int(program.is_backward(program.members[consumer][0])))
         if len(uses) > 1:
+            shared.start(self.price)
             self._shared.append(shared)
 
     def _results(self, made: int) -> _Ends:
@@ -229,6 +281,13 @@ class MessagePassing:
     def _limit(self) -> float:
         memory = self.program.problem.memory
         return 0.0 if memory is None else self.price * memory.limit_bytes
+
+    def reprice(self, price: float) -> None:
+        """Set the price of a held byte, in picoseconds."""
+        self.price = price
+        for shared in self._shared:
+            shared.reprice(price)
+            shared.fit_shares()
 
     def reshare(self) -> None:
         """Let consumers that would not use a shared redistribution leave their share of it to the others."""

@@ -21,6 +21,7 @@ from planner.sharding.layouts.layout import Layout, local_shape
 from planner.sharding.layouts.mesh import Mesh
 from planner.sharding.layouts.redistribution import Redistributor
 from planner.sharding.operators.operator import Tensor
+from planner.sharding.solver.deadline import Deadline
 from planner.sharding.solver.pricing import DUALS, TimePricing
 from simulator.config.runtime import ELEMENT_BYTES
 
@@ -33,6 +34,7 @@ class _LayoutGraph:
     """The layouts of tensors of one divisibility, and the primitives between them."""
 
     redistributor: Redistributor
+    deadline: Deadline
     numbers: dict[Layout, int] = field(default_factory=dict)
     layouts: list[Layout] = field(default_factory=list)
     expanded: int = 0
@@ -53,6 +55,7 @@ class _LayoutGraph:
         moves = self.redistributor
         total = prod(moves.shape) * ELEMENT_BYTES[moves.dtype]
         while self.expanded < len(self.layouts):
+            self.deadline.check()
             source = self.expanded
             self.expanded += 1
             for step in moves.steps(self.layouts[source]):
@@ -81,6 +84,7 @@ class MoveTimes:
 
     mesh: Mesh
     pricing: TimePricing
+    deadline: Deadline = field(default_factory=Deadline)  # of listing layouts
     _graphs: dict[Hashable, _LayoutGraph] = field(default_factory=dict)
     _times: dict[tuple[int, int, int, bool], Times] = field(default_factory=dict)
 
@@ -99,7 +103,7 @@ class MoveTimes:
                 moves = Redistributor(tensor.shape, tensor.dtype, self.mesh, own.irregular_specs, own.excluded_kinds)
             else:
                 moves = Redistributor(tuple(gcd(size, self.mesh.ranks) for size in tensor.shape), _DTYPE, self.mesh)
-            self._graphs[key] = _LayoutGraph(moves)
+            self._graphs[key] = _LayoutGraph(moves, self.deadline)
         return self._graphs[key]
 
     def between(

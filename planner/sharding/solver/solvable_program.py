@@ -1,4 +1,4 @@
-"""An integer program that is solved: its linear relaxation by HiGHS, what is left of it by CP-SAT, and what values mean."""
+"""An integer program that is solved: by HiGHS for time, by CP-SAT for bytes, which are exact; and what values mean."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 from ortools.sat.python import cp_model
-from scipy.optimize import linprog
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_matrix
 
 from planner.sharding.layouts.layout import Layout
 from planner.sharding.solver.assignment import Assignment, Found, unsatisfiable
 from planner.sharding.solver.candidates import operand_names
+from planner.sharding.solver.deadline import NO_DEADLINE, Deadline
 from planner.sharding.solver.integer_program import IntegerProgram
 from planner.sharding.solver.sparse_rows import Integers, Numbers
 from topology.errors import Infeasible
+
+_RELATIVE_GAP = 1e-9
+_INFEASIBLE = 2  # status of scipy.optimize.milp
 
 
 class SolvableProgram(IntegerProgram):
     """Solves what `IntegerProgram` builds."""
 
-    def relax(self, seconds: float | None) -> tuple[float, Numbers, Numbers] | None:
+    def relax(self, deadline: Deadline = NO_DEADLINE) -> tuple[float, Numbers, Numbers] | None:
         """Return the optimum of the linear relaxation, reduced costs and values; None where time runs out.
 
         Raises Infeasible where there is no solution.
@@ -31,7 +35,8 @@ class SolvableProgram(IntegerProgram):
         if not width:
             return 0.0, np.zeros(0), np.zeros(0)
         scale = max(1.0, float(self.costs.max(initial=0)) / 1e5)
-        options = {} if seconds is None else {"time_limit": max(0.01, seconds)}
+        left = deadline.left_s
+        options = {} if left == np.inf else {"time_limit": max(0.01, left)}
         result = linprog(
             self.costs / scale,
             A_ub=self.most.matrix(width),
@@ -58,9 +63,9 @@ class SolvableProgram(IntegerProgram):
         keep: NDArray[np.bool_],
         *,
         limit: tuple[Numbers, float] | None,
-        seconds: float | None = None,
+        deadline: Deadline = NO_DEADLINE,
     ) -> Found | None:
-        """Return the cheapest solution whose variables are all in `keep`, or None where there is none.
+        """Return the cheapest solution whose variables are all in `keep`, or None where none is found before `deadline`.
 
         `limit` bounds a second cost: (cost by variable, its maximum).
         """
@@ -75,6 +80,8 @@ class SolvableProgram(IntegerProgram):
                 continue
             reduced = csr_matrix(matrix[:, kept])
             for row, side in enumerate(rows.sides):
+                if row % 1000 == 0 and deadline.over:
+                    return None
                 span = slice(reduced.indptr[row], reduced.indptr[row + 1])
                 factors, columns, most = reduced.data[span], reduced.indices[span], int(side)
                 if not np.all(factors == np.rint(factors)):  # held bytes
@@ -95,13 +102,13 @@ class SolvableProgram(IntegerProgram):
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 1
         solver.parameters.max_deterministic_time = 20
-        if seconds is not None:
-            solver.parameters.max_time_in_seconds = max(0.01, seconds)
+        if deadline.end != np.inf:
+            solver.parameters.max_time_in_seconds = max(0.01, deadline.left_s)
         status = solver.solve(model)
         if status not in {cp_model.OPTIMAL, cp_model.FEASIBLE}:
             if status == cp_model.INFEASIBLE:
                 return None
-            if seconds is not None:
+            if deadline.end != np.inf:
                 return None
             raise Infeasible(
                 "no proof within the effort set for a choice",
@@ -111,6 +118,39 @@ class SolvableProgram(IntegerProgram):
         values = np.zeros(self._count)
         values[kept] = [float(solver.boolean_value(variable)) for variable in variables]
         return Found(self.read(values), float(values @ costs) * self.unit, status == cp_model.OPTIMAL)
+
+    def branch_and_bound(self, keep: NDArray[np.bool_], deadline: Deadline) -> tuple[Assignment | None, float]:
+        """Return the cheapest solution whose variables are all in `keep`, as far as is known at `deadline`, and a lower bound.
+
+        By HiGHS, whose linear relaxations are nearly integral here; where there is no solution the bound is infinite.
+        """
+        kept = np.flatnonzero(keep)
+        constraints = []
+        for rows, exact in ((self.equal, True), (self.most, False)):
+            matrix = rows.matrix(self._count)
+            if matrix is not None:
+                sides = np.array(rows.sides)
+                constraints.append(LinearConstraint(matrix[:, kept], sides if exact else -np.inf, sides))
+        scale = max(1.0, float(self.costs.max(initial=0)) / 1e5)
+        options = {"mip_rel_gap": _RELATIVE_GAP}
+        if deadline.end != np.inf:
+            options["time_limit"] = max(0.01, deadline.left_s)
+        result = milp(
+            self.costs[kept] / scale,
+            constraints=constraints,
+            integrality=np.ones(len(kept)),
+            bounds=Bounds(0, 1),
+            options=options,
+        )
+        scale *= self.unit
+        if result.status == _INFEASIBLE:
+            return None, np.inf
+        bound = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound) * scale
+        if result.x is None:
+            return None, bound
+        values = np.zeros(self._count)
+        values[kept] = np.rint(result.x)
+        return self.read(values), np.inf if result.status == 0 else bound
 
     def read(self, values: Numbers) -> Assignment:
         """Return the assignment that integral values mean."""
@@ -146,7 +186,7 @@ class SolvableProgram(IntegerProgram):
                 number = self.members[consumer][0]
                 need = self.candidates.options[consumer][assignment.options[consumer]].operands[position][1]
                 excluded = self.candidates.redistributor_for(self.tensor_members[each][0], number).excluded_kinds
-                backward = self._is_backward(number) and self.problem.memory is not None
+                backward = self.is_backward(number)
                 if backward and (each, need) in assignment.kept and (need, excluded, False) in paid:
                     continue
                 if need != home and (need, excluded, backward) not in paid:
@@ -187,11 +227,11 @@ class SolvableProgram(IntegerProgram):
             phases: dict[Layout, set[bool]] = {}
             for consumer, position in uses:
                 need = self.candidates.options[consumer][assignment.options[consumer]].operands[position][1]
-                phases.setdefault(need, set()).add(self._is_backward(self.members[consumer][0]))
+                phases.setdefault(need, set()).add(self.is_backward(self.members[consumer][0]))
             for need, where in phases.items():
                 saved = self.move_costs(each, [home], [need])[0][0, 0] * count
                 if len(where) == 2 and need != home and saved > 0:
-                    nbytes = self._local_bytes(name, need) * count
+                    nbytes = self.copy_bytes(name, need) * count
                     found.append((saved / nbytes, nbytes, each, need))
         left, kept = self.most_held() - self.held(assignment), []
         for _, nbytes, each, need in sorted(found, key=lambda one: -one[0]):

@@ -12,6 +12,7 @@ from planner.sharding.problem.problem import Machine, MemoryLimit
 from planner.sharding.solver.alike import find_alike
 from planner.sharding.solver.by_messages import solve_by_messages
 from planner.sharding.solver.candidates import enumerate_candidates
+from planner.sharding.solver.deadline import Deadline
 from planner.sharding.solver.message_passing import MessagePassing
 from planner.sharding.solver.pricing import pricing_of
 from planner.sharding.solver.solvable_program import SolvableProgram
@@ -31,7 +32,7 @@ def exact(problem):
     program = program_of(problem)
     program.build()
     everything = np.ones(len(program.costs), dtype=bool)
-    found = program.choose(program.costs, everything, limit=None, seconds=3.0)
+    found = program.choose(program.costs, everything, limit=None, deadline=Deadline.after(3.0))
     assume(found is not None and found.proved)
     return program.cost_of(found.assignment), found.assignment
 
@@ -81,7 +82,7 @@ def test_the_answer_is_that_of_the_whole_program(machine, data) -> None:
     least, _ = exact(problem)
     program = program_of(problem)
 
-    found, bound = solve_by_messages(program, None)
+    found, bound = solve_by_messages(program, Deadline())
 
     assert program.cost_of(found) <= least + 10
     assert bound == pytest.approx(least, rel=1e-6, abs=10)
@@ -98,7 +99,7 @@ def test_with_little_memory_the_answer_fits_or_there_is_none(machine, data) -> N
     little = replace(problem, memory=MemoryLimit(limit_bytes=limit))
     program = program_of(little)
     try:
-        found, bound = solve_by_messages(program, None)
+        found, bound = solve_by_messages(program, Deadline())
     except Infeasible:
         return
 

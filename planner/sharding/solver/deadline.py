@@ -1,0 +1,44 @@
+"""When a solver has to answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from time import monotonic
+
+from topology.errors import Infeasible
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A point in time, of `time.monotonic`; infinity where there is no limit."""
+
+    end: float = inf
+
+    @classmethod
+    def after(cls, seconds: float | None) -> Deadline:
+        return cls() if seconds is None else cls(monotonic() + seconds)
+
+    def sooner(self, seconds: float) -> Deadline:
+        """Return this deadline, or the one in `seconds` if that is sooner."""
+        return Deadline(min(self.end, monotonic() + seconds))
+
+    @property
+    def left_s(self) -> float:
+        return self.end - monotonic()
+
+    @property
+    def over(self) -> bool:
+        return self.left_s < 0
+
+    def check(self) -> None:
+        """Raise Infeasible where it is over: for what comes before the first answer."""
+        if self.over:
+            raise Infeasible(
+                "no answer within the time limit",
+                why="none was found before it was over",
+                remedy="a longer limit, fewer mesh axes, or more pinned tensors",
+            )
+
+
+NO_DEADLINE = Deadline()
