@@ -36,7 +36,9 @@ class IntegerProgram:
         self.candidates, self.problem = candidates, candidates.problem
         self.mesh, self.timed = self.problem.mesh, isinstance(candidates.pricing, TimePricing)
         self.move_times = (
-            MoveTimes(self.mesh, candidates.pricing, candidates.deadline) if isinstance(candidates.pricing, TimePricing) else None
+            MoveTimes(self.mesh, candidates.pricing, candidates.deadline)
+            if isinstance(candidates.pricing, TimePricing)
+            else None
         )
         self.memory_unit = 1.0
         self.allowed: Mapping[Pairs, NDArray[np.bool_]] = {}

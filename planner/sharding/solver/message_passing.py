@@ -133,9 +133,7 @@ class _Shared:
         possible = self.costs < NO_PATH
         for edge, columns, phase in zip(self.edges, self.columns, self.phases, strict=True):
             had, now = sums[phase][:, columns], wanted[phase][:, columns]
-            scaled = np.where(
-                had > 0, edge.shares * (now / np.maximum(had, 1e-300)), now / count[phase][columns]
-            )
+            scaled = np.where(had > 0, edge.shares * (now / np.maximum(had, 1e-300)), now / count[phase][columns])
             edge.add(np.where(possible[:, columns], scaled - edge.shares, 0.0))
 
 
