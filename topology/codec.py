@@ -7,7 +7,9 @@ atomic: a reader sees the old file or the new one, never half of either.
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import os
 import platform
 import re
@@ -122,6 +124,18 @@ def to_json(value: Any, *, indent: int | None = 2) -> str:
     encoded = msgspec.json.encode(value)
     text = msgspec.json.format(encoded, indent=indent) if indent is not None else encoded
     return text.decode()
+
+
+def parse_csv(text: str, *, where: str) -> Iterator[tuple[int, dict[str, str | None]]]:
+    """Yield (line, cells by column) of CSV text with a heading; a missing cell is None. Raises BadInput, naming the line."""
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        for row in reader:
+            if None in row:
+                raise BadInput(f"{where}: line {reader.line_num} has more cells than the table has columns")
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise BadInput(f"{where}: line {reader.line_num} is not CSV", why=str(error)) from error
 
 
 def fingerprint(value: Any) -> str:

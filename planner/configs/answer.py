@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planner.configs.configuration import CheckFlags, Configuration
@@ -75,6 +75,34 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The question that a configuration asks: `facts` are how it says its plan, `given` what its reader was given.
+
+    `case` is None where it contradicts itself: see `problems`.
+    """
+
+    configuration: Configuration
+    assumed: tuple[str, ...]
+    given: Facts = field(default_factory=dict)
+    facts: Facts = field(default_factory=dict)
+    case: Case | None = None
+    problems: tuple[Problem, ...] = ()
+
+    def writer(self, where: str, flags: CheckFlags) -> Writer:
+        """Return what writes other plans into the configuration, which has a case."""
+        if self.case is None:
+            raise ValueError("a configuration that contradicts itself has no plan to write over")
+        return Writer(
+            configuration=self.configuration,
+            asked=self.case,
+            facts=self.facts,
+            given=self.given,
+            where=where,
+            flags=flags,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
     """What there is to say about a configuration. `found` is None where it contradicts itself: see `problems`."""
 
@@ -108,20 +136,29 @@ def check_text(
     text that cannot be read or whose model or cluster is not known.
     """
     flags = flags or CheckFlags()
+    asked = ask(text, where, flags, measured=measured)
+    configuration, case = asked.configuration, asked.case
+    if case is None:
+        return Checked(configuration=configuration, problems=asked.problems, assumed=asked.assumed)
+    found = answer_plan(case)
+    base = Checked(configuration=configuration, problems=found.problems, assumed=case.assumed, found=found)
+    written = asked.writer(where, flags)
+    single = _changes(found, written) if changes else ()
+    return replace(base, changes=single, **(_best(found, written, single, progress) if search and changes else {}))
+
+
+def ask(text: str, where: str, flags: CheckFlags, *, measured: Calibrations = UNMEASURED) -> Asked:
+    """Return the question that a configuration asks, without its answer. Raises BadInput as `check_text` does."""
     configuration = read_configuration(text, where, flags)
     model, cluster, gpus, assumed = _inputs(configuration, flags)
     try:
         given = _given(configuration, flags, model, cluster, gpus)
         facts = read(configuration.table, configuration.settings, given)
-        asked = _case(configuration, facts, model, cluster, measured, where, assumed)
+        case = _case(configuration, facts, model, cluster, measured, where, assumed)
     except PlannerError as error:
         problem = Problem(rule="configuration", grade=Grade.ILLEGAL, message=str(error).replace("\n ", ";"))
-        return Checked(configuration=configuration, problems=(problem,), assumed=tuple(assumed))
-    found = answer_plan(asked)
-    base = Checked(configuration=configuration, problems=found.problems, assumed=asked.assumed, found=found)
-    written = Writer(configuration=configuration, asked=asked, facts=facts, given=given, where=where, flags=flags)
-    single = _changes(found, written) if changes else ()
-    return replace(base, changes=single, **(_best(found, written, single, progress) if search and changes else {}))
+        return Asked(configuration=configuration, assumed=tuple(assumed), problems=(problem,))
+    return Asked(configuration=configuration, assumed=case.assumed, given=given, facts=facts, case=case)
 
 
 # What the file is about.

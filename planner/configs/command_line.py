@@ -143,7 +143,7 @@ class CommandLine(Document):
         added = []
         for key, value in changes.items():
             if key not in self.flags:
-                added += [] if value in {None, False} else [key if value is True else f"{key} {_word(value)}"]
+                added += [] if value is None or value is False else [key if value is True else f"{key} {_word(value)}"]
             else:
                 edits.append(self._edit(self.flags[key], value))
         if added:

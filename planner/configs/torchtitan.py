@@ -14,7 +14,7 @@ from planner.export.frameworks import torchtitan_fields
 from planner.export.mapping import Settings, keys_of
 from planner.export.schema import schema
 from simulator.config.model import Model
-from topology.errors import PlannerError
+from topology.errors import BadInput, PlannerError
 
 # Names until 0.1, and those of today.
 OLD_KEYS = {
@@ -134,9 +134,10 @@ def read_command(text: str, where: str) -> Configuration:
         word = f"{torchtitan_fields.SUBCOMMAND}:{wanted}"
         if mode:
             return edited.replace(mode, word)
-        last = max(
-            flag.end for flag in CommandLine(edited, where, lambda _: None).flags.values()
-        )  # it ends the options
+        options = CommandLine(edited, where, lambda _: None).flags.values()
+        if not options:
+            raise BadInput(f"{where} has no option that {word} could follow")
+        last = max(flag.end for flag in options)  # it ends the options
         return f"{edited[:last]} {word}{edited[last:]}"
 
     return Configuration(

@@ -5,9 +5,8 @@ What was measured may stand in the log of a run, which `measured.log` names, rel
 
 from __future__ import annotations
 
-import csv
-import io
 import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ def read_runs(path: str | Path) -> list[dict[str, Any]]:
 
 def _read(name: str) -> list[dict[str, Any]]:
     if name.endswith(".csv"):
-        rows = list(csv.DictReader(io.StringIO(codec.read_text(name))))[:MOST_ROWS]
-        return [_case_of_row(row, f"{name}:{line}") for line, row in enumerate(rows, start=2)]
+        rows = islice(codec.parse_csv(codec.read_text(name), where=name), MOST_ROWS)
+        return [_case_of_row(row, f"{name}:{line}") for line, row in rows]
     if name.endswith(".jsonl"):
         lines = [line for line in codec.read_text(name).splitlines() if line.strip()][:MOST_ROWS]
         found = [codec.parse_json(line, where=f"{name}:{number}") for number, line in enumerate(lines, start=1)]
@@ -44,11 +43,9 @@ def _read(name: str) -> list[dict[str, Any]]:
     return list(read_cases(name)[0])
 
 
-def _case_of_row(row: dict[str, Any], where: str) -> dict[str, Any]:
+def _case_of_row(row: dict[str, str | None], where: str) -> dict[str, Any]:
     case: dict[str, Any] = {"id": where}
     for column, cell in row.items():
-        if column is None:
-            raise BadInput(f"{where} has more cells than the table has columns")
         if cell is None or not cell.strip():
             continue
         *path, last = column.strip().split(".")

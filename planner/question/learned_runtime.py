@@ -6,6 +6,7 @@ learned is a `RuntimeCosts`, as a calibration has them of a runtime whose layers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -53,6 +54,7 @@ class LearnedRuntime:
 
 
 HOST_FIELDS = frozenset(f.name for f in fields(HostSpec)) - {"synchronizes", "plain_tensors"}
+LEAST_FACTOR, MOST = 1e-6, 1e6  # of what is described, and seconds: wider than any runtime
 FACTORS = ("kernel_factor", "collective_factor", "memory_factor")
 
 
@@ -79,10 +81,15 @@ def read_learned(path: str | Path) -> LearnedRuntime:
             raise BadInput(
                 f"{path}: fitted.{name} is no cost of a runtime", why=f"known: {', '.join(sorted(HOST_FIELDS))}"
             )
-        if not 0 <= one.value < float("inf") or (name in FACTORS and one.value == 0):
+        least = LEAST_FACTOR if name in FACTORS else 0.0
+        if not least <= one.low <= one.value <= one.high <= MOST:
             raise BadInput(
-                f"{path}: fitted.{name} is {one.value:g}", why="factors are above 0, seconds are not negative"
+                f"{path}: fitted.{name} is {one.value:g}, {one.low:g} to {one.high:g}",
+                why=f"a value lies in its range, and that in {least:g} to {MOST:g}",
             )
+    errors = [error for error in found.left_out.values() if error is not None]
+    if found.rows < 1 or not all(0 <= error < math.inf for error in errors):
+        raise BadInput(f"{path}: rows or left_out cannot be", why="runs are at least one, errors are not negative")
     return found
 
 

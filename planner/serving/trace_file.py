@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterable, Mapping
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from simulator.serving.traffic import Request
-from topology.codec import read_text
+from topology.codec import parse_csv, read_text
 from topology.errors import BadInput
 
 MAX_REQUESTS = 100_000
@@ -25,7 +23,7 @@ def read_trace(path: str) -> tuple[Request, ...]:
     Raises BadInput, naming the line, for what is none.
     """
     text = read_text(path)
-    rows = _csv_rows(text) if Path(path).suffix.lower() == ".csv" else _json_rows(path, text)
+    rows = _csv_rows(path, text) if Path(path).suffix.lower() == ".csv" else _json_rows(path, text)
     found: list[Request] = []
     for number, row in rows:
         if len(found) >= MAX_REQUESTS:
@@ -36,9 +34,9 @@ def read_trace(path: str) -> tuple[Request, ...]:
     return tuple(sorted(found))
 
 
-def _csv_rows(text: str) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    for number, row in enumerate(csv.DictReader(StringIO(text)), 2):
-        yield number, {name: _number(value) for name, value in row.items() if name is not None}
+def _csv_rows(path: str, text: str) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    for number, row in parse_csv(text, where=path):
+        yield number, {name: _number(value) for name, value in row.items()}
 
 
 def _number(text: Any) -> Any:

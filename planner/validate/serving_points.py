@@ -121,7 +121,7 @@ def read_point(row: ServingRow) -> Point:
 
 def engine_named(backend: str) -> str:
     """Return the engine of a source's words for its software and its release, or an empty string."""
-    word, *rest = [*backend.lower().split(), ""]
+    word, *rest = [*(backend.lower().split() or [""]), ""]
     found = next((_ENGINES[name] for name in sorted(_ENGINES, key=len, reverse=True) if word.startswith(name)), "")
     # Releases with .post are of NVIDIA Dynamo, which counts its own.
     before = re.fullmatch(r"v?0[0-9.]*|\(2024\)", rest[0]) is not None and not word.startswith("dynamo")

@@ -7,7 +7,7 @@
 Every plan is asked for, saved and exported with the commands a user types; what then runs is the command that the export
 names, in its folder, with the options appended that it says no plan decides: tokenizer, data and steps. DeepSpeed needs a
 program: `deepspeed_program.py` beside this file. OUT/rows.jsonl has a line for each plan as soon as it ended, OUT/ID.log
-what the tool printed.
+what the tool printed. `prepare` needs no GPU; OUT may be copied to the machine that runs.
 """
 
 from __future__ import annotations
@@ -172,8 +172,10 @@ def run_all(options: argparse.Namespace) -> None:
     until = time.monotonic() + options.budget
     out: Path = options.out
     rows = [json.loads(path.read_text()) for path in sorted(out.glob(f"*/{PREDICTED}"))]
-    order = list(PLANS_BY_GPUS[rows[0]["gpus"]])
-    for row in sorted(rows, key=lambda row: order.index(row["id"]) % 4):  # in turns, should time run out
+    every = list(PLANS_BY_GPUS[rows[0]["gpus"]])
+    in_turns = sorted(every, key=lambda name: every.index(name) % 4)  # both frameworks, should time run out
+    order = [*options.first, *(name for name in in_turns if name not in options.first)]
+    for row in sorted(rows, key=lambda row: order.index(row["id"])):
         left = until - time.monotonic()
         if left < LEAST_S:
             row.update(status="not run", code="out of time", measured=None)
@@ -216,6 +218,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=220.0, help="seconds for everything")
     parser.add_argument("--profile", default="", help="a measured profile, to predict from as well")
     parser.add_argument("--text", type=Path, default=Path(), help="folder of tokenizer/ and c4_test/, for torchtitan")
+    parser.add_argument("--first", nargs="*", default=[], help="for run: plans before all others, in this order")
     parser.add_argument("--gpus", type=int, default=4, choices=tuple(PLANS_BY_GPUS), help="for prepare")
     options = parser.parse_args()
     if options.what == "prepare":

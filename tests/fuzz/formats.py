@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,10 @@ from simulator.config.workload import Workload
 from simulator.fitting.calibration_fit import Calibrations
 from simulator.program.chrome_trace import from_kineto
 from simulator.sharded.program import read_program
-from tests.fuzz.mutations import JUNK, damaged_json, damaged_text
+from tests.fuzz.configurations import CONFIGURATIONS
+from tests.fuzz.format import Format, json_inputs, text_inputs
+from tests.fuzz.mutations import damaged_text
+from tests.fuzz.serving import SERVING
 from topology import codec
 from topology.catalog.cluster_file import parse_cluster
 from topology.catalog.clusters import cluster
@@ -61,14 +63,6 @@ DATA = ROOT / "tests" / "data"
 EXAMPLES = ROOT / "examples"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
-    """`inputs` draws texts; `read` uses one, written to the given path, and returns what would be shown."""
-
-    inputs: Callable[[], st.SearchStrategy[str]]
-    read: Callable[[str, Path], list[Any]]
-
-
 def _json(path: Path) -> Any:
     return json.loads(path.read_text("utf-8"))
 
@@ -77,21 +71,15 @@ def _texts(*patterns: str) -> list[str]:
     return [path.read_text("utf-8") for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path.is_file()]
 
 
-def _json_inputs(corpus: Callable[[], list[Any]]) -> Callable[[], st.SearchStrategy[str]]:
-    return lambda: st.one_of(damaged_json(corpus()), damaged_json(corpus()), JUNK.map(json.dumps))
-
-
-def _text_inputs(corpus: Callable[[], list[str]]) -> Callable[[], st.SearchStrategy[str]]:
-    return lambda: st.one_of(damaged_text(corpus()), damaged_text(corpus()), st.text(max_size=400))
-
-
 # --- corpora ----------------------------------------------------------------------------------------------------------
 
 
 @cache
 def cases() -> list[Any]:
+    """A few cases of every table and the shipped plans, as far as they are quick to simulate."""
     found = [case for path in sorted((DATA / "cases").glob("*.json")) for case in _json(path)[:6]]
-    return [*found, *(_json(path) for path in sorted((EXAMPLES / "plans").glob("*.json")))]
+    found += [_json(path) for path in sorted((EXAMPLES / "plans").glob("*.json"))]
+    return [case for case in found if case["plan"].get("pp", 1) == 1]
 
 
 @cache
@@ -217,7 +205,7 @@ FLAGS = [
 
 def _read_cases(text: str, path: Path) -> list[Any]:
     path.write_text(text, "utf-8")
-    return [plan_document(answer_plan(load_case(case))) for case in read_cases(path)[0][:3]]
+    return [plan_document(answer_plan(load_case(case))) for case in read_cases(path)[0][:1]]
 
 
 def _read_plan_file(text: str, path: Path) -> list[Any]:
@@ -317,25 +305,25 @@ def _read_flags(text: str, _path: Path) -> list[Any]:
 
 
 FORMATS = {
-    "case": Format(inputs=_json_inputs(cases), read=_read_cases),
-    "plan file": Format(inputs=_json_inputs(plan_files), read=_read_plan_file),
-    "run report": Format(inputs=_json_inputs(runs), read=_read_run),
-    "tuning": Format(inputs=_text_inputs(tunings), read=_read_tuning),
-    "cluster": Format(inputs=_json_inputs(clusters), read=_read_cluster),
-    "profile": Format(inputs=_json_inputs(profiles), read=_read_profile),
-    "measurement": Format(inputs=_json_inputs(measurements), read=_read_measurement),
-    "config.json": Format(inputs=_json_inputs(_configs), read=_read_config),
+    "case": Format(inputs=json_inputs(cases), read=_read_cases),
+    "plan file": Format(inputs=json_inputs(plan_files), read=_read_plan_file),
+    "run report": Format(inputs=json_inputs(runs), read=_read_run),
+    "tuning": Format(inputs=text_inputs(tunings), read=_read_tuning),
+    "cluster": Format(inputs=json_inputs(clusters), read=_read_cluster),
+    "profile": Format(inputs=json_inputs(profiles), read=_read_profile),
+    "measurement": Format(inputs=json_inputs(measurements), read=_read_measurement),
+    "config.json": Format(inputs=json_inputs(_configs), read=_read_config),
     "captured": Format(
-        inputs=_json_inputs(lambda: [_json(EXAMPLES / "sharding" / "captured.json")]), read=_read_captured
+        inputs=json_inputs(lambda: [_json(EXAMPLES / "sharding" / "captured.json")]), read=_read_captured
     ),
-    "sharding": Format(inputs=_json_inputs(lambda: [_json(EXAMPLES / "sharding" / "layer.json")]), read=_read_sharding),
-    "trace": Format(inputs=_json_inputs(traces), read=_read_trace),
+    "sharding": Format(inputs=json_inputs(lambda: [_json(EXAMPLES / "sharding" / "layer.json")]), read=_read_sharding),
+    "trace": Format(inputs=json_inputs(traces), read=_read_trace),
     "topo -m": Format(
-        inputs=_text_inputs(lambda: _texts("tests/data/topo/*.txt", "tests/data/h200x4/*topo_m.txt")),
+        inputs=text_inputs(lambda: _texts("tests/data/topo/*.txt", "tests/data/h200x4/*topo_m.txt")),
         read=_read_capture,
     ),
     "nvidia-smi": Format(
-        inputs=_text_inputs(
+        inputs=text_inputs(
             lambda: [
                 *_texts("tests/data/topo/p2p/*.txt", "tests/data/topo/nvlink_status/*.txt", "tests/data/h200x4/*.txt"),
                 QUERY,
@@ -344,11 +332,13 @@ FORMATS = {
         read=_read_capture,
     ),
     "NCCL XML": Format(
-        inputs=_text_inputs(lambda: _texts("tests/data/nccl_xml/*.xml", "tests/data/h200x4/*.xml")), read=_read_capture
+        inputs=text_inputs(lambda: _texts("tests/data/nccl_xml/*.xml", "tests/data/h200x4/*.xml")), read=_read_capture
     ),
     "flags": Format(
         inputs=lambda: st.one_of(damaged_text(FLAGS), st.sampled_from(FLAGS), st.text(max_size=60)), read=_read_flags
     ),
+    **CONFIGURATIONS,
+    **SERVING,
 }
 QUERY = (
     "index, uuid, name, memory.total [MiB], pci.bus_id, mig.mode.current\n"

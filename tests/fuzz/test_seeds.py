@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.fuzz.formats import FORMATS, clusters, measurements, plan_files, profiles, runs, wrong_numbers
+from tests.fuzz.serving import LEARNED, POINT
 from topology.errors import PlannerError
 
 MATRIX = (Path(__file__).resolve().parents[1] / "data" / "h200x4" / "nvidia_smi_topo_m.txt").read_text()
@@ -87,6 +88,21 @@ def seeds() -> Iterator[tuple[str, str, str]]:
     yield "topo -m", "a name of 300 characters", MATRIX.replace("GPU0", "GPU" + "0" * 300)
     yield "NCCL XML", "entities", '<!DOCTYPE x [<!ENTITY a "aa"><!ENTITY b "&a;&a;">]><system>&b;</system>'
     yield "case", "numbers of 400 digits", '{"plan": {"tp": 1' + "0" * 400 + "}}"
+    yield "torchtitan command", "no option", "python -m torchtitan.train\n"
+    yield (
+        "torchtitan command",
+        "other nodes, no option",
+        "#SBATCH --nodes=32\n#SBATCH --gpus-per-node=8\n-m torchtitan.train \\\n",
+    )
+    yield "runs to learn from", "a carriage return in a heading", "id,model\ry\na,tiny-llama\n"
+    yield "requests to serve", "a cell of 200,000 characters", "arrival_s,prompt,output\n" + "1" * 200_000 + ",1,1\n"
+    yield "serving point", "an engine without a name", json.dumps({**POINT, "backend": " "})
+    yield (
+        "learned runtime",
+        "a factor of 1e300",
+        altered(LEARNED, fitted__kernel_factor={"value": 1e300, "low": 1.0, "high": 1e301}),
+    )
+    yield "learned runtime", "a value outside its range", altered(LEARNED, fitted__launch_s__value=0.0)
     yield "config.json", "no layers", '{"model_type": "llama", "num_hidden_layers": 0}'
     yield "config.json", "code", '{"model_type": "llama", "auto_map": {"AutoModel": "os.system"}}'
 

@@ -5,6 +5,7 @@ Flags and defaults: `megatron/training/arguments.py` and the dataclasses it read
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from planner.export.mapping import Settings, truth, whole
@@ -239,20 +240,23 @@ def _pattern(text: str, layers: int) -> list[int]:
     return pattern
 
 
+@cache
+def _shipped_by_shape() -> dict[tuple[int, ...], Model]:
+    """Return the shipped models by layers, hidden size, heads and key/value heads, the first by name of each shape."""
+    models = map(load_model, reversed(shipped_models()))
+    return {(one.layers, one.hidden, one.heads, one.kv_heads): one for one in models}
+
+
 def _vocabulary(settings: Settings, name: str, shape: tuple[int, ...], assumed: list[str]) -> tuple[int, str]:
     """Return the vocabulary and what the model is called; what is not stated is that of a known model of this shape."""
-    alike = [
-        known
-        for known in map(load_model, shipped_models())
-        if (known.layers, known.hidden, known.heads, known.kv_heads) == shape
-    ]
-    called = alike[0].name if alike else name
+    alike = _shipped_by_shape().get(shape)
+    called = alike.name if alike else name
     for flag in ("--vocab-size", "--padded-vocab-size"):
         if flag in settings:
             return whole(settings, flag), called
     if alike:
-        assumed.append(f"vocabulary of {alike[0].vocab} (that of {called}; the tokenizer was not read)")
-        return alike[0].vocab, called
+        assumed.append(f"vocabulary of {alike.vocab} (that of {called}; the tokenizer was not read)")
+        return alike.vocab, called
     kind = str(settings.get("--tokenizer-type", "")).lower()
     vocab = _VOCABULARIES.get(kind, 50257)
     assumed.append(f"vocabulary of {vocab} ({kind or 'no tokenizer'} is stated, and no vocabulary)")
