@@ -49,6 +49,7 @@ HOST_WORDS = {
     "ddp_layer_s": "a layer's DDP",
     "tp_layer_s": "a layer's tensor parallelism",
     "cp_layer_s": "a layer's context parallelism",
+    "moe_layer_s": "a layer's experts",
     "ep_layer_s": "a layer's expert parallelism",
     "fsdp_tp_layer_s": "a layer's FSDP with tensor parallelism",
     "pp_pass_s": "a stage's pass in a pipeline",
@@ -146,7 +147,7 @@ def terms_of(plans: Sequence[Plan], runtimes: Sequence[Runtime], ops: Sequence[s
     if any(plan.tp_overlap != "none" for plan in plans):
         found.append(Term(name="overlap of tensor parallelism", spread=OVERLAP_SPREAD, share="tp"))
     found.append(Term(name="this host's speed", spread=HOST_SPREAD, change=_raise_host(None, COST_SPREAD), host=True))
-    names = sorted({name for plan in plans for name in costs_in(plan)})
+    names = sorted({name for plan in plans for name in costs_in(plan, sparse=True)})
     for runtime in dict.fromkeys((runtime_spec(one.name).names[0], one.compile) for one in runtimes):
         found.append(
             Term(name=f"kernels inside a step of {_called(*runtime)}", spread=INSIDE_SPREAD, change=_inside(runtime))
@@ -168,7 +169,9 @@ def terms_of(plans: Sequence[Plan], runtimes: Sequence[Runtime], ops: Sequence[s
 
 
 def _costs(name: str, plan: Plan) -> bool:
-    return name in costs_in(plan)
+    return name in costs_in(
+        plan, sparse=True
+    )  # of a model without experts a prediction shows that theirs change nothing
 
 
 def collective_term(op: str) -> str:

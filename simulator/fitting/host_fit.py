@@ -11,6 +11,7 @@ far hosts do; they reproduce what was measured as far as a sum of costs can.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ SINGLE = (
     "ddp_layer_s",
     "tp_layer_s",
     "cp_layer_s",
+    "moe_layer_s",
     "ep_layer_s",
     "fsdp_tp_layer_s",
     "pp_pass_s",
@@ -52,8 +54,10 @@ STEP_SHARE = 0.4
 HOST_SPREAD = 0.5
 LAUNCH_SPREAD = 0.15
 COST_SPREAD = 0.4
-LEAST_S = 0.1e-3  # of a cost that is described as nothing, so that it has a logarithm,
-UNKNOWN_SPREAD = 1.5  # which says next to nothing of it: milliseconds are as likely (assumed)
+LEAST_S = 0.1e-3  # of a cost that is described as nothing, so that it has a logarithm
+UNSURE_S = (
+    0.35e-3  # what any cost may be off by, beside its spread: so one described as next to nothing says little (assumed)
+)
 LEVEL = 3.0  # multiples of the described costs at which runs are taken apart: there every narrow run waits for its host
 
 
@@ -95,8 +99,8 @@ class _Rows:
         return np.asarray(self.fixed + self.counts @ (self.usual * np.exp(logs)))
 
 
-def costs_in(plan: Plan) -> frozenset[str]:
-    """Return the costs that can occur in a step under `plan`."""
+def costs_in(plan: Plan, *, sparse: bool) -> frozenset[str]:
+    """Return the costs that can occur in a step under `plan`; `sparse`: of a model with experts."""
     sharded = plan.dp_shard * plan.cp > 1
     kinds = {
         "fsdp_layer_s": sharded,
@@ -108,7 +112,8 @@ def costs_in(plan: Plan) -> frozenset[str]:
         "fsdp_tp_layer_s": plan.tp > 1,  # which is wrapped where types differ, though nothing is sharded
         "cp_layer_s": plan.cp > 1,
         "cp_rest_s": plan.cp > 1,
-        "ep_layer_s": plan.ep > 1,
+        "moe_layer_s": sparse,
+        "ep_layer_s": sparse and plan.ep > 1,
         "pp_pass_s": plan.pp > 1,
         "checkpoint_s": plan.recompute != "none",
         "selective_s": plan.recompute != "none",
@@ -129,7 +134,7 @@ def spread_of(name: str, described: HostSpec) -> float:
     """Return the spread of the logarithm of a described cost, beyond that of the host as a whole."""
     if name == "launch_s":
         return LAUNCH_SPREAD
-    return COST_SPREAD if getattr(described, name) else UNKNOWN_SPREAD
+    return math.hypot(COST_SPREAD, math.log1p(UNSURE_S / max(getattr(described, name) or 0.0, LEAST_S)))
 
 
 def as_host_fields(costs: Mapping[str, float]) -> Costs:

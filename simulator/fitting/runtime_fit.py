@@ -24,7 +24,7 @@ from simulator.config.plan import Plan
 from simulator.config.runtime import Runtime
 from simulator.config.verify import verify_model, verify_plan, verify_runtime, verify_workload
 from simulator.config.workload import Workload
-from simulator.fitting.host_fit import SINGLE, HostFit, HostRuns, as_host_fields, costs_in, fit_hosts
+from simulator.fitting.host_fit import LEAST_S, SINGLE, HostFit, HostRuns, as_host_fields, costs_in, fit_hosts
 from simulator.kernels.roofline import efficiency
 from simulator.runtimes.library import runtime_names, runtime_spec
 from topology import codec
@@ -46,7 +46,11 @@ MOST_STEP_S = 10e-3
 LEAST_LOADED = 4096  # tokens of a rank's step: of fewer, loading is what a batch costs, not a token
 # Costs of the host that a fit starts from: none, so that what is predicted is the device alone.
 NO_HOST_COST = as_host_fields(dict.fromkeys(("launch_s", *SINGLE), 0.0)) | {"step_s": 0.0, "cut_step_s": 0.0}
-FEWEST = 3  # device-bound runs below which nothing is said of the device
+NO_DATA = {"data_token_s": 0.0}
+FEWEST = 3  # device-bound runs below which factors stay near 1: by these spreads, assumed,
+INSIDE_SPREAD = 0.05  # of kernels inside a step over those alone,
+STEP_SPREAD = 0.6  # of what a step makes its device wait for, over what is described,
+SHAPE_SPREAD = 0.08  # and of what the kernels of some shapes are off by that others are not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,22 +167,28 @@ class _Device:
         return np.array([slower * self.layers_s, slower * self.others_s + self.copies_s, 1.0])
 
 
-def _solve_factors(matrix: Floats, left: Floats, *, layers_apart: bool, most_s: float) -> Floats:
+def _solve_factors(matrix: Floats, left: Floats, *, layers_apart: bool, usual_s: float, most_s: float) -> Floats:
     """Return (factor of layers, factor of others, step's own seconds), least squares with the last within its range.
 
-    One factor stands for both where no pair tells them apart, or where heads are so small that noise decides theirs.
+    One factor stands for both where no pair tells them apart, or where heads are so small that noise decides theirs. A few runs
+    are of one shape or two, and move it as far from 1 as one shape tells of others.
     """
-    if layers_apart:
+    together = np.stack([matrix[:, 0] + matrix[:, 1], matrix[:, 2]], axis=1)
+    if len(left) < FEWEST:
+        weights = SHAPE_SPREAD / np.array([INSIDE_SPREAD, STEP_SPREAD * max(usual_s, LEAST_S)])
+        together = np.vstack([together, np.diag(weights)])
+        left = np.append(left, weights * np.array([1.0, usual_s]))
+    elif layers_apart:
         found = _least_squares(matrix, left, most_s)
         if FACTORS[0] <= found[:2].min() and found[:2].max() <= FACTORS[1]:
             return found
-    factor, step_s = _least_squares(np.stack([matrix[:, 0] + matrix[:, 1], matrix[:, 2]], axis=1), left, most_s)
+    factor, step_s = _least_squares(together, left, most_s)
     return np.array([factor, factor, step_s])
 
 
 def _least_squares(matrix: Floats, left: Floats, most_s: float) -> Floats:
     low, high = np.full(matrix.shape[1], -np.inf), np.full(matrix.shape[1], np.inf)
-    low[-1], high[-1] = 0.0, most_s
+    low[-1], high[-1] = 0.0, max(most_s, LEAST_S)
     return np.asarray(scipy.optimize.lsq_linear(matrix, left, bounds=(low, high)).x)
 
 
@@ -223,7 +233,7 @@ class _Fit:
             described=replace(described, rest_s=described.rest_s + described.step_s),
             seconds=np.array([run.seconds for run in self.host_bound]),
             spreads=np.array([run.sample.spread for run in self.host_bound]),
-            occurring=[costs_in(run.plan) for run in self.host_bound],
+            occurring=[costs_in(run.plan, sparse=run.model.moe is not None) for run in self.host_bound],
             predict=lambda places, host: self._steps(
                 [self.host_bound[place] for place in places], {"step_s": 0.0, "cut_step_s": 0.0, **host}
             ),
@@ -239,12 +249,12 @@ class _Fit:
         together, least squares of relative errors: one factor for kernels, one for those of layers over it, and the
         step's own. Clocks depend on how much of a step is idle, and so on the answer: a few rounds converge.
         """
-        if len(self.device_bound) < FEWEST:
+        if not self.device_bound:
             return RuntimeCosts(host=self._with_step(host, None), runs=len(self.runs))
         device = [self._device(run, self.silent[id(run)], host) for run in self.device_bound]
         place = {id(run): index for index, run in enumerate(self.device_bound)}
         pairs = [(place[id(a)], place[id(b)]) for a, b in _pairs(self.device_bound)]
-        answer = np.array([1.0, 1.0, 1e-3])
+        described, answer = runtime_spec(self.key[0]).host, np.array([1.0, 1.0, 1e-3])
         most_s = min(MOST_STEP_S, host["rest_s"] + host["fsdp_rest_s"]) if "rest_s" in host else MOST_STEP_S
         for _ in range(ROUNDS):
             rows = np.array([one.row(answer, self._clocks) for one in device])
@@ -257,6 +267,7 @@ class _Fit:
                 rows[usable] / scale[usable, None],
                 left[usable] / scale[usable],
                 layers_apart=bool(pairs),
+                usual_s=described.step_s,
                 most_s=most_s,
             )
         predicted = [one.row(answer, self._clocks) @ answer for one in device]
@@ -313,7 +324,7 @@ class _Fit:
         """Return the steps of runs in seconds; those that differ in their plans alone are predicted at once."""
         alike: dict[tuple[object, ...], list[int]] = {}
         for place, run in enumerate(runs):
-            alike.setdefault((run.model, run.workload, run.runtime), []).append(place)
+            alike.setdefault((run.model, run.workload, run.runtime, run.sample.data_s is None), []).append(place)
         found = np.zeros(len(runs))
         for places in alike.values():
             found[places] = self._estimates([runs[place] for place in places], host).step_s
@@ -323,15 +334,16 @@ class _Fit:
         return self._estimates([run], host)
 
     def _estimates(self, runs: Sequence[Run], host: dict[str, float]) -> EstimateTable:
-        """Return what runs of one model and workload take."""
+        """Return what runs of one model and workload take, without their data where runs say what it took."""
         first = runs[0]
+        loading = {} if first.sample.data_s is None else NO_DATA
         scenario = Scenario(
             model=first.model,
             # Layers were run on the machine of the profile, of which the plans in question may have a part.
             cluster=grow(self.cluster, max(run.plan.gpus for run in runs)),
             workload=first.workload,
             runtime=first.runtime,
-            calibration=replace(self.calibration, runtimes={self.key: RuntimeCosts(host=host)}, burst=1.0),
+            calibration=replace(self.calibration, runtimes={self.key: RuntimeCosts(host=host | loading)}, burst=1.0),
         )
         return estimate_plans(scenario, [run.plan for run in runs])
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from executor.launch import legal as executor_rules
-from planner.question.question import question_of
+from planner.question.prediction import predict as predicted
+from planner.question.question import Question, question_of
 from simulator.config.estimate import Estimate
 from simulator.config.model import LatentAttention, MixtureOfExperts, Model
 from simulator.config.plan import Plan
@@ -79,16 +80,30 @@ def predicted_if_runnable(drawn: Drawn, cluster: Cluster) -> Estimate | None:
     if not _legal(drawn, machine):
         return None
     try:
-        estimate = predict(drawn, cluster, UNMEASURED)
+        question = _question(drawn, cluster, UNMEASURED)
+        if not _runnable(question.estimate([drawn.plan]).estimate(0)):  # sums, which most of what is drawn fails
+            return None
+        estimate = predicted(question, drawn.plan).estimate
     except PlannerError:
         return None
-    return estimate if estimate.memory.fits and estimate.step_s.value <= LONGEST_STEP_S else None
+    return estimate if _runnable(estimate) else None
+
+
+def _runnable(estimate: Estimate) -> bool:
+    return estimate.memory.fits and estimate.step_s.value <= LONGEST_STEP_S
 
 
 def predict(drawn: Drawn, cluster: Cluster, measured: Calibrations) -> Estimate:
-    """Return what a run is predicted to cost on its share of the machine. Raises PlannerError where that is not known."""
+    """Return what a run is predicted to cost on its share of the machine, as `planner estimate` does.
+
+    Raises PlannerError where that is not known.
+    """
+    return predicted(_question(drawn, cluster, measured), drawn.plan).estimate
+
+
+def _question(drawn: Drawn, cluster: Cluster, measured: Calibrations) -> Question:
     machine = take_gpus(cluster, drawn.plan.gpus)
-    question = question_of(
+    return question_of(
         drawn.model,
         machine,
         drawn.workload,
@@ -96,7 +111,6 @@ def predict(drawn: Drawn, cluster: Cluster, measured: Calibrations) -> Estimate:
         runtime=drawn.runtime,
         calibration=measured.on(machine),
     )
-    return question.estimate([drawn.plan]).estimate(0)
 
 
 def _legal(drawn: Drawn, machine: Cluster) -> bool:

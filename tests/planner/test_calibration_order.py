@@ -169,7 +169,9 @@ def test_what_was_not_measured_is_told_with_what_it_could_change() -> None:
     after = {one.name for one in agenda.assumed([one.measurement for one in agenda.chosen])}
 
     assert left["host, torchtitan: a layer's tensor parallelism"].plan == "TP 4"
-    assert left["host, torchtitan: a layer's tensor parallelism"].spread == pytest.approx(np.expm1(1.2816 * 0.4))
+    assert left["host, torchtitan: a layer's tensor parallelism"].spread == pytest.approx(
+        np.expm1(1.2816 * np.hypot(0.4, np.log1p(0.35 / 7.8)))
+    )
     assert len(after) < len(left)
 
 

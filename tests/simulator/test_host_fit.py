@@ -150,6 +150,28 @@ def step_s(parts: tuple[Model, Plan, Workload, Runtime], known: Calibration) -> 
     return float(estimate_plans(scenario, [plan]).step_s[0])
 
 
+def sample_of(parts: tuple[Model, Plan, Workload, Runtime], seconds: float, **more: float) -> LayerSample:
+    names = ("model", "plan", "workload", "runtime")
+    return LayerSample(**{n: codec.to_builtins(p) for n, p in zip(names, parts, strict=True)}, step_s=seconds, **more)
+
+
+def test_loading_that_runs_tell_of_is_no_cost_of_their_hosts() -> None:
+    """Layers as described, whose loading took twenty times as long as described, and was told: the host is as described."""
+    gpu, steps = Calibration(gpu=MACHINE.slowest_kind), narrow_steps()[:4]
+    silent = {("torchtitan", False): RuntimeCosts(host={"data_token_s": 0.0})}
+    samples = tuple(
+        sample_of(parts, step_s(parts, dataclasses.replace(gpu, runtimes=silent)) + 10e-3, data_s=10e-3)
+        for parts in steps
+    )
+
+    found = calibrated(Profile(machine="m", gpu=MACHINE.slowest_kind.name, layers=samples), MACHINE)
+
+    costs = found.runtime("torchtitan", compiled=False).host
+    assert found.host_speed == pytest.approx(1.0, rel=0.01)
+    assert costs["launch_s"] == pytest.approx(TITAN.launch_s, rel=0.01)
+    assert costs["rest_s"] + costs["step_s"] == pytest.approx(TITAN.rest_s + TITAN.step_s, rel=0.01)
+
+
 def test_hosts_of_experts_and_pipelines_are_found_though_described_as_nothing() -> None:
     """Steps of narrow layers as a host makes them that takes 4 ms for a layer's experts, 0.8 ms for a stage's pass, and 3 ms
     more for a step under DDP.
@@ -157,16 +179,7 @@ def test_hosts_of_experts_and_pipelines_are_found_though_described_as_nothing() 
     true = {"ep_layer_s": 4e-3, "pp_pass_s": 0.8e-3, "ddp_rest_s": 3e-3}
     gpu = Calibration(gpu=MACHINE.slowest_kind)
     host = dataclasses.replace(gpu, runtimes={("torchtitan", False): RuntimeCosts(host=true)})
-    samples = tuple(
-        LayerSample(
-            **{
-                name: codec.to_builtins(part)
-                for name, part in zip(("model", "plan", "workload", "runtime"), parts, strict=True)
-            },
-            step_s=step_s(parts, host),
-        )
-        for parts in narrow_steps()
-    )
+    samples = tuple(sample_of(parts, step_s(parts, host)) for parts in narrow_steps())
 
     found = calibrated(Profile(machine="m", gpu=MACHINE.slowest_kind.name, layers=samples), MACHINE)
 
