@@ -18,6 +18,7 @@ import argparse
 import hashlib
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import shlex
@@ -25,8 +26,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,7 @@ RUNTIMES = ("torchtitan", "meshwright")
 LIMIT_S = 75.0  # for one run, compiling included
 LEAST_S = 20.0  # with less left no run is started
 PACKAGES = ("torch", "triton", "torchtitan", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
+DOES_NOT_FIT = {"status": "not run", "cause": "predicted not to fit", "measured": None, "seconds": 0.0}
 OUT_OF_TIME = {"status": "not run", "cause": "out of time", "measured": None, "seconds": 0.0}
 
 
@@ -81,6 +85,17 @@ def calibrated(out: Path, seconds: float, text: str) -> tuple[Profile | None, st
     print((out / "calibrate.log").read_text(errors="replace")[-2500:], flush=True)
     shown = shlex.join(word.replace(str(out) + "/", "").replace(text, "DIR") if text else word for word in command)
     return (read_profile(path) if path.is_file() else None), shown
+
+
+def all_predictions(
+    runs: list[Drawn], cluster: Cluster, profiles: dict[str, Calibrations], processes: int
+) -> list[dict[str, Any]]:
+    """Return `predictions` of every run, each run's in one of so many processes (none: here)."""
+    work = partial(predictions, cluster=cluster, profiles=profiles)
+    if not processes:
+        return list(map(work, runs))
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(work, runs))
 
 
 def predictions(drawn: Drawn, cluster: Cluster, profiles: dict[str, Calibrations]) -> dict[str, Any]:
@@ -165,7 +180,11 @@ def drawn_document(
     if profile is not None:
         profiles["calibrated"] = Calibrations(profile)
     rows = []
-    for index, (drawn, _) in enumerate(draw(seed, cluster, options.count)):
+    runs = [drawn for drawn, _ in draw(seed, cluster, options.count)]
+    processes = min(len(runs) // 4, (os.cpu_count() or 1) // 2)
+    for index, (drawn, predicted) in enumerate(
+        zip(runs, all_predictions(runs, cluster, profiles, processes), strict=True)
+    ):
         rows.append(
             {
                 "id": f"{seed}/{index:02d}",
@@ -179,7 +198,7 @@ def drawn_document(
                 "workload": codec.to_builtins(drawn.workload),
                 "plan": codec.to_builtins(drawn.plan),
                 "runtime": codec.to_builtins(drawn.runtime),
-                "predicted": predictions(drawn, cluster, profiles),
+                "predicted": predicted,
             }
         )
     return {
@@ -210,7 +229,9 @@ def run_all(document: dict[str, Any], out: Path, options: argparse.Namespace, un
         check_start(document, out, options, ranks, pool)
     for row in document["runs"]:
         left = until - time.monotonic()
-        if left < LEAST_S:
+        if not row["predicted"]["datasheet"].get("fits", True):
+            ended = dict(DOES_NOT_FIT)
+        elif left < LEAST_S:
             ended = dict(OUT_OF_TIME)
         else:
             ended = pool.run(_request(row, options), ranks / row["id"].replace("/", "_"), min(LIMIT_S, left - 5))
