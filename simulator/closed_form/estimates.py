@@ -32,7 +32,7 @@ from simulator.collectives.group_times import GroupTimes
 from simulator.columns.plan_table import Floats, PlanTable, axis_sizes, plan_table, windowed_share
 from simulator.config.estimate import Estimate, Interval, MemoryEstimate
 from simulator.config.plan import Plan
-from simulator.config.runtime import Runtime
+from simulator.config.runtime import DTYPE_BYTES, Runtime
 from simulator.overlap.site_costs import SiteRates
 from simulator.pipeline.stages import stage_layout
 from simulator.runtimes.library import ModelOperators, canonical_recompute, operators_for, wraps_one
@@ -201,6 +201,11 @@ def known_costs(scenario: Scenario) -> RuntimeCosts:
     return RuntimeCosts() if known is None else known.runtime(scenario.runtime.name, compiled=scenario.runtime.compile)
 
 
+def autocast_width(runtime: Runtime) -> float:
+    """Return how many times as wide parameters are as the type in which products are computed."""
+    return max(1.0, DTYPE_BYTES[runtime.param_dtype] / DTYPE_BYTES[runtime.activation_dtype])
+
+
 def cost_context(
     scenario: Scenario, table: PlanTable, operators: ModelOperators, each_on: Sequence[Cluster] = ()
 ) -> CostContext:
@@ -211,7 +216,7 @@ def cost_context(
     models = {id(machine): collectives_on(machine, calibration) for machine in each_on}
     return CostContext(
         table=table,
-        sizes=axis_sizes(model, scenario.workload, table),
+        sizes=axis_sizes(model, scenario.workload, table, autocast_width=autocast_width(scenario.runtime)),
         roofline=roofline_of(cluster, scenario.runtime, operators.spec, measured, windowed=windowed),
         groups=GroupTimes(
             cluster,

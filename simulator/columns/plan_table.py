@@ -168,12 +168,15 @@ def table_of_columns(
     )
 
 
-def axis_sizes(model: Model, workload: Workload, table: PlanTable) -> dict[str, Floats]:
+def axis_sizes(model: Model, workload: Workload, table: PlanTable, *, autocast_width: float = 1.0) -> dict[str, Floats]:
     """Return the size of every named axis on one rank, one value per plan.
+
+    `autocast_width` is how much wider a parameter is than the type of products: autocast leaves what is no product in it.
 
     b sequences of a micro batch; s query positions, S key positions and j keys a query sees on average; w partial
     results of attention beyond the first, one from each other context-parallel rank's keys; t tokens inside a
-    tensor-parallel region and u outside it (fewer with sequence parallelism); h hidden; d head width; a query and k key/value heads; q, kv and qkv
+    tensor-parallel region and u outside it (fewer with sequence parallelism); h hidden, and hr that of the residual
+    stream in numbers of the products' type, in which autocast does not add; d head width; a query and k key/value heads; q, kv and qkv
     their widths; f feed-forward width and gf with the gate beside it; v vocabulary. MoE: E experts in all, e on this
     rank, x rows of each, r routed rows of the rank, fe and gfe expert widths, fs and gfs shared-expert widths. Latent
     attention: ql, cl compressed ranks (cr with the rotary part), qk and vv total head widths, kx expanded keys/values.
@@ -197,6 +200,7 @@ def axis_sizes(model: Model, workload: Workload, table: PlanTable) -> dict[str, 
         "t": t,
         "u": u,
         "h": model.hidden * ones,
+        "hr": model.hidden * np.where(table.conditions["autocast"], autocast_width, 1.0),
         "d": model.head_dim * ones,
         "a": a,
         "k": k,

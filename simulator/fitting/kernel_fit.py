@@ -98,7 +98,7 @@ class _Counter:
         sizes = {axis: np.array([float(size)]) for axis, size in shape.items()}
         for axis in _MOVE_AXES:
             sizes.setdefault(axis, np.ones(1))
-        sizes |= {"one": np.ones(1), "qkv": sizes["q"] + 2 * sizes["kv"], "gf": 2 * sizes["f"]}
+        sizes |= {"one": np.ones(1), "qkv": sizes["q"] + 2 * sizes["kv"], "gf": 2 * sizes["f"], "hr": sizes["h"]}
 
         def width(name: str) -> float:
             return FIXED_DTYPE_BYTES.get(name, 2.0)

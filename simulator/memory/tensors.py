@@ -111,7 +111,7 @@ class BlockTensors:
         weights = [w for operator in active if (w := self._weight(operator))]
         again = [bool(rows[0]) for rows in run_again(active, mode, self.context.runtime, self.context.table)]
         tape = _Tape()
-        stream = self._size("u h")
+        stream = self._size("u hr")
         inward = tape.given(stream)
         if mode.recomputes:
             outward = self._forward_wrapped(tape, active, mode, again, inward)
@@ -147,7 +147,7 @@ class BlockTensors:
         body, loss = active[:split], active[split:]
         peak = max(([*self.sizes(moment)] for moment in peaks), key=sum, default=[])
         tape = _Tape()
-        inward = tape.given(self._size("u h"))
+        inward = tape.given(self._size("u hr"))
         logits = self._forward(tape, body, inward, lambda _: True)
         saved: list[int] = []
         in_pieces = [nbytes for moment in peaks for x in moment if _axes(x) == ["one"] for nbytes in self.sizes([x])]
