@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from executor.launch.garbage_collection import PausedGarbageCollection
 from executor.launch.records import Deadline
+from executor.serving.board import Board
 from executor.serving.cache import PAGE
 from executor.serving.engine import Engine, Held
 from executor.serving.steps import wait
@@ -38,12 +38,12 @@ class Going:
 
 @dataclass(slots=True)
 class Server:
-    """Answers the requests of `traffic` with an engine; `control` is a group of host processes, None for one rank."""
+    """Answers the requests of `traffic` with an engine; `board` is where rank 0 tells the others, None for one rank."""
 
     engine: Engine
     traffic: Traffic
     max_batched_tokens: int
-    control: dist.ProcessGroup | None
+    board: Board | None
     deadline: Deadline
     batch: Batch = field(init=False)
     steps: int = 0
@@ -67,8 +67,7 @@ class Server:
         done: list[Going] = []
         device = self.engine.model.device
         wait(device)
-        if self.control is not None:
-            dist.barrier(group=self.control)
+        self._agreed(0)
         begin = time.perf_counter()
         complete = True
         with PausedGarbageCollection():
@@ -97,7 +96,7 @@ class Server:
     def _arrivals(self, todo: deque[Request], begin: float, going: dict[int, Going]) -> None:
         """Add the requests that have arrived; where there is nothing else to do, wait for the next."""
         arrived = 0
-        if self.control is None or dist.get_rank(self.control) == 0:
+        if self.board is None or self.board.writes:
             if self.batch.idle and todo:
                 time.sleep(max(0.0, todo[0].arrival_s - (time.perf_counter() - begin)))
             now = time.perf_counter() - begin
@@ -108,11 +107,7 @@ class Server:
 
     def _agreed(self, value: int) -> int:
         """Return rank 0's value."""
-        if self.control is None:
-            return value
-        told = torch.tensor([value])
-        dist.broadcast(told, 0, group=self.control)
-        return int(told.item())
+        return value if self.board is None else self.board.agreed(value)
 
     def _time_left(self) -> bool:
         return bool(self._agreed(int(self.deadline.left_s > 0)))

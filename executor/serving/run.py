@@ -16,7 +16,7 @@ from typing import Any
 
 from executor.launch.local_ranks import launch
 from executor.launch.process_exit import interrupt_on_sigterm
-from executor.launch.records import WRONG_NUMBERS, read_records
+from executor.launch.records import read_records
 from executor.serving.request import ServeRequest, require_served
 from topology import codec
 from topology.errors import PlannerError
@@ -70,10 +70,12 @@ def run(request: ServeRequest, path: str, out: Path, budget_s: float) -> dict[st
             found[KINDS[kind]].append(line)
         else:
             found.setdefault("notes", []).append({"kind": kind, **line})
-    status = "wrong numbers" if done.failure and done.failure.exit_code == WRONG_NUMBERS else done.outcome
+    status = done.outcome if complete or done.outcome != "finished" else "failed"
+    if any(not verdict["ok"] for verdict in found["checks"]):
+        status = "wrong numbers"
     document = {
         "schema_version": request.schema_version,
-        "status": status if complete or status != "finished" else "failed",
+        "status": status,
         "seconds": done.seconds,
         "failure": asdict(done.failure) if done.failure else None,
         "request": codec.to_builtins(request),

@@ -20,6 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from executor.gpu import symmetric_memory as symmetric
 from executor.launch.records import WRONG_NUMBERS, Deadline, Recorder
+from executor.serving.board import Board
 from executor.serving.cache import PagedCache, page_bytes, pages_of
 from executor.serving.check import check
 from executor.serving.decoder import ServedDecoder, Spread
@@ -27,10 +28,12 @@ from executor.serving.engine import Engine
 from executor.serving.load import Server
 from executor.serving.request import ServeRequest, require_served
 from executor.serving.steps import time_step
+from simulator.serving.traffic import Request, Traffic
 from topology import codec
 
 CACHE_SHARE = 0.85  # of what weights leave of a GPU's memory; graphs and prompts take of the rest
 CPU_CACHE_TOKENS = 4096
+WARM_UP = 8  # requests
 
 
 @record
@@ -67,12 +70,17 @@ def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorde
     control = None if alone else dist.new_group(backend="gloo")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     recorder.write("versions", torch=torch.__version__, device=_name(device))
-    ways = _ways(request, device)
-    for way in ways:
-        verdict = check(request.model, spread, all_reduce=way, device=device, dtype=dtype, seed=request.seed)
+    ways = []
+    for way in _ways(request, device):
+        try:
+            verdict = check(request.model, spread, all_reduce=way, device=device, dtype=dtype, seed=request.seed)
+        except symmetric.SymmetricMemoryError as error:  # on all ranks alike: where it is lacking, NCCL still runs
+            recorder.missing(f"all-reduce {way}: {error}")
+            continue
         recorder.write("checked", **asdict(verdict), ok=verdict.ok, after_s=time.perf_counter() - began)
-        if not verdict.ok:
-            os._exit(WRONG_NUMBERS)  # unwinding would run collectives that other ranks may not join
+        ways += [way] if verdict.ok else []
+    if not ways:
+        os._exit(WRONG_NUMBERS)  # unwinding would run collectives that other ranks may not join
     engine = _engine(request, spread, device, dtype)
     recorder.write("built", pages=engine.cache.pages, after_s=time.perf_counter() - began, **_memory(device))
     for way in reversed(ways):  # the loads are answered with the first
@@ -83,22 +91,38 @@ def run(request: ServeRequest, device: torch.device, deadline: Deadline, recorde
             if not _all_have_time(deadline, control):
                 recorder.missing(f"{shape}, {way}", late=True)
                 continue
-            found = time_step(engine, shape)
+            try:
+                found = time_step(engine, shape)
+            except torch.OutOfMemoryError:
+                found = f"{shape} needs more memory than there is"
+                torch.cuda.empty_cache()
             if isinstance(found, str):
                 recorder.missing(found)
             else:
                 recorder.write("step", tp=request.tp, all_reduce=way, **found)
         if device.type == "cuda" and not alone:
             symmetric.check_delivered()
+    board = None if control is None else Board(control)
     for load in request.loads:
         if not _all_have_time(deadline, control):
             recorder.missing(f"load {load.name}", late=True)
             continue
-        server = Server(engine, load.traffic, request.max_num_batched_tokens, control, deadline)
+        Server(engine, _warm_up(load.traffic), request.max_num_batched_tokens, board, deadline).run()
+        server = Server(engine, load.traffic, request.max_num_batched_tokens, board, deadline)
         recorder.write("load", tp=request.tp, name=load.name, all_reduce=ways[0], **server.run())
         if not server.batch.idle:  # there was no time for the rest, whose pages are not free
             break
     recorder.write("done", after_s=time.perf_counter() - began)
+
+
+def _warm_up(traffic: Traffic) -> Traffic:
+    """Return a few requests of a load's lengths: libraries choose kernels when they first see a shape."""
+    few = traffic.draw()[:WARM_UP]
+    return Traffic(
+        prompt=traffic.prompt,
+        output=traffic.output,
+        trace=tuple(Request(0.0, request.prompt, min(4, request.output)) for request in few),
+    )
 
 
 def _ways(request: ServeRequest, device: torch.device) -> tuple[str, ...]:

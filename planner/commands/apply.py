@@ -15,6 +15,8 @@ import typer
 from planner.commands.apply_job import patience_s, write
 from planner.commands.doctor import budget_s
 from planner.commands.flags import options
+from planner.commands.serve.apply import apply_serving_plan
+from planner.commands.serve.estimate import is_serving_plan
 from planner.explain.tables import degrees_text
 from planner.io import output
 from planner.io.output import SCHEMA_VERSION, printable
@@ -29,6 +31,7 @@ from topology.health.diagnose import diagnose
 from topology.probe.from_machine import probe_machine
 
 DEVICES = ("cuda", "cpu")
+STEPS = 10
 LEAST_FREE_BYTES = 64 * 2**20
 
 
@@ -39,7 +42,9 @@ def apply(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be started, and start nothing.")] = False,
     budget: Annotated[str, typer.Option("--budget", help="Time for everything, such as 60s or 2m.")] = "120s",
     device: Annotated[str | None, typer.Option("--device", help="cuda, or cpu to check numbers only.")] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, max=1000, help="Steps to measure, after warm-up.")] = 10,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, max=1000, help=f"Steps to measure, after warm-up; default {STEPS}.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Directory for the run; default: a new one here.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Use --out though it is not empty.")] = False,
     allow_busy: Annotated[bool, typer.Option("--allow-busy", help="Run though others use the GPUs.")] = False,
@@ -59,6 +64,8 @@ def apply(
     json: options.Json = False,
 ) -> None:
     """Run a plan on this machine and report measured against predicted.
+
+    A serving plan is served by the executor: its requests arrive, and what clients saw stands beside the prediction.
 
     Machine and plan are compared before anything starts. Numbers are checked against one process before anything is
     timed. Every run is kept: planner runs lists them, planner report explains one. Exit code 1 when the plan is stale or
@@ -85,7 +92,7 @@ def apply(
             wait_s=wait_s,
             folder=folder,
             budget_s=seconds,
-            steps=steps,
+            steps=steps or STEPS,
             own_table=own_table,
             dry_run=dry_run,
             json=json,
@@ -97,6 +104,10 @@ def apply(
         raise UserError(
             "--nodes, --endpoint, --image, --submit and --wait are for jobs", remedy="--launcher slurm, say"
         )
+    if is_serving_plan(plan):
+        _refuse_training(steps=steps, own_table=own_table, tolerance=tolerance, allow_busy=allow_busy)
+        _serve(plan, device, _folder(out, force=force), seconds, dry_run=dry_run, json=json)
+        return
     run = _planned(plan, device, allow_busy=allow_busy)
     if tolerance is not None and run.predicted is None:
         raise UserError(
@@ -105,11 +116,40 @@ def apply(
             remedy="leave --tolerance out, or give a plan and GPUs",
         )
     folder = _folder(out, force=force)
-    request = run.request(steps=steps, budget_s=seconds, own_table=own_table)
+    request = run.request(steps=steps or STEPS, budget_s=seconds, own_table=own_table)
     if dry_run:
         _show(run, request, folder, seconds, json=json)
         return
     code = _run(run, request, folder, seconds, tolerance, json=json)
+    if code:
+        raise typer.Exit(code)
+
+
+def _refuse_training(*, steps: int | None, own_table: bool, tolerance: float | None, allow_busy: bool) -> None:
+    """Raise UserError for options that only a training plan has."""
+    said = {
+        "--steps": steps is not None,
+        "--own-table": own_table,
+        "--tolerance": tolerance is not None,
+        "--allow-busy": allow_busy,
+    }
+    given = [name for name, there in said.items() if there]
+    if given:
+        raise UserError(f"{', '.join(given)}: not for a serving plan", remedy=f"leave out {', '.join(given)}")
+
+
+def _serve(
+    plan: Path | None, device: str | None, folder: Path, seconds: float, *, dry_run: bool, json: bool
+) -> None:
+    """Run a serving plan; raise Exit with its code."""
+    if plan is None:
+        return
+    if not dry_run:
+        apply_process.require_torch()
+        _make(folder)
+    code = apply_serving_plan(
+        plan, device=device or "cuda", folder=folder, budget_s=seconds, dry_run=dry_run, json=json
+    )
     if code:
         raise typer.Exit(code)
 

@@ -1,0 +1,84 @@
+"""`planner apply` of a serving plan: the deployment run by the executor, beside what was predicted of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from planner.io import child, output
+from planner.io.output import SCHEMA_VERSION, printable
+from planner.serving.measured.asked_run import AskedRun, asked_run
+from planner.serving.measured.side_by_side import load_rows, print_run, step_rows
+from planner.serving.plan_file import TASK, load_serving
+from simulator.serving.engine import engine_of
+from topology import codec
+from topology.errors import PlannerError
+
+MODULE = "executor.serving.run"
+
+
+def apply_serving_plan(
+    path: Path, *, device: str, folder: Path, budget_s: float, dry_run: bool, json: bool
+) -> int:
+    """Run a saved deployment; return 0, 1 where the run failed, 4 where a load is outside its predicted interval."""
+    content = load_serving(path)
+    run = asked_run(content.question, content.deployment.pool, prefill=content.deployment.prefill)
+    for note in run.notes:
+        output.warn(f"note: {note}")
+    request = run.request(device=device)
+    arguments = [f"--request={folder / 'request.json'}", f"--out={folder}", f"--budget={budget_s:g}"]
+    if dry_run:
+        command = child.module_command(MODULE, arguments)
+        if json:
+            output.emit_json(
+                {"schema_version": SCHEMA_VERSION, "task": TASK, "dry_run": True, "command": command, "request": request}
+            )
+        else:
+            print(printable(f"would serve {content.question.model.name} on {request['tp']} {device} ranks"))
+            print(printable(f"command   {' '.join(command)}"))
+        return 0
+    document = run_request(request, folder, budget_s)
+    if json:
+        output.emit_json({**document, "comparison": comparison(document), "directory": str(folder)})
+    else:
+        print_run(document)
+        print(printable(f"saved {folder / 'serve.json'}"))
+    if document["status"] != "finished":
+        return 1
+    return 0 if device == "cpu" or within(run, document) else 4
+
+
+def run_request(request: dict[str, Any], folder: Path, budget_s: float) -> dict[str, Any]:
+    """Have the executor serve a request in `folder`; return its report. Raises PlannerError where there is none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    codec.write_text(folder / "request.json", codec.to_json(request) + "\n")
+    report = folder / "serve.json"
+    report.unlink(missing_ok=True)
+    arguments = [f"--request={folder / 'request.json'}", f"--out={folder}", f"--budget={budget_s:g}"]
+    with (folder / "executor.txt").open("wb") as log:
+        child.run_module(MODULE, arguments, budget_s=budget_s, output=log)
+    if not report.is_file():
+        said = codec.read_text(folder / "executor.txt").strip().removeprefix("error: ")
+        raise PlannerError("the run left no report", why=said[-500:] or "it ended early", remedy=f"see {folder}")
+    document = codec.read_json(report)
+    if not isinstance(document, dict):
+        raise PlannerError(f"{report} is not a report")
+    return document
+
+
+def comparison(document: dict[str, Any]) -> dict[str, Any]:
+    """Return predicted and measured figures with their relative error."""
+    return {
+        "steps": [codec.to_builtins(row) | {"error": row.error} for row in step_rows(document)],
+        "loads": {
+            name: [codec.to_builtins(row) | {"error": row.error} for row in rows]
+            for name, rows in load_rows(document).items()
+        },
+    }
+
+
+def within(run: AskedRun, document: dict[str, Any]) -> bool:
+    """Return whether the mean time a token of every load is inside the engine's range."""
+    spread = engine_of(run.deployment.engine).spread_tpot
+    means = [row for rows in load_rows(document).values() for row in rows if row.what == "a token mean"]
+    return all(1 / (1 + spread) <= row.measured / row.predicted <= 1 + spread for row in means)

@@ -1,0 +1,107 @@
+"""`planner apply` of serving plans: what is asked of the executor, what is refused, and both figures side by side."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from planner.cli import app
+from planner.serving.asked import ServingFlags, serving_question
+from planner.serving.measured.asked_run import Step, asked_run
+from planner.serving.measured.side_by_side import load_rows, mean_error, step_rows
+from planner.serving.plan_file import serving_file
+from simulator.serving.deployment import Pool
+from simulator.serving.server import serve
+from topology import codec
+from topology.errors import BadPlan, UserError
+
+STEPS = (Step(phase="decode", batch=2, context=100), Step(phase="prefill", batch=1, context=200))
+
+
+def question(**said):
+    flags = {"model": "tiny-llama", "cluster": "h200x4", "gpus": 2, "engine": "meshwright", "concurrency": 2}
+    return serving_question(ServingFlags(**(flags | {"isl": 50, "osl": 6} | said)))
+
+
+def report(run, *, slower: float):
+    """The executor's report of a run in which everything took `slower` times what was predicted."""
+    asked = run.request(device="cpu")
+    served = serve(run.question.model, run.question.cluster, run.deployment, run.question.traffic)
+    answers = [
+        {
+            "arrival_s": 0.0,
+            "first_s": slower * (one.first_s - one.arrival_s),
+            "done_s": slower * (one.done_s - one.arrival_s),
+            "tokens": one.tokens,
+        }
+        for one in served.answers
+    ]
+    steps = [
+        {**step, "seconds": slower * seconds, "queued_s": seconds, "all_reduce": "own"}
+        for step, seconds in zip(asked["steps"], asked["predicted"]["steps"], strict=True)
+    ]
+    load = {"name": "as asked", "complete": True, "answers": answers, "seconds": slower * served.seconds, "itl_s": []}
+    return {"request": {**asked, "all_reduces": ["own", "nccl"]}, "steps": steps, "loads": [load]}
+
+
+def test_errors_are_what_was_measured_is_slower_by() -> None:
+    """A machine that takes 1.25 times the predicted time shows -20 % everywhere, and +25 % in throughput."""
+    found = report(asked_run(question(), Pool(tp=2), steps=STEPS), slower=1.25)
+
+    assert [row.error for row in step_rows(found)] == pytest.approx([-0.2, -0.2])
+    rows = load_rows(found)["as asked"]
+    assert [row.error for row in rows] == pytest.approx([-0.2] * 9 + [0.25])
+    assert mean_error(rows[:9]) == pytest.approx(0.2)
+
+
+def test_steps_with_another_all_reduce_are_shown_but_not_held_against_the_prediction() -> None:
+    found = report(asked_run(question(), Pool(tp=2), steps=STEPS), slower=1.0)
+    found["steps"] = [{**step, "all_reduce": "nccl"} for step in found["steps"]] + found["steps"]
+    assert [(row.way, row.predicted_for) for row in step_rows(found)] == [("own", True)] * 2 + [("nccl", False)] * 2
+
+
+def test_what_was_not_answered_whole_is_no_figure() -> None:
+    found = report(asked_run(question(), Pool(tp=2)), slower=1.0)
+    found["loads"][0]["complete"] = False
+    assert load_rows(found) == {}
+
+
+@pytest.mark.parametrize(
+    ("said", "pool", "what"),
+    [
+        ({}, Pool(engines=2), "2 engines"),
+        ({}, Pool(pp=2), "pipeline stages"),
+        ({"weights": "float8"}, Pool(), "weights in float8"),
+        ({"cached_prompt": 0.5}, Pool(), "prefix cache"),
+    ],
+)
+def test_what_the_executor_does_not_serve_is_refused(said, pool, what) -> None:
+    with pytest.raises(BadPlan, match=what):
+        asked_run(question(**said), pool)
+
+
+def saved(tmp_path, **said):
+    asked = question(**said)
+    path = tmp_path / "plan.json"
+    path.write_text(codec.to_json(serving_file(asked, asked.deployment(Pool(tp=2)))))
+    return path
+
+
+def test_a_plan_for_another_engine_is_predicted_anew_and_that_is_said(tmp_path) -> None:
+    found = CliRunner().invoke(app, ["apply", str(saved(tmp_path, engine="vllm")), "--dry-run", "--json", "--out", str(tmp_path / "r")])
+
+    assert found.exit_code == 0, found.output
+    document = json.loads(found.stdout)
+    assert "not vLLM" in found.stderr
+    assert document["request"]["tp"] == 2
+    assert document["request"]["predicted"]["loads"]["as asked"]["requests_per_s"] > 0
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("option", [["--steps", "3"], ["--own-table"], ["--tolerance", "0.1"], ["--allow-busy"]])
+def test_options_of_training_are_refused_not_dropped(tmp_path, option) -> None:
+    found = CliRunner().invoke(app, ["apply", str(saved(tmp_path)), "--dry-run", *option])
+    assert isinstance(found.exception, UserError)
+    assert option[0] in str(found.exception)
