@@ -138,9 +138,7 @@ def _refuse_training(*, steps: int | None, own_table: bool, tolerance: float | N
         raise UserError(f"{', '.join(given)}: not for a serving plan", remedy=f"leave out {', '.join(given)}")
 
 
-def _serve(
-    plan: Path | None, device: str | None, folder: Path, seconds: float, *, dry_run: bool, json: bool
-) -> None:
+def _serve(plan: Path | None, device: str | None, folder: Path, seconds: float, *, dry_run: bool, json: bool) -> None:
     """Run a serving plan; raise Exit with its code."""
     if plan is None:
         return

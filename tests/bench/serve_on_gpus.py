@@ -75,14 +75,18 @@ def predicted(model: str, cluster: str, tp: int, *, tiny: bool) -> AskedRun:
     pool = Pool(tp=tp)
     prompt, answer = (40, 5) if tiny else LENGTHS
     prompts, answers = (Lengths(mean=tokens, low=0.5, high=1.5) for tokens in (prompt, answer))
-    closed = Traffic(prompt=prompts, output=answers, concurrency=2 if tiny else CLIENTS, requests=6 if tiny else 4 * CLIENTS)
+    closed = Traffic(
+        prompt=prompts, output=answers, concurrency=2 if tiny else CLIENTS, requests=6 if tiny else 4 * CLIENTS
+    )
     full = replace(closed, concurrency=4 if tiny else 64, requests=40 if tiny else 400)
     most = latency(serve(question.model, question.cluster, question.deployment(pool), full)).requests_per_s
     loads = {f"{closed.concurrency} clients": closed}
     for share in SHARES[:1] if tiny else SHARES:
         rate = 20.0 if tiny else float(f"{share * most:.2g}")
         count = 5 if tiny else max(60, int(rate * LOAD_S))
-        loads[f"Poisson, {rate:g} requests/s"] = Traffic(prompt=prompts, output=answers, request_rate=rate, requests=count)
+        loads[f"Poisson, {rate:g} requests/s"] = Traffic(
+            prompt=prompts, output=answers, request_rate=rate, requests=count
+        )
     return asked_run(question, pool, steps=TINY_STEPS if tiny else all_steps(), loads=loads)
 
 
@@ -118,19 +122,28 @@ def table(model: str, device: str, found: dict[int, dict]) -> str:
     lines = [f"# {model} served by the executor on {device}, predicted from the datasheet", ""]
     for tp, document in found.items():
         device_name = next((note["device"] for note in document["notes"] if note["kind"] == "versions"), "?")
-        lines += [f"## {tp} GPU{'s' if tp > 1 else ''}: {device_name}, {document['status']}, {document['seconds']:.0f} s", ""]
+        lines += [
+            f"## {tp} GPU{'s' if tp > 1 else ''}: {device_name}, {document['status']}, {document['seconds']:.0f} s",
+            "",
+        ]
         lines += [
             f"- {check['name']}: {'right' if check['ok'] else 'WRONG'}, {check['difference']:.1e} "
             f"of {check['tolerance']:.1e} allowed, {check['dtype']}"
             for check in document["checks"]
         ]
-        lines += ["", "| step | all-reduce | predicted ms | measured ms | host ahead ms | error |", "|---|---|---|---|---|---|"]
+        lines += [
+            "",
+            "| step | all-reduce | predicted ms | measured ms | host ahead ms | error |",
+            "|---|---|---|---|---|---|",
+        ]
         ahead = {(s["all_reduce"], s["phase"], s["batch"], s["context"]): s["queued_s"] for s in document["steps"]}
         steps = step_rows(document)
         for row, key in zip(steps, _keys(document, steps), strict=True):
             error = f"{row.error:+.1%}" if row.predicted_for else ""
             shown = f"{row.predicted * 1e3:.3f}" if row.predicted_for else ""
-            lines.append(f"| {row.what} | {row.way} | {shown} | {row.measured * 1e3:.3f} | {ahead[key] * 1e3:.3f} | {error} |")
+            lines.append(
+                f"| {row.what} | {row.way} | {shown} | {row.measured * 1e3:.3f} | {ahead[key] * 1e3:.3f} | {error} |"
+            )
         for phase in ("go on", "read"):
             chosen = [row for row in steps if row.predicted_for and phase in row.what]
             if chosen:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,9 +143,19 @@ def workload():
 
 @dataclass
 class Finished:
+    """A command that ran in this process: its exit code, both streams, and what it printed as JSON."""
+
     returncode: int
     stdout: str
     stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+    @property
+    def document(self) -> dict[str, Any]:
+        return json.loads(self.stdout)
 
 
 @pytest.fixture

@@ -8,14 +8,12 @@ import json
 import math
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from planner.cli import main
 from planner.export.serving.commands import command
 from planner.serving.asked import ServingFlags, serving_question
 from planner.serving.break_even import break_even
@@ -25,6 +23,7 @@ from planner.serving.search import search_serving
 from planner.validate.serving_names import cluster_of, model_of
 from simulator.config.hf_config import load_model
 from simulator.serving.deployment import Deployment, Pool
+from tests.planner.conftest import Finished
 from topology.catalog.cluster_file import save_cluster
 from topology.catalog.clusters import cluster_from_case
 
@@ -36,30 +35,11 @@ def asked(**changed: Any) -> ServingQuestion:
     return serving_question(ServingFlags(**(options | changed)))
 
 
-@dataclass(frozen=True)
-class Done:
-    exit_code: int
-    stdout: str
-    output: str
-
-
-@pytest.fixture
-def planner(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """Run a command as the shell would: its exit code, its output, and both streams together."""
-
-    def run(*arguments: str) -> Done:
-        code = main(list(arguments))
-        seen = capsys.readouterr()
-        return Done(code, seen.out, seen.out + seen.err)
-
-    return run
-
-
-def test_the_document_has_what_programs_read(planner: Callable[..., Done]) -> None:
+def test_the_document_has_what_programs_read(planner: Callable[..., Finished]) -> None:
     done = planner(
         "suggest", "--task", "serve", "--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "4", *QUICK, "--json"
     )
-    assert done.exit_code == 0, done.output
+    assert done.returncode == 0, done.output
     document = json.loads(done.stdout)
     best = document["plans"][0]
     assert {"replicas", "tp", "pp", "ep", "dp_attention", "prefill", "decode", "weights", "kv_cache"} <= set(
@@ -79,9 +59,9 @@ def test_the_document_has_what_programs_read(planner: Callable[..., Done]) -> No
     assert document["search"]["simulated"] == document["search"]["legal"]
 
 
-def test_the_answer_is_a_sentence_a_table_and_memory_in_80_columns(planner: Callable[..., Done]) -> None:
+def test_the_answer_is_a_sentence_a_table_and_memory_in_80_columns(planner: Callable[..., Finished]) -> None:
     done = planner("suggest", "--task", "serve", "--gpus", "2", *QUICK)
-    assert done.exit_code == 0, done.output
+    assert done.returncode == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Serve llama3-8b as ")
     assert max(map(len, lines)) <= 80
@@ -104,22 +84,22 @@ def test_the_answer_is_a_sentence_a_table_and_memory_in_80_columns(planner: Call
     ],
 )
 def test_what_serving_does_not_know_is_refused(
-    planner: Callable[..., Done], options: tuple[str, ...], words: str
+    planner: Callable[..., Finished], options: tuple[str, ...], words: str
 ) -> None:
     done = planner("suggest", "--task", "serve", *options)
-    assert done.exit_code == 2
+    assert done.returncode == 2
     assert words in " ".join(done.output.split())
 
 
-def test_options_of_serving_are_refused_for_training(planner: Callable[..., Done]) -> None:
+def test_options_of_serving_are_refused_for_training(planner: Callable[..., Finished]) -> None:
     done = planner("suggest", "--isl", "128")
-    assert done.exit_code == 2
+    assert done.returncode == 2
     assert "--isl: an option of serving" in done.output
 
 
-def test_a_model_too_large_is_infeasible_with_the_reason(planner: Callable[..., Done]) -> None:
+def test_a_model_too_large_is_infeasible_with_the_reason(planner: Callable[..., Finished]) -> None:
     done = planner("suggest", "--task", "serve", "--model", "llama3-70b", "--gpus", "1")
-    assert done.exit_code == 3
+    assert done.returncode == 3
     assert "no room for a KV cache" in " ".join(done.output.split())
 
 
@@ -131,7 +111,7 @@ def test_one_answer_wants_few_links_many_want_replicas() -> None:
     assert (many.engines, many.tp) == (4, 1)
 
 
-def test_more_clients_want_more_replicas(planner: Callable[..., Done]) -> None:
+def test_more_clients_want_more_replicas(planner: Callable[..., Finished]) -> None:
     done = planner("suggest", "--task", "serve", "--gpus", "4", "--objective", "latency", *QUICK[:4], "--concurrency", "16", "--json")  # fmt: skip
     rows = json.loads(done.stdout)["by_clients"]
     assert [row["clients"] for row in rows] == [1, 4, 16, 64, 256]
@@ -181,12 +161,12 @@ def test_deployments_apart_are_asked_for() -> None:
 # --- files that start it ---------------------------------------------------------------------------------------------
 
 
-def test_files_start_every_engine_on_its_own_gpus(planner: Callable[..., Done], tmp_path: Path) -> None:
+def test_files_start_every_engine_on_its_own_gpus(planner: Callable[..., Finished], tmp_path: Path) -> None:
     folder = tmp_path / "start"
     done = planner(
         "suggest", "--task", "serve", "--gpus", "4", "--out", str(folder), "--concurrency", "256", *QUICK[:4]
     )
-    assert done.exit_code == 0, done.output
+    assert done.returncode == 0, done.output
     compose = yaml.safe_load((folder / "compose.yaml").read_text())
     engines = compose["services"].values()
     devices = [d for e in engines for d in e["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]]
@@ -197,7 +177,7 @@ def test_files_start_every_engine_on_its_own_gpus(planner: Callable[..., Done], 
     assert container["command"][:3] == ["vllm", "serve", "meta-llama/Meta-Llama-3.1-8B"]
     assert subprocess.run(["bash", "-n", str(folder / "serve.sh")], check=False).returncode == 0
     again = planner("suggest", "--task", "serve", "--out", str(folder), *QUICK)
-    assert again.exit_code == 2
+    assert again.returncode == 2
     assert "is there already" in again.output
 
 
@@ -226,7 +206,7 @@ POINT = {
 }  # fmt: skip
 
 
-def validate(planner: Callable[..., Done], tmp_path: Path, *rows: object, packed: bool = False) -> Done:
+def validate(planner: Callable[..., Finished], tmp_path: Path, *rows: object, packed: bool = False) -> Finished:
     text = "".join(json.dumps(row) + "\n" for row in rows)
     path = tmp_path / ("points.jsonl.gz" if packed else "points.jsonl")
     path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
@@ -234,9 +214,11 @@ def validate(planner: Callable[..., Done], tmp_path: Path, *rows: object, packed
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_points_are_predicted_and_errors_are_signed(planner: Callable[..., Done], tmp_path: Path, packed: bool) -> None:
+def test_points_are_predicted_and_errors_are_signed(
+    planner: Callable[..., Finished], tmp_path: Path, packed: bool
+) -> None:
     done = validate(planner, tmp_path, POINT, {**POINT, "id": "a/2", "spec_decode": "mtp"}, packed=packed)
-    assert done.exit_code == 0, done.output
+    assert done.returncode == 0, done.output
     good, skipped = json.loads(done.stdout)["rows"]
     assert good["measured"] == {"ttft_s": 0.04, "tpot_s": 0.005, "output_tokens_per_s_per_gpu": None}
     assert good["error"]["tpot"] == pytest.approx(good["predicted"]["tpot_s"] / 0.005 - 1)
@@ -245,7 +227,7 @@ def test_points_are_predicted_and_errors_are_signed(planner: Callable[..., Done]
     assert skipped["predicted"] is None
 
 
-def test_what_a_point_does_not_say_is_assumed_aloud(planner: Callable[..., Done], tmp_path: Path) -> None:
+def test_what_a_point_does_not_say_is_assumed_aloud(planner: Callable[..., Finished], tmp_path: Path) -> None:
     row = {key: value for key, value in POINT.items() if key != "precision"} | {"n_gpus": 4}
     done = validate(planner, tmp_path, row)
     assumed = json.loads(done.stdout)["rows"][0]["assumed"]
@@ -254,11 +236,11 @@ def test_what_a_point_does_not_say_is_assumed_aloud(planner: Callable[..., Done]
 
 
 @pytest.mark.parametrize("line", ["[]", "{", '"x"', "[" * 100_000])
-def test_a_line_that_is_no_point_is_named(planner: Callable[..., Done], tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_no_point_is_named(planner: Callable[..., Finished], tmp_path: Path, line: str) -> None:
     path = tmp_path / "points.jsonl"
     path.write_text(json.dumps(POINT) + "\n" + line + "\n")
     done = planner("validate", str(path))
-    assert done.exit_code == 2
+    assert done.returncode == 2
     assert "line 2" in done.output
 
 
@@ -276,10 +258,10 @@ def test_a_line_that_is_no_point_is_named(planner: Callable[..., Done], tmp_path
     ],
 )
 def test_figures_that_cannot_be_skip_their_row(
-    planner: Callable[..., Done], tmp_path: Path, changed: dict[str, object]
+    planner: Callable[..., Finished], tmp_path: Path, changed: dict[str, object]
 ) -> None:
     done = validate(planner, tmp_path, POINT, {**POINT, **changed})
-    assert done.exit_code == 0, done.output
+    assert done.returncode == 0, done.output
     assert json.loads(done.stdout)["rows"][1]["skipped"]
 
 

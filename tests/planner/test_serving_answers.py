@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.cli import main
 from planner.serving.answer import answer_deployment
 from planner.serving.asked import ServingFlags, serving_question
 from planner.serving.break_even import break_even
@@ -21,40 +19,17 @@ from planner.serving.crossings import over_clients
 from planner.serving.search import search_serving
 from planner.serving.stated import pool_word, problems_of, read_pool, stated_deployment
 from simulator.serving.deployment import Pool
+from tests.planner.conftest import Finished
 from topology.errors import BadPlan
 
 QUICK = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "4", "--isl", "256", "--osl", "32", "--concurrency", "8")  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Done:
-    exit_code: int
-    stdout: str
-    output: str
-
-    @property
-    def document(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.stdout)
-        return found
-
-
-@pytest.fixture
-def planner(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """Run a command as the shell would: its exit code, its output, and both streams together."""
-
-    def run(*arguments: str) -> Done:
-        code = main(list(arguments))
-        seen = capsys.readouterr()
-        return Done(code, seen.out, seen.out + seen.err)
-
-    return run
 
 
 def flags(**changed: Any) -> ServingFlags:
     return ServingFlags(**({"model": "llama3-8b", "cluster": "dgx-h100", "isl": 256, "osl": 32} | changed))
 
 
-def test_every_command_gives_the_same_figures(planner: Callable[..., Done], tmp_path: Path) -> None:
+def test_every_command_gives_the_same_figures(planner: Callable[..., Finished], tmp_path: Path) -> None:
     saved = str(tmp_path / "plan.json")
     best = planner("suggest", "--task", "serve", *QUICK, "--json", "--out", saved).document["plans"][0]
     degrees = ("--tp", str(best["plan"]["tp"]), "--pp", str(best["plan"]["pp"]))
@@ -74,10 +49,10 @@ def test_every_command_gives_the_same_figures(planner: Callable[..., Done], tmp_
     assert all(term["delta"] == 0 for term in compared["terms"])
 
 
-def test_terms_of_a_comparison_add_up_to_the_difference(planner: Callable[..., Done], tmp_path: Path) -> None:
+def test_terms_of_a_comparison_add_up_to_the_difference(planner: Callable[..., Finished], tmp_path: Path) -> None:
     one, other = str(tmp_path / "one.json"), str(tmp_path / "other.json")
     for path, tp in ((one, "1"), (other, "4")):
-        assert planner("estimate", "--task", "serve", *QUICK, "--tp", tp, "--out", path).exit_code == 0
+        assert planner("estimate", "--task", "serve", *QUICK, "--tp", tp, "--out", path).returncode == 0
     found = planner("compare", one, other, "--json").document
     for of, key in (("token", "tpot_s"), ("first_token", "ttft_s")):
         difference = found["second"]["estimate"][key]["value"] - found["first"]["estimate"][key]["value"]
@@ -88,16 +63,16 @@ def test_terms_of_a_comparison_add_up_to_the_difference(planner: Callable[..., D
     assert max(map(len, said.stdout.splitlines())) <= 80 + len(one) + len(other)
 
 
-def test_a_comparison_is_of_one_task(planner: Callable[..., Done], tmp_path: Path) -> None:
+def test_a_comparison_is_of_one_task(planner: Callable[..., Finished], tmp_path: Path) -> None:
     serving, training = str(tmp_path / "serving.json"), str(tmp_path / "training.json")
-    assert planner("estimate", "--task", "serve", *QUICK, "--out", serving).exit_code == 0
+    assert planner("estimate", "--task", "serve", *QUICK, "--out", serving).returncode == 0
     trained = ("--model", "llama3-8b", "--cluster", "dgx-h100", "--gpus", "8", "--global-batch", "8")
-    assert planner("estimate", *trained, "--out", training).exit_code == 0
+    assert planner("estimate", *trained, "--out", training).returncode == 0
     for pair in ((serving, training), (training, serving)):
         done = planner("compare", *pair)
-        assert done.exit_code == 2
+        assert done.returncode == 2
         assert "two plans of one task" in done.output
-    assert planner("compare", training, training, "--task", "serve").exit_code == 2
+    assert planner("compare", training, training, "--task", "serve").returncode == 2
 
 
 @pytest.mark.parametrize(
@@ -116,10 +91,10 @@ def test_a_comparison_is_of_one_task(planner: Callable[..., Done], tmp_path: Pat
     ],
 )
 def test_a_flag_of_another_task_is_refused(
-    planner: Callable[..., Done], arguments: tuple[str, ...], words: str
+    planner: Callable[..., Finished], arguments: tuple[str, ...], words: str
 ) -> None:
     done = planner(*arguments)
-    assert done.exit_code == 2
+    assert done.returncode == 2
     assert words in " ".join(done.output.split())
 
 
@@ -132,19 +107,19 @@ def test_a_flag_of_another_task_is_refused(
     ],
 )
 def test_an_illegal_deployment_ends_with_3_and_the_rule(
-    planner: Callable[..., Done], options: tuple[str, ...], reason: str
+    planner: Callable[..., Finished], options: tuple[str, ...], reason: str
 ) -> None:
     done = planner("estimate", "--task", "serve", *QUICK, *options, "--json")
-    assert done.exit_code == 3
+    assert done.returncode == 3
     found = done.document
     assert not found["legal"]
     assert found["estimate"] is None
     assert reason in found["problems"][0]["message"]
 
 
-def test_flags_beside_a_saved_plan_change_it_and_say_so(planner: Callable[..., Done], tmp_path: Path) -> None:
+def test_flags_beside_a_saved_plan_change_it_and_say_so(planner: Callable[..., Finished], tmp_path: Path) -> None:
     saved = str(tmp_path / "plan.json")
-    assert planner("estimate", "--task", "serve", *QUICK, "--tp", "4", "--out", saved).exit_code == 0
+    assert planner("estimate", "--task", "serve", *QUICK, "--tp", "4", "--out", saved).returncode == 0
     changed = planner(
         "estimate", "--plan", saved, "--concurrency", "64", "--tp", "2", "--replicas", "2", "--json"
     ).document
@@ -155,18 +130,18 @@ def test_flags_beside_a_saved_plan_change_it_and_say_so(planner: Callable[..., D
     assert changed["estimate"]["ttft_s"]["value"] == pytest.approx(expected.ttft_s.value)
     assert "changed pool.tp: 4, then 2" in changed["assumed"]
     refused = planner("estimate", "--plan", saved, "--gpus", "8")
-    assert refused.exit_code == 2
+    assert refused.returncode == 2
     assert "beside a saved plan" in refused.output
 
 
-def test_an_edited_plan_is_refused(planner: Callable[..., Done], tmp_path: Path) -> None:
+def test_an_edited_plan_is_refused(planner: Callable[..., Finished], tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    assert planner("estimate", "--task", "serve", *QUICK, "--tp", "4", "--out", str(path)).exit_code == 0
+    assert planner("estimate", "--task", "serve", *QUICK, "--tp", "4", "--out", str(path)).returncode == 0
     data = json.loads(path.read_text())
     data["deployment"]["pool"]["tp"] = 2
     path.write_text(json.dumps(data))
     done = planner("estimate", "--plan", str(path))
-    assert done.exit_code == 2
+    assert done.returncode == 2
     assert "was edited" in done.output
 
 
@@ -180,7 +155,7 @@ def test_where_the_answer_changes_lies_between_rows_that_differ() -> None:
         assert crossing.below == low.deployment
 
 
-def test_requests_of_a_file_are_those_that_are_served(planner: Callable[..., Done], tmp_path: Path) -> None:
+def test_requests_of_a_file_are_those_that_are_served(planner: Callable[..., Finished], tmp_path: Path) -> None:
     rows = [(0.5 * i, 100 + i, 10 + i % 3) for i in range(30)]
     lines = tmp_path / "requests.jsonl"
     lines.write_text("".join(json.dumps({"arrival_s": a, "prompt": p, "output": o}) + "\n" for a, p, o in rows))
@@ -198,11 +173,11 @@ def test_requests_of_a_file_are_those_that_are_served(planner: Callable[..., Don
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"arrival_s": 0, "prompt": 0, "output": 1}', "[1]", '{"arrival_s": 1e999, "prompt": 1, "output": 1}', '{"arrival_s": 0, "prompt": true, "output": 1}'])  # fmt: skip
-def test_a_file_without_requests_is_refused(planner: Callable[..., Done], tmp_path: Path, text: str) -> None:
+def test_a_file_without_requests_is_refused(planner: Callable[..., Finished], tmp_path: Path, text: str) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_text(text)
     done = planner("estimate", "--task", "serve", "--requests", str(path))
-    assert done.exit_code == 2
+    assert done.returncode == 2
 
 
 DEGREES = st.sampled_from([1, 2, 3, 4, 8, 16])
@@ -230,7 +205,7 @@ def test_any_text_is_a_pool_or_refused(text: str) -> None:
 # --- what users ask ---------------------------------------------------------------------------------------------------
 
 
-def test_odd_counts_name_the_rule_and_the_neighbours(planner: Callable[..., Done]) -> None:
+def test_odd_counts_name_the_rule_and_the_neighbours(planner: Callable[..., Finished]) -> None:
     """vllm-project/vllm#596: 6 GPUs and 64 heads: tp 3 and 6 break a rule; tp 2 with stages or replicas do not."""
     found = search_serving(serving_question(flags(model="llama3-70b", gpus=6)))
     assert {"tp 3 does not divide 64 attention heads", "tp 6 does not divide 64 attention heads"} <= set(found.rejected)
@@ -238,7 +213,7 @@ def test_odd_counts_name_the_rule_and_the_neighbours(planner: Callable[..., Done
     assert {(1, 2, 3), (3, 2, 1)} & shapes
     assert all(engines * tp * pp == 6 for engines, tp, pp in shapes)
     done = planner("estimate", "--task", "serve", "--model", "llama3-70b", "--gpus", "6", "--tp", "3")
-    assert done.exit_code == 3
+    assert done.returncode == 3
 
 
 def test_replicas_without_nvlink_tensor_parallelism_with_it() -> None:
@@ -251,7 +226,7 @@ def test_replicas_without_nvlink_tensor_parallelism_with_it() -> None:
     assert break_even(fast, 4, 1).pays
 
 
-def test_the_cache_in_words_that_vllm_prints(planner: Callable[..., Done]) -> None:
+def test_the_cache_in_words_that_vllm_prints(planner: Callable[..., Finished]) -> None:
     """The log of vLLM for Llama 3 8B on an 80 GB H100 at 0.9 has about 440 thousand tokens; asked of 131,072 a request."""
     done = planner("estimate", "--task", "serve", "--gpus", "1", "--model", "llama3-8b", "--gpu-memory-utilization", "0.9", "--isl", "130816", "--vary", "0", "--concurrency", "1")  # fmt: skip
     words = " ".join(done.stdout.split())

@@ -90,7 +90,9 @@ def saved(tmp_path, **said):
 
 
 def test_a_plan_for_another_engine_is_predicted_anew_and_that_is_said(tmp_path) -> None:
-    found = CliRunner().invoke(app, ["apply", str(saved(tmp_path, engine="vllm")), "--dry-run", "--json", "--out", str(tmp_path / "r")])
+    found = CliRunner().invoke(
+        app, ["apply", str(saved(tmp_path, engine="vllm")), "--dry-run", "--json", "--out", str(tmp_path / "r")]
+    )
 
     assert found.exit_code == 0, found.output
     document = json.loads(found.stdout)

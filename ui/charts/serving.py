@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import altair as alt
 
 from planner.pictures.palette import BLUE
-from planner.serving.plan_text import words
-from planner.serving.text import digits
+from planner.serving.shown.plan_text import words
+from planner.serving.shown.text import digits
 from ui.charts.look import finished, paper
 
 

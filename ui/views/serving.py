@@ -8,7 +8,7 @@ import streamlit as st
 
 from planner.export.serving.files import serving_files
 from planner.serving.plan_file import serving_file
-from planner.serving.text import answer_sentence, deployment_text, digits, ms_text
+from planner.serving.shown.text import answer_sentence, deployment_text, digits, ms_text
 from simulator.config.hf_config import hub_name
 from topology import codec
 from topology.errors import Infeasible

@@ -17,9 +17,7 @@ from topology.errors import PlannerError
 MODULE = "executor.serving.run"
 
 
-def apply_serving_plan(
-    path: Path, *, device: str, folder: Path, budget_s: float, dry_run: bool, json: bool
-) -> int:
+def apply_serving_plan(path: Path, *, device: str, folder: Path, budget_s: float, dry_run: bool, json: bool) -> int:
     """Run a saved deployment; return 0, 1 where the run failed, 4 where a load is outside its predicted interval."""
     content = load_serving(path)
     run = asked_run(content.question, content.deployment.pool, prefill=content.deployment.prefill)
@@ -31,7 +29,13 @@ def apply_serving_plan(
         command = child.module_command(MODULE, arguments)
         if json:
             output.emit_json(
-                {"schema_version": SCHEMA_VERSION, "task": TASK, "dry_run": True, "command": command, "request": request}
+                {
+                    "schema_version": SCHEMA_VERSION,
+                    "task": TASK,
+                    "dry_run": True,
+                    "command": command,
+                    "request": request,
+                }
             )
         else:
             print(printable(f"would serve {content.question.model.name} on {request['tp']} {device} ranks"))

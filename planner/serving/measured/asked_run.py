@@ -84,7 +84,9 @@ def asked_run(
     """Return the run of one engine under the executor, predicted. Raises BadPlan for what the executor does not serve."""
     notes = []
     if question.engine != ENGINE:
-        notes.append(f"served by {engine_of(ENGINE).title}, not {engine_of(question.engine).title}, and predicted for it")
+        notes.append(
+            f"served by {engine_of(ENGINE).title}, not {engine_of(question.engine).title}, and predicted for it"
+        )
     refused = {
         "separate pools": prefill is not None,
         f"{pool.engines} engines": pool.engines > 1,
@@ -124,9 +126,7 @@ def _predicted_steps(question: ServingQuestion, deployment: Deployment, steps: t
             found.append(costs.seconds(prompt_tokens=0, pairs=0.0, sequences=batch, keys=float(batch * tokens)))
         else:
             pairs = batch * tokens * (tokens + 1) / 2
-            found.append(
-                costs.seconds(prompt_tokens=batch * tokens, pairs=pairs, sequences=0, keys=0.0, readers=batch)
-            )
+            found.append(costs.seconds(prompt_tokens=batch * tokens, pairs=pairs, sequences=0, keys=0.0, readers=batch))
     return tuple(found)
 
 

@@ -10,9 +10,9 @@ from rich.table import Table
 from planner.io.output import console, printable
 from planner.serving.break_even import BreakEven, break_even
 from planner.serving.crossings import Row
-from planner.serving.documents import price_per_million
 from planner.serving.question import ServingQuestion
 from planner.serving.search import ServingPlan, ServingResult
+from planner.serving.shown.documents import price_per_million
 from simulator.config.estimate import Interval
 from simulator.serving.deployment import Deployment, Pool
 from simulator.serving.engine import engine_of

@@ -1,0 +1,1 @@
+"""A serving answer for people and for programs: tables, sentences, documents."""
